@@ -1,0 +1,1 @@
+"""The rules of tiering: pure, synchronous, without clock, I/O or arrays. See ``tiering.Tiering``."""

@@ -1,0 +1,100 @@
+"""What the core tells its owner to do (commands) and what the owner tells the core (events)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from kvtier.keys import OffloadKey
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Put chunks into a tier. Ends with ``PutEnded``."""
+
+    id: int
+    tier: int
+    keys: Sequence[OffloadKey]
+    slots: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Find chunks in a tier and get the leading ones. Ends with ``Fetched``.
+
+    The key at each index belongs to the slot at that index; there are at most as many slots as keys.
+    What is got is the run of found keys from the front, as far as the slots reach. Where ``located``
+    is true the keys are known to be there and need not be looked for.
+    """
+
+    id: int
+    tier: int
+    keys: Sequence[OffloadKey]
+    slots: Sequence[int]
+    located: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """Make all that the tier has invisible for ever. Commands that follow wait for it."""
+
+    tier: int
+    epoch: int
+
+
+Command = Put | Fetch | Reset
+
+
+@dataclass(frozen=True, slots=True)
+class PutEnded:
+    """A put has ended: its slots are no longer read.
+
+    Attributes:
+        kept: for each key, whether the tier has it now.
+        reasons: why chunks were not kept, counted.
+    """
+
+    id: int
+    kept: Sequence[bool]
+    reasons: Mapping[str, int] = field(default_factory=dict)
+
+
+class Answer(IntEnum):
+    """What a fetch says of one key."""
+
+    MISSING = 0  # the tier does not have it, or could not give it
+    LOCATED = 1  # the tier has it; it was not brought
+    LANDED = 2  # its proven bytes are in its slot
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A fetch has ended: its slots are no longer written.
+
+    Attributes:
+        answers: one for each key. Only keys that were given a slot can be LANDED.
+        reasons: why keys that the tier has were not given, counted.
+    """
+
+    id: int
+    answers: Sequence[Answer]
+    reasons: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TierDown:
+    """A tier can not be used any more, for the reason given."""
+
+    tier: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SlotsReady:
+    """Slots of the primary tier may be used from now on."""
+
+    slots: range
+
+
+Event = PutEnded | Fetched | TierDown | SlotsReady

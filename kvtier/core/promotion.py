@@ -1,0 +1,245 @@
+"""Finds chunks in the tiers for requests that wait, and holds for them what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from kvtier.core.chunks import Chunk
+from kvtier.core.ledger import Ledger
+from kvtier.core.messages import Answer, Fetch, Fetched
+from kvtier.core.requests import Request
+from kvtier.core.states import ChunkEvent, ChunkState
+from kvtier.core.transfers import Transfer
+from kvtier.keys import OffloadKey, group_index
+
+Waiters = Mapping[Request, None]
+
+_READY = ChunkState.READY
+
+
+class Promotions:
+    """The fetches under way, and the chunks they brought that nobody has loaded yet.
+
+    Attributes:
+        landing: chunks being fetched, or fetched and held for a request. They count against the
+            promotion budget.
+        holders: requests for which something is pending, first come first.
+    """
+
+    def __init__(self, ledger: Ledger, windowed_groups: frozenset[int]) -> None:
+        self.landing: set[Chunk] = set()
+        self.holders: dict[Request, None] = {}
+        self._ledger = ledger
+        self._windowed = windowed_groups
+        self._fetching: dict[OffloadKey, Transfer] = {}
+
+    @property
+    def budget(self) -> int:
+        """Slots that promotions may hold in all."""
+        return max(1, int(len(self._ledger.table.all) * self._ledger.limits.promotion_budget))
+
+    @property
+    def reserve(self) -> int:
+        """Slots to keep free, for chunks that may land."""
+        share = int(len(self._ledger.table.all) * self._ledger.limits.landing_reserve)
+        return min(self.budget, share) if self._ledger.tiers else 0
+
+    @property
+    def _room(self) -> int:
+        return max(0, self.budget - len(self.landing))
+
+    def hold(self, request: Request, chunks: Iterable[Chunk]) -> None:
+        """Pin what a waiting request was told is there, until it is served."""
+        self.holders[request] = None
+        held = request.held
+        added = {chunk: None for chunk in chunks if chunk not in held and chunk.state is _READY}
+        self._ledger.table.pin(added)
+        held.update(added)
+
+    def unhold(self, request: Request) -> None:
+        """Give back what is held for a request."""
+        self.holders.pop(request, None)
+        if request.held:
+            chunks, request.held = request.held, {}
+            self._ledger.table.unpin(chunks)
+            self.landing.difference_update([chunk for chunk in chunks if not chunk.pins])
+
+    def pursue(self, request: Request, now_s: float) -> None:
+        """See to it that each key the request wants is being fetched, as far as the budget goes."""
+        fetching, visible, located = self._fetching, self._ledger.table.visible, request.located
+        known: list[OffloadKey] = []
+        unknown: list[OffloadKey] = []
+        for key in dict.fromkeys(request.wanted):
+            transfer = fetching.get(key)
+            if transfer is not None:
+                transfer.waiters[request] = None
+            elif key not in visible:
+                (known if key in located else unknown).append(key)
+        if known:
+            self._fetch_located(known, {request: None}, now_s)
+        if unknown:
+            self._ask_grouped(unknown, {request: None}, now_s)
+
+    def fetched(self, event: Fetched, now_s: float) -> None:
+        """Take in what a fetch has brought and learned, and go on from there."""
+        transfer, in_time = self._ledger.end(event.id)
+        self._stop_expecting(transfer)
+        waiters = {request: None for request in transfer.waiters if request.is_open} if in_time else {}
+        landed = self._land(transfer, event.answers, waiters)
+        self._count(transfer, event, landed)
+        if not waiters:
+            return
+        missing = _select(transfer.keys, event.answers, Answer.MISSING)
+        located = _select(transfer.keys, event.answers, Answer.LOCATED)
+        for request in waiters:
+            request.located.update(dict.fromkeys(located, transfer.tier))
+        visible = self._ledger.table.visible
+        self._ask(
+            [key for key in missing if key not in visible],
+            waiters,
+            now_s,
+            first_tier=transfer.tier + 1,
+            eager=transfer.eager,
+        )
+        if transfer.eager:
+            self._fetch_located(_run_after_landed(transfer.keys, event.answers), waiters, now_s)
+
+    def give_up(self, transfer: Transfer, now_s: float) -> None:
+        """Stop waiting for an overdue fetch: its keys are looked for elsewhere. Its slots stay out of use."""
+        self._stop_expecting(transfer)
+        self.landing.difference_update(transfer.chunks)
+        waiters = {request: None for request in transfer.waiters if request.is_open}
+        if waiters:
+            self._ask(transfer.keys, waiters, now_s, first_tier=transfer.tier + 1, eager=transfer.eager)
+
+    def reset(self) -> None:
+        """Let nothing that is being fetched or held be seen again."""
+        for transfer in self._ledger.transfers.values():
+            if not transfer.is_put:
+                for chunk in transfer.chunks:
+                    chunk.move(ChunkEvent.RESET)
+                for request in transfer.waiters:
+                    request.give_up(transfer.keys)
+                transfer.waiters.clear()
+        self._fetching.clear()
+        for request in list(self.holders):
+            self.unhold(request)
+            request.located.clear()
+        self.landing = {chunk for chunk in self.landing if chunk.pins}
+
+    def _ask_grouped(self, keys: Sequence[OffloadKey], waiters: Waiters, now_s: float) -> None:
+        if not self._windowed:
+            self._ask(keys, waiters, now_s, first_tier=0, eager=True)
+            return
+        windowed = [key for key in keys if group_index(key) in self._windowed]
+        others = [key for key in keys if group_index(key) not in self._windowed]
+        self._ask(others, waiters, now_s, first_tier=0, eager=True)
+        self._ask(windowed, waiters, now_s, first_tier=0, eager=False)
+
+    def _ask(
+        self, keys: Sequence[OffloadKey], waiters: Waiters, now_s: float, *, first_tier: int, eager: bool
+    ) -> None:
+        """Look for keys in the next tier that takes work; where there is none they are absent."""
+        if not keys:
+            return
+        ledger = self._ledger
+        for tier in range(first_tier, len(ledger.tiers)):
+            gate = ledger.tiers[tier]
+            if gate.closed is None:
+                count = min(len(keys), self._room, len(ledger.table.free)) if eager else 0
+                transfer = self._fetch(tier, keys, keys[:count], waiters, now_s, located=False)
+                transfer.eager = eager
+                return
+            ledger.counts["skipped", gate.name, gate.closed] += len(keys)
+        for request in waiters:
+            request.give_up(keys)
+
+    def _fetch_located(self, keys: Sequence[OffloadKey], waiters: Waiters, now_s: float) -> None:
+        """Fetch keys that are known to be in a tier; evict for them, within the budget."""
+        if not keys:
+            return
+        ledger, first = self._ledger, next(iter(waiters))
+        room = min(len(keys), self._room)
+        ledger.evict(room - len(ledger.table.free))
+        room = min(room, len(ledger.table.free))
+        by_tier: dict[int, list[OffloadKey]] = {}
+        for key in keys[:room]:
+            by_tier.setdefault(first.located[key], []).append(key)
+        for tier, found in by_tier.items():
+            if ledger.tiers[tier].closed:
+                self._ask(found, waiters, now_s, first_tier=tier + 1, eager=False)
+            else:
+                self._fetch(tier, found, found, waiters, now_s, located=True)
+        if room < len(keys) and next(iter(self.holders), first) is first:
+            # Whoever is first makes do with what fits: when it has loaded that, the others' turn comes.
+            first.give_up(keys[room:])
+            ledger.counts["miss", "budget"] += len(keys) - room
+
+    def _fetch(
+        self,
+        tier: int,
+        keys: Sequence[OffloadKey],
+        landing: Sequence[OffloadKey],
+        waiters: Waiters,
+        now_s: float,
+        *,
+        located: bool,
+    ) -> Transfer:
+        chunks = self._ledger.table.take(landing, visible=False)
+        self.landing.update(chunks)
+        transfer = self._ledger.begin(tier, keys, chunks, now_s, is_put=False)
+        transfer.waiters.update(waiters)
+        self._fetching.update(dict.fromkeys(keys, transfer))
+        self._ledger.commands.append(
+            Fetch(transfer.id, tier, keys, [chunk.slot for chunk in chunks], located)
+        )
+        return transfer
+
+    def _stop_expecting(self, transfer: Transfer) -> None:
+        fetching = self._fetching
+        for key in transfer.keys:
+            if fetching.get(key) is transfer:
+                del fetching[key]
+
+    def _land(self, transfer: Transfer, answers: Sequence[Answer], waiters: Waiters) -> list[Chunk]:
+        """Show the chunks that have landed, unless their key got here another way; free the others."""
+        table = self._ledger.table
+        good: list[Chunk] = []
+        bad: list[Chunk] = []
+        for chunk, answer in zip(transfer.chunks, answers, strict=False):
+            arrived = answer is Answer.LANDED and chunk.key not in table.visible
+            (good if arrived else bad).append(chunk)
+        table.failed(bad)
+        landed = table.filled(good, pins=len(waiters))
+        held = dict.fromkeys(landed)
+        for chunk in landed:
+            chunk.origin = transfer.tier
+            table.show(chunk)
+        for request in waiters:
+            request.held.update(held)
+            self.holders[request] = None
+        self.landing.difference_update([chunk for chunk in transfer.chunks if not chunk.pins])
+        self._ledger.note([chunk.key for chunk in landed])
+        return landed
+
+    def _count(self, transfer: Transfer, event: Fetched, landed: Sequence[Chunk]) -> None:
+        counts, name = self._ledger.counts, self._ledger.tiers[transfer.tier].name
+        counts["fetched", name] += len(landed)
+        counts["absent", name] += sum(answer is Answer.MISSING for answer in event.answers)
+        for reason, count in event.reasons.items():
+            counts["get_failed", name, reason] += count
+
+
+def _select(keys: Sequence[OffloadKey], answers: Sequence[Answer], wanted: Answer) -> list[OffloadKey]:
+    return [key for key, answer in zip(keys, answers, strict=True) if answer is wanted]
+
+
+def _run_after_landed(keys: Sequence[OffloadKey], answers: Sequence[Answer]) -> list[OffloadKey]:
+    """Return the located keys that directly follow the landed ones at the front."""
+    run: list[OffloadKey] = []
+    for key, answer in zip(keys, answers, strict=True):
+        if answer is Answer.LOCATED:
+            run.append(key)
+        elif answer is Answer.MISSING or run:
+            break
+    return run

@@ -1,0 +1,122 @@
+"""The states of what lives in the core, and the tables of the moves that are allowed.
+
+The integer enums hash and compare as fast as integers do; an enum of names costs a Python call each
+time, which at a microsecond a chunk would be a tenth of the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import NoReturn
+
+from kvtier.errors import StateError
+
+
+class Lookup(IntEnum):
+    """The answer to a lookup."""
+
+    MISS = 0
+    HIT = 1  # the bytes are in the primary tier
+    PENDING = 2  # they are on their way there
+    RETRY = 3  # not known yet
+
+
+class ChunkState(IntEnum):
+    """The life of the chunk that a slot holds."""
+
+    ABSENT = 0  # the slot is free
+    FILLING = 1  # bytes are being copied into the slot
+    READY = 2  # the bytes may be given
+    DOOMED = 3  # nobody may see it again; the slot waits for the last copy or pin to end
+
+
+class ChunkEvent(IntEnum):
+    """What can happen to a chunk."""
+
+    RESERVED = 0
+    FILLED = 1
+    FAILED = 2
+    EVICTED = 3
+    RESET = 4
+    FREED = 5
+
+
+CHUNK_MOVES: Mapping[ChunkEvent, Mapping[ChunkState, ChunkState]] = {
+    ChunkEvent.RESERVED: {ChunkState.ABSENT: ChunkState.FILLING},
+    ChunkEvent.FILLED: {ChunkState.FILLING: ChunkState.READY, ChunkState.DOOMED: ChunkState.DOOMED},
+    ChunkEvent.FAILED: {ChunkState.FILLING: ChunkState.DOOMED, ChunkState.DOOMED: ChunkState.DOOMED},
+    ChunkEvent.EVICTED: {ChunkState.READY: ChunkState.ABSENT},
+    ChunkEvent.RESET: {
+        ChunkState.FILLING: ChunkState.DOOMED,
+        ChunkState.READY: ChunkState.DOOMED,
+        ChunkState.DOOMED: ChunkState.DOOMED,
+    },
+    ChunkEvent.FREED: {ChunkState.DOOMED: ChunkState.ABSENT},
+}
+
+
+class RequestState(IntEnum):
+    """The life of a request, as far as its lookups go."""
+
+    IDLE = 0  # nothing is pending for it
+    WAITING = 1  # an answer is pending; its deadline runs
+    EXPIRED = 2  # its deadline has passed: what is pending is a miss
+    CLOSED = 3  # it has ended
+
+
+class RequestEvent(IntEnum):
+    """What can happen to a request."""
+
+    DEFERRED = 0
+    SERVED = 1
+    OVERDUE = 2
+    ENDED = 3
+
+
+REQUEST_MOVES: Mapping[RequestEvent, Mapping[RequestState, RequestState]] = {
+    RequestEvent.DEFERRED: {
+        RequestState.IDLE: RequestState.WAITING,
+        RequestState.WAITING: RequestState.WAITING,
+    },
+    RequestEvent.SERVED: {
+        RequestState.IDLE: RequestState.IDLE,
+        RequestState.WAITING: RequestState.IDLE,
+        RequestState.EXPIRED: RequestState.IDLE,
+    },
+    RequestEvent.OVERDUE: {RequestState.WAITING: RequestState.EXPIRED},
+    RequestEvent.ENDED: {
+        RequestState.IDLE: RequestState.CLOSED,
+        RequestState.WAITING: RequestState.CLOSED,
+        RequestState.EXPIRED: RequestState.CLOSED,
+    },
+}
+
+
+class TransferState(IntEnum):
+    """The life of a put or a fetch."""
+
+    RUNNING = 0
+    OVERDUE = 1  # its answer is a miss already; its slots stay out of use until it ends
+    ENDED = 2
+
+
+class TransferEvent(IntEnum):
+    """What can happen to a transfer."""
+
+    DEADLINE = 0
+    ENDED = 1
+
+
+TRANSFER_MOVES: Mapping[TransferEvent, Mapping[TransferState, TransferState]] = {
+    TransferEvent.DEADLINE: {TransferState.RUNNING: TransferState.OVERDUE},
+    TransferEvent.ENDED: {
+        TransferState.RUNNING: TransferState.ENDED,
+        TransferState.OVERDUE: TransferState.ENDED,
+    },
+}
+
+
+def forbidden(what: object, state: IntEnum, event: IntEnum) -> NoReturn:
+    """Raise for a move that is in no table."""
+    raise StateError(f"{what} is {state.name}: {event.name} is not possible there")

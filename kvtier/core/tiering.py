@@ -1,0 +1,319 @@
+"""The state machine of tiering: it is told what happened and says what to do.
+
+It has one owner, which calls it from one thread and then takes the commands that came of it. It never
+blocks, and looks at no clock: where time matters it is an argument, in seconds on the owner's clock.
+
+How a chunk is found: ``lookup`` answers each key from what is known and notes what is not. ``settle``,
+called when a round of questions is over, turns the notes into fetches. A fetch looks for its keys in
+one tier and, into slots it was given, brings the run of keys it finds from the front: question and
+transfer cost a waiting request one delay, not two. Slots for keys that may turn out to be absent come
+only from free ones, so asking for what is not there evicts nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from kvtier.core.admission import Limits, ReuseTracker, TierGate
+from kvtier.core.chunks import Chunk, ChunkTable
+from kvtier.core.ledger import Change, Ledger
+from kvtier.core.messages import Command, Event, Fetched, Put, PutEnded, Reset, SlotsReady, TierDown
+from kvtier.core.policies.base import EvictionPolicy
+from kvtier.core.promotion import Promotions
+from kvtier.core.requests import Request
+from kvtier.core.states import ChunkState, Lookup, RequestEvent, RequestState
+from kvtier.core.transfers import Pinned, Reservation
+from kvtier.errors import StateError
+from kvtier.keys import OffloadKey
+
+_READY = ChunkState.READY
+_HIT, _MISS, _PENDING, _RETRY = Lookup.HIT, Lookup.MISS, Lookup.PENDING, Lookup.RETRY
+
+
+class Tiering:
+    """Owns the chunks of the primary tier and decides what moves between it and the other tiers.
+
+    Args:
+        policy: chooses what leaves the primary tier.
+        tiers: the secondary tiers, in the order in which they are asked.
+        limits: the bounds to keep.
+        windowed_groups: KV cache groups that are not looked up from the front of the prompt (sliding
+            windows); their chunks are located first and then fetched as they are asked for.
+        track_changes: whether to note what becomes available where, for ``take_changes``.
+    """
+
+    def __init__(
+        self,
+        policy: EvictionPolicy,
+        tiers: Sequence[TierGate] = (),
+        limits: Limits | None = None,
+        *,
+        windowed_groups: frozenset[int] = frozenset(),
+        track_changes: bool = False,
+    ) -> None:
+        limits = limits or Limits()
+        self.table = ChunkTable(policy)
+        self.ledger = Ledger(self.table, tiers, limits, track_changes=track_changes)
+        self.promotions = Promotions(self.ledger, windowed_groups)
+        self.epoch = 0
+        self.reservations: set[Reservation] = set()
+        self.pinned: set[Pinned] = set()
+        self._limits = limits
+        self._tiered = bool(tiers)
+        self._visible = self.table.visible
+        self._counts = self.ledger.counts
+        self._asked: list[Request] = []
+        self._round: object = object()
+        tracks_reuse = limits.store_threshold > 1
+        self._tracker = (
+            ReuseTracker(limits.store_threshold, limits.max_tracker_size) if tracks_reuse else None
+        )
+
+    # --- lookup ----------------------------------------------------------------------------------
+
+    def lookup(self, key: OffloadKey, request: Request) -> Lookup:
+        """Say whether the chunk is there. Notes what a following ``settle`` will act upon."""
+        if request.round is not self._round:
+            request.begin_round(self._round)
+            self._asked.append(request)
+        chunk = self._visible.get(key)
+        if chunk is not None and chunk.state is _READY:
+            request.hits.append(chunk)
+            return _HIT
+        return self._unready(key, request, chunk)
+
+    def _unready(self, key: OffloadKey, request: Request, chunk: Chunk | None) -> Lookup:
+        if chunk is None and (not self._tiered or key in request.absent):
+            self._counts["miss", "absent"] += 1
+            return _MISS
+        if request.state is RequestState.EXPIRED:
+            self._counts["miss", "deadline"] += 1
+            return _MISS
+        request.wanted.append(key)
+        return _PENDING if chunk is not None or key in request.located else _RETRY
+
+    def settle(self, now_s: float) -> None:
+        """End a round of questions: fetch what is wanted, keep the deadlines, keep the reserve free."""
+        asked, self._asked = self._asked, []
+        self._round = object()
+        for transfer in self.ledger.overdue(now_s):
+            if not transfer.is_put:
+                self.promotions.give_up(transfer, now_s)
+        for request in asked:
+            if request.state is RequestState.CLOSED:
+                continue
+            if request.wanted:
+                self._defer(request, now_s)
+            elif request.state is not RequestState.EXPIRED:
+                self.served(request)
+        for request in list(self.promotions.holders):
+            if request.deadline_s is not None and request.deadline_s <= now_s:
+                self._expire(request)
+        if self._tiered:
+            self.ledger.evict(self.promotions.reserve - len(self.table.free))
+
+    def next_deadline_s(self) -> float | None:
+        """Say when ``settle`` has to be called at the latest, where anything is pending."""
+        deadlines = [transfer.deadline_s for transfer in self.ledger.running]
+        deadlines += [
+            holder.deadline_s for holder in self.promotions.holders if holder.deadline_s is not None
+        ]
+        return min(deadlines, default=None)
+
+    def served(self, request: Request) -> None:
+        """Learn that the request waits for nothing now: what was held for it is given back.
+
+        A request whose deadline has passed stays EXPIRED until it is served, or every scan of it would
+        wait once more.
+        """
+        if request.held or request.state is not RequestState.IDLE:
+            request.move(RequestEvent.SERVED)
+            request.deadline_s = None
+            self.promotions.unhold(request)
+
+    def close(self, request: Request) -> None:
+        """End a request: nothing is held for it and nothing is pending."""
+        request.move(RequestEvent.ENDED)
+        self.promotions.unhold(request)
+        request.forget_answers()
+
+    def _defer(self, request: Request, now_s: float) -> None:
+        if request.state is RequestState.EXPIRED:
+            return
+        request.move(RequestEvent.DEFERRED)
+        if request.deadline_s is None:
+            request.deadline_s = now_s + self._limits.request_deadline_s
+        self.promotions.hold(request, request.hits)
+        self.promotions.pursue(request, now_s)
+
+    def _expire(self, request: Request) -> None:
+        if request.state is RequestState.WAITING:
+            request.move(RequestEvent.OVERDUE)
+            self._counts["expired",] += 1
+        self.promotions.unhold(request)
+
+    # --- loads -----------------------------------------------------------------------------------
+
+    def acquire(self, keys: Sequence[OffloadKey], request: Request | None = None) -> Pinned:
+        """Pin chunks that were answered HIT, for a load. Ends the request's waiting.
+
+        Raises:
+            StateError: a key is not READY: it was not answered HIT in this round.
+        """
+        chunks = [self._ready(key) for key in keys]
+        self.table.pin(chunks)
+        pinned = Pinned(chunks, [chunk.origin for chunk in chunks])
+        for chunk in chunks:
+            chunk.origin = None
+        self.pinned.add(pinned)
+        self.promotions.landing.difference_update(chunks)
+        if request is not None:
+            self.served(request)
+            request.forget_answers()
+        return pinned
+
+    def release(self, pinned: Pinned) -> None:
+        """End a load: its chunks may be evicted again, as recently used ones."""
+        self._strike(self.pinned, pinned)
+        self.table.unpin(pinned.chunks, used=True)
+
+    def _ready(self, key: OffloadKey) -> Chunk:
+        chunk = self._visible.get(key)
+        if chunk is None or chunk.state is not _READY:
+            raise StateError(f"chunk {key.hex()} is not READY: {chunk or 'absent'}")
+        return chunk
+
+    @staticmethod
+    def _strike(handles: set, handle: object) -> None:  # type: ignore[type-arg]
+        try:
+            handles.remove(handle)
+        except KeyError:
+            raise StateError(f"{type(handle).__name__} was ended before") from None
+
+    # --- stores ----------------------------------------------------------------------------------
+
+    def reserve(self, keys: Sequence[OffloadKey]) -> Reservation | None:
+        """Give slots to those of ``keys`` that are not there yet; evict for them where need be.
+
+        Where room is short a prefix of them is given slots: a prompt with holes serves nobody.
+
+        Returns:
+            The reservation, empty where nothing is to be stored; None where no slot can be had now.
+        """
+        visible, free = self._visible, self.table.free
+        new = list(dict.fromkeys([key for key in keys if key not in visible]))
+        if new and self._tracker is not None:
+            new = self._admitted(new)
+        evicted = self.ledger.evict(len(new) - len(free))
+        if new and not free:
+            self._counts["store_refused", "no_slot"] += len(new)
+            return None
+        if len(new) > len(free):
+            self._counts["store_refused", "no_slot"] += len(new) - len(free)
+            del new[len(free) :]
+        reservation = Reservation(new, self.table.take(new, visible=True), evicted)
+        self.reservations.add(reservation)
+        return reservation
+
+    def commit(self, reservation: Reservation, now_s: float) -> None:
+        """End a store that has copied its bytes: the chunks are there, and go to the other tiers."""
+        self._strike(self.reservations, reservation)
+        chunks = reservation.chunks
+        takers = self._takers(len(chunks)) if self._tiered else []
+        ready = self.table.filled(chunks, pins=len(takers))
+        self._counts["stored",] += len(ready)
+        self.ledger.note([chunk.key for chunk in ready])
+        for tier, count in takers:
+            self._cascade(tier, ready[:count], now_s)
+            self.table.unpin(ready[count:])
+
+    def abort(self, reservation: Reservation) -> None:
+        """End a store that did not copy its bytes, or whose bytes were reset away."""
+        self._strike(self.reservations, reservation)
+        self.table.failed(reservation.chunks)
+
+    def _admitted(self, keys: list[OffloadKey]) -> list[OffloadKey]:
+        assert self._tracker is not None
+        admitted = self._tracker.admit(keys)
+        self._counts["store_refused", "store_threshold"] += len(keys) - len(admitted)
+        return admitted
+
+    def _takers(self, count: int) -> list[tuple[int, int]]:
+        """Say which tiers take how many of the next chunks."""
+        takers = []
+        backlog = max(1, int(len(self.table.all) * self._limits.put_backlog))
+        for index, gate in enumerate(self.ledger.tiers):
+            room = 0 if gate.closed else max(0, min(count, backlog - gate.backlog))
+            if room < count:
+                self._counts["put_dropped", gate.name, gate.closed or "backlog"] += count - room
+            if room:
+                takers.append((index, room))
+        return takers
+
+    def _cascade(self, tier: int, chunks: list[Chunk], now_s: float) -> None:
+        if not chunks:
+            return
+        keys = [chunk.key for chunk in chunks]
+        transfer = self.ledger.begin(tier, keys, chunks, now_s, is_put=True)
+        self.ledger.tiers[tier].backlog += len(chunks)
+        self.ledger.commands.append(Put(transfer.id, tier, keys, [chunk.slot for chunk in chunks]))
+
+    # --- what happened, what to do ----------------------------------------------------------------
+
+    def on_event(self, event: Event, now_s: float) -> None:
+        """Take in what has happened."""
+        if isinstance(event, Fetched):
+            self.promotions.fetched(event, now_s)
+        elif isinstance(event, PutEnded):
+            self._put_ended(event)
+        elif isinstance(event, SlotsReady):
+            self.table.add_slots(event.slots)
+        elif isinstance(event, TierDown):
+            self.ledger.tiers[event.tier].down = event.reason
+
+    def take_commands(self) -> list[Command]:
+        """Take what is to be done since the last call, in this order."""
+        commands, self.ledger.commands = self.ledger.commands, []
+        return commands
+
+    def take_changes(self) -> list[Change]:
+        """Take what has become available, or ceased to be, since the last call."""
+        changes, self.ledger.changes = self.ledger.changes, []
+        return changes
+
+    def take_counts(self) -> Counter[tuple[str, ...]]:
+        """Take what was counted since the last call."""
+        counts = self._counts.copy()
+        self._counts.clear()
+        return counts
+
+    def reset(self) -> None:
+        """Make everything stored so far invisible for ever, in every tier.
+
+        Stores and loads under way must still be ended by their owner; their slots are out of use
+        until then.
+        """
+        self.epoch += 1
+        self._asked.clear()
+        self._round = object()
+        self.promotions.reset()
+        self.ledger.note(list(self._visible), removed=True)
+        self.table.reset()
+        self.ledger.commands += [Reset(tier, self.epoch) for tier in range(len(self.ledger.tiers))]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no tier has anything to do."""
+        return not self.ledger.transfers and not self.ledger.commands
+
+    def _put_ended(self, event: PutEnded) -> None:
+        transfer, _ = self.ledger.end(event.id)
+        gate = self.ledger.tiers[transfer.tier]
+        gate.backlog -= len(transfer.chunks)
+        kept = [key for key, ok in zip(transfer.keys, event.kept, strict=True) if ok]
+        self._counts["put", gate.name] += len(kept)
+        for reason, count in event.reasons.items():
+            self._counts["put_failed", gate.name, reason] += count
+        self.table.unpin(transfer.chunks)
+        self.ledger.note(kept, transfer.tier)

@@ -1,0 +1,78 @@
+"""Transfers that are under way, and the handles of stores and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvtier.core.chunks import Chunk
+from kvtier.core.requests import Request
+from kvtier.core.states import TRANSFER_MOVES, TransferEvent, TransferState, forbidden
+from kvtier.keys import OffloadKey
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """A put or a fetch that a tier has been told to do.
+
+    Attributes:
+        chunks: the chunks whose slots it reads or writes; on a fetch those of the leading keys.
+        waiters: on a fetch, the requests that want its keys; an ordered set.
+        deadline_s: when it is no longer waited for, on the owner's clock.
+        eager: on a fetch, whether what it locates is wanted for certain and may be brought at once.
+    """
+
+    id: int
+    tier: int
+    keys: Sequence[OffloadKey]
+    chunks: list[Chunk]
+    deadline_s: float
+    is_put: bool
+    eager: bool = False
+    waiters: dict[Request, None] = field(default_factory=dict)
+    state: TransferState = TransferState.RUNNING
+
+    def move(self, event: TransferEvent) -> None:
+        """Change the state as the table says."""
+        try:
+            self.state = TRANSFER_MOVES[event][self.state]
+        except KeyError:
+            forbidden(f"transfer {self.id}", self.state, event)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reservation:
+    """Slots for a store: to be ended by exactly one ``commit`` or ``abort``.
+
+    Attributes:
+        keys: the keys that were given a slot, a prefix of the new ones among those asked for.
+        chunks: their chunks, in the same order.
+        evicted: keys that had to go.
+    """
+
+    keys: Sequence[OffloadKey]
+    chunks: Sequence[Chunk]
+    evicted: Sequence[OffloadKey]
+
+    @property
+    def slots(self) -> list[int]:
+        """The slots to copy to, in the order of ``keys``."""
+        return [chunk.slot for chunk in self.chunks]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pinned:
+    """Chunks pinned for a load: to be ended by exactly one ``release``.
+
+    Attributes:
+        chunks: the chunks, in the order of their keys.
+        origins: for each chunk the index of the tier that it came from, None for the primary one.
+    """
+
+    chunks: Sequence[Chunk]
+    origins: Sequence[int | None]
+
+    @property
+    def slots(self) -> list[int]:
+        """The slots to copy from."""
+        return [chunk.slot for chunk in self.chunks]

@@ -1,0 +1,27 @@
+"""The errors of kvtier. Each one says what is wrong and what to do about it."""
+
+from __future__ import annotations
+
+
+class KVTierError(Exception):
+    """Base of all errors that kvtier raises on purpose."""
+
+
+class ConfigError(KVTierError):
+    """A setting is wrong. The message names the field, its value and the remedy."""
+
+
+class TierError(KVTierError):
+    """A tier cannot be loaded or opened. The message names the tier."""
+
+
+class IdentityError(KVTierError):
+    """Stored data belongs to another cache. The message lists what differs."""
+
+
+class RegionError(KVTierError):
+    """The primary tier's region cannot be made. The message names needed and free bytes."""
+
+
+class StateError(KVTierError):
+    """A move that the state tables do not allow: a bug in kvtier or in its caller."""

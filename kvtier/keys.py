@@ -1,0 +1,42 @@
+"""Offload keys: the name of a chunk everywhere, a content hash followed by a group index.
+
+The packing is vLLM's (``vllm.v1.kv_offload.base``): the hash bytes, then the index of the KV cache
+group as four big-endian bytes. Packed bytes and not a tuple, so that a million keys cost the
+garbage collector nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NewType
+
+OffloadKey = NewType("OffloadKey", bytes)
+
+GROUP_BYTES = 4
+MAX_KEY_BYTES = 68  # a 64-byte hash and the group: what a trailer has room for
+
+
+def pack_key(content_hash: bytes, group: int = 0) -> OffloadKey:
+    """Make the offload key of one chunk.
+
+    Args:
+        content_hash: hash of the tokens up to the end of the chunk, 1 to 64 bytes.
+        group: index of the KV cache group, 0 to 2**32 - 1.
+
+    Raises:
+        ValueError: the hash is empty or too long, or the group is out of range.
+    """
+    if not 0 < len(content_hash) <= MAX_KEY_BYTES - GROUP_BYTES:
+        raise ValueError(f"content_hash has {len(content_hash)} bytes; 1 to 64 are possible")
+    if not 0 <= group < 2**32:
+        raise ValueError(f"group is {group}; 0 to 2**32 - 1 are possible")
+    return OffloadKey(content_hash + group.to_bytes(GROUP_BYTES, "big"))
+
+
+def content_hash(key: OffloadKey) -> bytes:
+    """Return the hash part of ``key``."""
+    return key[:-GROUP_BYTES]
+
+
+def group_index(key: OffloadKey) -> int:
+    """Return the group part of ``key``."""
+    return int.from_bytes(key[-GROUP_BYTES:], "big")

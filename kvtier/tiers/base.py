@@ -1,0 +1,219 @@
+"""What a secondary tier is: the contract that fs, dummy and every third party's tier fulfil.
+
+An author writes the transport and nothing else. Deadlines, limits on concurrency, checksums and
+counting are put around every tier by kvtier. A tier is driven by one event loop, from ``open`` to
+``aclose``; several puts and gets of one tier can be under way at once.
+
+The rule that matters most: **when a put or a get returns or raises, cancellation included, nothing
+may touch the batch's slots any more.** They are given to other chunks right away.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import ClassVar, Generic, Protocol, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvtier.identity import Identity
+from kvtier.keys import OffloadKey
+from kvtier.tiers.seal import TRAILER_BYTES
+
+
+class Knowledge(IntEnum):
+    """What a tier knows about a key without asking its backend."""
+
+    UNKNOWN = 0
+    ABSENT = 1
+    PRESENT = 2
+
+
+class Status(IntEnum):
+    """How one chunk of a put or a get ended."""
+
+    OK = 0  # put: it is there now (perhaps it was before); get: its bytes are in the slot
+    ABSENT = 1  # get: the tier does not have it
+    CORRUPT = 2  # get: what the tier has is not what was put; it was set aside
+    REFUSED = 3  # put: the tier has no room for it, by its own bound or its backend's
+    FAILED = 4  # the backend failed; ``Outcome.reasons`` says how
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of a put or a get.
+
+    Attributes:
+        statuses: one for each key of the batch, in its order.
+        reasons: why chunks did not end OK, counted by a short word such as ``"enospc"`` or
+            ``"checksum"``; it becomes a label of a metric.
+    """
+
+    statuses: Sequence[Status]
+    reasons: Mapping[str, int] = field(default_factory=dict)
+
+    @staticmethod
+    def all(status: Status, count: int, reason: str | None = None) -> Outcome:
+        """Make the outcome of ``count`` chunks that all ended alike."""
+        return Outcome((status,) * count, Counter({reason: count}) if reason else {})
+
+
+class SlotMemory(Protocol):
+    """The primary tier's bytes as a tier may see them. Slots are equally long and page-aligned."""
+
+    @property
+    def address(self) -> int:
+        """Address of slot 0 in this process."""
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Length of one slot, and distance to the next, in bytes."""
+
+    def view(self, slot: int) -> memoryview:
+        """Return the bytes of one slot: one-dimensional, format ``B``, ``chunk_bytes`` long."""
+
+
+class Batch:
+    """Chunks that are put or got together: keys and the slots they are in or shall be in.
+
+    Attributes:
+        keys: the chunks' offload keys, without duplicates.
+        slots: where each chunk is in ``memory``.
+        memory: the primary tier's bytes.
+        trailers: what proves a chunk's bytes, ``TRAILER_BYTES`` each. On a put they are given and
+            must be kept beside the bytes; on a get the tier fills in what it kept. Left alone by
+            tiers whose ``verifies`` is true.
+    """
+
+    __slots__ = ("_views", "keys", "memory", "slots", "trailers")
+
+    def __init__(
+        self,
+        keys: Sequence[OffloadKey],
+        slots: Sequence[int],
+        memory: SlotMemory,
+        trailers: list[bytes] | None = None,
+    ) -> None:
+        self.keys = tuple(keys)
+        self.slots = array("q", slots)
+        self.memory = memory
+        self.trailers = trailers if trailers is not None else [b""] * len(self.keys)
+        self._views: tuple[memoryview, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def views(self) -> tuple[memoryview, ...]:
+        """The slots' bytes: to be read in a put, to be written in a get."""
+        if self._views is None:
+            self._views = tuple(self.memory.view(slot) for slot in self.slots)
+        return self._views
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all chunks, trailers not counted."""
+        return len(self.keys) * self.memory.chunk_bytes
+
+
+class TierConfig(BaseModel):
+    """Settings that every tier has. A tier's own model subclasses this one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: str = Field(description="Name of the tier's entry point in the group kvtier.tiers.")
+    name: str | None = Field(
+        default=None,
+        description="Name in logs and metrics. Default: the type, numbered where it is used twice.",
+    )
+    deadline_s: float = Field(
+        default=5.0, gt=0, description="Seconds after which an unanswered request to the tier is a miss."
+    )
+    max_concurrency: int = Field(
+        default=8, ge=1, description="Puts and gets of this tier that may be under way at once."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TierContext:
+    """What a tier is told when it is opened.
+
+    Attributes:
+        name: the tier's name in logs and metrics.
+        identity: which cache the chunks belong to. Chunks of another identity are not to be given.
+        chunk_bytes: length of every chunk.
+    """
+
+    name: str
+    identity: Identity
+    chunk_bytes: int
+
+
+ConfigT = TypeVar("ConfigT", bound=TierConfig)
+
+
+class SecondaryTier(ABC, Generic[ConfigT]):
+    """Something behind the primary tier that keeps chunks: files, an object store, a peer.
+
+    A subclass names its settings in ``Config`` and is found through an entry point in the group
+    ``kvtier.tiers``. It is constructed with its settings; all else happens in ``open``.
+    """
+
+    Config: ClassVar[type[TierConfig]]
+
+    verifies: ClassVar[bool] = False
+    """Whether a get proves by itself that the bytes are those of the put. Where it is false, kvtier
+    gives each put a trailer and checks it after each get."""
+
+    def __init__(self, config: ConfigT) -> None:
+        self.config = config
+
+    async def open(self, context: TierContext) -> None:
+        """Connect, make directories, start what must run. Raise TierError when it cannot work."""
+
+    def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
+        """Say what is known of ``keys`` without waiting for anything. Called from any thread."""
+        return (Knowledge.UNKNOWN,) * len(keys)
+
+    @abstractmethod
+    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        """Say for each key whether a get would probably succeed."""
+
+    @abstractmethod
+    async def put(self, batch: Batch) -> Outcome:
+        """Keep the chunks of ``batch``. A chunk appears whole or not at all."""
+
+    @abstractmethod
+    async def get(self, batch: Batch) -> Outcome:
+        """Fill the slots of ``batch``. A slot whose status is not OK may hold anything."""
+
+    async def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Learn that ``keys`` were used just now. For tiers that evict by recency."""
+
+    @abstractmethod
+    async def discard(self, keys: Sequence[OffloadKey]) -> None:
+        """Forget ``keys``; those that are not there are no error."""
+
+    @abstractmethod
+    async def reset(self) -> None:
+        """Make everything put so far invisible, for ever: after reopening too."""
+
+    async def aclose(self) -> None:
+        """Give everything back. No other call is under way and none follows."""
+
+
+__all__ = [
+    "TRAILER_BYTES",
+    "Batch",
+    "Knowledge",
+    "Outcome",
+    "SecondaryTier",
+    "SlotMemory",
+    "Status",
+    "TierConfig",
+    "TierContext",
+]
