@@ -25,3 +25,7 @@ class RegionError(KVTierError):
 
 class StateError(KVTierError):
     """A move that the state tables do not allow: a bug in kvtier or in its caller."""
+
+
+class TransferError(KVTierError):
+    """A copy between the device and the primary tier failed, twice."""

@@ -113,8 +113,10 @@ class Identity:
         """
         try:
             found = json.loads(manifest)
-        except ValueError as error:
-            raise IdentityError(f"{where} is not readable JSON ({error}); move it away to start anew") from None
+        except (ValueError, RecursionError) as error:
+            raise IdentityError(
+                f"{where} is not readable JSON ({error}); move it away to start anew"
+            ) from None
         differences = difference(found, dict(self.fields))
         if differences:
             raise IdentityError(f"{where} belongs to another cache: " + "; ".join(differences))
@@ -133,4 +135,6 @@ def difference(found: object, expected: object, path: str = "") -> list[str]:
             else:
                 lines += difference(found[name], expected[name], inner)
         return lines
-    return [] if found == expected else [f"{path} is {found!r} there and {expected!r} here"]
+    # Compared as spelled: the digest tells 1 from 1.0 and from true, which Python's equality does not.
+    same = json.dumps(found, sort_keys=True) == json.dumps(expected, sort_keys=True)
+    return [] if same else [f"{path} is {found!r} there and {expected!r} here"]

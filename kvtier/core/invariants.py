@@ -20,6 +20,7 @@ def check(core: Tiering) -> None:
     free, visible = set(table.free), set(table.visible.values())
     _require(len(free) == len(table.free), "a slot is free once")
     _require(len(visible) == len(table.visible), "a chunk is visible under one key")
+    candidates = 0
     for chunk in table.all:
         state = chunk.state
         _require(chunk.pins == expected[chunk], f"{chunk} has the pins of its users, {expected[chunk]}")
@@ -32,15 +33,21 @@ def check(core: Tiering) -> None:
             state not in (ChunkState.FILLING, ChunkState.DOOMED) or chunk.pins > 0,
             f"{chunk} waits for an end",
         )
-        candidate = state is ChunkState.READY and not chunk.pins
-        _require((chunk.key in table.policy) is candidate, f"{chunk} is known to the policy as it is")
+        if chunk in visible:
+            candidate = state is ChunkState.READY and not chunk.pins
+            _require((chunk.key in table.policy) is candidate, f"{chunk} is known to the policy as it is")
+            candidates += candidate
     held = sum(1 for chunk in table.all if chunk.state is not ChunkState.ABSENT)
     _require(len(free) + held == len(table.all), "free and held slots are all slots")
     _require(
         all(table.visible[key].key == key for key in table.visible), "chunks are found by their own keys"
     )
-    _require(len(table.policy) <= len(visible), "the policy knows no more than there is")
+    _require(len(table.policy) == candidates, "the policy knows no more than there is")
     _require(all(chunk.pins for chunk in core.promotions.landing), "what lands is pinned")
+    _require(
+        all(request.state.name != "CLOSED" for request in core.promotions.holders),
+        "nothing is held for a closed request",
+    )
     _check_backlog(core)
 
 

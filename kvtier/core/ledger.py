@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from kvtier.core.admission import Limits, TierGate
 from kvtier.core.chunks import Chunk, ChunkTable
@@ -13,6 +14,9 @@ from kvtier.core.states import TransferEvent, TransferState
 from kvtier.core.transfers import Transfer
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey
+
+Count = tuple[str, ...]
+"""What is counted: the occurrence, then the tier where there is one, then the reason where there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +43,12 @@ class Ledger:
         self.table = table
         self.tiers = list(tiers)
         self.limits = limits
-        self.counts: Counter[tuple[str, ...]] = Counter()
+        self.counts: defaultdict[Count, float] = defaultdict(int)
         self.transfers: dict[int, Transfer] = {}
         self.commands: list[Command] = []
         self.changes: list[Change] = []
         self._track_changes = track_changes
+        self._earliest_s = inf  # no running transfer has an earlier deadline
         self._last_id = 0
 
     def begin(
@@ -54,6 +59,7 @@ class Ledger:
         deadline_s = now_s + self.tiers[tier].deadline_s
         transfer = Transfer(self._last_id, tier, keys, chunks, deadline_s, is_put)
         self.transfers[transfer.id] = transfer
+        self._earliest_s = min(self._earliest_s, deadline_s)
         return transfer
 
     def end(self, transfer_id: int) -> tuple[Transfer, bool]:
@@ -74,11 +80,14 @@ class Ledger:
 
     def overdue(self, now_s: float) -> list[Transfer]:
         """Mark the running transfers whose deadline has passed, and return them."""
+        if now_s < self._earliest_s:
+            return []
         late = [transfer for transfer in self.running if transfer.deadline_s <= now_s]
         for transfer in late:
             transfer.move(TransferEvent.DEADLINE)
             self.tiers[transfer.tier].overdue += 1
             self.counts["overdue", self.tiers[transfer.tier].name, "put" if transfer.is_put else "get"] += 1
+        self._earliest_s = min((transfer.deadline_s for transfer in self.running), default=inf)
         return late
 
     def evict(self, count: int) -> list[OffloadKey]:

@@ -53,11 +53,13 @@ class PutEnded:
     Attributes:
         kept: for each key, whether the tier has it now.
         reasons: why chunks were not kept, counted.
+        seconds: how long the tier took.
     """
 
     id: int
     kept: Sequence[bool]
     reasons: Mapping[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 class Answer(IntEnum):
@@ -75,11 +77,13 @@ class Fetched:
     Attributes:
         answers: one for each key. Only keys that were given a slot can be LANDED.
         reasons: why keys that the tier has were not given, counted.
+        seconds: how long the tier took.
     """
 
     id: int
     answers: Sequence[Answer]
     reasons: Mapping[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from kvtier.core.chunks import Chunk
 from kvtier.core.ledger import Ledger
 from kvtier.core.messages import Answer, Fetch, Fetched
 from kvtier.core.requests import Request
 from kvtier.core.states import ChunkEvent, ChunkState
-from kvtier.core.transfers import Transfer
+from kvtier.core.transfers import Bring, Transfer
 from kvtier.keys import OffloadKey, group_index
 
 Waiters = Mapping[Request, None]
@@ -48,11 +48,13 @@ class Promotions:
     def _room(self) -> int:
         return max(0, self.budget - len(self.landing))
 
-    def hold(self, request: Request, chunks: Iterable[Chunk]) -> None:
-        """Pin what a waiting request was told is there, until it is served."""
+    def hold(self, request: Request) -> None:
+        """Pin what a request was told is there, until it is served."""
         self.holders[request] = None
-        held = request.held
-        added = {chunk: None for chunk in chunks if chunk not in held and chunk.state is _READY}
+        visible, held = self._ledger.table.visible, request.held
+        hits = [chunk for key in request.hits if (chunk := visible.get(key)) and chunk.state is _READY]
+        added = {chunk: None for chunk in hits if chunk not in held}
+        request.hits.clear()
         self._ledger.table.pin(added)
         held.update(added)
 
@@ -65,26 +67,36 @@ class Promotions:
             self.landing.difference_update([chunk for chunk in chunks if not chunk.pins])
 
     def pursue(self, request: Request, now_s: float) -> None:
-        """See to it that each key the request wants is being fetched, as far as the budget goes."""
+        """See to it that each key the request wants is being fetched, as far as the budget goes.
+
+        Nothing is evicted for keys behind one of which it is not known yet whether it is anywhere.
+        """
         fetching, visible, located = self._fetching, self._ledger.table.visible, request.located
         known: list[OffloadKey] = []
         unknown: list[OffloadKey] = []
+        unsure = unsure_before = False
         for key in dict.fromkeys(request.wanted):
+            if key in visible:
+                continue
             transfer = fetching.get(key)
             if transfer is not None:
                 transfer.waiters[request] = None
-            elif key not in visible:
-                (known if key in located else unknown).append(key)
+            elif key not in located:
+                unsure_before = unsure_before if unknown else unsure
+                unknown.append(key)
+            elif not unsure or self._is_windowed(key):
+                known.append(key)
+            unsure = unsure or not (key in located or self._is_windowed(key))
         if known:
             self._fetch_located(known, {request: None}, now_s)
         if unknown:
-            self._ask_grouped(unknown, {request: None}, now_s)
+            self._ask_grouped(unknown, {request: None}, now_s, Bring.FREE if unsure_before else Bring.ALL)
 
     def fetched(self, event: Fetched, now_s: float) -> None:
         """Take in what a fetch has brought and learned, and go on from there."""
         transfer, in_time = self._ledger.end(event.id)
         self._stop_expecting(transfer)
-        waiters = {request: None for request in transfer.waiters if request.is_open} if in_time else {}
+        waiters = _waiting(transfer) if in_time else {}
         landed = self._land(transfer, event.answers, waiters)
         self._count(transfer, event, landed)
         if not waiters:
@@ -99,18 +111,31 @@ class Promotions:
             waiters,
             now_s,
             first_tier=transfer.tier + 1,
-            eager=transfer.eager,
+            bring=transfer.bring,
         )
-        if transfer.eager:
-            self._fetch_located(_run_after_landed(transfer.keys, event.answers), waiters, now_s)
+        if transfer.bring is Bring.ALL:
+            run = _run_after_landed(transfer.keys, event.answers)
+            self._fetch_located([key for key in run if key not in visible], waiters, now_s)
 
     def give_up(self, transfer: Transfer, now_s: float) -> None:
         """Stop waiting for an overdue fetch: its keys are looked for elsewhere. Its slots stay out of use."""
         self._stop_expecting(transfer)
         self.landing.difference_update(transfer.chunks)
-        waiters = {request: None for request in transfer.waiters if request.is_open}
+        waiters = _waiting(transfer)
         if waiters:
-            self._ask(transfer.keys, waiters, now_s, first_tier=transfer.tier + 1, eager=transfer.eager)
+            visible = self._ledger.table.visible
+            keys = [key for key in transfer.keys if key not in visible]
+            self._ask(keys, waiters, now_s, first_tier=transfer.tier + 1, bring=transfer.bring)
+
+    def keep_reserve(self) -> None:
+        """Evict until slots are free for chunks that may land, counting those lent to fetches under way.
+
+        They come back where the keys are nowhere: asking for what is not there evicts nothing.
+        """
+        short = self.reserve - len(self._ledger.table.free)
+        if short > 0:
+            lent = sum(len(transfer.chunks) for transfer in self._ledger.running if not transfer.is_put)
+            self._ledger.evict(short - lent)
 
     def reset(self) -> None:
         """Let nothing that is being fetched or held be seen again."""
@@ -122,22 +147,27 @@ class Promotions:
                     request.give_up(transfer.keys)
                 transfer.waiters.clear()
         self._fetching.clear()
+        waiting = [request for request in self.holders if request.is_waiting]
         for request in list(self.holders):
             self.unhold(request)
             request.located.clear()
+        self.holders.update(dict.fromkeys(waiting))  # their deadlines go on
         self.landing = {chunk for chunk in self.landing if chunk.pins}
 
-    def _ask_grouped(self, keys: Sequence[OffloadKey], waiters: Waiters, now_s: float) -> None:
+    def _is_windowed(self, key: OffloadKey) -> bool:
+        return bool(self._windowed) and group_index(key) in self._windowed
+
+    def _ask_grouped(self, keys: Sequence[OffloadKey], waiters: Waiters, now_s: float, bring: Bring) -> None:
         if not self._windowed:
-            self._ask(keys, waiters, now_s, first_tier=0, eager=True)
+            self._ask(keys, waiters, now_s, first_tier=0, bring=bring)
             return
-        windowed = [key for key in keys if group_index(key) in self._windowed]
-        others = [key for key in keys if group_index(key) not in self._windowed]
-        self._ask(others, waiters, now_s, first_tier=0, eager=True)
-        self._ask(windowed, waiters, now_s, first_tier=0, eager=False)
+        windowed = [key for key in keys if self._is_windowed(key)]
+        others = [key for key in keys if not self._is_windowed(key)]
+        self._ask(others, waiters, now_s, first_tier=0, bring=bring)
+        self._ask(windowed, waiters, now_s, first_tier=0, bring=Bring.NOTHING)
 
     def _ask(
-        self, keys: Sequence[OffloadKey], waiters: Waiters, now_s: float, *, first_tier: int, eager: bool
+        self, keys: Sequence[OffloadKey], waiters: Waiters, now_s: float, *, first_tier: int, bring: Bring
     ) -> None:
         """Look for keys in the next tier that takes work; where there is none they are absent."""
         if not keys:
@@ -146,9 +176,9 @@ class Promotions:
         for tier in range(first_tier, len(ledger.tiers)):
             gate = ledger.tiers[tier]
             if gate.closed is None:
-                count = min(len(keys), self._room, len(ledger.table.free)) if eager else 0
+                count = min(len(keys), self._room, len(ledger.table.free)) if bring else 0
                 transfer = self._fetch(tier, keys, keys[:count], waiters, now_s, located=False)
-                transfer.eager = eager
+                transfer.bring = bring
                 return
             ledger.counts["skipped", gate.name, gate.closed] += len(keys)
         for request in waiters:
@@ -167,7 +197,7 @@ class Promotions:
             by_tier.setdefault(first.located[key], []).append(key)
         for tier, found in by_tier.items():
             if ledger.tiers[tier].closed:
-                self._ask(found, waiters, now_s, first_tier=tier + 1, eager=False)
+                self._ask(found, waiters, now_s, first_tier=tier + 1, bring=Bring.NOTHING)
             else:
                 self._fetch(tier, found, found, waiters, now_s, located=True)
         if room < len(keys) and next(iter(self.holders), first) is first:
@@ -225,9 +255,14 @@ class Promotions:
     def _count(self, transfer: Transfer, event: Fetched, landed: Sequence[Chunk]) -> None:
         counts, name = self._ledger.counts, self._ledger.tiers[transfer.tier].name
         counts["fetched", name] += len(landed)
+        counts["get_seconds", name] += event.seconds
         counts["absent", name] += sum(answer is Answer.MISSING for answer in event.answers)
         for reason, count in event.reasons.items():
             counts["get_failed", name, reason] += count
+
+
+def _waiting(transfer: Transfer) -> dict[Request, None]:
+    return {request: None for request in transfer.waiters if request.is_waiting}
 
 
 def _select(keys: Sequence[OffloadKey], answers: Sequence[Answer], wanted: Answer) -> list[OffloadKey]:

@@ -20,7 +20,7 @@ class Request:
         state: see ``RequestState``.
         deadline_s: when what is pending becomes a miss, on the owner's clock; set while WAITING.
         round: the step in which it was last asked; the two lists that follow are of that step.
-        hits: chunks that were answered HIT.
+        hits: keys that were answered HIT and are not among those held.
         wanted: keys that were answered PENDING or RETRY, in the order of the questions.
         held: chunks that it pins until it has loaded them.
         absent: keys that no tier has, or could give.
@@ -34,7 +34,7 @@ class Request:
         self.state = RequestState.IDLE
         self.deadline_s: float | None = None
         self.round: object = None
-        self.hits: list[Chunk] = []
+        self.hits: list[OffloadKey] = []
         self.wanted: list[OffloadKey] = []
         self.held: dict[Chunk, None] = {}
         self.absent: set[OffloadKey] = set()
@@ -48,9 +48,9 @@ class Request:
             forbidden(f"request {self.name}", self.state, event)
 
     @property
-    def is_open(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether an answer would still be of use."""
-        return self.state is RequestState.IDLE or self.state is RequestState.WAITING
+        return self.state is RequestState.WAITING
 
     def begin_round(self, round_: object) -> None:
         """Start the answers of a new step."""

@@ -12,12 +12,11 @@ only from free ones, so asking for what is not there evicts nothing.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from kvtier.core.admission import Limits, ReuseTracker, TierGate
 from kvtier.core.chunks import Chunk, ChunkTable
-from kvtier.core.ledger import Change, Ledger
+from kvtier.core.ledger import Change, Count, Ledger
 from kvtier.core.messages import Command, Event, Fetched, Put, PutEnded, Reset, SlotsReady, TierDown
 from kvtier.core.policies.base import EvictionPolicy
 from kvtier.core.promotion import Promotions
@@ -26,6 +25,9 @@ from kvtier.core.states import ChunkState, Lookup, RequestEvent, RequestState
 from kvtier.core.transfers import Pinned, Reservation
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey
+
+PRIMARY = "cpu"
+"""How counts name the primary tier."""
 
 _READY = ChunkState.READY
 _HIT, _MISS, _PENDING, _RETRY = Lookup.HIT, Lookup.MISS, Lookup.PENDING, Lookup.RETRY
@@ -61,6 +63,7 @@ class Tiering:
         self.pinned: set[Pinned] = set()
         self._limits = limits
         self._tiered = bool(tiers)
+        self._names = [gate.name for gate in tiers]
         self._visible = self.table.visible
         self._counts = self.ledger.counts
         self._asked: list[Request] = []
@@ -79,7 +82,7 @@ class Tiering:
             self._asked.append(request)
         chunk = self._visible.get(key)
         if chunk is not None and chunk.state is _READY:
-            request.hits.append(chunk)
+            request.hits.append(key)
             return _HIT
         return self._unready(key, request, chunk)
 
@@ -105,13 +108,18 @@ class Tiering:
                 continue
             if request.wanted:
                 self._defer(request, now_s)
-            elif request.state is not RequestState.EXPIRED:
+            elif request.state is RequestState.EXPIRED:
+                self.promotions.unhold(request)
+            else:
                 self.served(request)
         for request in list(self.promotions.holders):
             if request.deadline_s is not None and request.deadline_s <= now_s:
                 self._expire(request)
+        for request in asked:  # only now, when what each of them was told is there is pinned
+            if request.is_waiting:
+                self.promotions.pursue(request, now_s)
         if self._tiered:
-            self.ledger.evict(self.promotions.reserve - len(self.table.free))
+            self.promotions.keep_reserve()
 
     def next_deadline_s(self) -> float | None:
         """Say when ``settle`` has to be called at the latest, where anything is pending."""
@@ -139,13 +147,16 @@ class Tiering:
         request.forget_answers()
 
     def _defer(self, request: Request, now_s: float) -> None:
-        if request.state is RequestState.EXPIRED:
-            return
         request.move(RequestEvent.DEFERRED)
         if request.deadline_s is None:
             request.deadline_s = now_s + self._limits.request_deadline_s
-        self.promotions.hold(request, request.hits)
-        self.promotions.pursue(request, now_s)
+        self.promotions.hold(request)
+
+    def _hold_hits(self) -> None:
+        """Pin what was answered HIT in this round, before something is evicted in its midst."""
+        for request in self._asked:
+            if request.hits and request.state is not RequestState.CLOSED:
+                self.promotions.hold(request)
 
     def _expire(self, request: Request) -> None:
         if request.state is RequestState.WAITING:
@@ -158,6 +169,8 @@ class Tiering:
     def acquire(self, keys: Sequence[OffloadKey], request: Request | None = None) -> Pinned:
         """Pin chunks that were answered HIT, for a load. Ends the request's waiting.
 
+        A HIT holds until the round ends, whatever else happens in it, a reset excepted.
+
         Raises:
             StateError: a key is not READY: it was not answered HIT in this round.
         """
@@ -165,6 +178,7 @@ class Tiering:
         self.table.pin(chunks)
         pinned = Pinned(chunks, [chunk.origin for chunk in chunks])
         for chunk in chunks:
+            self._counts["loaded", PRIMARY if chunk.origin is None else self._names[chunk.origin]] += 1
             chunk.origin = None
         self.pinned.add(pinned)
         self.promotions.landing.difference_update(chunks)
@@ -205,7 +219,8 @@ class Tiering:
         new = list(dict.fromkeys([key for key in keys if key not in visible]))
         if new and self._tracker is not None:
             new = self._admitted(new)
-        evicted = self.ledger.evict(len(new) - len(free))
+        short = len(new) - len(free)
+        evicted = self._make_room(short, keys) if short > 0 else []
         if new and not free:
             self._counts["store_refused", "no_slot"] += len(new)
             return None
@@ -232,6 +247,15 @@ class Tiering:
         """End a store that did not copy its bytes, or whose bytes were reset away."""
         self._strike(self.reservations, reservation)
         self.table.failed(reservation.chunks)
+
+    def _make_room(self, count: int, offered: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Evict for a store, but neither this round's hits nor the chunks that the new ones continue."""
+        self._hold_hits()
+        kept = [chunk for key in offered if (chunk := self._visible.get(key)) and chunk.state is _READY]
+        self.table.pin(kept)
+        evicted = self.ledger.evict(count)
+        self.table.unpin(kept)
+        return evicted
 
     def _admitted(self, keys: list[OffloadKey]) -> list[OffloadKey]:
         assert self._tracker is not None
@@ -264,6 +288,7 @@ class Tiering:
     def on_event(self, event: Event, now_s: float) -> None:
         """Take in what has happened."""
         if isinstance(event, Fetched):
+            self._hold_hits()
             self.promotions.fetched(event, now_s)
         elif isinstance(event, PutEnded):
             self._put_ended(event)
@@ -282,9 +307,9 @@ class Tiering:
         changes, self.ledger.changes = self.ledger.changes, []
         return changes
 
-    def take_counts(self) -> Counter[tuple[str, ...]]:
+    def take_counts(self) -> dict[Count, float]:
         """Take what was counted since the last call."""
-        counts = self._counts.copy()
+        counts = dict(self._counts)
         self._counts.clear()
         return counts
 
@@ -298,7 +323,7 @@ class Tiering:
         self._asked.clear()
         self._round = object()
         self.promotions.reset()
-        self.ledger.note(list(self._visible), removed=True)
+        self.ledger.note([key for key, chunk in self._visible.items() if chunk.state is _READY], removed=True)
         self.table.reset()
         self.ledger.commands += [Reset(tier, self.epoch) for tier in range(len(self.ledger.tiers))]
 
@@ -311,9 +336,11 @@ class Tiering:
         transfer, _ = self.ledger.end(event.id)
         gate = self.ledger.tiers[transfer.tier]
         gate.backlog -= len(transfer.chunks)
-        kept = [key for key, ok in zip(transfer.keys, event.kept, strict=True) if ok]
+        kept = [chunk for chunk, ok in zip(transfer.chunks, event.kept, strict=True) if ok]
         self._counts["put", gate.name] += len(kept)
+        self._counts["put_seconds", gate.name] += event.seconds
         for reason, count in event.reasons.items():
             self._counts["put_failed", gate.name, reason] += count
+        # What was reset meanwhile was kept in vain.
+        self.ledger.note([chunk.key for chunk in kept if chunk.state is _READY], transfer.tier)
         self.table.unpin(transfer.chunks)
-        self.ledger.note(kept, transfer.tier)

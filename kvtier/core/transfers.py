@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from kvtier.core.chunks import Chunk
 from kvtier.core.requests import Request
 from kvtier.core.states import TRANSFER_MOVES, TransferEvent, TransferState, forbidden
 from kvtier.keys import OffloadKey
+
+
+class Bring(IntEnum):
+    """How much of what a fetch finds is brought without being asked for once more."""
+
+    NOTHING = 0  # it only locates
+    FREE = 1  # what there are free slots for
+    ALL = 2  # that, and what is found next to it: it is wanted for certain, and worth evictions
 
 
 @dataclass(slots=True, eq=False)
@@ -19,7 +28,7 @@ class Transfer:
         chunks: the chunks whose slots it reads or writes; on a fetch those of the leading keys.
         waiters: on a fetch, the requests that want its keys; an ordered set.
         deadline_s: when it is no longer waited for, on the owner's clock.
-        eager: on a fetch, whether what it locates is wanted for certain and may be brought at once.
+        bring: on a fetch, what of that which it finds is to be brought at once.
     """
 
     id: int
@@ -28,7 +37,7 @@ class Transfer:
     chunks: list[Chunk]
     deadline_s: float
     is_put: bool
-    eager: bool = False
+    bring: Bring = Bring.NOTHING
     waiters: dict[Request, None] = field(default_factory=dict)
     state: TransferState = TransferState.RUNNING
 

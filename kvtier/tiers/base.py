@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -123,7 +123,8 @@ class Batch:
 class TierConfig(BaseModel):
     """Settings that every tier has. A tier's own model subclasses this one."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # Without inputs in errors: a tier's settings may hold secrets.
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     type: str = Field(description="Name of the tier's entry point in the group kvtier.tiers.")
     name: str | None = Field(
@@ -168,6 +169,9 @@ class SecondaryTier(ABC, Generic[ConfigT]):
     verifies: ClassVar[bool] = False
     """Whether a get proves by itself that the bytes are those of the put. Where it is false, kvtier
     gives each put a trailer and checks it after each get."""
+
+    medium: ClassVar[Literal["memory", "disk", "remote"]] = "remote"
+    """Where the chunks are kept, for an engine that tells its users where hits came from."""
 
     def __init__(self, config: ConfigT) -> None:
         self.config = config

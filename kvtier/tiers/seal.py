@@ -50,7 +50,9 @@ def check(trailer: bytes | memoryview, key: OffloadKey, payload: memoryview, dig
     trailer = bytes(trailer[:TRAILER_BYTES])
     if len(trailer) < TRAILER_BYTES or _CRC.unpack(trailer[-4:])[0] != crc32c.crc32c(trailer[:-4]):
         return Verdict.TORN
-    magic, version, key_bytes, checksum, payload_bytes, sealed_digest, sealed_key = _RECORD.unpack(trailer[:-4])
+    magic, version, key_bytes, checksum, payload_bytes, sealed_digest, sealed_key = _RECORD.unpack(
+        trailer[:-4]
+    )
     if magic != MAGIC or version != VERSION:
         return Verdict.TORN
     if sealed_key[:key_bytes] != key or sealed_digest != digest or payload_bytes != payload.nbytes:

@@ -1,0 +1,1 @@
+"""Where kvtier meets the engines. Each adapter is the only place that imports its engine."""

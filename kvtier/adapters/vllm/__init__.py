@@ -1,0 +1,1 @@
+"""kvtier behind vLLM's OffloadingConnector: ``"spec_name": "KVTierOffloadingSpec"``."""

@@ -1,0 +1,176 @@
+"""The identity of an engine's KV cache: all that the bytes of a block depend on besides its tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+import vllm
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from kvtier.adapters.vllm.compat import EngineContext, hash_seed
+from kvtier.errors import IdentityError
+from kvtier.identity import Identity, canonical, canonical_dtype
+
+logger = logging.getLogger("kvtier.vllm")
+
+_SPEC_FIELDS = (
+    "block_size",
+    "num_kv_heads",
+    "head_size",
+    "head_size_v",
+    "dtype",
+    "dtypes",
+    "shapes",
+    "sliding_window",
+    "attention_chunk_size",
+    "cache_dtype_str",
+    "kv_quant_mode",
+    "mamba_type",
+    "mamba_cache_mode",
+    "page_size_padded",
+)
+_NOT_THE_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_SAMPLES = 1024
+_SAMPLE_BYTES = 4096
+
+
+def engine_identity(config: OffloadingConfig, engine: EngineContext, namespace: str) -> Identity:
+    """Spell out the identity of the KV cache of this engine.
+
+    Args:
+        config: what vLLM gives an offloading spec.
+        engine: the engine's own configuration, for what ``config`` lacks.
+        namespace: the user's own part, for what no engine knows, such as adapters that were replaced.
+    """
+    vllm_config = engine.vllm_config
+    return Identity.make(
+        config.model.name,
+        {
+            "namespace": namespace,
+            "engine": {"name": "vllm", "version": vllm.__version__.split("+")[0]},
+            "device": current_platform.device_type,
+            "weights": _weights(vllm_config),
+            "kv_cache": _kv_cache(config, engine),
+            "parallel": _parallel(config),
+            "hash": _hash(vllm_config),
+            "lora": vllm_config.lora_config is not None,
+            "speculative": _speculative(vllm_config),
+        },
+    )
+
+
+def _weights(vllm_config: VllmConfig) -> Mapping[str, object]:
+    model = vllm_config.model_config
+    return {
+        "revision": model.revision,
+        "files": weights_fingerprint(Path(model.model)),
+        "config": _digest(model.hf_config.to_dict()),
+        "dtype": canonical_dtype(str(model.dtype)),
+        "quantization": model.quantization,
+        "load_format": str(vllm_config.load_config.load_format),
+        "seed": model.seed if str(vllm_config.load_config.load_format) == "dummy" else None,
+    }
+
+
+def weights_fingerprint(directory: Path) -> str | None:
+    """Return a digest of the weight files in ``directory``: their names, sizes and samples of their bytes.
+
+    A model that was replaced at the same path must not be given the old one's chunks. Up to 1,024
+    evenly spread samples of 4 KiB are read from each file, some milliseconds of work; a change that
+    touches less than about half a percent of a file can go unseen, which is what the setting
+    ``namespace`` is for. None where the model is not a local directory: then the revision names it.
+    """
+    if not directory.is_dir():
+        return None
+    digest = hashlib.sha256()
+    for pattern in _WEIGHT_FILES:
+        for path in sorted(directory.glob(pattern)):
+            _add_samples(digest, path)
+    return digest.hexdigest()[:32]
+
+
+def _add_samples(digest: hashlib._Hash, path: Path) -> None:
+    size = path.stat().st_size
+    digest.update(f"{path.name}\0{size}\0".encode())
+    step = max(_SAMPLE_BYTES, size // _SAMPLES)
+    with path.open("rb", buffering=0) as file:
+        for offset in range(0, size, step):
+            digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, offset))
+
+
+def _kv_cache(config: OffloadingConfig, engine: EngineContext) -> Mapping[str, object]:
+    return {
+        "dtype": canonical_dtype(config.model.dtype),
+        "layout": config.kv_cache_layout,
+        "bytes_per_block_and_worker": config.worker_kv_bytes_per_block,
+        "blocks_per_chunk": config.cache.blocks_per_chunk,
+        "tokens_per_hash": config.cache.tokens_per_hash,
+        "groups": [
+            {
+                "id": group.group_id,
+                "tokens_per_block": group.tokens_per_block,
+                "layers": list(group.layer_names),
+                "spec": _spec(engine.spec_of(group.group_id)),
+            }
+            for group in config.groups
+        ],
+    }
+
+
+def _spec(spec: KVCacheSpec) -> Mapping[str, object]:
+    fields = {name: getattr(spec, name) for name in _SPEC_FIELDS if getattr(spec, name, None) is not None}
+    return {"kind": type(spec).__name__, **fields}
+
+
+def _parallel(config: OffloadingConfig) -> Mapping[str, object]:
+    parallel = config.parallel
+    return {
+        "workers": parallel.world_size,
+        "tensor": parallel.tp_size,
+        "pipeline": parallel.pp_size,
+        "prefill_context": parallel.pcp_size,
+        "decode_context": parallel.dcp_size,
+    }
+
+
+def _hash(vllm_config: VllmConfig) -> Mapping[str, object]:
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    seed = hash_seed(algorithm)
+    if seed is None:
+        logger.warning(
+            "the block hashes (%s) are seeded at random in each process, so nothing that is stored will be "
+            "found after a restart or by another engine: set PYTHONHASHSEED, or use sha256",
+            algorithm,
+        )
+        seed = f"random {uuid.uuid4()}"
+    return {"algorithm": algorithm, "seed": seed}
+
+
+def _speculative(vllm_config: VllmConfig) -> Mapping[str, object] | None:
+    config = vllm_config.speculative_config
+    if config is None:
+        return None
+    return {"method": config.method, "model": config.model, "revision": config.revision}
+
+
+def _digest(fields: Mapping[str, object]) -> str:
+    """Digest a model's configuration. What has no canonical spelling is spelled as its repr."""
+    spelled = {}
+    for name, value in fields.items():
+        if name in _NOT_THE_MODEL:
+            continue
+        try:
+            spelled[name] = canonical(value)
+        except IdentityError:
+            spelled[name] = repr(value)
+    return hashlib.sha256(json.dumps(spelled, sort_keys=True).encode()).hexdigest()[:32]

@@ -1,0 +1,271 @@
+"""The bridge: vLLM's scheduler thread owns the core, and what the tiers do comes back to it in a queue.
+
+Nothing here waits, takes a lock or does I/O. Answers of the tiers are taken in at two places of a step:
+at its first question and at its end. Not in between: an answer can lead to evictions, and what was
+answered HIT in a step must still be there when the step asks for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvtier.adapters.vllm.metrics import as_stats
+from kvtier.core.requests import Request
+from kvtier.core.states import Lookup
+from kvtier.core.tiering import Tiering
+from kvtier.core.transfers import Pinned, Reservation
+from kvtier.errors import StateError
+from kvtier.executor import ExecutorThread
+
+logger = logging.getLogger("kvtier.vllm")
+
+_RESULTS = [LookupResult.MISS] * len(Lookup)
+_RESULTS[Lookup.HIT] = LookupResult.HIT
+_RESULTS[Lookup.PENDING] = LookupResult.HIT_PENDING
+_RESULTS[Lookup.RETRY] = LookupResult.RETRY
+
+_STEPS_TO_FLUSH = 3
+"""Steps after a reset in which workers can still write to the slots of its copies. vLLM hands workers
+the list of copies to wait for with the next step, and schedules up to two steps ahead of them; only
+from 0.33 on does it say that they are through."""
+
+
+@dataclass
+class Slots(LoadStoreSpec):
+    """Where chunks are in the primary tier; goes to the workers."""
+
+    slots: list[int]
+
+
+@dataclass
+class _Flushing:
+    """Handles of copies that a reset has cut off, until the workers have surely stopped."""
+
+    reservations: list[Reservation] = field(default_factory=list)
+    loads: list[Pinned] = field(default_factory=list)
+    steps_left: int = _STEPS_TO_FLUSH
+
+
+class KVTierManager(OffloadingManager):
+    """What vLLM's scheduler asks.
+
+    Args:
+        core: the state machine, owned from now on by the scheduler thread.
+        executor: runs its commands; started already.
+        sources: what vLLM calls each secondary tier in its cache-hit metrics.
+        info: labels of the info metric.
+        on_shutdown: gives back what the manager was made with.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        core: Tiering,
+        executor: ExecutorThread,
+        *,
+        sources: Sequence[CacheHitSource] = (),
+        info: Mapping[str, str] | None = None,
+        on_shutdown: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._core = core
+        self._executor = executor
+        self._sources = sources
+        self._info = info or {}
+        self._on_shutdown = on_shutdown
+        self._clock = clock
+        self._ask = core.lookup
+        self._requests: dict[str, Request] = {}
+        self._loads: dict[str, Pinned] = {}
+        self._stores: dict[OffloadKey, Reservation] = {}
+        self._flushing: list[_Flushing] = []
+        self._in_step = False
+        self._closed = False
+
+    # --- requests --------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """See vLLM."""
+        self._requests[req_context.req_id] = Request(req_context.req_id)
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """See vLLM. Copies of the request can still be under way."""
+        request = self._requests.pop(req_context.req_id, None)
+        if request is not None:
+            self._core.close(request)
+
+    # --- lookups and loads -----------------------------------------------------------------------
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """See vLLM. Asked for each key of each waiting request in each step."""
+        if not self._in_step:
+            self._begin_step()
+        return _RESULTS[self._ask(key, self._requests[req_context.req_id])]
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        """See vLLM."""
+        pinned = self._core.acquire(list(keys), self._requests[req_context.req_id])
+        self._loads[req_context.req_id] = pinned
+        return Slots(pinned.slots)
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        """See vLLM: asked right after ``prepare_load``, for a metric."""
+        pinned = self._loads.get(req_context.req_id)
+        if pinned is not None and self._sources:
+            for chunk, origin in zip(pinned.chunks, pinned.origins, strict=True):
+                if origin is not None and chunk.key == key:
+                    return self._sources[origin]
+        return CacheHitSource.HOST
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """See vLLM. Can come after the request's end."""
+        pinned = self._loads.pop(req_context.req_id, None)
+        if pinned is None:
+            raise StateError(f"request {req_context.req_id} has no load of {len(keys)} chunks")
+        self._core.release(pinned)
+
+    # --- stores ----------------------------------------------------------------------------------
+
+    def prepare_store(
+        self,
+        keys: Collection[OffloadKey],
+        req_context: ReqContext,  # noqa: ARG002
+    ) -> PrepareStoreOutput | None:
+        """See vLLM. Where room is short a prefix is accepted; where there is none, None."""
+        reservation = self._core.reserve(list(keys))
+        if reservation is None:
+            return None
+        stored = list(reservation.keys)
+        if stored:
+            self._stores[stored[0]] = reservation
+        else:
+            self._core.abort(reservation)
+        return PrepareStoreOutput(stored, Slots(reservation.slots), list(reservation.evicted))
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        """See vLLM. The keys are those of one ``prepare_store``, in any order."""
+        stores = self._stores
+        reservation = next((stores.pop(key) for key in keys if key in stores), None)
+        if reservation is None:
+            raise StateError(f"request {req_context.req_id} has no store of these {len(keys)} chunks")
+        if success:
+            self._core.commit(reservation, self._clock())
+            self._dispatch()
+        else:
+            self._core.abort(reservation)
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """See vLLM. Called in each step, before or after its stores, by version."""
+        for req_id in context.new_req_ids:
+            request = self._requests.get(req_id)
+            if request is not None:
+                self._core.served(request)
+        now_s = self._clock()
+        self._core.settle(now_s)
+        self._take_in(now_s)
+        self._in_step = False
+        if self._flushing:
+            self._count_down()
+
+    def has_pending_work(self) -> bool:
+        """See vLLM. Puts need no steps; slots that a reset has cut off are given back by steps."""
+        return bool(self._flushing)
+
+    def reset_cache(self) -> None:
+        """See vLLM, which forgets its copies under way here and lets workers finish them."""
+        self._flushing.append(_Flushing(list(self._stores.values()), list(self._loads.values())))
+        self._stores.clear()
+        self._loads.clear()
+        self._core.reset()
+        self._dispatch()
+        self._in_step = False
+
+    def on_reset_flushed(self) -> None:
+        """See vLLM 0.33: workers have stopped writing to what the last reset cut off."""
+        while self._flushing:
+            self._flush(self._flushing.pop())
+
+    def shutdown(self) -> None:
+        """See vLLM. May be called again."""
+        if not self._closed:
+            self._closed = True
+            self._on_shutdown()
+
+    # --- what is published -----------------------------------------------------------------------
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """See vLLM."""
+        names = self._core.ledger.tiers
+        for change in self._core.take_changes():
+            primary = change.tier is None
+            yield OffloadingEvent(
+                keys=list(change.keys),
+                medium=Medium.CPU if primary else Medium.STORAGE,
+                removed=change.removed,
+                locality=Locality.LOCAL if primary else None,
+                ownership=None if change.tier is None else names[change.tier].name,
+                removal_expected=primary,
+            )
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """See vLLM."""
+        counts = self._core.take_counts()
+        return as_stats(counts, self._core) if counts else None
+
+    def config_info(self) -> Sequence[Mapping[str, str]]:
+        """See vLLM 0.33."""
+        return [self._info]
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        self._in_step = True
+        if self._executor.events:
+            self._take_in(self._clock())
+
+    def _take_in(self, now_s: float) -> None:
+        events = self._executor.events
+        while events:
+            self._core.on_event(events.popleft(), now_s)
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        commands = self._core.take_commands()
+        if commands:
+            self._executor.submit(commands)
+
+    def _count_down(self) -> None:
+        for flushing in self._flushing:
+            flushing.steps_left -= 1
+        while self._flushing and self._flushing[0].steps_left <= 0:
+            self._flush(self._flushing.pop(0))
+
+    def _flush(self, flushing: _Flushing) -> None:
+        for reservation in flushing.reservations:
+            self._core.abort(reservation)
+        for pinned in flushing.loads:
+            self._core.release(pinned)

@@ -1,0 +1,106 @@
+"""Wires things together: the one place that knows all the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvtier import plugins
+from kvtier.config import TieringConfig
+from kvtier.core.admission import Limits, TierGate
+from kvtier.core.policies.base import EvictionPolicy
+from kvtier.core.tiering import Tiering
+from kvtier.executor import NamedTier
+from kvtier.tiers import registry
+
+if TYPE_CHECKING:
+    from kvtier.device.base import KVCaches
+    from kvtier.identity import Identity
+    from kvtier.manager import TieringManager
+
+
+def make_core(
+    config: TieringConfig,
+    *,
+    windowed_groups: frozenset[int] = frozenset(),
+    track_changes: bool = False,
+) -> Tiering:
+    """Make the state machine that ``config`` describes. It has no slots yet."""
+    policy: type[EvictionPolicy] = plugins.load(
+        plugins.POLICIES, config.eviction_policy, EvictionPolicy, "eviction_policy"
+    )
+    gates = [
+        TierGate(name, tier.deadline_s)
+        for name, tier in zip(config.tier_names, config.secondary_tiers, strict=True)
+    ]
+    limits = Limits(
+        request_deadline_s=config.request_deadline_s,
+        promotion_budget=config.promotion_budget,
+        store_threshold=config.store_threshold,
+        max_tracker_size=config.max_tracker_size,
+    )
+    return Tiering(policy(), gates, limits, windowed_groups=windowed_groups, track_changes=track_changes)
+
+
+def make_tiers(config: TieringConfig) -> list[NamedTier]:
+    """Make the tiers that ``config`` names, not opened yet."""
+    return [
+        NamedTier(name, registry.load(tier.type)(tier))
+        for name, tier in zip(config.tier_names, config.secondary_tiers, strict=True)
+    ]
+
+
+def slots_for(config: TieringConfig, chunk_bytes: int) -> int:
+    """Return how many chunks fit into the primary tier.
+
+    Raises:
+        ConfigError: not even one does.
+    """
+    from kvtier.errors import ConfigError
+
+    slots = int(config.cpu_bytes_to_use) // chunk_bytes
+    if not slots:
+        raise ConfigError(
+            f"cpu_bytes_to_use is {int(config.cpu_bytes_to_use)}, but one chunk has {chunk_bytes} bytes; "
+            "give room for some hundred chunks at least"
+        )
+    return slots
+
+
+def open_manager(
+    config: TieringConfig,
+    identity: Identity,
+    kv_caches: KVCaches,
+    *,
+    windowed_groups: Sequence[int] = (),
+    device: str | None = None,
+) -> TieringManager:
+    """Make the asyncio face of kvtier, for use with ``async with``.
+
+    Args:
+        config: the settings; ``blocks_per_chunk`` says how many blocks a chunk has, default 1.
+        identity: what the bytes depend on; see ``Identity.make``.
+        kv_caches: the engine's KV tensors.
+        windowed_groups: groups that are not looked up from the front of the prompt.
+        device: name of the device backend; default: by where the tensors are.
+
+    Raises:
+        ConfigError: no chunk fits, or no backend can copy these tensors.
+    """
+    from kvtier.device.auto import open_transfer_engine
+    from kvtier.manager import TieringManager
+    from kvtier.memory.layout import SlotLayout
+    from kvtier.memory.region import Region
+
+    layout = SlotLayout.make(kv_caches.page_bytes, config.blocks_per_chunk or 1, rank=0, workers=1)
+    region = Region.anonymous(slots_for(config, layout.chunk_bytes), layout.chunk_bytes)
+    return TieringManager(
+        core=make_core(config, windowed_groups=frozenset(windowed_groups)),
+        tiers=make_tiers(config),
+        identity=identity,
+        region=region,
+        engine=open_transfer_engine(kv_caches, layout, region, device),
+        blocks_per_chunk=layout.blocks_per_chunk,
+        groups=len(kv_caches.groups),
+        drain_s=config.drain_on_shutdown_s,
+    )

@@ -1,0 +1,152 @@
+"""The command ``kvtier``. It works without torch and an engine; each command imports what it needs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import importlib_metadata
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvtier import plugins, schema
+from kvtier.cli import figures
+from kvtier.core.policies.base import EvictionPolicy
+from kvtier.errors import KVTierError
+from kvtier.plugins import Group
+from kvtier.tiers import registry
+from kvtier.tiers.base import SecondaryTier
+
+app = typer.Typer(
+    name="kvtier",
+    help="Keep the KV cache of an LLM engine in host memory and in slower, larger tiers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+bench = typer.Typer(
+    help="Measure parts of kvtier; figures are ratios taken in one run.", no_args_is_help=True
+)
+app.add_typer(bench, name="bench")
+
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE as JSON, too.")
+]
+
+
+def main() -> None:
+    """Run the command line; an error of kvtier's own ends it in one line, with exit status 2."""
+    try:
+        app()
+    except KVTierError as error:
+        Console(stderr=True).print(
+            f"kvtier: {error}", style="red", markup=False, highlight=False, soft_wrap=True
+        )
+        sys.exit(2)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvtier {importlib_metadata.version('kvtier')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def tiers() -> None:
+    """List the installed tiers and eviction policies, and whether each one loads."""
+    console = Console()
+    console.print(_plugin_table(plugins.TIERS, "Tiers", SecondaryTier))
+    console.print(_plugin_table(plugins.POLICIES, "Eviction policies", EvictionPolicy))
+
+
+@app.command(name="schema")
+def print_schema(
+    table: Annotated[
+        bool, typer.Option("--table", help="Print Markdown tables instead of a JSON schema.")
+    ] = False,
+) -> None:
+    """Print every setting, those of the installed tiers included."""
+    typer.echo(schema.table() if table else json.dumps(schema.json_schema(), indent=2))
+
+
+@app.command()
+def demo(json_file: JsonOption = None) -> None:
+    """Run a real engine over kvtier, stop it, start it anew, and compare every token."""
+    raise typer.Exit(_lazy("kvtier.cli.demo").main(json_file))
+
+
+@bench.command(name="core")
+def bench_core(json_file: JsonOption = None) -> None:
+    """Microseconds that the owner's thread spends for each chunk."""
+    _report(_lazy("kvtier.cli.bench_core").run(), json_file)
+
+
+@bench.command(name="fs")
+def bench_fs(
+    root: Annotated[
+        Path, typer.Argument(help="A directory on the file system to measure; it is left empty.")
+    ],
+    json_file: JsonOption = None,
+) -> None:
+    """GB/s of the fs tier against the limit of its file system."""
+    _report(_lazy("kvtier.cli.bench_fs").run(root), json_file)
+
+
+@bench.command(name="device")
+def bench_device(json_file: JsonOption = None) -> None:
+    """GB/s of copies between device and primary tier."""
+    _report(_lazy("kvtier.cli.bench_device").run(), json_file)
+
+
+def _lazy(module: str) -> Any:
+    """Import a command's module only when it is asked for: it may need torch or an engine."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "kvtier":
+            raise
+        typer.echo(f"kvtier: this command needs {error.name}, which is not installed", err=True)
+        raise typer.Exit(2) from None
+
+
+def _report(result: object, json_file: Path | None) -> None:
+    figures.show(result, Console())
+    if json_file is not None:
+        figures.write(result, json_file)
+
+
+def _plugin_table(group: Group, title: str, base: type) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in ("name", "distribution", "version", "loads"):
+        table.add_column(column, overflow="fold")
+    for info in plugins.installed(group):
+        cells = (info.name, info.distribution, info.version, _loads(group, info.name, base))
+        table.add_row(*map(Text, cells))  # as text: what another distribution says is no markup
+    return table
+
+
+def _loads(group: Group, name: str, base: type) -> str:
+    try:
+        registry.load(name) if group is plugins.TIERS else plugins.load(group, name, base, "name")
+    except KVTierError as error:
+        return f"no: {error}"
+    return "yes"
+
+
+if __name__ == "__main__":
+    main()

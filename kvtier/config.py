@@ -1,0 +1,158 @@
+"""The configuration of the whole system. Raw mappings end here: behind this module all is typed.
+
+The names are those that vLLM's users know from ``kv_connector_extra_config``, and kvtier's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    StrictBool,
+    field_validator,
+    model_validator,
+)
+
+from kvtier import plugins, validation
+from kvtier.errors import ConfigError
+from kvtier.tiers import registry
+from kvtier.tiers.base import TierConfig
+
+ENGINE_KEYS = frozenset({"spec_name", "spec_module_path", "canonical_layout", "sync_load_budget_bytes"})
+"""What vLLM itself reads beside kvtier's settings, whichever spec is in use (0.30 to 0.33)."""
+
+_OTHER_SPECS = {
+    "backpressure": "it belongs to vLLM's own tiering spec; kvtier holds puts back by itself",
+    "cache_policy_module_path": (
+        "it belongs to vLLM's own CPU spec; name a policy of the group kvtier.policies in eviction_policy"
+    ),
+    "tier_poll_interval_s": "it belongs to vLLM's own tiering spec; kvtier does not poll its tiers",
+}
+
+
+class TieringConfig(BaseModel):
+    """Settings of the primary tier, of the secondary tiers and of what goes on between them.
+
+    Built by ``from_mapping`` or ``from_extra_config``, what is wrong is told in one ConfigError. The
+    constructor raises pydantic's ValidationError, as every model does.
+    """
+
+    # Without inputs in messages: a tier's settings may hold secrets.
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    cpu_bytes_to_use: Annotated[ByteSize, Field(gt=0)] = Field(
+        description="Size of the primary tier in host memory, over all workers: bytes, or text like `8GiB`."
+    )
+    block_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens of a chunk; a multiple of the engine's block size. Default: one engine block.",
+    )
+    blocks_per_chunk: int | None = Field(
+        default=None, ge=1, description="The same in engine blocks. Give at most one of the two."
+    )
+    eviction_policy: str = Field(
+        default="lru", description="Who leaves the primary tier first: the name of an installed policy."
+    )
+    store_threshold: int = Field(
+        default=0,
+        ge=0,
+        description="Store a chunk only when it was asked for this many times; 0 and 1 store at once.",
+    )
+    max_tracker_size: int = Field(
+        default=64_000, ge=1, description="Chunks whose requests are counted for `store_threshold`."
+    )
+    secondary_tiers: tuple[SerializeAsAny[TierConfig], ...] = Field(
+        default=(),
+        description="The tiers behind the primary tier, asked in this order; each with its `type`.",
+    )
+    offload_prompt_only: StrictBool = Field(
+        default=True, description="Store only what was computed for prompts, not for generated tokens."
+    )
+    self_describing_kv_events: StrictBool = Field(
+        default=False, description="Send KV events that name tokens and block sizes, not only hashes."
+    )
+    namespace: str = Field(
+        default="", description="Caches with different namespaces share nothing; part of the identity."
+    )
+    promotion_budget: float = Field(
+        default=0.25, gt=0, le=1, description="Share of the primary tier that promotions may fill at once."
+    )
+    request_deadline_s: float = Field(
+        default=5.0, gt=0, description="Seconds a request waits for the tiers; what is late is a miss."
+    )
+    drain_on_shutdown_s: float = Field(
+        default=5.0, ge=0, description="Seconds a shutdown waits for puts that are under way."
+    )
+
+    @field_validator("secondary_tiers", mode="before")
+    @classmethod
+    def _load_tiers(cls, value: object) -> object:
+        if not isinstance(value, list | tuple):
+            return value
+        return tuple(_tier(item, f"secondary_tiers[{index}]") for index, item in enumerate(value))
+
+    @field_validator("eviction_policy")
+    @classmethod
+    def _policy_is_installed(cls, value: str) -> str:
+        plugins.require(plugins.POLICIES, value, "eviction_policy")
+        return value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> TieringConfig:
+        if self.block_size is not None and self.blocks_per_chunk is not None:
+            raise ValueError("give block_size or blocks_per_chunk, not both")
+        given = [tier.name for tier in self.secondary_tiers if tier.name is not None]
+        if twice := sorted({name for name in given if given.count(name) > 1}):
+            raise ValueError(f"secondary_tiers: two tiers have the name {', '.join(twice)}")
+        return self
+
+    @property
+    def tier_names(self) -> tuple[str, ...]:
+        """The tiers' names in logs and metrics: the one given, or the type, or ``<type>-2`` and so on."""
+        taken = {tier.name for tier in self.secondary_tiers}
+        names: list[str] = []
+        for tier in self.secondary_tiers:
+            name, number = tier.name or tier.type, 1
+            while not tier.name and name in taken:
+                number += 1
+                name = f"{tier.type}-{number}"
+            taken.add(name)
+            names.append(name)
+        return tuple(names)
+
+    @classmethod
+    def from_mapping(cls, raw: Mapping[str, object]) -> TieringConfig:
+        """Validate what a user wrote.
+
+        Raises:
+            ConfigError: a setting is unknown, missing or wrong; the message names it.
+            TierError: a tier's plug-in cannot be used.
+        """
+        return validation.build(cls, raw)
+
+    @classmethod
+    def from_extra_config(cls, raw: Mapping[str, object]) -> TieringConfig:
+        """Validate vLLM's ``kv_connector_extra_config``, in which some keys are vLLM's own.
+
+        Raises:
+            ConfigError: a setting is unknown, missing or wrong; the message names it.
+            TierError: a tier's plug-in cannot be used.
+        """
+        if foreign := sorted(_OTHER_SPECS.keys() & raw.keys()):
+            raise ConfigError("; ".join(f"remove {key}: {_OTHER_SPECS[key]}" for key in foreign))
+        return cls.from_mapping({key: value for key, value in raw.items() if key not in ENGINE_KEYS})
+
+
+def _tier(item: object, where: str) -> TierConfig:
+    if isinstance(item, TierConfig):
+        return item
+    if isinstance(item, Mapping):
+        return registry.validate(item, where)
+    raise ConfigError(f"{where} must be a mapping with the key type, not {type(item).__name__}")

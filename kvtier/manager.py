@@ -1,0 +1,384 @@
+"""TieringManager: the asyncio face of kvtier, for engines that own their event loop.
+
+The event loop owns the core. Tiers are awaited on the same loop; the device copies on threads or
+streams of its own. A task that is cancelled while bytes move waits until they have stopped: a slot is
+given on only then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+
+from kvtier.core.messages import Event, SlotsReady
+from kvtier.core.requests import Request
+from kvtier.core.states import ChunkState, Lookup
+from kvtier.core.tiering import Tiering
+from kvtier.core.transfers import Pinned
+from kvtier.device.base import Blocks, Finished, TransferEngine
+from kvtier.errors import TransferError
+from kvtier.executor import Executor, NamedTier
+from kvtier.identity import Identity
+from kvtier.keys import OffloadKey, group_index
+from kvtier.memory.region import Region
+
+logger = logging.getLogger("kvtier.manager")
+
+_FIRST_SLOTS_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatistics:
+    """One secondary tier at this moment.
+
+    Attributes:
+        name: its name.
+        down: why it is not used any more, or None.
+        backlog_chunks: chunks that are being put.
+        overdue: transfers past their deadline that have not ended.
+    """
+
+    name: str
+    down: str | None
+    backlog_chunks: int
+    overdue: int
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """The manager at this moment, and what it has counted since it was opened.
+
+    Attributes:
+        slots: slots of the primary tier that are usable.
+        free_slots: slots that hold nothing.
+        ready_chunks: chunks that a load would find.
+        pinned_chunks: chunks that can not be evicted now.
+        counts: what happened how often; the keys begin with what, then the tier, then the reason.
+        tiers: the secondary tiers, in order.
+    """
+
+    slots: int
+    free_slots: int
+    ready_chunks: int
+    pinned_chunks: int
+    counts: Mapping[tuple[str, ...], float]
+    tiers: tuple[TierStatistics, ...]
+
+
+class Acquired:
+    """Chunks that stay in the primary tier while this is held.
+
+    Attributes:
+        keys: the leading keys of those asked for that could be had.
+    """
+
+    def __init__(self, manager: TieringManager, keys: Sequence[OffloadKey], pinned: Pinned) -> None:
+        self.keys = tuple(keys)
+        self._manager = manager
+        self._pinned = pinned
+
+    @property
+    def views(self) -> tuple[memoryview, ...]:
+        """The chunks' bytes, read-only; not to be used after the chunks are given back."""
+        return tuple(self._manager.view(slot).toreadonly() for slot in self._pinned.slots)
+
+    async def load(self, blocks: Sequence[int]) -> None:
+        """Copy the chunks to the device.
+
+        Args:
+            blocks: block ids, ``blocks_per_chunk`` for each of ``keys``, in their order.
+
+        Raises:
+            TransferError: the device copy failed.
+        """
+        await self._manager.copy_to_device(self.keys, self._pinned.slots, blocks)
+
+
+class TieringManager:
+    """Stores, finds and loads chunks. Made by ``kvtier.open_manager``; an async context manager.
+
+    All calls come from tasks of the event loop that it was entered on.
+    """
+
+    def __init__(
+        self,
+        *,
+        core: Tiering,
+        tiers: Sequence[NamedTier],
+        identity: Identity,
+        region: Region,
+        engine: TransferEngine,
+        blocks_per_chunk: int,
+        groups: int,
+        drain_s: float,
+    ) -> None:
+        self._core = core
+        self._region = region
+        self._engine = engine
+        self._blocks_per_chunk = blocks_per_chunk
+        self._groups = groups
+        self._drain_s = drain_s
+        self._executor = Executor(tiers, identity, region, self._on_event)
+        self._stack = AsyncExitStack()
+        self._changed = anyio.Event()
+        self._copies: dict[int, asyncio.Future[Finished]] = {}
+        self._last_copy = 0
+        self._counts: dict[tuple[str, ...], float] = {}
+
+    async def __aenter__(self) -> TieringManager:
+        loop = asyncio.get_running_loop()
+        first_slots = anyio.Event()
+
+        def slots_ready(slots: range) -> None:
+            loop.call_soon_threadsafe(self._on_event, SlotsReady(slots))
+            loop.call_soon_threadsafe(first_slots.set)
+
+        self._engine.set_wakeup(lambda: loop.call_soon_threadsafe(self._collect_copies))
+        await self._stack.enter_async_context(self._executor)
+        self._region.populate(slots_ready)
+        with anyio.move_on_after(_FIRST_SLOTS_S):
+            await first_slots.wait()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    # --- what engines call -----------------------------------------------------------------------
+
+    async def lookup(self, keys: Sequence[OffloadKey]) -> int:
+        """Say how many of the leading ``keys`` a load would find.
+
+        What other tiers have is brought to the primary tier on the way, as far as the promotion
+        budget goes. Ends by the request deadline, with what has arrived by then.
+        """
+        async with self.acquire(keys) as acquired:
+            return len(acquired.keys)
+
+    @asynccontextmanager
+    async def acquire(self, keys: Sequence[OffloadKey]) -> AsyncIterator[Acquired]:
+        """Find the leading ``keys`` that can be had, and keep them in the primary tier meanwhile."""
+        request = Request()
+        try:
+            count = await self._find(keys, request)
+            pinned = self._core.acquire(keys[:count], request)
+            self._settle()
+            try:
+                yield Acquired(self, keys[:count], pinned)
+            finally:
+                self._core.release(pinned)
+        finally:
+            self._core.close(request)
+            self._settle()
+
+    async def load(self, keys: Sequence[OffloadKey], blocks: Sequence[int]) -> int:
+        """Copy the leading ``keys`` that can be had to the device.
+
+        Args:
+            keys: offload keys in the order of the prompt.
+            blocks: block ids, ``blocks_per_chunk`` for each key.
+
+        Returns:
+            How many chunks were loaded. The blocks of the others are as they were.
+
+        Raises:
+            TransferError: the device copy failed; the blocks may hold anything.
+            ValueError: ``blocks`` does not fit ``keys``.
+        """
+        self._require_fit(keys, blocks)
+        async with self.acquire(keys) as acquired:
+            if acquired.keys:
+                await acquired.load(blocks[: len(acquired.keys) * self._blocks_per_chunk])
+            return len(acquired.keys)
+
+    async def store(self, keys: Sequence[OffloadKey], blocks: Sequence[int]) -> int:
+        """Copy chunks from the device to the primary tier; from there they go to the other tiers.
+
+        The blocks must not be written while this runs.
+
+        Args:
+            keys: offload keys in the order of the prompt. Those that are there already are skipped.
+            blocks: block ids, ``blocks_per_chunk`` for each key.
+
+        Returns:
+            How many chunks were copied: fewer than were new where there was no room.
+
+        Raises:
+            TransferError: the device copy failed; nothing was stored.
+            ValueError: ``blocks`` does not fit ``keys``.
+        """
+        self._require_fit(keys, blocks)
+        reservation = self._core.reserve(keys)
+        if reservation is None or not reservation.keys:
+            if reservation is not None:
+                self._core.abort(reservation)
+            return 0
+        place = {key: index for index, key in enumerate(keys)}
+        width = self._blocks_per_chunk
+        mine = [block for key in reservation.keys for block in blocks[place[key] * width :][:width]]
+        committed = False
+        try:
+            await self._copy(self._engine.submit_store, reservation.keys, mine, reservation.slots)
+            self._core.commit(reservation, time.monotonic())
+            committed = True
+        finally:
+            if not committed:
+                self._core.abort(reservation)
+            self._dispatch()
+        return len(reservation.keys)
+
+    async def reset(self) -> None:
+        """Make everything stored so far invisible for ever, in every tier.
+
+        For new weights. Returns when every tier has done so; a tier that cannot is not used any more.
+        """
+        self._core.reset()
+        self._dispatch()
+        await self._executor.settled()
+
+    def statistics(self) -> Statistics:
+        """Return the state of this moment and the counts since the start."""
+        table = self._core.table
+        for name, count in self._core.take_counts().items():
+            self._counts[name] = self._counts.get(name, 0) + count
+        return Statistics(
+            slots=len(table.all),
+            free_slots=len(table.free),
+            ready_chunks=sum(chunk.state is ChunkState.READY for chunk in table.all),
+            pinned_chunks=sum(chunk.pins > 0 for chunk in table.all),
+            counts=dict(self._counts),
+            tiers=tuple(
+                TierStatistics(gate.name, gate.down, gate.backlog, gate.overdue)
+                for gate in self._core.ledger.tiers
+            ),
+        )
+
+    async def drain(self) -> None:
+        """Wait until every copy, put and fetch under way has ended."""
+        while self._copies or not self._core.is_idle:
+            await self._changed.wait()
+
+    async def aclose(self) -> None:
+        """Let puts under way end, for as long as ``drain_on_shutdown_s`` says; give everything back.
+
+        To be called by the task that entered the manager; leaving ``async with`` does so.
+        """
+        try:
+            with anyio.move_on_after(self._drain_s):
+                await self.drain()
+        finally:
+            await self._stack.aclose()
+            self._engine.set_wakeup(None)
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self._engine.close)
+                await anyio.to_thread.run_sync(self._region.close)
+
+    # --- for Acquired ----------------------------------------------------------------------------
+
+    def view(self, slot: int) -> memoryview:
+        """Return the bytes of a slot."""
+        return self._region.view(slot)
+
+    async def copy_to_device(
+        self, keys: Sequence[OffloadKey], slots: Sequence[int], blocks: Sequence[int]
+    ) -> None:
+        """Copy pinned slots to the device. See ``Acquired.load``."""
+        self._require_fit(keys, blocks)
+        await self._copy(self._submit_load, keys, blocks, slots)
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    async def _find(self, keys: Sequence[OffloadKey], request: Request) -> int:
+        """Look up until nothing is pending; return how many leading keys are HIT in this very round."""
+        while True:
+            hits, pending = self._scan(keys, request)
+            if not pending:
+                return hits
+            self._settle()
+            await self._next_change()
+
+    def _scan(self, keys: Sequence[OffloadKey], request: Request) -> tuple[int, bool]:
+        pending = False
+        for index, key in enumerate(keys):
+            answer = self._core.lookup(key, request)
+            if answer is Lookup.MISS:
+                return index, pending
+            pending = pending or answer is not Lookup.HIT
+        return len(keys), pending
+
+    async def _next_change(self) -> None:
+        deadline_s = self._core.next_deadline_s()
+        wait_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+        with anyio.move_on_after(wait_s):
+            await self._changed.wait()
+
+    async def _copy(
+        self,
+        submit: Callable[[int, Blocks, Sequence[int]], None],
+        keys: Sequence[OffloadKey],
+        blocks: Sequence[int],
+        slots: Sequence[int],
+    ) -> None:
+        """Submit a device copy and wait for its true end, cancelled or not."""
+        self._last_copy += 1
+        submit(self._last_copy, *self._by_group(keys, blocks, slots))
+        future: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
+        self._copies[self._last_copy] = future
+        with anyio.CancelScope(shield=True):
+            finished = await future
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        if finished.error is not None:
+            raise TransferError(f"a copy of {len(keys)} chunks failed: {finished.error}") from finished.error
+
+    def _submit_load(self, transfer_id: int, blocks: Blocks, slots: Sequence[int]) -> None:
+        self._engine.submit_load(transfer_id, slots, blocks)
+
+    def _by_group(
+        self, keys: Sequence[OffloadKey], blocks: Sequence[int], slots: Sequence[int]
+    ) -> tuple[Blocks, list[int]]:
+        """Order blocks and slots as the device layer wants them: group after group."""
+        width = self._blocks_per_chunk
+        order = sorted(range(len(keys)), key=lambda index: group_index(keys[index]))
+        sizes = [0] * self._groups
+        for key in keys:
+            sizes[group_index(key)] += width
+        ids = [block for index in order for block in blocks[index * width : (index + 1) * width]]
+        return Blocks.make(ids, sizes, [0] * self._groups), [slots[index] for index in order]
+
+    def _require_fit(self, keys: Sequence[OffloadKey], blocks: Sequence[int]) -> None:
+        if len(blocks) != len(keys) * self._blocks_per_chunk:
+            raise ValueError(
+                f"{len(keys)} keys need {len(keys) * self._blocks_per_chunk} blocks, not {len(blocks)}"
+            )
+        if groups := {group_index(key) for key in keys if group_index(key) >= self._groups}:
+            raise ValueError(f"there are {self._groups} groups; keys name group {min(groups)}")
+
+    def _settle(self) -> None:
+        self._core.settle(time.monotonic())
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        commands = self._core.take_commands()
+        if commands:
+            self._executor.submit(commands)
+
+    def _on_event(self, event: Event) -> None:
+        self._core.on_event(event, time.monotonic())
+        self._dispatch()
+        self._notify()
+
+    def _collect_copies(self) -> None:
+        for finished in self._engine.finished():
+            self._copies.pop(finished.transfer_id).set_result(finished)
+        self._notify()
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()

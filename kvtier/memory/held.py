@@ -1,0 +1,248 @@
+"""Files that exist for as long as a process holds them, and the removal of those nobody holds.
+
+A region's file lives in memory, so a file that outlives its processes is memory lost. Whether a
+file is alive is asked of the kernel: every user holds a shared ``flock`` on it, which ends with the
+process however it ends. Whoever gets the exclusive lock without waiting knows that nobody uses the
+file. Age, names and process ids say nothing.
+
+What makes it safe while others start and stop at the same time:
+
+* a file gets its final name only after its creator holds the lock, so a named file without a lock
+  never belongs to a process that is still starting;
+* a name is removed only by who holds the exclusive lock on the very file that it names;
+* who opened a file looks once more, with the lock in hand, whether the name still means that file.
+
+Each holder has an open file description of its own, so that two holders in one process count twice.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+import stat
+import struct
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.errors import RegionError
+
+logger = logging.getLogger("kvtier.memory")
+
+PREFIX = "kvtier_"
+PATIENCE_S = 10.0  # locks are held exclusively for microseconds; a stopped holder must not hang a start
+RETRY_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class HeldFile:
+    """An open file that carries a shared lock of this process.
+
+    Attributes:
+        fd: the open file description that has the lock.
+        path: the file's name.
+        pid: the process that took the lock; a forked child shares the description, not the duty.
+    """
+
+    fd: int
+    path: Path
+    pid: int
+
+
+def hold(path: Path, nbytes: int) -> HeldFile:
+    """Create the file ``path`` with ``nbytes`` zeros, or join it where a living process holds it.
+
+    Raises:
+        RegionError: it exists with another size or owner, the directory has no room, or the name
+            stayed contested for ``PATIENCE_S`` seconds.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        try:
+            found = _open_existing(path)
+            fd = _create(path, nbytes) if found is None else _join(found, path, nbytes)
+        except OSError as error:
+            raise RegionError(f"{path} cannot be made or opened: {error.strerror or error}") from error
+        if fd is not None:
+            return HeldFile(fd, path, os.getpid())
+        time.sleep(RETRY_S)
+    raise RegionError(f"{path} is locked by another process that does not let go of it for {PATIENCE_S:g} s")
+
+
+def release(held: HeldFile) -> None:
+    """Let go of the file; the last of its holders removes it. To be called once."""
+    if held.pid != os.getpid():  # a forked child: unlocking here would take the lock from the parent
+        os.close(held.fd)
+        return
+    try:
+        if _try_lock(held.fd, fcntl.LOCK_EX):
+            _unlink_if_named(held.fd, held.path)
+    finally:
+        # A mapping duplicates the descriptor and can outlive it: locks do not end with close alone.
+        _set_claim(held.fd, fcntl.F_UNLCK)
+        fcntl.flock(held.fd, fcntl.LOCK_UN)
+        os.close(held.fd)
+
+
+def claim(held: HeldFile) -> bool:
+    """Become the one claimant of the file until it is released; tell whether that worked.
+
+    The claim is a record lock beside the ``flock``; the two do not see each other.
+    """
+    try:
+        _set_claim(held.fd, fcntl.F_WRLCK)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def sweep_ghosts(directory: Path) -> list[Path]:
+    """Remove every ``kvtier_*`` file of ``directory`` that no living process holds.
+
+    Returns:
+        The names that were removed. Files of other users that may not be removed are left.
+    """
+    removed = []
+    for path in sorted(directory.glob(PREFIX + "*")):
+        with suppress(OSError):
+            fd = _open_existing(path)
+            if fd is not None and _remove_ghost(fd, path):
+                removed.append(path)
+    return removed
+
+
+def _remove_ghost(fd: int, path: Path) -> bool:
+    """Remove the file if nobody holds it, and close ``fd``."""
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode) or not _try_lock(fd, fcntl.LOCK_EX):
+            return False
+        if not _unlink_if_named(fd, path):
+            return False
+        logger.info("removed %s (%d bytes): no living process holds it", path, os.fstat(fd).st_size)
+        return True
+    finally:
+        os.close(fd)
+
+
+def _join(fd: int, path: Path, nbytes: int) -> int | None:
+    """Take the shared lock on an existing file; None where it vanished or must be tried again."""
+    keep = False
+    try:
+        _require_own_file(fd, path)
+        if _try_lock(fd, fcntl.LOCK_EX):  # its last holder died since the sweep
+            _unlink_if_named(fd, path)
+        elif _try_lock(fd, fcntl.LOCK_SH) and _is_named(fd, path):
+            _require_size(fd, path, nbytes)
+            keep = True
+    finally:
+        if not keep:
+            os.close(fd)
+    return fd if keep else None
+
+
+def _create(path: Path, nbytes: int) -> int | None:
+    """Make the file, lock it, then name it; None where somebody else was first."""
+    if not _has_room(path, nbytes):
+        return None
+    fd, source = _new_file(path)
+    keep = False
+    try:
+        os.ftruncate(fd, nbytes)
+        keep = _try_lock(fd, fcntl.LOCK_SH) and _link(source, path)
+    finally:
+        if source.parent == path.parent:
+            source.unlink(missing_ok=True)
+        if not keep:
+            os.close(fd)
+    return fd if keep else None
+
+
+def _new_file(path: Path) -> tuple[int, Path]:
+    """Open a new file without a name, or with one of its own, and say what to link it from."""
+    with suppress(OSError):  # not every file system has unnamed files
+        fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        source = Path(f"/proc/self/fd/{fd}")
+        if source.exists():
+            return fd, source
+        os.close(fd)
+    source = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    return os.open(source, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600), source
+
+
+def _link(source: Path, path: Path) -> bool:
+    # With a directory descriptor, os.link follows the link in /proc to the file itself.
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.link(source, path, src_dir_fd=directory, follow_symlinks=True)
+    except (FileExistsError, FileNotFoundError):  # somebody was first, or swept the temporary name
+        return False
+    finally:
+        os.close(directory)
+    return True
+
+
+def _has_room(path: Path, nbytes: int) -> bool:
+    """Compare with the free space; False where the file exists by now and so needs none."""
+    system = os.statvfs(path.parent)
+    free = system.f_bavail * system.f_frsize
+    if system.f_blocks == 0 or nbytes <= free:  # no blocks at all: a tmpfs without a limit
+        return True
+    if path.exists():
+        return False
+    raise RegionError(
+        f"the primary tier needs {nbytes} bytes, but only {free} bytes are free in {path.parent}: "
+        "set cpu_bytes_to_use to less, or make the directory's file system larger"
+    )
+
+
+def _require_own_file(fd: int, path: Path) -> None:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        raise RegionError(f"{path} is not a file of this user: it may not be shared; remove it")
+
+
+def _require_size(fd: int, path: Path, nbytes: int) -> None:
+    found = os.fstat(fd).st_size
+    if found != nbytes:
+        raise RegionError(
+            f"{path} is in use with {found} bytes, but {nbytes} bytes are asked for here: all processes of "
+            "an engine need the same settings, and each engine needs an id of its own"
+        )
+
+
+def _set_claim(fd: int, kind: int) -> None:
+    # struct flock: type, whence, start, length (0: to the end), pid (0: owned by the description)
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi0q", kind, os.SEEK_SET, 0, 0, 0))
+
+
+def _open_existing(path: Path) -> int | None:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+
+
+def _try_lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_named(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _unlink_if_named(fd: int, path: Path) -> bool:
+    """Remove the name if it means this file. The caller has the exclusive lock."""
+    if not _is_named(fd, path):
+        return False
+    path.unlink()
+    return True

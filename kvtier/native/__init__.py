@@ -1,0 +1,114 @@
+"""The native helper: one foreign call does a whole job of copies, checksums or file I/O.
+
+The shared library beside this file is built by ``kvtier/native/build.py``. Where it is missing, of
+another version, or refused by ``KVTIER_NATIVE=0`` in the environment, the same functions work in
+pure Python. ``available`` says which it is; ``library`` is the loaded library or None.
+
+Addresses are plain integers. Who calls keeps the memory behind them alive until the call returns.
+All calls release the interpreter lock for most of their time and can be made from any thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+from pathlib import Path
+from typing import Final
+
+import crc32c as _crc32c
+
+ABI: Final = 1  # KVT_ABI in kvtier_native.c
+LIBRARY_NAME: Final = "libkvtier_native.so"
+_MADV_POPULATE_WRITE: Final = 23
+
+_log = logging.getLogger("kvtier.native")
+
+
+def _load() -> ctypes.CDLL | None:
+    """Load the library, or say why not. The one place that reads KVTIER_NATIVE."""
+    path = Path(__file__).with_name(LIBRARY_NAME)
+    if os.environ.get("KVTIER_NATIVE", "1") == "0" or not path.exists():
+        return None
+    try:
+        library = ctypes.CDLL(str(path))
+        found = int(library.kvt_abi())
+    except (OSError, AttributeError) as error:
+        _log.warning("the native helper %s cannot be loaded, Python is used: %s", path, error)
+        return None
+    if found != ABI:
+        _log.warning("the native helper %s is version %d, not %d; Python is used", path, found, ABI)
+        return None
+    _declare(library)
+    return library
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    address, size, u32 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32
+    library.kvt_copy_batch.argtypes = [address, address, address, size]
+    library.kvt_copy_batch.restype = None
+    library.kvt_crc32c.argtypes = [u32, address, size]
+    library.kvt_crc32c.restype = u32
+    library.kvt_populate.argtypes = [address, size]
+    library.kvt_populate.restype = ctypes.c_int
+    for name in ("kvt_files_put", "kvt_files_get", "kvt_files_contains", "kvt_files_discard"):
+        getattr(library, name).argtypes = [address, size, size]
+        getattr(library, name).restype = ctypes.c_int64
+    library.kvt_files_get.restype = library.kvt_files_contains.restype = None
+    for name in ("kvt_tree_bytes", "kvt_tree_remove"):
+        getattr(library, name).argtypes = [ctypes.c_int, ctypes.c_char_p, address]
+        getattr(library, name).restype = ctypes.c_int64
+
+
+library: Final = _load()
+available: Final[bool] = library is not None
+
+
+def copy_batch(src: int, dst: int, sizes: int, count: int) -> None:
+    """Copy ``count`` ranges of memory, one after the other.
+
+    Args:
+        src: address of an array of ``count`` uint64: where each range is.
+        dst: address of such an array: where each range goes. Ranges must not overlap.
+        sizes: address of such an array: bytes of each range.
+        count: how many ranges.
+    """
+    if library is not None:
+        library.kvt_copy_batch(src, dst, sizes, count)
+        return
+    numbers = ctypes.c_uint64 * count
+    for source, target, size in zip(
+        numbers.from_address(src), numbers.from_address(dst), numbers.from_address(sizes), strict=True
+    ):
+        ctypes.memmove(target, source, size)
+
+
+def crc32c(address: int, length: int, value: int = 0) -> int:
+    """Return the CRC-32C of ``length`` bytes at ``address``, going on from ``value``."""
+    if library is not None:
+        return int(library.kvt_crc32c(value, address, length))
+    return _crc32c.crc32c((ctypes.c_char * length).from_address(address), value)
+
+
+def populate(address: int, length: int) -> int:
+    """Give each page of the range memory of its own, without changing a byte.
+
+    Args:
+        address: start of the range, aligned to a page.
+        length: bytes.
+
+    Returns:
+        0, or the errno. Without the library and on kernels before 5.14 that is EINVAL, and nothing
+        happened: Python has no way to touch a page that is safe beside concurrent writers.
+    """
+    if library is not None:
+        return int(library.kvt_populate(address, length))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "madvise"):
+        return errno.ENOSYS
+    failed = libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
+    return ctypes.get_errno() if failed else 0
+
+
+__all__ = ["ABI", "LIBRARY_NAME", "available", "copy_batch", "crc32c", "library", "populate"]

@@ -1,0 +1,359 @@
+"""The contract of a device backend as tests: subclass ``DeviceConformance`` and run it with pytest.
+
+Every test compares the whole memory with ``TransferModel``, which makes the same transfers page by
+page in plain Python: what must change has changed, and nothing else has.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from kvtier.device.base import Blocks, KVCaches, PageRef, TransferEngine
+from kvtier.errors import StateError
+from kvtier.memory.layout import SlotLayout
+from kvtier.memory.region import Region
+
+EngineFactory = Callable[[KVCaches, SlotLayout, Region], TransferEngine]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The tensors and slots of one test.
+
+    Attributes:
+        page_bytes: bytes of a block in each tensor.
+        gaps: bytes between the rows of each tensor; missing ones are 0.
+        groups: for each group its (tensor, used bytes) pairs; by default one group uses all of all.
+        num_blocks, slots: rows of each tensor, and slots of the region.
+        blocks_per_chunk, rank, workers: as in ``SlotLayout.make``.
+    """
+
+    page_bytes: tuple[int, ...] = (512, 192)
+    gaps: tuple[int, ...] = ()
+    groups: tuple[tuple[tuple[int, int], ...], ...] = ()
+    num_blocks: int = 48
+    slots: int = 24
+    blocks_per_chunk: int = 1
+    rank: int = 0
+    workers: int = 1
+
+    @property
+    def layout(self) -> SlotLayout:
+        """The layout of the slots."""
+        return SlotLayout.make(self.page_bytes, self.blocks_per_chunk, self.rank, self.workers)
+
+    def page_refs(self) -> tuple[tuple[PageRef, ...], ...]:
+        """The groups as ``KVCaches`` takes them."""
+        groups = self.groups or (tuple(enumerate(self.page_bytes)),)
+        return tuple(tuple(PageRef(tensor, used) for tensor, used in group) for group in groups)
+
+
+class TransferModel:
+    """What transfers do, as plainly as it can be said. Takes part in no copy.
+
+    Attributes:
+        rows: for each tensor its rows, gaps included.
+        slots: the slots' bytes.
+    """
+
+    def __init__(self, shape: Shape, rows: list[list[bytearray]], slots: list[bytearray]) -> None:
+        self._layout = shape.layout
+        self._groups = shape.page_refs()
+        self.rows = rows
+        self.slots = slots
+
+    def store(self, blocks: Blocks, slots: Sequence[int]) -> None:
+        """Do what ``submit_store`` does."""
+        for row, slot, start, size in self._pages(blocks, slots):
+            slot[start : start + size] = row[:size]
+
+    def load(self, slots: Sequence[int], blocks: Blocks) -> None:
+        """Do what ``submit_load`` does."""
+        for row, slot, start, size in self._pages(blocks, slots):
+            row[:size] = slot[start : start + size]
+
+    def nbytes(self, blocks: Blocks) -> int:
+        """Count the bytes that a transfer of ``blocks`` moves."""
+        return sum(
+            size * sum(ref.page_bytes for ref in refs)
+            for size, refs in zip(blocks.group_sizes, self._groups, strict=True)
+        )
+
+    def _pages(self, blocks: Blocks, slots: Sequence[int]) -> Iterator[tuple[bytearray, bytearray, int, int]]:
+        ids, coming = iter(blocks.ids.tolist()), iter(slots)
+        for refs, size, first in zip(self._groups, blocks.group_sizes, blocks.first_indices, strict=True):
+            slot = bytearray()
+            for index in range(first, first + size):
+                sub_block = index % self._layout.blocks_per_chunk
+                if index == first or sub_block == 0:
+                    slot = self.slots[next(coming)]
+                block = next(ids)
+                for ref in refs:
+                    start = self._layout.offset(ref.tensor, sub_block)
+                    yield self.rows[ref.tensor][block], slot, start, ref.page_bytes
+
+
+class Rig:
+    """An engine over patterned tensors and slots, and the model beside it.
+
+    Attributes:
+        shape: the tensors and slots.
+        caches: the tensors as the engine has them.
+        region: the slots.
+        engine: what is tested.
+        model: what should come of it.
+    """
+
+    def __init__(self, factory: EngineFactory, shape: Shape, device: str = "cpu", seed: int = 1) -> None:
+        noise = random.Random(seed)
+        self.shape = shape
+        self.region = Region.anonymous(shape.slots, shape.layout.chunk_bytes)
+        gaps = shape.gaps + (0,) * (len(shape.page_bytes) - len(shape.gaps))
+        widths = [page + gap for page, gap in zip(shape.page_bytes, gaps, strict=True)]
+        rows = [[bytearray(noise.randbytes(width)) for _ in range(shape.num_blocks)] for width in widths]
+        slots = [bytearray(noise.randbytes(shape.layout.chunk_bytes)) for _ in range(shape.slots)]
+        self._whole = [_tensor(table, device) for table in rows]
+        for slot, content in enumerate(slots):
+            self.region.view(slot)[:] = content
+        tensors = tuple(whole[:, :page] for whole, page in zip(self._whole, shape.page_bytes, strict=True))
+        self.caches = KVCaches(tensors, shape.page_refs())
+        self.model = TransferModel(shape, rows, slots)
+        self.engine = factory(self.caches, shape.layout, self.region)
+
+    def store(self, transfer_id: int, blocks: Blocks, slots: Sequence[int]) -> None:
+        """Submit a store, and do it in the model."""
+        self.engine.submit_store(transfer_id, blocks, slots)
+        self.model.store(blocks, slots)
+
+    def load(
+        self, transfer_id: int, slots: Sequence[int], blocks: Blocks, *, expedited: bool = False
+    ) -> None:
+        """Submit a load, and do it in the model."""
+        self.engine.submit_load(transfer_id, slots, blocks, expedited=expedited)
+        self.model.load(slots, blocks)
+
+    def check(self) -> None:
+        """Wait for all transfers and compare all bytes with the model."""
+        self.engine.drain()
+        for index, (whole, rows) in enumerate(zip(self._whole, self.model.rows, strict=True)):
+            for block, (found, expected) in enumerate(zip(whole.cpu(), rows, strict=True)):
+                assert found.numpy().tobytes() == expected, f"tensor {index}, block {block}"
+        for slot, expected in enumerate(self.model.slots):
+            assert self.region.view(slot) == expected, f"slot {slot}"
+
+    def close(self) -> None:
+        """Close engine and region."""
+        self.engine.close()
+        self.region.close()
+
+
+@contextmanager
+def rig(factory: EngineFactory, shape: Shape | None = None, device: str = "cpu") -> Iterator[Rig]:
+    """Make a ``Rig`` and close it at the end."""
+    made = Rig(factory, shape or Shape(), device)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def _tensor(rows: list[bytearray], device: str) -> torch.Tensor:
+    flat = torch.frombuffer(bytearray().join(rows), dtype=torch.int8)
+    return flat.reshape(len(rows), -1).to(device)
+
+
+def _run(first_id: int, count: int, first_index: int = 0) -> Blocks:
+    """Make blocks of one group: neighbours, from ``first_id`` on."""
+    return Blocks.make(range(first_id, first_id + count), (count,), (first_index,))
+
+
+class DeviceConformance:
+    """What every ``TransferEngine`` must do. A subclass gives the fixture ``engine_factory``.
+
+    Attributes:
+        device: where the tensors are put, as torch spells it.
+    """
+
+    device = "cpu"
+
+    @pytest.fixture
+    def engine_factory(self) -> EngineFactory:
+        """Return what makes the engine of given tensors, layout and region."""
+        raise NotImplementedError("a conformance test needs the fixture engine_factory")
+
+    @pytest.mark.parametrize("blocks_per_chunk", [1, 2, 4])
+    def test_whole_chunks_there_and_back(self, engine_factory: EngineFactory, blocks_per_chunk: int) -> None:
+        with rig(engine_factory, Shape(blocks_per_chunk=blocks_per_chunk), self.device) as it:
+            slots = random.Random(2).sample(range(24), 16 // blocks_per_chunk)
+            it.store(1, _run(3, 16), slots)
+            it.check()
+            it.load(2, slots, Blocks.make(range(47, 31, -1), (16,), (0,)))
+            it.check()
+
+    @pytest.mark.parametrize("blocks_per_chunk", [2, 4])
+    @pytest.mark.parametrize("first", [0, 1, 3, 6])
+    @pytest.mark.parametrize("count", [1, 2, 5, 8])
+    def test_first_and_last_chunk_may_be_partial(
+        self, engine_factory: EngineFactory, blocks_per_chunk: int, first: int, count: int
+    ) -> None:
+        with rig(engine_factory, Shape(blocks_per_chunk=blocks_per_chunk), self.device) as it:
+            blocks = _run(10, count, first)
+            slots = list(range(20, 20 - sum(blocks.slots_needed(blocks_per_chunk)), -1))
+            it.store(1, blocks, slots)
+            it.check()
+            it.load(2, slots, _run(30, count, first))
+            it.check()
+
+    @pytest.mark.parametrize("blocks_per_chunk", [1, 2, 4])
+    def test_groups_take_their_slots_in_order(
+        self, engine_factory: EngineFactory, blocks_per_chunk: int
+    ) -> None:
+        groups = (((0, 512), (1, 100)), ((2, 64),), ((1, 192), (2, 63)), ((0, 1),))
+        shape = Shape((512, 192, 64), groups=groups, blocks_per_chunk=blocks_per_chunk)
+        with rig(engine_factory, shape, self.device) as it:
+            sizes, firsts = (5, 0, 3, 4), (2, 3, 1, 8)
+            blocks = Blocks.make(random.Random(3).sample(range(24), 12), sizes, firsts)
+            slots = list(range(sum(blocks.slots_needed(blocks_per_chunk))))
+            it.store(1, blocks, slots)
+            it.check()
+            it.load(2, slots, Blocks.make(range(24, 36), sizes, firsts))
+            it.check()
+
+    def test_rows_with_gaps(self, engine_factory: EngineFactory) -> None:
+        shape = Shape((512, 192, 64), gaps=(64, 0, 1), blocks_per_chunk=2)
+        with rig(engine_factory, shape, self.device) as it:
+            it.store(1, _run(0, 8), [3, 4, 5, 9])
+            it.load(2, [0, 1], _run(40, 4))
+            it.check()
+
+    def test_one_tensor_whose_chunks_are_neighbours(self, engine_factory: EngineFactory) -> None:
+        with rig(engine_factory, Shape((4096,), blocks_per_chunk=2, slots=12), self.device) as it:
+            it.store(1, _run(5, 9, 1), [4, 5, 6, 9, 10])
+            it.check()
+
+    def test_each_worker_has_its_own_area(self, engine_factory: EngineFactory) -> None:
+        with rig(engine_factory, Shape(rank=1, workers=3, blocks_per_chunk=2), self.device) as it:
+            it.store(1, _run(0, 4), [7, 2])
+            it.load(2, [0, 1], _run(20, 4))
+            it.check()
+
+    def test_nothing_to_copy_ends_too(self, engine_factory: EngineFactory) -> None:
+        with rig(engine_factory, device=self.device) as it:
+            it.store(1, Blocks.make((), (0,), (5,)), ())
+            it.check()
+            assert [(end.transfer_id, end.nbytes, end.error) for end in it.engine.finished()] == [
+                (1, 0, None)
+            ]
+
+    def test_stores_happen_in_order(self, engine_factory: EngineFactory) -> None:
+        with rig(engine_factory, device=self.device) as it:
+            for number in range(40):
+                it.store(number, _run(number, 8), range(8))  # the last one to write stays
+            it.check()
+            assert [end.transfer_id for end in it.engine.finished()] == list(range(40))
+
+    def test_loads_happen_in_order(self, engine_factory: EngineFactory) -> None:
+        with rig(engine_factory, device=self.device) as it:
+            for number in range(16):
+                it.load(number, range(number, number + 8), _run(0, 8))
+            it.check()
+            assert [end.transfer_id for end in it.engine.finished()] == list(range(16))
+
+    def test_expedited_loads(self, engine_factory: EngineFactory) -> None:
+        with rig(engine_factory, device=self.device) as it:
+            for number in range(20):
+                it.load(number, [number], _run(number, 1), expedited=number % 3 == 0)
+            it.check()
+            assert {end.transfer_id for end in it.engine.finished()} == set(range(20))
+
+    def test_both_directions_at_once(self, engine_factory: EngineFactory) -> None:
+        with rig(engine_factory, device=self.device) as it:
+            for number in range(0, 60, 2):
+                it.store(number, _run(number % 20, 4), range(4))
+                it.load(number + 1, range(10, 14), _run(24 + number % 20, 4))
+            it.check()
+
+    def test_results_say_what_was_moved(self, engine_factory: EngineFactory) -> None:
+        with rig(engine_factory, device=self.device) as it:
+            blocks = _run(0, 5)
+            it.store(7, blocks, range(5))
+            it.engine.drain()
+            (end,) = it.engine.finished()
+            assert (end.transfer_id, end.nbytes, end.error) == (7, it.model.nbytes(blocks), None)
+            assert end.seconds > 0
+            assert it.engine.finished() == []
+
+    def test_wait(self, engine_factory: EngineFactory) -> None:
+        with rig(engine_factory, device=self.device) as it:
+            it.engine.wait([99])
+            for number in range(10):
+                it.store(number, _run(number, 8), range(8))
+            it.engine.wait([4, 99])
+            it.engine.wait(iter([4, 2]))
+            assert [end.transfer_id for end in it.engine.finished()][:5] == [0, 1, 2, 3, 4]
+            it.engine.wait([4])
+            it.check()
+
+    def test_every_end_wakes(self, engine_factory: EngineFactory) -> None:
+        with rig(engine_factory, device=self.device) as it:
+            seen: list[int] = []
+            it.engine.set_wakeup(lambda: seen.extend(end.transfer_id for end in it.engine.finished()))
+            for number in range(10):
+                it.store(number, _run(number, 8), range(8))
+            it.engine.close()
+            assert sorted(seen) == list(range(10))
+
+    def test_close_finishes_what_was_submitted(self, engine_factory: EngineFactory) -> None:
+        with rig(engine_factory, device=self.device) as it:
+            for number in range(0, 60, 2):
+                it.store(number, _run(number % 20, 16), range(16))
+                it.load(number + 1, range(16, 24), _run(40, 8), expedited=number % 4 == 0)
+            it.engine.close()
+            assert sorted(end.transfer_id for end in it.engine.finished()) == list(range(60))
+            it.check()
+
+    def test_close_again(self, engine_factory: EngineFactory) -> None:
+        with rig(engine_factory, device=self.device) as it:
+            it.store(1, _run(0, 1), [0])
+            it.engine.close()
+            it.engine.close()
+            it.engine.wait([1])
+            with pytest.raises(StateError, match="closed"):
+                it.engine.submit_store(2, _run(0, 1), [0])
+            with pytest.raises(StateError, match="closed"):
+                it.engine.submit_load(3, [0], _run(0, 1))
+
+    def test_close_unused(self, engine_factory: EngineFactory) -> None:
+        with rig(engine_factory, device=self.device) as it:
+            it.engine.close()
+            assert it.engine.finished() == []
+
+    @pytest.mark.parametrize("slots", [[0, 1], [0, 1, 2, 3]])
+    def test_wrong_number_of_slots(self, engine_factory: EngineFactory, slots: list[int]) -> None:
+        with rig(engine_factory, Shape(blocks_per_chunk=2), self.device) as it:
+            with pytest.raises(ValueError, match=rf"need 3 slots, but {len(slots)} "):
+                it.engine.submit_store(1, _run(0, 4, 1), slots)
+            with pytest.raises(ValueError, match=rf"need 3 slots, but {len(slots)} "):
+                it.engine.submit_load(1, slots, _run(0, 4, 1))
+            it.check()
+            assert it.engine.finished() == []
+
+    @pytest.mark.parametrize(("first", "slot"), [(48, 0), (-1, 0), (0, 24), (0, -1)])
+    def test_out_of_range(self, engine_factory: EngineFactory, first: int, slot: int) -> None:
+        with rig(engine_factory, device=self.device) as it:
+            with pytest.raises(ValueError, match="out of range"):
+                it.engine.submit_store(1, _run(first, 1), [slot])
+            it.check()
+
+    def test_an_id_is_used_once_at_a_time(self, engine_factory: EngineFactory) -> None:
+        with rig(engine_factory, device=self.device) as it:
+            for _ in range(3):
+                it.store(1, _run(0, 1), [0])
+                it.engine.wait([1])
+            assert [end.transfer_id for end in it.engine.finished()] == [1, 1, 1]

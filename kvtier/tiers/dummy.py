@@ -1,0 +1,156 @@
+"""A tier in memory that fails on demand: for tests, and the one to read before writing your own.
+
+What a tier has to do is all here; nothing else is needed. Deadlines, limits on concurrency, checksums
+and counting are put around it. The comments are for authors of tiers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+import anyio
+from pydantic import ByteSize, Field
+
+from kvtier.keys import OffloadKey
+from kvtier.tiers.base import Batch, Knowledge, Outcome, SecondaryTier, Status, TierConfig
+
+
+# Settings: a subclass of TierConfig. Unknown ones are refused by name, so there is nothing to check
+# by hand. A password or token is a pydantic SecretStr: it is never shown in a message.
+class DummyConfig(TierConfig):
+    """Settings of the dummy tier."""
+
+    type: str = Field(
+        default="dummy", description="Name of the tier's entry point in the group kvtier.tiers."
+    )
+    capacity_bytes: ByteSize = Field(
+        default=ByteSize(256 * 2**20), description="Bytes kept at most; the least recently used leave first."
+    )
+    put_latency_s: float = Field(default=0.0, ge=0, description="Seconds that each put takes.")
+    get_latency_s: float = Field(default=0.0, ge=0, description="Seconds that each get or question takes.")
+    failure_rate: float = Field(default=0.0, ge=0, le=1, description="Share of chunks that fail.")
+    corruption_rate: float = Field(
+        default=0.0, ge=0, le=1, description="Share of chunks read with a wrong byte."
+    )
+    hang_rate: float = Field(default=0.0, ge=0, le=1, description="Share of puts and gets that never end.")
+    complete_index: bool = Field(
+        default=True, description="Whether the tier knows at once what it has, or must be asked."
+    )
+    seed: int = Field(default=0, description="Seed of the faults: the same calls fail in the same way.")
+
+
+# The class is named by an entry point in the group "kvtier.tiers" of the author's own distribution.
+class DummyTier(SecondaryTier[DummyConfig]):
+    """Keeps chunks in a dict."""
+
+    Config = DummyConfig
+
+    # The constructor only keeps the settings. What can fail, such as connecting, belongs into open(),
+    # which raises TierError when the tier cannot work at all.
+    def __init__(self, config: DummyConfig) -> None:
+        super().__init__(config)
+        self._chunks: OrderedDict[OffloadKey, tuple[bytes, bytes]] = OrderedDict()
+        self._held_bytes = 0
+        self._resets = 0
+        self._random = random.Random(config.seed)
+
+    # Called from any thread, and for every key of a waiting request: it must not wait for anything.
+    # A tier that would have to ask its backend leaves this out, and is asked contains() instead.
+    def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
+        """Say which keys are there."""
+        if not self.config.complete_index:
+            return super().known(keys)
+        return [Knowledge.PRESENT if key in self._chunks else Knowledge.ABSENT for key in keys]
+
+    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        """Say which keys are there, after the latency of a get."""
+        await anyio.sleep(self.config.get_latency_s)
+        return [key in self._chunks for key in keys]
+
+    # The slots belong to the tier only until put() or get() ends, however it ends. Here the waiting,
+    # which can be cancelled, comes first, and the copy, which cannot, comes after. A tier whose bytes
+    # are moved by a thread or a client library shields that transfer, awaits its end, and only then
+    # lets the cancellation go on.
+    async def put(self, batch: Batch) -> Outcome:
+        """Copy the chunks and their trailers."""
+        resets = self._resets
+        await self._pause(self.config.put_latency_s)
+        if resets != self._resets:  # what a put began before a reset must not appear after it
+            return Outcome.all(Status.REFUSED, len(batch), "reset")
+        return _outcome([self._put_one(batch, index) for index in range(len(batch))])
+
+    async def get(self, batch: Batch) -> Outcome:
+        """Copy the chunks that are there into their slots, and hand back their trailers."""
+        await self._pause(self.config.get_latency_s)
+        return _outcome([self._get_one(batch, index) for index in range(len(batch))])
+
+    async def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Move the keys away from eviction."""
+        for key in keys:
+            if key in self._chunks:
+                self._chunks.move_to_end(key)
+
+    async def discard(self, keys: Sequence[OffloadKey]) -> None:
+        """Forget the keys."""
+        for key in keys:
+            self._forget(key)
+
+    async def reset(self) -> None:
+        """Forget everything, and what is being put as well."""
+        self._resets += 1
+        self._chunks.clear()
+        self._held_bytes = 0
+
+    async def aclose(self) -> None:
+        """Give the memory back."""
+        await self.reset()
+
+    async def _pause(self, latency_s: float) -> None:
+        if self._random.random() < self.config.hang_rate:
+            await anyio.sleep_forever()
+        await anyio.sleep(latency_s)
+
+    # Each chunk has a status of its own: one that fails does not take the others with it.
+    def _put_one(self, batch: Batch, index: int) -> tuple[Status, str]:
+        if self._random.random() < self.config.failure_rate:
+            return Status.FAILED, "injected"
+        key, view, trailer = batch.keys[index], batch.views[index], batch.trailers[index]
+        nbytes = view.nbytes + len(trailer)
+        if nbytes > self.config.capacity_bytes:
+            return Status.REFUSED, "capacity"
+        self._forget(key)
+        self._make_room(nbytes)
+        self._chunks[key] = bytes(view), trailer
+        self._held_bytes += nbytes
+        return Status.OK, ""
+
+    # The bytes go straight into the slot, and the trailer that came with the put into batch.trailers:
+    # kvtier compares the two, so a tier need not prove that its bytes are whole.
+    def _get_one(self, batch: Batch, index: int) -> tuple[Status, str]:
+        if self._random.random() < self.config.failure_rate:
+            return Status.FAILED, "injected"
+        chunk = self._chunks.get(batch.keys[index])
+        if chunk is None:
+            return Status.ABSENT, "absent"
+        self._chunks.move_to_end(batch.keys[index])
+        view = batch.views[index]
+        view[:], batch.trailers[index] = chunk
+        if self._random.random() < self.config.corruption_rate:
+            view[self._random.randrange(view.nbytes)] ^= 0xFF
+        return Status.OK, ""
+
+    # Every tier is bounded.
+    def _make_room(self, nbytes: int) -> None:
+        while self._held_bytes + nbytes > self.config.capacity_bytes:
+            self._forget(next(iter(self._chunks)))
+
+    def _forget(self, key: OffloadKey) -> None:
+        chunk = self._chunks.pop(key, None)
+        if chunk is not None:
+            self._held_bytes -= len(chunk[0]) + len(chunk[1])
+
+
+def _outcome(results: Sequence[tuple[Status, str]]) -> Outcome:
+    return Outcome([status for status, _ in results], Counter(reason for _, reason in results if reason))

@@ -1,0 +1,64 @@
+"""File locks that tell the living from the dead: they end with the process that holds them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from kvtier.tiers.fs.layout import FILE_MODE
+
+_PATIENCE_S: Final = 5.0
+_UNSUPPORTED: Final = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
+_log = logging.getLogger("kvtier.tiers.fs")
+
+
+def make_lock(root_fd: int, path: str) -> int:
+    """Make a lock file that must not exist yet, and open it."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    return os.open(path, flags, FILE_MODE, dir_fd=root_fd)
+
+
+def open_lock(root_fd: int, path: str, *, create: bool) -> int:
+    """Open a lock file; without ``create`` for reading only, as one may where nothing is written."""
+    flags = os.O_RDWR | os.O_CREAT if create else os.O_RDONLY
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE, dir_fd=root_fd)
+
+
+def try_lock(fd: int, *, shared: bool = False) -> bool | None:
+    """Lock an open file without waiting. None where the file system has no such locks."""
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _UNSUPPORTED:
+            return None
+        raise
+    return True
+
+
+@contextmanager
+def short_lock(root_fd: int, path: str, *, create: bool) -> Iterator[None]:
+    """Hold a lock that nobody holds for long.
+
+    Raises:
+        TimeoutError: somebody held it for seconds: a process that is stopped, or a share that hangs.
+    """
+    fd = open_lock(root_fd, path, create=create)
+    try:
+        give_up_at = time.monotonic() + _PATIENCE_S
+        while (locked := try_lock(fd)) is False:
+            if time.monotonic() > give_up_at:
+                raise TimeoutError(errno.ETIMEDOUT, f"another process has held it for {_PATIENCE_S} s", path)
+            time.sleep(0.01)
+        if locked is None:
+            _log.warning("%s: the file system has no locks; resets by two engines at once may collide", path)
+        yield
+    finally:
+        os.close(fd)

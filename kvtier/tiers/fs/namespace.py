@@ -1,0 +1,398 @@
+"""One identity's place below a root: manifest, epoch, writers, and the sweeping of what is left over.
+
+Everything here blocks and runs in the tier's own threads.
+
+**Epochs.** Chunks live in a directory of their epoch. A reset raises the number in the file
+``epoch``, and nothing below the old directory is looked at again by whoever resets or opens later.
+Who opened before keeps its epoch until it resets or opens again. An epoch that is behind and that
+nobody holds a lock on any more is removed in the background.
+
+The number never goes back: where the file is missing, unreadable or behind a trace of a higher
+epoch, a number above all traces is taken. Old bytes are lost then, and never mixed up.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Final
+
+from kvtier.errors import IdentityError, TierError
+from kvtier.tiers.base import TierContext
+from kvtier.tiers.fs import layout
+from kvtier.tiers.fs.call import FileWork, Flag, Place, StopFlag
+from kvtier.tiers.fs.config import FsConfig
+from kvtier.tiers.fs.locks import make_lock, open_lock, short_lock, try_lock
+
+_READ_ONLY: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+_DURABILITY: Final = {
+    "none": Flag.NONE,
+    "data": Flag.SYNC_DATA,
+    "full": Flag.SYNC_DATA | Flag.SYNC_DIRECTORY,
+}
+_log = logging.getLogger("kvtier.tiers.fs")
+
+
+def errno_name(number: int) -> str:
+    """Spell an errno as reasons do: ``"enospc"``."""
+    return errno.errorcode.get(number, f"errno_{number}").lower()
+
+
+class Epoch:
+    """An epoch in use by this opener: where its chunks are, and the lock that keeps them.
+
+    Attributes:
+        number: the epoch's number.
+        place: where its chunks are.
+    """
+
+    def __init__(self, number: int, place: Place, lock_fd: int | None) -> None:
+        self.number = number
+        self.place = place
+        self._lock_fd = lock_fd
+        self._holds = 0
+        self._retired = False
+
+    @contextmanager
+    def hold(self) -> Iterator[Place]:
+        """Keep the epoch's files from being swept. In the event loop only."""
+        self._holds += 1
+        try:
+            yield self.place
+        finally:
+            self._holds -= 1
+            self._release_unused()
+
+    def retire(self) -> None:
+        """Give the epoch up as soon as nothing under way holds it. In the event loop only."""
+        self._retired = True
+        self._release_unused()
+
+    def _release_unused(self) -> None:
+        if self._retired and not self._holds and self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+
+class Namespace:
+    """One identity's place, opened.
+
+    Attributes:
+        name: name of its directory below the root.
+        root_fd: the root directory, open.
+        read_only: why nothing can be written, as an errno's name; None where all is well.
+        direct: whether files bypass the page cache.
+    """
+
+    def __init__(self, config: FsConfig, context: TierContext, root_fd: int) -> None:
+        self.name = context.identity.namespace
+        self.root_fd = root_fd
+        self.read_only: str | None = None
+        self.direct = False
+        self._config = config
+        self._context = context
+        self._writer = f"{os.getpid()}-{secrets.token_hex(8)}"
+        self._writer_fd: int | None = None
+
+    @staticmethod
+    def open(config: FsConfig, context: TierContext) -> tuple[Namespace, Epoch]:
+        """Make or open the place, compare the identity and join the epoch.
+
+        Raises:
+            TierError: the root can be neither written nor read, direct I/O was asked for and is not
+                possible, or the place belongs to another identity.
+        """
+        root = config.root_dir
+        try:
+            root.mkdir(mode=layout.DIRECTORY_MODE, parents=True, exist_ok=True)
+            root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise _cannot_open(context, root, error) from error
+        namespace = Namespace(config, context, root_fd)
+        try:
+            return namespace, namespace._join()
+        except OSError as error:
+            namespace.close()
+            raise _cannot_open(context, root, error) from error
+        except BaseException:
+            namespace.close()
+            raise
+
+    @property
+    def tmp_dir(self) -> str:
+        """This writer's own directory for unfinished files."""
+        return f"{self.name}/.tmp/{self._writer}"
+
+    def close(self) -> None:
+        """Give back the root and this writer's directory. The epoch is retired before."""
+        if self._writer_fd is not None:
+            for name in self._names(self.tmp_dir):
+                with suppress(OSError):
+                    os.unlink(f"{self.tmp_dir}/{name}", dir_fd=self.root_fd)
+            with suppress(OSError):
+                os.rmdir(self.tmp_dir, dir_fd=self.root_fd)
+            with suppress(OSError):
+                os.unlink(f"{self.tmp_dir}.lock", dir_fd=self.root_fd)
+            os.close(self._writer_fd)
+            self._writer_fd = None
+        os.close(self.root_fd)
+
+    def advance(self, beyond: int) -> Epoch:
+        """Start a new epoch, above ``beyond`` and every trace of an epoch.
+
+        Raises:
+            OSError: the new number could not be written.
+        """
+        with self._epoch_lock():
+            number = max(beyond, self._highest_trace(), self._stored_epoch() or 0) + 1
+            self._write_small("epoch", f"{number}\n")
+            return self._enter(number)
+
+    def sweep(self, current: int, work: FileWork, stop: StopFlag) -> int:
+        """Remove what dead writers left and epochs before ``current`` that nobody uses.
+
+        Returns:
+            Bytes removed, about. What cannot be removed is left for the next time.
+        """
+        if self.read_only is not None:
+            return 0
+        return self._sweep_writers(work, stop) + self._sweep_epochs(current, work, stop)
+
+    # ------------------------------------------------------------------------------ opening
+
+    def _join(self) -> Epoch:
+        try:
+            self._make_writer()
+        except OSError as error:
+            if error.errno not in _READ_ONLY:
+                raise
+            self._accept_read_only(error)
+        with self._epoch_lock():
+            self._agree_on_identity()
+            epoch = self._enter(self._current_epoch())
+        self.direct = self._probe_direct()
+        if self.direct:
+            epoch.place = self._place(epoch.number)
+        return epoch
+
+    def _accept_read_only(self, error: OSError) -> None:
+        self.read_only = errno_name(error.errno or 0)
+        if not self._exists("config.json"):
+            raise error
+        where = self._config.root_dir / self.name
+        _log.warning("%s: %s cannot be written (%s): it is only read", self._context.name, where, error)
+
+    def _make_writer(self) -> None:
+        """Make a directory for unfinished files, and a lock that shows that its owner lives.
+
+        The lock is there before the directory and goes after it: a directory without is left over.
+        """
+        for name in (self.name, f"{self.name}/.tmp"):
+            with suppress(FileExistsError):
+                os.mkdir(name, layout.DIRECTORY_MODE, dir_fd=self.root_fd)
+        self._writer_fd = make_lock(self.root_fd, f"{self.tmp_dir}.lock")
+        if try_lock(self._writer_fd) is False:
+            raise OSError(errno.EAGAIN, "a sweep took the new writer for a dead one", self.tmp_dir)
+        with suppress(FileExistsError):
+            os.mkdir(self.tmp_dir, layout.DIRECTORY_MODE, dir_fd=self.root_fd)
+
+    def _agree_on_identity(self) -> None:
+        identity = self._context.identity
+        where = self._config.root_dir / self.name / "config.json"
+        try:
+            found = self._read_small("config.json")
+        except FileNotFoundError:
+            self._write_small("config.json", identity.manifest)
+            return
+        try:
+            identity.require(found, str(where))
+        except IdentityError as error:
+            raise TierError(f"tier {self._context.name}: {error}") from error
+
+    def _current_epoch(self) -> int:
+        stored, highest = self._stored_epoch(), self._highest_trace()
+        if stored is not None and stored >= highest:
+            return stored
+        if self.read_only is not None:
+            raise OSError(errno.EINVAL, "the epoch is not readable, and no new one can be written")
+        if stored is not None or highest >= 0:
+            _log.warning("%s: the epoch of %s is lost; a new one starts", self._context.name, self.name)
+        self._write_small("epoch", f"{highest + 1}\n")
+        return highest + 1
+
+    def _stored_epoch(self) -> int | None:
+        try:
+            text = self._read_small("epoch")
+        except OSError:
+            return None
+        return int(text) if re.fullmatch(r"(0|[1-9][0-9]{0,17})\n", text) else None
+
+    def _highest_trace(self) -> int:
+        """Return the highest epoch that left a trace, -1 where none did."""
+        found = [layout.epoch_of(self.name, name) for name in self._names(".")]
+        found += [layout.epoch_of_users_lock(name) for name in self._names(self.name)]
+        return max((number for number in found if number is not None), default=-1)
+
+    def _enter(self, number: int) -> Epoch:
+        """Join an epoch. Under the epoch's lock: nobody can sweep it meanwhile."""
+        lock_fd: int | None = None
+        # A root that cannot be written may have no such file, and then nobody sweeps in it either.
+        writable = self.read_only is None
+        with nullcontext() if writable else suppress(FileNotFoundError):
+            lock_fd = open_lock(self.root_fd, layout.users_lock(self.name, number), create=writable)
+            if try_lock(lock_fd, shared=True) is False:
+                os.close(lock_fd)
+                raise OSError(errno.EAGAIN, "the current epoch is locked by a sweep", self.name)
+        return Epoch(number, self._place(number), lock_fd)
+
+    def _place(self, epoch: int) -> Place:
+        flags = _DURABILITY[self._config.durability] | (Flag.DIRECT if self.direct else Flag.NONE)
+        return Place(
+            root_fd=self.root_fd,
+            data_dir=layout.data_dir(self.name, epoch),
+            tmp_dir=self.tmp_dir,
+            digest=self._context.identity.short_digest,
+            chunk_bytes=self._context.chunk_bytes,
+            flags=flags,
+        )
+
+    def _probe_direct(self) -> bool:
+        """Find out whether this file system takes aligned I/O that bypasses the page cache."""
+        if self._config.direct_io == "never":
+            return False
+        try:
+            self._try_direct()
+        except OSError as error:
+            if self._config.direct_io == "always":
+                where = self._config.root_dir
+                raise TierError(
+                    f"tier {self._context.name}: direct_io is 'always', and {where} has none "
+                    f"({error.strerror}); use 'auto'"
+                ) from error
+            return False
+        return True
+
+    def _try_direct(self) -> None:
+        direct = getattr(os, "O_DIRECT", None)
+        if direct is None:
+            raise OSError(errno.EOPNOTSUPP, "this platform has no direct I/O")
+        if self.read_only is not None:
+            path, flags = f"{self.name}/config.json", os.O_RDONLY
+        else:
+            path, flags = f"{self.tmp_dir}/probe", os.O_RDWR | os.O_CREAT
+        fd = os.open(path, flags | direct | os.O_CLOEXEC, layout.FILE_MODE, dir_fd=self.root_fd)
+        try:
+            with mmap.mmap(-1, layout.BLOCK_BYTES) as block:
+                if self.read_only is None:
+                    os.pwritev(fd, [block], 0)
+                os.preadv(fd, [block], 0)
+        finally:
+            os.close(fd)
+            if self.read_only is None:
+                os.unlink(path, dir_fd=self.root_fd)
+
+    # ----------------------------------------------------------------------------- sweeping
+
+    def _sweep_writers(self, work: FileWork, stop: StopFlag) -> int:
+        folder = f"{self.name}/.tmp"
+        names = set(self._names(folder))
+        removed = 0
+        for writer in {name.removesuffix(".lock") for name in names} - {self._writer}:
+            if stop:
+                break
+            lock = f"{folder}/{writer}.lock"
+            with suppress(OSError), _only_user(self.root_fd, lock, create=False) as alone:
+                if alone:
+                    removed += self._remove(f"{folder}/{writer}", work, stop)
+                    os.unlink(lock, dir_fd=self.root_fd)
+            if f"{writer}.lock" not in names and not self._exists(f".tmp/{writer}.lock"):
+                with suppress(OSError):
+                    removed += self._remove(f"{folder}/{writer}", work, stop)
+        return removed
+
+    def _sweep_epochs(self, current: int, work: FileWork, stop: StopFlag) -> int:
+        found = {layout.epoch_of(self.name, name) for name in self._names(".")}
+        found |= {layout.epoch_of_users_lock(name) for name in self._names(self.name)}
+        removed = 0
+        for number in sorted(number for number in found if number is not None and number < current):
+            if stop:
+                break
+            lock = layout.users_lock(self.name, number)
+            with suppress(OSError), _only_user(self.root_fd, lock, create=True) as alone:
+                if alone:
+                    removed += self._remove(layout.data_dir(self.name, number), work, stop)
+                    os.unlink(lock, dir_fd=self.root_fd)
+        return removed
+
+    def _remove(self, path: str, work: FileWork, stop: StopFlag) -> int:
+        try:
+            return work.tree_remove(self.root_fd, path, stop)
+        except FileNotFoundError:
+            return 0
+
+    # -------------------------------------------------------------------------- small files
+
+    def _epoch_lock(self) -> AbstractContextManager[None]:
+        if self.read_only is not None and not self._exists("epoch.lock"):
+            return nullcontext()
+        return short_lock(self.root_fd, f"{self.name}/epoch.lock", create=self.read_only is None)
+
+    def _exists(self, name: str) -> bool:
+        try:
+            os.stat(f"{self.name}/{name}", dir_fd=self.root_fd)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _names(self, folder: str) -> list[str]:
+        try:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.root_fd)
+        except FileNotFoundError:
+            return []
+        try:
+            return os.listdir(fd)
+        finally:
+            os.close(fd)
+
+    def _read_small(self, name: str) -> str:
+        fd = os.open(f"{self.name}/{name}", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.root_fd)
+        with open(fd, encoding="utf-8", errors="replace", newline="") as file:
+            return file.read(1 << 20)
+
+    def _write_small(self, name: str, text: str) -> None:
+        """Write a file that is there whole or not at all, after a power cut too."""
+        tmp = f"{self.tmp_dir}/{name}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        fd = os.open(tmp, flags, layout.FILE_MODE, dir_fd=self.root_fd)
+        with open(fd, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(fd)
+        os.rename(tmp, f"{self.name}/{name}", src_dir_fd=self.root_fd, dst_dir_fd=self.root_fd)
+        folder = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.root_fd)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+@contextmanager
+def _only_user(root_fd: int, path: str, *, create: bool) -> Iterator[bool]:
+    """Hold a lock file if nobody else does. Yields whether it is held."""
+    fd = open_lock(root_fd, path, create=create)
+    try:
+        yield try_lock(fd) is True
+    finally:
+        os.close(fd)
+
+
+def _cannot_open(context: TierContext, root: Path, error: OSError) -> TierError:
+    name = errno_name(error.errno or 0)
+    return TierError(f"tier {context.name}: {root} cannot be used: {error.strerror or error} ({name})")

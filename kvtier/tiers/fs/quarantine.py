@@ -1,0 +1,99 @@
+"""Where files go that failed a check: out of the way, never deleted unseen, bounded in number."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Final
+
+from kvtier.keys import OffloadKey, content_hash, group_index
+from kvtier.tiers.fs.call import FileCall, Result
+from kvtier.tiers.fs.layout import DIRECTORY_MODE, chunk_path
+
+MAX_FILES: Final = 128
+_MAX_TOLD: Final = 1024
+
+_log = logging.getLogger("kvtier.tiers.fs")
+
+
+class Quarantine:
+    """The quarantine of one namespace. Any thread may call it.
+
+    Args:
+        root_fd: the tier's root directory, open.
+        namespace: name of the namespace's directory.
+    """
+
+    def __init__(self, root_fd: int, namespace: str) -> None:
+        self._root_fd = root_fd
+        self._folder = f"{namespace}/quarantine"
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._told: set[tuple[str, int]] = set()
+
+    def counts(self) -> Mapping[str, int]:
+        """Return how many files were set aside since the tier opened, by reason."""
+        with self._lock:
+            return dict(self._counts)
+
+    def set_aside(self, call: FileCall, i: int) -> None:
+        """Move the file of chunk ``i`` away, unless another one has taken its place since.
+
+        Where it cannot be moved it stays, and fails its check each time it is read.
+        """
+        key, reason = call.keys[i], Result(call.results[i]).name.lower()
+        path = chunk_path(call.place.data_dir, key)
+        with self._lock:
+            try:
+                if os.stat(path, dir_fd=self._root_fd, follow_symlinks=False).st_ino != call.inodes[i]:
+                    return
+                target = self._move(path, key, reason)
+            except FileNotFoundError:
+                return  # another reader was faster
+            except OSError as error:
+                self._tell_once(path, call.inodes[i], reason, error)
+                return
+            self._counts[reason] += 1
+            _log.error("%s failed its check (%s) and was moved to %s", path, reason, target)
+            self._prune()
+
+    def _move(self, path: str, key: OffloadKey, reason: str) -> str:
+        with suppress(FileExistsError):
+            os.mkdir(self._folder, DIRECTORY_MODE, dir_fd=self._root_fd)
+        name = f"{content_hash(key).hex()}_g{group_index(key)}.{reason}.{time.time_ns()}-{os.getpid()}"
+        target = f"{self._folder}/{name}"
+        os.rename(path, target, src_dir_fd=self._root_fd, dst_dir_fd=self._root_fd)
+        return target
+
+    def _tell_once(self, path: str, inode: int, reason: str, error: OSError) -> None:
+        if (path, inode) in self._told:
+            return
+        if len(self._told) >= _MAX_TOLD:
+            self._told.clear()
+        self._told.add((path, inode))
+        self._counts[reason] += 1
+        _log.error("%s failed its check (%s) and cannot be set aside: %s", path, reason, error)
+
+    def _prune(self) -> None:
+        """Remove the oldest files beyond the bound."""
+        with suppress(OSError):
+            fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._root_fd)
+            try:
+                names = sorted(os.listdir(fd), key=_age)
+                for name in names[:-MAX_FILES]:
+                    _log.warning("the quarantine holds more than %d files, %s is removed", MAX_FILES, name)
+                    with suppress(OSError):
+                        os.unlink(name, dir_fd=fd)
+            finally:
+                os.close(fd)
+
+
+def _age(name: str) -> int:
+    """Return when a file was set aside, in ns; 0, the oldest, for names that are not ours."""
+    stamp = name.rpartition(".")[2].partition("-")[0]
+    return int(stamp) if stamp.isdecimal() else 0

@@ -1,0 +1,156 @@
+"""From a raw mapping to a settings model, or to one error that a user can act on.
+
+pydantic's own message shows the input, and with it secrets; it also speaks of types and links, not
+of settings. Here each problem becomes the path of the field, its value unless that could be a secret,
+and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from kvtier.errors import ConfigError
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+Loc = tuple[int | str, ...]
+
+_HIDDEN = "**********"
+
+
+def build(model: type[ModelT], raw: Mapping[str, object], where: str = "") -> ModelT:
+    """Validate ``raw`` with ``model``.
+
+    Args:
+        model: the settings' model.
+        raw: what a user wrote.
+        where: path of ``raw`` in the whole configuration, such as ``secondary_tiers[1]``.
+
+    Raises:
+        ConfigError: something is wrong; one message names every field that is.
+    """
+    try:
+        return model.model_validate(dict(raw))
+    except ValidationError as error:
+        message = explain(error, model, raw, where)
+    # Outside of the handler: chained, pydantic's error would be printed with the secrets it shows.
+    raise ConfigError(message)
+
+
+def explain(
+    error: ValidationError, model: type[BaseModel], raw: Mapping[str, object], where: str = ""
+) -> str:
+    """Say in one line what is wrong, with the path of each field and without any secret."""
+    secrets = sorted(set(_secrets(model, raw)), key=len, reverse=True)
+    problems = [_problem(detail, model, where, secrets) for detail in error.errors(include_url=False)]
+    return "; ".join(dict.fromkeys(problems))
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean x?"`` for the known word nearest to ``word``, or nothing."""
+    close = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _problem(detail: ErrorDetails, model: type[BaseModel], where: str, secrets: list[str]) -> str:
+    loc = detail["loc"]
+    path = _path(where, loc)
+    if detail["type"] == "extra_forbidden":
+        # No value: it belongs to a setting that is not known, and could be a misspelled secret.
+        names = _fields(_owner(model, loc))
+        hint = did_you_mean(str(loc[-1]), names) or f"; the settings are: {', '.join(sorted(names))}"
+        return f"{path} is not a setting{hint}"
+    field = _field(model, loc)
+    if detail["type"] == "missing":
+        return f"{path} is missing{_remedy(field)}"
+    return f"{path}{_shown(detail['input'], field)}: {_reason(detail, secrets)}{_remedy(field)}"
+
+
+def _path(where: str, loc: Loc) -> str:
+    text = where
+    for part in loc:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text or "the configuration"
+
+
+def _reason(detail: ErrorDetails, secrets: list[str]) -> str:
+    text = detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    for secret in secrets:  # a validator's author may have put the value into the message
+        text = text.replace(secret, _HIDDEN)
+    return text[:1].lower() + text[1:]
+
+
+def _remedy(field: FieldInfo | None) -> str:
+    return f" ({field.description.rstrip('.')})" if field is not None and field.description else ""
+
+
+def _shown(value: object, field: FieldInfo | None) -> str:
+    """The value, where it is known to be a plain one."""
+    if field is None or _is_secret(field) or _inner_model(field.annotation) is not None:
+        return ""
+    return f" = {value!r}" if isinstance(value, str | int | float | None) else ""
+
+
+def _is_secret(field: FieldInfo) -> bool:
+    return "Secret" in repr(field.annotation)
+
+
+def _inner_model(annotation: object) -> type[BaseModel] | None:
+    """The model that a field holds, be it in a list, a mapping or a union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_inner_model, get_args(annotation))), None)
+
+
+def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+def _owner(model: type[BaseModel], loc: Loc) -> type[BaseModel]:
+    """The model that the last part of ``loc`` is, or should be, a field of."""
+    for part in loc[:-1]:
+        field = _fields(model).get(str(part))
+        inner = _inner_model(field.annotation) if field is not None else None
+        model = inner or model
+    return model
+
+
+def _field(model: type[BaseModel], loc: Loc) -> FieldInfo | None:
+    names = [part for part in loc if isinstance(part, str)]
+    return _fields(_owner(model, loc)).get(names[-1]) if names else None
+
+
+def _secrets(model: type[BaseModel], raw: object) -> Iterator[str]:
+    """Every text in ``raw`` that belongs to a field that holds a secret."""
+    if not isinstance(raw, Mapping):
+        return
+    for name, field in _fields(model).items():
+        inner = _inner_model(field.annotation)
+        if _is_secret(field):
+            yield from _texts(raw.get(name))
+        elif inner is not None:
+            for item in _items(raw.get(name)):
+                yield from _secrets(inner, item)
+
+
+def _items(value: object) -> list[object]:
+    """What may be a model's raw mapping: the value itself, or what it contains."""
+    if isinstance(value, Mapping):
+        return [value, *value.values()]
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for item in value.values():
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+    elif value is not None and str(value):
+        yield str(value)

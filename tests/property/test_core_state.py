@@ -1,0 +1,433 @@
+"""The core against a plain model: random owners, tiers that answer late or wrongly, resets at any time.
+
+The model knows what bytes are in each slot (a key and the epoch in which it was stored) and who reads
+or writes it now. What the core says is held against that after every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvtier.core import invariants
+from kvtier.core.admission import Limits, TierGate
+from kvtier.core.messages import Answer, Fetch, Fetched, Put, PutEnded, Reset, SlotsReady, TierDown
+from kvtier.core.policies.arc import ARC
+from kvtier.core.policies.lru import LRU
+from kvtier.core.requests import Request
+from kvtier.core.states import ChunkState, Lookup, RequestState
+from kvtier.core.tiering import Tiering
+from kvtier.core.transfers import Pinned, Reservation
+from kvtier.keys import OffloadKey, pack_key
+
+T = TypeVar("T")
+
+REQUEST_DEADLINE_S = 5.0
+TIER_DEADLINE_S = 3.0
+GARBAGE = None
+FINAL = (Lookup.HIT, Lookup.MISS)
+
+Bytes = tuple[OffloadKey, int] | None  # a key and its epoch, or bytes of no use
+
+
+def _chain(name: str, length: int, group: int = 0) -> list[OffloadKey]:
+    return [pack_key(f"{name}{index:02}".encode(), group) for index in range(length)]
+
+
+# Two prompts share a prefix, one stands alone, one is of a group that may be windowed.
+PROMPTS = [
+    _chain("shared", 4) + _chain("left", 6),
+    _chain("shared", 4) + _chain("right", 6),
+    _chain("alone", 12),
+    _chain("window", 6, group=1),
+]
+KEYS = sorted({key for prompt in PROMPTS for key in prompt})
+
+picks = st.integers(0, 2**16)
+prompts = st.sampled_from(PROMPTS)
+lengths = st.integers(1, 12)
+steps_s = st.sampled_from([0.0, 0.1, 0.5, 1.0, 2.0, 4.0])
+
+
+@dataclass(eq=False)
+class Asker:
+    """A request as the model sees it.
+
+    Attributes:
+        keys: what it asks for, in the order of the prompt.
+        backwards: whether it asks for the last key first, as for a sliding window.
+        scan: the answers of this round, in the order of the questions; None where it was not asked.
+        since_s: when something first stayed pending.
+        expired: whether only final answers are allowed from now on.
+    """
+
+    keys: list[OffloadKey]
+    backwards: bool
+    request: Request = field(default_factory=Request)
+    scan: dict[OffloadKey, Lookup] | None = None
+    since_s: float | None = None
+    expired: bool = False
+
+
+@dataclass(eq=False)
+class Job:
+    """A command that a tier has taken, with the epoch it belongs to and what the tier had then."""
+
+    command: Put | Fetch
+    epoch: int
+    stored: frozenset[OffloadKey]
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """Drives ``Tiering`` as an engine and its tiers may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.epoch = 0
+        self.contents: dict[int, Bytes] = {}
+        self.writers: dict[int, object] = {}
+        self.readers: dict[int, int] = {}
+        self.askers: list[Asker] = []
+        self.reservations: list[tuple[Reservation, int]] = []
+        self.loads: list[Pinned] = []
+        self.jobs: list[Job] = []
+        self.stored: list[set[OffloadKey]] = []
+        self.announced: set[OffloadKey] = set()
+
+    @initialize(
+        policy=st.sampled_from([LRU, ARC]),
+        tiers=st.integers(0, 2),
+        slots=st.integers(1, 24),
+        budget=st.sampled_from([0.1, 0.25, 1.0]),
+        reserve=st.sampled_from([0.0, 0.1, 0.5]),
+        backlog=st.sampled_from([0.25, 1.0]),
+        threshold=st.sampled_from([0, 0, 2]),
+        windowed=st.sampled_from([frozenset[int](), frozenset({1})]),
+        kept=st.lists(st.integers(0, 12), min_size=8, max_size=8),
+    )
+    def start(
+        self,
+        policy: type[LRU] | type[ARC],
+        tiers: int,
+        slots: int,
+        budget: float,
+        reserve: float,
+        backlog: float,
+        threshold: int,
+        windowed: frozenset[int],
+        kept: list[int],
+    ) -> None:
+        limits = Limits(REQUEST_DEADLINE_S, budget, reserve, backlog, threshold, max_tracker_size=20)
+        gates = [TierGate(f"tier{index}", TIER_DEADLINE_S) for index in range(tiers)]
+        self.core = Tiering(policy(), gates, limits, windowed_groups=windowed, track_changes=True)
+        for _ in range(tiers):  # another engine has been there before
+            self.stored.append({key for prompt in PROMPTS for key in prompt[: kept.pop()]})
+        self.core.on_event(SlotsReady(range(slots)), self.now_s)
+
+    # --- what an engine does ---------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.askers) < 4)
+    @rule(prompt=prompts, length=lengths, backwards=st.booleans())
+    def new_request(self, prompt: list[OffloadKey], length: int, backwards: bool) -> None:
+        self.askers.append(Asker(prompt[:length], backwards and prompt is PROMPTS[3]))
+
+    @precondition(lambda self: self.askers)
+    @rule(pick=picks)
+    def scan(self, pick: int) -> None:
+        self._scan(_pick(self.askers, pick))
+
+    @precondition(lambda self: self.askers)
+    @rule(step_s=steps_s, loads=st.integers(0, 15))
+    def engine_step(self, step_s: float, loads: int) -> None:
+        """All requests are asked for; those that wait for nothing may be loaded; the step ends."""
+        for index, asker in enumerate(list(self.askers)):
+            self._scan(asker)
+            assert asker.scan is not None
+            if loads >> index & 1 and all(answer in FINAL for answer in asker.scan.values()):
+                self._acquire(asker, alone=False)
+        self.settle(step_s)
+
+    def _scan(self, asker: Asker) -> None:
+        if asker.scan is None:
+            asker.scan = {}
+        for key in reversed(asker.keys) if asker.backwards else asker.keys:
+            answer = self.core.lookup(key, asker.request)
+            assert not asker.expired or answer in FINAL
+            if answer is Lookup.HIT:
+                self._require_bytes(self.core.table.visible[key].slot, key)
+            asker.scan[key] = answer
+            if answer is Lookup.MISS:
+                break
+
+    @precondition(lambda self: any(asker.scan for asker in self.askers))
+    @rule(pick=picks, alone=st.booleans())
+    def acquire(self, pick: int, alone: bool) -> None:
+        """Whatever happened since in this round, what was a HIT in it can be had."""
+        self._acquire(_pick([asker for asker in self.askers if asker.scan], pick), alone)
+
+    def _acquire(self, asker: Asker, alone: bool) -> None:
+        assert asker.scan is not None
+        hits = [key for key, answer in asker.scan.items() if answer is Lookup.HIT]
+        pinned = self.core.acquire(hits, None if alone else asker.request)
+        for chunk, key in zip(pinned.chunks, hits, strict=True):
+            self._require_bytes(chunk.slot, key)
+        self._read(pinned.slots)
+        self.loads.append(pinned)
+        if not alone:
+            asker.scan, asker.since_s, asker.expired = None, None, False
+
+    @precondition(lambda self: self.loads)
+    @rule(pick=picks)
+    def release(self, pick: int) -> None:
+        pinned = _take(self.loads, pick)
+        self._end_reading(pinned.slots)
+        self.core.release(pinned)
+
+    @precondition(lambda self: self.askers)
+    @rule(pick=picks)
+    def close(self, pick: int) -> None:
+        asker = _take(self.askers, pick)
+        self.core.close(asker.request)
+
+    @rule(prompt=prompts, start=st.integers(0, 8), length=lengths)
+    def reserve(self, prompt: list[OffloadKey], start: int, length: int) -> None:
+        offered = prompt[start : start + length]
+        there = {key for key in offered if key in self.core.table.visible}
+        reservation = self.core.reserve(offered)
+        if reservation is None:
+            return
+        new = [key for key in offered if key not in there]
+        assert list(reservation.keys) == new[: len(reservation.keys)], "a prefix of what is new"
+        assert there <= self.core.table.visible.keys(), "what a store continues is not evicted for it"
+        for slot in reservation.slots:
+            self._write(slot, reservation)
+        self.reservations.append((reservation, self.epoch))
+
+    @precondition(lambda self: self.reservations)
+    @rule(pick=picks)
+    def commit(self, pick: int) -> None:
+        reservation, epoch = _take(self.reservations, pick)
+        for key, slot in zip(reservation.keys, reservation.slots, strict=True):
+            self._end_writing(slot, reservation, (key, epoch))
+        self.core.commit(reservation, self.now_s)
+        self._take_commands()
+
+    @precondition(lambda self: self.reservations)
+    @rule(pick=picks)
+    def abort(self, pick: int) -> None:
+        reservation, _ = _take(self.reservations, pick)
+        for slot in reservation.slots:
+            self._end_writing(slot, reservation, GARBAGE)
+        self.core.abort(reservation)
+
+    @rule(step_s=steps_s)
+    def settle(self, step_s: float) -> None:
+        self.now_s += step_s
+        self.core.settle(self.now_s)
+        for asker in self.askers:
+            self._end_round(asker)
+        self._take_commands()
+
+    def _end_round(self, asker: Asker) -> None:
+        if asker.scan is not None:
+            if any(answer not in FINAL for answer in asker.scan.values()):
+                asker.since_s = self.now_s if asker.since_s is None else asker.since_s
+            elif not asker.expired:
+                asker.since_s = None
+        asker.scan = None
+        if asker.since_s is not None and self.now_s >= asker.since_s + REQUEST_DEADLINE_S:
+            asker.expired = True
+            assert asker.request.state is RequestState.EXPIRED
+
+    @rule()
+    def reset(self) -> None:
+        self.epoch += 1
+        self.core.reset()
+        assert self.core.epoch == self.epoch
+        for asker in self.askers:
+            asker.scan = None
+        self._take_commands()
+        probe = Request()
+        assert all(self.core.lookup(key, probe) is not Lookup.HIT for key in KEYS)
+        self.core.close(probe)
+
+    @precondition(lambda self: len(self.core.table.all) < 30)
+    @rule(count=st.integers(1, 4))
+    def more_slots(self, count: int) -> None:
+        first = len(self.core.table.all)
+        self.core.on_event(SlotsReady(range(first, first + count)), self.now_s)
+
+    # --- what tiers do ---------------------------------------------------------------------------
+
+    @precondition(lambda self: any(isinstance(job.command, Put) for job in self.jobs))
+    @rule(pick=picks, kept=st.lists(st.booleans(), min_size=30, max_size=30))
+    def put_ends(self, pick: int, kept: list[bool]) -> None:
+        job = _pick([job for job in self.jobs if isinstance(job.command, Put)], pick)
+        self._end_put(job, kept)
+
+    @precondition(lambda self: any(isinstance(job.command, Fetch) for job in self.jobs))
+    @rule(pick=picks, wishes=st.lists(st.sampled_from(Answer), min_size=30, max_size=30), good=st.booleans())
+    def fetch_ends(self, pick: int, wishes: list[Answer], good: bool) -> None:
+        """The tier gives what it has, or less: any mix that the contract allows."""
+        job = _pick([job for job in self.jobs if isinstance(job.command, Fetch)], pick)
+        self._end_fetch(job, [Answer.LANDED] * len(wishes) if good else wishes)
+
+    @precondition(lambda self: self.stored)
+    @rule(pick=picks)
+    def tier_down(self, pick: int) -> None:
+        if pick % 8 == 0:  # seldom: a machine whose tiers are all down shows little
+            self.core.on_event(TierDown(pick // 8 % len(self.stored), "test"), self.now_s)
+
+    @rule(prompt=prompts, pick=picks)
+    def tier_had_it_before(self, prompt: list[OffloadKey], pick: int) -> None:
+        """Another engine has put chunks of a prompt into a tier."""
+        if self.stored:
+            _pick(self.stored, pick).update(prompt[: pick % 13])
+
+    def _end_put(self, job: Job, kept: list[bool]) -> None:
+        self.jobs.remove(job)
+        command = job.command
+        for key, slot in zip(command.keys, command.slots, strict=True):
+            assert self.contents[slot] == (key, job.epoch), "what is being put stays as it was"
+        self._end_reading(command.slots)
+        kept = kept[: len(command.keys)]
+        if job.epoch == self.epoch:
+            self.stored[command.tier].update(key for key, ok in zip(command.keys, kept, strict=True) if ok)
+        self.core.on_event(PutEnded(command.id, kept, {"test": kept.count(False)}), self.now_s)
+        self._take_commands()
+
+    def _end_fetch(self, job: Job, wishes: list[Answer]) -> None:
+        self.jobs.remove(job)
+        command, answers = job.command, []
+        for index, key in enumerate(command.keys):
+            answer = wishes[index] if key in job.stored else Answer.MISSING
+            if index < len(command.slots):
+                landed = answer is Answer.LANDED
+                self._end_writing(command.slots[index], job, (key, job.epoch) if landed else GARBAGE)
+            elif answer is Answer.LANDED:
+                answer = Answer.LOCATED
+            answers.append(answer)
+        self.core.on_event(Fetched(command.id, answers, {"test": 1}), self.now_s)
+        self._take_commands()
+
+    def _take_commands(self) -> None:
+        for command in self.core.take_commands():
+            if isinstance(command, Reset):
+                assert command.epoch == self.epoch
+                self.stored[command.tier].clear()
+                continue
+            job = Job(command, self.epoch, frozenset(self.stored[command.tier]))
+            self.jobs.append(job)
+            assert len(set(command.keys)) == len(command.keys)
+            if isinstance(command, Put):
+                for key, slot in zip(command.keys, command.slots, strict=True):
+                    self._require_bytes(slot, key)
+                self._read(command.slots)
+            else:
+                assert len(command.slots) <= len(command.keys)
+                for slot in command.slots:
+                    self._write(slot, job)
+
+    # --- the slots -------------------------------------------------------------------------------
+
+    def _require_bytes(self, slot: int, key: OffloadKey) -> None:
+        assert slot not in self.writers
+        assert self.contents[slot] == (key, self.epoch)
+
+    def _write(self, slot: int, writer: object) -> None:
+        assert slot not in self.writers, "one writer at a time"
+        assert not self.readers.get(slot), "nobody reads what is written"
+        self.writers[slot] = writer
+        self.contents[slot] = GARBAGE
+
+    def _end_writing(self, slot: int, writer: object, content: Bytes) -> None:
+        assert self.writers.pop(slot) is writer
+        self.contents[slot] = content
+
+    def _read(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self.readers[slot] = self.readers.get(slot, 0) + 1
+
+    def _end_reading(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self.readers[slot] -= 1
+
+    # --- what always holds -----------------------------------------------------------------------
+
+    @invariant()
+    def is_consistent(self) -> None:
+        invariants.check(self.core)
+
+    @invariant()
+    def keeps_the_budget(self) -> None:
+        assert len(self.core.promotions.landing) <= self.core.promotions.budget
+
+    @invariant()
+    def announces_what_is_there(self) -> None:
+        for change in self.core.take_changes():
+            if change.tier is not None:
+                assert set(change.keys) <= self.stored[change.tier]
+            elif change.removed:
+                assert self.announced.issuperset(change.keys)
+                self.announced.difference_update(change.keys)
+            else:
+                assert self.announced.isdisjoint(change.keys)
+                self.announced.update(change.keys)
+        visible = self.core.table.visible.items()
+        assert self.announced == {key for key, chunk in visible if chunk.state is ChunkState.READY}
+
+    @invariant()
+    def a_deadline_is_set_where_something_waits(self) -> None:
+        waits = any(asker.request.state is RequestState.WAITING for asker in self.askers)
+        assert not waits or self.core.next_deadline_s() is not None
+
+    def teardown(self) -> None:
+        """When everything has ended nothing is pinned, and no slot is lost."""
+        if not hasattr(self, "core"):
+            return
+        while self.loads:
+            self.release(0)
+        while self.reservations:
+            self.abort(0)
+        while self.askers:
+            self.close(0)
+        self.settle(0.0)
+        while self.jobs:
+            job = self.jobs[0]
+            if isinstance(job.command, Put):
+                self._end_put(job, [True] * 30)
+            else:
+                self._end_fetch(job, [Answer.LANDED] * 30)
+        self.settle(0.0)
+        table = self.core.table
+        invariants.check(self.core)
+        assert self.core.is_idle
+        assert self.core.next_deadline_s() is None
+        assert not self.core.promotions.landing
+        assert sum(chunk.pins for chunk in table) == 0
+        assert len(table.free) + len(table.visible) == len(table.all)
+        assert len(table.policy) == len(table.visible)
+
+
+def _pick(items: list[T], pick: int) -> T:
+    return items[pick % len(items)]
+
+
+def _take(items: list[T], pick: int) -> T:
+    return items.pop(pick % len(items))
+
+
+TestCore = CoreMachine.TestCase
+TestCore.settings = settings(
+    max_examples=600,
+    stateful_step_count=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)

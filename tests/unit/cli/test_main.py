@@ -1,0 +1,163 @@
+"""The command line: lists, prints, hands over, and says in one line what went wrong."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+import importlib_metadata
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from kvtier import schema
+from kvtier.cli import figures
+from kvtier.cli import main as cli
+from kvtier.errors import ConfigError
+
+
+def replace(monkeypatch, module, **functions):
+    """Put a double in the place of a module that is imported late."""
+    double = types.ModuleType(module)
+    for name, function in functions.items():
+        setattr(double, name, function)
+    monkeypatch.setitem(sys.modules, module, double)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    return lambda *arguments: CliRunner().invoke(cli.app, list(arguments))
+
+
+def test_version(run):
+    result = run("--version")
+    assert result.exit_code == 0
+    assert result.output == f"kvtier {importlib_metadata.version('kvtier')}\n"
+
+
+def test_without_a_command_the_help_is_shown(run):
+    assert "Usage: kvtier" in run().output
+
+
+def test_tiers_lists_tiers_and_policies_and_whether_they_load(run, acme, install_distribution):
+    install_distribution("acme-broken", "raise RuntimeError('[red]no luck[/red]')", {"broken": "Tier"}, "0.3")
+    result = run("tiers")
+    assert result.exit_code == 0
+    rows = {}
+    for line in result.output.splitlines():
+        cells = [cell.strip() for cell in line.strip("│").split("│")]
+        rows[cells[0]] = cells[1:]
+    assert rows["acme"] == ["acme-tiers", "1.2", "yes"]
+    assert rows["dummy"] == ["kvtier", importlib_metadata.version("kvtier"), "yes"]
+    assert rows["broken"][:2] == ["acme-broken", "0.3"]
+    assert rows["broken"][2].startswith("no: ")
+    assert "RuntimeError: [red]no luck[/red]" in rows["broken"][2]
+    assert rows["lru"][2] == rows["arc"][2] == "yes"
+
+
+def test_schema_is_json(run, acme):
+    assert json.loads(run("schema").output) == schema.json_schema()
+
+
+def test_schema_as_a_table(run, acme):
+    assert run("schema", "--table").output == schema.table() + "\n"
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_demo_hands_over_and_ends_with_its_status(run, monkeypatch, status):
+    calls = []
+
+    def demo(json_file):
+        calls.append(json_file)
+        return status
+
+    replace(monkeypatch, "kvtier.cli.demo", main=demo)
+    assert run("demo").exit_code == status
+    assert run("demo", "--json", "out.json").exit_code == status
+    assert calls == [None, Path("out.json")]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast it is.
+
+    Attributes:
+        gb_s: not a part of the title.
+    """
+
+    name: str
+    gb_s: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    us: float
+
+
+FIGURES = ([Speed("put", 1.23456), Speed("get", 12345.6)], Cost(0.5))
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"), [(["core"], ()), (["fs", "/data"], (Path("/data"),)), (["device"], ())]
+)
+def test_measurements_are_shown_and_written(run, monkeypatch, tmp_path, command, arguments):
+    calls = []
+
+    def measure(*given):
+        calls.append(given)
+        return FIGURES
+
+    replace(monkeypatch, f"kvtier.cli.bench_{command[0]}", run=measure)
+    result = run("bench", *command, "--json", str(tmp_path / "out.json"))
+    assert result.exit_code == 0
+    assert calls == [arguments]
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in result.output.splitlines()]
+    assert ["How fast it is"] in cells
+    assert ["put", "1.23"] in cells
+    assert ["get", "12,346"] in cells
+    assert ["0.5"] in cells
+    assert json.loads((tmp_path / "out.json").read_text()) == {
+        "Speed": [{"name": "put", "gb_s": 1.23456}, {"name": "get", "gb_s": 12345.6}],
+        "Cost": [{"us": 0.5}],
+    }
+
+
+def test_what_is_no_record_is_refused():
+    with pytest.raises(TypeError, match="a measurement returns records, not dict"):
+        figures.show([{"put": 1}], Console())
+
+
+def test_missing_engine_is_named(run, monkeypatch):
+    def absent(name):
+        raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
+
+    monkeypatch.setattr(importlib, "import_module", absent)
+    result = run("demo")
+    assert result.exit_code == 2
+    assert "this command needs vllm, which is not installed" in result.output
+
+
+def test_errors_of_kvtier_end_it_in_one_line(monkeypatch, capsys):
+    def fail():
+        raise ConfigError("secondary_tiers[1].root is not a setting")
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    assert capsys.readouterr().err == "kvtier: secondary_tiers[1].root is not a setting\n"
+
+
+def test_the_installed_command_needs_neither_torch_nor_an_engine():
+    code = (
+        "import sys; sys.modules.update(torch=None, vllm=None, numpy=None); sys.argv = ['kvtier', 'tiers'];"
+        "from kvtier.cli.main import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "dummy" in done.stdout

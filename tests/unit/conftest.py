@@ -1,0 +1,87 @@
+"""Distributions made on the fly, as a third party's would be installed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+
+class InstallDistribution(Protocol):
+    """Makes a distribution importable for the time of one test."""
+
+    def __call__(
+        self, name: str, source: str, tiers: Mapping[str, str] | None = None, version: str = "1.2"
+    ) -> None: ...
+
+
+@pytest.fixture
+def install_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[InstallDistribution]:
+    """Install a distribution with one module of its name; ``tiers`` maps entry points to attributes."""
+    before = set(sys.modules)
+
+    def install(name: str, source: str, tiers: Mapping[str, str] | None = None, version: str = "1.2") -> None:
+        folder = tmp_path / name
+        module = name.replace("-", "_")
+        metadata = folder / f"{module}-{version}.dist-info"
+        metadata.mkdir(parents=True)
+        (folder / f"{module}.py").write_text(source)
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        lines = [f"{entry} = {module}:{attribute}" for entry, attribute in (tiers or {}).items()]
+        (metadata / "entry_points.txt").write_text("\n".join(["[kvtier.tiers]", *lines, ""]))
+        monkeypatch.syspath_prepend(folder)
+
+    yield install
+    for name in set(sys.modules) - before:
+        if name.startswith("acme"):
+            del sys.modules[name]
+
+
+GOOD_TIER = """
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+
+from kvtier.tiers.dummy import DummyTier
+from kvtier.tiers.base import TierConfig
+
+
+class Login(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    user: str = "nobody"
+    token: SecretStr
+
+
+class Config(TierConfig):
+    type: str = Field(default="acme", description="Name of the entry point.")
+    root_dir: str = Field(description="Where the files are.")
+    mode: Literal["fast", "safe"] = "safe"
+    password: SecretStr | None = None
+    logins: tuple[Login, ...] = ()
+
+    @field_validator("password", mode="before")
+    @classmethod
+    def _is_long(cls, value):
+        if value is not None and len(value) < 8:
+            raise ValueError(f"{value} is too short")
+        return value
+
+    @model_validator(mode="after")
+    def _fits(self):
+        if self.root_dir == "nowhere" and self.password is not None:
+            raise ValueError(f"{self.password.get_secret_value()} does not open nowhere")
+        return self
+
+
+class Tier(DummyTier):
+    Config = Config
+"""
+
+
+@pytest.fixture
+def acme(install_distribution: InstallDistribution) -> None:
+    """A third party's tier ``acme`` of good quality, with settings of every kind."""
+    install_distribution("acme-tiers", GOOD_TIER, {"acme": "Tier"})

@@ -1,0 +1,177 @@
+"""The CPU backend: the contract, with the native helper and without, and what it does beyond it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvtier import native
+from kvtier.device.base import Blocks
+from kvtier.device.cpu import CpuTransferEngine, copy_plan
+from kvtier.device.plan import CopyPlan
+from kvtier.memory.layout import SlotLayout
+from kvtier.memory.region import Region
+from kvtier.testing.device import DeviceConformance, EngineFactory, Rig, Shape, rig
+
+
+class TestNative(DeviceConformance):
+    @pytest.fixture
+    def engine_factory(self) -> EngineFactory:
+        if not native.available:
+            pytest.skip("the native helper is not built")
+        return CpuTransferEngine
+
+
+class TestFallback(DeviceConformance):
+    @pytest.fixture
+    def engine_factory(self, monkeypatch: pytest.MonkeyPatch) -> EngineFactory:
+        monkeypatch.setattr(native, "library", None)
+        return CpuTransferEngine
+
+
+def with_copy(copy: Callable[[CopyPlan], None]) -> EngineFactory:
+    return lambda caches, layout, region: CpuTransferEngine(caches, layout, region, copy)
+
+
+def one(block: int) -> Blocks:
+    return Blocks.make([block], (1,), (0,))
+
+
+class Faulty:
+    """Fails the first ``failures`` calls, half-way."""
+
+    def __init__(self, failures: int, error: BaseException) -> None:
+        self.failures = failures
+        self.error = error
+
+    def __call__(self, plan: CopyPlan) -> None:
+        if self.failures:
+            self.failures -= 1
+            half = len(plan.sizes) // 2
+            copy_plan(CopyPlan(plan.src[:half], plan.dst[:half], plan.sizes[:half], 0))
+            raise self.error
+        copy_plan(plan)
+
+
+@pytest.mark.parametrize("error", [OSError("no"), SystemExit("no")])
+def test_a_failed_copy_is_repeated(error: BaseException) -> None:
+    with rig(with_copy(Faulty(1, error))) as it:
+        it.store(1, one(3), [2])
+        it.check()
+        assert [(end.transfer_id, end.error) for end in it.engine.finished()] == [(1, None)]
+
+
+def test_a_copy_that_fails_twice_is_reported_and_the_next_one_works() -> None:
+    error = OSError("no")
+    with rig(with_copy(Faulty(2, error))) as it:
+        it.engine.submit_store(1, one(3), [2])
+        it.store(2, one(3), [2])
+        it.check()
+        assert [(end.transfer_id, end.error) for end in it.engine.finished()] == [(1, error), (2, None)]
+
+
+class Gate:
+    """Holds copies back while they come from threads named in ``held``."""
+
+    def __init__(self, held: str) -> None:
+        self.held = held
+        self.opened = threading.Event()
+
+    def __call__(self, plan: CopyPlan) -> None:
+        if threading.current_thread().name == self.held:
+            assert self.opened.wait(20)
+        copy_plan(plan)
+
+
+@pytest.fixture
+def gated() -> Iterator[tuple[Rig, Gate]]:
+    gate = Gate("kvtier-load")
+    with rig(with_copy(gate)) as it:
+        yield it, gate
+        gate.opened.set()
+
+
+def test_an_expedited_load_overtakes(gated: tuple[Rig, Gate]) -> None:
+    it, gate = gated
+    it.load(1, [1], one(1))
+    it.load(2, [2], one(2))
+    it.load(3, [3], one(3), expedited=True)
+    it.engine.wait([3])
+    assert [end.transfer_id for end in it.engine.finished()] == [3]
+    gate.opened.set()
+    it.check()
+    assert [end.transfer_id for end in it.engine.finished()] == [1, 2]
+
+
+def test_a_store_does_not_wait_for_loads(gated: tuple[Rig, Gate]) -> None:
+    it, gate = gated
+    it.load(1, [1], one(1))
+    it.store(2, one(5), [7])
+    it.engine.wait([2])
+    assert [end.transfer_id for end in it.engine.finished()] == [2]
+    gate.opened.set()
+    it.check()
+
+
+def test_submitting_does_not_wait_for_the_copy(gated: tuple[Rig, Gate]) -> None:
+    it, gate = gated
+    for number in range(20):
+        it.load(number, [number], one(number))
+    assert it.engine.finished() == []
+    with pytest.raises(ValueError, match="transfer 7 is under way"):
+        it.engine.submit_load(7, [7], one(7))
+    gate.opened.set()
+    it.check()
+
+
+def test_wait_blocks_until_the_end(gated: tuple[Rig, Gate]) -> None:
+    it, gate = gated
+    it.load(1, [1], one(1))
+    waiter = threading.Thread(target=it.engine.wait, args=([1],))
+    waiter.start()
+    waiter.join(0.05)
+    assert waiter.is_alive()
+    gate.opened.set()
+    waiter.join(20)
+    assert not waiter.is_alive()
+
+
+def test_a_failing_wakeup_does_not_stop_the_copies(caplog: pytest.LogCaptureFixture) -> None:
+    def closed_loop() -> None:
+        raise RuntimeError("Event loop is closed")
+
+    with rig(CpuTransferEngine) as it:
+        it.engine.set_wakeup(closed_loop)
+        it.store(1, one(1), [1])
+        it.store(2, one(2), [2])
+        it.check()
+        assert [end.transfer_id for end in it.engine.finished()] == [1, 2]
+    assert "Event loop is closed" in caplog.text
+
+
+def test_a_wakeup_set_late_hears_of_what_ended_before() -> None:
+    with rig(CpuTransferEngine) as it:
+        it.store(1, one(1), [1])
+        it.engine.drain()
+        woken = threading.Event()
+        it.engine.set_wakeup(woken.set)
+        assert woken.is_set()
+
+
+def test_closing_the_region_first_does_not_crash() -> None:
+    it = Rig(CpuTransferEngine, Shape())
+    it.region.close()
+    it.engine.submit_store(1, one(1), [1])
+    it.engine.drain()
+    assert [end.error for end in it.engine.finished()] == [None]
+    it.close()
+
+
+def test_the_region_must_have_the_layouts_slots() -> None:
+    with rig(CpuTransferEngine) as it, Region.anonymous(4, 8192) as region:
+        with pytest.raises(ValueError, match="slots have 8192 bytes, but the layout 4096"):
+            CpuTransferEngine(it.caches, it.shape.layout, region)
+        with pytest.raises(ValueError, match=r"pages of \(512, 192\), the layout of \(512, 64\)"):
+            CpuTransferEngine(it.caches, SlotLayout.make((512, 64), 1), it.region)

@@ -1,0 +1,57 @@
+"""Any transfer does what the plain model does, with the native helper and without."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier import native
+from kvtier.device.base import Blocks
+from kvtier.device.cpu import CpuTransferEngine
+from kvtier.testing.device import Shape, rig
+
+BLOCKS = 48
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    pages = draw(st.lists(st.sampled_from([1, 24, 512, 4096]), min_size=1, max_size=3))
+    gaps = draw(st.lists(st.sampled_from([0, 8, 33]), min_size=len(pages), max_size=len(pages)))
+    refs = st.integers(0, len(pages) - 1).flatmap(
+        lambda tensor: st.tuples(st.just(tensor), st.sampled_from([pages[tensor], (pages[tensor] + 1) // 2]))
+    )
+    group = st.lists(refs, min_size=1, max_size=len(pages), unique_by=lambda ref: ref[0]).map(tuple)
+    workers = draw(st.integers(1, 2))
+    return Shape(
+        page_bytes=tuple(pages),
+        gaps=tuple(gaps),
+        groups=tuple(draw(st.lists(group, min_size=1, max_size=3))),
+        num_blocks=BLOCKS,
+        blocks_per_chunk=draw(st.sampled_from([1, 2, 3, 4])),
+        rank=draw(st.integers(0, workers - 1)),
+        workers=workers,
+    )
+
+
+@pytest.mark.parametrize("helper", ["native", "fallback"])
+@settings(max_examples=60, deadline=None)
+@given(shape=shapes(), data=st.data())
+def test_store_and_load_do_what_the_model_does(helper: str, shape: Shape, data: st.DataObject) -> None:
+    groups = len(shape.groups)
+    sizes = tuple(data.draw(st.lists(st.integers(0, 7), min_size=groups, max_size=groups)))
+    firsts = tuple(data.draw(st.lists(st.integers(0, 9), min_size=groups, max_size=groups)))
+    ids = data.draw(st.one_of(st.just(range(BLOCKS)), st.permutations(range(BLOCKS))))
+    total = sum(sizes)
+    source = Blocks.make(ids[:total], sizes, firsts)
+    target = Blocks.make(ids[total : 2 * total], sizes, firsts)
+    count = sum(source.slots_needed(shape.blocks_per_chunk))
+    slots = data.draw(st.one_of(st.just(range(shape.slots)), st.permutations(range(shape.slots))))[:count]
+    with pytest.MonkeyPatch.context() as patch, rig(CpuTransferEngine, shape) as it:
+        if helper == "fallback":
+            patch.setattr(native, "library", None)
+        it.store(1, source, slots)
+        it.check()
+        it.load(2, slots, target)
+        it.check()
+        assert [end.nbytes for end in it.engine.finished()] == [it.model.nbytes(source)] * 2

@@ -1,0 +1,101 @@
+"""Plans: neighbours are joined, and what comes out is what the pages need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from kvtier.device.base import Blocks, KVCaches, PageRef
+from kvtier.device.plan import CopyPlanner
+from kvtier.memory.layout import SlotLayout
+
+HOST = 1 << 40
+
+
+def planner(pages: Sequence[int], per_chunk: int, used: Sequence[int] | None = None) -> CopyPlanner:
+    tensors = tuple(torch.zeros((64, page), dtype=torch.int8) for page in pages)
+    refs = tuple(PageRef(index, size) for index, size in enumerate(used or pages))
+    return CopyPlanner(KVCaches(tensors, (refs,)), SlotLayout.make(pages, per_chunk), HOST, 32)
+
+
+def blocks(ids: Sequence[int], first: int = 0) -> Blocks:
+    return Blocks.make(ids, (len(ids),), (first,))
+
+
+def test_neighbours_within_a_chunk_are_joined() -> None:
+    plan = planner((512, 256), 4).store(blocks(range(8)), [3, 4])
+    assert plan.sizes.tolist() == [2048, 2048, 1024, 1024]
+    assert (plan.dst - HOST).tolist() == [3 * 4096, 4 * 4096, 3 * 4096 + 2048, 4 * 4096 + 2048]
+    assert plan.nbytes == 8 * 768
+
+
+def test_neighbouring_chunks_of_one_tensor_are_joined() -> None:
+    plan = planner((1024,), 4).load([3, 4, 6], blocks(range(10, 21), first=1))
+    assert plan.sizes.tolist() == [7 * 1024, 4 * 1024]
+    assert (plan.src - HOST).tolist() == [3 * 4096 + 1024, 6 * 4096]
+
+
+def test_scattered_blocks_are_not_joined() -> None:
+    plan = planner((512,), 4).store(blocks([5, 6, 8, 7]), [0])
+    assert plan.sizes.tolist() == [1024, 512, 512]
+
+
+def test_pages_with_padding_are_copied_without_it() -> None:
+    plan = planner((512, 512), 2, used=(512, 500)).store(blocks(range(2)), [0])
+    assert sorted(plan.sizes.tolist()) == [500, 500, 1024]
+
+
+def test_a_tensor_named_twice_is_copied_once() -> None:
+    caches = KVCaches((torch.zeros((4, 64), dtype=torch.int8),), ((PageRef(0, 60), PageRef(0, 64)),))
+    plan = CopyPlanner(caches, SlotLayout.make((64,), 1), HOST, 4).store(blocks([1]), [0])
+    assert plan.sizes.tolist() == [64]
+
+
+def test_arrays_are_what_a_foreign_call_takes() -> None:
+    plan = planner((512, 256), 2).load([1, 2], blocks([4, 9, 2, 3]))
+    for numbers in (plan.src, plan.dst, plan.sizes):
+        assert numbers.dtype == np.uint64
+        assert numbers.flags["C_CONTIGUOUS"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "sizes", "firsts", "message"),
+    [
+        ([1, 2], (1,), (0,), "add up to 1, but there are 2 ids"),
+        ([1], (1,), (0, 1), "1 group_sizes, but 2 first_indices"),
+        ([1], (1,), (-1,), "negative"),
+        ([1], (2, -1), (0, 0), "negative"),
+    ],
+)
+def test_blocks_that_do_not_add_up(
+    ids: list[int], sizes: tuple[int, ...], firsts: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Blocks.make(ids, sizes, firsts)
+
+
+def test_blocks_want_int64() -> None:
+    with pytest.raises(ValueError, match="int32"):
+        Blocks(np.zeros(1, dtype=np.int32), (1,), (0,))
+
+
+def test_another_number_of_groups() -> None:
+    with pytest.raises(ValueError, match="2 groups of blocks; the caches have 1"):
+        planner((512,), 1).store(Blocks.make([1, 2], (1, 1), (0, 0)), [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("tensor", "ref", "message"),
+    [
+        (torch.zeros((4, 64), dtype=torch.int16), PageRef(0, 64), "tensor 0 is not int8"),
+        (torch.zeros((64, 4), dtype=torch.int8).t(), PageRef(0, 64), "contiguous rows"),
+        (torch.zeros((4, 64), dtype=torch.int8), PageRef(1, 64), "refers to tensor 1 of 1"),
+        (torch.zeros((4, 64), dtype=torch.int8), PageRef(0, 65), "uses 65 bytes"),
+    ],
+)
+def test_caches_that_cannot_be(tensor: torch.Tensor, ref: PageRef, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KVCaches((tensor,), ((ref,),))

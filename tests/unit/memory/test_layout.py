@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import mmap
+
+import pytest
+
+from kvtier.memory.layout import SlotLayout
+
+
+def test_tensors_follow_each_other_with_all_blocks_of_the_chunk() -> None:
+    layout = SlotLayout.make((100, 7), 4)
+    assert [layout.offset(0, block) for block in range(4)] == [0, 100, 200, 300]
+    assert [layout.offset(1, block) for block in range(4)] == [400, 407, 414, 421]
+    assert layout.worker_bytes == 428
+
+
+def test_workers_follow_each_other() -> None:
+    layouts = [SlotLayout.make((100, 7), 4, rank, 3) for rank in range(3)]
+    assert [layout.offset(0, 0) for layout in layouts] == [0, 428, 856]
+    assert [layout.tensor_offsets for layout in layouts] == [(0, 400), (428, 828), (856, 1256)]
+
+
+def test_no_byte_belongs_to_two_pages() -> None:
+    owners = [
+        (layout.offset(tensor, block), size)
+        for layout in (SlotLayout.make((96, 8, 33), 3, rank, 4) for rank in range(4))
+        for tensor, size in enumerate(layout.page_bytes)
+        for block in range(3)
+    ]
+    ends = [0] + [start + size for start, size in sorted(owners)]
+    assert [start for start, _ in sorted(owners)] == ends[:-1]
+    assert ends[-1] <= SlotLayout.make((96, 8, 33), 3, 0, 4).chunk_bytes
+
+
+@pytest.mark.parametrize(
+    ("page", "workers", "pages"), [(mmap.PAGESIZE, 1, 1), (mmap.PAGESIZE + 1, 1, 2), (1, 3, 1)]
+)
+def test_a_slot_is_whole_pages(page: int, workers: int, pages: int) -> None:
+    assert SlotLayout.make((page,), 1, 0, workers).chunk_bytes == pages * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize(
+    ("pages", "per_chunk", "rank", "workers", "message"),
+    [
+        ((), 1, 0, 1, "one positive length for each tensor"),
+        ((4, 0), 1, 0, 1, "one positive length for each tensor"),
+        ((4,), 0, 0, 1, "blocks_per_chunk is 0"),
+        ((4,), 1, 2, 2, "rank is 2 of 2"),
+        ((4,), 1, -1, 2, "rank is -1 of 2"),
+    ],
+)
+def test_refused(pages: tuple[int, ...], per_chunk: int, rank: int, workers: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SlotLayout.make(pages, per_chunk, rank, workers)
+
+
+@pytest.mark.parametrize(("tensor", "block"), [(2, 0), (-1, 0), (0, 4), (0, -1)])
+def test_no_such_page(tensor: int, block: int) -> None:
+    with pytest.raises(IndexError):
+        SlotLayout.make((100, 7), 4).offset(tensor, block)

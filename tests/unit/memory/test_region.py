@@ -1,0 +1,314 @@
+"""One process: slots, views, names, room, population."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import mmap
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier import native
+from kvtier.errors import RegionError, StateError
+from kvtier.memory import held
+from kvtier.memory.region import PIECE_BYTES, Region
+
+PAGE = mmap.PAGESIZE
+
+MIB = 2**20
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 160 MiB in memory."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=160m", "kvtier-test", str(tmp_path)]
+    try:
+        made = subprocess.run(command, capture_output=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command")
+    if made.returncode:
+        pytest.skip("file systems cannot be mounted here")
+    yield tmp_path
+    gc.collect()
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def test_slots_lie_one_after_the_other(shm: Path) -> None:
+    with Region.open("a", 3, 2 * PAGE, shm) as region:
+        assert (region.slots, region.chunk_bytes, region.nbytes) == (3, 2 * PAGE, 6 * PAGE)
+        assert region.address % PAGE == 0
+        for slot in range(3):
+            view = region.view(slot)
+            assert (view.format, view.ndim, view.nbytes, view.readonly) == ("B", 1, 2 * PAGE, False)
+            ctypes.memset(region.address + slot * 2 * PAGE, slot + 1, 2 * PAGE)
+            assert view == bytes([slot + 1]) * 2 * PAGE
+
+
+def test_anonymous_memory_has_no_file() -> None:
+    with Region.anonymous(2, PAGE) as region:
+        region.view(1)[:] = b"x" * PAGE
+        assert ctypes.string_at(region.address + PAGE, PAGE) == b"x" * PAGE
+        assert region.path is None
+        region.claim()
+
+
+@pytest.mark.parametrize("slot", [-1, 3])
+def test_no_such_slot(slot: int) -> None:
+    with Region.anonymous(3, PAGE) as region, pytest.raises(IndexError, match=f"slot is {slot}"):
+        region.view(slot)
+
+
+def test_two_of_one_name_in_one_process_share_the_bytes(shm: Path) -> None:
+    first = Region.open("same", 2, PAGE, shm)
+    second = Region.open("same", 2, PAGE, shm)
+    assert first.address != second.address
+    first.view(1)[:3] = b"abc"
+    assert bytes(second.view(1)[:3]) == b"abc"
+    assert os.listdir(shm) == ["kvtier_same"]
+    first.close()
+    assert os.listdir(shm) == ["kvtier_same"]
+    third = Region.open("same", 2, PAGE, shm)
+    assert bytes(third.view(1)[:3]) == b"abc"
+    third.close()
+    second.close()
+    assert os.listdir(shm) == []
+
+
+def test_close_may_be_called_again_and_ends_everything(shm: Path) -> None:
+    region = Region.open("a", 1, PAGE, shm)
+    region.close()
+    region.close()
+    for use in (region.claim, lambda: region.view(0), lambda: region.address, lambda: region.populate(print)):
+        with pytest.raises(StateError, match="closed"):
+            use()
+
+
+def test_a_late_second_close_leaves_the_successor_alone(shm: Path) -> None:
+    old = Region.open("a", 1, PAGE, shm)
+    old.close()
+    with Region.open("a", 1, PAGE, shm) as new:
+        old.close()
+        assert new.path is not None
+        assert new.path.exists()
+
+
+def test_views_outlive_the_region(shm: Path) -> None:
+    region = Region.open("a", 2, PAGE, shm)
+    view = region.view(1)
+    view[:] = b"v" * PAGE
+    region.claim()
+    region.close()
+    assert os.listdir(shm) == []
+    assert view == b"v" * PAGE
+    with Region.open("a", 2, PAGE, shm) as successor:
+        successor.claim()  # neither lock nor claim hangs on the view
+        assert successor.view(1) == bytes(PAGE)
+        view[:] = b"w" * PAGE
+        assert successor.view(1) == bytes(PAGE)
+
+
+def test_a_forgotten_region_leaves_no_file(shm: Path) -> None:
+    region = Region.open("a", 1, PAGE, shm)
+    assert os.listdir(shm) == ["kvtier_a"]
+    del region
+    gc.collect()
+    assert os.listdir(shm) == []
+
+
+def test_another_size_is_refused_with_both_sizes(shm: Path) -> None:
+    with Region.open("a", 2, PAGE, shm) as region:
+        with pytest.raises(RegionError, match=rf"{2 * PAGE} bytes, but {3 * PAGE} bytes"):
+            Region.open("a", 3, PAGE, shm)
+        region.view(0)[:1] = b"x"
+        assert os.listdir(shm) == ["kvtier_a"]
+
+
+@pytest.mark.parametrize(
+    ("slots", "chunk_bytes", "message"),
+    [(0, PAGE, "cpu_bytes_to_use"), (1, PAGE + 1, "multiple of 4096"), (1, 0, "multiple of 4096")],
+)
+def test_shapes_that_cannot_be(shm: Path, slots: int, chunk_bytes: int, message: str) -> None:
+    with pytest.raises(RegionError, match=message):
+        Region.open("a", slots, chunk_bytes, shm)
+    with pytest.raises(RegionError, match=message):
+        Region.anonymous(slots, chunk_bytes)
+    assert os.listdir(shm) == []
+
+
+def test_no_room_names_bytes_place_and_remedy(shm: Path) -> None:
+    system = os.statvfs(shm)
+    free = system.f_bavail * system.f_frsize
+    slots = 2 * free // PAGE
+    with pytest.raises(RegionError) as caught:
+        Region.open("a", slots, PAGE, shm)
+    for part in (str(slots * PAGE), "bytes are free", str(shm), "cpu_bytes_to_use"):
+        assert part in str(caught.value)
+    assert os.listdir(shm) == []
+
+
+def test_a_missing_directory_is_named(shm: Path) -> None:
+    with pytest.raises(RegionError, match="nowhere"):
+        Region.open("a", 1, PAGE, shm / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["../evil", "a/b", "a b", "ä", "", "x" * 400, "\0", "a\nb"])
+def test_any_name_becomes_a_file_name(shm: Path, name: str) -> None:
+    with Region.open(name, 1, PAGE, shm) as region:
+        assert region.name == name
+        assert [shm / found for found in os.listdir(shm)] == [region.path]
+
+
+def test_names_that_are_spelled_alike_stay_apart(shm: Path) -> None:
+    with Region.open("a/b", 1, PAGE, shm) as one, Region.open("a b", 1, PAGE, shm) as other:
+        assert one.path != other.path
+
+
+def test_a_link_under_the_name_is_not_followed(shm: Path) -> None:
+    (shm / "target").write_bytes(bytes(PAGE))
+    (shm / "kvtier_a").symlink_to(shm / "target")
+    with pytest.raises(RegionError, match="kvtier_a"):
+        Region.open("a", 1, PAGE, shm)
+
+
+def test_one_claims_a_region_until_it_closes(shm: Path) -> None:
+    with Region.open("a", 1, PAGE, shm) as first, Region.open("a", 1, PAGE, shm) as second:
+        first.claim()
+        first.claim()
+        with pytest.raises(RegionError, match="another running engine"):
+            second.claim()
+        first.close()
+        second.claim()
+
+
+def test_a_claim_ends_with_close_even_where_views_live_on(shm: Path) -> None:
+    first = Region.open("a", 1, PAGE, shm)
+    first.claim()
+    view = first.view(0)
+    with Region.open("a", 1, PAGE, shm) as second:
+        first.close()
+        second.claim()
+        second.view(0)[:1] = b"x"
+        assert bytes(view[:1]) == b"x"
+    assert os.listdir(shm) == []
+
+
+def test_close_removes_no_file_but_its_own(shm: Path) -> None:
+    old = Region.open("a", 1, PAGE, shm)
+    (shm / "kvtier_a").unlink()
+    with Region.open("a", 2, PAGE, shm):
+        old.close()
+        assert (shm / "kvtier_a").stat().st_size == 2 * PAGE
+
+
+def test_a_region_whose_last_holder_died_since_the_sweep_is_not_joined(shm: Path) -> None:
+    path = shm / "kvtier_a"
+    path.write_bytes(b"g" * PAGE)
+    file = held.hold(path, PAGE)
+    assert path.read_bytes() == bytes(PAGE)
+    held.release(file)
+    assert os.listdir(shm) == []
+
+
+def test_works_where_files_need_a_name(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY)  # as file systems without unnamed files: refused
+    with Region.open("a", 1, PAGE, shm) as region:
+        region.view(0)[:1] = b"x"
+        assert os.listdir(shm) == ["kvtier_a"]
+    assert os.listdir(shm) == []
+
+
+def ready_slots(region: Region, count: int) -> list[range]:
+    """Populate, and return the pieces until ``count`` slots are ready."""
+    pieces: queue.Queue[range] = queue.Queue()
+    region.populate(pieces.put)
+    seen: list[range] = []
+    while sum(map(len, seen)) < count:
+        seen.append(pieces.get(timeout=30))
+    return seen
+
+
+def test_population_comes_in_pieces_of_whole_slots(shm: Path) -> None:
+    chunk_bytes = 24 * MIB
+    with Region.open("a", 5, chunk_bytes, shm) as region:
+        assert ready_slots(region, 5) == [range(2), range(2, 4), range(4, 5)]
+        assert region.path is not None
+        assert region.path.stat().st_blocks * 512 == region.nbytes
+
+
+def test_a_slot_larger_than_a_piece(shm: Path) -> None:
+    with Region.open("a", 1, PIECE_BYTES + PAGE, shm) as region:
+        assert ready_slots(region, 1) == [range(1)]
+
+
+def test_population_keeps_what_is_there_and_can_be_done_by_all(shm: Path) -> None:
+    with Region.open("a", 8, PAGE, shm) as creator, Region.open("a", 8, PAGE, shm) as joiner:
+        creator.view(3)[:] = b"k" * PAGE
+        for region in (joiner, creator, joiner):
+            assert ready_slots(region, 8) == [range(8)]
+        assert joiner.view(3) == b"k" * PAGE
+
+
+@pytest.mark.parametrize("helper", [True, False])
+def test_anonymous_memory_is_populated(helper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not helper:
+        monkeypatch.setattr(native, "library", None)
+    with Region.anonymous(8, PAGE) as region:
+        assert ready_slots(region, 8) == [range(8)]
+
+
+def test_close_stops_population(shm: Path) -> None:
+    seen: list[range] = []
+    first = threading.Event()
+
+    def on_ready(piece: range) -> None:
+        seen.append(piece)
+        region.close()
+        first.set()
+
+    with Region.open("a", 4, PIECE_BYTES, shm) as region:
+        region.populate(on_ready)
+        assert first.wait(30)
+    assert seen == [range(1)]
+
+
+def test_where_memory_runs_out_there_are_fewer_slots(
+    small_tmpfs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR, "kvtier.memory")
+    pieces: list[range] = []
+    with Region.open("a", 4, 32 * MIB, small_tmpfs) as region:
+        with (small_tmpfs / "other").open("wb") as other:
+            os.posix_fallocate(other.fileno(), 0, 60 * MIB)
+        region.populate(pieces.append)
+        while not caplog.records:
+            os.sched_yield()
+        region.view(1)[:] = b"x" * 32 * MIB
+    assert pieces == [range(2)]
+    (record,) = caplog.records
+    assert f"lacks {64 * MIB} of {128 * MIB} bytes (ENOSPC)" in record.getMessage()
+    assert "2 of 4 slots" in record.getMessage()
+
+
+def test_a_region_that_does_not_fit_a_small_file_system(small_tmpfs: Path) -> None:
+    with pytest.raises(RegionError, match=f"needs {192 * MIB} bytes, but only {160 * MIB} bytes are free"):
+        Region.open("a", 6, 32 * MIB, small_tmpfs)
+    with Region.open("a", 5, 32 * MIB, small_tmpfs) as region:
+        assert ready_slots(region, 5)[-1] == range(4, 5)
+        Region.open("a", 5, 32 * MIB, small_tmpfs).close()  # a joiner needs no room of its own
+
+
+def test_needs_neither_torch_nor_numpy() -> None:
+    script = (
+        "import sys, kvtier.memory.region, kvtier.memory.layout\n"
+        "print(sorted({'torch', 'numpy', 'vllm'} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

@@ -1,0 +1,187 @@
+"""The configuration: vLLM's names, one error in words, and nothing silently ignored."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from kvtier.config import TieringConfig
+from kvtier.errors import ConfigError
+from kvtier.tiers.dummy import DummyConfig
+
+GIB = 2**30
+
+
+def config(**settings):
+    return TieringConfig.from_mapping({"cpu_bytes_to_use": GIB, **settings})
+
+
+def refusal(**settings):
+    with pytest.raises(ConfigError) as caught:
+        config(**settings)
+    return str(caught.value)
+
+
+def test_only_the_size_is_required():
+    assert config().cpu_bytes_to_use == GIB
+    with pytest.raises(ConfigError, match=r"^cpu_bytes_to_use is missing \(Size of the primary tier"):
+        TieringConfig.from_mapping({})
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [(1, 1), ("8GiB", 8 * GIB), ("1.5 GB", 1_500_000_000), (1.0 * GIB, GIB)]
+)
+def test_sizes_in_bytes_and_in_words(given, expected):
+    assert config(cpu_bytes_to_use=given).cpu_bytes_to_use == expected
+
+
+@pytest.mark.parametrize("size", [0, -1, "much", None, [1]])
+def test_impossible_sizes(size):
+    assert refusal(cpu_bytes_to_use=size).startswith("cpu_bytes_to_use")
+
+
+def test_defaults_are_those_of_vllm_where_it_has_one():
+    defaults = config()
+    assert defaults.eviction_policy == "lru"
+    assert defaults.store_threshold == 0
+    assert defaults.max_tracker_size == 64_000
+    assert defaults.offload_prompt_only is True
+    assert defaults.self_describing_kv_events is False
+    assert defaults.secondary_tiers == ()
+
+
+def test_tiers_become_their_own_models_in_order(acme):
+    tiers = config(
+        secondary_tiers=[{"type": "dummy", "seed": 7}, {"type": "acme", "root_dir": "/x"}]
+    ).secondary_tiers
+    assert tiers[0] == DummyConfig(type="dummy", seed=7)
+    assert (tiers[1].type, tiers[1].root_dir) == ("acme", "/x")
+
+
+def test_ready_made_models_are_taken():
+    ready = DummyConfig(type="dummy")
+    assert config(secondary_tiers=(ready,)).secondary_tiers == (ready,)
+
+
+def test_dump_keeps_what_belongs_to_the_tier():
+    dumped = config(secondary_tiers=[{"type": "dummy", "seed": 7}]).model_dump()
+    assert dumped["secondary_tiers"][0]["seed"] == 7
+
+
+def test_dump_shows_no_secret(acme):
+    tiered = config(secondary_tiers=[{"type": "acme", "root_dir": "/x", "password": "s3cr3t-s3cr3t"}])
+    assert "s3cr3t" not in tiered.model_dump_json() + repr(tiered)
+
+
+def test_misspelled_setting_of_a_tier_is_named_with_its_path():
+    message = refusal(secondary_tiers=[{"type": "dummy"}, {"type": "dummy", "capacity": 1}])
+    assert message == "secondary_tiers[1].capacity is not a setting; did you mean capacity_bytes?"
+
+
+def test_unknown_type_of_a_tier_is_named_with_its_path():
+    assert refusal(secondary_tiers=[{"type": "dumny"}]).startswith(
+        "secondary_tiers[0].type = 'dumny': no such tier"
+    )
+
+
+@pytest.mark.parametrize("tier", ["dummy", 3, None])
+def test_tier_that_is_no_mapping(tier):
+    assert refusal(secondary_tiers=[tier]).startswith("secondary_tiers[0] must be a mapping")
+
+
+@pytest.mark.parametrize("tiers", ["dummy", {"type": "dummy"}, 3])
+def test_tiers_that_are_no_list(tiers):
+    assert refusal(secondary_tiers=tiers).startswith("secondary_tiers")
+
+
+def test_unknown_setting_names_the_nearest():
+    assert refusal(evicton_policy="lru") == "evicton_policy is not a setting; did you mean eviction_policy?"
+
+
+def test_unknown_policy_lists_those_installed():
+    assert refusal(eviction_policy="lur").startswith(
+        "eviction_policy = 'lur': no such eviction policy; installed are: arc, lru"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("block_size", 0),
+        ("blocks_per_chunk", 0),
+        ("store_threshold", -1),
+        ("max_tracker_size", 0),
+        ("offload_prompt_only", "false"),  # vLLM would take this text as true
+        ("self_describing_kv_events", 1),
+        ("promotion_budget", 0),
+        ("promotion_budget", 1.5),
+        ("request_deadline_s", 0),
+        ("request_deadline_s", float("nan")),
+        ("drain_on_shutdown_s", -1),
+    ],
+)
+def test_values_out_of_range_are_shown(name, value):
+    assert refusal(**{name: value}).startswith(f"{name} = {value!r}: ")
+
+
+def test_chunk_size_in_one_unit_only():
+    assert "give block_size or blocks_per_chunk, not both" in refusal(block_size=32, blocks_per_chunk=2)
+    assert config(blocks_per_chunk=2).blocks_per_chunk == 2
+
+
+def test_all_that_is_wrong_is_in_one_message():
+    message = refusal(block_size=0, stor_threshold=2)
+    assert "block_size = 0" in message
+    assert "did you mean store_threshold?" in message
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ([None], ("dummy",)),
+        ([None, None, None], ("dummy", "dummy-2", "dummy-3")),
+        (["near", "far"], ("near", "far")),
+        ([None, "dummy"], ("dummy-2", "dummy")),
+        ([None, "dummy-2", None], ("dummy", "dummy-2", "dummy-3")),
+    ],
+)
+def test_tiers_have_names_of_their_own(names, expected):
+    tiers = [{"type": "dummy", "name": name} for name in names]
+    assert config(secondary_tiers=tiers).tier_names == expected
+
+
+def test_one_name_for_two_tiers_is_refused():
+    tiers = [{"type": "dummy", "name": "near"}, {"type": "dummy", "name": "near"}]
+    assert "two tiers have the name near" in refusal(secondary_tiers=tiers)
+
+
+def test_nothing_can_be_changed_later():
+    with pytest.raises(ValidationError, match="frozen"):
+        config().store_threshold = 3
+
+
+class TestExtraConfig:
+    def test_what_the_engine_reads_itself_is_left_to_it(self):
+        raw = {
+            "spec_name": "KVTierOffloadingSpec",
+            "spec_module_path": "kvtier.adapters.vllm.spec",
+            "canonical_layout": True,
+            "sync_load_budget_bytes": 1,
+            "cpu_bytes_to_use": GIB,
+            "store_threshold": 2,
+        }
+        assert TieringConfig.from_extra_config(raw) == config(store_threshold=2)
+
+    def test_the_engines_keys_are_no_settings_elsewhere(self):
+        assert refusal(spec_name="x").startswith("spec_name is not a setting")
+
+    @pytest.mark.parametrize("key", ["backpressure", "cache_policy_module_path", "tier_poll_interval_s"])
+    def test_settings_of_other_specs_are_refused_with_a_way_out(self, key):
+        with pytest.raises(ConfigError, match=f"^remove {key}: it belongs to vLLM's own"):
+            TieringConfig.from_extra_config({"cpu_bytes_to_use": GIB, key: 1})
+
+    def test_unknown_key_names_the_nearest(self):
+        with pytest.raises(
+            ConfigError, match=r"^cpu_byte_to_use is not a setting; did you mean cpu_bytes_to_use\?"
+        ):
+            TieringConfig.from_extra_config({"cpu_bytes_to_use": GIB, "cpu_byte_to_use": 1})

@@ -1,0 +1,86 @@
+"""The printed schema accepts what the configuration accepts, and refuses what it refuses."""
+
+from __future__ import annotations
+
+import jsonschema
+import pytest
+
+from kvtier import schema
+from kvtier.config import TieringConfig
+from kvtier.errors import KVTierError
+
+GOOD = [
+    {"cpu_bytes_to_use": 1},
+    {"cpu_bytes_to_use": "8GiB", "block_size": 32},
+    {"cpu_bytes_to_use": 1, "secondary_tiers": [{"type": "dummy", "seed": 3}]},
+    {
+        "cpu_bytes_to_use": 1,
+        "secondary_tiers": [{"type": "acme", "root_dir": "/x", "logins": [{"token": "t"}]}],
+    },
+]
+BAD = [
+    {},
+    {"cpu_bytes_to_use": 1, "block_sise": 32},
+    {"cpu_bytes_to_use": 1, "promotion_budget": 2},
+    {"cpu_bytes_to_use": 1, "secondary_tiers": [{"seed": 3}]},
+    {"cpu_bytes_to_use": 1, "secondary_tiers": [{"root_dir": "/x"}]},
+    {"cpu_bytes_to_use": 1, "secondary_tiers": [{"type": "acme"}]},
+    {"cpu_bytes_to_use": 1, "secondary_tiers": [{"type": "dummy", "root_dir": "/x"}]},
+    {
+        "cpu_bytes_to_use": 1,
+        "secondary_tiers": [{"type": "acme", "root_dir": "/x", "logins": [{"tok": "t"}]}],
+    },
+]
+
+
+@pytest.fixture
+def validator(acme):
+    document = schema.json_schema()
+    jsonschema.Draft202012Validator.check_schema(document)
+    return jsonschema.Draft202012Validator(document)
+
+
+@pytest.mark.parametrize("raw", GOOD)
+def test_accepts_what_the_configuration_accepts(validator, raw):
+    TieringConfig.from_mapping(raw)
+    assert list(validator.iter_errors(raw)) == []
+
+
+@pytest.mark.parametrize("raw", BAD)
+def test_refuses_what_the_configuration_refuses(validator, raw):
+    with pytest.raises(KVTierError):
+        TieringConfig.from_mapping(raw)
+    assert not validator.is_valid(raw)
+
+
+def test_every_setting_is_described(acme):
+    document = schema.json_schema()
+    tiers = [document["$defs"]["tier-dummy"], document["$defs"]["tier-fs"]]
+    for part in (document, *tiers):
+        undescribed = [name for name, field in part["properties"].items() if not field.get("description")]
+        assert undescribed == []
+
+
+def test_broken_tier_is_left_out_and_named(install_distribution):
+    install_distribution("acme-broken", "1 / 0", {"broken": "Tier"})
+    document = schema.json_schema()
+    assert "tier-broken" not in document["$defs"]
+    assert "acme-broken 1.2" in document["$comment"]
+    assert "ZeroDivisionError" in document["$comment"]
+
+
+def test_table_has_a_row_for_each_setting_and_a_part_for_each_tier(acme):
+    lines = schema.table().splitlines()
+    for name in TieringConfig.model_fields:
+        assert any(line.startswith(f"| `{name}` |") for line in lines)
+    assert "Settings of a tier of type `acme`:" in lines
+    assert "Settings of a tier of type `dummy`:" in lines
+
+
+def test_table_shows_types_and_defaults(acme):
+    lines = schema.table().splitlines()
+    assert any(line.startswith("| `cpu_bytes_to_use` | string or integer | required | ") for line in lines)
+    assert any(line.startswith("| `offload_prompt_only` | boolean | `true` | ") for line in lines)
+    assert any(line.startswith("| `block_size` | integer | none | ") for line in lines)
+    assert any(line.startswith("| `mode` | `fast` or `safe` | `safe` | ") for line in lines)
+    assert any(line.startswith("| `secondary_tiers` | array | `[]` | ") for line in lines)

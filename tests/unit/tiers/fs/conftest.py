@@ -1,0 +1,118 @@
+"""A root directory, tiers on it, and chunks whose bytes are known."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+
+import pytest
+
+from kvtier import native
+from kvtier.identity import Identity
+from kvtier.keys import OffloadKey, pack_key
+from kvtier.testing.memory import HeapMemory
+from kvtier.tiers.base import Batch, Outcome, TierContext
+from kvtier.tiers.fs import FsConfig, FsTier
+from kvtier.tiers.fs.call import FileWork
+from kvtier.tiers.fs.native_files import NativeFiles
+from kvtier.tiers.fs.python_files import PythonFiles
+
+SLOTS = 64
+
+
+class World:
+    """One root directory and what tests do with it. Chunk ``n`` has the bytes ``content(n)``."""
+
+    def __init__(self, root: Path, work: FileWork) -> None:
+        self.root = root
+        self.work = work
+        self.chunk_bytes = 16384
+        self.identity = Identity.make("org/Model-7B", {"dtype": "bfloat16"})
+        self._opened: list[FsTier] = []
+
+    @property
+    def namespace(self) -> Path:
+        return self.root / self.identity.namespace
+
+    async def open(self, work: FileWork | None = None, **settings: object) -> FsTier:
+        """Open a tier on the root; it is closed when the test ends."""
+        given = {"root_dir": self.root, "n_threads": 4, "min_free_bytes": 0, **settings}
+        tier = FsTier(FsConfig.model_validate(given), work if work is not None else self.work)
+        await tier.open(TierContext("files", self.identity, self.chunk_bytes))
+        self._opened.append(tier)
+        return tier
+
+    async def close_all(self) -> None:
+        for tier in self._opened:
+            await tier.aclose()
+
+    def key(self, number: int) -> OffloadKey:
+        return pack_key(hashlib.sha256(number.to_bytes(8, "big")).digest(), number % 3)
+
+    def keys(self, numbers: Iterable[int]) -> list[OffloadKey]:
+        return [self.key(number) for number in numbers]
+
+    def content(self, number: int) -> bytes:
+        return random.Random(number).randbytes(self.chunk_bytes)
+
+    def to_put(self, numbers: Iterable[int]) -> Batch:
+        """Chunks in slots of their own."""
+        wanted = list(numbers)
+        memory = HeapMemory(max(SLOTS, len(wanted)), self.chunk_bytes)
+        for slot, number in enumerate(wanted):
+            memory.view(slot)[:] = self.content(number)
+        return Batch(self.keys(wanted), range(len(wanted)), memory)
+
+    def to_get(self, numbers: Iterable[int]) -> Batch:
+        """Empty slots, in an order that is not that of the chunks."""
+        wanted = list(numbers)
+        memory = HeapMemory(max(SLOTS, len(wanted)), self.chunk_bytes)
+        return Batch(self.keys(wanted), range(len(wanted) - 1, -1, -1), memory)
+
+    def got(self, batch: Batch) -> list[bytes]:
+        return [bytes(view) for view in batch.views]
+
+    async def put(self, tier: FsTier, numbers: Iterable[int]) -> Outcome:
+        return await tier.put(self.to_put(numbers))
+
+    async def get(self, tier: FsTier, numbers: Iterable[int]) -> Outcome:
+        """Get chunks, and check the bytes of those that are said to be there."""
+        wanted = list(numbers)
+        batch = self.to_get(wanted)
+        outcome = await tier.get(batch)
+        for number, status, view in zip(wanted, outcome.statuses, batch.views, strict=True):
+            assert status or bytes(view) == self.content(number)
+        return outcome
+
+    def file(self, number: int, data_dir: str | None = None) -> Path:
+        """Where chunk ``number`` is documented to be."""
+        digits = self.key(number)[:-4].hex()
+        folder = self.root / (data_dir or f"{self.identity.namespace}_r0")
+        return folder / digits[:3] / f"{digits[3:5]}_g{number % 3}" / f"{digits}.bin"
+
+    def quarantined(self) -> list[str]:
+        folder = self.namespace / "quarantine"
+        return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+    def writers(self) -> list[str]:
+        return sorted(path.name for path in (self.namespace / ".tmp").iterdir())
+
+
+@pytest.fixture(params=["native", "python"])
+def work(request: pytest.FixtureRequest) -> FileWork:
+    """What does the work on files: each in turn."""
+    if request.param == "python":
+        return PythonFiles()
+    if native.library is None:
+        pytest.skip("the native helper is not built")
+    return NativeFiles(native.library)
+
+
+@pytest.fixture
+async def world(tmp_path: Path, work: FileWork) -> AsyncIterator[World]:
+    """A world on an empty root."""
+    here = World(tmp_path / "root", work)
+    yield here
+    await here.close_all()

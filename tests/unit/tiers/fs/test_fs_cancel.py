@@ -1,0 +1,197 @@
+"""Cancellation: a put or a get that is cut short returns when nothing touches its slots any more."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import anyio
+import pytest
+
+from kvtier.tiers.base import Status
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class GatedFiles:
+    """Work on files that waits at a gate before each job, and counts the jobs that run."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.entered = threading.Semaphore(0)
+        self.gate = threading.Event()
+        self.running = 0
+        self.done = []
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def _gated(self, work, call, first, end):
+        with self._lock:
+            self.running += 1
+        self.entered.release()
+        self.gate.wait()
+        try:
+            return work(call, first, end)
+        finally:
+            with self._lock:
+                self.running -= 1
+                self.done += list(call.results[first:end])
+
+    def put(self, call, first, end):
+        return self._gated(self.inner.put, call, first, end)
+
+    def get(self, call, first, end):
+        return self._gated(self.inner.get, call, first, end)
+
+
+@pytest.fixture
+async def gated(world):
+    files = GatedFiles(world.work)
+    yield files
+    files.gate.set()  # or the tier's threads would never end
+
+
+async def _entered(files):
+    await anyio.to_thread.run_sync(files.entered.acquire)
+
+
+async def _start(world, gated, verb):
+    """Have chunks there, and a put of others or a get of them waiting at the gate."""
+    gated.gate.set()
+    tier = await world.open(gated)
+    await world.put(tier, range(8))
+    while gated.entered.acquire(blocking=False):
+        pass
+    gated.gate.clear()
+    gated.done.clear()
+    batch = world.to_put(range(100, 164)) if verb == "put" else world.to_get(range(8))
+    task = asyncio.create_task(getattr(tier, verb)(batch))
+    await _entered(gated)
+    return tier, batch, task
+
+
+@pytest.mark.parametrize("verb", ["put", "get"])
+@pytest.mark.parametrize("times", [1, 3])
+async def test_a_cancelled_transfer_ends_after_its_jobs(world, gated, verb, times):
+    _, _, task = await _start(world, gated, verb)
+    for _ in range(times):
+        task.cancel()
+        await anyio.wait_all_tasks_blocked()
+    assert not task.done()
+    assert gated.running > 0
+    gated.gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert gated.running == 0
+    assert set(gated.done) == {-125}  # ECANCELED: what had not begun was left
+
+
+@pytest.mark.parametrize("verb", ["put", "get"])
+async def test_a_cancel_scope_drains_too(world, gated, verb):
+    tier, batch, task = await _start(world, gated, verb)
+    scope = anyio.CancelScope()
+    ended = []
+
+    async def transfer():
+        with scope:
+            await getattr(tier, verb)(batch)
+        ended.append(gated.running)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(transfer)
+        await anyio.wait_all_tasks_blocked()
+        scope.cancel()
+        await anyio.wait_all_tasks_blocked()
+        assert ended == []
+        gated.gate.set()
+    assert ended == [0]
+    assert scope.cancelled_caught
+    await task
+
+
+async def test_a_timeout_drains_and_is_still_a_timeout(world, gated):
+    tier, batch, task = await _start(world, gated, "get")
+    opener = threading.Timer(0.2, gated.gate.set)
+    opener.start()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await tier.get(batch)
+    assert gated.gate.is_set()
+    opener.join()
+    await task
+
+
+async def test_slots_used_again_after_a_cancelled_put_are_never_seen_in_files(world):
+    """The real thing: large puts are cut short at any moment, their slots are overwritten at once."""
+    world.chunk_bytes = 2 * 2**20
+    tier = await world.open(durability="full")
+    cut_short = 0
+    for turn in range(12):
+        numbers = range(turn * 16, turn * 16 + 16)
+        batch = world.to_put(numbers)
+        with anyio.move_on_after(0.001 * turn) as scope:
+            await tier.put(batch)
+        cut_short += scope.cancelled_caught
+        for view in batch.views:
+            view[:] = b"\xee" * len(view)
+        outcome = await world.get(tier, numbers)  # checks the bytes of all that are there
+        assert set(outcome.statuses) <= {Status.OK, Status.ABSENT}
+    assert cut_short > 0
+    assert world.quarantined() == []
+
+
+async def test_slots_used_again_after_a_cancelled_get_keep_their_new_bytes(world):
+    world.chunk_bytes = 2 * 2**20
+    tier = await world.open()
+    await world.put(tier, range(16))
+    cut_short = 0
+    for turn in range(12):
+        batch = world.to_get(range(16))
+        with anyio.move_on_after(0.0005 * turn) as scope:
+            await tier.get(batch)
+        cut_short += scope.cancelled_caught
+        for view in batch.views:
+            view[:] = b"\xee" * len(view)
+        await tier.contains(world.keys(range(16)))
+        assert all(bytes(view[:1]) + bytes(view[-1:]) == b"\xee\xee" for view in batch.views)
+    assert cut_short > 0
+
+
+async def test_closing_waits_for_jobs(world, gated):
+    tier, _, task = await _start(world, gated, "put")
+    closing = asyncio.create_task(tier.aclose())
+    await anyio.wait_all_tasks_blocked()
+    assert not closing.done()
+    gated.gate.set()
+    await closing
+    assert gated.running == 0
+    await task
+
+
+async def test_gets_do_not_wait_for_puts(world, gated):
+    tier, _, task = await _start(world, gated, "put")
+    ungated = world.to_get(range(8))
+    gated.get = world.work.get
+    outcome = await tier.get(ungated)
+    assert outcome.statuses == (Status.OK,) * 8
+    assert not task.done()
+    gated.gate.set()
+    await task
+
+
+async def test_an_error_in_a_job_is_raised_when_all_have_ended(world, gated):
+    tier, _, task = await _start(world, gated, "put")
+
+    def broken(call, first, end):
+        raise RuntimeError("broken helper")
+
+    gated.inner = type("Broken", (), {"put": staticmethod(broken)})()
+    failing = asyncio.create_task(tier.put(world.to_put(range(200, 240))))
+    gated.gate.set()
+    with pytest.raises(RuntimeError, match="broken helper"):
+        await failing
+    assert gated.running == 0
+    gated.inner = world.work
+    await asyncio.wait([task])

@@ -1,0 +1,150 @@
+"""Files that are not what was put: never given, set aside, counted, told once."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+
+import pytest
+
+from kvtier.tiers.base import Status
+
+pytestmark = pytest.mark.timeout(60)
+OK, ABSENT, CORRUPT = Status.OK, Status.ABSENT, Status.CORRUPT
+
+
+def flip(path, offset):
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def damages(world):
+    """Ways to damage the file of chunk 1, and the reason that each must be given."""
+    size = world.chunk_bytes
+    file = world.file(1)
+    return {
+        "first byte": (lambda: flip(file, 0), "checksum"),
+        "last byte": (lambda: flip(file, size - 1), "checksum"),
+        "trailer's magic": (lambda: flip(file, size), "torn"),
+        "trailer's key": (lambda: flip(file, size + 45), "torn"),
+        "cut in the trailer": (lambda: _truncate(file, size + 100), "torn"),
+        "without trailer": (lambda: _truncate(file, size), "torn"),
+        "cut in the bytes": (lambda: _truncate(file, size // 2 + 17), "torn"),
+        "empty": (lambda: _truncate(file, 0), "torn"),
+        "zeros": (lambda: file.write_bytes(bytes(size + 4096)), "torn"),
+        "longer chunk": (lambda: file.write_bytes(file.read_bytes() + bytes(4096)), None),
+        "another key's": (lambda: shutil.copy(world.file(2), file), "foreign"),
+    }
+
+
+def _truncate(path, length):
+    with path.open("r+b") as file:
+        file.truncate(length)
+
+
+NAMES = [
+    "first byte",
+    "last byte",
+    "trailer's magic",
+    "trailer's key",
+    "cut in the trailer",
+    "without trailer",
+    "cut in the bytes",
+    "empty",
+    "zeros",
+    "another key's",
+]
+
+
+@pytest.mark.parametrize("direct_io", ["auto", "never"])
+@pytest.mark.parametrize("name", NAMES)
+async def test_a_damaged_file_is_set_aside_and_never_given(world, caplog, name, direct_io):
+    tier = await world.open(direct_io=direct_io)
+    await world.put(tier, [1, 2])
+    damage, reason = damages(world)[name]
+    damage()
+    damaged = world.file(1).read_bytes()
+    caplog.clear()
+    outcome = await world.get(tier, [1, 2])
+    assert outcome.statuses == (CORRUPT, OK)
+    assert dict(outcome.reasons) == {reason: 1}
+    assert (await world.get(tier, [1])).statuses == (ABSENT,)
+    (aside,) = world.quarantined()
+    assert f".{reason}." in aside
+    assert (world.namespace / "quarantine" / aside).read_bytes() == damaged
+    assert tier.statistics().quarantined == {reason: 1}
+    told = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert len(told) == 1
+    assert reason in told[0].message
+    assert (await world.put(tier, [1])).statuses == (OK,)
+    assert (await world.get(tier, [1])).statuses == (OK,)
+
+
+async def test_bytes_behind_the_trailer_do_no_harm(world):
+    tier = await world.open()
+    await world.put(tier, [1, 2])
+    damage, _ = damages(world)["longer chunk"]
+    damage()
+    assert (await world.get(tier, [1])).statuses == (OK,)
+
+
+async def test_chunks_of_another_identity_are_foreign(world):
+    tier = await world.open()
+    await world.put(tier, [1])
+    stranger = type(world.identity).make("org/Model-7B", {"dtype": "float16"})
+    mine = world.file(1)
+    world.identity = stranger
+    other = await world.open()
+    world.file(1).parent.mkdir(parents=True)
+    shutil.copy(mine, world.file(1))
+    outcome = await world.get(other, [1])
+    assert (outcome.statuses, dict(outcome.reasons)) == ((CORRUPT,), {"foreign": 1})
+
+
+async def test_chunks_of_another_length_are_replaced_and_set_aside(world):
+    tier = await world.open()
+    await world.put(tier, [1])
+    _truncate(world.file(1), 100)
+    assert (await world.put(tier, [1])).statuses == (OK,)
+    assert (await world.get(tier, [1])).statuses == (OK,)
+    assert len(world.quarantined()) == 1
+    assert tier.statistics().quarantined == {"torn": 1}
+
+
+async def test_two_readers_of_a_damaged_file_count_it_once(world):
+    tier = await world.open()
+    await world.put(tier, range(8))
+    for number in range(8):
+        flip(world.file(number), 5)
+    first = await world.get(tier, range(8))
+    second = await world.get(tier, range(8))
+    assert first.statuses == (CORRUPT,) * 8
+    assert second.statuses == (ABSENT,) * 8
+    assert tier.statistics().quarantined == {"checksum": 8}
+
+
+async def test_the_quarantine_is_bounded_and_keeps_the_newest(world):
+    tier = await world.open()
+    (world.namespace / "quarantine").mkdir()
+    for number in range(200):
+        (world.namespace / "quarantine" / f"old_g0.torn.{number}-1").touch()
+    await world.put(tier, [1])
+    flip(world.file(1), 9)
+    assert (await world.get(tier, [1])).statuses == (CORRUPT,)
+    left = world.quarantined()
+    assert len(left) == 128
+    assert sum(name.startswith("old_g0") for name in left) == 127
+    assert "old_g0.torn.199-1" in left
+    assert "old_g0.torn.0-1" not in left
+
+
+async def test_a_symbolic_link_is_not_followed(world, tmp_path):
+    tier = await world.open()
+    await world.put(tier, [1])
+    moved = world.file(1).rename(tmp_path / "elsewhere")
+    world.file(1).symlink_to(moved)
+    outcome = await world.get(tier, [1])
+    assert (outcome.statuses, dict(outcome.reasons)) == ((Status.FAILED,), {"eloop": 1})

@@ -1,0 +1,386 @@
+"""Opening: identity, roots that are no good, epochs, and what others left behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+
+from kvtier.errors import TierError
+from kvtier.identity import Identity
+from kvtier.tiers.base import Status, TierContext
+from kvtier.tiers.fs import FsConfig, FsTier, layout
+
+pytestmark = pytest.mark.timeout(60)
+OK, ABSENT, REFUSED = Status.OK, Status.ABSENT, Status.REFUSED
+
+
+async def eventually(condition):
+    """Wait for what is done in the background."""
+    with anyio.fail_after(20):
+        while not condition():
+            await anyio.sleep(0.005)
+
+
+# ------------------------------------------------------------------------------------- identity
+
+
+async def test_a_model_name_never_leaves_the_root(world, tmp_path):
+    world.identity = Identity.make("../../../etc/..", {})
+    tier = await world.open()
+    await world.put(tier, [1])
+    assert {path.name for path in tmp_path.iterdir()} == {"root"}
+    assert all(path.name.startswith(world.identity.namespace) for path in world.root.iterdir())
+
+
+async def test_another_identity_in_the_same_place_is_refused_in_words(world):
+    tier = await world.open()
+    await tier.aclose()
+    manifest = json.loads((world.namespace / "config.json").read_text())
+    manifest["dtype"] = "float16"
+    (world.namespace / "config.json").write_text(json.dumps(manifest))
+    with pytest.raises(TierError, match=r"tier files: .*config\.json belongs .*dtype is 'float16' there and 'bfloat16'"):
+        await world.open()
+
+
+async def test_an_unreadable_manifest_is_refused(world):
+    tier = await world.open()
+    await tier.aclose()
+    (world.namespace / "config.json").write_text('{"dtype": ')
+    with pytest.raises(TierError, match="not readable JSON"):
+        await world.open()
+
+
+async def test_different_identities_share_a_root(world):
+    first = await world.open()
+    await world.put(first, [1])
+    world.identity = Identity.make("org/Model-7B", {"dtype": "float16"})
+    second = await world.open()
+    assert (await world.get(second, [1])).statuses == (ABSENT,)
+
+
+# ---------------------------------------------------------------------------------- bad roots
+
+
+async def test_a_root_below_a_file_is_refused_with_path_and_errno(world, tmp_path):
+    (tmp_path / "file").touch()
+    world.root = tmp_path / "file" / "root"
+    with pytest.raises(TierError, match=r"tier files: .*file/root cannot be used: .*\(enotdir\)"):
+        await world.open()
+
+
+async def test_a_root_that_cannot_be_made_is_refused(world):
+    world.root = Path("/proc/no-such-place")
+    with pytest.raises(TierError, match=r"/proc/no-such-place cannot be used: .*\(enoent\)"):
+        await world.open()
+
+
+@pytest.fixture
+def small_file_system(tmp_path):
+    """A file system of 4 MiB in memory, mounted; skipped where that is not allowed."""
+    point = tmp_path / "mounted"
+    point.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(point)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield point
+    subprocess.run(["umount", "-l", str(point)], check=True)
+
+
+async def test_a_full_file_system_refuses_and_goes_on(world, small_file_system):
+    world.root = small_file_system / "root"
+    world.chunk_bytes = 256 * 1024
+    tier = await world.open(min_free_bytes=0, max_bytes=10**9)
+    (small_file_system / "ballast").write_bytes(bytes(2 * 2**20))
+    outcome = await world.put(tier, range(16))
+    written = outcome.statuses.count(OK)
+    assert 0 < written < 16
+    assert outcome.statuses.count(REFUSED) == 16 - written
+    assert set(outcome.reasons) <= {"enospc", "min_free"}
+    got = await world.get(tier, range(16))
+    assert [status == OK for status in got.statuses] == [status == OK for status in outcome.statuses]
+    (small_file_system / "ballast").unlink()
+    assert (await world.get(tier, range(16))).statuses == got.statuses
+
+
+async def test_space_that_somebody_else_takes_is_enospc(world, small_file_system):
+    """The look at the file system is up to a second old: then the file system itself refuses."""
+    world.root = small_file_system / "root"
+    world.chunk_bytes = 256 * 1024
+    tier = await world.open(min_free_bytes=0, max_bytes=10**9)
+    free = os.statvfs(small_file_system).f_bavail * 4096
+    with (small_file_system / "ballast").open("wb") as ballast:
+        os.posix_fallocate(ballast.fileno(), 0, free - 3 * 2**16)
+    outcome = await world.put(tier, range(3))
+    assert outcome.statuses == (REFUSED,) * 3
+    assert set(outcome.reasons) <= {"enospc", "min_free"}
+    assert sum(len(list(path.iterdir())) for path in (world.namespace / ".tmp").iterdir() if path.is_dir()) == 0
+
+
+async def test_a_root_that_can_only_be_read_is_read(world, small_file_system, caplog):
+    world.root = small_file_system / "root"
+    tier = await world.open()
+    await world.put(tier, [1])
+    await tier.aclose()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_file_system)], check=True)
+    tier = await world.open()
+    assert (await world.get(tier, [1, 2])).statuses == (OK, ABSENT)
+    outcome = await world.put(tier, [1, 2])
+    assert (outcome.statuses, dict(outcome.reasons)) == ((REFUSED,) * 2, {"erofs": 2})
+    assert tier.statistics().read_only == "erofs"
+    assert sum("only read" in record.message for record in caplog.records) == 1
+    with pytest.raises(TierError, match="erofs"):
+        await tier.reset()
+    assert (await world.get(tier, [1])).statuses == (ABSENT,)
+    assert (await world.put(tier, [1])).statuses == (REFUSED,)
+
+
+async def test_an_empty_root_that_can_only_be_read_is_refused(world, small_file_system):
+    subprocess.run(["mount", "-o", "remount,ro", str(small_file_system)], check=True)
+    world.root = small_file_system
+    with pytest.raises(TierError, match=r"mounted cannot be used: .*\(erofs\)"):
+        await world.open()
+
+
+async def test_direct_io_always_is_refused_where_there_is_none(world, monkeypatch):
+    monkeypatch.delattr(os, "O_DIRECT")
+    with pytest.raises(TierError, match="direct_io is 'always'"):
+        await world.open(direct_io="always")
+    tier = await world.open(direct_io="auto")
+    assert tier.statistics().direct_io is False
+
+
+# -------------------------------------------------------------------------------------- epochs
+
+
+async def test_a_reset_hides_everything_for_ever(world):
+    tier = await world.open()
+    await world.put(tier, range(4))
+    await tier.reset()
+    assert (await world.get(tier, range(4))).statuses == (ABSENT,) * 4
+    assert not any(await tier.contains(world.keys(range(4))))
+    assert (await world.put(tier, [1])).statuses == (OK,)
+    await tier.aclose()
+    again = await world.open()
+    assert (await world.get(again, range(4))).statuses == (ABSENT, OK, ABSENT, ABSENT)
+    assert again.statistics().epoch == 1
+
+
+async def test_the_old_epochs_files_are_removed(world):
+    tier = await world.open()
+    await world.put(tier, range(4))
+    await tier.reset()
+    await eventually(lambda: not (world.root / f"{world.identity.namespace}_r0").exists())
+    assert (await world.put(tier, range(4))).statuses == (OK,) * 4
+    assert world.file(1, f"{world.identity.namespace}_r0.e1").exists()
+
+
+async def test_resets_of_two_openers_never_meet_in_one_epoch(world):
+    """What the first one put after its reset is older than the second one's reset."""
+    first, second = await world.open(), await world.open()
+    await first.reset()
+    await world.put(first, [1])
+    await second.reset()
+    assert (await world.get(second, [1])).statuses == (ABSENT,)
+    assert (first.statistics().epoch, second.statistics().epoch) == (1, 2)
+
+
+async def test_resets_at_once_have_epochs_of_their_own(world):
+    tiers = [await world.open() for _ in range(4)]
+    async with anyio.create_task_group() as group:
+        for tier in tiers * 3:
+            group.start_soon(tier.reset)
+    assert len({tier.statistics().epoch for tier in tiers}) == 4
+    assert max(tier.statistics().epoch for tier in tiers) == 12
+
+
+@pytest.mark.parametrize("text", [None, "", "x\n", "-1\n", "1", "01\n", "1\n\n", "\x00" * 8])
+async def test_a_lost_epoch_is_never_an_old_one(world, text):
+    tier = await world.open()
+    await tier.reset()
+    await world.put(tier, [1])
+    await tier.aclose()
+    file = world.namespace / "epoch"
+    file.unlink()
+    if text is not None:
+        file.write_text(text)
+    again = await world.open()
+    assert again.statistics().epoch == 2
+    assert (await world.get(again, [1])).statuses == (ABSENT,)
+    await again.aclose()
+    assert (await world.open()).statistics().epoch == 2
+
+
+async def test_an_epoch_that_went_back_is_never_believed(world):
+    tier = await world.open()
+    await world.put(tier, [1])
+    await tier.reset()
+    await tier.aclose()
+    (world.namespace / "epoch").write_text("0\n")
+    assert (await world.open()).statistics().epoch == 2
+
+
+async def test_a_reset_that_cannot_be_stored_leaves_nothing_visible(world):
+    tier = await world.open()
+    await world.put(tier, [1])
+    (world.namespace / "epoch").unlink()
+    (world.namespace / "epoch").mkdir()
+    with pytest.raises(TierError, match="reset could not be stored"):
+        await tier.reset()
+    assert (await world.get(tier, [1])).statuses == (ABSENT,)
+    assert list(await tier.contains(world.keys([1]))) == [False]
+    outcome = await world.put(tier, [1])
+    assert (outcome.statuses, dict(outcome.reasons)) == ((REFUSED,), {"reset_failed": 1})
+    (world.namespace / "epoch").rmdir()
+    await tier.reset()
+    assert (await world.put(tier, [1])).statuses == (OK,)
+
+
+# -------------------------------------------------------------------------- other processes
+
+OTHER_PROCESS = """
+import asyncio, hashlib, random, sys
+from pathlib import Path
+from kvtier.identity import Identity
+from kvtier.keys import pack_key
+from kvtier.testing.memory import HeapMemory
+from kvtier.tiers.base import Batch, TierContext
+from kvtier.tiers.fs import FsConfig, FsTier
+
+SIZE = int(sys.argv[2])
+
+def key(number):
+    return pack_key(hashlib.sha256(number.to_bytes(8, "big")).digest(), number % 3)
+
+async def opened():
+    tier = FsTier(FsConfig(root_dir=Path(sys.argv[1]), min_free_bytes=0))
+    await tier.open(TierContext("files", Identity.make("org/Model-7B", {"dtype": "bfloat16"}), SIZE))
+    return tier
+
+async def put_without_end():
+    tier = await opened()
+    memory = HeapMemory(16, SIZE)
+    for first in range(0, 10**6, 16):
+        numbers = range(first, first + 16)
+        for slot, number in enumerate(numbers):
+            memory.view(slot)[:] = random.Random(number).randbytes(SIZE)
+        await tier.put(Batch([key(number) for number in numbers], range(16), memory))
+        print(first, flush=True)
+
+async def get_when_told():
+    tier = await opened()
+    memory = HeapMemory(1, SIZE)
+    print("ready", flush=True)
+    while sys.stdin.readline():
+        print((await tier.get(Batch([key(1)], [0], memory))).statuses[0].name, flush=True)
+
+asyncio.run(globals()[sys.argv[3]]())
+"""
+
+
+@pytest.fixture
+def start_process(world, work):
+    """Start another engine's process on the same root."""
+    started = []
+
+    def start(what):
+        environment = {**os.environ, "KVTIER_NATIVE": "1" if type(work).__name__ == "NativeFiles" else "0"}
+        process = subprocess.Popen(
+            [sys.executable, "-c", OTHER_PROCESS, str(world.root), str(world.chunk_bytes), what],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+async def test_a_writer_killed_in_the_middle_leaves_no_torn_chunk(world, start_process):
+    world.chunk_bytes = 512 * 1024
+    process = start_process("put_without_end")
+    for _ in range(3):
+        assert await anyio.to_thread.run_sync(process.stdout.readline)
+    process.send_signal(signal.SIGKILL)
+    await anyio.to_thread.run_sync(process.wait)
+    tier = await world.open()
+    mine = [name for name in world.writers() if name.startswith(f"{os.getpid()}-")]
+    outcome = await world.get(tier, range(128))
+    assert outcome.statuses[:48] == (OK,) * 48
+    assert set(outcome.statuses[48:]) <= {OK, ABSENT}
+    assert world.quarantined() == []
+    await eventually(lambda: world.writers() == mine)
+
+
+async def test_unfinished_files_of_the_dead_are_swept_and_those_of_the_living_stay(world):
+    living = await world.open()
+    folder = world.namespace / ".tmp"
+    (folder / "1-dead").mkdir()
+    (folder / "1-dead" / "5").write_bytes(b"half a chunk")
+    (folder / "1-dead.lock").touch()
+    (folder / "2-orphan").mkdir()
+    (folder / "2-orphan" / "7").touch()
+    (alive,) = (path for path in folder.iterdir() if path.is_dir() and path.name.startswith(f"{os.getpid()}-"))
+    (alive / "unfinished").touch()
+    await world.open()
+    await eventually(lambda: not any(name.startswith(("1-dead", "2-orphan")) for name in world.writers()))
+    assert (alive / "unfinished").exists()
+    assert (await world.put(living, [1])).statuses == (OK,)
+
+
+async def test_an_epoch_that_another_process_uses_is_not_swept(world, start_process):
+    tier = await world.open()
+    await world.put(tier, [1])
+    process = start_process("get_when_told")
+    assert await anyio.to_thread.run_sync(process.stdout.readline) == "ready\n"
+    await tier.reset()
+    await tier.reset()  # its sweep comes after the first one's, so that one is known to be over
+    old = world.root / layout.data_dir(world.identity.namespace, 0)
+    await eventually(lambda: not (world.namespace / "users.e1.lock").exists())
+    assert old.exists()
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert await anyio.to_thread.run_sync(process.stdout.readline) == "OK\n"
+    process.stdin.close()
+    await anyio.to_thread.run_sync(process.wait)
+    await tier.reset()
+    await eventually(lambda: not old.exists())
+
+
+async def test_an_open_that_fails_leaves_no_thread_and_no_writer(world):
+    tier = await world.open()
+    await tier.aclose()
+    (world.namespace / "config.json").write_text("{}")
+    broken = FsTier(FsConfig(root_dir=world.root))
+    with pytest.raises(TierError):
+        await broken.open(TierContext("files", world.identity, world.chunk_bytes))
+    assert world.writers() == []
+
+
+def test_directory_names_of_other_namespaces_are_not_taken_for_epochs():
+    assert layout.epoch_of("m_1", "m_1_r0") == 0
+    assert layout.epoch_of("m_1", "m_1_r0.e12") == 12
+    for name in ("m_1", "m_1_r0.e0", "m_1_r0.e01", "m_1_r1", "xm_1_r0", "m_1_r0.e1x", "m.1_r0"):
+        assert layout.epoch_of("m_1", name) is None
+    assert layout.epoch_of("m.1", "mx1_r0") is None
+
+
+def test_errno_names_are_lower_case():
+    from kvtier.tiers.fs.namespace import errno_name
+
+    assert errno_name(errno.ENOSPC) == "enospc"
+    assert errno_name(99999) == "errno_99999"

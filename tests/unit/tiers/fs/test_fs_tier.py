@@ -1,0 +1,221 @@
+"""Putting, getting, looking up and discarding files."""
+
+from __future__ import annotations
+
+import stat
+from collections import Counter
+
+import anyio
+import pytest
+
+from kvtier import native
+from kvtier.errors import StateError, TierError
+from kvtier.keys import pack_key
+from kvtier.testing.memory import HeapMemory
+from kvtier.tiers.base import Batch, Knowledge, Status, TierContext
+from kvtier.tiers.fs import FsConfig, FsTier
+from kvtier.tiers.fs.native_files import NativeFiles
+from kvtier.tiers.fs.python_files import PythonFiles
+
+pytestmark = pytest.mark.timeout(60)
+OK, ABSENT, REFUSED, FAILED = Status.OK, Status.ABSENT, Status.REFUSED, Status.FAILED
+
+
+@pytest.mark.parametrize("chunk_bytes", [4096, 65536, 3 * 4096, 2 * 2**20])
+@pytest.mark.parametrize("direct_io", ["auto", "never"])
+async def test_what_is_put_is_got(world, chunk_bytes, direct_io):
+    world.chunk_bytes = chunk_bytes
+    tier = await world.open(direct_io=direct_io)
+    assert (await world.put(tier, range(20))).statuses == (OK,) * 20
+    batch = world.to_get(range(20))
+    outcome = await tier.get(batch)
+    assert (outcome.statuses, dict(outcome.reasons)) == ((OK,) * 20, {})
+    assert world.got(batch) == [world.content(number) for number in range(20)]
+
+
+async def test_a_chunk_is_where_the_documentation_says(world):
+    tier = await world.open()
+    await world.put(tier, [7])
+    file = world.file(7)
+    assert file.stat().st_size == world.chunk_bytes + 4096
+    assert file.read_bytes()[: world.chunk_bytes] == world.content(7)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    for folder in (file.parent, file.parent.parent, file.parent.parent.parent, world.namespace, world.root):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert (world.namespace / "config.json").read_text() == world.identity.manifest
+
+
+async def test_short_hashes_have_files_too(world):
+    tier = await world.open()
+    keys = [pack_key(b"\xab"), pack_key(b"\xab\x00"), pack_key(b"\xab\xcd", 2**32 - 1), pack_key(b"\xff" * 64)]
+    memory = HeapMemory(4, world.chunk_bytes)
+    for slot in range(4):
+        memory.view(slot)[:] = world.content(slot)
+    assert (await tier.put(Batch(keys, range(4), memory))).statuses == (OK,) * 4
+    batch = Batch(keys, range(4), HeapMemory(4, world.chunk_bytes))
+    assert (await tier.get(batch)).statuses == (OK,) * 4
+    assert world.got(batch) == [world.content(slot) for slot in range(4)]
+    folder = world.root / f"{world.identity.namespace}_r0"
+    assert (folder / "ab0" / "00_g0" / "ab.bin").exists()
+    assert (folder / "abc" / "d0_g4294967295" / "abcd.bin").exists()
+
+
+async def test_a_batch_that_is_partly_there(world):
+    tier = await world.open()
+    await world.put(tier, [1, 3])
+    assert (await world.get(tier, range(5))).statuses == (ABSENT, OK, ABSENT, OK, ABSENT)
+    assert list(await tier.contains(world.keys(range(5)))) == [False, True, False, True, False]
+
+
+async def test_contains_of_many_keys_and_of_none(world):
+    tier = await world.open()
+    await world.put(tier, range(40))
+    assert list(await tier.contains(world.keys(range(1000)))) == [True] * 40 + [False] * 960
+    assert list(await tier.contains([])) == []
+
+
+async def test_empty_batches_do_nothing(world):
+    tier = await world.open()
+    assert (await world.put(tier, [])).statuses == ()
+    assert (await world.get(tier, [])).statuses == ()
+    await tier.discard([])
+
+
+async def test_nothing_is_known_without_asking(world):
+    tier = await world.open()
+    await world.put(tier, [1])
+    assert tier.known(world.keys([1, 2])) == (Knowledge.UNKNOWN,) * 2
+
+
+async def test_discarded_chunks_are_gone_and_others_stay(world):
+    tier = await world.open()
+    await world.put(tier, [1, 2, 3])
+    await tier.discard(world.keys([1, 3, 99]))
+    assert (await world.get(tier, [1, 2, 3])).statuses == (ABSENT, OK, ABSENT)
+
+
+async def test_a_chunk_that_is_there_is_not_written_again(world):
+    tier, other = await world.open(), await world.open()
+    await world.put(tier, [1, 2])
+    inodes = [world.file(number).stat().st_ino for number in (1, 2)]
+    assert (await world.put(other, [1, 2, 3])).statuses == (OK,) * 3
+    assert [world.file(number).stat().st_ino for number in (1, 2)] == inodes
+
+
+async def test_a_put_leaves_nothing_but_the_chunk(world):
+    tier = await world.open()
+    await world.put(tier, range(10))
+    assert sum(len(list(folder.iterdir())) for folder in (world.namespace / ".tmp").iterdir() if folder.is_dir()) == 0
+    assert world.quarantined() == []
+
+
+async def test_puts_gets_and_discards_of_one_key_at_once_never_show_other_bytes(world):
+    tier, other = await world.open(), await world.open()
+    seen: Counter[Status] = Counter()
+
+    async def write(mine: FsTier) -> None:
+        for _ in range(30):
+            seen.update((await world.put(mine, [1, 2])).statuses)
+
+    async def read(mine: FsTier) -> None:
+        for _ in range(60):
+            seen.update((await world.get(mine, [1, 2])).statuses)
+
+    async def remove(mine: FsTier) -> None:
+        for _ in range(30):
+            await mine.discard(world.keys([1]))
+
+    async with anyio.create_task_group() as group:
+        for mine in (tier, other):
+            for work in (write, read, remove):
+                group.start_soon(work, mine)
+    assert set(seen) <= {OK, ABSENT}
+    assert seen[OK] >= 2 * 60  # every put, and whatever was read
+    assert world.quarantined() == []
+
+
+async def test_directories_removed_under_the_tier_are_made_again(world):
+    tier = await world.open()
+    await world.put(tier, [1])
+    folder = world.file(1).parent.parent
+    world.file(1).unlink()
+    world.file(1).parent.rmdir()
+    folder.rmdir()
+    folder.parent.rmdir()
+    for writer in (world.namespace / ".tmp").iterdir():
+        if writer.is_dir():
+            writer.rmdir()
+    assert (await world.get(tier, [1])).statuses == (ABSENT,)
+    assert (await world.put(tier, [1])).statuses == (OK,)
+    assert (await world.get(tier, [1])).statuses == (OK,)
+
+
+@pytest.mark.parametrize("durability", ["none", "data", "full"])
+async def test_every_durability_keeps_the_bytes(world, durability):
+    tier = await world.open(durability=durability)
+    assert (await world.put(tier, range(4))).statuses == (OK,) * 4
+    await tier.aclose()
+    again = await world.open()
+    assert (await world.get(again, range(4))).statuses == (OK,) * 4
+
+
+async def test_an_error_of_one_file_is_that_chunks_alone(world):
+    tier = await world.open(direct_io="never")
+    await world.put(tier, [1])
+    world.file(2).mkdir(parents=True)  # a directory where a file should be
+    outcome = await world.get(tier, [1, 2])
+    assert outcome.statuses == (OK, FAILED)
+    assert dict(outcome.reasons) == {"eisdir": 1}
+
+
+@pytest.mark.skipif(native.library is None, reason="the native helper is not built")
+@pytest.mark.parametrize("direct_io", ["auto", "never"])
+async def test_helper_and_fallback_write_the_same_bytes_and_read_each_others(world, tmp_path, direct_io):
+    both = []
+    for name, work in (("c", NativeFiles(native.library)), ("python", PythonFiles())):
+        world.root = tmp_path / name
+        tier = await world.open(work, direct_io=direct_io)
+        await world.put(tier, range(5))
+        both.append([world.file(number).read_bytes() for number in range(5)])
+        await tier.aclose()
+        other = PythonFiles() if name == "c" else NativeFiles(native.library)
+        assert (await world.get(await world.open(other), range(5))).statuses == (OK,) * 5
+    assert both[0] == both[1]
+
+
+async def test_memory_of_another_shape_is_refused(world):
+    tier = await world.open()
+    with pytest.raises(ValueError, match="8192 bytes"):
+        await tier.put(Batch(world.keys([1]), [0], HeapMemory(1, 8192)))
+
+
+@pytest.mark.parametrize("chunk_bytes", [0, 4095, 5000])
+async def test_chunks_that_fill_no_whole_blocks_are_refused(tmp_path, world, chunk_bytes):
+    tier = FsTier(FsConfig(root_dir=tmp_path))
+    with pytest.raises(TierError, match=f"chunk_bytes is {chunk_bytes}"):
+        await tier.open(TierContext("files", world.identity, chunk_bytes))
+
+
+async def test_a_tier_that_is_not_open_says_so(tmp_path, world):
+    with pytest.raises(StateError, match="not open"):
+        FsTier(FsConfig(root_dir=tmp_path)).statistics()
+
+
+async def test_statistics_tell_what_is_so(world, work):
+    tier = await world.open(direct_io="never", max_bytes=10**9)
+    before = tier.statistics()
+    await world.put(tier, range(3))
+    after = tier.statistics()
+    assert (after.epoch, after.limit_bytes, after.direct_io, after.read_only) == (0, 10**9, False, None)
+    assert after.native == isinstance(work, NativeFiles)
+    assert before.used_bytes is not None
+    assert after.used_bytes is not None
+    assert after.used_bytes - before.used_bytes >= 3 * (world.chunk_bytes + 4096)
+
+
+async def test_closing_twice_and_closing_what_never_opened(world, tmp_path):
+    tier = await world.open()
+    await tier.aclose()
+    await tier.aclose()
+    await FsTier(FsConfig(root_dir=tmp_path)).aclose()
+    assert world.writers() == []

@@ -1,0 +1,209 @@
+"""Tiers of other distributions: found without importing, loaded one at a time, refused in words."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from pydantic import ByteSize, SecretStr
+
+from kvtier.errors import ConfigError, TierError
+from kvtier.tiers import registry
+from kvtier.tiers.dummy import DummyConfig, DummyTier
+
+DUMMY = "from kvtier.tiers.dummy import DummyConfig, DummyTier\n"
+
+
+@pytest.fixture
+def broken_neighbours(install_distribution):
+    install_distribution("acme-broken", "import acme_missing_dependency", {"broken": "Tier"})
+    install_distribution("acme-exits", "raise SystemExit(3)", {"exits": "Tier"})
+
+
+def test_kvtiers_own_tiers_are_installed():
+    names = [info.name for info in registry.installed()]
+    assert {"dummy", "fs"} <= set(names)
+    assert names == sorted(names)
+
+
+def test_listing_names_the_origin_and_imports_nothing(acme):
+    (info,) = [info for info in registry.installed() if info.name == "acme"]
+    assert (info.distribution, info.version, info.target) == ("acme-tiers", "1.2", "acme_tiers:Tier")
+    assert info.origin == "acme-tiers 1.2 (acme_tiers:Tier)"
+    assert "acme_tiers" not in sys.modules
+
+
+def test_loading_imports_that_one_only(acme, broken_neighbours):
+    tier = registry.load("acme")
+    assert issubclass(tier, DummyTier)
+    assert tier.__module__ == "acme_tiers"
+    assert "acme_broken" not in sys.modules
+
+
+def test_own_tier_is_loaded():
+    assert registry.load("dummy") is DummyTier
+
+
+def test_unknown_type_lists_what_is_installed_and_the_nearest():
+    with pytest.raises(
+        ConfigError, match=r"^type = 'dumy': no such tier; installed are: .*dummy.*did you mean dummy\?"
+    ):
+        registry.load("dumy")
+
+
+def test_unknown_type_without_a_near_name():
+    with pytest.raises(
+        ConfigError, match=r"installed are: .*dummy.*; install the distribution that brings it"
+    ):
+        registry.load("qqqqqq")
+
+
+def test_name_claimed_twice_names_both_distributions(acme, install_distribution):
+    install_distribution("acme-rival", DUMMY, {"acme": "DummyTier"})
+    with pytest.raises(TierError, match=r"(?=.*acme-tiers 1\.2)(?=.*acme-rival 1\.2).*uninstall all but one"):
+        registry.load("acme")
+    assert len([info for info in registry.installed() if info.name == "acme"]) == 2
+
+
+def test_name_claimed_twice_harms_no_other(acme, install_distribution):
+    install_distribution("acme-rival", DUMMY, {"acme": "DummyTier"})
+    assert registry.load("dummy") is DummyTier
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("broken", "ModuleNotFoundError: No module named 'acme_missing_dependency'"),
+        ("exits", "SystemExit: 3"),
+    ],
+)
+def test_failing_import_names_distribution_and_cause(broken_neighbours, name, cause):
+    with pytest.raises(TierError, match=rf"acme-{name} 1\.2 .*cannot be imported: {cause}"):
+        registry.load(name)
+
+
+def test_missing_attribute_is_a_failing_import(install_distribution):
+    install_distribution("acme-empty", "", {"empty": "Tier"})
+    with pytest.raises(TierError, match=r"acme-empty 1\.2 .*cannot be imported: AttributeError"):
+        registry.load("empty")
+
+
+@pytest.mark.parametrize("source", ["class Tier: pass", "Tier = 3"])
+def test_what_is_no_tier_is_refused(install_distribution, source):
+    install_distribution("acme-other", source, {"other": "Tier"})
+    with pytest.raises(TierError, match=r"acme-other 1\.2 .*is not a subclass of SecondaryTier"):
+        registry.load("other")
+
+
+def test_incomplete_tier_is_refused_with_what_it_lacks(install_distribution):
+    source = """
+from kvtier.tiers.base import SecondaryTier, TierConfig
+class Tier(SecondaryTier):
+    Config = TierConfig
+    async def put(self, batch): ...
+    async def get(self, batch): ...
+    async def reset(self): ...
+"""
+    install_distribution("acme-half", source, {"half": "Tier"})
+    with pytest.raises(TierError, match="Tier does not define contains, discard"):
+        registry.load("half")
+
+
+@pytest.mark.parametrize("config", ["None", "dict", "DummyConfig(type='x')"])
+def test_missing_settings_model_is_refused(install_distribution, config):
+    install_distribution("acme-bare", f"{DUMMY}class Tier(DummyTier): Config = {config}", {"bare": "Tier"})
+    with pytest.raises(TierError, match=r"acme-bare 1\.2.*Tier.Config is not a subclass of TierConfig"):
+        registry.load("bare")
+
+
+@pytest.mark.parametrize("setting", ["extra='ignore'", "extra='allow'", "frozen=False"])
+def test_settings_model_that_forgives_is_refused(install_distribution, setting):
+    source = f"""
+{DUMMY}
+class Loose(DummyConfig, {setting}): pass
+class Tier(DummyTier): Config = Loose
+"""
+    install_distribution("acme-loose", source, {"loose": "Tier"})
+    with pytest.raises(TierError, match=r"acme-loose 1\.2.*Loose must keep extra=\"forbid\" and frozen=True"):
+        registry.load("loose")
+
+
+def test_settings_are_checked_by_the_tiers_own_model(acme):
+    config = registry.validate({"type": "acme", "root_dir": "/x", "password": "long enough"})
+    assert type(config) is registry.load("acme").Config
+    assert config.model_dump(include={"type", "root_dir", "deadline_s", "password"}) == {
+        "type": "acme",
+        "root_dir": "/x",
+        "deadline_s": 5.0,
+        "password": SecretStr("long enough"),
+    }
+
+
+def test_a_given_model_makes_the_settings_of_the_dummy_tier():
+    expected = DummyConfig(type="dummy", capacity_bytes=ByteSize(2**20))
+    assert registry.validate({"type": "dummy", "capacity_bytes": "1MiB"}) == expected
+
+
+@pytest.mark.parametrize("raw", [{}, {"type": 3}, {"root_dir": "/x"}])
+def test_missing_type(raw):
+    with pytest.raises(ConfigError, match=r"^secondary_tiers\[1\]\.type is missing; installed are: .*dummy"):
+        registry.validate(raw, "secondary_tiers[1]")
+
+
+def test_unknown_type_names_the_field():
+    with pytest.raises(ConfigError, match=r"^secondary_tiers\[1\]\.type = 'nope': no such tier"):
+        registry.validate({"type": "nope"}, "secondary_tiers[1]")
+
+
+def refusal(**settings):
+    with pytest.raises(ConfigError) as caught:
+        registry.validate({"type": "acme", **settings}, "secondary_tiers[1]")
+    # What a log would show: neither the cause nor the context may bring the secret back.
+    assert caught.value.__cause__ is None
+    assert caught.value.__context__ is None
+    return str(caught.value)
+
+
+def test_misspelled_setting_and_missing_one_are_both_named(acme):
+    assert refusal(root_dirr="/x") == (
+        "secondary_tiers[1].root_dir is missing (Where the files are); "
+        "secondary_tiers[1].root_dirr is not a setting; did you mean root_dir?"
+    )
+
+
+def test_setting_that_resembles_none_lists_all(acme):
+    message = refusal(root_dir="/x", zzz=1)
+    assert message.startswith(
+        "secondary_tiers[1].zzz is not a setting; the settings are: deadline_s, logins, "
+    )
+
+
+def test_wrong_value_is_shown_with_what_is_possible(acme):
+    message = refusal(root_dir="/x", mode="fats", max_concurrency=0)
+    assert "secondary_tiers[1].mode = 'fats': input should be 'fast' or 'safe'" in message
+    assert "secondary_tiers[1].max_concurrency = 0: input should be greater than or equal to 1" in message
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"password": "s3cr3t"},  # refused by the field's validator, whose message shows it
+        {"password": ["s3cr3t"]},
+        {"root_dir": "nowhere", "password": "s3cr3t-s3cr3t"},  # refused by the model's validator, likewise
+        {"passwort": "s3cr3t"},
+        {"password": "a long good s3cr3t", "mode": "none"},
+        {"logins": [{"token": {"s3cr3t": "s3cr3t"}}]},
+        {"logins": [{"tokken": "s3cr3t"}]},
+        {"logins": {"token": "s3cr3t"}},
+        {"logins": "s3cr3t-as-text"},
+    ],
+)
+def test_no_secret_in_a_message(acme, settings):
+    message = refusal(**{"root_dir": "/x", **settings})
+    assert "secondary_tiers[1]" in message
+    assert "s3cr3t" not in message
+
+
+def test_nested_setting_is_named_by_its_path(acme):
+    message = refusal(root_dir="/x", logins=[{"token": "t", "usr": "me"}])
+    assert message == "secondary_tiers[1].logins[0].usr is not a setting; did you mean user?"
