@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import os
 import platform
 import statistics
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -29,9 +29,9 @@ from typing import Annotated, Final
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from kvtier import native
+from kvtier.cli import figures
 from kvtier.errors import KVTierError
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
@@ -48,7 +48,7 @@ RAW_FILE_BYTES: Final = 512 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One line of the result. GB are 10**9 bytes; figures are medians over the rounds.
+    """The file tier beside its disk. GB are 10**9 bytes; figures are medians over the rounds.
 
     Attributes:
         chunk_bytes: bytes of a chunk.
@@ -59,6 +59,7 @@ class Point:
         ratio: median of the rounds' ratios of the two.
         cpu_s_per_gb: processor time of this process for each GB, the computing thread's left out.
         slowdown: by what share the computing thread got slower; None where there is none.
+        raw_slowdown: the same beside the bare disk work, which takes processor time of its own.
     """
 
     chunk_bytes: int
@@ -69,6 +70,18 @@ class Point:
     ratio: float
     cpu_s_per_gb: float
     slowdown: float | None
+    raw_slowdown: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the file tier was measured on."""
+
+    file_system: str
+    kernel: str
+    cores: int
+    python: str
+    helper: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +115,12 @@ class BusyThread:
     def __exit__(self, *_: object) -> None:
         self._stop = True
         self._thread.join()
+
+    async def rate_during(self, work: Awaitable[object]) -> float:
+        """Return how many loops a second it does while something else is awaited."""
+        loops, started = self.loops, time.perf_counter()
+        await work
+        return (self.loops - loops) / (time.perf_counter() - started)
 
     def _compute(self) -> None:
         loops = 0
@@ -148,7 +167,7 @@ class RawLimit:
         def work(thread: int) -> int:
             moved = 0
             view = self._memory.view(thread)
-            while time.perf_counter() < end_at:
+            while moved == 0 or time.perf_counter() < end_at:
                 moved += move(self._fd, [view], next(numbers) % self._blocks * RAW_BLOCK_BYTES)
             return moved
 
@@ -182,14 +201,14 @@ class TierUnderTest:
         for keys in self.put_keys:
             await self._tier.discard(keys)
 
-    async def _flights(self, seconds: float, step: Callable[[range], object]) -> int:
+    async def _flights(self, seconds: float, step: Callable[[range], Awaitable[None]]) -> int:
         end_at = time.perf_counter() + seconds
 
         async def fly(flight: int) -> int:
             moved = 0
             slots = range(flight * BATCH_CHUNKS, (flight + 1) * BATCH_CHUNKS)
-            while time.perf_counter() < end_at:
-                await step(slots)  # type: ignore[misc]
+            while moved == 0 or time.perf_counter() < end_at:
+                await step(slots)
                 moved += BATCH_CHUNKS * self._memory.chunk_bytes
             return moved
 
@@ -217,101 +236,105 @@ def run(
     sizes: Sequence[int] = (65536, 524288, 2097152),
     seconds: float = 1.0,
     rounds: int = 5,
-    json_path: Path | None = None,
-    console: Console | None = None,
-) -> list[Point]:
-    """Measure, print a table, and write it as JSON where that is asked for.
+) -> list[Point | Surroundings]:
+    """Measure. What is written below ``root`` is removed again.
 
     Args:
         root: directory on the file system to be measured; it needs some GB for each second.
         sizes: bytes of a chunk, multiples of 4096.
         seconds: length of each measured stretch.
-        rounds: how often each is repeated; medians are shown.
-        json_path: file for the figures.
-        console: where the table goes.
+        rounds: how often each is repeated; medians are given.
+
+    Returns:
+        What was measured on, and a point for each size, verb and state of the interpreter.
     """
     root.mkdir(parents=True, exist_ok=True)
-    points: list[Point] = []
-    with _raw_file(root) as fd:
-        limit = RawLimit(fd)
-        for size in sizes:
-            points += asyncio.run(_measure_size(root, size, seconds, rounds, limit))
-    facts = surroundings(root)
-    (console or Console()).print(_table(points, facts))
-    if json_path is not None:
-        json_path.write_text(json.dumps({"on": facts, "points": [asdict(point) for point in points]}, indent=2))
-    return points
+    result: list[Point | Surroundings] = [surroundings(root)]
+    with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=root) as name:
+        folder = Path(name)
+        with _raw_file(folder) as fd:
+            limit = RawLimit(fd)
+            for size in sizes:
+                result += asyncio.run(_measure_size(folder, size, seconds, rounds, limit))
+    return result
 
 
-async def _measure_size(
-    root: Path, size: int, seconds: float, rounds: int, limit: RawLimit
-) -> list[Point]:
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What was measured together: disk and tier, and the computing thread alone and beside the disk."""
+
+    raw: Sample
+    tier: Sample
+    alone: float | None = None
+    beside_raw: float | None = None
+
+
+async def _measure_size(root: Path, size: int, seconds: float, rounds: int, limit: RawLimit) -> list[Point]:
     memory = HeapMemory(BATCH_CHUNKS * BATCHES_IN_FLIGHT, size)
     await asyncio.to_thread(_fill, memory)
     tier = FsTier(FsConfig(root_dir=root, min_free_bytes=0))
     await tier.open(TierContext("bench", Identity.make("bench", {"chunk_bytes": size}), size))
     under_test = TierUnderTest(tier, memory)
-    samples: dict[tuple[str, bool], list[tuple[Sample, Sample, float | None]]] = {}
+    found: dict[tuple[str, bool], list[Round]] = {}
     try:
         await under_test.put_for(seconds / 4)  # makes directories, starts threads
         await under_test.discard_all()
         for _ in range(rounds):
             for busy in (False, True):
                 for verb in ("put", "get"):
-                    raw = await asyncio.to_thread(limit.measure, verb, seconds)
-                    alone = await _alone(seconds / 4) if busy else None
-                    sample = await _measure_tier(under_test, verb, seconds, busy)
-                    samples.setdefault((verb, busy), []).append((raw, sample, alone))
+                    one = await _measure_round(under_test, limit, verb, seconds, busy)
+                    found.setdefault((verb, busy), []).append(one)
                 await under_test.discard_all()
     finally:
         await tier.aclose()
-    return [_point(size, verb, busy, rows) for (verb, busy), rows in sorted(samples.items())]
+    return [_point(size, verb, busy, rows) for (verb, busy), rows in sorted(found.items())]
 
 
-async def _measure_tier(under_test: TierUnderTest, verb: str, seconds: float, busy: bool) -> Sample:
+async def _measure_round(
+    under_test: TierUnderTest, limit: RawLimit, verb: str, seconds: float, busy: bool
+) -> Round:
+    raw = await asyncio.to_thread(limit.measure, verb, seconds)
     move = under_test.put_for if verb == "put" else under_test.get_for
-    wall, cpu = time.perf_counter(), time.process_time()
     if not busy:
+        wall, cpu = time.perf_counter(), time.process_time()
         nbytes = await move(seconds)
-        return Sample(nbytes, time.perf_counter() - wall, time.process_time() - cpu)
+        return Round(raw, Sample(nbytes, time.perf_counter() - wall, time.process_time() - cpu))
     with BusyThread() as engine:
-        nbytes = await move(seconds)
+        alone = await engine.rate_during(asyncio.sleep(seconds / 4))
+        beside_raw = await engine.rate_during(asyncio.to_thread(limit.measure, verb, seconds / 2))
+        wall, cpu, engine_cpu = time.perf_counter(), time.process_time(), engine.cpu_s
+        loops, nbytes = engine.loops, await move(seconds)
         took = time.perf_counter() - wall
-        loops = engine.loops / took
-    return Sample(nbytes, took, time.process_time() - cpu - engine.cpu_s, loops)
+        cpu_s = time.process_time() - cpu - (engine.cpu_s - engine_cpu)
+        beside_tier = (engine.loops - loops) / took
+    return Round(raw, Sample(nbytes, took, cpu_s, beside_tier), alone, beside_raw)
 
 
-async def _alone(seconds: float) -> float:
-    """Return the rate of the computing thread while nothing else happens, in loops a second."""
-    with BusyThread() as engine:
-        started = time.perf_counter()
-        await asyncio.sleep(seconds)
-        return engine.loops / (time.perf_counter() - started)
-
-
-def _point(size: int, verb: str, busy: bool, rows: list[tuple[Sample, Sample, float | None]]) -> Point:
-    slowdowns = [1 - tier.loops_per_s / alone for _, tier, alone in rows if tier.loops_per_s and alone]
+def _point(size: int, verb: str, busy: bool, rows: Sequence[Round]) -> Point:
+    beside_tier = [1 - row.tier.loops_per_s / row.alone for row in rows if row.tier.loops_per_s and row.alone]
+    beside_raw = [1 - row.beside_raw / row.alone for row in rows if row.beside_raw and row.alone]
     return Point(
         chunk_bytes=size,
         verb=verb,
         busy=busy,
-        raw_gb_s=statistics.median(raw.gb_s for raw, _, _ in rows),
-        tier_gb_s=statistics.median(tier.gb_s for _, tier, _ in rows),
-        ratio=statistics.median(tier.gb_s / raw.gb_s for raw, tier, _ in rows),
-        cpu_s_per_gb=statistics.median(tier.cpu_s / tier.nbytes * 1e9 for _, tier, _ in rows),
-        slowdown=statistics.median(slowdowns) if slowdowns else None,
+        raw_gb_s=statistics.median(row.raw.gb_s for row in rows),
+        tier_gb_s=statistics.median(row.tier.gb_s for row in rows),
+        ratio=statistics.median(row.tier.gb_s / row.raw.gb_s for row in rows),
+        cpu_s_per_gb=statistics.median(row.tier.cpu_s / row.tier.nbytes * 1e9 for row in rows),
+        slowdown=statistics.median(beside_tier) if beside_tier else None,
+        raw_slowdown=statistics.median(beside_raw) if beside_raw else None,
     )
 
 
-def surroundings(root: Path) -> dict[str, str | int]:
-    """Return what was measured on: file system, kernel, processor cores, helper."""
-    return {
-        "file_system": _file_system(root),
-        "kernel": platform.release(),
-        "cores": os.cpu_count() or 0,
-        "python": platform.python_version(),
-        "helper": "native" if native.available else "fallback",
-    }
+def surroundings(root: Path) -> Surroundings:
+    """Return what is measured on."""
+    return Surroundings(
+        file_system=_file_system(root),
+        kernel=platform.release(),
+        cores=os.cpu_count() or 0,
+        python=platform.python_version(),
+        helper="native" if native.available else "fallback",
+    )
 
 
 def _file_system(root: Path) -> str:
@@ -322,25 +345,6 @@ def _file_system(root: Path) -> str:
         if root.absolute().is_relative_to(point) and len(point) >= len(best):
             best, kind = point, found
     return kind
-
-
-def _table(points: Sequence[Point], facts: dict[str, str | int]) -> Table:
-    told = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items())
-    table = Table(title="file tier", caption=told)
-    for name in ("chunk", "verb", "engine", "disk GB/s", "tier GB/s", "ratio", "CPU s/GB", "engine slower by"):
-        table.add_column(name, justify="right")
-    for point in points:
-        table.add_row(
-            f"{point.chunk_bytes // 1024} KiB",
-            point.verb,
-            "busy" if point.busy else "idle",
-            f"{point.raw_gb_s:.2f}",
-            f"{point.tier_gb_s:.2f}",
-            f"{point.ratio:.0%}",
-            f"{point.cpu_s_per_gb:.3f}",
-            "" if point.slowdown is None else f"{point.slowdown:.1%}",
-        )
-    return table
 
 
 def _fill(memory: HeapMemory) -> None:
@@ -364,7 +368,10 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="File for the figures.")] = None,
 ) -> None:
     """Measure the file tier against the disk below it."""
-    run(root, sizes or (65536, 524288, 2097152), seconds, rounds, json_path)
+    result = run(root, sizes or (65536, 524288, 2097152), seconds, rounds)
+    figures.show(result, Console())
+    if json_path is not None:
+        figures.write(result, json_path)
 
 
 if __name__ == "__main__":

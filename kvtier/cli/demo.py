@@ -28,9 +28,9 @@ from kvtier.errors import KVTierError
 ENGINE = "kvtier.adapters.vllm.demo"
 PROMPTS = (1, 2, 3)
 FILLERS = (101, 102, 103)
-PROMPT_TOKENS = 4000
+PROMPT_TOKENS = 3000
 OUTPUT_TOKENS = 32
-DEVICE_BLOCKS = 300  # the engine's own cache: two prompts of 125 blocks, and not three
+DEVICE_BLOCKS = 225  # the engine's own cache: two prompts of 94 blocks, and not three
 PRIMARY_BYTES = 2**30
 DTYPE = "float32"  # with bfloat16, batches of another shape may round to another token
 ENGINE_TIMEOUT_S = 600

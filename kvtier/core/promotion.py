@@ -152,7 +152,6 @@ class Promotions:
             self.unhold(request)
             request.located.clear()
         self.holders.update(dict.fromkeys(waiting))  # their deadlines go on
-        self.landing = {chunk for chunk in self.landing if chunk.pins}
 
     def _is_windowed(self, key: OffloadKey) -> bool:
         return bool(self._windowed) and group_index(key) in self._windowed

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from prometheus_client import REGISTRY
 
 BLOCK_TOKENS = 32
+WARM_UP_SEED = 10**6
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,8 @@ def run(plan: Plan, report: TextIO) -> None:
     sampling = SamplingParams(
         max_tokens=plan.output_tokens, temperature=0.0, ignore_eos=True, detokenize=False
     )
-    engine.generate([{"prompt_token_ids": make_prompt(-1, 64)}], sampling, use_tqdm=False)
+    warm_up = make_prompt(WARM_UP_SEED, 2 * BLOCK_TOKENS)
+    engine.generate([{"prompt_token_ids": warm_up}], sampling, use_tqdm=False)
     for name, seeds in plan.rounds:
         for seed in seeds:
             before = dict(loaded_chunks())

@@ -23,6 +23,9 @@ from kvtier.keys import OffloadKey, content_hash, group_index
 BLOCK_BYTES: Final = 4096
 """The trailer's block behind a chunk's bytes, and what direct I/O is aligned to."""
 
+CHUNK_DIRECTORIES: Final = 3
+"""Directories above a chunk's file, the root not counted."""
+
 FILE_MODE: Final = 0o600
 DIRECTORY_MODE: Final = 0o700
 

@@ -87,14 +87,13 @@ class Namespace:
     Attributes:
         name: name of its directory below the root.
         root_fd: the root directory, open.
-        read_only: why nothing can be written, as an errno's name; None where all is well.
         direct: whether files bypass the page cache.
     """
 
     def __init__(self, config: FsConfig, context: TierContext, root_fd: int) -> None:
         self.name = context.identity.namespace
         self.root_fd = root_fd
-        self.read_only: str | None = None
+        self._refusal = 0  # errno of the first write, where it failed
         self.direct = False
         self._config = config
         self._context = context
@@ -126,6 +125,11 @@ class Namespace:
             raise
 
     @property
+    def read_only(self) -> str | None:
+        """Why nothing can be written, as an errno's name; None where all is well."""
+        return errno_name(self._refusal) if self._refusal else None
+
+    @property
     def tmp_dir(self) -> str:
         """This writer's own directory for unfinished files."""
         return f"{self.name}/.tmp/{self._writer}"
@@ -150,6 +154,8 @@ class Namespace:
         Raises:
             OSError: the new number could not be written.
         """
+        if self._refusal:
+            raise OSError(self._refusal, os.strerror(self._refusal), self.name)
         with self._epoch_lock():
             number = max(beyond, self._highest_trace(), self._stored_epoch() or 0) + 1
             self._write_small("epoch", f"{number}\n")
@@ -183,7 +189,7 @@ class Namespace:
         return epoch
 
     def _accept_read_only(self, error: OSError) -> None:
-        self.read_only = errno_name(error.errno or 0)
+        self._refusal = error.errno or errno.EROFS
         if not self._exists("config.json"):
             raise error
         where = self._config.root_dir / self.name

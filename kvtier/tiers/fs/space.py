@@ -50,7 +50,7 @@ class Space:
 
     Args:
         config: the tier's settings.
-        file_bytes: bytes of one chunk's file.
+        file_bytes: the most bytes that writing one chunk can take.
         look: returns the file system's state; it blocks.
         clock: seconds.
 

@@ -18,6 +18,7 @@ from kvtier import native
 from kvtier.errors import StateError, TierError
 from kvtier.keys import OffloadKey
 from kvtier.tiers.base import Batch, Outcome, SecondaryTier, Status, TierConfig, TierContext
+from kvtier.tiers.fs import layout
 from kvtier.tiers.fs.call import FileCall, FileWork, Result, StopFlag
 from kvtier.tiers.fs.config import FsConfig
 from kvtier.tiers.fs.lanes import Lane, Run, join_all, run_alone, split, tell
@@ -84,8 +85,9 @@ class _Opened:
         """Open all of it. Blocks."""
         namespace, epoch = Namespace.open(config, context)
         try:
-            file_bytes = context.chunk_bytes + BLOCK_BYTES
-            space = Space(config, file_bytes, partial(FileSystem.of, namespace.root_fd))
+            # Besides the trailer's block a new file may need directories: the epoch's and two below.
+            most_bytes = context.chunk_bytes + BLOCK_BYTES * (1 + layout.CHUNK_DIRECTORIES)
+            space = Space(config, most_bytes, partial(FileSystem.of, namespace.root_fd))
         except OSError as error:
             epoch.retire()
             namespace.close()

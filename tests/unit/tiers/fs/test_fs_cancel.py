@@ -57,8 +57,8 @@ async def _entered(files):
     await anyio.to_thread.run_sync(files.entered.acquire)
 
 
-async def _start(world, gated, verb):
-    """Have chunks there, and a put of others or a get of them waiting at the gate."""
+async def _open(world, gated):
+    """Have chunks there, and the gate closed."""
     gated.gate.set()
     tier = await world.open(gated)
     await world.put(tier, range(8))
@@ -66,6 +66,12 @@ async def _start(world, gated, verb):
         pass
     gated.gate.clear()
     gated.done.clear()
+    return tier
+
+
+async def _start(world, gated, verb):
+    """Have chunks there, and a put of others or a get of them waiting at the gate."""
+    tier = await _open(world, gated)
     batch = world.to_put(range(100, 164)) if verb == "put" else world.to_get(range(8))
     task = asyncio.create_task(getattr(tier, verb)(batch))
     await _entered(gated)
@@ -90,7 +96,8 @@ async def test_a_cancelled_transfer_ends_after_its_jobs(world, gated, verb, time
 
 @pytest.mark.parametrize("verb", ["put", "get"])
 async def test_a_cancel_scope_drains_too(world, gated, verb):
-    tier, batch, task = await _start(world, gated, verb)
+    tier = await _open(world, gated)
+    batch = world.to_put(range(100, 164)) if verb == "put" else world.to_get(range(8))
     scope = anyio.CancelScope()
     ended = []
 
@@ -101,26 +108,25 @@ async def test_a_cancel_scope_drains_too(world, gated, verb):
 
     async with anyio.create_task_group() as group:
         group.start_soon(transfer)
-        await anyio.wait_all_tasks_blocked()
+        await _entered(gated)
         scope.cancel()
         await anyio.wait_all_tasks_blocked()
         assert ended == []
         gated.gate.set()
     assert ended == [0]
     assert scope.cancelled_caught
-    await task
 
 
 async def test_a_timeout_drains_and_is_still_a_timeout(world, gated):
-    tier, batch, task = await _start(world, gated, "get")
+    tier = await _open(world, gated)
     opener = threading.Timer(0.2, gated.gate.set)
     opener.start()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
-            await tier.get(batch)
+            await tier.get(world.to_get(range(8)))
     assert gated.gate.is_set()
+    assert gated.running == 0
     opener.join()
-    await task
 
 
 async def test_slots_used_again_after_a_cancelled_put_are_never_seen_in_files(world):
@@ -182,16 +188,18 @@ async def test_gets_do_not_wait_for_puts(world, gated):
 
 
 async def test_an_error_in_a_job_is_raised_when_all_have_ended(world, gated):
-    tier, _, task = await _start(world, gated, "put")
+    tier = await _open(world, gated)
 
-    def broken(call, first, end):
-        raise RuntimeError("broken helper")
+    class Broken:
+        def put(self, call, first, end):
+            raise RuntimeError("broken helper")
 
-    gated.inner = type("Broken", (), {"put": staticmethod(broken)})()
+    gated.inner = Broken()
     failing = asyncio.create_task(tier.put(world.to_put(range(200, 240))))
+    await _entered(gated)
     gated.gate.set()
     with pytest.raises(RuntimeError, match="broken helper"):
         await failing
     assert gated.running == 0
     gated.inner = world.work
-    await asyncio.wait([task])
+    assert (await world.put(tier, [300])).statuses == (Status.OK,)

@@ -25,7 +25,7 @@ OK, ABSENT, REFUSED = Status.OK, Status.ABSENT, Status.REFUSED
 async def eventually(condition):
     """Wait for what is done in the background."""
     with anyio.fail_after(20):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - nobody tells when the background is done
             await anyio.sleep(0.005)
 
 
@@ -46,7 +46,9 @@ async def test_another_identity_in_the_same_place_is_refused_in_words(world):
     manifest = json.loads((world.namespace / "config.json").read_text())
     manifest["dtype"] = "float16"
     (world.namespace / "config.json").write_text(json.dumps(manifest))
-    with pytest.raises(TierError, match=r"tier files: .*config\.json belongs .*dtype is 'float16' there and 'bfloat16'"):
+    with pytest.raises(
+        TierError, match=r"tier files: .*config\.json belongs .*dtype is 'float16' there and 'bfloat16'"
+    ):
         await world.open()
 
 
@@ -88,12 +90,19 @@ def small_file_system(tmp_path):
     point = tmp_path / "mounted"
     point.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(point)], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(point)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
     yield point
     subprocess.run(["umount", "-l", str(point)], check=True)
+
+
+def forbid_writing(point):
+    subprocess.run(["mount", "-o", "remount,ro", str(point)], check=True)
 
 
 async def test_a_full_file_system_refuses_and_goes_on(world, small_file_system):
@@ -123,7 +132,9 @@ async def test_space_that_somebody_else_takes_is_enospc(world, small_file_system
     outcome = await world.put(tier, range(3))
     assert outcome.statuses == (REFUSED,) * 3
     assert set(outcome.reasons) <= {"enospc", "min_free"}
-    assert sum(len(list(path.iterdir())) for path in (world.namespace / ".tmp").iterdir() if path.is_dir()) == 0
+    assert (
+        sum(len(list(path.iterdir())) for path in (world.namespace / ".tmp").iterdir() if path.is_dir()) == 0
+    )
 
 
 async def test_a_root_that_can_only_be_read_is_read(world, small_file_system, caplog):
@@ -131,7 +142,7 @@ async def test_a_root_that_can_only_be_read_is_read(world, small_file_system, ca
     tier = await world.open()
     await world.put(tier, [1])
     await tier.aclose()
-    subprocess.run(["mount", "-o", "remount,ro", str(small_file_system)], check=True)
+    forbid_writing(small_file_system)
     tier = await world.open()
     assert (await world.get(tier, [1, 2])).statuses == (OK, ABSENT)
     outcome = await world.put(tier, [1, 2])
@@ -145,7 +156,7 @@ async def test_a_root_that_can_only_be_read_is_read(world, small_file_system, ca
 
 
 async def test_an_empty_root_that_can_only_be_read_is_refused(world, small_file_system):
-    subprocess.run(["mount", "-o", "remount,ro", str(small_file_system)], check=True)
+    forbid_writing(small_file_system)
     world.root = small_file_system
     with pytest.raises(TierError, match=r"mounted cannot be used: .*\(erofs\)"):
         await world.open()
@@ -307,7 +318,10 @@ def start_process(world, work):
     yield start
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            assert stream is not None
+            stream.close()
 
 
 async def test_a_writer_killed_in_the_middle_leaves_no_torn_chunk(world, start_process):
@@ -334,7 +348,9 @@ async def test_unfinished_files_of_the_dead_are_swept_and_those_of_the_living_st
     (folder / "1-dead.lock").touch()
     (folder / "2-orphan").mkdir()
     (folder / "2-orphan" / "7").touch()
-    (alive,) = (path for path in folder.iterdir() if path.is_dir() and path.name.startswith(f"{os.getpid()}-"))
+    (alive,) = (
+        path for path in folder.iterdir() if path.is_dir() and path.name.startswith(f"{os.getpid()}-")
+    )
     (alive / "unfinished").touch()
     await world.open()
     await eventually(lambda: not any(name.startswith(("1-dead", "2-orphan")) for name in world.writers()))

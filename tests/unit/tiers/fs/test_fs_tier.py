@@ -14,6 +14,7 @@ from kvtier.keys import pack_key
 from kvtier.testing.memory import HeapMemory
 from kvtier.tiers.base import Batch, Knowledge, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
+from kvtier.tiers.fs.call import FileWork
 from kvtier.tiers.fs.native_files import NativeFiles
 from kvtier.tiers.fs.python_files import PythonFiles
 
@@ -47,7 +48,12 @@ async def test_a_chunk_is_where_the_documentation_says(world):
 
 async def test_short_hashes_have_files_too(world):
     tier = await world.open()
-    keys = [pack_key(b"\xab"), pack_key(b"\xab\x00"), pack_key(b"\xab\xcd", 2**32 - 1), pack_key(b"\xff" * 64)]
+    keys = [
+        pack_key(b"\xab"),
+        pack_key(b"\xab\x00"),
+        pack_key(b"\xab\xcd", 2**32 - 1),
+        pack_key(b"\xff" * 64),
+    ]
     memory = HeapMemory(4, world.chunk_bytes)
     for slot in range(4):
         memory.view(slot)[:] = world.content(slot)
@@ -105,7 +111,10 @@ async def test_a_chunk_that_is_there_is_not_written_again(world):
 async def test_a_put_leaves_nothing_but_the_chunk(world):
     tier = await world.open()
     await world.put(tier, range(10))
-    assert sum(len(list(folder.iterdir())) for folder in (world.namespace / ".tmp").iterdir() if folder.is_dir()) == 0
+    assert (
+        sum(len(list(folder.iterdir())) for folder in (world.namespace / ".tmp").iterdir() if folder.is_dir())
+        == 0
+    )
     assert world.quarantined() == []
 
 
@@ -168,18 +177,19 @@ async def test_an_error_of_one_file_is_that_chunks_alone(world):
     assert dict(outcome.reasons) == {"eisdir": 1}
 
 
-@pytest.mark.skipif(native.library is None, reason="the native helper is not built")
 @pytest.mark.parametrize("direct_io", ["auto", "never"])
 async def test_helper_and_fallback_write_the_same_bytes_and_read_each_others(world, tmp_path, direct_io):
+    if native.library is None:
+        pytest.skip("the native helper is not built")
+    works: dict[str, FileWork] = {"c": NativeFiles(native.library), "python": PythonFiles()}
     both = []
-    for name, work in (("c", NativeFiles(native.library)), ("python", PythonFiles())):
+    for name, other in (("c", "python"), ("python", "c")):
         world.root = tmp_path / name
-        tier = await world.open(work, direct_io=direct_io)
+        tier = await world.open(works[name], direct_io=direct_io)
         await world.put(tier, range(5))
         both.append([world.file(number).read_bytes() for number in range(5)])
         await tier.aclose()
-        other = PythonFiles() if name == "c" else NativeFiles(native.library)
-        assert (await world.get(await world.open(other), range(5))).statuses == (OK,) * 5
+        assert (await world.get(await world.open(works[other]), range(5))).statuses == (OK,) * 5
     assert both[0] == both[1]
 
 

@@ -1,0 +1,251 @@
+"""The native helper and what does its work where it is missing: the same results."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import importlib.util
+import logging
+import mmap
+import random
+import shutil
+import sys
+from array import array
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import crc32c as reference
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier import native
+from kvtier.native import build
+
+pytestmark = pytest.mark.timeout(60)
+needs_library = pytest.mark.skipif(native.library is None, reason="the native helper is not built")
+
+
+def load_from(folder: Path) -> ModuleType:
+    """Import a second copy of the module, beside whatever library is in ``folder``."""
+    spec = importlib.util.spec_from_file_location("second_native", folder / "__init__.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(params=["native", "python"])
+def helper(request, monkeypatch):
+    """The module with its library, and without it."""
+    if request.param == "native":
+        if native.library is None:
+            pytest.skip("the native helper is not built")
+        return native
+    monkeypatch.setenv("KVTIER_NATIVE", "0")
+    module = load_from(Path(native.__file__).parent)
+    assert module.available is False
+    return module
+
+
+def address_of(buffer):
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def test_copy_batch_copies_each_range_and_nothing_else(helper):
+    source = bytearray(random.Random(1).randbytes(10_000))
+    target = bytearray(10_000)
+    sizes = array("Q", [1, 0, 4096, 777])
+    src = array("Q", [address_of(source) + at for at in (5, 9, 100, 6000)])
+    dst = array("Q", [address_of(target) + at for at in (0, 50, 4000, 9000)])
+    helper.copy_batch(src.buffer_info()[0], dst.buffer_info()[0], sizes.buffer_info()[0], 4)
+    expected = bytearray(10_000)
+    expected[0:1] = source[5:6]
+    expected[4000:8096] = source[100:4196]
+    expected[9000:9777] = source[6000:6777]
+    assert target == expected
+
+
+def test_copy_batch_of_nothing(helper):
+    empty = array("Q", [7])
+    helper.copy_batch(empty.buffer_info()[0], empty.buffer_info()[0], empty.buffer_info()[0], 0)
+    assert empty[0] == 7
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 255, 767, 768, 769, 12287, 12288, 12289, 100_003, 2**21])
+def test_crc32c_is_that_of_the_package(helper, length):
+    data = bytearray(random.Random(length).randbytes(length + 9))
+    for offset in (0, 3):
+        expected = reference.crc32c(memoryview(data)[offset : offset + length], 12345)
+        assert helper.crc32c(address_of(data) + offset, length, 12345) == expected
+
+
+def test_crc32c_of_the_standards_example(helper):
+    data = bytearray(b"123456789")
+    assert helper.crc32c(address_of(data), 9) == 0xE3069283
+
+
+@needs_library
+@given(st.binary(max_size=30_000), st.integers(0, 2**32 - 1))
+def test_crc32c_without_the_instruction_is_the_same(data, value):
+    assert native.library is not None
+    portable = native.library.kvt_crc32c_portable
+    portable.argtypes, portable.restype = native.library.kvt_crc32c.argtypes, ctypes.c_uint32
+    buffer = bytearray(data + b"x")
+    assert portable(value, address_of(buffer), len(data)) == reference.crc32c(data, value)
+    assert native.crc32c(address_of(buffer), len(data), value) == reference.crc32c(data, value)
+
+
+def test_populate_changes_no_byte_and_makes_pages_resident(helper):
+    length = 64 * mmap.PAGESIZE
+    region = mmap.mmap(-1, length)
+    region[5] = 99
+    before = _resident_pages()
+    failed = helper.populate(address_of(region), length)
+    if failed and not helper.available:
+        assert failed == errno.EINVAL
+        pytest.skip("this kernel cannot populate, and Python must not")
+    assert failed == 0
+    assert _resident_pages() - before >= 48
+    assert region[5] == 99
+    assert region[:5] + region[6:] == bytes(length - 1)
+
+
+def _resident_pages():
+    return int(Path("/proc/self/statm").read_text().split()[1])
+
+
+def test_populate_says_what_is_wrong(helper):
+    region = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    assert helper.populate(address_of(region) + 1, mmap.PAGESIZE) == errno.EINVAL
+    assert helper.populate(2**46, mmap.PAGESIZE) == errno.ENOMEM
+
+
+def test_a_library_that_cannot_be_loaded_is_not_used(tmp_path, caplog, monkeypatch):
+    monkeypatch.setenv("KVTIER_NATIVE", "1")
+    shutil.copy(native.__file__, tmp_path / "__init__.py")
+    (tmp_path / native.LIBRARY_NAME).write_bytes(b"no library")
+    module = load_from(tmp_path)
+    assert module.available is False
+    assert "cannot be loaded" in caplog.text
+
+
+def test_where_there_is_no_library_nothing_is_said(tmp_path, caplog, monkeypatch):
+    monkeypatch.setenv("KVTIER_NATIVE", "1")
+    shutil.copy(native.__file__, tmp_path / "__init__.py")
+    assert load_from(tmp_path).available is False
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+# ---------------------------------------------------------------------------------- building
+
+
+@pytest.fixture
+def source_folder(tmp_path):
+    """A folder laid out as the project's, with the source and no library."""
+    folder = tmp_path / "kvtier" / "native"
+    folder.mkdir(parents=True)
+    for name in ("__init__.py", build.SOURCE):
+        shutil.copy(Path(native.__file__).with_name(name), folder)
+    return folder
+
+
+def _has_compiler():
+    try:
+        build.compiler()
+    except build.BuildError:
+        return False
+    return True
+
+
+needs_compiler = pytest.mark.skipif(not _has_compiler(), reason="there is no C compiler")
+
+
+@needs_compiler
+def test_the_source_compiles_without_warnings_and_is_used(source_folder, monkeypatch):
+    monkeypatch.setenv("KVTIER_NATIVE", "1")
+    library = build.compile_library(source_folder, ("-Werror",))
+    assert [path.name for path in source_folder.glob("*.so*")] == [library.name]
+    assert load_from(source_folder).available is True
+
+
+@needs_compiler
+def test_a_library_of_another_version_is_not_used(source_folder, caplog, monkeypatch):
+    monkeypatch.setenv("KVTIER_NATIVE", "1")
+    source = source_folder / build.SOURCE
+    source.write_text(source.read_text().replace("#define KVT_ABI ", "#define KVT_ABI 9"))
+    build.compile_library(source_folder)
+    assert load_from(source_folder).available is False
+    assert "is version 9" in caplog.text
+
+
+@needs_compiler
+def test_a_source_that_does_not_compile_leaves_nothing(source_folder, monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    (source_folder / build.SOURCE).write_text("int main(")
+    with pytest.raises(build.BuildError, match="ended with 1"):
+        build.compile_library(source_folder)
+    assert list(source_folder.glob("*.so*")) == []
+
+
+def test_without_a_compiler_building_says_so(source_folder, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(build.BuildError, match="no C compiler"):
+        build.compile_library(source_folder)
+    monkeypatch.setenv("CC", "/nowhere/cc -m64")
+    with pytest.raises(build.BuildError, match="/nowhere/cc cannot be run"):
+        build.compile_library(source_folder)
+
+
+class Application:
+    """What hatchling gives a hook to speak through."""
+
+    def __init__(self):
+        self.warnings = []
+
+    def display_warning(self, text):
+        self.warnings.append(text)
+
+
+def run_hook(root, target="wheel", version="standard"):
+    """Run the build hook. Returns what it changed of the build, and its warnings."""
+    pytest.importorskip("hatchling")
+    application = Application()
+    make_hook: Any = build.CustomBuildHook  # hatchling's own objects are not needed to try it
+    hook = make_hook(str(root), {}, None, None, "", target, application)
+    data = {"artifacts": [], "pure_python": True, "infer_tag": False, "tag": ""}
+    hook.initialize(version, data)
+    return data, application.warnings
+
+
+@needs_compiler
+@pytest.mark.parametrize("version", ["standard", "editable"])
+def test_a_wheel_with_the_helper_is_for_this_platform(source_folder, version):
+    data, warnings = run_hook(source_folder.parent.parent, version=version)
+    assert data["artifacts"] == [f"/kvtier/native/{build.LIBRARY}"]
+    assert data["pure_python"] is False
+    assert data["tag"].startswith("py3-none-")
+    assert not {"-", "."} & set(data["tag"].removeprefix("py3-none-"))
+    assert warnings == []
+
+
+def test_a_wheel_without_the_helper_is_pure_and_says_why(source_folder, monkeypatch):
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    data, warnings = run_hook(source_folder.parent.parent)
+    assert (data["artifacts"], data["pure_python"], data["tag"]) == ([], True, "")
+    assert len(warnings) == 1
+    assert "/nowhere/cc" in warnings[0]
+
+
+def test_a_source_distribution_is_left_alone(source_folder):
+    data, warnings = run_hook(source_folder.parent.parent, target="sdist")
+    assert (data["artifacts"], warnings) == ([], [])
+    assert not (source_folder / build.LIBRARY).exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the layout is compared on Linux")
+def test_the_module_names_the_same_library_as_the_build():
+    assert native.LIBRARY_NAME == build.LIBRARY

@@ -1,0 +1,202 @@
+"""The bounds: they hold from the first put on, whoever else writes, and say why."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.tiers.base import Status
+from kvtier.tiers.fs.call import Result
+from kvtier.tiers.fs.config import FsConfig
+from kvtier.tiers.fs.space import FileSystem, Space
+
+pytestmark = pytest.mark.timeout(60)
+OK, REFUSED = Status.OK, Status.REFUSED
+FILE = 100
+
+
+class Disk:
+    """A file system and a clock that tests move."""
+
+    def __init__(self, used=0, free=10_000):
+        self.used, self.free, self.now = used, free, 0.0
+        self.looks = 0
+
+    def look(self):
+        self.looks += 1
+        return FileSystem(self.used + self.free, self.used, self.free)
+
+    def write(self, count):
+        self.used += count
+        self.free -= count
+
+    def space(self, **settings):
+        config = FsConfig.model_validate({"root_dir": "/nowhere", "min_free_bytes": 0, **settings})
+        return Space(config, FILE, self.look, lambda: self.now)
+
+
+def put(disk, space, chunks):
+    """Reserve, write and settle. Returns how many were granted and why not more."""
+    granted, reason = space.reserve(chunks)
+    disk.write(granted * FILE)
+    space.settle(granted, granted * FILE)
+    return granted, reason
+
+
+def test_max_bytes_holds_to_the_byte():
+    disk = Disk(used=250)
+    space = disk.space(max_bytes=1000)
+    space.count(lambda: 250)
+    assert put(disk, space, 5) == (5, Result.MAX_BYTES)
+    assert put(disk, space, 5) == (2, Result.MAX_BYTES)
+    assert put(disk, space, 5) == (0, Result.MAX_BYTES)
+    assert space.used_bytes == 950
+
+
+def test_before_the_first_count_the_root_is_taken_to_hold_all_there_is():
+    disk = Disk(used=700)
+    space = disk.space(max_bytes=1000)
+    assert space.used_bytes is None
+    assert put(disk, space, 9) == (3, Result.COUNTING)
+    assert put(disk, space, 9) == (0, Result.COUNTING)
+    space.count(lambda: 100 + 300)
+    assert put(disk, space, 9) == (6, Result.MAX_BYTES)
+
+
+@pytest.mark.parametrize("held", [0, 1000, 4000])
+def test_the_default_bound_holds_before_the_count_too(held):
+    """80 % of what is free at open and what the root held then, whatever it turns out to hold."""
+    disk = Disk(used=4000, free=6000)
+    space = disk.space()
+    before, reason = put(disk, space, 1000)
+    assert reason is Result.COUNTING
+    assert held + before * FILE <= 0.8 * (6000 + held)
+    space.count(lambda: held + before * FILE)
+    assert space.limit_bytes == int(0.8 * (6000 + held))
+    after, reason = put(disk, space, 1000)
+    assert reason is Result.MAX_BYTES
+    assert 0.8 * (6000 + held) - FILE < held + (before + after) * FILE <= 0.8 * (6000 + held)
+
+
+def test_min_free_holds_between_two_looks_and_sees_what_others_write():
+    disk = Disk(free=2000)
+    space = disk.space(max_bytes=10**9, min_free_bytes=1500)
+    assert put(disk, space, 9) == (5, Result.MIN_FREE)
+    assert put(disk, space, 9) == (0, Result.MIN_FREE)
+    disk.write(-1000)
+    assert put(disk, space, 9) == (0, Result.MIN_FREE)
+    assert disk.looks == 1
+    disk.now += 1.0
+    assert put(disk, space, 20) == (10, Result.MIN_FREE)
+    assert disk.looks == 2
+
+
+def test_what_is_reserved_and_not_written_is_held_against_a_new_look():
+    disk = Disk(free=1000)
+    space = disk.space(max_bytes=10**9)
+    assert space.reserve(6)[0] == 6
+    disk.now += 5.0
+    assert space.reserve(6)[0] == 4
+    assert space.reserve(1)[0] == 0
+
+
+def test_what_is_reserved_and_not_written_is_held_against_a_count():
+    disk = Disk()
+    space = disk.space(max_bytes=1000)
+    assert space.reserve(6)[0] == 6
+    space.count(lambda: 0)  # sees none of the six yet
+    assert space.reserve(6)[0] == 4
+
+
+def test_a_reservation_that_was_not_used_is_given_back():
+    disk = Disk()
+    space = disk.space(max_bytes=1000)
+    space.count(lambda: 0)
+    granted, _ = space.reserve(10)
+    space.settle(granted, 0)
+    assert space.reserve(10)[0] == 10
+
+
+def test_removals_make_room_and_are_not_taken_off_twice():
+    disk = Disk()
+    space = disk.space(max_bytes=1000)
+    space.count(lambda: 1000)
+    assert space.reserve(1)[0] == 0
+    space.removed(FILE)
+    assert put(disk, space, 2)[0] == 1
+
+    def count_while_one_is_removed():
+        space.removed(FILE)
+        return 900
+
+    space.count(count_while_one_is_removed)
+    assert space.used_bytes == 900
+
+
+def test_a_count_that_fails_changes_nothing():
+    disk = Disk()
+    space = disk.space(max_bytes=1000)
+    space.count(lambda: 400)
+
+    def fail():
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="gone"):
+        space.count(fail)
+    assert space.used_bytes == 400
+    space.removed(FILE)
+    assert space.used_bytes == 300
+
+
+@pytest.mark.parametrize(("total", "kept"), [(10_000, 500), (2**50, 32 * 2**30)])
+def test_the_default_of_min_free_is_a_share_and_bounded(total, kept):
+    disk = Disk(free=total)
+    space = disk.space(max_bytes=2**60, min_free_bytes=None)
+    granted, reason = space.reserve(2**60)
+    assert reason is Result.MIN_FREE
+    assert total - kept - FILE < granted * FILE <= total - kept
+
+
+# ------------------------------------------------------------------------------ in the tier
+
+
+async def test_puts_beyond_max_bytes_are_refused_and_chunks_that_are_there_are_well(world):
+    tier = await world.open(max_bytes=12 * (world.chunk_bytes + 4096 + 2 * 4096))
+    await world.put(tier, [0, 1])
+    outcome = await world.put(tier, range(40))
+    written = outcome.statuses.count(OK)
+    assert outcome.statuses[:2] == (OK, OK)
+    assert 2 < written < 40
+    assert dict(outcome.reasons) == {"max_bytes": 40 - written}
+    assert sum(path.stat().st_blocks * 512 for path in world.root.rglob("*")) <= tier.statistics().limit_bytes
+    again = await world.put(tier, range(40))
+    assert again.statuses.count(OK) >= written
+    got = await world.get(tier, range(40))
+    assert got.statuses.count(OK) == again.statuses.count(OK)
+
+
+async def test_the_bound_holds_after_opening_again(world):
+    tier = await world.open(max_bytes=400_000)
+    await world.put(tier, range(60))
+    held = sum(await tier.contains(world.keys(range(60))))
+    await tier.aclose()
+    tier = await world.open(max_bytes=400_000)
+    outcome = await world.put(tier, range(100, 160))
+    assert 0 < held < 60
+    assert outcome.statuses.count(OK) <= 1  # the first count knows better than reservations did
+    assert outcome.reasons["max_bytes"] >= 59
+
+
+async def test_discarding_makes_room(world):
+    tier = await world.open(max_bytes=400_000)
+    statuses = [(await world.put(tier, [number])).statuses[0] for number in range(60)]
+    held = statuses.count(OK)
+    assert statuses == [OK] * held + [REFUSED] * (60 - held)
+    assert 0 < held < 60
+    await tier.discard(world.keys(range(held)))
+    assert (await world.put(tier, [100])).statuses == (OK,)
+
+
+async def test_min_free_refuses(world):
+    tier = await world.open(min_free_bytes=2**60)
+    outcome = await world.put(tier, [1, 2])
+    assert (outcome.statuses, dict(outcome.reasons)) == ((REFUSED,) * 2, {"min_free": 2})
