@@ -11,6 +11,7 @@ Python without a pause, as an engine's does.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import os
 import platform
@@ -97,6 +98,9 @@ class Sample:
     def gb_s(self) -> float:
         """Rate in GB/s."""
         return self.nbytes / self.wall_s / 1e9
+
+    def __add__(self, other: Sample) -> Sample:
+        return Sample(self.nbytes + other.nbytes, self.wall_s + other.wall_s, self.cpu_s + other.cpu_s)
 
 
 class BusyThread:
@@ -186,6 +190,10 @@ class TierUnderTest:
         self._serial = 0
         self.put_keys: list[tuple[OffloadKey, ...]] = []
 
+    async def move_for(self, verb: str, seconds: float) -> int:
+        """Put or get for some seconds. Returns bytes."""
+        return await (self.put_for if verb == "put" else self.get_for)(seconds)
+
     async def put_for(self, seconds: float) -> int:
         """Put new chunks for some seconds, several batches at once. Returns bytes."""
         self.put_keys.clear()
@@ -263,8 +271,8 @@ def run(
 class Round:
     """What was measured together: disk and tier, and the computing thread alone and beside the disk."""
 
-    raw: Sample
     tier: Sample
+    raw: Sample = Sample(0, 1, 0)
     alone: float | None = None
     beside_raw: float | None = None
 
@@ -293,21 +301,29 @@ async def _measure_size(root: Path, size: int, seconds: float, rounds: int, limi
 async def _measure_round(
     under_test: TierUnderTest, limit: RawLimit, verb: str, seconds: float, busy: bool
 ) -> Round:
-    raw = await asyncio.to_thread(limit.measure, verb, seconds)
-    move = under_test.put_for if verb == "put" else under_test.get_for
-    if not busy:
-        wall, cpu = time.perf_counter(), time.process_time()
-        nbytes = await move(seconds)
-        return Round(raw, Sample(nbytes, time.perf_counter() - wall, time.process_time() - cpu))
+    """Measure the disk, the tier and the disk again: its rate changes within seconds."""
+    before = await asyncio.to_thread(limit.measure, verb, seconds / 2)
+    one = await (_measure_busy if busy else _measure_idle)(under_test, limit, verb, seconds)
+    after = await asyncio.to_thread(limit.measure, verb, seconds / 2)
+    return dataclasses.replace(one, raw=before + after)
+
+
+async def _measure_idle(under_test: TierUnderTest, _: RawLimit, verb: str, seconds: float) -> Round:
+    wall, cpu = time.perf_counter(), time.process_time()
+    nbytes = await under_test.move_for(verb, seconds)
+    return Round(Sample(nbytes, time.perf_counter() - wall, time.process_time() - cpu))
+
+
+async def _measure_busy(under_test: TierUnderTest, limit: RawLimit, verb: str, seconds: float) -> Round:
     with BusyThread() as engine:
         alone = await engine.rate_during(asyncio.sleep(seconds / 4))
         beside_raw = await engine.rate_during(asyncio.to_thread(limit.measure, verb, seconds / 2))
         wall, cpu, engine_cpu = time.perf_counter(), time.process_time(), engine.cpu_s
-        loops, nbytes = engine.loops, await move(seconds)
+        loops, nbytes = engine.loops, await under_test.move_for(verb, seconds)
         took = time.perf_counter() - wall
         cpu_s = time.process_time() - cpu - (engine.cpu_s - engine_cpu)
         beside_tier = (engine.loops - loops) / took
-    return Round(raw, Sample(nbytes, took, cpu_s, beside_tier), alone, beside_raw)
+    return Round(Sample(nbytes, took, cpu_s, beside_tier), alone=alone, beside_raw=beside_raw)
 
 
 def _point(size: int, verb: str, busy: bool, rows: Sequence[Round]) -> Point:

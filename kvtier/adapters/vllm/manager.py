@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier.adapters.vllm.metrics import as_stats
+from kvtier.adapters.vllm.metrics import Gauges, as_stats, read_gauges
 from kvtier.core.requests import Request
 from kvtier.core.states import Lookup
 from kvtier.core.tiering import Tiering
@@ -98,6 +98,7 @@ class KVTierManager(OffloadingManager):
         self._loads: dict[str, Pinned] = {}
         self._stores: dict[OffloadKey, Reservation] = {}
         self._flushing: list[_Flushing] = []
+        self._gauges: Gauges = {}
         self._in_step = False
         self._closed = False
 
@@ -232,9 +233,13 @@ class KVTierManager(OffloadingManager):
             )
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """See vLLM."""
+        """See vLLM. Asked in each step; None where nothing has changed."""
         counts = self._core.take_counts()
-        return as_stats(counts, self._core) if counts else None
+        gauges = read_gauges(self._core)
+        if not counts and gauges == self._gauges:
+            return None
+        self._gauges = gauges
+        return as_stats(counts, gauges)
 
     def config_info(self) -> Sequence[Mapping[str, str]]:
         """See vLLM 0.33."""

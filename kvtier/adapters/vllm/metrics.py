@@ -95,16 +95,28 @@ def _unregister_earlier() -> None:
             REGISTRY.unregister(collector)
 
 
-def as_stats(counts: Mapping[Count, float], core: Tiering) -> OffloadingConnectorStats:
-    """Make of counts and of the core's state what vLLM carries to its endpoint."""
+Gauges = Mapping[tuple[str, tuple[str, ...]], float]
+"""Values by the name and the labels of the gauge."""
+
+
+def read_gauges(core: Tiering) -> Gauges:
+    """Read the core's state."""
+    slots = len(core.table.all)
+    busy = slots - len(core.table.free) - len(core.table.policy)
+    ups = {(_TIER_UP, (gate.name,)): 0 if gate.closed else 1 for gate in core.ledger.tiers}
+    return {
+        (_SLOTS, ()): slots,
+        (_FREE_SLOTS, ()): len(core.table.free),
+        (_USAGE, ()): busy / slots if slots else 0.0,
+        **ups,
+    }
+
+
+def as_stats(counts: Mapping[Count, float], gauges: Gauges) -> OffloadingConnectorStats:
+    """Make of counts and gauges what vLLM carries to its endpoint."""
     stats = OffloadingConnectorStats()
     for (what, *labels), value in counts.items():
         stats.increase_counter(COUNTERS[what].name, value, tuple(labels))
-    slots = len(core.table.all)
-    busy = slots - len(core.table.free) - len(core.table.policy)
-    stats.set_gauge(_SLOTS, slots)
-    stats.set_gauge(_FREE_SLOTS, len(core.table.free))
-    stats.set_gauge(_USAGE, busy / slots if slots else 0.0)
-    for gate in core.ledger.tiers:
-        stats.set_gauge(_TIER_UP, 0 if gate.closed else 1, (gate.name,))
+    for (name, its_labels), value in gauges.items():
+        stats.set_gauge(name, value, its_labels)
     return stats

@@ -1,0 +1,94 @@
+"""Real engines on the CPU, and tiny models made on the spot."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.harness import OUTPUT_TOKENS, Engine, Forge, Tokens
+
+pytest.importorskip("vllm", reason="the real engine is not installed")
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",  # idle engines leave the cores to the others
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # The same in every run: with another number of threads the numerics, and so the tokens, can differ.
+    "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(cpu) for cpu in sorted(os.sched_getaffinity(0))[:2]),
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+LLAMA: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.1,  # large enough that the answer depends on the whole prompt
+    "tie_word_embeddings": False,
+}
+"""What one block of 32 tokens takes: 128 KiB in float32."""
+
+Ask = Callable[..., list[Tokens]]
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Mark what is in this folder."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.integration)
+            item.add_marker(pytest.mark.timeout(300))
+
+
+@pytest.fixture(scope="session")
+def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
+    """The process that engines are forked from."""
+    with Forge(tmp_path_factory.mktemp("engines"), ENVIRONMENT) as forge:
+        yield forge
+
+
+@pytest.fixture(scope="session")
+def make_llama(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Make a tiny Llama-style model, each time in a new directory of the same name."""
+
+    def make(directory: Path | None = None, seed: int = 1, **fields: Any) -> Path:
+        directory = directory or tmp_path_factory.mktemp("models") / "tiny"
+        return forge.make_model(directory, "LlamaConfig", "LlamaForCausalLM", {**LLAMA, **fields}, seed)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def llama(make_llama: Callable[..., Path]) -> Path:
+    """The model that most tests run."""
+    return make_llama()
+
+
+@pytest.fixture(scope="session")
+def reference_engine(forge: Forge, llama: Path) -> Iterator[Engine]:
+    """An engine that computes every prompt anew: no connector, no prefix cache."""
+    with forge.start(llama, enable_prefix_caching=False) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def reference(reference_engine: Engine) -> Ask:
+    """Say what the model says to each prompt when nothing is reused."""
+    known: dict[tuple[int, ...], Tokens] = {}
+
+    def ask(*prompts: Sequence[int], output_tokens: int = OUTPUT_TOKENS) -> list[Tokens]:
+        keys = [(output_tokens, *prompt) for prompt in prompts]
+        for key in keys:
+            if key not in known:
+                (known[key],) = reference_engine.generate(key[1:], output_tokens=output_tokens)
+        return [known[key] for key in keys]
+
+    return ask

@@ -1,0 +1,92 @@
+"""A process that has imported the engine and forks a new one on request.
+
+Importing vLLM takes ten seconds and more, starting an engine two or three. Forked children share the
+import and nothing else: each has its own environment, metrics and log, and can be killed. The parent
+starts no engine itself, so nothing of an engine is inherited.
+
+Run as ``python -m tests.integration.forge``; standard input is a socket. A request comes with two file
+descriptors, the child's own socket and its log; the answer is the child's process id.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+
+from tests.integration import servant
+
+_HEAVY = (
+    "torch",
+    "transformers",
+    "vllm",
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.kv_offload.base",
+    "kvtier.config",
+    "kvtier.executor",
+)
+_PR_SET_PDEATHSIG = 1
+_MAX_REQUEST_BYTES = 1 << 16
+
+
+def main() -> None:
+    """Fork a child for each request until the other end hangs up."""
+    die_with_parent()
+    for module in _HEAVY:
+        importlib.import_module(module)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the children are reaped by the kernel
+    requests = socket.socket(fileno=os.dup(0))
+    requests.sendall(b"ready\n")
+    while True:
+        request, fds, _, _ = socket.recv_fds(requests, _MAX_REQUEST_BYTES, 2)
+        if not request:
+            return
+        pid = os.fork()
+        if pid == 0:
+            requests.close()
+            _become_servant(json.loads(request), *fds)
+        for fd in fds:
+            os.close(fd)
+        requests.sendall(f"{pid}\n".encode())
+
+
+def _become_servant(environment: dict[str, str], channel_fd: int, log_fd: int) -> None:
+    status = 1
+    try:
+        os.setsid()
+        die_with_parent()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
+        os.dup2(log_fd, 1)
+        os.dup2(log_fd, 2)
+        faulthandler.enable()
+        os.environ.update(environment)
+        servant.serve(socket.socket(fileno=channel_fd))
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # the exit handlers are those of the parent's imports
+
+
+def die_with_parent() -> None:
+    """Have this process killed when the one that started it ends, however it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,401 @@
+"""Engines for the tests: each in a process of its own, asked over a socket, with a deadline on each wait.
+
+``Forge`` starts the process that engines are forked from, ``Engine`` is one of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+PROJECT = Path(__file__).parents[2]
+SHARED_MEMORY = Path("/dev/shm")
+
+BLOCK_TOKENS = 32
+VOCABULARY = 1024
+OUTPUT_TOKENS = 8
+PROMPT_TOKENS = 520
+PROMPT_CHUNKS = PROMPT_TOKENS // BLOCK_TOKENS
+
+IMPORT_S = 120.0
+START_S = 90.0
+ANSWER_S = 60.0
+UNTIL_S = 20.0
+
+Tokens = list[int]
+Config = Mapping[str, Any]
+
+
+def prompt(seed: int, tokens: int = PROMPT_TOKENS, shared: Sequence[int] = ()) -> Tokens:
+    """Make the token ids of a prompt, which begins with ``shared``; else different seeds share nothing."""
+    generator = random.Random(seed)
+    return [*shared, *(generator.randrange(2, VOCABULARY) for _ in range(tokens - len(shared)))]
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Samples of an engine's metrics.
+
+    Attributes:
+        samples: name, labels and value of each.
+    """
+
+    samples: Sequence[tuple[str, Mapping[str, str], float]]
+
+    def value(self, name: str, **labels: str) -> float:
+        """Return the sum over all samples of a counter or gauge that have these labels; 0 where none has."""
+        names = {name, f"{name}_total"}
+        return sum(
+            value
+            for found, its_labels, value in self.samples
+            if found in names and labels.items() <= its_labels.items()
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name}{dict(labels)} {value:g}" for name, labels, value in self.samples if value)
+
+    def loaded(self) -> dict[str, int]:
+        """Return how many chunks were loaded to the device, by the tier that they came from."""
+        return {
+            labels["tier"]: int(value)
+            for name, labels, value in self.samples
+            if name == "kvtier_loaded_chunks_total" and value
+        }
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is pinned and nothing is being filled: each slot is free or holds a chunk."""
+        return self.value("vllm:kv_offload_cpu_cache_usage_perc") == 0.0
+
+
+class EngineError(Exception):
+    """The engine refused, died or did not answer in time; with the end of its log."""
+
+
+class Forge:
+    """The process that engines are forked from. A context manager.
+
+    Args:
+        directory: for logs.
+        environment: what differs from this process's environment.
+    """
+
+    def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
+        self._directory = directory
+        self._started = 0
+        self._engines: list[Engine] = []
+        ours, theirs = socket.socketpair()
+        self._log = (directory / "forge.log").open("w")
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.integration.forge"],
+                stdin=theirs,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                cwd=PROJECT,
+                env={**os.environ, **environment},
+            )
+        self._channel = ours
+        self._answers = ours.makefile("r")
+        self._wait_until_ready()
+
+    def start(
+        self,
+        model: Path,
+        extra_config: Config | None = None,
+        *,
+        environment: Mapping[str, str] | None = None,
+        start_s: float = START_S,
+        **arguments: Any,
+    ) -> Engine:
+        """Start an engine.
+
+        Args:
+            model: directory of the model.
+            extra_config: kvtier's settings; None for an engine without a connector.
+            environment: environment variables of this engine.
+            start_s: seconds to wait for it.
+            arguments: further arguments of the engine.
+
+        Raises:
+            EngineError: it did not start.
+        """
+        engine = self.fork(environment)
+        try:
+            engine.ask("start", start_s, arguments=_arguments(model, extra_config, arguments))
+        except BaseException:
+            engine.kill()
+            raise
+        return engine
+
+    def fork(self, environment: Mapping[str, str] | None = None) -> Engine:
+        """Fork a child that runs no engine yet."""
+        self._started += 1
+        log = self._directory / f"engine-{self._started}.log"
+        ours, theirs = socket.socketpair()
+        with theirs, log.open("w") as file:
+            request = json.dumps(dict(environment or {})).encode()
+            socket.send_fds(self._channel, [request], [theirs.fileno(), file.fileno()])
+        engine = Engine(int(self._answer()), ours, log)
+        self._engines.append(engine)
+        return engine
+
+    def make_model(
+        self, directory: Path, config: str, architecture: str, fields: Mapping[str, Any], seed: int = 1
+    ) -> Path:
+        """Make a random model with classes of transformers and return its directory."""
+        with self.fork() as maker:
+            maker.ask(
+                "make_model",
+                ANSWER_S,
+                directory=str(directory),
+                config=config,
+                architecture=architecture,
+                fields=dict(fields),
+                seed=seed,
+            )
+        return directory
+
+    def __enter__(self) -> Forge:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for engine in self._engines:
+            engine.kill()
+        self._answers.close()
+        self._channel.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(10)
+        self._log.close()
+
+    def _wait_until_ready(self) -> None:
+        self._channel.settimeout(IMPORT_S)
+        if self._answer() != "ready":
+            raise EngineError(f"the engine cannot be imported:\n{_end_of(Path(self._log.name))}")
+
+    def _answer(self) -> str:
+        try:
+            return self._answers.readline().strip()
+        except OSError as error:
+            raise EngineError(f"no answer from the forge: {error!r}") from error
+
+
+class Engine:
+    """One engine in a process of its own. A context manager that stops it.
+
+    Attributes:
+        pid: its process, which leads a session that all its processes are in.
+    """
+
+    def __init__(self, pid: int, channel: socket.socket, log: Path) -> None:
+        self.pid = pid
+        self._pidfd: int | None = os.pidfd_open(pid)
+        self._channel = channel
+        self._lines = channel.makefile("rw", encoding="utf-8")
+        self._log = log
+
+    # --- asking ----------------------------------------------------------------------------------
+
+    def ask(self, do: str, patience_s: float = ANSWER_S, **order: Any) -> dict[str, Any]:
+        """Give an order and wait for the answer.
+
+        Raises:
+            EngineError: it failed, or there was no answer.
+        """
+        self.tell(do, **order)
+        return self.hear(do, patience_s)
+
+    def tell(self, do: str, **order: Any) -> None:
+        """Give an order whose answer is not waited for here."""
+        self._lines.write(json.dumps({"do": do, **order}) + "\n")
+        self._lines.flush()
+
+    def hear(self, do: str, patience_s: float = ANSWER_S) -> dict[str, Any]:
+        """Wait for the answer to an order that was given before."""
+        self._channel.settimeout(patience_s)
+        try:
+            line = self._lines.readline()
+        except OSError as error:
+            raise EngineError(f"{do}: no answer within {patience_s} s: {error!r}\n{self._end()}") from error
+        if not line:
+            raise EngineError(f"{do}: the engine has died\n{self._end()}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise EngineError(f"{do}: {answer['error']}\n{self._end()}")
+        return answer
+
+    def generate(
+        self, *prompts: Sequence[int], output_tokens: int = OUTPUT_TOKENS, together: bool = False
+    ) -> list[Tokens]:
+        """Return what the model says to each prompt, sent one after the other or all at once."""
+        answer = self.ask("generate", prompts=prompts, output_tokens=output_tokens, together=together)
+        answers: list[Tokens] = answer["answers"]
+        return answers
+
+    def served(self, *prompts: Sequence[int], together: bool = False) -> tuple[list[Tokens], dict[str, int]]:
+        """Return what the model says, and how many chunks were loaded for it, by tier."""
+        before = self.settled().loaded()
+        answers = self.generate(*prompts, together=together)
+        after = self.settled().loaded()
+        loaded = {tier: count - before.get(tier, 0) for tier, count in after.items()}
+        return answers, {tier: count for tier, count in loaded.items() if count}
+
+    def metrics(self) -> Metrics:
+        """Return the metrics as they are."""
+        return Metrics([tuple(sample) for sample in self.ask("metrics")["samples"]])
+
+    def step(self) -> None:
+        """Have the engine do some steps that store nothing: what has ended meanwhile is taken in."""
+        self.generate([2, 3], output_tokens=4)
+
+    def until(self, condition: Callable[[Metrics], bool], what: str, patience_s: float = UNTIL_S) -> Metrics:
+        """Keep the engine stepping until its metrics fulfil a condition."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            self.step()
+            metrics = self.metrics()
+            if condition(metrics):
+                return metrics
+            if time.monotonic() > deadline:
+                raise EngineError(f"not within {patience_s} s: {what}\n{metrics}\n{self._end()}")
+
+    def settled(self) -> Metrics:
+        """Keep the engine stepping until all stores and cascades have ended."""
+        return self.until(lambda metrics: metrics.is_idle, "all stores and cascades have ended")
+
+    def reset(self, *, connector: bool = True) -> None:
+        """Forget what is cached on the device, and where asked for, everywhere else."""
+        assert self.ask("reset", connector=connector)["done"]
+
+    # --- reading ---------------------------------------------------------------------------------
+
+    def log(self) -> str:
+        """Return what the engine has logged."""
+        return self._log.read_text(errors="replace")
+
+    def _end(self) -> str:
+        return _end_of(self._log)
+
+    # --- ending ----------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Stop the engine in an orderly way and wait for the end of its process."""
+        if self._pidfd is None:
+            return
+        try:
+            self.ask("stop")
+            self._lines.close()
+            self._channel.close()
+            self._wait_for_end(ANSWER_S)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill every process of the engine with SIGKILL and wait for their end."""
+        if self._pidfd is None:
+            return
+        for pid in _session(self.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._wait_for_end(ANSWER_S)
+        os.close(self._pidfd)
+        self._pidfd = None
+        with suppress(OSError):
+            self._lines.close()
+        self._channel.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.stop()
+        else:
+            self.kill()
+
+    def _wait_for_end(self, patience_s: float) -> None:
+        deadline = time.monotonic() + patience_s
+        poll = select.poll()
+        assert self._pidfd is not None
+        poll.register(self._pidfd, select.POLLIN)
+        if not poll.poll(patience_s * 1000):
+            raise EngineError(f"process {self.pid} has not ended within {patience_s} s\n{self._end()}")
+        while _session(self.pid):
+            if time.monotonic() > deadline:
+                raise EngineError(f"processes {_session(self.pid)} have not ended within {patience_s} s")
+            time.sleep(0.05)
+
+
+def _session(leader: int) -> list[int]:
+    """Return the processes of a session, zombies not counted."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            with suppress(OSError):
+                state, _, _, session = (folder / "stat").read_text().rpartition(") ")[2].split()[:4]
+                if int(session) == leader and state not in "ZX":
+                    found.append(int(folder.name))
+    return found
+
+
+def _end_of(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+
+
+def _arguments(model: Path, extra_config: Config | None, more: Mapping[str, Any]) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "block_size": BLOCK_TOKENS,
+        "num_gpu_blocks_override": 80,
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 2048,
+        "max_num_seqs": 16,
+        "disable_log_stats": False,
+        "seed": 0,
+        **more,
+    }
+    if extra_config is not None:
+        arguments["kv_transfer_config"] = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"spec_name": "KVTierOffloadingSpec", **extra_config},
+        }
+    return arguments
+
+
+def regions() -> list[Path]:
+    """Return the files of primary tiers that are there now."""
+    return sorted(SHARED_MEMORY.glob("kvtier_*"))
+
+
+def chunk_files(root: Path) -> list[Path]:
+    """Return the chunk files below the root of a file tier."""
+    return sorted(path for path in root.glob("*_r0*/*/*/*.bin"))
+
+
+def namespaces(root: Path) -> list[str]:
+    """Return the names of the caches that a root holds."""
+    return sorted(path.parent.name for path in root.glob("*/config.json"))

@@ -1,0 +1,119 @@
+"""What a forked child does: it runs one engine and carries out orders, JSON lines over a socket."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Order = Mapping[str, Any]
+Answer = dict[str, Any]
+
+_METRICS = ("kvtier_", "vllm:kv_offload", "vllm:external_prefix", "vllm:prefix_cache")
+
+
+def serve(channel: socket.socket) -> None:
+    """Carry out orders until the other end hangs up. An error is answered in words."""
+    servant = Servant()
+    with channel.makefile("rw", encoding="utf-8") as lines:
+        for line in lines:
+            order = json.loads(line)
+            carry_out: Callable[[Order], Answer] = getattr(servant, order["do"])
+            try:
+                answer = carry_out(order)
+            except Exception as error:
+                answer = {"error": f"{type(error).__name__}: {error}"}
+                if order["do"] != "start":
+                    raise
+            lines.write(json.dumps(answer) + "\n")
+            lines.flush()
+    servant.stop({})
+
+
+class Servant:
+    """One engine and what can be asked of it."""
+
+    def __init__(self) -> None:
+        self._llm: Any = None
+
+    def make_model(self, order: Order) -> Answer:
+        """Make a random model from the fields of its configuration. Nothing is downloaded."""
+        import torch
+        import transformers
+
+        config = getattr(transformers, order["config"])(**order["fields"])
+        torch.manual_seed(order["seed"])
+        model = getattr(transformers, order["architecture"])(config)
+        model.to(torch.float32).save_pretrained(Path(order["directory"]))
+        return {}
+
+    def start(self, order: Order) -> Answer:
+        """Start the engine with the given arguments."""
+        from vllm import LLM
+
+        self._llm = LLM(**order["arguments"])
+        return {}
+
+    def generate(self, order: Order) -> Answer:
+        """Generate for prompts of token ids, one after the other or all at once."""
+        prompts = [{"prompt_token_ids": prompt} for prompt in order["prompts"]]
+        sampling = _sampling(order["output_tokens"])
+        batches = [prompts] if order["together"] else [[prompt] for prompt in prompts]
+        outputs = [
+            output for batch in batches for output in self._llm.generate(batch, sampling, use_tqdm=False)
+        ]
+        return {"answers": [list(output.outputs[0].token_ids) for output in outputs]}
+
+    def abort(self, order: Order) -> Answer:
+        """Send prompts, do some steps, abort all that has not ended; say how many those were."""
+        engine = self._llm.llm_engine
+        names = [f"{order['name']}-{number}" for number in range(len(order["prompts"]))]
+        for name, prompt in zip(names, order["prompts"], strict=True):
+            engine.add_request(
+                name, {"prompt_token_ids": prompt}, _sampling(order["output_tokens"], delta=False)
+            )
+        ended = set()
+        for _ in range(order["steps"]):
+            ended |= {output.request_id for output in engine.step() if output.finished}
+        engine.abort_request([name for name in names if name not in ended])
+        return {"aborted": len(names) - len(ended)}
+
+    def metrics(self, order: Order) -> Answer:
+        """Return the samples of the engine's metrics that concern offloading, as an endpoint shows them."""
+        return {"samples": [[name, labels, value] for name, labels, value in _samples()]}
+
+    def reset(self, order: Order) -> Answer:
+        """Forget what is cached on the device, and with ``connector`` everywhere else."""
+        done = self._llm.reset_prefix_cache(reset_connector=order["connector"])
+        return {"done": bool(done)}
+
+    def stop(self, order: Order) -> Answer:
+        """Stop the engine in an orderly way."""
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+        return {}
+
+
+def _sampling(output_tokens: int, delta: bool = False) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+
+
+def _samples() -> Iterator[tuple[str, dict[str, str], float]]:
+    from prometheus_client import REGISTRY
+
+    for metric in REGISTRY.collect():
+        if metric.name.startswith(_METRICS):
+            for sample in metric.samples:
+                yield sample.name, dict(sample.labels), sample.value
+
+
+def described() -> Sequence[str]:
+    """Return the names of all metrics that are registered."""
+    from prometheus_client import REGISTRY
+
+    return [metric.name for metric in REGISTRY.collect()]
