@@ -10,6 +10,7 @@ from kvtier.config import TieringConfig
 from kvtier.core.admission import Limits, TierGate
 from kvtier.core.policies.base import EvictionPolicy
 from kvtier.core.tiering import Tiering
+from kvtier.errors import ConfigError
 from kvtier.executor import NamedTier
 from kvtier.tiers import registry
 
@@ -56,8 +57,6 @@ def slots_for(config: TieringConfig, chunk_bytes: int) -> int:
     Raises:
         ConfigError: not even one does.
     """
-    from kvtier.errors import ConfigError
-
     slots = int(config.cpu_bytes_to_use) // chunk_bytes
     if not slots:
         raise ConfigError(

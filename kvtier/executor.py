@@ -14,10 +14,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
 import anyio.to_thread
 
 from kvtier.core.messages import Answer, Command, Event, Fetch, Fetched, Put, PutEnded, Reset, TierDown
@@ -30,6 +31,10 @@ from kvtier.tiers.seal import Verdict, check, seal
 logger = logging.getLogger("kvtier.executor")
 
 Post = Callable[[Event], None]
+T = TypeVar("T")
+
+_SEAL_THREADS = 4
+_CLOSE_GRACE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +53,25 @@ class Executor:
         identity: the cache that all chunks belong to.
         memory: where the slots are.
         post: called on the loop with each event.
+        close_s: seconds that a tier has to close.
     """
 
     def __init__(
-        self, tiers: Sequence[NamedTier], identity: Identity, memory: SlotMemory, post: Post
+        self,
+        tiers: Sequence[NamedTier],
+        identity: Identity,
+        memory: SlotMemory,
+        post: Post,
+        *,
+        close_s: float = 5.0,
     ) -> None:
+        threads = anyio.CapacityLimiter(_SEAL_THREADS)  # not the loop's own: others may use that up
         self._runners = [
-            _TierRunner(index, named, identity, memory, self._posted) for index, named in enumerate(tiers)
+            _TierRunner(index, named, identity, memory, self._posted, threads)
+            for index, named in enumerate(tiers)
         ]
         self._post = post
+        self._close_s = close_s
         self._progress = anyio.Event()
         self._tasks: anyio.abc.TaskGroup | None = None
 
@@ -69,10 +84,14 @@ class Executor:
     async def __aexit__(self, *exc: object) -> None:
         assert self._tasks is not None
         self._tasks.cancel_scope.cancel()
-        await self._tasks.__aexit__(None, None, None)  # waits for transfers that still touch slots
-        with anyio.CancelScope(shield=True):
-            for runner in self._runners:
-                await runner.close()
+        try:
+            await self._tasks.__aexit__(None, None, None)  # waits for transfers that still touch slots
+        finally:
+            await until_done(asyncio.ensure_future(self._close_tiers()))
+
+    async def _close_tiers(self) -> None:
+        for runner in self._runners:
+            await runner.close(self._close_s)
 
     def submit(self, commands: Iterable[Command]) -> None:
         """Start commands. Called on the loop."""
@@ -80,8 +99,10 @@ class Executor:
         for command in commands:
             runner = self._runners[command.tier]
             if isinstance(command, Fetch):
+                runner.running += 1
                 self._tasks.start_soon(runner.fetch, command, runner.era)
             elif isinstance(command, Put):
+                runner.running += 1
                 self._tasks.start_soon(runner.put, command, runner.era)
             else:
                 previous, runner.era = runner.era, anyio.Event()
@@ -109,11 +130,17 @@ class _TierRunner:
     Attributes:
         era: set when the tier may be used; another one after each reset. A command belongs to the era
             in which it was submitted, and is not begun in a later one: its bytes would come back.
-        running: commands that have not ended.
+        running: puts and fetches that were submitted and have not ended.
     """
 
     def __init__(
-        self, index: int, named: NamedTier, identity: Identity, memory: SlotMemory, post: Post
+        self,
+        index: int,
+        named: NamedTier,
+        identity: Identity,
+        memory: SlotMemory,
+        post: Post,
+        threads: anyio.CapacityLimiter,
     ) -> None:
         self.index = index
         self.name = named.name
@@ -122,6 +149,7 @@ class _TierRunner:
         self._tier = named.tier
         self._memory = memory
         self._post = post
+        self._threads = threads
         self._context = TierContext(named.name, identity, memory.chunk_bytes)
         self._digest = identity.short_digest
         width = named.tier.config.max_concurrency
@@ -136,29 +164,34 @@ class _TierRunner:
         try:
             await self._tier.open(self._context)
             self._is_open = True
-        except Exception as error:
+        except BaseException as error:
+            _require_fault(error)
             self._fail(f"cannot be opened: {_words(error)}")
         self._first_era.set()
 
-    async def close(self) -> None:
-        if self._is_open:
+    async def close(self, close_s: float) -> None:
+        if not self._is_open:
+            return
+        with anyio.move_on_after(close_s) as scope:
             try:
                 await self._tier.aclose()
             except Exception:
                 logger.exception("tier %s: closing failed", self.name)
+        if scope.cancelled_caught:
+            logger.error("tier %s: closing was given up after %g s", self.name, close_s)
 
     async def reset(self, command: Reset, previous: anyio.Event, era: anyio.Event) -> None:
         await previous.wait()
         try:
             if self._down is None:
                 await self._tier.reset()
-        except Exception as error:
+        except BaseException as error:
+            _require_fault(error)
             # What it holds may be stale and can not be told apart: it must not be asked again.
             self._fail(f"cannot be reset to epoch {command.epoch}: {_words(error)}")
         era.set()
 
     async def put(self, command: Put, era: anyio.Event) -> None:
-        self.running += 1
         started = time.perf_counter()
         outcome = Outcome.all(Status.FAILED, len(command.keys), "cancelled")
         try:
@@ -166,7 +199,7 @@ class _TierRunner:
             async with self._puts:
                 started = time.perf_counter()
                 outcome = await self._put(command, era)
-        except Exception as error:
+        except BaseException as error:
             outcome = self._failure("put", command.keys, error)
         finally:
             self.running -= 1
@@ -174,7 +207,6 @@ class _TierRunner:
             self._post(PutEnded(command.id, kept, outcome.reasons, time.perf_counter() - started))
 
     async def fetch(self, command: Fetch, era: anyio.Event) -> None:
-        self.running += 1
         started = time.perf_counter()
         answers: Sequence[Answer] = (Answer.MISSING,) * len(command.keys)
         outcome = Outcome((), {"cancelled": len(command.keys)})
@@ -183,7 +215,7 @@ class _TierRunner:
             async with self._gets:
                 started = time.perf_counter()
                 answers, outcome = await self._fetch(command, era)
-        except Exception as error:
+        except BaseException as error:
             outcome = self._failure("get", command.keys, error)
         finally:
             self.running -= 1
@@ -193,7 +225,8 @@ class _TierRunner:
         self._require_usable(era)
         batch = Batch(command.keys, command.slots, self._memory)
         if not self._tier.verifies:
-            await anyio.to_thread.run_sync(_seal_all, batch, self._digest)
+            await self._in_thread(_seal_all, batch, self._digest)
+            self._require_usable(era)  # the tier would take what comes now for a put of the new era
         return _complete(await self._tier.put(batch), len(batch))
 
     async def _fetch(self, command: Fetch, era: anyio.Event) -> tuple[list[Answer], Outcome]:
@@ -228,7 +261,7 @@ class _TierRunner:
         outcome = _complete(await self._tier.get(batch), len(batch))
         if self._tier.verifies:
             return outcome
-        verdicts = await anyio.to_thread.run_sync(_check_all, batch, outcome.statuses, self._digest)
+        verdicts = await self._in_thread(_check_all, batch, outcome.statuses, self._digest)
         bad = [(key, verdict) for key, verdict in zip(batch.keys, verdicts, strict=True) if verdict]
         if not bad:
             return outcome
@@ -241,8 +274,18 @@ class _TierRunner:
             reason = verdict.name.lower()
             reasons[reason] = reasons.get(reason, 0) + 1
             logger.error("tier %s: chunk %s is not what was put: %s", self.name, key.hex(), reason)
-        await self._tier.discard([key for key, _ in bad])
+        await self._discard([key for key, _ in bad])
         return Outcome(statuses, reasons)
+
+    async def _discard(self, keys: Sequence[OffloadKey]) -> None:
+        """Forget chunks that are no good; where that fails they will be found no good again."""
+        try:
+            await self._tier.discard(keys)
+        except Exception as error:
+            logger.warning("tier %s: discard of %d chunks failed: %s", self.name, len(keys), _words(error))
+
+    async def _in_thread(self, function: Callable[..., T], *args: object) -> T:
+        return await anyio.to_thread.run_sync(function, *args, limiter=self._threads)
 
     def _require_usable(self, era: anyio.Event) -> None:
         if self._down is not None:
@@ -250,7 +293,8 @@ class _TierRunner:
         if era is not self.era:
             raise _NotBegunError("reset")
 
-    def _failure(self, verb: str, keys: Sequence[OffloadKey], error: Exception) -> Outcome:
+    def _failure(self, verb: str, keys: Sequence[OffloadKey], error: BaseException) -> Outcome:
+        _require_fault(error)
         if isinstance(error, _NotBegunError):
             return Outcome.all(Status.FAILED, len(keys), str(error))
         logger.warning("tier %s: %s of %d chunks failed: %s", self.name, verb, len(keys), _words(error))
@@ -266,10 +310,45 @@ class _NotBegunError(Exception):
     """A command was not begun; the text is the reason that is counted."""
 
 
+async def until_done(future: asyncio.Future[T]) -> T:
+    """Wait for the end of what cannot be stopped, however often the task is cancelled meanwhile.
+
+    A shielded scope alone is not enough: it does not hold off ``Task.cancel``, which is what
+    ``asyncio.timeout`` does.
+
+    Raises:
+        What the future has raised, or the cancellation that came meanwhile.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    with anyio.CancelScope(shield=True):
+        while not future.done():
+            try:
+                await asyncio.wait((future,))
+            except asyncio.CancelledError as error:
+                cancelled = error
+    if not future.cancelled():
+        future.exception()  # looked at, or asyncio complains where the cancellation is raised instead
+    if cancelled is not None:
+        raise cancelled
+    await anyio.lowlevel.checkpoint_if_cancelled()
+    return future.result()
+
+
+def _require_fault(error: BaseException) -> None:
+    """Raise ``error`` unless it is a tier's fault; a cancellation that nobody asked for is one."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise error
+    elif not isinstance(error, Exception | SystemExit):
+        raise error
+
+
 def _complete(outcome: Outcome, count: int) -> Outcome:
+    """Check what a tier returned: the core relies on it, in the engine's thread."""
     if len(outcome.statuses) != count:
         raise TierError(f"the outcome has {len(outcome.statuses)} statuses for {count} chunks")
-    return outcome
+    return Outcome(tuple(outcome.statuses), {str(name): int(n) for name, n in outcome.reasons.items()})
 
 
 def _seal_all(batch: Batch, digest: bytes) -> None:
@@ -295,6 +374,8 @@ class ExecutorThread:
     The owner submits and takes from one thread. Commands go over in a deque with one wake-up for all
     that are submitted before the loop runs; events come back in another deque. No lock is held.
 
+    Whatever becomes of the thread, a command that it does not take any more is answered all the same.
+
     Args:
         make: makes the executor, given the function that it posts events with. Called in the thread.
     """
@@ -305,6 +386,7 @@ class ExecutorThread:
         self._inbox: deque[Sequence[Command]] = deque()
         self._woken = False
         self._closing = False
+        self._ended = False
         self._drain_s = 0.0
         self._wake: Callable[[], object] = lambda: None
         self._started = threading.Event()
@@ -319,9 +401,11 @@ class ExecutorThread:
             raise self._error
 
     def submit(self, commands: Sequence[Command]) -> None:
-        """Hand commands over."""
+        """Hand commands over. Raises nothing: where the thread has ended they fail at once."""
         self._inbox.append(commands)
-        if not self._woken:
+        if self._ended:
+            self._refuse_inbox()
+        elif not self._woken:
             self._woken = True
             self._wake()
 
@@ -347,12 +431,15 @@ class ExecutorThread:
             self._error = error
             logger.exception("the executor has ended: the tiers are not used any more")
         finally:
+            self._ended = True
+            self._refuse_inbox()
             self._started.set()
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
         wakeup = asyncio.Event()
-        self._wake = lambda: loop.call_soon_threadsafe(wakeup.set)
+        wakeup.set()  # for what was submitted before
+        self._wake = lambda: _call_soon(loop, wakeup.set)
         async with self._make(self.events.append) as executor:
             self._started.set()
             while not self._closing or self._inbox:
@@ -364,5 +451,25 @@ class ExecutorThread:
             with anyio.move_on_after(self._drain_s):
                 await executor.drained()
 
+    def _refuse_inbox(self) -> None:
+        """Answer what nobody takes any more. The two threads may both do this: a command is popped once."""
+        while True:
+            try:
+                commands = self._inbox.popleft()
+            except IndexError:
+                return
+            for command in commands:
+                self.events.append(TierDown(command.tier, "the executor has ended"))
+                if isinstance(command, Put):
+                    kept = (False,) * len(command.keys)
+                    self.events.append(PutEnded(command.id, kept, {"down": len(kept)}))
+                elif isinstance(command, Fetch):
+                    answers = (Answer.MISSING,) * len(command.keys)
+                    self.events.append(Fetched(command.id, answers, {"down": len(answers)}))
 
-_CLOSE_GRACE_S = 2.0
+
+def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+    try:
+        loop.call_soon_threadsafe(callback)
+    except RuntimeError:
+        logger.debug("the executor's loop is closed: nobody is to be woken")

@@ -15,17 +15,16 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import anyio
-import anyio.lowlevel
 import anyio.to_thread
 
-from kvtier.core.messages import Event, SlotsReady
+from kvtier.core.messages import Event, SlotsReady, TierDown
 from kvtier.core.requests import Request
 from kvtier.core.states import ChunkState, Lookup
 from kvtier.core.tiering import Tiering
 from kvtier.core.transfers import Pinned
 from kvtier.device.base import Blocks, Finished, TransferEngine
-from kvtier.errors import TransferError
-from kvtier.executor import Executor, NamedTier
+from kvtier.errors import StateError, TransferError
+from kvtier.executor import Executor, NamedTier, until_done
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, group_index
 from kvtier.memory.region import Region
@@ -83,12 +82,16 @@ class Acquired:
     def __init__(self, manager: TieringManager, keys: Sequence[OffloadKey], pinned: Pinned) -> None:
         self.keys = tuple(keys)
         self._manager = manager
-        self._pinned = pinned
+        self._pinned: Pinned | None = pinned
 
     @property
     def views(self) -> tuple[memoryview, ...]:
-        """The chunks' bytes, read-only; not to be used after the chunks are given back."""
-        return tuple(self._manager.view(slot).toreadonly() for slot in self._pinned.slots)
+        """The chunks' bytes, read-only; not to be used after the chunks are given back.
+
+        Raises:
+            StateError: they were given back before.
+        """
+        return tuple(self._manager.view(slot).toreadonly() for slot in self._slots)
 
     async def load(self, blocks: Sequence[int]) -> None:
         """Copy the chunks to the device.
@@ -97,15 +100,28 @@ class Acquired:
             blocks: block ids, ``blocks_per_chunk`` for each of ``keys``, in their order.
 
         Raises:
+            StateError: the chunks were given back before.
             TransferError: the device copy failed.
+            ValueError: ``blocks`` does not fit ``keys``.
         """
-        await self._manager.copy_to_device(self.keys, self._pinned.slots, blocks)
+        await self._manager.copy_to_device(self.keys, self._slots, blocks)
+
+    def give_back(self) -> None:
+        """Forget the slots: they are given to other chunks."""
+        self._pinned = None
+
+    @property
+    def _slots(self) -> list[int]:
+        if self._pinned is None:
+            raise StateError("the chunks were given back: use them inside of the acquire block")
+        return self._pinned.slots
 
 
 class TieringManager:
     """Stores, finds and loads chunks. Made by ``kvtier.open_manager``; an async context manager.
 
-    All calls come from tasks of the event loop that it was entered on.
+    All calls come from tasks of the event loop that it was entered on. Before it is entered and from
+    ``aclose`` on, they raise StateError.
     """
 
     def __init__(
@@ -128,6 +144,7 @@ class TieringManager:
         self._drain_s = drain_s
         self._executor = Executor(tiers, identity, region, self._on_event)
         self._stack = AsyncExitStack()
+        self._is_open = False
         self._changed = anyio.Event()
         self._copies: dict[int, asyncio.Future[Finished]] = {}
         self._last_copy = 0
@@ -141,11 +158,16 @@ class TieringManager:
             loop.call_soon_threadsafe(self._on_event, SlotsReady(slots))
             loop.call_soon_threadsafe(first_slots.set)
 
+        self._region.populate(slots_ready)  # raises where the manager was closed before
         self._engine.set_wakeup(lambda: loop.call_soon_threadsafe(self._collect_copies))
         await self._stack.enter_async_context(self._executor)
-        self._region.populate(slots_ready)
-        with anyio.move_on_after(_FIRST_SLOTS_S):
-            await first_slots.wait()
+        self._is_open = True
+        try:
+            with anyio.move_on_after(_FIRST_SLOTS_S):
+                await first_slots.wait()
+        except BaseException:
+            await self.aclose()
+            raise
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -165,18 +187,22 @@ class TieringManager:
     @asynccontextmanager
     async def acquire(self, keys: Sequence[OffloadKey]) -> AsyncIterator[Acquired]:
         """Find the leading ``keys`` that can be had, and keep them in the primary tier meanwhile."""
+        self._require_open()
         request = Request()
         try:
             count = await self._find(keys, request)
             pinned = self._core.acquire(keys[:count], request)
+            acquired = Acquired(self, keys[:count], pinned)
             self._settle()
             try:
-                yield Acquired(self, keys[:count], pinned)
+                yield acquired
             finally:
+                acquired.give_back()
                 self._core.release(pinned)
         finally:
             self._core.close(request)
             self._settle()
+            self._notify()  # what was held for this request is there for others
 
     async def load(self, keys: Sequence[OffloadKey], blocks: Sequence[int]) -> int:
         """Copy the leading ``keys`` that can be had to the device.
@@ -214,6 +240,7 @@ class TieringManager:
             TransferError: the device copy failed; nothing was stored.
             ValueError: ``blocks`` does not fit ``keys``.
         """
+        self._require_open()
         self._require_fit(keys, blocks)
         reservation = self._core.reserve(keys)
         if reservation is None or not reservation.keys:
@@ -226,12 +253,14 @@ class TieringManager:
         committed = False
         try:
             await self._copy(self._engine.submit_store, reservation.keys, mine, reservation.slots)
+            self._core.settle(time.monotonic())  # a tier whose puts are overdue is given no more
             self._core.commit(reservation, time.monotonic())
             committed = True
         finally:
             if not committed:
                 self._core.abort(reservation)
             self._dispatch()
+            self._notify()
         return len(reservation.keys)
 
     async def reset(self) -> None:
@@ -239,8 +268,10 @@ class TieringManager:
 
         For new weights. Returns when every tier has done so; a tier that cannot is not used any more.
         """
+        self._require_open()
         self._core.reset()
         self._dispatch()
+        self._notify()
         await self._executor.settled()
 
     def statistics(self) -> Statistics:
@@ -268,17 +299,22 @@ class TieringManager:
     async def aclose(self) -> None:
         """Let puts under way end, for as long as ``drain_on_shutdown_s`` says; give everything back.
 
-        To be called by the task that entered the manager; leaving ``async with`` does so.
+        Lookups under way end with what is there by then, device copies in full. To be called by the
+        task that entered the manager; leaving ``async with`` does so. May be called again.
         """
+        if not self._is_open:
+            return
+        self._is_open = False
         try:
             with anyio.move_on_after(self._drain_s):
                 await self.drain()
         finally:
-            await self._stack.aclose()
-            self._engine.set_wakeup(None)
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(self._engine.close)
-                await anyio.to_thread.run_sync(self._region.close)
+            for tier in range(len(self._core.ledger.tiers)):
+                self._on_event(TierDown(tier, "closed"))  # so that nothing more is asked of them
+            try:
+                await self._stack.aclose()
+            finally:
+                await until_done(asyncio.ensure_future(self._close_memory()))
 
     # --- for Acquired ----------------------------------------------------------------------------
 
@@ -297,12 +333,14 @@ class TieringManager:
 
     async def _find(self, keys: Sequence[OffloadKey], request: Request) -> int:
         """Look up until nothing is pending; return how many leading keys are HIT in this very round."""
-        while True:
-            hits, pending = self._scan(keys, request)
-            if not pending:
-                return hits
+        hits, pending = self._scan(keys, request)
+        while pending:
             self._settle()
-            await self._next_change()
+            hits, pending = self._scan(keys, request)  # a deadline, or a tier that is down, answers at once
+            if pending:
+                await self._next_change()
+                hits, pending = self._scan(keys, request)
+        return hits
 
     def _scan(self, keys: Sequence[OffloadKey], request: Request) -> tuple[int, bool]:
         pending = False
@@ -327,13 +365,14 @@ class TieringManager:
         slots: Sequence[int],
     ) -> None:
         """Submit a device copy and wait for its true end, cancelled or not."""
-        self._last_copy += 1
-        submit(self._last_copy, *self._by_group(keys, blocks, slots))
-        future: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
-        self._copies[self._last_copy] = future
-        with anyio.CancelScope(shield=True):
-            finished = await future
-        await anyio.lowlevel.checkpoint_if_cancelled()
+        copy = self._last_copy = self._last_copy + 1
+        submit(copy, *self._by_group(keys, blocks, slots))
+        self._copies[copy] = asyncio.get_running_loop().create_future()
+        try:
+            finished = await until_done(self._copies[copy])
+        finally:
+            del self._copies[copy]  # only now: what follows it at once is part of what drain() waits for
+            self._notify()
         if finished.error is not None:
             raise TransferError(f"a copy of {len(keys)} chunks failed: {finished.error}") from finished.error
 
@@ -360,6 +399,17 @@ class TieringManager:
         if groups := {group_index(key) for key in keys if group_index(key) >= self._groups}:
             raise ValueError(f"there are {self._groups} groups; keys name group {min(groups)}")
 
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise StateError("the manager is not open: use it inside of its async with block")
+
+    async def _close_memory(self) -> None:
+        """Wait for device copies under way, tell their tasks, and give the memory back."""
+        await anyio.to_thread.run_sync(self._engine.close)
+        self._engine.set_wakeup(None)
+        self._collect_copies()
+        await anyio.to_thread.run_sync(self._region.close)
+
     def _settle(self) -> None:
         self._core.settle(time.monotonic())
         self._dispatch()
@@ -376,8 +426,7 @@ class TieringManager:
 
     def _collect_copies(self) -> None:
         for finished in self._engine.finished():
-            self._copies.pop(finished.transfer_id).set_result(finished)
-        self._notify()
+            self._copies[finished.transfer_id].set_result(finished)
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, anyio.Event()

@@ -11,6 +11,8 @@ from kvtier.keys import OffloadKey
 NO_KEY = OffloadKey(b"")
 _EVICTED = CHUNK_MOVES[ChunkEvent.EVICTED]
 _FILLED = CHUNK_MOVES[ChunkEvent.FILLED]
+_FAILED = CHUNK_MOVES[ChunkEvent.FAILED]
+_FREED = CHUNK_MOVES[ChunkEvent.FREED]
 
 
 class Chunk:
@@ -117,11 +119,17 @@ class ChunkTable:
 
     def failed(self, chunks: Iterable[Chunk]) -> None:
         """End copies that brought nothing: the chunks are never seen, the slots are free."""
+        visible = self.visible
         for chunk in chunks:
-            if self.visible.get(chunk.key) is chunk:
-                del self.visible[chunk.key]
-            chunk.move(ChunkEvent.FAILED)
-            self._drop_pin(chunk)
+            if visible.get(chunk.key) is chunk:
+                del visible[chunk.key]
+            try:
+                chunk.state = _FAILED[chunk.state]
+            except KeyError:
+                forbidden(chunk, chunk.state, ChunkEvent.FAILED)
+            chunk.pins -= 1
+            if not chunk.pins:
+                self._free(chunk)
 
     def show(self, chunk: Chunk) -> None:
         """Let a landed chunk be found by its key."""
@@ -165,6 +173,9 @@ class ChunkTable:
             self._free(chunk)
 
     def _free(self, chunk: Chunk) -> None:
-        chunk.move(ChunkEvent.FREED)
+        try:
+            chunk.state = _FREED[chunk.state]
+        except KeyError:
+            forbidden(chunk, chunk.state, ChunkEvent.FREED)
         chunk.key, chunk.origin = NO_KEY, None
         self.free.append(chunk)

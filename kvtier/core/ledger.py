@@ -47,7 +47,7 @@ class Ledger:
         self.transfers: dict[int, Transfer] = {}
         self.commands: list[Command] = []
         self.changes: list[Change] = []
-        self._track_changes = track_changes
+        self.tracks_changes = track_changes
         self._earliest_s = inf  # no running transfer has an earlier deadline
         self._last_id = 0
 
@@ -101,5 +101,5 @@ class Ledger:
 
     def note(self, keys: Sequence[OffloadKey], tier: int | None = None, *, removed: bool = False) -> None:
         """Note a change of what is available, for those who publish it."""
-        if self._track_changes and keys:
+        if self.tracks_changes and keys:
             self.changes.append(Change(tuple(keys), tier, removed))

@@ -24,6 +24,8 @@ class Promotions:
         landing: chunks being fetched, or fetched and held for a request. They count against the
             promotion budget.
         holders: requests for which something is pending, first come first.
+        budget: slots that promotions may hold in all.
+        reserve: slots to keep free, for chunks that may land.
     """
 
     def __init__(self, ledger: Ledger, windowed_groups: frozenset[int]) -> None:
@@ -32,17 +34,13 @@ class Promotions:
         self._ledger = ledger
         self._windowed = windowed_groups
         self._fetching: dict[OffloadKey, Transfer] = {}
+        self.resize(0)
 
-    @property
-    def budget(self) -> int:
-        """Slots that promotions may hold in all."""
-        return max(1, int(len(self._ledger.table.all) * self._ledger.limits.promotion_budget))
-
-    @property
-    def reserve(self) -> int:
-        """Slots to keep free, for chunks that may land."""
-        share = int(len(self._ledger.table.all) * self._ledger.limits.landing_reserve)
-        return min(self.budget, share) if self._ledger.tiers else 0
+    def resize(self, slots: int) -> None:
+        """Learn how many slots there are."""
+        limits = self._ledger.limits
+        self.budget = max(1, int(slots * limits.promotion_budget))
+        self.reserve = min(self.budget, int(slots * limits.landing_reserve)) if self._ledger.tiers else 0
 
     @property
     def _room(self) -> int:
@@ -255,7 +253,7 @@ class Promotions:
         counts, name = self._ledger.counts, self._ledger.tiers[transfer.tier].name
         counts["fetched", name] += len(landed)
         counts["get_seconds", name] += event.seconds
-        counts["absent", name] += sum(answer is Answer.MISSING for answer in event.answers)
+        counts["absent", name] += event.answers.count(Answer.MISSING)
         for reason, count in event.reasons.items():
             counts["get_failed", name, reason] += count
 

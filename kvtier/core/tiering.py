@@ -108,9 +108,7 @@ class Tiering:
                 continue
             if request.wanted:
                 self._defer(request, now_s)
-            elif request.state is RequestState.EXPIRED:
-                self.promotions.unhold(request)
-            else:
+            elif request.state is not RequestState.EXPIRED:
                 self.served(request)
         for request in list(self.promotions.holders):
             if request.deadline_s is not None and request.deadline_s <= now_s:
@@ -238,7 +236,8 @@ class Tiering:
         takers = self._takers(len(chunks)) if self._tiered else []
         ready = self.table.filled(chunks, pins=len(takers))
         self._counts["stored",] += len(ready)
-        self.ledger.note([chunk.key for chunk in ready])
+        if self.ledger.tracks_changes:
+            self.ledger.note([chunk.key for chunk in ready])
         for tier, count in takers:
             self._cascade(tier, ready[:count], now_s)
             self.table.unpin(ready[count:])
@@ -294,6 +293,7 @@ class Tiering:
             self._put_ended(event)
         elif isinstance(event, SlotsReady):
             self.table.add_slots(event.slots)
+            self.promotions.resize(len(self.table.all))
         elif isinstance(event, TierDown):
             self.ledger.tiers[event.tier].down = event.reason
 
@@ -336,11 +336,11 @@ class Tiering:
         transfer, _ = self.ledger.end(event.id)
         gate = self.ledger.tiers[transfer.tier]
         gate.backlog -= len(transfer.chunks)
-        kept = [chunk for chunk, ok in zip(transfer.chunks, event.kept, strict=True) if ok]
-        self._counts["put", gate.name] += len(kept)
+        self._counts["put", gate.name] += sum(event.kept)
         self._counts["put_seconds", gate.name] += event.seconds
         for reason, count in event.reasons.items():
             self._counts["put_failed", gate.name, reason] += count
-        # What was reset meanwhile was kept in vain.
-        self.ledger.note([chunk.key for chunk in kept if chunk.state is _READY], transfer.tier)
+        if self.ledger.tracks_changes:  # what was reset meanwhile was kept in vain
+            kept = [chunk for chunk, ok in zip(transfer.chunks, event.kept, strict=True) if ok]
+            self.ledger.note([chunk.key for chunk in kept if chunk.state is _READY], transfer.tier)
         self.table.unpin(transfer.chunks)

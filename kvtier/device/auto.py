@@ -9,7 +9,7 @@ from kvtier.errors import ConfigError
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
 
-BACKENDS = {"cpu": "CpuTransferEngine"}
+BACKENDS = {"cpu": "CpuTransferEngine", "cuda": "CudaTransferEngine"}
 """The backends of this version: the module beside this one, which is named like the device type of
 its tensors, and its class."""
 

@@ -41,19 +41,28 @@ class CopyPlanner:
         layout: where the pages lie in a slot.
         address: address of slot 0, as the copying device sees it.
         slots: number of slots.
+        piece_slots: no copy crosses a multiple of so many slots; None where that does not matter.
 
     Raises:
         ValueError: the layout is of other tensors.
     """
 
-    def __init__(self, kv_caches: KVCaches, layout: SlotLayout, address: int, slots: int) -> None:
+    def __init__(
+        self,
+        kv_caches: KVCaches,
+        layout: SlotLayout,
+        address: int,
+        slots: int,
+        piece_slots: int | None = None,
+    ) -> None:
         if kv_caches.page_bytes != layout.page_bytes:
             raise ValueError(
                 f"the tensors have pages of {kv_caches.page_bytes}, the layout of {layout.page_bytes}"
             )
         self._blocks_per_chunk = layout.blocks_per_chunk
         self._slots = slots
-        self._groups = [_Group(kv_caches, refs, layout, address) for refs in kv_caches.groups]
+        piece = slots if piece_slots is None else piece_slots
+        self._groups = [_Group(kv_caches, refs, layout, address, piece) for refs in kv_caches.groups]
 
     def store(self, blocks: Blocks, slots: Sequence[int]) -> CopyPlan:
         """Plan the copies from ``blocks`` to ``slots``.
@@ -102,7 +111,9 @@ class CopyPlanner:
 class _Group:
     """The addresses of one group's pages: a base and two strides for each tensor it has pages in."""
 
-    def __init__(self, caches: KVCaches, refs: Sequence[PageRef], layout: SlotLayout, address: int) -> None:
+    def __init__(
+        self, caches: KVCaches, refs: Sequence[PageRef], layout: SlotLayout, address: int, piece_slots: int
+    ) -> None:
         used: dict[int, int] = {}  # a tensor that a group names twice is copied once
         for ref in refs:
             used[ref.tensor] = max(ref.page_bytes, used.get(ref.tensor, 0))
@@ -113,7 +124,9 @@ class _Group:
         sparse = [i for i in used if i not in dense]
         self._dense = _Pages(caches, dense, used, layout, address)
         self._sparse = _Pages(caches, sparse, used, layout, address)
-        self._slots_join = layout.chunk_bytes == layout.worker_bytes and len(layout.page_bytes) == 1
+        # A tensor's pages in the next slot follow only where a slot holds nothing else.
+        slots_join = layout.chunk_bytes == layout.worker_bytes and len(layout.page_bytes) == 1
+        self._joined_blocks = layout.blocks_per_chunk * (piece_slots if slots_join else 1)
 
     def pairs(
         self, ids: _Integers, slots: _Integers, first: int
@@ -137,8 +150,7 @@ class _Group:
         breaks = np.empty(len(ids), dtype=np.bool_)
         breaks[0] = True
         np.logical_or(ids[1:] - ids[:-1] != 1, places[1:] - places[:-1] != 1, out=breaks[1:])
-        if not self._slots_join:  # a tensor's pages in the next slot are elsewhere
-            breaks |= places % self._blocks_per_chunk == 0
+        breaks |= places % self._joined_blocks == 0
         return np.flatnonzero(breaks)
 
 

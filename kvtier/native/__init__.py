@@ -19,9 +19,13 @@ from typing import Final
 
 import crc32c as _crc32c
 
-ABI: Final = 1  # KVT_ABI in kvtier_native.c
+ABI: Final = 3  # KVT_ABI in kvtier_native.c
 LIBRARY_NAME: Final = "libkvtier_native.so"
 _MADV_POPULATE_WRITE: Final = 23
+_COPY_EITHER_WAY: Final = 4  # as in kvtier_native.c
+_CopyAsync: Final = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
+)
 
 _log = logging.getLogger("kvtier.native")
 
@@ -34,20 +38,22 @@ def _load() -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(str(path))
         found = int(library.kvt_abi())
+        if found == ABI:
+            _declare(library)
+            return library
     except (OSError, AttributeError) as error:
         _log.warning("the native helper %s cannot be loaded, Python is used: %s", path, error)
         return None
-    if found != ABI:
-        _log.warning("the native helper %s is version %d, not %d; Python is used", path, found, ABI)
-        return None
-    _declare(library)
-    return library
+    _log.warning("the native helper %s is version %d, not %d; Python is used", path, found, ABI)
+    return None
 
 
 def _declare(library: ctypes.CDLL) -> None:
     address, size, u32 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32
     library.kvt_copy_batch.argtypes = [address, address, address, size]
     library.kvt_copy_batch.restype = None
+    library.kvt_copy_batch_async.argtypes = [address, address, address, address, size, address]
+    library.kvt_copy_batch_async.restype = ctypes.c_int
     library.kvt_crc32c.argtypes = [u32, address, size]
     library.kvt_crc32c.restype = u32
     library.kvt_populate.argtypes = [address, size]
@@ -55,7 +61,14 @@ def _declare(library: ctypes.CDLL) -> None:
     for name in ("kvt_files_put", "kvt_files_get", "kvt_files_contains", "kvt_files_discard"):
         getattr(library, name).argtypes = [address, size, size]
         getattr(library, name).restype = ctypes.c_int64
-    library.kvt_files_get.restype = library.kvt_files_contains.restype = None
+    library.kvt_files_contains.restype = None
+    for name in ("kvt_pool_put", "kvt_pool_get"):
+        getattr(library, name).argtypes = [address, address, size, size, size]
+        getattr(library, name).restype = ctypes.c_int64
+    library.kvt_pool_open.argtypes = [size]
+    library.kvt_pool_open.restype = address
+    library.kvt_pool_close.argtypes = [address]
+    library.kvt_pool_close.restype = None
     for name in ("kvt_tree_bytes", "kvt_tree_remove"):
         getattr(library, name).argtypes = [ctypes.c_int, ctypes.c_char_p, address]
         getattr(library, name).restype = ctypes.c_int64
@@ -82,6 +95,30 @@ def copy_batch(src: int, dst: int, sizes: int, count: int) -> None:
         numbers.from_address(src), numbers.from_address(dst), numbers.from_address(sizes), strict=True
     ):
         ctypes.memmove(target, source, size)
+
+
+def copy_batch_async(function: int, src: int, dst: int, sizes: int, count: int, stream: int) -> int:
+    """Give ``count`` copies to a stream of an accelerator, with the accelerator's own function.
+
+    Args:
+        function: address of ``cudaMemcpyAsync``, or of a function with its arguments.
+        src, dst, sizes, count: as in ``copy_batch``; addresses as the accelerator sees them.
+        stream: the stream's handle.
+
+    Returns:
+        0, or the error code of the first copy that was refused. Those before it are under way.
+    """
+    if library is not None:
+        return int(library.kvt_copy_batch_async(function, src, dst, sizes, count, stream))
+    copy = _CopyAsync(function)
+    numbers = ctypes.c_uint64 * count
+    for source, target, size in zip(
+        numbers.from_address(src), numbers.from_address(dst), numbers.from_address(sizes), strict=True
+    ):
+        code = copy(target, source, size, _COPY_EITHER_WAY, stream)
+        if code:
+            return int(code)
+    return 0
 
 
 def crc32c(address: int, length: int, value: int = 0) -> int:
@@ -111,4 +148,13 @@ def populate(address: int, length: int) -> int:
     return ctypes.get_errno() if failed else 0
 
 
-__all__ = ["ABI", "LIBRARY_NAME", "available", "copy_batch", "crc32c", "library", "populate"]
+__all__ = [
+    "ABI",
+    "LIBRARY_NAME",
+    "available",
+    "copy_batch",
+    "copy_batch_async",
+    "crc32c",
+    "library",
+    "populate",
+]

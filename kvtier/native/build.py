@@ -27,7 +27,7 @@ else:
 
 SOURCE = "kvtier_native.c"
 LIBRARY = "libkvtier_native.so"
-FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-Wall", "-Wextra", "-fvisibility=default")
+FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-fvisibility=default")
 
 
 class BuildError(Exception):

@@ -11,10 +11,13 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <pthread.h>
+#include <signal.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -38,7 +41,7 @@
 
 /* Raised with every change of a signature or a structure: a library left over from another version
  * of the source is then not used. */
-#define KVT_ABI 1
+#define KVT_ABI 3
 
 uint32_t kvt_abi(void) { return KVT_ABI; }
 
@@ -49,6 +52,24 @@ void kvt_copy_batch(const uint64_t *src, const uint64_t *dst, const uint64_t *si
 {
     for (size_t i = 0; i < n; i++)
         memcpy((void *)(uintptr_t)dst[i], (const void *)(uintptr_t)src[i], (size_t)sizes[i]);
+}
+
+/* The shape of CUDA's cudaMemcpyAsync(dst, src, count, kind, stream), and of its ROCm twin. */
+typedef int copy_async(void *, const void *, size_t, int, void *);
+#define COPY_EITHER_WAY 4 /* cudaMemcpyDefault: the direction is told from the addresses */
+
+/* Give n copies to an accelerator's stream. Stops at the first that is refused and returns its error
+ * code, or 0. What was given before it is under way. */
+int kvt_copy_batch_async(copy_async *copy, const uint64_t *src, const uint64_t *dst, const uint64_t *sizes,
+                         size_t n, void *stream)
+{
+    for (size_t i = 0; i < n; i++) {
+        int code = copy((void *)(uintptr_t)dst[i], (const void *)(uintptr_t)src[i], (size_t)sizes[i],
+                        COPY_EITHER_WAY, stream);
+        if (code)
+            return code;
+    }
+    return 0;
 }
 
 /* Give every page of the range memory of its own, without changing a byte. Returns 0 or errno.
@@ -513,12 +534,13 @@ static int get_chunk(const struct call *call, size_t i, uint8_t *block)
     return result;
 }
 
-/* Get a run of chunks into their slots, each proven by its trailer. */
-void kvt_files_get(const struct call *call, size_t first, size_t end)
+/* Get a run of chunks into their slots, each proven by its trailer. Returns 0. */
+int64_t kvt_files_get(const struct call *call, size_t first, size_t end)
 {
     _Alignas(BLOCK_BYTES) uint8_t block[BLOCK_BYTES];
     for (size_t i = first; i < end; i++)
         call->results[i] = stopped(call->stop) ? -ECANCELED : get_chunk(call, i, block);
+    return 0;
 }
 
 /* Ask for a run of chunks whether their files are there. */
@@ -547,6 +569,132 @@ int64_t kvt_files_discard(const struct call *call, size_t first, size_t end)
         call->results[i] = result;
     }
     return removed;
+}
+
+/* ------------------------------------------------------------------------------------- pools */
+
+/* Threads that share out one call's chunks among themselves. Python's threads would each need the
+ * interpreter lock before and after their part, and each such time an engine that computes is
+ * interrupted: so Python makes one call for a whole batch and waits for it here. */
+
+typedef int64_t (*work_on)(const struct call *, size_t first, size_t end);
+
+struct task { /* on the stack of the caller, who waits until it has ended */
+    work_on work;
+    const struct call *call;
+    size_t next, end, part; /* chunks not begun yet, and how many are taken at once */
+    size_t running;
+    int64_t sum;
+    pthread_cond_t ended;
+    struct task *following;
+};
+
+struct pool {
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    struct task *first, **last; /* tasks with chunks not begun, in the order in which they came */
+    bool closing;
+    size_t count;
+    pthread_t threads[];
+};
+
+/* Take a part of the first task, and do it without the lock. */
+static void do_part(struct pool *pool)
+{
+    struct task *task = pool->first;
+    size_t first = task->next;
+    size_t end = task->end - first < task->part ? task->end : first + task->part;
+    task->next = end;
+    task->running++;
+    if (end == task->end && (pool->first = task->following) == NULL)
+        pool->last = &pool->first;
+    pthread_mutex_unlock(&pool->lock);
+    int64_t result = task->work(task->call, first, end);
+    pthread_mutex_lock(&pool->lock);
+    task->sum += result;
+    if (--task->running == 0 && task->next == task->end)
+        pthread_cond_signal(&task->ended);
+}
+
+static void *serve(void *argument)
+{
+    struct pool *pool = argument;
+    pthread_mutex_lock(&pool->lock);
+    for (;;) {
+        if (pool->first != NULL)
+            do_part(pool);
+        else if (pool->closing)
+            break;
+        else
+            pthread_cond_wait(&pool->changed, &pool->lock);
+    }
+    pthread_mutex_unlock(&pool->lock);
+    return NULL;
+}
+
+/* Start a pool of as many threads as can be had. NULL where there is not even one. */
+struct pool *kvt_pool_open(size_t threads)
+{
+    struct pool *pool = calloc(1, sizeof *pool + threads * sizeof pool->threads[0]);
+    if (pool == NULL)
+        return NULL;
+    pthread_mutex_init(&pool->lock, NULL);
+    pthread_cond_init(&pool->changed, NULL);
+    pool->last = &pool->first;
+    sigset_t all, before; /* signals are for the interpreter's threads */
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (pool->count < threads && pthread_create(&pool->threads[pool->count], NULL, serve, pool) == 0)
+        pool->count++;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (pool->count > 0)
+        return pool;
+    free(pool);
+    return NULL;
+}
+
+/* End a pool that nobody uses any more, and wait for its threads. */
+void kvt_pool_close(struct pool *pool)
+{
+    pthread_mutex_lock(&pool->lock);
+    pool->closing = true;
+    pthread_cond_broadcast(&pool->changed);
+    pthread_mutex_unlock(&pool->lock);
+    for (size_t i = 0; i < pool->count; i++)
+        pthread_join(pool->threads[i], NULL);
+    pthread_cond_destroy(&pool->changed);
+    pthread_mutex_destroy(&pool->lock);
+    free(pool);
+}
+
+static int64_t share_out(struct pool *pool, work_on work, const struct call *call, size_t first, size_t end,
+                         size_t part)
+{
+    if (first == end)
+        return 0;
+    struct task task = {.work = work, .call = call, .next = first, .end = end, .part = part ? part : 1};
+    pthread_cond_init(&task.ended, NULL);
+    pthread_mutex_lock(&pool->lock);
+    *pool->last = &task;
+    pool->last = &task.following;
+    pthread_cond_broadcast(&pool->changed);
+    while (task.next < task.end || task.running > 0)
+        pthread_cond_wait(&task.ended, &pool->lock);
+    pthread_mutex_unlock(&pool->lock);
+    pthread_cond_destroy(&task.ended);
+    return task.sum;
+}
+
+/* As kvt_files_put, by the pool's threads, each with part chunks at a time. */
+int64_t kvt_pool_put(struct pool *pool, const struct call *call, size_t first, size_t end, size_t part)
+{
+    return share_out(pool, kvt_files_put, call, first, end, part);
+}
+
+/* As kvt_files_get, by the pool's threads, each with part chunks at a time. */
+int64_t kvt_pool_get(struct pool *pool, const struct call *call, size_t first, size_t end, size_t part)
+{
+    return share_out(pool, kvt_files_get, call, first, end, part);
 }
 
 /* ------------------------------------------------------------------------------------- trees */

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 
 from tests.integration.harness import OUTPUT_TOKENS, Engine, Forge, Tokens
 
-pytest.importorskip("vllm", reason="the real engine is not installed")
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed; nox -s integration installs it", allow_module_level=True)
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -35,7 +37,7 @@ LLAMA: dict[str, Any] = {
     "initializer_range": 0.1,  # large enough that the answer depends on the whole prompt
     "tie_word_embeddings": False,
 }
-"""What one block of 32 tokens takes: 128 KiB in float32."""
+"""A model one block of which takes 128 KiB in float32."""
 
 Ask = Callable[..., list[Tokens]]
 
@@ -57,7 +59,7 @@ def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
 
 @pytest.fixture(scope="session")
 def make_llama(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Make a tiny Llama-style model, each time in a new directory of the same name."""
+    """Make a tiny Llama-style model: in a directory of its own, or in the one that is given."""
 
     def make(directory: Path | None = None, seed: int = 1, **fields: Any) -> Path:
         directory = directory or tmp_path_factory.mktemp("models") / "tiny"

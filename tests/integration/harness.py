@@ -78,7 +78,12 @@ class Metrics:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is pinned and nothing is being filled: each slot is free or holds a chunk."""
-        return self.value("vllm:kv_offload_cpu_cache_usage_perc") == 0.0
+        return self.value("kvtier_slots") > 0 and self.value("vllm:kv_offload_cpu_cache_usage_perc") == 0.0
+
+    @property
+    def declared(self) -> set[str]:
+        """The names of all metrics, those included that have no sample yet."""
+        return {name for name, labels, _ in self.samples if not labels}
 
 
 class EngineError(Exception):
@@ -134,6 +139,7 @@ class Forge:
             EngineError: it did not start.
         """
         engine = self.fork(environment)
+        engine.has_kvtier = extra_config is not None
         try:
             engine.ask("start", start_s, arguments=_arguments(model, extra_config, arguments))
         except BaseException:
@@ -203,7 +209,10 @@ class Engine:
 
     Attributes:
         pid: its process, which leads a session that all its processes are in.
+        has_kvtier: whether it runs with kvtier.
     """
+
+    has_kvtier = False
 
     def __init__(self, pid: int, channel: socket.socket, log: Path) -> None:
         self.pid = pid
@@ -278,18 +287,25 @@ class Engine:
                 raise EngineError(f"not within {patience_s} s: {what}\n{metrics}\n{self._end()}")
 
     def settled(self) -> Metrics:
-        """Keep the engine stepping until all stores and cascades have ended."""
+        """Keep the engine stepping until all stores and cascades have ended; at once without kvtier."""
+        if not self.has_kvtier:
+            return self.metrics()
         return self.until(lambda metrics: metrics.is_idle, "all stores and cascades have ended")
 
     def reset(self, *, connector: bool = True) -> None:
         """Forget what is cached on the device, and where asked for, everywhere else."""
         assert self.ask("reset", connector=connector)["done"]
 
-    # --- reading ---------------------------------------------------------------------------------
+    # --- looking ---------------------------------------------------------------------------------
 
     def log(self) -> str:
         """Return what the engine has logged."""
         return self._log.read_text(errors="replace")
+
+    @property
+    def processes(self) -> list[int]:
+        """The engine's processes."""
+        return _session(self.pid)
 
     def _end(self) -> str:
         return _end_of(self._log)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 Order = Mapping[str, Any]
 Answer = dict[str, Any]
 
-_METRICS = ("kvtier_", "vllm:kv_offload", "vllm:external_prefix", "vllm:prefix_cache")
+_METRICS = ("kvtier_", "vllm:kv_offload_cpu")
 
 
 def serve(channel: socket.socket) -> None:
@@ -71,9 +71,7 @@ class Servant:
         engine = self._llm.llm_engine
         names = [f"{order['name']}-{number}" for number in range(len(order["prompts"]))]
         for name, prompt in zip(names, order["prompts"], strict=True):
-            engine.add_request(
-                name, {"prompt_token_ids": prompt}, _sampling(order["output_tokens"], delta=False)
-            )
+            engine.add_request(name, {"prompt_token_ids": prompt}, _sampling(order["output_tokens"]))
         ended = set()
         for _ in range(order["steps"]):
             ended |= {output.request_id for output in engine.step() if output.finished}
@@ -83,6 +81,12 @@ class Servant:
     def metrics(self, order: Order) -> Answer:
         """Return the samples of the engine's metrics that concern offloading, as an endpoint shows them."""
         return {"samples": [[name, labels, value] for name, labels, value in _samples()]}
+
+    def defined(self, order: Order) -> Answer:
+        """Return the names of all metrics that kvtier can send."""
+        from kvtier.adapters.vllm.metrics import COUNTERS, GAUGES
+
+        return {"names": [counter.name for counter in COUNTERS.values()] + list(GAUGES)}
 
     def reset(self, order: Order) -> Answer:
         """Forget what is cached on the device, and with ``connector`` everywhere else."""
@@ -97,7 +101,7 @@ class Servant:
         return {}
 
 
-def _sampling(output_tokens: int, delta: bool = False) -> Any:
+def _sampling(output_tokens: int) -> Any:
     from vllm import SamplingParams
 
     return SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -108,12 +112,6 @@ def _samples() -> Iterator[tuple[str, dict[str, str], float]]:
 
     for metric in REGISTRY.collect():
         if metric.name.startswith(_METRICS):
+            yield metric.name, {}, 0.0  # declared, though perhaps no sample has come yet
             for sample in metric.samples:
                 yield sample.name, dict(sample.labels), sample.value
-
-
-def described() -> Sequence[str]:
-    """Return the names of all metrics that are registered."""
-    from prometheus_client import REGISTRY
-
-    return [metric.name for metric in REGISTRY.collect()]

@@ -2,30 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from tests.integration.harness import PROMPT_CHUNKS, Forge, prompt
+import pytest
+
+from tests.integration.conftest import Ask
+from tests.integration.harness import PROMPT_CHUNKS, Forge, namespaces, prompt, regions
 
 STORY = [prompt(seed) for seed in (1, 2, 3)]
-OTHERS = [prompt(seed) for seed in range(10, 16)]
+OTHERS = [prompt(seed) for seed in range(10, 16)]  # more than the device cache holds
 CHUNKS = len(STORY) * PROMPT_CHUNKS
 
 
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    return {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}
+
+
 def test_served_from_memory_and_after_a_restart_from_files(
-    forge: Forge, llama: Path, reference: Callable, tmp_path: Path
+    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
-    settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}
     with forge.start(llama, settings) as engine:
         cold, loaded_cold = engine.served(*STORY)
         engine.generate(*OTHERS)
         again, loaded_again = engine.served(*STORY)
-        print(engine.metrics())
+    assert regions() == []
     with forge.start(llama, settings) as engine:
         restarted, loaded_restarted = engine.served(*STORY)
-        print(engine.metrics())
+        engine.generate(*OTHERS)
+        from_memory, loaded_from_memory = engine.served(*STORY)
 
-    assert cold == again == restarted == reference(*STORY)
-    assert loaded_cold == {}
-    assert loaded_again == {"cpu": CHUNKS}
-    assert loaded_restarted == {"fs": CHUNKS}
+    assert cold == again == restarted == from_memory == reference(*STORY)
+    assert (loaded_cold, loaded_again) == ({}, {"cpu": CHUNKS})
+    assert (loaded_restarted, loaded_from_memory) == ({"fs": CHUNKS}, {"cpu": CHUNKS})
+
+
+def test_many_requests_at_once(forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]) -> None:
+    prompts = [*STORY, *OTHERS, *(prompt(seed, 700, shared=STORY[0][:300]) for seed in range(20, 24))]
+    with forge.start(llama, settings) as engine:
+        cold, _ = engine.served(*prompts, together=True)
+        again, loaded_again = engine.served(*prompts, together=True)
+    with forge.start(llama, settings) as engine:
+        restarted, loaded_restarted = engine.served(*prompts, together=True)
+
+    assert cold == again == restarted == reference(*prompts)
+    assert loaded_again["cpu"] > CHUNKS
+    assert loaded_restarted["fs"] > CHUNKS
+
+
+@pytest.mark.parametrize("plugins", ["", "kvtier"])
+def test_found_by_module_path_without_the_plugin_and_by_name_with_it(
+    forge: Forge, llama: Path, settings: dict[str, Any], plugins: str
+) -> None:
+    path = {} if plugins else {"spec_module_path": "kvtier.adapters.vllm.spec"}
+    with forge.start(llama, {**settings, **path}, environment={"VLLM_PLUGINS": plugins}) as engine:
+        cold = engine.generate(*STORY)
+        engine.generate(*OTHERS)
+        assert engine.served(*STORY) == (cold, {"cpu": CHUNKS})
+
+
+def test_every_metric_is_declared_at_the_start(forge: Forge, llama: Path, settings: dict[str, Any]) -> None:
+    # vLLM asserts that what is sent was declared: all tests run with metrics, and would fail otherwise.
+    with forge.start(llama, settings) as engine:
+        declared = engine.metrics().declared
+        defined = set(engine.ask("defined")["names"])
+    assert "kvtier_loaded_chunks" in defined
+    assert defined <= declared
+
+
+def test_two_engines_share_a_root(
+    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    with forge.start(llama, settings) as first, forge.start(llama, settings) as second:
+        assert len(regions()) == 2
+        by_first, _ = first.served(*STORY)
+        by_second, loaded = second.served(*STORY)
+        first.tell("generate", prompts=OTHERS, output_tokens=8, together=True)
+        second.tell("generate", prompts=OTHERS[::-1], output_tokens=8, together=True)
+        at_once = first.hear("generate")["answers"], second.hear("generate")["answers"][::-1]
+        second.settled()
+        first.settled()
+
+    assert by_first == by_second == reference(*STORY)
+    assert loaded == {"fs": CHUNKS}
+    assert at_once == (reference(*OTHERS), reference(*OTHERS))
+    assert len(namespaces(tmp_path)) == 1

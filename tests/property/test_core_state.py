@@ -49,6 +49,7 @@ PROMPTS = [
 ]
 KEYS = sorted({key for prompt in PROMPTS for key in prompt})
 
+
 def _wishes(seed: int) -> list[Answer]:
     return [Answer.LANDED] * 30 if seed < 10 else Random(seed).choices(list(Answer), k=30)
 
@@ -87,9 +88,10 @@ class Asker:
 
 @dataclass(eq=False)
 class Job:
-    """A command that a tier has taken, with the epoch it belongs to and what the tier had then."""
+    """A command that a tier has taken, when, and with what epoch and which chunks in the tier then."""
 
     command: Put | Fetch
+    begun_s: float
     epoch: int
     stored: frozenset[OffloadKey]
 
@@ -261,6 +263,9 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.settle(self.now_s)
         for asker in self.askers:
             self._end_round(asker)
+        for tier, gate in enumerate(self.core.ledger.tiers):
+            begun_s = [job.begun_s for job in self.jobs if job.command.tier == tier]
+            assert gate.overdue == sum(when + TIER_DEADLINE_S <= self.now_s for when in begun_s)
         self._take_commands()
 
     def _end_round(self, asker: Asker) -> None:
@@ -355,7 +360,7 @@ class CoreMachine(RuleBasedStateMachine):
                 assert command.epoch == self.epoch
                 self.stored[command.tier].clear()
                 continue
-            job = Job(command, self.epoch, frozenset(self.stored[command.tier]))
+            job = Job(command, self.now_s, self.epoch, frozenset(self.stored[command.tier]))
             self.jobs.append(job)
             assert len(set(command.keys)) == len(command.keys)
             if isinstance(command, Put):

@@ -7,13 +7,14 @@ lists and remember theirs, and eviction is asked for in batches, ahead of the in
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import islice
 
+from kvtier.core.policies.aged import AgedKeys
 from kvtier.core.policies.base import EvictionPolicy
 from kvtier.keys import OffloadKey
 
-_Keys = OrderedDict[OffloadKey, None]
+_Ghosts = dict[OffloadKey, None]
 
 
 class ARC(EvictionPolicy):
@@ -21,40 +22,43 @@ class ARC(EvictionPolicy):
 
     def __init__(self, capacity: int = 0) -> None:
         super().__init__(capacity)
-        self._recent: _Keys = OrderedDict()  # seen once
-        self._frequent: _Keys = OrderedDict()  # seen more than once
-        self._ghosts_recent: _Keys = OrderedDict()  # evicted from _recent not long ago
-        self._ghosts_frequent: _Keys = OrderedDict()
-        self._pinned: dict[OffloadKey, _Keys] = {}
+        self._recent = AgedKeys()  # seen once
+        self._frequent = AgedKeys()  # seen more than once
+        self._ghosts_recent: _Ghosts = {}  # evicted from _recent not long ago
+        self._ghosts_frequent: _Ghosts = {}
+        self._pinned: dict[OffloadKey, AgedKeys] = {}
         self._target = 0.0  # how many chunks _recent should have
 
     def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
-        pinned, recent, frequent = self._pinned, self._recent, self._frequent
+        pinned, ghosts_recent, ghosts_frequent = self._pinned, self._ghosts_recent, self._ghosts_frequent
+        recent: list[OffloadKey] = []
+        frequent: list[OffloadKey] = []
         for key in reversed(keys):
-            home = pinned.pop(key, None)
-            if home is None:
-                home = self._first_home(key)
-            if used:
-                home = frequent
-            (frequent if home is frequent else recent)[key] = None
+            if key in pinned:
+                known = pinned.pop(key) is self._frequent
+            elif key in ghosts_recent or key in ghosts_frequent:
+                self._welcome_back(key)
+                known = True
+            else:
+                known = False
+            (frequent if used or known else recent).append(key)
+        self._recent.add(recent)
+        self._frequent.add(frequent)
 
-    def _first_home(self, key: OffloadKey) -> _Keys:
-        """Say where a key belongs that was not here; a ghost's return moves the target."""
+    def _welcome_back(self, key: OffloadKey) -> None:
+        """Take a ghost's return as a sign that its list should have had more room."""
         recent, frequent = self._ghosts_recent, self._ghosts_frequent
         if key in recent:
             self._target = min(self.capacity, self._target + max(1.0, len(frequent) / len(recent)))
             del recent[key]
-            return self._frequent
-        if key in frequent:
+        else:
             self._target = max(0.0, self._target - max(1.0, len(recent) / len(frequent)))
             del frequent[key]
-            return self._frequent
-        return self._recent
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
         for key in keys:
             home = self._recent if key in self._recent else self._frequent
-            del home[key]
+            home.remove(key)
             self._pinned[key] = home
 
     def evict(self, count: int) -> list[OffloadKey]:
@@ -62,26 +66,30 @@ class ARC(EvictionPolicy):
         count = min(count, len(recent) + len(frequent))
         surplus = max(0, len(recent) - int(self._target))
         from_recent = max(min(count, surplus), count - len(frequent))
-        victims = [recent.popitem(last=False)[0] for _ in range(from_recent)]
-        others = [frequent.popitem(last=False)[0] for _ in range(count - from_recent)]
+        victims = recent.pop_oldest(from_recent)
+        others = frequent.pop_oldest(count - from_recent)
         self._remember(self._ghosts_recent, victims)
         self._remember(self._ghosts_frequent, others)
         return victims + others
 
-    def _remember(self, ghosts: _Keys, keys: list[OffloadKey]) -> None:
+    def _remember(self, ghosts: _Ghosts, keys: list[OffloadKey]) -> None:
         ghosts.update(dict.fromkeys(keys))
-        for _ in range(len(ghosts) - self.capacity):
-            ghosts.popitem(last=False)
+        # A sixteenth too many is let pass: to walk to the front of a dict is worth it for many only.
+        if len(ghosts) > self.capacity + self.capacity // 16:
+            for key in list(islice(ghosts, len(ghosts) - self.capacity)):
+                del ghosts[key]
 
     def forget(self, keys: Sequence[OffloadKey]) -> None:
         for key in keys:
-            self._pinned.pop(key, None)
-            self._recent.pop(key, None)
-            self._frequent.pop(key, None)
+            if self._pinned.pop(key, None) is None and key in self:
+                (self._recent if key in self._recent else self._frequent).remove(key)
 
     def clear(self) -> None:
-        for keys in (self._recent, self._frequent, self._ghosts_recent, self._ghosts_frequent, self._pinned):
-            keys.clear()
+        self._recent.clear()
+        self._frequent.clear()
+        self._ghosts_recent.clear()
+        self._ghosts_frequent.clear()
+        self._pinned.clear()
         self._target = 0.0
 
     def __len__(self) -> int:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import islice
 
+from kvtier.core.policies.aged import AgedKeys
 from kvtier.core.policies.base import EvictionPolicy
 from kvtier.keys import OffloadKey
 
@@ -15,24 +14,21 @@ class LRU(EvictionPolicy):
 
     def __init__(self, capacity: int = 0) -> None:
         super().__init__(capacity)
-        self._order: OrderedDict[OffloadKey, None] = OrderedDict()
+        self._order = AgedKeys()
 
     def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:  # noqa: ARG002
-        self._order.update(dict.fromkeys(reversed(keys)))
+        self._order.add(reversed(keys))
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
-        order = self._order
+        remove = self._order.remove
         for key in keys:
-            del order[key]
+            remove(key)
 
     def evict(self, count: int) -> list[OffloadKey]:
-        victims = list(islice(self._order, count))
-        self.pin(victims)
-        return victims
+        return self._order.pop_oldest(count)
 
     def forget(self, keys: Sequence[OffloadKey]) -> None:
-        for key in keys:
-            self._order.pop(key, None)
+        self.pin([key for key in keys if key in self._order])
 
     def clear(self) -> None:
         self._order.clear()

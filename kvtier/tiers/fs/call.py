@@ -103,6 +103,7 @@ class FileCall:
         slots: their slots in ``memory``; empty where no bytes are moved.
         memory: the primary tier's bytes, or None.
         serial: number in the name of the first chunk's temporary file; one more for each next.
+        pool: what ``FileWork.open_pool`` gave, or 0.
         stop: set where no more chunks shall be begun.
         results: a ``Result`` or a negative errno for each chunk.
         inodes: inode of the file where the result is TORN, FOREIGN or CHECKSUM.
@@ -116,7 +117,9 @@ class FileCall:
         slots: array[int] | None = None,
         memory: SlotMemory | None = None,
         serial: int = 0,
+        pool: int = 0,
     ) -> None:
+        self.pool = pool
         self.place = place
         self.keys = keys
         self.slots = slots
@@ -158,6 +161,12 @@ class FileWork(Protocol):
     All calls block, and may be made from any thread. ``first`` and ``end`` delimit a run of the
     call's chunks; its results are written and nobody else's.
     """
+
+    def open_pool(self, threads: int) -> int:
+        """Start threads that share out the chunks of one call. 0: it has none, cut batches into jobs."""
+
+    def close_pool(self, pool: int) -> None:
+        """End a pool that no call uses any more."""
 
     def put(self, call: FileCall, first: int, end: int) -> int:
         """Write chunks that are not there. Return the bytes that the file system has got more."""

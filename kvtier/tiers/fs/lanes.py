@@ -34,10 +34,12 @@ class Lane:
     Args:
         name: what the threads are called.
         threads: how many.
+        pool: threads of the helper's that do the work of these, or 0. See ``FileWork.open_pool``.
     """
 
-    def __init__(self, name: str, threads: int) -> None:
+    def __init__(self, name: str, threads: int, pool: int = 0) -> None:
         self.threads = threads
+        self.pool = pool
         self.jobs = 0  # handed in and not known to have ended; the event loop alone writes it
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._workers = [

@@ -32,6 +32,14 @@ _MISSING = (FileNotFoundError, NotADirectoryError)
 class PythonFiles:
     """``FileWork`` in Python."""
 
+    def open_pool(self, threads: int) -> int:
+        """See ``FileWork.open_pool``: Python's threads are the tier's own."""
+        del threads
+        return 0
+
+    def close_pool(self, pool: int) -> None:
+        """See ``FileWork.close_pool``."""
+
     def put(self, call: FileCall, first: int, end: int) -> int:
         """See ``FileWork.put``."""
         added = 0

@@ -164,8 +164,8 @@ class FsTier(SecondaryTier[FsConfig]):
 
     def _start_lanes(self, name: str) -> None:
         threads = self.config.n_threads
-        self._reads = Lane(f"{name}-read", threads)
-        self._writes = Lane(f"{name}-write", threads)
+        self._reads = Lane(f"{name}-read", threads, self._work.open_pool(threads))
+        self._writes = Lane(f"{name}-write", threads, self._work.open_pool(threads))
         self._lookups = Lane(f"{name}-lookup", _LOOKUP_THREADS)
         self._upkeep = Lane(f"{name}-upkeep", 1)
         self._lanes = (self._reads, self._writes, self._lookups, self._upkeep)
@@ -173,6 +173,9 @@ class FsTier(SecondaryTier[FsConfig]):
     def _end(self) -> None:
         lanes, self._lanes = self._lanes, ()
         join_all(lanes)
+        for lane in lanes:
+            if lane.pool:
+                self._work.close_pool(lane.pool)
         if self._opened is not None:
             self._opened.namespace.close()
 
@@ -215,7 +218,7 @@ class FsTier(SecondaryTier[FsConfig]):
         if self._epoch is None:
             return Outcome.all(Status.REFUSED, len(batch), "reset_failed")
         with self._epoch.hold() as place:
-            call = FileCall(place, batch.keys, batch.slots, batch.memory, self._serial)
+            call = FileCall(place, batch.keys, batch.slots, batch.memory, self._serial, self._writes.pool)
             self._serial += len(batch)
             await self._finish(self._writes, call, self._split(self._writes, len(batch)), self._put_job)
         return _outcome(call.results)
@@ -226,7 +229,7 @@ class FsTier(SecondaryTier[FsConfig]):
         if self._epoch is None:
             return Outcome.all(Status.ABSENT, len(batch))
         with self._epoch.hold() as place:
-            call = FileCall(place, batch.keys, batch.slots, batch.memory)
+            call = FileCall(place, batch.keys, batch.slots, batch.memory, pool=self._reads.pool)
             await self._finish(self._reads, call, self._split(self._reads, len(batch)), self._get_job)
         return _outcome(call.results)
 
@@ -286,6 +289,9 @@ class FsTier(SecondaryTier[FsConfig]):
             )
 
     def _split(self, lane: Lane, count: int) -> list[tuple[int, int]]:
+        """Cut a batch into jobs; a pool does that by itself, without the interpreter."""
+        if lane.pool:
+            return [(0, count)] if count else []
         return split(count, self._chunk_bytes, lane.threads - lane.jobs)
 
     async def _finish(
@@ -305,7 +311,11 @@ class FsTier(SecondaryTier[FsConfig]):
         run.results()
 
     def _put_job(self, call: FileCall, first: int, end: int) -> None:
-        granted, reason = self._here.space.reserve(end - first)
+        try:
+            granted, reason = self._here.space.reserve(end - first)
+        except OSError as error:  # the file system cannot even say how much room there is
+            call.results[first:end] = array("i", [-(error.errno or errno.EIO)] * (end - first))
+            return
         added = 0
         try:
             added = self._work.put(call, first, first + granted)

@@ -29,12 +29,22 @@ def test_host_memory_has_the_cpu_backend(name: str | None) -> None:
 @pytest.mark.parametrize(
     ("devices", "name", "message"),
     [
-        (("meta",), None, "of type 'meta'; this version of kvtier supports: cpu"),
+        (("meta",), None, "of type 'meta'; this version of kvtier supports: cpu, cuda"),
         (("meta",), "cpu", "'cpu' cannot copy tensors on meta"),
+        (("cpu",), "cuda", "'cuda' cannot copy tensors on cpu"),
         (("cpu", "meta"), None, r"2 types \(cpu, meta\)"),
-        (("cpu",), "abacus", "no device backend named 'abacus'; there are: cpu"),
+        (("cpu",), "abacus", "no device backend named 'abacus'; there are: cpu, cuda"),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(devices: tuple[str, ...], name: str | None, message: str) -> None:
     with Region.anonymous(2, LAYOUT.chunk_bytes) as region, pytest.raises(ConfigError, match=message):
         open_transfer_engine(caches(*devices), LAYOUT, region, name)
+
+
+def test_rocm_which_torch_calls_cuda_too_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with (
+        Region.anonymous(2, LAYOUT.chunk_bytes) as region,
+        pytest.raises(ConfigError, match="ROCm, which is not supported yet"),
+    ):
+        open_transfer_engine(caches("cpu"), LAYOUT, region, "cuda")

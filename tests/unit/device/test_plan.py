@@ -15,10 +15,13 @@ from kvtier.memory.layout import SlotLayout
 HOST = 1 << 40
 
 
-def planner(pages: Sequence[int], per_chunk: int, used: Sequence[int] | None = None) -> CopyPlanner:
+def planner(
+    pages: Sequence[int], per_chunk: int, used: Sequence[int] | None = None, piece_slots: int | None = None
+) -> CopyPlanner:
     tensors = tuple(torch.zeros((64, page), dtype=torch.int8) for page in pages)
     refs = tuple(PageRef(index, size) for index, size in enumerate(used or pages))
-    return CopyPlanner(KVCaches(tensors, (refs,)), SlotLayout.make(pages, per_chunk), HOST, 32)
+    layout = SlotLayout.make(pages, per_chunk)
+    return CopyPlanner(KVCaches(tensors, (refs,)), layout, HOST, 32, piece_slots)
 
 
 def blocks(ids: Sequence[int], first: int = 0) -> Blocks:
@@ -36,6 +39,13 @@ def test_neighbouring_chunks_of_one_tensor_are_joined() -> None:
     plan = planner((1024,), 4).load([3, 4, 6], blocks(range(10, 21), first=1))
     assert plan.sizes.tolist() == [7 * 1024, 4 * 1024]
     assert (plan.src - HOST).tolist() == [3 * 4096 + 1024, 6 * 4096]
+
+
+def test_no_copy_crosses_a_piece() -> None:
+    plan = planner((1024,), 4, piece_slots=3).store(blocks(range(10, 37), first=3), range(1, 9))
+    assert (plan.dst - HOST).tolist() == [4096 + 3 * 1024, 3 * 4096, 6 * 4096]
+    assert plan.sizes.tolist() == [5 * 1024, 12 * 1024, 10 * 1024]
+    assert (plan.src - plan.src[0]).tolist() == [0, 5 * 1024, 17 * 1024]
 
 
 def test_scattered_blocks_are_not_joined() -> None:

@@ -191,6 +191,8 @@ async def test_an_error_in_a_job_is_raised_when_all_have_ended(world, gated):
     tier = await _open(world, gated)
 
     class Broken:
+        close_pool = world.work.close_pool
+
         def put(self, call, first, end):
             raise RuntimeError("broken helper")
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 
+import anyio
 import pytest
 
 from kvtier.tiers.base import Status
+from kvtier.tiers.fs.call import FileCall, Flag, Place, Result
+from kvtier.tiers.fs.quarantine import Quarantine
 
 pytestmark = pytest.mark.timeout(60)
 OK, ABSENT, CORRUPT = Status.OK, Status.ABSENT, Status.CORRUPT
@@ -148,3 +152,36 @@ async def test_a_symbolic_link_is_not_followed(world, tmp_path):
     world.file(1).symlink_to(moved)
     outcome = await world.get(tier, [1])
     assert (outcome.statuses, dict(outcome.reasons)) == ((Status.FAILED,), {"eloop": 1})
+
+
+async def test_a_file_that_took_the_place_of_a_bad_one_stays(world):
+    """A reader found a bad file; before it can be set aside another engine has put a good one."""
+    tier = await world.open()
+    await world.put(tier, [1])
+    root_fd = os.open(world.root, os.O_RDONLY)
+    try:
+        place = Place(root_fd, f"{world.identity.namespace}_r0", "", bytes(16), world.chunk_bytes, Flag.NONE)
+        call = FileCall(place, world.keys([1]))
+        call.results[0] = Result.CHECKSUM
+        call.inodes[0] = world.file(1).stat().st_ino + 1
+        quarantine = Quarantine(root_fd, world.identity.namespace)
+        await anyio.to_thread.run_sync(quarantine.set_aside, call, 0)
+        assert world.file(1).exists()
+        assert quarantine.counts() == {}
+        call.inodes[0] -= 1
+        await anyio.to_thread.run_sync(quarantine.set_aside, call, 0)
+        assert not world.file(1).exists()
+        assert quarantine.counts() == {"checksum": 1}
+    finally:
+        os.close(root_fd)
+
+
+async def test_a_bad_file_that_cannot_be_moved_is_told_once_and_never_given(world, caplog):
+    tier = await world.open()
+    await world.put(tier, [1, 2])
+    flip(world.file(1), 5)
+    (world.namespace / "quarantine").touch()  # a file where the directory should be
+    for _ in range(3):
+        assert (await world.get(tier, [1, 2])).statuses == (CORRUPT, OK)
+    assert tier.statistics().quarantined == {"checksum": 1}
+    assert sum("cannot be set aside" in record.message for record in caplog.records) == 1

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
+import anyio
 import pytest
 
 from kvtier.tiers.base import Status
@@ -200,3 +204,28 @@ async def test_min_free_refuses(world):
     tier = await world.open(min_free_bytes=2**60)
     outcome = await world.put(tier, [1, 2])
     assert (outcome.statuses, dict(outcome.reasons)) == ((REFUSED,) * 2, {"min_free": 2})
+
+
+async def test_the_root_is_counted_again_from_time_to_time(world):
+    tier = await world.open(recount_s=0.02)
+    await world.put(tier, range(20))
+    full = tier.statistics().used_bytes
+    for number in range(20):
+        world.file(number).unlink()
+    with anyio.fail_after(20):
+        while tier.statistics().used_bytes > full - 20 * world.chunk_bytes:  # noqa: ASYNC110
+            await anyio.sleep(0.005)
+
+
+async def test_a_file_system_that_cannot_be_asked_is_a_failure_of_the_put(world, monkeypatch):
+    tier = await world.open()
+
+    def fail(fd):
+        raise OSError(errno.EIO, "gone")
+
+    monkeypatch.setattr(os, "fstatvfs", fail)
+    monkeypatch.setattr("kvtier.tiers.fs.space.LOOK_EVERY_S", 0.0)
+    outcome = await world.put(tier, [1, 2])
+    assert (outcome.statuses, dict(outcome.reasons)) == ((Status.FAILED,) * 2, {"eio": 2})
+    monkeypatch.undo()
+    assert (await world.put(tier, [1, 2])).statuses == (OK, OK)

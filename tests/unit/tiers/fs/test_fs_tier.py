@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from collections import Counter
 
@@ -15,6 +16,7 @@ from kvtier.testing.memory import HeapMemory
 from kvtier.tiers.base import Batch, Knowledge, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier.tiers.fs.call import FileWork
+from kvtier.tiers.fs.lanes import split
 from kvtier.tiers.fs.native_files import NativeFiles
 from kvtier.tiers.fs.python_files import PythonFiles
 
@@ -166,6 +168,43 @@ async def test_every_durability_keeps_the_bytes(world, durability):
     await tier.aclose()
     again = await world.open()
     assert (await world.get(again, range(4))).statuses == (OK,) * 4
+
+
+@pytest.mark.parametrize(
+    ("durability", "files", "directories"), [("none", 0, 0), ("data", 2, 0), ("full", 2, 3 + 1)]
+)
+async def test_the_fallback_flushes_what_it_promises(world, monkeypatch, durability, files, directories):
+    """The first put makes two directories: it flushes them and the one that holds them."""
+    flushed: list[str] = []
+    tier = await world.open(PythonFiles(), durability=durability)
+    await world.put(tier, [0])
+    world.file(0).unlink()
+    world.file(0).parent.rmdir()
+    world.file(0).parent.parent.rmdir()
+    monkeypatch.setattr(os, "fdatasync", lambda fd: flushed.append("file"))
+    monkeypatch.setattr(os, "fsync", lambda fd: flushed.append("directory"))
+    assert (await world.put(tier, [0])).statuses == (OK,)
+    await tier.discard(world.keys([0]))
+    assert (await world.put(tier, [0])).statuses == (OK,)
+    assert flushed.count("file") == files
+    assert flushed.count("directory") == directories
+
+
+@pytest.mark.parametrize(
+    ("count", "chunk_bytes", "idle", "expected"),
+    [
+        (64, 2**21, 8, [8] * 8),
+        (10, 2**21, 4, [3, 3, 3, 1]),
+        (64, 2**21, 0, [16] * 4),  # no longer than 32 MiB
+        (64, 65536, 64, [4] * 16),  # no shorter than 256 KiB
+        (3, 2**26, 1, [1, 1, 1]),
+        (0, 4096, 8, []),
+    ],
+)
+def test_batches_are_cut_into_jobs(count, chunk_bytes, idle, expected):
+    parts = split(count, chunk_bytes, idle)
+    assert [end - first for first, end in parts] == expected
+    assert [i for first, end in parts for i in range(first, end)] == list(range(count))
 
 
 async def test_an_error_of_one_file_is_that_chunks_alone(world):

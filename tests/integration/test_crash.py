@@ -1,0 +1,73 @@
+"""Engines killed in the midst of their work leave nothing that harms the next one."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+from tests.integration.conftest import Ask
+from tests.integration.harness import PROMPT_CHUNKS, Engine, Forge, chunk_files, prompt, regions
+
+PROMPTS = [prompt(seed) for seed in range(100, 140)]
+CHUNKS = len(PROMPTS) * PROMPT_CHUNKS
+
+
+def test_killed_in_the_midst_of_cascades(forge: Forge, llama: Path, reference: Ask, tmp_path: Path) -> None:
+    settings = {"cpu_bytes_to_use": "128MiB", "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}
+    generator = random.Random(7)
+    for round_ in range(3):
+        there = len(chunk_files(tmp_path))
+        engine = forge.start(llama, settings)
+        engine.tell("generate", prompts=PROMPTS, output_tokens=4, together=True)
+        _wait_for_files(tmp_path, there + generator.randrange(5, 100), engine)
+        engine.kill()
+        assert there < len(chunk_files(tmp_path)) < CHUNKS, f"round {round_}: killed too late"
+        assert len(regions()) == 1  # nobody has cleaned up
+
+    there = len(chunk_files(tmp_path))
+    with forge.start(llama, settings) as engine:
+        assert len(regions()) == 1
+        answers, loaded = engine.served(*PROMPTS)
+        _wait_until_swept(tmp_path)
+        metrics = engine.metrics()
+
+    assert answers == reference(*PROMPTS)
+    assert 0 < loaded["fs"] <= there
+    assert metrics.value("kvtier_get_failed_chunks") == 0
+    assert list(tmp_path.glob("*/quarantine/*")) == []
+    assert len(chunk_files(tmp_path)) == CHUNKS
+    assert regions() == []
+
+
+def test_killed_with_all_its_processes(forge: Forge, llama: Path, reference: Ask, tmp_path: Path) -> None:
+    settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}
+    engine = forge.start(llama, settings, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    assert len(engine.processes) > 1
+    engine.tell("generate", prompts=PROMPTS, output_tokens=4, together=True)
+    _wait_for_files(tmp_path, 20, engine)
+    engine.kill()
+    assert len(regions()) == 1
+
+    there = len(chunk_files(tmp_path))
+    with forge.start(llama, settings) as engine:
+        assert len(regions()) == 1
+        answers, loaded = engine.served(*PROMPTS)
+    assert answers == reference(*PROMPTS)
+    assert 0 < loaded["fs"] <= there
+    assert regions() == []
+
+
+def _wait_for_files(root: Path, count: int, engine: Engine, patience_s: float = 30.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while len(chunk_files(root)) < count:
+        assert time.monotonic() < deadline, engine.log()[-2000:]
+        time.sleep(0.002)
+
+
+def _wait_until_swept(root: Path, patience_s: float = 20.0) -> None:
+    """Wait until only the living writer has a directory for unfinished files."""
+    deadline = time.monotonic() + patience_s
+    while len(writers := [path for path in root.glob("*/.tmp/*") if path.is_dir()]) != 1:
+        assert time.monotonic() < deadline, writers
+        time.sleep(0.05)

@@ -1,0 +1,132 @@
+"""Who shares a root's chunks: the same cache, however it is spelled, and nobody else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.conftest import Ask
+from tests.integration.harness import PROMPT_CHUNKS, Forge, namespaces, prompt
+
+PROMPTS = [prompt(1), prompt(2)]
+CHUNKS = len(PROMPTS) * PROMPT_CHUNKS
+
+
+@pytest.fixture
+def model(llama: Path, tmp_path: Path) -> Path:
+    """Return a copy of the model that may be changed."""
+    return shutil.copytree(llama, tmp_path / "model")
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    return {
+        "cpu_bytes_to_use": "64MiB",
+        "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path / "root")}],
+    }
+
+
+@pytest.fixture
+def fill(forge: Forge, model: Path, settings: dict[str, Any]) -> None:
+    """Have a first engine write its chunks."""
+    with forge.start(model, settings) as engine:
+        engine.served(*PROMPTS)
+
+
+def _other_weights(model: Path, make_llama: Callable[..., Path]) -> None:
+    shutil.rmtree(model)
+    make_llama(model, seed=2)
+
+
+def _other_rope(model: Path, make_llama: Callable[..., Path]) -> None:
+    path = model / "config.json"
+    fields = json.loads(path.read_text())
+    rope = fields.get("rope_parameters", fields)
+    assert rope["rope_theta"] != 500.0
+    rope["rope_theta"] = 500.0
+    path.write_text(json.dumps(fields))
+
+
+@pytest.mark.usefixtures("fill")
+@pytest.mark.parametrize("change", [_other_weights, _other_rope])
+def test_another_model_at_the_same_path(
+    forge: Forge,
+    model: Path,
+    make_llama: Callable[..., Path],
+    reference: Ask,
+    settings: dict[str, Any],
+    tmp_path: Path,
+    change: Callable[[Path, Callable[..., Path]], None],
+) -> None:
+    change(model, make_llama)
+    with forge.start(model, settings) as engine:
+        answers, loaded = engine.served(*PROMPTS)
+    with forge.start(model) as engine:
+        expected = engine.generate(*PROMPTS)
+
+    assert answers == expected != reference(*PROMPTS)
+    assert loaded == {}
+    assert len(namespaces(tmp_path / "root")) == 2
+
+
+@pytest.mark.usefixtures("fill")
+@pytest.mark.parametrize(
+    ("more_settings", "arguments"),
+    [
+        ({}, {"revision": "another"}),
+        ({}, {"dtype": "bfloat16"}),
+        ({}, {"block_size": 64}),
+        ({}, {"prefix_caching_hash_algo": "sha256_cbor"}),
+        ({"block_size": 64}, {}),
+        ({"namespace": "mine"}, {}),
+    ],
+    ids=["revision", "dtype", "block_size", "hash", "chunk_size", "namespace"],
+)
+def test_another_cache_of_the_same_model(
+    forge: Forge,
+    model: Path,
+    settings: dict[str, Any],
+    tmp_path: Path,
+    more_settings: dict[str, Any],
+    arguments: dict[str, Any],
+) -> None:
+    with forge.start(model, {**settings, **more_settings}, **arguments) as engine:
+        answers, loaded = engine.served(*PROMPTS)
+    with forge.start(model, **arguments) as engine:
+        expected = engine.generate(*PROMPTS)
+
+    assert loaded == {}
+    assert answers == expected
+    assert len(namespaces(tmp_path / "root")) == 2
+
+
+@pytest.mark.usefixtures("fill")
+@pytest.mark.parametrize(
+    ("environment", "arguments"),
+    [
+        ({}, {"distributed_executor_backend": "uni"}),
+        ({}, {"distributed_executor_backend": "mp"}),
+        ({"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, {}),
+    ],
+    ids=["uni", "mp", "engine process"],
+)
+def test_the_same_cache_by_another_executor(
+    forge: Forge,
+    model: Path,
+    reference: Ask,
+    settings: dict[str, Any],
+    tmp_path: Path,
+    environment: dict[str, str],
+    arguments: dict[str, Any],
+) -> None:
+    with forge.start(model, settings, environment=environment, **arguments) as engine:
+        answers, loaded = engine.served(*PROMPTS)
+
+    assert answers == reference(*PROMPTS)
+    assert loaded == {"fs": CHUNKS}
+    assert len(namespaces(tmp_path / "root")) == 1

@@ -1,0 +1,142 @@
+"""ARC keeps what is used again through a scan, adapts, and remembers within bounds."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from kvtier.core.policies.arc import ARC
+from kvtier.core.policies.base import EvictionPolicy
+from kvtier.core.policies.lru import LRU
+from kvtier.keys import OffloadKey, pack_key
+
+
+def keys(name: str, number: int) -> list[OffloadKey]:
+    return [pack_key(f"{name}{index}".encode()) for index in range(number)]
+
+
+def use(policy: EvictionPolicy, key: OffloadKey) -> bool:
+    """Ask for a key as the core does: a hit is pinned and read, a miss is stored. Say which it was."""
+    if key in policy:
+        policy.pin([key])
+        policy.add([key], used=True)
+        return True
+    if len(policy) >= policy.capacity:
+        policy.evict(len(policy) - policy.capacity + 1)
+    policy.add([key], used=False)
+    return False
+
+
+def hits_of_scans(policy: EvictionPolicy) -> int:
+    """Use a small set twice and again between scans of chunks that come once only."""
+    hot, names, hits = keys("hot", 40), count(), 0
+    for _ in range(20):
+        hits += sum(use(policy, key) for key in hot for _ in range(2))
+        for _ in range(150):
+            use(policy, pack_key(f"once{next(names)}".encode()))
+    return hits
+
+
+def test_a_scan_does_not_flush_what_is_used_again() -> None:
+    lru, arc = hits_of_scans(LRU(100)), hits_of_scans(ARC(100))
+    assert lru == 20 * 40  # each second use, no more: the scan has flushed the rest
+    assert arc > 1.8 * lru
+
+
+def test_the_return_of_what_was_evicted_too_soon_moves_the_room() -> None:
+    """Chunks that come back soon after they were evicted unread get more room than before."""
+    policy = ARC(10)
+    frequent = keys("frequent", 5)
+    for key in frequent * 2:
+        use(policy, key)
+    looped = keys("looped", 12)
+    for key in looped * 4:
+        use(policy, key)
+    held = sum(key in policy for key in frequent)
+    assert held < 5, "the first set has given room up"
+    for key in frequent * 6:
+        use(policy, key)
+    assert sum(key in policy for key in frequent) == 5, "and got it back"
+
+
+def test_candidates_are_evicted_from_the_tail_of_a_prompt() -> None:
+    policy = ARC(10)
+    prompt = keys("a", 4)
+    policy.add(prompt, used=False)
+    assert policy.evict(2) == [prompt[3], prompt[2]]
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_pinned_chunk_is_no_candidate_and_comes_back_to_its_list(used: bool) -> None:
+    policy = ARC(10)
+    once, read = keys("once", 1) + keys("x", 1), keys("read", 2)
+    policy.add(read, used=True)
+    policy.add(once, used=False)
+    policy.pin([read[0], once[0]])
+    assert len(policy) == 2
+    assert read[0] not in policy
+    policy.add([read[0]], used=False)
+    policy.add([once[0]], used=used)
+    # What was seen once goes before what was read, unless it was read meanwhile.
+    assert set(policy.evict(2)) == ({once[1], read[1]} if used else set(once))
+
+
+def test_eviction_takes_from_both_lists_when_one_is_too_short() -> None:
+    policy = ARC(10)
+    once, read = keys("once", 2), keys("read", 3)
+    policy.add(once, used=False)
+    policy.add(read, used=True)
+    assert set(policy.evict(4)) == {*once, read[2], read[1]}
+    assert policy.evict(4) == [read[0]]
+    assert policy.evict(4) == []
+
+
+def test_the_frequent_ones_are_evicted_where_the_target_asks_for_more_recent_ones() -> None:
+    policy = ARC(4)
+    policy.add(keys("read", 1), used=True)
+    policy.add(keys("once", 2), used=False)
+    policy.evict(2)
+    policy.add(keys("once", 2), used=False)  # back from the ghosts: the target is two now
+    policy.pin(keys("once", 2))
+    policy.add(keys("new", 2), used=False)
+    assert policy.evict(1) == keys("read", 1)
+
+
+@pytest.mark.parametrize(("others", "is_remembered"), [(9, True), (10, False)])
+def test_no_more_is_remembered_than_there_is_room_for(others: int, is_remembered: bool) -> None:
+    policy = ARC(10)
+    (back,) = keys("back", 1)
+    for key in [back, *keys("other", others)]:
+        policy.add([key], used=False)
+        policy.evict(1)
+    (read,) = keys("read", 1)
+    policy.add([read], used=True)
+    policy.add([back], used=False)
+    # One that is remembered counts as used again; one that is not is new, and goes first.
+    assert policy.evict(1) == ([read] if is_remembered else [back])
+
+
+def test_forget_takes_candidates_of_both_lists_and_pinned_ones() -> None:
+    policy = ARC(10)
+    once, read, pinned = keys("once", 1), keys("read", 1), keys("pinned", 1)
+    policy.add(once + pinned, used=False)
+    policy.add(read, used=True)
+    policy.pin(pinned)
+    policy.forget(once + read + pinned)
+    assert len(policy) == 0
+    policy.add(pinned, used=False)
+    assert policy.evict(2) == pinned
+
+
+def test_clear_forgets_ghosts_too() -> None:
+    policy = ARC(4)
+    a = keys("a", 2)
+    policy.add(a, used=False)
+    policy.evict(2)
+    policy.add(keys("b", 1), used=True)
+    policy.clear()
+    assert len(policy) == 0
+    policy.add(keys("read", 1), used=True)
+    policy.add(a, used=False)
+    assert policy.evict(2) == a[::-1], "a returning ghost would stand among the frequent ones"

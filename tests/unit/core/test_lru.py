@@ -1,0 +1,63 @@
+"""Least recently used goes first, and of one prompt the tail."""
+
+from __future__ import annotations
+
+from kvtier.core.policies.lru import LRU
+from kvtier.keys import OffloadKey, pack_key
+
+
+def keys(name: str, count: int) -> list[OffloadKey]:
+    return [pack_key(f"{name}{index}".encode()) for index in range(count)]
+
+
+def test_the_oldest_go_first_and_the_tail_of_a_prompt_before_its_front() -> None:
+    policy = LRU()
+    old, new = keys("old", 3), keys("new", 3)
+    policy.add(old, used=False)
+    policy.add(new, used=False)
+    assert policy.evict(4) == [old[2], old[1], old[0], new[2]]
+    assert len(policy) == 2
+    assert new[0] in policy
+    assert new[2] not in policy
+
+
+def test_what_was_pinned_is_recent_when_it_comes_back() -> None:
+    policy = LRU()
+    first, second = keys("first", 2), keys("second", 2)
+    policy.add(first, used=False)
+    policy.add(second, used=False)
+    policy.pin(first)
+    assert len(policy) == 2
+    policy.add(first, used=True)
+    assert policy.evict(2) == second[::-1]
+
+
+def test_no_more_is_evicted_than_there_is() -> None:
+    policy = LRU()
+    assert policy.evict(3) == []
+    policy.add(keys("a", 2), used=False)
+    assert len(policy.evict(3)) == 2
+    assert len(policy) == 0
+
+
+def test_forget_takes_candidates_and_ignores_others() -> None:
+    policy = LRU()
+    a, b, pinned = keys("a", 3)
+    policy.add([a, b, pinned], used=False)
+    policy.pin([pinned])
+    policy.forget([a, pinned])
+    assert policy.evict(3) == [b]
+
+
+def test_clear_forgets_everything() -> None:
+    policy = LRU()
+    policy.add(keys("a", 3), used=False)
+    policy.clear()
+    assert len(policy) == 0
+    assert policy.evict(1) == []
+
+
+def test_it_learns_the_capacity() -> None:
+    policy = LRU(5)
+    policy.resize(9)
+    assert policy.capacity == 9

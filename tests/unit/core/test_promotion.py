@@ -1,0 +1,464 @@
+"""How chunks of other tiers are found and brought: prefix first, shared, within bounds, by a deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvtier.core import invariants
+from kvtier.core.admission import Limits, TierGate
+from kvtier.core.messages import Answer, Fetch, Fetched, Put, PutEnded, SlotsReady, TierDown
+from kvtier.core.policies.lru import LRU
+from kvtier.core.requests import Request
+from kvtier.core.states import Lookup, RequestState
+from kvtier.core.tiering import Tiering
+from kvtier.errors import StateError
+from kvtier.keys import OffloadKey, pack_key
+
+HIT, MISS, PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.PENDING, Lookup.RETRY
+LANDED, LOCATED, MISSING = Answer.LANDED, Answer.LOCATED, Answer.MISSING
+
+
+def keys(name: str, count: int, group: int = 0) -> list[OffloadKey]:
+    return [pack_key(f"{name}{index}".encode(), group) for index in range(count)]
+
+
+def make(
+    slots: int = 16,
+    tiers: int = 1,
+    budget: float = 0.5,
+    reserve: float = 0.0,
+    windowed: frozenset[int] = frozenset(),
+) -> Tiering:
+    limits = Limits(request_deadline_s=5.0, promotion_budget=budget, landing_reserve=reserve)
+    gates = [TierGate(f"t{index}", deadline_s=3.0) for index in range(tiers)]
+    core = Tiering(LRU(), gates, limits, windowed_groups=windowed)
+    core.on_event(SlotsReady(range(slots)), 0.0)
+    return core
+
+
+def store(core: Tiering, chunks: Sequence[OffloadKey]) -> None:
+    """Store chunks; the tiers' puts end at once."""
+    reservation = core.reserve(chunks)
+    assert reservation is not None
+    core.commit(reservation, 0.0)
+    for command in core.take_commands():
+        assert isinstance(command, Put)
+        core.on_event(PutEnded(command.id, [True] * len(command.keys)), 0.0)
+
+
+def ask(core: Tiering, request: Request, chunks: Sequence[OffloadKey]) -> list[Lookup]:
+    """Look chunks up as an engine does: the first miss ends the scan."""
+    answers = []
+    for key in chunks:
+        answers.append(core.lookup(key, request))
+        if answers[-1] is MISS:
+            break
+    return answers
+
+
+def step(core: Tiering, request: Request, chunks: Sequence[OffloadKey], now_s: float = 0.0) -> list[Fetch]:
+    """One round of questions; return the fetches that came of it."""
+    ask(core, request, chunks)
+    core.settle(now_s)
+    return fetches(core)
+
+
+def fetches(core: Tiering) -> list[Fetch]:
+    invariants.check(core)
+    commands = core.take_commands()
+    assert all(isinstance(command, Fetch) for command in commands)
+    return [command for command in commands if isinstance(command, Fetch)]
+
+
+def answer(core: Tiering, fetch: Fetch, answers: Sequence[Answer], now_s: float = 0.0) -> list[Fetch]:
+    core.on_event(Fetched(fetch.id, answers), now_s)
+    return fetches(core)
+
+
+def test_question_and_transfer_are_one_delay() -> None:
+    core, request, prompt = make(), Request(), keys("a", 4)
+    assert ask(core, request, prompt) == [RETRY] * 4
+    core.settle(0.0)
+    (fetch,) = fetches(core)
+    assert (fetch.tier, list(fetch.keys), len(fetch.slots), fetch.located) == (0, prompt, 4, False)
+    assert answer(core, fetch, [LANDED] * 4) == []
+    assert ask(core, request, prompt) == [HIT] * 4
+    pinned = core.acquire(prompt, request)
+    assert pinned.slots == list(fetch.slots)
+    assert pinned.origins == [0] * 4
+    core.release(pinned)
+    again = core.acquire(prompt)
+    assert again.origins == [None] * 4, "the second load comes from the primary tier"
+
+
+def test_asking_again_while_a_fetch_runs_starts_nothing() -> None:
+    core, request, prompt = make(), Request(), keys("a", 4)
+    step(core, request, prompt)
+    assert step(core, request, prompt) == []
+
+
+def test_what_is_located_next_to_what_landed_is_fetched_at_once() -> None:
+    core, request, prompt = make(slots=8, budget=1.0), Request(), keys("a", 6)
+    store(core, keys("old", 6))
+    (fetch,) = step(core, request, prompt)
+    assert len(fetch.slots) == 2, "free slots only, until it is known to be there"
+    (rest,) = answer(core, fetch, [LANDED] * 2 + [LOCATED] * 4)
+    assert (list(rest.keys), len(rest.slots), rest.located) == (prompt[2:], 4, True)
+    answer(core, rest, [LANDED] * 4)
+    assert ask(core, request, prompt) == [HIT] * 6
+
+
+def test_keys_behind_a_gap_are_not_fetched() -> None:
+    core, request, prompt = make(slots=8, budget=1.0), Request(), keys("a", 6)
+    store(core, keys("old", 6))
+    (fetch,) = step(core, request, prompt)
+    assert answer(core, fetch, [LANDED, MISSING, LOCATED, LOCATED, LOCATED, LOCATED]) == []
+    assert ask(core, request, prompt) == [HIT, MISS]
+    core.settle(0.0)
+    assert fetches(core) == []
+    assert len(core.table.visible) == 7, "nothing was evicted for them"
+
+
+@pytest.mark.parametrize(("second", "expected"), [(LOCATED, [1, 2, 3]), (MISSING, [])])
+def test_the_next_tier_closes_a_gap_or_does_not(second: Answer, expected: list[int]) -> None:
+    core, request, prompt = make(slots=8, tiers=2, budget=1.0), Request(), keys("a", 4)
+    store(core, keys("old", 8))
+    (fetch,) = step(core, request, prompt)
+    first, gap = sorted(answer(core, fetch, [LOCATED, MISSING, LOCATED, LOCATED]), key=lambda f: -f.tier)[
+        ::-1
+    ]
+    assert (first.tier, list(first.keys), first.located) == (0, prompt[:1], True)
+    assert (gap.tier, list(gap.keys), gap.located) == (1, prompt[1:2], False)
+    answer(core, first, [LANDED])
+    begun = answer(core, gap, [second])
+    begun += step(core, request, prompt)
+    assert sorted(prompt.index(key) for fetch in begun for key in fetch.keys) == expected
+
+
+def test_a_suffix_behind_another_request_s_fetch_evicts_nothing_until_that_is_there() -> None:
+    core, prompt = make(slots=8, budget=1.0), keys("a", 4)
+    store(core, keys("old", 8))
+    one, two = Request(), Request()
+    (prefix,) = step(core, one, prompt[:2])
+    (suffix,) = step(core, two, prompt)
+    assert list(suffix.keys) == prompt[2:]
+    assert answer(core, suffix, [LOCATED] * 2) == []
+    assert step(core, two, prompt) == []
+    (landing,) = answer(core, prefix, [LOCATED] * 2)
+    assert [list(fetch.keys) for fetch in step(core, two, prompt)] == [prompt[2:]]
+    answer(core, landing, [LANDED] * 2)
+    assert ask(core, two, prompt) == [HIT, HIT, PENDING, PENDING]
+
+
+def test_asking_for_what_is_nowhere_evicts_nothing() -> None:
+    core = make(slots=16, budget=0.5, reserve=0.25)
+    store(core, keys("old", 16))
+    core.settle(0.0)
+    kept = len(core.table.visible)
+    assert kept == 12, "the reserve is free"
+    for index in range(10):
+        request, prompt = Request(), keys(f"absent{index}-", 6)
+        (fetch,) = step(core, request, prompt)
+        assert len(fetch.slots) == 4
+        answer(core, fetch, [MISSING] * 6)
+        assert ask(core, request, prompt) == [MISS]
+        core.close(request)
+        core.settle(0.0)
+    assert len(core.table.visible) == kept
+    assert core.take_counts()["evicted",] == 4
+
+
+def test_the_reserve_is_restored_once_chunks_have_landed() -> None:
+    core, request, prompt = make(slots=16, budget=0.5, reserve=0.25), Request(), keys("a", 4)
+    store(core, keys("old", 16))
+    core.settle(0.0)
+    (fetch,) = step(core, request, prompt)
+    assert len(core.table.free) == 0
+    answer(core, fetch, [LANDED] * 4)
+    core.settle(0.0)
+    assert len(core.table.free) == 4
+
+
+def test_two_requests_share_one_transfer() -> None:
+    core, one, two, prompt = make(), Request(), Request(), keys("a", 4)
+    (fetch,) = step(core, one, prompt)
+    assert step(core, two, prompt) == []
+    answer(core, fetch, [LANDED] * 4)
+    core.close(one)
+    store(core, keys("new", 16))
+    assert ask(core, two, prompt) == [HIT] * 4, "still held for the other one"
+    core.close(two)
+    assert sum(chunk.pins for chunk in core.table) == 0
+
+
+def test_the_second_tier_is_asked_for_what_the_first_does_not_have() -> None:
+    core, request, prompt = make(tiers=2), Request(), keys("a", 4)
+    (fetch,) = step(core, request, prompt)
+    (second,) = answer(core, fetch, [LANDED, LANDED, MISSING, MISSING])
+    assert (second.tier, list(second.keys), len(second.slots)) == (1, prompt[2:], 2)
+    answer(core, second, [LANDED, MISSING])
+    assert ask(core, request, prompt) == [HIT, HIT, HIT, MISS]
+    assert core.acquire(prompt[:3], request).origins == [0, 0, 1]
+
+
+def test_a_failed_get_ends_as_a_miss_after_the_last_tier() -> None:
+    core, request, prompt = make(slots=8, tiers=2), Request(), keys("a", 2)
+    store(core, keys("old", 8))
+    (fetch,) = step(core, request, prompt)
+    (located,) = answer(core, fetch, [LOCATED] * 2)
+    core.on_event(Fetched(located.id, [MISSING] * 2, {"checksum": 2}), 0.0)
+    (second,) = fetches(core)
+    assert (second.tier, list(second.keys)) == (1, prompt)
+    assert answer(core, second, [MISSING] * 2) == []
+    assert ask(core, request, prompt) == [MISS]
+    assert core.take_counts()["get_failed", "t0", "checksum"] == 2
+
+
+def test_what_is_found_by_the_second_tier_without_room_is_fetched_when_asked_again() -> None:
+    core, request, prompt = make(slots=8, tiers=2, budget=1.0), Request(), keys("a", 2)
+    store(core, keys("old", 8))
+    (fetch,) = step(core, request, prompt)
+    (located,) = answer(core, fetch, [LOCATED] * 2)
+    (second,) = answer(core, located, [MISSING] * 2)
+    assert answer(core, second, [LOCATED] * 2) == []
+    assert ask(core, request, prompt) == [PENDING] * 2
+    core.settle(0.0)
+    (last,) = fetches(core)
+    assert (last.tier, list(last.keys), last.located) == (1, prompt, True)
+
+
+def test_the_first_request_makes_do_with_what_fits_the_budget() -> None:
+    core, first, second = make(slots=16, budget=0.25), Request(), Request()
+    long, other = keys("long", 8), keys("other", 8)
+    (fetch,) = step(core, first, long)
+    assert len(fetch.slots) == 4
+    (waits,) = step(core, second, other)
+    assert waits.slots == []
+    assert answer(core, fetch, [LANDED] * 4 + [LOCATED] * 4) == []
+    assert answer(core, waits, [LOCATED] * 8) == []
+    assert ask(core, first, long) == [HIT] * 4 + [MISS]
+    assert core.take_counts()["miss", "budget"] == 4
+    assert ask(core, second, other) == [PENDING] * 8, "the second waits for its turn"
+    core.settle(0.0)
+    ask(core, first, long)
+    core.release(core.acquire(long[:4], first))
+    (turn,) = step(core, second, other)
+    assert list(turn.keys) == other[:4], "the budget is free again"
+
+
+def test_a_waiting_request_keeps_what_it_was_told_is_there() -> None:
+    core, request, prompt = make(slots=8), Request(), keys("a", 4)
+    store(core, prompt[:3])
+    assert ask(core, request, prompt) == [HIT, HIT, HIT, RETRY]
+    core.settle(0.0)
+    fetches(core)
+    store(core, keys("new", 8))
+    assert ask(core, request, prompt)[:3] == [HIT] * 3
+
+
+def test_one_request_s_fetch_does_not_evict_another_one_s_hits() -> None:
+    """Both come to wait in the same round; what the second was told is there stays."""
+    core, one, two = make(slots=2, budget=1.0, windowed=frozenset({1})), Request(), Request()
+    (window,), (oldest,), (other,) = keys("w", 1, group=1), keys("old", 1), keys("other", 1)
+    store(core, [oldest])
+    store(core, [other])
+    (located,) = step(core, one, [window])
+    answer(core, located, [LOCATED])
+    assert ask(core, one, [window]) == [PENDING]
+    assert ask(core, two, [oldest, *keys("more", 1)]) == [HIT, RETRY]
+    core.settle(0.0)
+    assert [fetch.located for fetch in fetches(core)] == [True, False]
+    assert ask(core, two, [oldest]) == [HIT]
+    assert ask(core, two, [other]) == [RETRY], "the room came from here"
+
+
+def test_a_fetch_that_ends_in_a_round_does_not_evict_its_hits() -> None:
+    core, one, two = make(slots=4, budget=1.0), Request(), Request()
+    store(core, keys("old", 3))
+    (fetch,) = step(core, one, keys("a", 4))
+    assert len(fetch.slots) == 1
+    assert ask(core, two, keys("old", 2)) == [HIT, HIT]
+    (rest,) = answer(core, fetch, [LANDED, LOCATED, LOCATED, LOCATED])
+    assert len(rest.slots) == 1, "the slot of the third; the hits are spared"
+    pinned = core.acquire(keys("old", 2), two)
+    assert len(pinned.slots) == 2
+
+
+def test_a_deadline_makes_a_miss_and_stays_one_until_the_request_is_served() -> None:
+    core, request, prompt = make(), Request(), keys("a", 2)
+    store(core, prompt[:1])
+    (fetch,) = step(core, request, prompt, now_s=1.0)
+    assert core.next_deadline_s() == 4.0, "the transfer's"
+    core.settle(5.9)
+    assert request.is_waiting
+    assert core.next_deadline_s() == 6.0, "the request's"
+    core.settle(6.0)
+    assert request.state is RequestState.EXPIRED
+    assert core.next_deadline_s() is None
+    for _ in range(3):
+        assert ask(core, request, prompt) == [HIT, MISS]
+        core.settle(7.0)
+    assert request.state is RequestState.EXPIRED
+    ask(core, request, prompt)
+    core.release(core.acquire(prompt[:1], request))
+    answer(core, fetch, [LANDED], now_s=8.0)
+    assert ask(core, request, prompt) == [HIT, HIT], "what came late is of use to the next"
+
+
+def test_an_expired_request_holds_nothing() -> None:
+    core, request, prompt = make(), Request(), keys("a", 2)
+    store(core, prompt[:1])
+    step(core, request, prompt)
+    core.settle(5.0)
+    assert not request.held
+    ask(core, request, prompt)
+    store(core, keys("new", 15))  # evicts; the hit of this round is spared
+    assert prompt[0] in core.table.visible
+    core.settle(6.0)
+    assert not request.held
+
+
+def test_an_overdue_tier_gets_no_work_until_it_has_answered() -> None:
+    core, request = make(tiers=2), Request()
+    prompt, other = keys("a", 2), keys("b", 2)
+    (fetch,) = step(core, request, prompt, now_s=0.0)
+    core.settle(3.0)
+    (second,) = fetches(core)
+    assert (second.tier, list(second.keys)) == (1, prompt), "looked for elsewhere meanwhile"
+    assert [each.tier for each in step(core, Request(), other, now_s=3.0)] == [1]
+    reservation = core.reserve(keys("new", 2))
+    assert reservation is not None
+    core.commit(reservation, 3.0)
+    assert [command.tier for command in core.take_commands()] == [1]
+    assert core.take_counts()["put_dropped", "t0", "unresponsive"] == 2
+    core.on_event(Fetched(fetch.id, [LANDED] * 2), 4.0)
+    answer(core, second, [LANDED] * 2, now_s=4.0)
+    assert ask(core, request, prompt) == [HIT, HIT]
+    assert [each.tier for each in step(core, Request(), keys("c", 1), now_s=4.0)] == [0]
+
+
+def test_overdue_transfers_do_not_count_against_the_budget_but_keep_their_slots() -> None:
+    core, request = make(slots=8, tiers=2, budget=0.5), Request()
+    (fetch,) = step(core, request, keys("a", 4))
+    free = len(core.table.free)
+    core.settle(3.0)
+    (second,) = fetches(core)
+    assert len(second.slots) == 4
+    assert set(second.slots).isdisjoint(fetch.slots)
+    assert len(core.table.free) == free - 4
+    answer(core, fetch, [LANDED] * 4, now_s=9.0)
+    answer(core, second, [LANDED] * 4, now_s=9.0)
+    assert len(core.table.free) == 4, "one of the two copies of each was superfluous"
+
+
+def test_deadlines_of_tiers_are_their_own_whatever_the_order() -> None:
+    limits = Limits(request_deadline_s=99.0)
+    core = Tiering(LRU(), [TierGate("slow", 10.0), TierGate("quick", 1.0)], limits)
+    core.on_event(SlotsReady(range(16)), 0.0)
+    (slow,) = step(core, Request(), keys("a", 1))
+    (quick,) = answer(core, slow, [MISSING])
+    (slow,) = step(core, Request(), keys("b", 1))
+    core.settle(1.0)
+    gates = core.ledger.tiers
+    assert [gate.overdue for gate in gates] == [0, 1]
+    core.settle(10.0)
+    assert [gate.overdue for gate in gates] == [1, 1]
+    answer(core, quick, [LANDED], now_s=11.0)
+    answer(core, slow, [LANDED], now_s=11.0)
+    assert [gate.overdue for gate in gates] == [0, 0]
+
+
+def test_without_a_tier_that_takes_work_everything_is_a_miss_at_once() -> None:
+    core, request, prompt = make(tiers=2), Request(), keys("a", 2)
+    core.on_event(TierDown(0, "gone"), 0.0)
+    core.on_event(TierDown(1, "gone"), 0.0)
+    assert ask(core, request, prompt) == [RETRY, RETRY]
+    core.settle(0.0)
+    assert fetches(core) == []
+    assert ask(core, request, prompt) == [MISS]
+    assert core.take_counts()["skipped", "t1", "down"] == 2
+
+
+def test_what_a_tier_had_that_is_down_now_is_looked_for_in_the_next() -> None:
+    core, one, two = make(slots=8, tiers=2, budget=0.5), Request(), Request()
+    store(core, keys("old", 8))
+    (first,) = step(core, one, keys("a", 4))
+    (fetch,) = step(core, two, keys("b", 2))
+    answer(core, first, [LOCATED] * 4)
+    assert answer(core, fetch, [LOCATED] * 2) == [], "no budget"
+    core.on_event(TierDown(0, "gone"), 0.0)
+    core.close(one)
+    for command in step(core, two, keys("b", 2)):
+        assert (command.tier, command.located) == (1, False)
+
+
+def test_windowed_groups_are_located_before_they_are_fetched() -> None:
+    core, request = make(windowed=frozenset({1})), Request()
+    window, prefix = keys("w", 6, group=1), keys("p", 2)
+    for key in [*reversed(window), *prefix]:
+        assert core.lookup(key, request) is RETRY
+    core.settle(0.0)
+    by_prefix, located = fetches(core)
+    assert (list(by_prefix.keys), len(by_prefix.slots)) == (prefix, 2)
+    assert (sorted(located.keys), located.slots) == (sorted(window), [])
+    answer(core, by_prefix, [LANDED] * 2)
+    assert answer(core, located, [LOCATED] * 6) == []
+    # The engine needs the last two only; they are fetched as they are asked for.
+    assert [core.lookup(key, request) for key in window[:3:-1]] == [PENDING] * 2
+    core.settle(0.0)
+    (fetch,) = fetches(core)
+    assert (list(fetch.keys), fetch.located) == (window[:3:-1], True)
+
+
+def test_a_window_is_fetched_although_a_prefix_is_not_known_yet() -> None:
+    core, request = make(windowed=frozenset({1})), Request()
+    window, prefix = keys("w", 2, group=1), keys("p", 2)
+    (located,) = step(core, request, window)
+    answer(core, located, [LOCATED] * 2)
+    begun = step(core, request, prefix + window)
+    assert [(list(fetch.keys), fetch.located) for fetch in begun] == [(window, True), (prefix, False)]
+
+
+def test_a_request_that_has_moved_on_is_given_nothing_to_hold() -> None:
+    """It was loaded without waiting for the rest; the rest must not stay pinned for its whole life."""
+    core, request, prompt = make(slots=8, budget=1.0), Request(), keys("a", 4)
+    store(core, prompt[:2])
+    (fetch,) = step(core, request, prompt)
+    ask(core, request, prompt)
+    core.release(core.acquire(prompt[:2], request))
+    core.settle(0.0)
+    answer(core, fetch, [LANDED] * 2)
+    assert not request.held
+    assert len(core.promotions.landing) == 0
+    assert ask(core, Request(), prompt) == [HIT] * 4
+
+
+def test_a_closed_request_waits_for_nothing() -> None:
+    core, request, prompt = make(tiers=2), Request(), keys("a", 2)
+    (fetch,) = step(core, request, prompt)
+    core.close(request)
+    assert answer(core, fetch, [LANDED, MISSING]) == [], "nobody asks the next tier any more"
+    assert sum(chunk.pins for chunk in core.table) == 0
+    with pytest.raises(StateError, match="CLOSED"):
+        core.close(request)
+
+
+def test_a_store_that_comes_before_the_fetch_of_its_key_wins() -> None:
+    core, request, prompt = make(tiers=1), Request(), keys("a", 1)
+    (fetch,) = step(core, request, prompt)
+    store(core, prompt)
+    free = len(core.table.free)
+    answer(core, fetch, [LANDED])
+    assert len(core.table.free) == free + 1
+    assert ask(core, request, prompt) == [HIT]
+    assert core.acquire(prompt, request).slots != list(fetch.slots)
+
+
+def test_a_transfer_ends_once() -> None:
+    core = make()
+    (fetch,) = step(core, Request(), keys("a", 1))
+    answer(core, fetch, [LANDED])
+    with pytest.raises(StateError, match=f"transfer {fetch.id} has ended"):
+        answer(core, fetch, [LANDED])

@@ -1,0 +1,432 @@
+"""The CUDA engine over a device that is played: the contract, the order of streams, and pinning.
+
+The played device copies later and in threads of its own, as a GPU does, and refuses what CUDA refuses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier import native
+from kvtier.device.base import Blocks
+from kvtier.device.cuda import CudaTransferEngine, Event
+from kvtier.device.plan import CopyPlan
+from kvtier.errors import TransferError
+from kvtier.testing.device import DeviceConformance, EngineFactory, Rig, Shape, rig
+
+CHUNK = Shape().layout.chunk_bytes
+SLOTS = Shape().slots
+INVALID_VALUE = 1
+MEMCPY_ASYNC = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
+)
+
+
+class PlayedEvent:
+    def __init__(self, reached: Future[float]) -> None:
+        self.reached = reached
+
+    def synchronize(self) -> None:
+        self.reached.result()
+
+    def elapsed_time(self, end_event: Any, /) -> float:
+        return float(end_event.reached.result(0) - self.reached.result(0)) * 1000
+
+
+class PlayedStream:
+    """A thread that does what it is given in order; who gives it more does not wait."""
+
+    def __init__(self, device: PlayedDevice) -> None:
+        self._device = device
+        self._work = ThreadPoolExecutor(1)
+        self.given = 0  # changed by who gives the copies, and below by this stream's thread: no lock
+        self.moved = 0
+
+    def run(self, work: Callable[[], object]) -> None:
+        self._work.submit(work)
+
+    def wait(self, event: Event) -> None:
+        self._device.require_attached()
+        self.run(event.synchronize)
+
+    def record(self) -> PlayedEvent:
+        return PlayedEvent(self._work.submit(time.perf_counter))
+
+    def copy(self, plan: CopyPlan) -> None:
+        self._device.require_attached()
+        function = MEMCPY_ASYNC(self._memcpy_async)
+        address = ctypes.cast(function, ctypes.c_void_p).value
+        assert address is not None
+        arrays = (plan.src.ctypes.data, plan.dst.ctypes.data, plan.sizes.ctypes.data)
+        code = native.copy_batch_async(address, *arrays, len(plan.sizes), 77)
+        if code:
+            raise TransferError(f"error {code}")
+
+    def close(self) -> None:
+        self._work.shutdown()
+
+    def _memcpy_async(self, dst: int, src: int, size: int, kind: int, stream: int) -> int:
+        if (kind, stream) != (4, 77) or self._device.refuses(dst, src, size):
+            return INVALID_VALUE
+        self.given += 1
+        self.run(lambda: self._move(dst, src, size))
+        return 0
+
+    def _move(self, dst: int, src: int, size: int) -> None:
+        self._device.before_copy(dst)
+        ctypes.memmove(dst, src, size)
+        self.moved += 1
+
+
+class PlayedDevice:
+    """A runtime without a GPU.
+
+    Attributes:
+        compute: the stream that the engine computes on.
+        pieces: (address, bytes) of what is pinned, in order.
+        unpinned: addresses that have been unpinned, in order.
+        unmapped: those of them that were not mapped any more by then.
+        copies: how many copies it was given.
+        refused: which of the copies it is given are refused, by number.
+        before_copy: called in a stream's thread before each copy, with its destination.
+        before_pinning: called in the pinning thread before each piece, with the number of those before.
+    """
+
+    def __init__(self) -> None:
+        self._attached = threading.local()
+        self._streams: list[PlayedStream] = []
+        self._pinned = threading.Condition()
+        self.compute = self.open_stream()
+        self.pieces: list[tuple[int, int]] = []
+        self.unpinned: list[int] = []
+        self.unmapped: list[int] = []
+        self.copies = 0
+        self.refused: set[int] = set()
+        self.before_copy: Callable[[int], object] = lambda dst: None
+        self.before_pinning: Callable[[int], object] = lambda count: None
+
+    @property
+    def under_way(self) -> int:
+        """How many of the copies it has taken have not happened yet."""
+        return sum(stream.given - stream.moved for stream in self._streams)
+
+    def attach(self) -> None:
+        self._attached.here = True
+
+    def require_attached(self) -> None:
+        if not getattr(self._attached, "here", False):
+            raise TransferError("this thread may be on another device")
+
+    def record_compute(self) -> PlayedEvent:
+        return self.compute.record()
+
+    def open_stream(self) -> PlayedStream:
+        self._streams.append(PlayedStream(self))
+        return self._streams[-1]
+
+    def host_register(self, address: int, nbytes: int) -> None:
+        self.require_attached()
+        self.before_pinning(len(self.pieces))
+        with self._pinned:
+            self.pieces.append((address, nbytes))
+            self._pinned.notify_all()
+
+    def host_unregister(self, address: int) -> None:
+        self.require_attached()
+        self.unpinned.append(address)
+        if not is_mapped(address):
+            self.unmapped.append(address)
+
+    def wait_until_pinned(self, count: int) -> None:
+        with self._pinned:
+            assert self._pinned.wait_for(lambda: len(self.pieces) >= count, 20)
+
+    def refuses(self, dst: int, src: int, size: int) -> bool:
+        """Say whether the copy is refused: it was chosen, or it is partly in a piece that is pinned."""
+        self.copies += 1
+        return self.copies - 1 in self.refused or any(
+            start < piece + length and piece < start + size
+            and not (piece <= start and start + size <= piece + length)
+            for start in (dst, src)
+            for piece, length in self.pieces
+        )  # fmt: skip
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+
+
+def is_mapped(address: int) -> bool:
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    ranges = (line.split(maxsplit=1)[0].split("-") for line in maps)
+    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
+
+
+@pytest.fixture
+def device() -> Iterator[PlayedDevice]:
+    made = PlayedDevice()
+    yield made
+    made.close()
+
+
+def engine_on(device: PlayedDevice, piece_slots: int = SLOTS, pinned: bool = False) -> EngineFactory:
+    """Make engines that pin so many slots at once; ``pinned``: and have pinned all of them."""
+
+    def factory(caches, layout, region):
+        engine = CudaTransferEngine(caches, layout, region, device, piece_slots * layout.chunk_bytes)
+        if pinned:
+            device.wait_until_pinned(-(-region.slots // piece_slots))
+        return engine
+
+    return factory
+
+
+class TestPinned(DeviceConformance):
+    @pytest.fixture(params=[1, 5])
+    def engine_factory(self, request: pytest.FixtureRequest, device: PlayedDevice) -> EngineFactory:
+        return engine_on(device, request.param, pinned=True)
+
+
+class TestSlowWhilePinning(DeviceConformance):
+    @pytest.fixture
+    def engine_factory(self, device: PlayedDevice) -> EngineFactory:
+        device.before_copy = lambda dst: time.sleep(0.0005)
+        device.before_pinning = lambda count: time.sleep(0.001)
+        return engine_on(device, 2)
+
+
+class TestPageableWithoutNative(DeviceConformance):
+    @pytest.fixture
+    def engine_factory(
+        self, device: PlayedDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> EngineFactory:
+        monkeypatch.setattr(native, "library", None)
+        device.before_pinning = refuse_from(0)
+        return engine_on(device)
+
+
+def refuse_from(piece: int) -> Callable[[int], None]:
+    def refuse(count: int) -> None:
+        if count >= piece:
+            raise TransferError("out of memory")
+
+    return refuse
+
+
+def one(block: int) -> Blocks:
+    return Blocks.make([block], (1,), (0,))
+
+
+@pytest.fixture
+def gated(device: PlayedDevice) -> Iterator[tuple[Rig, threading.Event]]:
+    """A rig whose compute stream is busy until the event is set."""
+    gate = threading.Event()
+    with rig(engine_on(device)) as it:
+        device.compute.run(lambda: gate.wait(20))
+        yield it, gate
+        gate.set()
+
+
+def ends_only_after(gate: threading.Event, it: Rig, transfer_id: int) -> None:
+    waiter = threading.Thread(target=it.engine.wait, args=([transfer_id],))
+    waiter.start()
+    waiter.join(0.05)
+    assert waiter.is_alive()
+    gate.set()
+    waiter.join(20)
+    assert not waiter.is_alive()
+
+
+def test_a_store_copies_what_was_to_be_computed_before(
+    device: PlayedDevice, gated: tuple[Rig, threading.Event]
+) -> None:
+    it, gate = gated
+    device.compute.run(lambda: it.caches.tensors[0][5].fill_(17))
+    it.model.rows[0][5][:512] = bytes([17]) * 512
+    it.store(1, one(5), [3])
+    ends_only_after(gate, it, 1)
+    it.check()
+
+
+@pytest.mark.parametrize("expedited", [False, True])
+def test_a_load_comes_after_what_was_to_be_written_before(
+    device: PlayedDevice, gated: tuple[Rig, threading.Event], expedited: bool
+) -> None:
+    it, gate = gated
+    device.compute.run(lambda: it.caches.tensors[0][5].zero_())
+    it.load(1, [3], one(5), expedited=expedited)
+    ends_only_after(gate, it, 1)
+    it.check()
+
+
+def test_a_transfer_does_not_wait_for_what_is_computed_later(device: PlayedDevice) -> None:
+    gate = threading.Event()
+    with rig(engine_on(device)) as it:
+        it.store(1, one(5), [3])
+        device.compute.run(lambda: gate.wait(20))
+        it.check()
+        assert [end.error for end in it.engine.finished()] == [None]
+        gate.set()
+
+
+def test_each_direction_has_a_stream_of_its_own(device: PlayedDevice) -> None:
+    gate = threading.Event()
+    with rig(engine_on(device)) as it:
+        held = it.caches.tensors[0][1].data_ptr()
+        device.before_copy = lambda dst: gate.wait(20) if dst == held else None
+        it.load(1, [1], one(1))
+        it.load(2, [2], one(2), expedited=True)
+        it.store(3, one(3), [3])
+        it.engine.wait([2, 3])
+        assert sorted(end.transfer_id for end in it.engine.finished()) == [2, 3]
+        gate.set()
+        it.check()
+
+
+def test_seconds_are_those_of_the_stream(device: PlayedDevice) -> None:
+    device.before_copy = lambda dst: time.sleep(0.02)
+    with rig(engine_on(device)) as it:
+        gate = threading.Event()
+        device.compute.run(lambda: gate.wait(20))
+        it.store(1, one(5), [3])  # two pages
+        threading.Timer(0.3, gate.set).start()
+        start = time.perf_counter()
+        it.engine.drain()
+        passed = time.perf_counter() - start
+        (end,) = it.engine.finished()
+        assert 0.04 <= end.seconds <= passed - 0.2  # the wait for the compute stream is not counted
+
+
+def test_a_refused_copy_is_repeated_when_those_before_it_are_over(device: PlayedDevice) -> None:
+    device.before_copy = lambda dst: time.sleep(0.01)
+    device.refused = {5}
+    with rig(engine_on(device)) as it:
+        it.store(1, Blocks.make(range(0, 16, 2), (8,), (0,)), range(8))
+        it.check()
+        assert [end.error for end in it.engine.finished()] == [None]
+        assert device.copies == 6 + 16
+
+
+def test_nothing_moves_any_more_when_a_failure_is_reported(device: PlayedDevice) -> None:
+    device.before_copy = lambda dst: time.sleep(0.01)
+    device.refused = {5, 11}
+    with rig(engine_on(device)) as it:
+        moving: list[int] = []
+        it.engine.set_wakeup(lambda: moving.append(device.under_way))
+        it.engine.submit_store(1, Blocks.make(range(0, 16, 2), (8,), (0,)), range(8))
+        it.engine.drain()
+        (end,) = it.engine.finished()
+        assert (end.transfer_id, str(end.error)) == (1, "error 1")
+        assert moving == [0]
+        it.store(2, Blocks.make(range(0, 16, 2), (8,), (0,)), range(8))
+        it.check()
+
+
+@pytest.mark.parametrize("piece_slots", [1, 7, SLOTS, 100])
+def test_all_slots_are_pinned_once_and_unpinned_at_the_end(device: PlayedDevice, piece_slots: int) -> None:
+    with rig(engine_on(device, piece_slots, pinned=True)) as it:
+        assert device.pieces[0][0] == it.region.address
+        ends = [address + nbytes for address, nbytes in device.pieces]
+        assert [address for address, _ in device.pieces[1:]] == ends[:-1]
+        assert ends[-1] == it.region.address + it.region.nbytes
+        assert max(nbytes for _, nbytes in device.pieces) == min(piece_slots, SLOTS) * CHUNK
+        assert device.unpinned == []
+        it.engine.close()
+        assert device.unpinned == [address for address, _ in device.pieces]
+        it.engine.close()
+        assert len(device.unpinned) == len(device.pieces)
+
+
+def test_a_piece_is_at_least_one_slot(device: PlayedDevice) -> None:
+    with rig(lambda caches, layout, region: CudaTransferEngine(caches, layout, region, device, 1)):
+        device.wait_until_pinned(SLOTS)
+
+
+def test_what_cannot_be_pinned_is_copied_all_the_same(
+    device: PlayedDevice, caplog: pytest.LogCaptureFixture
+) -> None:
+    device.before_pinning = refuse_from(2)
+    with rig(engine_on(device, 5)) as it:
+        it.store(1, Blocks.make(range(SLOTS), (SLOTS,), (0,)), range(SLOTS))
+        it.check()
+        assert isinstance(it.engine, CudaTransferEngine)
+        assert it.engine.pinned_bytes == 10 * CHUNK
+        it.engine.close()
+        assert it.engine.pinned_bytes == 0
+        assert device.unpinned == [it.region.address, it.region.address + 5 * CHUNK]
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        f"{10 * CHUNK} of {SLOTS * CHUNK} bytes of the primary tier are pinned, and no more can be (out of m"
+    )
+
+
+def test_closing_stops_the_pinning(device: PlayedDevice) -> None:
+    reached, gate = threading.Event(), threading.Event()
+
+    def hold(count: int) -> None:
+        if count == 1:
+            reached.set()
+            assert gate.wait(20)
+
+    device.before_pinning = hold
+    with rig(engine_on(device, 1)) as it:
+        assert reached.wait(20)
+        closing = threading.Thread(target=it.engine.close)
+        closing.start()
+        closing.join(0.05)
+        assert closing.is_alive()
+        gate.set()
+        closing.join(20)
+        assert len(device.pieces) == 2
+        assert device.unpinned == [address for address, _ in device.pieces]
+
+
+def test_slots_stay_pinned_while_they_are_copied(device: PlayedDevice) -> None:
+    gate = threading.Event()
+    device.before_copy = lambda dst: gate.wait(20)
+    with rig(engine_on(device, pinned=True)) as it:
+        it.store(1, one(5), [3])
+        closing = threading.Thread(target=it.engine.close)
+        closing.start()
+        closing.join(0.05)
+        unpinned_early = list(device.unpinned)
+        gate.set()
+        closing.join(20)
+        assert unpinned_early == []
+        assert len(device.unpinned) == 1
+
+
+def test_a_piece_that_cannot_be_unpinned_does_not_keep_the_others(
+    device: PlayedDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    unregister = device.host_unregister
+
+    def stubborn(address: int) -> None:
+        if address == device.pieces[0][0]:
+            raise TransferError("not found")
+        unregister(address)
+
+    monkeypatch.setattr(device, "host_unregister", stubborn)
+    with rig(engine_on(device, 8, pinned=True)) as it:
+        it.engine.close()
+        assert device.unpinned == [address for address, _ in device.pieces[1:]]
+    assert "cannot be unpinned" in caplog.text
+
+
+def test_pinned_slots_stay_mapped_when_the_region_is_closed_first(device: PlayedDevice) -> None:
+    it = Rig(engine_on(device, pinned=True), Shape())
+    it.region.close()
+    it.engine.submit_store(1, one(1), [1])
+    it.engine.drain()
+    assert [end.error for end in it.engine.finished()] == [None]
+    it.close()
+    assert len(device.unpinned) == 1
+    assert device.unmapped == []

@@ -1,0 +1,1024 @@
+"""Commands in, exactly one event out for each, whatever the tiers do."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from kvtier.core.messages import Answer, Command, Event, Fetch, Fetched, Put, PutEnded, Reset, TierDown
+from kvtier.errors import TierError
+from kvtier.executor import Executor, ExecutorThread, NamedTier
+from kvtier.identity import Identity
+from kvtier.keys import OffloadKey, pack_key
+from kvtier.testing.memory import HeapMemory
+from kvtier.tiers.base import Batch, Knowledge, Outcome, SecondaryTier, Status, TierContext
+from kvtier.tiers.dummy import DummyConfig, DummyTier
+from kvtier.tiers.fs import FsConfig, FsTier
+
+IDENTITY = Identity.make("model", {"dtype": "int8"})
+CHUNK_BYTES = 4096
+SLOTS = 64
+MISSING, LOCATED, LANDED = Answer.MISSING, Answer.LOCATED, Answer.LANDED
+
+AnyTier = SecondaryTier[Any]
+
+
+def key(number: int) -> OffloadKey:
+    return pack_key(number.to_bytes(32, "big"))
+
+
+def keys(numbers: Sequence[int]) -> list[OffloadKey]:
+    return [key(number) for number in numbers]
+
+
+def content(number: int) -> bytes:
+    return random.Random(number).randbytes(CHUNK_BYTES)
+
+
+def dummy(**settings: object) -> DummyTier:
+    return DummyTier(DummyConfig.model_validate(settings))
+
+
+Ended = PutEnded | Fetched
+
+
+def ends_of(events: Iterable[Event]) -> list[Ended]:
+    return [event for event in events if isinstance(event, PutEnded | Fetched)]
+
+
+class World:
+    """An executor and its events. Chunk ``n`` has the bytes ``content(n)``; puts use slot ``n``."""
+
+    def __init__(
+        self, tiers: Sequence[AnyTier], memory: HeapMemory | None = None, close_s: float = 5
+    ) -> None:
+        self.memory = memory or HeapMemory(SLOTS, CHUNK_BYTES)
+        self.events: list[Event] = []
+        self._arrived = anyio.Event()
+        named = [NamedTier(f"tier{index}", tier) for index, tier in enumerate(tiers)]
+        self.executor = Executor(named, IDENTITY, self.memory, self._post, close_s=close_s)
+        self._last_id = 0
+
+    def _post(self, event: Event) -> None:
+        self.events.append(event)
+        arrived, self._arrived = self._arrived, anyio.Event()
+        arrived.set()
+
+    def put(self, numbers: Sequence[int], tier: int = 0) -> int:
+        for number in numbers:
+            self.memory.view(number)[:] = content(number)
+        return self.submit(Put, tier, keys(numbers), list(numbers))
+
+    def fetch(
+        self, numbers: Sequence[int], slots: Sequence[int], tier: int = 0, located: bool = False
+    ) -> int:
+        return self.submit(Fetch, tier, keys(numbers), list(slots), located)
+
+    def reset(self, tier: int = 0) -> None:
+        self.executor.submit([Reset(tier, 1)])
+
+    def submit(self, kind: Callable[..., Command], *args: object) -> int:
+        self._last_id += 1
+        self.executor.submit([kind(self._last_id, *args)])
+        return self._last_id
+
+    async def until(self, holds: Callable[[], object]) -> None:
+        """Wait for something that an event comes with."""
+        with anyio.fail_after(20):
+            while not holds():
+                await self._arrived.wait()
+
+    async def put_ended(self, id_: int) -> PutEnded:
+        await self.until(lambda: self.of(id_))
+        (event,) = self.of(id_)
+        assert isinstance(event, PutEnded)
+        return event
+
+    async def fetched(self, id_: int) -> Fetched:
+        await self.until(lambda: self.of(id_))
+        (event,) = self.of(id_)
+        assert isinstance(event, Fetched)
+        return event
+
+    def of(self, id_: int) -> list[Ended]:
+        return [event for event in ends_of(self.events) if event.id == id_]
+
+    @property
+    def downs(self) -> list[TierDown]:
+        return [event for event in self.events if isinstance(event, TierDown)]
+
+    async def hold(self, numbers: Sequence[int], tier: int = 0) -> None:
+        """Put chunks and see that they are kept."""
+        ended = await self.put_ended(self.put(numbers, tier))
+        assert list(ended.kept) == [True] * len(numbers), ended
+
+    def clear(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.memory.view(slot)[:] = bytes(CHUNK_BYTES)
+
+    def bytes_in(self, slot: int) -> bytes:
+        return bytes(self.memory.view(slot))
+
+
+@asynccontextmanager
+async def world(
+    *tiers: AnyTier, memory: HeapMemory | None = None, close_s: float = 5
+) -> AsyncIterator[World]:
+    it = World(tiers, memory, close_s)
+    async with it.executor:
+        yield it
+
+
+class Gated(DummyTier):
+    """Its puts and gets wait until they are let through, and what they do is noted."""
+
+    def __init__(self, **settings: object) -> None:
+        super().__init__(DummyConfig.model_validate(settings))
+        self.puts_open = anyio.Event()
+        self.gets_open = anyio.Event()
+        self.begun: list[str] = []
+        self.running = {"put": 0, "get": 0}
+        self.most = {"put": 0, "get": 0}
+        self._changed = anyio.Event()
+
+    def open_all(self) -> None:
+        self.puts_open.set()
+        self.gets_open.set()
+
+    async def put(self, batch: Batch) -> Outcome:
+        resets = self.begun.count("reset")
+        outcome = await self._through("put", self.puts_open, partial(super().put, batch))
+        if resets == self.begun.count("reset"):
+            return outcome
+        await super().discard(batch.keys)  # it was begun in an epoch that is over
+        return Outcome.all(Status.REFUSED, len(batch), "reset")
+
+    async def get(self, batch: Batch) -> Outcome:
+        return await self._through("get", self.gets_open, partial(super().get, batch))
+
+    async def reset(self) -> None:
+        self._note("reset")
+        await super().reset()
+
+    async def until(self, holds: Callable[[], object]) -> None:
+        with anyio.fail_after(20):
+            while not holds():
+                await self._changed.wait()
+
+    def _note(self, what: str) -> None:
+        self.begun.append(what)
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()
+
+    async def _through(self, verb: str, gate: anyio.Event, act: Callable[[], Awaitable[Outcome]]) -> Outcome:
+        self.running[verb] += 1
+        self.most[verb] = max(self.most[verb], self.running[verb])
+        self._note(verb)
+        try:
+            await gate.wait()
+            return await act()
+        finally:
+            self.running[verb] -= 1
+
+
+# --- fetching ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["complete_index", "asked", "fs"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> AnyTier:
+    if request.param == "fs":
+        return FsTier(FsConfig(root_dir=tmp_path / "root", n_threads=2, min_free_bytes=0))
+    return dummy(complete_index=request.param == "complete_index")
+
+
+@pytest.mark.parametrize(
+    ("present", "slots", "answers"),
+    [
+        ([], 4, [MISSING] * 4),
+        ([0, 1, 2, 3], 4, [LANDED] * 4),
+        ([0, 1, 2, 3], 2, [LANDED, LANDED, LOCATED, LOCATED]),
+        ([0, 1, 2, 3], 0, [LOCATED] * 4),
+        ([0, 1, 3], 4, [LANDED, LANDED, MISSING, LOCATED]),
+        ([0, 1, 3], 1, [LANDED, LOCATED, MISSING, LOCATED]),
+        ([1, 2, 3], 4, [MISSING, LOCATED, LOCATED, LOCATED]),
+    ],
+)
+async def test_a_fetch_brings_the_run_from_the_front(
+    tier: AnyTier, present: list[int], slots: int, answers: list[Answer]
+) -> None:
+    async with world(tier) as it:
+        if present:
+            await it.hold(present)
+        it.clear(range(SLOTS))
+        event = await it.fetched(it.fetch(range(4), range(10, 10 + slots)))
+        assert list(event.answers) == answers
+        assert event.reasons == {}
+        for number, answer in enumerate(answers):
+            assert it.bytes_in(10 + number) == (content(number) if answer is LANDED else bytes(CHUNK_BYTES))
+
+
+async def test_the_bytes_go_to_the_slots_in_their_order(tier: AnyTier) -> None:
+    async with world(tier) as it:
+        await it.hold([4, 5, 6])
+        event = await it.fetched(it.fetch([6, 4, 5], [30, 9, 21]))
+        assert list(event.answers) == [LANDED] * 3
+        assert [it.bytes_in(slot) for slot in (30, 9, 21)] == [content(6), content(4), content(5)]
+
+
+async def test_a_located_fetch_does_not_look_for_its_keys_again(tier: AnyTier) -> None:
+    class NeverAsked(DummyTier):
+        def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
+            raise AssertionError("asked")
+
+        async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+            raise AssertionError("asked")
+
+    async with world(NeverAsked(DummyConfig())) as it:
+        await it.hold([1, 2])
+        event = await it.fetched(it.fetch([1, 2], [8, 9], located=True))
+        assert list(event.answers) == [LANDED, LANDED]
+
+
+async def test_what_a_located_fetch_does_not_find_any_more_is_missing(tier: AnyTier) -> None:
+    async with world(tier) as it:
+        await it.hold([1, 3])
+        event = await it.fetched(it.fetch([1, 2, 3], [7, 8, 9], located=True))
+        assert list(event.answers) == [LANDED, MISSING, LANDED]
+        assert (it.bytes_in(7), it.bytes_in(9)) == (content(1), content(3))
+
+
+async def test_only_what_is_not_known_is_asked_for() -> None:
+    class KnowsSome(DummyTier):
+        asked: list[OffloadKey]
+
+        def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
+            knowledge = [Knowledge.PRESENT, Knowledge.UNKNOWN, Knowledge.ABSENT, Knowledge.UNKNOWN]
+            return knowledge[: len(keys)]
+
+        async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+            self.asked = list(keys)
+            return await super().contains(keys)
+
+    tier = KnowsSome(DummyConfig())
+    async with world(tier) as it:
+        await it.hold([0, 1, 2])
+        event = await it.fetched(it.fetch(range(4), [10, 11, 12, 13]))
+        assert tier.asked == keys([1, 3])
+        # 2 is there, but the tier says that it is not, and is believed.
+        assert list(event.answers) == [LANDED, LANDED, MISSING, MISSING]
+
+
+async def test_a_tier_that_knows_everything_is_not_asked() -> None:
+    class Complete(DummyTier):
+        async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+            raise AssertionError("asked")
+
+    async with world(Complete(DummyConfig())) as it:
+        await it.hold([0])
+        event = await it.fetched(it.fetch([0, 1], [10, 11]))
+        assert list(event.answers) == [LANDED, MISSING]
+
+
+async def test_each_tier_is_its_own() -> None:
+    async with world(dummy(), dummy()) as it:
+        await it.hold([1], tier=1)
+        first, second = it.fetch([1], [10], tier=0), it.fetch([1], [11], tier=1)
+        assert list((await it.fetched(first)).answers) == [MISSING]
+        assert list((await it.fetched(second)).answers) == [LANDED]
+
+
+# --- how many at once ----------------------------------------------------------------------------
+
+
+async def test_gets_do_not_wait_for_puts() -> None:
+    tier = Gated(max_concurrency=2)
+    async with world(tier) as it:
+        tier.puts_open.set()
+        await it.hold([1])
+        tier.puts_open, tier.gets_open = anyio.Event(), tier.puts_open
+        puts = [it.put([10 + number]) for number in range(12)]
+        assert list((await it.fetched(it.fetch([1], [50]))).answers) == [LANDED]
+        assert not any(it.of(put) for put in puts)
+        tier.puts_open.set()
+        for put in puts:
+            assert list((await it.put_ended(put)).kept) == [True]
+
+
+@pytest.mark.parametrize("width", [1, 3, 8])
+async def test_what_runs_at_once_is_bounded(width: int) -> None:
+    tier = Gated(max_concurrency=width, complete_index=False)
+    async with world(tier) as it:
+        tier.puts_open.set()
+        await it.hold([1])
+        tier.puts_open, tier.most["put"] = anyio.Event(), 0
+        puts = [it.put([number]) for number in range(2, 22)]
+        gets = [it.fetch([1], [30 + number]) for number in range(20)]
+        await tier.until(lambda: tier.running == {"put": max(1, width // 2), "get": width})
+        tier.open_all()
+        for id_ in puts:
+            await it.put_ended(id_)
+        for id_ in gets:
+            await it.fetched(id_)
+        assert tier.most == {"put": max(1, width // 2), "get": width}
+
+
+async def test_the_time_in_the_queue_is_not_counted() -> None:
+    tier = dummy(max_concurrency=1, put_latency_s=0.05)
+    async with world(tier) as it:
+        ids = [it.put([number]) for number in range(6)]
+        seconds = [(await it.put_ended(id_)).seconds for id_ in ids]
+        assert all(one >= 0.05 for one in seconds)
+        assert sum(seconds) < 1.5 * 6 * 0.05 + 0.5  # with the queue it would be 21 times the latency
+
+
+# --- resets --------------------------------------------------------------------------------------
+
+
+async def test_a_put_before_a_reset_that_has_not_begun_is_refused() -> None:
+    tier = Gated(max_concurrency=1)
+    async with world(tier) as it:
+        running, queued = it.put([1]), it.put([2])
+        await tier.until(lambda: tier.begun == ["put"])
+        it.reset()
+        after = it.put([3])
+        await tier.until(lambda: "reset" in tier.begun)
+        tier.open_all()
+        assert (await it.put_ended(running)).kept == [False]
+        ended = await it.put_ended(queued)
+        assert (list(ended.kept), ended.reasons) == ([False], {"reset": 1})
+        assert list((await it.put_ended(after)).kept) == [True]
+        assert tier.known(keys([1, 2, 3])) == [Knowledge.ABSENT, Knowledge.ABSENT, Knowledge.PRESENT]
+
+
+async def test_commands_after_a_reset_wait_for_it() -> None:
+    class SlowReset(Gated):
+        reset_open = anyio.Event()
+
+        async def reset(self) -> None:
+            self._note("reset")
+            await self.reset_open.wait()
+            await DummyTier.reset(self)
+            self._note("reset done")
+
+    tier = SlowReset()
+    tier.open_all()
+    async with world(tier) as it:
+        await it.hold([1])
+        tier.begun.clear()
+        it.reset()
+        put, get = it.put([2]), it.fetch([1], [10])
+        await tier.until(lambda: tier.begun == ["reset"])
+        await anyio.wait_all_tasks_blocked()
+        assert tier.begun == ["reset"]
+        tier.reset_open.set()
+        assert list((await it.put_ended(put)).kept) == [True]
+        assert list((await it.fetched(get)).answers) == [MISSING]
+        assert tier.begun[:2] == ["reset", "reset done"]
+
+
+async def test_resets_are_done_one_after_the_other_and_settled_waits_for_all() -> None:
+    tier = Gated()
+    async with world(tier, dummy()) as it:
+        for _ in range(3):
+            it.reset()
+        it.reset(tier=1)
+        with anyio.fail_after(10):
+            await it.executor.settled()
+        assert tier.begun == ["reset"] * 3
+
+
+@pytest.mark.parametrize("located", [False, True])
+async def test_a_get_from_before_a_reset_brings_nothing_after_it(located: bool) -> None:
+    tier = Gated(max_concurrency=1)
+    tier.puts_open.set()
+    async with world(tier) as it:
+        await it.hold([1, 2])
+        _running, queued = it.fetch([1], [10]), it.fetch([2], [11], located=located)
+        await tier.until(lambda: "get" in tier.begun)
+        it.reset()
+        tier.open_all()
+        event = await it.fetched(queued)
+        assert (list(event.answers), event.reasons) == ([MISSING], {"reset": 1})
+
+
+class SlowMemory(HeapMemory):
+    """Slots that cannot be looked at until the gate is open: so that sealing them takes its time."""
+
+    def __init__(self) -> None:
+        super().__init__(SLOTS, CHUNK_BYTES)
+        self.opened = threading.Event()
+        self.opened.set()
+        self.asked = threading.Event()
+
+    def view(self, slot: int) -> memoryview:
+        self.asked.set()
+        assert self.opened.wait(20)
+        return super().view(slot)
+
+
+async def test_a_reset_between_the_seal_and_the_put_is_seen() -> None:
+    """The tier would keep the chunk in its new epoch: bytes of old weights under a new key."""
+    memory = SlowMemory()
+    tier = Gated()
+    tier.open_all()
+    async with world(tier, memory=memory) as it:
+        memory.view(1)[:] = content(1)
+        memory.opened.clear()
+        memory.asked.clear()
+        put = it.submit(Put, 0, keys([1]), [1])
+        await anyio.to_thread.run_sync(memory.asked.wait, 20)
+        it.reset()
+        await tier.until(lambda: tier.begun == ["reset"])
+        await it.executor.settled()
+        memory.opened.set()
+        ended = await it.put_ended(put)
+        assert (list(ended.kept), ended.reasons) == ([False], {"reset": 1})
+        assert tier.known(keys([1])) == [Knowledge.ABSENT]
+
+
+async def test_a_put_that_runs_during_the_reset_is_done_in_the_old_epoch(tmp_path: Path) -> None:
+    """Here with files: the put ends well, and what it wrote is not there afterwards."""
+    tier = FsTier(FsConfig(root_dir=tmp_path, n_threads=1, min_free_bytes=0))
+    async with world(tier) as it:
+        puts = [it.put([number]) for number in range(30)]
+        await it.put_ended(puts[0])
+        it.reset()
+        with anyio.fail_after(20):
+            await it.executor.settled()
+        for put in puts:
+            await it.put_ended(put)
+        event = await it.fetched(it.fetch(range(30), range(30, 60)))
+        assert list(event.answers) == [MISSING] * 30
+
+
+# --- faults --------------------------------------------------------------------------------------
+
+
+class Rude(DummyTier):
+    """Does what ``acts`` says in place of the verb, once for each entry."""
+
+    def __init__(self, **acts: Callable[[], Any]) -> None:
+        super().__init__(DummyConfig(complete_index=False))
+        self._acts = acts
+
+    def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
+        return self._acts["known"]() if "known" in self._acts else super().known(keys)
+
+    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        return self._acts["contains"]() if "contains" in self._acts else await super().contains(keys)
+
+    async def put(self, batch: Batch) -> Outcome:
+        return self._acts["put"]() if "put" in self._acts else await super().put(batch)
+
+    async def get(self, batch: Batch) -> Outcome:
+        return self._acts["get"]() if "get" in self._acts else await super().get(batch)
+
+    async def reset(self) -> None:
+        self._acts.get("reset", lambda: None)()
+        await super().reset()
+
+    async def open(self, context: TierContext) -> None:
+        self._acts.get("open", lambda: None)()
+        await super().open(context)
+
+    async def aclose(self) -> None:
+        self._acts.get("aclose", lambda: None)()
+        await super().aclose()
+
+
+def raises(error: BaseException) -> Callable[[], Any]:
+    def act() -> Any:
+        raise error
+
+    return act
+
+
+FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
+    "an error": (raises(OSError("disk")), "OSError"),
+    "a cancellation that nobody asked for": (raises(asyncio.CancelledError()), "CancelledError"),
+    "an exit": (raises(SystemExit(3)), "SystemExit"),
+    "nothing": (lambda: None, "AttributeError"),
+    "too few": (lambda: Outcome((Status.OK,)), "TierError"),
+    "too many": (lambda: Outcome((Status.OK,) * 9), "TierError"),
+    "no reasons": (lambda: Outcome((Status.OK,) * 3, None), "AttributeError"),  # type: ignore[arg-type]
+    "odd reasons": (lambda: Outcome((Status.OK,) * 3, {"x": "many"}), "ValueError"),  # type: ignore[dict-item]
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_put_that_goes_wrong_is_answered_once(fault: str) -> None:
+    act, reason = FAULTS[fault]
+    async with world(Rude(put=act), dummy()) as it:
+        ended = await it.put_ended(it.put([1, 2, 3]))
+        assert (list(ended.kept), ended.reasons) == ([False] * 3, {reason: 3})
+        await it.hold([4], tier=1)  # the others go on
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_get_that_goes_wrong_is_answered_once(fault: str) -> None:
+    act, reason = FAULTS[fault]
+    async with world(Rude(get=act), dummy()) as it:
+        await it.hold([1, 2, 3])
+        event = await it.fetched(it.fetch([1, 2, 3], [10, 11, 12]))
+        assert (list(event.answers), event.reasons) == ([MISSING] * 3, {reason: 3})
+        await it.hold([4], tier=1)
+
+
+@pytest.mark.parametrize("verb", ["known", "contains"])
+@pytest.mark.parametrize(
+    ("act", "reason"),
+    [
+        (raises(OSError("net")), "OSError"),
+        (raises(asyncio.CancelledError()), "CancelledError"),
+        (lambda: [True], "TierError"),
+        (list, "TierError"),
+        (lambda: None, "TypeError"),
+    ],
+)
+async def test_a_question_that_goes_wrong_is_answered_once(
+    verb: str, act: Callable[[], Any], reason: str
+) -> None:
+    async with world(Rude(**{verb: act}), dummy()) as it:
+        event = await it.fetched(it.fetch([1, 2, 3], [10, 11, 12]))
+        assert (list(event.answers), event.reasons) == ([MISSING] * 3, {reason: 3})
+        await it.hold([4], tier=1)
+
+
+@pytest.mark.parametrize("error", [TierError("no directory"), OSError("refused"), asyncio.CancelledError()])
+async def test_a_tier_that_cannot_be_opened_is_down_and_the_others_are_not(error: BaseException) -> None:
+    closed: list[str] = []
+    tier = Rude(open=raises(error), aclose=lambda: closed.append("closed"))
+    async with world(tier, dummy()) as it:
+        ids = [it.put([1]), it.put([2])]
+        with anyio.fail_after(10):
+            await it.executor.settled()
+        for id_ in ids:
+            assert (await it.put_ended(id_)).reasons == {"down": 1}
+        assert (await it.fetched(it.fetch([1], [10]))).reasons == {"down": 1}
+        await it.hold([4], tier=1)
+        (down,) = it.downs
+        assert down.tier == 0
+        assert str(error) in down.reason
+    assert closed == []  # it has not been opened, so there is nothing to close
+
+
+async def test_a_tier_whose_reset_fails_is_not_asked_again() -> None:
+    """What it holds may be stale, and cannot be told from what is not."""
+    async with world(Rude(reset=raises(OSError("read only")))) as it:
+        await it.hold([1])
+        it.reset()
+        event = await it.fetched(it.fetch([1], [10]))
+        assert (list(event.answers), event.reasons) == ([MISSING], {"down": 1})
+        with anyio.fail_after(10):
+            await it.executor.settled()
+        (down,) = it.downs
+        assert "OSError: read only" in down.reason
+        it.reset()
+        with anyio.fail_after(10):
+            await it.executor.settled()
+        assert len(it.downs) == 1
+
+
+async def test_a_tier_that_fails_to_close_does_not_keep_the_next_one_open() -> None:
+    closed: list[str] = []
+    first, second = Rude(aclose=raises(OSError("no"))), Rude(aclose=lambda: closed.append("second"))
+    async with world(first, second) as it:
+        await it.hold([1])
+    assert closed == ["second"]
+
+
+async def test_a_tier_that_does_not_close_is_given_up() -> None:
+    class Clinging(DummyTier):
+        async def aclose(self) -> None:
+            await anyio.sleep_forever()
+
+    closed: list[str] = []
+    with anyio.fail_after(20):
+        async with world(
+            Clinging(DummyConfig()), Rude(aclose=lambda: closed.append("x")), close_s=0.05
+        ) as it:
+            await it.hold([1])
+    assert closed == ["x"]
+
+
+# --- integrity -----------------------------------------------------------------------------------
+
+
+class Forger(DummyTier):
+    """Hands out trailers that ``forge`` has had its hands on, of the chunks in ``forged``."""
+
+    def __init__(self, forge: Callable[[Batch, int], object], forged: Sequence[int]) -> None:
+        super().__init__(DummyConfig())
+        self._forge = forge
+        self._forged = set(keys(forged))
+
+    async def get(self, batch: Batch) -> Outcome:
+        outcome = await super().get(batch)
+        for index, one in enumerate(batch.keys):
+            if one in self._forged:
+                self._forge(batch, index)
+        return outcome
+
+
+def _other_trailer(batch: Batch, index: int) -> None:
+    batch.trailers[index] = batch.trailers[0]
+
+
+def _no_trailer(batch: Batch, index: int) -> None:
+    batch.trailers[index] = b""
+
+
+def _wrong_byte(batch: Batch, index: int) -> None:
+    batch.views[index][CHUNK_BYTES - 1] ^= 1
+
+
+def _other_chunk(batch: Batch, index: int) -> None:
+    batch.views[index][:] = batch.views[0]
+    _other_trailer(batch, index)
+
+
+@pytest.mark.parametrize(
+    ("forge", "reason"),
+    [
+        (_wrong_byte, "checksum"),
+        (_other_trailer, "foreign"),
+        (_other_chunk, "foreign"),
+        (_no_trailer, "torn"),
+    ],
+)
+async def test_a_chunk_that_is_not_what_was_put_is_missing_and_discarded(
+    forge: Callable[[Batch, int], object], reason: str
+) -> None:
+    tier = Forger(forge, [2])
+    async with world(tier) as it:
+        await it.hold([1, 2, 3])
+        event = await it.fetched(it.fetch([1, 2, 3], [10, 11, 12]))
+        assert (list(event.answers), event.reasons) == ([LANDED, MISSING, LANDED], {reason: 1})
+        assert (it.bytes_in(10), it.bytes_in(12)) == (content(1), content(3))
+        assert tier.known(keys([1, 2, 3])) == [Knowledge.PRESENT, Knowledge.ABSENT, Knowledge.PRESENT]
+
+
+async def test_a_discard_that_fails_does_not_take_the_good_chunks_along() -> None:
+    class Sticky(Forger):
+        async def discard(self, keys: Sequence[OffloadKey]) -> None:
+            raise OSError("read only")
+
+    async with world(Sticky(_wrong_byte, [2])) as it:
+        await it.hold([1, 2, 3])
+        event = await it.fetched(it.fetch([1, 2, 3], [10, 11, 12]))
+        assert (list(event.answers), event.reasons) == ([LANDED, MISSING, LANDED], {"checksum": 1})
+
+
+async def test_a_chunk_of_another_identity_is_missing() -> None:
+    tier = dummy()
+
+    class Kept(DummyTier):
+        """What one engine has put and another one, of other weights, finds."""
+
+        known, contains, put, get, discard = (
+            staticmethod(tier.known), staticmethod(tier.contains), staticmethod(tier.put),
+            staticmethod(tier.get), staticmethod(tier.discard),
+        )  # fmt: skip
+
+    async with world(Kept(DummyConfig())) as it:
+        await it.hold([1])
+    events: list[Event] = []
+    other = Identity.make("model", {"dtype": "int8", "weights": 2})
+    memory = HeapMemory(SLOTS, CHUNK_BYTES)
+    async with Executor([NamedTier("kept", Kept(DummyConfig()))], other, memory, events.append) as executor:
+        executor.submit([Fetch(1, 0, keys([1]), [5], False)])
+        with anyio.fail_after(10):
+            await executor.drained()
+    (event,) = events
+    assert isinstance(event, Fetched)
+    assert (list(event.answers), event.reasons) == ([MISSING], {"foreign": 1})
+
+
+async def test_statuses_other_than_ok_are_missing_with_the_tiers_reasons() -> None:
+    class Mixed(DummyTier):
+        async def put(self, batch: Batch) -> Outcome:
+            await super().put(batch)
+            return Outcome((Status.OK, Status.REFUSED, Status.FAILED), {"full": 1, "odd": 1})
+
+        async def get(self, batch: Batch) -> Outcome:
+            await super().get(batch)
+            return Outcome((Status.OK, Status.ABSENT, Status.CORRUPT), {"quarantined": 1})
+
+    async with world(Mixed(DummyConfig())) as it:
+        ended = await it.put_ended(it.put([1, 2, 3]))
+        assert (list(ended.kept), ended.reasons) == ([True, False, False], {"full": 1, "odd": 1})
+        event = await it.fetched(it.fetch([1, 2, 3], [10, 11, 12]))
+        assert (list(event.answers), event.reasons) == ([LANDED, MISSING, MISSING], {"quarantined": 1})
+
+
+# --- the end -------------------------------------------------------------------------------------
+
+
+async def test_what_is_under_way_at_the_end_is_cancelled_and_answered_once() -> None:
+    tier = Gated(max_concurrency=2)
+    async with world(tier) as it:
+        ids = [it.put([number, number + 1]) for number in range(0, 20, 2)]
+        ids += [it.fetch([60 + number], [30 + number], located=True) for number in range(10)]
+        await tier.until(lambda: tier.running == {"put": 1, "get": 2})
+        assert it.events == []
+    assert sorted(event.id for event in ends_of(it.events)) == ids
+    for event in it.events:
+        if isinstance(event, PutEnded):
+            assert (list(event.kept), event.reasons) == ([False, False], {"cancelled": 2})
+        elif isinstance(event, Fetched):
+            assert (list(event.answers), event.reasons) == ([MISSING], {"cancelled": 1})
+
+
+async def test_what_has_not_even_begun_at_the_end_is_answered_too() -> None:
+    async with world(dummy()) as it:
+        ids = [it.put([1]), it.fetch([1], [10])]
+    assert [len(it.of(id_)) for id_ in ids] == [1, 1]
+
+
+async def test_an_answer_comes_only_when_the_tier_is_through_with_the_slots() -> None:
+    class Late(DummyTier):
+        """A transfer that cannot be stopped once it has begun, as the contract wants it: awaited."""
+
+        touching = False
+        begun = anyio.Event()
+
+        async def put(self, batch: Batch) -> Outcome:
+            self.touching = True
+            with anyio.CancelScope(shield=True):
+                self.begun.set()
+                await anyio.sleep(0.1)
+                self.touching = False
+            return await super().put(batch)
+
+    tier = Late(DummyConfig())
+    touched: list[bool] = []
+    memory = HeapMemory(SLOTS, CHUNK_BYTES)
+    named = [NamedTier("late", tier)]
+    async with Executor(named, IDENTITY, memory, lambda event: touched.append(tier.touching)) as executor:
+        executor.submit([Put(1, 0, keys([1]), [1])])
+        with anyio.fail_after(10):
+            await tier.begun.wait()
+    assert touched == [False]
+
+
+async def test_drained_waits_for_what_was_submitted_just_now() -> None:
+    async with world(dummy(put_latency_s=0.02), dummy()) as it:
+        slow, fast = it.put([1]), it.put([2], tier=1)
+        with anyio.fail_after(10):
+            await it.executor.drained()
+        assert [len(it.of(slow)), len(it.of(fast))] == [1, 1]
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_every_command_has_one_event_whenever_it_is_closed(seed: int) -> None:
+    chance = random.Random(seed)
+    faults = {"failure_rate": 0.2, "corruption_rate": 0.2, "hang_rate": 0.05, "seed": seed}
+    tiers = [
+        dummy(
+            put_latency_s=0.002, get_latency_s=0.001, max_concurrency=3, complete_index=index == 0, **faults
+        )
+        for index in range(2)
+    ]
+    async with world(*tiers) as it:
+        for _ in range(chance.randrange(1, 60)):
+            tier, first = chance.randrange(2), chance.randrange(20)
+            if chance.random() < 0.1:
+                it.reset(tier)
+            elif chance.random() < 0.5:
+                it.put(range(first, first + chance.randrange(1, 5)), tier)
+            else:
+                it.fetch(range(first, first + 4), range(30 + first, 30 + first + chance.randrange(5)), tier)
+            if chance.random() < 0.3:
+                await anyio.sleep(0.001 * chance.random())
+        submitted = it._last_id
+        await anyio.sleep(0.004 * chance.random())
+    assert sorted(event.id for event in ends_of(it.events)) == list(range(1, submitted + 1))
+
+
+# --- in a thread ---------------------------------------------------------------------------------
+
+
+class ThreadWorld:
+    """An executor in a thread, seen from its owner's thread."""
+
+    def __init__(self, *tiers: AnyTier) -> None:
+        self.memory = HeapMemory(SLOTS, CHUNK_BYTES)
+        named = [NamedTier(f"tier{index}", tier) for index, tier in enumerate(tiers)]
+        self.thread = ExecutorThread(partial(Executor, named, IDENTITY, self.memory))
+
+    def put(self, id_: int, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self.memory.view(number)[:] = content(number)
+        self.thread.submit([Put(id_, 0, keys(numbers), list(numbers))])
+
+    def fetch(self, id_: int, numbers: Sequence[int], slots: Sequence[int]) -> None:
+        self.thread.submit([Fetch(id_, 0, keys(numbers), list(slots), False)])
+
+    def take(self, count: int) -> list[Any]:
+        """Take so many events, as they come."""
+        taken: list[Any] = []
+        end = time.monotonic() + 20
+        while len(taken) < count:
+            assert time.monotonic() < end, taken
+            if self.thread.events:
+                taken.append(self.thread.events.popleft())
+            else:
+                time.sleep(0.001)
+        return taken
+
+
+def executor_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "kvtier-executor"]
+
+
+@pytest.fixture
+def thread_world() -> Iterator[Callable[..., ThreadWorld]]:
+    made: list[ThreadWorld] = []
+
+    def make(*tiers: AnyTier) -> ThreadWorld:
+        made.append(ThreadWorld(*tiers))
+        made[-1].thread.start()
+        return made[-1]
+
+    yield make
+    for one in made:
+        assert one.thread.close(0)
+    assert executor_threads() == []
+
+
+MakeThreadWorld = Callable[..., ThreadWorld]
+
+
+def test_in_a_thread_events_come_back_in_a_deque(thread_world: MakeThreadWorld) -> None:
+    it = thread_world(dummy())
+    it.put(1, [1, 2])
+    (ended,) = it.take(1)
+    assert (ended.id, list(ended.kept)) == (1, [True, True])
+    it.fetch(2, [1, 2, 3], [10, 11, 12])
+    (event,) = it.take(1)
+    assert (event.id, list(event.answers)) == (2, [LANDED, LANDED, MISSING])
+    assert bytes(it.memory.view(11)) == content(2)
+
+
+class BlocksTheLoop(DummyTier):
+    """Keeps the executor's thread from running its loop while the gate is closed."""
+
+    def __init__(self) -> None:
+        super().__init__(DummyConfig())
+        self.entered = threading.Event()
+        self.opened = threading.Event()
+
+    def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
+        self.entered.set()
+        assert self.opened.wait(20)
+        return super().known(keys)
+
+
+def test_commands_submitted_while_the_loop_is_busy_cost_one_wake_up(
+    thread_world: MakeThreadWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = BlocksTheLoop()
+    it = thread_world(tier)
+    it.fetch(0, [1], [10])
+    assert tier.entered.wait(20)
+    mine, calls = threading.current_thread(), []
+    original = asyncio.BaseEventLoop.call_soon_threadsafe
+
+    def counted(loop: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread() is mine:
+            calls.append(args)
+        return original(loop, *args, **kwargs)
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "call_soon_threadsafe", counted)
+    for id_ in range(1, 101):
+        it.fetch(id_, [1], [10])
+    assert len(calls) == 1
+    tier.opened.set()
+    assert {event.id for event in it.take(101)} == set(range(101))
+
+
+def test_commands_submitted_before_the_start_are_run() -> None:
+    it = ThreadWorld(dummy())
+    it.put(1, [1])
+    it.thread.start()
+    it.put(2, [2])
+    assert [list(event.kept) for event in it.take(2)] == [[True], [True]]
+    assert it.thread.close(1)
+
+
+def test_close_lets_puts_end(thread_world: MakeThreadWorld) -> None:
+    it = thread_world(dummy(put_latency_s=0.1))
+    for id_ in range(5):
+        it.put(id_, [id_])
+    assert it.thread.close(20)  # at once: nothing of it has begun
+    assert executor_threads() == []
+    assert [list(event.kept) for event in it.take(5)] == [[True]] * 5
+    assert not it.thread.events
+
+
+def test_close_cancels_what_does_not_end_in_time(thread_world: MakeThreadWorld) -> None:
+    it = thread_world(dummy(hang_rate=1))
+    it.put(1, [1])
+    it.fetch(2, [1], [10])
+    begin = time.monotonic()
+    assert it.thread.close(0.05)
+    assert time.monotonic() - begin < 1.5
+    events = {event.id: event for event in it.take(2)}
+    assert events[1].reasons == {"cancelled": 1}
+    assert list(events[2].answers) == [MISSING]
+
+
+def test_close_can_be_called_again_and_without_a_start(thread_world: MakeThreadWorld) -> None:
+    it = thread_world(dummy())
+    assert it.thread.close(1)
+    assert it.thread.close(1)
+    assert ThreadWorld(dummy()).thread.close(1)
+
+
+def test_after_the_end_commands_fail_at_once(thread_world: MakeThreadWorld) -> None:
+    it = thread_world(dummy())
+    assert it.thread.close(1)
+    it.put(7, [1, 2])
+    it.fetch(8, [1], [10])
+    it.thread.submit([Reset(0, 1)])
+    ends = [(event.id, dict(event.reasons)) for event in ends_of(it.thread.events)]
+    assert ends == [(7, {"down": 2}), (8, {"down": 1})]
+    assert {event.tier for event in it.thread.events if isinstance(event, TierDown)} == {0}
+
+
+def test_a_thread_that_dies_answers_what_it_has_and_what_comes() -> None:
+    class Dies(Executor):
+        def submit(self, commands: Any) -> None:
+            super().submit(commands)
+            if any(command.id == 2 for command in commands):
+                raise RuntimeError("a bug")
+
+    memory = HeapMemory(SLOTS, CHUNK_BYTES)
+    thread = ExecutorThread(partial(Dies, [NamedTier("slow", dummy(put_latency_s=60))], IDENTITY, memory))
+    thread.start()
+    for id_ in range(1, 4):
+        thread.submit([Put(id_, 0, keys([id_]), [id_])])
+    executor_threads()[0].join(20)
+    thread.submit([Put(4, 0, keys([4]), [4])])
+    puts = [event for event in thread.events if isinstance(event, PutEnded)]
+    assert sorted(event.id for event in puts) == [1, 2, 3, 4]
+    assert not any(any(event.kept) for event in puts)
+    assert any(isinstance(event, TierDown) for event in thread.events)
+    assert thread.close(1)
+
+
+def test_start_raises_where_the_executor_cannot_be_made() -> None:
+    def make(_post: object) -> Executor:
+        raise TierError("no such directory")
+
+    thread = ExecutorThread(make)
+    with pytest.raises(TierError, match="no such directory"):
+        thread.start()
+    assert thread.close(1)
+    assert executor_threads() == []
+
+
+HANGING = """
+import sys, time
+import anyio
+from functools import partial
+from kvtier.core.messages import Put
+from kvtier.executor import Executor, ExecutorThread, NamedTier
+from kvtier.identity import Identity
+from kvtier.keys import pack_key
+from kvtier.testing.memory import HeapMemory
+from kvtier.tiers.dummy import DummyConfig, DummyTier
+
+class Deaf(DummyTier):
+    async def put(self, batch):
+        print("put", flush=True)
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep_forever()
+
+tier = NamedTier("deaf", Deaf(DummyConfig()))
+thread = ExecutorThread(partial(Executor, [tier], Identity.make("m", {}), HeapMemory(4, 4096)))
+thread.start()
+thread.submit([Put(1, 0, [pack_key(b"k")], [1])])
+time.sleep(0.2)
+begin = time.monotonic()
+print(thread.close(0.1), time.monotonic() - begin < 4, len(thread.events), flush=True)
+"""
+
+
+def test_a_tier_that_hangs_for_good_holds_up_neither_close_nor_the_process() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", HANGING], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["put", "False", "True", "0"], "")

@@ -1,0 +1,992 @@
+"""The asyncio face, with real copies and real tiers: what is loaded is what was stored, byte for byte."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from types import coroutine
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+import torch
+
+from kvtier import Identity, KVCaches, PageRef, TieringConfig, open_manager, pack_key
+from kvtier.core import invariants
+from kvtier.core.admission import Limits, TierGate
+from kvtier.core.policies.lru import LRU
+from kvtier.core.tiering import Tiering
+from kvtier.device.base import TransferEngine
+from kvtier.device.cpu import CpuTransferEngine, copy_plan
+from kvtier.device.plan import CopyPlan
+from kvtier.errors import StateError, TransferError
+from kvtier.executor import NamedTier
+from kvtier.keys import OffloadKey, content_hash, group_index
+from kvtier.manager import TieringManager
+from kvtier.memory.layout import SlotLayout
+from kvtier.memory.region import Region
+from kvtier.tiers.base import Batch, Outcome, SecondaryTier, Status
+from kvtier.tiers.dummy import DummyConfig, DummyTier
+from kvtier.tiers.fs import FsConfig, FsTier
+
+IDENTITY = Identity.make("model", {"dtype": "int8"})
+PAGES = (512, 320)
+AnyTier = SecondaryTier[Any]
+
+
+def prompt(name: int, length: int, group: int = 0) -> list[OffloadKey]:
+    """The keys of a prompt's chunks."""
+    return [pack_key(name.to_bytes(4, "big") + index.to_bytes(4, "big"), group) for index in range(length)]
+
+
+def dummy(**settings: object) -> DummyTier:
+    return DummyTier(DummyConfig.model_validate(settings))
+
+
+def files(root: Path, **settings: object) -> FsTier:
+    given = {"root_dir": root, "n_threads": 2, "min_free_bytes": 0, **settings}
+    return FsTier(FsConfig.model_validate(given))
+
+
+class Device:
+    """The engine's tensors. What a chunk holds follows from its key and a version, for each page."""
+
+    def __init__(self, groups: int = 1, blocks_per_chunk: int = 1, blocks: int = 128) -> None:
+        self.blocks = blocks
+        self.blocks_per_chunk = blocks_per_chunk
+        tensors = tuple(torch.zeros((blocks, size), dtype=torch.int8) for size in PAGES)
+        refs = tuple(PageRef(index, size) for index, size in enumerate(PAGES))
+        # Group 1 uses the first tensor alone, and not all of its page.
+        self.caches = KVCaches(tensors, (refs, (PageRef(0, 256),))[:groups])
+
+    def fill(self, keys: Sequence[OffloadKey], blocks: Sequence[int], version: int = 0) -> None:
+        for tensor, block, page in self._pages(keys, blocks, version):
+            self.caches.tensors[tensor][block, : len(page)] = page
+
+    def holds(self, keys: Sequence[OffloadKey], blocks: Sequence[int], version: int = 0) -> bool:
+        pages = self._pages(keys, blocks, version)
+        return all(torch.equal(self.caches.tensors[t][b, : len(page)], page) for t, b, page in pages)
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        for tensor in self.caches.tensors:
+            tensor[list(blocks)] = 0
+
+    def is_clear(self, blocks: Sequence[int]) -> bool:
+        return not any(tensor[list(blocks)].any() for tensor in self.caches.tensors)
+
+    def _pages(
+        self, keys: Sequence[OffloadKey], blocks: Sequence[int], version: int
+    ) -> list[tuple[int, int, torch.Tensor]]:
+        pages = []
+        for index, key in enumerate(keys):
+            for part in range(self.blocks_per_chunk):
+                block = blocks[index * self.blocks_per_chunk + part]
+                for ref in self.caches.groups[group_index(key)]:
+                    noise = random.Random(repr((key, part, ref.tensor, version))).randbytes(ref.page_bytes)
+                    page = torch.frombuffer(bytearray(noise), dtype=torch.int8)
+                    pages.append((ref.tensor, block, page))
+        return pages
+
+
+class World:
+    """A manager, its core, and the device that it copies from and to."""
+
+    def __init__(
+        self,
+        *tiers: AnyTier,
+        slots: int = 32,
+        limits: Limits | None = None,
+        device: Device | None = None,
+        copy: Callable[[CopyPlan], None] = copy_plan,
+        drain_s: float = 5.0,
+    ) -> None:
+        self.device = device or Device()
+        names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
+        gates = [TierGate(name, tier.config.deadline_s) for name, tier in zip(names, tiers, strict=True)]
+        self.core = Tiering(LRU(), gates, limits or Limits())
+        layout = SlotLayout.make(self.device.caches.page_bytes, self.device.blocks_per_chunk)
+        self.region = Region.anonymous(slots, layout.chunk_bytes)
+        self.engine: TransferEngine = CpuTransferEngine(self.device.caches, layout, self.region, copy)
+        self.manager = TieringManager(
+            core=self.core,
+            tiers=[NamedTier(name, tier) for name, tier in zip(names, tiers, strict=True)],
+            identity=IDENTITY,
+            region=self.region,
+            engine=self.engine,
+            blocks_per_chunk=self.device.blocks_per_chunk,
+            groups=len(self.device.caches.groups),
+            drain_s=drain_s,
+        )
+
+    async def store(self, keys: Sequence[OffloadKey], first: int = 0, version: int = 0) -> int:
+        """Fill blocks from ``first`` on with what ``keys`` stand for, and store them."""
+        blocks = range(first, first + len(keys) * self.device.blocks_per_chunk)
+        self.device.fill(keys, blocks, version)
+        return await self.manager.store(keys, blocks)
+
+    async def load(
+        self, keys: Sequence[OffloadKey], first: int = 0, versions: Callable[[], Sequence[int]] = lambda: [0]
+    ) -> int:
+        """Load ``keys`` into cleared blocks, and see that those loaded are right and the rest untouched."""
+        width = self.device.blocks_per_chunk
+        blocks = range(first, first + len(keys) * width)
+        self.device.clear(blocks)
+        count = await self.manager.load(keys, blocks)
+        for index, key in enumerate(keys[:count]):
+            own = blocks[index * width : (index + 1) * width]
+            assert any(self.device.holds([key], own, version) for version in versions()), (index, count)
+        assert self.device.is_clear(blocks[count * width :])
+        return count
+
+    async def forget_primary(self) -> None:
+        """Push everything out of the primary tier by storing other chunks."""
+        slots = self.manager.statistics().slots
+        for start in range(0, 4 * slots, 8):
+            first = self.device.blocks - 8 * self.device.blocks_per_chunk
+            await self.store(prompt(10_000_000 + start, 8), first)
+            await self.manager.drain()
+
+    async def check_idle(self) -> None:
+        """See that nothing is left behind: no pin, no request, no transfer."""
+        with anyio.fail_after(20):
+            await self.manager.drain()
+        self.check()
+        assert self.manager.statistics().pinned_chunks == 0
+        assert not self.core.reservations
+        assert not self.core.pinned
+        assert not self.core.promotions.holders
+        assert not self.core.promotions.landing
+
+    def check(self) -> None:
+        invariants.check(self.core)
+
+
+@asynccontextmanager
+async def opened(*tiers: AnyTier, **settings: Any) -> AsyncIterator[World]:
+    it = World(*tiers, **settings)
+    async with it.manager:
+        yield it
+
+
+class Gate:
+    """Copies that wait to be let through, and say when one has begun."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.entered = threading.Event()
+
+    def __call__(self, plan: CopyPlan) -> None:
+        self.entered.set()
+        assert self.opened.wait(20)
+        copy_plan(plan)
+
+    def close(self) -> None:
+        self.opened.clear()
+        self.entered.clear()
+
+    async def begun(self) -> None:
+        assert await anyio.to_thread.run_sync(self.entered.wait, 20)
+
+
+# --- what it is for ------------------------------------------------------------------------------
+
+
+async def test_what_was_stored_is_found_and_loaded() -> None:
+    async with opened() as it:
+        keys = prompt(1, 8)
+        assert await it.manager.lookup(keys) == 0
+        assert await it.store(keys[:5]) == 5
+        assert await it.manager.lookup(keys) == 5
+        assert await it.load(keys, 40) == 5
+        assert await it.store(keys) == 3
+        assert await it.load(keys, 40) == 8
+        await it.check_idle()
+
+
+async def test_a_gap_ends_what_is_found() -> None:
+    async with opened() as it:
+        keys = prompt(1, 6)
+        await it.store(keys[:2])
+        await it.store(keys[3:])
+        assert await it.load(keys, 40) == 2
+        assert await it.load(keys[3:], 40) == 3
+
+
+async def test_nothing_costs_nothing() -> None:
+    async with opened(dummy()) as it:
+        assert await it.manager.lookup([]) == 0
+        assert await it.manager.store([], []) == 0
+        assert await it.manager.load([], []) == 0
+        await it.check_idle()
+
+
+async def test_a_key_given_twice_is_one_chunk() -> None:
+    async with opened(dummy()) as it:
+        (key,) = prompt(1, 1)
+        it.device.fill([key], [3])
+        assert await it.manager.store([key, key], [3, 3]) == 1
+        assert await it.load([key, key], 40) == 2
+        await it.check_idle()
+
+
+async def test_groups_and_chunks_of_several_blocks() -> None:
+    async with opened(dummy(), device=Device(groups=2, blocks_per_chunk=2), slots=64) as it:
+        mixed = [key for pair in zip(prompt(1, 6), prompt(1, 6, group=1), strict=True) for key in pair]
+        blocks = random.Random(1).sample(range(64), 24)
+        it.device.fill(mixed, blocks)
+        assert await it.manager.store(mixed, blocks) == 12
+        await it.forget_primary()
+        assert await it.load(mixed, 70) == 12
+        elsewhere = random.Random(2).sample(range(64), 24)
+        it.device.clear(elsewhere)
+        assert await it.manager.load(mixed, elsewhere) == 12
+        assert it.device.holds(mixed, elsewhere)
+        await it.check_idle()
+
+
+async def test_blocks_that_do_not_fit_the_keys_are_refused() -> None:
+    async with opened(device=Device(groups=2, blocks_per_chunk=2)) as it:
+        for call in (it.manager.store, it.manager.load):
+            with pytest.raises(ValueError, match="2 keys need 4 blocks, not 3"):
+                await call(prompt(1, 2), [1, 2, 3])
+            with pytest.raises(ValueError, match="there are 2 groups; keys name group 2"):
+                await call(prompt(1, 1, group=2), [1, 2])
+        await it.store(prompt(1, 1))
+        for call, name in ((it.manager.store, 2), (it.manager.load, 1)):
+            with pytest.raises(ValueError, match="128"):
+                await call(prompt(name, 1), [127, 128])
+        await it.check_idle()
+
+
+async def test_acquired_chunks_can_be_read_and_stay() -> None:
+    async with opened(slots=8) as it:
+        keys = prompt(1, 4)
+        await it.store(keys)
+        async with it.manager.acquire([*keys, *prompt(2, 1)]) as acquired:
+            assert acquired.keys == tuple(keys)
+            before = [bytes(view) for view in acquired.views]
+            assert all(view.readonly for view in acquired.views)
+            for other in range(3, 9):
+                await it.store(prompt(other, 4), 20)
+            assert [bytes(view) for view in acquired.views] == before
+            it.device.clear(range(60, 64))
+            await acquired.load(range(60, 64))
+            assert it.device.holds(keys, range(60, 64))
+            with pytest.raises(ValueError, match="4 keys need 4 blocks"):
+                await acquired.load([1])
+        with pytest.raises(StateError, match="given back"):
+            await acquired.load(range(60, 64))
+        with pytest.raises(StateError, match="given back"):
+            _ = acquired.views
+        await it.check_idle()
+
+
+# --- the primary tier is small -------------------------------------------------------------------
+
+
+async def test_the_least_recently_used_chunks_leave_first() -> None:
+    async with opened(slots=8) as it:
+        first, second, third = prompt(1, 4), prompt(2, 4), prompt(3, 4)
+        await it.store(first)
+        await it.store(second)
+        assert await it.load(first, 40) == 4
+        assert await it.store(third) == 4
+        assert [await it.load(keys, 40) for keys in (first, second, third)] == [4, 0, 4]
+        assert it.manager.statistics().counts["evicted",] == 4
+
+
+async def test_of_a_prompt_that_does_not_fit_a_prefix_is_stored() -> None:
+    async with opened(slots=8) as it:
+        keys = prompt(1, 12)
+        assert await it.store(keys) == 8
+        assert await it.load(keys, 40) == 8
+
+
+async def test_where_all_is_pinned_nothing_is_stored() -> None:
+    async with opened(slots=4) as it:
+        await it.store(prompt(1, 4))
+        async with it.manager.acquire(prompt(1, 4)):
+            assert await it.store(prompt(2, 2)) == 0
+        assert await it.store(prompt(2, 2)) == 2
+        await it.check_idle()
+
+
+# --- the tiers behind it -------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["dummy", "asked", "fs"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> AnyTier:
+    if request.param == "fs":
+        return files(tmp_path / "root")
+    return dummy(complete_index=request.param == "dummy")
+
+
+async def test_what_has_left_the_primary_tier_comes_back(tier: AnyTier) -> None:
+    async with opened(tier, slots=64) as it:
+        keys = prompt(1, 8)
+        await it.store(keys)
+        await it.forget_primary()
+        assert await it.load([*keys, *prompt(2, 2)], 40) == 8
+        counts = it.manager.statistics().counts
+        assert counts["loaded", f"{tier.config.type}0"] == 8
+        assert await it.load(keys, 60) == 8
+        assert it.manager.statistics().counts["loaded", "cpu"] == 8
+        await it.check_idle()
+
+
+async def test_a_new_manager_finds_what_files_hold(tmp_path: Path) -> None:
+    keys = prompt(1, 8)
+    async with opened(files(tmp_path)) as it:
+        await it.store(keys)
+    async with opened(files(tmp_path)) as it:
+        assert await it.load(keys) == 8
+
+
+async def test_the_second_tier_is_asked_for_what_the_first_has_not(tmp_path: Path) -> None:
+    keys = prompt(1, 6)
+    async with opened(files(tmp_path)) as it:
+        await it.store(keys)
+    first = dummy()
+    async with opened(first, files(tmp_path)) as it:
+        await it.store(keys[:2])
+        await it.forget_primary()
+        assert await it.load(keys, 40) == 6
+        counts = it.manager.statistics().counts
+        assert (counts["loaded", "dummy0"], counts["loaded", "fs1"]) == (2, 4)
+        await it.check_idle()
+
+
+async def test_a_damaged_file_shortens_what_is_loaded_and_spoils_nothing(tmp_path: Path) -> None:
+    keys = prompt(1, 8)
+    async with opened(files(tmp_path)) as it:
+        await it.store(keys)
+    (damaged,) = tmp_path.rglob(f"{content_hash(keys[5]).hex()}.bin")
+    raw = bytearray(damaged.read_bytes())
+    raw[100] ^= 1
+    damaged.write_bytes(raw)
+    async with opened(files(tmp_path)) as it:
+        assert await it.load(keys) == 5
+        assert it.manager.statistics().counts["get_failed", "fs0", "checksum"] == 1
+        assert await it.load(keys[6:]) == 2
+        await it.store(keys)  # the chunk is made anew
+    async with opened(files(tmp_path)) as it:
+        assert await it.load(keys) == 8
+
+
+async def test_a_tier_that_corrupts_gives_no_wrong_byte() -> None:
+    async with opened(dummy(corruption_rate=0.5, seed=3), slots=64) as it:
+        found = 0
+        for name in range(12):
+            await it.store(prompt(name, 4))
+        await it.forget_primary()
+        for name in range(12):
+            found += await it.load(prompt(name, 4), 40)
+        assert 0 < found < 48
+        assert it.manager.statistics().counts["get_failed", "dummy0", "checksum"] > 0
+        await it.check_idle()
+
+
+async def test_requests_that_want_more_than_the_budget_get_their_turn() -> None:
+    """The budget is 8 slots. Whoever waits is woken when another one gives its chunks back."""
+    limits = Limits(request_deadline_s=30, promotion_budget=0.25)
+    async with opened(dummy(get_latency_s=0.005), slots=32, limits=limits) as it:
+        for name in range(4):
+            await it.store(prompt(name, 6))
+        await it.forget_primary()
+        found: list[int] = []
+
+        async def load(name: int) -> None:
+            found.append(await it.load(prompt(name, 6), 10 * name))
+
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as tasks:
+                for name in range(4):
+                    tasks.start_soon(load, name)
+        assert len(found) == 4
+        assert max(found) == 6
+        await it.check_idle()
+
+
+# --- deadlines -----------------------------------------------------------------------------------
+
+
+class Silent(DummyTier):
+    """Keeps what it is given, and answers no get."""
+
+    async def get(self, batch: Batch) -> Outcome:
+        await anyio.sleep_forever()
+        raise AssertionError
+
+
+@pytest.mark.parametrize(("tier_s", "request_s"), [(0.1, 30), (30, 0.1), (0.1, 0.1)])
+async def test_a_lookup_ends_in_time_with_what_there_is(tier_s: float, request_s: float) -> None:
+    silent = Silent(DummyConfig(deadline_s=tier_s))
+    async with opened(silent, slots=16, limits=Limits(request_deadline_s=request_s), drain_s=0) as it:
+        keys = prompt(1, 6)
+        await it.store(keys)
+        await it.forget_primary()
+        await it.store(keys[:2])
+        with anyio.fail_after(10):
+            assert await it.load(keys, 40) == 2
+            assert await it.manager.lookup(keys) == 2
+        it.check()
+    it.check()
+
+
+async def test_what_hangs_is_told_and_asked_no_more() -> None:
+    async with opened(dummy(hang_rate=1, deadline_s=0.05), slots=16, drain_s=0.05) as it:
+        await it.store(prompt(1, 2))
+        await anyio.sleep(0.1)
+        await it.store(prompt(2, 2))
+        (state,) = it.manager.statistics().tiers
+        assert (state.overdue, state.backlog_chunks) == (1, 2)
+        with anyio.fail_after(2):
+            assert await it.manager.lookup(prompt(3, 3)) == 0
+        with anyio.fail_after(2):
+            assert await it.load(prompt(2, 2), 40) == 2
+    assert it.manager.statistics().pinned_chunks == 0
+
+
+async def test_without_a_tier_that_works_a_miss_does_not_wait() -> None:
+    class Broken(DummyTier):
+        async def open(self, context: object) -> None:
+            raise OSError("refused")
+
+    async with opened(Broken(DummyConfig()), limits=Limits(request_deadline_s=60)) as it:
+        await it.store(prompt(1, 2))
+        with anyio.fail_after(5):
+            assert await it.manager.lookup(prompt(1, 3)) == 2
+        (state,) = it.manager.statistics().tiers
+        assert state.down is not None
+        assert "refused" in state.down
+
+
+# --- one waits for the other ---------------------------------------------------------------------
+
+
+async def test_a_lookup_waits_for_a_store_under_way() -> None:
+    gate = Gate()
+    async with opened(copy=gate, limits=Limits(request_deadline_s=60)) as it:
+        keys = prompt(1, 3)
+        store = asyncio.ensure_future(it.store(keys))
+        await gate.begun()
+        look = asyncio.ensure_future(it.manager.lookup(keys))
+        await anyio.wait_all_tasks_blocked()
+        assert not look.done()
+        gate.opened.set()
+        with anyio.fail_after(10):
+            assert await look == 3
+        assert await store == 3
+
+
+async def test_a_lookup_that_waits_for_a_store_that_fails_is_told() -> None:
+    gate = Gate()
+
+    def fails(plan: CopyPlan) -> None:
+        gate(plan)
+        raise OSError("no copy")
+
+    async with opened(copy=fails, limits=Limits(request_deadline_s=60)) as it:
+        keys = prompt(1, 3)
+        store = asyncio.ensure_future(it.store(keys))
+        await gate.begun()
+        look = asyncio.ensure_future(it.manager.lookup(keys))
+        await asyncio.sleep(0)
+        gate.opened.set()
+        with anyio.fail_after(10):
+            with pytest.raises(TransferError, match="no copy"):
+                await store
+            assert await look == 0
+        await it.check_idle()
+
+
+async def test_a_load_that_fails_is_told_and_gives_everything_back() -> None:
+    loads = False
+
+    def fails(plan: CopyPlan) -> None:
+        if loads:
+            raise OSError("no copy")
+        copy_plan(plan)
+
+    async with opened(copy=fails) as it:
+        await it.store(prompt(1, 3))
+        loads = True
+        with pytest.raises(TransferError, match="3 chunks failed: no copy"):
+            await it.manager.load(prompt(1, 3), range(3))
+        await it.check_idle()
+
+
+async def test_two_stores_of_one_chunk_copy_it_once() -> None:
+    async with opened(dummy()) as it:
+        keys = prompt(1, 4)
+        stored: list[int] = []
+
+        async def store() -> None:
+            stored.append(await it.store(keys))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(store)
+            tasks.start_soon(store)
+        assert sorted(stored) == [0, 4]
+        assert await it.load(keys, 40) == 4
+        await it.check_idle()
+
+
+# --- reset ---------------------------------------------------------------------------------------
+
+
+async def test_after_a_reset_nothing_from_before_is_found(tier: AnyTier, tmp_path: Path) -> None:
+    async with opened(tier) as it:
+        keys = prompt(1, 6)
+        await it.store(keys)
+        await it.manager.drain()
+        await it.manager.reset()
+        assert await it.manager.lookup(keys) == 0
+        await it.store(keys[:3], version=1)
+        await it.forget_primary()
+        assert await it.load(keys, 40, lambda: [1]) == 3
+        await it.check_idle()
+    if tier.config.type == "fs":
+        async with opened(files(tmp_path / "root")) as it:
+            assert await it.load(keys, 40, lambda: [1]) == 3
+
+
+async def test_a_reset_during_a_store_makes_it_vanish() -> None:
+    gate = Gate()
+    async with opened(dummy(), copy=gate) as it:
+        keys = prompt(1, 3)
+        store = asyncio.ensure_future(it.store(keys))
+        await gate.begun()
+        await it.manager.reset()
+        it.check()
+        assert it.manager.statistics().free_slots == 29  # bytes still move into three
+        gate.opened.set()
+        await store
+        assert await it.manager.lookup(keys) == 0
+        await it.check_idle()
+        assert it.manager.statistics().free_slots == 32
+
+
+async def test_a_reset_during_a_load_lets_it_end_well() -> None:
+    gate = Gate()
+    gate.opened.set()
+    async with opened(dummy(), copy=gate, slots=4) as it:
+        keys = prompt(1, 4)
+        await it.store(keys)
+        gate.close()
+        load = asyncio.ensure_future(it.load(keys, 40))
+        await gate.begun()
+        await it.manager.reset()
+        assert await it.store(prompt(2, 4), 20) == 0  # the slots are still read
+        gate.opened.set()
+        assert await load == 4
+        await it.check_idle()
+        assert await it.store(prompt(2, 4), 20) == 4
+
+
+async def test_a_lookup_that_a_reset_overtakes_ends_at_once() -> None:
+    silent = Silent(DummyConfig(deadline_s=60))
+    async with opened(silent, slots=16, limits=Limits(request_deadline_s=60), drain_s=0) as it:
+        keys = prompt(1, 4)
+        await it.store(keys)
+        await it.forget_primary()
+        look = asyncio.ensure_future(it.manager.lookup(keys))
+        await anyio.wait_all_tasks_blocked()
+        with anyio.fail_after(5):
+            await it.manager.reset()
+            assert await look == 0
+        it.check()
+
+
+# --- opening and closing -------------------------------------------------------------------------
+
+
+@pytest.mark.blocking(reason="plug-ins are looked up where the manager is made")
+async def test_open_manager_wires_all_of_it(tmp_path: Path) -> None:
+    device = Device(groups=2, blocks_per_chunk=2)
+    config = TieringConfig.from_mapping(
+        {
+            "cpu_bytes_to_use": "1MiB",
+            "blocks_per_chunk": 2,
+            "eviction_policy": "arc",
+            "secondary_tiers": [{"type": "dummy"}, {"type": "fs", "root_dir": str(tmp_path)}],
+        }
+    )
+    keys = [*prompt(1, 3), *prompt(1, 3, group=1)]
+    for opening in range(2):
+        async with open_manager(config, IDENTITY, device.caches) as manager:
+            state = manager.statistics()
+            assert [tier.name for tier in state.tiers] == ["dummy", "fs"]
+            assert state.slots == state.free_slots == 2**20 // 4096
+            if opening == 0:
+                device.fill(keys, range(12))
+                assert await manager.store(keys, range(12)) == 6
+            else:
+                device.clear(range(12, 24))
+                assert await manager.load(keys, range(12, 24)) == 6
+                assert device.holds(keys, range(12, 24))
+
+
+async def test_leaving_lets_puts_end(tmp_path: Path) -> None:
+    slow = dummy(put_latency_s=0.1)
+    kept: list[int] = []
+
+    class Counts(DummyTier):
+        async def put(self, batch: Batch) -> Outcome:
+            outcome = await slow.put(batch)
+            kept.append(len(batch))
+            return outcome
+
+    async with opened(Counts(DummyConfig())) as it:
+        await it.store(prompt(1, 3))
+    assert kept == [3]
+
+
+async def test_a_store_under_way_when_the_manager_closes_is_put_too(tmp_path: Path) -> None:
+    gate = Gate()
+    async with opened(files(tmp_path), copy=gate) as it:
+        store = asyncio.ensure_future(it.store(prompt(1, 3)))
+        await gate.begun()
+        asyncio.get_running_loop().call_later(0.05, gate.opened.set)
+    assert await store == 3
+    async with opened(files(tmp_path)) as it:
+        assert await it.load(prompt(1, 3)) == 3
+
+
+async def test_closing_does_not_wait_for_ever(tmp_path: Path) -> None:
+    silent = Silent(DummyConfig(deadline_s=60, put_latency_s=60))
+    with anyio.fail_after(10):
+        async with opened(silent, drain_s=0.05, limits=Limits(request_deadline_s=60)) as it:
+            await it.store(prompt(1, 2))
+            look = asyncio.ensure_future(it.manager.lookup(prompt(1, 4)))
+            await anyio.wait_all_tasks_blocked()
+        assert await look == 2
+    it.check()
+    assert it.manager.statistics().pinned_chunks == 0
+
+
+async def test_a_copy_under_way_when_the_drain_time_is_over_ends_all_the_same() -> None:
+    gate = Gate()
+    with anyio.fail_after(10):
+        async with opened(dummy(), copy=gate, drain_s=0) as it:
+            store = asyncio.ensure_future(it.store(prompt(1, 2)))
+            await gate.begun()
+            asyncio.get_running_loop().call_later(0.05, gate.opened.set)
+        assert await store == 2
+    it.check()
+    assert it.manager.statistics().pinned_chunks == 0
+
+
+async def test_use_before_opening_and_after_closing_is_refused() -> None:
+    it = World(dummy())
+    keys = prompt(1, 2)
+
+    async def acquire(keys: Sequence[OffloadKey]) -> None:
+        async with it.manager.acquire(keys):
+            pass
+
+    async def refused() -> None:
+        calls: list[Awaitable[object]] = [
+            it.manager.lookup(keys),
+            it.manager.store(keys, range(2)),
+            it.manager.load(keys, range(2)),
+            it.manager.reset(),
+            acquire(keys),
+        ]
+        for call in calls:
+            with anyio.fail_after(5), pytest.raises(StateError, match="not open"):
+                await call
+
+    await refused()
+    async with it.manager:
+        await it.store(keys)
+    await refused()
+    await it.manager.aclose()  # twice is once
+    assert it.manager.statistics().counts["stored",] == 2
+    with pytest.raises(StateError):
+        async with it.manager:
+            pass
+
+
+@pytest.mark.parametrize("kind", ["task", "scope"])
+async def test_opening_can_be_cancelled_anywhere(kind: str, tmp_path: Path) -> None:
+    async def open_and_store() -> None:
+        async with it.manager:
+            await it.store(prompt(1, 2))
+
+    for number in itertools.count():
+        it = World(files(tmp_path), slots=4, drain_s=0.5)
+        with anyio.fail_after(20):
+            cancelled = await cancelled_at(open_and_store(), number, kind)
+        with pytest.raises(StateError, match="closed"):
+            it.region.view(0)
+        it.check()
+        if not cancelled:
+            break
+    assert number > 4
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvtier-store")]
+
+
+# --- cancellation --------------------------------------------------------------------------------
+
+
+@coroutine
+def _stepped(
+    work: Coroutine[Any, Any, object], number: int, cancel: Callable[[], object]
+) -> Generator[Any, Any, None]:
+    """Run ``work``; when it waits for the ``number``-th time, call ``cancel``."""
+    step: Callable[[], Any] = lambda: work.send(None)  # noqa: E731
+    for count in itertools.count():
+        try:
+            future = step()
+        except StopIteration:
+            return
+        if count == number:
+            cancel()
+        try:
+            yield future
+            step = lambda: work.send(None)  # noqa: E731
+        except BaseException as error:
+            step = lambda error=error: work.throw(error)  # type: ignore[misc]  # noqa: E731
+
+
+async def cancelled_at(work: Coroutine[Any, Any, object], number: int, kind: str) -> bool:
+    """Cancel ``work`` when it waits for the ``number``-th time; say whether it came to that."""
+    reached = False
+
+    async def run() -> None:
+        nonlocal reached
+        task = asyncio.current_task()
+        assert task is not None
+        with anyio.CancelScope() as scope:
+
+            def cancel() -> None:
+                nonlocal reached
+                reached = True
+                if kind == "scope":
+                    scope.cancel()
+                else:
+                    task.cancel()
+
+            await _stepped(work, number, cancel)
+
+    with suppress(asyncio.CancelledError):
+        await asyncio.ensure_future(run())
+    return reached
+
+
+async def _store(it: World) -> None:
+    await it.store(prompt(5, 6), 20)
+
+
+async def _load(it: World) -> None:
+    await it.load(prompt(1, 6), 30)
+
+
+async def _acquire(it: World) -> None:
+    async with it.manager.acquire(prompt(1, 6)) as acquired:
+        await anyio.lowlevel.checkpoint()
+        await acquired.load(range(30, 30 + len(acquired.keys)))
+        await anyio.sleep(0.001)
+
+
+async def _lookup(it: World) -> None:
+    await it.manager.lookup(prompt(1, 6))
+
+
+async def _reset(it: World) -> None:
+    await it.manager.reset()
+
+
+@pytest.mark.parametrize("kind", ["task", "scope"])
+@pytest.mark.parametrize("work", [_store, _load, _acquire, _lookup, _reset])
+@pytest.mark.parametrize("promoted", [False, True])
+async def test_a_call_cancelled_anywhere_leaves_nothing_behind(
+    work: Callable[[World], Coroutine[Any, Any, None]], kind: str, promoted: bool
+) -> None:
+    for number in itertools.count():
+        async with opened(dummy(complete_index=False, get_latency_s=0.001), slots=12) as it:
+            await it.store(prompt(1, 6))
+            if promoted:
+                await it.forget_primary()
+            with anyio.fail_after(20):
+                cancelled = await cancelled_at(work(it), number, kind)
+            it.check()
+            # Every slot is used anew at once: nothing of the cancelled call may still write to it.
+            await it.store(prompt(6, 6), 40)
+            stored = await it.store(prompt(7, 6), 50)
+            assert stored >= 3  # the others are pinned by the put before it and by a fetch
+            assert await it.load(prompt(7, 6), 60) >= stored
+            await it.load(prompt(6, 6), 70)
+            await it.load(prompt(5, 6), 70)
+            await it.check_idle()
+        if not cancelled:
+            break
+    assert number > 0 or work is _lookup  # of what is in the primary tier
+
+
+@pytest.mark.parametrize("kind", ["task", "scope"])
+async def test_a_store_cancelled_while_bytes_move_keeps_its_slots_until_they_stop(kind: str) -> None:
+    gate = Gate()
+    async with opened(copy=gate, slots=4) as it:
+        done = asyncio.ensure_future(cancelled_at(_store_four(it), 0, kind))
+        await gate.begun()
+        await anyio.wait_all_tasks_blocked()
+        assert not done.done()  # cancelled, and waiting for the copy's end
+        assert await it.store(prompt(2, 4), 20) == 0
+        gate.opened.set()
+        assert await done
+        assert await it.manager.lookup(prompt(1, 4)) == 0
+        assert await it.store(prompt(2, 4), 20) == 4
+        assert await it.load(prompt(2, 4), 60) == 4
+        await it.check_idle()
+
+
+async def _store_four(it: World) -> None:
+    await it.store(prompt(1, 4))
+
+
+@pytest.mark.parametrize("kind", ["task", "scope"])
+async def test_a_load_cancelled_while_bytes_move_ends_when_they_have_stopped(kind: str) -> None:
+    gate = Gate()
+    gate.opened.set()
+    async with opened(copy=gate, slots=4) as it:
+        await it.store(prompt(1, 4))
+        gate.close()
+        done = asyncio.ensure_future(cancelled_at(_load_four(it), 0, kind))
+        await gate.begun()
+        await anyio.wait_all_tasks_blocked()
+        assert not done.done()
+        assert await it.store(prompt(2, 4), 20) == 0  # the slots are still read
+        gate.opened.set()
+        assert await done
+        assert it.device.holds(prompt(1, 4), range(40, 44))  # and the blocks are no longer written
+        await it.check_idle()
+
+
+async def _load_four(it: World) -> None:
+    await it.manager.load(prompt(1, 4), range(40, 44))
+
+
+async def test_a_second_and_third_cancellation_do_not_cut_the_wait_short() -> None:
+    gate = Gate()
+    async with opened(copy=gate) as it:
+        store = asyncio.ensure_future(it.store(prompt(1, 4)))
+        await gate.begun()
+        for _ in range(3):
+            store.cancel()
+            await anyio.wait_all_tasks_blocked()
+            assert not store.done()
+        gate.opened.set()
+        with pytest.raises(asyncio.CancelledError):
+            await store
+        await it.check_idle()
+        assert await it.store(prompt(2, 4)) == 4  # other copies' ends are still noticed
+
+
+async def test_a_timeout_of_asyncio_waits_for_the_copy_too() -> None:
+    gate = Gate()
+    async with opened(copy=gate) as it:
+        asyncio.get_running_loop().call_later(0.1, gate.opened.set)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.02):
+                await it.store(prompt(1, 4))
+        assert gate.opened.is_set()
+        await it.check_idle()
+
+
+# --- everything at once --------------------------------------------------------------------------
+
+
+class Flaky(DummyTier):
+    """A dummy tier that is through with the slots only some time after it was cancelled."""
+
+    async def put(self, batch: Batch) -> Outcome:
+        with anyio.CancelScope(shield=True):
+            outcome = await super().put(batch)
+            await anyio.sleep(0.001)
+        return outcome
+
+    async def get(self, batch: Batch) -> Outcome:
+        with anyio.CancelScope(shield=True):
+            outcome = await super().get(batch)
+            await anyio.sleep(0.001)
+            if outcome.statuses and outcome.statuses[0] is not Status.OK:
+                batch.views[0][:] = b"\xa5" * len(batch.views[0])  # a slot that is not OK may hold anything
+        return outcome
+
+
+class Crowd:
+    """Tasks that store, load, look up, acquire and reset, and are cancelled, all over one manager."""
+
+    def __init__(self, it: World, seed: int) -> None:
+        self.it = it
+        self.chance = random.Random(seed)
+        self.version = 0
+        self.loaded = 0
+
+    async def run(self, workers: int, rounds: int) -> None:
+        async with anyio.create_task_group() as tasks:
+            for worker in range(workers):
+                tasks.start_soon(self._worker, worker * 16, rounds)
+
+    async def _worker(self, first: int, rounds: int) -> None:
+        for _ in range(rounds):
+            acts = [self._store, self._load, self._acquire, self._reset]
+            (act,) = self.chance.choices(acts, [50, 60, 20, 1])
+            task = asyncio.ensure_future(act(self._prompt(), first))
+            if self.chance.random() < 0.25:
+                await asyncio.sleep(self.chance.choice([0, 0, 0.0005, 0.002]))
+                task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            self.it.check()
+
+    def _prompt(self) -> list[OffloadKey]:
+        """Prompts that share their first half with others."""
+        name, length = self.chance.randrange(6), self.chance.randrange(1, 16)
+        return (prompt(100, 8) + prompt(name, 8))[:length]
+
+    async def _store(self, keys: list[OffloadKey], first: int) -> None:
+        await self.it.store(keys, first, self.version)
+
+    async def _load(self, keys: list[OffloadKey], first: int) -> None:
+        begun = self.version
+        self.loaded += await self.it.load(keys, first, lambda: range(begun, self.version + 1))
+
+    async def _acquire(self, keys: list[OffloadKey], first: int) -> None:
+        begun = self.version
+        async with self.it.manager.acquire(keys) as acquired:
+            before = [bytes(view) for view in acquired.views]
+            await asyncio.sleep(self.chance.choice([0, 0.002]))
+            assert [bytes(view) for view in acquired.views] == before
+            blocks = range(first, first + len(acquired.keys))
+            if blocks:
+                await acquired.load(blocks)
+        for key, block in zip(acquired.keys, blocks, strict=True):
+            versions = range(begun, self.version + 1)
+            assert any(self.it.device.holds([key], [block], version) for version in versions)
+
+    async def _reset(self, _keys: list[OffloadKey], _first: int) -> None:
+        self.version += 1  # new weights: what is found by a call that begins from here on is of them
+        await self.it.manager.reset()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_many_tasks_at_once_never_see_a_wrong_byte(seed: int, tmp_path: Path) -> None:
+    faults = {"failure_rate": 0.1, "corruption_rate": 0.1, "seed": seed, "complete_index": seed % 2 == 0}
+    flaky = Flaky(DummyConfig.model_validate({"put_latency_s": 0.001, "deadline_s": 0.5, **faults}))
+    tiers: list[AnyTier] = [flaky, files(tmp_path)] if seed < 3 else [flaky]
+    limits = Limits(request_deadline_s=0.5 if seed % 2 else 0.01)
+    async with opened(*tiers, slots=24, limits=limits) as it:
+        crowd = Crowd(it, seed)
+        with anyio.fail_after(60):
+            await crowd.run(workers=8, rounds=60)
+        await it.check_idle()
+        assert crowd.loaded > 200
