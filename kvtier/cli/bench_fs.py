@@ -60,7 +60,8 @@ class Point:
         ratio: median of the rounds' ratios of the two.
         cpu_s_per_gb: processor time of this process for each GB, the computing thread's left out.
         slowdown: by what share the computing thread got slower; None where there is none.
-        raw_slowdown: the same beside the bare disk work, which takes processor time of its own.
+        raw_slowdown: the same beside the bare disk work, which takes processor time of its own. Its
+            Python threads are slower then, so that it is a lower bound of what the disk's work takes.
     """
 
     chunk_bytes: int

@@ -12,9 +12,6 @@ import pytest
 
 from tests.integration.harness import OUTPUT_TOKENS, Engine, Forge, Tokens
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed; nox -s integration installs it", allow_module_level=True)
-
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_WAIT_POLICY": "PASSIVE",  # idle engines leave the cores to the others
@@ -53,6 +50,8 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
     """The process that engines are forked from."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed; nox -s integration installs it")
     with Forge(tmp_path_factory.mktemp("engines"), ENVIRONMENT) as forge:
         yield forge
 

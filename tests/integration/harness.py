@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +107,7 @@ class Forge:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.integration.forge"],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
                 cwd=PROJECT,
@@ -303,6 +303,12 @@ class Engine:
         return self._log.read_text(errors="replace")
 
     @property
+    def regions(self) -> set[Path]:
+        """The files of primary tiers that its processes have mapped."""
+        mapped = {path for pid in self.processes for path in _shared_memory(pid)}
+        return {path for path in mapped if path.name.startswith("kvtier_")}
+
+    @property
     def processes(self) -> list[int]:
         """The engine's processes."""
         return _session(self.pid)
@@ -325,13 +331,20 @@ class Engine:
             self.kill()
 
     def kill(self) -> None:
-        """Kill every process of the engine with SIGKILL and wait for their end."""
+        """Kill every process of the engine with SIGKILL and wait for their end.
+
+        What vLLM itself then leaves in shared memory is removed, what kvtier leaves is not.
+        """
         if self._pidfd is None:
             return
-        for pid in _session(self.pid):
+        processes = _session(self.pid)
+        leftovers = {path for pid in processes for path in _shared_memory(pid)} - self.regions
+        for pid in processes:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._wait_for_end(ANSWER_S)
+        for path in leftovers:
+            path.unlink(missing_ok=True)
         os.close(self._pidfd)
         self._pidfd = None
         with suppress(OSError):
@@ -374,6 +387,15 @@ def _session(leader: int) -> list[int]:
     return found
 
 
+def _shared_memory(pid: int) -> Iterator[Path]:
+    """Yield the files in shared memory that a process has mapped."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            path = Path("/" + line.partition("/")[2])
+            if path.parent == SHARED_MEMORY:
+                yield path
+
+
 def _end_of(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-40:])
 
@@ -400,11 +422,6 @@ def _arguments(model: Path, extra_config: Config | None, more: Mapping[str, Any]
             "kv_connector_extra_config": {"spec_name": "KVTierOffloadingSpec", **extra_config},
         }
     return arguments
-
-
-def regions() -> list[Path]:
-    """Return the files of primary tiers that are there now."""
-    return sorted(SHARED_MEMORY.glob("kvtier_*"))
 
 
 def chunk_files(root: Path) -> list[Path]:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, Engine, Forge, chunk_files, prompt, regions
+from tests.integration.harness import PROMPT_CHUNKS, Engine, Forge, chunk_files, prompt
 
 PROMPTS = [prompt(seed) for seed in range(100, 140)]
 CHUNKS = len(PROMPTS) * PROMPT_CHUNKS
@@ -16,18 +16,21 @@ CHUNKS = len(PROMPTS) * PROMPT_CHUNKS
 def test_killed_in_the_midst_of_cascades(forge: Forge, llama: Path, reference: Ask, tmp_path: Path) -> None:
     settings = {"cpu_bytes_to_use": "128MiB", "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}
     generator = random.Random(7)
+    left: list[Path] = []
     for round_ in range(3):
         there = len(chunk_files(tmp_path))
         engine = forge.start(llama, settings)
         engine.tell("generate", prompts=PROMPTS, output_tokens=4, together=True)
         _wait_for_files(tmp_path, there + generator.randrange(5, 100), engine)
+        left += engine.regions
         engine.kill()
         assert there < len(chunk_files(tmp_path)) < CHUNKS, f"round {round_}: killed too late"
-        assert len(regions()) == 1  # nobody has cleaned up
+        assert _existing(left) == left[-1:]  # nobody has cleaned up after the last one
 
     there = len(chunk_files(tmp_path))
     with forge.start(llama, settings) as engine:
-        assert len(regions()) == 1
+        (region,) = engine.regions
+        assert _existing([*left, region]) == [region]
         answers, loaded = engine.served(*PROMPTS)
         _wait_until_swept(tmp_path)
         metrics = engine.metrics()
@@ -37,25 +40,31 @@ def test_killed_in_the_midst_of_cascades(forge: Forge, llama: Path, reference: A
     assert metrics.value("kvtier_get_failed_chunks") == 0
     assert list(tmp_path.glob("*/quarantine/*")) == []
     assert len(chunk_files(tmp_path)) == CHUNKS
-    assert regions() == []
+    assert not region.exists()
 
 
 def test_killed_with_all_its_processes(forge: Forge, llama: Path, reference: Ask, tmp_path: Path) -> None:
     settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}
     engine = forge.start(llama, settings, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     assert len(engine.processes) > 1
+    (left,) = engine.regions
     engine.tell("generate", prompts=PROMPTS, output_tokens=4, together=True)
     _wait_for_files(tmp_path, 20, engine)
     engine.kill()
-    assert len(regions()) == 1
+    assert left.exists()
 
     there = len(chunk_files(tmp_path))
     with forge.start(llama, settings) as engine:
-        assert len(regions()) == 1
+        (region,) = engine.regions
+        assert _existing([left, region]) == [region]
         answers, loaded = engine.served(*PROMPTS)
     assert answers == reference(*PROMPTS)
     assert 0 < loaded["fs"] <= there
-    assert regions() == []
+    assert not region.exists()
+
+
+def _existing(regions: list[Path]) -> list[Path]:
+    return [region for region in regions if region.exists()]
 
 
 def _wait_for_files(root: Path, count: int, engine: Engine, patience_s: float = 30.0) -> None:

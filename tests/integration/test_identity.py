@@ -80,12 +80,13 @@ def test_another_model_at_the_same_path(
     [
         ({}, {"revision": "another"}),
         ({}, {"dtype": "bfloat16"}),
+        ({}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e5m2"}),
         ({}, {"block_size": 64}),
         ({}, {"prefix_caching_hash_algo": "sha256_cbor"}),
         ({"block_size": 64}, {}),
         ({"namespace": "mine"}, {}),
     ],
-    ids=["revision", "dtype", "block_size", "hash", "chunk_size", "namespace"],
+    ids=["revision", "dtype", "kv_cache_dtype", "block_size", "hash", "chunk_size", "namespace"],
 )
 def test_another_cache_of_the_same_model(
     forge: Forge,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.conftest import LLAMA
-from tests.integration.harness import Forge, Tokens, prompt
+from tests.integration.conftest import LLAMA, Ask
+from tests.integration.harness import PROMPT_CHUNKS, Forge, Tokens, prompt
 
 SHARED = prompt(90, 200)
 PROMPTS: Sequence[Tokens] = [
@@ -60,7 +61,7 @@ LLAMA_MODEL = ("LlamaConfig", "LlamaForCausalLM", LLAMA)
 GEMMA_MODEL = ("Gemma3TextConfig", "Gemma3ForCausalLM", GEMMA)
 MLA_MODEL = ("DeepseekV2Config", "DeepseekV2ForCausalLM", MLA)
 
-ROOM = {"num_gpu_blocks_override": 200}
+ROOM: dict[str, Any] = {"num_gpu_blocks_override": 200}
 
 
 def _settings(tmp_path: Path, **more: Any) -> dict[str, Any]:
@@ -118,3 +119,30 @@ def test_latent_attention(forge: Forge, tmp_path: Path) -> None:
     assert again == restarted
     assert [tokens[0] for tokens in again] == [tokens[0] for tokens in cold]
     assert (loaded_cold, loaded_again, loaded_restarted) == ({}, {"cpu": chunks}, {"fs": chunks})
+
+
+def test_two_workers(forge: Forge, llama: Path, reference: Ask, tmp_path: Path) -> None:
+    settings = _settings(tmp_path)
+    cores = sorted(os.sched_getaffinity(0))
+    two: dict[str, Any] = {
+        "environment": {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"},
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+    }
+    prompts = [prompt(1), prompt(2)]
+    chunks = len(prompts) * PROMPT_CHUNKS
+    with forge.start(llama, settings, **two) as engine:
+        assert len(engine.regions) == 1  # which both share
+        cold, _ = engine.served(*prompts)
+        engine.reset(connector=False)
+        again, loaded_again = engine.served(*prompts)
+        slots = engine.metrics().value("kvtier_slots")
+    with forge.start(llama, settings, **two) as engine:
+        restarted, loaded_restarted = engine.served(*prompts)
+    with forge.start(llama, settings) as engine:
+        by_one_worker = engine.served(*prompts)
+
+    assert cold == again == restarted == reference(*prompts)
+    assert slots == 1024  # cpu_bytes_to_use is meant over all workers
+    assert (loaded_again, loaded_restarted) == ({"cpu": chunks}, {"fs": chunks})
+    assert by_one_worker == (cold, {})  # another parallel layout is another cache

@@ -105,13 +105,13 @@ def settings_in(value: object) -> Iterator[dict[str, Any]]:
 
 def validate(where: str, text: str) -> int:
     """Check one JSON text; return how many configurations it has."""
-    count = 0
-    for count, settings in enumerate(settings_in(json.loads(text)), 1):
+    found = list(settings_in(json.loads(text)))
+    for settings in found:
         try:
             TieringConfig.from_extra_config(settings)
         except KVTierError as error:
             raise AssertionError(f"{where}: {error}") from error
-    return count
+    return len(found)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -31,6 +31,9 @@ class ARC(EvictionPolicy):
 
     def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
         pinned, ghosts_recent, ghosts_frequent = self._pinned, self._ghosts_recent, self._ghosts_frequent
+        if all(known.keys().isdisjoint(keys) for known in (pinned, ghosts_recent, ghosts_frequent)):
+            (self._frequent if used else self._recent).add(reversed(keys))
+            return
         recent: list[OffloadKey] = []
         frequent: list[OffloadKey] = []
         for key in reversed(keys):

@@ -4,7 +4,7 @@
 
     <namespace>/config.json               the identity, spelled out
     <namespace>/epoch                     the number of the epoch that openers join
-    <namespace>/epoch.lock                held while the two files above are read or written
+    <namespace>/epoch.lock                held while the epoch is read or written
     <namespace>/users.e<n>.lock           held, shared, by all who use epoch n
     <namespace>/.tmp/<writer>.lock        held by a living writer
     <namespace>/.tmp/<writer>/            its unfinished files
@@ -25,6 +25,9 @@ BLOCK_BYTES: Final = 4096
 
 CHUNK_DIRECTORIES: Final = 3
 """Directories above a chunk's file, the root not counted."""
+
+MANIFEST: Final = "config.json"
+"""The identity, spelled out."""
 
 FILE_MODE: Final = 0o600
 DIRECTORY_MODE: Final = 0o700

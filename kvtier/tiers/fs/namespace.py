@@ -1,4 +1,4 @@
-"""One identity's place below a root: manifest, epoch, writers, and the sweeping of what is left over.
+"""One identity's place below a root: epoch, writers, and the sweeping of what is left over.
 
 Everything here blocks and runs in the tier's own threads.
 
@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from typing import Final
 
-from kvtier.errors import IdentityError, TierError
+from kvtier.errors import TierError
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.fs import layout
 from kvtier.tiers.fs.call import FileWork, Flag, Place, StopFlag
@@ -102,11 +102,11 @@ class Namespace:
 
     @staticmethod
     def open(config: FsConfig, context: TierContext) -> tuple[Namespace, Epoch]:
-        """Make or open the place, compare the identity and join the epoch.
+        """Make or open the place and join the epoch. Whose place it is, ``manifest`` finds out.
 
         Raises:
-            TierError: the root can be neither written nor read, direct I/O was asked for and is not
-                possible, or the place belongs to another identity.
+            TierError: the root can be neither written nor read, or direct I/O was asked for and is
+                not possible.
         """
         root = config.root_dir
         try:
@@ -181,7 +181,6 @@ class Namespace:
                 raise
             self._accept_read_only(error)
         with self._epoch_lock():
-            self._agree_on_identity()
             epoch = self._enter(self._current_epoch())
         self.direct = self._probe_direct()
         if self.direct:
@@ -190,7 +189,7 @@ class Namespace:
 
     def _accept_read_only(self, error: OSError) -> None:
         self._refusal = error.errno or errno.EROFS
-        if not self._exists("config.json"):
+        if not self._exists(layout.MANIFEST):
             raise error
         where = self._config.root_dir / self.name
         _log.warning("%s: %s cannot be written (%s): it is only read", self._context.name, where, error)
@@ -208,19 +207,6 @@ class Namespace:
             raise OSError(errno.EAGAIN, "a sweep took the new writer for a dead one", self.tmp_dir)
         with suppress(FileExistsError):
             os.mkdir(self.tmp_dir, layout.DIRECTORY_MODE, dir_fd=self.root_fd)
-
-    def _agree_on_identity(self) -> None:
-        identity = self._context.identity
-        where = self._config.root_dir / self.name / "config.json"
-        try:
-            found = self._read_small("config.json")
-        except FileNotFoundError:
-            self._write_small("config.json", identity.manifest)
-            return
-        try:
-            identity.require(found, str(where))
-        except IdentityError as error:
-            raise TierError(f"tier {self._context.name}: {error}") from error
 
     def _current_epoch(self) -> int:
         stored, highest = self._stored_epoch(), self._highest_trace()
@@ -290,7 +276,7 @@ class Namespace:
         if direct is None:
             raise OSError(errno.EOPNOTSUPP, "this platform has no direct I/O")
         if self.read_only is not None:
-            path, flags = f"{self.name}/config.json", os.O_RDONLY
+            path, flags = f"{self.name}/{layout.MANIFEST}", os.O_RDONLY
         else:
             path, flags = f"{self.tmp_dir}/probe", os.O_RDWR | os.O_CREAT
         fd = os.open(path, flags | direct | os.O_CLOEXEC, layout.FILE_MODE, dir_fd=self.root_fd)

@@ -18,11 +18,12 @@ from kvtier import native
 from kvtier.errors import StateError, TierError
 from kvtier.keys import OffloadKey
 from kvtier.tiers.base import Batch, Outcome, SecondaryTier, Status, TierConfig, TierContext
-from kvtier.tiers.fs import layout
+from kvtier.tiers.fs import layout, manifest
 from kvtier.tiers.fs.call import FileCall, FileWork, Result, StopFlag
 from kvtier.tiers.fs.config import FsConfig
 from kvtier.tiers.fs.lanes import Lane, Run, join_all, run_alone, split, tell
 from kvtier.tiers.fs.layout import BLOCK_BYTES
+from kvtier.tiers.fs.manifest import LaneExecutor
 from kvtier.tiers.fs.namespace import Epoch, Namespace, errno_name
 from kvtier.tiers.fs.native_files import NativeFiles
 from kvtier.tiers.fs.python_files import PythonFiles
@@ -184,6 +185,18 @@ class FsTier(SecondaryTier[FsConfig]):
         self._opened, self._epoch = opened
         if cancelled is not None:
             raise cancelled
+        place, tmp_dir = self._opened.namespace, self._opened.namespace.tmp_dir
+        try:
+            await manifest.agree(
+                self.config.root_dir / place.name / layout.MANIFEST,
+                None if place.read_only else self.config.root_dir / tmp_dir / layout.MANIFEST,
+                context.identity,
+                context.name,
+                LaneExecutor(self._lookups),
+            )
+        except OSError as error:
+            name = errno_name(error.errno or 0)
+            raise TierError(f"tier {context.name}: {place.name}/{layout.MANIFEST} ({name})") from error
 
     @property
     def _here(self) -> _Opened:

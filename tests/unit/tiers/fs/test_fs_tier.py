@@ -145,6 +145,24 @@ async def test_puts_gets_and_discards_of_one_key_at_once_never_show_other_bytes(
     assert world.quarantined() == []
 
 
+async def test_many_batches_at_once_all_end(world):
+    """Batches of several parts each wait for the same threads."""
+    world.chunk_bytes = 65536
+    tier = await world.open(n_threads=4)
+    batches = [range(first, first + 32) for first in range(0, 256, 32)]
+    outcomes = []
+
+    async def put_and_get(numbers):
+        outcomes.append(await world.put(tier, numbers))
+        outcomes.append(await world.get(tier, numbers))
+
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as group:
+            for numbers in batches:
+                group.start_soon(put_and_get, numbers)
+    assert [outcome.statuses for outcome in outcomes] == [(OK,) * 32] * 16
+
+
 async def test_directories_removed_under_the_tier_are_made_again(world):
     tier = await world.open()
     await world.put(tier, [1])

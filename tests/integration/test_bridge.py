@@ -1,0 +1,687 @@
+"""The bridge keeps vLLM's rules: driven step by step as its scheduler does, without an engine.
+
+The tiers and their thread are real; the workers' copies are made here, into an anonymous region.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadPolicy,
+    PrepareStoreOutput,
+    ReqContext,
+    ScheduleEndContext,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvtier.adapters.vllm.manager import KVTierManager, Slots
+from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
+from kvtier.core import invariants
+from kvtier.core.admission import Limits, TierGate
+from kvtier.core.messages import SlotsReady
+from kvtier.core.policies.lru import LRU
+from kvtier.core.states import ChunkState
+from kvtier.core.tiering import Tiering
+from kvtier.executor import Executor, ExecutorThread, NamedTier
+from kvtier.identity import Identity
+from kvtier.keys import OffloadKey, pack_key
+from kvtier.memory.region import Region
+from kvtier.tiers.base import Batch, Outcome, SecondaryTier
+from kvtier.tiers.dummy import DummyConfig, DummyTier
+from kvtier.tiers.fs import FsConfig, FsTier
+
+CHUNK_BYTES = 4096
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
+WAIT = (LookupResult.RETRY, LookupResult.HIT_PENDING)
+AnyTier = SecondaryTier[Any]
+
+
+def prompt(name: int, length: int) -> list[OffloadKey]:
+    return [pack_key(name.to_bytes(16, "big") + index.to_bytes(16, "big")) for index in range(length)]
+
+
+def content(key: OffloadKey, version: int = 0) -> bytes:
+    return random.Random(key + bytes([version])).randbytes(CHUNK_BYTES)
+
+
+def dummy(**settings: object) -> DummyTier:
+    return DummyTier(DummyConfig.model_validate(settings))
+
+
+def files(root: Path) -> FsTier:
+    return FsTier(FsConfig(root_dir=root, n_threads=2, min_free_bytes=0))
+
+
+class Clock:
+    """Time that stands still unless it is told to go on."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class World:
+    """A manager, and this test in the place of vLLM's scheduler and workers."""
+
+    def __init__(
+        self,
+        *tiers: AnyTier,
+        slots: int = 32,
+        limits: Limits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sources: Sequence[CacheHitSource] = (),
+    ) -> None:
+        names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
+        gates = [TierGate(name, tier.config.deadline_s) for name, tier in zip(names, tiers, strict=True)]
+        self.core = Tiering(LRU(), gates, limits or Limits(), track_changes=True)
+        self.region = Region.anonymous(slots, CHUNK_BYTES)
+        named = [NamedTier(name, tier) for name, tier in zip(names, tiers, strict=True)]
+        self.thread = ExecutorThread(partial(Executor, named, Identity.make("model", {}), self.region))
+        self.thread.start()
+        self.thread.events.append(SlotsReady(range(slots)))
+        self.shutdowns = 0
+        self.manager = KVTierManager(
+            self.core, self.thread, sources=sources, clock=clock, on_shutdown=self._shut_down
+        )
+        self.step()
+
+    def _shut_down(self) -> None:
+        self.shutdowns += 1
+        assert self.thread.close(1)
+        self.region.close()
+
+    def step(self, new: Sequence[str] = ()) -> None:
+        self.manager.on_schedule_end(ScheduleEndContext(new, ()))
+        invariants.check(self.core)
+
+    def request(self, name: str) -> ReqContext:
+        context = ReqContext(req_id=name)
+        assert self.manager.on_new_request(context).policy == OffloadPolicy("chunk_level")
+        return context
+
+    def scan(self, keys: Sequence[OffloadKey], context: ReqContext) -> tuple[int, bool]:
+        """Look up as vLLM does: from the front to the first MISS. Return the run and whether to wait."""
+        wait = False
+        for index, key in enumerate(keys):
+            answer = self.manager.lookup(key, context)
+            if answer is MISS:
+                return index, wait
+            wait = wait or answer in WAIT
+        return len(keys), wait
+
+    def find(self, keys: Sequence[OffloadKey], context: ReqContext) -> int:
+        """Ask in each step until there is an answer, and leave the last step open for a load."""
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            found, wait = self.scan(keys, context)
+            if not wait:
+                return found
+            self.step()
+            time.sleep(0.001)
+        raise AssertionError("the request waits for ever")
+
+    def store(self, keys: Sequence[OffloadKey], context: ReqContext, version: int = 0) -> list[OffloadKey]:
+        """Store, with the workers' copy in between; return what was stored."""
+        output = self.manager.prepare_store(keys, context)
+        if output is None:
+            return []
+        self.write(output, version)
+        if output.keys_to_store:
+            self.manager.complete_store(set(output.keys_to_store), context)
+        return output.keys_to_store
+
+    def write(self, output: PrepareStoreOutput, version: int = 0) -> None:
+        for key, slot in zip(output.keys_to_store, slots_of(output.store_spec), strict=True):
+            self.region.view(slot)[:] = content(key, version)
+
+    def read(self, spec: object) -> list[bytes]:
+        return [bytes(self.region.view(slot)) for slot in slots_of(spec)]
+
+    def settle(self) -> None:
+        """Step until the tiers are through."""
+        end = time.monotonic() + 20
+        while not self.core.is_idle or self.manager.has_pending_work():
+            assert time.monotonic() < end
+            self.step()
+            time.sleep(0.001)
+
+    def forget_primary(self) -> None:
+        """Push everything out of the primary tier."""
+        context = self.request("filler")
+        for start in range(0, 4 * len(self.core.table.all), 8):
+            self.store(prompt(10_000_000 + start, 8), context)
+            self.settle()
+        self.manager.on_request_finished(context)
+
+    def check_idle(self) -> None:
+        """See that nothing is held for anybody."""
+        self.settle()
+        invariants.check(self.core)
+        assert not any(chunk.pins for chunk in self.core.table)
+
+
+def slots_of(spec: object) -> list[int]:
+    assert isinstance(spec, Slots)
+    return spec.slots
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def make(*tiers: AnyTier, **settings: Any) -> World:
+        made.append(World(*tiers, **settings))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.manager.shutdown()
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvtier-executor"]
+
+
+Make = Callable[..., World]
+
+# --- stores and loads ----------------------------------------------------------------------------
+
+
+def test_what_was_stored_is_a_hit_and_is_loaded(make: Make) -> None:
+    it = make()
+    keys, first = prompt(1, 5), it.request("a")
+    assert it.find(keys, first) == 0
+    assert it.store(keys, first) == keys
+    it.step(["a"])
+    second = it.request("b")
+    assert it.find([*keys, *prompt(2, 1)], second) == 5
+    spec = it.manager.prepare_load(keys, second)
+    assert [it.manager.get_load_source(key, second) for key in keys] == [CacheHitSource.HOST] * 5
+    it.step(["b"])
+    assert it.read(spec) == [content(key) for key in keys]
+    it.manager.complete_load(set(keys), second)
+    it.check_idle()
+
+
+def test_stores_keep_their_order_and_are_not_repeated(make: Make) -> None:
+    it = make(slots=4)
+    context = it.request("a")
+    keys = prompt(1, 6)
+    output = it.manager.prepare_store(keys, context)
+    assert output is not None
+    assert output.keys_to_store == keys[:4]  # a prefix of what there is no room for
+    again = it.manager.prepare_store(keys[:4], context)
+    assert again is not None
+    assert (again.keys_to_store, slots_of(again.store_spec)) == ([], [])
+    assert it.manager.prepare_store(keys[4:], context) is None  # not now: it will be offered again
+    it.write(output)
+    it.manager.complete_store(frozenset(reversed(keys[:4])), context)
+    later = it.manager.prepare_store(prompt(2, 2), context)
+    assert later is not None
+    assert set(later.evicted_keys) == set(keys[2:4])  # the tail first: without its front a prompt is no use
+    it.manager.complete_store(later.keys_to_store, context, success=False)
+    assert it.find(prompt(2, 2), context) == 0
+    it.check_idle()
+
+
+def test_completions_may_come_after_the_requests_end(make: Make) -> None:
+    it = make(dummy())
+    first, second = it.request("a"), it.request("b")
+    keys = prompt(1, 3)
+    output = it.manager.prepare_store(keys, first)
+    it.manager.on_request_finished(first)
+    assert output is not None
+    it.write(output)
+    it.manager.complete_store(set(keys), first)
+    assert it.find(keys, second) == 3
+    spec = it.manager.prepare_load(keys, second)
+    it.step(["b"])
+    it.manager.on_request_finished(second)
+    assert it.read(spec) == [content(key) for key in keys]
+    it.manager.complete_load(set(keys), second)
+    it.check_idle()
+
+
+def test_several_stores_of_a_request_end_in_any_order(make: Make) -> None:
+    it = make()
+    context = it.request("a")
+    keys = prompt(1, 6)
+    outputs = [it.manager.prepare_store(keys[start : start + 2], context) for start in (0, 2, 4)]
+    for output in reversed(outputs):
+        assert output is not None
+        it.write(output)
+        it.manager.complete_store(set(output.keys_to_store), context)
+    assert it.find(keys, context) == 6
+    it.check_idle()
+
+
+def test_a_hit_that_is_not_loaded_is_given_back(make: Make) -> None:
+    it = make(slots=4)
+    first, second = it.request("a"), it.request("b")
+    it.store(prompt(1, 4), first)
+    it.step()
+    assert it.find(prompt(1, 4), second) == 4  # and then vLLM had no blocks for it
+    it.step()
+    assert it.store(prompt(2, 4), first) == prompt(2, 4)
+    it.check_idle()
+
+
+# --- lookups that are deferred -------------------------------------------------------------------
+
+
+@pytest.fixture(params=["dummy", "asked", "fs"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> AnyTier:
+    if request.param == "fs":
+        return files(tmp_path)
+    return dummy(complete_index=request.param == "dummy")
+
+
+def test_a_deferred_lookup_ends_as_a_hit(make: Make, tier: AnyTier) -> None:
+    it = make(tier, slots=64, sources=[CacheHitSource.DISK])
+    keys = prompt(1, 8)
+    it.store(keys, it.request("a"))
+    it.settle()
+    it.forget_primary()
+    context = it.request("b")
+    assert it.scan(keys, context)[1]
+    assert it.find([*keys, *prompt(2, 2)], context) == 8
+    spec = it.manager.prepare_load(keys, context)
+    assert {it.manager.get_load_source(key, context) for key in keys} == {CacheHitSource.DISK}
+    it.step(["b"])
+    assert it.read(spec) == [content(key) for key in keys]
+    it.manager.complete_load(set(keys), context)
+    assert it.find(keys, context) == 8
+    it.manager.prepare_load(keys, context)
+    assert it.manager.get_load_source(keys[0], context) is CacheHitSource.HOST
+    it.manager.complete_load(set(keys), context)
+    it.check_idle()
+
+
+def test_a_deferred_lookup_ends_as_a_miss(make: Make, tier: AnyTier) -> None:
+    it = make(tier)
+    context = it.request("a")
+    assert it.manager.lookup(prompt(1, 1)[0], context) in WAIT
+    assert it.find(prompt(1, 4), context) == 0
+    it.check_idle()
+
+
+class Silent(DummyTier):
+    """Keeps what it is given, and answers no get."""
+
+    async def get(self, batch: Batch) -> Outcome:
+        await anyio.sleep_forever()
+        raise AssertionError
+
+
+@pytest.mark.parametrize(("tier_s", "request_s"), [(1.0, 60.0), (60.0, 1.0)])
+def test_no_request_waits_beyond_its_deadline(make: Make, tier_s: float, request_s: float) -> None:
+    clock = Clock()
+    silent = Silent(DummyConfig(deadline_s=tier_s))
+    it = make(silent, slots=16, clock=clock, limits=Limits(request_deadline_s=request_s))
+    keys = prompt(1, 6)
+    it.store(keys, it.request("a"))
+    it.forget_primary()
+    it.store(keys[:2], it.request("a"))
+    it.settle()
+    context = it.request("b")
+    for _ in range(5):
+        assert it.scan(keys, context) == (6, True)
+        it.step()
+    clock.now += 1.5
+    it.step()
+    it.step()
+    assert it.scan(keys, context) == (2, False)
+    spec = it.manager.prepare_load(keys[:2], context)
+    assert it.read(spec) == [content(key) for key in keys[:2]]
+    it.manager.complete_load(set(keys[:2]), context)
+    it.manager.on_request_finished(context)
+    it.step(["b"])
+
+
+def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(make: Make) -> None:
+    it = make(dummy(get_latency_s=0.02), slots=16)
+    it.store(prompt(1, 6), it.request("a"))
+    it.forget_primary()
+    context = it.request("b")
+    assert it.scan(prompt(1, 6), context)[1]
+    it.step()
+    it.manager.on_request_finished(context)
+    it.check_idle()
+
+
+# --- resets --------------------------------------------------------------------------------------
+
+
+class UnderWay:
+    """A store and a load under way when the cache is reset. The workers know nothing of that."""
+
+    def __init__(self, make: Make) -> None:
+        self.it = make(dummy(), slots=8)
+        context = self.it.request("a")
+        self.it.store(prompt(1, 4), context)
+        self.it.settle()
+        assert self.it.find(prompt(1, 4), context) == 4
+        self.load = self.it.manager.prepare_load(prompt(1, 4), context)
+        output = self.it.manager.prepare_store(prompt(2, 4), context)
+        assert output is not None
+        self.output = output
+        self.it.step()
+        self.it.manager.reset_cache()
+        invariants.check(self.it.core)
+        self.context = context
+
+    def check_held(self) -> None:
+        """The slots are still touched, so they are nobody's, and what is in them is seen by nobody."""
+        assert self.it.manager.prepare_store(prompt(3, 1), self.context) is None
+        assert {chunk.state for chunk in self.it.core.table} == {ChunkState.DOOMED}
+        assert self.it.read(self.load) == [content(key) for key in prompt(1, 4)]
+        self.it.write(self.output)
+        assert self.it.manager.has_pending_work()  # or an engine without requests would never give them back
+
+    def check_free(self) -> None:
+        assert not self.it.manager.has_pending_work()
+        assert self.it.find(prompt(1, 4), self.context) == 0
+        assert self.it.find(prompt(2, 4), self.context) == 0
+        assert self.it.store(prompt(3, 8), self.context, version=1) == prompt(3, 8)
+        self.it.check_idle()
+
+
+def test_slots_that_a_reset_cuts_off_are_free_some_steps_later(make: Make) -> None:
+    """Up to 0.32 nobody says when the workers have stopped."""
+    under_way = UnderWay(make)
+    for _ in range(2):
+        under_way.check_held()
+        under_way.it.step()
+    under_way.check_held()
+    for _ in range(3):
+        under_way.it.step()
+    under_way.check_free()
+
+
+def test_slots_that_a_reset_cuts_off_are_free_when_the_workers_have_stopped(make: Make) -> None:
+    """From 0.33 on vLLM says so."""
+    under_way = UnderWay(make)
+    under_way.check_held()
+    under_way.it.manager.on_reset_flushed()
+    under_way.check_free()
+    under_way.it.manager.on_reset_flushed()  # once too often does no harm
+
+
+def test_a_reset_in_the_midst_of_a_deferred_lookup(make: Make) -> None:
+    it = make(dummy(get_latency_s=0.01), slots=16)
+    keys = prompt(1, 6)
+    it.store(keys, it.request("a"))
+    it.forget_primary()
+    context = it.request("b")
+    assert it.scan(keys, context)[1]
+    it.step()
+    it.manager.reset_cache()
+    assert it.find(keys, context) == 0
+    assert it.store(keys, context, version=1) == keys
+    it.step()
+    assert it.find(keys, context) == 6
+    assert it.read(it.manager.prepare_load(keys, context)) == [content(key, 1) for key in keys]
+    it.manager.complete_load(set(keys), context)
+    it.check_idle()
+
+
+# --- what is published ---------------------------------------------------------------------------
+
+
+def busy(make: Make, tmp_path: Path) -> World:
+    """A manager in which nearly everything that is counted has happened."""
+    corrupt = dummy(corruption_rate=0.5, failure_rate=0.3, seed=2)
+    limits = Limits(request_deadline_s=0.2, store_threshold=2)
+    it = make(corrupt, files(tmp_path), slots=16, limits=limits)
+    context = it.request("a")
+    for _ in range(4):
+        for name in range(6):
+            keys = prompt(name, 6)
+            found = it.find(keys, context)
+            if found:
+                it.manager.prepare_load(keys[:found], context)
+                it.manager.complete_load(set(keys[:found]), context)
+            it.store(keys, context)
+            it.step()
+    it.settle()
+    it.manager.reset_cache()
+    it.settle()
+    return it
+
+
+def test_stats_are_vllms_and_all_of_them_are_declared(make: Make, tmp_path: Path) -> None:
+    it = busy(make, tmp_path)
+    stats = it.manager.get_stats()
+    assert isinstance(stats, OffloadingConnectorStats)
+    declared = KVTierOffloadingSpec.build_metric_definitions({})
+    for name, values in stats.data["data"].items():
+        for labels, value in values.items():
+            assert len(labels) == len(declared[name].labelnames), name
+            assert value >= 0
+    assert {"kvtier_misses", "kvtier_loaded_chunks", "kvtier_fetched_chunks", "kvtier_slots"} <= set(
+        stats.data["data"]
+    )
+    total = OffloadingConnectorStats().aggregate(pickle.loads(pickle.dumps(stats)))
+    assert total.reduce()["kvtier_slots"] == 16
+    assert it.manager.get_stats() is None  # nothing has happened since
+
+
+def test_events_say_what_is_where(make: Make, tmp_path: Path) -> None:
+    it = make(files(tmp_path), slots=8)
+    context = it.request("a")
+    it.store(prompt(1, 4), context)
+    it.settle()
+    events = list(it.manager.take_events())
+    assert [(event.medium, event.removed, event.ownership) for event in events] == [
+        (Medium.CPU, False, None),
+        (Medium.STORAGE, False, "fs0"),
+    ]
+    assert [set(event.keys) for event in events] == [set(prompt(1, 4))] * 2
+    it.store(prompt(2, 6), context)
+    (evicted, stored) = [event for event in it.manager.take_events() if event.medium is Medium.CPU]
+    assert (evicted.removed, len(evicted.keys)) == (True, 2)
+    assert (stored.removed, stored.keys) == (False, prompt(2, 6))
+    it.settle()
+    list(it.manager.take_events())
+    it.manager.reset_cache()
+    (reset,) = it.manager.take_events()
+    assert (reset.medium, reset.removed, len(reset.keys)) == (Medium.CPU, True, 8)
+    assert list(it.manager.take_events()) == []
+
+
+def test_where_chunks_are_can_be_sent_to_the_workers() -> None:
+    spec = Slots([3, 1, 2])
+    assert pickle.loads(pickle.dumps(spec)) == spec
+
+
+def test_shutdown_twice_is_once_and_late_calls_do_no_harm(make: Make) -> None:
+    it = make(dummy())
+    context = it.request("a")
+    it.store(prompt(1, 2), context)
+    it.manager.shutdown()
+    it.manager.shutdown()
+    assert it.shutdowns == 1
+    it.scan(prompt(2, 2), context)
+    it.step()
+    it.step()
+    assert it.scan(prompt(2, 2), context) == (0, False)
+    it.manager.reset_cache()
+    it.manager.on_request_finished(context)
+    it.step()
+
+
+# --- a scheduler at random -----------------------------------------------------------------------
+
+
+class Job:
+    """A request on its way through the scheduler."""
+
+    def __init__(self, name: int, keys: list[OffloadKey], context: ReqContext) -> None:
+        self.name = name
+        self.keys = keys
+        self.context = context
+        self.state = "waiting"
+
+
+class Scheduler:
+    """Does what vLLM's scheduler does, in the order of a version, with chance in all that may vary."""
+
+    def __init__(self, it: World, seed: int, version: str) -> None:
+        self.it = it
+        self.chance = random.Random(seed)
+        self.version = version
+        self.jobs: list[Job] = []
+        self.copies: list[tuple[int, Callable[[], None], list[int]]] = []  # step of the end, the end, slots
+        self.cut_off: list[tuple[int, list[int]]] = []  # step until which workers write, slots
+        self.weights = 0
+        self.steps = 0
+        self.loaded = 0
+        self.requests = 0
+        self.stats = OffloadingConnectorStats()
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step(arriving=True)
+        for _ in range(2000):
+            if not self.jobs and not self.copies and not self.cut_off:
+                return
+            self.step(arriving=False)
+        raise AssertionError([job.state for job in self.jobs])
+
+    def step(self, *, arriving: bool) -> None:
+        manager = self.it.manager
+        self.steps += 1
+        if arriving and len(self.jobs) < 8:
+            self._arrive()
+        started = [job for job in self.jobs if job.state == "waiting" and self._schedule(job)]
+        ended = ScheduleEndContext([str(job.name) for job in started], ())
+        if self.version == "0.32":
+            manager.on_schedule_end(ended)
+        for job in [job for job in self.jobs if job.state == "running"]:
+            self._run(job)
+        if self.version == "0.33":
+            manager.on_schedule_end(ended)
+        self._work()
+        if arriving and self.chance.random() < 0.02:
+            self._reset()
+        stats = manager.get_stats()
+        if stats is not None:
+            self.stats.aggregate(stats)
+        list(manager.take_events())
+        invariants.check(self.it.core)
+        if self.chance.random() < 0.3:
+            time.sleep(0.0005)  # the tiers' answers come at any point
+
+    def _arrive(self) -> None:
+        self.requests += 1
+        name, length = self.chance.randrange(6), self.chance.randrange(1, 14)
+        keys = (prompt(100, 6) + prompt(name, 8))[:length]
+        self.jobs.append(Job(self.requests, keys, self.it.request(str(self.requests))))
+
+    def _schedule(self, job: Job) -> bool:
+        """Look a waiting request up; load what is there and let it run."""
+        found, wait = self.it.scan(job.keys, job.context)
+        self._breathe()
+        if wait or self.chance.random() < 0.1:  # it waits, or there are no blocks for it
+            return False
+        if found:
+            self._load(job, job.keys[:found])
+        job.state = "loading" if found else "running"
+        return True
+
+    def _load(self, job: Job, keys: list[OffloadKey]) -> None:
+        spec = self.it.manager.prepare_load(keys, job.context)
+        for key in keys:
+            self.it.manager.get_load_source(key, job.context)
+        weights = self.weights
+
+        def end() -> None:
+            assert self.it.read(spec) == [content(key, weights) for key in keys]
+            self.loaded += len(keys)
+            self.it.manager.complete_load(set(keys), job.context)
+            job.state = "running"
+
+        self._copy(end, [])
+
+    def _run(self, job: Job) -> None:
+        output = self.it.manager.prepare_store(job.keys, job.context)
+        if output is None and self.chance.random() < 0.5:
+            return  # it is offered again in the next step
+        if output is not None and output.keys_to_store:
+            self._store(job, output)
+        self._finish(job)
+
+    def _store(self, job: Job, output: PrepareStoreOutput) -> None:
+        weights = self.weights
+
+        def end() -> None:
+            self.it.write(output, weights)
+            self.it.manager.complete_store(set(output.keys_to_store), job.context)
+
+        self._copy(end, slots_of(output.store_spec))
+
+    def _finish(self, job: Job) -> None:
+        self.it.manager.on_request_finished(job.context)
+        self.jobs.remove(job)
+
+    def _copy(self, end: Callable[[], None], written: list[int]) -> None:
+        self.copies.append((self.steps + self.chance.randrange(3), end, written))
+
+    def _work(self) -> None:
+        """The workers: end copies that are due, and go on with those that a reset has cut off."""
+        due = [copy for copy in self.copies if copy[0] <= self.steps]
+        self.copies = [copy for copy in self.copies if copy[0] > self.steps]
+        self.chance.shuffle(due)
+        for _, end, _ in due:
+            end()
+            self._breathe()
+        had = bool(self.cut_off)
+        for _, slots in self.cut_off:
+            for slot in slots:
+                self.it.region.view(slot)[:] = bytes(CHUNK_BYTES)
+        self.cut_off = [(until, slots) for until, slots in self.cut_off if until > self.steps]
+        if had and not self.cut_off and self.version == "0.33":
+            self.it.manager.on_reset_flushed()
+
+    def _reset(self) -> None:
+        """New weights: vLLM forgets the copies under way; the requests that loaded start anew."""
+        self.it.manager.reset_cache()
+        self.weights += 1
+        self.cut_off += [(self.steps + 2, written) for _, _, written in self.copies]
+        self.copies.clear()
+        for job in self.jobs:
+            if job.state == "loading":
+                job.state = "waiting"
+
+    def _breathe(self) -> None:
+        if self.chance.random() < 0.1:
+            time.sleep(0.0005)
+
+
+@pytest.mark.parametrize("version", ["0.32", "0.33"])
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_happens_when_no_call_raises_and_no_byte_is_wrong(
+    make: Make, version: str, seed: int, tmp_path: Path
+) -> None:
+    faults = {"failure_rate": 0.1, "corruption_rate": 0.1, "complete_index": seed % 2 == 0, "seed": seed}
+    latencies = {"put_latency_s": 0.001, "get_latency_s": 0.001}
+    tiers: list[AnyTier] = [dummy(**faults, **latencies)]
+    if seed % 3:
+        tiers.append(files(tmp_path))
+    it = make(*tiers, slots=20, limits=Limits(request_deadline_s=0.05 if seed < 3 else 5.0))
+    scheduler = Scheduler(it, seed, version)
+    scheduler.run(400)
+    it.check_idle()
+    assert scheduler.loaded > 300
+    assert set(scheduler.stats.data["data"]) <= set(KVTierOffloadingSpec.build_metric_definitions({}))

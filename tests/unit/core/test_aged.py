@@ -1,0 +1,57 @@
+"""Keys by age: against a plain list, through more than one refill of the front."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from kvtier.core.policies.aged import AgedKeys
+from kvtier.keys import OffloadKey, pack_key
+
+
+def keys(first: int, count: int) -> list[OffloadKey]:
+    return [pack_key(f"{index:06}".encode()) for index in range(first, first + count)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_does_what_a_list_does(seed: int) -> None:
+    random, aged, truth, made = Random(seed), AgedKeys(), list[OffloadKey](), 0
+    for _ in range(300):
+        added = keys(made, random.randrange(60))
+        made += len(added)
+        aged.add(added)
+        truth += added
+        for key in random.sample(truth, min(len(truth), random.randrange(10))):
+            truth.remove(key)
+            aged.remove(key)
+            assert key not in aged
+        count = random.choice([0, 1, 5, 50, 100])
+        assert aged.pop_oldest(count) == truth[:count]
+        del truth[:count]
+        assert len(aged) == len(truth)
+        assert all(key in aged for key in truth[:3])
+
+
+def test_a_key_that_comes_back_is_the_youngest() -> None:
+    aged, (a, b, c) = AgedKeys(), keys(0, 3)
+    aged.add([a, b, c])
+    assert aged.pop_oldest(1) == [a]
+    aged.remove(b)
+    aged.add([b])
+    assert aged.pop_oldest(5) == [c, b]
+
+
+def test_nothing_is_popped_for_no_count_and_of_nothing() -> None:
+    aged = AgedKeys()
+    assert aged.pop_oldest(3) == []
+    aged.add(keys(0, 3))
+    assert aged.pop_oldest(0) == aged.pop_oldest(-1) == []
+    aged.clear()
+    assert len(aged) == 0
+    assert aged.pop_oldest(3) == []
+
+
+def test_what_is_not_there_cannot_be_removed() -> None:
+    with pytest.raises(KeyError):
+        AgedKeys().remove(keys(0, 1)[0])
