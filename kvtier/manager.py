@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 import anyio
@@ -181,15 +181,13 @@ class TieringManager:
         What other tiers have is brought to the primary tier on the way, as far as the promotion
         budget goes. Ends by the request deadline, with what has arrived by then.
         """
-        async with self.acquire(keys) as acquired:
-            return len(acquired.keys)
+        with self._request() as request:
+            return await self._find(keys, request)
 
     @asynccontextmanager
     async def acquire(self, keys: Sequence[OffloadKey]) -> AsyncIterator[Acquired]:
         """Find the leading ``keys`` that can be had, and keep them in the primary tier meanwhile."""
-        self._require_open()
-        request = Request()
-        try:
+        with self._request() as request:
             count = await self._find(keys, request)
             pinned = self._core.acquire(keys[:count], request)
             acquired = Acquired(self, keys[:count], pinned)
@@ -199,10 +197,6 @@ class TieringManager:
             finally:
                 acquired.give_back()
                 self._core.release(pinned)
-        finally:
-            self._core.close(request)
-            self._settle()
-            self._notify()  # what was held for this request is there for others
 
     async def load(self, keys: Sequence[OffloadKey], blocks: Sequence[int]) -> int:
         """Copy the leading ``keys`` that can be had to the device.
@@ -330,6 +324,17 @@ class TieringManager:
         await self._copy(self._submit_load, keys, blocks, slots)
 
     # --- inside ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _request(self) -> Iterator[Request]:
+        self._require_open()
+        request = Request()
+        try:
+            yield request
+        finally:
+            self._core.close(request)
+            self._settle()
+            self._notify()  # what was held for this request is there for others
 
     async def _find(self, keys: Sequence[OffloadKey], request: Request) -> int:
         """Look up until nothing is pending; return how many leading keys are HIT in this very round."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ LLAMA: dict[str, Any] = {
 }
 """A model one block of which takes 128 KiB in float32."""
 
+VLLM_LINE = re.compile(r"\(\w+ pid=\d+\) (INFO|WARNING)|\s*$|Loading safetensors|.*(Warning: |dispatcher)")
+
 Ask = Callable[..., list[Tokens]]
 
 
@@ -54,6 +57,20 @@ def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
         pytest.skip("vLLM is not installed; nox -s integration installs it")
     with Forge(tmp_path_factory.mktemp("engines"), ENVIRONMENT) as forge:
         yield forge
+
+
+@pytest.fixture(autouse=True)
+def _show_what_engines_said(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Print what the engines of a test have logged, vLLM's own lines aside; seen where the test fails."""
+    if "forge" not in request.fixturenames:
+        yield
+        return
+    forge: Forge = request.getfixturevalue("forge")
+    earlier = len(forge.engines)
+    yield
+    for engine in forge.engines[earlier:]:
+        lines = [line for line in engine.log().splitlines() if not VLLM_LINE.match(line)]
+        print(f"--- engine {engine.pid}", *lines, sep="\n")
 
 
 @pytest.fixture(scope="session")

@@ -96,12 +96,15 @@ class Forge:
     Args:
         directory: for logs.
         environment: what differs from this process's environment.
+
+    Attributes:
+        engines: all that were started, in this order.
     """
 
     def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
         self._directory = directory
         self._started = 0
-        self._engines: list[Engine] = []
+        self.engines: list[Engine] = []
         ours, theirs = socket.socketpair()
         self._log = (directory / "forge.log").open("w")
         with theirs:
@@ -156,7 +159,7 @@ class Forge:
             request = json.dumps(dict(environment or {})).encode()
             socket.send_fds(self._channel, [request], [theirs.fileno(), file.fileno()])
         engine = Engine(int(self._answer()), ours, log)
-        self._engines.append(engine)
+        self.engines.append(engine)
         return engine
 
     def make_model(
@@ -181,7 +184,7 @@ class Forge:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for engine in self._engines:
+        for engine in self.engines:
             engine.kill()
         self._answers.close()
         self._channel.close()

@@ -69,7 +69,7 @@ class World:
         self._arrived = anyio.Event()
         named = [NamedTier(f"tier{index}", tier) for index, tier in enumerate(tiers)]
         self.executor = Executor(named, IDENTITY, self.memory, self._post, close_s=close_s)
-        self._last_id = 0
+        self.submitted = 0
 
     def _post(self, event: Event) -> None:
         self.events.append(event)
@@ -90,9 +90,9 @@ class World:
         self.executor.submit([Reset(tier, 1)])
 
     def submit(self, kind: Callable[..., Command], *args: object) -> int:
-        self._last_id += 1
-        self.executor.submit([kind(self._last_id, *args)])
-        return self._last_id
+        self.submitted += 1
+        self.executor.submit([kind(self.submitted, *args)])
+        return self.submitted
 
     async def until(self, holds: Callable[[], object]) -> None:
         """Wait for something that an event comes with."""
@@ -802,7 +802,7 @@ async def test_every_command_has_one_event_whenever_it_is_closed(seed: int) -> N
                 it.fetch(range(first, first + 4), range(30 + first, 30 + first + chance.randrange(5)), tier)
             if chance.random() < 0.3:
                 await anyio.sleep(0.001 * chance.random())
-        submitted = it._last_id
+        submitted = it.submitted
         await anyio.sleep(0.004 * chance.random())
     assert sorted(event.id for event in ends_of(it.events)) == list(range(1, submitted + 1))
 

@@ -103,13 +103,14 @@ def read_gauges(core: Tiering) -> Gauges:
     """Read the core's state."""
     slots = len(core.table.all)
     busy = slots - len(core.table.free) - len(core.table.policy)
-    ups = {(_TIER_UP, (gate.name,)): 0 if gate.closed else 1 for gate in core.ledger.tiers}
-    return {
+    gauges: dict[tuple[str, tuple[str, ...]], float] = {
         (_SLOTS, ()): slots,
         (_FREE_SLOTS, ()): len(core.table.free),
         (_USAGE, ()): busy / slots if slots else 0.0,
-        **ups,
     }
+    for gate in core.ledger.tiers:
+        gauges[_TIER_UP, (gate.name,)] = 0 if gate.closed else 1
+    return gauges
 
 
 def as_stats(counts: Mapping[Count, float], gauges: Gauges) -> OffloadingConnectorStats:
