@@ -250,7 +250,7 @@ def _start(directory: Path, plan: Mapping[str, object]) -> tuple[subprocess.Pope
     return process, log
 
 
-def _tail(log: Path, lines: int = 30) -> str:
+def _tail(log: Path, lines: int = 100) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 

@@ -1,4 +1,4 @@
-"""What differs between the versions of vLLM that are supported, 0.30 to 0.33, and what none of them tells."""
+"""What differs between the versions of vLLM that are supported, 0.32 and 0.33, and what none of them tells."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def _engine_arguments(plan: Plan) -> dict[str, Any]:
         "enforce_eager": True,
         "block_size": BLOCK_TOKENS,
         "num_gpu_blocks_override": plan.device_blocks,
-        "max_model_len": 8192,
+        "max_model_len": 4096,
         "max_num_batched_tokens": 2048,
         "disable_log_stats": False,
         "seed": 0,
