@@ -135,7 +135,9 @@ class TierConfig(BaseModel):
         default=5.0, gt=0, description="Seconds after which an unanswered request to the tier is a miss."
     )
     max_concurrency: int = Field(
-        default=8, ge=1, description="Puts and gets of this tier that may be under way at once."
+        default=8,
+        ge=1,
+        description="Gets of this tier that may be under way at once; beside them half as many puts.",
     )
 
 

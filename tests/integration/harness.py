@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,6 +210,8 @@ class Forge:
 class Engine:
     """One engine in a process of its own. A context manager that stops it.
 
+    What vLLM itself leaves in shared memory is removed at its end; what kvtier leaves is not.
+
     Attributes:
         pid: its process, which leads a session that all its processes are in.
         has_kvtier: whether it runs with kvtier.
@@ -308,13 +310,18 @@ class Engine:
     @property
     def regions(self) -> set[Path]:
         """The files of primary tiers that its processes have mapped."""
-        mapped = {path for pid in self.processes for path in _shared_memory(pid)}
-        return {path for path in mapped if path.name.startswith("kvtier_")}
+        return {path for path in self._shared_memory() if path.name.startswith("kvtier_")}
 
     @property
     def processes(self) -> list[int]:
         """The engine's processes."""
         return _session(self.pid)
+
+    def _shared_memory_of_vllm(self) -> set[Path]:
+        return self._shared_memory() - self.regions
+
+    def _shared_memory(self) -> set[Path]:
+        return {path for pid in self.processes for path in _shared_memory(pid)}
 
     def _end(self) -> str:
         return _end_of(self._log)
@@ -325,6 +332,7 @@ class Engine:
         """Stop the engine in an orderly way and wait for the end of its process."""
         if self._pidfd is None:
             return
+        leftovers = self._shared_memory_of_vllm()
         try:
             self.ask("stop")
             self._lines.close()
@@ -332,22 +340,18 @@ class Engine:
             self._wait_for_end(ANSWER_S)
         finally:
             self.kill()
+            _remove(leftovers)
 
     def kill(self) -> None:
-        """Kill every process of the engine with SIGKILL and wait for their end.
-
-        What vLLM itself then leaves in shared memory is removed, what kvtier leaves is not.
-        """
+        """Kill every process of the engine with SIGKILL and wait for their end."""
         if self._pidfd is None:
             return
-        processes = _session(self.pid)
-        leftovers = {path for pid in processes for path in _shared_memory(pid)} - self.regions
-        for pid in processes:
+        leftovers = self._shared_memory_of_vllm()
+        for pid in self.processes:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._wait_for_end(ANSWER_S)
-        for path in leftovers:
-            path.unlink(missing_ok=True)
+        _remove(leftovers)
         os.close(self._pidfd)
         self._pidfd = None
         with suppress(OSError):
@@ -397,6 +401,11 @@ def _shared_memory(pid: int) -> Iterator[Path]:
             path = Path("/" + line.partition("/")[2])
             if path.parent == SHARED_MEMORY:
                 yield path
+
+
+def _remove(files: Iterable[Path]) -> None:
+    for file in files:
+        file.unlink(missing_ok=True)
 
 
 def _end_of(log: Path) -> str:

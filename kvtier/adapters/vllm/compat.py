@@ -1,4 +1,4 @@
-"""What differs between the versions of vLLM that are supported, 0.32 and 0.33, and what none of them tells."""
+"""What differs between the supported versions of vLLM, 0.32 and 0.33, and what neither of them tells."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING
 
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
+from vllm.v1.kv_offload.base import OffloadingManager
 
 if TYPE_CHECKING:
     from types import FrameType
+
+TELLS_OF_FLUSHES = hasattr(OffloadingManager, "on_reset_flushed")
+"""Whether vLLM says when workers are through with the copies that a reset has cut off (0.33)."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """The bridge: vLLM's scheduler thread owns the core, and what the tiers do comes back to it in a queue.
 
-Nothing here waits, takes a lock or does I/O. Answers of the tiers are taken in at two places of a step:
-at its first question and at its end. Not in between: an answer can lead to evictions, and what was
-answered HIT in a step must still be there when the step asks for it.
+Nothing here waits, takes a lock or does I/O. What has come back is taken in at the next question or at
+the end of the step; the core keeps what it has answered HIT in a step until the step is over.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -28,12 +28,12 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvtier.adapters.vllm.compat import TELLS_OF_FLUSHES
 from kvtier.adapters.vllm.metrics import Gauges, as_stats, read_gauges
 from kvtier.core.requests import Request
 from kvtier.core.states import Lookup
 from kvtier.core.tiering import Tiering
 from kvtier.core.transfers import Pinned, Reservation
-from kvtier.errors import StateError
 from kvtier.executor import ExecutorThread
 
 logger = logging.getLogger("kvtier.vllm")
@@ -43,10 +43,10 @@ _RESULTS[Lookup.HIT] = LookupResult.HIT
 _RESULTS[Lookup.PENDING] = LookupResult.HIT_PENDING
 _RESULTS[Lookup.RETRY] = LookupResult.RETRY
 
-_STEPS_TO_FLUSH = 3
+_STEPS_TO_FLUSH = inf if TELLS_OF_FLUSHES else 3
 """Steps after a reset in which workers can still write to the slots of its copies. vLLM hands workers
-the list of copies to wait for with the next step, and schedules up to two steps ahead of them; only
-from 0.33 on does it say that they are through."""
+the list of copies to wait for with the next step, and schedules up to two steps ahead of them. From
+0.33 on it says when they are through."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class _Flushing:
 
     reservations: list[Reservation] = field(default_factory=list)
     loads: list[Pinned] = field(default_factory=list)
-    steps_left: int = _STEPS_TO_FLUSH
+    steps_left: float = _STEPS_TO_FLUSH
 
 
 class KVTierManager(OffloadingManager):
@@ -94,12 +94,12 @@ class KVTierManager(OffloadingManager):
         self._on_shutdown = on_shutdown
         self._clock = clock
         self._ask = core.lookup
+        self._events = executor.events
         self._requests: dict[str, Request] = {}
         self._loads: dict[str, Pinned] = {}
         self._stores: dict[OffloadKey, Reservation] = {}
         self._flushing: list[_Flushing] = []
         self._gauges: Gauges = {}
-        self._in_step = False
         self._closed = False
 
     # --- requests --------------------------------------------------------------------------------
@@ -119,8 +119,8 @@ class KVTierManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """See vLLM. Asked for each key of each waiting request in each step."""
-        if not self._in_step:
-            self._begin_step()
+        if self._events:
+            self._take_in(self._clock())
         return _RESULTS[self._ask(key, self._requests[req_context.req_id])]
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
@@ -142,7 +142,8 @@ class KVTierManager(OffloadingManager):
         """See vLLM. Can come after the request's end."""
         pinned = self._loads.pop(req_context.req_id, None)
         if pinned is None:
-            raise StateError(f"request {req_context.req_id} has no load of {len(keys)} chunks")
+            logger.error("request %s has no load of %d chunks to end", req_context.req_id, len(keys))
+            return
         self._core.release(pinned)
 
     # --- stores ----------------------------------------------------------------------------------
@@ -170,7 +171,8 @@ class KVTierManager(OffloadingManager):
         stores = self._stores
         reservation = next((stores.pop(key) for key in keys if key in stores), None)
         if reservation is None:
-            raise StateError(f"request {req_context.req_id} has no store of these {len(keys)} chunks")
+            logger.error("request %s has no store of these %d chunks to end", req_context.req_id, len(keys))
+            return
         if success:
             self._core.commit(reservation, self._clock())
             self._dispatch()
@@ -188,7 +190,6 @@ class KVTierManager(OffloadingManager):
         now_s = self._clock()
         self._core.settle(now_s)
         self._take_in(now_s)
-        self._in_step = False
         if self._flushing:
             self._count_down()
 
@@ -198,12 +199,12 @@ class KVTierManager(OffloadingManager):
 
     def reset_cache(self) -> None:
         """See vLLM, which forgets its copies under way here and lets workers finish them."""
-        self._flushing.append(_Flushing(list(self._stores.values()), list(self._loads.values())))
+        if self._stores or self._loads:
+            self._flushing.append(_Flushing(list(self._stores.values()), list(self._loads.values())))
         self._stores.clear()
         self._loads.clear()
         self._core.reset()
         self._dispatch()
-        self._in_step = False
 
     def on_reset_flushed(self) -> None:
         """See vLLM 0.33: workers have stopped writing to what the last reset cut off."""
@@ -247,15 +248,9 @@ class KVTierManager(OffloadingManager):
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _begin_step(self) -> None:
-        self._in_step = True
-        if self._executor.events:
-            self._take_in(self._clock())
-
     def _take_in(self, now_s: float) -> None:
-        events = self._executor.events
-        while events:
-            self._core.on_event(events.popleft(), now_s)
+        while self._events:
+            self._core.on_event(self._events.popleft(), now_s)
         self._dispatch()
 
     def _dispatch(self) -> None:
