@@ -302,7 +302,7 @@ class _TierRunner:
 
     def _fail(self, reason: str) -> None:
         self._down = reason
-        logger.error("tier %s is not used any more: it %s", self.name, reason)
+        logger.error("tier %s is not used any more: %s", self.name, reason)
         self._post(TierDown(self.index, reason))
 
 
