@@ -114,9 +114,11 @@ class Executor:
             await runner.era.wait()
 
     async def drained(self) -> None:
-        """Wait until no put and no fetch is under way."""
+        """Wait until no put, no fetch and no reset is under way."""
         while any(runner.running for runner in self._runners):
             await self._progress.wait()
+        for runner in self._runners:
+            await runner.resets_ended()
 
     def _posted(self, event: Event) -> None:
         self._post(event)
@@ -165,9 +167,11 @@ class _TierRunner:
             await self._tier.open(self._context)
             self._is_open = True
         except BaseException as error:
+            self._down = "not opened"
             _require_fault(error)
             self._fail(f"cannot be opened: {_words(error)}")
-        self._first_era.set()
+        finally:
+            self._first_era.set()
 
     async def close(self, close_s: float) -> None:
         if not self._is_open:
@@ -175,21 +179,28 @@ class _TierRunner:
         with anyio.move_on_after(close_s) as scope:
             try:
                 await self._tier.aclose()
-            except Exception:
+            except BaseException as error:
+                _require_fault(error)
                 logger.exception("tier %s: closing failed", self.name)
         if scope.cancelled_caught:
             logger.error("tier %s: closing was given up after %g s", self.name, close_s)
 
     async def reset(self, command: Reset, previous: anyio.Event, era: anyio.Event) -> None:
-        await previous.wait()
         try:
+            await previous.wait()
             if self._down is None:
                 await self._tier.reset()
         except BaseException as error:
-            _require_fault(error)
             # What it holds may be stale and can not be told apart: it must not be asked again.
             self._fail(f"cannot be reset to epoch {command.epoch}: {_words(error)}")
-        era.set()
+            _require_fault(error)
+        finally:
+            era.set()  # whatever came of it: somebody may be waiting in ``settled``
+
+    async def resets_ended(self) -> None:
+        """Wait for the resets submitted so far, but not for the opening where there was none."""
+        if self.era is not self._first_era:
+            await self.era.wait()
 
     async def put(self, command: Put, era: anyio.Event) -> None:
         started = time.perf_counter()
@@ -348,7 +359,9 @@ def _complete(outcome: Outcome, count: int) -> Outcome:
     """Check what a tier returned: the core relies on it, in the engine's thread."""
     if len(outcome.statuses) != count:
         raise TierError(f"the outcome has {len(outcome.statuses)} statuses for {count} chunks")
-    return Outcome(tuple(outcome.statuses), {str(name): int(n) for name, n in outcome.reasons.items()})
+    # Counters take no negative numbers, and would say so where the engine reports its metrics.
+    reasons = {str(name): max(0, int(n)) for name, n in outcome.reasons.items()}
+    return Outcome(tuple(outcome.statuses), reasons)
 
 
 def _seal_all(batch: Batch, digest: bytes) -> None:

@@ -302,6 +302,7 @@ class TieringManager:
         try:
             with anyio.move_on_after(self._drain_s):
                 await self.drain()
+                await self._executor.drained()  # resets as well
         finally:
             for tier in range(len(self._core.ledger.tiers)):
                 self._on_event(TierDown(tier, "closed"))  # so that nothing more is asked of them

@@ -206,7 +206,10 @@ class SecondaryTier(ABC, Generic[ConfigT]):
 
     @abstractmethod
     async def reset(self) -> None:
-        """Make everything put so far invisible, for ever: after reopening too."""
+        """Make everything put so far invisible, for ever: after reopening too.
+
+        That goes for puts under way as well: what one of them began before must not appear after it.
+        """
 
     async def aclose(self) -> None:
         """Give everything back. No other call is under way and none follows."""

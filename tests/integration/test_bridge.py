@@ -27,6 +27,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvtier.adapters.vllm.compat import TELLS_OF_FLUSHES
 from kvtier.adapters.vllm.manager import KVTierManager, Slots
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
 from kvtier.core import invariants
@@ -84,6 +85,7 @@ class World:
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
         sources: Sequence[CacheHitSource] = (),
+        steps_ahead: int = 2,
     ) -> None:
         names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
         gates = [TierGate(name, tier.config.deadline_s) for name, tier in zip(names, tiers, strict=True)]
@@ -95,7 +97,12 @@ class World:
         self.thread.events.append(SlotsReady(range(slots)))
         self.shutdowns = 0
         self.manager = KVTierManager(
-            self.core, self.thread, sources=sources, clock=clock, on_shutdown=self._shut_down
+            self.core,
+            self.thread,
+            sources=sources,
+            steps_ahead=steps_ahead,
+            clock=clock,
+            on_shutdown=self._shut_down,
         )
         self.step()
 
@@ -416,6 +423,22 @@ def test_slots_that_a_reset_cuts_off_are_free_when_the_workers_have_stopped(make
     under_way.it.manager.on_reset_flushed()
     under_way.check_free()
     under_way.it.manager.on_reset_flushed()  # once too often does no harm
+
+
+@pytest.mark.skipif(TELLS_OF_FLUSHES, reason="this vLLM says when workers are through")
+@pytest.mark.parametrize("steps_ahead", [2, 5])
+def test_slots_stay_held_as_long_as_steps_can_be_scheduled_ahead(make: Make, steps_ahead: int) -> None:
+    """A pipeline of stages has as many steps under way: their copies end later."""
+    it = make(slots=8, steps_ahead=steps_ahead)
+    output = it.manager.prepare_store(prompt(1, 8), it.request("a"))
+    assert output is not None
+    it.manager.reset_cache()
+    for _ in range(steps_ahead):
+        it.step()
+        assert it.manager.has_pending_work()
+        assert it.manager.prepare_store(prompt(2, 1), it.request("b")) is None
+    it.step()
+    assert not it.manager.has_pending_work()
 
 
 def test_a_reset_in_the_midst_of_a_deferred_lookup(make: Make) -> None:

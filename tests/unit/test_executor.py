@@ -498,6 +498,22 @@ class Rude(DummyTier):
         await super().aclose()
 
 
+class SlowReset(DummyTier):
+    """A tier whose reset takes a while, and which says whether it was done."""
+
+    def __init__(self, reset_s: float) -> None:
+        super().__init__(DummyConfig())
+        self.was_reset = False
+        self._reset_s = reset_s
+
+    async def reset(self) -> None:
+        await anyio.sleep(self._reset_s)
+        self.was_reset = True
+
+    async def aclose(self) -> None:
+        """Do not reset, as a dummy does."""
+
+
 def raises(error: BaseException) -> Callable[[], Any]:
     def act() -> Any:
         raise error
@@ -591,9 +607,24 @@ async def test_a_tier_whose_reset_fails_is_not_asked_again() -> None:
         assert len(it.downs) == 1
 
 
-async def test_a_tier_that_fails_to_close_does_not_keep_the_next_one_open() -> None:
+async def test_a_reset_that_the_end_cuts_off_is_told_and_holds_up_nobody(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tier = SlowReset(1000)
+    async with world(tier) as it:
+        it.reset()
+        waiting = asyncio.ensure_future(it.executor.settled())
+        await anyio.wait_all_tasks_blocked()
+    with anyio.fail_after(10):
+        await waiting
+    assert not tier.was_reset
+    assert "cannot be reset to epoch 1" in caplog.text
+
+
+@pytest.mark.parametrize("error", [OSError("no"), SystemExit(1), asyncio.CancelledError()])
+async def test_a_tier_that_fails_to_close_does_not_keep_the_next_one_open(error: BaseException) -> None:
     closed: list[str] = []
-    first, second = Rude(aclose=raises(OSError("no"))), Rude(aclose=lambda: closed.append("second"))
+    first, second = Rude(aclose=raises(error)), Rude(aclose=lambda: closed.append("second"))
     async with world(first, second) as it:
         await it.hold([1])
     assert closed == ["second"]
@@ -721,6 +752,12 @@ async def test_statuses_other_than_ok_are_missing_with_the_tiers_reasons() -> No
         assert (list(ended.kept), ended.reasons) == ([True, False, False], {"full": 1, "odd": 1})
         event = await it.fetched(it.fetch([1, 2, 3], [10, 11, 12]))
         assert (list(event.answers), event.reasons) == ([LANDED, MISSING, MISSING], {"quarantined": 1})
+
+
+async def test_reasons_that_are_counted_negative_are_none() -> None:
+    """A counter refuses a negative number, far from the tier that gave it."""
+    async with world(Rude(put=lambda: Outcome((Status.FAILED,), {"odd": -3, "full": 1}))) as it:
+        assert (await it.put_ended(it.put([1]))).reasons == {"odd": 0, "full": 1}
 
 
 # --- the end -------------------------------------------------------------------------------------
@@ -926,6 +963,15 @@ def test_close_lets_puts_end(thread_world: MakeThreadWorld) -> None:
     assert executor_threads() == []
     assert [list(event.kept) for event in it.take(5)] == [[True]] * 5
     assert not it.thread.events
+
+
+def test_close_lets_a_reset_end(thread_world: MakeThreadWorld) -> None:
+    """A tier that outlives the process would give what is from before it to the next one."""
+    tier = SlowReset(0.1)
+    it = thread_world(tier)
+    it.thread.submit([Reset(0, 1)])
+    assert it.thread.close(20)
+    assert tier.was_reset
 
 
 def test_close_cancels_what_does_not_end_in_time(thread_world: MakeThreadWorld) -> None:

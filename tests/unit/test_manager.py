@@ -679,6 +679,38 @@ async def test_a_store_under_way_when_the_manager_closes_is_put_too(tmp_path: Pa
         assert await it.load(prompt(1, 3)) == 3
 
 
+class SlowReset(DummyTier):
+    def __init__(self, reset_s: float) -> None:
+        super().__init__(DummyConfig())
+        self.was_reset = False
+        self._reset_s = reset_s
+
+    async def reset(self) -> None:
+        await anyio.sleep(self._reset_s)
+        self.was_reset = True
+
+    async def aclose(self) -> None:
+        """Do not reset, as a dummy does."""
+
+
+async def test_leaving_lets_a_reset_end() -> None:
+    tier = SlowReset(0.1)
+    async with opened(tier) as it:
+        reset = asyncio.ensure_future(it.manager.reset())
+        await anyio.wait_all_tasks_blocked()
+    await reset
+    assert tier.was_reset
+
+
+async def test_a_reset_that_closing_cuts_off_ends_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    async with opened(SlowReset(1000), drain_s=0.05) as it:
+        reset = asyncio.ensure_future(it.manager.reset())
+        await anyio.wait_all_tasks_blocked()
+    with anyio.fail_after(10):
+        await reset
+    assert "cannot be reset" in caplog.text
+
+
 async def test_closing_does_not_wait_for_ever(tmp_path: Path) -> None:
     silent = Silent(DummyConfig(deadline_s=60, put_latency_s=60))
     with anyio.fail_after(10):

@@ -25,6 +25,16 @@ class EngineContext:
     vllm_config: VllmConfig
     kv_cache_config: KVCacheConfig
 
+    @property
+    def nodes(self) -> int:
+        """Machines that the workers of this engine are on."""
+        return int(self.vllm_config.parallel_config.nnodes_within_dp)
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps that are scheduled before the first of them has ended, itself included."""
+        return int(self.vllm_config.max_concurrent_batches)
+
     def spec_of(self, group: int) -> KVCacheSpec:
         """Return how the blocks of one KV cache group are laid out."""
         return self.kv_cache_config.kv_cache_groups[group].kv_cache_spec

@@ -39,7 +39,7 @@ _SPEC_FIELDS = (
     "page_size_padded",
 )
 _NOT_THE_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
-_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
 _SAMPLES = 1024
 _SAMPLE_BYTES = 4096
 
@@ -72,7 +72,8 @@ def engine_identity(config: OffloadingConfig, engine: EngineContext, namespace: 
 def _weights(vllm_config: VllmConfig) -> Mapping[str, object]:
     model = vllm_config.model_config
     return {
-        "revision": model.revision,
+        # A hub's revision is a name that moves, such as "main"; vLLM notes beside it what it stands for.
+        "revision": getattr(model.revision, "resolved", model.revision),
         "files": weights_fingerprint(Path(model.model)),
         "config": _digest(model.hf_config.to_dict()),
         "dtype": canonical_dtype(str(model.dtype)),
@@ -82,20 +83,29 @@ def _weights(vllm_config: VllmConfig) -> Mapping[str, object]:
     }
 
 
-def weights_fingerprint(directory: Path) -> str | None:
-    """Return a digest of the weight files in ``directory``: their names, sizes and samples of their bytes.
+def weights_fingerprint(model: Path) -> str | None:
+    """Return a digest of a model's weight files: their names, sizes and samples of their bytes.
 
     A model that was replaced at the same path must not be given the old one's chunks. Up to 1,024
     evenly spread samples of 4 KiB are read from each file, some milliseconds of work; a change that
     touches less than about half a percent of a file can go unseen, which is what the setting
-    ``namespace`` is for. None where the model is not a local directory: then the revision names it.
+    ``namespace`` is for.
+
+    Args:
+        model: the directory that holds them, or the one file that is all of the model.
+
+    Returns:
+        The digest; None where there is neither: then the revision names the weights.
     """
-    if not directory.is_dir():
-        return None
     digest = hashlib.sha256()
-    for pattern in _WEIGHT_FILES:
-        for path in sorted(directory.glob(pattern)):
-            _add_samples(digest, path)
+    if model.is_file():
+        _add_samples(digest, model)
+    elif model.is_dir():
+        for pattern in _WEIGHT_FILES:
+            for path in sorted(model.glob(pattern)):
+                _add_samples(digest, path)
+    else:
+        return None
     return digest.hexdigest()[:32]
 
 
@@ -111,6 +121,8 @@ def _add_samples(digest: hashlib._Hash, path: Path) -> None:
 def _kv_cache(config: OffloadingConfig, engine: EngineContext) -> Mapping[str, object]:
     return {
         "dtype": canonical_dtype(config.model.dtype),
+        # Of layers that differ in a group the scheduler sees the first one's spec.
+        "layers_not_quantized": list(engine.vllm_config.cache_config.kv_cache_dtype_skip_layers),
         "layout": config.kv_cache_layout,
         "bytes_per_block_and_worker": config.worker_kv_bytes_per_block,
         "blocks_per_chunk": config.cache.blocks_per_chunk,

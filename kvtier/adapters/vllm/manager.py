@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import inf
+from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -43,11 +42,6 @@ _RESULTS[Lookup.HIT] = LookupResult.HIT
 _RESULTS[Lookup.PENDING] = LookupResult.HIT_PENDING
 _RESULTS[Lookup.RETRY] = LookupResult.RETRY
 
-_STEPS_TO_FLUSH = inf if TELLS_OF_FLUSHES else 3
-"""Steps after a reset in which workers can still write to the slots of its copies. vLLM hands workers
-the list of copies to wait for with the next step, and schedules up to two steps ahead of them. From
-0.33 on it says when they are through."""
-
 
 @dataclass
 class Slots(LoadStoreSpec):
@@ -60,9 +54,9 @@ class Slots(LoadStoreSpec):
 class _Flushing:
     """Handles of copies that a reset has cut off, until the workers have surely stopped."""
 
-    reservations: list[Reservation] = field(default_factory=list)
-    loads: list[Pinned] = field(default_factory=list)
-    steps_left: float = _STEPS_TO_FLUSH
+    reservations: list[Reservation]
+    loads: list[Pinned]
+    steps_left: int
 
 
 class KVTierManager(OffloadingManager):
@@ -72,6 +66,7 @@ class KVTierManager(OffloadingManager):
         core: the state machine, owned from now on by the scheduler thread.
         executor: runs its commands; started already.
         sources: what vLLM calls each secondary tier in its cache-hit metrics.
+        steps_ahead: steps that vLLM schedules before the first of them has ended, itself included.
         info: labels of the info metric.
         on_shutdown: gives back what the manager was made with.
         clock: seconds, monotonic.
@@ -83,6 +78,7 @@ class KVTierManager(OffloadingManager):
         executor: ExecutorThread,
         *,
         sources: Sequence[CacheHitSource] = (),
+        steps_ahead: int = 2,
         info: Mapping[str, str] | None = None,
         on_shutdown: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
@@ -90,6 +86,7 @@ class KVTierManager(OffloadingManager):
         self._core = core
         self._executor = executor
         self._sources = sources
+        self._steps_ahead = steps_ahead
         self._info = info or {}
         self._on_shutdown = on_shutdown
         self._clock = clock
@@ -97,6 +94,7 @@ class KVTierManager(OffloadingManager):
         self._events = executor.events
         self._requests: dict[str, Request] = {}
         self._loads: dict[str, Pinned] = {}
+        self._load_sources: dict[OffloadKey, CacheHitSource] = {}  # of the last load, the tiers' chunks
         self._stores: dict[OffloadKey, Reservation] = {}
         self._flushing: list[_Flushing] = []
         self._gauges: Gauges = {}
@@ -127,16 +125,14 @@ class KVTierManager(OffloadingManager):
         """See vLLM."""
         pinned = self._core.acquire(list(keys), self._requests[req_context.req_id])
         self._loads[req_context.req_id] = pinned
+        if self._sources:
+            origins = zip(keys, pinned.origins, strict=True)
+            self._load_sources = {key: self._sources[tier] for key, tier in origins if tier is not None}
         return Slots(pinned.slots)
 
-    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        """See vLLM: asked right after ``prepare_load``, for a metric."""
-        pinned = self._loads.get(req_context.req_id)
-        if pinned is not None and self._sources:
-            for chunk, origin in zip(pinned.chunks, pinned.origins, strict=True):
-                if origin is not None and chunk.key == key:
-                    return self._sources[origin]
-        return CacheHitSource.HOST
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:  # noqa: ARG002
+        """See vLLM: asked for each key right after ``prepare_load``, for a metric."""
+        return self._load_sources.get(key, CacheHitSource.HOST)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """See vLLM. Can come after the request's end."""
@@ -200,7 +196,10 @@ class KVTierManager(OffloadingManager):
     def reset_cache(self) -> None:
         """See vLLM, which forgets its copies under way here and lets workers finish them."""
         if self._stores or self._loads:
-            self._flushing.append(_Flushing(list(self._stores.values()), list(self._loads.values())))
+            # vLLM tells workers with the next step which copies to wait for. From 0.33 on it says when
+            # they are through; before, they are when the step after so many others is scheduled.
+            stores, loads = list(self._stores.values()), list(self._loads.values())
+            self._flushing.append(_Flushing(stores, loads, self._steps_ahead + 1))
         self._stores.clear()
         self._loads.clear()
         self._core.reset()
@@ -259,6 +258,8 @@ class KVTierManager(OffloadingManager):
             self._executor.submit(commands)
 
     def _count_down(self) -> None:
+        if TELLS_OF_FLUSHES:
+            return
         for flushing in self._flushing:
             flushing.steps_left -= 1
         while self._flushing and self._flushing[0].steps_left <= 0:

@@ -56,6 +56,11 @@ class KVTierOffloadingSpec(OffloadingSpec):
                 "not share chunks; remove it"
             )
         self._engine = engine_context()
+        if self._engine is not None and self._engine.nodes > 1:
+            raise ConfigError(
+                f"the engine's workers are on {self._engine.nodes} nodes, which have no memory in common: "
+                "kvtier needs all workers of an engine on one"
+            )
         worker_bytes = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
         all_bytes = worker_bytes * config.parallel.world_size
         self._chunk_bytes = -(-all_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -90,6 +95,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             core,
             executor,
             sources=[_source(tier) for tier in tiers],
+            steps_ahead=self._engine.steps_ahead if self._engine is not None else 2,
             info=self._info(),
             on_shutdown=partial(_shut_down, executor, region, self._settings.drain_on_shutdown_s),
         )

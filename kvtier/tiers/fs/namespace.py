@@ -32,6 +32,7 @@ from kvtier.tiers.fs.config import FsConfig
 from kvtier.tiers.fs.locks import make_lock, open_lock, short_lock, try_lock
 
 _READ_ONLY: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+_WRITER_ATTEMPTS: Final = 5
 _DURABILITY: Final = {
     "none": Flag.NONE,
     "data": Flag.SYNC_DATA,
@@ -97,7 +98,7 @@ class Namespace:
         self.direct = False
         self._config = config
         self._context = context
-        self._writer = f"{os.getpid()}-{secrets.token_hex(8)}"
+        self._writer = _new_writer()
         self._writer_fd: int | None = None
 
     @staticmethod
@@ -202,9 +203,14 @@ class Namespace:
         for name in (self.name, f"{self.name}/.tmp"):
             with suppress(FileExistsError):
                 os.mkdir(name, layout.DIRECTORY_MODE, dir_fd=self.root_fd)
-        self._writer_fd = make_lock(self.root_fd, f"{self.tmp_dir}.lock")
-        if try_lock(self._writer_fd) is False:
-            raise OSError(errno.EAGAIN, "a sweep took the new writer for a dead one", self.tmp_dir)
+        for _ in range(_WRITER_ATTEMPTS):
+            self._writer_fd = make_lock(self.root_fd, f"{self.tmp_dir}.lock")
+            if try_lock(self._writer_fd) is not False:
+                break
+            os.close(self._writer_fd)  # a sweep took the new writer for a dead one, and removes it
+            self._writer, self._writer_fd = _new_writer(), None
+        else:
+            raise OSError(errno.EAGAIN, "sweeps took each new writer for a dead one", self.name)
         with suppress(FileExistsError):
             os.mkdir(self.tmp_dir, layout.DIRECTORY_MODE, dir_fd=self.root_fd)
 
@@ -383,6 +389,10 @@ def _only_user(root_fd: int, path: str, *, create: bool) -> Iterator[bool]:
         yield try_lock(fd) is True
     finally:
         os.close(fd)
+
+
+def _new_writer() -> str:
+    return f"{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def _cannot_open(context: TierContext, root: Path, error: OSError) -> TierError:

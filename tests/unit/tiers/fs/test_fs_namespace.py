@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -16,7 +17,8 @@ import pytest
 from kvtier.errors import TierError
 from kvtier.identity import Identity
 from kvtier.tiers.base import Status, TierContext
-from kvtier.tiers.fs import FsConfig, FsTier, layout
+from kvtier.tiers.fs import FsConfig, FsTier, layout, namespace
+from kvtier.tiers.fs.locks import make_lock
 
 pytestmark = pytest.mark.timeout(60)
 OK, ABSENT, REFUSED = Status.OK, Status.ABSENT, Status.REFUSED
@@ -338,6 +340,32 @@ async def test_a_writer_killed_in_the_middle_leaves_no_torn_chunk(world, start_p
     assert set(outcome.statuses[48:]) <= {OK, ABSENT}
     assert world.quarantined() == []
     await eventually(lambda: world.writers() == mine)
+
+
+@pytest.mark.parametrize("times", [1, 100])
+async def test_a_new_writer_that_a_sweep_takes_for_a_dead_one_tries_again(world, monkeypatch, times):
+    """Between the making of its lock file and the locking another engine's sweep can get the lock."""
+    made: list[int] = []
+
+    def make_and_sweep(root_fd, path):
+        fd = make_lock(root_fd, path)
+        if len(made) < times:
+            made.append(os.open(path, os.O_RDWR, dir_fd=root_fd))
+            fcntl.flock(made[-1], fcntl.LOCK_EX)
+            os.unlink(path, dir_fd=root_fd)
+        return fd
+
+    monkeypatch.setattr(namespace, "make_lock", make_and_sweep)
+    try:
+        if times == 1:
+            tier = await world.open()
+            assert (await world.put(tier, [1])).statuses == (OK,)
+        else:
+            with pytest.raises(TierError, match="eagain"):
+                await world.open()
+    finally:
+        for fd in made:
+            os.close(fd)
 
 
 async def test_unfinished_files_of_the_dead_are_swept_and_those_of_the_living_stay(world):
