@@ -90,20 +90,7 @@ class Run(Generic[T]):
             The cancellation that came meanwhile, to be raised when the caller has tidied up; it has
             set ``stop``. None where there was none.
         """
-        try:
-            await asyncio.wait((self._ended,))
-            return None
-        except asyncio.CancelledError as cancelled:
-            if stop is not None:
-                stop.set()
-            # The scope keeps anyio from cancelling again and again, the loop bears Task.cancel().
-            with anyio.CancelScope(shield=True):
-                while not self._ended.done():
-                    try:
-                        await asyncio.wait((self._ended,))
-                    except asyncio.CancelledError:
-                        continue
-            return cancelled
+        return await until_done(self._ended, stop)
 
     def results(self) -> list[T]:
         """Return what the jobs returned, in their order; raise what one of them raised. After ``end``."""
@@ -134,6 +121,26 @@ def tell(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> Non
         loop.call_soon_threadsafe(callback)
     except RuntimeError:  # the loop was closed over our head: nobody waits any more
         _log.warning("file work ended after its event loop was closed")
+
+
+async def until_done(
+    future: asyncio.Future[object] | asyncio.Future[None], stop: StopFlag | None = None
+) -> asyncio.CancelledError | None:
+    """Wait until ``future`` is done, whatever happens. Returns the cancellation that came meanwhile."""
+    try:
+        await asyncio.wait((future,))
+        return None
+    except asyncio.CancelledError as cancelled:
+        if stop is not None:
+            stop.set()
+        # The scope keeps anyio from cancelling again and again, the loop bears Task.cancel().
+        with anyio.CancelScope(shield=True):
+            while not future.done():
+                try:
+                    await asyncio.wait((future,))
+                except asyncio.CancelledError:
+                    continue
+        return cancelled
 
 
 async def run_alone(lane: Lane, job: Callable[[], T]) -> tuple[T, asyncio.CancelledError | None]:
@@ -176,4 +183,14 @@ def join_all(lanes: Sequence[Lane]) -> None:
         lane.join()
 
 
-__all__ = ["MAX_JOB_BYTES", "MIN_JOB_BYTES", "Lane", "Run", "join_all", "run_alone", "split", "tell"]
+__all__ = [
+    "MAX_JOB_BYTES",
+    "MIN_JOB_BYTES",
+    "Lane",
+    "Run",
+    "join_all",
+    "run_alone",
+    "split",
+    "tell",
+    "until_done",
+]

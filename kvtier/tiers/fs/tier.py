@@ -21,7 +21,7 @@ from kvtier.tiers.base import Batch, Outcome, SecondaryTier, Status, TierConfig,
 from kvtier.tiers.fs import layout, manifest
 from kvtier.tiers.fs.call import FileCall, FileWork, Result, StopFlag
 from kvtier.tiers.fs.config import FsConfig
-from kvtier.tiers.fs.lanes import Lane, Run, join_all, run_alone, split, tell
+from kvtier.tiers.fs.lanes import Lane, Run, join_all, run_alone, split, tell, until_done
 from kvtier.tiers.fs.layout import BLOCK_BYTES
 from kvtier.tiers.fs.manifest import LaneExecutor
 from kvtier.tiers.fs.namespace import Epoch, Namespace, errno_name
@@ -185,18 +185,29 @@ class FsTier(SecondaryTier[FsConfig]):
         self._opened, self._epoch = opened
         if cancelled is not None:
             raise cancelled
-        place, tmp_dir = self._opened.namespace, self._opened.namespace.tmp_dir
-        try:
-            await manifest.agree(
-                self.config.root_dir / place.name / layout.MANIFEST,
-                None if place.read_only else self.config.root_dir / tmp_dir / layout.MANIFEST,
+        await self._agree_on_identity(self._opened.namespace, context)
+
+    async def _agree_on_identity(self, place: Namespace, context: TierContext) -> None:
+        """Compare or write the manifest; to the end, for a file that is being opened must be closed."""
+        folder = self.config.root_dir
+        agreeing = asyncio.ensure_future(
+            manifest.agree(
+                folder / place.name / layout.MANIFEST,
+                None if place.read_only else folder / place.tmp_dir / layout.MANIFEST,
                 context.identity,
                 context.name,
                 LaneExecutor(self._lookups),
             )
-        except OSError as error:
+        )
+        cancelled = await until_done(agreeing)
+        error = agreeing.exception()
+        if cancelled is not None:
+            raise cancelled
+        if isinstance(error, OSError):
             name = errno_name(error.errno or 0)
             raise TierError(f"tier {context.name}: {place.name}/{layout.MANIFEST} ({name})") from error
+        if error is not None:
+            raise error
 
     @property
     def _here(self) -> _Opened:
