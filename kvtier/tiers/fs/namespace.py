@@ -152,6 +152,9 @@ class Namespace:
     def advance(self, beyond: int) -> Epoch:
         """Start a new epoch, above ``beyond`` and every trace of an epoch.
 
+        The new epoch's lock file comes first. It needs no room for bytes, and where the number cannot be
+        written it is a trace that openers see: they take a number above it.
+
         Raises:
             OSError: the new number could not be written.
         """
@@ -159,8 +162,13 @@ class Namespace:
             raise OSError(self._refusal, os.strerror(self._refusal), self.name)
         with self._epoch_lock():
             number = max(beyond, self._highest_trace(), self._stored_epoch() or 0) + 1
-            self._write_small("epoch", f"{number}\n")
-            return self._enter(number)
+            epoch = self._enter(number)
+            try:
+                self._write_small("epoch", f"{number}\n")
+            except OSError:
+                epoch.retire()
+                raise
+            return epoch
 
     def sweep(self, current: int, work: FileWork, stop: StopFlag) -> int:
         """Remove what dead writers left and epochs before ``current`` that nobody uses.

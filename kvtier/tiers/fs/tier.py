@@ -271,9 +271,9 @@ class FsTier(SecondaryTier[FsConfig]):
         """Start a new epoch. See ``SecondaryTier.reset``.
 
         Raises:
-            TierError: it could not be made to last. The tier then has nothing and takes nothing
-                until a reset succeeds or it is opened again - and when it is opened again after
-                that, what was put before would be there: do not go on without telling somebody.
+            TierError: it could not be written down. The tier then has nothing and takes nothing until a
+                reset succeeds or it is opened again. Where not even an empty file could be made in the
+                namespace, opening it again brings back what was put before: tell somebody.
         """
         async with self._resetting:
             old, self._epoch = self._epoch, None

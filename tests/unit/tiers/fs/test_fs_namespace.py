@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -256,6 +257,21 @@ async def test_a_reset_that_cannot_be_stored_leaves_nothing_visible(world):
     (world.namespace / "epoch").rmdir()
     await tier.reset()
     assert (await world.put(tier, [1])).statuses == (OK,)
+
+
+async def test_a_reset_that_cannot_be_stored_holds_after_opening_again_too(world):
+    tier = await world.open()
+    await world.put(tier, [1])
+    for writer in (world.namespace / ".tmp").iterdir():
+        if writer.is_dir():
+            shutil.rmtree(writer)  # the new number is written there before it gets its name
+    with pytest.raises(TierError, match="reset could not be stored"):
+        await tier.reset()
+    assert (world.namespace / "epoch").read_text() == "0\n"
+    await tier.aclose()
+    again = await world.open()
+    assert (await world.get(again, [1])).statuses == (ABSENT,)
+    assert again.statistics().epoch == 2
 
 
 # -------------------------------------------------------------------------- other processes
