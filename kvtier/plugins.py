@@ -7,6 +7,7 @@ one error that names its distribution.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -109,6 +110,27 @@ def load(group: Group, name: str, base: type[BaseT], field: str) -> type[BaseT]:
     if problem := _shape_problem(plugin, base):
         raise group.error(f"{title} cannot be used: {problem}")
     return cast("type[BaseT]", plugin)
+
+
+def make(group: Group, name: str, plugin: Callable[..., BaseT], *arguments: object) -> BaseT:
+    """Make an instance of a plug-in that was loaded.
+
+    Args:
+        group, name: what kind of plug-in it is, and its name.
+        plugin: its class.
+        arguments: what the class is called with.
+
+    Raises:
+        KVTierError: the group's own error: the class cannot be called like this. The message names the
+            distribution.
+    """
+    try:
+        return plugin(*arguments)
+    except Exception as error:  # a plug-in may raise anything
+        origin = " and ".join(info.origin for info in installed(group) if info.name == name)
+        raise group.error(
+            f"the {group.noun} {name!r} of {origin} cannot be made: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _shape_problem(plugin: object, base: type) -> str:

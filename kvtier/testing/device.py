@@ -10,11 +10,12 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import pytest
 import torch
 
-from kvtier.device.base import Blocks, KVCaches, PageRef, TransferEngine
+from kvtier.device.base import Blocks, KVCaches, PageMapping, PageRef, Run, TransferEngine
 from kvtier.errors import StateError
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
@@ -30,6 +31,8 @@ class Shape:
         page_bytes: bytes of a block in each tensor.
         gaps: bytes between the rows of each tensor; missing ones are 0.
         groups: for each group its (tensor, used bytes) pairs; by default one group uses all of all.
+        mappings: how the pages of each tensor lie in canonical ones; missing ones are None. A page that
+            has a mapping is used whole.
         num_blocks, slots: rows of each tensor, and slots of the region.
         blocks_per_chunk, rank, workers: as in ``SlotLayout.make``.
     """
@@ -37,6 +40,7 @@ class Shape:
     page_bytes: tuple[int, ...] = (512, 192)
     gaps: tuple[int, ...] = ()
     groups: tuple[tuple[tuple[int, int], ...], ...] = ()
+    mappings: tuple[PageMapping | None, ...] = ()
     num_blocks: int = 48
     slots: int = 24
     blocks_per_chunk: int = 1
@@ -46,12 +50,19 @@ class Shape:
     @property
     def layout(self) -> SlotLayout:
         """The layout of the slots."""
-        return SlotLayout.make(self.page_bytes, self.blocks_per_chunk, self.rank, self.workers)
+        pages = [
+            mapping.canonical_bytes if mapping is not None else page
+            for page, mapping in zip_longest(self.page_bytes, self.mappings)
+        ]
+        return SlotLayout.make(pages, self.blocks_per_chunk, self.rank, self.workers)
 
     def page_refs(self) -> tuple[tuple[PageRef, ...], ...]:
         """The groups as ``KVCaches`` takes them."""
         groups = self.groups or (tuple(enumerate(self.page_bytes)),)
-        return tuple(tuple(PageRef(tensor, used) for tensor, used in group) for group in groups)
+        mappings = dict(enumerate(self.mappings))
+        return tuple(
+            tuple(PageRef(tensor, used, mappings.get(tensor)) for tensor, used in group) for group in groups
+        )
 
 
 class TransferModel:
@@ -70,33 +81,52 @@ class TransferModel:
 
     def store(self, blocks: Blocks, slots: Sequence[int]) -> None:
         """Do what ``submit_store`` does."""
-        for row, slot, start, size in self._pages(blocks, slots):
-            slot[start : start + size] = row[:size]
+        for ref, row, slot, page, turn in self._pages(blocks, slots):
+            if ref.mapping is None or turn % ref.mapping.writers == ref.mapping.writer:
+                for here, there, size in _pieces(ref):
+                    slot[page + there : page + there + size] = row[here : here + size]
 
     def load(self, slots: Sequence[int], blocks: Blocks) -> None:
         """Do what ``submit_load`` does."""
-        for row, slot, start, size in self._pages(blocks, slots):
-            row[:size] = slot[start : start + size]
+        for ref, row, slot, page, _ in self._pages(blocks, slots):
+            for here, there, size in _pieces(ref):
+                row[here : here + size] = slot[page + there : page + there + size]
 
     def nbytes(self, blocks: Blocks) -> int:
-        """Count the bytes that a transfer of ``blocks`` moves."""
+        """Count the bytes that a load of ``blocks`` moves; and a store, where this worker writes all."""
         return sum(
             size * sum(ref.page_bytes for ref in refs)
             for size, refs in zip(blocks.group_sizes, self._groups, strict=True)
         )
 
-    def _pages(self, blocks: Blocks, slots: Sequence[int]) -> Iterator[tuple[bytearray, bytearray, int, int]]:
+    def _pages(
+        self, blocks: Blocks, slots: Sequence[int]
+    ) -> Iterator[tuple[PageRef, bytearray, bytearray, int, int]]:
+        """Yield each page: its row, its slot, where it begins in the slot, and its number in all slots."""
         ids, coming = iter(blocks.ids.tolist()), iter(slots)
+        per_chunk = self._layout.blocks_per_chunk
         for refs, size, first in zip(self._groups, blocks.group_sizes, blocks.first_indices, strict=True):
-            slot = bytearray()
+            slot = 0
             for index in range(first, first + size):
-                sub_block = index % self._layout.blocks_per_chunk
+                sub_block = index % per_chunk
                 if index == first or sub_block == 0:
-                    slot = self.slots[next(coming)]
+                    slot = next(coming)
                 block = next(ids)
                 for ref in refs:
-                    start = self._layout.offset(ref.tensor, sub_block)
-                    yield self.rows[ref.tensor][block], slot, start, ref.page_bytes
+                    page = self._layout.offset(ref.tensor, sub_block)
+                    row = self.rows[ref.tensor][block]
+                    yield ref, row, self.slots[slot], page, slot * per_chunk + sub_block
+
+
+def _pieces(ref: PageRef) -> Iterator[tuple[int, int, int]]:
+    """Yield where each piece of a page is in the row, where in the slot's page, and its length."""
+    if ref.mapping is None:
+        yield 0, 0, ref.page_bytes
+        return
+    for run in ref.mapping.runs:
+        for number in range(run.pieces):
+            here = run.local_offset + number * run.local_stride
+            yield here, run.canonical_offset + number * run.canonical_stride, run.piece_bytes
 
 
 class Rig:
@@ -173,6 +203,12 @@ def _run(first_id: int, count: int, first_index: int = 0) -> Blocks:
     return Blocks.make(range(first_id, first_id + count), (count,), (first_index,))
 
 
+def _half_of_heads(rank: int) -> PageMapping:
+    """Map 16 tokens of 32 bytes to half of a page in which a token has 64; ranks 0 and 1 hold the first."""
+    run = Run(0, rank // 2 * 32, 32, 16, 32, 64)
+    return PageMapping(1024, (run,), writers=2, writer=rank % 2)
+
+
 class DeviceConformance:
     """What every ``TransferEngine`` must do. A subclass gives the fixture ``engine_factory``.
 
@@ -241,6 +277,25 @@ class DeviceConformance:
         with rig(engine_factory, Shape(rank=1, workers=3, blocks_per_chunk=2), self.device) as it:
             it.store(1, _run(0, 4), [7, 2])
             it.load(2, [0, 1], _run(20, 4))
+            it.check()
+
+    @pytest.mark.parametrize("rank", range(4))
+    @pytest.mark.parametrize("blocks_per_chunk", [1, 3])
+    def test_pages_go_to_their_places_in_canonical_ones(
+        self, engine_factory: EngineFactory, rank: int, blocks_per_chunk: int
+    ) -> None:
+        # Four workers: two halves of the heads, each held twice; a latent that all four hold; a page of
+        # as many bytes but in another order; a plain page.
+        latent = PageMapping(192, (Run(0, 0, 192),), writers=4, writer=rank)
+        turned = PageMapping(96, (Run(0, 64, 32), Run(32, 0, 64)))
+        mappings = (_half_of_heads(rank), latent, turned)
+        shape = Shape((512, 192, 96, 40), mappings=mappings, blocks_per_chunk=blocks_per_chunk)
+        with rig(engine_factory, shape, self.device) as it:
+            blocks = _run(3, 14, 1)
+            slots = random.Random(4).sample(range(24), sum(blocks.slots_needed(blocks_per_chunk)))
+            it.store(1, blocks, slots)
+            it.check()
+            it.load(2, slots, Blocks.make(range(47, 33, -1), (14,), (1,)))
             it.check()
 
     def test_nothing_to_copy_ends_too(self, engine_factory: EngineFactory) -> None:

@@ -1,0 +1,9 @@
+"""The policy keeps kvtier's contract."""
+
+from kvtier_second_chance import SecondChance
+
+from kvtier.testing.policies import PolicyConformance
+
+
+class TestSecondChance(PolicyConformance):
+    policy = SecondChance

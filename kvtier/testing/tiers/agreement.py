@@ -1,0 +1,159 @@
+"""The contract of a tier, last part: sequences of calls, as they come, against a dict."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvtier.testing.tiers.rig import TierRig, expect, keys
+from kvtier.testing.tiers.setup import TierSetup, context_of
+from kvtier.tiers.base import Status
+
+if TYPE_CHECKING:
+    from kvtier.tiers.base import SecondaryTier
+
+_CHUNKS = 6
+_CHUNK_BYTES = 4096
+_VERSIONS = 3
+_numbers = st.lists(st.integers(0, _CHUNKS - 1), min_size=1, max_size=_CHUNKS, unique=True)
+_versions = st.integers(0, _VERSIONS - 1)
+
+GONE = -1
+
+
+class AgreesWithADict(TierSetup):
+    """Every sequence of calls."""
+
+    def test_any_sequence_of_calls_agrees_with_a_dict(self, place: Path) -> None:
+        places = (place.with_name(f"{place.name}-{number}") for number in itertools.count())
+
+        def make() -> TierMachine:
+            return TierMachine(self, next(places))
+
+        run_state_machine_as_test(make, settings=self.sequences())  # type: ignore[arg-type]
+
+
+class TierMachine(RuleBasedStateMachine):
+    """The truth is a dict: for each chunk the versions that the tier may answer with, ``GONE`` for ABSENT.
+
+    Args:
+        given: what the tier's author has given.
+        place: where this sequence's chunks are.
+    """
+
+    def __init__(self, given: TierSetup, place: Path) -> None:
+        super().__init__()
+        self.given = given
+        self.place = place
+        self.runner = asyncio.Runner()
+        self.abandoned: list[SecondaryTier[Any]] = []
+        self.was_reset = False
+        self.possible: dict[int, set[int]] = {number: {GONE} for number in range(_CHUNKS)}
+        self.it = self.open()
+
+    def open(self) -> TierRig:
+        """Open a tier on the place."""
+        rig = self.given.rig(self.given.make_tier(self.place), self.place, chunk_bytes=_CHUNK_BYTES)
+        self.runner.run(rig.tier.open(context_of(rig)))
+        return rig
+
+    def teardown(self) -> None:
+        """Close what is open."""
+        for tier in (*self.abandoned, self.it.tier):
+            self.runner.run(tier.aclose())
+        self.runner.close()
+        self.given.wipe(self.place)
+
+    @rule(chosen=_numbers, version=_versions)
+    def put(self, chosen: list[int], version: int) -> None:
+        """Put chunks; those that are there already may keep their bytes."""
+        statuses = self.runner.run(self.it.put(chosen, version))
+        for number, status in zip(chosen, statuses, strict=True):
+            possible = self.possible[number]
+            if status is Status.OK:
+                possible.discard(GONE)
+            if status is not Status.REFUSED:
+                possible.add(version)
+
+    @rule(chosen=_numbers)
+    def get(self, chosen: list[int]) -> None:
+        """Get chunks. From an answer on, the tier has to stay with it."""
+        batch, slots = self.it.empty(chosen)
+        outcome = self.runner.run(self.it.tier.get(batch))
+        self.it.check_outcome(outcome, batch, "get")
+        slots.check_unused("a get")
+        for index, (number, status) in enumerate(zip(chosen, outcome.statuses, strict=True)):
+            if status is Status.OK:
+                possible = self.possible[number] - {GONE}
+                self.possible[number] = self.it.check_chunk(number, batch, index, possible)
+            else:
+                self._expect_absent(number, status is Status.ABSENT, f"a get ended {status.name}")
+
+    @invariant()
+    def contains(self) -> None:
+        """Ask for all chunks."""
+        answers = self.runner.run(self.it.contains(range(_CHUNKS)))
+        for number, there in enumerate(answers):
+            if there:
+                expect(self.possible[number] != {GONE}, "contains() says yes to what is gone")
+            else:
+                self._expect_absent(number, True, "contains() says no")
+
+    @rule(chosen=_numbers)
+    def touch(self, chosen: list[int]) -> None:
+        """Say that chunks were used; that changes no answer."""
+        self.runner.run(self.it.tier.touch(keys(chosen)))
+
+    @rule(chosen=_numbers)
+    def discard(self, chosen: list[int]) -> None:
+        """Discard chunks."""
+        self.runner.run(self.it.tier.discard(keys(chosen)))
+        for number in chosen:
+            self.possible[number] = {GONE}
+
+    @rule()
+    def reset(self) -> None:
+        """Hide everything."""
+        self.runner.run(self.it.tier.reset())
+        self.was_reset = True
+        self._forget()
+
+    @rule()
+    def reopen(self) -> None:
+        """Close the tier and open it again."""
+        self.runner.run(self.it.tier.aclose())
+        self._open_anew()
+
+    @precondition(lambda self: self.given.is_shared or not self.given.is_persistent)
+    @rule()
+    def crash(self) -> None:
+        """Open the place again without having closed the tier: what was kept may be lost."""
+        self.abandoned.append(self.it.tier)
+        self._open_anew()
+        for possible in self.possible.values():
+            possible.add(GONE)
+
+    def _open_anew(self) -> None:
+        self.it = self.open()
+        if self.was_reset or not self.given.is_persistent:
+            self._forget()  # what was put after a reset was for that opener alone
+        self.was_reset = False
+
+    def _forget(self) -> None:
+        self.possible = {number: {GONE} for number in self.possible}
+
+    def _expect_absent(self, number: int, is_absent: bool, what: str) -> None:
+        may_be_gone = GONE in self.possible[number] or self.given.is_lossy
+        expect(is_absent and may_be_gone, f"chunk {number} was kept, but {what}")
+        self.possible[number] = {GONE}

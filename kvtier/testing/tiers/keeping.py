@@ -1,0 +1,235 @@
+"""The contract of a tier, first part: it keeps chunks, says what it has, and forgets what it is told to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+
+from kvtier.keys import OffloadKey, pack_key
+from kvtier.testing.tiers.rig import EMPTY, expect, key, keys, names_of
+from kvtier.testing.tiers.setup import TierSetup
+from kvtier.tiers import registry
+from kvtier.tiers.base import Batch, Knowledge, Status
+
+_PATTERNS: dict[str, Callable[[int], bytes]] = {
+    "zeros": lambda size: bytes(size),
+    "ones": lambda size: b"\xff" * size,
+    "what an empty slot holds": lambda size: bytes([EMPTY]) * size,
+    "text": lambda size: (b"line\r\n\0\x1a" * size)[:size],
+    "its last byte alone": lambda size: bytes(size - 1) + b"\1",
+    "its first byte alone": lambda size: b"\1" + bytes(size - 1),
+}
+
+
+_HASHES = (b"\xab", b"\xab\0", b"\0", b"\0\0", b"/", b"..", b"%2F", b"\xff" * 64, b"\xff" * 63, b"A", b"a")
+
+
+class KeepsChunks(TierSetup):
+    """Puts, gets and questions, one after the other."""
+
+    def test_its_entry_point_is_found_under_its_type(self, place: Path) -> None:
+        name = self.settings(place)["type"]
+        expect(isinstance(name, str), f"settings() has the type {name!r}")
+        loaded = registry.load(str(name))
+        expect(
+            issubclass(self.tier, loaded),
+            f"the entry point {name!r} in the group kvtier.tiers names {loaded.__qualname__}, "
+            f"not {self.tier.__qualname__}",
+        )
+
+    async def test_what_is_put_is_got(self, place: Path) -> None:
+        for chunk_bytes in (self.chunk_bytes, *self.sizes):
+            here = place.with_name(f"{place.name}-{chunk_bytes}")
+            async with self.opened(here, chunk_bytes=chunk_bytes) as it:
+                it.expect_kept(await it.put(range(5)), f"a put of chunks of {chunk_bytes} bytes")
+                it.expect_kept(await it.get(reversed(range(5))), f"a get of chunks of {chunk_bytes} bytes")
+
+    async def test_bytes_of_every_pattern_come_back(self, place: Path) -> None:
+        async with self.opened(place) as it:
+            for number, (name, make) in enumerate(_PATTERNS.items()):
+                pattern = make(it.chunk_bytes)
+                batch, slots = it.filled([number])
+                batch.views[0][:] = pattern
+                batch = it.batch([key(number)], slots)
+                it.check_outcome(await it.tier.put(batch), batch, "put")
+                batch, _ = it.empty([number])
+                outcome = await it.tier.get(batch)
+                it.check_outcome(outcome, batch, "get")
+                it.expect_kept(outcome.statuses, f"a get of a chunk of {name}")
+                given = outcome.statuses[0] is not Status.OK or batch.views[0] == pattern
+                expect(given, f"a get gave wrong bytes: a chunk of {name} has come back otherwise")
+
+    async def test_keys_of_every_length_are_told_apart(self, place: Path) -> None:
+        chosen = [pack_key(part, group) for part in _HASHES for group in (0, 1, 2**32 - 1)]
+        async with self.opened(place, chunk_bytes=4096) as it:
+            batch, slots = it.filled(range(len(chosen)))
+            batch = it.batch(chosen, slots)
+            it.expect_kept((await it.tier.put(batch)).statuses, "a put under keys of many lengths")
+            _, slots = it.empty(range(len(chosen)))
+            batch = Batch(chosen, slots.numbers, slots.memory)
+            outcome = await it.tier.get(batch)
+            it.check_outcome(outcome, batch, "get")
+            it.expect_kept(outcome.statuses, "a get under keys of many lengths")
+            it.check_given(range(len(chosen)), batch, outcome, (0,))
+
+    async def test_a_large_batch(self, place: Path) -> None:
+        async with self.opened(place, chunk_bytes=4096) as it:
+            it.expect_kept(await it.put(range(500)), "a put of 500 chunks")
+            it.expect_kept(await it.get(range(500)), "a get of 500 chunks")
+
+    async def test_an_empty_batch_is_no_error(self, place: Path) -> None:
+        async with self.opened(place) as it:
+            expect(await it.put([]) == [], "a put of nothing answered with something")
+            expect(await it.get([]) == [], "a get of nothing answered with something")
+            expect(await it.contains([]) == [], "contains() of nothing answered with something")
+            await it.tier.discard([])
+            await it.tier.touch([])
+
+    async def test_what_was_never_put_is_absent(self, place: Path) -> None:
+        async with self.opened(place) as it:
+            await it.put([1])
+            statuses = await it.get([7, 8])
+            expect(set(statuses) == {Status.ABSENT}, f"a get of what was never put: {names_of(statuses)}")
+            expect(await it.contains([7, 8]) == [False, False], "contains() says yes to what was never put")
+
+    async def test_a_batch_that_is_partly_there(self, place: Path) -> None:
+        async with self.opened(place) as it:
+            await it.put([1, 3, 4])
+            statuses = await it.get(range(6))
+            absent = [statuses[number] for number in (0, 2, 5)]
+            it.expect_kept([statuses[number] for number in (1, 3, 4)], "those of a batch that were put")
+            expect(set(absent) == {Status.ABSENT}, f"those that were not put: {names_of(absent)}")
+            found = await it.contains(range(6))
+            expected = [False, True, False, True, True, False]
+            expect(
+                found == expected or (self.is_lossy and not set(_true(found)) - set(_true(expected))),
+                f"contains() answered {found} for {expected}",
+            )
+
+    async def test_contains_and_known_agree_with_what_a_get_finds(self, place: Path) -> None:
+        async with self.opened(place) as it:
+            await it.put(range(6))
+            await it.tier.discard(keys([1, 4]))
+            found = await it.contains(range(8))
+            there = [status is Status.OK for status in await it.get(range(8))]
+            expect(found == there or self.is_lossy, f"contains() says {found}, but a get finds {there}")
+
+    async def test_a_question_may_name_a_key_twice(self, place: Path) -> None:
+        async with self.opened(place) as it:
+            it.expect_kept(await it.put([1]), "a put")
+            found = await it.contains([1, 2, 1, 1])
+            expect(found == [True, False, True, True] or self.is_lossy, f"contains() answered {found}")
+            await it.tier.touch(keys([1, 1, 9]))
+            await it.tier.discard(keys([1, 9, 1]))
+            expect(await it.get([1]) == [Status.ABSENT], "a discarded chunk is still there")
+
+    async def test_a_chunk_may_be_put_twice(self, place: Path) -> None:
+        async with self.opened(place) as it:
+            it.expect_kept(await it.put([1, 2]), "a put")
+            it.expect_kept(await it.put([2, 3]), "a put of a chunk that is there")
+            it.expect_kept(await it.get([1, 2, 3]), "chunks that were put once and twice")
+
+    async def test_other_bytes_under_a_key_leave_the_old_or_the_new_ones(self, place: Path) -> None:
+        async with self.opened(place) as it:
+            await it.put(range(4))
+            await it.put(range(2, 6), version=1)
+            it.expect_kept(await it.get([0, 1]), "chunks that were put once")
+            it.expect_kept(await it.get([2, 3], versions=(0, 1)), "chunks that were put in two versions")
+            it.expect_kept(await it.get([4, 5], versions=(1,)), "chunks that were put once")
+
+    async def test_a_put_leaves_its_slots_as_they_are(self, place: Path) -> None:
+        async with self.opened(place) as it:
+            for _ in range(2):  # the second time the chunks are there
+                batch, slots = it.filled(range(8))
+                await it.tier.put(batch)
+                for number, view in enumerate(batch.views):
+                    expect(view == it.content(number), "a put has changed the bytes of a slot")
+                slots.check_unused("a put")
+
+    async def test_the_slots_of_a_put_may_hold_something_else_when_it_has_ended(self, place: Path) -> None:
+        async with self.opened(place) as it:
+            for version in (0, 1):
+                batch, slots = it.filled(range(8), version)
+                await it.tier.put(batch)
+                slots.move_in()
+            await anyio.sleep(self.settle_s)
+            it.expect_kept(await it.get(range(8), versions=(0, 1)), "chunks whose slots are used again")
+        if self.is_persistent:
+            async with self.opened(place) as it:
+                it.expect_kept(await it.get(range(8), versions=(0, 1)), "such chunks, opened again")
+
+    async def test_the_slots_of_a_get_may_hold_something_else_when_it_has_ended(self, place: Path) -> None:
+        async with self.opened(place) as it:
+            await it.put(range(8))
+            batch, slots = it.empty(range(10))
+            await it.tier.get(batch)
+            slots.move_in()
+            await anyio.sleep(self.settle_s)
+        slots.check_next_owner("a get")
+
+    async def test_discarded_chunks_are_gone_and_others_stay(self, place: Path) -> None:
+        async with self.opened(place) as it:
+            await it.put(range(4))
+            await it.tier.discard(keys([1, 3, 99]))
+            gone = await it.get([1, 3])
+            expect(set(gone) == {Status.ABSENT}, f"chunks that were discarded: {names_of(gone)}")
+            it.expect_kept(await it.get([0, 2]), "chunks that were not discarded")
+            it.expect_kept(await it.put([1]), "a put of a chunk that was discarded")
+            it.expect_kept(await it.get([1]), "a chunk that was discarded and put again")
+
+    async def test_touch_changes_nothing_that_is_kept(self, place: Path) -> None:
+        async with self.opened(place) as it:
+            await it.put(range(4))
+            await it.tier.touch(keys([2, 0, 77]))
+            it.expect_kept(await it.get(range(4)), "chunks after a touch")
+            expect(await it.get([77]) == [Status.ABSENT], "a touch has made a chunk")
+
+    async def test_a_reset_hides_everything(self, place: Path) -> None:
+        async with self.opened(place) as it:
+            await it.put(range(4))
+            await it.tier.reset()
+            statuses = await it.get(range(4))
+            expect(set(statuses) == {Status.ABSENT}, f"after a reset: {names_of(statuses)}")
+            expect(not any(await it.contains(range(4))), "contains() says yes after a reset")
+            it.expect_kept(await it.put([1, 5], version=1), "a put after a reset")
+            it.expect_kept(await it.get([1, 5], versions=(1,)), "what was put after a reset")
+            expect(await it.get([0]) == [Status.ABSENT], "a put has brought back what a reset had hidden")
+
+    async def test_it_says_how_full_it_is_or_nothing(self, place: Path) -> None:
+        async with self.opened(place) as it:
+            it.check_usage()
+            await it.put(range(8))
+            it.check_usage()
+
+    async def test_a_full_tier_keeps_to_its_bound_and_tells_what_leaves(self, place: Path) -> None:
+        self.require("bounded", "its bound cannot be set")
+        capacity_bytes = 16 * self.chunk_bytes
+        told: list[OffloadKey] = []
+        taken: list[int] = []
+        async with self.opened_with_bound(place, capacity_bytes, told.extend) as it:
+            for first in range(0, 48, 4):
+                statuses = await it.put(range(first, first + 4))
+                taken += [first + index for index, status in enumerate(statuses) if status is Status.OK]
+                it.check_usage()
+            await anyio.sleep(self.settle_s)
+            there = [number for number in range(48) if (await it.get([number])) == [Status.OK]]
+            missed = [number for number in taken if number not in there and key(number) not in told]
+        expect(there, f"a tier that may keep {capacity_bytes} bytes keeps no chunk of {self.chunk_bytes}")
+        kept_bytes = len(there) * self.chunk_bytes
+        expect(kept_bytes <= capacity_bytes, f"{kept_bytes} bytes are kept where {capacity_bytes} may be")
+        expect(not missed, f"chunks {missed} have left, and TierContext.removed was not told")
+
+    async def test_known_answers_from_any_thread(self, place: Path) -> None:
+        async with self.opened(place) as it:
+            await it.put([1])
+            wanted = keys([1, 2])
+            known = await anyio.to_thread.run_sync(it.tier.known, wanted)
+            expect(len(known) == 2, f"known() answered {len(known)} of 2 keys")
+            expect(known[0] is not Knowledge.ABSENT or self.is_lossy, "known() says no to what was put")
+            expect(known[1] is not Knowledge.PRESENT, "known() says yes to what was never put")
+
+
+def _true(flags: list[bool]) -> list[int]:
+    return [index for index, flag in enumerate(flags) if flag]

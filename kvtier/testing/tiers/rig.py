@@ -1,0 +1,367 @@
+"""An open tier, chunks whose bytes are known, and slots between which nothing may be written."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import count
+from typing import Any
+
+from kvtier.core.messages import Answer, Command, Event, Fetch, Fetched, Put, PutEnded
+from kvtier.core.reasons import TRANSFER
+from kvtier.executor import Executor, NamedTier
+from kvtier.identity import Identity
+from kvtier.keys import OffloadKey, pack_key
+from kvtier.testing.memory import HeapMemory
+from kvtier.tiers.base import Batch, Knowledge, Outcome, SecondaryTier, Status, Usage
+from kvtier.tiers.drain import in_thread
+from kvtier.tiers.seal import Verdict, check, seal
+
+UNUSED = 0xA5
+EMPTY = 0x5A
+NEXT_OWNER = 0xEE
+
+
+def expect(condition: object, message: str) -> None:
+    """Fail with ``message`` unless the condition holds."""
+    if not condition:
+        raise AssertionError(message)
+
+
+def key(number: int) -> OffloadKey:
+    """The offload key of chunk ``number``."""
+    return pack_key(hashlib.sha256(number.to_bytes(8, "big")).digest(), number % 3)
+
+
+def keys(numbers: Iterable[int]) -> list[OffloadKey]:
+    """The offload keys of chunks."""
+    return [key(number) for number in numbers]
+
+
+@lru_cache(maxsize=256)
+def content(number: int, chunk_bytes: int, version: int = 0) -> bytes:
+    """The bytes of chunk ``number``; those of another version differ in every part."""
+    return random.Random(f"{number}/{version}").randbytes(chunk_bytes)
+
+
+class Slots:
+    """Slots for one batch, in no order, with an unused one beside each.
+
+    Attributes:
+        memory: where they are.
+        numbers: the slots that the batch uses.
+    """
+
+    def __init__(self, chunks: int, chunk_bytes: int) -> None:
+        self.memory = HeapMemory(2 * chunks + 1, chunk_bytes)
+        self.numbers = random.Random(chunks).sample(range(1, 2 * chunks, 2), chunks)
+        self.fill(UNUSED)
+
+    def fill(self, byte: int) -> None:
+        """Give every slot this content, the unused ones too."""
+        pattern = bytes([byte]) * self.memory.chunk_bytes
+        for slot in range(self.memory.slots):
+            self.memory.view(slot)[:] = pattern
+
+    def move_in(self) -> None:
+        """Have other chunks in all slots, as when a transfer has ended."""
+        self.fill(NEXT_OWNER)
+
+    def strangers(self, byte: int, slots: Iterable[int]) -> list[int]:
+        """Return those of ``slots`` that do not hold ``byte`` all over."""
+        pattern = bytes([byte]) * self.memory.chunk_bytes
+        return [slot for slot in slots if self.memory.view(slot) != pattern]
+
+    def check_unused(self, what: str) -> None:
+        """Check that nothing was written where no chunk of the batch is."""
+        unused = set(range(self.memory.slots)) - set(self.numbers)
+        touched = self.strangers(UNUSED, sorted(unused))
+        expect(not touched, f"{what} has written into slots that are not in its batch: {touched}")
+
+    def check_next_owner(self, what: str) -> None:
+        """Check that what moved in is still there."""
+        touched = self.strangers(NEXT_OWNER, range(self.memory.slots))
+        expect(
+            not touched,
+            f"{what} has written into slots {touched} after it had ended, when they belonged to others",
+        )
+
+
+class TierRig:
+    """An open tier and what tests do with it. Chunk ``n`` has the key ``key(n)`` and known bytes.
+
+    Attributes:
+        tier: the tier.
+        identity: the cache that it was opened for.
+        chunk_bytes: length of every chunk.
+    """
+
+    def __init__(
+        self, tier: SecondaryTier[Any], identity: Identity, chunk_bytes: int, *, is_lossy: bool
+    ) -> None:
+        self.tier = tier
+        self.identity = identity
+        self.chunk_bytes = chunk_bytes
+        self._is_lossy = is_lossy
+
+    def content(self, number: int, version: int = 0) -> bytes:
+        """The bytes of one chunk."""
+        return content(number, self.chunk_bytes, version)
+
+    def filled(self, numbers: Iterable[int], version: int = 0) -> tuple[Batch, Slots]:
+        """Make a batch to be put."""
+        wanted = list(numbers)
+        slots = Slots(len(wanted), self.chunk_bytes)
+        for slot, number in zip(slots.numbers, wanted, strict=True):
+            slots.memory.view(slot)[:] = self.content(number, version)
+        return self.batch(keys(wanted), slots), slots
+
+    def batch(self, chosen: Sequence[OffloadKey], slots: Slots) -> Batch:
+        """Make a batch to be put of what is in ``slots``, with trailers where the tier wants them."""
+        batch = Batch(chosen, slots.numbers, slots.memory)
+        if not self.tier.verifies:
+            digest = self.identity.short_digest
+            batch.trailers[:] = [
+                seal(key, view, digest) for key, view in zip(batch.keys, batch.views, strict=True)
+            ]
+        return batch
+
+    def empty(self, numbers: Iterable[int]) -> tuple[Batch, Slots]:
+        """Make a batch to be got."""
+        wanted = keys(numbers)
+        slots = Slots(len(wanted), self.chunk_bytes)
+        for slot in slots.numbers:
+            slots.memory.view(slot)[:] = bytes([EMPTY]) * self.chunk_bytes
+        return Batch(wanted, slots.numbers, slots.memory), slots
+
+    async def put(self, numbers: Iterable[int], version: int = 0) -> list[Status]:
+        """Put chunks, and check the answer and that the slots are as they were."""
+        wanted = list(numbers)
+        batch, slots = self.filled(wanted, version)
+        outcome = await self.tier.put(batch)
+        self.check_outcome(outcome, batch, "put")
+        for number, view in zip(wanted, batch.views, strict=True):
+            expect(view == self.content(number, version), "a put has changed the bytes of a slot")
+        slots.check_unused("a put")
+        return list(outcome.statuses)
+
+    async def get(self, numbers: Iterable[int], versions: Sequence[int] = (0,)) -> list[Status]:
+        """Get chunks; check the answer, and the bytes and trailers of all that are said to be there."""
+        wanted = list(numbers)
+        batch, slots = self.empty(wanted)
+        outcome = await self.tier.get(batch)
+        self.check_outcome(outcome, batch, "get")
+        self.check_given(wanted, batch, outcome, versions)
+        slots.check_unused("a get")
+        return list(outcome.statuses)
+
+    def check_given(
+        self, numbers: Sequence[int], batch: Batch, outcome: Outcome, versions: Sequence[int]
+    ) -> None:
+        """Check what a get gave: whole chunks of these versions, and the trailers that were put."""
+        for index, (number, status) in enumerate(zip(numbers, outcome.statuses, strict=True)):
+            if status == Status.OK:
+                self.check_chunk(number, batch, index, versions)
+
+    def check_chunk(self, number: int, batch: Batch, index: int, versions: Iterable[int]) -> set[int]:
+        """Check one chunk that a get gave; return which of the versions its bytes are of."""
+        view = batch.views[index]
+        found = {version for version in versions if view == self.content(number, version)}
+        expect(found, f"a get gave wrong bytes: {self._describe(number, view, versions)}")
+        self._check_trailer(batch, index)
+        return found
+
+    def _check_trailer(self, batch: Batch, index: int) -> None:
+        if self.tier.verifies:
+            return
+        verdict = check(
+            batch.trailers[index], batch.keys[index], batch.views[index], self.identity.short_digest
+        )
+        expect(
+            verdict is Verdict.GOOD,
+            f"a get gave right bytes, but not the trailer that was put with them ({verdict.name}): it has to "
+            "be kept beside the bytes and written into batch.trailers, unless verifies is true",
+        )
+
+    def _describe(self, number: int, view: memoryview, versions: Iterable[int]) -> str:
+        """Say where the bytes of a chunk come from, page by page."""
+        sources = {f"of version {version}": self.content(number, version) for version in range(3)}
+        sources["of the slot's next owner"] = bytes([NEXT_OWNER]) * self.chunk_bytes
+        sources["of the empty slot"] = bytes([EMPTY]) * self.chunk_bytes
+        step = 4096
+        shares = dict.fromkeys([*sources, "of something else"], 0)
+        for start in range(0, self.chunk_bytes, step):
+            page = view[start : start + step]
+            names = [name for name, source in sources.items() if page == source[start : start + step]]
+            shares[names[0] if names else "of something else"] += 1
+        found = ", ".join(f"{pages} pages {name}" for name, pages in shares.items() if pages)
+        return f"chunk {number} has {found}; versions {list(versions)} were put"
+
+    def expect_kept(self, statuses: Sequence[Status], what: str) -> None:
+        """Check that all chunks were there; a lossy tier may have lost some."""
+        allowed = {Status.OK, Status.ABSENT} if self._is_lossy else {Status.OK}
+        expect(set(statuses) <= allowed, f"{what}: {names_of(statuses)}")
+
+    def check_usage(self) -> None:
+        """Check what the tier says of how full it is."""
+        usage = self.tier.usage()
+        expect(usage is None or isinstance(usage, Usage), f"usage() answered {usage!r}, which is no Usage")
+        if usage is None:
+            return
+        for amount in (usage.used_bytes, usage.capacity_bytes):
+            expect(amount is None or amount >= 0, f"usage() answered {usage!r}")
+        if usage.used_bytes is not None and usage.capacity_bytes is not None:
+            expect(usage.used_bytes <= usage.capacity_bytes, f"usage() is beyond its bound: {usage!r}")
+
+    def check_outcome(self, outcome: Outcome, batch: Batch, verb: str) -> None:
+        """Check that an outcome is well formed."""
+        check_outcome(outcome, batch, verb)
+        unknown = set(outcome.reasons) - set(TRANSFER) - set(self.tier.reasons)
+        expect(
+            not unknown,
+            f"a {verb} gave the reasons {sorted(unknown)}, which are neither in kvtier.core.reasons.TRANSFER "
+            "nor in the tier's own reasons: they would be counted as 'error'",
+        )
+
+    async def contains(self, numbers: Iterable[int]) -> list[bool]:
+        """Ask the tier what it has, and check that what it knows agrees."""
+        wanted = keys(numbers)
+        known = self.tier.known(wanted)
+        answers = await self.tier.contains(wanted)
+        expect(len(known) == len(wanted), f"known() answered {len(known)} of {len(wanted)} keys")
+        expect(len(answers) == len(wanted), f"contains() answered {len(answers)} of {len(wanted)} keys")
+        for knowledge, there in zip(known, answers, strict=True):
+            expect(isinstance(there, bool), f"contains() answered {there!r}, which is no bool")
+            agreeing = (Knowledge.UNKNOWN, Knowledge.PRESENT if there else Knowledge.ABSENT)
+            expect(
+                knowledge in agreeing,
+                f"known() says {Knowledge(knowledge).name} where contains() says {there}",
+            )
+        return list(answers)
+
+
+async def check_whole(it: TierRig, numbers: Sequence[int], versions: Sequence[int]) -> None:
+    """Check that of puts that were cut short whole chunks are there, or none."""
+    statuses = await it.get(numbers, versions)  # checks the bytes of those that are there
+    expect(
+        set(statuses) <= {Status.OK, Status.ABSENT},
+        f"a put that was cut short has left what is no whole chunk: {names_of(statuses)}",
+    )
+
+
+def check_outcome(outcome: Outcome, batch: Batch, verb: str) -> None:
+    """Check that an outcome is well formed."""
+    statuses = outcome.statuses
+    expect(
+        len(statuses) == len(batch), f"a {verb} of {len(batch)} chunks answered with {len(statuses)} statuses"
+    )
+    expect(
+        all(isinstance(status, Status) for status in statuses),
+        f"a {verb} answered with what is no Status: {statuses!r}",
+    )
+    possible = {
+        "put": {Status.OK, Status.REFUSED, Status.FAILED},
+        "get": {Status.OK, Status.ABSENT, Status.CORRUPT, Status.FAILED},
+    }[verb]
+    expect(set(statuses) <= possible, f"a {verb} cannot end as {names_of(statuses)}")
+    failed = sum(status != Status.OK for status in statuses)
+    for reason, number in outcome.reasons.items():
+        expect(type(reason) is str and reason != "", f"a {verb}'s reason is {reason!r}, no word")
+        expect(type(number) is int and number > 0, f"a {verb} counts {number!r} for {reason!r}")
+    told = sum(outcome.reasons.values())
+    expect(told <= failed, f"a {verb} gives {told} reasons for {failed} chunks that did not end OK")
+
+
+def names_of(statuses: Iterable[Status]) -> str:
+    """Statuses in words."""
+    return ", ".join(Status(status).name for status in statuses)
+
+
+class Driver:
+    """A tier behind kvtier's executor: seals, checks and limits as in an engine.
+
+    Attributes:
+        rig: the tier.
+        memory: the slots; chunk ``n`` is put from and got into whichever the caller says.
+        events: what the executor has posted.
+    """
+
+    def __init__(self, rig: TierRig, slots: int) -> None:
+        self.rig = rig
+        self.memory = HeapMemory(slots, rig.chunk_bytes)
+        self.events: list[Event] = []
+        self.executor = Executor(
+            [NamedTier("tested", rig.tier)], rig.identity, self.memory, self._post, close_s=10.0
+        )
+        self._ids = count()
+        self._waiting: dict[int, asyncio.Future[Event]] = {}
+        self._on_end: dict[int, list[int]] = {}
+
+    def start_put(self, numbers: Sequence[int], slots: Sequence[int]) -> asyncio.Future[Event]:
+        """Put what is in the slots; other chunks move in when that has ended."""
+        return self._start(Put(next(self._ids), 0, keys(numbers), slots), slots)
+
+    def start_fetch(
+        self, numbers: Sequence[int], slots: Sequence[int], *, keep: bool = False
+    ) -> asyncio.Future[Event]:
+        """Look for chunks and get those at the front; others move in when that has ended, or they stay."""
+        fetch = Fetch(next(self._ids), 0, keys(numbers), slots, located=False)
+        return self._start(fetch, () if keep else slots)
+
+    async def put(self, numbers: Sequence[int]) -> PutEnded:
+        """Put chunks from the first slots."""
+        slots = range(len(numbers))
+        for slot, number in zip(slots, numbers, strict=True):
+            self.memory.view(slot)[:] = self.rig.content(number)
+        event = await self.start_put(numbers, slots)
+        assert isinstance(event, PutEnded)
+        return event
+
+    async def fetch(self, numbers: Sequence[int]) -> Fetched:
+        """Get chunks into the first slots."""
+        event = await self.start_fetch(numbers, range(len(numbers)), keep=True)
+        assert isinstance(event, Fetched)
+        return event
+
+    def check_landed(self, numbers: Sequence[int], fetched: Fetched) -> None:
+        """Check the bytes of all that a fetch into the first slots has landed."""
+        for slot, (number, answer) in enumerate(zip(numbers, fetched.answers, strict=True)):
+            right = self.memory.view(slot) == self.rig.content(number)
+            expect(answer != Answer.LANDED or right, f"chunk {number} was given with wrong bytes")
+
+    def ends_of(self, futures: Iterable[asyncio.Future[Event]]) -> list[int]:
+        """Count, for each command that was started, the events that ended it."""
+        wanted = {id(future): number for number, future in self._waiting.items()}
+        numbers = [wanted[id(future)] for future in futures]
+        ids = [event.id for event in self.events if isinstance(event, PutEnded | Fetched)]
+        return [ids.count(number) for number in numbers]
+
+    def check_next_owner(self, slots: Iterable[int], what: str) -> None:
+        """Check that what moved in is still there."""
+        pattern = bytes([NEXT_OWNER]) * self.rig.chunk_bytes
+        touched = [slot for slot in slots if self.memory.view(slot) != pattern]
+        expect(not touched, f"{what} has written into slots {touched} after it had ended")
+
+    def _start(self, command: Put | Fetch, slots: Sequence[int]) -> asyncio.Future[Event]:
+        future: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
+        self._waiting[command.id] = future
+        self._on_end[command.id] = list(slots)
+        commands: list[Command] = [command]
+        self.executor.submit(commands)
+        return future
+
+    def _post(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, PutEnded | Fetched):
+            for slot in self._on_end[event.id]:
+                self.memory.view(slot)[:] = bytes([NEXT_OWNER]) * self.rig.chunk_bytes
+            if not self._waiting[event.id].done():
+                self._waiting[event.id].set_result(event)
+
+
+async def aside(function: Any, *arguments: object) -> Any:
+    """Call what may block, such as a hook of a subclass, in a thread: it is not the tier that blocks."""
+    return await in_thread(function, *arguments)

@@ -1,0 +1,210 @@
+"""What the author of a tier gives to its conformance tests."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from enum import Enum
+from pathlib import Path
+from typing import Any, ClassVar
+
+import anyio
+import hypothesis
+import pytest
+
+from kvtier import validation
+from kvtier.identity import Identity
+from kvtier.keys import OffloadKey
+from kvtier.testing.tiers.rig import Driver, TierRig, expect
+from kvtier.tiers.base import SecondaryTier, TierContext, tell_nobody
+
+Removed = Callable[[Sequence[OffloadKey]], None]
+
+
+class Damage(Enum):
+    """What can become of a stored chunk."""
+
+    FLIPPED = "one bit of its bytes is another"
+    CUT = "the second half of it is missing"
+    EMPTY = "nothing of it is left but its name"
+    SWAPPED = "in its place is what was stored of another chunk"
+
+
+class TierSetup:
+    """The attributes and hooks of ``TierConformance``. A subclass gives ``tier`` and ``settings``.
+
+    Attributes:
+        tier: the class that is tested.
+        is_persistent: whether chunks are there after the tier was closed and opened again.
+        is_shared: whether several tiers may be open on one place at once.
+        is_lossy: whether chunks may leave on their own, with room for all. Such a tier may answer ABSENT
+            at any time; a wrong byte it may not give either.
+        chunk_bytes: length of the chunks of most tests.
+        sizes: lengths of chunks that are tried besides.
+        settle_s: seconds after which a client or a thread that goes on in secret has shown itself.
+        pause_s: seconds that the tier may hold up the event loop at most.
+        patience_s: seconds after which what a test does with an open tier has to be done.
+    """
+
+    tier: ClassVar[type[SecondaryTier[Any]]]
+    is_persistent: ClassVar[bool] = False
+    is_shared: ClassVar[bool] = False
+    is_lossy: ClassVar[bool] = False
+    chunk_bytes: ClassVar[int] = 64 * 1024
+    sizes: ClassVar[tuple[int, ...]] = (4096, 3 * 4096, 2 * 2**20)
+    settle_s: ClassVar[float] = 0.1
+    pause_s: ClassVar[float] = 0.1
+    patience_s: ClassVar[float] = 60.0
+
+    def settings(self, place: Path) -> Mapping[str, object]:
+        """Return a configuration as a user writes it, ``type`` included.
+
+        Args:
+            place: a path that does not exist yet. Tiers with the same place find each other's chunks,
+                others never do. A tier that keeps its chunks elsewhere makes a bucket or a prefix of
+                ``place.name``, which is used once.
+
+        There must be room for 256 MiB of chunks.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs settings(place)")
+
+    def make_tier(self, place: Path) -> SecondaryTier[Any]:
+        """Make a tier that is not open yet."""
+        return self._make(self.settings(place))
+
+    def bounded(self, place: Path, capacity_bytes: int) -> Mapping[str, object]:
+        """Return the configuration of a tier that keeps no more than ``capacity_bytes``. Optional."""
+        raise NotImplementedError
+
+    def damage(self, tier: SecondaryTier[Any], place: Path, key: OffloadKey, damage: Damage) -> None:
+        """Damage what is stored under ``key``. Called in a thread, so it may block. Optional."""
+        raise NotImplementedError
+
+    def slowed(self, tier: SecondaryTier[Any], seconds: float) -> AbstractContextManager[None]:
+        """Return a context in which each put and get takes ``seconds`` longer at the backend. Optional.
+
+        With ``math.inf`` they hang until the context is left. How a tier is made slow is up to you: a
+        proxy that waits, a command of the server, a double of the client.
+        """
+        raise NotImplementedError
+
+    def sequences(self) -> hypothesis.settings:
+        """Say how many sequences of calls are compared with a dict, and how long they are. Optional."""
+        return hypothesis.settings(
+            max_examples=30,
+            stateful_step_count=25,
+            deadline=None,
+            suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.filter_too_much],
+        )
+
+    def wipe(self, place: Path) -> None:
+        """Remove what is stored at a place, after a test. Optional: a directory is removed anyway."""
+
+    # ------------------------------------------------------------------------- what the tests use
+
+    @pytest.fixture
+    def anyio_backend(self) -> Any:
+        """Where the tests run: asyncio. Return ``("asyncio", {"use_uvloop": True})`` for uvloop."""
+        return "asyncio"
+
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> Iterator[Path]:
+        """A place that nobody has used."""
+        here = tmp_path / f"kvtier-{secrets.token_hex(6)}"
+        yield here
+        self.wipe(here)
+
+    @pytest.fixture(autouse=True)
+    def _no_blocking_calls(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        with self.refused_blocking_calls() if "anyio_backend" in request.fixturenames else nullcontext():
+            yield
+
+    @contextmanager
+    def refused_blocking_calls(self) -> Iterator[None]:
+        """Let calls of the tier's package that block the event loop raise, where blockbuster is installed."""
+        try:
+            from blockbuster import blockbuster_ctx
+        except ImportError:
+            yield
+            return
+        package = self.tier.__module__.partition(".")[0]
+        with blockbuster_ctx(package, excluded_modules=["kvtier.testing"]):
+            yield
+
+    def _make(self, settings: Mapping[str, object]) -> SecondaryTier[Any]:
+        return self.tier(validation.build(self.tier.Config, settings))
+
+    @asynccontextmanager
+    async def opened(
+        self, place: Path, *, identity: Identity | None = None, chunk_bytes: int | None = None
+    ) -> AsyncIterator[TierRig]:
+        """Open a tier, and close it at the end."""
+        rig = self.rig(self.make_tier(place), place, identity=identity, chunk_bytes=chunk_bytes)
+        async with self._open(rig, tell_nobody):
+            yield rig
+
+    @asynccontextmanager
+    async def opened_with_bound(
+        self, place: Path, capacity_bytes: int, removed: Removed
+    ) -> AsyncIterator[TierRig]:
+        """Open a tier that keeps so many bytes, and close it at the end; ``removed`` is told what leaves."""
+        rig = self.rig(self._make(self.bounded(place, capacity_bytes)), place)
+        async with self._open(rig, removed):
+            yield rig
+
+    @asynccontextmanager
+    async def _open(self, rig: TierRig, removed: Removed) -> AsyncIterator[None]:
+        await rig.tier.open(context_of(rig, removed))
+        try:
+            with self._patience():
+                yield
+        finally:
+            with anyio.CancelScope(shield=True):
+                await rig.tier.aclose()
+
+    def rig(
+        self,
+        tier: SecondaryTier[Any],
+        place: Path,
+        *,
+        identity: Identity | None = None,
+        chunk_bytes: int | None = None,
+    ) -> TierRig:
+        """Make the rig of a tier that somebody else opens and closes."""
+        mine = identity or Identity.make("kvtier/conformance", {"place": place.name})
+        return TierRig(tier, mine, chunk_bytes or self.chunk_bytes, is_lossy=self.is_lossy)
+
+    @asynccontextmanager
+    async def driven(self, place: Path, *, slots: int = 32) -> AsyncIterator[Driver]:
+        """Have kvtier's executor open a tier, drive it and close it."""
+        tier = self.make_tier(place)
+        driver = Driver(self.rig(tier, place), slots)
+        async with driver.executor:
+            with self._patience():
+                yield driver
+
+    @contextmanager
+    def _patience(self) -> Iterator[None]:
+        with anyio.move_on_after(self.patience_s) as scope:
+            yield
+        expect(not scope.cancelled_caught, f"a call of the tier has not ended within {self.patience_s:g} s")
+
+    def require(self, hook: str, why: str) -> None:
+        """Skip the test unless the subclass defines a hook."""
+        if getattr(type(self), hook) is getattr(TierSetup, hook):
+            pytest.skip(f"{type(self).__name__} does not define {hook}(): {why}")
+
+    def require_persistence(self) -> None:
+        """Skip the test of a tier that forgets when it is closed."""
+        if not self.is_persistent:
+            pytest.skip(f"{type(self).__name__}.is_persistent is False: nothing outlives the tier")
+
+
+def context_of(rig: TierRig, removed: Removed = tell_nobody) -> TierContext:
+    """Make what a tier is told when it is opened."""
+    return TierContext("tested", rig.identity, rig.chunk_bytes, removed)
+
+
+FOREVER = math.inf

@@ -1,0 +1,125 @@
+"""A new tier is made from the example, installs beside kvtier, is listed, and keeps the contract."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli import new_tier
+from kvtier.errors import ConfigError
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "shelf"
+PAGE = Path(__file__).parents[3] / "docs" / "write-a-tier.md"
+
+
+def texts(folder: Path) -> dict[str, str]:
+    files = {path.relative_to(folder): path for path in folder.rglob("*") if path.is_file()}
+    made_by_tools = (".", "__pycache__")
+    return {
+        str(name): path.read_text()
+        for name, path in files.items()
+        if not any(part.startswith(made_by_tools) for part in name.parts)
+    }
+
+
+def test_the_template_is_the_example(tmp_path: Path) -> None:
+    made = new_tier.create("shelf", tmp_path)
+    assert texts(made.parent / "kvtier-shelf") == texts(EXAMPLE)
+
+
+def test_nothing_of_the_examples_name_is_left(tmp_path: Path) -> None:
+    made = texts(new_tier.create("tape-robot", tmp_path))
+    assert set(made) == {
+        "README.md",
+        "pyproject.toml",
+        "src/kvtier_tape_robot/__init__.py",
+        "tests/test_tape_robot.py",
+    }
+    assert [path for path, text in made.items() if "shelf" in text.lower()] == []
+    assert 'tape-robot = "kvtier_tape_robot:TapeRobotTier"' in made["pyproject.toml"]
+
+
+def test_the_example_is_short(tmp_path: Path) -> None:
+    """At most 80 lines of code, not counted what is imported and said in words."""
+    source = (EXAMPLE / "src" / "kvtier_shelf" / "__init__.py").read_text()
+    lines = {
+        line
+        for node in ast.parse(source).body
+        if not isinstance(node, ast.Import | ast.ImportFrom) and not _is_docstring(node)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    code = [line for number, line in enumerate(source.splitlines(), 1) if number in lines and line.strip()]
+    assert len(code) <= 80
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Tape", "lower-case letters.*try tape$"),
+        ("tape_robot", "try tape-robot$"),
+        ("3d", "begins with a letter$"),
+        ("", "begins with a letter$"),
+        ("tape--robot", "try tape-robot$"),
+        ("../tape", "try tape$"),
+        ("kvtier-tape", "put in front anyway; try tape$"),
+        ("fs", r"the tier of this name is that of kvtier .*FsTier"),
+    ],
+)
+def test_a_name_that_cannot_be_is_refused_with_what_can(tmp_path: Path, name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s)NAME = .*{words}"):
+        new_tier.create(name, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_there_is_never_written_over(tmp_path: Path) -> None:
+    made = new_tier.create("tape", tmp_path)
+    (made / "pyproject.toml").write_text("mine")
+    with pytest.raises(ConfigError, match="kvtier-tape is there already, and is left as it is"):
+        new_tier.create("tape", tmp_path)
+    assert (made / "pyproject.toml").read_text() == "mine"
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file/kvtier-tape cannot be made: Not a directory"):
+        new_tier.create("tape", tmp_path / "file")
+
+
+@pytest.mark.timeout(400)
+def test_what_the_page_says_is_so(tmp_path: Path) -> None:
+    """Its commands are carried out as they stand; pip installs into a folder, and asks no network."""
+    pytest.importorskip("hatchling", reason="the build backend of the new distribution is not installed")
+    blocks = re.findall(r"^```bash\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    installed = tmp_path / "installed"
+    environment = {
+        **os.environ,
+        "COLUMNS": "200",
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PIP_NO_BUILD_ISOLATION": "0",  # which is pip's way to say that there is to be none
+        "PIP_NO_DEPS": "1",
+        "PIP_NO_INDEX": "1",
+        "PIP_TARGET": str(installed),
+        "PYTEST_ADDOPTS": "-q -W error -p no:cacheprovider",
+        "PYTHONPATH": str(installed),
+    }
+    done = subprocess.run(
+        ["sh", "-euc", "".join(blocks)],
+        capture_output=True,
+        text=True,
+        timeout=380,
+        env=environment,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"shelf +│ kvtier-shelf +│ 0\.1\.0 +│ yes", done.stdout)
+    assert re.search(r"\d+ passed", done.stdout)

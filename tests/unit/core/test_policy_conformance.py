@@ -1,0 +1,15 @@
+"""kvtier's own eviction policies fulfil the contract that every policy has to."""
+
+from __future__ import annotations
+
+from kvtier.core.policies.arc import ARC
+from kvtier.core.policies.lru import LRU
+from kvtier.testing.policies import PolicyConformance
+
+
+class TestLRU(PolicyConformance):
+    policy = LRU
+
+
+class TestARC(PolicyConformance):
+    policy = ARC

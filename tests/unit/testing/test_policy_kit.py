@@ -1,0 +1,163 @@
+"""The kit for authors of eviction policies sees what is wrong: one bad policy for each rule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import hypothesis
+import pytest
+
+from kvtier.core.policies.base import EvictionPolicy
+from kvtier.core.policies.lru import LRU
+from kvtier.keys import OffloadKey
+from kvtier.testing.policies import PolicyConformance
+
+
+class EvictsPinned(LRU):
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: list[OffloadKey] = []
+
+    def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
+        super().add(keys, used=used)
+        self._seen += keys
+
+    def evict(self, count: int) -> list[OffloadKey]:
+        evicted = super().evict(count)
+        return evicted if len(evicted) == count else evicted + [k for k in self._seen if k not in evicted][:1]
+
+
+class EvictsTheFront(LRU):
+    def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
+        super().add(keys[::-1], used=used)
+
+
+class EvictsTooMany(LRU):
+    def evict(self, count: int) -> list[OffloadKey]:
+        return super().evict(count + 1) if count else []
+
+
+class EvictsNothingOfUsed(LRU):
+    def __init__(self) -> None:
+        super().__init__()
+        self._used: set[OffloadKey] = set()
+
+    def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
+        super().add(keys, used=used)
+        self._used |= set(keys) if used else set()
+
+    def evict(self, count: int) -> list[OffloadKey]:
+        evicted = super().evict(count)
+        kept = [key for key in evicted if key in self._used]
+        super().add(kept, used=True)
+        return [key for key in evicted if key not in self._used]
+
+
+class KeepsVictims(LRU):
+    def evict(self, count: int) -> list[OffloadKey]:
+        evicted = super().evict(count)
+        super().add(evicted[::-1], used=False)
+        return evicted
+
+
+class ForgetsPins(LRU):
+    def pin(self, keys: Sequence[OffloadKey]) -> None:
+        pass
+
+    def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
+        super().add([key for key in keys if key not in self], used=used)
+
+
+class ForgetsToClear(LRU):
+    def clear(self) -> None:
+        pass
+
+
+class RefusesBeyondItsCapacity(LRU):
+    def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
+        super().add(keys[: max(0, self.capacity - len(self))], used=used)
+
+
+class WantsArguments(LRU):
+    def __init__(self, ghosts: int) -> None:
+        super().__init__()
+
+
+class WalksOverAll(LRU):
+    def evict(self, count: int) -> list[OffloadKey]:
+        everyone = super().evict(len(self))
+        super().add(everyone[count:][::-1], used=False)
+        return everyone[:count]
+
+
+class RemembersForEver(LRU):
+    def __init__(self) -> None:
+        super().__init__()
+        self._ghosts: dict[OffloadKey, int] = {}
+
+    def evict(self, count: int) -> list[OffloadKey]:
+        evicted = super().evict(count)
+        self._ghosts.update(dict.fromkeys(evicted, 1))
+        return evicted
+
+
+class AnswersAnIterator(LRU):
+    def evict(self, count: int) -> list[OffloadKey]:
+        return iter(super().evict(count))  # type: ignore[return-value]
+
+
+CAUGHT = [
+    (EvictsPinned, "pinned_keys_are_not_evicted_until_they_are_added_again"),
+    (EvictsTheFront, "of_keys_added_together_the_last_goes_first"),
+    (EvictsTooMany, "as_many_are_evicted_as_are_asked_for_or_are_there"),
+    (EvictsNothingOfUsed, "of_keys_added_together_the_last_goes_first"),
+    (KeepsVictims, "as_many_are_evicted_as_are_asked_for_or_are_there"),
+    (ForgetsPins, "pinned_keys_are_not_evicted_until_they_are_added_again"),
+    (ForgetsToClear, "clear_forgets_candidates_and_pinned_ones"),
+    (RefusesBeyondItsCapacity, "it_may_have_more_candidates_than_its_capacity_and_learn_another_one"),
+    (WantsArguments, "without_candidates_nothing_is_evicted"),
+    (WalksOverAll, "a_call_takes_no_longer_with_more_candidates"),
+    (RemembersForEver, "what_it_remembers_is_bounded"),
+    (AnswersAnIterator, "without_candidates_nothing_is_evicted"),
+]
+UNSEEN = (EvictsTheFront, WalksOverAll, RemembersForEver)  # no call of theirs is wrong
+BY_SEQUENCE = [policy for policy, _ in CAUGHT if policy not in UNSEEN]
+
+
+def kit(bad: type[EvictionPolicy]) -> PolicyConformance:
+    class Kit(PolicyConformance):
+        policy = bad
+
+        def sequences(self) -> hypothesis.settings:
+            return hypothesis.settings(
+                super().sequences(), phases=[hypothesis.Phase.generate], derandomize=True, database=None
+            )
+
+    return Kit()
+
+
+def run(policy: type[EvictionPolicy], test: str) -> None:
+    """Run one test of the kit."""
+    arguments = (True,) if "together" in test else ()
+    getattr(kit(policy), f"test_{test}")(*arguments)
+
+
+@pytest.mark.parametrize(("policy", "test"), CAUGHT, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_bad_policy_is_caught_by_the_test_that_names_what_is_wrong(policy, test):
+    with pytest.raises((AssertionError, TypeError)):
+        run(policy, test)
+    if policy is not WantsArguments:
+        run(LRU, test)
+
+
+@pytest.mark.parametrize("policy", BY_SEQUENCE, ids=lambda value: value.__name__)
+def test_a_bad_policy_is_caught_by_some_sequence_of_calls(policy):
+    with pytest.raises((AssertionError, TypeError)):
+        kit(policy).test_any_sequence_of_calls_agrees_with_a_model()
+
+
+def test_a_policy_that_is_not_installed_is_told_so():
+    with pytest.raises(
+        AssertionError, match=r"no entry point in the group kvtier.policies names .*KeepsVictims"
+    ):
+        kit(KeepsVictims).test_an_entry_point_names_it()
