@@ -28,4 +28,8 @@ class StateError(KVTierError):
 
 
 class TransferError(KVTierError):
-    """A copy between the device and the primary tier failed, twice."""
+    """A copy between the device and the primary tier failed, and so did its repetition."""
+
+
+class DeviceLostError(TransferError):
+    """The device does no more work for this process. The message says how that was found."""

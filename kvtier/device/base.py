@@ -5,11 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+_Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +56,15 @@ class Blocks:
         """Make blocks from any sequences; ``ids`` of another integer type are converted."""
         return Blocks(np.asarray(ids, dtype=np.int64), tuple(group_sizes), tuple(first_indices))
 
+    def fill(self, slots: int, blocks_per_chunk: int) -> bool:
+        """Say whether they fill so many chunks to the end. Only the first of a group may lack blocks."""
+        ends_whole = all(
+            (size + first) % blocks_per_chunk == 0
+            for size, first in zip(self.group_sizes, self.first_indices, strict=True)
+            if size
+        )
+        return ends_whole and sum(self.slots_needed(blocks_per_chunk)) == slots
+
     def slots_needed(self, blocks_per_chunk: int) -> tuple[int, ...]:
         """Return how many slots each group takes. A group without blocks takes none."""
         return tuple(
@@ -62,16 +74,106 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """Equally long pieces of a page, each of which has its place in the canonical page.
+
+    Piece ``i`` of ``pieces`` is ``piece_bytes`` long and begins in the worker's page at
+    ``local_offset + i * local_stride``, in the canonical one at
+    ``canonical_offset + i * canonical_stride``.
+    """
+
+    local_offset: int
+    canonical_offset: int
+    piece_bytes: int
+    pieces: int = 1
+    local_stride: int = 0
+    canonical_stride: int = 0
+
+    def __post_init__(self) -> None:
+        numbers = (self.local_offset, self.canonical_offset, self.local_stride, self.canonical_stride)
+        if min(numbers) < 0 or self.piece_bytes < 1 or self.pieces < 1:
+            raise ValueError(f"a run has lengths from 1 and offsets from 0: {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class PageMapping:
+    """How one worker's page lies in a canonical page: the page as a single worker would have it.
+
+    Workers that hold the same bytes take turns to write them: of the canonical pages of a slot, in
+    all slots counted through, worker ``writer`` of ``writers`` writes every ``writers``-th one.
+
+    Attributes:
+        canonical_bytes: bytes of the canonical page.
+        runs: where the bytes of the worker's page are in it; they cover the worker's page exactly.
+        writers: how many workers hold exactly these bytes.
+        writer: which of them this worker is.
+    """
+
+    canonical_bytes: int
+    runs: tuple[Run, ...]
+    writers: int = 1
+    writer: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.writer < self.writers:
+            raise ValueError(f"writer is {self.writer} of {self.writers}")
+
+    def pieces(self) -> _Integers:
+        """Return what to copy, neighbours joined: int64, shape (pieces, 3).
+
+        The columns are the offset in the worker's page, that in the canonical page, and the length.
+        """
+        spread = np.concatenate([_spread(run) for run in self.runs])
+        spread = spread[np.argsort(spread[:, 0], kind="stable")]
+        ends = spread[:-1, :2] + spread[:-1, 2:]
+        first = np.append(True, np.any(spread[1:, :2] != ends, axis=1))
+        starts = np.flatnonzero(first)
+        lengths = np.add.reduceat(spread[:, 2], starts)
+        return np.column_stack((spread[starts, :2], lengths))
+
+    def require_cover(self, page_bytes: int) -> None:
+        """Raise ValueError unless the runs take each byte of a page once, and to a place of its own."""
+        pieces = self.pieces()
+        for column, what in ((0, "page"), (1, "canonical page")):
+            ordered = pieces[np.argsort(pieces[:, column])]
+            if np.any(ordered[:-1, column] + ordered[:-1, 2] > ordered[1:, column]):
+                raise ValueError(f"runs overlap in the {what}")
+        ends = pieces[:, :2] + pieces[:, 2:]
+        if pieces[:, 2].sum() != page_bytes or ends[:, 0].max() > page_bytes:
+            raise ValueError(f"the runs do not cover a page of {page_bytes} bytes exactly")
+        if ends[:, 1].max() > self.canonical_bytes:
+            raise ValueError(f"a run goes beyond the canonical page of {self.canonical_bytes} bytes")
+
+
+def _spread(run: Run) -> _Integers:
+    steps = np.arange(run.pieces, dtype=np.int64)
+    local = run.local_offset + steps * run.local_stride
+    canonical = run.canonical_offset + steps * run.canonical_stride
+    return np.column_stack((local, canonical, np.full_like(steps, run.piece_bytes)))
+
+
+@dataclass(frozen=True, slots=True)
 class PageRef:
     """A tensor that a group's blocks have pages in.
 
     Attributes:
         tensor: its index in ``KVCaches.tensors``.
         page_bytes: bytes of the page that the group uses, padding not counted. Only they are copied.
+        mapping: where they lie in a canonical page; None where slots hold the worker's pages as they are.
     """
 
     tensor: int
     page_bytes: int
+    mapping: PageMapping | None = None
+
+    def __post_init__(self) -> None:
+        if self.mapping is not None:
+            self.mapping.require_cover(self.page_bytes)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot that the page takes, or shares with other workers' pages."""
+        return self.page_bytes if self.mapping is None else self.mapping.canonical_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +206,26 @@ class KVCaches:
 
     @property
     def page_bytes(self) -> tuple[int, ...]:
-        """Bytes of one block in each tensor, as ``SlotLayout.make`` takes them."""
-        return tuple(int(tensor.shape[1]) for tensor in self.tensors)
+        """Bytes of one block of each tensor in a slot, as ``SlotLayout.make`` takes them."""
+        refs = [ref for group in self.groups for ref in group]
+        return tuple(
+            _slot_bytes(tensor, [ref for ref in refs if ref.tensor == index])
+            for index, tensor in enumerate(self.tensors)
+        )
+
+
+def _slot_bytes(tensor: torch.Tensor, refs: Sequence[PageRef]) -> int:
+    if refs and all(ref.mapping is not None for ref in refs):
+        return max(ref.slot_bytes for ref in refs)
+    return max([int(tensor.shape[1])] + [ref.slot_bytes for ref in refs])
+
+
+class Attempt(IntEnum):
+    """The ways to make the copies of one transfer, tried in this order."""
+
+    FIRST = 0
+    AGAIN = 1  # on a stream of its own
+    STAGED = 2  # loads only: copy by copy, through memory that is neither shared nor pinned
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +236,28 @@ class Finished:
         transfer_id: as submitted.
         nbytes: bytes of its pages.
         seconds: how long the copy took, waiting for its turn not counted.
-        error: why it failed, twice; None where it succeeded.
+        error: why it failed for good; None where it succeeded.
+        attempt: the last one that was made; None where the device was lost before.
     """
 
     transfer_id: int
     nbytes: int
     seconds: float
     error: BaseException | None = None
+    attempt: Attempt | None = Attempt.FIRST
+
+
+@dataclass(frozen=True, slots=True)
+class Pinning:
+    """How much of the primary tier the device can copy from and to by itself.
+
+    Attributes:
+        nbytes: bytes that are pinned.
+        failed: whether no more can be pinned: copies to and from the rest are slower.
+    """
+
+    nbytes: int = 0
+    failed: bool = False
 
 
 class TransferEngine(ABC):
@@ -132,9 +267,19 @@ class TransferEngine(ABC):
     order between them, and an expedited load does not wait for other loads. Whoever submits sees
     to it that nobody else writes to the blocks and slots concerned until the transfer has ended.
 
-    A copy that fails is repeated once, then reported with its error; nothing is raised from the
-    copying threads. Submissions come from one thread; the rest can be called from any.
+    A copy that fails is repeated once on a fresh stream. A load that fails again is tried in a third
+    way, unless ``stages_loads`` is false and it is not expedited. What fails then is reported with its
+    error; nothing is raised from the copying threads. When the device is lost, the error is a
+    ``DeviceLostError``, of this transfer and at once of all that follow.
+
+    Submissions come from one thread; the rest can be called from any.
+
+    Attributes:
+        stages_loads: whether loads are staged when all else has failed. False where the caller has a
+            better way out. An expedited load has none: somebody waits for it.
     """
+
+    stages_loads: bool = True
 
     @abstractmethod
     def submit_store(self, transfer_id: int, blocks: Blocks, slots: Sequence[int]) -> None:
@@ -185,3 +330,13 @@ class TransferEngine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Drain, then stop. May be called again; ``finished`` and ``wait`` go on working."""
+
+    @property
+    def node(self) -> int | None:
+        """The NUMA node that the device is at; None where that is not known."""
+        return None
+
+    @property
+    def pinning(self) -> Pinning:
+        """How far the region is pinned by now; of a device that needs no pinning, nothing."""
+        return Pinning()

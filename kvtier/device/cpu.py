@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import time
 from collections.abc import Callable
 from functools import partial
 
 from kvtier import native
-from kvtier.device.base import KVCaches
+from kvtier.device.base import Attempt, KVCaches
 from kvtier.device.lanes import Copy, LaneEngine, require_device
 from kvtier.device.plan import CopyPlan
+from kvtier.memory import numa
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
 
@@ -17,6 +20,12 @@ from kvtier.memory.region import Region
 def copy_plan(plan: CopyPlan) -> None:
     """Make the copies of ``plan`` in one foreign call."""
     native.copy_batch(plan.src.ctypes.data, plan.dst.ctypes.data, plan.sizes.ctypes.data, len(plan.sizes))
+
+
+def copy_staged(plan: CopyPlan) -> None:
+    """Make the copies of ``plan`` one by one, each through memory of its own."""
+    for src, dst, size in zip(plan.src.tolist(), plan.dst.tolist(), plan.sizes.tolist(), strict=True):
+        ctypes.memmove(dst, ctypes.string_at(src, size), size)
 
 
 class CpuTransferEngine(LaneEngine):
@@ -29,6 +38,7 @@ class CpuTransferEngine(LaneEngine):
         layout: where the pages lie in a slot.
         region: the slots; it stays mapped until ``close``.
         copy: makes the copies of one plan and returns when they are done.
+        staged: the same in another way, where ``copy`` fails again and again.
 
     Raises:
         ConfigError: a tensor is on another device.
@@ -41,16 +51,24 @@ class CpuTransferEngine(LaneEngine):
         layout: SlotLayout,
         region: Region,
         copy: Callable[[CopyPlan], None] = copy_plan,
+        staged: Callable[[CopyPlan], None] = copy_staged,
     ) -> None:
         require_device(kv_caches, "cpu")
 
         def prepare(plan: CopyPlan) -> Copy:
-            return partial(_timed, copy, plan)
+            return partial(_timed, copy, staged, plan)
 
         super().__init__(kv_caches, layout, region, lambda: prepare)
 
+    @property
+    def node(self) -> int | None:
+        """See ``TransferEngine.node``: that of the CPUs this process may run on."""
+        return numa.node_of_cpus(os.sched_getaffinity(0))
 
-def _timed(copy: Callable[[CopyPlan], None], plan: CopyPlan) -> float:
+
+def _timed(
+    copy: Callable[[CopyPlan], None], staged: Callable[[CopyPlan], None], plan: CopyPlan, attempt: Attempt
+) -> float:
     start = time.perf_counter()
-    copy(plan)
+    (staged if attempt is Attempt.STAGED else copy)(plan)
     return time.perf_counter() - start

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
+
 from kvtier.device import cuda_runtime
-from kvtier.device.base import KVCaches
-from kvtier.device.lanes import Copy, LaneEngine, Prepare
+from kvtier.device.base import Attempt, KVCaches, Pinning
+from kvtier.device.lanes import Copy, LaneEngine
 from kvtier.device.plan import CopyPlan
+from kvtier.memory import numa
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
 
@@ -51,6 +55,9 @@ class CudaRuntime(Protocol):
 
     def record_compute(self) -> Event:
         """Return an event after what the calling thread has given the device; needs no ``attach``."""
+
+    def node(self) -> int | None:
+        """Return the NUMA node that the device is at, where that is known; needs no ``attach``."""
 
     def open_stream(self) -> Stream:
         """Return a stream of its own; needs no ``attach``."""
@@ -95,13 +102,19 @@ class CudaTransferEngine(LaneEngine):
     ) -> None:
         device = runtime or cuda_runtime.open_runtime(kv_caches)
         piece_slots = max(1, piece_bytes // region.chunk_bytes)
-        super().__init__(kv_caches, layout, region, lambda: _prepare_on_stream(device), piece_slots)
+        super().__init__(kv_caches, layout, region, lambda: _StreamLane(device).prepare, piece_slots)
+        self._node = device.node()
         self._pinned = _PinnedSlots(device, region, piece_slots)
 
     @property
-    def pinned_bytes(self) -> int:
-        """Bytes of the region that are pinned so far."""
-        return self._pinned.nbytes
+    def node(self) -> int | None:
+        """See ``TransferEngine.node``."""
+        return self._node
+
+    @property
+    def pinning(self) -> Pinning:
+        """See ``TransferEngine.pinning``."""
+        return Pinning(self._pinned.nbytes, self._pinned.failed)
 
     def close(self) -> None:
         """See ``TransferEngine.close``."""
@@ -109,25 +122,40 @@ class CudaTransferEngine(LaneEngine):
         self._pinned.close()
 
 
-def _prepare_on_stream(runtime: CudaRuntime) -> Prepare:
-    stream = runtime.open_stream()
+class _StreamLane:
+    """What a lane copies with: a stream, and a fresh one after each failure."""
 
-    def prepare(plan: CopyPlan) -> Copy:
-        return partial(_copy, runtime, stream, plan, runtime.record_compute())
+    def __init__(self, runtime: CudaRuntime) -> None:
+        self._runtime = runtime
+        self._stream = runtime.open_stream()
 
-    return prepare
+    def prepare(self, plan: CopyPlan) -> Copy:
+        return partial(self._copy, plan, self._runtime.record_compute())
+
+    def _copy(self, plan: CopyPlan, computed: Event, attempt: Attempt) -> float:
+        self._runtime.attach()
+        if attempt is not Attempt.FIRST:
+            self._stream = self._runtime.open_stream()
+        stream = self._stream
+        stream.wait(computed)
+        start = stream.record()
+        try:
+            _give_staged(stream, plan) if attempt is Attempt.STAGED else stream.copy(plan)
+        finally:  # when one is refused, those before it are under way
+            end = stream.record()
+            end.synchronize()
+        return start.elapsed_time(end) / 1000
 
 
-def _copy(runtime: CudaRuntime, stream: Stream, plan: CopyPlan, computed: Event) -> float:
-    runtime.attach()
-    stream.wait(computed)
-    start = stream.record()
-    try:
-        stream.copy(plan)
-    finally:  # when one is refused, those before it are under way
-        end = stream.record()
-        end.synchronize()
-    return start.elapsed_time(end) / 1000
+def _give_staged(stream: Stream, plan: CopyPlan) -> None:
+    """Make the copies of a load one by one, from memory of this process that nothing else has touched."""
+    memory = np.empty(int(plan.sizes.max(initial=1)), dtype=np.uint8)
+    staging = np.array([memory.ctypes.data], dtype=np.uint64)
+    for index, (source, nbytes) in enumerate(zip(plan.src.tolist(), plan.sizes.tolist(), strict=True)):
+        ctypes.memmove(memory.ctypes.data, source, nbytes)
+        here = slice(index, index + 1)
+        stream.copy(CopyPlan(staging, plan.dst[here], plan.sizes[here], nbytes))
+        stream.record().synchronize()
 
 
 class _PinnedSlots:
@@ -138,6 +166,7 @@ class _PinnedSlots:
 
     def __init__(self, runtime: CudaRuntime, region: Region, piece_slots: int) -> None:
         self.nbytes = 0
+        self.failed = False
         self._runtime = runtime
         self._address = region.address
         self._total_bytes = region.nbytes
@@ -157,8 +186,10 @@ class _PinnedSlots:
         pieces: list[int] = []
         try:
             self._runtime.attach()
-            self._pin(pieces)
+            with numa.preferring(self._runtime.node()):  # pinning touches what nobody has touched yet
+                self._pin(pieces)
         except Exception as error:
+            self.failed = True
             logger.warning(
                 "%d of %d bytes of the primary tier are pinned, and no more can be (%s): copies to and "
                 "from the rest are slower",

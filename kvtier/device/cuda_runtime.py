@@ -18,10 +18,14 @@ from kvtier import native
 from kvtier.device.base import KVCaches
 from kvtier.device.lanes import require_device
 from kvtier.device.plan import CopyPlan
-from kvtier.errors import ConfigError, TransferError
+from kvtier.errors import ConfigError, DeviceLostError, TransferError
+from kvtier.memory import numa
 
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the process
 _CAPTURE_RELAXED = 2  # cudaStreamCaptureModeRelaxed
+_LOST = frozenset((214, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719))
+"""Errors after which, by the reference's words, the process has to be started anew to use the device:
+memory, link and hardware errors, and kernels that went wrong."""
 _LIBRARY = re.compile(r"/.*/libcudart\b[^/]*\.so[.\d]*$", re.MULTILINE)
 
 
@@ -98,7 +102,8 @@ class Cudart:
         if code:
             self._library.cudaGetLastError()  # else torch finds the same error again in this thread
             text = self._library.cudaGetErrorString(code).decode()
-            raise TransferError(f"{call} failed: {text} ({code})")
+            kind = DeviceLostError if code in _LOST else TransferError
+            raise kind(f"{call} failed: {text} ({code})")
 
 
 class TorchStream:
@@ -141,6 +146,15 @@ class TorchRuntime:
     def record_compute(self) -> Any:
         """See ``CudaRuntime.record_compute``."""
         return torch.cuda.current_stream(self._device).record_event()
+
+    def node(self) -> int | None:
+        """See ``CudaRuntime.node``."""
+        it = torch.cuda.get_device_properties(self._device)
+        try:
+            address = f"{it.pci_domain_id:04x}:{it.pci_bus_id:02x}:{it.pci_device_id:02x}.0"
+        except AttributeError:  # an older torch
+            return None
+        return numa.node_of_pci(address)
 
     def open_stream(self) -> TorchStream:
         """See ``CudaRuntime.open_stream``."""

@@ -5,7 +5,7 @@ All arithmetic is numpy's over whole groups: no Python runs for each page.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,11 @@ from kvtier.memory.layout import SlotLayout
 
 Addresses = npt.NDArray[np.uint64]
 _Integers = npt.NDArray[np.int64]
+_Pairs = tuple[Addresses, Addresses, Addresses]
+_Axis = tuple[slice | None, slice | None]
+_DOWN: _Axis = (slice(None), None)
+_ACROSS: _Axis = (None, slice(None))
+_Choose = Callable[["_Pages", _Integers, _Integers], tuple[_Integers, _Integers]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,20 +70,20 @@ class CopyPlanner:
         self._groups = [_Group(kv_caches, refs, layout, address, piece) for refs in kv_caches.groups]
 
     def store(self, blocks: Blocks, slots: Sequence[int]) -> CopyPlan:
-        """Plan the copies from ``blocks`` to ``slots``.
+        """Plan the copies from ``blocks`` to ``slots``, of the pages that are this worker's to write.
 
         Raises:
             ValueError: the number of groups or slots does not fit, or a block or slot is out of range.
         """
-        device, host, sizes = self._pairs(blocks, slots)
+        device, host, sizes = self._pairs(blocks, slots, _Pages.to_write)
         return CopyPlan(device, host, sizes, int(sizes.sum()))
 
     def load(self, slots: Sequence[int], blocks: Blocks) -> CopyPlan:
-        """Plan the copies from ``slots`` to ``blocks``. Errors as in ``store``."""
-        device, host, sizes = self._pairs(blocks, slots)
+        """Plan the copies from ``slots`` to ``blocks``, of all pages. Errors as in ``store``."""
+        device, host, sizes = self._pairs(blocks, slots, _Pages.to_read)
         return CopyPlan(host, device, sizes, int(sizes.sum()))
 
-    def _pairs(self, blocks: Blocks, slots: Sequence[int]) -> tuple[Addresses, Addresses, Addresses]:
+    def _pairs(self, blocks: Blocks, slots: Sequence[int], choose: _Choose) -> _Pairs:
         """Return the addresses of the pages in the tensors, those in the slots, and the sizes."""
         slot_ids = np.asarray(slots, dtype=np.int64)
         needed = self._check(blocks, slot_ids)
@@ -88,7 +93,7 @@ class CopyPlanner:
         ):
             if size:
                 ids = blocks.ids[first_id : first_id + size]
-                parts += group.pairs(ids, slot_ids[first_slot : first_slot + count], first)
+                parts += group.pairs(ids, slot_ids[first_slot : first_slot + count], first, choose)
             first_id += size
             first_slot += count
         if len(parts) == 1:
@@ -109,41 +114,97 @@ class CopyPlanner:
 
 
 class _Group:
-    """The addresses of one group's pages: a base and two strides for each tensor it has pages in."""
+    """Finds the pages of one group's blocks, in its tensors and in slots."""
 
     def __init__(
         self, caches: KVCaches, refs: Sequence[PageRef], layout: SlotLayout, address: int, piece_slots: int
     ) -> None:
-        used: dict[int, int] = {}  # a tensor that a group names twice is copied once
-        for ref in refs:
-            used[ref.tensor] = max(ref.page_bytes, used.get(ref.tensor, 0))
+        used = _distinct(refs)
         self._blocks_per_chunk = layout.blocks_per_chunk
-        self._num_blocks = min((caches.tensors[index].shape[0] for index in used), default=0)
-        # Blocks of a dense tensor that follow each other have adjacent bytes; others have gaps.
-        dense = [i for i in used if used[i] == layout.page_bytes[i] == caches.tensors[i].stride(0)]
-        sparse = [i for i in used if i not in dense]
-        self._dense = _Pages(caches, dense, used, layout, address)
-        self._sparse = _Pages(caches, sparse, used, layout, address)
+        self._num_blocks = min((caches.tensors[ref.tensor].shape[0] for ref in used), default=0)
         # A tensor's pages in the next slot follow only where a slot holds nothing else.
         slots_join = layout.chunk_bytes == layout.worker_bytes and len(layout.page_bytes) == 1
-        self._joined_blocks = layout.blocks_per_chunk * (piece_slots if slots_join else 1)
+        joined_blocks = layout.blocks_per_chunk * (piece_slots if slots_join else 1)
+        kinds: dict[tuple[bool, int, int], list[PageRef]] = {}
+        for ref in used:
+            writers, writer = (ref.mapping.writers, ref.mapping.writer) if ref.mapping else (1, 0)
+            kinds.setdefault((_is_dense(caches, ref, layout), writers, writer), []).append(ref)
+        self._pages = [
+            _Pages(caches, kinds[kind], layout, address, joined_blocks if kind[0] else 1, *kind[1:])
+            for kind in sorted(kinds, reverse=True)
+        ]
 
-    def pairs(
-        self, ids: _Integers, slots: _Integers, first: int
-    ) -> list[tuple[Addresses, Addresses, Addresses]]:
+    def pairs(self, ids: _Integers, slots: _Integers, first: int, choose: _Choose) -> list[_Pairs]:
         per_chunk = self._blocks_per_chunk
         _require_within(ids, self._num_blocks, "block")
         places = np.arange(first % per_chunk, first % per_chunk + len(ids))  # in the row of the slots' blocks
         chunk, block = np.divmod(places, per_chunk)
         places = slots[chunk] * per_chunk + block
-        parts = []
-        if self._dense.tensors:
+        return [pages.pairs(*choose(pages, ids, places)) for pages in self._pages]
+
+
+class _Pages:
+    """Pages that are copied alike, as arrays of numbers: one for each piece of a page in a tensor.
+
+    Pages in several pieces are copied block after block, others tensor after tensor: the pieces of a
+    page lie close together, and small copies that jump through the memory cost a multiple.
+
+    Args:
+        joined_blocks: neighbours are copied as one up to a multiple of so many places; 1 where the
+            pages of neighbours have bytes between them.
+        writers, writer: as in ``PageMapping``.
+    """
+
+    def __init__(
+        self,
+        caches: KVCaches,
+        refs: Sequence[PageRef],
+        layout: SlotLayout,
+        address: int,
+        joined_blocks: int,
+        writers: int,
+        writer: int,
+    ) -> None:
+        pieces = [_pieces(ref) for ref in refs]
+        self._device_base = _numbers(pieces, 0, [caches.tensors[ref.tensor].data_ptr() for ref in refs])
+        self._device_stride = _numbers(pieces, None, [caches.tensors[ref.tensor].stride(0) for ref in refs])
+        self._host_base = _numbers(pieces, 1, [address + layout.tensor_offsets[ref.tensor] for ref in refs])
+        self._host_stride = _numbers(pieces, None, [layout.page_bytes[ref.tensor] for ref in refs])
+        self._sizes = _numbers(pieces, 2, [0] * len(refs))
+        in_pieces = any(len(rows) > 1 for rows in pieces)
+        self._pieces, self._blocks = (_ACROSS, _DOWN) if in_pieces else (_DOWN, _ACROSS)
+        self._chunk_bytes = layout.chunk_bytes
+        self._blocks_per_chunk = layout.blocks_per_chunk
+        self._joined_blocks = joined_blocks
+        self._writers, self._writer = writers, writer
+
+    def to_read(self, ids: _Integers, places: _Integers) -> tuple[_Integers, _Integers]:
+        """Return the blocks that are loaded, and their places: all of them."""
+        return ids, places
+
+    def to_write(self, ids: _Integers, places: _Integers) -> tuple[_Integers, _Integers]:
+        """Return the blocks that this worker stores, and their places: those whose turn is its own."""
+        if self._writers == 1:
+            return ids, places
+        own = places % self._writers == self._writer
+        return ids[own], places[own]
+
+    def pairs(self, ids: _Integers, places: _Integers) -> _Pairs:
+        """Return the addresses and sizes of the pages of blocks."""
+        lengths = np.ones_like(ids)
+        if self._joined_blocks > 1 and len(ids):
             starts = self._run_starts(ids, places)
             lengths = np.diff(starts, append=len(ids))
-            parts.append(self._dense.pairs(ids[starts], places[starts], lengths, per_chunk))
-        if self._sparse.tensors:
-            parts.append(self._sparse.pairs(ids, places, np.ones_like(ids), per_chunk))
-        return parts
+            ids, places = ids[starts], places[starts]
+        chunk, block = np.divmod(places, self._blocks_per_chunk)
+        pieces, blocks = self._pieces, self._blocks
+        device = self._device_stride[pieces] * ids[blocks]
+        device += self._device_base[pieces]
+        host = self._host_stride[pieces] * block[blocks]
+        host += (chunk * self._chunk_bytes)[blocks]
+        host += self._host_base[pieces]
+        sizes = self._sizes[pieces] * lengths[blocks]
+        return _flat(device), _flat(host), _flat(sizes)
 
     def _run_starts(self, ids: _Integers, places: _Integers) -> _Integers:
         """Find where a run of blocks begins that are neighbours in the tensors and in the slots."""
@@ -154,36 +215,37 @@ class _Group:
         return np.flatnonzero(breaks)
 
 
-class _Pages:
-    """Columns of numbers, one row for each tensor."""
-
-    def __init__(
-        self, caches: KVCaches, tensors: Sequence[int], used: dict[int, int], layout: SlotLayout, address: int
-    ) -> None:
-        self.tensors = tuple(tensors)
-        self._device_base = _column(caches.tensors[i].data_ptr() for i in tensors)
-        self._device_stride = _column(caches.tensors[i].stride(0) for i in tensors)
-        self._host_base = _column(address + layout.tensor_offsets[i] for i in tensors)
-        self._host_stride = _column(layout.page_bytes[i] for i in tensors)
-        self._page_bytes = _column(used[i] for i in tensors)
-        self._chunk_bytes = layout.chunk_bytes
-
-    def pairs(
-        self, ids: _Integers, places: _Integers, lengths: _Integers, per_chunk: int
-    ) -> tuple[Addresses, Addresses, Addresses]:
-        """Return the addresses and sizes of runs of ``lengths`` pages, tensor after tensor."""
-        chunk, block = np.divmod(places, per_chunk)
-        device = self._device_stride * ids
-        device += self._device_base
-        host = self._host_stride * block
-        host += chunk * self._chunk_bytes
-        host += self._host_base
-        sizes = self._page_bytes * lengths
-        return _flat(device), _flat(host), _flat(sizes)
+def _distinct(refs: Sequence[PageRef]) -> list[PageRef]:
+    """Return one reference for each tensor: one that a group names twice is copied once."""
+    used: dict[int, PageRef] = {}
+    for ref in refs:
+        other = used.setdefault(ref.tensor, ref)
+        if other.mapping != ref.mapping:
+            raise ValueError(f"a group maps its pages of tensor {ref.tensor} in two ways")
+        if ref.page_bytes > other.page_bytes:
+            used[ref.tensor] = ref
+    return list(used.values())
 
 
-def _column(values: object) -> _Integers:
-    return np.array(list(values), dtype=np.int64).reshape(-1, 1)  # type: ignore[call-overload]
+def _pieces(ref: PageRef) -> _Integers:
+    if ref.mapping is None:
+        return np.array([[0, 0, ref.page_bytes]], dtype=np.int64)
+    return ref.mapping.pieces()
+
+
+def _is_dense(caches: KVCaches, ref: PageRef, layout: SlotLayout) -> bool:
+    """Say whether blocks that follow each other have adjacent bytes, in the tensor and in a slot."""
+    whole = ref.page_bytes == layout.page_bytes[ref.tensor] == caches.tensors[ref.tensor].stride(0)
+    return whole and len(_pieces(ref)) == 1
+
+
+def _numbers(pieces: Sequence[_Integers], place: int | None, bases: Sequence[int]) -> _Integers:
+    """Return a base for each piece, plus what ``pieces`` have in column ``place``; shape (pieces,)."""
+    parts = [
+        np.full(len(rows), base, dtype=np.int64) if place is None else rows[:, place] + base
+        for rows, base in zip(pieces, bases, strict=True)
+    ]
+    return np.concatenate(parts)
 
 
 def _flat(numbers: _Integers) -> Addresses:

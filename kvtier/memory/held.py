@@ -52,18 +52,23 @@ class HeldFile:
     pid: int
 
 
-def hold(path: Path, nbytes: int) -> HeldFile:
+def hold(path: Path, nbytes: int, note: bytes = b"") -> HeldFile:
     """Create the file ``path`` with ``nbytes`` zeros, or join it where a living process holds it.
 
+    Args:
+        path: the file's name.
+        nbytes: bytes of use; behind them the file ends with ``note``.
+        note: what all who hold the file must agree on beside its size; of one length in all of them.
+
     Raises:
-        RegionError: it exists with another size or owner, the directory has no room, or the name
+        RegionError: it exists with another size, note or owner, the directory has no room, or the name
             stayed contested for ``PATIENCE_S`` seconds.
     """
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         try:
             found = _open_existing(path)
-            fd = _create(path, nbytes) if found is None else _join(found, path, nbytes)
+            fd = _create(path, nbytes, note) if found is None else _join(found, path, nbytes, note)
         except OSError as error:
             raise RegionError(f"{path} cannot be made or opened: {error.strerror or error}") from error
         if fd is not None:
@@ -127,7 +132,7 @@ def _remove_ghost(fd: int, path: Path) -> bool:
         os.close(fd)
 
 
-def _join(fd: int, path: Path, nbytes: int) -> int | None:
+def _join(fd: int, path: Path, nbytes: int, note: bytes) -> int | None:
     """Take the shared lock on an existing file; None where it vanished or must be tried again."""
     keep = False
     try:
@@ -135,7 +140,7 @@ def _join(fd: int, path: Path, nbytes: int) -> int | None:
         if _try_lock(fd, fcntl.LOCK_EX):  # its last holder died since the sweep
             _unlink_if_named(fd, path)
         elif _try_lock(fd, fcntl.LOCK_SH) and _is_named(fd, path):
-            _require_size(fd, path, nbytes)
+            _require_same(fd, path, nbytes, note)
             keep = True
     finally:
         if not keep:
@@ -143,14 +148,16 @@ def _join(fd: int, path: Path, nbytes: int) -> int | None:
     return fd if keep else None
 
 
-def _create(path: Path, nbytes: int) -> int | None:
+def _create(path: Path, nbytes: int, note: bytes) -> int | None:
     """Make the file, lock it, then name it; None where somebody else was first."""
-    if not _has_room(path, nbytes):
+    if not _has_room(path, nbytes + len(note)):
         return None
     fd, source = _new_file(path)
     keep = False
     try:
         os.ftruncate(fd, nbytes)
+        if note:
+            os.pwrite(fd, note, nbytes)
         keep = _try_lock(fd, fcntl.LOCK_SH) and _link(source, path)
     finally:
         if source.parent == path.parent:
@@ -204,13 +211,20 @@ def _require_own_file(fd: int, path: Path) -> None:
         raise RegionError(f"{path} is not a file of this user: it may not be shared; remove it")
 
 
-def _require_size(fd: int, path: Path, nbytes: int) -> None:
-    found = os.fstat(fd).st_size
-    if found != nbytes:
-        raise RegionError(
-            f"{path} is in use with {found} bytes, but {nbytes} bytes are asked for here: all processes of "
-            "an engine need the same settings, and each engine needs an id of its own"
-        )
+def _require_same(fd: int, path: Path, nbytes: int, note: bytes) -> None:
+    found, asked = os.fstat(fd).st_size, nbytes + len(note)
+    theirs = os.pread(fd, len(note), max(found - len(note), 0))
+    if (found, theirs) == (asked, note):
+        return
+    notes = f" ({_words(theirs)}; here {_words(note)})" if theirs != note else ""
+    raise RegionError(
+        f"{path} is in use with {found} bytes, but {asked} bytes are asked for here{notes}: all processes of "
+        "an engine need the same settings, and each engine needs an id of its own"
+    )
+
+
+def _words(note: bytes) -> str:
+    return note.rstrip(b"\0").decode("ascii", errors="replace")
 
 
 def _set_claim(fd: int, kind: int) -> None:

@@ -9,34 +9,52 @@ from functools import cached_property
 from itertools import accumulate
 
 
+def whole_pages(nbytes: int) -> int:
+    """Round up to a multiple of the operating system's page size."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
 @dataclass(frozen=True)
 class SlotLayout:
     """The place of each page of one worker in a slot.
 
-    A slot holds the workers' areas in the order of their ranks, then padding to a multiple of the
-    page size of the operating system. An area holds, for each tensor in order, the pages of the
-    chunk's ``blocks_per_chunk`` blocks::
+    A slot holds areas of ``area_bytes`` each, then padding to a multiple of the page size of the
+    operating system. An area holds, for each tensor in order, the pages of the chunk's
+    ``blocks_per_chunk`` blocks::
 
-        | worker 0: tensor 0 [block 0, block 1, ...] tensor 1 [...] ... | worker 1: ... | padding |
+        | area 0: tensor 0 [block 0, block 1, ...] tensor 1 [...] ... | area 1: ... | padding |
+
+    Either each worker has an area of its own, in the order of the ranks, or the workers share one
+    area of canonical pages, each of which holds what all workers have of a block in a tensor.
 
     Attributes:
-        page_bytes: bytes of one block in each tensor, padding of the tensor included.
+        page_bytes: bytes of one block in each tensor, in the slot: those of the tensor's page, its
+            padding included, or of the canonical page.
         blocks_per_chunk: blocks of one chunk.
-        rank: which worker this is, 0 to ``workers - 1``.
-        workers: how many workers share a slot; all have the same ``page_bytes``.
+        rank: which area this worker's pages are in, 0 to ``workers - 1``.
+        workers: how many areas a slot has.
+        area_bytes: bytes of an area; workers that hold fewer layers than others leave a rest unused.
     """
 
     page_bytes: tuple[int, ...]
     blocks_per_chunk: int
     rank: int
     workers: int
+    area_bytes: int
 
     @staticmethod
-    def make(page_bytes: Sequence[int], blocks_per_chunk: int, rank: int = 0, workers: int = 1) -> SlotLayout:
-        """Make the layout of one worker.
+    def make(
+        page_bytes: Sequence[int],
+        blocks_per_chunk: int,
+        rank: int = 0,
+        workers: int = 1,
+        area_bytes: int | None = None,
+    ) -> SlotLayout:
+        """Make the layout of one worker. ``area_bytes`` is by default what this worker's pages take.
 
         Raises:
-            ValueError: there is no tensor, a length or count is not positive, or the rank is out of range.
+            ValueError: there is no tensor, a length or count is not positive, the rank is out of
+                range, or the pages take more than an area.
         """
         pages = tuple(int(size) for size in page_bytes)
         if not pages or min(pages) < 1:
@@ -45,23 +63,28 @@ class SlotLayout:
             raise ValueError(f"blocks_per_chunk is {blocks_per_chunk}; it must be at least 1")
         if not 0 <= rank < workers:
             raise ValueError(f"rank is {rank} of {workers} workers")
-        return SlotLayout(pages, blocks_per_chunk, rank, workers)
+        taken = sum(pages) * blocks_per_chunk
+        if area_bytes is None:
+            area_bytes = taken
+        if taken > area_bytes:
+            raise ValueError(f"a worker's pages take {taken} bytes of a slot, its area has {area_bytes}")
+        return SlotLayout(pages, blocks_per_chunk, rank, workers, area_bytes)
 
     @cached_property
     def worker_bytes(self) -> int:
-        """Bytes of one worker's area."""
+        """Bytes of this worker's pages."""
         return sum(self.page_bytes) * self.blocks_per_chunk
 
     @cached_property
     def chunk_bytes(self) -> int:
         """Bytes of a slot: all areas, padded to a multiple of the operating system's page size."""
-        return -(-self.worker_bytes * self.workers // mmap.PAGESIZE) * mmap.PAGESIZE
+        return whole_pages(self.area_bytes * self.workers)
 
     @cached_property
     def tensor_offsets(self) -> tuple[int, ...]:
         """Offset in the slot of each tensor's first page of this worker."""
         sizes = (size * self.blocks_per_chunk for size in self.page_bytes[:-1])
-        return tuple(accumulate(sizes, initial=self.rank * self.worker_bytes))
+        return tuple(accumulate(sizes, initial=self.rank * self.area_bytes))
 
     def offset(self, tensor: int, sub_block: int) -> int:
         """Return the offset in the slot of the page of block ``sub_block`` of the chunk in ``tensor``.

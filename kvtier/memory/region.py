@@ -13,14 +13,16 @@ import mmap
 import os
 import re
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from kvtier import native
 from kvtier.errors import RegionError, StateError
-from kvtier.memory import held
+from kvtier.memory import held, numa, pages
 from kvtier.memory.held import PREFIX, HeldFile, sweep_ghosts
 
 logger = logging.getLogger("kvtier.memory")
@@ -29,6 +31,24 @@ PIECE_BYTES = 64 * 2**20
 SHARED_MEMORY = Path("/dev/shm")
 _JOIN_S = 10.0
 _MAX_NAME = 160
+_NOTE_BYTES = 256
+_CPUS_PER_THREAD = 4
+_MAX_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of each slot that one worker uses more than others.
+
+    Attributes:
+        offset: where it begins in the slot.
+        nbytes: its length.
+        node: the NUMA node that the worker is at; None where that is not known or does not matter.
+    """
+
+    offset: int
+    nbytes: int
+    node: int | None
 
 
 class Region:
@@ -45,13 +65,20 @@ class Region:
         path: the file's path; None for an anonymous one.
     """
 
-    def __init__(self, slots: int, chunk_bytes: int, name: str = "", file: HeldFile | None = None) -> None:
+    def __init__(
+        self,
+        slots: int,
+        chunk_bytes: int,
+        name: str = "",
+        file: HeldFile | None = None,
+        board_bytes: int = 0,
+    ) -> None:
         self.slots = slots
         self.chunk_bytes = chunk_bytes
         self.name = name
         self.path = file.path if file else None
         self._file = file
-        self._map: mmap.mmap | None = _map_bytes(slots * chunk_bytes, file)
+        self._map: mmap.mmap | None = _map_bytes(slots * chunk_bytes + board_bytes, file)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._stopping = threading.Event()
         self._populating: list[threading.Thread] = []
@@ -59,7 +86,14 @@ class Region:
         self._release = weakref.finalize(self, held.release, file) if file else None
 
     @staticmethod
-    def open(name: str, slots: int, chunk_bytes: int, directory: Path = SHARED_MEMORY) -> Region:
+    def open(
+        name: str,
+        slots: int,
+        chunk_bytes: int,
+        directory: Path = SHARED_MEMORY,
+        board_bytes: int = 0,
+        contents: str = "",
+    ) -> Region:
         """Create the shared region ``name``, or join it where a living process has it open.
 
         First removes what dead processes left behind in ``directory``.
@@ -69,16 +103,21 @@ class Region:
             slots: number of slots, at least 1.
             chunk_bytes: bytes of a slot, a multiple of the page size.
             directory: a directory of a file system in memory.
+            board_bytes: bytes to share beside the slots; all who open the region name the same number.
+            contents: what the slots hold, in ASCII words that all who open the region must agree on;
+                equal sizes alone do not say that they mean the same by a slot.
 
         Raises:
-            RegionError: there is no room, a living region of that name has another size, the
+            RegionError: there is no room, a living region of that name has another size or contents, the
                 directory is not there, or ``chunk_bytes`` is not a multiple of the page size.
         """
         _require_shape(slots, chunk_bytes)
         sweep_ghosts(directory)
-        file = held.hold(directory / _file_name(name), slots * chunk_bytes)
+        nbytes = slots * chunk_bytes
+        file = held.hold(directory / _file_name(name), nbytes + board_bytes, _note(contents))
         try:
-            return Region(slots, chunk_bytes, name, file)
+            _allocate(file, nbytes, board_bytes)
+            return Region(slots, chunk_bytes, name, file, board_bytes)
         except BaseException:
             held.release(file)
             raise
@@ -115,6 +154,12 @@ class Region:
         with memoryview(self._require_open()) as whole:
             return whole[start : start + self.chunk_bytes]
 
+    @property
+    def board(self) -> memoryview:
+        """The bytes that are shared beside the slots, backed with memory; zeros when the region is new."""
+        with memoryview(self._require_open()) as whole:
+            return whole[self.nbytes :]
+
     def claim(self) -> None:
         """Become the one who decides what the slots hold; a no-op for an anonymous region.
 
@@ -130,23 +175,31 @@ class Region:
                 f"{self.path} belongs to another running engine: give each engine an id of its own"
             )
 
-    def populate(self, on_ready: Callable[[range], None]) -> None:
-        """Start to back the slots with memory, in a daemon thread, in pieces from slot 0 on.
+    def populate(
+        self, on_ready: Callable[[range], None], parts: Sequence[Part] = (), threads: int | None = None
+    ) -> None:
+        """Start to back the slots with memory, in daemon threads, in pieces from slot 0 on.
 
         Anyone who has the region open may do so, whoever created it, and more than once: pages
-        that are there stay as they are. Where memory runs out, one error is logged, the rest is not
-        reported, and the region has fewer usable slots. ``close`` stops it.
+        that are there stay as they are. Huge pages are used where the system grants them. Where memory
+        runs out, one error is logged, the rest is not reported, and the region has fewer usable slots.
+        ``close`` stops it.
 
         Args:
-            on_ready: called in that thread with each range of slots that can be used from now on.
+            on_ready: called in these threads with each range of slots that can be used from now on.
                 It must not block.
+            parts: from which NUMA nodes the parts of each slot are to be taken; default: as the system
+                likes.
+            threads: how many; default: one for each four CPUs, four at most. The engine starts meanwhile.
         """
-        self._require_open()
-        thread = threading.Thread(
-            target=self._populate, args=(on_ready,), name="kvtier-populate", daemon=True
-        )
-        self._populating.append(thread)
-        thread.start()
+        mapping = self._require_open()
+        filling = _Filling(self, on_ready, parts, partial(pages.ask_for_huge, mapping, self.path))
+        for _ in range(threads or default_threads()):
+            thread = threading.Thread(
+                target=self._populate, args=(filling,), name="kvtier-populate", daemon=True
+            )
+            self._populating.append(thread)
+            thread.start()
 
     def close(self) -> None:
         """Give the region back; the last one who closes it removes the file. May be called again.
@@ -178,44 +231,142 @@ class Region:
             raise StateError("the region is closed")
         return mapping
 
-    def _populate(self, on_ready: Callable[[range], None]) -> None:
-        step = max(1, PIECE_BYTES // self.chunk_bytes)
-        for first in range(0, self.slots, step):
-            piece = range(first, min(first + step, self.slots))
-            if self._stopping.is_set() or not self._populate_piece(piece):
+    def _populate(self, filling: _Filling) -> None:
+        filling.prepare()
+        while not self._stopping.is_set() and (piece := filling.take()) is not None:
+            code = self._back(piece, filling)
+            if self._stopping.is_set():
                 return
-            if not self._stopping.is_set():
-                on_ready(piece)
+            if code:
+                self._tell_shortage(code, filling)
+            else:
+                filling.done(piece)
 
-    def _populate_piece(self, piece: range) -> bool:
-        offset = piece.start * self.chunk_bytes
-        code = _back_with_pages(self._address + offset, len(piece) * self.chunk_bytes, self._file, offset)
-        if code and not self._stopping.is_set():
+    def _back(self, piece: range, filling: _Filling) -> int:
+        """Get memory for the slots of a piece, each part from its node; return 0 or the errno."""
+        for part in filling.parts:
+            with numa.preferring(part.node):
+                for start, end in self._ranges(piece, part):
+                    address = self._address + start
+                    code = pages.back(address, end - start, self._file, start, huge=filling.huge)
+                    if code:
+                        return code
+        return 0
+
+    def _ranges(self, piece: range, part: Part) -> Iterator[tuple[int, int]]:
+        """Yield where in the region the part is in each slot; slots that it fills are taken as one."""
+        size = self.chunk_bytes
+        if part.nbytes == size:
+            yield piece.start * size, piece.stop * size
+            return
+        for slot in piece:
+            start = slot * size + part.offset
+            end = start + part.nbytes
+            # A page that two parts share is taken for the first of them; a slot ends with a page.
+            yield start - start % mmap.PAGESIZE, end + -end % mmap.PAGESIZE
+
+    def _tell_shortage(self, code: int, filling: _Filling) -> None:
+        ready, said = filling.give_up()
+        if not said:
             logger.error(
                 "the primary tier lacks %d of %d bytes (%s): it goes on with %d of %d slots; "
                 "set cpu_bytes_to_use to less",
-                self.nbytes - offset,
+                self.nbytes - ready * self.chunk_bytes,
                 self.nbytes,
                 errno.errorcode.get(code, code),
-                piece.start,
+                ready,
                 self.slots,
             )
-        return code == 0
 
 
-def _back_with_pages(address: int, nbytes: int, file: HeldFile | None, offset: int) -> int:
-    """Get memory for a part of the region and map it; return 0 or the errno. What it holds stays.
+class _Filling:
+    """One ``populate``: what its threads share.
 
-    The file's space comes first: unlike a touch of a page this fails without harm where there is
-    none, on every kernel, and takes nothing when it fails.
+    Attributes:
+        parts: the parts of each slot, and where they are to be taken from.
+        huge: whether the memory comes in huge pages; known after ``prepare``.
     """
-    if file is not None:
+
+    def __init__(
+        self,
+        region: Region,
+        on_ready: Callable[[range], None],
+        parts: Sequence[Part],
+        ask_for_huge: Callable[[], bool],
+    ) -> None:
+        self.parts = parts or (Part(0, region.chunk_bytes, None),)
+        self.huge = False
+        self._ask_for_huge: Callable[[], bool] | None = ask_for_huge
+        self._region = region
+        self._on_ready = on_ready
+        self._lock = threading.Lock()
+        self._start_s = time.monotonic()
+        self._next = 0
+        self._ready = 0
+        self._said = False
+
+    def prepare(self) -> None:
+        """Ask for huge pages, once: it reads the system's settings, which a caller may not wait for."""
+        with self._lock:
+            ask, self._ask_for_huge = self._ask_for_huge, None
+            if ask is not None:
+                self.huge = ask()
+
+    def take(self) -> range | None:
+        """Return the slots to do next; None where there are none left."""
+        step = max(1, PIECE_BYTES // self._region.chunk_bytes)
+        with self._lock:
+            first, self._next = self._next, min(self._next + step, self._region.slots)
+            return range(first, self._next) if first < self._next else None
+
+    def done(self, piece: range) -> None:
+        """Tell that slots can be used from now on."""
+        self._on_ready(piece)
+        with self._lock:
+            self._ready += len(piece)
+            is_last = self._ready == self._region.slots
+        if is_last:
+            self._tell()
+
+    def give_up(self) -> tuple[int, bool]:
+        """Leave the rest; return how many slots are ready, and whether this was called before."""
+        with self._lock:
+            self._next = self._region.slots
+            said, self._said = self._said, True
+            return self._ready, said
+
+    def _tell(self) -> None:
+        region = self._region
+        huge = pages.huge_bytes(region.address, region.nbytes) if self.huge else 0
+        logger.info(
+            "the primary tier is ready: %d slots, %d bytes, %d of them in huge pages, after %.1f s",
+            region.slots,
+            region.nbytes,
+            huge,
+            time.monotonic() - self._start_s,
+        )
+
+
+def _note(contents: str) -> bytes:
+    if len(contents) > _NOTE_BYTES:
+        raise ValueError(f"contents has {len(contents)} characters; {_NOTE_BYTES} are possible")
+    return contents.encode("ascii").ljust(_NOTE_BYTES, b"\0") if contents else b""
+
+
+def _allocate(file: HeldFile, offset: int, nbytes: int) -> None:
+    """Get memory for a part of the file that is used at once; raise RegionError where there is none."""
+    if nbytes:
         try:
             os.posix_fallocate(file.fd, offset, nbytes)
         except OSError as error:
-            return error.errno or errno.EIO
-    code = native.populate(address, nbytes)
-    return 0 if code in (errno.EINVAL, errno.ENOSYS) else code  # an old kernel: first touches will be slow
+            raise RegionError(
+                f"{file.path}: there is no room for {nbytes} bytes: {error.strerror}"
+            ) from error
+
+
+def default_threads() -> int:
+    """Return with how many threads ``Region.populate`` works unless it is told."""
+    return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // _CPUS_PER_THREAD))
 
 
 def _map_bytes(nbytes: int, file: HeldFile | None) -> mmap.mmap:
@@ -248,4 +399,4 @@ def _file_name(name: str) -> str:
     return f"{PREFIX}{safe}.{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"
 
 
-__all__ = ["PIECE_BYTES", "SHARED_MEMORY", "Region", "sweep_ghosts"]
+__all__ = ["PIECE_BYTES", "SHARED_MEMORY", "Part", "Region", "default_threads", "sweep_ghosts"]

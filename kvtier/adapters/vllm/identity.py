@@ -2,54 +2,49 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
 import os
 import uuid
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import vllm
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier.adapters.vllm.compat import EngineContext, hash_seed
+from kvtier.adapters.vllm.parallel import SlotShape, pipeline_stages, total_kv_heads
 from kvtier.errors import IdentityError
 from kvtier.identity import Identity, canonical, canonical_dtype
 
 logger = logging.getLogger("kvtier.vllm")
 
-_SPEC_FIELDS = (
-    "block_size",
-    "num_kv_heads",
-    "head_size",
-    "head_size_v",
-    "dtype",
-    "dtypes",
-    "shapes",
-    "sliding_window",
-    "attention_chunk_size",
-    "cache_dtype_str",
-    "kv_quant_mode",
-    "mamba_type",
-    "mamba_cache_mode",
-    "page_size_padded",
-)
 _NOT_THE_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
+_NOT_THE_BYTES = frozenset({"block_stride_alignment"})  # of a spec: how far apart blocks are on the device
+_OF_ONE_WORKER = frozenset({"num_kv_heads", "num_head_slots", "max_tp_shards", "page_size_padded"})
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
 _SAMPLES = 1024
 _SAMPLE_BYTES = 4096
 
 
-def engine_identity(config: OffloadingConfig, engine: EngineContext, namespace: str) -> Identity:
+def engine_identity(
+    config: OffloadingConfig, engine: EngineContext, shape: SlotShape, namespace: str
+) -> Identity:
     """Spell out the identity of the KV cache of this engine.
+
+    Where slots hold canonical pages, all is spelled as a single worker would have it. Else the parallel
+    layout is a part: nothing is shared that is not proven to have the same bytes.
 
     Args:
         config: what vLLM gives an offloading spec.
         engine: the engine's own configuration, for what ``config`` lacks.
+        shape: what a slot holds.
         namespace: the user's own part, for what no engine knows, such as adapters that were replaced.
     """
     vllm_config = engine.vllm_config
@@ -60,8 +55,8 @@ def engine_identity(config: OffloadingConfig, engine: EngineContext, namespace: 
             "engine": {"name": "vllm", "version": vllm.__version__.split("+")[0]},
             "device": current_platform.device_type,
             "weights": _weights(vllm_config),
-            "kv_cache": _kv_cache(config, engine),
-            "parallel": _parallel(config),
+            "kv_cache": _kv_cache(config, engine, shape),
+            "parallel": _parallel(config, engine, shape),
             "hash": _hash(vllm_config),
             "lora": vllm_config.lora_config is not None,
             "speculative": _speculative(vllm_config),
@@ -118,13 +113,15 @@ def _add_samples(digest: hashlib._Hash, path: Path) -> None:
             digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, offset))
 
 
-def _kv_cache(config: OffloadingConfig, engine: EngineContext) -> Mapping[str, object]:
+def _kv_cache(config: OffloadingConfig, engine: EngineContext, shape: SlotShape) -> Mapping[str, object]:
+    spell = partial(_canonical_spec, engine) if shape.is_canonical else spec_fields
+    per_block = "bytes_per_block" if shape.is_canonical else "bytes_per_block_and_worker"
     return {
         "dtype": canonical_dtype(config.model.dtype),
         # Of layers that differ in a group the scheduler sees the first one's spec.
         "layers_not_quantized": list(engine.vllm_config.cache_config.kv_cache_dtype_skip_layers),
         "layout": config.kv_cache_layout,
-        "bytes_per_block_and_worker": config.worker_kv_bytes_per_block,
+        per_block: shape.bytes_per_block,
         "blocks_per_chunk": config.cache.blocks_per_chunk,
         "tokens_per_hash": config.cache.tokens_per_hash,
         "groups": [
@@ -132,27 +129,52 @@ def _kv_cache(config: OffloadingConfig, engine: EngineContext) -> Mapping[str, o
                 "id": group.group_id,
                 "tokens_per_block": group.tokens_per_block,
                 "layers": list(group.layer_names),
-                "spec": _spec(engine.spec_of(group.group_id)),
+                "spec": spell(engine.spec_of(group.group_id)),
             }
             for group in config.groups
         ],
     }
 
 
-def _spec(spec: KVCacheSpec) -> Mapping[str, object]:
-    fields = {name: getattr(spec, name) for name in _SPEC_FIELDS if getattr(spec, name, None) is not None}
-    return {"kind": type(spec).__name__, **fields}
+def spec_fields(spec: KVCacheSpec) -> Mapping[str, object]:
+    """Spell out how the blocks of one KV cache group are laid out: the kind and all fields that are set.
+
+    The fields are those that the spec has, and not a list of ours: one that a new version of vLLM adds
+    tells caches apart from its first day.
+    """
+    fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    told = {name: value for name, value in fields.items() if name not in _NOT_THE_BYTES and value is not None}
+    return {"kind": type(spec).__name__, **{name: _field(value) for name, value in told.items()}}
 
 
-def _parallel(config: OffloadingConfig) -> Mapping[str, object]:
+def _field(value: object) -> object:
+    if isinstance(value, KVCacheSpec):
+        return spec_fields(value)
+    if isinstance(value, Mapping):  # a group of layers that differ
+        return {name: _field(item) for name, item in value.items()}
+    return _spelled(value)
+
+
+def _canonical_spec(engine: EngineContext, spec: KVCacheSpec) -> Mapping[str, object]:
+    """Spell the spec of pages that hold the heads of all workers, and no padding."""
+    fields = {name: value for name, value in spec_fields(spec).items() if name not in _OF_ONE_WORKER}
+    return {**fields, "kv_heads": 1 if isinstance(spec, MLAAttentionSpec) else total_kv_heads(engine)}
+
+
+def _parallel(config: OffloadingConfig, engine: EngineContext, shape: SlotShape) -> Mapping[str, object]:
+    if shape.is_canonical:
+        return {"canonical": shape.canonical_format}
     parallel = config.parallel
-    return {
+    fields: dict[str, object] = {
         "workers": parallel.world_size,
         "tensor": parallel.tp_size,
         "pipeline": parallel.pp_size,
         "prefill_context": parallel.pcp_size,
         "decode_context": parallel.dcp_size,
     }
+    if parallel.pp_size > 1:  # the layers can be divided in more than one way
+        fields["layers_of_stages"] = [len(stage) for stage in pipeline_stages(engine)]
+    return fields
 
 
 def _hash(vllm_config: VllmConfig) -> Mapping[str, object]:
@@ -176,13 +198,13 @@ def _speculative(vllm_config: VllmConfig) -> Mapping[str, object] | None:
 
 
 def _digest(fields: Mapping[str, object]) -> str:
-    """Digest a model's configuration. What has no canonical spelling is spelled as its repr."""
-    spelled = {}
-    for name, value in fields.items():
-        if name in _NOT_THE_MODEL:
-            continue
-        try:
-            spelled[name] = canonical(value)
-        except IdentityError:
-            spelled[name] = repr(value)
+    spelled = {name: _spelled(value) for name, value in fields.items() if name not in _NOT_THE_MODEL}
     return hashlib.sha256(json.dumps(spelled, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _spelled(value: object) -> object:
+    """Spell a value of the engine's canonically; what has no canonical spelling is spelled as its repr."""
+    try:
+        return canonical(value)
+    except IdentityError:
+        return repr(value)

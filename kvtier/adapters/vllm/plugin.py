@@ -1,4 +1,4 @@
-"""What vLLM loads in every process of an engine: it makes the spec's name known."""
+"""What vLLM loads in every process of an engine: it makes the names of the spec and the connector known."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ from contextlib import suppress
 
 SPEC_NAME = "KVTierOffloadingSpec"
 SPEC_MODULE = "kvtier.adapters.vllm.spec"
+CONNECTOR_NAME = "KVTierConnector"
+CONNECTOR_MODULE = "kvtier.adapters.vllm.connector"
 
 
 def register() -> None:
-    """Register the spec with vLLM. vLLM may call it more than once in a process."""
+    """Register spec and connector with vLLM. vLLM may call it more than once in a process."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
     with suppress(ValueError):  # raised where it is registered already; vLLM has no other way to tell
         OffloadingSpecFactory.register_spec(SPEC_NAME, SPEC_MODULE, SPEC_NAME)
+    with suppress(ValueError):
+        KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)

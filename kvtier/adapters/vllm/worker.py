@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import dataclass
+
 import torch
 from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
     CanonicalKVCaches,
     GPULoadStoreSpec,
     LoadStoreSpec,
@@ -12,18 +16,63 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier.adapters.vllm.manager import Slots
-from kvtier.device.base import Blocks, KVCaches, PageRef, TransferEngine
-from kvtier.errors import TransferError
+from kvtier.device.base import (
+    Attempt,
+    Blocks,
+    Finished,
+    KVCaches,
+    PageMapping,
+    PageRef,
+    Pinning,
+    Run,
+    TransferEngine,
+)
+from kvtier.errors import ConfigError, DeviceLostError, TransferError
+from kvtier.memory.board import Row, Word
 from kvtier.memory.region import Region
 
+logger = logging.getLogger("kvtier.vllm")
 
-def as_kv_caches(caches: CanonicalKVCaches) -> KVCaches:
-    """See vLLM's canonical KV caches as kvtier's: tensors of int8 pages, and each group's references."""
+
+def as_kv_caches(caches: CanonicalKVCaches, canonical: bool = False) -> KVCaches:
+    """See vLLM's canonical KV caches as kvtier's: tensors of int8 pages, and each group's references.
+
+    Args:
+        caches: what vLLM gives a worker.
+        canonical: whether slots hold canonical pages.
+
+    Raises:
+        ConfigError: they do, and how a page lies in one is not known, or differs by parallel layout.
+    """
     tensors = tuple(_as_pages(tensor.tensor, tensor.page_size_bytes) for tensor in caches.tensors)
     groups = tuple(
-        tuple(PageRef(ref.tensor_idx, ref.page_size_bytes) for ref in refs) for refs in caches.group_data_refs
+        tuple(
+            PageRef(ref.tensor_idx, ref.page_size_bytes, _mapping(ref) if canonical else None) for ref in refs
+        )
+        for refs in caches.group_data_refs
     )
     return KVCaches(tensors, groups)
+
+
+def _mapping(ref: CanonicalKVCacheRef) -> PageMapping:
+    mapping = ref.mapping
+    if mapping is None or not mapping.parallelism_agnostic:
+        raise ConfigError(
+            "canonical_layout: the layout of this KV cache in the device's memory is not one that vLLM can "
+            "tell the places of heads in; remove canonical_layout"
+        )
+    runs = tuple(
+        Run(
+            run.local_offset,
+            run.canonical_offset,
+            run.fragment_size,
+            run.num_fragments,
+            run.local_stride,
+            run.canonical_stride,
+        )
+        for run in mapping.runs
+    )
+    return PageMapping(mapping.canonical_page_size_bytes, runs, mapping.num_writers, mapping.writer_index)
 
 
 def _as_pages(tensor: torch.Tensor, page_bytes: int) -> torch.Tensor:
@@ -32,40 +81,84 @@ def _as_pages(tensor: torch.Tensor, page_bytes: int) -> torch.Tensor:
     return tensor.view(torch.int8).view(-1, page_bytes)
 
 
-class KVTierWorker(OffloadingWorker):
-    """Copies between the KV cache of one worker and its area of the shared slots."""
+@dataclass(frozen=True, slots=True)
+class _Job:
+    slots: Slots
+    is_store: bool
+    is_awaited: bool = False
 
-    def __init__(self, engine: TransferEngine, region: Region) -> None:
+
+class KVTierWorker(OffloadingWorker):
+    """Copies between the KV cache of one worker and its area of the shared slots.
+
+    vLLM asserts that copies succeed, so none is ever reported as failed. A store that failed for good is
+    marked on the board, and the scheduler's side drops its chunks. A load that failed for good is told to
+    ``KVTierConnector``, where that is in use.
+
+    Args:
+        engine: makes the copies.
+        region: the slots; both are closed by ``shutdown``.
+        row: what the scheduler is told with; None where nobody reads it.
+        blocks_per_chunk: blocks of one chunk.
+    """
+
+    def __init__(
+        self, engine: TransferEngine, region: Region, row: Row | None = None, blocks_per_chunk: int = 1
+    ) -> None:
         self._engine = engine
         self._region = region
+        self._row = row
+        self._blocks_per_chunk = blocks_per_chunk
+        self._unmade: list[TransferResult] = []
+        self._jobs: dict[int, _Job] = {}
+        self._pinning = Pinning()
+        self._failed_requests: set[str] | None = None
+
+    def report_failed_loads(self) -> None:
+        """Have ``take_failed_requests`` tell of failed loads, instead of staging them or raising."""
+        self._failed_requests = set()
+        self._engine.stages_loads = False
+
+    def take_failed_requests(self) -> set[str]:
+        """Take the ids of the requests whose loads were reported as finished but brought no bytes."""
+        if not self._failed_requests:
+            return set()
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """See vLLM."""
-        self._engine.submit_store(job_id, _blocks(src_spec), _slots(dst_spec))
+        slots, blocks = _slots(dst_spec), _blocks(src_spec)
+        if self._row is not None and not blocks.fill(len(slots.slots), self._blocks_per_chunk):
+            # vLLM leaves out blocks of a window that were given on before their chunk was complete, and
+            # does not say which: the blocks that follow would be taken for those that are missing.
+            self._row.mark(slots.slots)
+            self._count(Word.STORES_DROPPED)
+            self._unmade.append(TransferResult(job_id=job_id, success=True))
+            return True
+        self._jobs[job_id] = _Job(slots, is_store=True)
+        self._engine.submit_store(job_id, blocks, slots.slots)
         return True
 
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        """See vLLM."""
-        self._engine.submit_load(job_id, _slots(src_spec), _blocks(dst_spec), expedited=expedited)
+        """See vLLM. Of an expedited load the request runs already: its failure can be told to nobody."""
+        slots = _slots(src_spec)
+        self._jobs[job_id] = _Job(slots, is_store=False, is_awaited=expedited)
+        self._engine.submit_load(job_id, slots.slots, _blocks(dst_spec), expedited=expedited)
         return True
 
     def get_finished(self) -> list[TransferResult]:
         """See vLLM.
 
         Raises:
-            TransferError: a copy failed twice. vLLM cannot be told in another way here, and going on
+            TransferError: a load failed in every way, and nobody can be told but by an error: going on
                 would serve bytes that are not the prompt's.
         """
-        results = []
-        for finished in self._engine.finished():
-            if finished.error is not None:
-                raise TransferError(f"copy job {finished.transfer_id} failed twice: {finished.error}") from (
-                    finished.error
-                )
-            results.append(TransferResult(finished.transfer_id, True, finished.nbytes, finished.seconds))
-        return results
+        self._tell_pinning()
+        unmade, self._unmade = self._unmade, []
+        return unmade + [self._result(finished) for finished in self._engine.finished()]
 
     def wait(self, job_ids: set[int]) -> None:
         """See vLLM: called before blocks of running copies are given on."""
@@ -76,11 +169,55 @@ class KVTierWorker(OffloadingWorker):
         self._engine.close()
         self._region.close()
 
+    def _result(self, finished: Finished) -> TransferResult:
+        job = self._jobs.pop(finished.transfer_id)
+        if finished.error is not None:
+            self._fail(job, finished.error)
+            return TransferResult(job_id=finished.transfer_id, success=True)
+        if finished.attempt is Attempt.AGAIN:
+            self._count(Word.STORES_REPEATED if job.is_store else Word.LOADS_REPEATED)
+        elif finished.attempt is Attempt.STAGED:
+            self._count(Word.LOADS_STAGED)
+        return TransferResult(
+            job_id=finished.transfer_id,
+            success=True,
+            transfer_size=finished.nbytes,
+            transfer_time=finished.seconds,
+        )
 
-def _slots(spec: LoadStoreSpec) -> list[int]:
+    def _fail(self, job: _Job, error: BaseException) -> None:
+        if self._row is not None and isinstance(error, DeviceLostError):
+            self._row[Word.LOST] = 1
+        if job.is_store and self._row is not None:
+            logger.error("a store of %d chunks failed, they are dropped: %s", len(job.slots.slots), error)
+            self._row.mark(job.slots.slots)
+            self._count(Word.STORES_DROPPED)
+        elif not job.is_store and not job.is_awaited and self._failed_requests is not None:
+            logger.error("the load of request %s failed, it is computed: %s", job.slots.request, error)
+            self._failed_requests.add(job.slots.request)
+            self._count(Word.LOADS_RECOMPUTED)
+        else:
+            raise TransferError(
+                f"a copy of {len(job.slots.slots)} chunks failed in every way: {error}. With the connector "
+                "KVTierConnector the engine would compute them instead"
+            ) from error
+
+    def _count(self, word: Word) -> None:
+        if self._row is not None:
+            self._row.count(word)
+
+    def _tell_pinning(self) -> None:
+        pinning = self._engine.pinning
+        if self._row is not None and pinning != self._pinning:
+            self._pinning = pinning
+            self._row[Word.PINNED_BYTES] = pinning.nbytes
+            self._row[Word.PINNING_FAILED] = int(pinning.failed)
+
+
+def _slots(spec: LoadStoreSpec) -> Slots:
     if not isinstance(spec, Slots):
         raise TypeError(f"a copy job of kvtier names slots, not {type(spec).__name__}")
-    return spec.slots
+    return spec
 
 
 def _blocks(spec: GPULoadStoreSpec) -> Blocks:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvtier import native
-from kvtier.device.base import Blocks
+from kvtier.device.base import Attempt, Blocks
 from kvtier.device.cpu import CpuTransferEngine, copy_plan
+from kvtier.device.lanes import LOST_AFTER
 from kvtier.device.plan import CopyPlan
+from kvtier.errors import DeviceLostError
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
 from kvtier.testing.device import DeviceConformance, EngineFactory, Rig, Shape, rig
@@ -70,6 +72,69 @@ def test_a_copy_that_fails_twice_is_reported_and_the_next_one_works() -> None:
         it.store(2, one(3), [2])
         it.check()
         assert [(end.transfer_id, end.error) for end in it.engine.finished()] == [(1, error), (2, None)]
+
+
+def test_a_load_that_fails_twice_is_staged_and_has_the_right_bytes() -> None:
+    faulty = Faulty(0, OSError("no"))
+    with rig(with_copy(faulty)) as it:
+        it.store(1, Blocks.make(range(0, 12, 2), (6,), (0,)), range(6))
+        it.engine.drain()
+        faulty.failures = 2
+        it.load(2, range(6), Blocks.make(range(1, 13, 2), (6,), (0,)))
+        it.check()
+        assert [(end.error, end.attempt) for end in it.engine.finished()] == [
+            (None, Attempt.FIRST),
+            (None, Attempt.STAGED),
+        ]
+
+
+@pytest.mark.parametrize(("expedited", "attempt"), [(False, Attempt.AGAIN), (True, Attempt.STAGED)])
+def test_only_an_awaited_load_is_staged_where_the_caller_has_a_better_way(
+    expedited: bool, attempt: Attempt
+) -> None:
+    with rig(with_copy(Faulty(2, OSError("no")))) as it:
+        it.engine.stages_loads = False
+        it.engine.submit_load(1, [2], one(3), expedited=expedited)
+        it.engine.drain()
+        (end,) = it.engine.finished()
+        assert (end.error is None, end.attempt) == (expedited, attempt)
+
+
+def test_after_failures_in_a_row_the_device_is_lost_and_nothing_is_tried_any_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    faulty = Faulty(2 * (LOST_AFTER - 1), OSError("no"))
+    with rig(with_copy(faulty)) as it:
+        for number in range(LOST_AFTER - 1):
+            it.engine.submit_store(number, one(3), [2])
+        it.store(98, one(3), [2])  # one that works: they are not in a row
+        it.engine.drain()
+        it.engine.finished()
+        faulty.failures = 1000
+        for number in range(LOST_AFTER + 2):
+            it.engine.submit_store(number, one(3), [2])
+            it.engine.drain()
+        ends = it.engine.finished()
+        tried = 1000 - faulty.failures
+        it.engine.submit_load(99, [2], one(3), expedited=True)  # in another lane
+        it.engine.drain()
+        ends += it.engine.finished()
+    lost = [isinstance(end.error, DeviceLostError) for end in ends]
+    assert lost == [False] * (LOST_AFTER - 1) + [True] * 4
+    assert tried == 2 * LOST_AFTER == 1000 - faulty.failures
+    assert [end.attempt for end in ends[LOST_AFTER:]] == [None] * 3
+    assert sum("the device is given up" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_device_that_says_it_is_lost_is_believed_at_once() -> None:
+    with rig(with_copy(Faulty(2, DeviceLostError("gone")))) as it:
+        it.engine.submit_store(1, one(3), [2])
+        it.engine.submit_store(2, one(3), [2])
+        it.engine.drain()
+        assert [(str(end.error), end.attempt) for end in it.engine.finished()] == [
+            ("gone", Attempt.AGAIN),
+            ("gone", None),
+        ]
 
 
 class Gate:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvtier import native
-from kvtier.device.base import Blocks
+from kvtier.device.base import Attempt, Blocks, Pinning
 from kvtier.device.cuda import CudaTransferEngine, Event
 from kvtier.device.plan import CopyPlan
 from kvtier.errors import TransferError
@@ -94,7 +94,7 @@ class PlayedDevice:
         pieces: (address, bytes) of what is pinned, in order.
         unpinned: addresses that have been unpinned, in order.
         unmapped: those of them that were not mapped any more by then.
-        copies: how many copies it was given.
+        sources: where the copies are from that it was given, in order.
         refused: which of the copies it is given are refused, by number.
         before_copy: called in a stream's thread before each copy, with its destination.
         before_pinning: called in the pinning thread before each piece, with the number of those before.
@@ -108,10 +108,20 @@ class PlayedDevice:
         self.pieces: list[tuple[int, int]] = []
         self.unpinned: list[int] = []
         self.unmapped: list[int] = []
-        self.copies = 0
+        self.sources: list[int] = []
         self.refused: set[int] = set()
         self.before_copy: Callable[[int], object] = lambda dst: None
         self.before_pinning: Callable[[int], object] = lambda count: None
+
+    @property
+    def copies(self) -> int:
+        """How many copies it was given."""
+        return len(self.sources)
+
+    @property
+    def opened(self) -> int:
+        """How many streams it has opened."""
+        return len(self._streams)
 
     @property
     def under_way(self) -> int:
@@ -127,6 +137,9 @@ class PlayedDevice:
 
     def record_compute(self) -> PlayedEvent:
         return self.compute.record()
+
+    def node(self) -> int | None:
+        return 0
 
     def open_stream(self) -> PlayedStream:
         self._streams.append(PlayedStream(self))
@@ -151,7 +164,7 @@ class PlayedDevice:
 
     def refuses(self, dst: int, src: int, size: int) -> bool:
         """Say whether the copy is refused: it was chosen, or it is partly in a piece that is pinned."""
-        self.copies += 1
+        self.sources.append(src)
         return self.copies - 1 in self.refused or any(
             start < piece + length and piece < start + size
             and not (piece <= start and start + size <= piece + length)
@@ -330,6 +343,53 @@ def test_nothing_moves_any_more_when_a_failure_is_reported(device: PlayedDevice)
         it.check()
 
 
+def test_a_copy_is_repeated_on_a_fresh_stream_which_is_kept(device: PlayedDevice) -> None:
+    device.refused = {1}
+    with rig(engine_on(device)) as it:
+        before = device.opened
+        it.store(1, one(5), [3])
+        it.engine.drain()
+        assert device.opened == before + 1
+        it.store(2, one(6), [4])
+        it.check()
+        assert device.opened == before + 1
+        assert [end.attempt for end in it.engine.finished()] == [Attempt.AGAIN, Attempt.FIRST]
+
+
+def test_a_load_that_fails_twice_is_staged_copy_by_copy_outside_of_the_slots(device: PlayedDevice) -> None:
+    blocks = Blocks.make(range(0, 16, 2), (8,), (0,))
+    with rig(engine_on(device, pinned=True)) as it:
+        it.store(1, blocks, range(8))
+        it.engine.drain()
+        it.engine.finished()
+        device.refused = {device.copies + 3, device.copies + 4 + 2}
+        first = device.copies + 4 + 3
+        it.load(2, range(8), Blocks.make(range(1, 17, 2), (8,), (0,)))
+        it.check()
+        assert [(end.error, end.attempt) for end in it.engine.finished()] == [(None, Attempt.STAGED)]
+        slots = range(it.region.address, it.region.address + it.region.nbytes)
+        assert device.copies == first + 16
+        assert not any(source in slots for source in device.sources[first:])
+
+
+def test_a_device_that_fails_the_submission_fails_the_transfer_alone(
+    device: PlayedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> PlayedEvent:
+        raise TransferError("no event")
+
+    with rig(engine_on(device)) as it:
+        with monkeypatch.context() as patched:
+            patched.setattr(device, "record_compute", refuse)
+            it.engine.submit_store(1, one(5), [3])
+        it.store(2, one(5), [3])
+        it.check()
+        assert [(end.transfer_id, str(end.error)) for end in it.engine.finished()] == [
+            (1, "no event"),
+            (2, "None"),
+        ]
+
+
 @pytest.mark.parametrize("piece_slots", [1, 7, SLOTS, 100])
 def test_all_slots_are_pinned_once_and_unpinned_at_the_end(device: PlayedDevice, piece_slots: int) -> None:
     with rig(engine_on(device, piece_slots, pinned=True)) as it:
@@ -357,10 +417,9 @@ def test_what_cannot_be_pinned_is_copied_all_the_same(
     with rig(engine_on(device, 5)) as it:
         it.store(1, Blocks.make(range(SLOTS), (SLOTS,), (0,)), range(SLOTS))
         it.check()
-        assert isinstance(it.engine, CudaTransferEngine)
-        assert it.engine.pinned_bytes == 10 * CHUNK
+        assert it.engine.pinning == Pinning(10 * CHUNK, failed=True)
         it.engine.close()
-        assert it.engine.pinned_bytes == 0
+        assert it.engine.pinning == Pinning(0, failed=True)
         assert device.unpinned == [it.region.address, it.region.address + 5 * CHUNK]
     (record,) = caplog.records
     assert record.getMessage().startswith(

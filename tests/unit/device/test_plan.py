@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.device.base import Blocks, KVCaches, PageRef
+from kvtier.device.base import Blocks, KVCaches, PageMapping, PageRef, Run
 from kvtier.device.plan import CopyPlanner
 from kvtier.memory.layout import SlotLayout
 
@@ -109,3 +109,43 @@ def test_another_number_of_groups() -> None:
 def test_caches_that_cannot_be(tensor: torch.Tensor, ref: PageRef, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         KVCaches((tensor,), ((ref,),))
+
+
+def test_neighbouring_pieces_are_copied_as_one() -> None:
+    apart = PageMapping(96, (Run(0, 32, 8, 2, 8, 8), Run(16, 48, 16), Run(32, 80, 16)))
+    assert apart.pieces().tolist() == [[0, 32, 32], [32, 80, 16]]
+
+
+@pytest.mark.parametrize(
+    ("canonical", "runs", "message"),
+    [
+        (64, (Run(0, 0, 31),), "do not cover a page of 32 bytes"),
+        (64, (Run(1, 0, 32),), "do not cover a page of 32 bytes"),
+        (64, (Run(0, 0, 16), Run(8, 32, 16)), "overlap in the page"),
+        (64, (Run(0, 0, 16), Run(16, 8, 16)), "overlap in the canonical page"),
+        (64, (Run(0, 0, 16, 2, 16, 49),), "goes beyond the canonical page"),
+    ],
+)
+def test_a_mapping_that_would_lose_bytes(canonical: int, runs: tuple[Run, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PageRef(0, 32, PageMapping(canonical, runs))
+
+
+@pytest.mark.parametrize("numbers", [(-1, 0, 1), (0, -1, 1), (0, 0, 0), (0, 0, 1, 0), (0, 0, 1, 2, -1)])
+def test_a_run_that_cannot_be(numbers: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="lengths from 1 and offsets from 0"):
+        Run(*numbers)
+
+
+def test_a_writer_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="writer is 2 of 2"):
+        PageMapping(32, (Run(0, 0, 32),), writers=2, writer=2)
+
+
+def test_one_page_in_two_canonical_places() -> None:
+    first, second = (PageMapping(128, (Run(0, offset, 64),)) for offset in (0, 64))
+    caches = KVCaches(
+        (torch.zeros((4, 64), dtype=torch.int8),), ((PageRef(0, 64, first), PageRef(0, 64, second)),)
+    )
+    with pytest.raises(ValueError, match="maps its pages of tensor 0 in two ways"):
+        CopyPlanner(caches, SlotLayout.make(caches.page_bytes, 1), HOST, 4)

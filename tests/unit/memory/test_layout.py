@@ -58,3 +58,15 @@ def test_refused(pages: tuple[int, ...], per_chunk: int, rank: int, workers: int
 def test_no_such_page(tensor: int, block: int) -> None:
     with pytest.raises(IndexError):
         SlotLayout.make((100, 7), 4).offset(tensor, block)
+
+
+def test_a_worker_with_fewer_pages_leaves_the_rest_of_its_area() -> None:
+    full, part = SlotLayout.make((100, 7), 4, 0, 2), SlotLayout.make((100,), 4, 1, 2, area_bytes=428)
+    assert full.area_bytes == part.area_bytes
+    assert full.chunk_bytes == part.chunk_bytes
+    assert part.tensor_offsets == (428,)
+
+
+def test_an_area_holds_the_pages_of_its_worker() -> None:
+    with pytest.raises(ValueError, match="take 428 bytes of a slot, its area has 427"):
+        SlotLayout.make((100, 7), 4, area_bytes=427)

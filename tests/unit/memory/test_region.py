@@ -312,3 +312,28 @@ def test_needs_neither_torch_nor_numpy() -> None:
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("theirs", ["3 slots", ""])
+def test_equal_sizes_do_not_join_what_is_not_the_same(shm: Path, theirs: str) -> None:
+    # As many bytes in all, cut in another way: a slot of one would be parts of two slots of the other.
+    with (
+        Region.open("a", 3, 2 * PAGE, shm, contents=theirs),
+        pytest.raises(RegionError, match=f"{theirs}.*6 slots.* need the same settings"),
+    ):
+        Region.open("a", 6, PAGE, shm, contents="6 slots")
+    assert os.listdir(shm) == []
+
+
+def test_the_same_contents_join(shm: Path) -> None:
+    with (
+        Region.open("a", 2, PAGE, shm, contents="pages") as one,
+        Region.open("a", 2, PAGE, shm, contents="pages") as other,
+    ):
+        one.view(1)[-1:] = b"x"
+        assert bytes(other.view(1)[-1:]) == b"x"
+
+
+def test_contents_too_long_to_be_noted(shm: Path) -> None:
+    with pytest.raises(ValueError, match="300 characters"):
+        Region.open("a", 1, PAGE, shm, contents="x" * 300)

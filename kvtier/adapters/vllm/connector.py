@@ -1,0 +1,84 @@
+"""vLLM's offloading connector, and what it lacks: a load that failed is told to the engine.
+
+The plain connector asserts that every copy succeeds. The engine itself can compute a request anew whose
+load has failed, where its connector names the request in ``failed_recving``. It forgets at once that it
+did so, and would load the same chunks again in the next step: that this does not happen is seen to by the
+manager, which answers all that the request asks for from then on with a miss.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# First: it refuses a vLLM that is too old, which might lack what is imported next.
+import kvtier.adapters.vllm.compat  # noqa: F401
+
+# isort: split
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+
+from kvtier.adapters.vllm.manager import KVTierManager
+from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
+from kvtier.adapters.vllm.worker import KVTierWorker
+from kvtier.errors import ConfigError
+
+
+class KVTierConnector(OffloadingConnector):
+    """Offloads as ``OffloadingConnector`` does; a request whose load fails is computed.
+
+    ``"kv_connector": "KVTierConnector"``, ``"kv_load_failure_policy": "recompute"``.
+
+    Raises:
+        ConfigError: the policy is another one, or the spec is not kvtier's.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+        if policy != "recompute":
+            raise ConfigError(
+                f'KVTierConnector: kv_load_failure_policy is "{policy}", so requests would end with an error '
+                'where a load fails: set it to "recompute", or use the OffloadingConnector'
+            )
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._manager: KVTierManager | None = None
+        self._worker: KVTierWorker | None = None
+        if self.connector_scheduler is not None:
+            self._manager = _kvtiers(self.connector_scheduler.manager, KVTierManager)
+        if self.connector_worker is not None:
+            _kvtiers(self.connector_worker.spec, KVTierOffloadingSpec)
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """See vLLM: called in each worker, before its first step."""
+        super().register_kv_caches(kv_caches)
+        assert self.connector_worker is not None
+        self._worker = _kvtiers(self.connector_worker.worker, KVTierWorker)
+        self._worker.report_failed_loads()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """See vLLM: called in each worker and step. What has failed has also finished."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self._worker is not None:
+            results.failed_recving |= self._worker.take_failed_requests()
+        return results
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """See vLLM: called in the scheduler's process with what the workers of a step have told."""
+        if self._manager is not None and connector_output.failed_recving:
+            self._manager.fail_loads(connector_output.failed_recving)
+        super().update_connector_output(connector_output)
+
+
+def _kvtiers(part: object, kind: type[Any]) -> Any:
+    if not isinstance(part, kind):
+        raise ConfigError(
+            f"KVTierConnector works with kvtier's spec only, not with {type(part).__module__}: set spec_name "
+            "in kv_connector_extra_config to KVTierOffloadingSpec"
+        )
+    return part

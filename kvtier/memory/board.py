@@ -1,0 +1,122 @@
+"""What workers tell their scheduler beside the engine's own messages: a board in shared memory.
+
+The board is a row for each worker, which alone writes it; the scheduler reads all rows, in each step. A row
+is some numbers, then a byte for each slot that says whether the last store of this worker into it failed.
+Such a mark is made before the engine is told that the store has ended, and wiped by the scheduler when
+it takes it in; until then the slot is not given to anybody else, so nobody writes a mark at the same
+time. A number is eight aligned bytes, written at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+
+_WORD_BYTES = 8
+_ROW_ALIGNMENT = 128
+
+
+class Word(IntEnum):
+    """The numbers of a row, all of which start as 0."""
+
+    STORES_REPEATED = 0
+    STORES_DROPPED = 1
+    LOADS_REPEATED = 2
+    LOADS_STAGED = 3
+    LOADS_RECOMPUTED = 4
+    MARKED = 5  # slots that were marked, all in all
+    LOST = 6  # 1 once the device is lost
+    PINNED_BYTES = 7
+    PINNING_FAILED = 8  # 1 once nothing more can be pinned
+    NODE = 9  # the NUMA node that the worker's device is at, counted from 1; 0 where it is not known
+
+
+_WORDS_BYTES = len(Word) * _WORD_BYTES
+
+
+def board_bytes(slots: int, workers: int) -> int:
+    """Return how many bytes the board of so many workers takes."""
+    return _row_bytes(slots) * workers
+
+
+def _row_bytes(slots: int) -> int:
+    return -(-(_WORDS_BYTES + slots) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+
+
+class Row:
+    """One worker's row.
+
+    Args:
+        board: the bytes of the whole board.
+        slots: number of slots.
+        rank: which worker's row, from 0.
+    """
+
+    def __init__(self, board: memoryview, slots: int, rank: int) -> None:
+        start = rank * _row_bytes(slots)
+        self._words = board[start : start + _WORDS_BYTES].cast("Q")
+        self._marks = board[start + _WORDS_BYTES : start + _WORDS_BYTES + slots]
+
+    def __getitem__(self, word: Word) -> int:
+        return self._words[word]
+
+    def __setitem__(self, word: Word, value: int) -> None:
+        self._words[word] = value
+
+    def count(self, word: Word) -> None:
+        """Add 1 to a number."""
+        self._words[word] += 1
+
+    def mark(self, slots: Iterable[int]) -> None:
+        """Say that the store into these slots has failed, before anybody learns that it has ended."""
+        for slot in slots:
+            if not self._marks[slot]:
+                self._marks[slot] = 1
+                self._words[Word.MARKED] += 1
+
+    def wipe(self, slots: Iterable[int]) -> int:
+        """Take the marks from these slots; return how many there were."""
+        marks, wiped = self._marks, 0
+        for slot in slots:
+            if marks[slot]:
+                marks[slot] = 0
+                wiped += 1
+        return wiped
+
+    @property
+    def words(self) -> bytes:
+        """All numbers, to be compared with what they were."""
+        return self._words.tobytes()
+
+
+class Board:
+    """The scheduler's view of the board.
+
+    Args:
+        board: the board's bytes, ``board_bytes(slots, workers)`` of them, zeros at first.
+        slots: number of slots.
+        workers: number of rows.
+    """
+
+    def __init__(self, board: memoryview, slots: int, workers: int) -> None:
+        self.rows: Sequence[Row] = [Row(board, slots, rank) for rank in range(workers)]
+        self._wiped = 0
+        self._seen: list[bytes] = []
+
+    def take_marks(self, slots: Sequence[int]) -> bool:
+        """Say whether a store into one of these slots has failed at any worker, and wipe the marks."""
+        if sum(row[Word.MARKED] for row in self.rows) == self._wiped:
+            return False
+        wiped = sum(row.wipe(slots) for row in self.rows)
+        self._wiped += wiped
+        return wiped > 0
+
+    def has_changed(self) -> bool:
+        """Say whether a number is another than when this was last asked."""
+        seen, self._seen = self._seen, [row.words for row in self.rows]
+        return seen != self._seen
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a worker's device is lost."""
+        return any(row[Word.LOST] for row in self.rows)

@@ -1,0 +1,13 @@
+"""KVTierConnector for workers that are processes of their own: whoever imports it has faulty copies."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+from kvtier.adapters.vllm.connector import KVTierConnector
+from tests.integration.faults import Faults
+
+if multiprocessing.parent_process() is not None:
+    Faults().install()
+
+__all__ = ["KVTierConnector"]

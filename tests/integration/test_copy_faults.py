@@ -1,0 +1,252 @@
+"""Copies between device and primary tier fail: never a wrong token, and the engine goes on where it can."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.conftest import Ask
+from tests.integration.harness import PROMPT_CHUNKS, Engine, EngineError, Forge, prompt
+
+SETTINGS = {"cpu_bytes_to_use": "64MiB"}
+PLAIN: dict[str, Any] = {}
+RECOMPUTING = {"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"}
+LOST_AFTER = 5
+ATTEMPTS = 2
+STAGED_TOO = 3
+
+
+@pytest.fixture(scope="module")
+def engines(forge: Forge, llama: Path) -> Iterator[dict[str, Engine]]:
+    """Two engines that go on after each fault: with the plain connector, and with kvtier's."""
+    with (
+        forge.start(llama, SETTINGS, faulty_copies=True) as plain,
+        forge.start(llama, SETTINGS, faulty_copies=True, kv_transfer_config=RECOMPUTING) as recomputing,
+    ):
+        yield {"plain": plain, "recomputing": recomputing}
+
+
+@pytest.fixture(params=["plain", "recomputing"])
+def engine(engines: dict[str, Engine], request: pytest.FixtureRequest) -> Engine:
+    return _anew(engines[request.param])
+
+
+@pytest.fixture
+def plain(engines: dict[str, Engine]) -> Engine:
+    return _anew(engines["plain"])
+
+
+@pytest.fixture
+def recomputing(engines: dict[str, Engine]) -> Engine:
+    return _anew(engines["recomputing"])
+
+
+def _anew(engine: Engine) -> Engine:
+    engine.fail_copies()
+    engine.reset()
+    return engine
+
+
+def _failed(engine: Engine) -> dict[tuple[str, str], float]:
+    return {
+        (labels["verb"], labels["outcome"]): value
+        for name, labels, value in engine.metrics().samples
+        if name == "kvtier_copy_failed_total" and value
+    }
+
+
+class Counted:
+    """What was counted of failed copies since this was made."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._before = _failed(engine)
+
+    def __call__(self) -> dict[tuple[str, str], float]:
+        since = {key: value - self._before.get(key, 0) for key, value in _failed(self._engine).items()}
+        return {key: value for key, value in since.items() if value}
+
+
+def test_a_copy_that_fails_once_is_noticed_by_the_counters_alone(engine: Engine, reference: Ask) -> None:
+    counted = Counted(engine)
+    engine.fail_copies(stores=1, loads=1)
+    cold, _ = engine.served(prompt(1))
+    engine.reset(connector=False)
+    again = engine.served(prompt(1))
+
+    assert cold == reference(prompt(1))
+    assert again == (cold, {"cpu": PROMPT_CHUNKS})
+    assert counted() == {("store", "repeated"): 1, ("load", "repeated"): 1}
+
+
+def test_chunks_whose_store_failed_are_never_read(engine: Engine, reference: Ask) -> None:
+    counted = Counted(engine)
+    dropped = engine.metrics().value("kvtier_dropped_chunks", verb="store")
+    engine.fail_copies(stores=ATTEMPTS)
+    cold, _ = engine.served(prompt(1))
+    engine.reset(connector=False)
+    again = engine.served(prompt(1))  # computed, and stored this time
+    engine.reset(connector=False)
+    loaded = engine.served(prompt(1))
+
+    assert cold == reference(prompt(1))
+    assert again == (cold, {})
+    assert loaded == (cold, {"cpu": PROMPT_CHUNKS})
+    assert counted() == {("store", "dropped"): 1}
+    assert engine.metrics().value("kvtier_dropped_chunks", verb="store") - dropped == PROMPT_CHUNKS
+
+
+def test_a_request_whose_load_failed_is_computed_and_not_loaded_again(
+    recomputing: Engine, reference: Ask
+) -> None:
+    others = [prompt(seed) for seed in (2, 3)]
+    recomputing.served(prompt(1), *others)
+    recomputing.reset(connector=False)
+    counted = Counted(recomputing)
+    before = recomputing.metrics()
+    recomputing.fail_copies(loads=ATTEMPTS)
+    answers = recomputing.generate(prompt(1))
+    failed_after = recomputing.settled()
+    rest = recomputing.served(*others)
+    recomputing.reset(connector=False)
+    # vLLM does not offer the chunks of a load again, also when it failed: the next request stores them.
+    dropped = recomputing.served(prompt(1))
+    recomputing.reset(connector=False)
+    stored_anew = recomputing.served(prompt(1))
+
+    assert answers == reference(prompt(1))
+    assert counted() == {("load", "recomputed"): 1}
+    assert failed_after.value("kvtier_dropped_chunks", verb="load") == (
+        before.value("kvtier_dropped_chunks", verb="load") + PROMPT_CHUNKS
+    )
+    assert failed_after.value("kvtier_misses", reason="load_failed") >= 1
+    assert rest == (reference(*others), {"cpu": 2 * PROMPT_CHUNKS})
+    assert dropped == (answers, {})
+    assert stored_anew == (answers, {"cpu": PROMPT_CHUNKS})
+
+
+def test_of_many_requests_only_those_whose_load_failed_are_computed(
+    recomputing: Engine, reference: Ask
+) -> None:
+    prompts = [prompt(seed) for seed in (1, 2, 3)]
+    recomputing.served(*prompts)
+    recomputing.reset(connector=False)
+    counted = Counted(recomputing)
+    recomputing.fail_copies(loads=ATTEMPTS)
+    answers, loaded = recomputing.served(*prompts, together=True)
+
+    assert answers == reference(*prompts)
+    assert loaded == {"cpu": 3 * PROMPT_CHUNKS}
+    assert counted() == {("load", "recomputed"): 1}
+
+
+def test_without_the_connector_a_load_that_fails_twice_is_staged(plain: Engine, reference: Ask) -> None:
+    plain.served(prompt(1))
+    plain.reset(connector=False)
+    counted = Counted(plain)
+    plain.fail_copies(loads=ATTEMPTS)
+    again = plain.served(prompt(1))
+
+    assert again == (reference(prompt(1)), {"cpu": PROMPT_CHUNKS})
+    assert counted() == {("load", "staged"): 1}
+
+
+def test_without_the_connector_a_load_that_fails_in_every_way_ends_the_engine_in_words(
+    forge: Forge, llama: Path
+) -> None:
+    engine = forge.start(llama, SETTINGS, faulty_copies=True)
+    engine.served(prompt(1))
+    engine.reset(connector=False)
+    engine.fail_copies(loads=ATTEMPTS, staged=1)
+    with pytest.raises(EngineError, match="KVTierConnector the engine would compute them instead"):
+        engine.generate(prompt(1))
+    engine.kill()
+
+
+def test_with_the_connector_the_engine_outlives_a_lost_device(
+    forge: Forge, llama: Path, reference: Ask
+) -> None:
+    prompts = [prompt(seed) for seed in range(1, 9)]
+    with forge.start(llama, SETTINGS, faulty_copies=True, kv_transfer_config=RECOMPUTING) as engine:
+        engine.served(*prompts)
+        engine.reset(connector=False)
+        engine.fail_copies(stores=-1, loads=-1, staged=-1)
+        start = time.monotonic()
+        answers = engine.generate(*prompts)
+        again = engine.generate(*prompts, together=True)
+        passed_s = time.monotonic() - start
+        metrics = engine.settled()
+        log = engine.log()
+
+    assert answers == again == reference(*prompts)
+    assert passed_s < 30
+    assert metrics.value("kvtier_device_up", worker="0") == 0
+    assert metrics.value("kvtier_misses", reason="device_lost") >= 1
+    assert metrics.value("kvtier_copy_failed") >= LOST_AFTER
+    assert log.count("nothing is stored or loaded any more") == 1
+
+
+def test_a_failure_of_one_worker_of_two_is_one_of_all(forge: Forge, llama: Path, reference: Ask) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    two: dict[str, Any] = {
+        "environment": {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"},
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+        "start_s": 200.0,  # both workers import all anew
+        "kv_transfer_config": {
+            **RECOMPUTING,
+            "kv_connector_module_path": "tests.integration.faulty_connector",
+        },
+    }
+    with forge.start(llama, SETTINGS, faulty_copies=True, **two) as engine:
+        counted = Counted(engine)
+        engine.fail_copies(stores=ATTEMPTS, rank=1)
+        cold, _ = engine.served(prompt(1))
+        engine.reset(connector=False)
+        not_stored = engine.served(prompt(1))
+        engine.reset(connector=False)
+        engine.fail_copies(loads=ATTEMPTS, rank=1)
+        computed, _ = engine.served(prompt(1))
+        engine.reset(connector=False)
+        dropped = engine.served(prompt(1))
+        engine.reset(connector=False)
+        loaded = engine.served(prompt(1))
+        counts = counted()
+
+    assert cold == computed == reference(prompt(1))
+    assert not_stored == dropped == (cold, {})
+    assert loaded == (cold, {"cpu": PROMPT_CHUNKS})
+    assert counts == {("store", "dropped"): 1, ("load", "recomputed"): 1}
+
+
+@pytest.mark.parametrize(
+    ("transfer", "settings", "message"),
+    [
+        ({"kv_connector": "KVTierConnector"}, SETTINGS, 'kv_load_failure_policy is "fail"'),
+        (RECOMPUTING, {"cpu_bytes_to_use": 2**26, "spec_name": "CPUOffloadingSpec"}, "set spec_name"),
+    ],
+)
+def test_the_connector_refuses_what_it_cannot_work_with(
+    forge: Forge, llama: Path, transfer: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(EngineError, match=message):
+        forge.start(llama, settings, kv_transfer_config=transfer)
+
+
+def test_the_connector_is_found_by_module_path_without_the_plugin(
+    forge: Forge, llama: Path, reference: Ask
+) -> None:
+    transfer = {**RECOMPUTING, "kv_connector_module_path": "kvtier.adapters.vllm.connector"}
+    settings = {**SETTINGS, "spec_module_path": "kvtier.adapters.vllm.spec"}
+    with forge.start(
+        llama, settings, kv_transfer_config=transfer, environment={"VLLM_PLUGINS": ""}
+    ) as engine:
+        cold, _ = engine.served(prompt(1))
+        engine.reset(connector=False)
+        assert engine.served(prompt(1)) == (cold, {"cpu": PROMPT_CHUNKS})
+        assert cold == reference(prompt(1))

@@ -1,0 +1,316 @@
+"""The layouts that vLLM lays KV caches out in, on any platform: what was stored comes back byte for byte.
+
+vLLM's own code places the layers in one allocation, makes the tensors that a connector is given, and
+tells the worker of them; here they are of the CPU, whatever platform uses them so.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    create_kv_cache_views,
+    iter_layer_specs,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.kv_offload.base import (
+    GPULoadStoreSpec,
+    LookupResult,
+    OffloadingManager,
+    OffloadingWorker,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    ScheduleEndContext,
+)
+
+from kvtier.adapters.vllm.manager import Slots
+from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
+from kvtier.errors import RegionError
+from kvtier.keys import pack_key
+
+NUM_BLOCKS = 24
+BLOCK_TOKENS = 16
+FULL = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
+WINDOW = SlidingWindowSpec(
+    block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=64
+)
+LATENT = MLAAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=72, dtype=torch.bfloat16)
+STATE = MambaSpec(
+    block_size=BLOCK_TOKENS,
+    shapes=((3, 10), (2, 8, 4)),
+    dtypes=(torch.bfloat16, torch.float32),
+    mamba_cache_mode="align",
+)
+WIDE = replace(FULL, num_kv_heads=6)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A KV cache: its groups, each a spec and a number of layers, and how the allocation is laid out."""
+
+    groups: Sequence[tuple[KVCacheSpec, int]]
+    layout: KVCacheLayout = KVCacheLayout.LBNHC
+    kernel_block_tokens: int | None = None
+
+
+def each(*specs: KVCacheSpec) -> UniformTypeKVCacheSpecs:
+    """Make the spec of a group whose layers differ."""
+    named = {f"uneven.{number}": spec for number, spec in enumerate(specs)}
+    return UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=named)
+
+
+CASES = {
+    "full attention": Case([(FULL, 3)]),
+    "heads outside of tokens": Case([(FULL, 3)], KVCacheLayout.LBHNC),
+    "latent attention": Case([(LATENT, 3)]),
+    "kernels with smaller blocks": Case([(FULL, 2)], kernel_block_tokens=4),
+    "groups over the same tensors": Case([(FULL, 2), (WINDOW, 2), (WINDOW, 2)]),
+    "groups of unlike size": Case([(FULL, 3), (WINDOW, 2)]),
+    "padded attention": Case(
+        [
+            (replace(FULL, page_size_padded=2560), 2),
+            (replace(WINDOW, num_kv_heads=1, page_size_padded=2560), 2),
+        ]
+    ),
+    "states beside attention": Case([(FULL, 2), (replace(STATE, page_size_padded=FULL.page_size_bytes), 4)]),
+    "states alone": Case([(STATE, 3)]),
+    "layers of unlike width": Case([(each(FULL, WIDE, FULL), 3)]),
+    "latent attention and an index": Case([(each(LATENT, replace(LATENT, head_size=40)), 2)]),
+    "one packed block of all layers": Case([(FULL, 3)], KVCacheLayout.BLHNC),
+    "packed, groups of unlike pages": Case(
+        [(FULL, 3), (replace(WINDOW, num_kv_heads=6), 2)], KVCacheLayout.BLHNC
+    ),
+    "packed, with states": Case([(LATENT, 2), (STATE, 3)], KVCacheLayout.BLHNC),
+}
+
+
+class Cache:
+    """A KV cache made and registered as vLLM does it."""
+
+    def __init__(self, case: Case, blocks_per_chunk: int) -> None:
+        groups = [
+            KVCacheGroupSpec([*_names(spec, number, layers)], spec)
+            for number, (spec, layers) in enumerate(case.groups)
+        ]
+        self.vllm_config = _vllm_config(case, blocks_per_chunk)
+        self.config: KVCacheConfig = get_kv_cache_config_from_groups(self.vllm_config, groups, 1 << 20)
+        self.nbytes = self.config.kv_cache_tensors[0].size
+        self.memory = torch.randint(-128, 128, (self.nbytes,), dtype=torch.int8)
+        self.caches = self._views(self.memory, case)
+        self._case = case
+        self.spec = KVTierOffloadingSpec(build_offloading_config(self.vllm_config, self.config))
+        self.connector = OffloadingConnectorWorker(self.spec, self.vllm_config, self.config)
+
+    def register(self) -> OffloadingWorker:
+        self.connector.register_kv_caches(self.caches)
+        assert self.connector.worker is not None
+        return self.connector.worker
+
+    def pages_of(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
+        """Return where in the memory the pages of these blocks are, as a mask."""
+        mask = torch.zeros(self.nbytes, dtype=torch.int8)
+        views = self._views(mask, self._case)
+        for name in self.config.kv_cache_groups[group].layer_names:
+            view = views[name].view(torch.int8)
+            per_block = view.shape[0] // NUM_BLOCKS
+            for block in blocks:
+                view[block * per_block : (block + 1) * per_block] = 1
+        return mask.bool()
+
+    def read(self, group: int, block: int) -> list[torch.Tensor]:
+        """Return the bytes of a block, layer after layer, as the engine sees them."""
+        pages = []
+        for name in self.config.kv_cache_groups[group].layer_names:
+            view = self.caches[name].view(torch.int8)
+            per_block = view.shape[0] // NUM_BLOCKS
+            pages.append(view[block * per_block : (block + 1) * per_block].clone())
+        return pages
+
+    def _views(self, memory: torch.Tensor, case: Case) -> dict[str, torch.Tensor]:
+        specs = {
+            name: spec
+            for group in self.config.kv_cache_groups
+            for name, spec in zip(group.layer_names, _each_layer(group), strict=True)
+        }
+        views: dict[str, torch.Tensor] = {}
+        for tensor in self.config.kv_cache_tensors:
+            spec = specs[tensor.layers[0]]
+            made = create_kv_cache_views(
+                memory, spec, NUM_BLOCKS, case.layout, tensor, case.kernel_block_tokens
+            )
+            views.update(zip(tensor.layers, made, strict=True))
+        return views
+
+
+def _names(spec: KVCacheSpec, group: int, layers: int) -> Iterator[str]:
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        yield from spec.kv_cache_specs
+    else:
+        yield from (f"layers.{group}.{number}" for number in range(layers))
+
+
+def _each_layer(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
+    specs = list(iter_layer_specs(group.kv_cache_spec))
+    return specs if len(specs) == len(group.layer_names) else specs * len(group.layer_names)
+
+
+def _vllm_config(case: Case, blocks_per_chunk: int) -> Any:
+    """Make what vLLM's code asks of its configuration here, and nothing else."""
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            engine_id=f"layouts-{uuid.uuid4()}",
+            kv_connector_extra_config={"cpu_bytes_to_use": "4MiB", "blocks_per_chunk": blocks_per_chunk},
+        ),
+        parallel_config=SimpleNamespace(
+            rank=0,
+            world_size=1,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
+            cp_kv_cache_interleave_size=1,
+            data_parallel_index=0,
+            data_parallel_size=1,
+            data_parallel_rank_local=None,
+            distributed_executor_backend="uni",
+            nnodes_within_dp=1,
+        ),
+        model_config=SimpleNamespace(
+            model="layouts", dtype="bfloat16", use_mla=False, get_total_num_kv_heads=lambda: 2
+        ),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto",
+            kv_cache_layout=case.layout.name,
+            get_resolved_kv_cache_layout=lambda: case.layout,
+            enable_prefix_caching=True,
+            prefix_match_unit=None,
+            block_size=BLOCK_TOKENS,
+            num_gpu_blocks_override=NUM_BLOCKS,
+            prefix_cache_retention_interval=None,
+        ),
+        attention_config=SimpleNamespace(hisparse_config=None),
+        kv_events_config=None,
+        use_v2_model_runner=False,
+    )
+
+
+def job(groups: int, group: int, blocks: Sequence[int], first: int) -> GPULoadStoreSpec:
+    sizes, firsts = [0] * groups, [0] * groups
+    sizes[group], firsts[group] = len(blocks), first
+    return GPULoadStoreSpec(list(blocks), group_sizes=sizes, block_indices=firsts)
+
+
+def finish(worker: OffloadingWorker, number: int) -> None:
+    worker.wait({number})
+    assert [result.job_id for result in worker.get_finished()] == [number]
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 3])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_blocks_come_back_byte_for_byte_and_nothing_else_changes(case: Case, blocks_per_chunk: int) -> None:
+    cache = Cache(case, blocks_per_chunk)
+    worker = cache.register()
+    groups = len(cache.config.kv_cache_groups)
+    stored, loaded = [5, 6, 7, 2], [20, 3, 4]
+    first = blocks_per_chunk - 1  # the first chunk is entered at its last block
+    slots = [9, 4, 7, 2][: (len(stored) + first) // blocks_per_chunk]
+    slots_to_load = slots[: -(-(len(loaded) + first) // blocks_per_chunk)]
+    try:
+        for group in range(groups):
+            cache.memory.random_(-128, 128)
+            before = [cache.read(group, block) for block in stored[: len(loaded)]]
+            worker.submit_store(group, job(groups, group, stored, first), Slots(slots))
+            finish(worker, group)
+            cache.memory.random_(-128, 128)
+            others = cache.memory.clone()
+            worker.submit_load(groups + group, Slots(slots_to_load), job(groups, group, loaded, first))
+            finish(worker, groups + group)
+            after = [cache.read(group, block) for block in loaded]
+            assert all(_same(*pair) for pair in zip(before, after, strict=True))
+            untouched = ~_owned(cache, group, loaded, case)
+            assert torch.equal(cache.memory[untouched], others[untouched])
+    finally:
+        cache.connector.shutdown()
+
+
+def _same(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bool:
+    return all(map(torch.equal, before, after))
+
+
+def _owned(cache: Cache, group: int, blocks: Sequence[int], case: Case) -> torch.Tensor:
+    """Return the mask of what may change: pages, and of a packed allocation whole blocks."""
+    if not case.layout.is_block_outermost:
+        return cache.pages_of(group, blocks)
+    mask = torch.zeros((NUM_BLOCKS, cache.nbytes // NUM_BLOCKS), dtype=torch.bool)
+    mask[list(blocks)] = True
+    return mask.flatten()
+
+
+def test_a_layout_that_vllm_tells_only_a_part_of_is_refused() -> None:
+    # Pages that are padded to an alignment look like a packed block to vLLM's worker (0.32, 0.33): it
+    # tells of the first layer alone. The sizes do not add up then, and nothing may be offloaded.
+    case = Case([(replace(FULL, block_stride_alignment=768), 3)])
+    cache = Cache(case, 1)
+    with pytest.raises(RegionError, match="this KV cache layout is not supported"):
+        cache.register()
+
+
+@pytest.mark.parametrize(
+    ("size", "first", "kept"),
+    [
+        (6, 0, True),
+        (4, 2, True),  # a window begins inside of its first chunk
+        (5, 0, False),  # a block is missing, and it is not said which
+        (3, 0, False),  # a block of each chunk is missing
+    ],
+)
+def test_a_chunk_that_lacks_blocks_in_its_midst_is_never_given_back(
+    size: int, first: int, kept: bool
+) -> None:
+    cache = Cache(Case([(WINDOW, 2)]), blocks_per_chunk=3)
+    worker, manager = cache.register(), cache.spec.get_manager()
+    request = ReqContext(req_id="a")
+    manager.on_new_request(request)
+    keys = [OffloadKey(pack_key(bytes([number]) * 32)) for number in range(2)]
+    try:
+        output = _when_there_are_slots(manager, keys, request)
+        worker.submit_store(1, job(1, 0, range(1, 1 + size), first), output.store_spec)
+        finish(worker, 1)
+        manager.complete_store(keys, request)
+        found = [manager.lookup(key, request) is LookupResult.HIT for key in keys]
+    finally:
+        cache.connector.shutdown()
+        manager.shutdown()
+    assert found == [kept, kept]
+
+
+def _when_there_are_slots(
+    manager: OffloadingManager, keys: Sequence[OffloadKey], request: ReqContext
+) -> PrepareStoreOutput:
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        manager.on_schedule_end(ScheduleEndContext([], ()))
+        output = manager.prepare_store(keys, request)
+        if output is not None and output.keys_to_store:
+            return output
+        time.sleep(0.001)
+    raise AssertionError("the primary tier has no slots")

@@ -1,0 +1,212 @@
+"""Engines of several workers: who shares what with whom, and right tokens wherever something is shared."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.integration.conftest import LLAMA, Ask
+from tests.integration.harness import (
+    PROMPT_CHUNKS,
+    PROMPT_TOKENS,
+    Engine,
+    EngineError,
+    Forge,
+    chunk_files,
+    namespaces,
+    prompt,
+)
+from tests.integration.test_models import MLA, MLA_MODEL
+
+FIRST, SECOND = [prompt(1), prompt(2)], [prompt(3), prompt(4)]
+CHUNKS = len(FIRST) * PROMPT_CHUNKS
+# Of a layer, canonical: tokens, heads, keys and values, numbers, their bytes.
+PAGE_BYTES = 32 * 2 * 2 * 64 * 4
+MLA_BLOCK_TOKENS = 16  # as vLLM chooses for latent attention
+ROOM: dict[str, Any] = {"num_gpu_blocks_override": 200, "start_s": 300}
+
+CORES = sorted(os.sched_getaffinity(0))
+WORKERS: dict[str, Any] = {
+    "environment": {"VLLM_CPU_OMP_THREADS_BIND": f"{CORES[0]}|{CORES[-1]}"},
+    "distributed_executor_backend": "mp",
+    **ROOM,
+}
+TWO_RANKS = {**WORKERS, "tensor_parallel_size": 2}
+TWO_STAGES = {**WORKERS, "pipeline_parallel_size": 2}
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    return {
+        "cpu_bytes_to_use": "96MiB",
+        "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path / "root")}],
+    }
+
+
+def swap_heads(engine: Engine) -> None:
+    """Exchange the two halves of every canonical page in the primary tier: what each rank wrote."""
+    (region,) = engine.regions
+    with region.open("r+b") as file:
+        slots = int(engine.metrics().value("kvtier_slots"))
+        held = np.frombuffer(file.read(slots * LLAMA["num_hidden_layers"] * PAGE_BYTES), np.uint8)
+        file.seek(0)
+        file.write(held.reshape(-1, 2, PAGE_BYTES // 2)[:, ::-1].tobytes())
+
+
+def test_two_ranks_and_one_worker_share_what_is_canonical(
+    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    settings["canonical_layout"] = True
+    with forge.start(llama, settings, **ROOM) as engine:
+        engine.served(*FIRST)
+    with forge.start(llama, settings, **TWO_RANKS) as engine:
+        assert len(engine.regions) == 1  # which both ranks share
+        by_two, loaded_by_two = engine.served(*FIRST, *SECOND)
+        engine.reset(connector=False)
+        again, loaded_again = engine.served(*FIRST, *SECOND)
+        swap_heads(engine)
+        engine.reset(connector=False)
+        misled = engine.generate(*FIRST, *SECOND)
+    with forge.start(llama, settings, **ROOM) as engine:
+        by_one, loaded_by_one = engine.served(*FIRST, *SECOND)
+
+    assert by_two == again == by_one == reference(*FIRST, *SECOND)
+    assert (loaded_by_two, loaded_again, loaded_by_one) == (
+        {"fs": CHUNKS},
+        {"cpu": 2 * CHUNKS},
+        {"fs": 2 * CHUNKS},
+    )
+    assert all(wrong != right for wrong, right in zip(misled, by_two, strict=True))
+    assert len(namespaces(tmp_path / "root")) == 1
+
+
+def test_two_ranks_that_hold_the_same_head_write_it_once(
+    forge: Forge, make_llama: Callable[..., Path], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    model = make_llama(tmp_path / "model", num_key_value_heads=1)
+    settings |= {"canonical_layout": True, "blocks_per_chunk": 2}
+    with forge.start(model, **ROOM) as engine:
+        expected = engine.generate(*FIRST, *SECOND)
+    with forge.start(model, settings, **ROOM) as engine:
+        engine.served(*FIRST)
+    by_one = chunk_files(tmp_path / "root")
+    with forge.start(model, settings, **TWO_RANKS) as engine:
+        by_two, loaded_by_two = engine.served(*FIRST, *SECOND)
+    by_both = chunk_files(tmp_path / "root")
+    with forge.start(model, settings, **ROOM) as engine:
+        again, loaded_again = engine.served(*FIRST, *SECOND)
+
+    assert by_two == again == expected
+    assert (loaded_by_two, loaded_again) == ({"fs": CHUNKS // 2}, {"fs": CHUNKS})
+    assert (len(by_one), len(by_both)) == (CHUNKS // 2, CHUNKS)
+    assert len({file.stat().st_size for file in by_both}) == 1
+
+
+def test_a_latent_cache_is_shared(forge: Forge, settings: dict[str, Any], tmp_path: Path) -> None:
+    # With two ranks vLLM computes latent attention otherwise on the CPU, without a connector too, and
+    # behind a hit otherwise than a whole prompt. Whose latents were read shows in the first token; those
+    # of the first layer follow from the prompt alone.
+    model = forge.make_model(tmp_path / "model", *MLA_MODEL)
+    settings["canonical_layout"] = True
+    apart = {**settings, "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path / "apart")}]}
+    with forge.start(model, apart, **ROOM) as engine:
+        engine.served(*SECOND)
+    with forge.start(model, settings, **ROOM) as engine:
+        first, _ = engine.served(*FIRST)
+    with forge.start(model, settings, **TWO_RANKS) as engine:
+        first_by_two, loaded_by_two = engine.served(*FIRST)
+        second, _ = engine.served(*SECOND)
+    with forge.start(model, settings, **ROOM) as engine:
+        second_by_one, loaded_by_one = engine.served(*SECOND)
+
+    chunks = 2 * (PROMPT_TOKENS // MLA_BLOCK_TOKENS)
+    assert loaded_by_two == loaded_by_one == {"fs": chunks}
+    assert [said[0] for said in first_by_two] == [said[0] for said in first]
+    assert [said[0] for said in second_by_one] == [said[0] for said in second]
+    by_one, by_two = first_layers(tmp_path / "apart"), first_layers(tmp_path / "root")
+    assert len(by_one) == chunks
+    for name, latents in by_one.items():
+        np.testing.assert_allclose(by_two[name], latents, rtol=1e-4, atol=1e-5)
+
+
+def first_layers(root: Path) -> dict[str, Any]:
+    """Return the first layer's latents of each chunk of the model with latent attention."""
+    fields: dict[str, Any] = MLA
+    numbers = MLA_BLOCK_TOKENS * (fields["kv_lora_rank"] + fields["qk_rope_head_dim"])
+    return {file.name: np.fromfile(file, np.float32, numbers) for file in chunk_files(root)}
+
+
+def test_two_ranks_share_with_their_like_alone_what_is_not_canonical(
+    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    with forge.start(llama, settings, **TWO_RANKS) as engine:
+        assert len(engine.regions) == 1
+        cold, _ = engine.served(*FIRST)
+        engine.reset(connector=False)
+        again, loaded_again = engine.served(*FIRST)
+        slots = engine.metrics().value("kvtier_slots")
+    with forge.start(llama, settings, **TWO_RANKS) as engine:
+        restarted, loaded_restarted = engine.served(*FIRST)
+    others = []
+    for canonical in (False, True):  # neither another layout nor the canonical one is the same cache
+        with forge.start(llama, {**settings, "canonical_layout": canonical}, **ROOM) as engine:
+            others.append(engine.served(*FIRST))
+
+    assert cold == again == restarted == reference(*FIRST)
+    assert slots == 768  # cpu_bytes_to_use is meant over all workers
+    assert (loaded_again, loaded_restarted) == ({"cpu": CHUNKS}, {"fs": CHUNKS})
+    assert others == [(cold, {})] * 2
+    assert len(namespaces(tmp_path / "root")) == 3
+
+
+def test_stages_of_different_lengths(
+    forge: Forge, make_llama: Callable[..., Path], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    # Three layers and two. The primary tier has room for whole slots of either number, so that a stage
+    # that counted with its own would find its slots in other places of the same region.
+    model = make_llama(tmp_path / "model", num_hidden_layers=5)
+    with forge.start(model, **ROOM) as engine:
+        expected = engine.generate(*FIRST)
+    with forge.start(model, settings, **TWO_STAGES) as engine:
+        assert len(engine.regions) == 1
+        cold, _ = engine.served(*FIRST)
+        engine.reset(connector=False)
+        again, loaded_again = engine.served(*FIRST)
+        slots = engine.metrics().value("kvtier_slots")
+    with forge.start(model, settings, **ROOM) as engine:
+        by_one_worker = engine.served(*FIRST)
+
+    assert cold == again == expected
+    assert slots == 96 * 2**20 // (2 * 3 * PAGE_BYTES)
+    assert loaded_again == {"cpu": CHUNKS}
+    assert by_one_worker == (cold, {})
+    identities = [json.loads(file.read_text()) for file in (tmp_path / "root").glob("*/config.json")]
+    assert sorted(fields["parallel"].get("layers_of_stages", []) for fields in identities) == [[], [3, 2]]
+
+
+def test_replicas_have_a_primary_tier_each_and_share_the_rest(
+    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    # As vLLM names the replicas of a data-parallel engine.
+    ids: list[dict[str, Any]] = [
+        {"kv_transfer_config": {"engine_id": f"replicas_dp{rank}"}} for rank in range(2)
+    ]
+    with forge.start(llama, settings, **ids[0]) as first, forge.start(llama, settings, **ids[1]) as second:
+        regions = [path.name for engine in (first, second) for path in engine.regions]
+        by_first, _ = first.served(*FIRST)
+        by_second, loaded = second.served(*FIRST)
+        with pytest.raises(EngineError, match=r"another running engine: give each engine an id of its own"):
+            forge.start(llama, settings, **ids[1])
+
+    assert regions == ["kvtier_replicas_dp0", "kvtier_replicas_dp1"]
+    assert by_first == by_second == reference(*FIRST)
+    assert loaded == {"fs": CHUNKS}
+    assert len(namespaces(tmp_path / "root")) == 1

@@ -1,0 +1,136 @@
+"""The worker's side without an engine: what becomes of copies that fail, and what the scheduler learns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
+
+from kvtier.adapters.vllm.manager import Slots
+from kvtier.adapters.vllm.worker import KVTierWorker
+from kvtier.adapters.vllm.workers import Workers
+from kvtier.device.base import KVCaches, PageRef
+from kvtier.device.cpu import CpuTransferEngine, copy_plan, copy_staged
+from kvtier.device.lanes import LOST_AFTER
+from kvtier.device.plan import CopyPlan
+from kvtier.errors import TransferError
+from kvtier.memory.board import Board, Row, board_bytes
+from kvtier.memory.layout import SlotLayout
+from kvtier.memory.region import Region
+
+SLOTS = 8
+PAGE = 4096
+
+
+class Bench:
+    """A worker over tensors in memory, and the scheduler's view of it. ``failures`` copies fail."""
+
+    def __init__(self) -> None:
+        caches = KVCaches((torch.zeros((SLOTS, PAGE), dtype=torch.int8),), ((PageRef(0, PAGE),),))
+        layout = SlotLayout.make(caches.page_bytes, 1)
+        board = memoryview(bytearray(board_bytes(SLOTS, 1)))
+        region = Region.anonymous(SLOTS, layout.chunk_bytes)
+        engine = CpuTransferEngine(caches, layout, region, self._copy, self._staged)
+        self.failures = 0
+        self.worker = KVTierWorker(engine, region, Row(board, SLOTS, 0))
+        self.workers = Workers(Board(board, SLOTS, 1))
+        self._last_job = 0
+
+    def store(self, *slots: int) -> None:
+        self._last_job += 1
+        self.worker.submit_store(self._last_job, _blocks(slots), Slots(list(slots)))
+
+    def load(self, *slots: int, request: str = "r", expedited: bool = False) -> None:
+        self._last_job += 1
+        spec = Slots(list(slots), request)
+        self.worker.submit_load(self._last_job, spec, _blocks(slots), expedited)
+
+    def finish(self) -> list[bool]:
+        """Let all copies end; return what vLLM is told of them."""
+        self.worker.wait(set(range(self._last_job + 1)))
+        return [result.success for result in self.worker.get_finished()]
+
+    def counts(self) -> dict[Any, float]:
+        return self.workers.take_counts()
+
+    def _copy(self, plan: CopyPlan) -> None:
+        self._maybe_fail()
+        copy_plan(plan)
+
+    def _staged(self, plan: CopyPlan) -> None:
+        self._maybe_fail()
+        copy_staged(plan)
+
+    def _maybe_fail(self) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise OSError("told to fail")
+
+
+def _blocks(slots: tuple[int, ...]) -> GPULoadStoreSpec:
+    return GPULoadStoreSpec(list(slots), group_sizes=(len(slots),), block_indices=(0,))
+
+
+@pytest.fixture
+def it() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.worker.shutdown()
+
+
+def test_a_store_that_failed_is_a_success_to_vllm_and_a_mark_to_the_scheduler(it: Bench) -> None:
+    it.failures = 2
+    it.store(2, 3)
+    it.store(4)
+    assert it.finish() == [True, True]
+    assert [it.workers.failed_to_store([slot]) for slot in (4, 3, 3)] == [False, True, False]
+    assert it.counts() == {("copy_failed", "store", "dropped"): 1}
+    assert it.counts() == {}
+
+
+def test_a_failed_load_is_told_of_once_and_by_request(it: Bench) -> None:
+    it.worker.report_failed_loads()
+    it.failures = 2
+    it.load(1, request="first")
+    it.load(2, request="second")
+    assert it.finish() == [True, True]
+    assert it.worker.take_failed_requests() == {"first"}
+    assert it.worker.take_failed_requests() == set()
+    assert it.counts() == {("copy_failed", "load", "recomputed"): 1}
+
+
+def test_a_load_that_nobody_can_be_told_of_is_staged_or_raises(it: Bench) -> None:
+    it.failures = 2
+    it.load(1)
+    assert it.finish() == [True]
+    assert it.counts() == {("copy_failed", "load", "staged"): 1}
+    it.failures = 3
+    it.load(1)
+    with pytest.raises(TransferError, match="a copy of 1 chunks failed in every way: told to fail"):
+        it.finish()
+
+
+def test_a_load_that_a_running_request_waits_for_is_never_reported_too_late(it: Bench) -> None:
+    it.worker.report_failed_loads()
+    it.failures = 3
+    it.load(1, expedited=True)
+    with pytest.raises(TransferError):
+        it.finish()
+    assert it.worker.take_failed_requests() == set()
+
+
+def test_a_lost_device_is_told_to_the_scheduler(it: Bench) -> None:
+    it.failures = 2 * LOST_AFTER
+    for slot in range(LOST_AFTER):
+        assert not it.workers.have_lost_device
+        it.store(slot)
+        assert it.finish() == [True]
+    assert it.workers.have_lost_device
+    it.counts()
+    assert it.workers.gauges["kvtier_device_up", ("0",)] == 0
+    it.store(7)  # not tried
+    assert it.finish() == [True]
+    assert it.workers.failed_to_store([7])

@@ -1,0 +1,79 @@
+"""The board: what workers tell is read as it was meant, and each reads only its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.memory.board import Board, Row, Word, board_bytes
+
+SLOTS = 300
+WORKERS = 3
+
+
+class Desk:
+    """A board in plain memory, its rows as workers have them, and the scheduler's view."""
+
+    def __init__(self) -> None:
+        self.bytes = memoryview(bytearray(board_bytes(SLOTS, WORKERS)))
+        self.workers = [Row(self.bytes, SLOTS, rank) for rank in range(WORKERS)]
+        self.scheduler = Board(self.bytes, SLOTS, WORKERS)
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def test_rows_do_not_overlap_and_numbers_are_aligned(desk: Desk) -> None:
+    for rank, row in enumerate(desk.workers):
+        for word in Word:
+            row[word] = 2**63 + rank * 100 + word
+        row.mark(range(SLOTS))
+    desk.scheduler.take_marks(range(SLOTS))
+    for rank, row in enumerate(desk.scheduler.rows):
+        assert [row[word] for word in Word if word is not Word.MARKED] == [
+            2**63 + rank * 100 + word for word in Word if word is not Word.MARKED
+        ]
+    assert board_bytes(SLOTS, WORKERS) % (WORKERS * 8) == 0
+
+
+def test_a_mark_of_any_worker_is_taken_once(desk: Desk) -> None:
+    desk.workers[1].mark([5, 6, 299])
+    assert not desk.scheduler.take_marks([0, 4, 7])
+    assert desk.scheduler.take_marks([6, 7])
+    assert not desk.scheduler.take_marks([6, 7])
+    desk.workers[2].mark([5])
+    assert desk.scheduler.take_marks([5])
+    assert not desk.scheduler.take_marks([5])
+    assert desk.scheduler.take_marks([299])
+
+
+def test_marks_are_found_again_after_many_of_them(desk: Desk) -> None:
+    for _ in range(50):
+        desk.workers[0].mark([3])
+        desk.workers[2].mark([3, 4])
+        assert desk.scheduler.take_marks([3, 4])
+        assert not desk.scheduler.take_marks(range(SLOTS))
+
+
+def test_a_slot_that_is_marked_twice_is_wiped_once(desk: Desk) -> None:
+    desk.workers[0].mark([3])
+    desk.workers[0].mark([3])
+    assert desk.scheduler.take_marks([3])
+    desk.workers[0].mark([8])
+    assert desk.scheduler.take_marks([8])
+
+
+def test_changes_are_told_once(desk: Desk) -> None:
+    assert desk.scheduler.has_changed()
+    assert not desk.scheduler.has_changed()
+    desk.workers[2].count(Word.LOADS_REPEATED)
+    assert desk.scheduler.has_changed()
+    assert not desk.scheduler.has_changed()
+
+
+@pytest.mark.parametrize("rank", range(WORKERS))
+def test_one_lost_device_is_enough(desk: Desk, rank: int) -> None:
+    assert not desk.scheduler.is_lost
+    desk.workers[rank][Word.LOST] = 1
+    assert desk.scheduler.is_lost

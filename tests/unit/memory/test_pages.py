@@ -1,0 +1,160 @@
+"""Huge pages where they are granted, NUMA nodes where there are some."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import queue
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.memory import numa, pages
+from kvtier.memory.region import Part, Region
+
+MIB = 2**20
+PAGE = mmap.PAGESIZE
+
+
+@pytest.fixture(params=["advise", "never"])
+def tmpfs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A file system in memory, and its option ``huge``."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size=64m,huge={request.param}", "kvtier-test", str(tmp_path)]
+    try:
+        made = subprocess.run(command, capture_output=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command")
+    if made.returncode:
+        pytest.skip("file systems cannot be mounted here")
+    yield tmp_path, request.param
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def populate(region: Region, parts: list[Part] | None = None, threads: int = 1) -> list[int]:
+    """Populate a region and return the slots in the order in which they became ready."""
+    ready: queue.SimpleQueue[range] = queue.SimpleQueue()
+    region.populate(ready.put, parts or [], threads)
+    slots: list[int] = []
+    while len(slots) < region.slots:
+        slots += ready.get(timeout=20)
+    return slots
+
+
+def test_huge_pages_are_used_where_they_are_granted_and_told_of(
+    tmpfs: tuple[Path, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    directory, option = tmpfs
+    caplog.set_level(logging.INFO, "kvtier.memory")
+    granted = option == "advise" and pages.grants_huge(directory / "file")
+    with Region.open("a", 8, 4 * MIB, directory) as region:
+        populate(region)
+        got = pages.huge_bytes(region.address, region.nbytes)
+        region.close()
+    assert pages.grants_huge(directory / "file") is (option == "advise")
+    assert got == (32 * MIB if granted else 0)
+    assert f"8 slots, {32 * MIB} bytes, {got} of them in huge pages" in caplog.text
+
+
+def test_a_full_file_system_ends_nothing_with_huge_pages_either(
+    tmpfs: tuple[Path, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    directory, _ = tmpfs
+    with Region.open("a", 30, 2 * MIB, directory) as region:
+        (directory / "other").write_bytes(bytes(40 * MIB))
+        region.populate(lambda slots: None, threads=1)
+        region._populating[0].join(20)
+        said = caplog.text
+    assert "the primary tier lacks" in said
+
+
+def test_what_slots_hold_stays_when_they_are_populated(tmpfs: tuple[Path, str]) -> None:
+    with Region.open("a", 8, 2 * MIB, tmpfs[0]) as region:
+        for slot in range(8):
+            region.view(slot)[:] = bytes([slot + 1]) * (2 * MIB)
+        populate(region)
+        assert all(region.view(slot) == bytes([slot + 1]) * (2 * MIB) for slot in range(8))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_each_slot_is_told_of_once(threads: int) -> None:
+    with Region.anonymous(300, MIB) as region:
+        slots = populate(region, threads=threads)
+    assert sorted(slots) == list(range(300))
+
+
+def test_the_parts_of_a_slot_are_taken_from_their_nodes(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int | None, int, int]] = []
+    node: list[int | None] = [None]
+
+    class Preferring:
+        def __init__(self, wanted: int | None) -> None:
+            node[0] = wanted
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *error: object) -> None:
+            node[0] = None
+
+    def back(address: int, nbytes: int, file: object, offset: int, *, huge: bool) -> int:
+        asked.append((node[0], offset, nbytes))
+        return 0
+
+    monkeypatch.setattr(numa, "preferring", Preferring)
+    monkeypatch.setattr(pages, "back", back)
+    size = 3 * PAGE
+    with Region.open("a", 2, size, shm) as region:
+        populate(region, [Part(0, PAGE + 100, 0), Part(PAGE + 100, PAGE, 1)])
+    assert asked == [
+        (0, 0, 2 * PAGE),
+        (0, size, 2 * PAGE),
+        (1, PAGE, 2 * PAGE),
+        (1, size + PAGE, 2 * PAGE),
+    ]
+
+
+def test_memory_is_asked_of_the_node_that_is_preferred() -> None:
+    if not numa.online():
+        pytest.skip("the kernel tells of no NUMA nodes")
+    node = min(numa.online())
+
+    def policy() -> str:
+        return Path("/proc/thread-self/numa_maps").read_text()
+
+    if not Path("/proc/thread-self/numa_maps").exists():
+        pytest.skip("the kernel has no NUMA policies")
+    with numa.preferring(node):
+        assert f"prefer:{node}" in policy() or f"prefer={node}" in policy()
+    assert "prefer" not in policy()
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path) -> Path:
+    for node, cpus in {0: (0, 1), 1: (2, 3)}.items():
+        for cpu in cpus:
+            (tmp_path / f"node{node}" / f"cpu{cpu}").mkdir(parents=True)
+    (tmp_path / "node1x").mkdir()
+    (tmp_path / "possible").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("cpus", "node"), [({0}, 0), ({2, 3}, 1), ({1, 2}, None), ({9}, None), (set(), None)]
+)
+def test_the_node_of_cpus_is_known_where_they_are_at_one(
+    two_nodes: Path, cpus: set[int], node: int | None
+) -> None:
+    assert numa.online(two_nodes) == {0, 1}
+    assert numa.node_of_cpus(cpus, two_nodes) == node
+
+
+@pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("-1\n", None), ("", None), (None, None)])
+def test_the_node_of_a_device_is_known_where_the_kernel_tells(
+    tmp_path: Path, text: str | None, node: int | None
+) -> None:
+    device = tmp_path / "0000:3b:00.0"
+    device.mkdir()
+    if text is not None:
+        (device / "numa_node").write_text(text)
+    assert numa.node_of_pci("0000:3b:00.0", tmp_path) == node
