@@ -27,9 +27,8 @@ def make_core(
     track_changes: bool = False,
 ) -> Tiering:
     """Make the state machine that ``config`` describes. It has no slots yet."""
-    policy: type[EvictionPolicy] = plugins.load(
-        plugins.POLICIES, config.eviction_policy, EvictionPolicy, "eviction_policy"
-    )
+    name = config.eviction_policy
+    policy = plugins.load(plugins.POLICIES, name, EvictionPolicy, "eviction_policy")
     gates = [
         TierGate(name, tier.deadline_s)
         for name, tier in zip(config.tier_names, config.secondary_tiers, strict=True)
@@ -40,13 +39,14 @@ def make_core(
         store_threshold=config.store_threshold,
         max_tracker_size=config.max_tracker_size,
     )
-    return Tiering(policy(), gates, limits, windowed_groups=windowed_groups, track_changes=track_changes)
+    made = plugins.make(plugins.POLICIES, name, policy)
+    return Tiering(made, gates, limits, windowed_groups=windowed_groups, track_changes=track_changes)
 
 
 def make_tiers(config: TieringConfig) -> list[NamedTier]:
     """Make the tiers that ``config`` names, not opened yet."""
     return [
-        NamedTier(name, registry.load(tier.type)(tier))
+        NamedTier(name, plugins.make(plugins.TIERS, tier.type, registry.load(tier.type), tier))
         for name, tier in zip(config.tier_names, config.secondary_tiers, strict=True)
     ]
 
@@ -84,13 +84,19 @@ def open_manager(
         device: name of the device backend; default: by where the tensors are.
 
     Raises:
-        ConfigError: no chunk fits, or no backend can copy these tensors.
+        ConfigError: no chunk fits, no backend can copy these tensors, or canonical_layout is set and
+            ``kv_caches`` does not say how pages lie in canonical ones.
     """
     from kvtier.device.auto import open_transfer_engine
     from kvtier.manager import TieringManager
     from kvtier.memory.layout import SlotLayout
     from kvtier.memory.region import Region
 
+    refs = [ref for group in kv_caches.groups for ref in group]
+    if config.canonical_layout and not all(ref.mapping for ref in refs):
+        raise ConfigError(
+            "canonical_layout is set, but the KV tensors come without mappings (PageRef.mapping): remove it"
+        )
     layout = SlotLayout.make(kv_caches.page_bytes, config.blocks_per_chunk or 1, rank=0, workers=1)
     region = Region.anonymous(slots_for(config, layout.chunk_bytes), layout.chunk_bytes)
     return TieringManager(

@@ -24,8 +24,10 @@ from kvtier.errors import ConfigError
 from kvtier.tiers import registry
 from kvtier.tiers.base import TierConfig
 
-ENGINE_KEYS = frozenset({"spec_name", "spec_module_path", "canonical_layout", "sync_load_budget_bytes"})
+ENGINE_KEYS = frozenset({"spec_name", "spec_module_path", "sync_load_budget_bytes"})
 """What vLLM itself reads beside kvtier's settings, whichever spec is in use (0.30 to 0.33)."""
+
+_LONGEST_WAIT_S = 86_400  # no wait without an end
 
 _OTHER_SPECS = {
     "backpressure": "it belongs to vLLM's own tiering spec; kvtier holds puts back by itself",
@@ -81,21 +83,48 @@ class TieringConfig(BaseModel):
     namespace: str = Field(
         default="", description="Caches with different namespaces share nothing; part of the identity."
     )
+    canonical_layout: StrictBool = Field(
+        default=False,
+        description="Keep chunks as one worker would have them, to share them between tensor-parallel sizes.",
+    )
     promotion_budget: float = Field(
         default=0.25, gt=0, le=1, description="Share of the primary tier that promotions may fill at once."
     )
     request_deadline_s: float = Field(
-        default=5.0, gt=0, description="Seconds a request waits for the tiers; what is late is a miss."
+        default=5.0,
+        gt=0,
+        le=_LONGEST_WAIT_S,
+        description="Seconds a request waits for the tiers; what is late is a miss.",
     )
     drain_on_shutdown_s: float = Field(
-        default=5.0, ge=0, description="Seconds a shutdown waits for puts that are under way."
+        default=5.0,
+        ge=0,
+        le=_LONGEST_WAIT_S,
+        description="Seconds a shutdown waits for puts that are under way.",
     )
+
+    @field_validator(
+        "cpu_bytes_to_use",
+        "block_size",
+        "blocks_per_chunk",
+        "store_threshold",
+        "max_tracker_size",
+        "promotion_budget",
+        "request_deadline_s",
+        "drain_on_shutdown_s",
+        mode="before",
+    )
+    @classmethod
+    def _is_no_truth_value(cls, value: object) -> object:
+        if isinstance(value, bool):
+            raise ValueError("a number is needed, not true or false")
+        return value
 
     @field_validator("secondary_tiers", mode="before")
     @classmethod
     def _load_tiers(cls, value: object) -> object:
         if not isinstance(value, list | tuple):
-            return value
+            raise ValueError("a list of tiers is needed, which may be empty")
         return tuple(_tier(item, f"secondary_tiers[{index}]") for index, item in enumerate(value))
 
     @field_validator("eviction_policy")

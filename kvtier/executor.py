@@ -18,14 +18,36 @@ from typing import Any, TypeVar
 
 import anyio
 import anyio.abc
-import anyio.lowlevel
 import anyio.to_thread
 
-from kvtier.core.messages import Answer, Command, Event, Fetch, Fetched, Put, PutEnded, Reset, TierDown
+from kvtier.core import reasons
+from kvtier.core.messages import (
+    Answer,
+    Command,
+    Event,
+    Fetch,
+    Fetched,
+    Put,
+    PutEnded,
+    Removed,
+    Reset,
+    TierDown,
+    Touch,
+)
 from kvtier.errors import KVTierError, TierError
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import Batch, Knowledge, Outcome, SecondaryTier, SlotMemory, Status, TierContext
+from kvtier.tiers.base import (
+    Batch,
+    Knowledge,
+    Outcome,
+    SecondaryTier,
+    SlotMemory,
+    Status,
+    TierContext,
+    Usage,
+)
+from kvtier.tiers.drain import until_done
 from kvtier.tiers.seal import Verdict, check, seal
 
 logger = logging.getLogger("kvtier.executor")
@@ -35,6 +57,8 @@ T = TypeVar("T")
 
 _SEAL_THREADS = 4
 _CLOSE_GRACE_S = 2.0
+_LOOK_EVERY_S = 1.0
+_TOUCHED_AT_ONCE = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +67,48 @@ class NamedTier:
 
     name: str
     tier: SecondaryTier[Any]
+
+
+class Turns:
+    """Lets so many commands of one kind run at once. Entered by each of them when its turn has come.
+
+    Attributes:
+        submitted: commands that have not ended.
+        running: those of them whose turn it is.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.submitted = 0
+        self.running = 0
+        self._semaphore = anyio.Semaphore(width)
+
+    @property
+    def waiting(self) -> int:
+        """Commands that wait for their turn. May be asked from any thread."""
+        return max(0, self.submitted - self.running)
+
+    async def __aenter__(self) -> None:
+        await self._semaphore.acquire()
+        self.running += 1
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.running -= 1
+        self._semaphore.release()
+
+
+class TierActivity:
+    """What a tier is doing now. The loop alone writes it; any thread may look.
+
+    Attributes:
+        puts: its puts.
+        gets: its fetches.
+        usage: how full it is, about a second ago; None where it does not know.
+    """
+
+    def __init__(self, max_concurrency: int) -> None:
+        self.puts = Turns(max(1, max_concurrency // 2))
+        self.gets = Turns(max_concurrency)
+        self.usage: Usage | None = None
 
 
 class Executor:
@@ -54,6 +120,9 @@ class Executor:
         memory: where the slots are.
         post: called on the loop with each event.
         close_s: seconds that a tier has to close.
+
+    Attributes:
+        activity: what each tier is doing, in the core's order.
     """
 
     def __init__(
@@ -70,6 +139,7 @@ class Executor:
             _TierRunner(index, named, identity, memory, self._posted, threads)
             for index, named in enumerate(tiers)
         ]
+        self.activity = tuple(runner.activity for runner in self._runners)
         self._post = post
         self._close_s = close_s
         self._progress = anyio.Event()
@@ -79,6 +149,7 @@ class Executor:
         self._tasks = await anyio.create_task_group().__aenter__()
         for runner in self._runners:
             self._tasks.start_soon(runner.open)
+            self._tasks.start_soon(runner.watch_usage)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -99,11 +170,14 @@ class Executor:
         for command in commands:
             runner = self._runners[command.tier]
             if isinstance(command, Fetch):
-                runner.running += 1
+                runner.activity.gets.submitted += 1
                 self._tasks.start_soon(runner.fetch, command, runner.era)
             elif isinstance(command, Put):
-                runner.running += 1
+                runner.activity.puts.submitted += 1
                 self._tasks.start_soon(runner.put, command, runner.era)
+            elif isinstance(command, Touch):
+                if runner.note_touched(command.keys):
+                    self._tasks.start_soon(runner.tell_touched)
             else:
                 previous, runner.era = runner.era, anyio.Event()
                 self._tasks.start_soon(runner.reset, command, previous, runner.era)
@@ -115,7 +189,7 @@ class Executor:
 
     async def drained(self) -> None:
         """Wait until no put, no fetch and no reset is under way."""
-        while any(runner.running for runner in self._runners):
+        while any(tier.puts.submitted or tier.gets.submitted for tier in self.activity):
             await self._progress.wait()
         for runner in self._runners:
             await runner.resets_ended()
@@ -132,7 +206,7 @@ class _TierRunner:
     Attributes:
         era: set when the tier may be used; another one after each reset. A command belongs to the era
             in which it was submitted, and is not begun in a later one: its bytes would come back.
-        running: puts and fetches that were submitted and have not ended.
+        activity: what it is doing now.
     """
 
     def __init__(
@@ -146,23 +220,27 @@ class _TierRunner:
     ) -> None:
         self.index = index
         self.name = named.name
-        self.running = 0
+        self.activity = TierActivity(named.tier.config.max_concurrency)
         self.era = anyio.Event()
         self._tier = named.tier
         self._memory = memory
         self._post = post
         self._threads = threads
-        self._context = TierContext(named.name, identity, memory.chunk_bytes)
+        self._context = TierContext(named.name, identity, memory.chunk_bytes, self._note_removed)
         self._digest = identity.short_digest
-        width = named.tier.config.max_concurrency
-        self._gets = anyio.Semaphore(width)
-        self._puts = anyio.Semaphore(max(1, width // 2))
+        self._reasons = reasons.TRANSFER.keys() | named.tier.reasons.keys()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._removed: deque[OffloadKey] = deque()
+        self._is_removing = False
         self._first_era = self.era
         self._down: str | None = None
         self._is_open = False
+        self._touched: dict[OffloadKey, None] = {}
+        self._is_telling = False
 
     async def open(self) -> None:
         """Open the tier; where it cannot be opened the engine goes on without it, and it is said so."""
+        self._loop = asyncio.get_running_loop()
         try:
             await self._tier.open(self._context)
             self._is_open = True
@@ -197,40 +275,61 @@ class _TierRunner:
         finally:
             era.set()  # whatever came of it: somebody may be waiting in ``settled``
 
+    def note_touched(self, keys: Sequence[OffloadKey]) -> bool:
+        """Note that chunks were used; say whether the tier is to be told and nobody does so yet."""
+        if type(self._tier).touch is SecondaryTier.touch:
+            return False  # recency is nothing to this tier
+        if len(self._touched) < _TOUCHED_AT_ONCE:  # or it is too slow to be told of everything
+            self._touched.update(dict.fromkeys(keys))
+        start, self._is_telling = not self._is_telling, True
+        return start
+
+    async def tell_touched(self) -> None:
+        """Tell the tier which chunks were used, all that have gathered meanwhile at once."""
+        try:
+            await self._first_era.wait()
+            while self._touched and self._down is None:
+                keys, self._touched = list(self._touched), {}
+                await self._tier.touch(keys)
+        except BaseException as error:
+            _require_fault(error)
+            logger.warning("tier %s: touch failed: %s", self.name, _words(error))
+        finally:
+            self._is_telling = False
+
     async def resets_ended(self) -> None:
         """Wait for the resets submitted so far, but not for the opening where there was none."""
         if self.era is not self._first_era:
             await self.era.wait()
 
     async def put(self, command: Put, era: anyio.Event) -> None:
-        started = time.perf_counter()
+        timing = _Timing()
         outcome = Outcome.all(Status.FAILED, len(command.keys), "cancelled")
         try:
             await era.wait()
-            async with self._puts:
-                started = time.perf_counter()
-                outcome = await self._put(command, era)
+            async with self.activity.puts:
+                with timing:
+                    outcome = await self._put(command, era)
         except BaseException as error:
             outcome = self._failure("put", command.keys, error)
         finally:
-            self.running -= 1
+            self.activity.puts.submitted -= 1
             kept = [status == Status.OK for status in outcome.statuses]
-            self._post(PutEnded(command.id, kept, outcome.reasons, time.perf_counter() - started))
+            self._post(PutEnded(command.id, kept, outcome.reasons, timing.seconds))
 
     async def fetch(self, command: Fetch, era: anyio.Event) -> None:
-        started = time.perf_counter()
+        timing = _Timing()
         answers: Sequence[Answer] = (Answer.MISSING,) * len(command.keys)
         outcome = Outcome((), {"cancelled": len(command.keys)})
         try:
             await era.wait()
-            async with self._gets:
-                started = time.perf_counter()
-                answers, outcome = await self._fetch(command, era)
+            async with self.activity.gets:
+                answers, outcome = await self._fetch(command, era, timing)
         except BaseException as error:
             outcome = self._failure("get", command.keys, error)
         finally:
-            self.running -= 1
-            self._post(Fetched(command.id, answers, outcome.reasons, time.perf_counter() - started))
+            self.activity.gets.submitted -= 1
+            self._post(Fetched(command.id, answers, outcome.reasons, timing.seconds))
 
     async def _put(self, command: Put, era: anyio.Event) -> Outcome:
         self._require_usable(era)
@@ -238,9 +337,9 @@ class _TierRunner:
         if not self._tier.verifies:
             await self._in_thread(_seal_all, batch, self._digest)
             self._require_usable(era)  # the tier would take what comes now for a put of the new era
-        return _complete(await self._tier.put(batch), len(batch))
+        return self._complete(await self._tier.put(batch), len(batch))
 
-    async def _fetch(self, command: Fetch, era: anyio.Event) -> tuple[list[Answer], Outcome]:
+    async def _fetch(self, command: Fetch, era: anyio.Event, timing: _Timing) -> tuple[list[Answer], Outcome]:
         self._require_usable(era)
         count = len(command.keys)
         found = [True] * count if command.located else await self._find(command.keys)
@@ -248,7 +347,8 @@ class _TierRunner:
         run = min(found.index(False) if False in found else count, len(command.slots))
         if not run:
             return answers, Outcome(())
-        outcome = await self._get(Batch(command.keys[:run], command.slots[:run], self._memory))
+        with timing:
+            outcome = await self._get(Batch(command.keys[:run], command.slots[:run], self._memory))
         answers[:run] = [
             Answer.LANDED if status == Status.OK else Answer.MISSING for status in outcome.statuses
         ]
@@ -269,7 +369,7 @@ class _TierRunner:
         return found
 
     async def _get(self, batch: Batch) -> Outcome:
-        outcome = _complete(await self._tier.get(batch), len(batch))
+        outcome = self._complete(await self._tier.get(batch), len(batch))
         if self._tier.verifies:
             return outcome
         verdicts = await self._in_thread(_check_all, batch, outcome.statuses, self._digest)
@@ -280,13 +380,21 @@ class _TierRunner:
             Status.CORRUPT if verdict else status
             for status, verdict in zip(outcome.statuses, verdicts, strict=True)
         ]
-        reasons = dict(outcome.reasons)
+        counts = dict(outcome.reasons)
         for key, verdict in bad:
             reason = verdict.name.lower()
-            reasons[reason] = reasons.get(reason, 0) + 1
+            counts[reason] = counts.get(reason, 0) + 1
             logger.error("tier %s: chunk %s is not what was put: %s", self.name, key.hex(), reason)
         await self._discard([key for key, _ in bad])
-        return Outcome(statuses, reasons)
+        return Outcome(statuses, counts)
+
+    def _complete(self, outcome: Outcome, count: int) -> Outcome:
+        """Check what the tier returned: the core relies on it, in the engine's thread."""
+        statuses = tuple(outcome.statuses)
+        if len(statuses) != count:
+            raise TierError(f"the outcome has {len(statuses)} statuses for {count} chunks")
+        failed = sum(status not in (Status.OK, Status.ABSENT) for status in statuses)
+        return Outcome(statuses, reasons.bounded(outcome.reasons, self._reasons, failed))
 
     async def _discard(self, keys: Sequence[OffloadKey]) -> None:
         """Forget chunks that are no good; where that fails they will be found no good again."""
@@ -309,7 +417,32 @@ class _TierRunner:
         if isinstance(error, _NotBegunError):
             return Outcome.all(Status.FAILED, len(keys), str(error))
         logger.warning("tier %s: %s of %d chunks failed: %s", self.name, verb, len(keys), _words(error))
-        return Outcome.all(Status.FAILED, len(keys), type(error).__name__)
+        return Outcome.all(Status.FAILED, len(keys), reasons.word_for(error))
+
+    async def watch_usage(self) -> None:
+        """Look now and then how full the tier is."""
+        await self._first_era.wait()
+        try:
+            while self._is_open:
+                self.activity.usage = self._tier.usage()
+                await anyio.sleep(_LOOK_EVERY_S)
+        except BaseException as error:
+            _require_fault(error)
+            logger.warning("tier %s: it is not known how full it is: %s", self.name, _words(error))
+
+    def _note_removed(self, keys: Sequence[OffloadKey]) -> None:
+        """Take in which chunks have left the tier. Any thread; many calls make one event."""
+        self._removed.extend(keys)
+        if self._removed and not self._is_removing and self._loop is not None:
+            self._is_removing = True
+            _call_soon(self._loop, self._post_removed)
+
+    def _post_removed(self) -> None:
+        self._is_removing = False
+        removed = self._removed
+        keys = [removed.popleft() for _ in range(len(removed))]
+        if keys:
+            self._post(Removed(self.index, keys))
 
     def _fail(self, reason: str) -> None:
         self._down = reason
@@ -317,32 +450,22 @@ class _TierRunner:
         self._post(TierDown(self.index, reason))
 
 
+class _Timing:
+    """Measures how long a tier took, however that ended. A context manager."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._started = 0.0
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *exc: object) -> None:
+        self.seconds = time.perf_counter() - self._started
+
+
 class _NotBegunError(Exception):
     """A command was not begun; the text is the reason that is counted."""
-
-
-async def until_done(future: asyncio.Future[T]) -> T:
-    """Wait for the end of what cannot be stopped, however often the task is cancelled meanwhile.
-
-    A shielded scope alone is not enough: it does not hold off ``Task.cancel``, which is what
-    ``asyncio.timeout`` does.
-
-    Raises:
-        What the future has raised, or the cancellation that came meanwhile.
-    """
-    cancelled: asyncio.CancelledError | None = None
-    with anyio.CancelScope(shield=True):
-        while not future.done():
-            try:
-                await asyncio.wait((future,))
-            except asyncio.CancelledError as error:
-                cancelled = error
-    if not future.cancelled():
-        future.exception()  # looked at, or asyncio complains where the cancellation is raised instead
-    if cancelled is not None:
-        raise cancelled
-    await anyio.lowlevel.checkpoint_if_cancelled()
-    return future.result()
 
 
 def _require_fault(error: BaseException) -> None:
@@ -353,15 +476,6 @@ def _require_fault(error: BaseException) -> None:
             raise error
     elif not isinstance(error, Exception | SystemExit):
         raise error
-
-
-def _complete(outcome: Outcome, count: int) -> Outcome:
-    """Check what a tier returned: the core relies on it, in the engine's thread."""
-    if len(outcome.statuses) != count:
-        raise TierError(f"the outcome has {len(outcome.statuses)} statuses for {count} chunks")
-    # Counters take no negative numbers, and would say so where the engine reports its metrics.
-    reasons = {str(name): max(0, int(n)) for name, n in outcome.reasons.items()}
-    return Outcome(tuple(outcome.statuses), reasons)
 
 
 def _seal_all(batch: Batch, digest: bytes) -> None:
@@ -391,10 +505,15 @@ class ExecutorThread:
 
     Args:
         make: makes the executor, given the function that it posts events with. Called in the thread.
+
+    Attributes:
+        events: what has happened, to be taken from the left.
+        activity: what each tier is doing, in the core's order; empty before the start.
     """
 
     def __init__(self, make: Callable[[Post], Executor]) -> None:
         self.events: deque[Event] = deque()
+        self.activity: Sequence[TierActivity] = ()
         self._make = make
         self._inbox: deque[Sequence[Command]] = deque()
         self._woken = False
@@ -454,6 +573,7 @@ class ExecutorThread:
         wakeup.set()  # for what was submitted before
         self._wake = lambda: _call_soon(loop, wakeup.set)
         async with self._make(self.events.append) as executor:
+            self.activity = executor.activity
             self._started.set()
             while not self._closing or self._inbox:
                 await wakeup.wait()

@@ -24,10 +24,11 @@ from kvtier.core.tiering import Tiering
 from kvtier.core.transfers import Pinned
 from kvtier.device.base import Blocks, Finished, TransferEngine
 from kvtier.errors import StateError, TransferError
-from kvtier.executor import Executor, NamedTier, until_done
+from kvtier.executor import Executor, NamedTier
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, group_index
 from kvtier.memory.region import Region
+from kvtier.tiers.drain import until_done
 
 logger = logging.getLogger("kvtier.manager")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 from kvtier.keys import OffloadKey
 
@@ -20,6 +21,7 @@ class Limits:
         put_backlog: slots that the puts of one tier may pin.
         store_threshold: how often a chunk must be offered before it is stored; below 2, at once.
         max_tracker_size: keys whose offers are remembered for the threshold.
+        max_announced: keys of each tier that may be announced as being there, where that is done at all.
     """
 
     request_deadline_s: float = 5.0
@@ -28,6 +30,15 @@ class Limits:
     put_backlog: float = 0.5
     store_threshold: int = 0
     max_tracker_size: int = 64_000
+    max_announced: int = 250_000
+
+
+class Breaker(IntEnum):
+    """Whether a tier is given work."""
+
+    CLOSED = 0  # it is
+    HALF_OPEN = 1  # it is given one transfer, to see how that goes
+    OPEN = 2  # it is not, for now
 
 
 @dataclass(slots=True)
@@ -55,6 +66,11 @@ class TierGate:
         if self.down is not None:
             return "down"
         return "unresponsive" if self.overdue else None
+
+    @property
+    def breaker(self) -> Breaker:
+        """OPEN while a transfer is overdue: it has to end before the tier gets work again."""
+        return Breaker.OPEN if self.overdue else Breaker.CLOSED
 
 
 class ReuseTracker:

@@ -158,6 +158,13 @@ class ChunkTable:
         if candidates:
             self.policy.add(candidates, used=used)
 
+    def drop(self, chunks: Iterable[Chunk]) -> None:
+        """Hide chunks that are pinned for ever; their slots are free when the last pin is gone."""
+        for chunk in chunks:
+            chunk.move(ChunkEvent.DROPPED)
+            if self.visible.get(chunk.key) is chunk:
+                del self.visible[chunk.key]
+
     def reset(self) -> None:
         """Hide every visible chunk for ever; slots without a pin are free at once."""
         self.policy.clear()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf
 
 from kvtier.core.admission import Limits, TierGate
+from kvtier.core.announcements import Announcements
 from kvtier.core.chunks import Chunk, ChunkTable
 from kvtier.core.messages import Command
 from kvtier.core.states import TransferEvent, TransferState
@@ -17,21 +17,6 @@ from kvtier.keys import OffloadKey
 
 Count = tuple[str, ...]
 """What is counted: the occurrence, then the tier where there is one, then the reason where there is one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Chunks that have become available somewhere, or ceased to be.
-
-    Attributes:
-        keys: the chunks.
-        tier: index of the secondary tier; None for the primary one.
-        removed: whether they are gone.
-    """
-
-    keys: Sequence[OffloadKey]
-    tier: int | None
-    removed: bool
 
 
 class Ledger:
@@ -46,8 +31,7 @@ class Ledger:
         self.counts: defaultdict[Count, float] = defaultdict(int)
         self.transfers: dict[int, Transfer] = {}
         self.commands: list[Command] = []
-        self.changes: list[Change] = []
-        self.tracks_changes = track_changes
+        self.announcements = Announcements(len(self.tiers), limits.max_announced, enabled=track_changes)
         self._earliest_s = inf  # no running transfer has an earlier deadline
         self._last_id = 0
 
@@ -96,10 +80,28 @@ class Ledger:
             return []
         keys = self.table.evict(count)
         self.counts["evicted",] += len(keys)
-        self.note(keys, removed=True)
+        self.announcements.removed(keys)
         return keys
 
-    def note(self, keys: Sequence[OffloadKey], tier: int | None = None, *, removed: bool = False) -> None:
-        """Note a change of what is available, for those who publish it."""
-        if self.tracks_changes and keys:
-            self.changes.append(Change(tuple(keys), tier, removed))
+    def announce_kept(self, transfer: Transfer, keys: Sequence[OffloadKey], *, found: bool) -> None:
+        """Announce what a transfer says that its tier has, unless that may not be so any more."""
+        if not transfer.outdated and self.tiers[transfer.tier].down is None:
+            still = [key for key in keys if key not in transfer.left] if transfer.left else keys
+            self.announcements.stored(still, transfer.tier, found=found)
+
+    def announce_left(self, tier: int, keys: Sequence[OffloadKey]) -> None:
+        """Announce that chunks have left a tier, whatever transfers under way will say of them."""
+        if not self.announcements.enabled:
+            return
+        gone = frozenset(keys)
+        for transfer in self.transfers.values():
+            if transfer.tier == tier:
+                transfer.left |= gone.intersection(transfer.keys)
+        self.announcements.removed(keys, tier)
+
+    def announce_reset(self) -> None:
+        """Announce that every secondary tier is empty, whatever transfers under way will say."""
+        for transfer in self.transfers.values():
+            transfer.outdated = True
+        for tier in range(len(self.tiers)):
+            self.announcements.clear(tier)

@@ -36,6 +36,14 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
+class Touch:
+    """Tell a tier that chunks were used which it may have. Nothing comes back."""
+
+    tier: int
+    keys: Sequence[OffloadKey]
+
+
+@dataclass(frozen=True, slots=True)
 class Reset:
     """Make all that the tier has invisible for ever. Commands that follow wait for it."""
 
@@ -43,7 +51,7 @@ class Reset:
     epoch: int
 
 
-Command = Put | Fetch | Reset
+Command = Put | Fetch | Touch | Reset
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +103,18 @@ class TierDown:
 
 
 @dataclass(frozen=True, slots=True)
+class Removed:
+    """Chunks have left a tier without having been told to: evicted, expired or set aside."""
+
+    tier: int
+    keys: Sequence[OffloadKey]
+
+
+@dataclass(frozen=True, slots=True)
 class SlotsReady:
     """Slots of the primary tier may be used from now on."""
 
     slots: range
 
 
-Event = PutEnded | Fetched | TierDown | SlotsReady
+Event = PutEnded | Fetched | TierDown | Removed | SlotsReady

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvtier.core.chunks import Chunk
 from kvtier.core.ledger import Ledger
@@ -20,6 +21,9 @@ _READY = ChunkState.READY
 class Promotions:
     """The fetches under way, and the chunks they brought that nobody has loaded yet.
 
+    Requests share a fetch where they may be served from the same tiers. One that may not be served from
+    a tier never waits for it; what others had brought to the primary tier is there for all.
+
     Attributes:
         landing: chunks being fetched, or fetched and held for a request. They count against the
             promotion budget.
@@ -33,7 +37,7 @@ class Promotions:
         self.holders: dict[Request, None] = {}
         self._ledger = ledger
         self._windowed = windowed_groups
-        self._fetching: dict[OffloadKey, Transfer] = {}
+        self._fetching: defaultdict[frozenset[int] | None, dict[OffloadKey, Transfer]] = defaultdict(dict)
         self.resize(0)
 
     def resize(self, slots: int) -> None:
@@ -51,30 +55,51 @@ class Promotions:
         self.holders[request] = None
         visible, held = self._ledger.table.visible, request.held
         hits = [chunk for key in request.hits if (chunk := visible.get(key)) and chunk.state is _READY]
-        added = {chunk: None for chunk in hits if chunk not in held}
+        added = [chunk for chunk in dict.fromkeys(hits) if chunk not in held]
         request.hits.clear()
         self._ledger.table.pin(added)
-        held.update(added)
+        held.update(dict.fromkeys(hits, request.round))
 
     def unhold(self, request: Request) -> None:
         """Give back what is held for a request."""
         self.holders.pop(request, None)
+        request.stands = False
         if request.held:
             chunks, request.held = request.held, {}
             self._ledger.table.unpin(chunks)
-            self.landing.difference_update([chunk for chunk in chunks if not chunk.pins])
+            self.let_go(chunks)
+
+    def keep_asked(self, request: Request) -> None:
+        """Give back what the request's scan, a whole one, did not ask for any more.
+
+        It has that in its own cache by now, mostly because another request of the same prefix ran.
+        """
+        if request.stands or self._windowed:
+            return
+        gone = [chunk for chunk, when in request.held.items() if when is not request.round]
+        for chunk in gone:
+            del request.held[chunk]
+        self._ledger.table.unpin(gone)
+        self.let_go(gone)
+
+    def let_go(self, chunks: Iterable[Chunk]) -> None:
+        """Stop counting against the budget those chunks that nothing holds any more."""
+        self.landing.difference_update([chunk for chunk in chunks if not chunk.pins])
 
     def pursue(self, request: Request, now_s: float) -> None:
         """See to it that each key the request wants is being fetched, as far as the budget goes.
 
         Nothing is evicted for keys behind one of which it is not known yet whether it is anywhere.
         """
-        fetching, visible, located = self._fetching, self._ledger.table.visible, request.located
+        fetching, visible = self._fetching[request.tiers], self._ledger.table.visible
+        located = request.located
         known: list[OffloadKey] = []
         unknown: list[OffloadKey] = []
         unsure = unsure_before = False
+        request.stands = not self._windowed
         for key in dict.fromkeys(request.wanted):
             if key in visible:
+                request.stands = False
                 continue
             transfer = fetching.get(key)
             if transfer is not None:
@@ -86,19 +111,26 @@ class Promotions:
                 known.append(key)
             unsure = unsure or not (key in located or self._is_windowed(key))
         if known:
-            self._fetch_located(known, {request: None}, now_s)
+            self._fetch_for(request, known, now_s)
         if unknown:
             self._ask_grouped(unknown, {request: None}, now_s, Bring.FREE if unsure_before else Bring.ALL)
 
-    def fetched(self, event: Fetched, now_s: float) -> None:
-        """Take in what a fetch has brought and learned, and go on from there."""
+    def fetched(self, event: Fetched, now_s: float) -> list[Chunk]:
+        """Take in what a fetch has brought and learned, and go on from there. Return what it brought."""
         transfer, in_time = self._ledger.end(event.id)
         self._stop_expecting(transfer)
         waiters = _waiting(transfer) if in_time else {}
+        for request in waiters:
+            request.stands = False
         landed = self._land(transfer, event.answers, waiters)
-        self._count(transfer, event, landed)
-        if not waiters:
-            return
+        self._announce(transfer, event.answers)
+        self._count(transfer, event)
+        if waiters:
+            self._go_on(transfer, event, waiters, now_s)
+        return landed
+
+    def _go_on(self, transfer: Transfer, event: Fetched, waiters: Waiters, now_s: float) -> None:
+        """Look for what was not found in the next tier, and fetch what is worth it."""
         missing = _select(transfer.keys, event.answers, Answer.MISSING)
         located = _select(transfer.keys, event.answers, Answer.LOCATED)
         for request in waiters:
@@ -112,8 +144,11 @@ class Promotions:
             bring=transfer.bring,
         )
         if transfer.bring is Bring.ALL:
-            run = _run_after_landed(transfer.keys, event.answers)
-            self._fetch_located([key for key in run if key not in visible], waiters, now_s)
+            run = [key for key in _run_after_landed(transfer.keys, event.answers) if key not in visible]
+            self._fetch_located(run, waiters, now_s)
+            first = next(iter(self.holders))  # of the waiters, who are all among them
+            if first in waiters and not any(holder.held for holder in self.holders if holder is not first):
+                self._make_do(first, run)  # nobody can make way for it
 
     def give_up(self, transfer: Transfer, now_s: float) -> None:
         """Stop waiting for an overdue fetch: its keys are looked for elsewhere. Its slots stay out of use."""
@@ -166,18 +201,19 @@ class Promotions:
     def _ask(
         self, keys: Sequence[OffloadKey], waiters: Waiters, now_s: float, *, first_tier: int, bring: Bring
     ) -> None:
-        """Look for keys in the next tier that takes work; where there is none they are absent."""
+        """Look for keys in the next tier that may be asked; where there is none they are absent."""
         if not keys:
             return
-        ledger = self._ledger
+        ledger, allowed = self._ledger, _allowed(waiters)
         for tier in range(first_tier, len(ledger.tiers)):
             gate = ledger.tiers[tier]
-            if gate.closed is None:
+            closed = gate.closed if allowed is None or tier in allowed else "filter"
+            if closed is None:
                 count = min(len(keys), self._room, len(ledger.table.free)) if bring else 0
                 transfer = self._fetch(tier, keys, keys[:count], waiters, now_s, located=False)
                 transfer.bring = bring
                 return
-            ledger.counts["skipped", gate.name, gate.closed] += len(keys)
+            ledger.counts["skipped", gate.name, closed] += len(keys)
         for request in waiters:
             request.give_up(keys)
 
@@ -197,10 +233,51 @@ class Promotions:
                 self._ask(found, waiters, now_s, first_tier=tier + 1, bring=Bring.NOTHING)
             else:
                 self._fetch(tier, found, found, waiters, now_s, located=True)
-        if room < len(keys) and next(iter(self.holders), first) is first:
-            # Whoever is first makes do with what fits: when it has loaded that, the others' turn comes.
-            first.give_up(keys[room:])
-            ledger.counts["miss", "budget"] += len(keys) - room
+
+    def _fetch_for(self, request: Request, keys: Sequence[OffloadKey], now_s: float) -> None:
+        """Fetch located keys for a request in its turn. Whoever is first in line gets all it can."""
+        is_first = next(iter(self.holders), request) is request
+        if is_first:
+            self._make_way(request, len(keys))
+        self._fetch_located(keys, {request: None}, now_s)
+        if is_first:
+            self._make_do(request, keys)
+
+    def _make_way(self, first: Request, count: int) -> None:
+        """Give the request that is first in line what those behind it hold, as far as it needs it.
+
+        Their share of the budget, and where no slot is left their slots: whose turn comes last loses
+        first. Only between two rounds, for what was answered HIT in a round is there to its end.
+        """
+        table, landing = self._ledger.table, self.landing
+        behind = [holder for holder in reversed(self.holders) if holder is not first]
+        if count > self._room:
+            held = dict.fromkeys(chunk for holder in behind for chunk in holder.held)
+            spare = [chunk for chunk in held if chunk in landing and chunk not in first.held]
+            landing.difference_update(spare[: count - self._room])
+        count = min(count, self._room) - len(table.free)
+        if count <= len(table.policy):
+            return
+        for holder in behind:
+            table.unpin(holder.held)
+        self._ledger.evict(count)
+        for holder in behind:
+            holder.held = {chunk: when for chunk, when in holder.held.items() if chunk.state is _READY}
+            holder.stands = False
+            table.pin(holder.held)
+        self.let_go(list(landing))
+
+    def _make_do(self, first: Request, keys: Sequence[OffloadKey]) -> None:
+        """Let the request that is first in line go without what does not fit, or all would wait for ever.
+
+        What is on its way for others is waited for: when it has landed, it makes way.
+        """
+        fetching = self._fetching[first.tiers]
+        left = [key for key in keys if key not in fetching]
+        under_way = [transfer for transfer in self._ledger.running if transfer.chunks and not transfer.is_put]
+        if left and all(first in transfer.waiters for transfer in under_way):
+            first.give_up(left)
+            self._ledger.counts["miss", "budget"] += len(left)
 
     def _fetch(
         self,
@@ -215,15 +292,17 @@ class Promotions:
         chunks = self._ledger.table.take(landing, visible=False)
         self.landing.update(chunks)
         transfer = self._ledger.begin(tier, keys, chunks, now_s, is_put=False)
+        transfer.located = located
         transfer.waiters.update(waiters)
-        self._fetching.update(dict.fromkeys(keys, transfer))
+        transfer.allowed = _allowed(waiters)
+        self._fetching[transfer.allowed].update(dict.fromkeys(keys, transfer))
         self._ledger.commands.append(
             Fetch(transfer.id, tier, keys, [chunk.slot for chunk in chunks], located)
         )
         return transfer
 
     def _stop_expecting(self, transfer: Transfer) -> None:
-        fetching = self._fetching
+        fetching = self._fetching[transfer.allowed]
         for key in transfer.keys:
             if fetching.get(key) is transfer:
                 del fetching[key]
@@ -238,24 +317,41 @@ class Promotions:
             (good if arrived else bad).append(chunk)
         table.failed(bad)
         landed = table.filled(good, pins=len(waiters))
-        held = dict.fromkeys(landed)
         for chunk in landed:
             chunk.origin = transfer.tier
             table.show(chunk)
         for request in waiters:
-            request.held.update(held)
+            request.held.update(dict.fromkeys(landed, request.round))
             self.holders[request] = None
-        self.landing.difference_update([chunk for chunk in transfer.chunks if not chunk.pins])
-        self._ledger.note([chunk.key for chunk in landed])
+        self.let_go(transfer.chunks)
+        self._ledger.announcements.stored([chunk.key for chunk in landed], found=True)
         return landed
 
-    def _count(self, transfer: Transfer, event: Fetched, landed: Sequence[Chunk]) -> None:
+    def _announce(self, transfer: Transfer, answers: Sequence[Answer]) -> None:
+        """Announce what the tier turned out to have, and not to have any more."""
+        if self._ledger.announcements.enabled:
+            missing = _select(transfer.keys, answers, Answer.MISSING)
+            self._ledger.announcements.removed(missing, transfer.tier)
+            absent = frozenset(missing)
+            there = [key for key in transfer.keys if key not in absent]
+            self._ledger.announce_kept(transfer, there, found=True)
+
+    def _count(self, transfer: Transfer, event: Fetched) -> None:
         counts, name = self._ledger.counts, self._ledger.tiers[transfer.tier].name
-        counts["fetched", name] += len(landed)
+        missing = event.answers.count(Answer.MISSING)
+        if not transfer.located:
+            counts["asked", name] += len(event.answers)
+            counts["found", name] += len(event.answers) - missing
+        counts["fetched", name] += event.answers.count(Answer.LANDED)
         counts["get_seconds", name] += event.seconds
-        counts["absent", name] += event.answers.count(Answer.MISSING)
+        counts["absent", name] += max(0, missing - sum(event.reasons.values()))
         for reason, count in event.reasons.items():
             counts["get_failed", name, reason] += count
+
+
+def _allowed(waiters: Waiters) -> frozenset[int] | None:
+    """The tiers that these requests may be served from: the same for each of them."""
+    return next(iter(waiters)).tiers
 
 
 def _waiting(transfer: Transfer) -> dict[Request, None]:

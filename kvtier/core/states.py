@@ -40,6 +40,7 @@ class ChunkEvent(IntEnum):
     EVICTED = 3
     RESET = 4
     FREED = 5
+    DROPPED = 6
 
 
 CHUNK_MOVES: Mapping[ChunkEvent, Mapping[ChunkState, ChunkState]] = {
@@ -52,6 +53,7 @@ CHUNK_MOVES: Mapping[ChunkEvent, Mapping[ChunkState, ChunkState]] = {
         ChunkState.READY: ChunkState.DOOMED,
         ChunkState.DOOMED: ChunkState.DOOMED,
     },
+    ChunkEvent.DROPPED: {ChunkState.READY: ChunkState.DOOMED, ChunkState.DOOMED: ChunkState.DOOMED},
     ChunkEvent.FREED: {ChunkState.DOOMED: ChunkState.ABSENT},
 }
 
@@ -63,6 +65,7 @@ class RequestState(IntEnum):
     WAITING = 1  # an answer is pending; its deadline runs
     EXPIRED = 2  # its deadline has passed: what is pending is a miss
     CLOSED = 3  # it has ended
+    COMPUTED = 4  # a load of it has failed: it is computed, all it asks for is a miss
 
 
 class RequestEvent(IntEnum):
@@ -72,6 +75,7 @@ class RequestEvent(IntEnum):
     SERVED = 1
     OVERDUE = 2
     ENDED = 3
+    LOAD_FAILED = 4
 
 
 REQUEST_MOVES: Mapping[RequestEvent, Mapping[RequestState, RequestState]] = {
@@ -83,12 +87,18 @@ REQUEST_MOVES: Mapping[RequestEvent, Mapping[RequestState, RequestState]] = {
         RequestState.IDLE: RequestState.IDLE,
         RequestState.WAITING: RequestState.IDLE,
         RequestState.EXPIRED: RequestState.IDLE,
+        RequestState.COMPUTED: RequestState.COMPUTED,
     },
     RequestEvent.OVERDUE: {RequestState.WAITING: RequestState.EXPIRED},
     RequestEvent.ENDED: {
         RequestState.IDLE: RequestState.CLOSED,
         RequestState.WAITING: RequestState.CLOSED,
         RequestState.EXPIRED: RequestState.CLOSED,
+        RequestState.COMPUTED: RequestState.CLOSED,
+    },
+    RequestEvent.LOAD_FAILED: {
+        RequestState.IDLE: RequestState.COMPUTED,
+        RequestState.COMPUTED: RequestState.COMPUTED,
     },
 }
 

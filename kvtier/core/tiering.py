@@ -12,19 +12,31 @@ only from free ones, so asking for what is not there evicts nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvtier.core.admission import Limits, ReuseTracker, TierGate
+from kvtier.core.announcements import Change
 from kvtier.core.chunks import Chunk, ChunkTable
-from kvtier.core.ledger import Change, Count, Ledger
-from kvtier.core.messages import Command, Event, Fetched, Put, PutEnded, Reset, SlotsReady, TierDown
+from kvtier.core.ledger import Count, Ledger
+from kvtier.core.messages import (
+    Command,
+    Event,
+    Fetched,
+    Put,
+    PutEnded,
+    Removed,
+    Reset,
+    SlotsReady,
+    TierDown,
+    Touch,
+)
 from kvtier.core.policies.base import EvictionPolicy
 from kvtier.core.promotion import Promotions
 from kvtier.core.requests import Request
 from kvtier.core.states import ChunkState, Lookup, RequestEvent, RequestState
 from kvtier.core.transfers import Pinned, Reservation
 from kvtier.errors import StateError
-from kvtier.keys import OffloadKey
+from kvtier.keys import OffloadKey, group_index
 
 PRIMARY = "cpu"
 """How counts name the primary tier."""
@@ -67,6 +79,7 @@ class Tiering:
         self._visible = self.table.visible
         self._counts = self.ledger.counts
         self._asked: list[Request] = []
+        self._reused: dict[OffloadKey, None] = {}  # loaded from the primary tier since the last round
         self._round: object = object()
         tracks_reuse = limits.store_threshold > 1
         self._tracker = (
@@ -78,7 +91,10 @@ class Tiering:
     def lookup(self, key: OffloadKey, request: Request) -> Lookup:
         """Say whether the chunk is there. Notes what a following ``settle`` will act upon."""
         if request.round is not self._round:
-            request.begin_round(self._round)
+            if request.state is RequestState.COMPUTED:
+                self._counts["miss", "load_failed"] += 1
+                return _MISS
+            request.begin_round(self._round, key)
             self._asked.append(request)
         chunk = self._visible.get(key)
         if chunk is not None and chunk.state is _READY:
@@ -86,9 +102,33 @@ class Tiering:
             return _HIT
         return self._unready(key, request, chunk)
 
+    def repeat(self, key: OffloadKey, request: Request) -> Lookup | None:
+        """Answer the questions of a scan in short where its last answers stand: it is deferred again.
+
+        The engine asks in each step for each key of each request that waits. Told RETRY at its first
+        question and MISS at the next, it ends the scan there, and defers the request all the same.
+
+        Returns:
+            None where something has changed, or other questions are asked: then ``lookup`` answers.
+        """
+        if not request.stands or request.first is None or not request.is_waiting:
+            return None
+        if key == request.first:
+            if request.round is not self._round:
+                request.round = self._round
+                request.hits.clear()  # they are held
+                self._asked.append(request)
+            return _RETRY
+        if request.round is not self._round:
+            return None
+        return _MISS if group_index(key) == group_index(request.first) else _RETRY
+
     def _unready(self, key: OffloadKey, request: Request, chunk: Chunk | None) -> Lookup:
         if chunk is None and (not self._tiered or key in request.absent):
             self._counts["miss", "absent"] += 1
+            return _MISS
+        if chunk is None and request.tiers is not None and not request.tiers:
+            self._counts["miss", "filter"] += 1
             return _MISS
         if request.state is RequestState.EXPIRED:
             self._counts["miss", "deadline"] += 1
@@ -118,6 +158,8 @@ class Tiering:
                 self.promotions.pursue(request, now_s)
         if self._tiered:
             self.promotions.keep_reserve()
+        if self._reused:
+            self._touch_tiers()
 
     def next_deadline_s(self) -> float | None:
         """Say when ``settle`` has to be called at the latest, where anything is pending."""
@@ -138,6 +180,25 @@ class Tiering:
             request.deadline_s = None
             self.promotions.unhold(request)
 
+    def scheduled(self, request: Request) -> None:
+        """Learn that the engine computes the request from now on: it is served, whatever it has asked for.
+
+        Where one group of blocks has nothing the engine goes on without, though for others something may
+        be pending still.
+        """
+        request.wanted.clear()
+        self.served(request)
+
+    def restart(self, request: Request) -> None:
+        """Learn that the request was preempted: it is looked up anew, from what is known by then.
+
+        It was served long before, so what was learned for it since is old, a deadline that passed too.
+        """
+        self.served(request)
+        request.absent.clear()
+        request.located.clear()
+        request.stands = False
+
     def close(self, request: Request) -> None:
         """End a request: nothing is held for it and nothing is pending."""
         request.move(RequestEvent.ENDED)
@@ -149,6 +210,7 @@ class Tiering:
         if request.deadline_s is None:
             request.deadline_s = now_s + self._limits.request_deadline_s
         self.promotions.hold(request)
+        self.promotions.keep_asked(request)
 
     def _hold_hits(self) -> None:
         """Pin what was answered HIT in this round, before something is evicted in its midst."""
@@ -178,6 +240,9 @@ class Tiering:
         for chunk in chunks:
             self._counts["loaded", PRIMARY if chunk.origin is None else self._names[chunk.origin]] += 1
             chunk.origin = None
+        if self._tiered:
+            reused = [key for key, origin in zip(keys, pinned.origins, strict=True) if origin is None]
+            self._reused.update(dict.fromkeys(reused))
         self.pinned.add(pinned)
         self.promotions.landing.difference_update(chunks)
         if request is not None:
@@ -189,6 +254,24 @@ class Tiering:
         """End a load: its chunks may be evicted again, as recently used ones."""
         self._strike(self.pinned, pinned)
         self.table.unpin(pinned.chunks, used=True)
+
+    def fail_load(self, pinned: Pinned, request: Request | None = None) -> None:
+        """End a load that did not bring its bytes: its chunks are dropped from the primary tier.
+
+        The request, where it still lives, is computed: it is never told HIT again. Another load for it
+        could fail as well, and so on for ever.
+        """
+        self._strike(self.pinned, pinned)
+        ready = [chunk.key for chunk in pinned.chunks if chunk.state is _READY]
+        self._counts["dropped", "load"] += len(ready)
+        self.ledger.announcements.removed(ready)
+        self.table.drop(pinned.chunks)
+        self.table.unpin(pinned.chunks)
+        if request is not None:
+            self.served(request)
+            request.forget_answers()
+            request.round = None  # what it is told is not that of the round under way
+            request.move(RequestEvent.LOAD_FAILED)
 
     def _ready(self, key: OffloadKey) -> Chunk:
         chunk = self._visible.get(key)
@@ -233,11 +316,11 @@ class Tiering:
         """End a store that has copied its bytes: the chunks are there, and go to the other tiers."""
         self._strike(self.reservations, reservation)
         chunks = reservation.chunks
-        takers = self._takers(len(chunks)) if self._tiered else []
+        takers = self._takers(len(chunks), range(len(self._names)))
         ready = self.table.filled(chunks, pins=len(takers))
         self._counts["stored",] += len(ready)
-        if self.ledger.tracks_changes:
-            self.ledger.note([chunk.key for chunk in ready])
+        if self.ledger.announcements.enabled:
+            self.ledger.announcements.stored([chunk.key for chunk in ready])
         for tier, count in takers:
             self._cascade(tier, ready[:count], now_s)
             self.table.unpin(ready[count:])
@@ -246,6 +329,11 @@ class Tiering:
         """End a store that did not copy its bytes, or whose bytes were reset away."""
         self._strike(self.reservations, reservation)
         self.table.failed(reservation.chunks)
+
+    def fail_store(self, reservation: Reservation) -> None:
+        """End a store whose copies failed: its chunks are dropped."""
+        self._counts["dropped", "store"] += len(reservation.chunks)
+        self.abort(reservation)
 
     def _make_room(self, count: int, offered: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Evict for a store, but neither this round's hits nor the chunks that the new ones continue."""
@@ -262,11 +350,12 @@ class Tiering:
         self._counts["store_refused", "store_threshold"] += len(keys) - len(admitted)
         return admitted
 
-    def _takers(self, count: int) -> list[tuple[int, int]]:
-        """Say which tiers take how many of the next chunks."""
+    def _takers(self, count: int, tiers: Iterable[int]) -> list[tuple[int, int]]:
+        """Say which of the tiers take how many of the next chunks."""
         takers = []
         backlog = max(1, int(len(self.table.all) * self._limits.put_backlog))
-        for index, gate in enumerate(self.ledger.tiers):
+        for index in tiers:
+            gate = self.ledger.tiers[index]
             room = 0 if gate.closed else max(0, min(count, backlog - gate.backlog))
             if room < count:
                 self._counts["put_dropped", gate.name, gate.closed or "backlog"] += count - room
@@ -282,13 +371,31 @@ class Tiering:
         self.ledger.tiers[tier].backlog += len(chunks)
         self.ledger.commands.append(Put(transfer.id, tier, keys, [chunk.slot for chunk in chunks]))
 
+    def _lift(self, chunks: Sequence[Chunk], now_s: float) -> None:
+        """Put what a tier gave into the tiers before it, which did not: the next time they may be asked."""
+        ready = [chunk for chunk in chunks if chunk.state is _READY and chunk.origin]
+        if not ready:
+            return
+        for tier, count in self._takers(len(ready), range(ready[0].origin or 0)):
+            self._counts["lifted", self._names[tier]] += count
+            self.table.pin(ready[:count])
+            self._cascade(tier, ready[:count], now_s)
+
+    def _touch_tiers(self) -> None:
+        """Tell the tiers what was used without them, or they would think it was not used at all."""
+        keys = list(self._reused)
+        self._reused.clear()
+        self.ledger.commands += [
+            Touch(tier, keys) for tier, gate in enumerate(self.ledger.tiers) if gate.closed is None
+        ]
+
     # --- what happened, what to do ----------------------------------------------------------------
 
     def on_event(self, event: Event, now_s: float) -> None:
         """Take in what has happened."""
         if isinstance(event, Fetched):
             self._hold_hits()
-            self.promotions.fetched(event, now_s)
+            self._lift(self.promotions.fetched(event, now_s), now_s)
         elif isinstance(event, PutEnded):
             self._put_ended(event)
         elif isinstance(event, SlotsReady):
@@ -296,6 +403,9 @@ class Tiering:
             self.promotions.resize(len(self.table.all))
         elif isinstance(event, TierDown):
             self.ledger.tiers[event.tier].down = event.reason
+            self.ledger.announcements.clear(event.tier)
+        elif isinstance(event, Removed):
+            self.ledger.announce_left(event.tier, event.keys)
 
     def take_commands(self) -> list[Command]:
         """Take what is to be done since the last call, in this order."""
@@ -304,8 +414,7 @@ class Tiering:
 
     def take_changes(self) -> list[Change]:
         """Take what has become available, or ceased to be, since the last call."""
-        changes, self.ledger.changes = self.ledger.changes, []
-        return changes
+        return self.ledger.announcements.take()
 
     def take_counts(self) -> dict[Count, float]:
         """Take what was counted since the last call."""
@@ -321,9 +430,12 @@ class Tiering:
         """
         self.epoch += 1
         self._asked.clear()
+        self._reused.clear()
         self._round = object()
         self.promotions.reset()
-        self.ledger.note([key for key, chunk in self._visible.items() if chunk.state is _READY], removed=True)
+        ready = [key for key, chunk in self._visible.items() if chunk.state is _READY]
+        self.ledger.announcements.removed(ready)
+        self.ledger.announce_reset()
         self.table.reset()
         self.ledger.commands += [Reset(tier, self.epoch) for tier in range(len(self.ledger.tiers))]
 
@@ -340,7 +452,8 @@ class Tiering:
         self._counts["put_seconds", gate.name] += event.seconds
         for reason, count in event.reasons.items():
             self._counts["put_failed", gate.name, reason] += count
-        if self.ledger.tracks_changes:  # what was reset meanwhile was kept in vain
-            kept = [chunk for chunk, ok in zip(transfer.chunks, event.kept, strict=True) if ok]
-            self.ledger.note([chunk.key for chunk in kept if chunk.state is _READY], transfer.tier)
+        if self.ledger.announcements.enabled:
+            kept = [key for key, ok in zip(transfer.keys, event.kept, strict=True) if ok]
+            self.ledger.announce_kept(transfer, kept, found=False)
         self.table.unpin(transfer.chunks)
+        self.promotions.let_go(transfer.chunks)

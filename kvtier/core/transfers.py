@@ -26,9 +26,14 @@ class Transfer:
 
     Attributes:
         chunks: the chunks whose slots it reads or writes; on a fetch those of the leading keys.
-        waiters: on a fetch, the requests that want its keys; an ordered set.
+        waiters: on a fetch, the requests that want its keys; an ordered set. They may all be served
+            from the same tiers.
+        allowed: on a fetch, the tiers that its waiters may be served from; None for all of them.
         deadline_s: when it is no longer waited for, on the owner's clock.
         bring: on a fetch, what of that which it finds is to be brought at once.
+        located: on a fetch, whether its keys were known to be in the tier.
+        left: keys that have left the tier since it began, where that is of interest.
+        outdated: whether there was a reset since it began.
     """
 
     id: int
@@ -38,8 +43,12 @@ class Transfer:
     deadline_s: float
     is_put: bool
     bring: Bring = Bring.NOTHING
+    allowed: frozenset[int] | None = None
     waiters: dict[Request, None] = field(default_factory=dict)
     state: TransferState = TransferState.RUNNING
+    located: bool = False
+    left: frozenset[OffloadKey] = frozenset()
+    outdated: bool = False
 
     def move(self, event: TransferEvent) -> None:
         """Change the state as the table says."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import ClassVar, Generic, Literal, Protocol, TypeVar
@@ -50,7 +50,9 @@ class Outcome:
     Attributes:
         statuses: one for each key of the batch, in its order.
         reasons: why chunks did not end OK, counted by a short word such as ``"enospc"`` or
-            ``"checksum"``; it becomes a label of a metric.
+            ``"checksum"``; it becomes a label of a metric. ``kvtier.core.reasons.TRANSFER`` has the words
+            that every tier may use, ``SecondaryTier.reasons`` this tier's own; any other becomes
+            ``"error"``. What the tier does not have (ABSENT) needs no reason.
     """
 
     statuses: Sequence[Status]
@@ -60,6 +62,19 @@ class Outcome:
     def all(status: Status, count: int, reason: str | None = None) -> Outcome:
         """Make the outcome of ``count`` chunks that all ended alike."""
         return Outcome((status,) * count, Counter({reason: count}) if reason else {})
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """How full a tier is.
+
+    Attributes:
+        used_bytes: bytes that it keeps, what it needs beside the chunks' own included; None where unknown.
+        capacity_bytes: bytes that it may keep; None where it is not bounded by bytes.
+    """
+
+    used_bytes: int | None
+    capacity_bytes: int | None
 
 
 class SlotMemory(Protocol):
@@ -132,13 +147,24 @@ class TierConfig(BaseModel):
         description="Name in logs and metrics. Default: the type, numbered where it is used twice.",
     )
     deadline_s: float = Field(
-        default=5.0, gt=0, description="Seconds after which an unanswered request to the tier is a miss."
+        default=5.0,
+        gt=0,
+        le=86_400,
+        description="Seconds after which an unanswered request to the tier is a miss.",
+    )
+    locality: Literal["LOCAL", "REMOTE"] | None = Field(
+        default=None,
+        description="Where the chunks are, for requests that choose tiers. Default: by the tier's type.",
     )
     max_concurrency: int = Field(
         default=8,
         ge=1,
         description="Gets of this tier that may be under way at once; beside them half as many puts.",
     )
+
+
+def tell_nobody(keys: Sequence[OffloadKey]) -> None:
+    """Be told that ``keys`` have left a tier, where nobody wants to know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +175,15 @@ class TierContext:
         name: the tier's name in logs and metrics.
         identity: which cache the chunks belong to. Chunks of another identity are not to be given.
         chunk_bytes: length of every chunk.
+        removed: to be called, from any thread, with keys that have left the tier without its having been
+            told to: evicted, expired, set aside. Those who were told that they are there are told
+            otherwise then. Keys that the tier did not have do no harm.
     """
 
     name: str
     identity: Identity
     chunk_bytes: int
+    removed: Callable[[Sequence[OffloadKey]], None] = tell_nobody
 
 
 ConfigT = TypeVar("ConfigT", bound=TierConfig)
@@ -175,6 +205,9 @@ class SecondaryTier(ABC, Generic[ConfigT]):
     medium: ClassVar[Literal["memory", "disk", "remote"]] = "remote"
     """Where the chunks are kept, for an engine that tells its users where hits came from."""
 
+    reasons: ClassVar[Mapping[str, str]] = {}
+    """Words of this tier's own for why chunks did not end OK, and what each of them means."""
+
     def __init__(self, config: ConfigT) -> None:
         self.config = config
 
@@ -184,6 +217,13 @@ class SecondaryTier(ABC, Generic[ConfigT]):
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
         """Say what is known of ``keys`` without waiting for anything. Called from any thread."""
         return (Knowledge.UNKNOWN,) * len(keys)
+
+    def usage(self) -> Usage | None:
+        """Say how full the tier is, or None where it does not know.
+
+        Called on the event loop about once a second: it must neither wait nor count.
+        """
+        return None
 
     @abstractmethod
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
@@ -198,7 +238,11 @@ class SecondaryTier(ABC, Generic[ConfigT]):
         """Fill the slots of ``batch``. A slot whose status is not OK may hold anything."""
 
     async def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Learn that ``keys`` were used just now. For tiers that evict by recency."""
+        """Learn that ``keys`` were loaded just now from the primary tier. For tiers that evict by recency.
+
+        They are in the order of their prompts; of those told together the last should be evicted first.
+        The tier may have none of them. A get is not followed by a touch.
+        """
 
     @abstractmethod
     async def discard(self, keys: Sequence[OffloadKey]) -> None:
@@ -209,6 +253,8 @@ class SecondaryTier(ABC, Generic[ConfigT]):
         """Make everything put so far invisible, for ever: after reopening too.
 
         That goes for puts under way as well: what one of them began before must not appear after it.
+        What is put after it is for this opener alone: whoever opens later must not be given it. A reset
+        comes with new weights, which this process may have got from a trainer, and the next one not.
         """
 
     async def aclose(self) -> None:
@@ -225,4 +271,5 @@ __all__ = [
     "Status",
     "TierConfig",
     "TierContext",
+    "Usage",
 ]

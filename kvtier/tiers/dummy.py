@@ -8,13 +8,24 @@ from __future__ import annotations
 
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
 
 import anyio
 from pydantic import ByteSize, Field
 
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import Batch, Knowledge, Outcome, SecondaryTier, Status, TierConfig
+from kvtier.tiers.base import (
+    Batch,
+    Knowledge,
+    Outcome,
+    SecondaryTier,
+    Status,
+    TierConfig,
+    TierContext,
+    Usage,
+    tell_nobody,
+)
 
 
 # Settings: a subclass of TierConfig. Unknown ones are refused by name, so there is nothing to check
@@ -46,6 +57,10 @@ class DummyTier(SecondaryTier[DummyConfig]):
     """Keeps chunks in a dict."""
 
     Config = DummyConfig
+    medium = "memory"  # where the chunks are: requests can choose by it, and metrics of hits say it
+
+    # Reasons become labels of metrics: words that are not kvtier's own are named here.
+    reasons = MappingProxyType({"injected": "a fault that the settings asked for"})
 
     # The constructor only keeps the settings. What can fail, such as connecting, belongs into open(),
     # which raises TierError when the tier cannot work at all.
@@ -55,6 +70,16 @@ class DummyTier(SecondaryTier[DummyConfig]):
         self._held_bytes = 0
         self._resets = 0
         self._random = random.Random(config.seed)
+        self._tell_removed: Callable[[Sequence[OffloadKey]], None] = tell_nobody
+
+    async def open(self, context: TierContext) -> None:
+        """Learn whom to tell what was evicted."""
+        self._tell_removed = context.removed
+
+    # For metrics, about once a second: what is known without asking anybody.
+    def usage(self) -> Usage:
+        """Say how full the dict is."""
+        return Usage(self._held_bytes, int(self.config.capacity_bytes))
 
     # Called from any thread, and for every key of a waiting request: it must not wait for anything.
     # A tier that would have to ask its backend leaves this out, and is asked contains() instead.
@@ -88,7 +113,7 @@ class DummyTier(SecondaryTier[DummyConfig]):
 
     async def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Move the keys away from eviction."""
-        for key in keys:
+        for key in reversed(keys):
             if key in self._chunks:
                 self._chunks.move_to_end(key)
 
@@ -119,7 +144,7 @@ class DummyTier(SecondaryTier[DummyConfig]):
         key, view, trailer = batch.keys[index], batch.views[index], batch.trailers[index]
         nbytes = view.nbytes + len(trailer)
         if nbytes > self.config.capacity_bytes:
-            return Status.REFUSED, "capacity"
+            return Status.REFUSED, "full"
         self._forget(key)
         self._make_room(nbytes)
         self._chunks[key] = bytes(view), trailer
@@ -133,7 +158,7 @@ class DummyTier(SecondaryTier[DummyConfig]):
             return Status.FAILED, "injected"
         chunk = self._chunks.get(batch.keys[index])
         if chunk is None:
-            return Status.ABSENT, "absent"
+            return Status.ABSENT, ""
         self._chunks.move_to_end(batch.keys[index])
         view = batch.views[index]
         view[:], batch.trailers[index] = chunk
@@ -141,10 +166,14 @@ class DummyTier(SecondaryTier[DummyConfig]):
             view[self._random.randrange(view.nbytes)] ^= 0xFF
         return Status.OK, ""
 
-    # Every tier is bounded.
+    # Every tier is bounded. What leaves it by itself is told, so that a router does not count on it.
     def _make_room(self, nbytes: int) -> None:
+        evicted = []
         while self._held_bytes + nbytes > self.config.capacity_bytes:
-            self._forget(next(iter(self._chunks)))
+            evicted.append(next(iter(self._chunks)))
+            self._forget(evicted[-1])
+        if evicted:
+            self._tell_removed(evicted)
 
     def _forget(self, key: OffloadKey) -> None:
         chunk = self._chunks.pop(key, None)

@@ -127,6 +127,7 @@ class Forge:
         *,
         environment: Mapping[str, str] | None = None,
         start_s: float = START_S,
+        faulty_copies: bool = False,
         **arguments: Any,
     ) -> Engine:
         """Start an engine.
@@ -136,7 +137,8 @@ class Forge:
             extra_config: kvtier's settings; None for an engine without a connector.
             environment: environment variables of this engine.
             start_s: seconds to wait for it.
-            arguments: further arguments of the engine.
+            faulty_copies: make ``Engine.fail_copies`` possible.
+            arguments: further arguments of the engine; ``kv_transfer_config`` over the one made here.
 
         Raises:
             EngineError: it did not start.
@@ -144,6 +146,8 @@ class Forge:
         engine = self.fork(environment)
         engine.has_kvtier = extra_config is not None
         try:
+            if faulty_copies:
+                engine.ask("make_copies_faulty", file=str(engine._log.with_suffix(".faults")))
             engine.ask("start", start_s, arguments=_arguments(model, extra_config, arguments))
         except BaseException:
             engine.kill()
@@ -257,20 +261,36 @@ class Engine:
         return answer
 
     def generate(
-        self, *prompts: Sequence[int], output_tokens: int = OUTPUT_TOKENS, together: bool = False
+        self,
+        *prompts: Sequence[int],
+        output_tokens: int = OUTPUT_TOKENS,
+        together: bool = False,
+        salt: str | None = None,
+        kv_transfer_params: Config | None = None,
     ) -> list[Tokens]:
         """Return what the model says to each prompt, sent one after the other or all at once."""
-        answer = self.ask("generate", prompts=prompts, output_tokens=output_tokens, together=together)
+        answer = self.ask(
+            "generate",
+            prompts=prompts,
+            output_tokens=output_tokens,
+            together=together,
+            salt=salt,
+            kv_transfer_params=kv_transfer_params,
+        )
         answers: list[Tokens] = answer["answers"]
         return answers
 
-    def served(self, *prompts: Sequence[int], together: bool = False) -> tuple[list[Tokens], dict[str, int]]:
-        """Return what the model says, and how many chunks were loaded for it, by tier."""
+    def served(self, *prompts: Sequence[int], **how: Any) -> tuple[list[Tokens], dict[str, int]]:
+        """Return what the model says, and how many chunks were loaded for it, by tier. See ``generate``."""
         before = self.settled().loaded()
-        answers = self.generate(*prompts, together=together)
+        answers = self.generate(*prompts, **how)
         after = self.settled().loaded()
         loaded = {tier: count - before.get(tier, 0) for tier, count in after.items()}
         return answers, {tier: count for tier, count in loaded.items() if count}
+
+    def sleep(self, level: int = 1, weights: Path | None = None) -> None:
+        """Go to sleep and wake up again, with other weights where some are given."""
+        self.ask("sleep", level=level, weights=None if weights is None else str(weights))
 
     def metrics(self) -> Metrics:
         """Return the metrics as they are."""
@@ -300,6 +320,10 @@ class Engine:
     def reset(self, *, connector: bool = True) -> None:
         """Forget what is cached on the device, and where asked for, everywhere else."""
         assert self.ask("reset", connector=connector)["done"]
+
+    def fail_copies(self, *, stores: int = 0, loads: int = 0, staged: int = 0, rank: int = -1) -> None:
+        """Let the next so many attempts of copies fail; -1: all of them. Of one worker, or of any."""
+        self.ask("fail_copies", stores=stores, loads=loads, staged=staged, rank=rank)
 
     # --- looking ---------------------------------------------------------------------------------
 
@@ -432,8 +456,24 @@ def _arguments(model: Path, extra_config: Config | None, more: Mapping[str, Any]
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"spec_name": "KVTierOffloadingSpec", **extra_config},
+            **more.get("kv_transfer_config", {}),
         }
     return arguments
+
+
+def misplace_chunks(engine: Engine) -> None:
+    """Give each slot of the primary tier what the slot before it held.
+
+    The control of tests that compare tokens: with the bytes of other chunks they must differ, or the
+    model says the same whatever its cache holds.
+    """
+    slots = int(engine.metrics().value("kvtier_slots"))
+    (region,) = engine.regions
+    with region.open("r+b") as file:
+        held = file.read()
+        chunk_bytes = len(held) // slots
+        file.seek(0)
+        file.write(held[-chunk_bytes:] + held[:-chunk_bytes])
 
 
 def chunk_files(root: Path) -> list[Path]:

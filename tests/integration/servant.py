@@ -8,10 +8,18 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.integration.faults import Faults
+
 Order = Mapping[str, Any]
 Answer = dict[str, Any]
 
-_METRICS = ("kvtier_", "vllm:kv_offload_cpu")
+_METRICS = (
+    "kvtier_",
+    "vllm:kv_offload_cpu",
+    "vllm:kv_offload_tiering",
+    "vllm:num_preemptions",
+    "vllm:spec_decode",
+)
 
 
 def serve(channel: socket.socket) -> None:
@@ -37,6 +45,7 @@ class Servant:
 
     def __init__(self) -> None:
         self._llm: Any = None
+        self._faults: Faults | None = None
 
     def make_model(self, order: Order) -> Answer:
         """Make a random model from the fields of its configuration. Nothing is downloaded."""
@@ -49,17 +58,33 @@ class Servant:
         model.to(torch.float32).save_pretrained(Path(order["directory"]))
         return {}
 
+    def make_copies_faulty(self, order: Order) -> Answer:
+        """Have the copies of the engine that is started next ask whether to fail."""
+        self._faults = Faults(order["file"])
+        self._faults.install()
+        return {}
+
+    def fail_copies(self, order: Order) -> Answer:
+        """Say how many copies fail from now on."""
+        assert self._faults is not None
+        self._faults.set(**{name: order[name] for name in ("stores", "loads", "staged", "rank")})
+        return {}
+
     def start(self, order: Order) -> Answer:
         """Start the engine with the given arguments."""
         from vllm import LLM
 
         self._llm = LLM(**order["arguments"])
+        if order["arguments"].get("pipeline_parallel_size", 1) > 1:
+            # Later stages need buffers that the CPU's eager mode does not make by itself.
+            self._llm.collective_rpc(_profile)
         return {}
 
     def generate(self, order: Order) -> Answer:
         """Generate for prompts of token ids, one after the other or all at once."""
-        prompts = [{"prompt_token_ids": prompt} for prompt in order["prompts"]]
-        sampling = _sampling(order["output_tokens"])
+        salt = {"cache_salt": order["salt"]} if order.get("salt") else {}
+        prompts = [{"prompt_token_ids": prompt, **salt} for prompt in order["prompts"]]
+        sampling = _sampling(order["output_tokens"], order.get("kv_transfer_params"))
         batches = [prompts] if order["together"] else [[prompt] for prompt in prompts]
         outputs = [
             output for batch in batches for output in self._llm.generate(batch, sampling, use_tqdm=False)
@@ -84,14 +109,27 @@ class Servant:
 
     def defined(self, order: Order) -> Answer:
         """Return the names of all metrics that kvtier can send."""
-        from kvtier.adapters.vllm.metrics import COUNTERS, GAUGES
+        from kvtier.telemetry.catalogue import BYTES, COUNTERS, GAUGES
 
-        return {"names": [counter.name for counter in COUNTERS.values()] + list(GAUGES)}
+        return {"names": [metric.name for metric in (*COUNTERS.values(), *BYTES.values(), *GAUGES.values())]}
 
     def reset(self, order: Order) -> Answer:
         """Forget what is cached on the device, and with ``connector`` everywhere else."""
         done = self._llm.reset_prefix_cache(reset_connector=order["connector"])
         return {"done": bool(done)}
+
+    def sleep(self, order: Order) -> Answer:
+        """Go to sleep and wake up again; with ``weights``, the model's weights are others afterwards."""
+        self._llm.sleep(level=order["level"])
+        if order["weights"] is not None:
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_path": order["weights"]})
+        self._llm.wake_up()
+        return {}
+
+    def reload(self, order: Order) -> Answer:
+        """Give the model other weights, as a trainer does: in place and without a word to the scheduler."""
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": order["weights"]})
+        return {}
 
     def stop(self, order: Order) -> Answer:
         """Stop the engine in an orderly way."""
@@ -101,10 +139,17 @@ class Servant:
         return {}
 
 
-def _sampling(output_tokens: int) -> Any:
+def _profile(worker: Any) -> None:
+    worker.model_runner.profile_run()
+
+
+def _sampling(output_tokens: int, kv_transfer_params: Any = None) -> Any:
     from vllm import SamplingParams
 
-    return SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+    extra = {"extra_args": {"kv_transfer_params": kv_transfer_params}} if kv_transfer_params else {}
+    return SamplingParams(
+        max_tokens=output_tokens, temperature=0.0, ignore_eos=True, detokenize=False, **extra
+    )
 
 
 def _samples() -> Iterator[tuple[str, dict[str, str], float]]:

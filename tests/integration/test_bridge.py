@@ -18,17 +18,20 @@ import anyio
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
+    Locality,
     LookupResult,
     Medium,
     OffloadPolicy,
     PrepareStoreOutput,
     ReqContext,
     ScheduleEndContext,
+    TierFilter,
+    TierMatcher,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier.adapters.vllm.compat import TELLS_OF_FLUSHES
+from kvtier.adapters.vllm.compat import TELLS_OF_FLUSHES, CacheHitSource
 from kvtier.adapters.vllm.manager import KVTierManager, Slots
+from kvtier.adapters.vllm.places import place_of
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
 from kvtier.core import invariants
 from kvtier.core.admission import Limits, TierGate
@@ -40,7 +43,7 @@ from kvtier.executor import Executor, ExecutorThread, NamedTier
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.memory.region import Region
-from kvtier.tiers.base import Batch, Outcome, SecondaryTier
+from kvtier.tiers.base import TRAILER_BYTES, Batch, Knowledge, Outcome, SecondaryTier
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
 
@@ -86,6 +89,8 @@ class World:
         clock: Callable[[], float] = time.monotonic,
         sources: Sequence[CacheHitSource] = (),
         steps_ahead: int = 2,
+        self_describing: bool = False,
+        repeats_stores: bool = True,
     ) -> None:
         names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
         gates = [TierGate(name, tier.config.deadline_s) for name, tier in zip(names, tiers, strict=True)]
@@ -100,7 +105,10 @@ class World:
             self.core,
             self.thread,
             sources=sources,
+            places=[place_of(tier) for tier in tiers],
             steps_ahead=steps_ahead,
+            self_describing=self_describing,
+            repeats_stores=repeats_stores,
             clock=clock,
             on_shutdown=self._shut_down,
         )
@@ -111,12 +119,12 @@ class World:
         assert self.thread.close(1)
         self.region.close()
 
-    def step(self, new: Sequence[str] = ()) -> None:
-        self.manager.on_schedule_end(ScheduleEndContext(new, ()))
+    def step(self, new: Sequence[str] = (), preempted: Sequence[str] = ()) -> None:
+        self.manager.on_schedule_end(ScheduleEndContext(new, preempted))
         invariants.check(self.core)
 
-    def request(self, name: str) -> ReqContext:
-        context = ReqContext(req_id=name)
+    def request(self, name: str, wanted: TierFilter = TierFilter.ALL) -> ReqContext:
+        context = ReqContext(req_id=name, load_tier_filter=wanted)
         assert self.manager.on_new_request(context).policy == OffloadPolicy("chunk_level")
         return context
 
@@ -242,6 +250,31 @@ def test_stores_keep_their_order_and_are_not_repeated(make: Make) -> None:
     it.check_idle()
 
 
+@pytest.mark.parametrize("repeats", [True, False])
+def test_what_finds_no_room_is_offered_again_only_where_it_will_be_the_same(
+    make: Make, repeats: bool
+) -> None:
+    it = make(slots=2, repeats_stores=repeats)
+    context = it.request("a")
+    under_way = it.manager.prepare_store(prompt(1, 2), context)
+    assert under_way is not None
+    refused = it.manager.prepare_store(prompt(2, 2), context)
+    assert (refused is None) is repeats
+    assert refused is None or (refused.keys_to_store, slots_of(refused.store_spec)) == ([], [])
+    it.manager.complete_store(under_way.keys_to_store, context)
+    it.check_idle()
+
+
+def test_nothing_is_fetched_for_a_request_that_goes_on_without(make: Make) -> None:
+    # A group of windows that has nothing ends the search while keys of full attention are pending.
+    it = make(dummy())
+    context = it.request("a")
+    assert it.manager.lookup(prompt(1, 1)[0], context) in WAIT
+    it.step(["a"])
+    assert it.core.is_idle
+    assert it.core.next_deadline_s() is None
+
+
 def test_completions_may_come_after_the_requests_end(make: Make) -> None:
     it = make(dummy())
     first, second = it.request("a"), it.request("b")
@@ -365,6 +398,113 @@ def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(make: Make) -> 
     it.step()
     it.manager.on_request_finished(context)
     it.check_idle()
+
+
+# --- the tiers that a request allows, and its second start ------------------------------------------
+
+
+NOTHING = TierFilter()
+
+
+def only(medium: Medium | None = None, locality: Locality | None = None) -> TierFilter:
+    return TierFilter((TierMatcher(medium, locality),))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "asked"),
+    [
+        (TierFilter.ALL, {0, 1, 2}),
+        (NOTHING, set()),
+        (only(), {0, 1, 2}),
+        (only(Medium.CPU), {0}),
+        (only(Medium.STORAGE), {1, 2}),
+        (only(locality=Locality.LOCAL), {0, 1}),  # of a directory alone nobody knows where it is
+        (only(locality=Locality.REMOTE), {1, 2}),
+        (TierFilter((TierMatcher(Medium.CPU), TierMatcher(None, Locality.REMOTE))), {0, 1, 2}),
+    ],
+)
+def test_a_request_is_looked_up_in_the_tiers_that_it_allows(
+    make: Make, tmp_path: Path, wanted: TierFilter, asked: set[int]
+) -> None:
+    remote = FsConfig(root_dir=tmp_path / "far", n_threads=2, min_free_bytes=0, locality="REMOTE")
+    tiers: list[AnyTier] = [dummy(), files(tmp_path / "near"), FsTier(remote)]
+    it = make(*tiers, slots=16)
+    context = it.request("b", wanted)
+    keys = prompt(1, 3)
+    assert it.find(keys, context) == 0
+    counts = it.core.take_counts()
+    skipped = {int(name[1][-1]) for name in counts if name[0] == "skipped" and name[2] == "filter"}
+    assert skipped == (set() if not asked else {0, 1, 2} - asked)
+    it.store(keys, it.request("a"))
+    assert it.find(keys, context) == 3, "the primary tier is not filtered"
+    it.manager.on_request_finished(context)
+    it.check_idle()
+
+
+def test_a_filtered_request_does_not_wait_for_a_tier_that_another_one_waits_for(make: Make) -> None:
+    it = make(Silent(DummyConfig()), slots=16)
+    keys = prompt(1, 3)
+    it.store(keys, it.request("a"))
+    it.forget_primary()
+    waiting, local = it.request("b"), it.request("c", NOTHING)
+    assert it.scan(keys, waiting) == (3, True)
+    it.step()
+    assert it.scan(keys, local) == (0, False)
+    it.manager.on_request_finished(waiting)
+
+
+def test_a_preempted_request_is_looked_up_anew(make: Make) -> None:
+    """What no tier had when it came may be there when it starts again, and a deadline is one start's."""
+    clock = Clock()
+    it = make(dummy(), slots=16, clock=clock)
+    keys = prompt(1, 4)
+    context = it.request("a")
+    assert it.find(keys, context) == 0
+    it.step(["a"])
+    assert it.store(keys, context) == keys
+    it.settle()
+    it.forget_primary()
+    assert it.scan(keys, context) == (0, False)  # so it goes on being told as long as it is the same start
+    it.step(preempted=["a"])
+    assert it.find(keys, context) == 4
+    it.manager.on_request_finished(context)
+    it.check_idle()
+
+
+def test_what_is_loaded_from_the_primary_tier_does_not_grow_old_in_the_others(make: Make) -> None:
+    tier = dummy(capacity_bytes=8 * (CHUNK_BYTES + TRAILER_BYTES))
+    it = make(tier, slots=64)
+    context = it.request("a")
+    used, unused = prompt(1, 4), prompt(2, 4)
+    for keys in (used, unused):
+        it.store(keys, context)
+        it.settle()
+    assert it.find(used, context) == 4
+    it.manager.prepare_load(used, context)
+    it.step()
+    it.manager.complete_load(set(used), context)
+    it.store(prompt(3, 4), context)
+    it.settle()
+    assert tier.known([*used, *unused]) == [Knowledge.PRESENT] * 4 + [Knowledge.ABSENT] * 4
+
+
+def test_slow_puts_end_before_a_shutdown_does(make: Make, tmp_path: Path) -> None:
+    first = make(SlowFiles(FsConfig(root_dir=tmp_path, max_concurrency=2, min_free_bytes=0)))
+    context = first.request("a")
+    for name in range(4):
+        assert first.store(prompt(name, 3), context) == prompt(name, 3)
+    first.manager.shutdown()
+    second = make(files(tmp_path))
+    for name in range(4):
+        assert second.find(prompt(name, 3), second.request(f"b{name}")) == 3
+
+
+class SlowFiles(FsTier):
+    """Needs a while for each put."""
+
+    async def put(self, batch: Batch) -> Outcome:
+        await anyio.sleep(0.1)
+        return await super().put(batch)
 
 
 # --- resets --------------------------------------------------------------------------------------
@@ -518,9 +658,54 @@ def test_events_say_what_is_where(make: Make, tmp_path: Path) -> None:
     it.settle()
     list(it.manager.take_events())
     it.manager.reset_cache()
-    (reset,) = it.manager.take_events()
-    assert (reset.medium, reset.removed, len(reset.keys)) == (Medium.CPU, True, 8)
+    reset = list(it.manager.take_events())
+    assert [(event.medium, event.removed, len(event.keys)) for event in reset] == [
+        (Medium.CPU, True, 8),
+        (Medium.STORAGE, True, 8),
+    ]
     assert list(it.manager.take_events()) == []
+
+
+@pytest.mark.parametrize("self_describing", [False, True])
+def test_what_a_fetch_has_found_is_told_when_vllm_can_describe_it(
+    make: Make, tmp_path: Path, self_describing: bool
+) -> None:
+    before = make(files(tmp_path))
+    before.store(prompt(1, 4), before.request("a"))
+    before.settle()
+    before.manager.shutdown()
+    it = make(files(tmp_path), self_describing=self_describing)
+    context = it.request("b")
+    assert it.find(prompt(1, 4), context) == 4
+    found = [
+        (Medium.STORAGE, False, "fs0", set(prompt(1, 4))),
+        (Medium.CPU, False, None, set(prompt(1, 4))),
+    ]
+    told = _told(it) if not self_describing else []
+    assert _told(it) == []  # vLLM has not been told yet that a request loads them
+    it.manager.prepare_load(prompt(1, 4), context)
+    told += _told(it)
+    assert sorted(told, key=str) == sorted(found, key=str)
+    assert _told(it) == []
+
+
+def test_what_was_not_told_is_not_taken_back(make: Make, tmp_path: Path) -> None:
+    before = make(files(tmp_path))
+    before.store(prompt(1, 4), before.request("a"))
+    before.settle()
+    before.manager.shutdown()
+    it = make(files(tmp_path), self_describing=True)
+    context = it.request("b")
+    assert it.find(prompt(1, 4), context) == 4
+    it.manager.reset_cache()
+    assert _told(it) == []
+    it.store(prompt(1, 4), context)
+    assert _told(it) == [(Medium.CPU, False, None, set(prompt(1, 4)))]
+
+
+def _told(it: World) -> list[tuple[Medium, bool, str | None, set[OffloadKey]]]:
+    events = it.manager.take_events()
+    return [(event.medium, event.removed, event.ownership, set(event.keys)) for event in events]
 
 
 def test_where_chunks_are_can_be_sent_to_the_workers() -> None:
@@ -555,6 +740,7 @@ class Job:
         self.keys = keys
         self.context = context
         self.state = "waiting"
+        self.starts = 0
 
 
 class Scheduler:
@@ -587,8 +773,10 @@ class Scheduler:
         self.steps += 1
         if arriving and len(self.jobs) < 8:
             self._arrive()
+        preempted = self._preempt()
         started = [job for job in self.jobs if job.state == "waiting" and self._schedule(job)]
-        ended = ScheduleEndContext([str(job.name) for job in started], ())
+        new, resumed = [str(job.name) for job in started if job.starts == 1], [str(job) for job in preempted]
+        ended = ScheduleEndContext(new, resumed)
         if self.version == "0.32":
             manager.on_schedule_end(ended)
         for job in [job for job in self.jobs if job.state == "running"]:
@@ -610,7 +798,15 @@ class Scheduler:
         self.requests += 1
         name, length = self.chance.randrange(6), self.chance.randrange(1, 14)
         keys = (prompt(100, 6) + prompt(name, 8))[:length]
-        self.jobs.append(Job(self.requests, keys, self.it.request(str(self.requests))))
+        wanted = self.chance.choice([TierFilter.ALL] * 3 + [NOTHING, only(Medium.CPU), only(Medium.STORAGE)])
+        self.jobs.append(Job(self.requests, keys, self.it.request(str(self.requests), wanted)))
+
+    def _preempt(self) -> list[int]:
+        """Take the blocks of a running request; it waits again, and may be looked up in this very step."""
+        running = [job for job in self.jobs if job.state == "running" and self.chance.random() < 0.05]
+        for job in running:
+            job.state = "waiting"
+        return [job.name for job in running]
 
     def _schedule(self, job: Job) -> bool:
         """Look a waiting request up; load what is there and let it run."""
@@ -621,6 +817,7 @@ class Scheduler:
         if found:
             self._load(job, job.keys[:found])
         job.state = "loading" if found else "running"
+        job.starts += 1
         return True
 
     def _load(self, job: Job, keys: list[OffloadKey]) -> None:

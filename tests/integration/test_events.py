@@ -1,96 +1,204 @@
-"""KV events: what becomes available in which tier, and what ceases to be, reaches a subscriber."""
+"""KV events: a router that follows them knows what is in which tier, and never believes in more."""
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.harness import PROMPT_CHUNKS, Engine, EngineError, Forge, prompt
+from tests.integration.harness import (
+    BLOCK_TOKENS,
+    PROMPT_CHUNKS,
+    PROMPT_TOKENS,
+    Engine,
+    Forge,
+    Metrics,
+    Tokens,
+    chunk_files,
+    prompt,
+)
 
 zmq = pytest.importorskip("zmq")
 msgspec = pytest.importorskip("msgspec")
 
+BLOCK_BYTES = 128 * 1024
+TRAILER_BYTES = 128
+CPU, FILES, SMALL = ("CPU", None), ("STORAGE", "fs"), ("STORAGE", "small")
+PROMPTS = [prompt(seed) for seed in range(8)]
 
-class Subscriber:
-    """Collects the events that an engine publishes."""
+Place = tuple[str, str | None]
+"""A medium, and whose it is."""
+
+
+class Router:
+    """Follows the events that an engine publishes, as a router does.
+
+    It is there before the engine, so that no event is lost.
+
+    Attributes:
+        endpoint: where the engine is to publish.
+        events: those that concern kvtier's tiers.
+        belief: the hashes of the blocks that it believes to be in each place.
+        cleared: how often everything was cleared.
+    """
 
     def __init__(self, endpoint: str) -> None:
         self._socket = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 10)  # milliseconds: long before the first prompt
         self._socket.connect(endpoint)
+        self.endpoint = endpoint
         self.events: list[dict[str, Any]] = []
+        self.belief: defaultdict[Place, set[bytes]] = defaultdict(set)
+        self.cleared = 0
 
     def take_in(self) -> None:
         while self._socket.poll(0):
             _, _, payload = self._socket.recv_multipart()
-            self.events += msgspec.msgpack.decode(payload)[1]
+            for event in msgspec.msgpack.decode(payload)[1]:
+                if event["type"] == "AllBlocksCleared":
+                    self.cleared += 1
+                elif event["medium"] != "GPU":
+                    self._follow(event)
 
-    def hashes(self, kind: str, medium: str) -> set[bytes]:
-        return {
-            block
-            for event in self.events
-            if event["type"] == kind and event["medium"] == medium
-            for block in event["block_hashes"]
+    def _follow(self, event: dict[str, Any]) -> None:
+        self.events.append(event)
+        hashes, belief = set(event["block_hashes"]), self.belief[_place(event)]
+        if event["type"] == "BlockStored":
+            assert belief.isdisjoint(hashes), "stored once"
+            belief |= hashes
+        else:
+            assert hashes <= belief, "removed once, and after it was stored"
+            belief -= hashes
+
+    def stored(self, place: Place) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["type"] == "BlockStored" and _place(event) == place]
+
+    def chain(self, place: Place, tokens: Tokens, blocks: int = 1) -> list[bytes]:
+        """Return the hashes of a prompt's blocks, found in the events by their tokens and parents alone."""
+        known = {
+            (event["parent_block_hash"], *event["token_ids"]): event["block_hashes"]
+            for event in self.stored(place)
+            if event["block_size"] == BLOCK_TOKENS
         }
+        chain: list[bytes] = []
+        width = blocks * BLOCK_TOKENS
+        for start in range(0, len(tokens) - width + 1, width):
+            chain += known[chain[-1] if chain else None, *tokens[start : start + width]]
+        return chain
 
     def close(self) -> None:
         self._socket.close(linger=0)
 
 
-@pytest.fixture
-def endpoint(tmp_path: Path) -> str:
-    return f"ipc://{tmp_path}/events"
+def _place(event: dict[str, Any]) -> Place:
+    return event["medium"], event.get("ownership")
 
 
 @pytest.fixture
-def subscriber(endpoint: str) -> Iterator[Subscriber]:
-    subscriber = Subscriber(endpoint)
-    yield subscriber
-    subscriber.close()
+def router(tmp_path: Path) -> Iterator[Router]:
+    router = Router(f"ipc://{tmp_path}/events")
+    yield router
+    router.close()
 
 
-def test_events_of_both_tiers_arrive(
-    forge: Forge, llama: Path, tmp_path: Path, endpoint: str, subscriber: Subscriber
+def _start(forge: Forge, model: Path, settings: dict[str, Any], router: Router) -> Engine:
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": router.endpoint}
+    return forge.start(
+        model,
+        {"self_describing_kv_events": True, **settings},
+        kv_events_config=events,
+        environment={"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"},
+    )
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_router_knows_what_is_where_whoever_evicts(
+    forge: Forge, llama: Path, tmp_path: Path, router: Router, blocks: int
 ) -> None:
-    settings = {
-        "cpu_bytes_to_use": "6MiB",  # three prompts: the fourth evicts
-        "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path / "root")}],
-    }
-    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
-    prompts = [prompt(seed) for seed in range(8)]
-    with forge.start(llama, settings, kv_events_config=events) as engine:
-        _wait_for_subscription(engine, subscriber)
-        for one in prompts:
+    root = tmp_path / "root"
+    chunk_bytes = blocks * BLOCK_BYTES
+    tiers = [
+        {"type": "fs", "root_dir": str(root)},
+        {"type": "dummy", "name": "small", "capacity_bytes": 40 // blocks * (chunk_bytes + TRAILER_BYTES)},
+    ]
+    settings = {"cpu_bytes_to_use": 48 * BLOCK_BYTES, "blocks_per_chunk": blocks, "secondary_tiers": tiers}
+    with _start(forge, llama, settings, router) as engine:
+        for one in PROMPTS:
             engine.served(one)
-        everything = len(prompts) * PROMPT_CHUNKS
-        _until(engine, subscriber, lambda: len(subscriber.hashes("BlockStored", "STORAGE")) >= everything)
+        metrics = _until(engine, router, lambda: len(router.belief[FILES]) >= len(PROMPTS) * PROMPT_CHUNKS)
+        files = {bytes.fromhex(path.stem) for path in chunk_files(root)}
+        slots = metrics.value("kvtier_slots") - metrics.value("kvtier_free_slots")
+        chains = [router.chain(FILES, one, blocks) for one in PROMPTS]
 
-    stored, removed = subscriber.hashes("BlockStored", "CPU"), subscriber.hashes("BlockRemoved", "CPU")
-    assert len(stored) >= everything
-    assert removed < stored
-    assert len(stored) - len(removed) <= 48
-    assert subscriber.hashes("BlockStored", "STORAGE") <= stored
+        assert len(router.belief[CPU]) == slots * blocks
+        assert len(router.belief[SMALL]) == 40
+        assert files <= router.belief[FILES]
+        assert len(router.belief[FILES]) == len(files) * blocks
+        assert (
+            chains[-1] == router.chain(CPU, PROMPTS[-1], blocks) == router.chain(SMALL, PROMPTS[-1], blocks)
+        )
+        assert all(len(chain) == PROMPT_TOKENS // BLOCK_TOKENS for chain in chains)
+        assert {event["group_idx"] for event in router.events} == {0}
+        assert {_locality(router, place) for place in (CPU, FILES)} == {"LOCAL", None}
+
+        engine.reset()
+        _until(engine, router, lambda: router.cleared > 0)
+        if blocks == 1:  # else a subscriber goes by AllBlocksCleared: docs/vllm.md
+            assert not any(router.belief.values())
 
 
-def _wait_for_subscription(engine: Engine, subscriber: Subscriber) -> None:
-    """Send prompts until the first event arrives: a publisher drops what nobody has subscribed to yet."""
-    for seed in range(1000, 1100):
-        engine.served(prompt(seed, 70))
-        subscriber.take_in()
-        if subscriber.events:
-            return
-    raise EngineError("no event has arrived")
+def test_after_a_restart_a_router_learns_what_is_found_and_what_is_lost(
+    forge: Forge, llama: Path, tmp_path: Path, router: Router
+) -> None:
+    root = tmp_path / "root"
+    settings = {
+        "cpu_bytes_to_use": 96 * BLOCK_BYTES,  # a quarter of it is for what is found
+        "secondary_tiers": [{"type": "fs", "root_dir": str(root)}],
+    }
+    with forge.start(llama, settings) as engine:
+        engine.served(*PROMPTS)
+    with _start(forge, llama, settings, router) as engine:
+        _, loaded = engine.served(PROMPTS[0], PROMPTS[1])
+        _until(engine, router, lambda: len(router.belief[FILES]) >= 2 * PROMPT_CHUNKS)
+        found = set(router.chain(FILES, PROMPTS[0]) + router.chain(FILES, PROMPTS[1]))
+        assert loaded == {"fs": 2 * PROMPT_CHUNKS}
+        assert router.belief[FILES] == router.belief[CPU] == found
+        assert router.chain(CPU, PROMPTS[0]) == router.chain(FILES, PROMPTS[0])
+
+        lost = router.chain(FILES, PROMPTS[0])[3:]
+        for path in chunk_files(root):
+            if bytes.fromhex(path.stem) in lost:
+                path.unlink()
+        engine.served(*PROMPTS[2:], prompt(100), prompt(101))  # all else leaves the device and the memory
+        router.take_in()
+        assert found.isdisjoint(router.belief[CPU])
+        before = len(router.events)
+        _, loaded = engine.served(PROMPTS[0])
+        _until(engine, router, lambda: len(router.events) > before)
+        assert loaded == {"fs": 3}
+        removed = [event for event in router.events[before:] if event["type"] == "BlockRemoved"]
+        gone = {block for event in removed if _place(event) == FILES for block in event["block_hashes"]}
+        assert gone == set(lost)
+
+
+def _locality(router: Router, place: Place) -> str | None:
+    (locality,) = {event.get("locality") for event in router.stored(place)}
+    return None if locality is None else str(locality)
 
 
 def _until(
-    engine: Engine, subscriber: Subscriber, condition: Callable[[], bool], patience_s: float = 20.0
-) -> None:
+    engine: Engine, router: Router, condition: Callable[[], bool], patience_s: float = 30.0
+) -> Metrics:
+    """Keep the engine stepping until what it has told fulfils a condition; return its metrics then."""
     deadline = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < deadline, subscriber.events[-5:]
+    while True:
         engine.step()
-        subscriber.take_in()
+        router.take_in()
+        if condition():
+            return engine.metrics()
+        assert time.monotonic() < deadline, router.events[-5:]

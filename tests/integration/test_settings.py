@@ -8,11 +8,47 @@ from typing import Any
 
 import pytest
 
+from kvtier.config import TieringConfig
 from tests.integration.conftest import Ask
 from tests.integration.harness import PROMPT_CHUNKS, EngineError, Forge, chunk_files, prompt
 
 STORY = [prompt(seed) for seed in (1, 2)]
 OTHERS = [prompt(seed) for seed in range(10, 16)]
+
+
+# For each setting a wrong value, of types that JSON has, and what the one line says beside its name.
+WRONG: dict[str, tuple[object, str]] = {
+    "cpu_bytes_to_use": (-1, "Size of the primary tier"),
+    "block_size": (48, "multiple"),
+    "blocks_per_chunk": (0, "greater than 0"),
+    "eviction_policy": (None, "Who leaves the primary tier first"),
+    "store_threshold": (-1, "Store a chunk only"),
+    "max_tracker_size": (1.5, "Chunks whose requests are counted"),
+    "secondary_tiers": ({"type": "fs"}, "a list of tiers is needed"),
+    "offload_prompt_only": ("true", "Store only what was computed for prompts"),
+    "self_describing_kv_events": (1, "Send KV events"),
+    "canonical_layout": ("yes", "Keep chunks as one worker"),
+    "namespace": (7, "part of the identity"),
+    "promotion_budget": (2.0, "Share of the primary tier"),
+    "request_deadline_s": (True, "a number is needed"),
+    "drain_on_shutdown_s": ("soon", "Seconds a shutdown waits"),
+}
+
+
+def test_every_setting_has_a_wrong_value_here() -> None:
+    assert WRONG.keys() == TieringConfig.model_fields.keys()
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_a_wrong_value_of_any_setting_is_named_with_what_it_should_be(
+    forge: Forge, llama: Path, key: str
+) -> None:
+    value, words = WRONG[key]
+    with pytest.raises(EngineError) as refusal:
+        forge.start(llama, {"cpu_bytes_to_use": "64MiB", key: value})
+    message = str(refusal.value).splitlines()[0]
+    assert key in message
+    assert words in message
 
 
 @pytest.mark.parametrize(
@@ -25,10 +61,10 @@ OTHERS = [prompt(seed) for seed in range(10, 16)]
         ({"secondary_tiers": [{"type": "dummy", "sede": 1}]}, ["secondary_tiers[0].sede", "seed"]),
         ({"cpu_bytes_to_use": "many"}, ["cpu_bytes_to_use"]),
         ({"cpu_bytes_to_use": 1024}, ["cpu_bytes_to_use", "131072"]),
-        ({"cpu_bytes_to_use": "1000TiB"}, ["/dev/shm", str(1000 * 2**40), "cpu_bytes_to_use"]),
+        ({"cpu_bytes_to_use": "1000TiB"}, ["/dev/shm", "needs 1099", "cpu_bytes_to_use"]),
         ({"block_size": 33}, ["block_size"]),
         ({"tier_poll_interval_s": 1}, ["tier_poll_interval_s"]),
-        ({"canonical_layout": True}, ["canonical_layout"]),
+        ({"canonical_layout": "yes"}, ["canonical_layout", "'yes'", "boolean"]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

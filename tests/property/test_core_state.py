@@ -17,7 +17,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvtier.core import invariants
 from kvtier.core.admission import Limits, TierGate
-from kvtier.core.messages import Answer, Fetch, Fetched, Put, PutEnded, Reset, SlotsReady, TierDown
+from kvtier.core.messages import (
+    Answer,
+    Fetch,
+    Fetched,
+    Put,
+    PutEnded,
+    Removed,
+    Reset,
+    SlotsReady,
+    TierDown,
+    Touch,
+)
 from kvtier.core.policies.arc import ARC
 from kvtier.core.policies.lru import LRU
 from kvtier.core.requests import Request
@@ -25,6 +36,7 @@ from kvtier.core.states import ChunkState, Lookup, RequestState
 from kvtier.core.tiering import Tiering
 from kvtier.core.transfers import Pinned, Reservation
 from kvtier.keys import OffloadKey, pack_key
+from kvtier.telemetry.catalogue import COUNTERS
 
 T = TypeVar("T")
 
@@ -62,6 +74,10 @@ picks = st.integers(0, 255)
 prompts = st.sampled_from(PROMPTS)
 lengths = st.integers(1, 12)
 steps_s = st.sampled_from([0.0, 0.0, 0.1, 0.1, 0.5, 1.0, 4.0])
+# Which tiers a request may be served from; most requests do not say.
+filters = st.sampled_from(
+    [None, None, None, frozenset[int](), frozenset({0}), frozenset({1}), frozenset({0, 2})]
+)
 # What a tier answers, key by key, where it has the chunk: everything, or anything.
 wishes = st.integers(0, 30).map(_wishes)
 
@@ -88,12 +104,16 @@ class Asker:
 
 @dataclass(eq=False)
 class Job:
-    """A command that a tier has taken, when, and with what epoch and which chunks in the tier then."""
+    """A command that a tier has taken, when, and with what epoch and which chunks in the tier then.
+
+    ``is_written`` says that the tier has what was put, though the put has not ended.
+    """
 
     command: Put | Fetch
     begun_s: float
     epoch: int
     stored: frozenset[OffloadKey]
+    is_written: bool = False
 
 
 class CoreMachine(RuleBasedStateMachine):
@@ -112,17 +132,20 @@ class CoreMachine(RuleBasedStateMachine):
         self.jobs: list[Job] = []
         self.stored: list[set[OffloadKey]] = []
         self.announced: set[OffloadKey] = set()
+        self.believed: list[set[OffloadKey]] = []  # what a router believes of each tier
+        self.untold: list[set[OffloadKey]] = []  # chunks that have left a tier, which does not say so yet
 
     @initialize(
         policy=st.sampled_from([LRU, ARC]),
-        tiers=st.integers(0, 2),
+        tiers=st.integers(0, 3),
         slots=st.integers(1, 24),
         budget=st.sampled_from([0.1, 0.25, 1.0]),
         reserve=st.sampled_from([0.0, 0.1, 0.5]),
         backlog=st.sampled_from([0.25, 1.0]),
         threshold=st.sampled_from([0, 0, 2]),
         windowed=st.sampled_from([frozenset[int](), frozenset({1})]),
-        kept=st.lists(st.integers(0, 12), min_size=8, max_size=8),
+        kept=st.lists(st.integers(0, 12), min_size=12, max_size=12),
+        max_announced=st.sampled_from([1, 5, 100, 100]),
     )
     def start(
         self,
@@ -135,20 +158,34 @@ class CoreMachine(RuleBasedStateMachine):
         threshold: int,
         windowed: frozenset[int],
         kept: list[int],
+        max_announced: int,
     ) -> None:
-        limits = Limits(REQUEST_DEADLINE_S, budget, reserve, backlog, threshold, max_tracker_size=20)
+        limits = Limits(
+            REQUEST_DEADLINE_S,
+            budget,
+            reserve,
+            backlog,
+            threshold,
+            max_tracker_size=20,
+            max_announced=max_announced,
+        )
         gates = [TierGate(f"tier{index}", TIER_DEADLINE_S) for index in range(tiers)]
         self.core = Tiering(policy(), gates, limits, windowed_groups=windowed, track_changes=True)
         for _ in range(tiers):  # another engine has been there before
             self.stored.append({key for prompt in PROMPTS for key in prompt[: kept.pop()]})
+            self.believed.append(set())
+            self.untold.append(set())
         self.core.on_event(SlotsReady(range(slots)), self.now_s)
 
     # --- what an engine does ---------------------------------------------------------------------
 
     @precondition(lambda self: len(self.askers) < 4)
-    @rule(prompt=prompts, length=lengths, backwards=st.booleans())
-    def new_request(self, prompt: list[OffloadKey], length: int, backwards: bool) -> None:
-        self.askers.append(Asker(prompt[:length], backwards and prompt is PROMPTS[3]))
+    @rule(prompt=prompts, length=lengths, backwards=st.booleans(), allowed=filters)
+    def new_request(
+        self, prompt: list[OffloadKey], length: int, backwards: bool, allowed: frozenset[int] | None
+    ) -> None:
+        request = Request(tiers=allowed)
+        self.askers.append(Asker(prompt[:length], backwards and prompt is PROMPTS[3], request))
 
     @precondition(lambda self: self.askers)
     @rule(pick=picks)
@@ -181,7 +218,8 @@ class CoreMachine(RuleBasedStateMachine):
         if asker.scan is None:
             asker.scan = {}
         for key in reversed(asker.keys) if asker.backwards else asker.keys:
-            answer = self.core.lookup(key, asker.request)
+            answer = self.core.repeat(key, asker.request) if asker.request.stands else None
+            answer = self.core.lookup(key, asker.request) if answer is None else answer
             assert not asker.expired or answer in FINAL
             if answer is Lookup.HIT:
                 self._require_bytes(self.core.table.visible[key].slot, key)
@@ -212,6 +250,23 @@ class CoreMachine(RuleBasedStateMachine):
         pinned = _take(self.loads, pick)
         self._end_reading(pinned.slots)
         self.core.release(pinned)
+
+    @precondition(lambda self: self.loads)
+    @rule(pick=picks)
+    def fail_load(self, pick: int) -> None:
+        """Its chunks are dropped, whoever else holds them or puts them."""
+        pinned = _take(self.loads, pick)
+        self._end_reading(pinned.slots)
+        self.core.fail_load(pinned)
+        assert not any(chunk in self.core.table.visible.values() for chunk in pinned.chunks)
+
+    @precondition(lambda self: self.askers)
+    @rule(pick=picks)
+    def preempt(self, pick: int) -> None:
+        """The request is looked up anew; what it was told in this round still holds."""
+        asker = _pick(self.askers, pick)
+        self.core.restart(asker.request)
+        asker.since_s, asker.expired = None, False
 
     @precondition(lambda self: self.askers)
     @rule(pick=picks)
@@ -321,6 +376,32 @@ class CoreMachine(RuleBasedStateMachine):
         if pick % 8 == 0:  # seldom: a machine whose tiers are all down shows little
             self.core.on_event(TierDown(pick // 8 % len(self.stored), "test"), self.now_s)
 
+    @precondition(lambda self: self.stored)
+    @rule(pick=picks, gone=st.sets(st.sampled_from(KEYS), max_size=6), told=st.booleans())
+    def tier_evicts(self, pick: int, gone: set[OffloadKey], told: bool) -> None:
+        """Chunks leave a tier by themselves; it says so at once or later."""
+        tier = pick % len(self.stored)
+        self.untold[tier] |= gone & self.stored[tier]
+        self.stored[tier] -= gone
+        if told:
+            self.tier_tells(pick)
+
+    @precondition(lambda self: any(self.untold))
+    @rule(pick=picks)
+    def tier_tells(self, pick: int) -> None:
+        tier = pick % len(self.stored)
+        keys, self.untold[tier] = sorted(self.untold[tier]), set()
+        self.core.on_event(Removed(tier, keys), self.now_s)
+
+    @precondition(lambda self: any(isinstance(job.command, Put) for job in self.jobs))
+    @rule(pick=picks)
+    def put_writes(self, pick: int) -> None:
+        """A tier has what is put, and may lose it again, before the put has ended."""
+        job = _pick([job for job in self.jobs if isinstance(job.command, Put)], pick)
+        if job.epoch == self.epoch and not job.is_written:
+            job.is_written = True
+            self.stored[job.command.tier].update(job.command.keys)
+
     @rule(prompt=prompts, pick=picks)
     def tier_had_it_before(self, prompt: list[OffloadKey], pick: int) -> None:
         """Another engine has put chunks of a prompt into a tier."""
@@ -334,9 +415,9 @@ class CoreMachine(RuleBasedStateMachine):
             assert self.contents[slot] == (key, job.epoch), "what is being put stays as it was"
         self._end_reading(command.slots)
         kept = kept[: len(command.keys)]
-        if job.epoch == self.epoch:
+        if job.epoch == self.epoch and not job.is_written:
             self.stored[command.tier].update(key for key, ok in zip(command.keys, kept, strict=True) if ok)
-        self.core.on_event(PutEnded(command.id, kept, {"test": kept.count(False)}), self.now_s)
+        self.core.on_event(PutEnded(command.id, kept, {"error": kept.count(False)}), self.now_s)
         self._take_commands()
 
     def _end_fetch(self, job: Job, wishes: list[Answer]) -> None:
@@ -351,7 +432,7 @@ class CoreMachine(RuleBasedStateMachine):
             elif answer is Answer.LANDED:
                 answer = Answer.LOCATED
             answers.append(answer)
-        self.core.on_event(Fetched(command.id, answers, {"test": 1}), self.now_s)
+        self.core.on_event(Fetched(command.id, answers, {"error": 1}), self.now_s)
         self._take_commands()
 
     def _take_commands(self) -> None:
@@ -359,6 +440,10 @@ class CoreMachine(RuleBasedStateMachine):
             if isinstance(command, Reset):
                 assert command.epoch == self.epoch
                 self.stored[command.tier].clear()
+                self.untold[command.tier].clear()
+                continue
+            if isinstance(command, Touch):
+                assert self.core.ledger.tiers[command.tier].closed is None
                 continue
             job = Job(command, self.now_s, self.epoch, frozenset(self.stored[command.tier]))
             self.jobs.append(job)
@@ -369,8 +454,15 @@ class CoreMachine(RuleBasedStateMachine):
                 self._read(command.slots)
             else:
                 assert len(command.slots) <= len(command.keys)
+                self._require_wanted(command)
                 for slot in command.slots:
                     self._write(slot, job)
+
+    def _require_wanted(self, command: Fetch) -> None:
+        """A tier is asked for a request only where that may be served from it."""
+        transfer = self.core.ledger.transfers[command.id]
+        assert transfer.waiters
+        assert all(request.tiers is None or command.tier in request.tiers for request in transfer.waiters)
 
     # --- the slots -------------------------------------------------------------------------------
 
@@ -407,16 +499,27 @@ class CoreMachine(RuleBasedStateMachine):
         assert len(self.core.promotions.landing) <= self.core.promotions.budget
 
     @invariant()
+    def counts_what_metrics_are_declared_for(self) -> None:
+        for what, *labels in self.core.take_counts():
+            metric = COUNTERS[what]
+            assert len(labels) == len(metric.labels)
+            if "reason" in metric.labels:
+                assert labels[-1] in metric.reasons
+
+    @invariant()
     def announces_what_is_there(self) -> None:
         for change in self.core.take_changes():
-            if change.tier is not None:
-                assert set(change.keys) <= self.stored[change.tier]
-            elif change.removed:
-                assert self.announced.issuperset(change.keys)
-                self.announced.difference_update(change.keys)
+            believed = self.announced if change.tier is None else self.believed[change.tier]
+            if change.removed:
+                assert believed.issuperset(change.keys), "what was not announced is not taken back"
+                believed.difference_update(change.keys)
             else:
-                assert self.announced.isdisjoint(change.keys)
-                self.announced.update(change.keys)
+                assert believed.isdisjoint(change.keys), "nothing is announced twice"
+                believed.update(change.keys)
+        for tier, gate in enumerate(self.core.ledger.tiers):
+            assert self.believed[tier] <= self.stored[tier] | self.untold[tier], "never more than there is"
+            assert len(self.believed[tier]) <= self.core.ledger.limits.max_announced
+            assert not (gate.down and self.believed[tier])
         visible = self.core.table.visible.items()
         assert self.announced == {key for key, chunk in visible if chunk.state is ChunkState.READY}
 

@@ -14,24 +14,35 @@ class InstallDistribution(Protocol):
     """Makes a distribution importable for the time of one test."""
 
     def __call__(
-        self, name: str, source: str, tiers: Mapping[str, str] | None = None, version: str = "1.2"
+        self,
+        name: str,
+        source: str,
+        plugins: Mapping[str, str] | None = None,
+        version: str = "1.2",
+        group: str = "kvtier.tiers",
     ) -> None: ...
 
 
 @pytest.fixture
 def install_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[InstallDistribution]:
-    """Install a distribution with one module of its name; ``tiers`` maps entry points to attributes."""
+    """Install a distribution with one module of its name; ``plugins`` maps entry points to attributes."""
     before = set(sys.modules)
 
-    def install(name: str, source: str, tiers: Mapping[str, str] | None = None, version: str = "1.2") -> None:
+    def install(
+        name: str,
+        source: str,
+        plugins: Mapping[str, str] | None = None,
+        version: str = "1.2",
+        group: str = "kvtier.tiers",
+    ) -> None:
         folder = tmp_path / name
         module = name.replace("-", "_")
         metadata = folder / f"{module}-{version}.dist-info"
         metadata.mkdir(parents=True)
         (folder / f"{module}.py").write_text(source)
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        lines = [f"{entry} = {module}:{attribute}" for entry, attribute in (tiers or {}).items()]
-        (metadata / "entry_points.txt").write_text("\n".join(["[kvtier.tiers]", *lines, ""]))
+        lines = [f"{entry} = {module}:{attribute}" for entry, attribute in (plugins or {}).items()]
+        (metadata / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
         monkeypatch.syspath_prepend(folder)
 
     yield install

@@ -117,11 +117,54 @@ def test_unknown_policy_lists_those_installed():
         ("promotion_budget", 1.5),
         ("request_deadline_s", 0),
         ("request_deadline_s", float("nan")),
+        ("request_deadline_s", float("inf")),
         ("drain_on_shutdown_s", -1),
+        ("drain_on_shutdown_s", 1e30),  # beyond what a thread can be waited for
     ],
 )
 def test_values_out_of_range_are_shown(name, value):
     assert refusal(**{name: value}).startswith(f"{name} = {value!r}: ")
+
+
+NUMBERS = [
+    "cpu_bytes_to_use",
+    "block_size",
+    "blocks_per_chunk",
+    "store_threshold",
+    "max_tracker_size",
+    "promotion_budget",
+    "request_deadline_s",
+    "drain_on_shutdown_s",
+]
+TEXTS = ["eviction_policy", "namespace"]
+SWITCHES = ["offload_prompt_only", "self_describing_kv_events", "canonical_layout"]
+OF_OTHER_TYPES: dict[str, list[object]] = {
+    **{name: [True, False, -1, "abc", "", [], {}] for name in NUMBERS},
+    **{name: [True, 1, None, [], {}] for name in TEXTS},
+    **{name: ["true", "false", 0, 1, None, []] for name in SWITCHES},
+    "secondary_tiers": [True, 1, None, "fs", {}, {"type": "dummy"}],
+}
+
+
+def test_every_setting_is_in_the_table_of_wrong_types():
+    assert OF_OTHER_TYPES.keys() == TieringConfig.model_fields.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in OF_OTHER_TYPES.items() for value in values]
+)
+def test_a_value_of_another_type_is_refused_by_name_and_with_what_it_should_be(name, value):
+    message = refusal(**{name: value})
+    assert message.startswith(name)
+    description = str(TieringConfig.model_fields[name].description).rstrip(".")
+    assert description in message or "installed are" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"), [("store_threshold", "2", 2), ("request_deadline_s", "0.5", 0.5)]
+)
+def test_numbers_may_come_as_text(name, value, expected):
+    assert getattr(config(**{name: value}), name) == expected
 
 
 def test_chunk_size_in_one_unit_only():
@@ -165,12 +208,17 @@ class TestExtraConfig:
         raw = {
             "spec_name": "KVTierOffloadingSpec",
             "spec_module_path": "kvtier.adapters.vllm.spec",
-            "canonical_layout": True,
             "sync_load_budget_bytes": 1,
             "cpu_bytes_to_use": GIB,
             "store_threshold": 2,
         }
         assert TieringConfig.from_extra_config(raw) == config(store_threshold=2)
+
+    def test_what_the_engine_reads_too_is_checked_here(self):
+        raw = {"cpu_bytes_to_use": GIB, "canonical_layout": True}
+        assert TieringConfig.from_extra_config(raw).canonical_layout
+        with pytest.raises(ConfigError, match=r"^canonical_layout = 'yes': .*valid boolean"):  # true to vLLM
+            TieringConfig.from_extra_config({**raw, "canonical_layout": "yes"})
 
     def test_the_engines_keys_are_no_settings_elsewhere(self):
         assert refusal(spec_name="x").startswith("spec_name is not a setting")

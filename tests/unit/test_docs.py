@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
+import itertools
 import json
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,12 @@ import pytest
 
 from kvtier.config import TieringConfig
 from kvtier.errors import KVTierError
+from kvtier.telemetry.catalogue import BYTES, COUNTERS, GAUGES
+from kvtier.tiers.dummy import DummyTier
+from kvtier.tiers.fs import FsTier
 
 ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 _FENCE = re.compile(
@@ -57,8 +62,15 @@ def blocks_of(page: Path) -> list[Block]:
 
 def python_of(page: Path) -> list[Block]:
     return [
-        block for block in blocks_of(page) if block.info[:1] == ("python",) and "no-run" not in block.info
+        block
+        for block in blocks_of(page)
+        if block.info[:1] == ("python",) and "no-run" not in block.info and not excerpt_of(block)
     ]
+
+
+def excerpt_of(block: Block) -> Path | None:
+    """Return the file below examples/ that a block shows a part of, after ``file=``."""
+    return next((EXAMPLES / word[5:] for word in block.info if word.startswith("file=")), None)
 
 
 def run(blocks: list[Block]) -> None:
@@ -124,6 +136,47 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pyte
 def test_the_configurations_of_a_page_are_accepted(page: Path) -> None:
     for where, text in json_of(page):
         validate(where, text)
+
+
+def table_of(page: Path, heading: str) -> list[tuple[str, ...]]:
+    """Return the cells of the rows of a table, the heading's row not among them."""
+    lines = page.read_text().splitlines()
+    start = lines.index(heading) + 2
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start:])
+    return [tuple(cell.strip() for cell in row.strip("|").split("|")) for row in rows]
+
+
+def code(words: Iterable[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
+
+
+def test_the_metrics_page_has_every_metric_and_no_other() -> None:
+    told = table_of(ROOT / "docs" / "vllm.md", "| metric | labels | what it says |")
+    metrics = [*COUNTERS.values(), *BYTES.values(), *GAUGES.values()]
+    assert told == [(code([metric.name]), code(metric.labels), metric.documentation) for metric in metrics]
+
+
+def test_the_metrics_page_has_every_reason_and_no_other() -> None:
+    told = table_of(ROOT / "docs" / "vllm.md", "| metric | `reason` | meaning |")
+    metrics: dict[tuple[str, str], list[str]] = {}
+    for metric in COUNTERS.values():
+        assert bool(metric.reasons) == ("reason" in metric.labels), metric.name
+        for reason in metric.reasons.items():
+            metrics.setdefault(reason, []).append(metric.name)
+    own = [("tier " + code([name]), tier.reasons) for name, tier in (("fs", FsTier), ("dummy", DummyTier))]
+    assert told == [
+        *((code(names), code([word]), text) for (word, text), names in metrics.items()),
+        *((name, code([word]), text) for name, words in own for word, text in words.items()),
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_excerpts_of_a_page_are_in_their_files(page: Path) -> None:
+    for block in blocks_of(page):
+        file = excerpt_of(block)
+        if file is not None:
+            shown = [textwrap.indent(block.text, indent) for indent in ("", " " * 4)]
+            assert any(text in file.read_text() for text in shown), f"{block.where}: not in {file}"
 
 
 # --- the check itself ----------------------------------------------------------------------------

@@ -12,18 +12,42 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import anyio
 import pytest
+from pydantic import ByteSize
 
-from kvtier.core.messages import Answer, Command, Event, Fetch, Fetched, Put, PutEnded, Reset, TierDown
+from kvtier import executor as executors
+from kvtier.core.messages import (
+    Answer,
+    Command,
+    Event,
+    Fetch,
+    Fetched,
+    Put,
+    PutEnded,
+    Removed,
+    Reset,
+    TierDown,
+    Touch,
+)
 from kvtier.errors import TierError
 from kvtier.executor import Executor, ExecutorThread, NamedTier
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.testing.memory import HeapMemory
-from kvtier.tiers.base import Batch, Knowledge, Outcome, SecondaryTier, Status, TierContext
+from kvtier.tiers.base import (
+    TRAILER_BYTES,
+    Batch,
+    Knowledge,
+    Outcome,
+    SecondaryTier,
+    Status,
+    TierContext,
+    Usage,
+)
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
 
@@ -299,6 +323,62 @@ async def test_each_tier_is_its_own() -> None:
         assert list((await it.fetched(second)).answers) == [LANDED]
 
 
+# --- touches -------------------------------------------------------------------------------------
+
+
+class Touched(DummyTier):
+    """Notes what it is told to touch, and is slow at it, or fails."""
+
+    def __init__(self) -> None:
+        super().__init__(DummyConfig())
+        self.calls: list[list[OffloadKey]] = []
+        self.error: Exception | None = None
+        self.opened = anyio.Event()
+
+    async def touch(self, keys: Sequence[OffloadKey]) -> None:
+        self.calls.append(list(keys))
+        await self.opened.wait()
+        if self.error is not None:
+            raise self.error
+
+
+async def test_what_gathers_while_a_tier_is_told_what_was_used_is_told_at_once() -> None:
+    tier = Touched()
+    async with world(tier) as it:
+        for number in (1, 2, 3):
+            it.executor.submit([Touch(0, keys([number, 9]))])
+            await anyio.wait_all_tasks_blocked()
+        assert tier.calls == [keys([1, 9])]
+        tier.opened.set()
+        await anyio.wait_all_tasks_blocked()
+        assert tier.calls == [keys([1, 9]), keys([2, 9, 3])]
+        it.executor.submit([Touch(0, keys([4]))])
+        await anyio.wait_all_tasks_blocked()
+        assert tier.calls[2:] == [keys([4])]
+
+
+async def test_a_touch_that_fails_costs_nothing_but_itself() -> None:
+    tier = Touched()
+    tier.opened.set()
+    async with world(tier) as it:
+        tier.error = OSError("no")
+        it.executor.submit([Touch(0, keys([1]))])
+        await anyio.wait_all_tasks_blocked()
+        tier.error = None
+        it.executor.submit([Touch(0, keys([2]))])
+        await it.hold([3])
+        assert tier.calls == [keys([1]), keys([2])]
+
+
+async def test_a_touch_that_hangs_holds_up_neither_the_puts_nor_the_end() -> None:
+    tier = Touched()
+    with anyio.fail_after(5):
+        async with world(tier) as it:
+            it.executor.submit([Touch(0, keys([1]))])
+            await it.hold([2])
+            await it.executor.drained()
+
+
 # --- how many at once ----------------------------------------------------------------------------
 
 
@@ -485,6 +565,9 @@ class Rude(DummyTier):
     async def get(self, batch: Batch) -> Outcome:
         return self._acts["get"]() if "get" in self._acts else await super().get(batch)
 
+    def usage(self) -> Usage:
+        return self._acts["usage"]() if "usage" in self._acts else super().usage()
+
     async def reset(self) -> None:
         self._acts.get("reset", lambda: None)()
         await super().reset()
@@ -522,14 +605,16 @@ def raises(error: BaseException) -> Callable[[], Any]:
 
 
 FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
-    "an error": (raises(OSError("disk")), "OSError"),
-    "a cancellation that nobody asked for": (raises(asyncio.CancelledError()), "CancelledError"),
-    "an exit": (raises(SystemExit(3)), "SystemExit"),
-    "nothing": (lambda: None, "AttributeError"),
-    "too few": (lambda: Outcome((Status.OK,)), "TierError"),
-    "too many": (lambda: Outcome((Status.OK,) * 9), "TierError"),
-    "no reasons": (lambda: Outcome((Status.OK,) * 3, None), "AttributeError"),  # type: ignore[arg-type]
-    "odd reasons": (lambda: Outcome((Status.OK,) * 3, {"x": "many"}), "ValueError"),  # type: ignore[dict-item]
+    "an error": (raises(OSError("disk")), "error"),
+    "a time-out": (raises(TimeoutError()), "timeout"),
+    "a lost connection": (raises(ConnectionResetError()), "connection"),
+    "a cancellation that nobody asked for": (raises(asyncio.CancelledError()), "error"),
+    "an exit": (raises(SystemExit(3)), "error"),
+    "nothing": (lambda: None, "error"),
+    "too few": (lambda: Outcome((Status.OK,)), "error"),
+    "too many": (lambda: Outcome((Status.OK,) * 9), "error"),
+    "no reasons": (lambda: Outcome((Status.OK,) * 3, None), "error"),  # type: ignore[arg-type]
+    "odd reasons": (lambda: Outcome((Status.OK,) * 3, {"x": "many"}), "error"),  # type: ignore[dict-item]
 }
 
 
@@ -554,21 +639,19 @@ async def test_a_get_that_goes_wrong_is_answered_once(fault: str) -> None:
 
 @pytest.mark.parametrize("verb", ["known", "contains"])
 @pytest.mark.parametrize(
-    ("act", "reason"),
+    "act",
     [
-        (raises(OSError("net")), "OSError"),
-        (raises(asyncio.CancelledError()), "CancelledError"),
-        (lambda: [True], "TierError"),
-        (list, "TierError"),
-        (lambda: None, "TypeError"),
+        raises(OSError("net")),
+        raises(asyncio.CancelledError()),
+        lambda: [True],
+        list,
+        lambda: None,
     ],
 )
-async def test_a_question_that_goes_wrong_is_answered_once(
-    verb: str, act: Callable[[], Any], reason: str
-) -> None:
+async def test_a_question_that_goes_wrong_is_answered_once(verb: str, act: Callable[[], Any]) -> None:
     async with world(Rude(**{verb: act}), dummy()) as it:
         event = await it.fetched(it.fetch([1, 2, 3], [10, 11, 12]))
-        assert (list(event.answers), event.reasons) == ([MISSING] * 3, {reason: 3})
+        assert (list(event.answers), event.reasons) == ([MISSING] * 3, {"error": 3})
         await it.hold([4], tier=1)
 
 
@@ -739,25 +822,114 @@ async def test_a_chunk_of_another_identity_is_missing() -> None:
 
 async def test_statuses_other_than_ok_are_missing_with_the_tiers_reasons() -> None:
     class Mixed(DummyTier):
+        reasons = MappingProxyType({"odd": "a word of its own"})
+
         async def put(self, batch: Batch) -> Outcome:
             await super().put(batch)
             return Outcome((Status.OK, Status.REFUSED, Status.FAILED), {"full": 1, "odd": 1})
 
         async def get(self, batch: Batch) -> Outcome:
             await super().get(batch)
-            return Outcome((Status.OK, Status.ABSENT, Status.CORRUPT), {"quarantined": 1})
+            return Outcome((Status.OK, Status.ABSENT, Status.CORRUPT), {"checksum": 1})
 
     async with world(Mixed(DummyConfig())) as it:
         ended = await it.put_ended(it.put([1, 2, 3]))
         assert (list(ended.kept), ended.reasons) == ([True, False, False], {"full": 1, "odd": 1})
         event = await it.fetched(it.fetch([1, 2, 3], [10, 11, 12]))
-        assert (list(event.answers), event.reasons) == ([LANDED, MISSING, MISSING], {"quarantined": 1})
+        assert (list(event.answers), event.reasons) == ([LANDED, MISSING, MISSING], {"checksum": 1})
 
 
-async def test_reasons_that_are_counted_negative_are_none() -> None:
-    """A counter refuses a negative number, far from the tier that gave it."""
-    async with world(Rude(put=lambda: Outcome((Status.FAILED,), {"odd": -3, "full": 1}))) as it:
-        assert (await it.put_ended(it.put([1]))).reasons == {"odd": 0, "full": 1}
+@pytest.mark.parametrize(
+    ("told", "counted"),
+    [
+        ({"host-17.example.org": 3}, {"error": 3}),  # each value of a label is a time series for ever
+        ({"full": 1, "a": 1, "b": 1}, {"full": 1, "error": 2}),
+        ({}, {"error": 3}),
+        ({"full": 2}, {"full": 2, "error": 1}),
+        ({"full": 9}, {"full": 3}),
+        ({"x": -3, "full": 1}, {"full": 1, "error": 2}),  # a counter takes no negative number
+    ],
+)
+async def test_reasons_are_words_that_are_known_and_add_up(
+    told: dict[str, int], counted: dict[str, int]
+) -> None:
+    async with world(Rude(put=lambda: Outcome((Status.FAILED,) * 3, told))) as it:
+        assert (await it.put_ended(it.put([1, 2, 3]))).reasons == counted
+
+
+# --- what it is doing ------------------------------------------------------------------------------
+
+
+async def test_what_waits_for_its_turn_and_what_runs_is_seen() -> None:
+    released = anyio.Event()
+
+    class Waiting(DummyTier):
+        async def put(self, batch: Batch) -> Outcome:
+            await released.wait()
+            return await super().put(batch)
+
+    async with world(Waiting(DummyConfig(max_concurrency=4))) as it:
+        (activity,) = it.executor.activity
+        ids = [it.put([number]) for number in range(5)]
+        for _ in range(20):
+            await anyio.lowlevel.checkpoint()
+        assert (activity.puts.running, activity.puts.waiting) == (2, 3)
+        assert (activity.gets.running, activity.gets.waiting) == (0, 0)
+        released.set()
+        for id_ in ids:
+            await it.put_ended(id_)
+        assert (activity.puts.running, activity.puts.waiting) == (0, 0)
+
+
+async def test_how_full_a_tier_is_is_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executors, "_LOOK_EVERY_S", 0.01)
+    async with world(dummy(capacity_bytes=1 << 20), Rude(usage=raises(OSError("no idea")))) as it:
+        await it.hold([1, 2])
+        held = it.executor.activity[0]
+        with anyio.fail_after(20):
+            while held.usage != Usage(2 * (CHUNK_BYTES + TRAILER_BYTES), 1 << 20):  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+        assert it.executor.activity[1].usage is None
+        await it.hold([4], tier=1)  # a tier that fails at it goes on
+
+
+async def test_time_is_that_of_the_get_not_that_of_the_question() -> None:
+    class Slow(DummyTier):
+        async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+            await anyio.sleep(0.3)
+            return await super().contains(keys)
+
+    async with world(Slow(DummyConfig(complete_index=False, get_latency_s=0.02))) as it:
+        await it.hold([1])
+        assert 0.02 <= (await it.fetched(it.fetch([1], [10]))).seconds < 0.3
+        assert (await it.fetched(it.fetch([2], [10]))).seconds == 0
+
+
+async def test_what_leaves_a_tier_by_itself_is_told_from_any_thread_in_few_events() -> None:
+    context: list[TierContext] = []
+
+    def tell() -> None:
+        for number in range(10, 300):
+            context[0].removed([key(number)])
+
+    class Telling(DummyTier):
+        async def open(self, given: TierContext) -> None:
+            context.append(given)
+            await super().open(given)
+
+    room = 2 * (CHUNK_BYTES + TRAILER_BYTES)
+    async with world(dummy(), Telling(DummyConfig(capacity_bytes=ByteSize(room)))) as it:
+        await it.hold([1, 2, 3, 4], tier=1)
+        await it.until(lambda: removed_of(it.events) == keys([1, 2]))
+        await anyio.to_thread.run_sync(tell)
+        await it.until(lambda: removed_of(it.events) == keys([1, 2, *range(10, 300)]))
+        told = [event for event in it.events if isinstance(event, Removed)]
+        assert {event.tier for event in told} == {1}
+    context[0].removed([key(5)])  # after the end nobody listens, and nothing happens
+
+
+def removed_of(events: Iterable[Event]) -> list[OffloadKey]:
+    return [key for event in events if isinstance(event, Removed) for key in event.keys]
 
 
 # --- the end -------------------------------------------------------------------------------------

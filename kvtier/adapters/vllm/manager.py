@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
-    Locality,
     LookupResult,
-    Medium,
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
@@ -25,10 +23,12 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
     ScheduleEndContext,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier.adapters.vllm.compat import TELLS_OF_FLUSHES
-from kvtier.adapters.vllm.metrics import Gauges, as_stats, read_gauges
+from kvtier.adapters.vllm.compat import TELLS_OF_FLUSHES, CacheHitSource
+from kvtier.adapters.vllm.events import EventStream
+from kvtier.adapters.vllm.metrics import GaugeReader, as_stats
+from kvtier.adapters.vllm.places import Place, allowed_tiers
+from kvtier.adapters.vllm.workers import Workers
 from kvtier.core.requests import Request
 from kvtier.core.states import Lookup
 from kvtier.core.tiering import Tiering
@@ -45,9 +45,10 @@ _RESULTS[Lookup.RETRY] = LookupResult.RETRY
 
 @dataclass
 class Slots(LoadStoreSpec):
-    """Where chunks are in the primary tier; goes to the workers."""
+    """Where chunks are in the primary tier, and for a load whose they are; goes to the workers."""
 
     slots: list[int]
+    request: str = ""
 
 
 @dataclass
@@ -66,9 +67,15 @@ class KVTierManager(OffloadingManager):
         core: the state machine, owned from now on by the scheduler thread.
         executor: runs its commands; started already.
         sources: what vLLM calls each secondary tier in its cache-hit metrics.
+        places: where each secondary tier keeps its chunks, for requests that choose among them.
+        chunk_bytes: length of a chunk, for metrics.
+        self_describing: whether events are sent only when vLLM can say what is in their chunks.
         steps_ahead: steps that vLLM schedules before the first of them has ended, itself included.
         info: labels of the info metric.
         on_shutdown: gives back what the manager was made with.
+        workers: what is known of the workers; None where they tell nothing.
+        repeats_stores: whether vLLM may offer again, in later steps, what found no room. Of a window's
+            chunk of several blocks the first ones may be gone by then, which nobody is told of.
         clock: seconds, monotonic.
     """
 
@@ -78,33 +85,47 @@ class KVTierManager(OffloadingManager):
         executor: ExecutorThread,
         *,
         sources: Sequence[CacheHitSource] = (),
+        places: Sequence[Place] = (),
+        chunk_bytes: int = 0,
+        self_describing: bool = False,
         steps_ahead: int = 2,
         info: Mapping[str, str] | None = None,
         on_shutdown: Callable[[], None] = lambda: None,
+        workers: Workers | None = None,
+        repeats_stores: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
         self._executor = executor
         self._sources = sources
+        self._places = places
         self._steps_ahead = steps_ahead
         self._info = info or {}
         self._on_shutdown = on_shutdown
+        self._workers = workers
+        self._repeats_stores = repeats_stores
         self._clock = clock
         self._ask = core.lookup
         self._events = executor.events
         self._requests: dict[str, Request] = {}
         self._loads: dict[str, Pinned] = {}
+        self._failed_loads: set[str] = set()  # requests in ``_loads``
         self._load_sources: dict[OffloadKey, CacheHitSource] = {}  # of the last load, the tiers' chunks
         self._stores: dict[OffloadKey, Reservation] = {}
         self._flushing: list[_Flushing] = []
-        self._gauges: Gauges = {}
+        self._chunk_bytes = chunk_bytes
+        self._gauges = GaugeReader(core, executor.activity, chunk_bytes)
+        names = [gate.name for gate in core.ledger.tiers]
+        self._stream = EventStream(names, places, self_describing=self_describing)
         self._closed = False
+        self._stopped = False
 
     # --- requests --------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """See vLLM."""
-        self._requests[req_context.req_id] = Request(req_context.req_id)
+        tiers = allowed_tiers(req_context.load_tier_filter, self._places)
+        self._requests[req_context.req_id] = Request(req_context.req_id, tiers)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -119,16 +140,20 @@ class KVTierManager(OffloadingManager):
         """See vLLM. Asked for each key of each waiting request in each step."""
         if self._events:
             self._take_in(self._clock())
-        return _RESULTS[self._ask(key, self._requests[req_context.req_id])]
+        request = self._requests[req_context.req_id]
+        if request.stands and (answer := self._core.repeat(key, request)) is not None:
+            return _RESULTS[answer]
+        return _RESULTS[self._ask(key, request)]
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """See vLLM."""
         pinned = self._core.acquire(list(keys), self._requests[req_context.req_id])
         self._loads[req_context.req_id] = pinned
+        self._stream.loaded(keys)
         if self._sources:
             origins = zip(keys, pinned.origins, strict=True)
             self._load_sources = {key: self._sources[tier] for key, tier in origins if tier is not None}
-        return Slots(pinned.slots)
+        return Slots(pinned.slots, req_context.req_id)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:  # noqa: ARG002
         """See vLLM: asked for each key right after ``prepare_load``, for a metric."""
@@ -139,8 +164,18 @@ class KVTierManager(OffloadingManager):
         pinned = self._loads.pop(req_context.req_id, None)
         if pinned is None:
             logger.error("request %s has no load of %d chunks to end", req_context.req_id, len(keys))
-            return
-        self._core.release(pinned)
+        elif req_context.req_id in self._failed_loads:
+            self._failed_loads.discard(req_context.req_id)
+            self._core.fail_load(pinned, self._requests.get(req_context.req_id))
+        else:
+            self._core.release(pinned)
+
+    def fail_loads(self, req_ids: Iterable[str]) -> None:
+        """Learn that the loads of these requests, about to be completed, did not bring their bytes.
+
+        ``KVTierConnector`` says so. The requests are computed by the engine and not loaded again.
+        """
+        self._failed_loads.update(req_id for req_id in req_ids if req_id in self._loads)
 
     # --- stores ----------------------------------------------------------------------------------
 
@@ -149,16 +184,22 @@ class KVTierManager(OffloadingManager):
         keys: Collection[OffloadKey],
         req_context: ReqContext,  # noqa: ARG002
     ) -> PrepareStoreOutput | None:
-        """See vLLM. Where room is short a prefix is accepted; where there is none, None."""
+        """See vLLM. Where room is short a prefix is accepted; where there is none, None: not now."""
+        if self._stopped:
+            return self._nothing_stored()
         reservation = self._core.reserve(list(keys))
         if reservation is None:
-            return None
+            return None if self._repeats_stores else self._nothing_stored()
         stored = list(reservation.keys)
         if stored:
             self._stores[stored[0]] = reservation
         else:
             self._core.abort(reservation)
-        return PrepareStoreOutput(stored, Slots(reservation.slots), list(reservation.evicted))
+        return PrepareStoreOutput(
+            keys_to_store=stored,
+            store_spec=Slots(reservation.slots),
+            evicted_keys=list(reservation.evicted),
+        )
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
@@ -169,7 +210,9 @@ class KVTierManager(OffloadingManager):
         if reservation is None:
             logger.error("request %s has no store of these %d chunks to end", req_context.req_id, len(keys))
             return
-        if success:
+        if self._workers is not None and self._workers.failed_to_store(reservation.slots):
+            self._core.fail_store(reservation)
+        elif success:
             self._core.commit(reservation, self._clock())
             self._dispatch()
         else:
@@ -182,12 +225,18 @@ class KVTierManager(OffloadingManager):
         for req_id in context.new_req_ids:
             request = self._requests.get(req_id)
             if request is not None:
-                self._core.served(request)
+                self._core.scheduled(request)
+        for req_id in context.preempted_req_ids:
+            request = self._requests.get(req_id)
+            if request is not None:
+                self._core.restart(request)
         now_s = self._clock()
         self._core.settle(now_s)
         self._take_in(now_s)
         if self._flushing:
             self._count_down()
+        if self._workers is not None and self._workers.have_lost_device:
+            self._stop_copying()
 
     def has_pending_work(self) -> bool:
         """See vLLM. Puts need no steps; slots that a reset has cut off are given back by steps."""
@@ -202,6 +251,7 @@ class KVTierManager(OffloadingManager):
             self._flushing.append(_Flushing(stores, loads, self._steps_ahead + 1))
         self._stores.clear()
         self._loads.clear()
+        self._failed_loads.clear()
         self._core.reset()
         self._dispatch()
 
@@ -220,32 +270,28 @@ class KVTierManager(OffloadingManager):
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """See vLLM."""
-        names = self._core.ledger.tiers
-        for change in self._core.take_changes():
-            primary = change.tier is None
-            yield OffloadingEvent(
-                keys=list(change.keys),
-                medium=Medium.CPU if primary else Medium.STORAGE,
-                removed=change.removed,
-                locality=Locality.LOCAL if primary else None,
-                ownership=None if change.tier is None else names[change.tier].name,
-                removal_expected=primary,
-            )
+        return self._stream.events(self._core.take_changes())
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """See vLLM. Asked in each step; None where nothing has changed."""
         counts = self._core.take_counts()
-        gauges = read_gauges(self._core)
-        if not counts and gauges == self._gauges:
+        if self._workers is not None:
+            counts.update(self._workers.take_counts())
+        gauges = self._gauges.changed(self._workers.gauges if self._workers is not None else None)
+        if not counts and not gauges:
             return None
-        self._gauges = gauges
-        return as_stats(counts, gauges)
+        return as_stats(counts, gauges, self._chunk_bytes)
 
     def config_info(self) -> Sequence[Mapping[str, str]]:
         """See vLLM 0.33."""
         return [self._info]
 
     # --- inside ----------------------------------------------------------------------------------
+
+    @staticmethod
+    def _nothing_stored() -> PrepareStoreOutput:
+        """Answer that vLLM never offers again."""
+        return PrepareStoreOutput(keys_to_store=[], store_spec=Slots([]), evicted_keys=[])
 
     def _take_in(self, now_s: float) -> None:
         while self._events:
@@ -257,6 +303,18 @@ class KVTierManager(OffloadingManager):
         if commands:
             self._executor.submit(commands)
 
+    def _stop_copying(self) -> None:
+        """Give workers no more work: a device is lost. The engine goes on, or ends, as it sees fit."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._ask = self._miss
+        logger.error("a worker's device is lost: nothing is stored or loaded any more until a restart")
+
+    def _miss(self, key: OffloadKey, request: Request) -> Lookup:  # noqa: ARG002
+        self._core.ledger.counts["miss", "device_lost"] += 1
+        return Lookup.MISS
+
     def _count_down(self) -> None:
         if TELLS_OF_FLUSHES:
             return
@@ -267,6 +325,8 @@ class KVTierManager(OffloadingManager):
 
     def _flush(self, flushing: _Flushing) -> None:
         for reservation in flushing.reservations:
+            if self._workers is not None:
+                self._workers.failed_to_store(reservation.slots)  # nobody asks any more
             self._core.abort(reservation)
         for pinned in flushing.loads:
             self._core.release(pinned)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -13,65 +12,42 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
+from kvtier.core.admission import TierGate
 from kvtier.core.ledger import Count
-from kvtier.core.tiering import Tiering
+from kvtier.core.tiering import PRIMARY, Tiering
+from kvtier.executor import TierActivity
+from kvtier.telemetry.catalogue import BYTES, COUNTERS, GAUGES
 
+Gauge = tuple[str, tuple[str, ...]]
+"""The name and the values of the labels of a gauge."""
 
-@dataclass(frozen=True, slots=True)
-class _Counter:
-    name: str
-    labels: tuple[str, ...]
-    documentation: str
+Gauges = Mapping[Gauge, float]
+"""Values of gauges."""
 
+PINNED_BYTES = "kvtier_pinned_bytes"
+PINNING_FAILED = "kvtier_pinning_failed"
+DEVICE_UP = "kvtier_device_up"
 
-COUNTERS: Mapping[str, _Counter] = {
-    "miss": _Counter("kvtier_misses", ("reason",), "Lookups of a key that ended as a miss."),
-    "expired": _Counter(
-        "kvtier_expired_requests", (), "Requests whose deadline passed before the tiers answered."
-    ),
-    "loaded": _Counter(
-        "kvtier_loaded_chunks", ("tier",), "Chunks loaded to the device, by where they were found."
-    ),
-    "stored": _Counter("kvtier_stored_chunks", (), "Chunks stored in the primary tier."),
-    "store_refused": _Counter("kvtier_store_refused_chunks", ("reason",), "Chunks that were not stored."),
-    "evicted": _Counter("kvtier_evicted_chunks", (), "Chunks evicted from the primary tier."),
-    "put": _Counter("kvtier_put_chunks", ("tier",), "Chunks put into a tier."),
-    "put_seconds": _Counter(
-        "kvtier_put_seconds", ("tier",), "Seconds that puts took, over all that ran at once."
-    ),
-    "put_dropped": _Counter("kvtier_put_dropped_chunks", ("tier", "reason"), "Chunks not offered to a tier."),
-    "put_failed": _Counter(
-        "kvtier_put_failed_chunks", ("tier", "reason"), "Chunks that a tier did not take."
-    ),
-    "fetched": _Counter(
-        "kvtier_fetched_chunks", ("tier",), "Chunks brought from a tier to the primary tier."
-    ),
-    "get_seconds": _Counter(
-        "kvtier_get_seconds", ("tier",), "Seconds that gets took, over all that ran at once."
-    ),
-    "absent": _Counter(
-        "kvtier_absent_chunks", ("tier",), "Chunks that a tier was asked for and could not give."
-    ),
-    "get_failed": _Counter(
-        "kvtier_get_failed_chunks", ("tier", "reason"), "Chunks that a tier has but did not give."
-    ),
-    "skipped": _Counter("kvtier_skipped_chunks", ("tier", "reason"), "Chunks that a tier was not asked for."),
-    "overdue": _Counter(
-        "kvtier_overdue_transfers", ("tier", "verb"), "Puts and gets that passed their deadline."
-    ),
-}
-
-_SLOTS = "kvtier_slots"
-_FREE_SLOTS = "kvtier_free_slots"
-_TIER_UP = "kvtier_tier_up"
-_USAGE = "vllm:kv_offload_cpu_cache_usage_perc"
-
-GAUGES: Mapping[str, OffloadingGaugeMetadata] = {
-    _SLOTS: OffloadingGaugeMetadata("Slots of the primary tier that are usable."),
-    _FREE_SLOTS: OffloadingGaugeMetadata("Slots of the primary tier that hold nothing."),
-    _TIER_UP: OffloadingGaugeMetadata("Whether a tier is given work now.", ("tier",)),
-    _USAGE: OffloadingGaugeMetadata("Share of the primary tier that is pinned or being filled."),
-}
+_PRIMARY_GAUGES: Sequence[Gauge] = (
+    ("kvtier_slots", ()),
+    ("kvtier_free_slots", ()),
+    ("kvtier_tier_used_bytes", (PRIMARY,)),
+    ("kvtier_tier_capacity_bytes", (PRIMARY,)),
+    ("vllm:kv_offload_cpu_cache_usage_perc", ()),
+)
+_TIER_GAUGES: Sequence[Gauge] = (
+    ("kvtier_tier_up", ()),
+    ("kvtier_breaker_state", ()),
+    ("kvtier_tier_used_bytes", ()),
+    ("kvtier_tier_capacity_bytes", ()),
+    ("kvtier_queued_transfers", ("put",)),
+    ("kvtier_queued_transfers", ("get",)),
+    ("kvtier_in_flight_transfers", ("put",)),
+    ("kvtier_in_flight_transfers", ("get",)),
+    ("vllm:kv_offload_tiering_active_cascade_jobs", ()),
+    ("vllm:kv_offload_tiering_active_promotion_jobs", ()),
+    ("vllm:kv_offload_tiering_primary_read_usage_perc", ()),
+)
 
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:
@@ -81,43 +57,107 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
     process registered goes first, as vLLM does with its own metrics, by their prefix.
     """
     _unregister_earlier()
-    counters = {
-        counter.name: OffloadingCounterMetadata(counter.documentation, counter.labels)
-        for counter in COUNTERS.values()
+    counters = [*COUNTERS.values(), *BYTES.values()]
+    return {
+        **{
+            metric.name: OffloadingCounterMetadata(
+                documentation=metric.documentation, labelnames=metric.labels
+            )
+            for metric in counters
+        },
+        **{
+            name: OffloadingGaugeMetadata(documentation=metric.documentation, labelnames=metric.labels)
+            for name, metric in GAUGES.items()
+        },
     }
-    return {**counters, **GAUGES}
 
 
 def _unregister_earlier() -> None:
-    for name in [counter.name for counter in COUNTERS.values()] + [*GAUGES]:
+    for name in [metric.name for metric in COUNTERS.values()] + [*GAUGES]:
         collector = REGISTRY._names_to_collectors.get(name)
         if collector is not None and name.startswith("kvtier_"):
             REGISTRY.unregister(collector)
 
 
-Gauges = Mapping[tuple[str, tuple[str, ...]], float]
-"""Values by the name and the labels of the gauge."""
+class GaugeReader:
+    """Reads the gauges in each step, and says which of them have changed.
+
+    Args:
+        core: the state machine.
+        activity: what each tier is doing.
+        chunk_bytes: length of a chunk.
+    """
+
+    def __init__(self, core: Tiering, activity: Sequence[TierActivity], chunk_bytes: int) -> None:
+        self._table = core.table
+        self._tiers = list(zip(core.ledger.tiers, activity, strict=True))
+        self._chunk_bytes = chunk_bytes
+        self._gauges = [*_PRIMARY_GAUGES]
+        for gate, _ in self._tiers:
+            self._gauges += [(name, (gate.name, *labels)) for name, labels in _TIER_GAUGES]
+        self._last: list[float | None] = [None] * len(self._gauges)
+        self._last_of_workers: Gauges = {}
+
+    def changed(self, of_workers: Gauges | None = None) -> list[tuple[Gauge, float]]:
+        """Return the gauges that have another value than at the last call. Mostly there are none.
+
+        Args:
+            of_workers: gauges of the workers; another mapping where something has changed.
+        """
+        changed: list[tuple[Gauge, float]] = []
+        values = self._read()
+        if values != self._last:
+            pairs = zip(self._gauges, values, self._last, strict=True)
+            changed += [(gauge, new) for gauge, new, old in pairs if new is not None and new != old]
+            self._last = values
+        if of_workers is not None and of_workers is not self._last_of_workers:
+            last, self._last_of_workers = self._last_of_workers, of_workers
+            changed += [(gauge, new) for gauge, new in of_workers.items() if last.get(gauge) != new]
+        return changed
+
+    def _read(self) -> list[float | None]:
+        table, size = self._table, self._chunk_bytes
+        slots, free = len(table.all), len(table.free)
+        busy = slots - free - len(table.policy)
+        values: list[float | None] = [
+            slots,
+            free,
+            (slots - free) * size,
+            slots * size,
+            busy / slots if slots else 0.0,
+        ]
+        for gate, activity in self._tiers:
+            values += _read_tier(gate, activity, slots)
+        return values
 
 
-def read_gauges(core: Tiering) -> Gauges:
-    """Read the core's state."""
-    slots = len(core.table.all)
-    busy = slots - len(core.table.free) - len(core.table.policy)
-    gauges: dict[tuple[str, tuple[str, ...]], float] = {
-        (_SLOTS, ()): slots,
-        (_FREE_SLOTS, ()): len(core.table.free),
-        (_USAGE, ()): busy / slots if slots else 0.0,
-    }
-    for gate in core.ledger.tiers:
-        gauges[_TIER_UP, (gate.name,)] = 0 if gate.closed else 1
-    return gauges
+def _read_tier(gate: TierGate, activity: TierActivity, slots: int) -> Iterable[float | None]:
+    """In the order of ``_TIER_GAUGES``."""
+    puts, gets, usage = activity.puts, activity.gets, activity.usage
+    return (
+        gate.down is None,
+        gate.breaker,
+        usage.used_bytes if usage else None,
+        usage.capacity_bytes if usage else None,
+        puts.waiting,
+        gets.waiting,
+        puts.running,
+        gets.running,
+        puts.submitted,
+        gets.submitted,
+        gate.backlog / slots if slots else 0.0,
+    )
 
 
-def as_stats(counts: Mapping[Count, float], gauges: Gauges) -> OffloadingConnectorStats:
+def as_stats(
+    counts: Mapping[Count, float], gauges: Iterable[tuple[Gauge, float]], chunk_bytes: int
+) -> OffloadingConnectorStats:
     """Make of counts and gauges what vLLM carries to its endpoint."""
     stats = OffloadingConnectorStats()
     for (what, *labels), value in counts.items():
         stats.increase_counter(COUNTERS[what].name, value, tuple(labels))
-    for (name, its_labels), value in gauges.items():
+        if what in BYTES:
+            stats.increase_counter(BYTES[what].name, value * chunk_bytes, tuple(labels))
+    for (name, its_labels), value in gauges:
         stats.set_gauge(name, value, its_labels)
     return stats

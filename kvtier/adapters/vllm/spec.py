@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import logging
-import mmap
 from functools import partial
 from importlib import metadata
 from typing import Any
 
+# First: it refuses a vLLM that is too old, which might lack what is imported next.
+from kvtier.adapters.vllm.compat import (
+    CacheHitSource,
+    EngineContext,
+    engine_context,
+    warn_if_untested,
+)
+
+# isort: split
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     OffloadingManager,
@@ -16,20 +24,23 @@ from vllm.v1.kv_offload.base import (
     OffloadingWorker,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.adapters.vllm import metrics
-from kvtier.adapters.vllm.compat import EngineContext, engine_context
 from kvtier.adapters.vllm.identity import engine_identity
 from kvtier.adapters.vllm.manager import KVTierManager
+from kvtier.adapters.vllm.parallel import SlotShape, slot_layout, slot_shape
+from kvtier.adapters.vllm.places import place_of
 from kvtier.adapters.vllm.worker import KVTierWorker, as_kv_caches
+from kvtier.adapters.vllm.workers import Workers
 from kvtier.build import make_core, make_tiers, slots_for
 from kvtier.config import TieringConfig
 from kvtier.core.messages import SlotsReady
-from kvtier.errors import ConfigError, RegionError
+from kvtier.errors import ConfigError
 from kvtier.executor import Executor, ExecutorThread, NamedTier
 from kvtier.identity import Identity
-from kvtier.memory.region import Region
+from kvtier.memory import numa
+from kvtier.memory.board import Board, Row, Word, board_bytes
+from kvtier.memory.region import Part, Region
 
 logger = logging.getLogger("kvtier.vllm")
 
@@ -50,20 +61,13 @@ class KVTierOffloadingSpec(OffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         self._settings = TieringConfig.from_extra_config(config.extra_config)
-        if config.canonical_layout:
-            raise ConfigError(
-                "canonical_layout is not supported by this version: engines of different parallel layouts do "
-                "not share chunks; remove it"
-            )
         self._engine = engine_context()
         if self._engine is not None and self._engine.nodes > 1:
             raise ConfigError(
                 f"the engine's workers are on {self._engine.nodes} nodes, which have no memory in common: "
                 "kvtier needs all workers of an engine on one"
             )
-        worker_bytes = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
-        all_bytes = worker_bytes * config.parallel.world_size
-        self._chunk_bytes = -(-all_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._shape = slot_shape(config, self._engine)
         self._manager: KVTierManager | None = None
         self._worker: KVTierWorker | None = None
 
@@ -80,50 +84,60 @@ class KVTierOffloadingSpec(OffloadingSpec):
         return self._worker
 
     def _make_manager(self) -> KVTierManager:
+        warn_if_untested()
         region = self._open_region()
         region.claim()
+        windowed = _windowed_groups(self.config, self._engine)
         core = make_core(
             self._settings,
-            windowed_groups=_windowed_groups(self.config, self._engine),
+            windowed_groups=windowed,
             track_changes=self.kv_events_config.enable_kv_cache_events,
         )
         tiers = make_tiers(self._settings)
         executor = ExecutorThread(partial(Executor, tiers, self._identity(tiers), region))
         executor.start()
-        region.populate(lambda slots: executor.events.append(SlotsReady(slots)))
+        board = Board(region.board, region.slots, self.config.parallel.world_size)
+        region.populate(lambda slots: executor.events.append(SlotsReady(slots)), _parts(self._shape, board))
         return KVTierManager(
             core,
             executor,
             sources=[_source(tier) for tier in tiers],
+            places=[place_of(tier.tier) for tier in tiers],
+            chunk_bytes=self._shape.chunk_bytes,
+            self_describing=self.kv_events_config.self_describing_kv_events,
             steps_ahead=self._engine.steps_ahead if self._engine is not None else 2,
             info=self._info(),
+            workers=Workers(board),
+            repeats_stores=not windowed or self.config.cache.blocks_per_chunk == 1,
             on_shutdown=partial(_shut_down, executor, region, self._settings.drain_on_shutdown_s),
         )
 
     def _make_worker(self, kv_caches: CanonicalKVCaches) -> KVTierWorker:
         from kvtier.device.auto import open_transfer_engine
-        from kvtier.memory.layout import SlotLayout
 
-        caches = as_kv_caches(kv_caches)
+        caches = as_kv_caches(kv_caches, self._shape.is_canonical)
         parallel = self.config.parallel
-        layout = SlotLayout.make(
-            caches.page_bytes, self.config.cache.blocks_per_chunk, parallel.rank, parallel.world_size
-        )
-        if layout.chunk_bytes != self._chunk_bytes:
-            raise RegionError(
-                f"the KV cache's tensors make chunks of {layout.chunk_bytes} bytes, but the engine says "
-                f"{self._chunk_bytes}: this KV cache layout is not supported"
-            )
+        layout = slot_layout(self._shape, caches.page_bytes, parallel.rank)
         region = self._open_region()
-        return KVTierWorker(open_transfer_engine(caches, layout, region), region)
+        engine = open_transfer_engine(caches, layout, region)
+        row = Row(region.board, region.slots, parallel.rank)
+        row[Word.NODE] = 0 if engine.node is None else engine.node + 1
+        return KVTierWorker(engine, region, row, self.config.cache.blocks_per_chunk)
 
     def _open_region(self) -> Region:
-        slots = slots_for(self._settings, self._chunk_bytes)
-        return Region.open(self.config.engine_id, slots, self._chunk_bytes)
+        slots = slots_for(self._settings, self._shape.chunk_bytes)
+        beside = board_bytes(slots, self.config.parallel.world_size)
+        return Region.open(
+            self.config.engine_id,
+            slots,
+            self._shape.chunk_bytes,
+            board_bytes=beside,
+            contents=f"{slots} slots: {self._shape}",
+        )
 
     def _identity(self, tiers: list[NamedTier]) -> Identity:
         if self._engine is not None:
-            return engine_identity(self.config, self._engine, self._settings.namespace)
+            return engine_identity(self.config, self._engine, self._shape, self._settings.namespace)
         if tiers:
             raise ConfigError(
                 "this version of vLLM does not let kvtier see the model's revision and quantisation, so what "
@@ -142,6 +156,17 @@ class KVTierOffloadingSpec(OffloadingSpec):
 def _windowed_groups(config: OffloadingConfig, engine: EngineContext | None) -> frozenset[int]:
     ids = [group.group_id for group in config.groups]
     return frozenset(group for group in ids if engine is None or engine.is_windowed(group))
+
+
+def _parts(shape: SlotShape, board: Board) -> list[Part]:
+    """Say from which NUMA node each part of a slot is to be taken: vLLM makes its workers first."""
+    if len(numa.online()) < 2:
+        return []
+    nodes = [row[Word.NODE] - 1 if row[Word.NODE] else None for row in board.rows]
+    if shape.areas < len(nodes) or len(set(nodes)) == 1:
+        return [Part(0, shape.chunk_bytes, nodes[0] if len(set(nodes)) == 1 else None)]
+    size = shape.area_bytes
+    return [Part(rank * size, size, node) for rank, node in enumerate(nodes)]
 
 
 def _source(tier: NamedTier) -> CacheHitSource:

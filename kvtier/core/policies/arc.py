@@ -82,11 +82,6 @@ class ARC(EvictionPolicy):
             for key in list(islice(ghosts, len(ghosts) - self.capacity)):
                 del ghosts[key]
 
-    def forget(self, keys: Sequence[OffloadKey]) -> None:
-        for key in keys:
-            if self._pinned.pop(key, None) is None and key in self:
-                (self._recent if key in self._recent else self._frequent).remove(key)
-
     def clear(self) -> None:
         self._recent.clear()
         self._frequent.clear()

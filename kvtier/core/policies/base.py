@@ -12,7 +12,7 @@ class EvictionPolicy(ABC):
     """Chooses which chunks leave the primary tier.
 
     A policy is told when a chunk becomes a candidate (``add``), when it stops being one for a while
-    (``pin``) and when it goes for another reason than eviction (``forget``, ``clear``). Only
+    (``pin``) and when all go for another reason than eviction (``clear``). Only
     candidates may be evicted, so ``evict`` never has to skip. All calls come from one thread, and
     each should cost well under a microsecond a key.
     """
@@ -40,10 +40,6 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def evict(self, count: int) -> list[OffloadKey]:
         """Choose up to ``count`` candidates, forget them as such, and return them."""
-
-    @abstractmethod
-    def forget(self, keys: Sequence[OffloadKey]) -> None:
-        """Forget ``keys``, candidates or pinned: they are gone."""
 
     @abstractmethod
     def clear(self) -> None:

@@ -27,9 +27,6 @@ class LRU(EvictionPolicy):
     def evict(self, count: int) -> list[OffloadKey]:
         return self._order.pop_oldest(count)
 
-    def forget(self, keys: Sequence[OffloadKey]) -> None:
-        self.pin([key for key in keys if key in self._order])
-
     def clear(self) -> None:
         self._order.clear()
 

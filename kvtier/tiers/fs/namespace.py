@@ -2,10 +2,11 @@
 
 Everything here blocks and runs in the tier's own threads.
 
-**Epochs.** Chunks live in a directory of their epoch. A reset raises the number in the file
-``epoch``, and nothing below the old directory is looked at again by whoever resets or opens later.
-Who opened before keeps its epoch until it resets or opens again. An epoch that is behind and that
-nobody holds a lock on any more is removed in the background.
+**Epochs.** Chunks live in a directory of their epoch. A reset starts an epoch for whoever resets, and
+raises the number in the file ``epoch`` beyond it: whoever opens later starts another one, because the
+reset may have been for weights that the other process alone has. Who opened before keeps its epoch
+until it resets or opens again. An epoch that is behind and that nobody holds a lock on any more is
+removed in the background.
 
 The number never goes back: where the file is missing, unreadable or behind a trace of a higher
 epoch, a number above all traces is taken. Old bytes are lost then, and never mixed up.
@@ -150,7 +151,7 @@ class Namespace:
         os.close(self.root_fd)
 
     def advance(self, beyond: int) -> Epoch:
-        """Start a new epoch, above ``beyond`` and every trace of an epoch.
+        """Start a new epoch, above ``beyond`` and every trace of an epoch, for this opener alone.
 
         The new epoch's lock file comes first. It needs no room for bytes, and where the number cannot be
         written it is a trace that openers see: they take a number above it.
@@ -164,7 +165,7 @@ class Namespace:
             number = max(beyond, self._highest_trace(), self._stored_epoch() or 0) + 1
             epoch = self._enter(number)
             try:
-                self._write_small("epoch", f"{number}\n")
+                self._write_small("epoch", f"{number + 1}\n")
             except OSError:
                 epoch.retire()
                 raise

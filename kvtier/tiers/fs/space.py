@@ -92,6 +92,16 @@ class Space:
             return self._counted + self._written - self._written_at_count
 
     @property
+    def last_used_bytes(self) -> int | None:
+        """The same for who may not wait: a moment old while a count ends.
+
+        Without the lock, which is held while the file system is asked, and that may hang.
+        """
+        if self._counted is None:
+            return None
+        return max(0, self._counted + self._written - self._written_at_count)
+
+    @property
     def limit_bytes(self) -> int | None:
         """Bytes that may be below the root; None before the default is known."""
         return self._limit

@@ -17,7 +17,7 @@ import anyio
 from kvtier import native
 from kvtier.errors import StateError, TierError
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import Batch, Outcome, SecondaryTier, Status, TierConfig, TierContext
+from kvtier.tiers.base import Batch, Outcome, SecondaryTier, Status, TierConfig, TierContext, Usage
 from kvtier.tiers.fs import layout, manifest
 from kvtier.tiers.fs.call import FileCall, FileWork, Result, StopFlag
 from kvtier.tiers.fs.config import FsConfig
@@ -40,6 +40,24 @@ _STATUSES: Final = {
     Result.MIN_FREE: Status.REFUSED,
     Result.MAX_BYTES: Status.REFUSED,
     Result.COUNTING: Status.REFUSED,
+}
+_REASONS: Final = {
+    "max_bytes": "max_bytes is reached",
+    "min_free": "the file system has no more free bytes than min_free_bytes",
+    "counting": "it is not known yet how many bytes root_dir holds",
+    "reset_failed": "a reset could not be written down: the tier has nothing and takes nothing",
+    "enospc": "the file system is full",
+    "edquot": "the disk quota is used up",
+    "erofs": "the file system is read-only",
+    "eacces": "permission is denied",
+    "eperm": "the file system does not permit it",
+    "eio": "the device failed",
+    "enoent": "a directory below root_dir was removed",
+    "estale": "the network file system has lost a file",
+    "emfile": "the process has too many open files",
+    "enfile": "the machine has too many open files",
+    "enomem": "the machine is out of memory",
+    "etimedout": "the file system did not answer",
 }
 _NO_ROOM: Final = frozenset({-errno.ENOSPC, -errno.EDQUOT})
 _ILL: Final = frozenset({Result.TORN, Result.FOREIGN, Result.CHECKSUM})
@@ -115,6 +133,8 @@ class FsTier(SecondaryTier[FsConfig]):
 
     Config: ClassVar[type[TierConfig]] = FsConfig
     verifies: ClassVar[bool] = True
+    medium = "disk"
+    reasons: ClassVar[Mapping[str, str]] = _REASONS
 
     def __init__(self, config: FsConfig, work: FileWork | None = None) -> None:
         super().__init__(config)
@@ -138,6 +158,7 @@ class FsTier(SecondaryTier[FsConfig]):
                 f"tier {context.name}: chunk_bytes is {context.chunk_bytes}, not n * {BLOCK_BYTES}"
             )
         self._chunk_bytes = context.chunk_bytes
+        self._tell_removed = context.removed
         self._start_lanes(context.name)
         try:
             await self._open_place(context)
@@ -290,6 +311,12 @@ class FsTier(SecondaryTier[FsConfig]):
             if cancelled is not None:
                 raise cancelled
 
+    def usage(self) -> Usage | None:
+        """Say how much of ``max_bytes`` is taken. See ``SecondaryTier.usage``."""
+        if self._opened is None:
+            return None
+        return Usage(self._opened.space.last_used_bytes, self._opened.space.limit_bytes)
+
     def statistics(self) -> FsStatistics:
         """Return what the tier knows of itself. Does not block."""
         return FsStatistics(
@@ -360,8 +387,11 @@ class FsTier(SecondaryTier[FsConfig]):
 
     def _get_job(self, call: FileCall, first: int, end: int) -> None:
         self._work.get(call, first, end)
-        for i in _ill(call.results, first, end):
+        ill = _ill(call.results, first, end)
+        for i in ill:
             self._here.quarantine.set_aside(call, i)
+        if ill:
+            self._tell_removed([call.keys[i] for i in ill])
 
     def _discard_job(self, call: FileCall, first: int, end: int) -> None:
         self._here.space.removed(self._work.discard(call, first, end))

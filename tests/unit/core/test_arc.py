@@ -117,18 +117,6 @@ def test_no_more_is_remembered_than_there_is_room_for(others: int, is_remembered
     assert policy.evict(1) == ([read] if is_remembered else [back])
 
 
-def test_forget_takes_candidates_of_both_lists_and_pinned_ones() -> None:
-    policy = ARC(10)
-    once, read, pinned = keys("once", 1), keys("read", 1), keys("pinned", 1)
-    policy.add(once + pinned, used=False)
-    policy.add(read, used=True)
-    policy.pin(pinned)
-    policy.forget(once + read + pinned)
-    assert len(policy) == 0
-    policy.add(pinned, used=False)
-    assert policy.evict(2) == pinned
-
-
 def test_clear_forgets_ghosts_too() -> None:
     policy = ARC(4)
     a = keys("a", 2)

@@ -78,7 +78,7 @@ def _filling_for_ever(core: Tiering) -> None:
 
 
 def _unknown_to_the_policy(core: Tiering) -> None:
-    core.table.policy.forget([READY])
+    core.table.policy.pin([READY])
 
 
 def _known_to_the_policy(core: Tiering) -> None:

@@ -40,15 +40,6 @@ def test_no_more_is_evicted_than_there_is() -> None:
     assert len(policy) == 0
 
 
-def test_forget_takes_candidates_and_ignores_others() -> None:
-    policy = LRU()
-    a, b, pinned = keys("a", 3)
-    policy.add([a, b, pinned], used=False)
-    policy.pin([pinned])
-    policy.forget([a, pinned])
-    assert policy.evict(3) == [b]
-
-
 def test_clear_forgets_everything() -> None:
     policy = LRU()
     policy.add(keys("a", 3), used=False)

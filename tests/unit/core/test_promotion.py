@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.core import invariants
 from kvtier.core.admission import Limits, TierGate
-from kvtier.core.messages import Answer, Fetch, Fetched, Put, PutEnded, SlotsReady, TierDown
+from kvtier.core.messages import Answer, Fetch, Fetched, Put, PutEnded, Reset, SlotsReady, TierDown
 from kvtier.core.policies.lru import LRU
 from kvtier.core.requests import Request
 from kvtier.core.states import Lookup, RequestState
@@ -68,7 +68,7 @@ def step(core: Tiering, request: Request, chunks: Sequence[OffloadKey], now_s: f
 def fetches(core: Tiering) -> list[Fetch]:
     invariants.check(core)
     commands = core.take_commands()
-    assert all(isinstance(command, Fetch) for command in commands)
+    assert not any(isinstance(command, Reset) for command in commands)
     return [command for command in commands if isinstance(command, Fetch)]
 
 
@@ -246,6 +246,104 @@ def test_the_first_request_makes_do_with_what_fits_the_budget() -> None:
     core.release(core.acquire(long[:4], first))
     (turn,) = step(core, second, other)
     assert list(turn.keys) == other[:4], "the budget is free again"
+
+
+def test_the_budget_that_others_fill_makes_way_for_the_first_in_line() -> None:
+    core, first, second = make(slots=16, budget=0.25), Request(), Request()
+    mine, other = keys("mine", 4), keys("other", 4)
+    store(core, keys("old", 16))
+    (waits,) = step(core, first, mine)
+    (sooner,) = step(core, second, other)
+    (landing,) = answer(core, sooner, [LOCATED] * 4)
+    assert answer(core, waits, [LOCATED] * 4) == []
+    assert step(core, first, mine) == [], "what is on its way is waited for"
+    answer(core, landing, [LANDED] * 4)
+    (turn,) = step(core, first, mine)
+    assert (list(turn.keys), len(turn.slots)) == (mine, 4)
+    assert ask(core, second, other) == [HIT] * 4, "there are other slots"
+    assert ("miss", "budget") not in core.take_counts()
+
+
+def test_slots_that_others_hold_make_way_for_the_first_in_line() -> None:
+    core, first, second, third = make(slots=4, budget=1.0), Request(), Request(), Request()
+    store(core, keys("old", 4))
+    (waits,) = step(core, first, keys("mine", 3))
+    step(core, second, [*keys("old", 1), *keys("more", 1)])
+    step(core, third, [*keys("old", 4), *keys("more", 1)])
+    assert answer(core, waits, [LOCATED] * 3) == [], "all slots are held"
+    (turn,) = step(core, first, keys("mine", 3))
+    assert len(turn.slots) == 3
+    assert ask(core, second, keys("old", 1)) == [HIT], "who comes last loses first"
+    assert ask(core, third, keys("old", 4)) == [HIT, RETRY, RETRY, RETRY]
+
+
+def test_what_a_waiting_request_does_not_ask_for_any_more_is_given_back() -> None:
+    """Its engine has the first chunks by now: another request of the same prefix has run."""
+    core, request, there, wanted = make(slots=8), Request(), keys("there", 2), keys("wanted", 2)
+    store(core, there)
+    step(core, request, [*there, *wanted])
+    assert [core.table.visible[key].pins for key in there] == [1, 1]
+    step(core, request, [*there, *wanted])
+    assert [core.table.visible[key].pins for key in there] == [1, 1], "it asks as before"
+    step(core, request, [there[1], *wanted])
+    assert [core.table.visible[key].pins for key in there] == [0, 1]
+    core.repeat(there[1], request)
+    core.settle(0.0)
+    assert [core.table.visible[key].pins for key in there] == [0, 1], "two questions stand for all"
+
+
+def test_a_scan_whose_answers_stand_is_two_questions() -> None:
+    core, request, prompt = make(), Request(), keys("a", 4)
+    assert core.repeat(prompt[0], request) is None, "it was not asked yet"
+    (fetch,) = step(core, request, prompt)
+    assert core.repeat(prompt[1], request) is None, "another scan"
+    for now_s in (1.0, 2.0):
+        assert [core.repeat(key, request) for key in prompt[:2]] == [RETRY, MISS]
+        assert core.repeat(keys("a", 1, group=1)[0], request) is RETRY, (
+            "a miss would end the scan of its group"
+        )
+        core.settle(now_s)
+        assert fetches(core) == []
+        assert (request.is_waiting, request.deadline_s) == (True, 5.0)
+    answer(core, fetch, [LANDED] * 4)
+    assert core.repeat(prompt[0], request) is None
+    assert ask(core, request, prompt) == [HIT] * 4
+
+
+def test_a_scan_that_is_repeated_keeps_its_turn() -> None:
+    core, first, second = make(slots=16, budget=0.25), Request(), Request()
+    long, other = keys("long", 4), keys("other", 4)
+    (fetch,) = step(core, first, long)
+    (waits,) = step(core, second, other)
+    answer(core, fetch, [LANDED] * 4)
+    answer(core, waits, [LOCATED] * 4)
+    assert step(core, second, other) == [], "the first holds the budget"
+    assert core.repeat(other[0], second) is RETRY
+    core.settle(0.0)
+    ask(core, first, long)
+    core.release(core.acquire(long, first))
+    assert core.repeat(other[0], second) is RETRY
+    core.settle(0.0)
+    (turn,) = fetches(core)
+    assert list(turn.keys) == other
+
+
+@pytest.mark.parametrize("change", ["stored", "expired", "reset", "given up", "windowed"])
+def test_a_scan_is_asked_in_full_when_something_has_changed(change: str) -> None:
+    windowed = frozenset({0}) if change == "windowed" else frozenset()
+    core, request, prompt = make(windowed=windowed), Request(), keys("a", 4)
+    (fetch,) = step(core, request, prompt)
+    if change == "stored":
+        store(core, prompt[:1])
+        core.repeat(prompt[0], request)
+        core.settle(0.0)
+    elif change == "expired":
+        core.settle(5.0)
+    elif change == "reset":
+        core.reset()
+    elif change == "given up":
+        answer(core, fetch, [MISSING] * 4)
+    assert core.repeat(prompt[0], request) is None
 
 
 def test_a_waiting_request_keeps_what_it_was_told_is_there() -> None:
@@ -462,3 +560,138 @@ def test_a_transfer_ends_once() -> None:
     answer(core, fetch, [LANDED])
     with pytest.raises(StateError, match=f"transfer {fetch.id} has ended"):
         answer(core, fetch, [LANDED])
+
+
+# --- which tiers may be asked for a request --------------------------------------------------------
+
+
+def test_only_the_tiers_of_the_filter_are_asked_and_the_others_are_counted() -> None:
+    core, request, prompt = make(tiers=3), Request("r", frozenset({1})), keys("a", 2)
+    (fetch,) = step(core, request, prompt)
+    assert fetch.tier == 1
+    assert answer(core, fetch, [MISSING] * 2) == []
+    assert ask(core, request, prompt) == [MISS]
+    counts = core.take_counts()
+    assert {name: count for name, count in counts.items() if name[0] == "skipped"} == {
+        ("skipped", "t0", "filter"): 2,
+        ("skipped", "t2", "filter"): 2,
+    }
+
+
+def test_with_an_empty_filter_the_primary_tier_alone_serves_and_nothing_is_asked() -> None:
+    core, request, prompt = make(), Request("r", frozenset()), keys("a", 3)
+    store(core, prompt[:1])
+    filling = core.reserve(prompt[1:2])
+    assert filling is not None
+    assert ask(core, request, prompt) == [HIT, PENDING, MISS]
+    core.settle(0.0)
+    assert fetches(core) == []
+    assert core.take_counts()["miss", "filter"] == 1
+
+
+def test_requests_with_different_filters_do_not_wait_for_each_others_tiers() -> None:
+    core, prompt = make(tiers=2), keys("a", 2)
+    first, second = Request("first"), Request("second", frozenset({1}))
+    (slow,) = step(core, first, prompt)
+    (fast,) = step(core, second, prompt)
+    assert (slow.tier, fast.tier) == (0, 1)
+    answer(core, fast, [MISSING] * 2)
+    assert ask(core, second, prompt) == [MISS], "it does not wait for the tier that it may not be served from"
+    assert ask(core, first, prompt) == [RETRY] * 2
+    core.settle(0.0)
+    assert fetches(core) == [], "and the other one still waits for its own"
+    answer(core, slow, [LANDED] * 2)
+    assert ask(core, first, prompt) == [HIT] * 2
+    assert ask(core, second, prompt) == [HIT] * 2, "in the primary tier it is there for all"
+
+
+def test_a_chunk_that_two_tiers_bring_is_kept_once() -> None:
+    core, prompt = make(tiers=2), keys("a", 2)
+    first, second = Request("first", frozenset({0})), Request("second", frozenset({1}))
+    (one,), (other,) = step(core, first, prompt), step(core, second, prompt)
+    answer(core, other, [LANDED] * 2)
+    answer(core, one, [LANDED] * 2)
+    for request in (first, second):
+        assert ask(core, request, prompt) == [HIT] * 2
+    core.settle(0.0)
+    invariants.check(core)
+    assert len(core.table.free) == len(core.table.all) - 2
+
+
+def test_requests_with_the_same_filter_share_a_transfer() -> None:
+    core, prompt = make(tiers=2), keys("a", 2)
+    assert len(step(core, Request("first", frozenset({1})), prompt)) == 1
+    assert step(core, Request("second", frozenset({1})), prompt) == []
+
+
+# --- preemption ------------------------------------------------------------------------------------
+
+
+def test_a_preempted_request_is_looked_up_anew() -> None:
+    core, request, prompt = make(), Request(), keys("a", 2)
+    (fetch,) = step(core, request, prompt[:1])
+    answer(core, fetch, [MISSING])
+    step(core, request, prompt[1:], now_s=0.0)
+    core.settle(10.0)
+    assert request.state is RequestState.EXPIRED
+    assert ask(core, request, prompt) == [MISS]
+    core.restart(request)
+    assert ask(core, request, prompt) == [RETRY] * 2, "what was not there then may be there now"
+
+
+def test_a_request_preempted_in_the_round_that_asks_for_it_keeps_what_it_was_told() -> None:
+    core, request, prompt = make(slots=4), Request(), keys("a", 3)
+    store(core, prompt[:2])
+    assert ask(core, request, prompt) == [HIT, HIT, RETRY]
+    core.restart(request)
+    core.settle(0.0)
+    assert [list(fetch.keys) for fetch in fetches(core)] == [prompt[2:]]
+    assert {chunk.key for chunk in request.held} == set(prompt[:2])
+
+
+# --- what a later tier brings goes to the earlier ones -----------------------------------------------
+
+
+def test_what_a_later_tier_brings_is_put_into_the_earlier_ones() -> None:
+    core, request, prompt = make(tiers=3), Request(), keys("a", 2)
+    for _ in range(2):
+        step(core, request, prompt)
+    first = next(iter(core.ledger.transfers.values()))
+    core.on_event(Fetched(first.id, [LANDED, MISSING]), 0.0)
+    (second,) = fetches(core)
+    core.on_event(Fetched(second.id, [MISSING]), 0.0)
+    (third,) = fetches(core)
+    assert (third.tier, list(third.keys)) == (2, prompt[1:])
+    core.on_event(Fetched(third.id, [LANDED]), 0.0)
+    invariants.check(core)
+    puts = core.take_commands()
+    assert all(isinstance(put, Put) for put in puts)
+    assert [(put.tier, list(put.keys)) for put in puts] == [(0, prompt[1:]), (1, prompt[1:])]  # type: ignore[union-attr]
+    assert core.take_counts()["lifted", "t1"] == 1
+    for put in puts:
+        core.on_event(PutEnded(put.id, [True]), 0.0)  # type: ignore[union-attr]
+        invariants.check(core)
+    assert ask(core, request, prompt) == [HIT, HIT]
+
+
+def test_what_is_lifted_counts_against_the_promotion_budget_until_it_is_put() -> None:
+    core, request, prompt = make(slots=4, tiers=2, budget=0.5), Request(), keys("a", 2)
+    (first,) = step(core, request, prompt)
+    (second,) = answer(core, first, [MISSING] * 2)
+    core.on_event(Fetched(second.id, [LANDED] * 2), 0.0)
+    (put,) = core.take_commands()
+    assert isinstance(put, Put)
+    core.close(request)
+    assert len(core.promotions.landing) == 2
+    core.on_event(PutEnded(put.id, [True] * 2), 0.0)
+    assert not core.promotions.landing
+    invariants.check(core)
+
+
+def test_an_earlier_tier_that_takes_no_work_is_given_nothing() -> None:
+    core, request, prompt = make(tiers=2), Request(), keys("a", 1)
+    core.on_event(TierDown(0, "test"), 0.0)
+    (fetch,) = step(core, request, prompt)
+    core.on_event(Fetched(fetch.id, [LANDED]), 0.0)
+    assert core.take_commands() == []
+    assert core.take_counts()["put_dropped", "t0", "down"] == 1

@@ -8,8 +8,19 @@ import pytest
 
 from kvtier.core import invariants
 from kvtier.core.admission import Limits, TierGate
-from kvtier.core.ledger import Change
-from kvtier.core.messages import Answer, Command, Fetch, Fetched, Put, PutEnded, Reset, SlotsReady, TierDown
+from kvtier.core.announcements import Change
+from kvtier.core.messages import (
+    Answer,
+    Command,
+    Fetch,
+    Fetched,
+    Put,
+    PutEnded,
+    Reset,
+    SlotsReady,
+    TierDown,
+    Touch,
+)
 from kvtier.core.policies.lru import LRU
 from kvtier.core.requests import Request
 from kvtier.core.states import ChunkState, Lookup
@@ -289,8 +300,9 @@ def test_what_is_under_way_at_a_reset_keeps_its_slots_and_is_never_seen() -> Non
     committed, aborted = reserve(core, keys("commit", 1)), reserve(core, keys("abort", 1))
     assert core.lookup(keys("fetch", 1)[0], request) is Lookup.RETRY
     core.settle(0.0)
-    (fetch,) = core.take_commands()
+    fetch, touch = core.take_commands()
     assert isinstance(fetch, Fetch)
+    assert isinstance(touch, Touch)
     core.reset()
     core.take_commands()
     invariants.check(core)
@@ -373,7 +385,10 @@ def test_changes_tell_what_became_available_where() -> None:
     assert core.take_changes() == [Change((prompt[0],), 0, removed=False)]
     filling = reserve(core, keys("b", 1))
     core.reset()
-    assert core.take_changes() == [Change(tuple(prompt), None, removed=True)]
+    assert core.take_changes() == [
+        Change(tuple(prompt), None, removed=True),
+        Change((prompt[0],), 0, removed=True),
+    ]
     core.commit(filling, 0.0)
     assert core.take_changes() == []
 
@@ -400,3 +415,45 @@ def test_counts_are_taken_once() -> None:
     core.lookup(keys("b", 1)[0], Request())
     assert core.take_counts() == {("stored",): 2, ("miss", "absent"): 1}
     assert core.take_counts() == {}
+
+
+# --- touches ---------------------------------------------------------------------------------------
+
+
+def test_tiers_learn_once_a_round_what_was_loaded_without_them() -> None:
+    core, prompt = make(tiers=2), keys("a", 3)
+    for put in puts(core, prompt):
+        core.on_event(PutEnded(put.id, [True] * 3), 0.0)
+    for _ in range(2):
+        core.release(core.acquire(prompt[:2]))
+    assert core.take_commands() == [], "not before the round is over"
+    core.settle(0.0)
+    assert core.take_commands() == [Touch(0, prompt[:2]), Touch(1, prompt[:2])]
+    core.settle(0.0)
+    assert core.take_commands() == []
+
+
+def test_what_a_tier_has_just_given_is_not_touched() -> None:
+    core, request, prompt = make(tiers=1), Request(), keys("a", 1)
+    core.lookup(prompt[0], request)
+    core.settle(0.0)
+    (fetch,) = core.take_commands()
+    assert isinstance(fetch, Fetch)
+    core.on_event(Fetched(fetch.id, [Answer.LANDED]), 0.0)
+    core.release(core.acquire(prompt))
+    core.settle(0.0)
+    assert core.take_commands() == []
+
+
+def test_a_tier_that_takes_no_work_and_what_was_reset_are_not_touched() -> None:
+    core, prompt = make(tiers=2), keys("a", 1)
+    for put in puts(core, prompt):
+        core.on_event(PutEnded(put.id, [True]), 0.0)
+    core.on_event(TierDown(0, "test"), 0.0)
+    core.release(core.acquire(prompt))
+    core.settle(0.0)
+    assert core.take_commands() == [Touch(1, prompt)]
+    core.release(core.acquire(prompt))
+    core.reset()
+    core.settle(0.0)
+    assert core.take_commands() == [Reset(0, 1), Reset(1, 1)]

@@ -129,42 +129,6 @@ async def test_a_timeout_drains_and_is_still_a_timeout(world, gated):
     opener.join()
 
 
-async def test_slots_used_again_after_a_cancelled_put_are_never_seen_in_files(world):
-    """The real thing: large puts are cut short at any moment, their slots are overwritten at once."""
-    world.chunk_bytes = 2 * 2**20
-    tier = await world.open(durability="full")
-    cut_short = 0
-    for turn in range(12):
-        numbers = range(turn * 16, turn * 16 + 16)
-        batch = world.to_put(numbers)
-        with anyio.move_on_after(0.001 * turn) as scope:
-            await tier.put(batch)
-        cut_short += scope.cancelled_caught
-        for view in batch.views:
-            view[:] = b"\xee" * len(view)
-        outcome = await world.get(tier, numbers)  # checks the bytes of all that are there
-        assert set(outcome.statuses) <= {Status.OK, Status.ABSENT}
-    assert cut_short > 0
-    assert world.quarantined() == []
-
-
-async def test_slots_used_again_after_a_cancelled_get_keep_their_new_bytes(world):
-    world.chunk_bytes = 2 * 2**20
-    tier = await world.open()
-    await world.put(tier, range(16))
-    cut_short = 0
-    for turn in range(12):
-        batch = world.to_get(range(16))
-        with anyio.move_on_after(0.0005 * turn) as scope:
-            await tier.get(batch)
-        cut_short += scope.cancelled_caught
-        for view in batch.views:
-            view[:] = b"\xee" * len(view)
-        await tier.contains(world.keys(range(16)))
-        assert all(bytes(view[:1]) + bytes(view[-1:]) == b"\xee\xee" for view in batch.views)
-    assert cut_short > 0
-
-
 async def test_closing_waits_for_jobs(world, gated):
     tier, _, task = await _start(world, gated, "put")
     closing = asyncio.create_task(tier.aclose())

@@ -9,7 +9,9 @@ import shutil
 import anyio
 import pytest
 
-from kvtier.tiers.base import Status
+from kvtier.core import reasons
+from kvtier.tiers.base import Status, TierContext
+from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier.tiers.fs.call import FileCall, Flag, Place, Result
 from kvtier.tiers.fs.quarantine import Quarantine
 
@@ -185,3 +187,21 @@ async def test_a_bad_file_that_cannot_be_moved_is_told_once_and_never_given(worl
         assert (await world.get(tier, [1, 2])).statuses == (CORRUPT, OK)
     assert tier.statistics().quarantined == {"checksum": 1}
     assert sum("cannot be set aside" in record.message for record in caplog.records) == 1
+
+
+async def test_a_file_that_was_set_aside_is_told_to_have_left(world):
+    removed: list[bytes] = []
+    tier = FsTier(FsConfig(root_dir=world.root, n_threads=2, min_free_bytes=0), world.work)
+    await tier.open(TierContext("files", world.identity, world.chunk_bytes, removed.extend))
+    try:
+        await world.put(tier, [1, 2])
+        damages(world)["empty"][0]()
+        await world.get(tier, [1, 2, 3])
+        assert removed == [world.key(1)]
+    finally:
+        await tier.aclose()
+
+
+def test_every_reason_of_a_chunk_is_declared():
+    told = {result.name.lower() for result in Result} - {"ok", "exists", "absent"}
+    assert told <= FsTier.reasons.keys() | reasons.TRANSFER.keys()

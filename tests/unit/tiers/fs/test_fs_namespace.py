@@ -185,8 +185,21 @@ async def test_a_reset_hides_everything_for_ever(world):
     assert (await world.put(tier, [1])).statuses == (OK,)
     await tier.aclose()
     again = await world.open()
-    assert (await world.get(again, range(4))).statuses == (ABSENT, OK, ABSENT, ABSENT)
-    assert again.statistics().epoch == 1
+    assert (await world.get(again, range(4))).statuses == (ABSENT,) * 4
+    assert again.statistics().epoch == 2
+
+
+async def test_what_is_put_after_a_reset_is_for_who_reset_alone(world):
+    """The weights that it was computed with may be those of one process."""
+    tier = await world.open()
+    await tier.reset()
+    assert (await world.put(tier, [1])).statuses == (OK,)
+    later = await world.open()
+    assert (await world.get(later, [1])).statuses == (ABSENT,)
+    assert (await world.put(later, [2])).statuses == (OK,)
+    assert (await world.get(tier, [1, 2])).statuses == (OK, ABSENT)
+    await later.aclose()
+    assert (await world.get(await world.open(), [1, 2])).statuses == (ABSENT, OK)
 
 
 async def test_the_old_epochs_files_are_removed(world):
@@ -205,7 +218,7 @@ async def test_resets_of_two_openers_never_meet_in_one_epoch(world):
     await world.put(first, [1])
     await second.reset()
     assert (await world.get(second, [1])).statuses == (ABSENT,)
-    assert (first.statistics().epoch, second.statistics().epoch) == (1, 2)
+    assert (first.statistics().epoch, second.statistics().epoch) == (1, 3)
 
 
 async def test_resets_at_once_have_epochs_of_their_own(world):
@@ -214,7 +227,7 @@ async def test_resets_at_once_have_epochs_of_their_own(world):
         for tier in tiers * 3:
             group.start_soon(tier.reset)
     assert len({tier.statistics().epoch for tier in tiers}) == 4
-    assert max(tier.statistics().epoch for tier in tiers) == 12
+    assert max(tier.statistics().epoch for tier in tiers) == 23
 
 
 @pytest.mark.parametrize("text", [None, "", "x\n", "-1\n", "1", "01\n", "1\n\n", "\x00" * 8])

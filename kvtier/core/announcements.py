@@ -1,0 +1,90 @@
+"""What has become available where, or ceased to be, for those who publish it.
+
+Whoever follows the changes believes no more than what is there. Of each secondary tier it is remembered
+what was announced, so that each chunk is announced once and taken back once. That memory is bounded:
+when it is full the oldest chunks are taken back first, though the tier may have them still.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvtier.keys import OffloadKey
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Chunks that have become available somewhere, or ceased to be.
+
+    Attributes:
+        keys: the chunks.
+        tier: index of the secondary tier; None for the primary one.
+        removed: whether they are gone.
+        found: whether a fetch has found them, which some other engine, or an earlier one, had stored.
+    """
+
+    keys: Sequence[OffloadKey]
+    tier: int | None
+    removed: bool
+    found: bool = False
+
+
+class Announcements:
+    """The changes on their way out.
+
+    Args:
+        tiers: how many secondary tiers there are.
+        limit: chunks that each of them is remembered to have at most.
+        enabled: whether anybody wants to know. If not, nothing is noted and nothing remembered.
+    """
+
+    def __init__(self, tiers: int, limit: int, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self._limit = limit
+        self._changes: list[Change] = []
+        self._announced: list[OrderedDict[OffloadKey, None]] = [OrderedDict() for _ in range(tiers)]
+
+    def stored(self, keys: Sequence[OffloadKey], tier: int | None = None, *, found: bool = False) -> None:
+        """Announce that chunks are there."""
+        if self.enabled:
+            self._note(keys if tier is None else self._enter(tier, keys), tier, removed=False, found=found)
+
+    def removed(self, keys: Sequence[OffloadKey], tier: int | None = None) -> None:
+        """Announce that chunks have gone; of a secondary tier those that were announced."""
+        if self.enabled:
+            self._note(keys if tier is None else self._strike(tier, keys), tier, removed=True)
+
+    def clear(self, tier: int) -> None:
+        """Announce that all chunks of a secondary tier have gone."""
+        gone, self._announced[tier] = list(self._announced[tier]), OrderedDict()
+        self._note(gone, tier, removed=True)
+
+    def take(self) -> list[Change]:
+        """Take the changes since the last call, in their order."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def _note(
+        self, keys: Sequence[OffloadKey], tier: int | None, *, removed: bool, found: bool = False
+    ) -> None:
+        if keys:
+            self._changes.append(Change(tuple(keys), tier, removed, found))
+
+    def _enter(self, tier: int, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Remember chunks that were not announced before, as many as there may be; return them."""
+        announced = self._announced[tier]
+        new = [key for key in keys if key not in announced][: self._limit]
+        over = len(announced) + len(new) - self._limit
+        if over > 0:
+            self._note([announced.popitem(last=False)[0] for _ in range(over)], tier, removed=True)
+        announced.update(dict.fromkeys(new))
+        return new
+
+    def _strike(self, tier: int, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        announced = self._announced[tier]
+        gone = [key for key in keys if key in announced]
+        for key in gone:
+            del announced[key]
+        return gone

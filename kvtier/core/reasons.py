@@ -1,0 +1,68 @@
+"""The words that say why something did not happen. They become labels of metrics, so they are few and known.
+
+A tier may have words of its own beside ``TRANSFER``; it names them in ``SecondaryTier.reasons``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+UNKNOWN = "error"
+"""What every other word is counted as. The log has the details."""
+
+MISS: Mapping[str, str] = {
+    "absent": "no tier has the chunk, or could give it",
+    "deadline": "the request's deadline passed before the tiers answered",
+    "budget": "the chunks to be brought for a request did not fit into the promotion budget",
+    "filter": "the request may be served from the primary tier alone, which does not have it",
+    "load_failed": "a load of the request has failed: it is computed",
+    "device_lost": "a worker's device is lost: nothing is loaded any more",
+}
+STORE_REFUSED: Mapping[str, str] = {
+    "no_slot": "every slot of the primary tier was pinned or being filled",
+    "store_threshold": "the chunk was not offered often enough yet",
+}
+NO_WORK: Mapping[str, str] = {
+    "down": "the tier could not be opened or reset, and is not used any more",
+    "unresponsive": "a put or a get of the tier has passed its deadline and has not ended",
+    "filter": "the request may not use the tier",
+    "backlog": "the tier's puts hold as many slots as they may",
+}
+TRANSFER: Mapping[str, str] = {
+    "checksum": "the bytes are not those that were put",
+    "torn": "the chunk is not whole: its trailer is missing or damaged",
+    "foreign": "the bytes are another chunk's, or another cache's",
+    "full": "the tier has no room",
+    "timeout": "the tier's backend did not answer in time",
+    "connection": "the tier's backend could not be reached",
+    "down": "the tier was given up before the transfer began",
+    "reset": "a reset came before the transfer began or ended",
+    "cancelled": "the engine was shut down",
+    UNKNOWN: "anything else; the log has the details",
+}
+
+
+def word_for(error: BaseException) -> str:
+    """Say an exception in one of the words of ``TRANSFER``."""
+    if isinstance(error, TimeoutError):
+        return "timeout"
+    return "connection" if isinstance(error, ConnectionError) else UNKNOWN
+
+
+def bounded(counts: Mapping[str, int], words: Collection[str], total: int) -> dict[str, int]:
+    """Make counts of reasons that add up to ``total``, in ``words`` only.
+
+    Raises:
+        TypeError, ValueError: ``counts`` is no mapping to numbers.
+    """
+    result: dict[str, int] = {}
+    left = total
+    for word, count in counts.items():
+        taken = min(left, max(0, int(count)))
+        if taken:
+            known = word if word in words else UNKNOWN
+            result[known] = result.get(known, 0) + taken
+            left -= taken
+    if left:
+        result[UNKNOWN] = result.get(UNKNOWN, 0) + left
+    return result

@@ -1,0 +1,402 @@
+"""The engine behind HTTP: streamed tokens, its metrics endpoint after real traffic, a reset."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvtier.telemetry.catalogue import BYTES, COUNTERS, GAUGES, Metric
+from kvtier.tiers.fs import FsTier
+from tests.integration.conftest import ENVIRONMENT, Ask
+from tests.integration.harness import (
+    BLOCK_TOKENS,
+    OUTPUT_TOKENS,
+    PROMPT_CHUNKS,
+    VOCABULARY,
+    Metrics,
+    Tokens,
+    chunk_files,
+    prompt,
+)
+
+pytestmark = pytest.mark.timeout(900)
+
+CHUNK_BYTES = 128 * 1024
+SLOTS = 256
+FULL_BYTES = 2 * 2**20  # a prompt's chunks do not all fit
+ROOMY_BYTES = 2**30
+PROMPT = prompt(1)
+POSITION = 5  # of the chunk that is damaged
+OTHERS = [prompt(seed) for seed in range(10, 16)]  # more than the device cache holds
+STORED = (1 + len(OTHERS)) * PROMPT_CHUNKS
+START_S = 400.0
+ANSWER_S = 60.0
+UNTIL_S = 30.0
+END_S = 30.0
+
+
+class Server:
+    """An API server and its engine, in a process group of their own. A context manager.
+
+    Args:
+        model: directory of the model, with a tokenizer.
+        settings: kvtier's settings.
+        log: where its output goes.
+        servers: how many API servers there are before the one engine.
+    """
+
+    def __init__(self, model: Path, settings: Mapping[str, Any], log: Path, servers: int = 1) -> None:
+        self._url = f"http://127.0.0.1:{_free_port()}"
+        self._log = log
+        environment = {
+            **ENVIRONMENT,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "PYTHONPATH": str(_metadata_of_vllm(log.parent)),  # for the command line, which several need
+        }
+        with log.open("w") as file:
+            self._process = subprocess.Popen(
+                _command(model, settings, self._url, servers),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Server:
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.end()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.end()
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            assert self._process.poll() is None, f"the server has ended\n{self._end_of_log()}"
+            with suppress(OSError), self._open("/health"):
+                return
+            time.sleep(0.2)
+        raise AssertionError(f"the server is not ready within {START_S} s\n{self._end_of_log()}")
+
+    def end(self) -> None:
+        """Have the server end in an orderly way, and whatever is left of its group at once."""
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(END_S)
+
+    def complete(self, tokens: Sequence[int], output_tokens: int = OUTPUT_TOKENS) -> list[Tokens]:
+        """Send a prompt; return the tokens that came, by the pieces in which they were streamed."""
+        order = {
+            "model": "tiny",
+            "prompt": list(tokens),
+            "max_tokens": output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        pieces: list[Tokens] = []
+        with self._open("/v1/completions", order) as answer:
+            for line in answer:
+                if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+                    for choice in json.loads(line[len(b"data: ") :])["choices"]:
+                        pieces.append(choice.get("token_ids") or [])
+        return [piece for piece in pieces if piece]
+
+    def metrics(self) -> Metrics:
+        with self._open("/metrics") as answer:
+            text = answer.read().decode()
+        samples: list[tuple[str, Mapping[str, str], float]] = []
+        for family in text_string_to_metric_families(text):
+            samples.append((family.name, {}, 0.0))
+            samples += [(sample.name, sample.labels, sample.value) for sample in family.samples]
+        return Metrics(samples)
+
+    def until(self, condition: Callable[[Metrics], bool]) -> Metrics:
+        """Have the engine do steps that store nothing until its metrics fulfil a condition."""
+        deadline = time.monotonic() + UNTIL_S
+        while True:
+            self.complete([2, 3], 2)
+            metrics = self.metrics()
+            if condition(metrics):
+                return metrics
+            assert time.monotonic() < deadline, f"{metrics}\n{self._end_of_log()}"
+
+    def reset(self) -> bool:
+        with self._open("/reset_prefix_cache?reset_external=true", {}) as answer:
+            return bool(json.load(answer)["success"])
+
+    def _open(self, path: str, order: Mapping[str, Any] | None = None) -> Any:
+        data = None if order is None else json.dumps(order).encode()
+        request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
+        return urllib.request.urlopen(request, timeout=ANSWER_S)
+
+    def _end_of_log(self) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-60:])
+
+
+def _metadata_of_vllm(folder: Path) -> Path:
+    """Return a directory that says that vLLM is installed, which builds of another name do not say.
+
+    Only vLLM's command line asks; only that starts several API servers.
+    """
+    version = metadata.version(metadata.packages_distributions()["vllm"][0])
+    information = folder / "metadata" / f"vllm-{version}.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    return information.parent
+
+
+def _command(model: Path, settings: Mapping[str, Any], url: str, servers: int) -> list[str]:
+    connector = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"spec_name": "KVTierOffloadingSpec", **settings},
+    }
+    arguments = {
+        "served-model-name": "tiny",
+        "host": "127.0.0.1",
+        "port": url.rpartition(":")[2],
+        "dtype": "float32",
+        "block-size": BLOCK_TOKENS,
+        "num-gpu-blocks-override": 80,
+        "max-model-len": 2048,
+        "max-num-batched-tokens": 2048,
+        "max-num-seqs": 16,
+        "seed": 0,
+        "kv-transfer-config": json.dumps(connector),
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    if servers > 1:
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+        command += ["--api-server-count", str(servers)]
+    command.append("--enforce-eager")
+    for name, value in arguments.items():
+        command += [f"--{name}", str(value)]
+    return command
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def model(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the tiny model with a tokenizer: one word for each token."""
+    directory = tmp_path_factory.mktemp("http") / "tiny"
+    shutil.copytree(llama, directory)
+    vocabulary = {f"w{number}": number for number in range(VOCABULARY)}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
+    return directory
+
+
+@dataclass(frozen=True)
+class Story:
+    """What the first server has said.
+
+    Attributes:
+        root: directory of the file tier.
+        damaged: the file of the chunk at ``POSITION``.
+        cold: the pieces of the answer when nothing was there.
+        again: the same when the primary tier had it.
+        metrics: the metrics after all.
+    """
+
+    root: Path
+    damaged: Path
+    cold: list[Tokens]
+    again: list[Tokens]
+    metrics: Metrics
+
+
+@pytest.fixture(scope="module")
+def story(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Story:
+    """Have a server answer cold and from the primary tier, with one tier too small and one that hangs."""
+    folder = tmp_path_factory.mktemp("story")
+    root = folder / "root"
+    tiers = [
+        {"type": "fs", "root_dir": str(root), "max_bytes": ROOMY_BYTES},
+        {"type": "fs", "name": "full", "root_dir": str(folder / "full"), "max_bytes": FULL_BYTES},
+        {"type": "dummy", "name": "stuck", "hang_rate": 1, "deadline_s": 1},
+    ]
+    settings = {**_settings(tiers), "drain_on_shutdown_s": 0}
+    with Server(model, settings, folder / "server.log") as server:
+        server.complete(PROMPT[: POSITION * BLOCK_TOKENS + 2])
+        server.until(lambda metrics: _put(metrics) == POSITION)
+        before = set(chunk_files(root))
+        server.complete(PROMPT[: (POSITION + 1) * BLOCK_TOKENS + 2])
+        server.until(lambda metrics: _put(metrics) == POSITION + 1)
+        (damaged,) = set(chunk_files(root)) - before
+        cold = server.complete(PROMPT)
+        for other in OTHERS:
+            server.complete(other)
+        again = server.complete(PROMPT)
+        metrics = server.until(lambda metrics: _put(metrics) == STORED and _has_settled(metrics))
+    return Story(root, damaged, cold, again, metrics)
+
+
+def _settings(tiers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {"cpu_bytes_to_use": SLOTS * CHUNK_BYTES, "secondary_tiers": tiers}
+
+
+def _put(metrics: Metrics) -> float:
+    return metrics.value("kvtier_put_chunks", tier="fs")
+
+
+def _has_settled(metrics: Metrics) -> bool:
+    """Say whether the tier that hangs was given up, and bytes and copies were looked at since."""
+    return (
+        metrics.value("kvtier_breaker_state", tier="stuck") == 2
+        and metrics.value("kvtier_in_flight_transfers", tier="fs") == 0
+        and metrics.value("vllm:kv_offload_store_bytes") == STORED * CHUNK_BYTES
+        and metrics.value("kvtier_tier_used_bytes", tier="fs") >= STORED * CHUNK_BYTES
+    )
+
+
+def test_tokens_are_streamed_and_right(story: Story, reference: Ask) -> None:
+    assert [token for piece in story.cold for token in piece] == reference(PROMPT)[0]
+    assert len(story.cold) > 1
+    assert story.again == story.cold
+
+
+def test_every_metric_is_there_and_no_other(story: Story) -> None:
+    catalogue = {metric.name: metric for metric in _catalogue()}
+    declared = story.metrics.declared
+    assert catalogue.keys() <= declared
+    ours = {name.removesuffix("_created") for name in declared if name.startswith("kvtier_")}
+    assert ours <= catalogue.keys()
+    for name, labels, _ in story.metrics.samples:
+        metric = catalogue.get(name.removesuffix("_total"))
+        if metric is not None and labels:
+            assert set(labels) == {"engine", "model_name", *metric.labels}
+            if "reason" in labels:
+                assert labels["reason"] in metric.reasons.keys() | FsTier.reasons.keys()
+
+
+def test_hits_and_misses_are_counted_by_reason(story: Story) -> None:
+    value = story.metrics.value
+    assert story.metrics.loaded() == {"cpu": PROMPT_CHUNKS}
+    assert value("kvtier_misses", reason="absent") >= 1 + len(OTHERS)
+    assert value("kvtier_misses") == value("kvtier_misses", reason="absent")
+    assert value("kvtier_absent_chunks", tier="fs") >= STORED
+    assert value("vllm:kv_offload_tiering_chunk_queries", tier="fs") == value(
+        "kvtier_absent_chunks", tier="fs"
+    )
+    assert value("vllm:kv_offload_tiering_chunk_hits") == 0
+    assert value("kvtier_skipped_chunks", tier="stuck", reason="unresponsive") > 0
+
+
+def test_bytes_and_seconds_are_those_of_the_chunks(story: Story) -> None:
+    value = story.metrics.value
+    assert value("kvtier_stored_chunks") == STORED
+    assert value("vllm:kv_offload_store_bytes") == STORED * CHUNK_BYTES
+    assert value("vllm:kv_offload_load_bytes") == PROMPT_CHUNKS * CHUNK_BYTES
+    for tier in ("fs", "full"):
+        put = value("kvtier_put_chunks", tier=tier)
+        assert value("vllm:kv_offload_tiering_write_bytes", tier=tier) == put * CHUNK_BYTES
+        assert 0 < value("vllm:kv_offload_tiering_write_time", tier=tier) < UNTIL_S
+    assert value("vllm:kv_offload_tiering_read_bytes") == 0
+
+
+def test_used_and_capacity_of_every_tier_are_told(story: Story) -> None:
+    value = story.metrics.value
+    used = {tier: value("kvtier_tier_used_bytes", tier=tier) for tier in ("cpu", "fs", "full", "stuck")}
+    capacity = {tier: value("kvtier_tier_capacity_bytes", tier=tier) for tier in ("cpu", "fs", "full")}
+    assert used["cpu"] == STORED * CHUNK_BYTES
+    assert used["cpu"] == (value("kvtier_slots") - value("kvtier_free_slots")) * CHUNK_BYTES
+    assert STORED * CHUNK_BYTES <= used["fs"] < 1.5 * STORED * CHUNK_BYTES
+    assert FULL_BYTES - 2 * CHUNK_BYTES < used["full"] <= FULL_BYTES
+    assert used["stuck"] == 0
+    assert capacity == {"cpu": SLOTS * CHUNK_BYTES, "fs": ROOMY_BYTES, "full": FULL_BYTES}
+
+
+def test_what_did_not_get_into_a_tier_is_counted_by_cause(story: Story) -> None:
+    value = story.metrics.value
+    refused = value("kvtier_put_failed_chunks", tier="full", reason="max_bytes")
+    assert refused == STORED - value("kvtier_put_chunks", tier="full") > 0
+    assert value("kvtier_put_failed_chunks") == refused
+    dropped = value("kvtier_put_dropped_chunks", tier="stuck", reason="unresponsive")
+    assert dropped > 0
+    hanging = value("vllm:kv_offload_tiering_primary_read_usage_perc", tier="stuck") * SLOTS
+    assert dropped + hanging == STORED
+
+
+def test_a_tier_that_hangs_is_seen_to_hang(story: Story) -> None:
+    value = story.metrics.value
+    hanging = value("kvtier_overdue_transfers", tier="stuck", verb="put")
+    assert hanging >= 1
+    assert value("kvtier_in_flight_transfers", tier="stuck", verb="put") == min(hanging, 4)
+    assert value("kvtier_queued_transfers", tier="stuck", verb="put") == max(0, hanging - 4)
+    assert value("vllm:kv_offload_tiering_active_cascade_jobs", tier="stuck") == hanging
+    assert value("vllm:kv_offload_tiering_active_promotion_jobs") == 0
+    states = {tier: value("kvtier_breaker_state", tier=tier) for tier in ("fs", "full", "stuck")}
+    assert states == {"fs": 0, "full": 0, "stuck": 2}
+    assert all(value("kvtier_tier_up", tier=tier) == 1 for tier in states)
+
+
+def test_two_api_servers_after_a_restart_with_a_damaged_file_and_a_reset(
+    story: Story, model: Path, reference: Ask, tmp_path: Path
+) -> None:
+    data = bytearray(story.damaged.read_bytes())
+    data[1000] ^= 0x10
+    story.damaged.write_bytes(data)
+    settings = _settings([{"type": "fs", "root_dir": str(story.root), "max_bytes": ROOMY_BYTES}])
+    with Server(model, settings, tmp_path / "server.log", servers=2) as server:
+        restarted = server.complete(PROMPT)
+        value = server.until(lambda metrics: _put(metrics) == 1).value  # in place of the damaged one
+        assert server.reset()
+        computed = server.complete(PROMPT)
+        after = server.until(lambda metrics: _put(metrics) == 1 + PROMPT_CHUNKS)
+
+    assert restarted == computed
+    assert [token for piece in restarted for token in piece] == reference(PROMPT)[0]
+    assert value("kvtier_loaded_chunks", tier="fs") == POSITION
+    assert value("vllm:prompt_tokens_cached_by_source", source="disk") == POSITION * BLOCK_TOKENS
+    assert value("kvtier_get_failed_chunks", tier="fs", reason="checksum") == 1
+    assert value("kvtier_get_failed_chunks") == 1
+    fetched = value("kvtier_fetched_chunks", tier="fs")
+    assert fetched >= POSITION
+    assert value("vllm:kv_offload_tiering_read_bytes", tier="fs") == fetched * CHUNK_BYTES
+    assert 0 < value("vllm:kv_offload_tiering_read_time", tier="fs") < UNTIL_S
+    assert value("vllm:kv_offload_tiering_chunk_hits", tier="fs") >= fetched
+    assert value("vllm:kv_offload_load_bytes") == POSITION * CHUNK_BYTES
+    assert after.loaded() == {"fs": POSITION}
+
+
+def _catalogue() -> list[Metric]:
+    return [*COUNTERS.values(), *BYTES.values(), *GAUGES.values()]

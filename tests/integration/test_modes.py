@@ -1,0 +1,99 @@
+"""Ways to run the engine: speculation, asynchronous scheduling, prompts in pieces, no prefix caching."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.conftest import Ask
+from tests.integration.harness import BLOCK_TOKENS, Forge, prompt
+
+SHARED = prompt(90, 200)
+PROMPTS = [
+    prompt(1),
+    prompt(2, 333),
+    prompt(3, 777),
+    *(prompt(4 + number, tokens, shared=SHARED) for number, tokens in enumerate((230, 321, 512))),
+]
+OTHERS = [prompt(seed, 700) for seed in range(10, 16)]  # more than the device cache holds
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+PIECES = 3 * BLOCK_TOKENS  # no prompt's length is a multiple, nor is a chunk's
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    return {
+        "cpu_bytes_to_use": "64MiB",
+        "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path / "root")}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "more_settings"),
+    [
+        ({"speculative_config": NGRAM}, {"block_size": 64}),
+        ({"async_scheduling": True}, {}),
+        ({"async_scheduling": False}, {}),
+        ({"max_num_batched_tokens": PIECES, "async_scheduling": True}, {"block_size": 64}),
+        ({"max_num_batched_tokens": PIECES}, {}),
+        ({"enable_prefix_caching": False}, {}),
+    ],
+    ids=["ngram", "async", "sync", "pieces, async", "pieces", "no prefix caching"],
+)
+def test_the_same_tokens_from_every_tier(
+    forge: Forge,
+    llama: Path,
+    reference: Ask,
+    settings: dict[str, Any],
+    arguments: dict[str, Any],
+    more_settings: dict[str, Any],
+) -> None:
+    settings |= more_settings
+    with forge.start(llama, settings, **arguments) as engine:
+        cold = engine.generate(*PROMPTS)
+        engine.generate(*OTHERS, together=True)
+        again, loaded_again = engine.served(*PROMPTS)
+        engine.generate(*OTHERS)
+        at_once, loaded_at_once = engine.served(*PROMPTS, *OTHERS, together=True)
+        drafted = engine.metrics().value("vllm:spec_decode_num_draft_tokens")
+    with forge.start(llama, settings, **arguments) as engine:
+        restarted, loaded_restarted = engine.served(*PROMPTS, together=True)
+
+    assert cold == again == restarted == reference(*PROMPTS)
+    assert at_once == reference(*PROMPTS, *OTHERS)
+    chunks = _whole_chunks(more_settings.get("block_size", BLOCK_TOKENS))
+    assert loaded_restarted["fs"] == chunks
+    if arguments.get("enable_prefix_caching", True):
+        assert loaded_again == {"cpu": chunks}
+    else:  # what prompts share is loaded for each
+        assert loaded_again["cpu"] > chunks
+    assert loaded_at_once["cpu"] > chunks
+    assert bool(drafted) is ("speculative_config" in arguments)
+
+
+def _whole_chunks(chunk_tokens: int) -> int:
+    """Count the chunks of the prompts; what they share is one."""
+    ends = range(chunk_tokens, 1000, chunk_tokens)
+    return len({tuple(one[:end]) for one in PROMPTS for end in ends if end <= len(one)})
+
+
+@pytest.mark.parametrize("prompt_only", [True, False])
+def test_answers_are_stored_where_asked_for(
+    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any], prompt_only: bool
+) -> None:
+    settings["offload_prompt_only"] = prompt_only
+    first = prompt(1)
+    with forge.start(llama, settings) as engine:
+        (answer,) = engine.generate(first, output_tokens=100)
+        further = [*first, *answer, *prompt(2, 50)]
+        engine.settled()
+        engine.reset(connector=False)
+        said, loaded = engine.served(further)
+
+    assert [answer] == reference(first, output_tokens=100)
+    assert said == reference(further)
+    # The last token of an answer has no keys and values yet when it is said.
+    tokens = len(first) if prompt_only else len(first) + len(answer) - 1
+    assert loaded == {"cpu": tokens // BLOCK_TOKENS}
