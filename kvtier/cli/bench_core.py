@@ -33,7 +33,7 @@ from kvtier.core.requests import Request
 from kvtier.core.states import Lookup
 from kvtier.core.tiering import Tiering
 from kvtier.core.transfers import Pinned, Reservation
-from kvtier.executor import Executor, ExecutorThread
+from kvtier.executor import Executor, ExecutorThread, TierActivity
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey
 from kvtier.memory.region import Region
@@ -117,10 +117,12 @@ class MemoryTier:
 
     Attributes:
         events: what the owner is told.
+        activity: of each tier; it is never at work.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tiers: int) -> None:
         self.events: deque[Event] = deque()
+        self.activity = [TierActivity(1) for _ in range(tiers)]
         self._stored: set[OffloadKey] = set()
         self._held: list[Event] | None = None
 
@@ -494,7 +496,7 @@ def _open_parts(case: Case, stack: ExitStack) -> tuple[Tiering, MemoryTier | Exe
     )
     core = make_core(config)
     if case.tier != "fs":
-        memory = MemoryTier()
+        memory = MemoryTier(len(tiers))
         memory.events.append(SlotsReady(range(case.slots)))
         return core, memory
     region = stack.enter_context(Region.anonymous(case.slots, CHUNK_BYTES))

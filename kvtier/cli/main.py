@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier import plugins, schema
-from kvtier.cli import figures
+from kvtier.cli import engines, figures
+from kvtier.cli import new_tier as new_tiers
 from kvtier.core.policies.base import EvictionPolicy
 from kvtier.errors import KVTierError
 from kvtier.plugins import Group
@@ -36,6 +37,38 @@ app.add_typer(bench, name="bench")
 
 JsonOption = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE as JSON, too.")
+]
+
+
+def _known_model(size: str) -> str:
+    if size not in engines.MODELS:
+        raise typer.BadParameter(f"{size!r} is none of {', '.join(engines.MODELS)}")
+    return size
+
+
+RootOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--root",
+        metavar="DIRECTORY",
+        help="Where files go, to be removed again: a directory on the disk to measure. Default: a temporary "
+        "one.",
+    ),
+]
+ModelOption = Annotated[
+    str,
+    typer.Option(
+        metavar="|".join(engines.MODELS),
+        callback=_known_model,
+        help="Size of the random model that is made for it.",
+    ),
+]
+PromptTokensOption = Annotated[
+    int, typer.Option(min=engines.BLOCK_TOKENS, max=4096, help="Tokens of a prompt that fill chunks.")
+]
+OutputTokensOption = Annotated[int, typer.Option(min=1, max=1024, help="Tokens generated for each prompt.")]
+NativeOption = Annotated[
+    bool, typer.Option("--native/--no-native", help="vLLM's own tiering over a CPU worker, too.")
 ]
 
 
@@ -72,6 +105,16 @@ def tiers() -> None:
     console = Console()
     console.print(_plugin_table(plugins.TIERS, "Tiers", SecondaryTier))
     console.print(_plugin_table(plugins.POLICIES, "Eviction policies", EvictionPolicy))
+
+
+@app.command(name="new-tier")
+def new_tier(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The tier's type in configurations.")],
+    directory: Annotated[Path, typer.Option(help="Where the folder kvtier-NAME is made.")] = Path(),
+) -> None:
+    """Make a distribution with a tier that works, and its tests, to be turned into one's own."""
+    folder = new_tiers.create(name, directory)
+    typer.echo(f"made {folder}; next: pip install -e '{folder}[tests]' && pytest {folder}")
 
 
 @app.command(name="schema")
@@ -111,6 +154,73 @@ def bench_fs(
 def bench_device(json_file: JsonOption = None) -> None:
     """GB/s of copies between device and primary tier."""
     _report(_lazy("kvtier.cli.bench_device").run(), json_file)
+
+
+@bench.command(name="startup")
+def bench_startup(
+    gib: Annotated[
+        list[float] | None,
+        typer.Option("--gib", min=0.01, help="A size of the primary tier; may be given again. [1, 2, 4]"),
+    ] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Seconds until the primary tier's memory is ready, beside vLLM's own region."""
+    startup = _lazy("kvtier.cli.bench_startup")
+    _report(startup.run(gib or startup.SIZES_GIB), json_file)
+
+
+@bench.command(name="overhead")
+def bench_overhead(
+    root: RootOption = None,
+    model: ModelOption = "medium",
+    rounds: Annotated[int, typer.Option(min=1, help="How often each engine is asked.")] = 10,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of a round, each one new.")] = 16,
+    prompt_tokens: PromptTokensOption = 512,
+    output_tokens: OutputTokensOption = 32,
+    at_once: Annotated[int, typer.Option(min=1, help="Prompts that an engine works on at once.")] = 8,
+    control: Annotated[
+        bool, typer.Option("--control", help="A second engine without a connector, too: what noise does.")
+    ] = False,
+    native: NativeOption = False,
+    json_file: JsonOption = None,
+) -> None:
+    """Tokens a second lost where nothing is reused: real engines, with and without kvtier."""
+    measured = _lazy("kvtier.cli.bench_overhead").run(
+        root,
+        model=model,
+        rounds=rounds,
+        prompts=prompts,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        at_once=at_once,
+        control=control,
+        native=native,
+    )
+    _report(measured, json_file)
+
+
+@bench.command(name="convoy")
+def bench_convoy(
+    root: RootOption = None,
+    model: ModelOption = "small",
+    rounds: Annotated[int, typer.Option(min=1, help="How often each engine gets the requests.")] = 5,
+    requests: Annotated[int, typer.Option(min=1, help="Requests that are sent at once.")] = 50,
+    prefix_tokens: PromptTokensOption = 512,
+    output_tokens: OutputTokensOption = 8,
+    native: NativeOption = True,
+    json_file: JsonOption = None,
+) -> None:
+    """Many requests at once whose prefixes lie in files, with a small primary tier: real engines."""
+    measured = _lazy("kvtier.cli.bench_convoy").run(
+        root,
+        model=model,
+        rounds=rounds,
+        requests=requests,
+        prefix_tokens=prefix_tokens,
+        output_tokens=output_tokens,
+        native=native,
+    )
+    _report(measured, json_file)
 
 
 def _lazy(module: str) -> Any:

@@ -33,7 +33,7 @@ from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, 
 from kvtier.adapters.vllm.manager import KVTierManager
 from kvtier.core.tiering import Tiering
 
-_NOTHING = ScheduleEndContext((), ())
+_NOTHING = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
 
 
 def version() -> str:
@@ -83,7 +83,7 @@ class ManagerDriver:
         self._names = itertools.count()
 
     def begin(self) -> ReqContext:
-        request = ReqContext(f"r{next(self._names)}")
+        request = ReqContext(req_id=f"r{next(self._names)}")
         self._manager.on_new_request(request)
         return request
 
@@ -143,9 +143,20 @@ def _config(chunk_bytes: int) -> OffloadingConfig:
         enable_kv_cache_events=False,
         extra_config={},
         engine_id="kvtier-bench",
-        model=OffloadingModelConfig("bench", "float16"),
-        cache=OffloadingCacheConfig(16, 1),
-        parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, is_parallelism_agnostic=True),
+        model=OffloadingModelConfig(name="bench", dtype="float16"),
+        cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
+        parallel=OffloadingParallelConfig(
+            rank=0,
+            world_size=1,
+            tp_size=1,
+            pp_size=1,
+            pcp_size=1,
+            dcp_size=1,
+            data_parallel_index=0,
+            data_parallel_size=1,
+            data_parallel_rank_local=None,
+            is_parallelism_agnostic=True,
+        ),
     )
 
 

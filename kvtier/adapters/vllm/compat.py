@@ -1,18 +1,78 @@
-"""What differs between the supported versions of vLLM, 0.32 and 0.33, and what neither of them tells."""
+"""What differs between the supported versions of vLLM, 0.30 to 0.33, and what none of them tells."""
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import sys
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING
 
-from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
-from vllm.v1.kv_offload.base import OffloadingManager
+import vllm
+
+from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
     from types import FrameType
+
+logger = logging.getLogger("kvtier.vllm")
+
+OLDEST, NEWEST = (0, 30), (0, 33)
+"""The range that kvtier is tested with."""
+
+
+def release(version: str) -> tuple[int, int] | None:
+    """Return the major and minor number of vLLM's version; None where a build from sources has none.
+
+    Such a build calls itself ``dev``, or ``0.1.dev5+g1a2b3c`` where it was made without the tags.
+    """
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None:
+        return None
+    number = int(found[1]), int(found[2])
+    return None if "dev" in version and number <= (0, 1) else number
+
+
+def refuse_too_old(version: str) -> None:
+    """Refuse a vLLM whose interface lacks what the adapter relies on.
+
+    Raises:
+        ConfigError: it is older than the oldest supported version.
+    """
+    number = release(version)
+    if number is not None and number < OLDEST:
+        raise ConfigError(f"kvtier needs {_RANGE}, and this is vLLM {version}: install a newer vLLM")
+
+
+def warn_if_untested(version: str = vllm.__version__) -> None:
+    """Say in the log that this vLLM is newer than what kvtier was tested with, or of unknown age."""
+    number = release(version)
+    if number is None or number > NEWEST:
+        logger.warning("kvtier is tested with %s, and this is vLLM %s: going on", _RANGE, version)
+
+
+_RANGE = f"vLLM {'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
+
+# An older vLLM lacks modules that are imported from here on, and could only say that they are missing.
+refuse_too_old(vllm.__version__)
+
+from vllm.config import VllmConfig  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec  # noqa: E402
+from vllm.v1.kv_offload.base import OffloadingManager  # noqa: E402
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource as CacheHitSource
+except ModuleNotFoundError:
+
+    class CacheHitSource(Enum):  # type: ignore[no-redef]
+        """What vLLM calls the places that it finds blocks in, from 0.32 on. Before, it does not ask."""
+
+        HOST = "host"
+        DISK = "disk"
+        EXTERNAL_UNSPECIFIED = "external_unspecified"
+
 
 TELLS_OF_FLUSHES = hasattr(OffloadingManager, "on_reset_flushed")
 """Whether vLLM says when workers are through with the copies that a reset has cut off (0.33)."""

@@ -1,0 +1,75 @@
+"""vLLM's own tiering over a CPU worker, for benchmarks: what kvtier is put beside where there is no GPU.
+
+vLLM's tiering spec refuses the CPU platform when it is asked for a worker; its scheduler side, its
+region and its tiers run there. The worker here copies with kvtier's engine for the CPU, so both sides of
+a comparison copy alike and differ in what decides, in the tiers and in their threads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from kvtier.adapters.vllm.manager import Slots
+from kvtier.adapters.vllm.worker import KVTierWorker, as_kv_caches
+from kvtier.device.cpu import CpuTransferEngine
+from kvtier.memory.layout import SlotLayout
+
+
+class NativeTieringSpec(TieringOffloadingSpec):
+    """vLLM's tiering spec, unchanged but for its worker."""
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """See vLLM, which asks once."""
+        caches = as_kv_caches(kv_caches)
+        parallel = self.config.parallel
+        layout = SlotLayout.make(caches.page_bytes, self.blocks_per_chunk, parallel.rank, parallel.world_size)
+        region: Any = _NativeRegion(
+            SharedOffloadRegion(
+                engine_id=self.config.engine_id,
+                num_chunks=self.num_chunks,
+                rank=parallel.rank,
+                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+                cpu_page_size=self.cpu_page_size_per_worker,
+            ),
+            self.num_chunks,
+            self.kv_bytes_per_chunk,
+        )
+        return _NativeWorker(CpuTransferEngine(caches, layout, region), region)
+
+
+class _NativeRegion:
+    """vLLM's region as kvtier's copy engine sees one."""
+
+    def __init__(self, region: SharedOffloadRegion, slots: int, chunk_bytes: int) -> None:
+        self.slots = slots
+        self.chunk_bytes = chunk_bytes
+        self.address = int(region.base_tensor.data_ptr())
+        self._region = region
+
+    def view(self, slot: int) -> object:
+        return self._region.base_tensor[slot * self.chunk_bytes : (slot + 1) * self.chunk_bytes]
+
+    def close(self) -> None:
+        self._region.cleanup()
+
+
+class _NativeWorker(KVTierWorker):
+    """Copies where vLLM's manager says."""
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+        return super().submit_store(job_id, src_spec, _slots(dst_spec))
+
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
+        return super().submit_load(job_id, _slots(src_spec), dst_spec, expedited)
+
+
+def _slots(spec: LoadStoreSpec) -> Slots:
+    assert isinstance(spec, CPULoadStoreSpec)
+    return Slots(spec.chunk_ids.tolist())

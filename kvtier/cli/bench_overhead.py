@@ -1,0 +1,344 @@
+"""What kvtier costs where nothing is reused: real engines with and without it, asked in turns.
+
+All engines are alive at once and alike but for the connector; while one is asked the others sleep. A
+round asks each of them once, in an order of its own, with prompts that nobody has seen. Each is compared
+with the plain engine in the same round, so that what a noisy machine does to both falls out. How much
+noise is left a second plain engine says (``--control``).
+
+Tokens a second count what was computed, prompts and answers, until the last token. Processor time counts
+all threads of an engine, and those of a connector until its last put has ended; it moves less than tokens
+a second where others use the machine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from kvtier.cli.engines import (
+    BLOCK_TOKENS,
+    KVTIER,
+    NATIVE,
+    Engine,
+    Site,
+    block_bytes,
+    make_prompt,
+    open_folder,
+    open_forge,
+    say,
+)
+
+PLAIN = "none"
+CONTROL = "none again"
+PRIMARY = "kvtier, primary tier"
+FS = "kvtier, primary and fs"
+NATIVE_FS = "vLLM's own, primary and fs"
+RESAMPLES = 2000
+
+PARTS = (
+    ("kvtier-executor", "executor"),
+    ("kvtier-store", "copies"),
+    ("kvtier-load", "copies"),
+    ("kvtier-files", "file threads"),
+    ("fs-", "file threads"),
+    ("vllm_kv", "file threads"),
+    ("vllm_offloading", "file threads"),
+)
+"""Beginnings of threads' names, and what the threads do for a connector."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Tokens and processor time lost where nothing is reused, against an engine without a connector.
+
+    Attributes:
+        connector: what the engine had.
+        rounds: how many pairs were compared.
+        tokens_s: median tokens a second.
+        lost_percent: median over the rounds of the tokens a second that are missing.
+        low, high: 95 % of the medians of resampled rounds lie between them.
+        quartiles: of the rounds' losses.
+        cpu_percent: the same median of the processor time that came on top.
+        cpu_low, cpu_high: see ``low``.
+    """
+
+    connector: str
+    rounds: int
+    tokens_s: float
+    lost_percent: float
+    low: float
+    high: float
+    quartiles: str
+    cpu_percent: float
+    cpu_low: float
+    cpu_high: float
+
+
+@dataclass(frozen=True)
+class Share:
+    """What the processor time of a connector is made of, in percent of its engine's, all threads.
+
+    ``engine thread`` is what the manager and the worker take there, each call measured, in a round of
+    its own.
+    """
+
+    connector: str
+    part: str
+    percent: float
+    us_a_chunk: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work of each engine in each round"""
+
+    model: str
+    prompts: int
+    prompt_tokens: int
+    output_tokens: int
+    at_once: int
+    chunk_kib: int
+    chunks: int
+    slots: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one engine did in one round.
+
+    Attributes:
+        tokens: computed.
+        wall_s: until the last one.
+        threads: processor seconds by the name of the thread; a connector's until its last put has ended.
+    """
+
+    tokens: int
+    wall_s: float
+    threads: Mapping[str, float]
+
+    @property
+    def tokens_s(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.wall_s
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor seconds of all threads."""
+        return sum(self.threads.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do in each round; see ``run``."""
+
+    model: str
+    rounds: int
+    prompts: int
+    prompt_tokens: int
+    output_tokens: int
+    at_once: int
+    control: bool
+    native: bool
+
+    @property
+    def chunks(self) -> int:
+        """Chunks that a round stores."""
+        return self.prompts * (self.prompt_tokens // BLOCK_TOKENS)
+
+    @property
+    def slots(self) -> int:
+        """Slots of a primary tier: two rounds fill it, then each store evicts."""
+        return 2 * self.chunks
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a round computes."""
+        return self.prompts * (self.prompt_tokens + self.output_tokens)
+
+
+def run(
+    root: Path | None = None,
+    *,
+    model: str = "medium",
+    rounds: int = 10,
+    prompts: int = 16,
+    prompt_tokens: int = 512,
+    output_tokens: int = 32,
+    at_once: int = 8,
+    control: bool = False,
+    native: bool = False,
+) -> list[Loss | Share | Work | Site]:
+    """Measure.
+
+    Args:
+        root: directory for the fs tiers; what is written there is removed. Default: a temporary one.
+        model: a size in ``kvtier.cli.engines.MODELS``.
+        rounds: how often each engine is asked, after two rounds that do not count.
+        prompts: prompts of a round, each one new.
+        prompt_tokens: tokens of each.
+        output_tokens: tokens generated for each.
+        at_once: prompts that an engine works on at once.
+        control: measure a second engine without a connector, too.
+        native: measure vLLM's own tiering over a CPU worker, too.
+    """
+    plan = Plan(model, rounds, prompts, prompt_tokens, output_tokens, at_once, control, native)
+    with ExitStack() as stack:
+        folder = stack.enter_context(open_folder(root))
+        forge = stack.enter_context(open_forge())
+        engines = {
+            name: stack.enter_context(
+                forge.engine(
+                    f"{number} {name}",
+                    model,
+                    settings,
+                    num_gpu_blocks_override=_device_blocks(plan),
+                    max_model_len=prompt_tokens + output_tokens,
+                    max_num_seqs=at_once,
+                )
+            )
+            for number, (name, settings) in enumerate(_connectors(plan, folder).items())
+        }
+        site = Site.of(folder)
+        samples = _measure(engines, plan)
+        shares = _explain(engines, plan, samples)
+        return [*losses(samples), *shares, _work(plan), site.again()]
+
+
+def losses(samples: Mapping[str, Sequence[Sample]]) -> list[Loss]:
+    """Compare each engine with the plain one, round by round."""
+    plain = samples[PLAIN]
+    found = []
+    for name, rows in samples.items():
+        if name == PLAIN:
+            continue
+        lost = [100 * (1 - row.tokens_s / base.tokens_s) for row, base in zip(rows, plain, strict=True)]
+        more = [
+            100 * (row.cpu_s / row.tokens * base.tokens / base.cpu_s - 1)
+            for row, base in zip(rows, plain, strict=True)
+        ]
+        low, high = spread_of_median(lost)
+        cpu_low, cpu_high = spread_of_median(more)
+        first, _, third = quantiles(lost, n=4, method="inclusive") if len(lost) > 1 else (lost * 3)
+        found.append(
+            Loss(
+                name,
+                len(rows),
+                median(row.tokens_s for row in rows),
+                median(lost),
+                low,
+                high,
+                f"{first:.1f} to {third:.1f}",
+                median(more),
+                cpu_low,
+                cpu_high,
+            )
+        )
+    return found
+
+
+def spread_of_median(values: Sequence[float], share: float = 0.95) -> tuple[float, float]:
+    """Return bounds between which ``share`` of the medians of resampled values lie (bootstrap)."""
+    generator = random.Random(0)
+    medians = sorted(median(generator.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    tail = int(RESAMPLES * (1 - share) / 2)
+    return medians[tail], medians[-1 - tail]
+
+
+def part_of(thread: str) -> str | None:
+    """Say what a thread does for a connector; None for one of the engine's own."""
+    return next((part for beginning, part in PARTS if thread.startswith(beginning)), None)
+
+
+def _connectors(plan: Plan, folder: Path) -> dict[str, dict[str, Any] | None]:
+    nbytes = plan.slots * block_bytes(plan.model)
+    connectors: dict[str, dict[str, Any] | None] = {
+        PLAIN: None,
+        PRIMARY: {**KVTIER, "cpu_bytes_to_use": nbytes},
+        FS: {
+            **KVTIER,
+            "cpu_bytes_to_use": nbytes,
+            "secondary_tiers": [{"type": "fs", "root_dir": str(folder / "kvtier")}],
+        },
+    }
+    if plan.control:
+        connectors[CONTROL] = None
+    if plan.native:
+        connectors[NATIVE_FS] = {
+            **NATIVE,
+            "cpu_bytes_to_use": nbytes,
+            "secondary_tiers": [{"type": "fs", "root_dir": str(folder / "native")}],
+        }
+    return connectors
+
+
+def _device_blocks(plan: Plan) -> int:
+    """Give the engine's own cache room for the prompts that run at once, twice."""
+    return 2 * plan.at_once * -(-(plan.prompt_tokens + plan.output_tokens) // BLOCK_TOKENS)
+
+
+def _measure(engines: Mapping[str, Engine], plan: Plan) -> dict[str, list[Sample]]:
+    samples: dict[str, list[Sample]] = {name: [] for name in engines}
+    order, generator = list(engines), random.Random(0)
+    for number in range(-2, plan.rounds):
+        generator.shuffle(order)
+        for name in order:
+            sample = _ask(engines[name], plan, f"{name} {number}")
+            say(
+                f"round {number}: {name}: {sample.tokens_s:,.0f} tokens/s, {sample.cpu_s:.2f} s of processors"
+            )
+            if number >= 0:
+                samples[name].append(sample)
+    return samples
+
+
+def _ask(engine: Engine, plan: Plan, seed: str) -> Sample:
+    prompts = [make_prompt(f"{seed} {i}", plan.prompt_tokens) for i in range(plan.prompts)]
+    answer = engine.ask("generate", prompts=prompts, output_tokens=plan.output_tokens)
+    settled = engine.ask("settle")
+    # Until the last put has ended the engine does steps that a busy one would not: they do not count.
+    after = {thread: seconds for thread, seconds in settled["threads"].items() if part_of(thread)}
+    return Sample(plan.tokens, answer["wall_s"], Counter(answer["threads"]) + Counter(after))
+
+
+def _explain(
+    engines: Mapping[str, Engine], plan: Plan, samples: Mapping[str, Sequence[Sample]]
+) -> list[Share]:
+    shares = []
+    for name, engine in engines.items():
+        if name in (PLAIN, CONTROL):
+            continue
+        cpu_s = sum(row.cpu_s for row in samples[name])
+        parts: Counter[str] = Counter()
+        for row in samples[name]:
+            for thread, seconds in row.threads.items():
+                if part := part_of(thread):
+                    parts[part] += seconds  # type: ignore[assignment]
+        engine.ask("watch")
+        _ask(engine, plan, f"{name} watched")
+        spent = sum(engine.ask("spent")["seconds"].values())
+        parts["engine thread"] = spent * len(samples[name])
+        chunks = plan.chunks * len(samples[name])
+        shares += [
+            Share(name, part, 100 * seconds / cpu_s, seconds / chunks * 1e6)
+            for part, seconds in sorted(parts.items())
+        ]
+    return shares
+
+
+def _work(plan: Plan) -> Work:
+    return Work(
+        plan.model,
+        plan.prompts,
+        plan.prompt_tokens,
+        plan.output_tokens,
+        plan.at_once,
+        block_bytes(plan.model) // 1024,
+        plan.chunks,
+        plan.slots,
+    )

@@ -1,0 +1,69 @@
+"""Benchmarks with real engines run to their end and give what they promise, at sizes that say nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; nox -s integration installs it"
+)
+
+Report = Mapping[str, Sequence[Mapping[str, Any]]]
+
+
+def run(folder: Path, *arguments: str) -> Report:
+    """Run a benchmark with its files below ``folder``, which it has to leave empty."""
+    root, report = folder / "files", folder / "report.json"
+    command = [sys.executable, "-m", "kvtier.cli.main", "bench", *arguments]
+    done = subprocess.run(
+        [*command, "--root", str(root), "--json", str(report)], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert list(root.iterdir()) == []
+    found: Report = json.loads(report.read_text())
+    return found
+
+
+def test_overhead(tmp_path: Path) -> None:
+    small = ("--model", "tiny", "--rounds", "2", "--prompts", "2", "--prompt-tokens", "64", "--at-once", "2")
+    report = run(tmp_path, "overhead", *small, "--output-tokens", "2", "--control", "--native")
+    losses = {loss["connector"]: loss for loss in report["Loss"]}
+    assert set(losses) == {
+        "kvtier, primary tier",
+        "kvtier, primary and fs",
+        "none again",
+        "vLLM's own, primary and fs",
+    }
+    for loss in losses.values():
+        assert loss["rounds"] == 2
+        assert loss["tokens_s"] > 0
+        assert loss["low"] <= loss["lost_percent"] <= loss["high"] < 100
+        assert loss["cpu_low"] <= loss["cpu_percent"] <= loss["cpu_high"]
+    parts = {share["part"] for share in report["Share"] if share["connector"] == "kvtier, primary and fs"}
+    assert parts >= {"copies", "engine thread", "executor", "file threads"}
+    assert all(share["percent"] >= 0 for share in report["Share"])
+    (site,) = report["Site"]
+    assert site["vllm"] != "not installed"
+
+
+def test_convoy(tmp_path: Path) -> None:
+    small = ("--model", "tiny", "--rounds", "1", "--requests", "10", "--prefix-tokens", "128")
+    report = run(tmp_path, "convoy", *small, "--output-tokens", "2", "--no-native")
+    convoys = {(row["scenario"], row["connector"]): row for row in report["Convoy"]}
+    connectors = ("none", "kvtier, primary tier", "kvtier, primary and fs")
+    assert set(convoys) == {(scenario, name) for scenario in ("distinct", "shared") for name in connectors}
+    assert {row["wrong"] for row in convoys.values()} == {"0 of 10"}
+    assert all(row["seconds"] > 0 and row["requests_s"] > 0 for row in convoys.values())
+    traffic = {(row["scenario"], row["connector"]): row for row in report["Traffic"]}
+    distinct = traffic["distinct", "kvtier, primary and fs"]
+    assert distinct["in_files"] == 40
+    assert distinct["loaded_fs"] > 0, "prefixes come from files"
+    assert distinct["fetched"] == distinct["loaded_fs"] + distinct["in_vain"]
