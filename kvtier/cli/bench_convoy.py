@@ -37,9 +37,9 @@ from kvtier.cli.engines import (
 )
 
 PLAIN = "none"
-PRIMARY = "kvtier, primary tier"
-FS = "kvtier, primary and fs"
-NATIVE_FS = "vLLM's own, primary and fs"
+PRIMARY = "kvtier cpu"
+FS = "kvtier cpu+fs"
+NATIVE_FS = "vllm cpu+fs"
 DISTINCT, SHARED = "distinct", "shared"
 FAMILIES = 5
 SHARED_PARTS = 4  # in the shared scenario a quarter of each prefix is its own
@@ -52,7 +52,7 @@ class Convoy:
 
     Attributes:
         scenario: whether the requests' prefixes have nothing in common, or are shared by families.
-        connector: what the engine had.
+        connector: what the engine had: kvtier or vLLM's own tiering, host memory alone or files behind it.
         seconds: until the last token of all requests.
         requests_s: requests a second.
         ttft_ms: median time to the first token.

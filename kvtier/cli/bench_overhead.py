@@ -36,9 +36,9 @@ from kvtier.cli.engines import (
 
 PLAIN = "none"
 CONTROL = "none again"
-PRIMARY = "kvtier, primary tier"
-FS = "kvtier, primary and fs"
-NATIVE_FS = "vLLM's own, primary and fs"
+PRIMARY = "kvtier cpu"
+FS = "kvtier cpu+fs"
+NATIVE_FS = "vllm cpu+fs"
 RESAMPLES = 2000
 
 PARTS = (
@@ -58,7 +58,7 @@ class Loss:
     """Tokens and processor time lost where nothing is reused, against an engine without a connector.
 
     Attributes:
-        connector: what the engine had.
+        connector: what the engine had: kvtier or vLLM's own tiering, host memory alone or files behind it.
         rounds: how many pairs were compared.
         tokens_s: median tokens a second.
         lost_percent: median over the rounds of the tokens a second that are missing.
@@ -289,9 +289,7 @@ def _measure(engines: Mapping[str, Engine], plan: Plan) -> dict[str, list[Sample
         generator.shuffle(order)
         for name in order:
             sample = _ask(engines[name], plan, f"{name} {number}")
-            say(
-                f"round {number}: {name}: {sample.tokens_s:,.0f} tokens/s, {sample.cpu_s:.2f} s of processors"
-            )
+            say(f"round {number}: {name}: {sample.tokens_s:,.0f} tokens/s, cpu {sample.cpu_s:.2f} s")
             if number >= 0:
                 samples[name].append(sample)
     return samples

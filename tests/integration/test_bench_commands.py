@@ -37,17 +37,17 @@ def test_overhead(tmp_path: Path) -> None:
     report = run(tmp_path, "overhead", *small, "--output-tokens", "2", "--control", "--native")
     losses = {loss["connector"]: loss for loss in report["Loss"]}
     assert set(losses) == {
-        "kvtier, primary tier",
-        "kvtier, primary and fs",
+        "kvtier cpu",
+        "kvtier cpu+fs",
         "none again",
-        "vLLM's own, primary and fs",
+        "vllm cpu+fs",
     }
     for loss in losses.values():
         assert loss["rounds"] == 2
         assert loss["tokens_s"] > 0
         assert loss["low"] <= loss["lost_percent"] <= loss["high"] < 100
         assert loss["cpu_low"] <= loss["cpu_percent"] <= loss["cpu_high"]
-    parts = {share["part"] for share in report["Share"] if share["connector"] == "kvtier, primary and fs"}
+    parts = {share["part"] for share in report["Share"] if share["connector"] == "kvtier cpu+fs"}
     assert parts >= {"copies", "engine thread", "executor", "file threads"}
     assert all(share["percent"] >= 0 for share in report["Share"])
     (site,) = report["Site"]
@@ -58,12 +58,12 @@ def test_convoy(tmp_path: Path) -> None:
     small = ("--model", "tiny", "--rounds", "1", "--requests", "10", "--prefix-tokens", "128")
     report = run(tmp_path, "convoy", *small, "--output-tokens", "2", "--no-native")
     convoys = {(row["scenario"], row["connector"]): row for row in report["Convoy"]}
-    connectors = ("none", "kvtier, primary tier", "kvtier, primary and fs")
+    connectors = ("none", "kvtier cpu", "kvtier cpu+fs")
     assert set(convoys) == {(scenario, name) for scenario in ("distinct", "shared") for name in connectors}
     assert {row["wrong"] for row in convoys.values()} == {"0 of 10"}
     assert all(row["seconds"] > 0 and row["requests_s"] > 0 for row in convoys.values())
     traffic = {(row["scenario"], row["connector"]): row for row in report["Traffic"]}
-    distinct = traffic["distinct", "kvtier, primary and fs"]
+    distinct = traffic["distinct", "kvtier cpu+fs"]
     assert distinct["in_files"] == 40
     assert distinct["loaded_fs"] > 0, "prefixes come from files"
     assert distinct["fetched"] == distinct["loaded_fs"] + distinct["in_vain"]

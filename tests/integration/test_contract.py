@@ -8,10 +8,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import vllm
-
 import kvtier.adapters.vllm
 from tests.integration.contract import Terms, misses
+from tests.integration.harness import vllm_release
 
 TOOLS = frozenset({"bench", "demo", "engines", "native", "startup"})
 """Modules beside the adapter, which measure or show it."""
@@ -60,18 +59,13 @@ TERMS = Terms(
 
 
 def test_nothing_that_the_adapter_relies_on_has_moved() -> None:
-    found = misses(_modules(tools=False), "vllm", _version(), TERMS)
+    found = misses(_modules(tools=False), "vllm", vllm_release(), TERMS)
     assert not found, "\n".join(found)
 
 
 def test_nothing_that_the_tools_rely_on_has_moved() -> None:
-    found = misses(_modules(tools=True), "vllm", _version(), Terms(since=TERMS.since))
+    found = misses(_modules(tools=True), "vllm", vllm_release(), Terms(since=TERMS.since))
     assert not found, "\n".join(found)
-
-
-def _version() -> tuple[int, int]:
-    major, minor, *_ = vllm.__version__.split(".")
-    return int(major), int(minor)
 
 
 def _modules(*, tools: bool) -> list[str]:

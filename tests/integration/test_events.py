@@ -27,7 +27,7 @@ msgspec = pytest.importorskip("msgspec")
 
 BLOCK_BYTES = 128 * 1024
 TRAILER_BYTES = 128
-CPU, FILES, SMALL = ("CPU", None), ("STORAGE", "fs"), ("STORAGE", "small")
+CPU, FILES, SMALL = ("CPU", None), ("STORAGE", "fs"), ("CPU", "small")
 PROMPTS = [prompt(seed) for seed in range(8)]
 
 Place = tuple[str, str | None]

@@ -32,6 +32,7 @@ from tests.integration.harness import (
     Metrics,
     Tokens,
     chunk_files,
+    patient,
     prompt,
 )
 
@@ -46,8 +47,8 @@ POSITION = 5  # of the chunk that is damaged
 OTHERS = [prompt(seed) for seed in range(10, 16)]  # more than the device cache holds
 STORED = (1 + len(OTHERS)) * PROMPT_CHUNKS
 START_S = 400.0
-ANSWER_S = 60.0
-UNTIL_S = 30.0
+ANSWER_S = 120.0
+UNTIL_S = 60.0
 END_S = 30.0
 
 
@@ -271,7 +272,7 @@ def story(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 
 def _settings(tiers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {"cpu_bytes_to_use": SLOTS * CHUNK_BYTES, "secondary_tiers": tiers}
+    return patient({"cpu_bytes_to_use": SLOTS * CHUNK_BYTES, "secondary_tiers": list(tiers)})
 
 
 def _put(metrics: Metrics) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, Engine, Forge, prompt
+from tests.integration.harness import PROMPT_CHUNKS, Engine, Forge, prompt, vllm_release
 
 STORED = [prompt(seed) for seed in range(6)]
 NEW = [prompt(seed) for seed in range(50, 56)]
@@ -106,6 +106,8 @@ def test_what_a_request_loads_is_bounded(
     engine.reset(connector=False)
     answers, loaded = engine.served(asked, kv_transfer_params={"max_load_tokens": bound})
     assert answers == reference(asked)
+    if vllm_release() < (0, 31):  # which does not know the bound
+        chunks = PROMPT_CHUNKS
     assert loaded == ({"cpu": chunks} if chunks else {})
 
 
