@@ -229,7 +229,7 @@ class Tiering:
     def acquire(self, keys: Sequence[OffloadKey], request: Request | None = None) -> Pinned:
         """Pin chunks that were answered HIT, for a load. Ends the request's waiting.
 
-        A HIT holds until the round ends, whatever else happens in it, a reset excepted.
+        A HIT holds until the round ends, whatever else happens in it, a reset and ``fail_load`` excepted.
 
         Raises:
             StateError: a key is not READY: it was not answered HIT in this round.
@@ -259,7 +259,8 @@ class Tiering:
         """End a load that did not bring its bytes: its chunks are dropped from the primary tier.
 
         The request, where it still lives, is computed: it is never told HIT again. Another load for it
-        could fail as well, and so on for ever.
+        could fail as well, and so on for ever. A HIT for one of the chunks in the round under way does not
+        hold any more: an engine is told of its copies between rounds.
         """
         self._strike(self.pinned, pinned)
         ready = [chunk.key for chunk in pinned.chunks if chunk.state is _READY]

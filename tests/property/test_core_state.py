@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TypeVar
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -254,10 +255,14 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loads)
     @rule(pick=picks)
     def fail_load(self, pick: int) -> None:
-        """Its chunks are dropped, whoever else holds them or puts them."""
+        """Its chunks are dropped, whoever else holds them, puts them or was told of them in this round."""
         pinned = _take(self.loads, pick)
+        dropped = {chunk.key for chunk in pinned.chunks}
         self._end_reading(pinned.slots)
         self.core.fail_load(pinned)
+        for asker in self.askers:
+            if asker.scan is not None and not dropped.isdisjoint(asker.scan):
+                asker.scan = None
         assert not any(chunk in self.core.table.visible.values() for chunk in pinned.chunks)
 
     @precondition(lambda self: self.askers)
@@ -564,7 +569,7 @@ def _take(items: list[T], pick: int) -> T:
     return items.pop(pick % len(items))
 
 
-TestCore = CoreMachine.TestCase
+TestCore = pytest.mark.timeout(400)(CoreMachine.TestCase)
 TestCore.settings = settings(
     max_examples=1200,
     stateful_step_count=60,
