@@ -34,8 +34,8 @@ CPU_ENGINE_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-NEXT_TESTS = ("compat", "contract", "bridge", "story", "reset", "damage", "requests")
-OLDER_TESTS = (*NEXT_TESTS, "settings", "events")
+NEXT_TESTS = ("compat", "contract", "bridge", "story", "reset", "damage")
+OLDER_TESTS = ("compat", "contract", "bridge", "reset")
 
 
 @nox.session
