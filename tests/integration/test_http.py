@@ -258,7 +258,7 @@ def story(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Story:
     settings = {**_settings(tiers), "drain_on_shutdown_s": 0}
     with Server(model, settings, folder / "server.log") as server:
         server.complete(PROMPT[: POSITION * BLOCK_TOKENS + 2])
-        server.until(lambda metrics: _put(metrics) == POSITION)
+        server.until(lambda metrics: _put(metrics) == POSITION and _is_given_up(metrics))
         before = set(chunk_files(root))
         server.complete(PROMPT[: (POSITION + 1) * BLOCK_TOKENS + 2])
         server.until(lambda metrics: _put(metrics) == POSITION + 1)
@@ -277,6 +277,13 @@ def _settings(tiers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _put(metrics: Metrics) -> float:
     return metrics.value("kvtier_put_chunks", tier="fs")
+
+
+def _is_given_up(metrics: Metrics) -> bool:
+    """Say whether the tier that hangs gets no more work, and all that it was given is overdue."""
+    given = sum(metrics.value(f"kvtier_{what}_transfers", tier="stuck") for what in ("queued", "in_flight"))
+    overdue = metrics.value("kvtier_overdue_transfers", tier="stuck")
+    return metrics.value("kvtier_breaker_state", tier="stuck") == 2 and overdue == given > 0
 
 
 def _has_settled(metrics: Metrics) -> bool:
