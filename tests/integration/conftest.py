@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.harness import OUTPUT_TOKENS, Engine, Forge, Tokens
+from tests.integration.harness import OUTPUT_TOKENS, Engine, Forge, Tokens, vllm_release
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -36,6 +36,13 @@ LLAMA: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 """A model one block of which takes 128 KiB in float32."""
+
+
+def from_vllm(release: tuple[int, int], why: str) -> pytest.MarkDecorator:
+    """Skip on older releases of vLLM, which cannot do what the test asks of them, with or without kvtier."""
+    older = importlib.util.find_spec("vllm") is not None and vllm_release() < release
+    return pytest.mark.skipif(older, reason=f"vLLM before {release[0]}.{release[1]} {why}")
+
 
 VLLM_LINE = re.compile(r"\(\w+ pid=\d+\) (INFO|WARNING)|\s*$|Loading safetensors|.*(Warning: |dispatcher)")
 

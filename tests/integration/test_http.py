@@ -34,6 +34,7 @@ from tests.integration.harness import (
     chunk_files,
     patient,
     prompt,
+    vllm_release,
 )
 
 pytestmark = pytest.mark.timeout(900)
@@ -394,7 +395,8 @@ def test_two_api_servers_after_a_restart_with_a_damaged_file_and_a_reset(
     assert restarted == computed
     assert [token for piece in restarted for token in piece] == reference(PROMPT)[0]
     assert value("kvtier_loaded_chunks", tier="fs") == POSITION
-    assert value("vllm:prompt_tokens_cached_by_source", source="disk") == POSITION * BLOCK_TOKENS
+    if vllm_release() >= (0, 32):  # which asks where hits come from
+        assert value("vllm:prompt_tokens_cached_by_source", source="disk") == POSITION * BLOCK_TOKENS
     assert value("kvtier_get_failed_chunks", tier="fs", reason="checksum") == 1
     assert value("kvtier_get_failed_chunks") == 1
     fetched = value("kvtier_fetched_chunks", tier="fs")

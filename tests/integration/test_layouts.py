@@ -46,6 +46,7 @@ from kvtier.adapters.vllm.manager import Slots
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
 from kvtier.errors import RegionError
 from kvtier.keys import pack_key
+from tests.integration.conftest import from_vllm
 
 NUM_BLOCKS = 24
 BLOCK_TOKENS = 16
@@ -265,6 +266,7 @@ def _owned(cache: Cache, group: int, blocks: Sequence[int], case: Case) -> torch
     return mask.flatten()
 
 
+@from_vllm((0, 32), "pads no blocks in such a cache")
 def test_a_layout_that_vllm_tells_only_a_part_of_is_refused() -> None:
     # Pages that are padded to an alignment look like a packed block to vLLM's worker (0.32, 0.33): it
     # tells of the first layer alone. The sizes do not add up then, and nothing may be offloaded.

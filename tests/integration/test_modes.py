@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.conftest import Ask
+from tests.integration.conftest import Ask, from_vllm
 from tests.integration.harness import BLOCK_TOKENS, Forge, prompt
 
 SHARED = prompt(90, 200)
@@ -33,7 +33,11 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "more_settings"),
     [
-        ({"speculative_config": NGRAM}, {"block_size": 64}),
+        pytest.param(
+            {"speculative_config": NGRAM},
+            {"block_size": 64},
+            marks=from_vllm((0, 31), "cannot speculate without Triton"),
+        ),
         ({"async_scheduling": True}, {}),
         ({"async_scheduling": False}, {}),
         ({"max_num_batched_tokens": PIECES, "async_scheduling": True}, {"block_size": 64}),

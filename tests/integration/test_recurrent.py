@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration.conftest import from_vllm
 from tests.integration.harness import Forge, misplace_chunks
 from tests.integration.test_models import OTHERS, PROMPTS, ROOM, SMALL
 
@@ -56,18 +57,27 @@ LFM2 = {
     "tie_word_embeddings": False,
 }
 
+WITH_KERNELS = from_vllm((0, 32), "has no convolution of this kind for the CPU")
+
 
 @pytest.mark.parametrize(
     ("model", "arguments"),
     [
-        (("FalconH1Config", "FalconH1ForCausalLM", FALCON_H1), {"max_num_batched_tokens": 64}),
-        (
+        pytest.param(
+            ("FalconH1Config", "FalconH1ForCausalLM", FALCON_H1),
+            {"max_num_batched_tokens": 64},
+            marks=WITH_KERNELS,
+        ),
+        pytest.param(
             ("FalconH1Config", "FalconH1ForCausalLM", FALCON_H1),
             {"max_num_batched_tokens": 32, "prefix_match_unit": 32},
+            marks=WITH_KERNELS,
         ),
-        (("Zamba2Config", "Zamba2ForCausalLM", ZAMBA2), {"max_num_batched_tokens": 32}),
+        pytest.param(
+            ("Zamba2Config", "Zamba2ForCausalLM", ZAMBA2), {"max_num_batched_tokens": 32}, marks=WITH_KERNELS
+        ),
         (("Qwen3NextConfig", "Qwen3NextForCausalLM", QWEN3_NEXT), {"dtype": "bfloat16"}),
-        (("Lfm2Config", "Lfm2ForCausalLM", LFM2), {}),
+        pytest.param(("Lfm2Config", "Lfm2ForCausalLM", LFM2), {}, marks=WITH_KERNELS),
     ],
     ids=[
         "state and attention in a layer",
