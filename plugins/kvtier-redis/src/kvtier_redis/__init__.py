@@ -1,0 +1,6 @@
+"""The tier ``redis`` for kvtier: chunks of KV cache in Redis or Valkey."""
+
+from kvtier_redis.config import RedisConfig
+from kvtier_redis.tier import RedisTier
+
+__all__ = ["RedisConfig", "RedisTier"]

@@ -1,0 +1,101 @@
+"""The tier keeps kvtier's contract on real servers, reached in every way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from kvtier_redis import RedisTier
+from redis_servers import Server, TlsServer
+
+from kvtier.keys import OffloadKey
+from kvtier.testing.tiers import Damage, TierConformance
+from kvtier.tiers.base import SecondaryTier
+
+
+class _OnServers(TierConformance):
+    tier = RedisTier
+    is_persistent = True
+    is_shared = True
+    servers: ClassVar[list[Server]]
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _started(cls, server: Server) -> None:
+        cls.servers = [server]
+
+    def settings(self, place: Path) -> Mapping[str, object]:
+        addresses = [f"127.0.0.1:{server.port}" for server in self.servers]
+        # A deadline that a machine does not miss which is busy with something else.
+        return {"type": "redis", "addresses": addresses, "key_prefix": place.name, "deadline_s": 30}
+
+    def damage(self, tier: SecondaryTier[Any], place: Path, key: OffloadKey, damage: Damage) -> None:
+        found = {}
+        for server in self.servers:
+            with server.client() as client:
+                names = [name for name in client.scan_iter(f"{place.name}:*") if name.endswith(b"}")]
+                found.update({name: (server, client.get(name)) for name in names})
+        (name,) = [name for name in found if name.endswith(key.hex().encode() + b"}")]
+        server, value = found.pop(name)
+        damaged = {
+            Damage.FLIPPED: bytes([value[0] ^ 1]) + value[1:],
+            Damage.SWAPPED: next(other for _, other in found.values()),
+            Damage.CUT: value[: len(value) // 2],
+            Damage.EMPTY: b"",
+        }
+        with server.client() as client:
+            client.set(name, damaged[damage])
+
+    @contextmanager
+    def slowed(self, tier: SecondaryTier[Any], seconds: float) -> Iterator[None]:
+        with ExitStack() as stack:
+            for server in self.servers:
+                stack.enter_context(server.stopped(seconds))
+            yield
+
+    def wipe(self, place: Path) -> None:
+        for server in self.servers:
+            with server.client() as client:
+                for name in client.scan_iter(f"{place.name}*", count=1000):
+                    client.unlink(name)
+
+
+class TestOneServer(_OnServers):
+    """TCP, one key a chunk."""
+
+
+class TestChunksInParts(_OnServers):
+    """Unix socket; chunks are longer than a value may be."""
+
+    def settings(self, place: Path) -> Mapping[str, object]:
+        socket = str(self.servers[0].directory / "socket")
+        return {**super().settings(place), "addresses": [socket], "value_bytes": 20_000}
+
+
+class TestCluster(_OnServers):
+    """Three servers that share the keys."""
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _started(cls, cluster: list[Server]) -> None:
+        cls.servers = cluster
+
+    def settings(self, place: Path) -> Mapping[str, object]:
+        return {**super().settings(place), "mode": "cluster", "value_bytes": 2**20}
+
+
+class TestTls(_OnServers):
+    """TLS, and a user who may do what the README names."""
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _started(cls, tls_server: TlsServer) -> None:
+        cls.servers, cls.tls = [tls_server.server], tls_server
+
+    tls: ClassVar[TlsServer]
+
+    def settings(self, place: Path) -> Mapping[str, object]:
+        return {**super().settings(place), **self.tls.settings}

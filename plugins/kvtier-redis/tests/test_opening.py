@@ -1,0 +1,222 @@
+"""Opening says in one line what is wrong, and which setting mends it; secrets are never shown."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import redis_servers
+from kvtier_redis import RedisConfig, RedisTier
+from redis_servers import Server, TlsServer
+
+from kvtier import validation
+from kvtier.errors import ConfigError, TierError
+from kvtier.identity import Identity
+from kvtier.testing.tiers.rig import TierRig
+from kvtier.tiers.base import Status, TierContext
+
+pytestmark = pytest.mark.anyio
+CHUNK_BYTES = 4096
+IDENTITY = Identity.make("opening", {"dtype": "float16"})
+
+
+@asynccontextmanager
+async def opened(*servers: Server, identity: Identity = IDENTITY, **settings: Any) -> AsyncIterator[TierRig]:
+    addresses = [f"127.0.0.1:{server.port}" for server in servers]
+    tier = RedisTier(RedisConfig(**{"addresses": addresses, **settings}))
+    await tier.open(TierContext("cache", identity, CHUNK_BYTES))
+    try:
+        yield TierRig(tier, identity, CHUNK_BYTES, is_lossy=False)
+    finally:
+        await tier.aclose()
+
+
+async def problem(*servers: Server, **settings: Any) -> str:
+    """Open a tier that cannot be opened; return why."""
+    with anyio.fail_after(10), pytest.raises(TierError) as caught:
+        async with opened(*servers, **settings):
+            pass
+    text = str(caught.value)
+    assert text.startswith("tier cache: ")
+    assert "\n" not in text
+    return text
+
+
+async def test_nobody_listens(own_server: Server) -> None:
+    own_server.kill()
+    text = await problem(own_server)
+    assert f"127.0.0.1:{own_server.port} cannot be reached" in text
+    assert "addresses" in text
+
+
+async def test_a_host_that_does_not_exist() -> None:
+    assert "cannot be reached" in await problem(addresses=["no-such-host.invalid:6379"])
+
+
+async def test_a_server_that_hangs(own_server: Server) -> None:
+    own_server.stop()
+    text = await problem(own_server, connect_timeout_s=0.5, deadline_s=0.5)
+    own_server.go_on()
+    assert "cannot be reached (Timeout" in text
+
+
+async def test_wrong_and_missing_passwords(own_server: Server) -> None:
+    with own_server.client() as client:
+        client.execute_command("ACL", "SETUSER", "kv", "on", ">right", "~*", *redis_servers.ACL.split())
+        client.execute_command("ACL", "SETUSER", "few", "on", ">right", "~*", "+client", "+info", "+role")
+        client.execute_command("ACL", "SETUSER", "default", ">default")
+    text = await problem(own_server, username="kv", password="hunter2")
+    assert "refuses the login" in text
+    assert "set username and password" in text
+    assert "hunter2" not in text
+    assert "refuses the login" in await problem(own_server)
+    text = await problem(own_server, username="few", password="right")
+    assert "the ACL of user 'few' lacks something" in text
+    assert "'get'" in text
+    async with opened(own_server, username="kv", password="right") as it:
+        assert set(await it.put(range(2))) == {Status.OK}
+
+
+async def test_a_password_from_a_file(own_server: Server, tmp_path: Path) -> None:
+    with own_server.client() as client:
+        client.execute_command("ACL", "SETUSER", "kv", "on", ">from file", "~*", *redis_servers.ACL.split())
+    file = tmp_path / "password"
+    text = await problem(own_server, username="kv", password_file=file)
+    assert f"password_file = '{file}' cannot be read (No such file or directory)" in text
+    file.write_text("from file\n")
+    async with opened(own_server, username="kv", password_file=file) as it:
+        assert set(await it.put(range(2))) == {Status.OK}
+
+
+async def test_a_database_that_does_not_exist(server: Server) -> None:
+    text = await problem(server, db=99)
+    assert "has no database 99" in text
+    assert "set db" in text
+
+
+async def test_modes_that_do_not_fit(server: Server, cluster: list[Server], tmp_path: Path) -> None:
+    assert "set mode to 'single'" in await problem(server, mode="cluster")
+    assert "is cluster: set 'cluster'" in await problem(cluster[0])
+    text = await problem(server, mode="sentinel", sentinel_master="kv", connect_timeout_s=0.5)
+    assert "sentinel" in text
+    with (
+        Server(tmp_path / "replica", ("replicaof", "127.0.0.1", str(server.port))) as replica,
+        redis_servers.sentinels(tmp_path, server) as ports,
+    ):
+        assert "is a replica" in await problem(replica)
+        assert "is a sentinel: set mode to 'sentinel'" in await problem(addresses=[f"127.0.0.1:{ports[0]}"])
+        addresses = [f"127.0.0.1:{port}" for port in ports]
+        text = await problem(addresses=addresses, mode="sentinel", sentinel_master="other")
+        assert "'other'" in text
+        assert "set sentinel_master" in text
+
+
+async def test_tls_that_does_not_fit(server: Server, tls_server: TlsServer) -> None:
+    mine = tls_server.settings
+    assert "tls" in await problem(tls_server.server, connect_timeout_s=1, deadline_s=1)
+    assert "is it a port without TLS?" in await problem(server, tls=True, connect_timeout_s=1, deadline_s=1)
+    text = await problem(tls_server.server, **{**mine, "tls_ca_file": None})
+    assert "TLS does not trust the server" in text
+    assert "set tls_ca_file, or tls_verify" in text
+    without: dict[str, Any] = {
+        name: value for name, value in mine.items() if name not in ("tls_cert_file", "tls_key_file")
+    }
+    assert "tls_cert_file" in await problem(tls_server.server, **without)
+    trusting: dict[str, Any] = {**mine, "tls_ca_file": None, "tls_verify": "none"}
+    async with opened(tls_server.server, **trusting) as it:
+        assert set(await it.put(range(2))) == {Status.OK}
+
+
+async def test_whose_place_it_is_is_compared(own_server: Server) -> None:
+    async with opened(own_server):
+        pass
+    with own_server.client() as client:
+        (name,) = client.keys("*:manifest")
+        client.set(name, client.get(name).replace(b"float16", b"float32"))
+    text = await problem(own_server)
+    assert "belongs to another cache: dtype is 'float32' there and 'float16' here" in text
+    assert name.decode() in text
+
+
+async def test_a_server_that_loses_the_epoch_shows_nothing_that_was_put_before(own_server: Server) -> None:
+    async with opened(own_server) as it:
+        await it.put(range(4))
+        await it.tier.reset()
+        with own_server.client() as client:
+            client.delete(*client.keys("*:epoch"))
+    async with opened(own_server) as it:
+        assert set(await it.get(range(4))) == {Status.ABSENT}
+
+
+async def test_what_was_put_after_a_reset_is_removed_when_it_can_be_of_no_use(own_server: Server) -> None:
+    async with opened(own_server) as it:
+        await it.put(range(3))
+        await it.tier.reset()
+        await it.put(range(100, 150))
+        await it.tier.reset()
+        await it.put(range(200, 250))
+    with own_server.client() as client:
+        assert len(client.keys("*{*")) == 3  # of the epoch that others may use; they expire
+
+
+async def test_passwords_are_in_no_log(own_server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with own_server.client() as client:
+        client.execute_command("ACL", "SETUSER", "kv", "on", ">hunter2", "~*", *redis_servers.ACL.split())
+    async with opened(own_server, username="kv", password="hunter2") as it:
+        await it.put(range(2))
+        with own_server.client() as client:
+            client.execute_command("ACL", "SETUSER", "kv", "off")
+            client.execute_command("CLIENT", "KILL", "USER", "kv")
+        await it.put(range(2, 4))
+    assert "denied" in caplog.text
+    assert "hunter2" not in caplog.text
+    assert "hunter2" not in repr(it.tier.config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"addresses": ["redis://user:hunter2@host:1"]}, "an address is host:port or /path"),
+        ({"addresses": ["host:0"]}, "'host:0' is neither host:port nor the path of a socket"),
+        ({"addresses": []}, "addresses"),
+        ({"addresses": ["a", "b"]}, "mode single has one"),
+        ({"mode": "sentinel"}, "sentinel_master is missing"),
+        ({"sentinel_master": "kv"}, "set mode to 'sentinel'"),
+        ({"mode": "cluster", "db": 1}, "a cluster has database 0 alone"),
+        ({"password": "hunter2", "password_file": "/p"}, "not both"),
+        ({"username": "kv"}, "username needs password"),
+        ({"tls_ca_file": "/ca"}, "need tls = true"),
+        ({"tls": True, "tls_key_file": "/key"}, "tls_key_file needs tls_cert_file"),
+        ({"value_bytes": "1GiB"}, "value_bytes"),
+        ({"key_prefix": "a{b}"}, "key_prefix"),
+        ({"pasword": "hunter2"}, "did you mean password?"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_by_name(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validation.build(RedisConfig, {"type": "redis", **settings})
+    assert words in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("host", "host:6379"),
+        ("host:1", "host:1"),
+        ("::1", "[::1]:6379"),
+        ("[::1]", "[::1]:6379"),
+        ("[::1]:7", "[::1]:7"),
+        ("/run/redis.sock", "/run/redis.sock"),
+        ("unix:/run/redis.sock", "/run/redis.sock"),
+    ],
+)
+def test_addresses_are_read_in_every_spelling(text: str, shown: str) -> None:
+    (address,) = RedisConfig(addresses=(text,)).parsed_addresses
+    assert str(address) == shown

@@ -1,0 +1,254 @@
+"""A real S3 server for the tests: Ceph's object gateway with one monitor and one store in memory.
+
+Started in a fresh directory, on the loopback interface, without root's files and without authentication
+inside of the cluster. Requests of S3 are authenticated as anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+import obstore
+from obstore.store import S3Store
+
+PACKAGES = ("ceph-mon", "ceph-osd", "radosgw", "ceph-common", "faketime")
+PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin", "faketime")
+START_S = 60.0
+STOP_S = 1.0
+MEMORY_BYTES = 4 * 2**30
+
+SETTINGS: Mapping[str, Mapping[str, object]] = {
+    "nobody has to prove who they are inside of the cluster": {
+        "auth cluster required": "none",
+        "auth service required": "none",
+        "auth client required": "none",
+        "ms mon client mode": "crc",
+        "ms cluster mode": "crc",
+        "ms service mode": "crc",
+        "ms client mode": "crc",
+    },
+    "one of each is enough": {
+        "osd pool default size": 1,
+        "osd pool default min size": 1,
+        "osd pool default pg num": 1,
+        "osd pool default pgp num": 1,
+        "osd pool default pg autoscale mode": "off",
+        "mon allow pool size one": "true",
+        "mon warn on pool no redundancy": "false",
+        "mon max pg per osd": 1000,
+        "osd crush chooseleaf type": 0,
+        "osd crush update on start": "true",
+    },
+    "in memory": {
+        "osd objectstore": "memstore",
+        "memstore device bytes": MEMORY_BYTES,
+        "mon data avail crit": 1,
+        "mon data avail warn": 1,
+    },
+    "quick to start": {
+        "paxos propose interval": 0.02,
+        "paxos min wait": 0.01,
+        "mon election timeout": 0.5,
+    },
+    "quiet": {"debug ms": "0/0", "rgw enable usage log": "false"},
+}
+
+
+class CephError(Exception):
+    """A part of the server did not come up; with the end of the logs."""
+
+
+def missing() -> list[str]:
+    """Return the programs that are not installed."""
+    return [program for program in PROGRAMS if shutil.which(program) is None]
+
+
+def install() -> None:
+    """Install what is missing, on a machine of which nothing else is wanted."""
+    apt = ["apt-get", "-qq", "-y", "--no-install-recommends", "-o", "Dpkg::Use-Pty=0"]
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    subprocess.run([*apt, "update"], check=True, env=environment)
+    subprocess.run([*apt, "install", *PACKAGES], check=True, env=environment)
+
+
+class Ceph:
+    """The server. A context manager.
+
+    Args:
+        directory: a fresh directory for all of its files.
+
+    Attributes:
+        endpoint: its URL.
+        access_key_id, secret_access_key: of a user that may make buckets.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._mon_port, self._port = _free_port(), _free_port()
+        self._running: list[str] = []
+        self.endpoint = f"http://127.0.0.1:{self._port}"
+        self.access_key_id = secrets.token_hex(10)
+        self.secret_access_key = secrets.token_hex(20)
+
+    def __enter__(self) -> Ceph:
+        for name in ("mon", "osd", "run", "log"):
+            (self._directory / name).mkdir(parents=True)
+        self._write_settings()
+        try:
+            self._start_monitor()
+            self._start_store()
+            self._start_gateway()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def store(self, bucket: str) -> S3Store:
+        """Make a client of the tests' own."""
+        return S3Store(
+            bucket,
+            endpoint=self.endpoint,
+            region="us-east-1",
+            access_key_id=self.access_key_id,
+            secret_access_key=self.secret_access_key,
+            client_options={"allow_http": True},
+        )
+
+    def make_bucket(self, name: str) -> None:
+        """Make a bucket. The client has no call for that, but it can sign the request."""
+        url = obstore.sign(self.store(name), "PUT", "", timedelta(minutes=1))
+        with urlopen(Request(url, method="PUT"), timeout=10):
+            pass
+
+    def stop(self) -> None:
+        """End the processes that were started, the gateway first: it hangs without the store."""
+        for name in reversed(self._running):
+            with suppress(OSError, ValueError):
+                _end(int((self._directory / "run" / f"{name}.pid").read_text()))
+        self._running = []
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _write_settings(self) -> None:
+        here = self._directory
+        self._cluster = str(uuid.uuid4())
+        places: dict[str, object] = {
+            "fsid": self._cluster,
+            "mon host": f"v2:127.0.0.1:{self._mon_port}",
+            "mon initial members": "a",
+            "public addr": "127.0.0.1",
+            "ms bind msgr1": "false",
+            "ms bind ipv6": "false",
+            "run dir": here / "run",
+            "pid file": here / "run" / "$name.pid",
+            "admin socket": here / "run" / "$name.asok",
+            "log file": here / "log" / "$name.log",
+            "mon data": here / "mon",
+            "osd data": here / "osd",
+            "keyring": "/dev/null",
+            "rgw dns name": "localhost",
+        }
+        lines = ["[global]", *(f"{name} = {value}" for name, value in places.items())]
+        for why, settings in SETTINGS.items():
+            lines += [f"# {why}", *(f"{name} = {value}" for name, value in settings.items())]
+        self._settings.write_text("\n".join(lines) + "\n")
+
+    @property
+    def _settings(self) -> Path:
+        return self._directory / "ceph.conf"
+
+    def _start_monitor(self) -> None:
+        address = f"[v2:127.0.0.1:{self._mon_port}]"
+        monitors = str(self._directory / "monmap")
+        self._run(
+            "monmaptool", "--create", "--clobber", "--fsid", self._cluster, "--addv", "a", address, monitors
+        )
+        self._run("ceph-mon", "-i", "a", "--mkfs", "--monmap", monitors)
+        self._start("mon.a", "ceph-mon", "-i", "a")
+        self._wait("the monitor", lambda: self._says("", "ceph", "-s"))
+
+    def _start_store(self) -> None:
+        store = str(uuid.uuid4())
+        self._run("ceph", "osd", "new", store)
+        self._run("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", store)
+        self._start("osd.0", "ceph-osd", "-i", "0")
+        self._wait("the store", lambda: self._says("1 up", "ceph", "osd", "stat"))
+
+    def _start_gateway(self) -> None:
+        frontend = f"--rgw-frontends=beast endpoint=127.0.0.1:{self._port} tcp_nodelay=1"
+        self._start("client.rgw", "radosgw", "-n", "client.rgw", frontend)
+        self._wait("the gateway", self._answers)
+        keys = (f"--access-key={self.access_key_id}", f"--secret-key={self.secret_access_key}")
+        self._run("radosgw-admin", "user", "create", "--uid=tests", "--display-name=tests", *keys)
+
+    def _start(self, name: str, *command: str) -> None:
+        self._running.append(name)
+        self._run(*command)
+
+    def _run(self, *command: str) -> str:
+        program, *arguments = command
+        ended = subprocess.run(
+            [program, "-c", str(self._settings), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=START_S,
+            env={**os.environ, "CEPH_CONF": str(self._settings)},
+        )
+        if ended.returncode:
+            raise CephError(f"{' '.join(command)}: {ended.stderr[-2000:]}\n{self._logs()}")
+        return ended.stdout
+
+    def _says(self, expected: str, *command: str) -> bool:
+        try:
+            return expected in self._run(*command)
+        except (CephError, subprocess.TimeoutExpired):
+            return False
+
+    def _answers(self) -> bool:
+        try:
+            with urlopen(self.endpoint, timeout=2) as answer:
+                return bool(answer.status == 200)
+        except (URLError, OSError):
+            return False
+
+    def _wait(self, what: str, is_up: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + START_S
+        while not is_up():
+            if time.monotonic() > deadline:
+                raise CephError(f"{what} did not come up within {START_S:g} s\n{self._logs()}")
+            time.sleep(0.1)
+
+    def _logs(self) -> str:
+        logs = sorted((self._directory / "log").glob("*.log"))
+        return "\n".join(f"{log.name}: {log.read_text(errors='replace')[-1500:]}" for log in logs)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _end(pid: int) -> None:
+    deadline = time.monotonic() + STOP_S
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+        while time.monotonic() < deadline:
+            os.kill(pid, 0)
+            time.sleep(0.05)
+        os.kill(pid, signal.SIGKILL)

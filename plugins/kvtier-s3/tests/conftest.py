@@ -1,0 +1,58 @@
+"""A real server for the whole session, a bucket in it, and a proxy that makes trouble."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+
+import ceph
+import obstore
+import pytest
+from proxy import Faults, Proxy
+from rigs import Place
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Coroutine tests run on asyncio."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ceph.Ceph]:
+    """Ceph's object gateway. On CI it is installed, and where that fails the tests fail; else they skip."""
+    if ceph.missing():
+        if os.environ.get("CI") != "true":
+            pytest.skip(
+                f"no S3 server: {', '.join(ceph.missing())} not found; as root: "
+                f"apt-get install --no-install-recommends {' '.join(ceph.PACKAGES)}"
+            )
+        ceph.install()
+    with ceph.Ceph(tmp_path_factory.mktemp("ceph") / "server") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def bucket(server: ceph.Ceph) -> str:
+    """A bucket that all tests share; each has a prefix of its own in it."""
+    name = f"tests-{uuid.uuid4().hex[:12]}"
+    server.make_bucket(name)
+    return name
+
+
+@pytest.fixture(scope="session")
+def proxy(server: ceph.Ceph) -> Iterator[Proxy]:
+    """A proxy before the server."""
+    with Proxy(int(server.endpoint.rpartition(":")[2])) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def place(server: ceph.Ceph, bucket: str, proxy: Proxy) -> Iterator[Place]:
+    """A prefix that nobody has used; the proxy makes no trouble afterwards."""
+    place = Place(server, bucket, uuid.uuid4().hex[:12], proxy)
+    yield place
+    proxy.be(Faults())
+    if paths := place.paths():
+        obstore.delete(place.store, paths)

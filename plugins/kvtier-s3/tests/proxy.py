@@ -1,0 +1,263 @@
+"""A proxy between the tier and the server that does what networks and overloaded servers do.
+
+It runs in a process of its own, so that it neither holds up the tested event loop nor is held up by it:
+``python proxy.py UPSTREAM_PORT [CERTIFICATE KEY]`` writes the port that it listens on, then answers each line
+of JSON on its input, a ``Faults``, with one line when that holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+PIECE_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What goes wrong.
+
+    Attributes:
+        delay_s: seconds before a request is passed on; without end: until this is changed.
+        refused: how many requests are answered with ``status`` and ``code``; -1: all.
+        status, code: see there.
+        slow_body_s: seconds between two pieces of an answer's body.
+        cut_after: bytes of an answer's body after which the connection is cut; -1: never.
+        deaf: whether no request is attended to.
+        methods: the requests that this is about; empty: all.
+        header: those of them that this is about: with this header, in lower case; empty: all.
+    """
+
+    delay_s: float = 0.0
+    refused: int = 0
+    status: int = 503
+    code: str = "SlowDown"
+    slow_body_s: float = 0.0
+    cut_after: int = -1
+    deaf: bool = False
+    methods: tuple[str, ...] = field(default=())
+    header: str = ""
+
+
+class Proxy:
+    """The proxy, from the tests' side. A context manager.
+
+    Args:
+        upstream_port: where the server is.
+        certificate, key: PEM files, for TLS.
+    """
+
+    def __init__(self, upstream_port: int, certificate: Path | None = None, key: Path | None = None) -> None:
+        self._command = [sys.executable, __file__, str(upstream_port)]
+        self._scheme = "http"
+        if certificate is not None and key is not None:
+            self._command += [str(certificate), str(key)]
+            self._scheme = "https"
+
+    def __enter__(self) -> Proxy:
+        self._process = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        assert self._process.stdout is not None
+        self.port = int(self._process.stdout.readline())
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+
+    @property
+    def endpoint(self) -> str:
+        """URL of the proxy."""
+        return f"{self._scheme}://127.0.0.1:{self.port}"
+
+    def be(self, faults: Faults) -> int:
+        """Have these faults from now on; return how many requests have come so far."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(asdict(faults)) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    @contextmanager
+    def faulty(self, faults: Faults) -> Iterator[None]:
+        """Have these faults for a while."""
+        self.be(faults)
+        try:
+            yield
+        finally:
+            self.be(Faults())
+
+    def requests(self) -> int:
+        """How many requests have come so far, when there are no faults."""
+        return self.be(Faults())
+
+
+class _Server:
+    """The proxy, from the inside."""
+
+    def __init__(self, upstream_port: int) -> None:
+        self._upstream_port = upstream_port
+        self._faults = Faults()
+        self._changed = asyncio.Event()
+        self._requests = 0
+
+    def change(self, line: str) -> int:
+        values = json.loads(line)
+        self._faults = Faults(**{**values, "methods": tuple(values["methods"])})
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+        return self._requests
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        client = _Ends(reader, writer)
+        with suppress(asyncio.IncompleteReadError, OSError):
+            if await self._refuse_or_receive(client):
+                server = _Ends(*await asyncio.open_connection("127.0.0.1", self._upstream_port))
+                with server:
+                    while await self._exchange(client, server) and await self._refuse_or_receive(client):
+                        pass
+        client.abort()
+
+    async def _refuse_or_receive(self, client: _Ends) -> bool:
+        """Receive the head of a request that is to be passed on; those before it are refused."""
+        while True:
+            client.head = await client.reader.readuntil(b"\r\n\r\n")
+            while self._faults.deaf:
+                await self._changed.wait()
+            self._requests += 1
+            faults = self._for(client)
+            if not faults.refused:
+                return True
+            self._faults = replace(self._faults, refused=faults.refused - (faults.refused > 0))
+            await client.reader.readexactly(_length(client.head))
+            client.writer.write(_refusal(client.method, faults))
+            await client.writer.drain()
+
+    async def _exchange(self, client: _Ends, server: _Ends) -> bool:
+        """Pass on one request and its answer; say whether the connection lives on."""
+        faults = self._for(client)
+        await self._pause(faults.delay_s)
+        server.writer.write(client.head)
+        await _copy(client.reader, server.writer, _length(client.head))
+        return await self._answer(client.method, server.reader, client.writer, faults)
+
+    async def _answer(
+        self, method: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, faults: Faults
+    ) -> bool:
+        head = await reader.readuntil(b"\r\n\r\n")
+        if b"100 Continue" in head.split(b"\r\n", 1)[0]:
+            head = await reader.readuntil(b"\r\n\r\n")
+        writer.write(head)
+        if method == "HEAD" or b" 204 " in head.split(b"\r\n", 1)[0]:
+            await writer.drain()
+            return True
+        if b"transfer-encoding: chunked" in head.lower():
+            await _copy_chunked(reader, writer)
+            return True
+        left = _length(head)
+        if 0 <= faults.cut_after < left:
+            await _copy(reader, writer, faults.cut_after)
+            return False
+        while left and faults.slow_body_s:
+            piece = min(left, 4096)
+            await _copy(reader, writer, piece)
+            left -= piece
+            await self._pause(faults.slow_body_s)
+        await _copy(reader, writer, left)
+        return True
+
+    def _for(self, client: _Ends) -> Faults:
+        about, header = self._faults.methods, f"\r\n{self._faults.header}:".encode()
+        is_about = (not about or client.method in about) and (
+            header == b"\r\n:" or header in client.head.lower()
+        )
+        return self._faults if is_about else Faults()
+
+    async def _pause(self, seconds: float) -> None:
+        if seconds:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if math.isinf(seconds) else seconds):
+                    await self._changed.wait()
+
+
+class _Ends:
+    """Both ends of a connection, and the head of the request that is being passed on."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+        self.head = b""
+
+    @property
+    def method(self) -> str:
+        return self.head.split(b" ", 1)[0].decode()
+
+    def abort(self) -> None:
+        self.writer.transport.abort()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: object) -> None:
+        self.abort()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, count: int) -> None:
+    while count:
+        piece = await reader.read(min(count, PIECE_BYTES))
+        if not piece:
+            raise ConnectionError
+        count -= len(piece)
+        writer.write(piece)
+        await writer.drain()
+    await writer.drain()
+
+
+async def _copy_chunked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while True:
+        line = await reader.readuntil(b"\r\n")
+        writer.write(line)
+        size = int(line.split(b";")[0], 16)
+        await _copy(reader, writer, size + 2)
+        if not size:
+            return
+
+
+def _refusal(method: str, faults: Faults) -> bytes:
+    body = f"<Error><Code>{faults.code}</Code><Message>as asked for</Message></Error>".encode()
+    head = f"HTTP/1.1 {faults.status} Refused\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}"
+    return head.encode() + b"\r\n\r\n" + (b"" if method == "HEAD" else body)
+
+
+def _length(head: bytes) -> int:
+    for line in head.lower().split(b"\r\n"):
+        if line.startswith(b"content-length:"):
+            return int(line.partition(b":")[2])
+    return 0
+
+
+async def _main(upstream_port: int, tls: ssl.SSLContext | None) -> None:
+    server = _Server(upstream_port)
+    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=tls, limit=2**20)
+    print(listening.sockets[0].getsockname()[1], flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        print(server.change(line), flush=True)
+
+
+if __name__ == "__main__":
+    context = None
+    if len(sys.argv) > 2:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(sys.argv[2], sys.argv[3])
+    asyncio.run(_main(int(sys.argv[1]), context))

@@ -1,0 +1,65 @@
+"""Tiers on the test server, opened and closed."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import ceph
+import obstore
+from kvtier_s3 import S3Tier
+from proxy import Proxy
+
+from kvtier import validation
+from kvtier.identity import Identity
+from kvtier.keys import OffloadKey
+from kvtier.testing.tiers import TierRig
+from kvtier.tiers.base import TierContext, tell_nobody
+
+CHUNK_BYTES = 64 * 1024
+IDENTITY = Identity.make("kvtier/tests", {"dtype": "float32"})
+Removed = Callable[[Sequence[OffloadKey]], None]
+
+
+class Place:
+    """A prefix of its own on the test server.
+
+    Attributes:
+        settings: of a tier there, behind the proxy.
+        store: a client beside the tier.
+    """
+
+    def __init__(self, server: ceph.Ceph, bucket: str, prefix: str, proxy: Proxy) -> None:
+        self.server, self.proxy, self.prefix = server, proxy, prefix
+        self.store = server.store(bucket)
+        self.settings: dict[str, Any] = {
+            "type": "s3",
+            "bucket": bucket,
+            "prefix": prefix,
+            "endpoint": proxy.endpoint,
+            "allow_http": True,
+            "access_key_id": server.access_key_id,
+            "secret_access_key": server.secret_access_key,
+        }
+
+    def tier(self, **more: object) -> S3Tier:
+        """Make a tier that is not open yet."""
+        config = validation.build(S3Tier.Config, {**self.settings, **more})
+        return S3Tier(config)  # type: ignore[arg-type]
+
+    @asynccontextmanager
+    async def opened(
+        self, removed: Removed = tell_nobody, identity: Identity = IDENTITY, **more: object
+    ) -> AsyncIterator[TierRig]:
+        """Open a tier, and close it at the end."""
+        tier = self.tier(**more)
+        await tier.open(TierContext("tested", identity, CHUNK_BYTES, removed))
+        try:
+            yield TierRig(tier, identity, CHUNK_BYTES, is_lossy=False)
+        finally:
+            await tier.aclose()
+
+    def paths(self, under: str = "") -> list[str]:
+        """List the names of objects."""
+        return sorted(found["path"] for found in obstore.list(self.store, f"{self.prefix}/{under}").collect())

@@ -1,0 +1,186 @@
+"""Settings: wrong ones and wrong combinations are refused by name, and no secret is ever shown."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pytest
+from kvtier_s3 import S3Config
+from kvtier_s3.faults import REASONS, TRANSIENT, fault_of
+from kvtier_s3.stores import make_store
+from obstore.store import AzureStore, GCSStore, S3Store
+from proxy import Faults, Proxy
+
+from kvtier.config import TieringConfig
+from kvtier.core.reasons import TRANSFER
+from kvtier.errors import ConfigError, TierError
+from kvtier.tiers import registry
+from kvtier.tiers.base import TierConfig
+
+S3 = {"type": "s3", "bucket": "b"}
+GCS = {**S3, "provider": "gcs"}
+AZURE = {**S3, "provider": "azure", "account": "acme"}
+SECRETS = {"access_key_id": "AK-hidden", "secret_access_key": "SK-hidden", "session_token": "ST-hidden"}
+
+
+def made(raw: dict[str, Any]) -> S3Config:
+    config = registry.validate(raw)
+    assert isinstance(config, S3Config)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"type": "s3"}, ["bucket is missing"]),
+        ({**S3, "bukcet": "b"}, ["bukcet is not a setting", "did you mean bucket?"]),
+        ({**S3, "bucket": "s3://b/x"}, ["bucket", "bare name"]),
+        ({**S3, "prefix": "a//b"}, ["prefix", "single slashes"]),
+        ({**S3, "prefix": "a/../b"}, ["prefix"]),
+        ({**S3, "prefix": ""}, ["prefix"]),
+        ({**S3, "endpoint": "minio:9000"}, ["endpoint", "begins with https://"]),
+        ({**S3, "endpoint": "http://minio"}, ["endpoint has no TLS", "set allow_http to true"]),
+        ({**S3, "verify": False, "ca_file": "/x"}, ["ca_file", "remove one"]),
+        ({**S3, "access_key_id": "AK-hidden"}, ["access_key_id and secret_access_key go together"]),
+        ({**S3, "session_token": "ST-hidden"}, ["session_token needs access_key_id"]),
+        ({**S3, **SECRETS, "profile": "p"}, ["profile and access_key_id", "remove one"]),
+        ({**S3, "account": "a"}, ["account belongs to provider azure, and provider is s3"]),
+        ({**GCS, "region": "eu"}, ["region belongs to provider s3, and provider is gcs"]),
+        ({**AZURE, **SECRETS}, ["access_key_id belongs to provider s3"]),
+        ({**S3, "provider": "azure"}, ["account is missing"]),
+        ({**AZURE, "account_key": "K", "sas_token": "T"}, ["account_key and sas_token", "remove one"]),
+        ({**S3, "provider": "oss"}, ["provider = 'oss'", "'s3', 'gcs' or 'azure'"]),
+        ({**S3, "part_bytes": "1MiB"}, ["part_bytes"]),
+        ({**S3, "timeout_s": 0}, ["timeout_s"]),
+        ({**S3, "conditional_puts": "maybe"}, ["conditional_puts"]),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(raw: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        registry.validate(raw, "secondary_tiers[0]")
+    message = str(caught.value)
+    assert "secondary_tiers[0]" in message
+    assert not [word for word in words if word not in message], message
+    assert "hidden" not in message
+
+
+def test_secrets_are_shown_nowhere() -> None:
+    config = made({**S3, **SECRETS})
+    whole = TieringConfig.from_mapping({"cpu_bytes_to_use": "1GiB", "secondary_tiers": [{**S3, **SECRETS}]})
+    for text in (repr(config), str(config), config.model_dump_json(), repr(whole), whole.model_dump_json()):
+        assert "hidden" not in text
+
+
+def test_each_setting_says_what_it_is_and_is_described_for_operators() -> None:
+    readme = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
+    for name, field in S3Config.model_fields.items():
+        assert field.description, name
+        if name not in TierConfig.model_fields:
+            assert f"| `{name}` |" in readme, f"README.md has no row for {name}"
+    for reason in REASONS:
+        assert f"`{reason}`" in readme, f"README.md does not say what {reason} means"
+
+
+def test_reasons_are_words_that_kvtier_does_not_have() -> None:
+    assert not REASONS.keys() & TRANSFER.keys()
+    assert REASONS.keys() > TRANSIENT
+
+
+@pytest.mark.parametrize(
+    ("raw", "kind", "expected"),
+    [
+        (
+            {**S3, **SECRETS, "region": "eu-west-1", "endpoint": "https://s3.example"},
+            S3Store,
+            {"region": "eu-west-1", "endpoint": "https://s3.example"},
+        ),
+        (
+            {**S3, "endpoint": "https://s3.example:444", "addressing": "virtual"},
+            S3Store,
+            {"endpoint": "https://b.s3.example:444", "virtual_hosted_style_request": "true"},
+        ),
+        ({**S3, "bulk_delete": False}, S3Store, {"disable_bulk_delete": "true", "unsigned_payload": "false"}),
+        ({**GCS, "endpoint": "https://gcs.example"}, GCSStore, {"base_url": "https://gcs.example"}),
+        ({**AZURE, "account_key": "aGlkZGVu"}, AzureStore, {"account_name": "acme"}),
+        ({**AZURE, "sas_token": "?sv=1&sig=2"}, AzureStore, {"account_name": "acme"}),
+    ],
+)
+def test_the_client_is_given_the_settings(raw: dict[str, Any], kind: type, expected: dict[str, str]) -> None:
+    store = make_store(made(raw))
+    assert isinstance(store, kind)
+    config = {name: str(value).lower() for name, value in store.config.items()}
+    assert {name: config.get(name) for name in expected} == expected
+
+
+def test_timeouts_and_tls_reach_the_client() -> None:
+    store = make_store(made({**S3, "timeout_s": 7, "connect_timeout_s": 3, "verify": False}))
+    options = store.client_options
+    assert options is not None
+    assert (options["timeout"], options["connect_timeout"]) == ("7s", "3s")
+    assert str(options["allow_invalid_certificates"]).lower() == "true"
+    assert store.retry_config is not None
+    assert store.retry_config["max_retries"] == 0  # it is kvtier that tries again
+
+
+def test_a_service_account_that_is_missing_or_broken_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "account.json"
+    with pytest.raises(TierError, match=f"service_account_file {file} is not there"):
+        make_store(made({**GCS, "service_account_file": str(file)}))
+    file.write_text(json.dumps({"private_key": "hidden"}))
+    with pytest.raises(TierError, match="service_account_file") as caught:
+        make_store(made({**GCS, "service_account_file": str(file)}))
+    assert "hidden" not in str(caught.value)
+
+
+def test_an_account_key_that_is_none_is_named() -> None:
+    with pytest.raises(TierError, match="check account_key") as caught:
+        make_store(made({**AZURE, "account_key": "!!hidden"}))
+    assert "hidden" not in str(caught.value)
+    assert caught.value.__context__ is None
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "word"),
+    [
+        (503, "SlowDown", "throttled"),
+        (503, "ServerBusy", "throttled"),
+        (429, "TooManyRequests", "throttled"),
+        (500, "InternalError", "server"),
+        (501, "NotImplemented", "server"),
+        (403, "AccessDenied", "forbidden"),
+        (401, "NoAuthenticationInformation", "forbidden"),
+        (403, "RequestTimeTooSkewed", "clock"),
+        (403, "QuotaExceeded", "full"),
+        (507, "InsufficientStorage", "full"),
+        (404, "NoSuchBucket", "no_bucket"),
+        (404, "ContainerNotFound", "no_bucket"),
+        (409, "ConditionalRequestConflict", "conflict"),
+        (301, "PermanentRedirect", "region"),
+        (400, "InvalidRequest", "request"),
+    ],
+)
+def test_answers_of_stores_become_words(proxy_alone: Proxy, status: int, code: str, word: str) -> None:
+    settings = {**S3, **SECRETS, "endpoint": proxy_alone.endpoint, "allow_http": True}
+    store = make_store(made(settings))
+    proxy_alone.be(Faults(refused=-1, status=status, code=code))
+    with pytest.raises(Exception) as caught:
+        asyncio.run(put_one(store))
+    fault = fault_of(caught.value)
+    assert fault.word == word
+    assert word in REASONS or word in TRANSFER
+    assert "hidden" not in str(fault)
+
+
+async def put_one(store: S3Store) -> None:
+    await obstore.put_async(store, "a", b"b", use_multipart=False)
+
+
+@pytest.fixture(scope="module")
+def proxy_alone() -> Any:
+    """A proxy with no server behind it: it is asked to answer by itself."""
+    with Proxy(1) as proxy:
+        yield proxy

@@ -1,0 +1,252 @@
+"""Opening: what cannot work is refused in one sentence that names the setting and what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from math import inf
+from pathlib import Path
+
+import anyio
+import ceph
+import obstore
+import pytest
+from proxy import Faults, Proxy
+from rigs import CHUNK_BYTES, IDENTITY, Place
+
+from kvtier.errors import TierError
+from kvtier.identity import Identity
+from kvtier.tiers.base import TierContext
+
+pytestmark = pytest.mark.anyio
+
+BOUND_S = 6.0
+QUICK = {"timeout_s": 1.0, "connect_timeout_s": 1.0, "open_timeout_s": 4.0}
+
+
+async def refusal(place: Place, identity: Identity = IDENTITY, **settings: object) -> str:
+    """Open a tier that cannot work; return what it says, in which there is no secret."""
+    started = time.monotonic()
+    with pytest.raises(TierError) as caught:
+        await place.tier(**settings).open(TierContext("tested", identity, CHUNK_BYTES))
+    assert time.monotonic() - started < BOUND_S
+    message = str(caught.value)
+    assert message.startswith("tier tested: ")
+    assert message.count("tier tested") == 1
+    for secret in (place.server.secret_access_key, place.server.access_key_id, "wrong-secret"):
+        assert secret not in message
+        assert secret not in repr(caught.value.__cause__)
+    return message
+
+
+async def check_round_trip(place: Place, **settings: object) -> None:
+    async with place.opened(**settings) as it:
+        it.expect_kept(await it.put(range(3)), "a put")
+        it.expect_kept(await it.get(range(3)), "a get")
+
+
+async def test_a_wrong_secret_is_named(place: Place) -> None:
+    message = await refusal(place, secret_access_key="wrong-secret")
+    assert "SignatureDoesNotMatch" in message
+    assert "check access_key_id" in message
+
+
+async def test_a_key_that_nobody_has_is_named(place: Place) -> None:
+    message = await refusal(place, access_key_id="nobody")
+    assert "InvalidAccessKeyId" in message
+    assert "check access_key_id" in message
+
+
+async def test_a_missing_bucket_is_named(place: Place) -> None:
+    message = await refusal(place, bucket="not-there")
+    assert "NoSuchBucket" in message
+    assert "correct bucket (not-there)" in message
+
+
+async def test_missing_credentials_are_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    # The last of the chain, an instance's role, is asked for at an address where nobody answers.
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
+    message = await refusal(place, access_key_id=None, secret_access_key=None, **QUICK)
+    assert "AWS_ACCESS_KEY_ID" in message
+
+
+async def test_credentials_of_the_environment_are_used(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", place.server.access_key_id)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", place.server.secret_access_key)
+    await check_round_trip(place, access_key_id=None, secret_access_key=None)
+
+
+async def test_credentials_of_a_profile_are_used(
+    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    server, file = place.server, tmp_path / "credentials"
+    keys = f"aws_access_key_id={server.access_key_id}\naws_secret_access_key={server.secret_access_key}\n"
+    file.write_text(f"[mine]\n{keys}")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    await check_round_trip(place, access_key_id=None, secret_access_key=None, profile="mine")
+    message = await refusal(place, access_key_id=None, secret_access_key=None, profile="other")
+    assert "profile 'other'" in message
+
+
+async def test_the_configured_endpoint_goes_before_the_environments(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    await check_round_trip(place)
+
+
+async def test_an_endpoint_that_refuses_is_named(place: Place) -> None:
+    message = await refusal(place, endpoint="http://127.0.0.1:1", **QUICK)
+    assert "connection (refused)" in message
+    assert "endpoint is http://127.0.0.1:1" in message
+
+
+async def test_a_name_that_nobody_knows_is_named(place: Place) -> None:
+    message = await refusal(place, endpoint="http://nowhere.invalid", **QUICK)
+    assert "endpoint is http://nowhere.invalid" in message
+
+
+@pytest.mark.parametrize("faults", [Faults(deaf=True), Faults(delay_s=inf)], ids=["deaf", "hangs"])
+async def test_an_endpoint_that_does_not_answer_is_named_in_time(
+    place: Place, proxy: Proxy, faults: Faults
+) -> None:
+    with proxy.faulty(faults):
+        message = await refusal(place, **QUICK)
+    assert "timeout" in message
+    assert "endpoint is" in message
+
+
+async def test_a_start_that_takes_too_long_in_total_is_given_up(place: Place, proxy: Proxy) -> None:
+    with proxy.faulty(Faults(delay_s=0.4)):
+        message = await refusal(place, open_timeout_s=1.0)
+    assert "open_timeout_s (1)" in message
+
+
+@pytest.mark.parametrize("hours", ["+2h", "-2h"])
+async def test_a_wrong_clock_is_named(place: Place, hours: str) -> None:
+    command = ["faketime", "-m", "-f", hours, sys.executable, "-c", OPEN_AND_TELL]
+    told = await anyio.run_process(command, input=repr(place.settings).encode())
+    assert b"clock (403 RequestTimeTooSkewed)" in told.stdout
+    assert b"set this machine's clock" in told.stdout
+
+
+OPEN_AND_TELL = """
+import asyncio, ast, sys
+from kvtier.errors import TierError
+from kvtier.identity import Identity
+from kvtier.tiers.base import TierContext
+from kvtier_s3 import S3Config, S3Tier
+
+tier = S3Tier(S3Config.model_validate(ast.literal_eval(sys.stdin.read())))
+try:
+    asyncio.run(tier.open(TierContext("tested", Identity.make("m", {}), 4096)))
+except TierError as error:
+    print(error)
+"""
+
+
+class TestTLS:
+    """A proxy with a certificate of its own before the server."""
+
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+        folder = tmp_path_factory.mktemp("tls")
+        certificate, key = folder / "certificate.pem", folder / "key.pem"
+        subprocess.run(
+            [
+                *(
+                    "openssl",
+                    "req",
+                    "-x509",
+                    "-newkey",
+                    "rsa:2048",
+                    "-nodes",
+                    "-days",
+                    "2",
+                    "-subj",
+                    "/CN=tests",
+                ),
+                *("-addext", "subjectAltName=IP:127.0.0.1", "-addext", "basicConstraints=critical,CA:FALSE"),
+                *("-out", str(certificate), "-keyout", str(key)),
+            ],
+            check=True,
+            capture_output=True,
+        )
+        return certificate, key
+
+    @pytest.fixture
+    def secure(self, place: Place, certificate: tuple[Path, Path], server: ceph.Ceph) -> Iterator[Place]:
+        with Proxy(int(server.endpoint.rpartition(":")[2]), *certificate) as proxy:
+            place.settings |= {"endpoint": proxy.endpoint, "allow_http": False}
+            yield place
+
+    async def test_a_certificate_that_nobody_vouches_for_is_refused(self, secure: Place) -> None:
+        message = await refusal(secure)
+        assert "tls (UnknownIssuer)" in message
+        assert "ca_file" in message
+
+    async def test_an_authority_that_is_given_is_trusted(
+        self, secure: Place, certificate: tuple[Path, Path]
+    ) -> None:
+        await check_round_trip(secure, ca_file=str(certificate[0]))
+
+    async def test_verification_can_be_turned_off(self, secure: Place) -> None:
+        await check_round_trip(secure, verify=False)
+
+    async def test_a_server_without_tls_is_named(self, place: Place, proxy: Proxy) -> None:
+        endpoint = proxy.endpoint.replace("http:", "https:")
+        message = await refusal(place, endpoint=endpoint, allow_http=False, **QUICK)
+        assert f"endpoint is {endpoint}" in message
+
+    async def test_an_authority_file_that_is_missing_or_none_is_named(
+        self, place: Place, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "ca.pem"
+        assert f"ca_file {file} cannot be read" in await refusal(place, ca_file=str(file))
+        file.write_text("nothing of the kind")
+        assert "check ca_file" in await refusal(place, ca_file=str(file))
+
+
+async def test_another_caches_place_is_refused_with_the_difference(place: Place) -> None:
+    async with place.opened():
+        (manifest,) = [path for path in place.paths("caches") if path.endswith("config.json")]
+    assert bytes(obstore.get(place.store, manifest).bytes()).decode() == IDENTITY.manifest
+    obstore.put(place.store, manifest, IDENTITY.manifest.replace("float32", "float16").encode())
+    message = await refusal(place)
+    assert "dtype is 'float16' there and 'float32' here" in message
+
+
+async def test_what_cannot_be_written_and_is_not_there_is_refused(place: Place, proxy: Proxy) -> None:
+    with proxy.faulty(Faults(refused=-1, status=403, code="AccessDenied", methods=("PUT",))):
+        message = await refusal(place)
+    assert "AccessDenied" in message
+    assert "list, read and write below prefix" in message
+
+
+async def test_the_bucket_may_be_named_in_the_host(
+    place: Place, server: ceph.Ceph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Names below localhost are not known everywhere; a proxy of HTTP's own kind is asked for them instead.
+    monkeypatch.setenv("http_proxy", place.proxy.endpoint)
+    endpoint = f"http://localhost:{server.endpoint.rpartition(':')[2]}"
+    await check_round_trip(place, endpoint=endpoint, addressing="virtual")
+    chunks = place.paths("chunks")
+    assert len(chunks) == 3
+
+
+async def test_a_store_that_does_not_know_conditional_puts_is_found_out(place: Place, proxy: Proxy) -> None:
+    refuse = Faults(refused=-1, status=501, code="NotImplemented", header="if-none-match")
+    for number, (faults, versions) in enumerate([(Faults(), (0,)), (refuse, (1,))]):
+        proxy.be(faults)
+        prefix = f"{place.prefix}/{number}"
+        async with place.opened(prefix=prefix) as one, place.opened(prefix=prefix) as two:
+            one.expect_kept(await one.put([1], version=0), "a put")
+            two.expect_kept(await two.put([1], version=1), "a put of what is there")
+            one.expect_kept(await one.get([1], versions=versions), "what was put twice")

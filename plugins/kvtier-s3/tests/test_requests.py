@@ -1,0 +1,151 @@
+"""What a call costs in requests, what is known without one, and what an object looks like."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import obstore
+import pytest
+from proxy import Proxy
+from rigs import CHUNK_BYTES, IDENTITY, Place
+
+from kvtier.testing.tiers import TierRig
+from kvtier.testing.tiers.rig import key, keys
+from kvtier.tiers.base import Knowledge, Status
+from kvtier.tiers.seal import Verdict, check
+
+pytestmark = pytest.mark.anyio
+
+UNLISTED = {"index_keys": 0}
+
+
+async def wait_until_known(it: TierRig, numbers: range) -> None:
+    """Wait for a listing to learn of all of them."""
+    await wait_until(lambda: set(it.tier.known(keys(numbers))) == {Knowledge.PRESENT})
+
+
+async def wait_until(holds: Callable[[], bool]) -> None:
+    """Wait for what a listing in the background brings."""
+    with anyio.fail_after(10):
+        while not holds():  # noqa: ASYNC110 - nothing tells the end of a listing
+            await anyio.sleep(0.02)
+
+
+async def test_an_object_is_the_chunk_and_its_metadata_prove_it(place: Place) -> None:
+    async with place.opened() as it:
+        await it.put([1])
+    (path,) = place.paths("chunks")
+    stored = obstore.get(place.store, path)
+    trailer = base64.b64decode(stored.attributes["kvtier"])
+    content = stored.bytes()
+    assert bytes(content) == it.content(1)
+    assert check(trailer, key(1), memoryview(content), IDENTITY.short_digest) is Verdict.GOOD
+    assert Path(path).name == f"{key(1)[:-4].hex()}_g1"
+
+
+async def test_a_chunk_costs_one_request_to_put_and_one_to_get(place: Place, proxy: Proxy) -> None:
+    async with place.opened(**UNLISTED) as it:
+        before = proxy.requests()
+        await it.put(range(20))
+        after_put = proxy.requests()
+        await it.get(range(20))
+        after_get = proxy.requests()
+        await it.tier.discard(keys(range(20)))
+        after_discard = proxy.requests()
+    assert (after_put - before, after_get - after_put, after_discard - after_get) == (20, 20, 1)
+
+
+async def test_what_is_known_costs_no_request(place: Place, proxy: Proxy) -> None:
+    async with place.opened() as it:
+        await it.put(range(20))
+    async with place.opened() as it:
+        await wait_until_known(it, range(20))
+        before = proxy.requests()
+        assert all(await it.contains(range(20)))
+        await it.put(range(20))
+        assert proxy.requests() == before
+
+
+async def test_few_unknown_chunks_are_asked_for_one_by_one(place: Place, proxy: Proxy) -> None:
+    async with place.opened(**UNLISTED) as it:
+        await it.put(range(0, 20, 2))
+        before = proxy.requests()
+        assert await it.contains(range(20)) == [number % 2 == 0 for number in range(20)]
+        assert proxy.requests() - before == 20
+
+
+async def test_many_unknown_chunks_are_looked_for_in_a_listing(place: Place, proxy: Proxy) -> None:
+    async with place.opened(**UNLISTED) as it:
+        await it.put(range(0, 400, 2))
+        before = proxy.requests()
+        assert await it.contains(range(400)) == [number % 2 == 0 for number in range(400)]
+        assert proxy.requests() - before == 1
+
+
+async def test_a_listing_that_gets_too_long_is_given_up(place: Place, proxy: Proxy) -> None:
+    async with place.opened(**UNLISTED) as it:
+        (epoch,) = {str(Path(path).parent) for path in await _put_and_list(it, place)}
+        # As another engine's: more than a page of them, and this tier does not know it.
+        for first in range(0, 1200, 100):
+            async with anyio.create_task_group() as tasks:
+                for number in range(first, first + 100):
+                    tasks.start_soon(_make_empty, place, f"{epoch}/{number:08x}_g0")
+        before = proxy.requests()
+        found = await it.contains([1, *range(1000, 1110)])
+        assert found == [True] + [False] * 110
+        assert proxy.requests() - before <= 112
+
+
+async def _put_and_list(it: TierRig, place: Place) -> list[str]:
+    await it.put([1])
+    return place.paths("chunks")
+
+
+async def _make_empty(place: Place, path: str) -> None:
+    await obstore.put_async(place.store, path, b"")
+
+
+async def test_what_others_put_and_what_expires_is_learnt_by_listing(place: Place) -> None:
+    told: list[bytes] = []
+    async with place.opened(told.extend, list_every_s=0.05) as it, place.opened() as other:
+        await other.put(range(8))
+        await wait_until_known(it, range(8))
+        assert told == []
+        obstore.delete(place.store, place.paths("chunks")[:3])
+        await wait_until(lambda: len(told) >= 3)
+        left = [number for number in range(8) if key(number) not in told]
+        assert (len(told), len(left)) == (3, 5)
+        assert set(it.tier.known(told)) == {Knowledge.UNKNOWN}
+        it.expect_kept(await it.get(left), "what has not expired")
+
+
+async def test_an_index_remembers_no_more_than_it_may(place: Place) -> None:
+    async with place.opened(index_keys=5) as it:
+        await it.put(range(20))
+        assert sum(it.tier.known(keys(range(20)))) == 5 * Knowledge.PRESENT
+        assert all(await it.contains(range(20)))
+
+
+async def test_a_bound_counts_what_was_there_before_of_every_cache(place: Place) -> None:
+    async with place.opened() as it:
+        await it.put(range(6))
+        assert it.tier.usage() is None or it.tier.usage().capacity_bytes is None
+    other = type(IDENTITY).make("kvtier/tests", {"dtype": "bfloat16"})
+    async with place.opened(identity=other, max_bytes=8 * CHUNK_BYTES) as it:
+        statuses = await it.put(range(6))
+        usage = it.tier.usage()
+    assert sorted(statuses) == [Status.OK] * 2 + [Status.REFUSED] * 4
+    assert usage is not None
+    assert (usage.used_bytes, usage.capacity_bytes) == (8 * CHUNK_BYTES, 8 * CHUNK_BYTES)
+
+
+async def test_discarded_chunks_make_room(place: Place) -> None:
+    async with place.opened(max_bytes=2 * CHUNK_BYTES) as it:
+        assert await it.put([1]) == [Status.OK]
+        assert await it.put([2]) == [Status.OK]
+        assert await it.put([3]) == [Status.REFUSED]
+        await it.tier.discard(keys([1]))
+        assert await it.put([3]) == [Status.OK]
