@@ -1,132 +1,444 @@
-"""What the CPU backend costs: time to plan a transfer, and its copies beside one plain copy."""
+"""What device copies cost: GB/s against one pinned copy, host time a submission, and the loss of computing.
+
+Whatever is compared is measured in the same round, in turns. Pages are scattered, on the device and in the
+slots, so that none are neighbours: what a plan saves by joining them comes on top.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 import torch
 
-from kvtier.device.base import Blocks, KVCaches, PageRef
-from kvtier.device.cpu import CpuTransferEngine
+from kvtier.device.auto import description, open_transfer_engine, torch_device, usable
+from kvtier.device.base import Blocks, KVCaches, PageRef, TransferEngine
 from kvtier.device.plan import CopyPlanner
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
 
-TENSORS = 32
-BLOCKS_PER_CHUNK = 4
-PAGE_COUNTS = tuple(64 * 2**step for step in range(8))  # 64 to 8,192
+KIB = 2**10
+PAGE_BYTES = (16 * KIB, 64 * KIB, 256 * KIB, 2048 * KIB, 8192 * KIB)
+SUBMISSIONS = (1, 16, 256, 4096)
+"""Pages of one; more than fit into the memory that is used are left out."""
+
+PLANNED_PAGES = (64, 256, 1024, 4096, 8192)
+PLANNED_TENSORS = 32
+MOST_US_A_PAGE = 1.0
+LEAST_PAGES = 256  # from so many pages on the time of a page counts, not that of a submission
+
 ROUNDS = 7
+_SETTLE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was measured.
+
+    Attributes:
+        backend: kvtier's backend.
+        device: its name, and the software's versions.
+        mib: MiB of device memory, and as many of slots, that the copies go between.
+        pinned: share of the slots that the device could pin, in percent.
+    """
+
+    backend: str
+    device: str
+    mib: int
+    pinned: float
 
 
 @dataclass(frozen=True)
 class PlanCost:
-    """The time to plan one transfer.
+    """Host time to describe the copies of one submission.
 
     Attributes:
-        pages: pages of the transfer; a page is one block in one tensor.
-        copies: copies that the plan has after joining neighbours.
-        us_per_page: microseconds a page, median.
+        pages: pages of the submission; a page is one block in one tensor.
+        blocks: scattered, or neighbours.
+        copies: copies that are left after joining neighbours.
+        us_a_page: microseconds a page, median.
+        loop_us_a_page: the same for a loop in Python that describes page after page, in the same round.
+        times_faster: the ratio of the two.
     """
 
     pages: int
+    blocks: str
     copies: int
-    us_per_page: float
+    us_a_page: float
+    loop_us_a_page: float
+    times_faster: float
 
 
 @dataclass(frozen=True)
 class CopySpeed:
-    """The speed of one transfer, and of numpy copying as many bytes in one piece in the same run.
+    """Copies through the engine, beside one pinned copy of as many bytes and a loop of tensor.copy_.
 
     Attributes:
-        page_bytes: bytes of a page.
-        nbytes: bytes of the transfer.
-        engine_gb_s: through the engine, from submission to the end, median.
-        plain_gb_s: ``numpy.copyto`` of one array, median.
+        page_kib: KiB of a page.
+        pages: pages of a submission.
+        way: store, load, or both at once, half of the pages each (of one page, one each).
+        gb_s: from the submission to the end, median.
+        limit_gb_s: one pinned copy in each way, of as many bytes in all.
+        percent: of the limit; median of the rounds' ratios.
+        loop_gb_s: ``tensor.copy_`` page by page.
+        host_us: microseconds that the submitting call takes, median.
     """
 
-    page_bytes: int
-    nbytes: int
-    engine_gb_s: float
-    plain_gb_s: float
+    page_kib: int
+    pages: int
+    way: str
+    gb_s: float
+    limit_gb_s: float
+    percent: float
+    loop_gb_s: float
+    host_us: float
 
 
-def run() -> tuple[list[PlanCost], list[CopySpeed]]:
-    """Measure plans of 64 to 8,192 pages with scattered and with neighbouring blocks, and copies.
+@dataclass(frozen=True)
+class ComputeLoss:
+    """Matrix products a second that are missing while copies go both ways all the time.
 
-    Returns:
-        The plans' costs, scattered ones first, and the copies' speeds.
+    Attributes:
+        page_kib: KiB of a page.
+        percent: median of the rounds' losses.
     """
-    costs = [_plan_cost(pages, scattered) for scattered in (True, False) for pages in PAGE_COUNTS]
-    speeds = [_copy_speed(page_bytes) for page_bytes in (4096, 32768, 131072)]
-    return costs, speeds
+
+    page_kib: int
+    percent: float
 
 
-def report() -> str:
-    """Run and return the figures as text."""
-    costs, speeds = run()
-    lines = ["plan: pages, copies, us/page"]
-    lines += [f"{cost.pages:6} {cost.copies:6} {cost.us_per_page:8.3f}" for cost in costs]
-    lines += ["copy: page bytes, MiB, engine GB/s, plain GB/s"]
-    lines += [
-        f"{speed.page_bytes:6} {speed.nbytes / 2**20:6.0f} {speed.engine_gb_s:8.2f} {speed.plain_gb_s:8.2f}"
-        for speed in speeds
-    ]
-    return "\n".join(lines)
+@dataclass(frozen=True)
+class Goal:
+    """What an accelerator should reach; a GPU of the H200's class for the copies.
+
+    Attributes:
+        goal: in words.
+        found: the figure.
+        verdict: pass, fail, or why it was not measured.
+    """
+
+    goal: str
+    found: str
+    verdict: str
 
 
-def _caches(tensors: int, num_blocks: int, page_bytes: int) -> KVCaches:
-    made = tuple(torch.ones((num_blocks, page_bytes), dtype=torch.int8) for _ in range(tensors))
-    return KVCaches(made, (tuple(PageRef(index, page_bytes) for index in range(tensors)),))
+Figure = Machine | PlanCost | CopySpeed | ComputeLoss | Goal
 
 
-def _scattered(count: int, num_blocks: int) -> Blocks:
-    return Blocks.make(np.random.default_rng(1).permutation(num_blocks)[:count], (count,), (0,))
+def run(backend: str | None = None, *, host_only: bool = False, mib: int | None = None) -> list[Figure]:
+    """Measure a backend.
+
+    Args:
+        backend: its name; default: that of this machine's accelerator, else the CPU's.
+        host_only: only how long it takes to describe copies, which needs no device.
+        mib: MiB of device memory to use, and as many of slots; default: 2048, on the CPU 64.
+
+    Raises:
+        ConfigError: there is no such backend, or it cannot be used here.
+    """
+    costs = [_plan_cost(pages, scattered) for scattered in (True, False) for pages in PLANNED_PAGES]
+    if host_only:
+        return [*costs, _plan_goal(costs)]
+    name = usable(backend)
+    device = torch_device(name)
+    is_host = device.type == "cpu"
+    total = (mib or (64 if is_host else 2048)) * KIB * KIB
+    with _one_thread(is_host):
+        figures = _copies(name, device, total)
+    speeds = [figure for figure in figures if isinstance(figure, CopySpeed)]
+    losses = [figure for figure in figures if isinstance(figure, ComputeLoss)]
+    goals = _goals(speeds, losses, "no accelerator here" if is_host else None)
+    return [*costs, *figures, _plan_goal(costs), *goals]
+
+
+@contextmanager
+def _one_thread(wanted: bool) -> Iterator[None]:
+    """Have torch copy and compute with one thread, as a lane does."""
+    before = torch.get_num_threads()
+    if wanted:
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _copies(name: str, device: torch.device, total: int) -> list[Figure]:
+    speeds: list[CopySpeed] = []
+    losses: list[ComputeLoss] = []
+    pinned: list[float] = []
+    for page_bytes in PAGE_BYTES:
+        with _opened(name, device, page_bytes, total) as bench:
+            pinned.append(bench.pinned_percent)
+            counts = [count for count in SUBMISSIONS if count <= bench.pages]
+            speeds += [bench.speed(count, way) for count in counts for way in ("store", "load", "both")]
+            losses.append(bench.compute_loss())
+    machine = Machine(name, description(name), total // KIB // KIB, min(pinned))
+    return [machine, *speeds, *losses]
+
+
+# --- plans ---------------------------------------------------------------------------------------
 
 
 def _plan_cost(pages: int, scattered: bool) -> PlanCost:
-    caches = _caches(TENSORS, 512, 64)
-    layout = SlotLayout.make(caches.page_bytes, BLOCKS_PER_CHUNK)
+    tensors = tuple(torch.ones((512, 64), dtype=torch.int8) for _ in range(PLANNED_TENSORS))
+    caches = KVCaches(tensors, (tuple(PageRef(index, 64) for index in range(PLANNED_TENSORS)),))
+    layout = SlotLayout.make(caches.page_bytes, 4)
     planner = CopyPlanner(caches, layout, 0, 512)
-    count = pages // TENSORS
-    blocks = _scattered(count, 512) if scattered else Blocks.make(range(count), (count,), (0,))
-    slots = list(range(-(-count // BLOCKS_PER_CHUNK)))
-    seconds = _median(lambda: planner.store(blocks, slots), rounds=max(50, 20_000 // pages))
-    return PlanCost(pages, len(planner.store(blocks, slots).sizes), seconds / pages * 1e6)
+    count = pages // PLANNED_TENSORS
+    ids = np.random.default_rng(1).permutation(512)[:count] if scattered else np.arange(count)
+    blocks, slots = Blocks.make(ids, (count,), (0,)), list(range(-(-count // 4)))
+    ours, loop = [], []
+    for _ in range(max(10, 40_000 // pages)):
+        ours.append(_timed(lambda: planner.store(blocks, slots)))
+        loop.append(_timed(lambda: _describe_page_by_page(tensors, layout, blocks, slots)))
+    copies = len(planner.store(blocks, slots).sizes)
+    us, loop_us = (median(times) / pages * 1e6 for times in (ours, loop))
+    return PlanCost(pages, "scattered" if scattered else "neighbours", copies, us, loop_us, loop_us / us)
 
 
-def _copy_speed(page_bytes: int, nbytes: int = 64 * 2**20) -> CopySpeed:
-    count = nbytes // page_bytes // TENSORS
-    caches = _caches(TENSORS, count, page_bytes)
-    layout = SlotLayout.make(caches.page_bytes, BLOCKS_PER_CHUNK)
-    blocks, slots = _scattered(count, count), list(range(count // BLOCKS_PER_CHUNK))
-    source = np.ones(nbytes, dtype=np.int8)
-    target = np.zeros_like(source)
-    with Region.anonymous(len(slots), layout.chunk_bytes) as region:
-        engine = CpuTransferEngine(caches, layout, region)
-
-        def transfer() -> None:
-            engine.submit_store(1, blocks, slots)
-            engine.wait((1,))
-
-        times = [(_timed(transfer), _timed(lambda: np.copyto(target, source))) for _ in range(ROUNDS + 1)]
-        engine.close()
-    ours, plain = zip(*times[1:], strict=True)  # the first round touches the pages
-    return CopySpeed(page_bytes, nbytes, nbytes / median(ours) / 1e9, nbytes / median(plain) / 1e9)
+def _describe_page_by_page(
+    tensors: Sequence[torch.Tensor], layout: SlotLayout, blocks: Blocks, slots: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """Describe the same copies as plainly as it can be done: one tuple for each page."""
+    bases = [tensor.data_ptr() for tensor in tensors]
+    copies = []
+    for place, block in enumerate(blocks.ids.tolist()):
+        start = slots[place // 4] * layout.chunk_bytes + place % 4 * 64
+        for base, offset in zip(bases, layout.tensor_offsets, strict=True):
+            copies.append((base + block * 64, start + offset, 64))
+    return copies
 
 
-def _median(action: Callable[[], object], rounds: int) -> float:
-    return median(_timed(action) for _ in range(rounds))
+def _plan_goal(costs: Sequence[PlanCost]) -> Goal:
+    worst = max(cost.us_a_page for cost in costs if cost.pages >= LEAST_PAGES)
+    words = f"at most {MOST_US_A_PAGE:g} us a page to describe copies, from {LEAST_PAGES} pages on"
+    return Goal(words, f"{worst:.3f} us", _verdict(worst <= MOST_US_A_PAGE))
+
+
+# --- copies --------------------------------------------------------------------------------------
+
+
+class _Bench:
+    """Pages of one length on the device and in slots, and what moves them.
+
+    Attributes:
+        pages: how many there are on either side.
+        pinned_percent: share of the slots that is pinned.
+    """
+
+    def __init__(self, engine: TransferEngine, memory: torch.Tensor, region: Region) -> None:
+        self._engine = engine
+        self._memory = memory
+        self._region = region
+        self._device = memory.device
+        self._slots = [torch.frombuffer(region.view(slot), dtype=torch.int8) for slot in range(region.slots)]
+        self.pages, self._page_bytes = memory.shape
+        self._orders = [np.random.default_rng(seed).permutation(self.pages) for seed in (1, 2)]
+        self._last = 0
+        self._host = torch.ones(memory.numel(), dtype=torch.int8, pin_memory=self._device.type != "cpu")
+        self._streams = [] if self._device.type == "cpu" else [torch.Stream(self._device) for _ in range(2)]
+        self.pinned_percent = self._await_pinning()
+
+    def speed(self, count: int, way: str) -> CopySpeed:
+        """Measure submissions of so many pages."""
+        host: list[float] = []
+        measures: list[tuple[list[float], Callable[[], float]]] = [
+            ([], lambda: self._through_engine(count, way, host)),
+            ([], lambda: self._timed_on_device(lambda: self._in_one_piece(count, way))),
+            ([], lambda: self._timed_on_device(lambda: self._page_by_page(count, way))),
+        ]
+        for number in range(ROUNDS + 1):
+            for turn in range(3):  # each is the first in every third round: it finds the caches cold
+                times, measure = measures[(number + turn) % 3]
+                times.append(measure())
+        ours, limits, loops = (times[1:] for times, _ in measures)
+        nbytes = sum(len(blocks) for _, (blocks, _) in self._shares(count, way)) * self._page_bytes
+        ratios = [limit / own for own, limit in zip(ours, limits, strict=True)]
+        gb_s, limit_gb_s, loop_gb_s = (nbytes / median(times) / 1e9 for times in (ours, limits, loops))
+        return CopySpeed(
+            self._page_bytes // KIB,
+            count,
+            way,
+            gb_s,
+            limit_gb_s,
+            100 * median(ratios),
+            loop_gb_s,
+            median(host[1:]) * 1e6,
+        )
+
+    def compute_loss(self) -> ComputeLoss:
+        """Measure matrix products alone and beside copies, in turns."""
+        size = 512 if self._device.type == "cpu" else 8192
+        matrix = torch.rand((size, size), device=self._device)
+        product = torch.empty_like(matrix)
+
+        def compute() -> None:
+            for _ in range(20):
+                torch.mm(matrix, matrix, out=product)
+
+        losses = []
+        for _ in range(ROUNDS + 1):
+            alone = self._timed_on_device(compute)
+            with self._copying():
+                beside = self._timed_on_device(compute, only_current=True)
+            losses.append(100 * (1 - alone / beside))
+        return ComputeLoss(self._page_bytes // KIB, median(losses[1:]))
+
+    def _through_engine(self, count: int, way: str, host: list[float]) -> float:
+        self._synchronize()
+        start = time.perf_counter()
+        ids = self._submit(count, way)
+        submitted = time.perf_counter()
+        self._engine.wait(ids)
+        ended = time.perf_counter()
+        if any(end.error for end in self._engine.finished()):
+            raise RuntimeError("a copy has failed: see the log")
+        host.append((submitted - start) / len(ids))
+        return ended - start
+
+    def _submit(self, count: int, way: str) -> list[int]:
+        ids = []
+        for is_store, (blocks, slots) in self._shares(count, way):
+            self._last += 1
+            ids.append(self._last)
+            if is_store:
+                self._engine.submit_store(
+                    self._last, Blocks.make(blocks, (len(blocks),), (0,)), slots.tolist()
+                )
+            else:
+                self._engine.submit_load(
+                    self._last, slots.tolist(), Blocks.make(blocks, (len(blocks),), (0,))
+                )
+        return ids
+
+    def _shares(
+        self, count: int, way: str
+    ) -> Iterator[tuple[bool, tuple[np.ndarray[tuple[int], np.dtype[np.int64]], ...]]]:
+        """Yield for each way whether it is a store, its blocks and its slots; the two ways share none."""
+        if way != "both":
+            yield way == "store", tuple(order[:count] for order in self._orders)
+        else:
+            half = max(1, count // 2)
+            yield True, tuple(order[:half] for order in self._orders)
+            yield False, tuple(order[half : 2 * half] for order in self._orders)
+
+    def _in_one_piece(self, count: int, way: str) -> None:
+        flat, start = self._memory.view(-1), 0
+        for number, (is_store, (blocks, _)) in enumerate(self._shares(count, way)):
+            end = start + len(blocks) * self._page_bytes
+            there, here = self._host[start:end], flat[start:end]
+            self._copy(number, there if is_store else here, here if is_store else there)
+            start = end
+
+    def _page_by_page(self, count: int, way: str) -> None:
+        for number, (is_store, (blocks, slots)) in enumerate(self._shares(count, way)):
+            for block, slot in zip(blocks.tolist(), slots.tolist(), strict=True):
+                page, place = self._memory[block], self._slots[slot]
+                self._copy(number, place if is_store else page, page if is_store else place)
+
+    def _copy(self, stream: int, target: torch.Tensor, source: torch.Tensor) -> None:
+        if not self._streams:
+            target.copy_(source)
+            return
+        with self._streams[stream]:
+            target.copy_(source, non_blocking=True)
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        """Have copies go both ways, all pages again and again, from a thread beside."""
+        stopping = threading.Event()
+
+        def copy() -> None:
+            while not stopping.is_set():
+                self._engine.wait(self._submit(self.pages, "both"))
+
+        thread = threading.Thread(target=copy)
+        thread.start()
+        try:
+            yield
+        finally:
+            stopping.set()
+            thread.join()
+            self._engine.drain()
+            self._engine.finished()
+
+    def _timed_on_device(self, work: Callable[[], object], *, only_current: bool = False) -> float:
+        """Time work until its end; ``only_current``: as it ends on the current stream, whatever others do."""
+        if only_current and self._streams:
+            start, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            return float(start.elapsed_time(end)) / 1000
+        self._synchronize()
+        begun = time.perf_counter()
+        work()
+        self._synchronize()
+        return time.perf_counter() - begun
+
+    def _synchronize(self) -> None:
+        if self._streams:
+            torch.accelerator.synchronize(self._device)
+
+    def _await_pinning(self) -> float:
+        if not self._streams:
+            return 0.0
+        until = time.monotonic() + _SETTLE_S
+        while time.monotonic() < until:
+            pinning = self._engine.pinning
+            if pinning.failed or pinning.nbytes == self._region.nbytes:
+                break
+            time.sleep(0.01)
+        return 100 * self._engine.pinning.nbytes / self._region.nbytes
+
+
+@contextmanager
+def _opened(name: str, device: torch.device, page_bytes: int, total: int) -> Iterator[_Bench]:
+    count = max(2, total // page_bytes)
+    memory = torch.ones((count, page_bytes), dtype=torch.int8, device=device)
+    caches = KVCaches((memory,), ((PageRef(0, page_bytes),),))
+    layout = SlotLayout.make(caches.page_bytes, 1)
+    with Region.anonymous(count, layout.chunk_bytes) as region:
+        engine = open_transfer_engine(caches, layout, region, name)
+        try:
+            yield _Bench(engine, memory, region)
+        finally:
+            engine.close()
+
+
+# --- goals ---------------------------------------------------------------------------------------
+
+
+def _goals(
+    speeds: Sequence[CopySpeed], losses: Sequence[ComputeLoss], unmeasured: str | None
+) -> Iterator[Goal]:
+    for page_kib, percent in ((2048, 97), (64, 90)):
+        words = f"{percent} % of a pinned copy at pages of {page_kib} KiB, each way"
+        most = max(speed.pages for speed in speeds if speed.page_kib == page_kib)
+        found = min(
+            speed.percent
+            for speed in speeds
+            if (speed.page_kib, speed.pages) == (page_kib, most) and speed.way != "both"
+        )
+        yield Goal(words, f"{found:.1f} %", unmeasured or _verdict(found >= percent))
+    worst = max(loss.percent for loss in losses if loss.page_kib >= 64)
+    yield Goal(
+        "less than 3 % of computing lost to copies of pages from 64 KiB on",
+        f"{worst:.1f} %",
+        unmeasured or _verdict(worst < 3),
+    )
+
+
+def _verdict(reached: bool) -> str:
+    return "pass" if reached else "fail"
 
 
 def _timed(action: Callable[[], object]) -> float:
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
-
-
-if __name__ == "__main__":
-    print(report())

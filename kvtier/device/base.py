@@ -14,6 +14,9 @@ import torch
 
 _Integers = npt.NDArray[np.int64]
 
+DEADLINE_S = 60.0
+"""Seconds that a copy may take, where nothing else is said: a thousand times what a large one needs."""
+
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
@@ -272,6 +275,10 @@ class TransferEngine(ABC):
     error; nothing is raised from the copying threads. When the device is lost, the error is a
     ``DeviceLostError``, of this transfer and at once of all that follow.
 
+    A copy that has not ended by a deadline is given up, and the device is lost with it: no call below
+    blocks for longer. The error of that transfer is a ``DeviceStuckError``: its bytes may still move, and
+    its blocks and slots must not be given to anybody else. The engine keeps its memory mapped and pinned.
+
     Submissions come from one thread; the rest can be called from any.
 
     Attributes:
@@ -311,14 +318,14 @@ class TransferEngine(ABC):
 
     @abstractmethod
     def wait(self, transfer_ids: Iterable[int]) -> None:
-        """Block until these have ended. Ids that are unknown or ended are no error.
+        """Block until these have ended or were given up. Ids that are unknown or ended are no error.
 
         The results stay where ``finished`` finds them.
         """
 
     @abstractmethod
     def drain(self) -> None:
-        """Block until every transfer submitted so far has ended."""
+        """Block until every transfer submitted so far has ended or was given up."""
 
     @abstractmethod
     def set_wakeup(self, wakeup: Callable[[], object] | None) -> None:

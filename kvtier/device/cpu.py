@@ -9,8 +9,9 @@ from collections.abc import Callable
 from functools import partial
 
 from kvtier import native
-from kvtier.device.base import Attempt, KVCaches
-from kvtier.device.lanes import Copy, LaneEngine, require_device
+from kvtier.device.base import DEADLINE_S, Attempt, KVCaches
+from kvtier.device.lanes import Begin, LaneEngine, require_device
+from kvtier.device.methods import BatchedCopy
 from kvtier.device.plan import CopyPlan
 from kvtier.memory import numa
 from kvtier.memory.layout import SlotLayout
@@ -39,6 +40,7 @@ class CpuTransferEngine(LaneEngine):
         region: the slots; it stays mapped until ``close``.
         copy: makes the copies of one plan and returns when they are done.
         staged: the same in another way, where ``copy`` fails again and again.
+        deadline_s: as for ``LaneEngine``.
 
     Raises:
         ConfigError: a tensor is on another device.
@@ -52,13 +54,14 @@ class CpuTransferEngine(LaneEngine):
         region: Region,
         copy: Callable[[CopyPlan], None] = copy_plan,
         staged: Callable[[CopyPlan], None] = copy_staged,
+        deadline_s: float = DEADLINE_S,
     ) -> None:
         require_device(kv_caches, "cpu")
 
-        def prepare(plan: CopyPlan) -> Copy:
-            return partial(_timed, copy, staged, plan)
+        def prepare(plan: CopyPlan) -> Begin:
+            return lambda attempt: partial(_timed, staged if attempt is Attempt.STAGED else copy, plan)
 
-        super().__init__(kv_caches, layout, region, lambda: prepare)
+        super().__init__(kv_caches, layout, region, lambda _: prepare, deadline_s=deadline_s)
 
     @property
     def node(self) -> int | None:
@@ -66,9 +69,24 @@ class CpuTransferEngine(LaneEngine):
         return numa.node_of_cpus(os.sched_getaffinity(0))
 
 
-def _timed(
-    copy: Callable[[CopyPlan], None], staged: Callable[[CopyPlan], None], plan: CopyPlan, attempt: Attempt
-) -> float:
+def missing() -> str | None:
+    """Say why host memory cannot be copied here: it always can."""
+    return None
+
+
+def open_engine(
+    kv_caches: KVCaches,
+    layout: SlotLayout,
+    region: Region,
+    *,
+    deadline_s: float = DEADLINE_S,
+    batched_copy: BatchedCopy | None = None,  # noqa: ARG001
+) -> CpuTransferEngine:
+    """Open the engine for tensors in host memory. See ``kvtier.device.auto.open_transfer_engine``."""
+    return CpuTransferEngine(kv_caches, layout, region, deadline_s=deadline_s)
+
+
+def _timed(copy: Callable[[CopyPlan], None], plan: CopyPlan) -> float:
     start = time.perf_counter()
-    (staged if attempt is Attempt.STAGED else copy)(plan)
+    copy(plan)
     return time.perf_counter() - start

@@ -1,218 +1,177 @@
-"""The backend for KV caches on NVIDIA GPUs: a stream of copies for each direction, over pinned slots."""
+"""The backend for KV caches on NVIDIA GPUs."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
-import threading
 from functools import partial
-from typing import Any, Protocol
 
-import numpy as np
+import torch
 
-from kvtier.device import cuda_runtime
-from kvtier.device.base import Attempt, KVCaches, Pinning
-from kvtier.device.lanes import Copy, LaneEngine
+from kvtier.device.base import DEADLINE_S, KVCaches
+from kvtier.device.cuda_runtime import RuntimeLibrary, TorchRuntime, find_library, only_device
+from kvtier.device.lanes import require_device
+from kvtier.device.methods import (
+    BATCH,
+    EACH,
+    ENGINE,
+    GATHER,
+    STRIDED,
+    BatchCopy,
+    BatchedCopy,
+    Choice,
+    EachCopy,
+    EngineCopy,
+    Method,
+    StridedCopy,
+)
 from kvtier.device.plan import CopyPlan
-from kvtier.memory import numa
+from kvtier.device.probe import Scratch, choose, kept_choice
+from kvtier.device.streams import StreamEngine
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
 
 logger = logging.getLogger("kvtier.device")
 
-PIECE_BYTES = 256 * 2**20
-"""Bytes that are pinned at once. Other threads' calls can wait in the driver meanwhile: not too many."""
+_IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
+_WITHOUT_FAILED_INDEX = 13000  # from this version on the batched call has one argument less
+_HOST_POINTERS_WORK = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 
 
-class Event(Protocol):
-    """A place in the work of a stream."""
+class _Attributes(ctypes.Structure):
+    """cudaMemcpyAttributes: how sources are accessed; hints for memory that CUDA manages; flags."""
 
-    def synchronize(self) -> None:
-        """Block until the work before it is done, with the interpreter lock released."""
-
-    def elapsed_time(self, end_event: Any, /) -> float:
-        """Return the milliseconds from this event to a later one of a stream's ``record``; both are over."""
-
-
-class Stream(Protocol):
-    """Work of the device that happens in the order in which it was given. Errors are raised."""
-
-    def wait(self, event: Event) -> None:
-        """Have what is given from now on wait for ``event``."""
-
-    def record(self) -> Event:
-        """Return an event after all that was given so far."""
-
-    def copy(self, plan: CopyPlan) -> None:
-        """Give the copies of ``plan`` to the stream, all or, when it raises, the first few."""
+    _fields_ = [
+        ("source_access_order", ctypes.c_int),
+        ("source_hint", ctypes.c_int * 2),
+        ("destination_hint", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    ]
 
 
-class CudaRuntime(Protocol):
-    """What the engine needs of a device. Errors are raised."""
+class Cudart(RuntimeLibrary):
+    """CUDA's runtime library, with ``cudaMemcpyBatchAsync`` where it is new enough.
 
-    def attach(self) -> None:
-        """Prepare the calling thread for the calls below. May be called again."""
-
-    def record_compute(self) -> Event:
-        """Return an event after what the calling thread has given the device; needs no ``attach``."""
-
-    def node(self) -> int | None:
-        """Return the NUMA node that the device is at, where that is known; needs no ``attach``."""
-
-    def open_stream(self) -> Stream:
-        """Return a stream of its own; needs no ``attach``."""
-
-    def host_register(self, address: int, nbytes: int) -> None:
-        """Pin host memory, so that the device copies from it and to it directly."""
-
-    def host_unregister(self, address: int) -> None:
-        """Undo ``host_register``."""
-
-
-class CudaTransferEngine(LaneEngine):
-    """Copies between tensors on one GPU and slots, with a stream and a thread for each direction.
-
-    Stores and loads wait for the work that the submitting thread has given its current stream: a
-    store for what computes the blocks, a load for what was to be written to them before. How long a
-    copy took is measured by the device.
-
-    The slots are pinned in the background, in pieces, from slot 0 on. Slots that are not pinned, or
-    cannot be, are copied all the same, slower: CUDA then stages the bytes and holds up the thread
-    that gives it the copy, which is the lane's and not the engine's.
+    That is called here and not through cuda-python, which takes the addresses as Python lists.
 
     Args:
-        kv_caches: tensors on one GPU.
-        layout: where the pages lie in a slot.
-        region: the slots; it stays mapped until ``close``.
-        runtime: the device; None for that of the tensors.
-        piece_bytes: at most so many bytes are pinned at once, but at least one slot.
+        path: of the library.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self._attributes = _Attributes(_IN_STREAM_ORDER)
+        self._first = ctypes.c_size_t(0)
+        self._tells_failed = self.runtime_version < _WITHOUT_FAILED_INDEX
+
+    def kernels_reach_host(self, device: int) -> bool:
+        """Say whether kernels on this device can use the host's own addresses of pinned memory."""
+        answer = ctypes.c_int()
+        self.call("DeviceGetAttribute", ctypes.byref(answer), _HOST_POINTERS_WORK, device)
+        return bool(answer.value)
+
+    def copy_batch(self, plan: CopyPlan, stream: int) -> None:
+        """Give all copies of ``plan`` in one call, or none. The library has read the plan when this returns.
+
+        Raises:
+            AttributeError: the library is older than the call.
+        """
+        failed = (ctypes.byref(ctypes.c_size_t()),) if self._tells_failed else ()
+        arrays = (plan.dst.ctypes.data, plan.src.ctypes.data, plan.sizes.ctypes.data)
+        self.call(
+            "MemcpyBatchAsync",
+            *map(ctypes.c_void_p, arrays),
+            ctypes.c_size_t(len(plan.sizes)),
+            *(ctypes.byref(self._attributes), ctypes.byref(self._first), ctypes.c_size_t(1)),
+            *failed,
+            ctypes.c_void_p(stream),
+        )
+
+
+def missing() -> str | None:
+    """Say why NVIDIA GPUs cannot be used here; None where they can."""
+    if torch.version.hip is not None:  # torch calls AMD's GPUs "cuda" too
+        return "torch is built for ROCm"
+    if torch.version.cuda is None:
+        return "torch is built without CUDA"
+    return None if torch.cuda.is_available() else "torch finds no NVIDIA GPU"
+
+
+def open_library() -> Cudart:
+    """Return CUDA's runtime library, as torch has loaded it. Raise ConfigError where it has not."""
+    return Cudart(find_library("libcudart"))
+
+
+def methods_for(
+    library: Cudart, device: torch.device, batched_copy: BatchedCopy | None = None
+) -> dict[str, Method]:
+    """Return all ways to copy that this GPU and its software have, by name.
+
+    Args:
+        library: CUDA's.
+        device: the GPU, with its index.
+        batched_copy: the engine's own operation.
+    """
+    methods: dict[str, Method] = {BATCH: BatchCopy(library), **common_methods(library, batched_copy)}
+    if library.kernels_reach_host(device.index) and (gather := _gather(methods[EACH])):
+        methods[GATHER] = gather
+    return methods
+
+
+def open_runtime(kv_caches: KVCaches, batched_copy: BatchedCopy | None = None) -> TorchRuntime:
+    """Return the runtime of the GPU that all tensors are on.
 
     Raises:
-        ConfigError: the tensors are on another device or on several, or CUDA cannot be used.
-        ValueError: region, layout and tensors do not fit each other.
+        ConfigError: they are not on one GPU, or CUDA's runtime library is not found.
     """
-
-    def __init__(
-        self,
-        kv_caches: KVCaches,
-        layout: SlotLayout,
-        region: Region,
-        runtime: CudaRuntime | None = None,
-        piece_bytes: int = PIECE_BYTES,
-    ) -> None:
-        device = runtime or cuda_runtime.open_runtime(kv_caches)
-        piece_slots = max(1, piece_bytes // region.chunk_bytes)
-        super().__init__(kv_caches, layout, region, lambda: _StreamLane(device).prepare, piece_slots)
-        self._node = device.node()
-        self._pinned = _PinnedSlots(device, region, piece_slots)
-
-    @property
-    def node(self) -> int | None:
-        """See ``TransferEngine.node``."""
-        return self._node
-
-    @property
-    def pinning(self) -> Pinning:
-        """See ``TransferEngine.pinning``."""
-        return Pinning(self._pinned.nbytes, self._pinned.failed)
-
-    def close(self) -> None:
-        """See ``TransferEngine.close``."""
-        super().close()
-        self._pinned.close()
+    require_device(kv_caches, "cuda")
+    device = only_device(kv_caches)
+    library = open_library()
+    methods = methods_for(library, device, batched_copy)
+    return TorchRuntime(device, library, methods, choice_for(device, library, methods))
 
 
-class _StreamLane:
-    """What a lane copies with: a stream, and a fresh one after each failure."""
-
-    def __init__(self, runtime: CudaRuntime) -> None:
-        self._runtime = runtime
-        self._stream = runtime.open_stream()
-
-    def prepare(self, plan: CopyPlan) -> Copy:
-        return partial(self._copy, plan, self._runtime.record_compute())
-
-    def _copy(self, plan: CopyPlan, computed: Event, attempt: Attempt) -> float:
-        self._runtime.attach()
-        if attempt is not Attempt.FIRST:
-            self._stream = self._runtime.open_stream()
-        stream = self._stream
-        stream.wait(computed)
-        start = stream.record()
-        try:
-            _give_staged(stream, plan) if attempt is Attempt.STAGED else stream.copy(plan)
-        finally:  # when one is refused, those before it are under way
-            end = stream.record()
-            end.synchronize()
-        return start.elapsed_time(end) / 1000
+def common_methods(library: RuntimeLibrary, batched_copy: BatchedCopy | None) -> dict[str, Method]:
+    """Return the ways to copy that all GPUs of torch's have, by name."""
+    methods: dict[str, Method] = {EACH: EachCopy(library), STRIDED: StridedCopy(library)}
+    if batched_copy is not None:
+        methods[ENGINE] = EngineCopy(batched_copy)
+    return methods
 
 
-def _give_staged(stream: Stream, plan: CopyPlan) -> None:
-    """Make the copies of a load one by one, from memory of this process that nothing else has touched."""
-    memory = np.empty(int(plan.sizes.max(initial=1)), dtype=np.uint8)
-    staging = np.array([memory.ctypes.data], dtype=np.uint64)
-    for index, (source, nbytes) in enumerate(zip(plan.src.tolist(), plan.sizes.tolist(), strict=True)):
-        ctypes.memmove(memory.ctypes.data, source, nbytes)
-        here = slice(index, index + 1)
-        stream.copy(CopyPlan(staging, plan.dst[here], plan.sizes[here], nbytes))
-        stream.record().synchronize()
+def choice_for(device: torch.device, library: RuntimeLibrary, methods: dict[str, Method]) -> Choice:
+    """Return which method is best for which plan on this device; the first time it is measured."""
+    name = torch.cuda.get_device_properties(device).name
+    versions = f"driver {library.driver_version}, runtime {library.runtime_version}"
+    key = f"{name}, {versions}, torch {torch.__version__}, {' '.join(sorted(methods))}"
+    try:
+        return kept_choice(key, partial(_measured, device, methods))
+    except Exception as error:  # no memory left, say: a copy is made all the same
+        logger.warning("the copy methods of this device cannot be measured, the plainest is used: %s", error)
+        return {}
 
 
-class _PinnedSlots:
-    """Pins the slots in a thread, piece after piece, and keeps them mapped until it has unpinned them.
+def _measured(device: torch.device, methods: dict[str, Method]) -> dict[str, str]:
+    with torch.cuda.device(device):
+        return choose(methods, Scratch(device, torch.cuda.Stream(device)).measure)
 
-    CUDA refuses a copy that touches two pieces: the copy plans keep to the same ``piece_slots``.
-    """
 
-    def __init__(self, runtime: CudaRuntime, region: Region, piece_slots: int) -> None:
-        self.nbytes = 0
-        self.failed = False
-        self._runtime = runtime
-        self._address = region.address
-        self._total_bytes = region.nbytes
-        self._piece_bytes = piece_slots * region.chunk_bytes
-        self._mapped: memoryview | None = region.view(0)
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="kvtier-pin", daemon=True)
-        self._thread.start()
+def _gather(other: Method) -> Method | None:
+    try:
+        from kvtier.device.gather import GatherCopy
+    except ImportError:  # torch's wheels for GPUs bring Triton, others need not
+        return None
+    return GatherCopy(other)
 
-    def close(self) -> None:
-        """Unpin. No copy may be under way. May be called again."""
-        self._stopping.set()
-        self._thread.join()
-        self._mapped = None
 
-    def _work(self) -> None:
-        pieces: list[int] = []
-        try:
-            self._runtime.attach()
-            with numa.preferring(self._runtime.node()):  # pinning touches what nobody has touched yet
-                self._pin(pieces)
-        except Exception as error:
-            self.failed = True
-            logger.warning(
-                "%d of %d bytes of the primary tier are pinned, and no more can be (%s): copies to and "
-                "from the rest are slower",
-                self.nbytes,
-                self._total_bytes,
-                error,
-            )
-        self._stopping.wait()
-        self._unpin(pieces)
-
-    def _pin(self, pieces: list[int]) -> None:
-        for start in range(0, self._total_bytes, self._piece_bytes):
-            if self._stopping.is_set():
-                return
-            size = min(self._piece_bytes, self._total_bytes - start)
-            self._runtime.host_register(self._address + start, size)
-            pieces.append(self._address + start)
-            self.nbytes += size
-
-    def _unpin(self, pieces: list[int]) -> None:
-        self.nbytes = 0
-        for address in pieces:
-            try:
-                self._runtime.host_unregister(address)
-            except Exception:  # the others must be unpinned too
-                logger.exception("a piece of the primary tier cannot be unpinned")
+def open_engine(
+    kv_caches: KVCaches,
+    layout: SlotLayout,
+    region: Region,
+    *,
+    deadline_s: float = DEADLINE_S,
+    batched_copy: BatchedCopy | None = None,
+) -> StreamEngine:
+    """Open the engine for tensors on one NVIDIA GPU. See ``kvtier.device.auto.open_transfer_engine``."""
+    runtime = open_runtime(kv_caches, batched_copy)
+    return StreamEngine(kv_caches, layout, region, runtime, deadline_s=deadline_s)

@@ -2,25 +2,73 @@
 
 Every test compares the whole memory with ``TransferModel``, which makes the same transfers page by
 page in plain Python: what must change has changed, and nothing else has.
+
+Over a device that is played the suite checks an engine's logic, and nothing of the hardware.
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 
 import pytest
 import torch
 
 from kvtier.device.base import Blocks, KVCaches, PageMapping, PageRef, Run, TransferEngine
-from kvtier.errors import StateError
+from kvtier.device.lanes import Way
+from kvtier.errors import DeviceLostError, DeviceStuckError, StateError
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
 
 EngineFactory = Callable[[KVCaches, SlotLayout, Region], TransferEngine]
+
+GatedFactory = Callable[[float], EngineFactory]
+"""Takes a deadline in seconds; makes engines whose copies go through the gate of the test."""
+
+
+class Compute:
+    """What the engine computes on the device, as far as the tests play it: the current stream of torch."""
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Give the device work, which need not be done when this returns."""
+        work()
+
+    def finish(self) -> None:
+        """Block until all work is done."""
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+
+class Gate:
+    """Holds copies up on their way, in the lanes' threads. To be passed before the first byte moves."""
+
+    def __init__(self) -> None:
+        self._held: set[str] = set()
+        self._opened = threading.Condition()
+
+    def hold(self, *ways: Way) -> None:
+        """Let nobody through who copies for these lanes."""
+        with self._opened:
+            self._held.update(ways)
+
+    def open(self) -> None:
+        """Let everybody through from now on."""
+        with self._opened:
+            self._held.clear()
+            self._opened.notify_all()
+
+    def go_through(self) -> None:
+        """Block while the lane of the calling thread is held."""
+        name = threading.current_thread().name
+        with self._opened:
+            self._opened.wait_for(lambda: name not in self._held, 60)
 
 
 @dataclass(frozen=True)
@@ -168,6 +216,14 @@ class Rig:
         self.engine.submit_load(transfer_id, slots, blocks, expedited=expedited)
         self.model.load(slots, blocks)
 
+    def paint(self, compute: Compute, block: int, value: int) -> None:
+        """Have all bytes of a block computed, and write them in the model."""
+        pages = self.caches.tensors
+        compute.run(partial(_fill, [tensor[block] for tensor in pages], value))
+        for tensor, rows in zip(pages, self.model.rows, strict=True):
+            width = tensor.shape[1]
+            rows[block][:width] = bytes([value]) * width
+
     def check(self) -> None:
         """Wait for all transfers and compare all bytes with the model."""
         self.engine.drain()
@@ -191,6 +247,11 @@ def rig(factory: EngineFactory, shape: Shape | None = None, device: str = "cpu")
         yield made
     finally:
         made.close()
+
+
+def _fill(pages: Sequence[torch.Tensor], value: int) -> None:
+    for page in pages:
+        page.fill_(value)
 
 
 def _tensor(rows: list[bytearray], device: str) -> torch.Tensor:
@@ -222,6 +283,23 @@ class DeviceConformance:
     def engine_factory(self) -> EngineFactory:
         """Return what makes the engine of given tensors, layout and region."""
         raise NotImplementedError("a conformance test needs the fixture engine_factory")
+
+    @pytest.fixture
+    def compute(self) -> Compute:
+        """Return what the engine computes with."""
+        return Compute()
+
+    @pytest.fixture
+    def gate(self) -> Iterator[Gate]:
+        """Return what holds copies up; everybody is let through at the end."""
+        gate = Gate()
+        yield gate
+        gate.open()
+
+    @pytest.fixture
+    def gated_factory(self, gate: Gate) -> GatedFactory:
+        """Return what makes engines whose copies go through ``gate``."""
+        raise NotImplementedError("a conformance test needs the fixture gated_factory")
 
     @pytest.mark.parametrize("blocks_per_chunk", [1, 2, 4])
     def test_whole_chunks_there_and_back(self, engine_factory: EngineFactory, blocks_per_chunk: int) -> None:
@@ -334,6 +412,194 @@ class DeviceConformance:
                 it.load(number + 1, range(10, 14), _run(24 + number % 20, 4))
             it.check()
 
+    def test_many_groups(self, engine_factory: EngineFactory) -> None:
+        noise = random.Random(5)
+        pages = (512, 192, 64, 33, 4096, 8)
+        groups = tuple(
+            tuple((tensor, noise.randint(1, pages[tensor])) for tensor in noise.sample(range(6), 3))
+            for _ in range(24)
+        )
+        shape = Shape(pages, groups=groups, blocks_per_chunk=3, num_blocks=96, slots=64)
+        with rig(engine_factory, shape, self.device) as it:
+            sizes = tuple(noise.randint(0, 2) for _ in groups)
+            firsts = tuple(noise.randint(0, 7) for _ in groups)
+            blocks = Blocks.make(noise.sample(range(48), sum(sizes)), sizes, firsts)
+            slots = noise.sample(range(64), sum(blocks.slots_needed(3)))
+            it.store(1, blocks, slots)
+            it.check()
+            it.load(2, slots, Blocks.make(noise.sample(range(48, 96), sum(sizes)), sizes, firsts))
+            it.check()
+
+    def test_a_store_takes_what_was_computed_before_it(
+        self, engine_factory: EngineFactory, compute: Compute
+    ) -> None:
+        with rig(engine_factory, device=self.device) as it:
+            for number in range(16):
+                it.paint(compute, number, 17 + number)
+                it.store(number, _run(number, 1), [number])
+                it.paint(compute, 24 + number, 100 + number)  # beside it
+            compute.finish()
+            it.check()
+
+    def test_what_is_computed_after_the_end_of_a_store_is_not_stored(
+        self, engine_factory: EngineFactory, compute: Compute
+    ) -> None:
+        with rig(engine_factory, device=self.device) as it:
+            for number in range(16):
+                it.paint(compute, 5, 17 + number)
+                it.store(number, _run(5, 1), [number])
+                it.engine.wait([number])
+                it.paint(compute, 5, 100 + number)
+            compute.finish()
+            it.check()
+
+    @pytest.mark.parametrize("expedited", [False, True])
+    def test_a_load_comes_after_what_was_to_be_written_to_its_blocks(
+        self, engine_factory: EngineFactory, compute: Compute, expedited: bool
+    ) -> None:
+        with rig(engine_factory, device=self.device) as it:
+            for number in range(16):
+                it.paint(compute, number, 0)
+                it.load(number, [number], _run(number, 1), expedited=expedited)
+            compute.finish()
+            it.check()
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_all_at_once(self, engine_factory: EngineFactory, compute: Compute, seed: int) -> None:
+        # Stores from blocks 0 to 23 to slots 0 to 11, loads from the other slots to the other blocks; a
+        # block is computed anew only when what was stored of it has been.
+        noise = random.Random(seed)
+        with rig(engine_factory, Shape(blocks_per_chunk=2), self.device) as it:
+            last_store: dict[int, int] = {}
+            for number in range(0, 240, 2):
+                block = noise.randrange(23)
+                it.engine.wait({last_store.get(block, -1), last_store.get(block + 1, -1)})
+                it.paint(compute, block, noise.randrange(128))
+                it.store(number, _run(block, 2), [noise.randrange(12)])
+                last_store[block] = last_store[block + 1] = number
+                slots, target = [noise.randrange(12, 24)], 24 + 2 * noise.randrange(12)
+                it.load(number + 1, slots, _run(target, 2))
+            compute.finish()
+            it.check()
+
+    def test_a_store_and_an_expedited_load_overtake_a_load(
+        self, gated_factory: GatedFactory, gate: Gate
+    ) -> None:
+        with rig(gated_factory(60), device=self.device) as it:
+            gate.hold(Way.LOAD)
+            it.load(1, [1], _run(1, 1))
+            it.load(2, [2], _run(2, 1))
+            it.load(3, [3], _run(3, 1), expedited=True)
+            it.store(4, _run(5, 1), [7])
+            it.engine.wait([3, 4])
+            assert sorted(end.transfer_id for end in it.engine.finished()) == [3, 4]
+            gate.open()
+            it.check()
+            assert [end.transfer_id for end in it.engine.finished()] == [1, 2]
+
+    def test_submitting_does_not_wait_for_copies(self, gated_factory: GatedFactory, gate: Gate) -> None:
+        with rig(gated_factory(60), device=self.device) as it:
+            gate.hold(Way.LOAD)
+            for number in range(20):
+                it.load(number, [number], _run(number, 1))
+            assert it.engine.finished() == []
+            with pytest.raises(ValueError, match="transfer 7 is under way"):
+                it.engine.submit_load(7, [7], _run(7, 1))
+            gate.open()
+            it.check()
+
+    def test_wait_blocks_until_the_end(self, gated_factory: GatedFactory, gate: Gate) -> None:
+        with rig(gated_factory(60), device=self.device) as it:
+            gate.hold(Way.STORE)
+            it.store(1, _run(1, 1), [1])
+            waiter = threading.Thread(target=it.engine.wait, args=([1],))
+            waiter.start()
+            waiter.join(0.05)
+            assert waiter.is_alive()
+            gate.open()
+            waiter.join(20)
+            assert not waiter.is_alive()
+
+    def test_an_event_loop_goes_on_while_it_waits(self, gated_factory: GatedFactory, gate: Gate) -> None:
+        async def wait_for_three(it: Rig) -> tuple[int, int]:
+            loop = asyncio.get_running_loop()
+            ended, wakeups, turns = asyncio.Event(), 0, 0
+
+            def wake() -> None:
+                nonlocal wakeups
+                wakeups += 1
+                ended.set()
+
+            it.engine.set_wakeup(lambda: loop.call_soon_threadsafe(wake))
+            for number in range(3):
+                it.store(number, _run(number, 1), [number])
+            while turns < 10:
+                await asyncio.sleep(0.001)
+                turns += 1
+            assert wakeups == 0
+            gate.open()
+            found: list[int] = []
+            while len(found) < 3:
+                await asyncio.wait_for(ended.wait(), 20)
+                ended.clear()
+                found += [end.transfer_id for end in it.engine.finished()]
+            await asyncio.sleep(0.01)
+            it.engine.set_wakeup(None)
+            assert found == [0, 1, 2]
+            return wakeups, turns
+
+        with rig(gated_factory(60), device=self.device) as it:
+            gate.hold(Way.STORE)
+            wakeups, _ = asyncio.run(wait_for_three(it))
+            assert wakeups == 3  # one for each end: nobody asks again and again
+            it.check()
+
+    def test_a_copy_that_hangs_is_given_up_and_the_device_with_it(
+        self, gated_factory: GatedFactory, gate: Gate, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        it = Rig(gated_factory(0.2), Shape(), self.device)
+        gate.hold(Way.STORE)
+        woken = threading.Event()
+        it.engine.set_wakeup(woken.set)
+        for number in (1, 2):
+            it.engine.submit_store(number, _run(number, 1), [number])
+        it.engine.wait([1, 2])
+        assert woken.is_set()
+        it.engine.submit_store(3, _run(3, 1), [3])
+        it.engine.submit_load(4, [4], _run(4, 1))
+        it.engine.drain()
+        ends = {end.transfer_id: end for end in it.engine.finished()}
+        assert isinstance(ends[1].error, DeviceStuckError)
+        assert "has not ended within 0.2 s" in str(ends[1].error)
+        kinds = [type(ends[number].error) for number in (2, 3, 4)]
+        assert kinds == [DeviceLostError] * 3  # nothing of them moves
+        assert [end.attempt for end in ends.values()] == [None] * 4
+        it.engine.close()
+        gate.open()  # what was given up ends after all: nobody hears of it, and its memory is there
+        time.sleep(0.05)
+        assert it.engine.finished() == []
+        assert sum("the device is given up" in record.getMessage() for record in caplog.records) == 1
+        it.close()
+
+    def test_a_copy_that_is_slow_is_not_given_up(self, gated_factory: GatedFactory, gate: Gate) -> None:
+        with rig(gated_factory(2), device=self.device) as it:
+            gate.hold(Way.LOAD)
+            it.load(1, [1], _run(1, 1))
+            threading.Timer(0.4, gate.open).start()
+            it.check()
+            assert [end.error for end in it.engine.finished()] == [None]
+
+    def test_many_copies_may_take_longer_than_the_deadline_of_one(self, gated_factory: GatedFactory) -> None:
+        with rig(gated_factory(0.2), device=self.device) as it:
+            start = time.monotonic()
+            number = 0
+            while time.monotonic() < start + 0.5:
+                it.load(number, [number % 24], _run(number % 48, 1))
+                it.engine.wait([number - 3])
+                number += 1
+            it.check()
+            assert {end.error for end in it.engine.finished()} == {None}
+
     def test_results_say_what_was_moved(self, engine_factory: EngineFactory) -> None:
         with rig(engine_factory, device=self.device) as it:
             blocks = _run(0, 5)
@@ -371,6 +637,28 @@ class DeviceConformance:
                 it.load(number + 1, range(16, 24), _run(40, 8), expedited=number % 4 == 0)
             it.engine.close()
             assert sorted(end.transfer_id for end in it.engine.finished()) == list(range(60))
+            it.check()
+
+    def test_close_while_somebody_submits(self, engine_factory: EngineFactory) -> None:
+        with rig(engine_factory, device=self.device) as it:
+            accepted: list[int] = []
+            refused: list[StateError] = []
+
+            def submit() -> None:
+                while not refused:
+                    try:
+                        it.store(len(accepted), _run(len(accepted) % 40, 8), range(8))
+                        accepted.append(len(accepted))
+                    except StateError as error:
+                        refused.append(error)
+
+            submitter = threading.Thread(target=submit)
+            submitter.start()
+            time.sleep(0.02)
+            it.engine.close()
+            submitter.join(20)
+            assert refused
+            assert [end.transfer_id for end in it.engine.finished()] == accepted
             it.check()
 
     def test_close_again(self, engine_factory: EngineFactory) -> None:

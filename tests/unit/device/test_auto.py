@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from kvtier.device.auto import open_transfer_engine
+from kvtier.device import cpu, cuda, rocm, xpu
+from kvtier.device.auto import BACKENDS, open_transfer_engine
 from kvtier.device.base import KVCaches, PageRef
 from kvtier.device.cpu import CpuTransferEngine
 from kvtier.errors import ConfigError
@@ -26,14 +29,32 @@ def test_host_memory_has_the_cpu_backend(name: str | None) -> None:
         engine.close()
 
 
+@pytest.fixture
+def only_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without any accelerator, with a torch for CUDA."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.version, "hip", None)
+    for api in (torch.cuda, torch.xpu):
+        monkeypatch.setattr(api, "is_available", lambda: False)
+
+
+POSSIBLE = (
+    r"possible here: cpu \(cuda: torch finds no NVIDIA GPU; rocm: torch is not built for ROCm; "
+    r"xpu: torch finds no Intel GPU, or is not built for them\)"
+)
+
+
+@pytest.mark.usefixtures("only_cpu")
 @pytest.mark.parametrize(
     ("devices", "name", "message"),
     [
-        (("meta",), None, "of type 'meta'; this version of kvtier supports: cpu, cuda"),
+        (("meta",), None, f"on a device of type 'meta'; {POSSIBLE}"),
         (("meta",), "cpu", "'cpu' cannot copy tensors on meta"),
-        (("cpu",), "cuda", "'cuda' cannot copy tensors on cpu"),
+        (("cpu",), "cuda", f"'cuda' cannot be used: torch finds no NVIDIA GPU; {POSSIBLE}"),
+        (("cpu",), "rocm", f"'rocm' cannot be used: torch is not built for ROCm; {POSSIBLE}"),
+        (("cpu",), "xpu", f"'xpu' cannot be used: torch finds no Intel GPU, or is not built.*; {POSSIBLE}"),
         (("cpu", "meta"), None, r"2 types \(cpu, meta\)"),
-        (("cpu",), "abacus", "no device backend named 'abacus'; there are: cpu, cuda"),
+        (("cpu",), "abacus", f"no device backend named 'abacus'; {POSSIBLE}"),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(devices: tuple[str, ...], name: str | None, message: str) -> None:
@@ -41,10 +62,60 @@ def test_what_cannot_be_is_refused_in_words(devices: tuple[str, ...], name: str 
         open_transfer_engine(caches(*devices), LAYOUT, region, name)
 
 
-def test_rocm_which_torch_calls_cuda_too_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    with (
-        Region.anonymous(2, LAYOUT.chunk_bytes) as region,
-        pytest.raises(ConfigError, match="ROCm, which is not supported yet"),
-    ):
-        open_transfer_engine(caches("cpu"), LAYOUT, region, "cuda")
+@pytest.mark.parametrize("name", ["cuda", "rocm", "xpu"])
+def test_a_backend_refuses_tensors_of_another_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for backend in (cuda, rocm, xpu):
+        monkeypatch.setattr(backend, "missing", lambda: None)
+    message = f"'{'xpu' if name == 'xpu' else 'cuda'}' cannot copy tensors on cpu"
+    with Region.anonymous(2, LAYOUT.chunk_bytes) as region, pytest.raises(ConfigError, match=message):
+        open_transfer_engine(caches("cpu"), LAYOUT, region, name)
+
+
+@pytest.mark.parametrize(
+    ("hip", "built", "found", "expected"),
+    [
+        (None, None, False, ("torch is built without CUDA", "torch is not built for ROCm")),
+        (None, "13.0", False, ("torch finds no NVIDIA GPU", "torch is not built for ROCm")),
+        (None, "13.0", True, (None, "torch is not built for ROCm")),
+        ("7.0", None, False, ("torch is built for ROCm", "torch finds no AMD GPU")),
+        ("7.0", None, True, ("torch is built for ROCm", None)),
+    ],
+)
+def test_what_torch_calls_cuda_is_one_of_two_backends(
+    hip: str | None,
+    built: str | None,
+    found: bool,
+    expected: tuple[str | None, str | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: found)
+    assert (cuda.missing(), rocm.missing()) == expected
+
+
+class OnDevice:
+    """Stands for tensors on a device that this machine has not got."""
+
+    def __init__(self, kind: str) -> None:
+        self.device = torch.device(kind, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "hip", "name"), [("cuda", None, "cuda"), ("cuda", "7.0", "rocm"), ("xpu", None, "xpu")]
+)
+def test_the_backend_is_that_of_the_tensors(
+    kind: str, hip: str | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[tuple[str, Any]] = []
+    for backend in BACKENDS:
+        module = {"cpu": cpu, "cuda": cuda, "rocm": rocm, "xpu": xpu}[backend]
+        monkeypatch.setattr(module, "missing", lambda: None)
+        monkeypatch.setattr(
+            module, "open_engine", lambda *_, backend=backend, **given: opened.append((backend, given))
+        )
+    monkeypatch.setattr(torch.version, "hip", hip)
+    fake: Any = type("Caches", (), {"tensors": (OnDevice(kind),)})()
+    with Region.anonymous(2, LAYOUT.chunk_bytes) as region:
+        open_transfer_engine(fake, LAYOUT, region, deadline_s=7)
+    assert opened == [(name, {"deadline_s": 7, "batched_copy": None})]

@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 from kvtier import native
 from kvtier.device.base import Attempt, Blocks
 from kvtier.device.cpu import CpuTransferEngine, copy_plan
-from kvtier.device.lanes import LOST_AFTER
+from kvtier.device.lanes import LOST_AFTER, Way
 from kvtier.device.plan import CopyPlan
 from kvtier.errors import DeviceLostError
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
-from kvtier.testing.device import DeviceConformance, EngineFactory, Rig, Shape, rig
+from kvtier.testing.device import (
+    DeviceConformance,
+    EngineFactory,
+    Gate,
+    GatedFactory,
+    Rig,
+    Shape,
+    rig,
+)
 
 
-class TestNative(DeviceConformance):
+class OnCpu(DeviceConformance):
+    @pytest.fixture
+    def gated_factory(self, gate: Gate) -> GatedFactory:
+        def copy(plan: CopyPlan) -> None:
+            gate.go_through()
+            copy_plan(plan)
+
+        return lambda deadline_s: partial(CpuTransferEngine, copy=copy, deadline_s=deadline_s)
+
+
+class TestNative(OnCpu):
     @pytest.fixture
     def engine_factory(self) -> EngineFactory:
         if not native.available:
@@ -26,7 +47,7 @@ class TestNative(DeviceConformance):
         return CpuTransferEngine
 
 
-class TestFallback(DeviceConformance):
+class TestFallback(OnCpu):
     @pytest.fixture
     def engine_factory(self, monkeypatch: pytest.MonkeyPatch) -> EngineFactory:
         monkeypatch.setattr(native, "library", None)
@@ -137,72 +158,6 @@ def test_a_device_that_says_it_is_lost_is_believed_at_once() -> None:
         ]
 
 
-class Gate:
-    """Holds copies back while they come from threads named in ``held``."""
-
-    def __init__(self, held: str) -> None:
-        self.held = held
-        self.opened = threading.Event()
-
-    def __call__(self, plan: CopyPlan) -> None:
-        if threading.current_thread().name == self.held:
-            assert self.opened.wait(20)
-        copy_plan(plan)
-
-
-@pytest.fixture
-def gated() -> Iterator[tuple[Rig, Gate]]:
-    gate = Gate("kvtier-load")
-    with rig(with_copy(gate)) as it:
-        yield it, gate
-        gate.opened.set()
-
-
-def test_an_expedited_load_overtakes(gated: tuple[Rig, Gate]) -> None:
-    it, gate = gated
-    it.load(1, [1], one(1))
-    it.load(2, [2], one(2))
-    it.load(3, [3], one(3), expedited=True)
-    it.engine.wait([3])
-    assert [end.transfer_id for end in it.engine.finished()] == [3]
-    gate.opened.set()
-    it.check()
-    assert [end.transfer_id for end in it.engine.finished()] == [1, 2]
-
-
-def test_a_store_does_not_wait_for_loads(gated: tuple[Rig, Gate]) -> None:
-    it, gate = gated
-    it.load(1, [1], one(1))
-    it.store(2, one(5), [7])
-    it.engine.wait([2])
-    assert [end.transfer_id for end in it.engine.finished()] == [2]
-    gate.opened.set()
-    it.check()
-
-
-def test_submitting_does_not_wait_for_the_copy(gated: tuple[Rig, Gate]) -> None:
-    it, gate = gated
-    for number in range(20):
-        it.load(number, [number], one(number))
-    assert it.engine.finished() == []
-    with pytest.raises(ValueError, match="transfer 7 is under way"):
-        it.engine.submit_load(7, [7], one(7))
-    gate.opened.set()
-    it.check()
-
-
-def test_wait_blocks_until_the_end(gated: tuple[Rig, Gate]) -> None:
-    it, gate = gated
-    it.load(1, [1], one(1))
-    waiter = threading.Thread(target=it.engine.wait, args=([1],))
-    waiter.start()
-    waiter.join(0.05)
-    assert waiter.is_alive()
-    gate.opened.set()
-    waiter.join(20)
-    assert not waiter.is_alive()
-
-
 def test_a_failing_wakeup_does_not_stop_the_copies(caplog: pytest.LogCaptureFixture) -> None:
     def closed_loop() -> None:
         raise RuntimeError("Event loop is closed")
@@ -240,3 +195,29 @@ def test_the_region_must_have_the_layouts_slots() -> None:
             CpuTransferEngine(it.caches, it.shape.layout, region)
         with pytest.raises(ValueError, match=r"pages of \(512, 192\), the layout of \(512, 64\)"):
             CpuTransferEngine(it.caches, SlotLayout.make((512, 64), 1), it.region)
+
+
+def test_memory_that_a_copy_is_stuck_with_stays_mapped() -> None:
+    gate = Gate()
+
+    def copy(plan: CopyPlan) -> None:
+        gate.go_through()
+        copy_plan(plan)
+
+    gate.hold(Way.LOAD)
+    it = Rig(partial(CpuTransferEngine, copy=copy, deadline_s=0.1), Shape())
+    address = it.region.address
+    it.engine.submit_load(1, [3], one(5))
+    it.engine.drain()
+    it.close()
+    del it
+    gc.collect()
+    assert is_mapped(address)
+    gate.open()
+
+
+def is_mapped(address: int) -> bool:
+    ranges = (
+        line.split(maxsplit=1)[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
+    )
+    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)

@@ -1,95 +1,51 @@
-"""CUDA's runtime library as it is called, with a library in its place that was compiled for the test."""
+"""The runtime libraries as they are called, and the engine over them, with a library of our own."""
 
 from __future__ import annotations
 
 import ctypes
-import subprocess
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvtier import native
-from kvtier.device.cuda_runtime import Cudart, find_cudart
+from kvtier.device.base import Blocks
+from kvtier.device.cuda import Cudart
+from kvtier.device.cuda_runtime import RuntimeLibrary, TorchRuntime, TorchStream, find_library
+from kvtier.device.lanes import Way
+from kvtier.device.methods import (
+    BATCH,
+    CASES,
+    EACH,
+    ENGINE,
+    STRIDED,
+    BatchCopy,
+    EachCopy,
+    EngineCopy,
+    Method,
+    Rows,
+    StridedCopy,
+)
 from kvtier.device.plan import CopyPlan
-from kvtier.errors import ConfigError, TransferError
-from kvtier.native import build
+from kvtier.device.streams import StreamEngine
+from kvtier.errors import ConfigError, DeviceLostError, TransferError
+from kvtier.testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory, Shape, rig
 
-STUB = """
-#include <stddef.h>
-#include <string.h>
-
-typedef struct stream *cudaStream_t;
-_Thread_local int last_error, capture_mode;
-void *registered, *unregistered, *used_stream;
-size_t registered_bytes;
-unsigned flags;
-int fails;
-
-static int end(int code) { if (code) last_error = code; return code; }
-const char *cudaGetErrorString(int code) { return code == 2 ? "out of memory" : "invalid argument"; }
-int cudaGetLastError(void) { int code = last_error; last_error = 0; return code; }
-int peek_error(void) { return last_error; }
-int peek_mode(void) { return capture_mode; }
-
-int cudaMemcpyAsync(void *dst, const void *src, size_t count, int kind, cudaStream_t stream)
-{
-    if (fails || kind != 4)
-        return end(1);
-    used_stream = stream;
-    memcpy(dst, src, count);
-    return 0;
-}
-int cudaHostRegister(void *ptr, size_t size, unsigned given)
-{
-    registered = ptr, registered_bytes = size, flags = given;
-    return end(fails ? 2 : 0);
-}
-int cudaHostUnregister(void *ptr) { unregistered = ptr; return end(fails ? 1 : 0); }
-int cudaThreadExchangeStreamCaptureMode(int *mode)
-{
-    int before = capture_mode;
-    capture_mode = *mode;
-    *mode = before;
-    return 0;
-}
-"""
 ADDRESS = 2**47 - 4096
 
 
-@pytest.fixture(scope="module")
-def stub_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    try:
-        compiler = build.compiler()
-    except build.BuildError as error:
-        pytest.skip(str(error))
-    folder = tmp_path_factory.mktemp("cudart")
-    (folder / "stub.c").write_text(STUB)
-    library = folder / "stub.so"  # by no name that find_cudart would find
-    subprocess.run(
-        [*compiler, "-std=c11", "-shared", "-fPIC", "-o", library, folder / "stub.c"], check=True, timeout=60
-    )
-    return library
-
-
-@pytest.fixture
-def stub(stub_path: Path):
-    """The library's own variables: ``stub(name)``, of the type of its address or given."""
-    library = ctypes.CDLL(str(stub_path))
-    fails = ctypes.c_int.in_dll(library, "fails")
-    fails.value = 0
-    yield lambda name, kind=ctypes.c_void_p: kind.in_dll(library, name)
-    fails.value = 0
-
-
 @pytest.fixture(params=["native", "python"])
-def cudart(request: pytest.FixtureRequest, stub_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cudart:
+def library(request: pytest.FixtureRequest, stub: Any, monkeypatch: pytest.MonkeyPatch) -> RuntimeLibrary:
     if request.param == "python":
         monkeypatch.setattr(native, "library", None)
     elif not native.available:
         pytest.skip("the native helper is not built")
-    return Cudart(str(stub_path))
+    return RuntimeLibrary(str(stub.path), stub.prefix)
 
 
 def make_plan(src: np.ndarray, dst: np.ndarray) -> CopyPlan:
@@ -99,55 +55,101 @@ def make_plan(src: np.ndarray, dst: np.ndarray) -> CopyPlan:
     return CopyPlan(offsets + np.uint64(src.ctypes.data), offsets + np.uint64(dst.ctypes.data), sizes, 16)
 
 
-def test_copies_go_to_the_stream(cudart: Cudart, stub) -> None:
-    src, dst = np.arange(40, dtype=np.uint8), np.zeros(40, dtype=np.uint8)
-    cudart.copy(make_plan(src, dst), ADDRESS)
+def arrays() -> tuple[np.ndarray, np.ndarray]:
+    return np.arange(40, dtype=np.uint8), np.zeros(40, dtype=np.uint8)
+
+
+def test_copies_go_to_the_stream(library: RuntimeLibrary, stub: Any) -> None:
+    src, dst = arrays()
+    library.copy(make_plan(src, dst), ADDRESS)
     assert dst.tolist() == [*range(8), *[0] * 24, *range(32, 40)]
-    assert stub("used_stream").value == ADDRESS
+    assert stub.variable("used_stream", ctypes.c_void_p).value == ADDRESS
 
 
-def test_a_refused_copy_is_an_error_that_does_not_stay(cudart: Cudart, stub, stub_path: Path) -> None:
-    stub("fails", ctypes.c_int).value = 1
-    src, dst = np.arange(40, dtype=np.uint8), np.zeros(40, dtype=np.uint8)
-    with pytest.raises(TransferError, match=r"cudaMemcpyAsync failed: invalid argument \(1\)"):
-        cudart.copy(make_plan(src, dst), ADDRESS)
+def test_rows_go_to_the_stream_in_one_call(library: RuntimeLibrary, stub: Any) -> None:
+    src, dst = arrays()
+    library.copy_rows(Rows(src.ctypes.data + 1, dst.ctypes.data, 10, 4, 3, 4), ADDRESS)
+    assert dst[:16].tolist() == [1, 2, 3, 0, 11, 12, 13, 0, 21, 22, 23, 0, 31, 32, 33, 0]
+    assert not dst[16:].any()
+    assert stub.variable("used_stream", ctypes.c_void_p).value == ADDRESS
+    assert stub.variable("calls").value == 1
+
+
+@pytest.mark.parametrize("prefix", ["cuda"], indirect=True)
+@pytest.mark.parametrize(("version", "failed_index"), [(12080, 1), (12090, 1), (13000, 0), (13020, 0)])
+def test_a_batch_goes_to_the_stream_in_one_call(stub: Any, version: int, failed_index: int) -> None:
+    stub.variable("version").value = version
+    src, dst = arrays()
+    Cudart(str(stub.path)).copy_batch(make_plan(src, dst), ADDRESS)
+    assert dst.tolist() == [*range(8), *[0] * 24, *range(32, 40)]
+    assert stub.variable("used_stream", ctypes.c_void_p).value == ADDRESS
+    assert stub.variable("failed_index_given").value == failed_index
+    assert stub.variable("calls").value == 1
+
+
+@pytest.mark.parametrize("prefix", ["cuda"], indirect=True)
+def test_whether_kernels_reach_the_host_is_asked_of_the_device(stub: Any) -> None:
+    library = Cudart(str(stub.path))
+    assert [library.kernels_reach_host(device) for device in (3, 4)] == [True, False]
+    stub.variable("reaches_host").value = 0
+    assert not library.kernels_reach_host(3)
+
+
+def test_a_refused_copy_is_an_error_that_does_not_stay(library: RuntimeLibrary, stub: Any) -> None:
+    stub.variable("fails").value = 1
+    src, dst = arrays()
+    with pytest.raises(TransferError, match=rf"{stub.prefix}MemcpyAsync failed: invalid argument \(1\)"):
+        library.copy(make_plan(src, dst), ADDRESS)
+    with pytest.raises(TransferError, match=rf"{stub.prefix}Memcpy2DAsync failed: invalid argument \(1\)"):
+        library.copy_rows(Rows(src.ctypes.data, dst.ctypes.data, 8, 8, 8, 2), ADDRESS)
     assert not dst.any()
-    assert ctypes.CDLL(str(stub_path)).peek_error() == 0
+    assert stub.call("peek_error") == 0
 
 
-def test_host_memory_is_registered_for_all_contexts(cudart: Cudart, stub) -> None:
-    cudart.host_register(ADDRESS, 2**40)
-    assert stub("registered").value == ADDRESS
-    assert stub("registered_bytes", ctypes.c_size_t).value == 2**40
-    assert stub("flags", ctypes.c_uint).value == 1
-    cudart.host_unregister(ADDRESS)
-    assert stub("unregistered").value == ADDRESS
+def test_errors_after_which_a_process_must_start_anew_mean_a_lost_device(library: RuntimeLibrary) -> None:
+    with pytest.raises(DeviceLostError):
+        library.check("MemcpyAsync", 719)
+    with pytest.raises(TransferError) as error:
+        library.check("MemcpyAsync", 1)
+    assert not isinstance(error.value, DeviceLostError)
 
 
-def test_memory_that_cannot_be_registered(cudart: Cudart, stub, stub_path: Path) -> None:
-    stub("fails", ctypes.c_int).value = 1
-    with pytest.raises(TransferError, match=r"cudaHostRegister failed: out of memory \(2\)"):
-        cudart.host_register(ADDRESS, 4096)
-    with pytest.raises(TransferError, match=r"cudaHostUnregister failed: invalid argument \(1\)"):
-        cudart.host_unregister(ADDRESS)
-    assert ctypes.CDLL(str(stub_path)).peek_error() == 0
+def test_host_memory_is_registered_for_all_contexts(library: RuntimeLibrary, stub: Any) -> None:
+    library.host_register(ADDRESS, 2**40)
+    assert stub.variable("registered", ctypes.c_void_p).value == ADDRESS
+    assert stub.variable("registered_bytes", ctypes.c_size_t).value == 2**40
+    assert stub.variable("flags", ctypes.c_uint).value == 1
+    library.host_unregister(ADDRESS)
+    assert stub.variable("unregistered", ctypes.c_void_p).value == ADDRESS
 
 
-def test_the_capture_mode_is_relaxed_in_the_calling_thread(cudart: Cudart, stub_path: Path) -> None:
-    library = ctypes.CDLL(str(stub_path))
+def test_memory_that_cannot_be_registered(library: RuntimeLibrary, stub: Any) -> None:
+    stub.variable("fails").value = 1
+    with pytest.raises(TransferError, match=rf"{stub.prefix}HostRegister failed: out of memory \(2\)"):
+        library.host_register(ADDRESS, 4096)
+    with pytest.raises(TransferError, match=rf"{stub.prefix}HostUnregister failed: invalid argument \(1\)"):
+        library.host_unregister(ADDRESS)
+    assert stub.call("peek_error") == 0
+
+
+def test_the_capture_mode_is_relaxed_in_the_calling_thread(library: RuntimeLibrary, stub: Any) -> None:
     modes: list[int] = []
 
     def relax() -> None:
-        modes.append(library.peek_mode())
-        cudart.relax_capture()
-        cudart.relax_capture()
-        modes.append(library.peek_mode())
+        modes.append(stub.call("peek_mode"))
+        library.relax_capture()
+        library.relax_capture()
+        modes.append(stub.call("peek_mode"))
 
     thread = threading.Thread(target=relax)
     thread.start()
     thread.join(20)
     assert modes == [0, 2]
-    assert library.peek_mode() == 0
+    assert stub.call("peek_mode") == 0
+
+
+def test_versions_are_those_of_driver_and_library(library: RuntimeLibrary) -> None:
+    assert (library.driver_version, library.runtime_version) == (12100, 12090)
 
 
 MAPS = """\
@@ -161,22 +163,118 @@ MAPS = """\
 
 
 @pytest.mark.parametrize(
-    "path",
+    ("name", "path"),
     [
-        "/v/site-packages/nvidia/cu13/lib/libcudart.so.13",
-        "/v/site-packages/nvidia/cuda_runtime/lib/libcudart.so.12",
-        "/v/torch/lib/libcudart-9335f6a2.so.12",
-        "/with some/space/libcudart.so.12.8.90",
+        ("libcudart", "/v/site-packages/nvidia/cu13/lib/libcudart.so.13"),
+        ("libcudart", "/v/site-packages/nvidia/cuda_runtime/lib/libcudart.so.12"),
+        ("libcudart", "/v/torch/lib/libcudart-9335f6a2.so.12"),
+        ("libcudart", "/with some/space/libcudart.so.12.8.90"),
+        ("libamdhip64", "/v/site-packages/torch/lib/libamdhip64.so"),
+        ("libamdhip64", "/opt/rocm-7.0.2/lib/libamdhip64.so.7.0.70002"),
     ],
 )
-def test_the_library_that_is_loaded_is_found(path: str, tmp_path: Path) -> None:
+def test_the_library_that_is_loaded_is_found(name: str, path: str, tmp_path: Path) -> None:
     maps = tmp_path / "maps"
     maps.write_text(MAPS.format(line=f"7f10c0000000-7f10c00a0000 r--p 00000000 08:01 99    {path}"))
-    assert find_cudart(maps) == path
+    assert find_library(name, maps) == path
 
 
-def test_where_no_library_is_loaded_the_backend_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["libcudart", "libamdhip64"])
+def test_where_no_library_is_loaded_the_backend_says_so(name: str, tmp_path: Path) -> None:
     maps = tmp_path / "maps"
     maps.write_text(MAPS.format(line=""))
-    with pytest.raises(ConfigError, match=r"torch has loaded no libcudart\.so"):
-        find_cudart(maps)
+    with pytest.raises(ConfigError, match=rf"torch has loaded no {name}\.so"):
+        find_library(name, maps)
+
+
+def copy_like_vllm(src: torch.Tensor, dst: torch.Tensor, sizes: torch.Tensor) -> None:
+    """What an engine's own operation does, over host memory."""
+    for numbers in (src, dst, sizes):
+        assert (numbers.dtype, numbers.device.type, numbers.ndim) == (torch.int64, "cpu", 1)
+    for source, target, size in zip(src.tolist(), dst.tolist(), sizes.tolist(), strict=True):
+        ctypes.memmove(target, source, size)
+
+
+class Counting:
+    """A method that counts what it is given."""
+
+    def __init__(self, method: Method) -> None:
+        self._method = method
+        self.plans = 0
+
+    def copy(self, plan: CopyPlan, stream: Any) -> None:
+        self.plans += 1
+        self._method.copy(plan, stream)
+
+
+FLAVOURS = [
+    *(("cuda", name) for name in (EACH, BATCH, STRIDED, ENGINE)),
+    *(("hip", name) for name in (EACH, STRIDED, ENGINE)),
+]
+
+
+@pytest.fixture(params=FLAVOURS, ids="-".join)
+def runtime(request: pytest.FixtureRequest, stub_paths: dict[str, Path], as_torch_cuda: Any) -> TorchRuntime:
+    """A runtime that copies all that it may in one way; ``counted`` counts the plans."""
+    prefix, name = request.param
+    path = str(stub_paths[prefix])
+    library = RuntimeLibrary(path, prefix)
+    methods: dict[str, Method] = {
+        EACH: EachCopy(library),
+        STRIDED: StridedCopy(library),
+        ENGINE: EngineCopy(copy_like_vllm),
+    }
+    if prefix == "cuda":
+        methods[BATCH] = BatchCopy(Cudart(path))
+    choice = {str(case): name for case in CASES}
+    counted = {name: Counting(method) for name, method in methods.items()}
+    made = TorchRuntime(torch.device("cpu"), library, counted, choice)
+    made.counted = counted[name]  # type: ignore[attr-defined]
+    return made
+
+
+def pinned_engine(runtime: TorchRuntime, deadline_s: float = 60) -> EngineFactory:
+    def factory(caches, layout, region):
+        engine = StreamEngine(caches, layout, region, runtime, deadline_s=deadline_s)
+        while engine.pinning.nbytes < region.nbytes:
+            threading.Event().wait(0.001)
+        return engine
+
+    return factory
+
+
+class TestEachMethod(DeviceConformance):
+    """The whole suite over torch's runtime with each of its methods; torch and the device are played."""
+
+    @pytest.fixture
+    def engine_factory(self, runtime: TorchRuntime) -> EngineFactory:
+        return pinned_engine(runtime)
+
+    @pytest.fixture
+    def gated_factory(
+        self, runtime: TorchRuntime, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    ) -> GatedFactory:
+        copy: Callable[..., None] = TorchStream.copy
+
+        def gated(stream: TorchStream, plan: CopyPlan) -> None:
+            gate.go_through()
+            copy(stream, plan)
+
+        monkeypatch.setattr(TorchStream, "copy", gated)
+        return partial(pinned_engine, runtime)
+
+
+def test_the_chosen_method_is_used(runtime: TorchRuntime) -> None:
+    with rig(pinned_engine(runtime), Shape(gaps=(64, 64))) as it:
+        it.store(1, Blocks.make(range(0, 32, 2), (16,), (0,)), range(16))
+        it.check()
+        it.load(2, range(16), Blocks.make(range(1, 33, 2), (16,), (0,)))
+        it.check()
+    assert runtime.counted.plans == 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("prefix", ["cuda"], indirect=True)
+def test_expedited_loads_have_a_stream_of_higher_priority(stub: Any, as_torch_cuda: Any) -> None:
+    runtime = TorchRuntime(torch.device("cpu"), RuntimeLibrary(str(stub.path)))
+    priorities = {way: runtime.open_stream(way)._stream.priority for way in Way}
+    assert priorities[Way.EXPEDITED] < priorities[Way.LOAD] == priorities[Way.STORE]

@@ -1,4 +1,4 @@
-"""The CUDA engine over a device that is played: the contract, the order of streams, and pinning.
+"""The engine over streams, on a device that is played: the contract, the order of streams, and pinning.
 
 The played device copies later and in threads of its own, as a GPU does, and refuses what CUDA refuses.
 """
@@ -17,10 +17,20 @@ import pytest
 
 from kvtier import native
 from kvtier.device.base import Attempt, Blocks, Pinning
-from kvtier.device.cuda import CudaTransferEngine, Event
+from kvtier.device.lanes import Way
 from kvtier.device.plan import CopyPlan
-from kvtier.errors import TransferError
-from kvtier.testing.device import DeviceConformance, EngineFactory, Rig, Shape, rig
+from kvtier.device.streams import StreamEngine
+from kvtier.errors import DeviceLostError, DeviceStuckError, TransferError
+from kvtier.testing.device import (
+    Compute,
+    DeviceConformance,
+    EngineFactory,
+    Gate,
+    GatedFactory,
+    Rig,
+    Shape,
+    rig,
+)
 
 CHUNK = Shape().layout.chunk_bytes
 SLOTS = Shape().slots
@@ -53,15 +63,16 @@ class PlayedStream:
     def run(self, work: Callable[[], object]) -> None:
         self._work.submit(work)
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: Any) -> None:
         self._device.require_attached()
-        self.run(event.synchronize)
+        self.run(event.reached.result)  # of what it was recorded for by now
 
     def record(self) -> PlayedEvent:
-        return PlayedEvent(self._work.submit(time.perf_counter))
+        return self._device.take_event(self._work.submit(time.perf_counter))
 
     def copy(self, plan: CopyPlan) -> None:
         self._device.require_attached()
+        self._device.gate.go_through()
         function = MEMCPY_ASYNC(self._memcpy_async)
         address = ctypes.cast(function, ctypes.c_void_p).value
         assert address is not None
@@ -104,7 +115,11 @@ class PlayedDevice:
         self._attached = threading.local()
         self._streams: list[PlayedStream] = []
         self._pinned = threading.Condition()
-        self.compute = self.open_stream()
+        self.made_events = 0
+        self.plain = False
+        self._free_events: list[PlayedEvent] = []
+        self.gate = Gate()
+        self.compute = self.open_stream(Way.STORE)
         self.pieces: list[tuple[int, int]] = []
         self.unpinned: list[int] = []
         self.unmapped: list[int] = []
@@ -141,9 +156,25 @@ class PlayedDevice:
     def node(self) -> int | None:
         return 0
 
-    def open_stream(self) -> PlayedStream:
+    def open_stream(self, way: Way, *, plain: bool = False) -> PlayedStream:
         self._streams.append(PlayedStream(self))
+        self.plain = plain
         return self._streams[-1]
+
+    def take_event(self, reached: Future[float]) -> PlayedEvent:
+        """Record an event anew, as a device does."""
+        if self._free_events:
+            event = self._free_events.pop()
+            event.reached = reached
+            return event
+        self.made_events += 1
+        return PlayedEvent(reached)
+
+    def recycle(self, *events: Any) -> None:
+        for event in events:
+            if any(event is free for free in self._free_events) or not event.reached.done():
+                raise AssertionError("this event is not over, or was given back before")
+            self._free_events.append(event)
 
     def host_register(self, address: int, nbytes: int) -> None:
         self.require_attached()
@@ -190,11 +221,14 @@ def device() -> Iterator[PlayedDevice]:
     made.close()
 
 
-def engine_on(device: PlayedDevice, piece_slots: int = SLOTS, pinned: bool = False) -> EngineFactory:
+def engine_on(
+    device: PlayedDevice, piece_slots: int = SLOTS, pinned: bool = False, deadline_s: float = 60
+) -> EngineFactory:
     """Make engines that pin so many slots at once; ``pinned``: and have pinned all of them."""
 
     def factory(caches, layout, region):
-        engine = CudaTransferEngine(caches, layout, region, device, piece_slots * layout.chunk_bytes)
+        piece_bytes = piece_slots * layout.chunk_bytes
+        engine = StreamEngine(caches, layout, region, device, piece_bytes, deadline_s=deadline_s)
         if pinned:
             device.wait_until_pinned(-(-region.slots // piece_slots))
         return engine
@@ -202,13 +236,37 @@ def engine_on(device: PlayedDevice, piece_slots: int = SLOTS, pinned: bool = Fal
     return factory
 
 
-class TestPinned(DeviceConformance):
+class ComputeStream(Compute):
+    """Computes later, on a stream of the played device."""
+
+    def __init__(self, device: PlayedDevice) -> None:
+        self._device = device
+
+    def run(self, work: Callable[[], object]) -> None:
+        self._device.compute.run(work)
+
+    def finish(self) -> None:
+        self._device.compute.record().synchronize()
+
+
+class OnPlayedDevice(DeviceConformance):
+    @pytest.fixture
+    def compute(self, device: PlayedDevice) -> Compute:
+        return ComputeStream(device)
+
+    @pytest.fixture
+    def gated_factory(self, device: PlayedDevice, gate: Gate) -> GatedFactory:
+        device.gate = gate
+        return lambda deadline_s: engine_on(device, deadline_s=deadline_s)
+
+
+class TestPinned(OnPlayedDevice):
     @pytest.fixture(params=[1, 5])
     def engine_factory(self, request: pytest.FixtureRequest, device: PlayedDevice) -> EngineFactory:
         return engine_on(device, request.param, pinned=True)
 
 
-class TestSlowWhilePinning(DeviceConformance):
+class TestSlowWhilePinning(OnPlayedDevice):
     @pytest.fixture
     def engine_factory(self, device: PlayedDevice) -> EngineFactory:
         device.before_copy = lambda dst: time.sleep(0.0005)
@@ -216,7 +274,7 @@ class TestSlowWhilePinning(DeviceConformance):
         return engine_on(device, 2)
 
 
-class TestPageableWithoutNative(DeviceConformance):
+class TestPageableWithoutNative(OnPlayedDevice):
     @pytest.fixture
     def engine_factory(
         self, device: PlayedDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -353,7 +411,77 @@ def test_a_copy_is_repeated_on_a_fresh_stream_which_is_kept(device: PlayedDevice
         it.store(2, one(6), [4])
         it.check()
         assert device.opened == before + 1
+        assert device.plain  # another way to copy may be what has failed
         assert [end.attempt for end in it.engine.finished()] == [Attempt.AGAIN, Attempt.FIRST]
+
+
+def test_events_are_used_again(device: PlayedDevice) -> None:
+    with rig(engine_on(device)) as it:
+        for number in range(40):
+            it.store(number, one(number % 48), [number % SLOTS])
+            it.engine.wait([number])
+        it.check()
+        assert device.made_events <= 6  # of two transfers: one can begin while the other one is reported
+
+
+def test_the_next_transfer_is_given_before_the_last_one_has_ended(device: PlayedDevice) -> None:
+    gate = threading.Event()
+    device.before_copy = lambda dst: gate.wait(20)
+    with rig(engine_on(device)) as it:
+        device.gate.hold(Way.STORE)
+        for number in range(3):
+            it.store(number, one(number), [number])
+        device.gate.open()  # only now, so that all three are there when the first one is given
+        until = time.monotonic() + 10
+        while device.copies < 4 and time.monotonic() < until:
+            time.sleep(0.001)
+        time.sleep(0.02)
+        assert device.copies == 4  # of two transfers, two pages each; the third one waits
+        assert it.engine.finished() == []
+        gate.set()
+        it.check()
+        assert [end.transfer_id for end in it.engine.finished()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("refused", [1, 3, 7, 9])
+def test_transfers_keep_their_order_when_one_is_repeated(device: PlayedDevice, refused: int) -> None:
+    device.before_copy = lambda dst: time.sleep(0.005)
+    device.refused = {refused}
+    with rig(engine_on(device)) as it:
+        for number in range(5):
+            it.store(number, one(number), [7])  # the last one to write stays
+        it.check()
+        ends = it.engine.finished()
+        assert [(end.transfer_id, end.error) for end in ends] == [(number, None) for number in range(5)]
+
+
+def test_of_two_transfers_that_are_given_both_may_still_move_when_the_first_hangs(
+    device: PlayedDevice,
+) -> None:
+    gate = threading.Event()
+    device.before_copy = lambda dst: gate.wait(20)
+    it = Rig(engine_on(device, deadline_s=0.3), Shape())
+    device.gate.hold(Way.LOAD)
+    for number in range(3):
+        it.engine.submit_load(number, [number], one(number))
+    device.gate.open()
+    it.engine.drain()
+    kinds = {end.transfer_id: type(end.error) for end in it.engine.finished()}
+    assert kinds == {0: DeviceStuckError, 1: DeviceStuckError, 2: DeviceLostError}
+    it.close()
+    gate.set()
+
+
+def test_what_a_copy_is_stuck_with_stays_pinned_and_mapped(device: PlayedDevice) -> None:
+    it = Rig(engine_on(device, pinned=True, deadline_s=0.1), Shape())
+    gate = threading.Event()
+    device.before_copy = lambda dst: gate.wait(20)
+    it.engine.submit_load(1, [3], one(5))
+    it.engine.drain()
+    it.close()
+    assert device.unpinned == []
+    assert is_mapped(device.pieces[0][0])
+    gate.set()
 
 
 def test_a_load_that_fails_twice_is_staged_copy_by_copy_outside_of_the_slots(device: PlayedDevice) -> None:
@@ -406,7 +534,7 @@ def test_all_slots_are_pinned_once_and_unpinned_at_the_end(device: PlayedDevice,
 
 
 def test_a_piece_is_at_least_one_slot(device: PlayedDevice) -> None:
-    with rig(lambda caches, layout, region: CudaTransferEngine(caches, layout, region, device, 1)):
+    with rig(lambda caches, layout, region: StreamEngine(caches, layout, region, device, 1)):
         device.wait_until_pinned(SLOTS)
 
 

@@ -1,0 +1,71 @@
+"""A Triton kernel for tiny copies: the device's cores move what its copy engine is too slow to start.
+
+It reads and writes the host's memory directly, so that must be pinned. It takes cores from whoever computes:
+a method among others, for where it measures faster.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from kvtier.device.methods import Method
+from kvtier.device.plan import CopyPlan
+
+_PROGRAMS = 16
+"""Of the kernel: a fraction of a GPU's cores, enough to keep a link to the host busy."""
+
+_WORD_BYTES = 8
+_STEP_WORDS = 512
+
+
+@triton.jit(do_not_specialize=["count", "programs"])  # compiled once, not again in the middle of work
+def _copy_ranges(table, count, programs, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Copy range after range: ``table`` has the sources, then the destinations, then the lengths in words."""
+    index = tl.program_id(0)
+    lanes = tl.arange(0, STEP)
+    while index < count:
+        source = tl.load(table + index).to(tl.pointer_type(tl.int64))
+        target = tl.load(table + count + index).to(tl.pointer_type(tl.int64))
+        words = tl.load(table + 2 * count + index)
+        done = words * 0
+        while done < words:
+            inside = done + lanes < words
+            values = tl.load(source + done + lanes, mask=inside, other=0)
+            tl.store(target + done + lanes, values, mask=inside)
+            done += STEP
+        index += programs
+
+
+class GatherCopy:
+    """One kernel for all copies of a plan.
+
+    Args:
+        other: takes plans with addresses or lengths that are no multiple of 8.
+    """
+
+    def __init__(self, other: Method) -> None:
+        self._other = other
+
+    def copy(self, plan: CopyPlan, stream: Any) -> None:
+        """See ``Method.copy``."""
+        if np.any((plan.src | plan.dst | plan.sizes) % np.uint64(_WORD_BYTES)):
+            self._other.copy(plan, stream)
+        elif len(plan.sizes):
+            with torch.cuda.stream(stream):
+                launch(plan, stream.device)
+
+
+def launch(plan: CopyPlan, device: torch.device) -> None:
+    """Start the kernel on the current stream of ``device``. All numbers of the plan are multiples of 8."""
+    count = len(plan.sizes)
+    table = torch.empty((3, count), dtype=torch.int64, pin_memory=device.type != "cpu")
+    words = plan.sizes // np.uint64(_WORD_BYTES)
+    for row, numbers in zip(table.numpy(), (plan.src, plan.dst, words), strict=True):
+        row[:] = numbers.view(np.int64)
+    programs = min(count, _PROGRAMS)
+    _copy_ranges[(programs,)](table.to(device, non_blocking=True), count, programs, STEP=_STEP_WORDS)

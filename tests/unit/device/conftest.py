@@ -1,0 +1,223 @@
+"""A device's runtime library that was compiled for the tests, and torch's streams and events played over it.
+
+The library is plain C over host memory, so what is checked is how the calls are made and not what a device
+does with them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvtier.native import build
+
+STUB = """
+#include <stddef.h>
+#include <string.h>
+
+typedef struct stream *cudaStream_t;
+struct attributes { int order, source[2], destination[2]; unsigned flags; };
+_Thread_local int last_error, capture_mode;
+void *registered, *unregistered, *used_stream;
+size_t registered_bytes;
+unsigned flags;
+int fails, calls, version = 12090, reaches_host = 1, failed_index_given;
+
+static int end(int code) { calls++; if (code) last_error = code; return code; }
+const char *cudaGetErrorString(int code) { return code == 2 ? "out of memory" : "invalid argument"; }
+int cudaGetLastError(void) { int code = last_error; last_error = 0; return code; }
+int peek_error(void) { return last_error; }
+int peek_mode(void) { return capture_mode; }
+int cudaRuntimeGetVersion(int *value) { *value = version; return 0; }
+int cudaDriverGetVersion(int *value) { *value = version + 10; return 0; }
+int cudaDeviceGetAttribute(int *value, int attribute, int device)
+{
+    *value = attribute == 91 && device == 3 && reaches_host;
+    return 0;
+}
+
+int cudaMemcpyAsync(void *dst, const void *src, size_t count, int kind, cudaStream_t stream)
+{
+    if (fails || kind != 4)
+        return end(1);
+    used_stream = stream;
+    memcpy(dst, src, count);
+    return end(0);
+}
+int cudaMemcpy2DAsync(char *dst, size_t dst_pitch, const char *src, size_t src_pitch, size_t width,
+                      size_t height, int kind, cudaStream_t stream)
+{
+    if (fails || kind != 4 || dst_pitch < width || src_pitch < width)
+        return end(1);
+    used_stream = stream;
+    for (size_t row = 0; row < height; row++)
+        memcpy(dst + row * dst_pitch, src + row * src_pitch, width);
+    return end(0);
+}
+static int batch(void **dsts, void **srcs, size_t *sizes, size_t count, struct attributes *attributes,
+                 size_t *first, size_t kinds, cudaStream_t stream)
+{
+    struct attributes *it = attributes;
+    int hints = it->source[0] || it->source[1] || it->destination[0] || it->destination[1];
+    if (fails || kinds != 1 || *first != 0 || it->order != 1 || it->flags || hints)
+        return end(1);
+    used_stream = stream;
+    for (size_t i = 0; i < count; i++)
+        memcpy(dsts[i], srcs[i], sizes[i]);
+    return end(0);
+}
+/* As in CUDA 13; in CUDA 12 there is one argument more, before the last. */
+int cudaMemcpyBatchAsync(void **dsts, void **srcs, size_t *sizes, size_t count, struct attributes *attributes,
+                         size_t *first, size_t kinds, void *stream_or_failed, cudaStream_t stream)
+{
+    failed_index_given = version < 13000;
+    if (failed_index_given)
+        *(size_t *)stream_or_failed = 77;
+    return batch(dsts, srcs, sizes, count, attributes, first, kinds,
+                 failed_index_given ? stream : (cudaStream_t)stream_or_failed);
+}
+int cudaHostRegister(void *ptr, size_t size, unsigned given)
+{
+    registered = ptr, registered_bytes = size, flags = given;
+    return end(fails ? 2 : 0);
+}
+int cudaHostUnregister(void *ptr) { unregistered = ptr; return end(fails ? 1 : 0); }
+int cudaThreadExchangeStreamCaptureMode(int *mode)
+{
+    int before = capture_mode;
+    capture_mode = *mode;
+    *mode = before;
+    return 0;
+}
+"""
+
+
+@dataclass(frozen=True)
+class Stub:
+    """The library, and its variables."""
+
+    path: Path
+    prefix: str
+
+    def variable(self, name: str, kind: Any = ctypes.c_int) -> Any:
+        """Return one of the variables, which all loads of the library share."""
+        return kind.in_dll(ctypes.CDLL(str(self.path)), name)
+
+    def call(self, name: str) -> int:
+        """Call one of the library's own functions in this thread."""
+        return int(getattr(ctypes.CDLL(str(self.path)), name)())
+
+
+def _compiled(folder: Path, prefix: str) -> Path:
+    try:
+        compiler = build.compiler()
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    source, library = folder / "stub.c", folder / "stub.so"  # by no name that find_library would find
+    source.write_text(STUB.replace("cuda", prefix))
+    subprocess.run([*compiler, "-std=c11", "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
+    return library
+
+
+@pytest.fixture(scope="session")
+def stub_paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {prefix: _compiled(tmp_path_factory.mktemp(prefix), prefix) for prefix in ("cuda", "hip")}
+
+
+@pytest.fixture(params=["cuda", "hip"])
+def prefix(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def stub(prefix: str, stub_paths: dict[str, Path]) -> Iterator[Stub]:
+    it = Stub(stub_paths[prefix], prefix)
+    defaults = {"fails": 0, "calls": 0, "version": 12090, "reaches_host": 1, "failed_index_given": 0}
+    for name, value in defaults.items():
+        it.variable(name).value = value
+    yield it
+    it.variable("fails").value = 0
+
+
+class PlayedEvent:
+    """An event of a device that is through with everything at once."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+        self.at = 0.0
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: PlayedEvent) -> float:
+        return (end.at - self.at) * 1000
+
+
+class PlayedStream:
+    """A stream of such a device."""
+
+    cuda_stream = 2**47 - 4096
+
+    def __init__(self, device: object = None, priority: int = 0) -> None:
+        self.device = torch.device("cpu")
+        self.priority = priority
+
+    def wait_event(self, event: PlayedEvent) -> None:
+        assert event.at > 0
+
+    def record_event(self, event: PlayedEvent) -> PlayedEvent:
+        event.at = time.perf_counter()
+        return event
+
+    def synchronize(self) -> None:
+        pass
+
+
+class PlayedTorch:
+    """What the backends use of ``torch.cuda`` and ``torch.xpu``, over host memory."""
+
+    Event = PlayedEvent
+    Stream = PlayedStream
+
+    def __init__(self) -> None:
+        self.streams: list[PlayedStream] = []  # that were current
+
+    def is_available(self) -> bool:
+        return False  # host memory is not pinned then
+
+    def set_device(self, device: torch.device) -> None:
+        pass
+
+    def current_stream(self, device: torch.device) -> PlayedStream:
+        return PlayedStream()
+
+    def get_device_properties(self, device: torch.device) -> object:
+        return object()
+
+    @contextmanager
+    def stream(self, stream: PlayedStream) -> Iterator[None]:
+        self.streams.append(stream)
+        yield
+
+
+@pytest.fixture
+def played_torch() -> PlayedTorch:
+    return PlayedTorch()
+
+
+@pytest.fixture
+def as_torch_cuda(played_torch: PlayedTorch, monkeypatch: pytest.MonkeyPatch) -> PlayedTorch:
+    """Have the played one stand for ``torch.cuda``."""
+    names: list[str] = ["Event", "Stream", "set_device", "current_stream", "get_device_properties", "stream"]
+    for name in names:
+        attribute: Callable[..., Any] = getattr(played_torch, name)
+        monkeypatch.setattr(torch.cuda, name, attribute)
+    return played_torch

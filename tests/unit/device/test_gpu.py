@@ -1,0 +1,270 @@
+"""The backends for GPUs on a real one: NVIDIA's, AMD's or Intel's, whichever torch finds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from kvtier.device import cuda, rocm
+from kvtier.device.auto import open_transfer_engine
+from kvtier.device.base import Blocks
+from kvtier.device.cuda_runtime import TorchRuntime, TorchStream
+from kvtier.device.lanes import Way
+from kvtier.device.methods import BATCH, CASES, EACH, GATHER, STRIDED
+from kvtier.device.plan import CopyPlan
+from kvtier.device.streams import StreamEngine
+from kvtier.device.xpu import XpuRuntime, XpuStream
+from kvtier.errors import TransferError
+from kvtier.testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory, Rig, Shape, rig
+
+FOUND = torch.accelerator.current_accelerator(check_available=True)
+DEVICE = FOUND.type if FOUND is not None else "none"
+SLOTS = Shape().slots
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.skipif(DEVICE not in ("cuda", "xpu"), reason="torch finds no GPU"),
+]
+of_torch_cuda = pytest.mark.skipif(DEVICE != "cuda", reason="torch finds no NVIDIA or AMD GPU")
+of_torch_xpu = pytest.mark.skipif(DEVICE != "xpu", reason="torch finds no Intel GPU")
+
+
+class Watched(TorchRuntime):
+    """The real runtime, which tells when memory is pinned and can be made to wait or to fail.
+
+    Attributes:
+        before_pinning: called in the pinning thread before each piece, with the number of those before.
+        gate: what copies go through.
+        names: the methods that there are.
+    """
+
+    def __init__(self, method: str = EACH) -> None:
+        torch.cuda.init()
+        device = torch.device("cuda", torch.cuda.current_device())
+        backend: Any = cuda if torch.version.hip is None else rocm
+        library = backend.open_library()
+        methods = backend.methods_for(library, device)
+        super().__init__(device, library, methods, {str(case): method for case in CASES})
+        self.names = tuple(methods)
+        self.gate = Gate()
+        self.before_pinning: Callable[[int], object] = lambda count: None
+        self._count = 0
+        self._counted = threading.Condition()
+
+    def open_stream(self, way: Way, *, plain: bool = False) -> TorchStream:
+        stream = super().open_stream(way, plain=plain)
+        copy = stream.copy
+
+        def gated(plan: CopyPlan) -> None:
+            self.gate.go_through()
+            copy(plan)
+
+        stream.copy = gated  # type: ignore[method-assign]
+        return stream
+
+    def host_register(self, address: int, nbytes: int) -> None:
+        self.before_pinning(self._count)
+        super().host_register(address, nbytes)
+        with self._counted:
+            self._count += 1
+            self._counted.notify_all()
+
+    def wait_until_pinned(self, count: int) -> None:
+        with self._counted:
+            assert self._counted.wait_for(lambda: self._count >= count, 60)
+
+
+def engine_on(
+    runtime: Watched, piece_slots: int = SLOTS, pinned: bool = True, deadline_s: float = 60
+) -> EngineFactory:
+    """Make engines that pin so many slots at once; ``pinned``: and have pinned all of them."""
+
+    def factory(caches, layout, region):
+        piece_bytes = piece_slots * layout.chunk_bytes
+        engine = StreamEngine(caches, layout, region, runtime, piece_bytes, deadline_s=deadline_s)
+        if pinned:
+            runtime.wait_until_pinned(-(-region.slots // piece_slots))
+        return engine
+
+    return factory
+
+
+def no_memory(count: int) -> None:
+    raise TransferError("out of memory")
+
+
+gpu_rig = partial(rig, device=DEVICE)
+
+
+class OnGpu(DeviceConformance):
+    device = DEVICE
+
+    @pytest.fixture
+    def gated_factory(self, gate: Gate) -> GatedFactory:
+        runtime = Watched()
+        runtime.gate = gate
+        return lambda deadline_s: engine_on(runtime, pinned=False, deadline_s=deadline_s)
+
+
+@of_torch_cuda
+class TestPinned(OnGpu):
+    """Each way to copy, chosen for all plans."""
+
+    @pytest.fixture(params=[EACH, BATCH, STRIDED, GATHER])
+    def runtime(self, request: pytest.FixtureRequest) -> Watched:
+        runtime = Watched(request.param)
+        if request.param not in runtime.names:
+            pytest.skip(f"this GPU or its software has no method {request.param!r}")
+        return runtime
+
+    @pytest.fixture(params=[1, 5])
+    def engine_factory(self, request: pytest.FixtureRequest, runtime: Watched) -> EngineFactory:
+        return engine_on(runtime, request.param)
+
+
+@of_torch_cuda
+class TestPageable(OnGpu):
+    @pytest.fixture
+    def engine_factory(self) -> EngineFactory:
+        runtime = Watched()
+        runtime.before_pinning = no_memory
+        return engine_on(runtime, pinned=False)
+
+
+@of_torch_cuda
+class TestByDeviceType(OnGpu):
+    """As an engine opens it: the methods are measured, the slots are pinned while they are used."""
+
+    @pytest.fixture
+    def engine_factory(self, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any) -> EngineFactory:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+        return open_transfer_engine
+
+
+@of_torch_xpu
+class TestIntel(DeviceConformance):
+    device = DEVICE
+
+    @pytest.fixture
+    def engine_factory(self) -> EngineFactory:
+        return open_transfer_engine
+
+    @pytest.fixture
+    def gated_factory(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> GatedFactory:
+        copy: Callable[..., None] = XpuStream.copy
+
+        def gated(stream: XpuStream, plan: CopyPlan) -> None:
+            gate.go_through()
+            copy(stream, plan)
+
+        monkeypatch.setattr(XpuStream, "copy", gated)
+
+        def factory(deadline_s: float) -> EngineFactory:
+            return lambda caches, layout, region: StreamEngine(
+                caches, layout, region, XpuRuntime(caches.tensors), None, at_once=1, deadline_s=deadline_s
+            )
+
+        return factory
+
+
+@of_torch_cuda
+def test_a_choice_is_measured_for_this_gpu(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with gpu_rig(open_transfer_engine):
+        pass
+    (kept,) = (tmp_path / "kvtier").iterdir()
+    assert all(str(case) in kept.read_text() for case in CASES)
+
+
+def is_pinned(it: Rig, slot: int) -> bool:
+    return bool(torch.frombuffer(it.region.view(slot), dtype=torch.uint8).is_pinned())
+
+
+@of_torch_cuda
+def test_slots_are_pinned_until_the_engine_closes() -> None:
+    with gpu_rig(engine_on(Watched(), 5)) as it:
+        assert all(is_pinned(it, slot) for slot in range(SLOTS))
+        it.engine.close()
+        assert not any(is_pinned(it, slot) for slot in range(SLOTS))
+
+
+@of_torch_cuda
+def test_a_pinned_part_and_a_pageable_one_work_side_by_side() -> None:
+    def fail_later(count: int) -> None:
+        if count == 2:
+            no_memory(count)
+
+    runtime = Watched()
+    runtime.before_pinning = fail_later
+    with gpu_rig(engine_on(runtime, 5, pinned=False), Shape((4096,))) as it:
+        runtime.wait_until_pinned(2)
+        it.store(1, Blocks.make(range(SLOTS), (SLOTS,), (0,)), range(SLOTS))
+        it.check()
+        assert [is_pinned(it, slot) for slot in (0, 9, 10, 23)] == [True, True, False, False]
+
+
+@pytest.fixture
+def busy() -> Iterator[Callable[[], None]]:
+    """Give the current stream, which is not the default one, a tenth of a second and more to do."""
+    matrix = torch.rand((8192, 8192), device="cuda")
+    product = torch.empty_like(matrix)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.mm(matrix, matrix, out=product)
+        torch.cuda.synchronize()
+
+        def work() -> None:
+            for _ in range(30):
+                torch.mm(matrix, matrix, out=product)
+
+        yield work
+        torch.cuda.synchronize()
+
+
+@of_torch_cuda
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_store_copies_what_was_to_be_computed_before(busy: Callable[[], None], pinned: bool) -> None:
+    runtime = Watched()
+    if not pinned:
+        runtime.before_pinning = no_memory
+    with gpu_rig(engine_on(runtime, pinned=pinned)) as it:
+        busy()
+        it.caches.tensors[0][5].fill_(17)
+        computed = torch.cuda.current_stream().record_event()
+        it.model.rows[0][5][:512] = bytes([17]) * 512
+        it.store(1, Blocks.make([5], (1,), (0,)), [3])
+        assert not computed.query()  # the submission did not wait
+        it.check()
+        assert computed.query()
+
+
+@of_torch_cuda
+@pytest.mark.parametrize("expedited", [False, True])
+def test_a_load_comes_after_what_was_to_be_written_before(busy: Callable[[], None], expedited: bool) -> None:
+    with gpu_rig(engine_on(Watched())) as it:
+        busy()
+        it.caches.tensors[0][5].zero_()
+        zeroed = torch.cuda.current_stream().record_event()
+        it.load(1, [3], Blocks.make([5], (1,), (0,)), expedited=expedited)
+        assert not zeroed.query()
+        it.check()
+
+
+@of_torch_cuda
+def test_pinning_does_not_spoil_the_capture_of_a_graph() -> None:
+    gate = threading.Event()
+    runtime = Watched()
+    runtime.before_pinning = lambda count: gate.wait(60)
+    numbers = torch.zeros(8, device="cuda")
+    with gpu_rig(engine_on(runtime, 8, pinned=False)) as it:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):  # in the mode that forbids most to all other threads
+            numbers += 1
+            gate.set()
+            runtime.wait_until_pinned(3)
+        graph.replay()
+        assert numbers.tolist() == [1] * 8
+        assert all(is_pinned(it, slot) for slot in range(SLOTS))

@@ -1,0 +1,155 @@
+"""The backend for Intel GPUs over host memory: torch's streams are played, its tensor copies are real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvtier.device.base import DEADLINE_S, Blocks
+from kvtier.device.lanes import Way
+from kvtier.device.plan import CopyPlan
+from kvtier.device.streams import StreamEngine
+from kvtier.device.xpu import DeviceBytes, XpuRuntime, XpuStream, _pieces
+from kvtier.errors import TransferError
+from kvtier.testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory, Shape, rig
+
+
+def engine_on(api: Any, buffer_bytes: int, deadline_s: float = DEADLINE_S) -> EngineFactory:
+    def factory(caches, layout, region):
+        runtime = XpuRuntime(caches.tensors, api, buffer_bytes)
+        return StreamEngine(
+            caches, layout, region, runtime, piece_bytes=None, at_once=1, deadline_s=deadline_s
+        )
+
+    return factory
+
+
+class TestOverHostMemory(DeviceConformance):
+    @pytest.fixture(params=[1000, 2**20])
+    def engine_factory(self, request: pytest.FixtureRequest, played_torch: Any) -> EngineFactory:
+        return engine_on(played_torch, request.param)
+
+    @pytest.fixture
+    def gated_factory(self, played_torch: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> GatedFactory:
+        copy: Callable[..., None] = XpuStream.copy
+
+        def gated(stream: XpuStream, plan: CopyPlan) -> None:
+            gate.go_through()
+            copy(stream, plan)
+
+        monkeypatch.setattr(XpuStream, "copy", gated)
+        return lambda deadline_s: engine_on(played_torch, 2000, deadline_s)
+
+
+def test_copies_are_given_to_the_streams_of_their_lanes(played_torch: Any) -> None:
+    with rig(engine_on(played_torch, 2000)) as it:
+        it.store(1, Blocks.make(range(8), (8,), (0,)), range(8))
+        it.engine.wait([1])
+        it.load(2, range(8), Blocks.make(range(20, 28), (8,), (0,)))
+        it.check()
+    assert len(set(played_torch.streams)) == 2
+
+
+def test_a_buffer_is_filled_again_only_when_the_device_is_through_with_it(
+    played_torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of each buffer in turn: the host may write to it only after its last event was waited for.
+    order: list[tuple[str, object]] = []
+    fill, synchronize = torch.Tensor.copy_, played_torch.Event.synchronize
+
+    def copy(tensor: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        order.append(("given", None))
+        return fill(tensor, source, non_blocking)
+
+    def waited(event: Any) -> None:
+        order.append(("waited", event))
+        synchronize(event)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    monkeypatch.setattr(played_torch.Event, "synchronize", waited)
+    memory = torch.zeros((64, 512), dtype=torch.int8)
+    slots = np.arange(64 * 512, dtype=np.int64).astype(np.uint8)
+    stream = XpuStream(
+        played_torch,
+        played_torch.Stream(),
+        XpuRuntime([memory], played_torch)._events,
+        DeviceBytes([memory]),
+        is_store=False,
+        buffer_bytes=512,
+    )
+    offsets = np.arange(5, dtype=np.uint64) * np.uint64(512)
+    sizes = np.full(5, 512, dtype=np.uint64)
+    stream.copy(
+        CopyPlan(offsets + np.uint64(slots.ctypes.data), offsets + np.uint64(memory.data_ptr()), sizes, 2560)
+    )
+    assert [what for what, _ in order] == ["given", "given", *["waited", "given"] * 3]
+    assert memory[:5].numpy().tobytes() == slots[:2560].tobytes()
+
+
+def plan(sizes: list[int]) -> CopyPlan:
+    starts = np.cumsum([0, *sizes[:-1]]).astype(np.uint64)
+    return CopyPlan(starts, starts + np.uint64(10**6), np.array(sizes, dtype=np.uint64), sum(sizes))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "pieces"),
+    [
+        ([], []),
+        ([40, 40, 40], [[40, 40], [40]]),
+        ([100], [[100]]),
+        ([100, 1], [[100], [1]]),
+        ([250], [[100], [100], [50]]),
+        ([30, 250, 30], [[30], [100], [100], [50, 30]]),
+        ([10] * 25, [[10] * 10, [10] * 10, [10] * 5]),
+    ],
+)
+def test_plans_are_cut_to_the_length_of_a_buffer(sizes: list[int], pieces: list[list[int]]) -> None:
+    whole = plan(sizes)
+    found = list(_pieces(whole, 100))
+    assert [piece.sizes.tolist() for piece in found] == pieces
+    assert [piece.nbytes for piece in found] == [sum(piece) for piece in pieces]
+    moved = [
+        (int(source) + byte, int(target) + byte)
+        for piece in found
+        for source, target, size in zip(
+            piece.src.tolist(), piece.dst.tolist(), piece.sizes.tolist(), strict=True
+        )
+        for byte in range(size)
+    ]
+    assert moved == [(byte, byte + 10**6) for byte in range(sum(sizes))]
+
+
+def test_ranges_are_found_in_the_tensors_by_their_addresses() -> None:
+    whole = torch.arange(96, dtype=torch.int8).reshape(4, 24)
+    tensors = [
+        torch.full((3, 16), 7, dtype=torch.int8),
+        whole[:, :16],
+    ]  # the second has gaps between its rows
+    start = tensors[1].data_ptr()
+    addresses = np.array([start, start + 24 * 3 + 4, tensors[0].data_ptr() + 47], dtype=np.uint64)
+    views = DeviceBytes(tensors).find(addresses, np.array([40, 12, 1], dtype=np.uint64))
+    assert [view.tolist() for view in views] == [list(range(40)), list(range(76, 88)), [7]]
+
+
+@pytest.mark.parametrize(("start", "size"), [(-1, 1), (48, 1), (40, 9)])
+def test_ranges_that_are_not_in_the_tensors_are_refused(start: int, size: int) -> None:
+    tensor = torch.zeros((3, 16), dtype=torch.int8)
+    addresses = np.array([tensor.data_ptr() + start], dtype=np.uint64)
+    with pytest.raises(TransferError, match="not in the engine's tensors"):
+        list(DeviceBytes([tensor]).find(addresses, np.array([size], dtype=np.uint64)))
+
+
+def test_nothing_is_pinned_in_the_background(played_torch: Any) -> None:
+    with rig(engine_on(played_torch, 2000), Shape()) as it:
+        assert (it.engine.pinning.nbytes, it.engine.pinning.failed, it.engine.node) == (0, False, None)
+
+
+def test_lanes_have_buffers_of_their_own(played_torch: Any) -> None:
+    runtime = XpuRuntime([torch.zeros((2, 8), dtype=torch.int8)], played_torch, 64)
+    streams = [runtime.open_stream(way) for way in Way]
+    addresses = {buffer.address for stream in streams for buffer in stream._buffers}
+    assert len(addresses) == 6
