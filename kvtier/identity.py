@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from pathlib import PurePath
@@ -19,6 +19,8 @@ from pathlib import PurePath
 from kvtier.errors import IdentityError
 
 FORMAT_VERSION = 1
+
+_LINES, _LINE = 20, 400  # most that a message lists, and characters of each
 
 Value = None | bool | int | float | str | Sequence["Value"] | Mapping[str, "Value"]
 
@@ -73,10 +75,15 @@ class Identity:
     Attributes:
         model: the model's name, used in readable names of places.
         fields: everything the bytes depend on, canonically spelled; see ``make``.
+        place: a name for places that somebody else has given; else ``namespace`` makes one.
+        native: the same cache as the engine's own file tier knows it, whose fields are what that tier
+            tells caches apart by. None where it was not asked for, or that tier keeps other bytes.
     """
 
     model: str
     fields: Mapping[str, Value]
+    place: str = ""
+    native: Identity | None = field(default=None, compare=False)
 
     @staticmethod
     def make(model: str, fields: Mapping[str, object]) -> Identity:
@@ -102,6 +109,8 @@ class Identity:
     @cached_property
     def namespace(self) -> str:
         """A name for places that hold this cache: ``<model>_<digest>``, safe as a file name."""
+        if self.place:
+            return self.place
         readable = re.sub(r"[^A-Za-z0-9.-]+", "-", self.model.rstrip("/").rsplit("/", 1)[-1]).strip(".-")
         return f"{readable[:48] or 'model'}_{self.digest.hex()[:16]}"
 
@@ -112,14 +121,21 @@ class Identity:
             IdentityError: it cannot be read, or it differs; the message lists what differs.
         """
         try:
-            found = json.loads(manifest)
+            differences = difference(json.loads(manifest), dict(self.fields))
         except (ValueError, RecursionError) as error:
             raise IdentityError(
                 f"{where} is not readable JSON ({error}); move it away to start anew"
             ) from None
-        differences = difference(found, dict(self.fields))
         if differences:
-            raise IdentityError(f"{where} belongs to another cache: " + "; ".join(differences))
+            raise IdentityError(f"{where} belongs to another cache: " + _listed(differences))
+
+
+def _listed(differences: Sequence[str]) -> str:
+    """Join differences to one message, which stays readable whatever was found."""
+    shown = [line if len(line) <= _LINE else f"{line[:_LINE]}..." for line in differences[:_LINES]]
+    more = [f"and {len(differences) - _LINES} more"] if len(differences) > _LINES else []
+    text = "; ".join(shown + more)
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)  # it goes to logs and terminals
 
 
 def difference(found: object, expected: object, path: str = "") -> list[str]:

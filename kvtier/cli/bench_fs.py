@@ -1,11 +1,12 @@
 """Benchmark of the file tier: put and get through its public face, beside what the disk can do.
 
-Each round measures the raw limit and the tier one after the other, so that a noisy machine changes
-both alike: trust the ratios. The limit is a large file on the same file system, written before, read
-and overwritten with direct I/O by several threads from memory that is there already.
+Each round measures the raw limit, both formats of the tier and, where vLLM is installed, the compiled
+path of its own fs tier, one after the other, so that a noisy machine changes all of them alike: trust
+the ratios. The limit is a large file on the same file system, written before, read and overwritten with
+direct I/O by several threads from memory that is there already.
 
 Each point is measured twice: with the interpreter idle, and beside a thread that computes in pure
-Python without a pause, as an engine's does.
+Python without a pause, as an engine's does. At the end the goals are compared with what was seen.
 """
 
 from __future__ import annotations
@@ -13,26 +14,28 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import importlib
 import os
 import platform
+import shutil
 import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Protocol
 
 import typer
 from rich.console import Console
 
 from kvtier import native
-from kvtier.cli import figures
+from kvtier.cli import bench_fs_goals, figures
 from kvtier.errors import KVTierError
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
@@ -47,30 +50,44 @@ RAW_THREADS: Final = 8
 RAW_FILE_BYTES: Final = 512 * 2**20
 
 
+SIZES: Final = (16384, 65536, 524288, 2097152)
+FORMATS: Final = ("files", "segments")
+VLLM: Final = "vllm"
+
+
 @dataclass(frozen=True, slots=True)
 class Point:
     """The file tier beside its disk. GB are 10**9 bytes; figures are medians over the rounds.
 
     Attributes:
+        path: a format of the tier, or ``"vllm"``: the compiled path of vLLM's own.
         chunk_bytes: bytes of a chunk.
         verb: ``"put"`` or ``"get"``.
         busy: whether a thread computed in pure Python meanwhile.
         raw_gb_s: what the disk did in the same rounds, the interpreter idle.
         tier_gb_s: what the tier did.
         ratio: median of the rounds' ratios of the two.
-        cpu_s_per_gb: processor time of this process for each GB, the computing thread's left out.
+        spread: least and greatest of them.
+        cpu_us_chunk: processor time of this process for each chunk, the computing thread's left out.
+        bare_us_chunk: the same without the checksums, whose time is measured apart in each round.
+        held_share: processor time of the event loop's thread, which is when the tier has the interpreter,
+            for each second. None for vLLM's, whose threads have it and the file system in turns.
         slowdown: by what share the computing thread got slower; None where there is none.
         raw_slowdown: the same beside the bare disk work, which takes processor time of its own. Its
             Python threads are slower then, so that it is a lower bound of what the disk's work takes.
     """
 
+    path: str
     chunk_bytes: int
     verb: str
     busy: bool
     raw_gb_s: float
     tier_gb_s: float
     ratio: float
-    cpu_s_per_gb: float
+    spread: str
+    cpu_us_chunk: float
+    bare_us_chunk: float
+    held_share: float | None
     slowdown: float | None
     raw_slowdown: float | None
 
@@ -94,6 +111,7 @@ class Sample:
     wall_s: float
     cpu_s: float
     loops_per_s: float | None = None
+    held_s: float | None = None
 
     @property
     def gb_s(self) -> float:
@@ -184,70 +202,132 @@ class RawLimit:
         return Sample(nbytes, time.perf_counter() - wall, time.process_time() - cpu)
 
 
+class Keys:
+    """Keys that look like hashes and cost next to nothing to make: they are not what is measured."""
+
+    def __init__(self) -> None:
+        self._tails = [hashlib.sha256(bytes([number])).digest()[8:] for number in range(BATCH_CHUNKS)]
+
+    def batch(self, first: int) -> tuple[OffloadKey, ...]:
+        """Return ``BATCH_CHUNKS`` keys, of chunk ``first`` and those after it."""
+        head = hashlib.sha256(first.to_bytes(8, "big")).digest()[:7]
+        return tuple(pack_key(bytes([number]) + head + tail) for number, tail in enumerate(self._tails))
+
+
+KEYS: Final = Keys()
+
+
+class UnderTest(Protocol):
+    """Something that moves chunks between memory and files, several batches at once."""
+
+    checksums: bool
+    """Whether it computes one for each chunk."""
+
+    async def move_for(self, verb: str, seconds: float) -> int:
+        """Put new chunks, or get those that were put last, for some seconds. Returns bytes."""
+
+    async def discard_all(self) -> None:
+        """Remove what was put last."""
+
+
 class TierUnderTest:
     """An open file tier, memory for several batches, and keys that were put."""
+
+    checksums = True
 
     def __init__(self, tier: FsTier, memory: HeapMemory) -> None:
         self._tier = tier
         self._memory = memory
         self._serial = 0
-        self.put_keys: list[tuple[OffloadKey, ...]] = []
+        self._put_keys: list[tuple[OffloadKey, ...]] = []
 
     async def move_for(self, verb: str, seconds: float) -> int:
-        """Put or get for some seconds. Returns bytes."""
-        return await (self.put_for if verb == "put" else self.get_for)(seconds)
-
-    async def put_for(self, seconds: float) -> int:
-        """Put new chunks for some seconds, several batches at once. Returns bytes."""
-        self.put_keys.clear()
-        return await self._flights(seconds, self._put)
-
-    async def get_for(self, seconds: float) -> int:
-        """Get what was put last for some seconds. Returns bytes."""
-        turns = count()
-        return await self._flights(seconds, partial(self._get, turns))
+        """See ``UnderTest.move_for``."""
+        if verb == "put":
+            self._put_keys.clear()
+            return await fly(seconds, self._memory.chunk_bytes, self._put)
+        return await fly(seconds, self._memory.chunk_bytes, partial(self._get, count()))
 
     async def discard_all(self) -> None:
-        """Remove what was put last."""
-        for keys in self.put_keys:
-            await self._tier.discard(keys)
-
-    async def _flights(self, seconds: float, step: Callable[[range], Awaitable[None]]) -> int:
-        end_at = time.perf_counter() + seconds
-
-        async def fly(flight: int) -> int:
-            moved = 0
-            slots = range(flight * BATCH_CHUNKS, (flight + 1) * BATCH_CHUNKS)
-            while moved == 0 or time.perf_counter() < end_at:
-                await step(slots)
-                moved += BATCH_CHUNKS * self._memory.chunk_bytes
-            return moved
-
-        async with asyncio.TaskGroup() as group:
-            flights = [group.create_task(fly(flight)) for flight in range(BATCHES_IN_FLIGHT)]
-        return sum(flight.result() for flight in flights)
+        """See ``UnderTest.discard_all``: everything, so that segments go as well."""
+        await self._tier.reset()
 
     async def _put(self, slots: range) -> None:
         first = self._serial
         self._serial += BATCH_CHUNKS
-        numbers = range(first, first + BATCH_CHUNKS)
-        keys = tuple(pack_key(hashlib.sha256(number.to_bytes(8, "big")).digest()) for number in numbers)
+        keys = KEYS.batch(first)
         outcome = await self._tier.put(Batch(keys, slots, self._memory))
         _require_ok(outcome.statuses, outcome.reasons)
-        self.put_keys.append(keys)
+        self._put_keys.append(keys)
 
     async def _get(self, turns: Iterator[int], slots: range) -> None:
-        keys = self.put_keys[next(turns) % len(self.put_keys)]
+        keys = self._put_keys[next(turns) % len(self._put_keys)]
         outcome = await self._tier.get(Batch(keys, slots, self._memory))
         _require_ok(outcome.statuses, outcome.reasons)
 
 
+class VllmUnderTest:
+    """The compiled path of vLLM's own fs tier in its own threads, given the same batches."""
+
+    checksums = False
+
+    def __init__(self, root: Path, memory: HeapMemory) -> None:
+        self._files = importlib.import_module("kvtier.adapters.vllm.file_path").VllmFiles(memory)
+        self._root = root
+        self._memory = memory
+        self._serial = 0
+        self._put_paths: list[list[str]] = []
+
+    async def move_for(self, verb: str, seconds: float) -> int:
+        """See ``UnderTest.move_for``."""
+        if verb == "put":
+            self._put_paths.clear()
+            return await fly(seconds, self._memory.chunk_bytes, self._put)
+        return await fly(seconds, self._memory.chunk_bytes, partial(self._get, count()))
+
+    async def discard_all(self) -> None:
+        """See ``UnderTest.discard_all``."""
+        await asyncio.to_thread(shutil.rmtree, self._root, ignore_errors=True)
+
+    def close(self) -> None:
+        """End its threads."""
+        self._files.close()
+
+    async def _put(self, slots: range) -> None:
+        first = self._serial
+        self._serial += BATCH_CHUNKS
+        keys = [key.hex() for key in KEYS.batch(first)]
+        paths = [f"{self._root}/{key[:3]}/{key[3:5]}_g0/{key}.bin" for key in keys]
+        await self._files.store(paths, slots)
+        self._put_paths.append(paths)
+
+    async def _get(self, turns: Iterator[int], slots: range) -> None:
+        await self._files.load(self._put_paths[next(turns) % len(self._put_paths)], slots)
+
+
+async def fly(seconds: float, chunk_bytes: int, step: Callable[[range], Awaitable[None]]) -> int:
+    """Move batches for some seconds, several at once, each with slots of its own. Returns bytes."""
+    end_at = time.perf_counter() + seconds
+
+    async def one(flight: int) -> int:
+        moved = 0
+        slots = range(flight * BATCH_CHUNKS, (flight + 1) * BATCH_CHUNKS)
+        while moved == 0 or time.perf_counter() < end_at:
+            await step(slots)
+            moved += BATCH_CHUNKS * chunk_bytes
+        return moved
+
+    async with asyncio.TaskGroup() as group:
+        flights = [group.create_task(one(flight)) for flight in range(BATCHES_IN_FLIGHT)]
+    return sum(flight.result() for flight in flights)
+
+
 def run(
     root: Path,
-    sizes: Sequence[int] = (65536, 524288, 2097152),
+    sizes: Sequence[int] = SIZES,
     seconds: float = 1.0,
     rounds: int = 5,
-) -> list[Point | Surroundings]:
+) -> list[Point | Surroundings | bench_fs_goals.Goal]:
     """Measure. What is written below ``root`` is removed again.
 
     Args:
@@ -257,17 +337,18 @@ def run(
         rounds: how often each is repeated; medians are given.
 
     Returns:
-        What was measured on, and a point for each size, verb and state of the interpreter.
+        What was measured on, a point for each path, size, verb and state of the interpreter, and goals.
     """
     root.mkdir(parents=True, exist_ok=True)
-    result: list[Point | Surroundings] = [surroundings(root)]
+    points: list[Point] = []
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=root) as name:
         folder = Path(name)
         with _raw_file(folder) as fd:
             limit = RawLimit(fd)
             for size in sizes:
-                result += asyncio.run(_measure_size(folder, size, seconds, rounds, limit))
-    return result
+                points += asyncio.run(_measure_size(folder, size, seconds, rounds, limit))
+        where = surroundings(root)
+    return [where, *points, *bench_fs_goals.compare(points)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,31 +359,65 @@ class Round:
     raw: Sample = Sample(0, 1, 0)
     alone: float | None = None
     beside_raw: float | None = None
+    checksum_us: float = 0.0
+
+
+Rounds = dict[tuple[str, str, bool], list[Round]]
+"""Rounds of each path, verb and state of the interpreter."""
 
 
 async def _measure_size(root: Path, size: int, seconds: float, rounds: int, limit: RawLimit) -> list[Point]:
     memory = HeapMemory(BATCH_CHUNKS * BATCHES_IN_FLIGHT, size)
     await asyncio.to_thread(_fill, memory)
-    tier = FsTier(FsConfig(root_dir=root, min_free_bytes=0))
-    await tier.open(TierContext("bench", Identity.make("bench", {"chunk_bytes": size}), size))
-    under_test = TierUnderTest(tier, memory)
-    found: dict[tuple[str, bool], list[Round]] = {}
-    try:
-        await under_test.put_for(seconds / 4)  # makes directories, starts threads
-        await under_test.discard_all()
+    found: Rounds = {}
+    async with AsyncExitStack() as stack:
+        paths = await _open_paths(stack, root, memory)
+        for under_test in paths.values():
+            await under_test.move_for("put", seconds / 4)  # makes directories, starts threads
+            await under_test.discard_all()
         for _ in range(rounds):
+            checksum_us = await asyncio.to_thread(_checksum_us, memory)
             for busy in (False, True):
-                for verb in ("put", "get"):
-                    one = await _measure_round(under_test, limit, verb, seconds, busy)
-                    found.setdefault((verb, busy), []).append(one)
-                await under_test.discard_all()
-    finally:
-        await tier.aclose()
-    return [_point(size, verb, busy, rows) for (verb, busy), rows in sorted(found.items())]
+                for path, under_test in paths.items():
+                    for verb in ("put", "get"):
+                        one = await _measure_round(under_test, limit, verb, seconds, busy)
+                        if under_test.checksums:
+                            one = dataclasses.replace(one, checksum_us=checksum_us)
+                        found.setdefault((path, verb, busy), []).append(one)
+                    await under_test.discard_all()
+                    await asyncio.to_thread(_wait_until_swept, root)
+    return [_point(size, *key, rows) for key, rows in sorted(found.items())]
+
+
+async def _open_paths(stack: AsyncExitStack, root: Path, memory: HeapMemory) -> dict[str, UnderTest]:
+    paths: dict[str, UnderTest] = {}
+    for name in FORMATS:
+        config = FsConfig.model_validate(
+            {"root_dir": root / name, "format": name, "min_free_bytes": 0, "eviction": "none"}
+        )
+        tier = FsTier(config)
+        identity = Identity.make("bench", {"chunk_bytes": memory.chunk_bytes})
+        await tier.open(TierContext("bench", identity, memory.chunk_bytes))
+        stack.push_async_callback(tier.aclose)
+        paths[name] = TierUnderTest(tier, memory)
+    with suppress(ImportError):
+        vllm = VllmUnderTest(root / VLLM, memory)
+        stack.callback(vllm.close)
+        paths[VLLM] = vllm
+    return paths
+
+
+def _wait_until_swept(root: Path) -> None:
+    """Wait until what was reset has been removed: the disk is not to be busy with it."""
+    before, now = -1, 0
+    while before != now:
+        before = now
+        time.sleep(0.2)
+        now = sum(len(files) for _, _, files in os.walk(root))
 
 
 async def _measure_round(
-    under_test: TierUnderTest, limit: RawLimit, verb: str, seconds: float, busy: bool
+    under_test: UnderTest, limit: RawLimit, verb: str, seconds: float, busy: bool
 ) -> Round:
     """Measure the disk, the tier and the disk again: its rate changes within seconds."""
     before = await asyncio.to_thread(limit.measure, verb, seconds / 2)
@@ -311,35 +426,52 @@ async def _measure_round(
     return dataclasses.replace(one, raw=before + after)
 
 
-async def _measure_idle(under_test: TierUnderTest, _: RawLimit, verb: str, seconds: float) -> Round:
-    wall, cpu = time.perf_counter(), time.process_time()
+async def _measure_idle(under_test: UnderTest, _: RawLimit, verb: str, seconds: float) -> Round:
+    wall, cpu, held = time.perf_counter(), time.process_time(), time.thread_time()
     nbytes = await under_test.move_for(verb, seconds)
-    return Round(Sample(nbytes, time.perf_counter() - wall, time.process_time() - cpu))
+    took, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
+    return Round(Sample(nbytes, took, cpu_s, held_s=time.thread_time() - held))
 
 
-async def _measure_busy(under_test: TierUnderTest, limit: RawLimit, verb: str, seconds: float) -> Round:
+async def _measure_busy(under_test: UnderTest, limit: RawLimit, verb: str, seconds: float) -> Round:
     with BusyThread() as engine:
         alone = await engine.rate_during(asyncio.sleep(seconds / 4))
         beside_raw = await engine.rate_during(asyncio.to_thread(limit.measure, verb, seconds / 2))
         wall, cpu, engine_cpu = time.perf_counter(), time.process_time(), engine.cpu_s
+        held = time.thread_time()
         loops, nbytes = engine.loops, await under_test.move_for(verb, seconds)
-        took = time.perf_counter() - wall
+        took, held = time.perf_counter() - wall, time.thread_time() - held
         cpu_s = time.process_time() - cpu - (engine.cpu_s - engine_cpu)
         beside_tier = (engine.loops - loops) / took
-    return Round(Sample(nbytes, took, cpu_s, beside_tier), alone=alone, beside_raw=beside_raw)
+    return Round(Sample(nbytes, took, cpu_s, beside_tier, held), alone=alone, beside_raw=beside_raw)
 
 
-def _point(size: int, verb: str, busy: bool, rows: Sequence[Round]) -> Point:
+def _checksum_us(memory: HeapMemory) -> float:
+    """Return the processor time of one chunk's checksum, in microseconds."""
+    before = time.thread_time()
+    for slot in range(memory.slots):
+        native.crc32c(memory.address + slot * memory.chunk_bytes, memory.chunk_bytes)
+    return (time.thread_time() - before) / memory.slots * 1e6
+
+
+def _point(size: int, path: str, verb: str, busy: bool, rows: Sequence[Round]) -> Point:
     beside_tier = [1 - row.tier.loops_per_s / row.alone for row in rows if row.tier.loops_per_s and row.alone]
     beside_raw = [1 - row.beside_raw / row.alone for row in rows if row.beside_raw and row.alone]
+    ratios = [row.tier.gb_s / row.raw.gb_s for row in rows]
+    cpu = statistics.median(row.tier.cpu_s / row.tier.nbytes * size * 1e6 for row in rows)
+    held = [row.tier.held_s / row.tier.wall_s for row in rows if row.tier.held_s is not None]
     return Point(
+        path=path,
         chunk_bytes=size,
         verb=verb,
         busy=busy,
         raw_gb_s=statistics.median(row.raw.gb_s for row in rows),
         tier_gb_s=statistics.median(row.tier.gb_s for row in rows),
-        ratio=statistics.median(row.tier.gb_s / row.raw.gb_s for row in rows),
-        cpu_s_per_gb=statistics.median(row.tier.cpu_s / row.tier.nbytes * 1e9 for row in rows),
+        ratio=statistics.median(ratios),
+        spread=f"{min(ratios):.2f}-{max(ratios):.2f}",
+        cpu_us_chunk=cpu,
+        bare_us_chunk=cpu - statistics.median(row.checksum_us for row in rows),
+        held_share=statistics.median(held) if path != VLLM else None,
         slowdown=statistics.median(beside_tier) if beside_tier else None,
         raw_slowdown=statistics.median(beside_raw) if beside_raw else None,
     )
@@ -387,7 +519,7 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="File for the figures.")] = None,
 ) -> None:
     """Measure the file tier against the disk below it."""
-    result = run(root, sizes or (65536, 524288, 2097152), seconds, rounds)
+    result = run(root, sizes or SIZES, seconds, rounds)
     figures.show(result, Console())
     if json_path is not None:
         figures.write(result, json_path)

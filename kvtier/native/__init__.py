@@ -2,7 +2,8 @@
 
 The shared library beside this file is built by ``kvtier/native/build.py``. Where it is missing, of
 another version, or refused by ``KVTIER_NATIVE=0`` in the environment, the same functions work in
-pure Python. ``available`` says which it is; ``library`` is the loaded library or None.
+pure Python. ``available`` says which it is; ``library`` is the loaded library or None, and ``holding``
+the same for the few functions that are called without releasing the interpreter lock.
 
 Addresses are plain integers. Who calls keeps the memory behind them alive until the call returns.
 All calls release the interpreter lock for most of their time and can be made from any thread.
@@ -19,7 +20,7 @@ from typing import Final
 
 import crc32c as _crc32c
 
-ABI: Final = 3  # KVT_ABI in kvtier_native.c
+ABI: Final = 5  # KVT_ABI in kvtier_native.c
 LIBRARY_NAME: Final = "libkvtier_native.so"
 _MADV_POPULATE_WRITE: Final = 23
 _COPY_EITHER_WAY: Final = 4  # as in kvtier_native.c
@@ -62,19 +63,73 @@ def _declare(library: ctypes.CDLL) -> None:
         getattr(library, name).argtypes = [address, size, size]
         getattr(library, name).restype = ctypes.c_int64
     library.kvt_files_contains.restype = None
-    for name in ("kvt_pool_put", "kvt_pool_get"):
-        getattr(library, name).argtypes = [address, address, size, size, size]
-        getattr(library, name).restype = ctypes.c_int64
-    library.kvt_pool_open.argtypes = [size]
+    library.kvt_pool_do.argtypes = [address, address, address, size, size, size, ctypes.c_int]
+    library.kvt_pool_do.restype = ctypes.c_int64
+    library.kvt_pool_open.argtypes = [size, size]
     library.kvt_pool_open.restype = address
     library.kvt_pool_close.argtypes = [address]
     library.kvt_pool_close.restype = None
+    library.kvt_pool_fd.argtypes = [address]
+    library.kvt_pool_fd.restype = ctypes.c_int
     for name in ("kvt_tree_bytes", "kvt_tree_remove"):
         getattr(library, name).argtypes = [ctypes.c_int, ctypes.c_char_p, address]
         getattr(library, name).restype = ctypes.c_int64
+    library.kvt_files_touch.argtypes = [address, size, size]
+    library.kvt_files_touch.restype = None
+    library.kvt_units_scan.argtypes = [ctypes.c_int, ctypes.c_char_p, address, address]
+    library.kvt_units_scan.restype = ctypes.c_int64
+    library.kvt_files_list.argtypes = [ctypes.c_int, ctypes.c_char_p, address, address, ctypes.c_uint64]
+    library.kvt_files_list.restype = ctypes.c_int64
+    _declare_segments(library)
+
+
+def _load_holding() -> ctypes.PyDLL | None:
+    """Load the functions that wait for nothing once more: calls of these keep the interpreter lock.
+
+    To give it away for a microsecond is to queue for it again.
+    """
+    if library is None:
+        return None
+    address, size = ctypes.c_void_p, ctypes.c_size_t
+    holding = ctypes.PyDLL(library._name)
+    holding.kvt_pool_submit.argtypes = [address] * 3 + [size] * 3 + [ctypes.c_int, ctypes.c_uint64]
+    holding.kvt_pool_submit.restype = ctypes.c_int
+    holding.kvt_pool_ended.argtypes = [address, address, address, size]
+    holding.kvt_pool_ended.restype = size
+    return holding
+
+
+def _declare_segments(library: ctypes.CDLL) -> None:
+    address, size, path = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p
+    number, u64 = ctypes.c_uint32, ctypes.c_uint64
+    for name in ("put", "get", "discard", "contains", "touch"):
+        getattr(library, f"kvt_segments_{name}").argtypes = [address, size, size]
+        getattr(library, f"kvt_segments_{name}").restype = None
+    library.kvt_segments_put.restype = ctypes.c_int64
+    library.kvt_segments_open.argtypes = [ctypes.c_int, path, path, path, u64, u64, number, number]
+    library.kvt_segments_open.restype = address
+    library.kvt_segments_load.argtypes = library.kvt_segments_adopt.argtypes = [address, address]
+    library.kvt_segments_load.restype = library.kvt_segments_adopt.restype = ctypes.c_int64
+    library.kvt_segments_finish.argtypes = library.kvt_segments_close.argtypes = [address]
+    library.kvt_segments_finish.restype = ctypes.c_int64
+    library.kvt_segments_close.restype = None
+    library.kvt_segments_list.argtypes = [address, address, size]
+    library.kvt_segments_keys.argtypes = [address, number, address, size]
+    library.kvt_segments_list.restype = library.kvt_segments_keys.restype = size
+    library.kvt_segments_lost.argtypes = [address, address, size]
+    library.kvt_segments_lost.restype = size
+    library.kvt_segments_counts.argtypes = [address, address]
+    library.kvt_segments_counts.restype = None
+    library.kvt_segments_kill.argtypes = [address, number, number]
+    library.kvt_segments_drop.argtypes = library.kvt_segments_forget.argtypes = [address, number]
+    library.kvt_segments_copy.argtypes = [address, number, address, address]
+    for name in ("kill", "drop", "copy"):
+        getattr(library, f"kvt_segments_{name}").restype = ctypes.c_int64
+    library.kvt_segments_forget.restype = None
 
 
 library: Final = _load()
+holding: Final = _load_holding()
 available: Final[bool] = library is not None
 
 
@@ -155,6 +210,7 @@ __all__ = [
     "copy_batch",
     "copy_batch_async",
     "crc32c",
+    "holding",
     "library",
     "populate",
 ]

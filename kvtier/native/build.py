@@ -26,6 +26,8 @@ else:
         _Hook = object
 
 SOURCE = "kvtier_native.c"
+SOURCES = (SOURCE, "pool.c", "segments.c", "units.c")
+HEADERS = ("kvtier_native.h",)
 LIBRARY = "libkvtier_native.so"
 FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-fvisibility=default")
 
@@ -60,7 +62,8 @@ def compile_library(folder: Path, extra_flags: tuple[str, ...] = ()) -> Path:
     """
     target = folder / LIBRARY
     building = folder / f"{LIBRARY}.{os.getpid()}"
-    command = [*compiler(), *FLAGS, *extra_flags, "-o", str(building), str(folder / SOURCE)]
+    sources = [str(folder / name) for name in SOURCES]
+    command = [*compiler(), *FLAGS, *extra_flags, "-o", str(building), *sources]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:

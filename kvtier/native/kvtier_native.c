@@ -6,13 +6,12 @@
  * nothing but libc. Where it is missing, Python does the same work (kvtier/native/__init__.py and
  * kvtier/tiers/fs/python_files.py); the two must agree in every result.
  */
-#define _GNU_SOURCE
+#include "kvtier_native.h"
+
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
-#include <pthread.h>
-#include <signal.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -32,16 +31,13 @@
 #include <sys/auxv.h>
 #endif
 
-#ifndef O_DIRECT
-#define O_DIRECT 0
-#endif
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
 
 /* Raised with every change of a signature or a structure: a library left over from another version
  * of the source is then not used. */
-#define KVT_ABI 3
+#define KVT_ABI 5
 
 uint32_t kvt_abi(void) { return KVT_ABI; }
 
@@ -225,88 +221,33 @@ uint32_t kvt_crc32c_portable(uint32_t value, const void *data, size_t length)
 
 /* -------------------------------------------------------------------------------------- seals */
 
-/* The trailer of a chunk, as in kvtier/tiers/seal.py: little-endian, at these offsets. */
-enum {
-    SEAL_MAGIC = 0,
-    SEAL_VERSION = 8,
-    SEAL_KEY_BYTES = 10,
-    SEAL_CHECKSUM = 12,
-    SEAL_PAYLOAD_BYTES = 16,
-    SEAL_DIGEST = 24,
-    SEAL_KEY = 40,
-    SEAL_ZEROS = 108,
-    SEAL_OWN_CHECKSUM = 124,
-    SEAL_BYTES = 128,
-};
-#define DIGEST_BYTES 16
-#define MAX_KEY_BYTES 68
-#define GROUP_BYTES 4
-#define FORMAT_VERSION 1
-static const uint8_t magic[8] = {'K', 'V', 'T', 'I', 'E', 'R', 0, 1};
+static const uint8_t magic[MAGIC_BYTES] = {'K', 'V', 'T', 'I', 'E', 'R', 0, 1};
 
-static void put_number(uint8_t *at, uint64_t value, int bytes)
-{
-    for (int i = 0; i < bytes; i++)
-        at[i] = (uint8_t)(value >> (8 * i));
-}
-
-static uint64_t get_number(const uint8_t *at, int bytes)
-{
-    uint64_t value = 0;
-    for (int i = 0; i < bytes; i++)
-        value |= (uint64_t)at[i] << (8 * i);
-    return value;
-}
-
-static void seal(uint8_t *trailer, const uint8_t *key, size_t key_bytes, const void *payload, size_t length,
-                 const uint8_t *digest)
+void kvt_seal(uint8_t *trailer, const uint8_t *key, size_t key_bytes, uint32_t checksum, uint64_t length,
+              const uint8_t *digest)
 {
     memset(trailer, 0, SEAL_BYTES);
     memcpy(trailer + SEAL_MAGIC, magic, sizeof magic);
     put_number(trailer + SEAL_VERSION, FORMAT_VERSION, 2);
     put_number(trailer + SEAL_KEY_BYTES, key_bytes, 2);
-    put_number(trailer + SEAL_CHECKSUM, kvt_crc32c(0, payload, length), 4);
+    put_number(trailer + SEAL_CHECKSUM, checksum, 4);
     put_number(trailer + SEAL_PAYLOAD_BYTES, length, 8);
     memcpy(trailer + SEAL_DIGEST, digest, DIGEST_BYTES);
     memcpy(trailer + SEAL_KEY, key, key_bytes);
     put_number(trailer + SEAL_OWN_CHECKSUM, kvt_crc32c(0, trailer, SEAL_OWN_CHECKSUM), 4);
 }
 
+bool kvt_is_sealed(const uint8_t *trailer)
+{
+    return get_number(trailer + SEAL_OWN_CHECKSUM, 4) == kvt_crc32c(0, trailer, SEAL_OWN_CHECKSUM) &&
+           memcmp(trailer + SEAL_MAGIC, magic, sizeof magic) == 0 &&
+           get_number(trailer + SEAL_VERSION, 2) == FORMAT_VERSION;
+}
+
 /* -------------------------------------------------------------------------------- chunk files */
 
-/* What becomes of one chunk: one of these, or a negative errno. Mirrored in tiers/fs/call.py. */
-enum {
-    RESULT_OK = 0,
-    RESULT_EXISTS = 1,
-    RESULT_ABSENT = 2,
-    RESULT_TORN = 3,
-    RESULT_FOREIGN = 4,
-    RESULT_CHECKSUM = 5,
-};
-
-enum { FLAG_DIRECT = 1, FLAG_SYNC_DATA = 2, FLAG_SYNC_DIRECTORY = 4 };
-
-#define BLOCK_BYTES 4096 /* the trailer's block, and what O_DIRECT is aligned to */
 #define PATH_BYTES 1024
 #define PUBLISH_ATTEMPTS 3
-
-/* One put or get of the tier; a job works on a run of its chunks. Mirrored in tiers/fs/call.py. */
-struct call {
-    const char *data_dir;    /* of this epoch, relative to root_fd */
-    const char *tmp_dir;     /* this writer's own, relative to root_fd */
-    const uint8_t *keys;     /* one after the other */
-    const uint32_t *key_ends; /* count + 1 offsets into keys, the first is 0 */
-    const int64_t *slots;
-    const uint32_t *stop; /* not 0: leave what has not begun */
-    int32_t *results;
-    uint64_t *inodes; /* of files that a result speaks ill of */
-    uint64_t base;    /* address of slot 0 */
-    uint64_t chunk_bytes;
-    uint64_t serial; /* names of temporary files: serial + index */
-    int32_t root_fd;
-    uint32_t flags;
-    uint8_t digest[DIGEST_BYTES];
-};
 
 struct chunk {
     const uint8_t *key;
@@ -314,8 +255,6 @@ struct chunk {
     char *slot;
     char path[PATH_BYTES];
 };
-
-static bool stopped(const uint32_t *stop) { return __atomic_load_n(stop, __ATOMIC_RELAXED) != 0; }
 
 /* <data_dir>/<hhh>/<hh>_g<group>/<hash_hex>.bin; a hash of fewer than five digits is filled up with
  * zeros in the names of directories. */
@@ -344,7 +283,7 @@ static int name_chunk(const struct call *call, size_t i, struct chunk *chunk)
 }
 
 /* Make the directories above path, the root itself not. Returns how many were made, or -errno. */
-static int make_parents(int root_fd, char *path)
+int kvt_make_parents(int root_fd, char *path)
 {
     char *slash = strrchr(path, '/');
     if (slash == NULL)
@@ -352,7 +291,7 @@ static int make_parents(int root_fd, char *path)
     *slash = '\0';
     int made = 0, failed = mkdirat(root_fd, path, 0700);
     if (failed && errno == ENOENT) {
-        made = make_parents(root_fd, path);
+        made = kvt_make_parents(root_fd, path);
         if (made >= 0)
             failed = mkdirat(root_fd, path, 0700);
     }
@@ -364,7 +303,7 @@ static int make_parents(int root_fd, char *path)
 }
 
 /* Flush the directory that holds path, and those above it that hold directories just made. */
-static int sync_parents(int root_fd, char *path, int made)
+int kvt_sync_parents(int root_fd, char *path, int made)
 {
     char *slash = strrchr(path, '/');
     if (slash == NULL)
@@ -376,23 +315,32 @@ static int sync_parents(int root_fd, char *path, int made)
     if (fd >= 0)
         close(fd);
     if (!error && made > 0)
-        error = sync_parents(root_fd, path, made - 1);
+        error = kvt_sync_parents(root_fd, path, made - 1);
     *slash = '/';
     return error;
 }
 
+/* A bare file is the chunk's bytes and nothing else: no trailer, and nothing that could be proven. */
+static bool is_bare(const struct call *call) { return (call->flags & FLAG_BARE) != 0; }
+
+static size_t file_bytes(const struct call *call)
+{
+    return call->chunk_bytes + (is_bare(call) ? 0 : BLOCK_BYTES);
+}
+
 /* Move the slot and the trailer's block between memory and the file. Returns the bytes moved before
  * the end of the file, or -errno. */
-static int64_t transfer(int fd, char *slot, size_t chunk_bytes, uint8_t *block, bool writing)
+static int64_t transfer(const struct call *call, int fd, char *slot, uint8_t *block, bool writing)
 {
-    size_t total = chunk_bytes + BLOCK_BYTES, done = 0;
+    size_t chunk_bytes = call->chunk_bytes, total = file_bytes(call), done = 0;
     while (done < total) {
         struct iovec parts[2];
         int count = 0;
         if (done < chunk_bytes)
             parts[count++] = (struct iovec){slot + done, chunk_bytes - done};
         size_t in_block = done > chunk_bytes ? done - chunk_bytes : 0;
-        parts[count++] = (struct iovec){block + in_block, BLOCK_BYTES - in_block};
+        if (total > chunk_bytes)
+            parts[count++] = (struct iovec){block + in_block, BLOCK_BYTES - in_block};
         ssize_t moved = writing ? pwritev(fd, parts, count, (off_t)done) : preadv(fd, parts, count, (off_t)done);
         if (moved < 0 && errno == EINTR)
             continue;
@@ -412,11 +360,11 @@ static int write_temporary(const struct call *call, const struct chunk *chunk, c
 {
     int flags = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW | direct_flag(call);
     int fd = openat(call->root_fd, tmp, flags, 0600);
-    if (fd < 0 && errno == ENOENT && make_parents(call->root_fd, tmp) >= 0)
+    if (fd < 0 && errno == ENOENT && kvt_make_parents(call->root_fd, tmp) >= 0)
         fd = openat(call->root_fd, tmp, flags, 0600);
     if (fd < 0)
         return -errno;
-    int64_t moved = transfer(fd, chunk->slot, call->chunk_bytes, block, true);
+    int64_t moved = transfer(call, fd, chunk->slot, block, true);
     int error = moved < 0 ? (int)moved : 0;
     if (!error && call->flags & FLAG_SYNC_DATA && fdatasync(fd))
         error = -errno;
@@ -437,7 +385,7 @@ static int publish(const struct call *call, char *tmp, struct chunk *chunk)
             break;
         int error = -errno;
         if (error == -ENOENT && attempt < PUBLISH_ATTEMPTS) {
-            int more = make_parents(call->root_fd, chunk->path);
+            int more = kvt_make_parents(call->root_fd, chunk->path);
             error = more < 0 ? more : 0;
             made += more < 0 ? 0 : more;
         }
@@ -446,7 +394,7 @@ static int publish(const struct call *call, char *tmp, struct chunk *chunk)
             return error;
         }
     }
-    int error = call->flags & FLAG_SYNC_DIRECTORY ? sync_parents(call->root_fd, chunk->path, made) : 0;
+    int error = call->flags & FLAG_SYNC_DIRECTORY ? kvt_sync_parents(call->root_fd, chunk->path, made) : 0;
     return error ? error : made;
 }
 
@@ -456,7 +404,7 @@ static int existing(const struct call *call, size_t i, const struct chunk *chunk
     struct stat found;
     if (fstatat(call->root_fd, chunk->path, &found, AT_SYMLINK_NOFOLLOW))
         return errno == ENOENT || errno == ENOTDIR ? RESULT_ABSENT : -errno;
-    if (S_ISREG(found.st_mode) && (uint64_t)found.st_size == call->chunk_bytes + BLOCK_BYTES)
+    if (S_ISREG(found.st_mode) && (uint64_t)found.st_size == file_bytes(call))
         return RESULT_EXISTS;
     call->inodes[i] = found.st_ino;
     return RESULT_TORN;
@@ -475,14 +423,16 @@ static int put_chunk(const struct call *call, size_t i, uint8_t *block, int64_t 
     int length = snprintf(tmp, sizeof tmp, "%s/%llx", call->tmp_dir, (unsigned long long)(call->serial + i));
     if (length < 0 || (size_t)length >= sizeof tmp)
         return -ENAMETOOLONG;
-    seal(block, chunk.key, chunk.key_bytes, chunk.slot, call->chunk_bytes, call->digest);
+    if (!is_bare(call))
+        kvt_seal(block, chunk.key, chunk.key_bytes, kvt_crc32c(0, chunk.slot, call->chunk_bytes),
+                 call->chunk_bytes, call->digest);
     result = write_temporary(call, &chunk, tmp, block);
     if (result)
         return result;
     int made = publish(call, tmp, &chunk);
     if (made < 0)
         return made;
-    *added += (int64_t)call->chunk_bytes + BLOCK_BYTES * (1 + (int64_t)made);
+    *added += (int64_t)file_bytes(call) + BLOCK_BYTES * (int64_t)made;
     return RESULT_OK;
 }
 
@@ -499,8 +449,7 @@ int64_t kvt_files_put(const struct call *call, size_t first, size_t end)
 
 static int check(const struct call *call, const struct chunk *chunk, const uint8_t *trailer)
 {
-    if (get_number(trailer + SEAL_OWN_CHECKSUM, 4) != kvt_crc32c(0, trailer, SEAL_OWN_CHECKSUM) ||
-        memcmp(trailer + SEAL_MAGIC, magic, sizeof magic) || get_number(trailer + SEAL_VERSION, 2) != FORMAT_VERSION)
+    if (!kvt_is_sealed(trailer))
         return RESULT_TORN;
     if (get_number(trailer + SEAL_KEY_BYTES, 2) != chunk->key_bytes ||
         memcmp(trailer + SEAL_KEY, chunk->key, chunk->key_bytes) ||
@@ -509,6 +458,15 @@ static int check(const struct call *call, const struct chunk *chunk, const uint8
         return RESULT_FOREIGN;
     uint32_t checksum = kvt_crc32c(0, chunk->slot, call->chunk_bytes);
     return checksum == get_number(trailer + SEAL_CHECKSUM, 4) ? RESULT_OK : RESULT_CHECKSUM;
+}
+
+/* Of bytes without a trailer the length alone can be checked: a longer file is another chunk's. */
+static int check_length(const struct call *call, int fd)
+{
+    struct stat found;
+    if (fstat(fd, &found))
+        return -errno;
+    return (uint64_t)found.st_size == call->chunk_bytes ? RESULT_OK : RESULT_TORN;
 }
 
 static int get_chunk(const struct call *call, size_t i, uint8_t *block)
@@ -520,13 +478,13 @@ static int get_chunk(const struct call *call, size_t i, uint8_t *block)
     int fd = openat(call->root_fd, chunk.path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | direct_flag(call));
     if (fd < 0)
         return errno == ENOENT || errno == ENOTDIR ? RESULT_ABSENT : -errno;
-    int64_t moved = transfer(fd, chunk.slot, call->chunk_bytes, block, false);
+    int64_t moved = transfer(call, fd, chunk.slot, block, false);
     if (moved < 0)
         result = (int)moved;
-    else if ((uint64_t)moved < call->chunk_bytes + BLOCK_BYTES)
+    else if ((uint64_t)moved < file_bytes(call))
         result = RESULT_TORN;
     else
-        result = check(call, &chunk, block);
+        result = is_bare(call) ? check_length(call, fd) : check(call, &chunk, block);
     struct stat found;
     if (result > 0 && fstat(fd, &found) == 0)
         call->inodes[i] = found.st_ino;
@@ -565,136 +523,23 @@ int64_t kvt_files_discard(const struct call *call, size_t first, size_t end)
         if (!result && unlinkat(call->root_fd, chunk.path, 0))
             result = errno == ENOENT || errno == ENOTDIR ? RESULT_ABSENT : -errno;
         else if (!result)
-            removed += (int64_t)call->chunk_bytes + BLOCK_BYTES;
+            removed += (int64_t)file_bytes(call);
         call->results[i] = result;
     }
     return removed;
 }
 
-/* ------------------------------------------------------------------------------------- pools */
-
-/* Threads that share out one call's chunks among themselves. Python's threads would each need the
- * interpreter lock before and after their part, and each such time an engine that computes is
- * interrupted: so Python makes one call for a whole batch and waits for it here. */
-
-typedef int64_t (*work_on)(const struct call *, size_t first, size_t end);
-
-struct task { /* on the stack of the caller, who waits until it has ended */
-    work_on work;
-    const struct call *call;
-    size_t next, end, part; /* chunks not begun yet, and how many are taken at once */
-    size_t running;
-    int64_t sum;
-    pthread_cond_t ended;
-    struct task *following;
-};
-
-struct pool {
-    pthread_mutex_t lock;
-    pthread_cond_t changed;
-    struct task *first, **last; /* tasks with chunks not begun, in the order in which they came */
-    bool closing;
-    size_t count;
-    pthread_t threads[];
-};
-
-/* Take a part of the first task, and do it without the lock. */
-static void do_part(struct pool *pool)
+/* Set the time of the last use of a run of chunks to now. The time when they were written stays. */
+void kvt_files_touch(const struct call *call, size_t first, size_t end)
 {
-    struct task *task = pool->first;
-    size_t first = task->next;
-    size_t end = task->end - first < task->part ? task->end : first + task->part;
-    task->next = end;
-    task->running++;
-    if (end == task->end && (pool->first = task->following) == NULL)
-        pool->last = &pool->first;
-    pthread_mutex_unlock(&pool->lock);
-    int64_t result = task->work(task->call, first, end);
-    pthread_mutex_lock(&pool->lock);
-    task->sum += result;
-    if (--task->running == 0 && task->next == task->end)
-        pthread_cond_signal(&task->ended);
-}
-
-static void *serve(void *argument)
-{
-    struct pool *pool = argument;
-    pthread_mutex_lock(&pool->lock);
-    for (;;) {
-        if (pool->first != NULL)
-            do_part(pool);
-        else if (pool->closing)
-            break;
-        else
-            pthread_cond_wait(&pool->changed, &pool->lock);
+    const struct timespec times[2] = {{.tv_nsec = UTIME_NOW}, {.tv_nsec = UTIME_OMIT}};
+    struct chunk chunk;
+    for (size_t i = first; i < end; i++) {
+        int result = stopped(call->stop) ? -ECANCELED : name_chunk(call, i, &chunk);
+        if (!result && utimensat(call->root_fd, chunk.path, times, AT_SYMLINK_NOFOLLOW))
+            result = errno == ENOENT || errno == ENOTDIR ? RESULT_ABSENT : -errno;
+        call->results[i] = result;
     }
-    pthread_mutex_unlock(&pool->lock);
-    return NULL;
-}
-
-/* Start a pool of as many threads as can be had. NULL where there is not even one. */
-struct pool *kvt_pool_open(size_t threads)
-{
-    struct pool *pool = calloc(1, sizeof *pool + threads * sizeof pool->threads[0]);
-    if (pool == NULL)
-        return NULL;
-    pthread_mutex_init(&pool->lock, NULL);
-    pthread_cond_init(&pool->changed, NULL);
-    pool->last = &pool->first;
-    sigset_t all, before; /* signals are for the interpreter's threads */
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    while (pool->count < threads && pthread_create(&pool->threads[pool->count], NULL, serve, pool) == 0)
-        pool->count++;
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (pool->count > 0)
-        return pool;
-    free(pool);
-    return NULL;
-}
-
-/* End a pool that nobody uses any more, and wait for its threads. */
-void kvt_pool_close(struct pool *pool)
-{
-    pthread_mutex_lock(&pool->lock);
-    pool->closing = true;
-    pthread_cond_broadcast(&pool->changed);
-    pthread_mutex_unlock(&pool->lock);
-    for (size_t i = 0; i < pool->count; i++)
-        pthread_join(pool->threads[i], NULL);
-    pthread_cond_destroy(&pool->changed);
-    pthread_mutex_destroy(&pool->lock);
-    free(pool);
-}
-
-static int64_t share_out(struct pool *pool, work_on work, const struct call *call, size_t first, size_t end,
-                         size_t part)
-{
-    if (first == end)
-        return 0;
-    struct task task = {.work = work, .call = call, .next = first, .end = end, .part = part ? part : 1};
-    pthread_cond_init(&task.ended, NULL);
-    pthread_mutex_lock(&pool->lock);
-    *pool->last = &task;
-    pool->last = &task.following;
-    pthread_cond_broadcast(&pool->changed);
-    while (task.next < task.end || task.running > 0)
-        pthread_cond_wait(&task.ended, &pool->lock);
-    pthread_mutex_unlock(&pool->lock);
-    pthread_cond_destroy(&task.ended);
-    return task.sum;
-}
-
-/* As kvt_files_put, by the pool's threads, each with part chunks at a time. */
-int64_t kvt_pool_put(struct pool *pool, const struct call *call, size_t first, size_t end, size_t part)
-{
-    return share_out(pool, kvt_files_put, call, first, end, part);
-}
-
-/* As kvt_files_get, by the pool's threads, each with part chunks at a time. */
-int64_t kvt_pool_get(struct pool *pool, const struct call *call, size_t first, size_t end, size_t part)
-{
-    return share_out(pool, kvt_files_get, call, first, end, part);
 }
 
 /* ------------------------------------------------------------------------------------- trees */

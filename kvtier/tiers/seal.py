@@ -8,6 +8,7 @@ of the 124 bytes before it (u32). The file tier's native helper writes and reads
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from enum import IntEnum
 
 import crc32c
@@ -41,20 +42,48 @@ def seal(key: OffloadKey, payload: memoryview, digest: bytes) -> bytes:
         payload: its bytes.
         digest: the first 16 bytes of the identity's digest.
     """
-    body = _RECORD.pack(MAGIC, VERSION, len(key), crc32c.crc32c(payload), payload.nbytes, digest, key)
+    return pack(key, crc32c.crc32c(payload), payload.nbytes, digest)
+
+
+def pack(key: OffloadKey, checksum: int, payload_bytes: int, digest: bytes) -> bytes:
+    """Make the trailer of one chunk whose checksum is known."""
+    body = _RECORD.pack(MAGIC, VERSION, len(key), checksum, payload_bytes, digest, key)
     return body + _CRC.pack(crc32c.crc32c(body))
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """What a trailer says.
+
+    Attributes:
+        key: the chunk's offload key.
+        digest: the first 16 bytes of the identity's digest.
+        payload_bytes: length of the bytes that were sealed.
+        checksum: their CRC-32C.
+    """
+
+    key: OffloadKey
+    digest: bytes
+    payload_bytes: int
+    checksum: int
+
+
+def read(trailer: bytes | memoryview) -> Sealed | None:
+    """Return what a trailer says; None where it is none, or a damaged one. It may hold anything at all."""
+    trailer = bytes(trailer[:TRAILER_BYTES])
+    if len(trailer) < TRAILER_BYTES or _CRC.unpack(trailer[-4:])[0] != crc32c.crc32c(trailer[:-4]):
+        return None
+    magic, version, key_bytes, checksum, payload_bytes, digest, key = _RECORD.unpack(trailer[:-4])
+    if magic != MAGIC or version != VERSION:
+        return None
+    return Sealed(OffloadKey(key[:key_bytes]), digest, payload_bytes, checksum)
 
 
 def check(trailer: bytes | memoryview, key: OffloadKey, payload: memoryview, digest: bytes) -> Verdict:
     """Check ``payload`` against ``trailer``, which may hold anything at all."""
-    trailer = bytes(trailer[:TRAILER_BYTES])
-    if len(trailer) < TRAILER_BYTES or _CRC.unpack(trailer[-4:])[0] != crc32c.crc32c(trailer[:-4]):
+    sealed = read(trailer)
+    if sealed is None:
         return Verdict.TORN
-    magic, version, key_bytes, checksum, payload_bytes, sealed_digest, sealed_key = _RECORD.unpack(
-        trailer[:-4]
-    )
-    if magic != MAGIC or version != VERSION:
-        return Verdict.TORN
-    if sealed_key[:key_bytes] != key or sealed_digest != digest or payload_bytes != payload.nbytes:
+    if sealed.key != key or sealed.digest != digest or sealed.payload_bytes != payload.nbytes:
         return Verdict.FOREIGN
-    return Verdict.GOOD if crc32c.crc32c(payload) == checksum else Verdict.CHECKSUM
+    return Verdict.GOOD if crc32c.crc32c(payload) == sealed.checksum else Verdict.CHECKSUM

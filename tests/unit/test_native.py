@@ -194,7 +194,7 @@ def source_folder(tmp_path):
     """A folder laid out as the project's, with the source and no library."""
     folder = tmp_path / "kvtier" / "native"
     folder.mkdir(parents=True)
-    for name in ("__init__.py", build.SOURCE):
+    for name in ("__init__.py", *build.SOURCES, *build.HEADERS):
         shutil.copy(Path(native.__file__).with_name(name), folder)
     return folder
 

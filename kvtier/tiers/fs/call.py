@@ -6,12 +6,13 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum, IntFlag
+from enum import Enum, IntEnum, IntFlag
 from itertools import accumulate
 from typing import Protocol
 
 from kvtier.keys import OffloadKey
 from kvtier.tiers.base import SlotMemory
+from kvtier.tiers.fs.layout import BLOCK_BYTES
 
 
 class Result(IntEnum):
@@ -28,6 +29,13 @@ class Result(IntEnum):
     COUNTING = 8
 
 
+class Verb(Enum):
+    """What can be begun without waiting for it."""
+
+    PUT = "put"
+    GET = "get"
+
+
 class Flag(IntFlag):
     """How files are read and written. As in C."""
 
@@ -35,6 +43,7 @@ class Flag(IntFlag):
     DIRECT = 1
     SYNC_DATA = 2
     SYNC_DIRECTORY = 4
+    BARE = 8  # the file is the chunk's bytes and nothing else: no trailer, and nothing proven but the length
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +66,16 @@ class Place:
     chunk_bytes: int
     flags: Flag
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether files are the chunks' bytes and nothing else."""
+        return bool(self.flags & Flag.BARE)
+
+    @property
+    def file_bytes(self) -> int:
+        """Length of every chunk's file."""
+        return self.chunk_bytes + (0 if self.is_bare else BLOCK_BYTES)
+
 
 class _Record(ctypes.Structure):
     """``struct call`` of kvtier_native.c."""
@@ -76,6 +95,7 @@ class _Record(ctypes.Structure):
         ("root_fd", ctypes.c_int32),
         ("flags", ctypes.c_uint32),
         ("digest", ctypes.c_uint8 * 16),
+        ("segments", ctypes.c_void_p),
     )
 
 
@@ -135,6 +155,10 @@ class FileCall:
     def __len__(self) -> int:
         return len(self.keys)
 
+    def use_segments(self, address: int) -> None:
+        """Say in which segments the chunks are: what ``kvt_segments_open`` gave."""
+        self._record.segments = address
+
     def _make_record(self) -> _Record:
         place = self.place
         return _Record(
@@ -162,11 +186,29 @@ class FileWork(Protocol):
     call's chunks; its results are written and nobody else's.
     """
 
-    def open_pool(self, threads: int) -> int:
-        """Start threads that share out the chunks of one call. 0: it has none, cut batches into jobs."""
+    def open_pool(self, readers: int, writers: int) -> int:
+        """Start threads that share out the chunks of calls, gets before puts. 0: cut batches into jobs."""
 
     def close_pool(self, pool: int) -> None:
         """End a pool that no call uses any more."""
+
+    def pool_fd(self, pool: int) -> int:
+        """Return the descriptor that is readable when something that was begun has ended."""
+
+    def begin(self, call: FileCall, verb: Verb, token: int) -> bool:
+        """Have the call's pool do all of it, without waiting for anything. In the event loop.
+
+        Args:
+            call: of one chunk at least; it stays until ``ended`` has told of it.
+            verb: what to do.
+            token: what ``ended`` tells it by, not 0.
+
+        Returns:
+            False: it cannot, and has done nothing.
+        """
+
+    def ended(self, pool: int) -> list[tuple[int, int]]:
+        """Take what has ended: tokens, and for each what ``put`` returns. In the event loop."""
 
     def put(self, call: FileCall, first: int, end: int) -> int:
         """Write chunks that are not there. Return the bytes that the file system has got more."""

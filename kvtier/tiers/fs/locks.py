@@ -43,6 +43,22 @@ def try_lock(fd: int, *, shared: bool = False) -> bool | None:
     return True
 
 
+def patient_lock(fd: int, path: str, patience_s: float = _PATIENCE_S) -> bool:
+    """Lock an open file that nobody holds for long. False where the file system has no locks.
+
+    Raises:
+        TimeoutError: somebody held it for seconds: a process that is stopped, or a share that hangs.
+    """
+    give_up_at = time.monotonic() + patience_s
+    pause_s = 0.0002
+    while (locked := try_lock(fd)) is False:
+        if time.monotonic() > give_up_at:
+            raise TimeoutError(errno.ETIMEDOUT, f"another process has held it for {patience_s} s", path)
+        time.sleep(pause_s)
+        pause_s = min(0.01, 2 * pause_s)
+    return locked is True
+
+
 @contextmanager
 def short_lock(root_fd: int, path: str, *, create: bool) -> Iterator[None]:
     """Hold a lock that nobody holds for long.
@@ -52,13 +68,18 @@ def short_lock(root_fd: int, path: str, *, create: bool) -> Iterator[None]:
     """
     fd = open_lock(root_fd, path, create=create)
     try:
-        give_up_at = time.monotonic() + _PATIENCE_S
-        while (locked := try_lock(fd)) is False:
-            if time.monotonic() > give_up_at:
-                raise TimeoutError(errno.ETIMEDOUT, f"another process has held it for {_PATIENCE_S} s", path)
-            time.sleep(0.01)
-        if locked is None:
+        if not patient_lock(fd, path):
             _log.warning("%s: the file system has no locks; resets by two engines at once may collide", path)
         yield
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def only_user(root_fd: int, path: str, *, create: bool) -> Iterator[bool]:
+    """Hold a lock file if nobody else does. Yields whether it is held."""
+    fd = open_lock(root_fd, path, create=create)
+    try:
+        yield try_lock(fd) is True
     finally:
         os.close(fd)

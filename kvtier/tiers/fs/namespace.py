@@ -23,16 +23,18 @@ import secrets
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from kvtier.errors import TierError
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.fs import layout
-from kvtier.tiers.fs.call import FileWork, Flag, Place, StopFlag
+from kvtier.tiers.fs.call import Flag, Place
 from kvtier.tiers.fs.config import FsConfig
 from kvtier.tiers.fs.locks import make_lock, open_lock, short_lock, try_lock
 
-_READ_ONLY: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+_READ_ONLY: Final = frozenset(
+    {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENOLCK}
+)
 _WRITER_ATTEMPTS: Final = 5
 _DURABILITY: Final = {
     "none": Flag.NONE,
@@ -90,6 +92,7 @@ class Namespace:
         name: name of its directory below the root.
         root_fd: the root directory, open.
         direct: whether files bypass the page cache.
+        writer: what this opener's lock and directory for unfinished files are called.
     """
 
     def __init__(self, config: FsConfig, context: TierContext, root_fd: int) -> None:
@@ -99,7 +102,7 @@ class Namespace:
         self.direct = False
         self._config = config
         self._context = context
-        self._writer = _new_writer()
+        self.writer = _new_writer()
         self._writer_fd: int | None = None
 
     @staticmethod
@@ -134,7 +137,15 @@ class Namespace:
     @property
     def tmp_dir(self) -> str:
         """This writer's own directory for unfinished files."""
-        return f"{self.name}/.tmp/{self._writer}"
+        return f"{self.name}/.tmp/{self.writer}"
+
+    def has_data(self, place: Place) -> bool:
+        """Say whether an epoch may hold chunks: its directory comes with the first one."""
+        try:
+            os.stat(place.data_dir, dir_fd=self.root_fd)
+        except FileNotFoundError:
+            return False
+        return True
 
     def close(self) -> None:
         """Give back the root and this writer's directory. The epoch is retired before."""
@@ -171,16 +182,6 @@ class Namespace:
                 raise
             return epoch
 
-    def sweep(self, current: int, work: FileWork, stop: StopFlag) -> int:
-        """Remove what dead writers left and epochs before ``current`` that nobody uses.
-
-        Returns:
-            Bytes removed, about. What cannot be removed is left for the next time.
-        """
-        if self.read_only is not None:
-            return 0
-        return self._sweep_writers(work, stop) + self._sweep_epochs(current, work, stop)
-
     # ------------------------------------------------------------------------------ opening
 
     def _join(self) -> Epoch:
@@ -214,20 +215,33 @@ class Namespace:
                 os.mkdir(name, layout.DIRECTORY_MODE, dir_fd=self.root_fd)
         for _ in range(_WRITER_ATTEMPTS):
             self._writer_fd = make_lock(self.root_fd, f"{self.tmp_dir}.lock")
-            if try_lock(self._writer_fd) is not False:
+            locked = try_lock(self._writer_fd)
+            if locked:
                 break
+            if locked is None:
+                self._give_up_writing()
             os.close(self._writer_fd)  # a sweep took the new writer for a dead one, and removes it
-            self._writer, self._writer_fd = _new_writer(), None
+            self.writer, self._writer_fd = _new_writer(), None
         else:
             raise OSError(errno.EAGAIN, "sweeps took each new writer for a dead one", self.name)
         with suppress(FileExistsError):
             os.mkdir(self.tmp_dir, layout.DIRECTORY_MODE, dir_fd=self.root_fd)
+
+    def _give_up_writing(self) -> NoReturn:
+        """Without locks nobody could tell the living from the dead, nor keep one bound with others."""
+        assert self._writer_fd is not None
+        os.close(self._writer_fd)
+        self._writer_fd = None
+        os.unlink(f"{self.tmp_dir}.lock", dir_fd=self.root_fd)
+        raise OSError(errno.ENOLCK, "the file system has no locks", self.name)
 
     def _current_epoch(self) -> int:
         stored, highest = self._stored_epoch(), self._highest_trace()
         if stored is not None and stored >= highest:
             return stored
         if self.read_only is not None:
+            if self._config.layout == "vllm" and stored is None and highest < 0:
+                return 0  # nobody with kvtier has been here, and nobody will
             raise OSError(errno.EINVAL, "the epoch is not readable, and no new one can be written")
         if stored is not None or highest >= 0:
             _log.warning("%s: the epoch of %s is lost; a new one starts", self._context.name, self.name)
@@ -244,6 +258,8 @@ class Namespace:
     def _highest_trace(self) -> int:
         """Return the highest epoch that left a trace, -1 where none did."""
         found = [layout.epoch_of(self.name, name) for name in self._names(".")]
+        if self._config.layout == "vllm":  # vLLM's own tier makes this one, and knows no epochs
+            found = [number for number in found if number != 0]
         found += [layout.epoch_of_users_lock(name) for name in self._names(self.name)]
         return max((number for number in found if number is not None), default=-1)
 
@@ -261,6 +277,7 @@ class Namespace:
 
     def _place(self, epoch: int) -> Place:
         flags = _DURABILITY[self._config.durability] | (Flag.DIRECT if self.direct else Flag.NONE)
+        flags |= Flag.BARE if self._config.integrity == "none" else Flag.NONE
         return Place(
             root_fd=self.root_fd,
             data_dir=layout.data_dir(self.name, epoch),
@@ -304,45 +321,6 @@ class Namespace:
             os.close(fd)
             if self.read_only is None:
                 os.unlink(path, dir_fd=self.root_fd)
-
-    # ----------------------------------------------------------------------------- sweeping
-
-    def _sweep_writers(self, work: FileWork, stop: StopFlag) -> int:
-        folder = f"{self.name}/.tmp"
-        names = set(self._names(folder))
-        removed = 0
-        for writer in {name.removesuffix(".lock") for name in names} - {self._writer}:
-            if stop:
-                break
-            lock = f"{folder}/{writer}.lock"
-            with suppress(OSError), _only_user(self.root_fd, lock, create=False) as alone:
-                if alone:
-                    removed += self._remove(f"{folder}/{writer}", work, stop)
-                    os.unlink(lock, dir_fd=self.root_fd)
-            if f"{writer}.lock" not in names and not self._exists(f".tmp/{writer}.lock"):
-                with suppress(OSError):
-                    removed += self._remove(f"{folder}/{writer}", work, stop)
-        return removed
-
-    def _sweep_epochs(self, current: int, work: FileWork, stop: StopFlag) -> int:
-        found = {layout.epoch_of(self.name, name) for name in self._names(".")}
-        found |= {layout.epoch_of_users_lock(name) for name in self._names(self.name)}
-        removed = 0
-        for number in sorted(number for number in found if number is not None and number < current):
-            if stop:
-                break
-            lock = layout.users_lock(self.name, number)
-            with suppress(OSError), _only_user(self.root_fd, lock, create=True) as alone:
-                if alone:
-                    removed += self._remove(layout.data_dir(self.name, number), work, stop)
-                    os.unlink(lock, dir_fd=self.root_fd)
-        return removed
-
-    def _remove(self, path: str, work: FileWork, stop: StopFlag) -> int:
-        try:
-            return work.tree_remove(self.root_fd, path, stop)
-        except FileNotFoundError:
-            return 0
 
     # -------------------------------------------------------------------------- small files
 
@@ -388,16 +366,6 @@ class Namespace:
             os.fsync(folder)
         finally:
             os.close(folder)
-
-
-@contextmanager
-def _only_user(root_fd: int, path: str, *, create: bool) -> Iterator[bool]:
-    """Hold a lock file if nobody else does. Yields whether it is held."""
-    fd = open_lock(root_fd, path, create=create)
-    try:
-        yield try_lock(fd) is True
-    finally:
-        os.close(fd)
 
 
 def _new_writer() -> str:

@@ -10,12 +10,17 @@ import errno
 import mmap
 import os
 import stat
+import time
+from array import array
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Final
 
 from kvtier.keys import GROUP_BYTES, MAX_KEY_BYTES
 from kvtier.tiers import seal
-from kvtier.tiers.fs.call import FileCall, Flag, Result, StopFlag
+from kvtier.tiers.fs.call import FileCall, Flag, Place, Result, StopFlag, Verb
+from kvtier.tiers.fs.files import Files, key_of, part_path
+from kvtier.tiers.fs.index import fingerprint
 from kvtier.tiers.fs.layout import BLOCK_BYTES, DIRECTORY_MODE, FILE_MODE, chunk_path
 
 _PUBLISH_ATTEMPTS = 3
@@ -29,13 +34,30 @@ _RESULTS = {
 _MISSING = (FileNotFoundError, NotADirectoryError)
 
 
-class PythonFiles:
-    """``FileWork`` in Python."""
+class PythonFiles(Files):
+    """``Store`` of files in Python."""
 
-    def open_pool(self, threads: int) -> int:
+    is_native: Final = False
+
+    def open_pool(self, readers: int, writers: int) -> int:
         """See ``FileWork.open_pool``: Python's threads are the tier's own."""
-        del threads
+        del readers, writers
         return 0
+
+    def pool_fd(self, pool: int) -> int:
+        """See ``FileWork.pool_fd``: there is no pool."""
+        del pool
+        return -1
+
+    def begin(self, call: FileCall, verb: Verb, token: int) -> bool:
+        """See ``FileWork.begin``: there is no pool."""
+        del call, verb, token
+        return False
+
+    def ended(self, pool: int) -> list[tuple[int, int]]:
+        """See ``FileWork.ended``."""
+        del pool
+        return []
 
     def close_pool(self, pool: int) -> None:
         """See ``FileWork.close_pool``."""
@@ -76,7 +98,36 @@ class PythonFiles:
             return Result.OK
 
         _each(call, first, end, remove)
-        return call.results[first:end].count(Result.OK) * (call.place.chunk_bytes + BLOCK_BYTES)
+        return call.results[first:end].count(Result.OK) * call.place.file_bytes
+
+    def touch(self, call: FileCall, first: int, end: int) -> None:
+        """See ``Store.touch``."""
+
+        def touch_one(i: int) -> int:
+            path, root_fd = chunk_path(call.place.data_dir, call.keys[i]), call.place.root_fd
+            found = os.stat(path, dir_fd=root_fd, follow_symlinks=False)
+            times = (time.time_ns(), found.st_mtime_ns)
+            os.utime(path, ns=times, dir_fd=root_fd, follow_symlinks=False)
+            return Result.OK
+
+        _each(call, first, end, touch_one)
+
+    def fingerprints(self, place: Place, part: int, stop: StopFlag) -> array[int]:
+        """See ``Store.fingerprints``."""
+        marks = array("Q")
+        head = f"{part:03x}"
+        try:
+            folders = _names(place.root_fd, part_path(place, part))
+        except FileNotFoundError:
+            return marks
+        for folder in folders:
+            if stop:
+                raise InterruptedError(errno.EINTR, "stopped")
+            with suppress(OSError):
+                names = _names(place.root_fd, f"{part_path(place, part)}/{folder}")
+                keys = (key_of(f"{head}/{folder}/{name}") for name in names)
+                marks.extend(fingerprint(key) for key in keys if key is not None)
+        return marks
 
     def tree_bytes(self, root_fd: int, path: str, stop: StopFlag) -> int:
         """See ``FileWork.tree_bytes``."""
@@ -85,6 +136,14 @@ class PythonFiles:
     def tree_remove(self, root_fd: int, path: str, stop: StopFlag) -> int:
         """See ``FileWork.tree_remove``."""
         return _walk(root_fd, path, True, stop)
+
+
+def _names(root_fd: int, folder: str) -> list[str]:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root_fd)
+    try:
+        return os.listdir(fd)
+    finally:
+        os.close(fd)
 
 
 def _each(call: FileCall, first: int, end: int, work: Callable[[int], int]) -> None:
@@ -113,7 +172,8 @@ def _put_chunk(call: FileCall, i: int, block: mmap.mmap) -> tuple[int, int]:
         return result, 0
     tmp = f"{place.tmp_dir}/{call.serial + i:x}"
     with call.memory.view(call.slots[i]) as slot:
-        block[: seal.TRAILER_BYTES] = seal.seal(key, slot, place.digest)
+        if not place.is_bare:
+            block[: seal.TRAILER_BYTES] = seal.seal(key, slot, place.digest)
         try:
             _write_temporary(call, tmp, slot, block)
             made = _publish(call, tmp, path)
@@ -121,7 +181,7 @@ def _put_chunk(call: FileCall, i: int, block: mmap.mmap) -> tuple[int, int]:
             with suppress(OSError):
                 os.unlink(tmp, dir_fd=place.root_fd)
             return -(error.errno or errno.EIO), 0
-    return Result.OK, place.chunk_bytes + BLOCK_BYTES * (1 + made)
+    return Result.OK, place.file_bytes + BLOCK_BYTES * made
 
 
 def _existing(call: FileCall, i: int, path: str) -> int:
@@ -130,7 +190,7 @@ def _existing(call: FileCall, i: int, path: str) -> int:
         found = os.stat(path, dir_fd=call.place.root_fd, follow_symlinks=False)
     except _MISSING:
         return Result.ABSENT
-    if stat.S_ISREG(found.st_mode) and found.st_size == call.place.chunk_bytes + BLOCK_BYTES:
+    if stat.S_ISREG(found.st_mode) and found.st_size == call.place.file_bytes:
         return Result.EXISTS
     call.inodes[i] = found.st_ino
     return Result.TORN
@@ -145,7 +205,7 @@ def _write_temporary(call: FileCall, tmp: str, slot: memoryview, block: mmap.mma
         make_parents(place.root_fd, tmp)
         fd = os.open(tmp, flags, FILE_MODE, dir_fd=place.root_fd)
     try:
-        _transfer(fd, slot, block, os.pwritev, writing=True)
+        _transfer(fd, slot, _tail(call, block), os.pwritev, writing=True)
         if place.flags & Flag.SYNC_DATA:
             os.fdatasync(fd)
     finally:
@@ -176,9 +236,11 @@ def _get_chunk(call: FileCall, i: int, block: mmap.mmap) -> int:
     fd = os.open(chunk_path(place.data_dir, key), flags, dir_fd=place.root_fd)
     try:
         with call.memory.view(call.slots[i]) as slot:
-            moved = _transfer(fd, slot, block, os.preadv, writing=False)
-            if moved < place.chunk_bytes + BLOCK_BYTES:
+            moved = _transfer(fd, slot, _tail(call, block), os.preadv, writing=False)
+            if moved < place.file_bytes:
                 result = Result.TORN
+            elif place.is_bare:  # the length alone can be checked: a longer file is another chunk's
+                result = Result.OK if os.fstat(fd).st_size == place.chunk_bytes else Result.TORN
             else:
                 result = _RESULTS[seal.check(block[: seal.TRAILER_BYTES], key, slot, place.digest)]
         if result != Result.OK:
@@ -188,17 +250,22 @@ def _get_chunk(call: FileCall, i: int, block: mmap.mmap) -> int:
         os.close(fd)
 
 
+def _tail(call: FileCall, block: mmap.mmap) -> memoryview:
+    """Return what follows the chunk's bytes in its file: the trailer's block, or nothing."""
+    return memoryview(block)[: call.place.file_bytes - call.place.chunk_bytes]
+
+
 def _transfer(
     fd: int,
     slot: memoryview,
-    block: mmap.mmap,
+    tail: memoryview,
     move: Callable[[int, list[memoryview], int], int],
     *,
     writing: bool,
 ) -> int:
-    """Move the slot and the trailer's block. Return the bytes moved before the end of the file."""
-    total, done = slot.nbytes + BLOCK_BYTES, 0
-    with memoryview(block) as tail:
+    """Move the slot and its tail, which is released. Return the bytes moved before the end of the file."""
+    total, done = slot.nbytes + tail.nbytes, 0
+    with tail:
         while done < total:
             parts = [slot[done:], tail] if done < slot.nbytes else [tail[done - slot.nbytes :]]
             try:

@@ -13,7 +13,9 @@ from typing import Final
 
 from kvtier.keys import OffloadKey, content_hash, group_index
 from kvtier.tiers.fs.call import FileCall, Result
+from kvtier.tiers.fs.files import Files
 from kvtier.tiers.fs.layout import DIRECTORY_MODE, chunk_path
+from kvtier.tiers.fs.store import Store
 
 MAX_FILES: Final = 128
 _MAX_TOLD: Final = 1024
@@ -27,9 +29,11 @@ class Quarantine:
     Args:
         root_fd: the tier's root directory, open.
         namespace: name of the namespace's directory.
+        store: what knows where the chunks are; None: each is a file.
     """
 
-    def __init__(self, root_fd: int, namespace: str) -> None:
+    def __init__(self, root_fd: int, namespace: str, store: Store | None = None) -> None:
+        self._set_aside = store.set_aside if store is not None else Files().set_aside
         self._root_fd = root_fd
         self._folder = f"{namespace}/quarantine"
         self._lock = threading.Lock()
@@ -42,19 +46,19 @@ class Quarantine:
             return dict(self._counts)
 
     def set_aside(self, call: FileCall, i: int) -> None:
-        """Move the file of chunk ``i`` away, unless another one has taken its place since.
+        """Move chunk ``i`` away, unless another one has taken its place since.
 
         Where it cannot be moved it stays, and fails its check each time it is read.
         """
         key, reason = call.keys[i], Result(call.results[i]).name.lower()
         path = chunk_path(call.place.data_dir, key)
+        target = self.target(key, reason)
         with self._lock:
             try:
-                if os.stat(path, dir_fd=self._root_fd, follow_symlinks=False).st_ino != call.inodes[i]:
-                    return
-                target = self._move(path, key, reason)
-            except FileNotFoundError:
-                return  # another reader was faster
+                with suppress(FileExistsError):
+                    os.mkdir(self._folder, DIRECTORY_MODE, dir_fd=self._root_fd)
+                if not self._set_aside(call, i, target):
+                    return  # another reader was faster
             except OSError as error:
                 self._tell_once(path, call.inodes[i], reason, error)
                 return
@@ -62,13 +66,10 @@ class Quarantine:
             _log.error("%s failed its check (%s) and was moved to %s", path, reason, target)
             self._prune()
 
-    def _move(self, path: str, key: OffloadKey, reason: str) -> str:
-        with suppress(FileExistsError):
-            os.mkdir(self._folder, DIRECTORY_MODE, dir_fd=self._root_fd)
+    def target(self, key: OffloadKey, reason: str) -> str:
+        """Name the file that a chunk goes to, relative to the root."""
         name = f"{content_hash(key).hex()}_g{group_index(key)}.{reason}.{time.time_ns()}-{os.getpid()}"
-        target = f"{self._folder}/{name}"
-        os.rename(path, target, src_dir_fd=self._root_fd, dst_dir_fd=self._root_fd)
-        return target
+        return f"{self._folder}/{name}"
 
     def _tell_once(self, path: str, inode: int, reason: str, error: OSError) -> None:
         if (path, inode) in self._told:

@@ -8,27 +8,39 @@ import logging
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Final
+from typing import ClassVar, Final, cast
 
 import anyio
 
-from kvtier import native
 from kvtier.errors import StateError, TierError
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import Batch, Outcome, SecondaryTier, Status, TierConfig, TierContext, Usage
-from kvtier.tiers.fs import layout, manifest
-from kvtier.tiers.fs.call import FileCall, FileWork, Result, StopFlag
+from kvtier.tiers.base import (
+    Batch,
+    Knowledge,
+    Outcome,
+    SecondaryTier,
+    Status,
+    TierConfig,
+    TierContext,
+    Usage,
+)
+from kvtier.tiers.fs import formats, layout, manifest
+from kvtier.tiers.fs.accounts import FileSystem
+from kvtier.tiers.fs.call import FileCall, Result, StopFlag, Verb
 from kvtier.tiers.fs.config import FsConfig
-from kvtier.tiers.fs.lanes import Lane, Run, join_all, run_alone, split, tell, until_done
+from kvtier.tiers.fs.lanes import Bell, Lane, Run, join_all, run_alone, split, until_done
 from kvtier.tiers.fs.layout import BLOCK_BYTES
+from kvtier.tiers.fs.ledger import Books, Ledger, PrivateBooks
 from kvtier.tiers.fs.manifest import LaneExecutor
 from kvtier.tiers.fs.namespace import Epoch, Namespace, errno_name
-from kvtier.tiers.fs.native_files import NativeFiles
-from kvtier.tiers.fs.python_files import PythonFiles
 from kvtier.tiers.fs.quarantine import Quarantine
-from kvtier.tiers.fs.space import FileSystem, Space
+from kvtier.tiers.fs.space import Space, look_at
+from kvtier.tiers.fs.store import Store
+from kvtier.tiers.fs.striped import StripedFs
+from kvtier.tiers.fs.upkeep import Upkeep
 
 _STATUSES: Final = {
     Result.OK: Status.OK,
@@ -43,7 +55,7 @@ _STATUSES: Final = {
 }
 _REASONS: Final = {
     "max_bytes": "max_bytes is reached",
-    "min_free": "the file system has no more free bytes than min_free_bytes",
+    "min_free": "the file system has no more free bytes than min_free_bytes, or can hold no more files",
     "counting": "it is not known yet how many bytes root_dir holds",
     "reset_failed": "a reset could not be written down: the tier has nothing and takes nothing",
     "enospc": "the file system is full",
@@ -57,10 +69,16 @@ _REASONS: Final = {
     "emfile": "the process has too many open files",
     "enfile": "the machine has too many open files",
     "enomem": "the machine is out of memory",
+    "enodev": "the file system is not mounted any more",
+    "enotconn": "the file system is not mounted any more",
+    "enolck": "the file system has no locks, so that engines could not keep one bound together",
     "etimedout": "the file system did not answer",
+    "root_down": "one of several roots could not be opened",
 }
 _NO_ROOM: Final = frozenset({-errno.ENOSPC, -errno.EDQUOT})
+_THERE: Final = frozenset({Result.OK, Result.EXISTS})
 _ILL: Final = frozenset({Result.TORN, Result.FOREIGN, Result.CHECKSUM})
+_GONE: Final = _ILL | {Result.ABSENT}
 _FIRST_COUNT_PATIENCE_S: Final = 1.0
 _LOOKUP_THREADS: Final = 2
 _LOOKUPS_A_JOB: Final = 256
@@ -80,6 +98,9 @@ class FsStatistics:
         direct_io: whether files bypass the page cache.
         native: whether the native helper does the work.
         read_only: why nothing can be written, as an errno's name; None where all is well.
+        known_chunks: chunks that the tier knows of without asking the disk.
+        evicted_units: files that were evicted by this process, of all namespaces.
+        evicted_bytes: bytes that were removed by this process to make room, leftovers included.
     """
 
     epoch: int | None
@@ -89,6 +110,9 @@ class FsStatistics:
     direct_io: bool
     native: bool
     read_only: str | None
+    known_chunks: int
+    evicted_units: int
+    evicted_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,21 +122,41 @@ class _Opened:
     namespace: Namespace
     quarantine: Quarantine
     space: Space
+    ledger: Ledger | None
 
     @staticmethod
-    def make(config: FsConfig, context: TierContext) -> tuple[_Opened, Epoch]:
+    def make(config: FsConfig, context: TierContext, store: Store) -> tuple[_Opened, Epoch]:
         """Open all of it. Blocks."""
         namespace, epoch = Namespace.open(config, context)
+        look = partial(look_at, namespace.root_fd)
+        ledger = None
         try:
-            # Besides the trailer's block a new file may need directories: the epoch's and two below.
-            most_bytes = context.chunk_bytes + BLOCK_BYTES * (1 + layout.CHUNK_DIRECTORIES)
-            space = Space(config, most_bytes, partial(FileSystem.of, namespace.root_fd))
+            books, ledger = _books(namespace, look)
+            space = Space(config, store.most_bytes(context.chunk_bytes), books, look)
         except OSError as error:
+            if ledger is not None:
+                ledger.close()
             epoch.retire()
             namespace.close()
             name = errno_name(error.errno or 0)
             raise TierError(f"tier {context.name}: {config.root_dir} cannot be measured ({name})") from error
-        return _Opened(namespace, Quarantine(namespace.root_fd, namespace.name), space), epoch
+        quarantine = Quarantine(namespace.root_fd, namespace.name, store)
+        return _Opened(namespace, quarantine, space, ledger), epoch
+
+    def close(self) -> None:
+        """Give back the lease and all that is open. Blocks."""
+        if self.ledger is not None:
+            with suppress(OSError):
+                self.space.refresh()
+            self.ledger.close()
+        self.namespace.close()
+
+
+def _books(namespace: Namespace, look: Callable[[], FileSystem]) -> tuple[Books, Ledger | None]:
+    if namespace.read_only is not None:
+        return PrivateBooks(look()), None
+    ledger = Ledger(namespace.root_fd, look)
+    return ledger, ledger
 
 
 class FsTier(SecondaryTier[FsConfig]):
@@ -136,17 +180,23 @@ class FsTier(SecondaryTier[FsConfig]):
     medium = "disk"
     reasons: ClassVar[Mapping[str, str]] = _REASONS
 
-    def __init__(self, config: FsConfig, work: FileWork | None = None) -> None:
+    def __new__(cls, config: FsConfig, work: Store | None = None) -> FsTier:
+        """Make a tier of one root, or where there are several one that spreads chunks over them."""
+        if config.more_root_dirs:
+            return cast(FsTier, StripedFs(config, partial(cls, work=work)))
+        return super().__new__(cls)
+
+    def __init__(self, config: FsConfig, work: Store | None = None) -> None:
         super().__init__(config)
-        if work is None:
-            work = NativeFiles(native.library) if native.library is not None else PythonFiles()
-        self._work = work
+        self._given = work
         self._opened: _Opened | None = None
         self._epoch: Epoch | None = None
         self._serial = 0
+        self._pool = 0
+        self._bell: Bell | None = None
         self._lanes: tuple[Lane, ...] = ()
         self._closing = StopFlag()
-        self._recount: asyncio.TimerHandle | None = None
+        self._upkeep: Upkeep | None = None
         self._resetting = anyio.Lock()
 
     # --------------------------------------------------------------------- opening, closing
@@ -157,12 +207,14 @@ class FsTier(SecondaryTier[FsConfig]):
             raise TierError(
                 f"tier {context.name}: chunk_bytes is {context.chunk_bytes}, not n * {BLOCK_BYTES}"
             )
+        context = _as_named_here(self.config, context)
         self._chunk_bytes = context.chunk_bytes
+        self._work = self._given or formats.make_store(self.config, context.chunk_bytes)
         self._tell_removed = context.removed
         self._start_lanes(context.name)
         try:
             await self._open_place(context)
-            await self._first_count()
+            await self._begin_upkeep()
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await self.aclose()
@@ -170,39 +222,48 @@ class FsTier(SecondaryTier[FsConfig]):
 
     async def aclose(self) -> None:
         """Wait until all threads have ended, and close what is open."""
-        if self._recount is not None:
-            self._recount.cancel()
         self._closing.set()
+        if self._upkeep is not None:
+            self._upkeep.stop()
         if self._epoch is not None:
             self._epoch.retire()
             self._epoch = None
         if not self._lanes:
             return
+        interrupted = await self._bell.silence() if self._bell is not None else None
+        self._bell = None
         last = Lane(f"{self.config.type}-end", 1)  # the waiting blocks: a thread of its own
         _, cancelled = await run_alone(last, self._end)
         last.close()
-        if cancelled is not None:
-            raise cancelled
+        if cancelled is not None or interrupted is not None:
+            raise cancelled or interrupted or asyncio.CancelledError
 
     def _start_lanes(self, name: str) -> None:
-        threads = self.config.n_threads
-        self._reads = Lane(f"{name}-read", threads, self._work.open_pool(threads))
-        self._writes = Lane(f"{name}-write", threads, self._work.open_pool(threads))
+        readers = self.config.n_read_threads or self.config.n_threads
+        writers = self.config.n_write_threads or self.config.n_threads
+        self._pool = self._work.open_pool(readers, writers)
+        if self._pool:
+            with suppress(NotImplementedError):
+                self._bell = Bell(self._work, self._pool)
+        self._reads = Lane(f"{name}-read", readers, self._pool)
+        self._writes = Lane(f"{name}-write", writers, self._pool)
         self._lookups = Lane(f"{name}-lookup", _LOOKUP_THREADS)
-        self._upkeep = Lane(f"{name}-upkeep", 1)
-        self._lanes = (self._reads, self._writes, self._lookups, self._upkeep)
+        self._lanes = (self._reads, self._writes, self._lookups)
 
     def _end(self) -> None:
         lanes, self._lanes = self._lanes, ()
         join_all(lanes)
-        for lane in lanes:
-            if lane.pool:
-                self._work.close_pool(lane.pool)
+        if self._pool:
+            self._work.close_pool(self._pool)
+            self._pool = 0
+        self._work.close()
         if self._opened is not None:
-            self._opened.namespace.close()
+            self._opened.close()
 
     async def _open_place(self, context: TierContext) -> None:
-        opened, cancelled = await run_alone(self._lookups, partial(_Opened.make, self.config, context))
+        opened, cancelled = await run_alone(
+            self._lookups, partial(_Opened.make, self.config, context, self._work)
+        )
         self._opened, self._epoch = opened
         if cancelled is not None:
             raise cancelled
@@ -231,19 +292,43 @@ class FsTier(SecondaryTier[FsConfig]):
             raise error
 
     @property
+    def _tended(self) -> Upkeep:
+        if self._upkeep is None:
+            raise StateError("the file tier is not open")
+        return self._upkeep
+
+    @property
     def _here(self) -> _Opened:
         if self._opened is None:
             raise StateError("the file tier is not open")
         return self._opened
 
-    async def _first_count(self) -> None:
-        """Count the root in the background, and wait a moment: a small one is known at once."""
+    async def _begin_upkeep(self) -> None:
+        """Look after the root from now on, and wait a moment: what a small one holds is known at once."""
+        here, epoch = self._here, self._epoch
+        assert epoch is not None
+        self._upkeep = Upkeep(
+            self.config, here.namespace, here.space, self._work, self._closing, self._tell_removed
+        )
+        self._lanes += self._upkeep.lanes
         counted = asyncio.Event()
-        self._look_after_soon(counted)
-        with anyio.move_on_after(_FIRST_COUNT_PATIENCE_S):
-            await counted.wait()
+        self._upkeep.follow(epoch, counted)
+        if here.space.used_bytes is None:
+            with anyio.move_on_after(_FIRST_COUNT_PATIENCE_S):
+                await counted.wait()
 
     # ----------------------------------------------------------------------------- the verbs
+
+    def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
+        """Say which chunks are there, as far as this opener has heard. See ``SecondaryTier.known``.
+
+        Another process may have removed them since, and then a get finds nothing. What was not heard of is
+        UNKNOWN and never ABSENT: another process may have put it.
+        """
+        if self._upkeep is None or self._epoch is None:
+            return (Knowledge.UNKNOWN,) * len(keys)
+        index = self._upkeep.index
+        return [Knowledge.PRESENT if key in index else Knowledge.UNKNOWN for key in keys]
 
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         """Say which keys have a file. See ``SecondaryTier.contains``."""
@@ -252,7 +337,7 @@ class FsTier(SecondaryTier[FsConfig]):
         with self._epoch.hold() as place:
             call = FileCall(place, keys)
             parts = [(i, min(i + _LOOKUPS_A_JOB, len(keys))) for i in range(0, len(keys), _LOOKUPS_A_JOB)]
-            await self._finish(self._lookups, call, parts, self._work.contains)
+            await self._finish(self._lookups, call, parts, self._contains_job)
         return [result == Result.OK for result in call.results]
 
     async def put(self, batch: Batch) -> Outcome:
@@ -265,7 +350,8 @@ class FsTier(SecondaryTier[FsConfig]):
         with self._epoch.hold() as place:
             call = FileCall(place, batch.keys, batch.slots, batch.memory, self._serial, self._writes.pool)
             self._serial += len(batch)
-            await self._finish(self._writes, call, self._split(self._writes, len(batch)), self._put_job)
+            if not await self._put_at_once(call):
+                await self._finish(self._writes, call, self._split(self._writes, len(batch)), self._put_job)
         return _outcome(call.results)
 
     async def get(self, batch: Batch) -> Outcome:
@@ -275,8 +361,14 @@ class FsTier(SecondaryTier[FsConfig]):
             return Outcome.all(Status.ABSENT, len(batch))
         with self._epoch.hold() as place:
             call = FileCall(place, batch.keys, batch.slots, batch.memory, pool=self._reads.pool)
-            await self._finish(self._reads, call, self._split(self._reads, len(batch)), self._get_job)
+            if not await self._get_at_once(call):
+                await self._finish(self._reads, call, self._split(self._reads, len(batch)), self._get_job)
         return _outcome(call.results)
+
+    async def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Learn that ``keys`` were used. See ``SecondaryTier.touch``: their files are told later."""
+        if self._upkeep is not None and self._epoch is not None:
+            self._upkeep.note_used(keys)
 
     async def discard(self, keys: Sequence[OffloadKey]) -> None:
         """Remove the files of ``keys``. See ``SecondaryTier.discard``."""
@@ -307,7 +399,8 @@ class FsTier(SecondaryTier[FsConfig]):
                 where, name = self.config.root_dir, errno_name(error.errno or 0)
                 raise TierError(f"the file tier's reset could not be stored in {where}: {name}") from error
             self._epoch = new
-            self._look_after_soon()
+            if self._upkeep is not None and not self._closing:
+                self._upkeep.follow(new)
             if cancelled is not None:
                 raise cancelled
 
@@ -315,7 +408,7 @@ class FsTier(SecondaryTier[FsConfig]):
         """Say how much of ``max_bytes`` is taken. See ``SecondaryTier.usage``."""
         if self._opened is None:
             return None
-        return Usage(self._opened.space.last_used_bytes, self._opened.space.limit_bytes)
+        return Usage(self._opened.space.used_bytes, self._opened.space.limit_bytes)
 
     def statistics(self) -> FsStatistics:
         """Return what the tier knows of itself. Does not block."""
@@ -325,8 +418,11 @@ class FsTier(SecondaryTier[FsConfig]):
             limit_bytes=self._here.space.limit_bytes,
             quarantined=self._here.quarantine.counts(),
             direct_io=self._here.namespace.direct,
-            native=isinstance(self._work, NativeFiles),
+            native=self._work.is_native,
             read_only=self._here.namespace.read_only,
+            known_chunks=len(self._tended.index),
+            evicted_units=self._tended.evicted_units,
+            evicted_bytes=self._tended.evicted_bytes,
         )
 
     # ------------------------------------------------------------------------- jobs and waits
@@ -361,6 +457,49 @@ class FsTier(SecondaryTier[FsConfig]):
             raise cancelled
         run.results()
 
+    async def _put_at_once(self, call: FileCall) -> bool:
+        """Put without a thread of Python's, where room is leased already. False: it was not begun."""
+        here, bell, chunks = self._here, self._bell, len(call)
+        if bell is None or not chunks or not here.space.reserve_at_once(chunks):
+            return False
+        begun = bell.begin(call, Verb.PUT)
+        if begun is None:
+            here.space.settle_soon(chunks, 0)
+            return False
+        cancelled = await begun.end()
+        here.space.settle_soon(chunks, begun.total or 0)
+        if cancelled is not None:
+            raise cancelled
+        if _ill(call.results, 0, chunks):  # something else is where a file should be
+            await self._finish(self._writes, call, [(0, chunks)], self._put_again_job)
+        self._learn(call, 0, chunks)
+        if here.space.excess_bytes:
+            self._tended.make_room_soon()
+        return True
+
+    async def _get_at_once(self, call: FileCall) -> bool:
+        """Get without a thread of Python's. False: it was not begun."""
+        begun = self._bell.begin(call, Verb.GET) if self._bell is not None and len(call) else None
+        if begun is None:
+            return False
+        cancelled = await begun.end()
+        if cancelled is not None:
+            raise cancelled
+        if _ill(call.results, 0, len(call)):
+            await self._finish(self._reads, call, [(0, len(call))], self._got_job)
+        else:
+            self._got(call, 0, len(call))
+        return True
+
+    def _put_again_job(self, call: FileCall, first: int, end: int) -> None:
+        for i in _ill(call.results, first, end):
+            self._here.quarantine.set_aside(call, i)
+            self._put_job(call, i, i + 1)
+
+    def _contains_job(self, call: FileCall, first: int, end: int) -> None:
+        self._work.contains(call, first, end)
+        self._learn(call, first, end)
+
     def _put_job(self, call: FileCall, first: int, end: int) -> None:
         try:
             granted, reason = self._here.space.reserve(end - first)
@@ -377,6 +516,9 @@ class FsTier(SecondaryTier[FsConfig]):
             self._here.space.settle(granted, added)
         if first + granted < end:
             self._refuse(call, first + granted, end, reason)
+        self._learn(call, first, end)
+        if self._here.space.excess_bytes:
+            self._tended.make_room_soon()
 
     def _refuse(self, call: FileCall, first: int, end: int, reason: Result) -> None:
         """Answer for chunks that there is no room for: those that are there already are well."""
@@ -387,53 +529,55 @@ class FsTier(SecondaryTier[FsConfig]):
 
     def _get_job(self, call: FileCall, first: int, end: int) -> None:
         self._work.get(call, first, end)
+        self._got_job(call, first, end)
+
+    def _got_job(self, call: FileCall, first: int, end: int) -> None:
         ill = _ill(call.results, first, end)
         for i in ill:
             self._here.quarantine.set_aside(call, i)
+        self._got(call, first, end)
         if ill:
             self._tell_removed([call.keys[i] for i in ill])
 
+    def _got(self, call: FileCall, first: int, end: int) -> None:
+        self._tended.note_used(self._learn(call, first, end))
+
     def _discard_job(self, call: FileCall, first: int, end: int) -> None:
-        self._here.space.removed(self._work.discard(call, first, end))
-
-    # --------------------------------------------------------------------------------- upkeep
-
-    def _look_after_soon(self, counted: asyncio.Event | None = None) -> None:
-        """Have the root counted and swept now, and again from time to time."""
-        if self._recount is not None:
-            self._recount.cancel()
-            self._recount = None
-        if self._epoch is not None and not self._closing:
-            loop = asyncio.get_running_loop()
-            self._upkeep.submit(partial(self._look_after, self._epoch.number, loop, counted))
-
-    def _look_after(self, epoch: int, loop: asyncio.AbstractEventLoop, counted: asyncio.Event | None) -> None:
-        """Count the root and sweep what is left over. In the upkeep thread; it raises nothing."""
-        self._try(self._count, "counted")
-        if counted is not None:
-            tell(loop, counted.set)
-        self._try(partial(self._sweep, epoch), "swept")
-        tell(loop, self._plan_next)
-
-    def _plan_next(self) -> None:
-        if self._recount is None and not self._closing:
-            loop = asyncio.get_running_loop()
-            self._recount = loop.call_later(self.config.recount_s, self._look_after_soon)
-
-    def _count(self) -> None:
-        self._here.space.count(
-            partial(self._work.tree_bytes, self._here.namespace.root_fd, ".", self._closing)
-        )
-
-    def _sweep(self, epoch: int) -> None:
-        self._here.space.removed(self._here.namespace.sweep(epoch, self._work, self._closing))
-
-    def _try(self, upkeep: Callable[[], None], what: str) -> None:
+        removed = self._work.discard(call, first, end)
+        self._tended.learn(call.place, (), call.keys[first:end])
         try:
-            upkeep()
-        except Exception:
-            if not self._closing:
-                _log.warning("%s could not be %s", self.config.root_dir, what, exc_info=True)
+            self._here.space.changed(-removed)
+        except OSError as error:  # then the root is taken to hold them until it is counted again
+            _log.warning("%d bytes were removed, and the ledger cannot be told: %s", removed, error)
+
+    def _learn(self, call: FileCall, first: int, end: int) -> Sequence[OffloadKey]:
+        """Note which chunks are there. Returns them."""
+        keys, results = call.keys[first:end], call.results[first:end]
+        there: Sequence[OffloadKey] = keys
+        gone: Sequence[OffloadKey] = ()
+        if any(results):
+            there = tuple(key for key, result in zip(keys, results, strict=True) if result in _THERE)
+            gone = tuple(key for key, result in zip(keys, results, strict=True) if result in _GONE)
+        self._tended.learn(call.place, there, gone)
+        return there
+
+
+def _as_named_here(config: FsConfig, context: TierContext) -> TierContext:
+    """Name the cache as vLLM's own fs tier does, where the root is shared with it."""
+    if config.layout == "kvtier":
+        return context
+    if context.identity.native is None:
+        raise TierError(
+            f"tier {context.name}: layout is 'vllm', but this is no engine of vLLM's that could say what "
+            "its own fs tier calls this cache: leave layout and integrity away"
+        )
+    _log.warning(
+        "%s: layout 'vllm' with integrity 'none': files have no checksum and no identity, as those of vLLM's "
+        "own fs tier. Damaged bytes, weights or quantisation that were changed under the same name, and "
+        "engines that vLLM's own names do not tell apart CAN GIVE WRONG TOKENS",
+        context.name,
+    )
+    return replace(context, identity=context.identity.native)
 
 
 def _ill(results: array[int], first: int, end: int) -> list[int]:

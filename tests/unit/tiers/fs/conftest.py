@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
+import anyio
 import pytest
 
 from kvtier import native
@@ -15,9 +16,9 @@ from kvtier.keys import OffloadKey, pack_key
 from kvtier.testing.memory import HeapMemory
 from kvtier.tiers.base import Batch, Outcome, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
-from kvtier.tiers.fs.call import FileWork
 from kvtier.tiers.fs.native_files import NativeFiles
 from kvtier.tiers.fs.python_files import PythonFiles
+from kvtier.tiers.fs.store import Store
 
 SLOTS = 64
 
@@ -25,7 +26,7 @@ SLOTS = 64
 class World:
     """One root directory and what tests do with it. Chunk ``n`` has the bytes ``content(n)``."""
 
-    def __init__(self, root: Path, work: FileWork) -> None:
+    def __init__(self, root: Path, work: Store) -> None:
         self.root = root
         self.work = work
         self.chunk_bytes = 16384
@@ -36,7 +37,7 @@ class World:
     def namespace(self) -> Path:
         return self.root / self.identity.namespace
 
-    async def open(self, work: FileWork | None = None, **settings: object) -> FsTier:
+    async def open(self, work: Store | None = None, **settings: object) -> FsTier:
         """Open a tier on the root; it is closed when the test ends."""
         given = {"root_dir": self.root, "n_threads": 4, "min_free_bytes": 0, **settings}
         tier = FsTier(FsConfig.model_validate(given), work if work is not None else self.work)
@@ -96,12 +97,18 @@ class World:
         folder = self.namespace / "quarantine"
         return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
+    async def eventually(self, condition: Callable[[], object]) -> None:
+        """Wait for what is done in the background."""
+        with anyio.fail_after(30):
+            while not condition():  # noqa: ASYNC110 - nobody tells when the background is done
+                await anyio.sleep(0.005)
+
     def writers(self) -> list[str]:
         return sorted(path.name for path in (self.namespace / ".tmp").iterdir())
 
 
 @pytest.fixture(params=["native", "python"])
-def work(request: pytest.FixtureRequest) -> FileWork:
+def work(request: pytest.FixtureRequest) -> Store:
     """What does the work on files: each in turn."""
     if request.param == "python":
         return PythonFiles()
@@ -111,7 +118,7 @@ def work(request: pytest.FixtureRequest) -> FileWork:
 
 
 @pytest.fixture
-async def world(tmp_path: Path, work: FileWork) -> AsyncIterator[World]:
+async def world(tmp_path: Path, work: Store) -> AsyncIterator[World]:
     """A world on an empty root."""
     here = World(tmp_path / "root", work)
     yield here

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
+from contextlib import contextmanager
 
 import anyio
 import pytest
 
 from kvtier.tiers.base import Status
+from kvtier.tiers.fs.accounts import LEASE_BYTES, FileSystem
 from kvtier.tiers.fs.call import Result
 from kvtier.tiers.fs.config import FsConfig
-from kvtier.tiers.fs.space import FileSystem, Space
+from kvtier.tiers.fs.ledger import PrivateBooks
+from kvtier.tiers.fs.space import Space
 
 pytestmark = pytest.mark.timeout(60)
 OK, REFUSED = Status.OK, Status.REFUSED
@@ -19,11 +23,12 @@ FILE = 100
 
 
 class Disk:
-    """A file system and a clock that tests move."""
+    """A file system and a clock that tests move, and the books that all spaces on it share."""
 
     def __init__(self, used=0, free=10_000):
         self.used, self.free, self.now = used, free, 0.0
         self.looks = 0
+        self.books = PrivateBooks(self.look())
 
     def look(self):
         self.looks += 1
@@ -34,8 +39,8 @@ class Disk:
         self.free -= count
 
     def space(self, **settings):
-        config = FsConfig.model_validate({"root_dir": "/nowhere", "min_free_bytes": 0, **settings})
-        return Space(config, FILE, self.look, lambda: self.now)
+        given = {"root_dir": "/nowhere", "min_free_bytes": 0, **settings}
+        return Space(FsConfig.model_validate(given), FILE, self.books, self.look, lambda: self.now)
 
 
 def put(disk, space, chunks):
@@ -68,7 +73,7 @@ def test_before_the_first_count_the_root_is_taken_to_hold_all_there_is():
 
 @pytest.mark.parametrize("held", [0, 1000, 4000])
 def test_the_default_bound_holds_before_the_count_too(held):
-    """80 % of what is free at open and what the root held then, whatever it turns out to hold."""
+    """80 % of what is free and what the root holds, whatever it turns out to hold."""
     disk = Disk(used=4000, free=6000)
     space = disk.space()
     before, reason = put(disk, space, 1000)
@@ -81,17 +86,28 @@ def test_the_default_bound_holds_before_the_count_too(held):
     assert 0.8 * (6000 + held) - FILE < held + (before + after) * FILE <= 0.8 * (6000 + held)
 
 
-def test_min_free_holds_between_two_looks_and_sees_what_others_write():
+def test_min_free_sees_what_others_write():
     disk = Disk(free=2000)
     space = disk.space(max_bytes=10**9, min_free_bytes=1500)
     assert put(disk, space, 9) == (5, Result.MIN_FREE)
     assert put(disk, space, 9) == (0, Result.MIN_FREE)
     disk.write(-1000)
-    assert put(disk, space, 9) == (0, Result.MIN_FREE)
-    assert disk.looks == 1
-    disk.now += 1.0
     assert put(disk, space, 20) == (10, Result.MIN_FREE)
-    assert disk.looks == 2
+
+
+def test_the_file_system_is_asked_once_for_many_puts_but_again_after_a_second():
+    disk = Disk(free=100 * LEASE_BYTES)
+    space = disk.space(max_bytes=10**12)
+    space.count(lambda: 0)
+    put(disk, space, 1)
+    looks = disk.looks
+    for _ in range(50):
+        assert put(disk, space, 10)[0] == 10
+    assert disk.looks == looks
+    disk.free = 500  # somebody else has filled the disk
+    disk.now += 1.0
+    assert put(disk, space, 10)[0] == 5
+    assert disk.looks > looks
 
 
 def test_what_is_reserved_and_not_written_is_held_against_a_new_look():
@@ -120,16 +136,52 @@ def test_a_reservation_that_was_not_used_is_given_back():
     assert space.reserve(10)[0] == 10
 
 
+def test_a_lease_that_cannot_be_written_down_is_none(monkeypatch):
+    disk = Disk()
+    space = disk.space(max_bytes=1000)
+    space.count(lambda: 0)
+    assert put(disk, space, 2)[0] == 2
+    real = disk.books.change
+
+    @contextmanager
+    def fail():
+        before = copy.deepcopy(disk.books.accounts)
+        with real() as accounts:
+            yield accounts
+        disk.books.accounts = before
+        raise OSError(errno.ENOSPC, "no room for the ledger")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk.books, "change", fail)
+        for _ in range(3):
+            with pytest.raises(OSError, match="no room"):
+                space.reserve(8)
+    assert put(disk, space, 20)[0] == 8
+    space.refresh()
+    assert disk.books.accounts.used == space.used_bytes == 1000
+
+
+def test_a_lease_that_is_not_used_goes_back_to_the_others():
+    disk = Disk()
+    one, two = disk.space(max_bytes=2000), disk.space(max_bytes=2000)
+    one.count(lambda: 0)
+    assert put(disk, one, 4)[0] == 4
+    assert disk.books.accounts.leased == 400 + 200  # an eighth of what there was beyond the four
+    one.refresh()
+    assert disk.books.accounts.leased == 0
+    assert put(disk, two, 20)[0] == 16
+
+
 def test_removals_make_room_and_are_not_taken_off_twice():
     disk = Disk()
     space = disk.space(max_bytes=1000)
     space.count(lambda: 1000)
     assert space.reserve(1)[0] == 0
-    space.removed(FILE)
+    space.changed(-FILE)
     assert put(disk, space, 2)[0] == 1
 
     def count_while_one_is_removed():
-        space.removed(FILE)
+        space.changed(-FILE)
         return 900
 
     space.count(count_while_one_is_removed)
@@ -147,7 +199,7 @@ def test_a_count_that_fails_changes_nothing():
     with pytest.raises(OSError, match="gone"):
         space.count(fail)
     assert space.used_bytes == 400
-    space.removed(FILE)
+    space.changed(-FILE)
     assert space.used_bytes == 300
 
 
@@ -160,11 +212,55 @@ def test_the_default_of_min_free_is_a_share_and_bounded(total, kept):
     assert total - kept - FILE < granted * FILE <= total - kept
 
 
+def test_a_file_system_without_inodes_has_no_free_bytes(monkeypatch, tmp_path):
+    from kvtier.tiers.fs import space
+
+    real = os.statvfs(tmp_path)
+    values = dict(
+        zip(("f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files"), real, strict=False)
+    )
+
+    class Found:
+        f_files = f_favail = 0
+        f_frsize, f_blocks, f_bfree, f_bavail = (
+            values[name] for name in ("f_frsize", "f_blocks", "f_bfree", "f_bavail")
+        )
+
+    for files, left, is_free in ((100, 0, False), (100, 1, True), (0, 0, True)):
+        Found.f_files, Found.f_favail = files, left
+        monkeypatch.setattr(os, "fstatvfs", lambda fd: Found)
+        assert (space.look_at(0).free > 0) == is_free
+
+
+def test_more_is_asked_to_leave_only_above_the_high_watermark_or_where_a_put_was_refused():
+    disk = Disk(free=10**6)
+    space = disk.space(max_bytes=10_000, high_watermark=0.9, low_watermark=0.8)
+    space.count(lambda: 8900)
+    assert space.excess_bytes == 0
+    assert put(disk, space, 11)[0] == 11
+    space.refresh()
+    assert space.excess_bytes == 2000
+    space.changed(-2000)
+    assert space.excess_bytes == 0
+    assert put(disk, space, 21)[0] == 20
+    assert space.excess_bytes == 2000
+
+
+def test_nothing_is_asked_to_leave_before_the_root_was_counted_or_where_nothing_may():
+    full = Disk(used=9_999, free=1)
+    assert full.space(max_bytes=100).excess_bytes == 0
+    disk = Disk()
+    space = disk.space(max_bytes=100, eviction="none")
+    space.count(lambda: 1000)
+    assert space.reserve(1)[0] == 0
+    assert space.excess_bytes == 0
+
+
 # ------------------------------------------------------------------------------ in the tier
 
 
 async def test_puts_beyond_max_bytes_are_refused_and_chunks_that_are_there_are_well(world):
-    tier = await world.open(max_bytes=12 * (world.chunk_bytes + 4096 + 2 * 4096))
+    tier = await world.open(max_bytes=12 * (world.chunk_bytes + 4096 + 2 * 4096), eviction="none")
     await world.put(tier, [0, 1])
     outcome = await world.put(tier, range(40))
     written = outcome.statuses.count(OK)
@@ -179,11 +275,11 @@ async def test_puts_beyond_max_bytes_are_refused_and_chunks_that_are_there_are_w
 
 
 async def test_the_bound_holds_after_opening_again(world):
-    tier = await world.open(max_bytes=400_000)
+    tier = await world.open(max_bytes=400_000, eviction="none")
     await world.put(tier, range(60))
     held = sum(await tier.contains(world.keys(range(60))))
     await tier.aclose()
-    tier = await world.open(max_bytes=400_000)
+    tier = await world.open(max_bytes=400_000, eviction="none")
     outcome = await world.put(tier, range(100, 160))
     assert 0 < held < 60
     assert outcome.statuses.count(OK) <= 1  # the first count knows better than reservations did
@@ -191,7 +287,7 @@ async def test_the_bound_holds_after_opening_again(world):
 
 
 async def test_discarding_makes_room(world):
-    tier = await world.open(max_bytes=400_000)
+    tier = await world.open(max_bytes=400_000, eviction="none")
     statuses = [(await world.put(tier, [number])).statuses[0] for number in range(60)]
     held = statuses.count(OK)
     assert statuses == [OK] * held + [REFUSED] * (60 - held)

@@ -76,10 +76,18 @@ async def test_contains_of_many_keys_and_of_none(world):
     assert list(await tier.contains([])) == []
 
 
-async def test_nothing_is_known_without_asking(world):
-    tier = await world.open()
-    await world.put(tier, [1])
-    assert tier.known(world.keys([1, 2])) == (Knowledge.UNKNOWN,) * 2
+async def test_what_was_put_got_or_found_is_known_and_nothing_is_known_to_be_absent(world):
+    tier, other = await world.open(), await world.open()
+    await world.put(tier, [1, 2, 3])
+    unknown, present = Knowledge.UNKNOWN, Knowledge.PRESENT
+    assert list(tier.known(world.keys([1, 2, 3, 4]))) == [present] * 3 + [unknown]
+    await world.get(other, [1, 4])
+    await other.contains(world.keys([2]))
+    assert list(other.known(world.keys([1, 2, 4]))) == [present, present, unknown]
+    await other.discard(world.keys([1]))
+    assert list(other.known(world.keys([1]))) == [unknown]
+    assert (await world.get(tier, [1])).statuses == (ABSENT,)
+    assert list(tier.known(world.keys([1]))) == [unknown]
 
 
 async def test_a_chunk_that_is_there_is_not_written_again(world):

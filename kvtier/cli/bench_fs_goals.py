@@ -1,0 +1,67 @@
+"""What is wanted of the file tier's speed, compared with what ``bench_fs`` has seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvtier.tiers.fs.formats import SMALL_BYTES
+
+if TYPE_CHECKING:
+    from kvtier.cli.bench_fs import Point
+
+LIMIT_SHARES: Final = {65536: 0.7, 524288: 0.95, 2097152: 0.95}
+BUSY_SHARE: Final = 0.8
+HELD_SHARE: Final = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What is wanted of the format that suits a chunk's length, and what was seen.
+
+    Attributes:
+        what: what is compared.
+        wanted: the bound.
+        seen: what was measured.
+        passed: whether it keeps to the bound.
+    """
+
+    what: str
+    wanted: str
+    seen: float
+    passed: bool
+
+
+def compare(points: Sequence[Point]) -> list[Goal]:
+    """Compare each goal with the points. Of sizes that were not measured nothing is said."""
+    by_key = {(point.path, point.chunk_bytes, point.verb, point.busy): point for point in points}
+    return [
+        goal
+        for size in sorted({point.chunk_bytes for point in points})
+        for verb in ("put", "get")
+        for goal in _of_size(by_key, size, verb)
+    ]
+
+
+def _of_size(by_key: dict[tuple[str, int, str, bool], Point], size: int, verb: str) -> Iterator[Goal]:
+    path = "segments" if size < SMALL_BYTES else "files"
+    idle, busy = by_key[path, size, verb, False], by_key[path, size, verb, True]
+    vllm = by_key.get(("vllm", size, verb, False))
+    name = f"{verb} {size // 1024} KiB ({path})"
+    if size in LIMIT_SHARES:
+        yield _at_least(f"{name}, share of the limit", LIMIT_SHARES[size], idle.ratio)
+    yield _at_least(f"{name}, beside an engine's thread / idle", BUSY_SHARE, busy.ratio / idle.ratio)
+    if vllm is not None:
+        what = f"{name}, processor time a chunk without checksums / vLLM's"
+        yield _at_most(what, 1.0, idle.bare_us_chunk / vllm.cpu_us_chunk)
+    assert busy.held_share is not None
+    yield _at_most(f"{name}, interpreter taken from the engine's thread", HELD_SHARE, busy.held_share)
+
+
+def _at_least(what: str, bound: float, seen: float) -> Goal:
+    return Goal(what, f">= {bound:g}", seen, seen >= bound)
+
+
+def _at_most(what: str, bound: float, seen: float) -> Goal:
+    return Goal(what, f"<= {bound:g}", seen, seen <= bound)

@@ -1,0 +1,174 @@
+"""The commands for the root of a file tier: without an engine or torch, while engines use it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from kvtier.cli import archive, gc, ls, stat, verify
+from kvtier.cli.report import OK, PROBLEMS, as_json
+
+RootArgument = Annotated[Path, typer.Argument(metavar="ROOT", help="The root_dir of a file tier.")]
+JsonFlag = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document on standard output instead of tables.")
+]
+NamespaceOption = Annotated[
+    str | None, typer.Option(metavar="NAME", help="This cache alone; `kvtier ls` has the names.")
+]
+
+_UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_SPANS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    for command in (_ls, _stat, _verify, _gc, _du, _export, _import):
+        app.command(name=command.__name__.removeprefix("_"))(command)
+
+
+def _ls(root: RootArgument, json: JsonFlag = False) -> None:
+    """List the caches of a root: models, epochs, chunks, bytes, who uses them.
+
+    Exit status 1 where a cache has a manifest that does not belong to it, or directories cannot be read.
+    """
+    found = ls.listing(root)
+    as_json(found) if json else ls.show(found)
+    _end(not any(one.problem for one in found.namespaces))
+
+
+def _stat(
+    path: Annotated[Path, typer.Argument(metavar="ROOT|CHUNK", help="A root, or one chunk's file.")],
+    json: JsonFlag = False,
+) -> None:
+    """Show a root in a few numbers, or all that can be said of one chunk's file.
+
+    Exit status 1 where something is wrong with it.
+    """
+    if path.is_dir():
+        state = stat.of_root(path)
+        as_json(state) if json else stat.show_root(state)
+        _end(not state.problems)
+    chunk = stat.of_chunk(path)
+    as_json(chunk) if json else stat.show_chunk(chunk)
+    _end(chunk.finding in ("sound", "unproven"))
+
+
+def _verify(
+    root: RootArgument,
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair",
+            help="Move ill files to the quarantine; remove what dead writers and old epochs left.",
+        ),
+    ] = False,
+    namespace: NamespaceOption = None,
+    threads: Annotated[int, typer.Option(min=1, max=64, help="Files that are read at once.")] = min(
+        4, os.cpu_count() or 1
+    ),
+    json: JsonFlag = False,
+) -> None:
+    """Read every chunk and prove it: trailer, identity, checksum.
+
+    Exit status 1 where something is wrong that was not repaired.
+    """
+    logging.getLogger("kvtier.tiers.fs").addHandler(logging.NullHandler())  # what is wrong is in the table
+    found = verify.verify(root, repair=repair, threads=threads, namespace=namespace)
+    as_json(found) if json else verify.show(found)
+    _end(found.is_well)
+
+
+def _gc(
+    root: RootArgument,
+    max_bytes: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Remove chunks until no more is left, such as 200G; else none."),
+    ] = None,
+    older_than: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Remove chunks not used for so long, such as 12h or 30d."),
+    ] = None,
+    namespace: NamespaceOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing; say what would be.")] = False,
+    json: JsonFlag = False,
+) -> None:
+    """Remove what nobody can use any more, and what is too much or too old.
+
+    Exit status 1 where more than --max-bytes is left.
+    """
+    wish = gc.Wish(
+        max_bytes=None if max_bytes is None else _size(max_bytes),
+        older_than_s=None if older_than is None else _span(older_than),
+    )
+    done = gc.collect(root, wish, namespace=namespace, dry_run=dry_run)
+    as_json(done) if json else gc.show(done)
+    _end(done.is_well or dry_run)
+
+
+def _du(root: RootArgument, json: JsonFlag = False) -> None:
+    """Add up what the parts of a root take on disk.
+
+    Exit status 1 where directories cannot be read, so that the sums are too small.
+    """
+    taken = ls.usage(root)
+    as_json(taken) if json else ls.show_usage(taken)
+    _end(not taken.unreadable)
+
+
+def _export(
+    root: RootArgument,
+    namespace: Annotated[str, typer.Argument(metavar="NAMESPACE", help="A name that `kvtier ls` has.")],
+    file: Annotated[Path, typer.Argument(metavar="ARCHIVE", help="A new file, or - for standard output.")],
+    json: JsonFlag = False,
+) -> None:
+    """Write the chunks of a cache, each one proven, into one archive (tar).
+
+    Exit status 1 where chunks were left out because they are ill or cannot be read.
+    """
+    if json and file == archive.STANDARD:
+        raise typer.BadParameter("--json and an archive cannot both be on standard output")
+    done = archive.export(root, namespace, file)
+    as_json(done) if json else archive.show_export(done)
+    _end(not done.ill and not done.unreadable)
+
+
+def _import(
+    file: Annotated[Path, typer.Argument(metavar="ARCHIVE", help="What export has written, or -.")],
+    root: RootArgument,
+    max_bytes: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Bytes that all below ROOT may take. Default: as for the tier."),
+    ] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Put the chunks of an archive below a root, each one proven; what is there is left as it is.
+
+    Exit status 1 where the archive breaks off, chunks of it are ill, or not all were taken.
+    """
+    limit = None if max_bytes is None else _size(max_bytes)
+    done = archive.import_(file, root, max_bytes=limit)
+    as_json(done) if json else archive.show_import(done)
+    _end(done.is_well)
+
+
+def _end(is_well: bool) -> None:
+    raise typer.Exit(OK if is_well else PROBLEMS)
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if found is None:
+        raise typer.BadParameter(f"{text!r} is no number of bytes: write 200G, 512MiB or 1000000")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _span(text: str) -> float:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([smhd])", text.strip().lower())
+    if found is None:
+        raise typer.BadParameter(f"{text!r} is no time: write 90s, 15m, 12h or 30d")
+    return float(found[1]) * _SPANS[found[2]]

@@ -1,0 +1,200 @@
+"""``kvtier stat``: one root in a few numbers, or all that can be said of one chunk's file."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier import native
+from kvtier.cli.ls import Listed, listing, usage
+from kvtier.cli.report import Bytes, ago, say, table, yes
+from kvtier.errors import TierError
+from kvtier.tiers import seal
+from kvtier.tiers.fs import files, ledger
+from kvtier.tiers.fs.layout import BLOCK_BYTES
+from kvtier.tiers.fs.proof import Finding, Prover
+from kvtier.tiers.fs.root import Root
+from kvtier.tiers.fs.segments.layout import is_segment_name
+
+
+@dataclass(frozen=True, slots=True)
+class RootState:
+    """A root in a few numbers.
+
+    Attributes:
+        root: the directory.
+        total_bytes: of its file system.
+        free_bytes: of its file system, for unprivileged users.
+        bytes: what it takes on disk in all.
+        ledger_bytes: what the engines that share it believe that it takes; None where they have not counted.
+        leased_bytes: what they may write without asking each other again; None as well.
+        writers: engines that have a lease now; None where nobody keeps a ledger.
+        namespaces: how many caches it holds.
+        in_use: how many of them a living process has open.
+        chunks: of their current epochs.
+        old_chunks: of other epochs and ranks.
+        problems: what is wrong, one line each.
+        native: whether the native helper is there.
+    """
+
+    root: str
+    total_bytes: int
+    free_bytes: int
+    bytes: int
+    ledger_bytes: int | None
+    leased_bytes: int | None
+    writers: int | None
+    namespaces: int
+    in_use: int
+    chunks: int
+    old_chunks: int
+    problems: list[str]
+    native: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkState:
+    """All that can be said of one chunk's file.
+
+    Attributes:
+        path: the file.
+        finding: ``sound``, ``torn``, ``foreign`` (its trailer is another chunk's than its name says, or its
+            namespace's name says), ``checksum``, ``unreadable``, or ``unproven`` where its name says nothing.
+        hash: of its tokens, as its trailer says, in hexadecimal digits; None without a trailer.
+        group: KV cache group, as its trailer says.
+        digest: first half of the digest of its cache, as its trailer says, in hexadecimal digits.
+        payload_bytes: bytes of the chunk, as its trailer says.
+        file_bytes: length of the file.
+        written: when it was written, in seconds since the epoch of Unix.
+        used: when it was last used.
+    """
+
+    path: str
+    finding: str
+    hash: str | None
+    group: int | None
+    digest: str | None
+    payload_bytes: int | None
+    file_bytes: int
+    written: float
+    used: float
+
+
+def of_root(path: Path) -> RootState:
+    """Look at a root.
+
+    Raises:
+        TierError: it cannot be read.
+    """
+    held, taken = listing(path), usage(path)
+    with Root(path) as root:
+        accounts = ledger.read(root.fd)
+    return RootState(
+        root=str(path),
+        total_bytes=taken.total_bytes,
+        free_bytes=taken.free_bytes,
+        bytes=taken.bytes,
+        ledger_bytes=accounts.used if accounts is not None and accounts.is_exact else None,
+        leased_bytes=accounts.leased if accounts is not None else None,
+        writers=len(accounts.leases) if accounts is not None else None,
+        namespaces=len(held.namespaces),
+        in_use=sum(one.in_use is True for one in held.namespaces),
+        chunks=sum(one.chunks for one in held.namespaces),
+        old_chunks=sum(one.old_chunks for one in held.namespaces),
+        problems=[*_problems(held.namespaces), *_unreadable(taken.unreadable)],
+        native=native.available,
+    )
+
+
+def _problems(namespaces: list[Listed]) -> list[str]:
+    return [f"{one.namespace}: {one.problem}" for one in namespaces if one.problem]
+
+
+def _unreadable(count: int) -> list[str]:
+    return [f"{count} directories cannot be read"] if count else []
+
+
+def show_root(state: RootState) -> None:
+    """Print the state of a root for people."""
+    rows = [
+        ("file system", f"{Bytes(state.total_bytes)}, {Bytes(state.free_bytes)} free"),
+        ("taken", f"{Bytes(state.bytes)}"),
+        ("ledger", "-" if state.ledger_bytes is None else str(Bytes(state.ledger_bytes))),
+        (
+            "leased",
+            "-" if state.leased_bytes is None else f"{Bytes(state.leased_bytes)}, {state.writers} writers",
+        ),
+        ("namespaces", f"{state.namespaces}, {state.in_use} in use"),
+        ("chunks", f"{state.chunks:,}, and {state.old_chunks:,} of other epochs"),
+        ("native helper", yes(state.native)),
+    ]
+    table(state.root, ("what", "value"), rows)
+    for line in state.problems:
+        say(line)
+
+
+def of_chunk(path: Path) -> ChunkState:
+    """Look at the file of a chunk, wherever it is: in its place, in the quarantine, or a copy.
+
+    Raises:
+        TierError: it cannot be read.
+    """
+    try:
+        found = os.stat(path, follow_symlinks=False)
+        if not stat.S_ISREG(found.st_mode):
+            raise TierError(f"{path} is neither a directory nor a chunk's file")
+        if is_segment_name(path.name):
+            raise TierError(f"{path} is a segment of many chunks: kvtier verify looks into them")
+        sealed = _sealed(path, found.st_size)
+    except OSError as error:
+        raise TierError(f"{path} cannot be read: {error.strerror}") from error
+    return ChunkState(
+        path=str(path),
+        finding=_finding(path.absolute(), sealed),
+        hash=sealed.key[:-4].hex() if sealed else None,
+        group=int.from_bytes(sealed.key[-4:], "big") if sealed else None,
+        digest=sealed.digest.hex() if sealed else None,
+        payload_bytes=sealed.payload_bytes if sealed else None,
+        file_bytes=found.st_size,
+        written=found.st_mtime,
+        used=max(found.st_atime, found.st_mtime),
+    )
+
+
+def show_chunk(state: ChunkState) -> None:
+    """Print the state of a chunk's file for people."""
+    rows = [
+        ("finding", state.finding),
+        ("hash", state.hash or "-"),
+        ("group", "-" if state.group is None else str(state.group)),
+        ("digest", state.digest or "-"),
+        ("bytes", "-" if state.payload_bytes is None else f"{state.payload_bytes:,}"),
+        ("file", f"{state.file_bytes:,}"),
+        ("written", ago(state.written)),
+        ("used", ago(state.used)),
+    ]
+    table(state.path, ("what", "value"), rows)
+
+
+def _sealed(path: Path, length: int) -> seal.Sealed | None:
+    with path.open("rb") as file:
+        file.seek(max(0, length - BLOCK_BYTES))
+        return seal.read(file.read(seal.TRAILER_BYTES))
+
+
+def _finding(path: Path, sealed: seal.Sealed | None) -> Finding:
+    """Prove a file by its name where that is a chunk's, else by its trailer alone."""
+    key = files.key_of("/".join(path.parts[-3:]))
+    whose = path.parts[-4].rpartition("_r")[0].rpartition("_")[2] if key is not None else ""
+    if key is None:
+        if sealed is None:
+            return Finding.UNPROVEN
+        key = sealed.key
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with Prover(fd, lambda digest: digest.hex().startswith(whose[:32])) as prover:
+            return prover.prove(path.name, key).finding
+    finally:
+        os.close(fd)

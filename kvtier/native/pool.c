@@ -1,0 +1,288 @@
+/* Threads that share out the chunks of calls among themselves.
+ *
+ * Python's threads would each need the interpreter lock before and after their part, and beside an engine
+ * that computes each such time costs up to a switch interval. So Python hands in a whole batch, and either
+ * waits for it here or is woken through a descriptor that its event loop watches: once for all batches
+ * that have ended until it looks.
+ */
+#include "kvtier_native.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+typedef int64_t (*work_on)(const struct call *, size_t first, size_t end);
+
+struct task {
+    work_on work;
+    const struct call *call;
+    size_t next, end, part; /* chunks not begun yet, and how many are taken at once */
+    size_t running;
+    int64_t sum;
+    uint64_t token;
+    bool awaited; /* by a thread, who has it on its stack; else it is freed when it was asked for */
+    pthread_cond_t ended;
+    struct task *following;
+};
+
+struct queue {
+    struct task *first, **last;
+};
+
+struct kind { /* of threads: they wait here */
+    pthread_cond_t changed;
+    size_t waiting, woken; /* that nobody has woken yet; that were woken and do not run yet */
+};
+
+struct pool {
+    pthread_mutex_t lock;
+    struct kind of_readers, of_writers;
+    struct queue reads, writes; /* tasks with chunks not begun, in the order in which they came */
+    struct queue ended;         /* tasks to be told of through the descriptor */
+    bool closing;
+    int event_fd;
+    size_t idle_readers, writing; /* threads: readers with nothing to do; all that are at a write */
+    size_t readers, writers, count, started;
+    pthread_t threads[];
+};
+
+static void append(struct queue *queue, struct task *task)
+{
+    task->following = NULL;
+    *queue->last = task;
+    queue->last = &task->following;
+}
+
+static void remove_first(struct queue *queue)
+{
+    if ((queue->first = queue->first->following) == NULL)
+        queue->last = &queue->first;
+}
+
+static void tell(struct pool *pool, struct task *task)
+{
+    if (task->awaited) {
+        pthread_cond_signal(&task->ended);
+        return;
+    }
+    bool first = pool->ended.first == NULL;
+    append(&pool->ended, task);
+    uint64_t one = 1;
+    if (first && write(pool->event_fd, &one, sizeof one) < 0 && errno != EAGAIN)
+        return; /* it cannot fail otherwise: the counter is far from full */
+}
+
+/* Take a part of the queue's first task, and do it without the lock. */
+static void do_part(struct pool *pool, struct queue *queue)
+{
+    struct task *task = queue->first;
+    size_t first = task->next;
+    size_t end = task->end - first < task->part ? task->end : first + task->part;
+    task->next = end;
+    task->running++;
+    if (end == task->end)
+        remove_first(queue);
+    pool->writing += queue == &pool->writes;
+    pthread_mutex_unlock(&pool->lock);
+    int64_t result = task->work(task->call, first, end);
+    pthread_mutex_lock(&pool->lock);
+    pool->writing -= queue == &pool->writes;
+    task->sum += result;
+    if (--task->running == 0 && task->next == task->end)
+        tell(pool, task);
+}
+
+/* Which queue a thread serves now. Reads go before writes; but one thread writes on, so that puts end, and
+ * one reader takes no write, so that a get begins at once. */
+static struct queue *choose(struct pool *pool, bool reader)
+{
+    bool read = pool->reads.first != NULL, write = pool->writes.first != NULL;
+    if (read && (reader || !write || pool->writing > 0))
+        return &pool->reads;
+    if (write && (!reader || pool->idle_readers > 1 || pool->closing))
+        return &pool->writes;
+    return NULL;
+}
+
+static void wait_for_work(struct pool *pool, struct kind *kind)
+{
+    kind->waiting++;
+    while (kind->woken == 0 && !pool->closing)
+        pthread_cond_wait(&kind->changed, &pool->lock);
+    if (kind->woken > 0)
+        kind->woken--;
+    else
+        kind->waiting--;
+}
+
+/* Wake one thread that was not woken yet. Returns whether there was one. */
+static bool wake(struct kind *kind)
+{
+    if (kind->waiting == 0)
+        return false;
+    kind->waiting--;
+    kind->woken++;
+    pthread_cond_signal(&kind->changed);
+    return true;
+}
+
+/* A thread that is woken mostly takes the processor from the one that woke it: from the event loop, while it
+ * holds the interpreter lock, which an engine that computes waits for. Threads of this policy do not. */
+static void be_modest(void)
+{
+#ifdef SCHED_BATCH
+    const struct sched_param none = {0};
+    pthread_setschedparam(pthread_self(), SCHED_BATCH, &none);
+#endif
+}
+
+static void *serve(void *argument)
+{
+    struct pool *pool = argument;
+    be_modest();
+    pthread_mutex_lock(&pool->lock);
+    bool reader = pool->started++ < pool->readers;
+    pool->idle_readers += reader;
+    for (;;) {
+        struct queue *queue = choose(pool, reader);
+        if (queue != NULL) {
+            pool->idle_readers -= reader;
+            do_part(pool, queue);
+            pool->idle_readers += reader;
+        } else if (pool->closing && pool->reads.first == NULL && pool->writes.first == NULL) {
+            break;
+        } else {
+            wait_for_work(pool, reader ? &pool->of_readers : &pool->of_writers);
+        }
+    }
+    pthread_mutex_unlock(&pool->lock);
+    return NULL;
+}
+
+static void free_pool(struct pool *pool)
+{
+    if (pool->event_fd >= 0)
+        close(pool->event_fd);
+    pthread_cond_destroy(&pool->of_readers.changed);
+    pthread_cond_destroy(&pool->of_writers.changed);
+    pthread_mutex_destroy(&pool->lock);
+    free(pool);
+}
+
+/* End a pool that nobody uses any more, and wait for its threads. */
+void kvt_pool_close(struct pool *pool)
+{
+    pthread_mutex_lock(&pool->lock);
+    pool->closing = true;
+    pthread_cond_broadcast(&pool->of_readers.changed);
+    pthread_cond_broadcast(&pool->of_writers.changed);
+    pthread_mutex_unlock(&pool->lock);
+    for (size_t i = 0; i < pool->count; i++)
+        pthread_join(pool->threads[i], NULL);
+    while (pool->ended.first != NULL) {
+        struct task *task = pool->ended.first;
+        remove_first(&pool->ended);
+        free(task);
+    }
+    free_pool(pool);
+}
+
+/* Start a pool. NULL where not all of its threads can be had. */
+struct pool *kvt_pool_open(size_t readers, size_t writers)
+{
+    struct pool *pool = calloc(1, sizeof *pool + (readers + writers) * sizeof pool->threads[0]);
+    if (pool == NULL)
+        return NULL;
+    pthread_mutex_init(&pool->lock, NULL);
+    pthread_cond_init(&pool->of_readers.changed, NULL);
+    pthread_cond_init(&pool->of_writers.changed, NULL);
+    pool->reads.last = &pool->reads.first;
+    pool->writes.last = &pool->writes.first;
+    pool->ended.last = &pool->ended.first;
+    pool->readers = readers;
+    pool->writers = writers;
+    pool->event_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    sigset_t all, before; /* signals are for the interpreter's threads */
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (pool->event_fd >= 0 && pool->count < readers + writers &&
+           pthread_create(&pool->threads[pool->count], NULL, serve, pool) == 0)
+        pool->count++;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (pool->count == readers + writers)
+        return pool;
+    kvt_pool_close(pool);
+    return NULL;
+}
+
+/* The descriptor that is readable when a task that was submitted has ended. */
+int kvt_pool_fd(const struct pool *pool) { return pool->event_fd; }
+
+/* Wake a thread for each part: those of the kind first, then the others. Who is at work looks anyway. */
+static void hand_in(struct pool *pool, struct task *task, bool reading)
+{
+    size_t parts = (task->end - task->next + task->part - 1) / task->part;
+    struct kind *own = reading ? &pool->of_readers : &pool->of_writers;
+    struct kind *other = reading ? &pool->of_writers : &pool->of_readers;
+    append(reading ? &pool->reads : &pool->writes, task);
+    while (parts-- > 0 && (wake(own) || wake(other)))
+        ;
+}
+
+/* Do a call's chunks by the pool's threads, each `part` of them at a time, and wait for the end. Returns
+ * the sum of what the work returned. */
+int64_t kvt_pool_do(struct pool *pool, work_on work, const struct call *call, size_t first, size_t end, size_t part,
+                    int reading)
+{
+    if (first == end)
+        return 0;
+    struct task task = {.work = work, .call = call, .next = first, .end = end, .part = part ? part : 1,
+                        .awaited = true};
+    pthread_cond_init(&task.ended, NULL);
+    pthread_mutex_lock(&pool->lock);
+    hand_in(pool, &task, reading);
+    while (task.next < task.end || task.running > 0)
+        pthread_cond_wait(&task.ended, &pool->lock);
+    pthread_mutex_unlock(&pool->lock);
+    pthread_cond_destroy(&task.ended);
+    return task.sum;
+}
+
+/* The same without waiting: kvt_pool_ended tells of its end by the token. Never blocks on a file. Returns 0
+ * or ENOMEM. The call must have chunks, and stays until then. */
+int kvt_pool_submit(struct pool *pool, work_on work, const struct call *call, size_t first, size_t end, size_t part,
+                    int reading, uint64_t token)
+{
+    struct task *task = calloc(1, sizeof *task);
+    if (task == NULL)
+        return ENOMEM;
+    *task = (struct task){.work = work, .call = call, .next = first, .end = end, .part = part ? part : 1,
+                          .token = token};
+    pthread_mutex_lock(&pool->lock);
+    hand_in(pool, task, reading);
+    pthread_mutex_unlock(&pool->lock);
+    return 0;
+}
+
+/* Take what has ended: tokens and sums, up to `room`. Returns how many; fewer than `room` were all. */
+size_t kvt_pool_ended(struct pool *pool, uint64_t *tokens, int64_t *sums, size_t room)
+{
+    uint64_t told;
+    size_t count = 0;
+    pthread_mutex_lock(&pool->lock);
+    if (read(pool->event_fd, &told, sizeof told) < 0)
+        told = 0; /* nothing was told of: it is looked at all the same */
+    while (count < room && pool->ended.first != NULL) {
+        struct task *task = pool->ended.first;
+        tokens[count] = task->token;
+        sums[count++] = task->sum;
+        remove_first(&pool->ended);
+        free(task);
+    }
+    pthread_mutex_unlock(&pool->lock);
+    return count;
+}

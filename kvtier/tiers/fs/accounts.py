@@ -1,0 +1,211 @@
+"""Who may write how many bytes below a root: the arithmetic of the ledger, without its file.
+
+A writer leases bytes before it writes them, and reports what it has written from time to time. What
+is leased counts as used, so that all writers together never pass the bound: not when two of them ask
+at once, and not when one dies, for the lease of a dead writer counts as written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+LEASE_BYTES: Final = 64 * 2**20
+"""Bytes leased beyond what is asked for, so that the ledger is asked once for many puts."""
+
+LEASE_SHARE: Final = 8
+"""At most one part in so many of the room is leased beyond what is asked for."""
+
+DEFAULT_SHARE: Final = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class FileSystem:
+    """Bytes of a file system: in all, in use, and free for us."""
+
+    total: int
+    used: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What all writers of a root keep to.
+
+    Attributes:
+        max_bytes: bytes below the root; None: ``DEFAULT_SHARE`` of what is free and what it holds.
+        min_free: bytes of the file system that stay free.
+    """
+
+    max_bytes: int | None
+    min_free: int
+
+    def limit(self, used: int, disk: FileSystem) -> int:
+        """Return the bytes that may be below a root that holds ``used``."""
+        if self.max_bytes is not None:
+            return self.max_bytes
+        return int(DEFAULT_SHARE * (disk.free + used))
+
+
+@dataclass(frozen=True, slots=True)
+class CountStart:
+    """The ledger's sums when a count began."""
+
+    generation: str
+    added: int
+    removed: int
+
+
+@dataclass(slots=True)
+class Accounts:
+    """What is known of a root's bytes.
+
+    Attributes:
+        generation: a random word: another one where the ledger was lost and made anew.
+        boot: the boot of the machine in which it was last known to be right.
+        base: bytes that were there to begin with.
+        is_exact: whether ``base`` was counted. Where not, it is all that the file system held: never too
+            little.
+        added: bytes that were written since, as reported.
+        removed: bytes that were removed since, as reported.
+        counted_at: when the root was counted last, in seconds since 1970; 0: never.
+        leases: bytes that living writers may have written and have not reported, for each.
+    """
+
+    generation: str
+    boot: str
+    base: int
+    is_exact: bool = False
+    added: int = 0
+    removed: int = 0
+    counted_at: float = 0.0
+    leases: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def used(self) -> int:
+        """Bytes below the root, as reported."""
+        return max(0, self.base + self.added - self.removed)
+
+    @property
+    def leased(self) -> int:
+        """Bytes that may be there beside them."""
+        return sum(self.leases.values())
+
+    @property
+    def charged(self) -> int:
+        """Bytes that are held against the bound."""
+        return self.used + self.leased
+
+    def report(self, writer: str, spent: int, generation: str) -> None:
+        """Take in what a writer has added since its last report, out of its lease.
+
+        Args:
+            writer: who.
+            spent: bytes; negative where it has removed some again.
+            generation: that of the ledger that the writer has its lease from.
+        """
+        if writer in self.leases:
+            self.leases[writer] -= spent
+            self.added += spent
+        elif generation != self.generation:
+            self.added += spent  # perhaps it is in the base already: too much, never too little
+        # Else the writer was taken for dead, and all that it had leased counts as written.
+
+    def grant(self, writer: str, least: int, room: int, held: int, unit: int) -> int:
+        """Lease bytes out of ``room``: ``least`` and some more, or what there is and is of use.
+
+        Args:
+            writer: who asks.
+            least: bytes that it asks for.
+            room: bytes that may be leased.
+            held: bytes of its lease that it has left.
+            unit: what it takes at once.
+        """
+        if room >= least:
+            granted = least + min(LEASE_BYTES, (room - least) // LEASE_SHARE)
+        else:
+            granted = max(0, (held + room) // unit * unit - held)
+        self.leases[writer] = self.leases.get(writer, 0) + granted
+        return granted
+
+    def give_back(self, writer: str, unspent: int) -> None:
+        """Return a part of a lease."""
+        if writer in self.leases:
+            self.leases[writer] -= unspent
+
+    def bury(self, dead: Iterable[str]) -> None:
+        """End the leases of writers that are dead: what they had may all have been written."""
+        for writer in dead:
+            self.added += max(0, self.leases.pop(writer, 0))
+
+    def begin_count(self) -> CountStart:
+        """Say where the sums are before the root is counted."""
+        return CountStart(self.generation, self.added, self.removed)
+
+    def end_count(self, start: CountStart, counted: int, now: float) -> None:
+        """Take in a count, which has seen some of what was written and removed meanwhile.
+
+        What was there when it ended is between ``counted`` less all that was removed and ``counted``
+        and all that was written meanwhile. Within these the reports know better; what is beyond them
+        is proven wrong, and the most that can be there takes its place.
+        """
+        if start.generation != self.generation:
+            return
+        least = counted - (self.removed - start.removed)
+        most = counted + (self.added - start.added)
+        if not self.is_exact or not least <= self.used <= most:
+            self.base = most - self.added + self.removed
+        self.is_exact = True
+        self.counted_at = now
+
+
+def room_for(accounts: Accounts, bounds: Bounds, disk: FileSystem) -> tuple[int, int]:
+    """Return the bytes that may be leased by each of the two bounds: of the root, of the file system."""
+    below_limit = bounds.limit(accounts.used, disk) - accounts.charged
+    above_free = disk.free - bounds.min_free - accounts.leased
+    return below_limit, above_free
+
+
+@dataclass(frozen=True, slots=True)
+class Watermarks:
+    """Shares of what a root may hold: eviction begins above ``high`` and ends at ``low``."""
+
+    high: float
+    low: float
+
+    def excess(
+        self, accounts: Accounts, bounds: Bounds, disk: FileSystem, wanted: int = 0, unit: int = 0
+    ) -> int:
+        """Return the bytes that should be evicted now, 0 for none.
+
+        Args:
+            accounts: the ledger.
+            bounds: the bounds.
+            disk: the file system.
+            wanted: bytes that were asked for and could not be leased.
+            unit: the least of them that are of any use.
+        """
+        if not accounts.is_exact:
+            return 0  # all that the file system holds is no measure of what may be evicted
+        reachable = min(bounds.limit(accounts.used, disk), accounts.used + disk.free - bounds.min_free)
+        if not wanted and accounts.charged <= self.high * reachable:
+            return 0
+        # One batch must not empty a small root, and a root of few chunks must get room for one.
+        wanted = min(wanted, max(unit, int((1 - self.low) * reachable)))
+        room = min(room_for(accounts, bounds, disk))
+        return max(0, math.ceil(accounts.charged - self.low * reachable), wanted - room)
+
+
+__all__ = [
+    "DEFAULT_SHARE",
+    "LEASE_BYTES",
+    "LEASE_SHARE",
+    "Accounts",
+    "Bounds",
+    "CountStart",
+    "FileSystem",
+    "Watermarks",
+    "room_for",
+]

@@ -1,0 +1,214 @@
+"""Making room below a root: one plain function that needs no engine, and that one process at a time runs.
+
+What nobody can use goes first: orphaned chunks, old epochs, what dead writers left, the quarantine.
+Then units leave by age (see ``ages``), of all namespaces alike. Nothing is listed or sorted: a part of
+the root's directories, chosen at random, shows how old units are; the plan that comes of it is carried
+out directory by directory, in random order, until there is room. Hashes spread chunks evenly over
+directories, so that any part of them is like the whole.
+
+A unit that is being read when it is removed is read to its end. What is being written has a name in
+its writer's own directory and is not looked at.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+from kvtier.tiers.fs import ages, ledger
+from kvtier.tiers.fs.ages import Cutoffs, Histogram
+from kvtier.tiers.fs.call import StopFlag
+from kvtier.tiers.fs.root import Root
+from kvtier.tiers.fs.sweep import Sweeper, Trees
+from kvtier.tiers.fs.units import UnitScan
+
+SAMPLE_UNITS: Final = 32_768
+"""Units that are looked at before it is decided how old is too old; all, where there are fewer."""
+
+_ROUNDS: Final = 4
+_log = logging.getLogger("kvtier.tiers.fs")
+
+Gone = Callable[[str, Sequence[str]], None]
+"""Is told an epoch's directory and the paths below it of units that were removed."""
+
+
+Freed = Callable[[int], None]
+"""Is told how many bytes were removed just now, so that others can use them before all is done."""
+
+
+def tell_nobody(data_dir: str, units: Sequence[str]) -> None:
+    """Be told of what was removed, where nobody wants to know."""
+
+
+def count_nothing(count: int) -> None:
+    """Be told of bytes that were removed, where nobody counts them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """What making room has done.
+
+    Attributes:
+        is_mine: whether this process did it; else another one is at it, and nothing was done here.
+        leftover_bytes: removed of what nobody could use any more.
+        units: removed by age, or because they were not used for ``ttl_s``.
+        unit_bytes: of these, with directories that became empty.
+    """
+
+    is_mine: bool
+    leftover_bytes: int = 0
+    units: int = 0
+    unit_bytes: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """All bytes removed."""
+        return self.leftover_bytes + self.unit_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One directory with units: hashes spread over those of an epoch."""
+
+    data_dir: str
+    name: str
+
+
+class Evictor:
+    """Makes room below a root.
+
+    Args:
+        root_fd: the root directory, open.
+        trees: what removes directories.
+        stop: set where it shall end soon.
+        gone: is told what was removed.
+        freed: is told how many bytes.
+        ours: writers that live in this process.
+        only: names of the namespaces that are looked at; None for all.
+    """
+
+    def __init__(
+        self,
+        root_fd: int,
+        trees: Trees,
+        stop: StopFlag,
+        gone: Gone = tell_nobody,
+        freed: Freed = count_nothing,
+        ours: frozenset[str] = frozenset(),
+        only: Container[str] | None = None,
+    ) -> None:
+        self._only = only
+        self._root_fd = root_fd
+        self._trees = trees
+        self._stop = stop
+        self._gone = gone
+        self._freed = freed
+        self._ours = ours
+        self._random = random.Random()
+
+    def make_room(self, need_bytes: int) -> Evicted:
+        """Remove ``need_bytes``, or all there is where that is less. Blocks.
+
+        Raises:
+            OSError: the root cannot be looked at.
+        """
+        with (
+            ledger.elected(self._root_fd, ledger.EVICTING) as lock,
+            Root.at(self._root_fd, self._only) as root,
+        ):
+            if lock is None:
+                return Evicted(is_mine=False)
+            leftover = self._remove_leftovers(root, need_bytes)
+            self._freed(leftover)
+            scan = self._remove_by_age(root, _clock(lock), need_bytes - leftover)
+        return Evicted(True, leftover, scan.removed_units, scan.removed_bytes)
+
+    def expire(self, ttl_s: float) -> Evicted:
+        """Remove what was not used for ``ttl_s``. Blocks; OSError where the root cannot be looked at."""
+        with (
+            ledger.elected(self._root_fd, ledger.EVICTING) as lock,
+            Root.at(self._root_fd, self._only) as root,
+        ):
+            if lock is None:
+                return Evicted(is_mine=False)
+            scan = UnitScan(_clock(lock), cutoffs=ages.expired(ttl_s), want_bytes=ages.NEVER)
+            self._look_at(_parts(root), scan)
+        return Evicted(True, 0, scan.removed_units, scan.removed_bytes)
+
+    def _remove_leftovers(self, root: Root, need_bytes: int) -> int:
+        sweeper = Sweeper(root, self._trees, self._stop, self._ours)
+        removed = 0
+        removed += sweeper.sweep_orphans(lambda done: done >= need_bytes)
+        if removed < need_bytes:
+            removed += sweeper.sweep()
+        left = need_bytes - removed
+        return removed + sweeper.sweep_quarantines(lambda done: done >= left)
+
+    def _remove_by_age(self, root: Root, now_ns: int, need_bytes: int) -> UnitScan:
+        scan = UnitScan(now_ns, want_bytes=max(0, need_bytes))
+        parts = _parts(root)
+        for _ in range(_ROUNDS):  # what the sample says of the whole can be a little too young
+            if scan.is_done or self._stop:
+                break
+            self._random.shuffle(parts)
+            cutoffs = self._plan(parts, now_ns, scan.want_bytes - scan.removed_bytes)
+            if cutoffs == ages.NOTHING:
+                break
+            scan.cutoffs = cutoffs
+            self._look_at(parts, scan)
+        return scan
+
+    def _plan(self, parts: Sequence[_Part], now_ns: int, need_bytes: int) -> Cutoffs:
+        sample, looked_at = UnitScan(now_ns, Histogram()), 0
+        for part in parts:
+            if sample.seen_units >= SAMPLE_UNITS or self._stop:
+                break
+            self._look_at((part,), sample)
+            looked_at += 1
+        assert sample.histogram is not None
+        return ages.plan(sample.histogram, looked_at / max(1, len(parts)), need_bytes)
+
+    def _look_at(self, parts: Iterable[_Part], scan: UnitScan) -> None:
+        for part in parts:
+            if self._stop or (scan.want_bytes and scan.is_done):
+                break
+            before, path = scan.removed_bytes, f"{part.data_dir}/{part.name}"
+            removed: list[str] = []
+            with suppress(OSError):  # it has vanished, or cannot be read: then the others
+                removed = scan.look(self._root_fd, path, self._stop)
+            if removed:
+                scan.removed_bytes += self._remove_if_empty(path)
+                self._freed(scan.removed_bytes - before)
+                self._gone(part.data_dir, [f"{part.name}/{path}" for path in removed])
+
+    def _remove_if_empty(self, path: str) -> int:
+        """Remove a directory that holds nothing any more. Returns its bytes."""
+        try:
+            found = os.stat(path, dir_fd=self._root_fd, follow_symlinks=False)
+            os.rmdir(path, dir_fd=self._root_fd)
+        except OSError:
+            return 0
+        return found.st_blocks * 512
+
+
+def _parts(root: Root) -> list[_Part]:
+    """List the directories with units, of all namespaces that kvtier has made or shares."""
+    return [
+        _Part(found.name, name)
+        for namespace in root.namespaces()
+        if namespace.is_kvtiers
+        for found in namespace.data_dirs
+        if found.rank == 0
+        for name in root.names(found.name)
+    ]
+
+
+def _clock(lock: int) -> int:
+    """Return the time by the file system's own clock, which a server may have, in ns."""
+    os.utime(lock)
+    return os.fstat(lock).st_mtime_ns

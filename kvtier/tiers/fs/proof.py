@@ -1,0 +1,186 @@
+"""Chunks' files proven outside of an engine: by the trailer behind the bytes, or read whole.
+
+Reading leaves no trace where that is possible: it goes past the page cache, and the time of the last use
+stays what it was, because eviction goes by it.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from types import TracebackType
+from typing import Final
+
+import crc32c
+
+from kvtier.keys import OffloadKey
+from kvtier.tiers import seal
+from kvtier.tiers.fs.layout import BLOCK_BYTES
+
+PIECE_BYTES: Final = 1 << 20
+_QUIET: Final = getattr(os, "O_NOATIME", 0)
+_DIRECT: Final = getattr(os, "O_DIRECT", 0)
+
+
+class Finding(StrEnum):
+    """What comes of looking at a chunk's file."""
+
+    SOUND = "sound"
+    UNPROVEN = "unproven"  # files of this layout have no trailer: nothing can be said
+    TORN = "torn"  # the trailer is missing or damaged, or the file is cut off
+    FOREIGN = "foreign"  # another key's or another cache's bytes
+    CHECKSUM = "checksum"  # the bytes are not those that were put
+    UNREADABLE = "unreadable"  # the file system refuses
+    GONE = "gone"  # it was there a moment ago: evicted, or discarded
+
+    @property
+    def is_ill(self) -> bool:
+        """Whether the file must not be given to an engine, and can be set aside."""
+        return self in (Finding.TORN, Finding.FOREIGN, Finding.CHECKSUM)
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What was found, and of which file.
+
+    Attributes:
+        finding: what comes of it.
+        inode: of the file that was looked at; 0 where there was none.
+        sealed: what its trailer says, where it has one.
+        errno: why it is unreadable.
+    """
+
+    finding: Finding
+    inode: int = 0
+    sealed: seal.Sealed | None = None
+    errno: int = 0
+
+
+class Prover:
+    """Reads chunks' files in pieces and proves them. For one thread; a context manager.
+
+    Args:
+        root_fd: the root directory, open.
+        belongs: says whether a digest in a trailer is that of the cache.
+    """
+
+    def __init__(self, root_fd: int, belongs: Callable[[bytes], bool]) -> None:
+        self._root_fd = root_fd
+        self._belongs = belongs
+        self._piece = mmap.mmap(-1, PIECE_BYTES)
+
+    def __enter__(self) -> Prover:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._piece.close()
+
+    def prove(self, path: str, key: OffloadKey) -> Proof:
+        """Say whether the file at ``path`` holds the chunk of ``key``. It raises nothing."""
+        try:
+            with opened(self._root_fd, path) as fd:
+                return self._prove(fd, key)
+        except (FileNotFoundError, NotADirectoryError):
+            return Proof(Finding.GONE)
+        except OSError as error:
+            if error.errno == errno.ELOOP:  # a link in a chunk's place: nobody follows it
+                return Proof(Finding.UNREADABLE, errno=errno.ELOOP)
+            return Proof(Finding.UNREADABLE, errno=error.errno or errno.EIO)
+
+    def _prove(self, fd: int, key: OffloadKey) -> Proof:
+        found = os.fstat(fd)
+        payload_bytes = found.st_size - BLOCK_BYTES
+        if payload_bytes <= 0 or payload_bytes % BLOCK_BYTES:
+            return Proof(Finding.TORN, found.st_ino)
+        sealed = seal.read(self._trailer(fd, payload_bytes))
+        if sealed is None:
+            return Proof(Finding.TORN, found.st_ino)
+        if sealed.key != key or sealed.payload_bytes != payload_bytes or not self._belongs(sealed.digest):
+            return Proof(Finding.FOREIGN, found.st_ino, sealed)
+        checksum = self.checksum(fd, 0, payload_bytes)
+        if checksum is None:
+            return Proof(Finding.TORN, found.st_ino, sealed)
+        well = checksum == sealed.checksum
+        return Proof(Finding.SOUND if well else Finding.CHECKSUM, found.st_ino, sealed)
+
+    def _trailer(self, fd: int, at: int) -> bytes:
+        with memoryview(self._piece) as piece, piece[:BLOCK_BYTES] as block:
+            return bytes(block[: seal.TRAILER_BYTES]) if os.preadv(fd, [block], at) == BLOCK_BYTES else b""
+
+    def checksum(self, fd: int, at: int, length: int) -> int | None:
+        """Return the checksum of bytes of a file; None where it ends before. OSError."""
+        checksum, done = 0, 0
+        with memoryview(self._piece) as whole:
+            while done < length:
+                with whole[: min(PIECE_BYTES, length - done)] as piece:
+                    moved = os.preadv(fd, [piece], at + done)
+                    if moved <= 0:
+                        return None
+                    with piece[:moved] as got:
+                        checksum = crc32c.crc32c(got, checksum)
+                    done += moved
+        return checksum
+
+
+@contextmanager
+def opened(root_fd: int, path: str) -> Iterator[int]:
+    """Open a file for reading without a trace, as far as the file system and its owner allow. OSError."""
+    fd = -1
+    for extra in (_QUIET | _DIRECT, _QUIET, _DIRECT, 0):
+        try:
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | extra
+            fd = os.open(path, flags, dir_fd=root_fd)
+            break
+        except OSError as error:
+            if not extra or error.errno not in (errno.EINVAL, errno.EPERM):
+                raise
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+class Buffer:
+    """Memory that is read into, aligned for direct I/O and kept from one read to the next."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, PIECE_BYTES)
+
+    def read(self, fd: int, at: int, length: int) -> bytes:
+        """Read bytes of an open file from a whole block on; fewer where it ends before. OSError."""
+        room = -(-length // BLOCK_BYTES) * BLOCK_BYTES
+        if room > len(self._memory):
+            self._memory = mmap.mmap(-1, room)
+        done = 0
+        with memoryview(self._memory) as whole:
+            while done < length:
+                with whole[done:room] as rest:
+                    moved = os.preadv(fd, [rest], at + done)
+                if moved <= 0:
+                    break
+                done += moved
+            return bytes(whole[: min(done, length)])
+
+
+def read_whole(root_fd: int, path: str, most_bytes: int, buffer: Buffer) -> bytes:
+    """Read a chunk's file without a trace.
+
+    Raises:
+        OSError: it cannot be read, or has more than ``most_bytes`` (EFBIG).
+    """
+    with opened(root_fd, path) as fd:
+        length = os.fstat(fd).st_size
+        if length > most_bytes:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
+        return buffer.read(fd, 0, length)

@@ -1,0 +1,509 @@
+"""The root of a file tier as it lies on disk, read without an engine: what the command line's tools know.
+
+Nothing here holds a lock for longer than a moment, and what other processes add and remove meanwhile is
+no error. Chunks are yielded one by one: a root may hold millions.
+
+Whose a directory is, its name says: kvtier's are ``<model>_<digest>`` with a manifest or an epoch in it,
+and ``<model>_<digest>_r<rank>[.e<epoch>]`` beside it. Everything else below a root is somebody else's.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+from kvtier.errors import TierError
+from kvtier.keys import OffloadKey, group_index, pack_key
+from kvtier.tiers.fs import layout, ledger
+from kvtier.tiers.fs.layout import BLOCK_BYTES
+from kvtier.tiers.fs.locks import open_lock, short_lock, try_lock
+from kvtier.tiers.fs.segments import layout as segments
+
+_DATA_DIR: Final = re.compile(r"(.+_[0-9a-f]{12,64})_r([0-9]{1,6})(?:\.e([1-9][0-9]{0,17}))?")
+_NAMESPACE: Final = re.compile(r".+_([0-9a-f]{12,64})")
+_OWN_NAMESPACE: Final = re.compile(r"[A-Za-z0-9.-]+_[0-9a-f]{16}")
+_CHUNK: Final = re.compile(r"([0-9a-f]{2,128})\.bin")
+_LEAF: Final = re.compile(r"([0-9a-f]{2})_g(0|[1-9][0-9]{0,9})")
+_FIRST: Final = re.compile(r"[0-9a-f]{3}")
+_MOST_MANIFEST_BYTES: Final = 1 << 20
+
+Tick = Callable[[int], None]
+"""Is told how many more files were looked at."""
+
+
+def no_tick(count: int) -> None:
+    """Be told of progress where nobody wants to know."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFile:
+    """A chunk's file, as the directory says.
+
+    Attributes:
+        path: relative to the root.
+        key: the offload key that its name spells.
+        bytes: its length.
+        disk_bytes: what it takes on disk.
+        written: when it was written, in seconds since the epoch of Unix.
+        used: when it was last used, in the same.
+        inode: its number, which another file under the same name does not have.
+    """
+
+    path: str
+    key: OffloadKey
+    bytes: int
+    disk_bytes: int
+    written: float
+    used: float
+    inode: int
+
+    @property
+    def group(self) -> int:
+        """Index of the KV cache group."""
+        return group_index(self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentFile:
+    """A file that holds many chunks, as the directory says. See ``segments.scan`` for what is in it.
+
+    Attributes:
+        path: relative to the root.
+        bytes: its length.
+        disk_bytes: what it takes on disk.
+        written: when it was written last, in seconds since the epoch of Unix.
+        used: when it was last used, in the same.
+    """
+
+    path: str
+    bytes: int
+    disk_bytes: int
+    written: float
+    used: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stray:
+    """Something among the chunks that is no chunk's file.
+
+    Attributes:
+        path: relative to the root.
+        disk_bytes: what it takes on disk, what is in it not counted.
+        problem: an errno where it is a directory that cannot be read, else 0.
+    """
+
+    path: str
+    disk_bytes: int
+    problem: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DataDir:
+    """The chunks of one epoch, or of one rank of another's making.
+
+    Attributes:
+        name: of the directory below the root.
+        rank: in its name; kvtier's own is 0.
+        epoch: in its name.
+    """
+
+    name: str
+    rank: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What ``config.json`` says.
+
+    Attributes:
+        fields: all of it; empty where it cannot be read.
+        digest: of the identity; None where the file does not belong to its directory's name.
+        layout: ``kvtier``, ``vllm``, or ``unknown``.
+        problem: why it is of no use; "" where it is well.
+    """
+
+    fields: dict[str, Any]
+    digest: bytes | None
+    layout: str
+    problem: str
+
+    @property
+    def model(self) -> str | None:
+        """The model's name."""
+        name = self.fields.get("model", self.fields.get("model_name"))
+        return name if isinstance(name, str) else None
+
+
+class Namespace:
+    """One cache's place below a root.
+
+    Attributes:
+        name: of its directory.
+        data_dirs: the directories of its chunks that were there when the root was listed.
+    """
+
+    def __init__(self, root: Root, name: str, data_dirs: list[DataDir]) -> None:
+        self._root = root
+        self.name = name
+        self.data_dirs = sorted(data_dirs, key=lambda found: (found.rank, found.epoch))
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """What ``config.json`` says."""
+        try:
+            text = self._root.read_small(f"{self.name}/{layout.MANIFEST}")
+        except OSError as error:
+            return Manifest({}, None, "unknown", f"{layout.MANIFEST}: {error.strerror}")
+        return _understood(self.name, text)
+
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether there are chunks and nothing that says whose they are: nobody can open the place.
+
+        Only what can be nothing but kvtier's is meant: the name ends as kvtier's do, it is of rank 0, and
+        nothing but directories of chunks is in it.
+        """
+        if not self.data_dirs or not _OWN_NAMESPACE.fullmatch(self.name) or self._root.is_home(self.name):
+            return False
+        return all(found.rank == 0 and self._holds_chunks_alone(found) for found in self.data_dirs)
+
+    @property
+    def is_kvtiers(self) -> bool:
+        """Whether an engine with kvtier has made the place or used it; else it is only looked at."""
+        return self.manifest.layout == "kvtier" or self._root.is_file(f"{self.name}/epoch.lock")
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch that an engine joins which opens the place now; None where that cannot be said."""
+        try:
+            text = self._root.read_small(f"{self.name}/epoch")
+        except FileNotFoundError:
+            return 0 if self.manifest.layout == "vllm" else None
+        except OSError:
+            return None
+        return int(text) if re.fullmatch(rb"(0|[1-9][0-9]{0,17})\n", text) else None
+
+    @property
+    def current(self) -> DataDir | None:
+        """Where the chunks are that an engine is given which opens the place now; None where nowhere."""
+        wanted = self.epoch
+        return next((found for found in self.data_dirs if found.rank == 0 and found.epoch == wanted), None)
+
+    def is_old(self, found: DataDir) -> bool:
+        """Say whether an epoch is behind: engines that open the place are not given its chunks."""
+        current = self.epoch
+        return current is not None and found.rank == 0 and found.epoch < current
+
+    def users(self) -> dict[int, bool | None]:
+        """Say for each epoch with a lock whether a living process uses it; None where that is unknown."""
+        found = sorted(
+            number
+            for name in self._root.names(self.name)
+            if (number := layout.epoch_of_users_lock(name)) is not None
+        )
+        return {number: self._is_used(number) for number in found}
+
+    def writers(self) -> dict[str, bool | None]:
+        """Say for each writer that has a place for unfinished files whether it lives."""
+        folder = f"{self.name}/.tmp"
+        names = {name.removesuffix(".lock") for name in self._root.names(folder)}
+        return {name: self._root.is_locked(f"{folder}/{name}.lock") for name in sorted(names)}
+
+    def quarantine(self) -> list[str]:
+        """Return the names of the files that were set aside."""
+        return sorted(self._root.names(f"{self.name}/quarantine"))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is a place of kvtier's or vLLM's at all: others keep a ``config.json``, too."""
+        return self.is_kvtiers or self.manifest.layout == "vllm"
+
+    def _holds_chunks_alone(self, found: DataDir) -> bool:
+        names = self._root.names(found.name)
+        return all(name == segments.FOLDER or _FIRST.fullmatch(name) for name in names)
+
+    def _is_used(self, epoch: int) -> bool | None:
+        # Openers take the epoch's lock first: they never meet the moment in which this one is held.
+        try:
+            with short_lock(self._root.fd, f"{self.name}/epoch.lock", create=False):
+                return self._root.is_locked(layout.users_lock(self.name, epoch))
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return None
+
+
+class Root:
+    """A root directory, open for looking. A context manager.
+
+    Args:
+        path: the directory.
+
+    Raises:
+        TierError: it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._only: Container[str] | None = None
+        try:
+            self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise TierError(f"{path} cannot be read: {error.strerror}") from error
+
+    @classmethod
+    def at(cls, fd: int, only: Container[str] | None = None) -> Root:
+        """Look at a root that is open already, whatever is at its path now.
+
+        Args:
+            fd: the directory, open; it stays the caller's.
+            only: names of the namespaces that are there for who looks; None for all.
+        """
+        root = cls.__new__(cls)
+        root._only = only
+        root.path = Path(".")
+        root.fd = os.dup(fd)
+        return root
+
+    def __enter__(self) -> Root:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self.fd)
+
+    def namespaces(self) -> list[Namespace]:
+        """Return the caches that have a place here, by name.
+
+        Raises:
+            TierError: the root cannot be read any more.
+        """
+        data_dirs: dict[str, list[DataDir]] = {}
+        homes = []
+        for name in self._directories():
+            if found := _DATA_DIR.fullmatch(name):
+                its = DataDir(name, int(found[2]), int(found[3] or 0))
+                data_dirs.setdefault(found[1], []).append(its)
+            elif _NAMESPACE.fullmatch(name) and self.is_home(name):
+                homes.append(name)
+        wanted = sorted(name for name in {*homes, *data_dirs} if self._only is None or name in self._only)
+        found_here = [Namespace(self, name, data_dirs.get(name, [])) for name in wanted]
+        return [one for one in found_here if one.data_dirs or one.is_known]
+
+    def namespace(self, name: str) -> Namespace:
+        """Return the cache whose directory is called ``name``.
+
+        Raises:
+            TierError: there is none; the message lists those that are there.
+        """
+        found = self.namespaces()
+        for one in found:
+            if one.name == name:
+                return one
+        names = ", ".join(one.name for one in found) or "none at all"
+        raise TierError(f"{self.path} has no namespace {name!r}; it has: {names}")
+
+    def others(self) -> list[str]:
+        """Return the names directly below the root that are not kvtier's."""
+        mine = {one.name for one in self.namespaces()}
+        mine |= {found.name for one in self.namespaces() for found in one.data_dirs}
+        return sorted(set(self.names(".")) - mine - {ledger.FOLDER})
+
+    def chunks(self, data_dir: str, tick: Tick = no_tick) -> Iterator[ChunkFile | SegmentFile | Stray]:
+        """Yield the files of an epoch's chunks, of both formats, and what else is among them, in no order.
+
+        What vanishes meanwhile is left out. A directory that cannot be read is yielded as a ``Stray``
+        with a problem.
+        """
+        for first in self._entries(data_dir, tick):
+            if isinstance(first, Stray):
+                yield first
+            elif first.name == segments.FOLDER and first.is_dir(follow_symlinks=False):
+                yield from self._segments(f"{data_dir}/{first.name}", tick)
+            elif not _FIRST.fullmatch(first.name):
+                yield Stray(f"{data_dir}/{first.name}", _disk_bytes(first))
+            else:
+                yield from self._leaves(f"{data_dir}/{first.name}", first.name, tick)
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names in a directory; none where it is missing or cannot be read."""
+        try:
+            with self._open_folder(folder) as fd:
+                return os.listdir(fd)
+        except OSError:
+            return []
+
+    def read_small(self, path: str) -> bytes:
+        """Read a small file. OSError where it cannot be read."""
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self.fd)
+        with open(fd, "rb") as file:
+            return file.read(_MOST_MANIFEST_BYTES)
+
+    def is_file(self, path: str) -> bool:
+        """Say whether there is a regular file."""
+        try:
+            return stat.S_ISREG(os.stat(path, dir_fd=self.fd, follow_symlinks=False).st_mode)
+        except OSError:
+            return False
+
+    def is_locked(self, path: str) -> bool | None:
+        """Say whether a living process holds a lock file; None where that is unknown."""
+        try:
+            fd = open_lock(self.fd, path, create=False)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return None
+        try:
+            free = try_lock(fd)
+            return None if free is None else not free
+        except OSError:
+            return None
+        finally:
+            os.close(fd)
+
+    # ------------------------------------------------------------------------------ looking
+
+    def _directories(self) -> list[str]:
+        try:
+            with os.scandir(self.fd) as entries:
+                return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        except OSError as error:
+            raise TierError(f"{self.path} cannot be read: {error.strerror}") from error
+
+    def is_home(self, name: str) -> bool:
+        """Say whether a directory is that of a namespace."""
+        return any(self._exists(f"{name}/{sign}") for sign in (layout.MANIFEST, "epoch", "epoch.lock"))
+
+    def _exists(self, path: str) -> bool:
+        try:
+            os.stat(path, dir_fd=self.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True  # there is something that cannot be looked into
+        return True
+
+    @contextmanager
+    def _open_folder(self, path: str) -> Iterator[int]:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(path, flags, dir_fd=self.fd)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _entries(self, folder: str, tick: Tick) -> Iterator[os.DirEntry[str] | Stray]:
+        """Yield what is in a directory, which stays open meanwhile: entries are asked through it."""
+        try:
+            with self._open_folder(folder) as fd, os.scandir(fd) as entries:
+                for entry in entries:
+                    yield entry
+                    tick(1)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            yield Stray(folder, 0, error.errno or errno.EIO)
+
+    def _leaves(self, folder: str, head: str, tick: Tick) -> Iterator[ChunkFile | Stray]:
+        for leaf in self._entries(folder, tick):
+            if isinstance(leaf, Stray):
+                yield leaf
+            elif (named := _LEAF.fullmatch(leaf.name)) is None:
+                yield Stray(f"{folder}/{leaf.name}", _disk_bytes(leaf))
+            else:
+                yield from self._files(f"{folder}/{leaf.name}", head + named[1], int(named[2]), tick)
+
+    def _segments(self, folder: str, tick: Tick) -> Iterator[SegmentFile | Stray]:
+        for entry in self._entries(folder, tick):
+            if isinstance(entry, Stray):
+                yield entry
+                continue
+            with suppress(OSError):  # it has vanished
+                found = entry.stat(follow_symlinks=False)
+                path, taken = f"{folder}/{entry.name}", found.st_blocks * 512
+                if stat.S_ISREG(found.st_mode) and segments.is_segment_name(entry.name):
+                    used = max(found.st_atime, found.st_mtime)
+                    yield SegmentFile(path, found.st_size, taken, found.st_mtime, used)
+                else:
+                    yield Stray(path, taken)
+
+    def _files(self, folder: str, head: str, group: int, tick: Tick) -> Iterator[ChunkFile | Stray]:
+        for entry in self._entries(folder, tick):
+            if isinstance(entry, Stray):
+                yield entry
+                continue
+            with suppress(OSError):  # it has vanished
+                yield _chunk_file(f"{folder}/{entry.name}", entry, head, group)
+
+
+def _chunk_file(path: str, entry: os.DirEntry[str], head: str, group: int) -> ChunkFile | Stray:
+    found = entry.stat(follow_symlinks=False)
+    named = _CHUNK.fullmatch(entry.name)
+    fits = named is not None and len(named[1]) % 2 == 0 and named[1].ljust(5, "0")[:5] == head
+    if named is None or not fits or not stat.S_ISREG(found.st_mode) or group >= 2**32:
+        return Stray(path, found.st_blocks * 512)
+    key = pack_key(bytes.fromhex(named[1]), group)
+    used = max(found.st_atime, found.st_mtime)
+    return ChunkFile(path, key, found.st_size, found.st_blocks * 512, found.st_mtime, used, found.st_ino)
+
+
+def _disk_bytes(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat(follow_symlinks=False).st_blocks * 512
+    except OSError:
+        return 0
+
+
+def _understood(name: str, text: bytes) -> Manifest:
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        return Manifest({}, None, "unknown", f"{layout.MANIFEST} is not readable JSON")
+    named = _NAMESPACE.fullmatch(name)
+    ends = named[1] if named else ""
+    if "kvtier_format" in fields:
+        digest = hashlib.sha256(text).digest()
+        if digest.hex().startswith(ends) and ends:
+            return Manifest(fields, digest, "kvtier", "")
+        return Manifest(fields, None, "kvtier", f"{layout.MANIFEST} belongs to another cache")
+    if fields.get("inference_engine") == "vllm":
+        return Manifest(fields, None, "vllm", _not_vllms(fields, ends))
+    return Manifest(fields, None, "unknown", f"{layout.MANIFEST} is not one of kvtier's")
+
+
+def _not_vllms(fields: dict[str, Any], ends: str) -> str:
+    """Say why the fields are not those that vLLM has named the directory after; "" where they are."""
+    spelled = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    if ends and hashlib.sha256(spelled.encode()).hexdigest().startswith(ends):
+        return ""
+    return f"{layout.MANIFEST} belongs to another cache"
+
+
+__all__ = [
+    "BLOCK_BYTES",
+    "ChunkFile",
+    "DataDir",
+    "Manifest",
+    "Namespace",
+    "Root",
+    "SegmentFile",
+    "Stray",
+    "Tick",
+    "no_tick",
+]

@@ -1,0 +1,122 @@
+"""Removing what nobody will use any more, in every namespace of a root. Blocks; needs no engine.
+
+What a writer has not finished is removed when its lock shows that it is dead. An epoch is removed when
+it is behind and nobody holds its users' lock. Of a namespace that is shared with vLLM's own fs tier the
+first epoch stays: those who use it hold no lock of kvtier's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+from kvtier.tiers.fs import layout
+from kvtier.tiers.fs.call import StopFlag
+from kvtier.tiers.fs.locks import only_user
+from kvtier.tiers.fs.root import DataDir, Namespace, Root
+
+
+class Trees(Protocol):
+    """What removes whole directories; ``FileWork`` does."""
+
+    def tree_remove(self, root_fd: int, path: str, stop: StopFlag) -> int:
+        """See ``FileWork.tree_remove``."""
+
+
+class Sweeper:
+    """Removes what is left over below a root.
+
+    Args:
+        root: the root, open.
+        trees: what removes directories.
+        stop: set where it shall end soon.
+        ours: writers that live in this process: with some network file systems a lock does not tell two
+            users in one process apart.
+    """
+
+    def __init__(self, root: Root, trees: Trees, stop: StopFlag, ours: frozenset[str] = frozenset()) -> None:
+        self._root = root
+        self._trees = trees
+        self._stop = stop
+        self._ours = ours
+
+    def sweep(self) -> int:
+        """Remove what the dead left behind and epochs that nobody uses. Returns the bytes removed, about."""
+        removed = 0
+        for namespace in self._root.namespaces():
+            removed += self.sweep_writers(namespace) + self.sweep_epochs(namespace)
+        return removed
+
+    def sweep_writers(self, namespace: Namespace) -> int:
+        """Remove the unfinished files of dead writers."""
+        folder = f"{namespace.name}/.tmp"
+        names = set(self._root.names(folder))
+        removed = 0
+        for writer in {name.removesuffix(".lock") for name in names} - self._ours:
+            if self._stop:
+                break
+            lock = f"{folder}/{writer}.lock"
+            with suppress(OSError), only_user(self._root.fd, lock, create=False) as alone:
+                if alone:
+                    removed += self._remove(f"{folder}/{writer}")
+                    os.unlink(lock, dir_fd=self._root.fd)
+            # The lock is there before the directory and goes after it.
+            if f"{writer}.lock" not in names and not self._root.is_file(lock):
+                removed += self._remove(f"{folder}/{writer}")
+        return removed
+
+    def sweep_epochs(self, namespace: Namespace) -> int:
+        """Remove epochs that are behind and that nobody uses."""
+        current = namespace.epoch
+        if current is None:
+            return 0
+        traces = {found.epoch for found in namespace.data_dirs if found.rank == 0}
+        traces |= {
+            number
+            for name in self._root.names(namespace.name)
+            if (number := layout.epoch_of_users_lock(name)) is not None
+        }
+        first = 0 if namespace.manifest.layout == "kvtier" else 1
+        removed = 0
+        for number in sorted(number for number in traces if first <= number < current):
+            if self._stop:
+                break
+            lock = layout.users_lock(namespace.name, number)
+            with suppress(OSError), only_user(self._root.fd, lock, create=True) as alone:
+                if alone:
+                    removed += self._remove(layout.data_dir(namespace.name, number))
+                    os.unlink(lock, dir_fd=self._root.fd)
+        return removed
+
+    def sweep_orphans(self, is_enough: Callable[[int], bool]) -> int:
+        """Remove chunks of which nothing says whose they are, until it is enough."""
+        removed = 0
+        for namespace in self._root.namespaces():
+            if not is_enough(removed) and namespace.is_orphaned:
+                removed += sum(self._remove_data(found) for found in namespace.data_dirs)
+        return removed
+
+    def sweep_quarantines(self, is_enough: Callable[[int], bool]) -> int:
+        """Remove files that failed a check, the oldest first in each namespace, until it is enough."""
+        removed = 0
+        for namespace in self._root.namespaces():
+            for name in namespace.quarantine():
+                if self._stop or is_enough(removed):
+                    return removed
+                path = f"{namespace.name}/quarantine/{name}"
+                with suppress(OSError):
+                    found = os.stat(path, dir_fd=self._root.fd, follow_symlinks=False)
+                    os.unlink(path, dir_fd=self._root.fd)
+                    removed += found.st_blocks * 512
+        return removed
+
+    def _remove_data(self, found: DataDir) -> int:
+        return self._remove(found.name)
+
+    def _remove(self, path: str) -> int:
+        try:
+            return self._trees.tree_remove(self._root.fd, path, self._stop)
+        except OSError:
+            return 0  # it stays for the next time

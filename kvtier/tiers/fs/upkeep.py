@@ -1,0 +1,282 @@
+"""What the file tier does in the background: count, sweep, make room, set times, list what is there.
+
+Two threads do it. What may take minutes on a cold disk (counting, listing, sweeping) has one of its
+own, so that room is made meanwhile. Nothing of it can fail a put or a get: it is written to the log and
+tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Final
+
+from kvtier.keys import OffloadKey
+from kvtier.tiers.fs import ledger
+from kvtier.tiers.fs.call import FileCall, Place, StopFlag
+from kvtier.tiers.fs.config import FsConfig
+from kvtier.tiers.fs.evict import Evictor
+from kvtier.tiers.fs.index import Index
+from kvtier.tiers.fs.lanes import Lane, tell
+from kvtier.tiers.fs.namespace import Epoch, Namespace
+from kvtier.tiers.fs.recency import Recency
+from kvtier.tiers.fs.root import Root
+from kvtier.tiers.fs.space import Space
+from kvtier.tiers.fs.store import PARTS, Store
+from kvtier.tiers.fs.sweep import Sweeper
+
+TICK_S: Final = 2.0
+"""Between two looks at the ledger, which return a lease that is not used and see what others need."""
+
+UNCOUNTED_S: Final = 1.0
+"""Between two tries to have the root counted, where it was never counted."""
+
+BARREN_S: Final = (0.1, 30.0)
+"""After nothing could be removed, so long nothing is tried again: at first, and at most."""
+
+_TOUCHED_A_CALL: Final = 1024
+_FRESH_MARKS: Final = 65_536
+_MANY_MARKS: Final = 64
+_LEFT: Final = 65_536
+_BREATH_S: Final = 0.001
+_log = logging.getLogger("kvtier.tiers.fs")
+
+
+class Upkeep:
+    """The background work of one open tier.
+
+    Args:
+        config: the tier's settings.
+        namespace: its place.
+        space: its bounds.
+        store: what works on chunks.
+        closing: set when the tier closes.
+        removed: is told the keys that have left.
+
+    Attributes:
+        index: what is known of the epoch's chunks.
+        evicted_units: units that this process has evicted.
+        evicted_bytes: bytes that it has removed to make room.
+    """
+
+    def __init__(
+        self,
+        config: FsConfig,
+        namespace: Namespace,
+        space: Space,
+        store: Store,
+        closing: StopFlag,
+        removed: Callable[[Sequence[OffloadKey]], None],
+    ) -> None:
+        self.index = Index()
+        self.evicted_units = 0
+        self.evicted_bytes = 0
+        self._config = config
+        self._namespace = namespace
+        self._space = space
+        self._store = store
+        self._closing = closing
+        self._removed = removed
+        self._loop = asyncio.get_running_loop()
+        self._slow = Lane(f"{config.type}-upkeep", 1)
+        self._quick = Lane(f"{config.type}-room", 1)
+        self.lanes: Final = (self._slow, self._quick)
+        self._recency = Recency()
+        self._evictor = Evictor(
+            namespace.root_fd, store, closing, self._gone, self._freed, frozenset({namespace.writer})
+        )
+        self._place: Place | None = None
+        self._left: deque[OffloadKey] = deque(maxlen=_LEFT)
+        self._listed = -1  # chunks when the epoch was listed last
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._asked = threading.Lock()  # held from a call for room until it is answered
+        self._barren_s = 0.0
+        self._barren_until = 0.0
+        self._is_warned = False
+
+    # ------------------------------------------------------------------------- in the event loop
+
+    def follow(self, epoch: Epoch, counted: asyncio.Event | None = None) -> None:
+        """Look after this epoch from now on: at once, and from time to time.
+
+        Args:
+            epoch: the tier's epoch.
+            counted: set when the root's bytes are known, or could not be counted.
+        """
+        self._place = epoch.place
+        self.index = Index()
+        self._listed = -1
+        self._recency.clear()
+        self._look_after(counted)
+        self._after("tick", TICK_S, self._tick)
+
+    def stop(self) -> None:
+        """Begin nothing more. ``closing`` is set already."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+    def learn(self, place: Place, there: Sequence[OffloadKey], gone: Sequence[OffloadKey] = ()) -> None:
+        """Note which chunks of an epoch are there and which are not. Any thread may call it."""
+        if place is self._place:  # what began before a reset says nothing of the epoch after it
+            self.index.add(there)
+            self._forget(gone)
+
+    def _forget(self, gone: Sequence[OffloadKey]) -> None:
+        if gone:
+            self._left.extend(gone)  # before: a list may be about to bring them back
+            self.index.discard(gone)
+
+    def note_used(self, keys: Sequence[OffloadKey]) -> None:
+        """Learn that chunks were used. Any thread may call it."""
+        self._recency.note(keys)
+
+    def make_room_soon(self) -> None:
+        """Have room made if that is due. Any thread may call it."""
+        if self._closing or time.monotonic() < self._barren_until or not self._asked.acquire(blocking=False):
+            return
+        self._quick.submit(self._make_room)
+
+    def _after(self, name: str, seconds: float, action: Callable[[], None]) -> None:
+        if name in self._timers:
+            self._timers[name].cancel()
+        if not self._closing:
+            self._timers[name] = self._loop.call_later(seconds, action)
+
+    def _look_after(self, counted: asyncio.Event | None = None) -> None:
+        if self._place is not None and not self._closing:
+            self._slow.submit(partial(self._do_slow_work, self._place, counted))
+
+    def _tick(self) -> None:
+        if self._place is not None:
+            self._quick.submit(partial(self._do_tick, self._place))
+
+    def _plan_next(self) -> None:
+        every_s = min(self._config.recount_s, self._config.ttl_s or self._config.recount_s)
+        if self._space.used_bytes is None:
+            every_s = min(every_s, UNCOUNTED_S)
+        self._after("look after", every_s, self._look_after)
+
+    # ---------------------------------------------------------------------------- in two threads
+
+    def _do_slow_work(self, place: Place, counted: asyncio.Event | None) -> None:
+        self._try(self._count, "counted")
+        if counted is not None:
+            tell(self._loop, counted.set)
+        if self._namespace.read_only is None:
+            self._try(self._sweep, "swept")
+            if self._config.ttl_s is not None:
+                self._try(partial(self._expire, self._config.ttl_s), "looked through for what is too old")
+            self._try(partial(self._tend, place), "tended")
+        self._try(partial(self._list, place), "listed")
+        tell(self._loop, self._plan_next)
+
+    def _do_tick(self, place: Place) -> None:
+        self._try(self._space.refresh, "asked for its ledger")
+        if self._space.excess_bytes:
+            self.make_room_soon()
+        if self._namespace.read_only is None:
+            self._try(partial(self._touch, place), "told what was used")
+        tell(self._loop, partial(self._after, "tick", TICK_S, self._tick))
+
+    def _count(self) -> None:
+        if not self._space.count_is_due(self._config.recount_s):
+            return
+        if self._namespace.read_only is not None:
+            self._space.count(self._add_up)
+            return
+        with ledger.elected(self._namespace.root_fd, ledger.COUNTING) as lock:
+            if lock is not None:
+                self._space.count(self._add_up)
+
+    def _add_up(self) -> int:
+        return self._store.tree_bytes(self._namespace.root_fd, ".", self._closing)
+
+    def _sweep(self) -> None:
+        with Root.at(self._namespace.root_fd) as root:
+            ours = frozenset({self._namespace.writer})
+            self._freed(Sweeper(root, self._store, self._closing, ours).sweep())
+
+    def _expire(self, ttl_s: float) -> None:
+        self._note_evicted(self._evictor.expire(ttl_s).units)
+
+    def _tend(self, place: Place) -> None:
+        self._space.changed(self._store.tend(place, self._closing))
+
+    def _list(self, place: Place) -> None:
+        """List the epoch's chunks, the first time and when there may be many that are not there any more."""
+        index = self.index
+        if self._listed >= 0 and len(index) <= 2 * self._listed + _FRESH_MARKS:
+            return
+        if self._listed >= 0:
+            index = Index()
+        for part in range(PARTS if self._namespace.has_data(place) else 0):
+            self._left.clear()
+            marks = self._store.fingerprints(place, part, self._closing)
+            index.add_listed(marks)
+            index.discard(list(self._left))  # what has left since it was listed
+            if len(marks) > _MANY_MARKS:
+                time.sleep(_BREATH_S)  # an engine that computes wants the interpreter as well
+        if place is self._place:
+            self.index, self._listed = index, len(index)
+
+    def _make_room(self) -> None:
+        try:
+            self._try(self._evict, "made room in")
+        finally:
+            self._asked.release()
+
+    def _evict(self) -> None:
+        need = self._space.excess_bytes
+        if not need:
+            return
+        evicted = self._evictor.make_room(need)
+        self._note_evicted(evicted.units)
+        if evicted.is_mine:
+            self._rest_if_barren(need, evicted.bytes)
+
+    def _rest_if_barren(self, need: int, removed: int) -> None:
+        """Leave a root alone for a while in which nothing is left that could leave."""
+        first_s, most_s = BARREN_S
+        self._barren_s = 0.0 if removed else min(most_s, 2 * self._barren_s or first_s)
+        self._barren_until = time.monotonic() + self._barren_s
+        if self._barren_s == most_s and not self._is_warned:
+            self._is_warned = True
+            _log.warning(
+                "%s: %d bytes should leave, and nothing is left that could", self._config.root_dir, need
+            )
+
+    def _note_evicted(self, units: int) -> None:
+        self.evicted_units += units
+
+    def _freed(self, count: int) -> None:
+        self.evicted_bytes += count
+        self._space.changed(-count)
+
+    def _gone(self, data_dir: str, units: Sequence[str]) -> None:
+        place = self._place
+        if place is not None and data_dir == place.data_dir and (keys := self._store.forget(place, units)):
+            self._forget(keys)
+            self._removed(keys)
+
+    def _touch(self, place: Place) -> None:
+        keys = self._recency.take()
+        for first in range(0, len(keys), _TOUCHED_A_CALL):
+            call = FileCall(place, keys[first : first + _TOUCHED_A_CALL])
+            self._store.touch(call, 0, len(call))
+            if self._closing:
+                return
+
+    def _try(self, work: Callable[[], None], what: str) -> None:
+        try:
+            work()
+        except Exception:
+            if not self._closing:
+                with suppress(Exception):
+                    _log.warning("%s could not be %s", self._config.root_dir, what, exc_info=True)

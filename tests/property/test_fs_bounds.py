@@ -1,0 +1,299 @@
+"""The bounds of a root with several writers that die, a ledger that is lost, and counts in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvtier.tiers.fs import ages
+from kvtier.tiers.fs.accounts import Accounts, FileSystem
+from kvtier.tiers.fs.ages import BUCKETS, REUSE_WEIGHT, Histogram, bucket_of, plan, youngest_of
+from kvtier.tiers.fs.config import FsConfig
+from kvtier.tiers.fs.ledger import _parse, _spell
+from kvtier.tiers.fs.space import Space
+
+UNIT = 100
+TOTAL = 20_000
+LIMIT = 6_000
+MIN_FREE = 3_000
+shares = st.floats(0, 1)
+
+
+class Machine:
+    """A disk, and a ledger on it."""
+
+    def __init__(self) -> None:
+        self.root_bytes = 0
+        self.foreign_bytes = 0
+        self.living: set[str] = set()
+        self.generation = 0
+        self.accounts: Accounts | None = None
+        self.write_fails = False
+
+    def look(self) -> FileSystem:
+        used = self.root_bytes + self.foreign_bytes
+        return FileSystem(TOTAL, used, TOTAL - used)
+
+
+class Books:
+    """One writer's view of the ledger; each change goes through its spelling."""
+
+    def __init__(self, machine: Machine, writer: str) -> None:
+        self.writer = writer
+        self._machine = machine
+
+    @contextmanager
+    def change(self) -> Iterator[Accounts]:
+        machine = self._machine
+        if machine.accounts is None:
+            machine.generation += 1
+            machine.accounts = Accounts(str(machine.generation), "", machine.look().used)
+        accounts = _parse(_spell(machine.accounts))
+        assert accounts is not None
+        yield accounts
+        if machine.write_fails:
+            machine.write_fails = False
+            raise OSError("the ledger cannot be written")
+        machine.accounts = accounts
+
+    def bury_dead(self, accounts: Accounts) -> None:
+        accounts.bury(set(accounts.leases) - self._machine.living)
+
+
+class Writer:
+    def __init__(self, machine: Machine, number: int) -> None:
+        self.name = f"w{number}"
+        self.machine = machine
+        machine.living.add(self.name)
+        config = FsConfig.model_validate(
+            {"root_dir": "/nowhere", "max_bytes": LIMIT, "min_free_bytes": MIN_FREE}
+        )
+        self.space = Space(config, UNIT, Books(machine, self.name), machine.look, lambda: 0.0)
+        self.reserved: list[int] = []
+
+    def lease(self) -> int:
+        assert self.machine.accounts is not None
+        return max(0, self.machine.accounts.leases.get(self.name, 0))
+
+
+class BoundsMachine(RuleBasedStateMachine):
+    """The truth: bytes below the root. They must never pass the bound, however the ledger learns of them."""
+
+    @initialize(held=st.integers(0, 4_000), foreign=st.integers(0, 9_000), counted=st.booleans())
+    def start(self, held: int, foreign: int, counted: bool) -> None:
+        self.machine = Machine()
+        self.machine.root_bytes, self.machine.foreign_bytes = held, foreign
+        self.started = 0
+        self.writers: list[Writer] = []
+        self.slack = max(0, foreign + held - (TOTAL - MIN_FREE))
+        self.lost = 0  # what living writers had leased from ledgers that were lost
+        self.open_writer()
+        self.open_writer()
+        if counted:
+            self.writers[0].space.count(lambda: held)
+
+    @precondition(lambda self: len(self.writers) < 4)
+    @rule()
+    def open_writer(self) -> None:
+        self.machine.write_fails = False
+        self.started += 1
+        self.writers.append(Writer(self.machine, self.started))
+
+    def pick(self, which: int) -> Writer:
+        return self.writers[which % len(self.writers)]
+
+    @rule(which=st.integers(0, 3), chunks=st.integers(1, 50))
+    def reserve(self, which: int, chunks: int) -> None:
+        writer = self.pick(which)
+        with suppress(OSError):
+            granted, _ = writer.space.reserve(chunks)
+            assert 0 <= granted <= chunks
+            if granted:
+                writer.reserved.append(granted)
+
+    @rule()
+    def the_next_write_of_the_ledger_fails(self) -> None:
+        self.machine.write_fails = True
+
+    @rule(which=st.integers(0, 3), share=shares)
+    def write(self, which: int, share: float) -> None:
+        writer = self.pick(which)
+        if writer.reserved:
+            granted = writer.reserved.pop()
+            added = int(granted * UNIT * share)
+            self.machine.root_bytes += added
+            writer.space.settle(granted, added)
+
+    @precondition(lambda self: len(self.writers) > 1)
+    @rule(which=st.integers(0, 3), share=shares)
+    def die(self, which: int, share: float) -> None:
+        """Killed in the middle of all that it was writing."""
+        writer = self.pick(which)
+        self.writers.remove(writer)
+        self.machine.living.discard(writer.name)
+        self.machine.root_bytes += int(sum(writer.reserved) * UNIT * share)
+
+    @rule(which=st.integers(0, 3))
+    def refresh(self, which: int) -> None:
+        with suppress(OSError):
+            self.pick(which).space.refresh()
+
+    @rule(which=st.integers(0, 3), share=shares)
+    def remove(self, which: int, share: float) -> None:
+        removed = int(self.machine.root_bytes * share)
+        self.machine.root_bytes -= removed
+        with suppress(OSError):
+            self.pick(which).space.changed(-removed)
+
+    @rule(share=shares)
+    def somebody_removes(self, share: float) -> None:
+        self.machine.root_bytes -= int(self.machine.root_bytes * share)
+
+    @rule(which=st.integers(0, 3), other=st.integers(0, 3), share=shares, seen=shares, missed=shares)
+    def count(self, which: int, other: int, share: float, seen: float, missed: float) -> None:
+        """Something is written and something removed while the root is counted."""
+        machine, busy = self.machine, self.pick(other)
+
+        def add_up() -> int:
+            machine.write_fails = False
+            before = machine.root_bytes
+            granted, _ = busy.space.reserve(5)
+            added = int(granted * UNIT * share)
+            machine.root_bytes += added
+            busy.space.settle(granted, added)
+            removed = int(before * share / 2)
+            machine.root_bytes -= removed
+            busy.space.changed(-removed)
+            return before + int(added * seen) - int(removed * missed)
+
+        with suppress(OSError):
+            self.pick(which).space.count(add_up)
+
+    @rule()
+    def lose_the_ledger(self) -> None:
+        """What was leased from it is written past the new one, until its writers ask again."""
+        if self.machine.accounts is not None:
+            self.lost += sum(writer.lease() for writer in self.writers)
+            self.machine.accounts = None
+
+    @invariant()
+    def the_bounds_hold(self) -> None:
+        if not hasattr(self, "machine"):
+            return
+        machine = self.machine
+        assert machine.root_bytes <= LIMIT + self.lost
+        assert machine.look().free >= MIN_FREE - self.slack - self.lost
+
+    @invariant()
+    def what_is_charged_is_never_too_little(self) -> None:
+        if hasattr(self, "machine") and self.machine.accounts is not None:
+            accounts = self.machine.accounts
+            unreported = sum(writer.space._unreported for writer in self.writers)
+            assert accounts.charged + unreported + self.lost >= self.machine.root_bytes
+
+
+@pytest.mark.timeout(300)
+def test_no_number_of_writers_passes_the_bounds() -> None:
+    machine = BoundsMachine
+    machine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+    machine.TestCase("runTest").debug()
+
+
+# --------------------------------------------------------------------------------- the ledger's text
+
+
+@given(st.binary(max_size=300))
+def test_what_is_no_ledger_is_none(text: bytes) -> None:
+    assert _parse(text) is None
+
+
+@given(
+    st.builds(
+        Accounts,
+        generation=st.text("0123456789abcdef", max_size=16),
+        boot=st.text(max_size=8),
+        base=st.integers(0, 2**60),
+        is_exact=st.booleans(),
+        added=st.integers(0, 2**60),
+        removed=st.integers(0, 2**60),
+        leases=st.dictionaries(st.text(max_size=8), st.integers(-(2**40), 2**40), max_size=200),
+    ),
+    st.integers(0),
+    st.integers(0, 255),
+)
+def test_a_ledger_is_read_as_it_was_written_and_damage_is_seen(
+    accounts: Accounts, where: int, value: int
+) -> None:
+    text = _spell(accounts)
+    assert _parse(text) == accounts
+    damaged = bytearray(text)
+    end = text.index(b"\n")
+    damaged[where % end] = value
+    assert _parse(bytes(damaged)) == (accounts if damaged == text else None)
+    assert len(text) % 4096 == 0
+
+
+# ---------------------------------------------------------------------------------------- ages
+
+
+@given(st.integers(-5, 2**52))
+def test_a_bucket_holds_its_ages_and_is_narrow(age: int) -> None:
+    bucket = bucket_of(age)
+    assert 0 <= bucket < BUCKETS
+    clamped = min(max(age, 0), 2**50 - 1)
+    assert youngest_of(bucket) <= clamped
+    assert clamped - youngest_of(bucket) <= clamped / 256
+    if bucket + 1 < BUCKETS:
+        assert youngest_of(bucket + 1) > clamped
+
+
+units = st.lists(st.tuples(st.integers(0, 2**45), st.booleans(), st.integers(1, 10**6)), max_size=60)
+
+
+@given(units, st.integers(1, 10**8))
+def test_a_plan_frees_enough_and_not_a_bucket_too_many(found: list[tuple[int, bool, int]], need: int) -> None:
+    histogram = Histogram()
+    for unit in found:
+        histogram.add(*unit)
+    cutoffs = plan(histogram, 1.0, need)
+    leaving = [
+        (age, reused, nbytes)
+        for age, reused, nbytes in found
+        if age >= (cutoffs.reused_us if reused else cutoffs.once_us)
+    ]
+    total = sum(nbytes for _, _, nbytes in found)
+    freed = sum(nbytes for _, _, nbytes in leaving)
+    assert freed >= min(need, total)
+    # Without the bucket that was chosen last it would have been too little.
+    weighed = {
+        (bucket_of(age), reused): youngest_of(bucket_of(age)) * (1 if reused else REUSE_WEIGHT)
+        for age, reused, _ in leaving
+    }
+    if weighed:
+        last = min(weighed.values())
+        without = sum(nbytes for age, reused, nbytes in leaving if weighed[bucket_of(age), reused] > last)
+        assert without < need
+
+
+@given(units, st.integers(1, 10**8))
+def test_of_two_units_used_alike_the_older_one_leaves_first(
+    found: list[tuple[int, bool, int]], need: int
+) -> None:
+    histogram = Histogram()
+    for unit in found:
+        histogram.add(*unit)
+    cutoffs = plan(histogram, 1.0, need)
+    for name, once in (("once_us", False), ("reused_us", True)):
+        cutoff = getattr(cutoffs, name)
+        kept = [age for age, reused, _ in found if reused == once and age < cutoff]
+        left = [age for age, reused, _ in found if reused == once and age >= cutoff]
+        assert not kept or not left or max(kept) < min(left)
+    if cutoffs.reused_us < ages.NEVER:  # and what was used once sooner than what was used again
+        for age, reused, _ in found:
+            if not reused and age < cutoffs.once_us:
+                assert youngest_of(bucket_of(age)) * REUSE_WEIGHT <= cutoffs.reused_us

@@ -1,0 +1,71 @@
+"""The benchmark of the file tier: it measures, compares with its goals, and leaves nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.cli import bench_fs, bench_fs_goals
+from kvtier.cli.bench_fs import Point
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def point(path, verb, busy, **seen):
+    given = {"ratio": 1.0, "cpu_us_chunk": 10.0, "bare_us_chunk": 5.0, "held_share": 0.01, **seen}
+    return Point(
+        path=path,
+        chunk_bytes=524288,
+        verb=verb,
+        busy=busy,
+        raw_gb_s=1.0,
+        tier_gb_s=1.0,
+        spread="1-1",
+        slowdown=None,
+        raw_slowdown=None,
+        **given,
+    )
+
+
+def all_points(**seen):
+    """Points of both verbs, idle and busy; ``seen`` is of the tier's busy put."""
+    return [
+        point(path, verb, busy, **(seen if (path, verb, busy) == ("files", "put", True) else {}))
+        for path in ("files", "segments", "vllm")
+        for verb in ("put", "get")
+        for busy in (False, True)
+    ]
+
+
+def test_all_goals_are_met_where_all_is_well():
+    goals = bench_fs_goals.compare(all_points())
+    assert len(goals) == 8
+    assert all(goal.passed for goal in goals)
+
+
+@pytest.mark.parametrize(
+    ("seen", "what"), [({"ratio": 0.7}, "beside an engine"), ({"held_share": 0.03}, "interpreter")]
+)
+def test_a_goal_that_is_missed_is_said(seen, what):
+    missed = [goal for goal in bench_fs_goals.compare(all_points(**seen)) if not goal.passed]
+    assert [what in goal.what for goal in missed] == [True]
+
+
+def test_without_vllm_the_goals_that_need_it_are_left_out():
+    points = [found for found in all_points() if found.path != "vllm"]
+    assert not any("vLLM" in goal.what for goal in bench_fs_goals.compare(points))
+
+
+def test_every_path_is_measured_and_nothing_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_fs, "RAW_FILE_BYTES", 8 * 2**20)
+    monkeypatch.setattr(bench_fs, "VllmUnderTest", missing)
+    result = bench_fs.run(tmp_path, sizes=(4096,), seconds=0.05, rounds=1)
+    points = [found for found in result if isinstance(found, Point)]
+    assert {(found.path, found.verb, found.busy) for found in points} == {
+        (path, verb, busy) for path in bench_fs.FORMATS for verb in ("put", "get") for busy in (False, True)
+    }
+    assert all(found.tier_gb_s > 0 and found.cpu_us_chunk > 0 for found in points)
+    assert list(tmp_path.iterdir()) == []
+
+
+def missing(*_):
+    raise ImportError("no vLLM here")

@@ -1,0 +1,36 @@
+"""The page on the file tier has every key of the tools' JSON and no other."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.cli import archive, gc, ls, stat, verify
+
+PAGE = Path(__file__).parents[3] / "docs" / "fs.md"
+
+DOCUMENTS: dict[str, Any] = {
+    "`ls`": ls.Listing,
+    "of `ls`, a namespace": ls.Listed,
+    "`stat ROOT`": stat.RootState,
+    "`stat FILE`": stat.ChunkState,
+    "`du`": ls.Usage,
+    "of `du`, a part": ls.Part,
+    "`verify`": verify.Verification,
+    "of `verify`, a namespace": verify.Verified,
+    "of `verify`, an ill file": verify.Ill,
+    "`gc`": gc.Collected,
+    "`export`": archive.Exported,
+    "`import`": archive.Imported,
+}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_the_keys_of_a_document_are_told(document: str) -> None:
+    (row,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {document} | `")]
+    told = re.findall(r"`([a-z_]+)`", row.split("|")[2])
+    assert told == [field.name for field in dataclasses.fields(DOCUMENTS[document])]

@@ -1,0 +1,329 @@
+"""Making room: what leaves first, what never does, and who does it."""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+from typing import Any
+
+import anyio
+import pytest
+
+from kvtier import native
+from kvtier.keys import OffloadKey, pack_key
+from kvtier.tiers.base import Knowledge, Status, TierContext
+from kvtier.tiers.fs import FsConfig, FsTier, ledger, recency, upkeep
+from kvtier.tiers.fs.ages import Cutoffs, Histogram
+from kvtier.tiers.fs.call import StopFlag
+from kvtier.tiers.fs.evict import Evictor
+from kvtier.tiers.fs.files import key_of
+from kvtier.tiers.fs.index import fingerprint
+from kvtier.tiers.fs.native_files import NativeFiles
+from kvtier.tiers.fs.python_files import PythonFiles
+from kvtier.tiers.fs.units import UnitScan
+
+pytestmark = pytest.mark.timeout(60)
+OK, ABSENT, REFUSED = Status.OK, Status.ABSENT, Status.REFUSED
+HOUR = 3600
+
+
+def set_times(path, written_ago_s, used_ago_s=None):
+    now = time.time()
+    written = now - written_ago_s
+    os.utime(path, (now - used_ago_s if used_ago_s is not None else written, written))
+
+
+async def below(world):
+    """Bytes below the root, by a walk that does not mind what vanishes meanwhile."""
+
+    def add_up():
+        root_fd = os.open(world.root, os.O_RDONLY)
+        try:
+            return world.work.tree_bytes(root_fd, ".", StopFlag())
+        finally:
+            os.close(root_fd)
+
+    return await anyio.to_thread.run_sync(add_up)
+
+
+@pytest.fixture
+def in_python(monkeypatch, work):
+    """Scans are done as files are: natively or not."""
+    if type(work).__name__ == "PythonFiles":
+        monkeypatch.setattr(native, "library", None)
+
+
+@pytest.fixture
+def evictor(world, in_python):
+    """Makes room below the world's root, and keeps what it was told in ``gone``."""
+    world.root.mkdir(exist_ok=True)
+    root_fd = os.open(world.root, os.O_RDONLY)
+    gone: list[str] = []
+    made: Any = Evictor(root_fd, world.work, StopFlag(), lambda data_dir, units: gone.extend(units))
+    made.gone = gone
+    yield made
+    os.close(root_fd)
+
+
+async def filled(world, ages_s, **settings):
+    """Put chunk n, written so long ago and last used so long ago."""
+    tier = await world.open(**settings)
+    await world.put(tier, range(len(ages_s)))
+    for number, (written, used) in enumerate(ages_s):
+        set_times(world.file(number), written, used)
+    return tier
+
+
+def left(world, count):
+    return [number for number in range(count) if world.file(number).exists()]
+
+
+async def test_what_was_not_used_for_longest_leaves_first_and_no_more_than_is_needed(world, evictor):
+    await filled(world, [(HOUR * (number + 1), None) for number in range(10)])
+    one = world.file(0).stat().st_blocks * 512
+    evicted = await anyio.to_thread.run_sync(evictor.make_room, 3 * one)
+    assert left(world, 10) == list(range(7))
+    assert (evicted.is_mine, evicted.units, evicted.leftover_bytes) == (True, 3, 0)
+    assert evicted.unit_bytes >= 3 * one
+    assert {key_of(path) for path in evictor.gone} == set(world.keys([7, 8, 9]))
+
+
+async def test_what_was_used_again_counts_from_then_and_twice(world, evictor):
+    ages = [
+        (9 * HOUR, 3 * HOUR),  # used again: as old as what was written 1.5 hours ago
+        (2 * HOUR, None),
+        (1 * HOUR, None),
+        (9 * HOUR, 5 * HOUR),  # as old as what was written 2.5 hours ago
+    ]
+    await filled(world, ages)
+    one = world.file(0).stat().st_blocks * 512
+    for expected in ([0, 1, 2], [0, 2], [2]):
+        await anyio.to_thread.run_sync(evictor.make_room, one)
+        assert left(world, 4) == expected
+
+
+async def test_directories_that_became_empty_go_and_their_bytes_are_told(world, evictor):
+    tier = await filled(world, [(HOUR, None)] * 5)
+    before = await below(world)
+    evicted = await anyio.to_thread.run_sync(evictor.make_room, 10**9)
+    assert left(world, 5) == []
+    assert not world.file(1).parent.exists()
+    lock = (world.root / ledger.EVICTING).stat().st_blocks * 512
+    assert before - await below(world) + lock == evicted.bytes
+    assert (await world.put(tier, range(5))).statuses == (OK,) * 5
+
+
+async def test_orphans_old_epochs_and_the_quarantine_go_before_any_chunk(world, evictor):
+    tier = await filled(world, [(HOUR, None)] * 4)
+    orphan = world.root / "model_0123456789abcdef_r0" / "abc" / "de_g0" / "abcdef.bin"
+    orphan.parent.mkdir(parents=True)
+    orphan.write_bytes(bytes(50_000))
+    (world.namespace / "quarantine").mkdir()
+    (world.namespace / "quarantine" / "aa_g0.torn.1-1").write_bytes(bytes(50_000))
+    old = world.root / f"{world.identity.namespace}_r0.e1" / "abc" / "de_g0" / "abcdef.bin"
+    old.parent.mkdir(parents=True)
+    old.write_bytes(bytes(50_000))
+    (world.namespace / "epoch").write_text("2\n")
+    evicted = await anyio.to_thread.run_sync(evictor.make_room, 140_000)
+    assert not orphan.exists()
+    assert not old.exists()
+    assert world.quarantined() == []
+    assert evicted.units == 0
+    assert evicted.leftover_bytes >= 150_000
+    assert left(world, 4) == [0, 1, 2, 3]  # of an epoch that is behind, but in use
+    assert (await world.get(tier, [1])).statuses == (OK,)
+
+
+async def test_what_is_not_kviers_stays(world, evictor):
+    await filled(world, [(HOUR, None)] * 2)
+    others = [world.root / "notes.txt", world.root / "model_r0" / "abc" / "de_g0" / "a.bin"]
+    for path in others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(9000))
+        set_times(path, 1000 * HOUR)
+    await anyio.to_thread.run_sync(evictor.make_room, 10**9)
+    assert left(world, 2) == []
+    assert all(path.exists() for path in others)
+
+
+async def test_unfinished_files_of_the_living_stay_and_open_files_are_read_to_their_end(world, evictor):
+    await filled(world, [(HOUR, None)] * 2)
+    (mine,) = (path for path in (world.namespace / ".tmp").iterdir() if path.is_dir())
+    (mine / "5").write_bytes(b"half")
+    with world.file(1).open("rb") as being_read:
+        await anyio.to_thread.run_sync(evictor.make_room, 10**9)
+        assert not world.file(1).exists()
+        assert being_read.read(world.chunk_bytes) == world.content(1)
+    assert (mine / "5").exists()
+
+
+async def test_one_process_evicts_and_others_leave_it_alone(world, evictor):
+    await filled(world, [(HOUR, None)] * 3)
+    with ledger.elected(evictor._root_fd, ledger.EVICTING) as lock:
+        assert lock is not None
+        assert (await anyio.to_thread.run_sync(evictor.make_room, 10**9)).is_mine is False
+    assert left(world, 3) == [0, 1, 2]
+
+
+async def test_a_sample_is_enough_where_there_is_much(world, evictor, monkeypatch):
+    monkeypatch.setattr("kvtier.tiers.fs.evict.SAMPLE_UNITS", 40)
+    world.chunk_bytes = 4096
+    await filled(world, [(60 * (number + 1), None) for number in range(400)])
+    one = world.file(0).stat().st_blocks * 512
+    evicted = await anyio.to_thread.run_sync(evictor.make_room, 80 * one)
+    assert evicted.unit_bytes >= 80 * one
+    stayed = left(world, 400)
+    assert 300 <= len(stayed) <= 365  # most chunks are alone in two directories, which go as well
+    assert set(range(200)) <= set(stayed)  # the younger half is safe even from a poor sample
+
+
+async def test_helper_and_fallback_see_the_same(world, monkeypatch):
+    if native.library is None:
+        pytest.skip("the native helper is not built")
+    await filled(world, [(60 * number**3, 60 * number if number % 2 else None) for number in range(1, 40)])
+    now_ns = time.time_ns()
+    root_fd = os.open(world.root, os.O_RDONLY)
+    seen = []
+    try:
+        for library in (native.library, None):
+            monkeypatch.setattr(native, "library", library)
+            scan = UnitScan(now_ns, Histogram())
+            look = partial(scan.look, root_fd, f"{world.identity.namespace}_r0", StopFlag())
+            assert await anyio.to_thread.run_sync(look) == []
+            assert scan.histogram is not None
+            seen.append((scan.histogram.bytes.tobytes(), scan.seen_units))
+        assert seen[0] == seen[1]
+        assert seen[0][1] == 39
+        monkeypatch.undo()
+        place = (await world.open())._epoch.place
+
+        def listed_by(store):
+            return sorted(
+                mark for part in range(4096) for mark in store.fingerprints(place, part, StopFlag())
+            )
+
+        listed = [
+            await anyio.to_thread.run_sync(listed_by, store)
+            for store in (NativeFiles(native.library), PythonFiles())
+        ]
+        assert listed[0] == listed[1] == sorted(map(fingerprint, world.keys(range(39))))
+    finally:
+        os.close(root_fd)
+
+
+async def test_a_scan_removes_no_more_than_it_can_name(world, monkeypatch, in_python):
+    if native.library is None:
+        pytest.skip("in Python there is room for every name")
+    monkeypatch.setattr("kvtier.tiers.fs.units.NAMES_BYTES", 200)
+    await filled(world, [(HOUR, None)] * 30)
+    root_fd = os.open(world.root, os.O_RDONLY)
+    try:
+        scan = UnitScan(time.time_ns(), cutoffs=Cutoffs(0, 0), want_bytes=10**9)
+        removed = scan.look(root_fd, f"{world.identity.namespace}_r0", StopFlag())
+    finally:
+        os.close(root_fd)
+    assert 0 < len(removed) == scan.removed_units < 30
+    assert len(left(world, 30)) == 30 - len(removed)
+
+
+# ------------------------------------------------------------------------------ in the tier
+
+
+async def test_a_full_tier_takes_new_chunks_in_place_of_old_ones(world, in_python):
+    removed: list[OffloadKey] = []
+    config = FsConfig(root_dir=world.root, n_threads=2, min_free_bytes=0, max_bytes=1_000_000)
+    tier = FsTier(config, world.work)
+    await tier.open(TierContext("files", world.identity, world.chunk_bytes, removed.extend))
+    try:
+        for number in range(120):
+            while (await world.put(tier, [number])).statuses != (OK,):  # noqa: ASYNC110
+                await anyio.sleep(0.005)
+            assert await below(world) <= 1_000_000
+        there = left(world, 120)
+        assert 10 < len(there) < 60
+        every = set(world.keys(range(120)))
+        await world.eventually(lambda: set(removed) == every - set(world.keys(left(world, 120))))
+        known = tier.known(world.keys(range(120)))
+        present = [number for number in range(120) if known[number] == Knowledge.PRESENT]
+        assert present == left(world, 120)
+        assert tier.statistics().evicted_units >= 60
+        assert tier.statistics().evicted_bytes >= 60 * world.chunk_bytes
+    finally:
+        await tier.aclose()
+
+
+async def test_chunks_that_were_not_used_for_ttl_leave(world, in_python):
+    tier = await filled(world, [(HOUR, None), (HOUR, 10), (9 * HOUR, 3 * HOUR), (1, None)], ttl_s=1800.0)
+    assert left(world, 4) == [0, 1, 2, 3]
+    await tier.aclose()
+    tier = await world.open(ttl_s=1800.0)
+    await world.eventually(lambda: left(world, 4) == [1, 3])
+    assert (await world.get(tier, range(4))).statuses == (ABSENT, OK, ABSENT, OK)
+
+
+async def test_gets_and_touches_are_told_to_all_processes_through_the_files(world, monkeypatch):
+    monkeypatch.setattr(upkeep, "TICK_S", 0.02)
+    tier = await filled(world, [(HOUR, None)] * 4)
+    written = [world.file(number).stat().st_mtime_ns for number in range(4)]
+    await world.get(tier, [1])
+    await tier.touch(world.keys([2, 77]))
+    recently = time.time() - 60
+    await world.eventually(lambda: all(world.file(number).stat().st_atime > recently for number in (1, 2)))
+    assert all(world.file(number).stat().st_atime < time.time() - 1800 for number in (0, 3))
+    assert [world.file(number).stat().st_mtime_ns for number in range(4)] == written
+
+
+def test_a_chunk_is_told_once_in_a_while_and_memory_is_bounded():
+    now = [0.0]
+    seen = recency.Recency(10.0, lambda: now[0])
+    a, b, c = (pack_key(bytes([number]) * 32) for number in range(3))
+    seen.note([a, b])
+    assert set(seen.take()) == {a, b}
+    now[0] = 9.0
+    seen.note([a, c])
+    assert seen.take() == [c]
+    now[0] = 10.0
+    seen.note([c])
+    assert seen.take() == []  # in the older half still
+    now[0] = 20.0
+    seen.note([a])
+    assert seen.take() == [a]
+    for first in range(0, 4 * recency.REMEMBERED, 1000):
+        seen.note([pack_key(b"%d" % number) for number in range(first, first + 1000)])
+    assert len(seen._young) + len(seen._old) <= 2 * (recency.REMEMBERED + 1000)
+    assert len(seen.take()) <= recency.REMEMBERED + 1000
+
+
+async def test_a_root_full_of_what_may_not_leave_is_not_searched_again_and_again(world, monkeypatch, caplog):
+    monkeypatch.setattr(upkeep, "BARREN_S", (0.01, 0.04))
+    searched: list[int] = []
+    make_room = Evictor.make_room
+
+    def counted(self, need):
+        searched.append(need)
+        return make_room(self, need)
+
+    monkeypatch.setattr(Evictor, "make_room", counted)
+    world.root.mkdir()
+    (world.root / "ballast").write_bytes(bytes(300_000))
+    tier = await world.open(max_bytes=200_000)
+    began = time.monotonic()
+    for number in range(200):
+        assert (await world.put(tier, [number])).statuses == (REFUSED,)
+    await world.eventually(lambda: tier._upkeep._barren_s == 0.04 or not tier._upkeep.make_room_soon())
+    assert 1 <= len(searched) <= 6 + (time.monotonic() - began) / 0.04
+    await world.eventually(
+        lambda: "nothing is left that could" in caplog.text or tier._upkeep.make_room_soon()
+    )
+    assert sum("nothing is left that could" in record.message for record in caplog.records) == 1
+    assert (world.root / "ballast").exists()
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [(0.9, 0.9, "low_watermark is 0.9, and must be less"), (0.5, 1.1, "high_watermark")],
+)
+def test_watermarks_that_make_no_sense_are_refused(tmp_path, low, high, words):
+    with pytest.raises(ValueError, match=words):
+        FsConfig(root_dir=tmp_path, low_watermark=low, high_watermark=high)

@@ -1,0 +1,216 @@
+"""File systems that fail in every way: a reason that is counted, never an exception or a wrong byte."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import anyio
+import pytest
+
+from kvtier.tiers.base import Status
+from kvtier.tiers.fs import upkeep
+from kvtier.tiers.fs.python_files import PythonFiles
+
+pytestmark = pytest.mark.timeout(60)
+OK, ABSENT, REFUSED, FAILED = Status.OK, Status.ABSENT, Status.REFUSED, Status.FAILED
+
+
+@pytest.fixture
+def mounted(tmp_path):
+    """Mounts file systems in memory; skips where that is not allowed."""
+    points: list[Path] = []
+
+    def mount(options):
+        point = tmp_path / f"mounted{len(points)}"
+        point.mkdir()
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(point)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+        points.append(point)
+        return point
+
+    yield mount
+    for point in points:
+        subprocess.run(["umount", "-l", str(point)], check=False, capture_output=True)
+
+
+def unmount(point):
+    subprocess.run(["umount", "-l", str(point)], check=True)
+
+
+def unfinished(world):
+    return [path for path in (world.namespace / ".tmp").rglob("*") if path.is_file() and not path.suffix]
+
+
+async def test_a_full_inode_table_refuses_and_room_is_made(world, mounted, monkeypatch):
+    monkeypatch.setattr(upkeep, "TICK_S", 0.02)
+    world.root = mounted("size=64m,nr_inodes=120") / "root"
+    tier = await world.open(max_bytes=10**9)
+    outcome = await world.put(tier, range(60))
+    assert 10 < outcome.statuses.count(OK) < 60
+    assert set(outcome.statuses) == {OK, REFUSED}
+    assert set(outcome.reasons) <= {"enospc", "min_free"}
+    assert unfinished(world) == []
+    for number in range(200, 230):
+        with anyio.fail_after(20):
+            while (await world.put(tier, [number])).statuses != (OK,):  # noqa: ASYNC110
+                await anyio.sleep(0.005)
+    assert (await world.get(tier, range(220, 230))).statuses.count(OK) > 0
+    assert world.quarantined() == []
+
+
+async def test_a_file_system_that_others_fill_makes_the_tier_smaller(world, mounted, monkeypatch):
+    monkeypatch.setattr(upkeep, "TICK_S", 0.02)
+    point = mounted("size=8m")
+    world.root = point / "root"
+    tier = await world.open(max_bytes=10**9, min_free_bytes=2_000_000)
+    await world.put(tier, range(200))
+    held = tier.statistics().used_bytes
+    (point / "ballast").write_bytes(bytes(3 * 2**20))
+
+    def has_made_room():
+        found = os.statvfs(point)
+        return found.f_bavail * found.f_frsize >= 2_000_000
+
+    await world.eventually(has_made_room)
+    assert tier.statistics().used_bytes < held
+    there = [number for number in range(200) if world.file(number).exists()]
+    assert set((await world.get(tier, there)).statuses) <= {OK, ABSENT}
+
+
+async def test_a_file_system_that_becomes_read_only_is_read(world, monkeypatch):
+    if not isinstance(world.work, PythonFiles):
+        pytest.skip("faults are put into Python's calls")
+    monkeypatch.setattr(upkeep, "TICK_S", 0.02)
+    tier = await world.open(max_bytes=10**6, recount_s=0.05)
+    await world.put(tier, range(4))
+    real = os.open
+    tried = []
+
+    def open_to_read(path, flags, *args, **kwargs):
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            refuse()
+        return real(path, flags, *args, **kwargs)
+
+    def refuse(*args, **kwargs):
+        tried.append(args)
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", open_to_read)
+        for name in ("mkdir", "rename", "unlink", "rmdir", "utime", "pwrite", "pwritev"):
+            patch.setattr(os, name, refuse)
+        outcome = await world.put(tier, range(6))
+        assert set(outcome.statuses) <= {OK, FAILED}
+        assert set(outcome.reasons) == {"erofs"}
+        assert (await world.get(tier, range(6))).statuses == (OK,) * 4 + (ABSENT,) * 2
+        await tier.discard(world.keys([1]))
+        await tier.touch(world.keys([2]))
+        done = len(tried)
+        await world.eventually(lambda: len(tried) > done + 5)  # the background tries on
+    assert (await world.put(tier, range(6))).statuses == (OK,) * 6
+
+
+async def test_a_full_file_system_at_the_start_is_read(world, mounted):
+    point = mounted("size=1m")
+    world.root = point / "root"
+    tier = await world.open(max_bytes=10**6)
+    await world.put(tier, range(4))
+    await tier.aclose()
+    with (point / "ballast").open("wb", buffering=0) as ballast:
+        os.posix_fallocate(ballast.fileno(), 0, os.statvfs(point).f_bavail * 4096)
+    tier = await world.open(max_bytes=10**6, eviction="none")
+    assert (await world.get(tier, range(4))).statuses == (OK,) * 4
+    outcome = await world.put(tier, [7])
+    assert outcome.statuses == (REFUSED,)
+    assert set(outcome.reasons) <= {"enospc", "min_free"}
+
+
+async def test_a_root_that_is_removed_is_a_miss_and_a_counted_failure(world):
+    tier = await world.open(max_bytes=10**9)
+    await world.put(tier, range(4))
+    shutil.rmtree(world.root)
+    assert (await world.get(tier, range(4))).statuses == (ABSENT,) * 4
+    outcome = await world.put(tier, range(4))
+    assert (outcome.statuses, dict(outcome.reasons)) == ((FAILED,) * 4, {"enoent": 4})
+    await anyio.to_thread.run_sync(tier._upkeep._do_tick, tier._epoch.place)
+    await tier.discard(world.keys(range(4)))
+    assert not any(await tier.contains(world.keys(range(4))))
+
+
+async def test_all_that_is_below_the_root_may_be_removed_at_any_time(world):
+    tier = await world.open(max_bytes=10**9)
+    for round_ in range(3):
+        await world.put(tier, range(10))
+        for path in world.root.iterdir():
+            shutil.rmtree(path)
+        assert (await world.get(tier, range(10))).statuses == (ABSENT,) * 10
+        assert (await world.put(tier, range(10))).statuses == (OK,) * 10, round_
+        assert (await world.get(tier, range(10))).statuses == (OK,) * 10
+
+
+async def test_a_mount_that_vanishes_is_a_miss(world, mounted):
+    point = mounted("size=8m")
+    world.root = point / "root"
+    tier = await world.open(max_bytes=10**6)
+    await world.put(tier, range(4))
+    unmount(point)
+    # The tier goes on with the directory that it has open; who opens now finds another one.
+    assert set((await world.get(tier, range(4))).statuses) <= {OK, ABSENT}
+    other = await world.open(max_bytes=10**6)
+    assert (await world.get(other, range(4))).statuses == (ABSENT,) * 4
+
+
+@pytest.mark.parametrize("call", ["pwritev", "fdatasync", "rename"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS])
+async def test_a_write_that_fails_leaves_nothing_and_is_counted(world, monkeypatch, call, number):
+    if not isinstance(world.work, PythonFiles):
+        pytest.skip("faults are put into Python's calls")
+    tier = await world.open(max_bytes=10**9, durability="data")
+    real = getattr(os, call)
+    fail = [True]
+
+    def fault(*args, **kwargs):
+        if fail[0]:
+            raise OSError(number, os.strerror(number))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(os, call, fault)
+    outcome = await world.put(tier, range(3))
+    no_room = number in (errno.ENOSPC, errno.EDQUOT)
+    assert outcome.statuses == ((REFUSED if no_room else FAILED),) * 3
+    assert dict(outcome.reasons) == {errno.errorcode[number].lower(): 3}
+    assert unfinished(world) == []
+    assert (await world.get(tier, range(3))).statuses == (ABSENT,) * 3
+    fail[0] = False
+    assert (await world.put(tier, range(3))).statuses == (OK,) * 3
+    assert (await world.get(tier, range(3))).statuses == (OK,) * 3
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES, errno.ENODEV, errno.ETIMEDOUT])
+async def test_a_read_that_fails_is_counted_and_sets_nothing_aside(world, monkeypatch, number):
+    if not isinstance(world.work, PythonFiles):
+        pytest.skip("faults are put into Python's calls")
+    tier = await world.open()
+    await world.put(tier, range(3))
+
+    def fault(*args):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", fault)
+        outcome = await world.get(tier, range(3))
+    assert outcome.statuses == (FAILED,) * 3
+    assert dict(outcome.reasons) == {errno.errorcode[number].lower(): 3}
+    assert set(outcome.reasons) <= set(tier.reasons)
+    assert world.quarantined() == []
+    assert (await world.get(tier, range(3))).statuses == (OK,) * 3

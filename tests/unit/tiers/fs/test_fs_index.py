@@ -1,0 +1,150 @@
+"""The index: what is known without asking, how it is found again, and that it may be wrong."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import threading
+
+import anyio
+import pytest
+
+from kvtier.keys import pack_key
+from kvtier.tiers.base import Knowledge, Status
+from kvtier.tiers.fs.index import Index, fingerprint
+
+pytestmark = pytest.mark.timeout(60)
+PRESENT, UNKNOWN = Knowledge.PRESENT, Knowledge.UNKNOWN
+
+
+def test_keys_that_differ_in_hash_or_group_have_other_fingerprints():
+    chosen = random.Random(2)
+    keys = {pack_key(chosen.randbytes(32), group) for _ in range(3000) for group in (0, 1, 7)}
+    keys |= {pack_key(number.to_bytes(32, order)) for number in range(1, 3000) for order in ("big", "little")}
+    assert len({fingerprint(key) for key in keys}) == len(keys)
+
+
+def test_the_index_has_what_was_added_and_not_discarded():
+    keys = [pack_key(bytes([number]) * 32) for number in range(100)]
+    index = Index()
+    index.add(keys)
+    index.add(keys[:50])
+    index.discard([*keys[20:40], pack_key(b"\xff" * 32)])
+    assert [key in index for key in keys] == [not 20 <= number < 40 for number in range(100)]
+    assert len(index) == 80
+
+
+async def test_a_tier_finds_out_in_the_background_what_it_has(world):
+    tier = await world.open()
+    await world.put(tier, range(50))
+    await tier.aclose()
+    tier = await world.open()
+    await world.eventually(lambda: tier.statistics().known_chunks == 50)
+    assert list(tier.known(world.keys(range(60)))) == [PRESENT] * 50 + [UNKNOWN] * 10
+
+
+class Unlistable:
+    """Work on files whose lists do not come before they may, or not at all."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.may = threading.Event()
+        self.asked = threading.Event()
+        self.fails = False
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def fingerprints(self, place, part, stop):
+        self.asked.set()
+        self.may.wait()
+        if self.fails:
+            raise OSError("no list today")
+        return self.inner.fingerprints(place, part, stop)
+
+
+@pytest.fixture
+def unlistable(world):
+    made = Unlistable(world.work)
+    yield made
+    made.may.set()
+
+
+async def test_until_it_is_listed_the_disk_is_asked(world, unlistable):
+    tier = await world.open()
+    await world.put(tier, range(4))
+    await tier.aclose()
+    tier = await world.open(unlistable)
+    await anyio.to_thread.run_sync(unlistable.asked.wait, 20)
+    assert list(tier.known(world.keys([1]))) == [UNKNOWN]
+    assert list(await tier.contains(world.keys([1, 9]))) == [True, False]
+    assert list(tier.known(world.keys([1, 9]))) == [PRESENT, UNKNOWN]
+    assert (await world.get(tier, range(4))).statuses == (Status.OK,) * 4
+
+
+async def test_what_leaves_while_it_is_listed_is_not_known_afterwards(world, unlistable):
+    tier = await world.open()
+    await world.put(tier, range(4))
+    await tier.aclose()
+    real, listed = world.work.fingerprints, threading.Event()
+
+    def list_and_wait(place, part, stop):
+        marks = real(place, part, stop)
+        if marks:
+            listed.set()
+            unlistable.may.wait()
+        return marks
+
+    unlistable.fingerprints = list_and_wait
+    tier = await world.open(unlistable)
+    await anyio.to_thread.run_sync(listed.wait, 20)
+    await tier.discard(world.keys(range(4)))
+    unlistable.may.set()
+    await world.eventually(lambda: tier._upkeep._listed >= 0)
+    assert list(tier.known(world.keys(range(4)))) == [UNKNOWN] * 4
+
+
+async def test_a_list_that_fails_costs_nothing_but_itself(world, unlistable, caplog):
+    tier = await world.open()
+    await world.put(tier, [9])
+    await tier.aclose()
+    unlistable.fails = True
+    unlistable.may.set()
+    tier = await world.open(unlistable)
+    await world.eventually(lambda: "could not be listed" in caplog.text)
+    assert (await world.put(tier, range(4))).statuses == (Status.OK,) * 4
+    assert list(tier.known(world.keys([1]))) == [PRESENT]
+
+
+async def test_what_is_known_to_be_there_and_is_not_is_a_miss_and_then_forgotten(world):
+    tier = await world.open()
+    await world.put(tier, range(4))
+    shutil.rmtree(world.root / f"{world.identity.namespace}_r0")
+    assert list(tier.known(world.keys([1, 2]))) == [PRESENT, PRESENT]
+    assert (await world.get(tier, [1])).statuses == (Status.ABSENT,)
+    assert list(await tier.contains(world.keys([2]))) == [False]
+    assert list(tier.known(world.keys([1, 2, 3]))) == [UNKNOWN, UNKNOWN, PRESENT]
+
+
+async def test_nothing_of_an_old_epoch_is_known(world):
+    tier = await world.open()
+    await world.put(tier, range(4))
+    place = tier._upkeep._place
+    await tier.reset()
+    assert list(tier.known(world.keys(range(4)))) == [UNKNOWN] * 4
+    tier._upkeep.learn(place, world.keys(range(4)))  # a put of before the reset that ends now
+    assert list(tier.known(world.keys(range(4)))) == [UNKNOWN] * 4
+
+
+async def test_a_damaged_or_missing_directory_of_the_list_is_no_error(world, work):
+    tier = await world.open()
+    await world.put(tier, range(20))
+    await tier.aclose()
+    shutil.rmtree(world.file(3).parent)
+    world.file(3).parent.write_bytes(b"a file where a directory was")
+    (world.file(4).parent / "not-a-chunk").touch()
+    os.symlink("/etc", world.file(5).parent.parent / "ab_g0")
+    tier = await world.open()
+    await world.eventually(lambda: tier.statistics().known_chunks == 19)
+    assert list(tier.known(world.keys([3, 4]))) == [UNKNOWN, PRESENT]

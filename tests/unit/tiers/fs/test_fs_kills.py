@@ -1,0 +1,148 @@
+"""Writers that are killed at random points: no wrong byte, nothing left over, the bound kept throughout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import anyio
+import pytest
+
+from kvtier.tiers.base import Status
+from kvtier.tiers.fs import ledger
+from kvtier.tiers.fs.call import StopFlag
+from kvtier.tiers.fs.native_files import NativeFiles
+
+pytestmark = pytest.mark.timeout(110)
+KILLS = 110  # with each way of working on files
+AT_ONCE = 5
+CHUNK_BYTES = 16_384
+NUMBERS = 400
+MAX_BYTES = 3_000_000  # less than half of what the writers have, so that they evict as well
+
+# One process without threads forks writers and kills them: none of them imports anything again.
+DRIVER = """
+import asyncio, hashlib, os, random, signal, sys, time, traceback
+from pathlib import Path
+from kvtier.identity import Identity
+from kvtier.keys import pack_key
+from kvtier.testing.memory import HeapMemory
+from kvtier.tiers.base import Batch, Status, TierContext
+from kvtier.tiers.fs import FsConfig, FsTier
+from kvtier.tiers.fs.call import StopFlag
+from kvtier.tiers.fs.formats import files
+
+root, reports, kills, at_once, chunk_bytes, numbers, max_bytes = sys.argv[1:3] + list(map(int, sys.argv[3:]))
+root, reports = Path(root), Path(reports)
+contents = [random.Random(n).randbytes(chunk_bytes) for n in range(numbers)]
+
+def key(number):
+    return pack_key(hashlib.sha256(number.to_bytes(8, "big")).digest(), number % 3)
+
+async def write():
+    choose = random.Random()
+    settings = dict(root_dir=root, n_threads=2, min_free_bytes=0, max_bytes=max_bytes, recount_s=0.05)
+    tier = FsTier(FsConfig(**settings))
+    identity = Identity.make("org/Model-7B", {"dtype": "bfloat16"})
+    await tier.open(TierContext("files", identity, chunk_bytes))
+    memory = HeapMemory(8, chunk_bytes)
+    while True:
+        chosen = choose.sample(range(numbers), 8)
+        batch = Batch([key(number) for number in chosen], range(8), memory)
+        what = choose.random()
+        if what < 0.6:
+            for slot, number in enumerate(chosen):
+                memory.view(slot)[:] = contents[number]
+            await tier.put(batch)
+        elif what < 0.95:
+            outcome = await tier.get(batch)
+            for slot, (number, status) in enumerate(zip(chosen, outcome.statuses)):
+                if status == Status.OK:
+                    assert bytes(memory.view(slot)) == contents[number], f"wrong bytes of {number}"
+                else:
+                    assert status == Status.ABSENT, (status, outcome.reasons)
+        else:
+            await tier.discard(batch.keys[:2])
+
+def start():
+    child = os.fork()
+    if child:
+        return child
+    try:
+        asyncio.run(write())
+    except BaseException:
+        (reports / str(os.getpid())).write_text(traceback.format_exc())
+    os._exit(1)
+
+def bytes_below_root():
+    fd = os.open(root, os.O_RDONLY)
+    try:
+        return files().tree_bytes(fd, ".", StopFlag())
+    finally:
+        os.close(fd)
+
+def end(victim):
+    os.kill(victim, signal.SIGKILL)
+    os.waitpid(victim, 0)
+
+root.mkdir()
+living, most = [start() for _ in range(at_once)], 0
+try:
+    for _ in range(kills):
+        time.sleep(random.expovariate(1 / 0.04))
+        end(living.pop(0))
+        living.append(start())
+        most = max(most, bytes_below_root())
+finally:
+    for victim in living:
+        end(victim)
+print(most)
+"""
+
+
+async def test_writers_killed_at_random_points_leave_a_root_that_is_well(world, work, tmp_path):
+    reports = tmp_path / "reports"
+    reports.mkdir()
+    given = (world.root, reports, KILLS, AT_ONCE, CHUNK_BYTES, NUMBERS, MAX_BYTES)
+    environment = {**os.environ, "KVTIER_NATIVE": "1" if isinstance(work, NativeFiles) else "0"}
+    done = await anyio.to_thread.run_sync(
+        lambda: subprocess.run(
+            [sys.executable, "-c", DRIVER, *map(str, given)],
+            capture_output=True,
+            text=True,
+            env=environment,
+        )
+    )
+    assert done.returncode == 0, done.stderr
+    assert [path.read_text() for path in reports.iterdir()] == []
+    # A look while others write and remove can count a chunk twice: where it was and where it is.
+    assert MAX_BYTES / 2 < int(done.stdout) <= MAX_BYTES + AT_ONCE * 8 * CHUNK_BYTES
+
+    world.chunk_bytes = CHUNK_BYTES
+    tier = await world.open(max_bytes=MAX_BYTES, recount_s=0.05)
+    await world.eventually(
+        lambda: len(world.writers()) == 2 and len(list((world.root / ".kvtier").glob("*-*.lock"))) == 1
+    )
+    there = [number for number in range(NUMBERS) if world.file(number).exists()]
+    assert len(there) > 50
+    outcome = await world.get(tier, there)
+    assert set(outcome.statuses) == {Status.OK}
+    assert world.quarantined() == []
+    assert sorted(world.root.rglob("*.bin")) == sorted(map(world.file, there))
+
+    root_fd = os.open(world.root, os.O_RDONLY)
+
+    def is_right():
+        accounts = ledger.read(root_fd)
+        return accounts is not None and accounts.used == world.work.tree_bytes(root_fd, ".", StopFlag())
+
+    try:
+        with anyio.fail_after(30):
+            while not await anyio.to_thread.run_sync(is_right):  # noqa: ASYNC110 - until it was counted again
+                await anyio.sleep(0.02)
+        accounts = ledger.read(root_fd)
+    finally:
+        os.close(root_fd)
+    assert accounts is not None
+    assert tier.statistics().used_bytes == accounts.used

@@ -1,0 +1,169 @@
+"""The helper's threads: who takes what, and how one learns of the end."""
+
+from __future__ import annotations
+
+import ctypes
+import select
+import threading
+import time
+from array import array
+
+import pytest
+
+from kvtier import native
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.skipif(native.library is None, reason="the native helper is not built"),
+]
+Work = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
+
+
+class Pool:
+    """A pool whose work is done in Python: it waits at a gate, and is noted."""
+
+    def __init__(self, readers, writers):
+        assert native.library is not None
+        assert native.holding is not None
+        self.library, self.holding = native.library, native.holding
+        self.address = self.library.kvt_pool_open(readers, writers)
+        self.gates = {}
+        self.begun = []
+        self._lock = threading.Condition()
+        self._kept = []
+
+    def submit(self, name, *, reading, chunks=1, part=1, gate=None, token=1):
+        def work(_, first, end):
+            with self._lock:
+                self.begun.append((name, first, end))
+                self._lock.notify_all()
+            if gate is not None:
+                gate.wait(30)
+            return end - first
+
+        function = Work(work)
+        self._kept.append(function)
+        pointer = ctypes.cast(function, ctypes.c_void_p)
+        assert not self.holding.kvt_pool_submit(self.address, pointer, None, 0, chunks, part, reading, token)
+
+    def wait_begun(self, count):
+        with self._lock:
+            assert self._lock.wait_for(lambda: len(self.begun) >= count, 20), self.begun
+
+    def names(self):
+        with self._lock:
+            return [name for name, _, _ in self.begun]
+
+    def ended(self, count):
+        """Wait for so many ends through the descriptor."""
+        found: list[tuple[int, int]] = []
+        descriptor = self.library.kvt_pool_fd(self.address)
+        tokens, sums = array("Q", bytes(8 * 64)), array("q", bytes(8 * 64))
+        addresses = tokens.buffer_info()[0], sums.buffer_info()[0]
+        while len(found) < count:
+            assert select.select([descriptor], [], [], 20)[0]
+            got = self.holding.kvt_pool_ended(self.address, *addresses, 64)
+            assert got < 64  # else there may be more, and the descriptor does not tell of them
+            found += zip(tokens[:got], sums[:got], strict=True)
+        assert not select.select([descriptor], [], [], 0)[0]
+        return found
+
+    def close(self):
+        self.library.kvt_pool_close(self.address)
+
+
+class Moment:
+    """A gate that opens after some milliseconds."""
+
+    def wait(self, _):
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def make_pool():
+    pools = []
+
+    def make(readers, writers):
+        pools.append(Pool(readers, writers))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def test_every_chunk_is_done_once_and_the_end_is_told_with_the_sum(make_pool):
+    pool = make_pool(2, 2)
+    pool.submit("a", reading=True, chunks=10, part=3, token=7)
+    assert pool.ended(1) == [(7, 10)]
+    assert sorted(pool.begun) == [("a", 0, 3), ("a", 3, 6), ("a", 6, 9), ("a", 9, 10)]
+
+
+def test_many_ends_are_told_by_one_look(make_pool):
+    pool = make_pool(2, 2)
+    for token in range(1, 8):
+        pool.submit("a", reading=bool(token % 2), token=token)
+    time.sleep(0.2)
+    assert sorted(token for token, _ in pool.ended(7)) == list(range(1, 8))
+
+
+def test_reads_go_before_writes_that_came_earlier(make_pool):
+    pool, gate, writing = make_pool(1, 2), threading.Event(), threading.Event()
+    for _ in range(3):  # all three threads are busy: with a read, and with two writes
+        pool.submit("hold", reading=False, gate=gate)
+    pool.submit("hold", reading=True, gate=gate)
+    pool.wait_begun(3)
+    for _ in range(4):
+        pool.submit("write", reading=False, gate=writing)
+    for _ in range(4):
+        pool.submit("read", reading=True)
+    gate.set()
+    pool.wait_begun(4 + 4 + 1)
+    order = [name for name in pool.names() if name != "hold"]
+    assert order.index("write") >= 0
+    assert order[:6].count("read") == 4  # one writer, or two, went on writing
+    writing.set()
+    pool.ended(12)
+
+
+def test_one_reader_stays_free_for_the_next_read(make_pool):
+    pool, gate = make_pool(2, 2), threading.Event()
+    for _ in range(10):
+        pool.submit("write", reading=False, gate=gate)
+    pool.wait_begun(3)
+    time.sleep(0.1)
+    assert len(pool.names()) == 3
+    pool.submit("read", reading=True, token=5)
+    assert pool.ended(1) == [(5, 1)]
+    gate.set()
+    pool.ended(10)
+
+
+def test_writers_take_over_reads(make_pool):
+    pool, gate = make_pool(1, 2), threading.Event()
+    for _ in range(3):
+        pool.submit("read", reading=True, gate=gate)
+    pool.wait_begun(3)
+    gate.set()
+    pool.ended(3)
+
+
+def test_writes_go_on_while_there_is_always_something_to_read(make_pool):
+    pool, gate = make_pool(1, 1), threading.Event()
+    for _ in range(2):
+        pool.submit("hold", reading=True, gate=gate)
+    pool.wait_begun(2)
+    for _ in range(40):
+        pool.submit("read", reading=True, gate=Moment())
+    pool.submit("write", reading=False)
+    gate.set()
+    pool.ended(43)
+    assert "write" in pool.names()[:-1]  # the writer is in no hurry, but does not wait for all reads
+
+
+def test_closing_does_what_was_handed_in(make_pool):
+    pool = Pool(1, 1)
+    for _ in range(20):
+        pool.submit("write", reading=False)
+    pool.close()
+    assert len(pool.begun) == 20

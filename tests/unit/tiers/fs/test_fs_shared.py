@@ -1,0 +1,258 @@
+"""One root, several engines: one budget, one ledger that may be lost, and no work done twice."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import threading
+import time
+from pathlib import Path
+
+import anyio
+import pytest
+
+from kvtier.errors import TierError
+from kvtier.tiers.base import Outcome, Status
+from kvtier.tiers.fs import ledger, upkeep
+from kvtier.tiers.fs.call import StopFlag
+
+pytestmark = pytest.mark.timeout(60)
+OK, ABSENT, REFUSED, FAILED = Status.OK, Status.ABSENT, Status.REFUSED, Status.FAILED
+
+
+def accounts_of(world):
+    """The root's ledger, which must be readable."""
+    root_fd = os.open(world.root, os.O_RDONLY)
+    try:
+        accounts = ledger.read(root_fd)
+    finally:
+        os.close(root_fd)
+    assert accounts is not None
+    return accounts
+
+
+def has_ledger_of(world, writers):
+    try:
+        accounts = accounts_of(world)
+    except AssertionError:
+        return False
+    return accounts.is_exact and len(accounts.leases) == writers
+
+
+async def bytes_below(world):
+    def add_up():
+        root_fd = os.open(world.root, os.O_RDONLY)
+        try:
+            return world.work.tree_bytes(root_fd, ".", StopFlag())
+        finally:
+            os.close(root_fd)
+
+    return await anyio.to_thread.run_sync(add_up)
+
+
+async def put_many(world, tier, first, outcomes):
+    for start in range(first, first + 80, 8):
+        outcomes.append(await world.put(tier, range(start, start + 8)))
+
+
+async def test_several_engines_have_one_bound_and_can_use_nearly_all_of_it(world):
+    tiers = [await world.open(max_bytes=2_000_000, eviction="none") for _ in range(4)]
+    outcomes: list[Outcome] = []
+    async with anyio.create_task_group() as tasks:
+        for number, tier in enumerate(tiers):
+            tasks.start_soon(put_many, world, tier, 1000 * number, outcomes)
+    assert 1_700_000 < await bytes_below(world) <= 2_000_000
+    refused = sum(outcome.statuses.count(REFUSED) for outcome in outcomes)
+    assert refused > 100
+    assert sum(outcome.reasons.get("max_bytes", 0) for outcome in outcomes) == refused
+
+
+async def test_what_one_engine_does_not_use_others_get(world, monkeypatch):
+    monkeypatch.setattr(upkeep, "TICK_S", 0.02)
+    one, two = [await world.open(max_bytes=2_000_000, eviction="none") for _ in range(2)]
+    await world.put(one, range(8))
+    await world.eventually(lambda: accounts_of(world).leased == 0)
+    outcomes: list[Outcome] = []
+    await put_many(world, two, 100, outcomes)
+    assert 2_000_000 - 40_000 < await bytes_below(world) <= 2_000_000
+
+
+class Uncountable:
+    """Work on files that cannot count a root before it is let."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.may = threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def tree_bytes(self, root_fd, path, stop):
+        self.may.wait()
+        return self.inner.tree_bytes(root_fd, path, stop)
+
+
+@pytest.fixture
+def uncountable(world):
+    made = Uncountable(world.work)
+    yield made
+    made.may.set()
+
+
+async def test_a_restart_knows_from_the_first_put_on_what_the_root_holds(world, uncountable):
+    tier = await world.open(max_bytes=400_000, eviction="none")
+    await world.put(tier, range(60))
+    used = tier.statistics().used_bytes
+    held = await bytes_below(world)
+    await tier.aclose()
+    began = time.monotonic()
+    tier = await world.open(uncountable, max_bytes=400_000, eviction="none")
+    assert time.monotonic() - began < 5
+    assert tier.statistics().used_bytes == used
+    assert used >= held - 4096 - 4096  # the ledger and its directory came after the count
+    outcome = await world.put(tier, range(100, 140))
+    assert outcome.reasons["max_bytes"] >= 39
+    uncountable.may.set()
+
+
+@pytest.mark.parametrize("loss", ["deleted", "garbage", "empty", "torn", "another boot"])
+async def test_without_its_ledger_a_root_is_counted_again_and_never_passes_the_bound(
+    world, uncountable, monkeypatch, loss
+):
+    tier = await world.open(max_bytes=400_000, eviction="none")
+    await world.put(tier, range(60))
+    await tier.aclose()
+    file = world.root / ".kvtier" / "ledger"
+    if loss == "deleted":
+        file.unlink()
+    elif loss == "another boot":
+        monkeypatch.setattr(ledger, "_boot", lambda: "another")
+    else:
+        text = {"garbage": b"\xff" * 4096, "empty": b"", "torn": file.read_bytes()[:90]}[loss]
+        file.write_bytes(text)
+    tier = await world.open(uncountable, max_bytes=400_000, eviction="none")
+    outcome = await world.put(tier, range(100, 140))
+    assert (outcome.statuses, dict(outcome.reasons)) == ((REFUSED,) * 40, {"counting": 40})
+    assert tier.statistics().used_bytes is None
+    uncountable.may.set()
+    await world.eventually(lambda: tier.statistics().used_bytes is not None)
+    assert tier.statistics().used_bytes == await bytes_below(world)
+    await world.put(tier, range(100, 140))
+    assert await bytes_below(world) <= 400_000
+
+
+@pytest.mark.parametrize("loss", ["ledger", "folder", "garbage"])
+async def test_a_ledger_lost_under_living_engines_does_no_harm(world, monkeypatch, loss):
+    monkeypatch.setattr(upkeep, "TICK_S", 0.02)
+    tiers = [await world.open(max_bytes=600_000, recount_s=0.05, eviction="none") for _ in range(2)]
+    for tier in tiers:
+        await world.put(tier, range(4))
+    folder = world.root / ".kvtier"
+    if loss == "garbage":
+        (folder / "ledger").write_bytes(b"garbage")
+    elif loss == "ledger":
+        (folder / "ledger").unlink()
+    else:
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+    for number, tier in enumerate(tiers):
+        statuses = (await world.put(tier, range(100 * number, 100 * number + 60))).statuses
+        assert set(statuses) <= {OK, REFUSED}
+    await world.eventually(lambda: has_ledger_of(world, 2))
+    for number, tier in enumerate(tiers):
+        await world.put(tier, range(1000 * number, 1000 * number + 60))
+    assert 300_000 < await bytes_below(world) <= 600_000
+
+
+async def test_the_lease_of_a_dead_writer_counts_as_written_until_the_next_count(world):
+    tier = await world.open(max_bytes=10**9)
+    root_fd = os.open(world.root, os.O_RDONLY)
+    try:
+        with tier._here.ledger.change() as accounts:
+            accounts.leases["1-0123456789abcdef"] = 77_000
+            before = accounts.used
+        (world.root / ".kvtier" / "1-0123456789abcdef.lock").touch()
+        (world.root / ".kvtier" / "2-0123456789abcdef.lock").touch()
+        await anyio.to_thread.run_sync(tier._here.space.refresh)
+        accounts = accounts_of(world)
+        assert accounts.used == before + 77_000
+        assert len(accounts.leases) == 1
+        assert len(list((world.root / ".kvtier").glob("*-*.lock"))) == 1
+        await anyio.to_thread.run_sync(
+            tier._here.space.count, lambda: world.work.tree_bytes(root_fd, ".", StopFlag())
+        )
+        assert accounts_of(world).used == await bytes_below(world)
+    finally:
+        os.close(root_fd)
+
+
+async def test_a_lock_that_a_stopped_process_holds_fails_puts_and_hangs_nothing(world, monkeypatch):
+    monkeypatch.setattr(ledger, "_PATIENCE_S", 0.05)
+    tier = await world.open(max_bytes=10**9)
+    await world.put(tier, [1])
+    await anyio.to_thread.run_sync(tier._here.space.refresh)  # gives the lease back
+    with (world.root / ".kvtier" / "ledger").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        outcome = await world.put(tier, [2])
+        assert (outcome.statuses, dict(outcome.reasons)) == ((FAILED,), {"etimedout": 1})
+        assert (await world.get(tier, [1, 2])).statuses == (OK, ABSENT)
+        await tier.discard(world.keys([1]))
+    assert (await world.put(tier, [2])).statuses == (OK,)
+
+
+def written_bytes():
+    """Bytes that this process has given to write calls so far."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("wchar"))
+
+
+async def test_the_second_writer_of_a_chunk_does_no_work(world, monkeypatch):
+    if not Path("/proc/self/io").exists():
+        pytest.skip("the kernel does not count written bytes")
+    monkeypatch.setattr(upkeep, "TICK_S", 1000.0)
+    one, two = await world.open(), await world.open()
+    await world.put(one, range(32))
+    await world.put(two, [100])  # has its lease from now on
+    batch = world.to_put(range(32))
+    before = await anyio.to_thread.run_sync(written_bytes)
+    assert (await two.put(batch)).statuses == (OK,) * 32
+    assert await anyio.to_thread.run_sync(written_bytes) - before < 1000  # wake-ups of threads
+    assert (await one.put(world.to_put(range(32, 33)))).statuses == (OK,)
+    assert await anyio.to_thread.run_sync(written_bytes) - before > world.chunk_bytes
+
+
+async def test_writers_of_one_chunk_at_once_leave_one_whole_chunk(world):
+    tiers = [await world.open() for _ in range(3)]
+    outcomes = await asyncio.gather(*(world.put(tier, range(20)) for tier in tiers))
+    assert all(outcome.statuses == (OK,) * 20 for outcome in outcomes)
+    assert (await world.get(tiers[0], range(20))).statuses == (OK,) * 20
+    assert len(list(world.root.rglob("*.bin"))) == 20
+
+
+async def test_what_another_engine_removed_is_a_miss(world):
+    one, two = await world.open(), await world.open()
+    await world.put(one, range(4))
+    await two.discard(world.keys([1, 2]))
+    assert (await world.get(one, range(4))).statuses == (OK, ABSENT, ABSENT, OK)
+
+
+async def test_a_file_system_without_locks_is_refused_or_only_read(world, monkeypatch, caplog):
+    def flock(fd, how):
+        raise OSError(37, "No locks available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", flock)
+        with pytest.raises(TierError, match=r"no locks .*enolck"):
+            await world.open()
+    tier = await world.open()
+    await world.put(tier, [1])
+    await tier.aclose()
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", flock)
+        tier = await world.open()
+        assert (await world.get(tier, [1])).statuses == (OK,)
+        outcome = await world.put(tier, [2])
+        assert (outcome.statuses, dict(outcome.reasons)) == ((REFUSED,), {"enolck": 1})
+        await tier.aclose()
