@@ -84,7 +84,7 @@ class Announcements:
 
     def _strike(self, tier: int, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         announced = self._announced[tier]
-        gone = [key for key in keys if key in announced]
+        gone = [key for key in dict.fromkeys(keys) if key in announced]  # a tier may tell of one twice
         for key in gone:
             del announced[key]
         return gone

@@ -58,6 +58,15 @@ def test_a_chunk_is_announced_once_and_taken_back_once() -> None:
     assert of_tier(core) == [Change((prompt[1],), 0, removed=True)]
 
 
+def test_a_chunk_that_was_lost_twice_is_taken_back_once() -> None:
+    """Lost, got again and lost again, before anybody was told: that is one event."""
+    announcements = Announcements(1, 10, enabled=True)
+    (key,) = keys("a", 1)
+    announcements.stored([key], 0)
+    announcements.removed([key, key], 0)
+    assert announcements.take() == [Change((key,), 0, removed=False), Change((key,), 0, removed=True)]
+
+
 def test_what_a_fetch_finds_is_announced_and_what_it_misses_is_taken_back() -> None:
     core, prompt = make(), keys("a", 3)
     command = fetch(core, prompt)

@@ -1,0 +1,45 @@
+"""kvtier in virtual time: the real core, executor and manager over simulated tiers and a simulated device.
+
+    result = run(4711)                                    # one run of the world that the seed draws
+    result = run(4711, Given(tier=MyTier))                # with a tier of one's own in it
+    result = run(4711, Given(policy=MyPolicy))            # with an eviction policy of one's own
+
+A run that shows something that must never happen raises ``Violation``, or the core's own error. The same
+seed gives the same run: ``python -m kvtier.testing.sim --seed 4711 --trace`` shows it.
+"""
+
+from __future__ import annotations
+
+from kvtier.testing.sim.backend import FAIR, Backend, Weather
+from kvtier.testing.sim.faulty import FaultyTier, faulty
+from kvtier.testing.sim.life import Given, Result, run
+from kvtier.testing.sim.loop import SimLoop, Spinning, Stalled, simulate
+from kvtier.testing.sim.plan import End, Owner, Plan, TierPlan
+from kvtier.testing.sim.tiers import SimTier, SimTierConfig
+from kvtier.testing.sim.truth import CHUNK_BYTES, SimMemory, Violation, World, content
+
+__all__ = [
+    "CHUNK_BYTES",
+    "FAIR",
+    "Backend",
+    "End",
+    "FaultyTier",
+    "Given",
+    "Owner",
+    "Plan",
+    "Result",
+    "SimLoop",
+    "SimMemory",
+    "SimTier",
+    "SimTierConfig",
+    "Spinning",
+    "Stalled",
+    "TierPlan",
+    "Violation",
+    "Weather",
+    "World",
+    "content",
+    "faulty",
+    "run",
+    "simulate",
+]

@@ -1,0 +1,122 @@
+"""Runs seeds: ``python -m kvtier.testing.sim --seeds 20000``; see ``--help``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+
+from kvtier.testing.sim.life import run
+
+_BLOCK = 25
+_MODULE = "kvtier.testing.sim"
+
+
+@dataclass
+class Tally:
+    """What some runs have shown.
+
+    Attributes:
+        runs: how many there were.
+        seen: what happened how often.
+        failures: seeds that failed, and how.
+    """
+
+    runs: int = 0
+    seen: Counter[str] = field(default_factory=Counter)
+    failures: dict[int, str] = field(default_factory=dict)
+
+    def add(self, other: Tally) -> None:
+        """Take in what others have shown."""
+        self.runs += other.runs
+        self.seen += other.seen
+        self.failures.update(other.failures)
+
+
+def run_block(seeds: Sequence[int]) -> Tally:
+    """Run seeds one after the other."""
+    tally = Tally(runs=len(seeds))
+    for seed in seeds:
+        try:
+            tally.seen += run(seed).seen
+        except Exception as error:
+            tally.failures[seed] = f"{type(error).__name__}: {error}"
+    return tally
+
+
+def run_many(first: int, count: int | None, minutes: float | None, jobs: int) -> Tally:
+    """Run seeds in several processes, until one fails, all are through or the time is over."""
+    until_s = None if minutes is None else time.monotonic() + 60 * minutes
+    blocks = _blocks(first, count)
+    total = Tally()
+    with ProcessPoolExecutor(jobs) as pool:
+        running: set[Future[Tally]] = set()
+        while True:
+            is_over = total.failures or (until_s is not None and time.monotonic() >= until_s)
+            while not is_over and len(running) < 2 * jobs and (block := next(blocks, None)) is not None:
+                running.add(pool.submit(run_block, block))
+            if not running:
+                return total
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                total.add(future.result())
+
+
+def _blocks(first: int, count: int | None) -> Iterator[range]:
+    seed = first
+    while count is None or seed < first + count:
+        end = seed + _BLOCK if count is None else min(seed + _BLOCK, first + count)
+        yield range(seed, end)
+        seed = end
+
+
+def show_failures(failures: dict[int, str]) -> None:
+    """Say which seeds have failed, and how each of them is seen again and kept."""
+    for seed, what in sorted(failures.items()):
+        print(f"\nseed {seed}: {what}")
+        print(f"  see it:  python -m {_MODULE} --seed {seed} --trace")
+        print(f"  keep it: a line in tests/sim/seeds: {seed}  # what it has shown")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for; return the exit status."""
+    given = _parser().parse_args(arguments)
+    if given.seed is not None:
+        run(given.seed, trace=print if given.trace else None)
+        print(f"seed {given.seed}: nothing to complain about")
+        return 0
+    count = given.seeds if given.seeds is not None or given.minutes is not None else 20_000
+    began_s = time.monotonic()
+    total = run_many(given.first, count, given.minutes, given.jobs)
+    seconds = time.monotonic() - began_s
+    each_ms = given.jobs * seconds / max(1, total.runs) * 1e3
+    print(f"{total.runs} runs in {seconds:.0f} s, {each_ms:.1f} ms each on one of {given.jobs} processes")
+    if given.show:
+        for what, number in sorted(total.seen.items()):
+            print(f"{number:10} {what}")
+    show_failures(total.failures)
+    return 1 if total.failures else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {_MODULE}", description="Simulates kvtier in virtual time, once for each seed."
+    )
+    add = parser.add_argument
+    add("--seed", type=int, help="run this one alone")
+    add("--trace", action="store_true", help="with --seed: show what happens, line by line")
+    add("--seeds", type=int, help="how many to run (default: 20000, or as many as fit into --minutes)")
+    add("--first", type=int, default=0, help="the first of them (default: 0)")
+    add("--minutes", type=float, help="for how long")
+    add("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one for each CPU)")
+    add("--show", action="store_true", help="say what was seen how often")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""What is behind a simulated tier: chunks that outlive processes, and the weather that they live in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from kvtier.keys import OffloadKey
+from kvtier.testing.sim.truth import IDENTITY, NOBODYS, World, content
+from kvtier.tiers.seal import seal
+
+_ANOTHER = OffloadKey(b"another chunk\0\0\0\0")
+
+
+@dataclass(frozen=True, slots=True)
+class Weather:
+    """The faults of a tier for a while. Shares are of calls, or of chunks where that is said.
+
+    Attributes:
+        latency_s: seconds that a call takes, about.
+        error: share that fails before anything is done.
+        lost: share that is done and whose answer is lost: it fails all the same.
+        hang: share that does not go on until the weather is fair.
+        late: share that takes a hundred times as long.
+        cancelled: share that ends as if somebody had cancelled it, which nobody has.
+        chunks: share of chunks that fail, though others of their batch do not.
+        damage: share of chunks that are given with wrong bytes, where kvtier checks them.
+        again: share of puts that the backend takes a second time, later.
+        closed: whether the tier cannot be opened.
+        full: whether there is no room.
+        only: the calls that fail, are lost, hang, come late or are cancelled; all of them by default.
+    """
+
+    latency_s: float = 0.002
+    error: float = 0.0
+    lost: float = 0.0
+    hang: float = 0.0
+    late: float = 0.0
+    cancelled: float = 0.0
+    chunks: float = 0.0
+    damage: float = 0.0
+    again: float = 0.0
+    closed: bool = False
+    full: bool = False
+    only: tuple[str, ...] | None = None
+
+
+FAIR = Weather()
+
+
+@dataclass(slots=True)
+class Record:
+    """What a backend keeps of a chunk.
+
+    Attributes:
+        payload: its bytes.
+        trailer: what proves them.
+        durable: whether they are there after a crash.
+        private: whether only the process that put them may have them: there was a reset.
+    """
+
+    payload: bytes
+    trailer: bytes
+    durable: bool
+    private: bool
+
+
+class Backend:
+    """What is behind a tier: a disk, a server. It outlives the processes that use it.
+
+    Attributes:
+        records: the chunks, the least recently used first.
+        capacity: how many there may be.
+        weather: the faults of now.
+        process: who has it open.
+        resets: resets of all time: what was put before one is not given after it.
+        untold: chunks that may be believed to be there: they left without a word, or it was said wrongly.
+    """
+
+    def __init__(self, world: World, name: str, capacity: int) -> None:
+        self.world = world
+        self.name = name
+        self.chance = world.chance(name)
+        self.records: OrderedDict[OffloadKey, Record] = OrderedDict()
+        self.capacity = capacity
+        self.weather = FAIR
+        self.process = 0
+        self.resets = 0
+        self.was_reset = False
+        self.untold: set[OffloadKey] = set()
+        self.fair = asyncio.Event()
+        self.fair.set()
+
+    def turn(self, weather: Weather) -> None:
+        """Have other weather. What hangs goes on when there is no more reason to hang."""
+        if self.world.traces:
+            self.world.note(f"{self.name}: {weather}")
+        self.weather = weather
+        if weather.hang:
+            self.fair.clear()
+        else:
+            self.fair.set()
+
+    def connect(self) -> int:
+        """A process opens it; what another one put after a reset is not for it."""
+        self.process += 1
+        self.was_reset = False
+        self._keep(lambda record: not record.private)
+        return self.process
+
+    def crash(self) -> None:
+        """The process has died: what was not durable is gone, as far as chance will have it."""
+        self.process += 1
+        self._keep(lambda record: record.durable or self.chance.random() < 0.3)
+        if self.chance.random() < self.weather.damage:
+            self.damage()
+
+    def write(self, process: int, key: OffloadKey, payload: bytes, trailer: bytes, *, durable: bool) -> bool:
+        """Keep a chunk; say whether there was room."""
+        if process != self.process:
+            return False
+        if key not in self.records and len(self.records) >= self.capacity:
+            return False
+        self.records[key] = Record(payload, trailer, durable, self.was_reset)
+        self.records.move_to_end(key)
+        return True
+
+    def write_whole(self, key: OffloadKey) -> None:
+        """Have a chunk that was put there before this run, with the weights that processes start with."""
+        payload = content(key, 0)
+        trailer = seal(key, memoryview(payload), IDENTITY.short_digest)
+        self.write(self.process, key, payload, trailer, durable=True)
+
+    def read(self, process: int, key: OffloadKey) -> Record | None:
+        """Return what is kept of a chunk."""
+        record = self.records.get(key) if process == self.process else None
+        if record is not None:
+            self.records.move_to_end(key)
+        return record
+
+    def forget(self, process: int, keys: Sequence[OffloadKey]) -> None:
+        """Keep these no longer."""
+        if process == self.process:
+            for key in keys:
+                self.records.pop(key, None)
+
+    def empty(self) -> None:
+        """Lose everything, without a word."""
+        self.untold.update(self.records)
+        self.records.clear()
+
+    def evict(self, count: int) -> list[OffloadKey]:
+        """Lose the least recently used chunks."""
+        return [self.records.popitem(last=False)[0] for _ in range(min(count, len(self.records)))]
+
+    def reset(self, process: int) -> None:
+        """Forget everything for ever."""
+        if process == self.process:
+            self.resets += 1
+            self.was_reset = True
+            self.records.clear()
+
+    def damage(self, share: float = 0.5) -> None:
+        """Let bits rot: a share of the chunks is not any more what was put."""
+        for key in list(self.records):
+            if self.chance.random() < share:
+                record = self.records[key]
+                payload, trailer = spoil(self.chance, record.payload, record.trailer)
+                self.records[key] = replace(record, payload=payload, trailer=trailer)
+                self.world.seen["bits rotted"] += 1
+
+    def has(self, key: OffloadKey, weights: int) -> bool:
+        """Say whether a chunk is there and whole."""
+        record = self.records.get(key)
+        return record is not None and record.payload == content(key, weights)
+
+    def _keep(self, stays: Callable[[Record], bool]) -> None:
+        self.records = OrderedDict((key, record) for key, record in self.records.items() if stays(record))
+
+
+def spoil(chance: Random, payload: bytes, trailer: bytes) -> tuple[bytes, bytes]:
+    """Damage a chunk: a bit has turned over, it is torn, or it is another one."""
+    kind = chance.randrange(5 if trailer else 3)
+    if kind == 0:
+        where = chance.randrange(len(payload))
+        return payload[:where] + bytes([payload[where] ^ 1 << chance.randrange(8)]) + payload[
+            where + 1 :
+        ], trailer
+    if kind == 1:
+        where = chance.randrange(1, len(payload))
+        return payload[:where] + NOBODYS[where:], trailer
+    other = content(_ANOTHER, 0)
+    if kind == 2:
+        return other, trailer
+    if kind == 3:
+        return payload, trailer[: chance.randrange(len(trailer))]
+    return other, seal(_ANOTHER, memoryview(other), IDENTITY.short_digest)
+
+
+__all__ = ["FAIR", "Backend", "Record", "Weather", "spoil"]

@@ -1,0 +1,153 @@
+"""The core as an engine's scheduler thread drives it, with the executor on the other side of two queues.
+
+This is what the vLLM bridge does, without vLLM: what has come back is taken in at the next question or at
+the end of a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+from kvtier.core.messages import SlotsReady
+from kvtier.core.requests import Request
+from kvtier.core.states import Lookup
+from kvtier.core.transfers import Pinned, Reservation
+from kvtier.executor import Executor, ExecutorThread, Post
+from kvtier.keys import OffloadKey
+from kvtier.testing.sim.truth import CheckedTiering, World
+
+
+class SimExecutorThread(ExecutorThread):
+    """The executor's thread as a task of the simulated loop. Its queues and wake-ups are the real ones."""
+
+    def __init__(self, make: Callable[[Post], Executor]) -> None:
+        super().__init__(make)
+        self.task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start the task. What is submitted before it runs waits for it."""
+        self.task = asyncio.get_running_loop().create_task(self._serve(), name="executor")
+
+    async def aclose(self, drain_s: float) -> None:
+        """Do what ``close`` does, without blocking."""
+        assert self.task is not None
+        self._drain_s = drain_s
+        self._closing = True
+        self._wake()
+        await self.task
+        self._ended = True
+        self._refuse_inbox()
+
+
+class Bridge:
+    """What an engine's scheduler calls. Nothing here waits."""
+
+    def __init__(self, world: World, core: CheckedTiering, executor: SimExecutorThread) -> None:
+        self.core = core
+        self._world = world
+        self._executor = executor
+        self._requests: dict[str, Request] = {}
+        self._loads: dict[str, Pinned] = {}
+        self._stores: dict[Reservation, None] = {}
+        self._flushing: tuple[list[Reservation], list[Pinned]] = ([], [])
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a tier is at work."""
+        return bool(self.core.ledger.running)
+
+    def slots_ready(self, slots: range) -> None:
+        """Slots of the primary tier can be used."""
+        self.core.on_event(SlotsReady(slots), self._world.now_s)
+
+    def new_request(self, name: str, tiers: frozenset[int] | None) -> None:
+        """A request has come."""
+        self._requests[name] = Request(name, tiers)
+
+    def finish(self, name: str) -> None:
+        """A request has ended, or was cancelled. Copies of it may be under way."""
+        self.core.close(self._requests.pop(name))
+
+    def lookup(self, key: OffloadKey, name: str) -> Lookup:
+        """Say whether a chunk is there."""
+        if self._executor.events:
+            self.take_in()
+        request = self._requests[name]
+        if request.stands and (answer := self.core.repeat(key, request)) is not None:
+            return answer
+        return self.core.lookup(key, request)
+
+    def prepare_load(self, keys: Sequence[OffloadKey], name: str) -> list[int]:
+        """Pin chunks for a load; return their slots."""
+        pinned = self._loads[name] = self.core.acquire(keys, self._requests[name])
+        return pinned.slots
+
+    def complete_load(self, name: str, *, failed: bool) -> None:
+        """A load has ended."""
+        pinned = self._loads.pop(name)
+        if failed:
+            self.core.fail_load(pinned, self._requests.get(name))
+        else:
+            self.core.release(pinned)
+
+    def prepare_store(self, keys: Sequence[OffloadKey]) -> Reservation | None:
+        """Give slots to a store; None: not now."""
+        reservation = self.core.reserve(keys)
+        if reservation is not None and reservation.keys:
+            self._stores[reservation] = None
+        elif reservation is not None:
+            self.core.abort(reservation)
+        return reservation
+
+    def complete_store(self, reservation: Reservation, *, failed: bool) -> None:
+        """A store has ended."""
+        del self._stores[reservation]
+        if failed:
+            self.core.fail_store(reservation)
+        else:
+            self.core.commit(reservation, self._world.now_s)
+            self._dispatch()
+
+    def end_schedule(self, started: Iterable[str], preempted: Iterable[str]) -> None:
+        """A step is scheduled."""
+        for name in started:
+            if name in self._requests:
+                self.core.scheduled(self._requests[name])
+        for name in preempted:
+            if name in self._requests:
+                self.core.restart(self._requests[name])
+        self.core.settle(self._world.now_s)
+        self.take_in()
+
+    def reset(self) -> None:
+        """The engine has new weights, and forgets its copies under way."""
+        self._flushing[0].extend(self._stores)
+        self._flushing[1].extend(self._loads.values())
+        self._stores.clear()
+        self._loads.clear()
+        self.core.reset()
+        self._dispatch()
+
+    def flushed(self) -> None:
+        """The copies that resets have cut off have ended."""
+        reservations, loads = self._flushing
+        self._flushing = [], []
+        for reservation in reservations:
+            self.core.abort(reservation)
+        for pinned in loads:
+            self.core.release(pinned)
+
+    def take_in(self) -> None:
+        """Tell the core what has happened, and the executor what is to be done."""
+        while self._executor.events:
+            self.core.on_event(self._executor.events.popleft(), self._world.now_s)
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        commands = self.core.take_commands()
+        if commands:
+            self._executor.submit(commands)
+
+
+__all__ = ["Bridge", "SimExecutorThread"]

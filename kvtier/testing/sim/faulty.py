@@ -1,0 +1,319 @@
+"""Faults around any tier, and a look at how it is used.
+
+They can be put around every tier whose transport runs on the event loop alone: an author's own is
+simulated so. Only what a tier may do is drawn: whatever happens, a call ends as a tier's call can end, and
+slots are not touched after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import anyio
+
+from kvtier.errors import TierError
+from kvtier.keys import OffloadKey
+from kvtier.testing.sim.backend import Backend, Weather, spoil
+from kvtier.testing.sim.truth import SimMemory, show
+from kvtier.tiers.base import (
+    Batch,
+    Knowledge,
+    Outcome,
+    SecondaryTier,
+    Status,
+    TierConfig,
+    TierContext,
+    Usage,
+)
+from kvtier.tiers.drain import until_done
+
+_CUT_OFF = ("contains", "discard", "get", "put", "touch")
+_MOMENT_S = 1e-6
+
+
+class FaultyTier(SecondaryTier[TierConfig]):
+    """Faults around a tier, and a look at how it is used. Made by ``faulty``.
+
+    Attributes:
+        inner: the tier.
+        running: calls of each kind that are under way.
+        gets: gets that have begun.
+    """
+
+    Config = TierConfig
+
+    def __init__(
+        self, inner: SecondaryTier[Any], backend: Backend, memory: SimMemory, *, drains: bool
+    ) -> None:
+        super().__init__(inner.config)
+        self.inner = inner
+        self.running: Counter[str] = Counter()
+        self.gets = 0
+        self._drains = drains
+        self._backend = backend
+        self._world = backend.world
+        self._memory = memory
+        self._oldest_weights = self._world.weights
+        self._is_opened = False
+        self._is_reset_failed = False
+        self._resets = 0
+
+    @property
+    def _weather(self) -> Weather:
+        return self._backend.weather
+
+    async def open(self, context: TierContext) -> None:
+        """Open the tier, or not."""
+        await self._do("open", lambda: self._open(context))
+        self._is_opened = True
+
+    async def _open(self, context: TierContext) -> None:
+        if self._weather.closed:
+            raise TierError("there is no way to the backend")
+        await self.inner.open(context)
+
+    def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
+        """Say what is known; now and then that fails, and more often it is old."""
+        self._require_usable("known")
+        chance, weather = self._backend.chance, self._weather
+        if chance.random() < weather.error:
+            raise OSError("the index cannot be read")
+        known = list(self.inner.known(keys))
+        if chance.random() < weather.chunks:
+            index = chance.randrange(len(known))
+            known[index] = chance.choice(list(Knowledge))
+            self._backend.untold.add(keys[index])
+        return known
+
+    def usage(self) -> Usage | None:
+        """Say how full the tier is."""
+        if self._backend.chance.random() < self._weather.error / 10:
+            raise OSError("nobody knows how full it is")
+        usage = self.inner.usage()
+        if usage is not None and usage.used_bytes is not None and usage.capacity_bytes is not None:
+            self._world.require(
+                usage.used_bytes <= usage.capacity_bytes, f"{self._backend.name} is beyond its bound: {usage}"
+            )
+        return usage
+
+    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        """Ask the tier; the answer may be old."""
+        self._require_usable("contains")
+        there = list(await self._do("contains", lambda: self.inner.contains(keys)))
+        chance = self._backend.chance
+        if chance.random() < self._weather.chunks:
+            index = chance.randrange(len(there))
+            there[index] = chance.random() < 0.5
+            self._backend.untold.add(keys[index])
+        return there
+
+    async def put(self, batch: Batch) -> Outcome:
+        """Put: the bytes must be those of their keys, and stay so."""
+        self._require_usable("put")
+        self._require_whole(batch, self._oldest_weights)
+        async with self._at_work("put", batch, self.config.max_concurrency // 2, writes=False):
+            oldest = self._oldest_weights
+            try:
+                outcome = await self._do("put", partial(self._put, batch, self._resets))
+            finally:
+                self._require_whole(batch, min(oldest, self._oldest_weights))
+        outcome = self._with_failures(outcome)
+        self._world.seen["chunks put"] += outcome.statuses.count(Status.OK)
+        return outcome
+
+    async def _put(self, batch: Batch, resets: int) -> Outcome:
+        if resets != self._resets:  # what was begun before a reset must not appear after it
+            return Outcome.all(Status.REFUSED, len(batch), "reset")
+        outcome: Outcome = await self.inner.put(batch)
+        return outcome
+
+    async def get(self, batch: Batch) -> Outcome:
+        """Get, into slots that hold anything before."""
+        self.gets += 1
+        self._require_usable("get")
+        async with self._at_work("get", batch, self.config.max_concurrency, writes=True):
+            self._memory.scribble(batch.slots)
+            outcome = self._with_failures(await self._do("get", lambda: self.inner.get(batch)))
+            self._spoil(batch, outcome)
+        self._world.seen["chunks got"] += outcome.statuses.count(Status.OK)
+        return outcome
+
+    async def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Tell the tier."""
+        self._require_usable("touch")
+        await self._do("touch", lambda: self.inner.touch(keys))
+
+    async def discard(self, keys: Sequence[OffloadKey]) -> None:
+        """Have chunks forgotten."""
+        self._require_usable("discard")
+        await self._do("discard", lambda: self.inner.discard(keys))
+
+    async def reset(self) -> None:
+        """Reset. What is put from now on must be of the weights of now."""
+        self._oldest_weights = self._world.weights
+        self._resets += 1
+        self._is_reset_failed = True
+        await self._do("reset", self.inner.reset)
+        self._is_reset_failed = False
+
+    async def aclose(self) -> None:
+        """Close; no other call may be under way."""
+        busy = dict(+self.running)
+        self._world.require(not busy, f"{self._backend.name} is closed while {busy} are under way")
+        self._is_opened = False
+        await self._do("aclose", self.inner.aclose)
+
+    # --- faults ----------------------------------------------------------------------------------
+
+    async def _do(self, verb: str, call: Callable[[], Any]) -> Any:
+        self._note(verb, "begins")
+        self.running[verb] += 1
+        began_s = self._world.now_s
+        try:
+            work = self._with_faults(verb, call)
+            result = await (until_done(work) if self._drains else work)
+        except BaseException as error:
+            self._note(verb, f"raises {error!r}")
+            raise
+        finally:
+            self.running[verb] -= 1
+            self._require_in_time(verb, began_s)
+        self._note(verb, f"ends: {result}")
+        return result
+
+    async def _with_faults(self, verb: str, call: Callable[[], Any]) -> Any:
+        weather, chance, seen = self._weather, self._backend.chance, self._world.seen
+        hangs = chance.random() < self._share(weather.hang, verb)
+        hangs_first = chance.random() < 0.5
+        await anyio.sleep(self._latency_s(verb))
+        if hangs and hangs_first:
+            await self._hang(verb)
+        if chance.random() < self._share(weather.error, verb):
+            seen[f"{verb} failed"] += 1
+            raise self._error()
+        result = await call()
+        if hangs and not hangs_first:
+            await self._hang(verb)
+        if chance.random() < self._share(weather.lost, verb):
+            seen["answer lost"] += 1
+            raise self._error()
+        if chance.random() < self._share(weather.cancelled, verb):
+            seen["cancelled by nobody"] += 1
+            raise asyncio.CancelledError
+        return result
+
+    def _share(self, fault: float, verb: str) -> float:
+        """Say which share of the calls of a verb a fault befalls now."""
+        only = self._weather.only
+        return fault if only is None or verb in only else 0.0
+
+    def _latency_s(self, verb: str) -> float:
+        weather, chance = self._weather, self._backend.chance
+        seconds = weather.latency_s * chance.choice((0.0, 0.5, 1.0, 3.0))
+        if chance.random() < self._share(weather.late, verb):
+            self._world.seen[f"{verb} late"] += 1
+            seconds = weather.latency_s * 100
+        return seconds
+
+    async def _hang(self, verb: str) -> None:
+        self._world.seen[f"{verb} hung"] += 1
+        await self._backend.fair.wait()
+
+    def _error(self) -> BaseException:
+        passing: list[type[BaseException]] = [ConnectionError, TimeoutError]  # such a call is repeated
+        kinds: list[type[BaseException]] = [*passing, *passing, *passing, OSError, TierError, ValueError]
+        if not self._drains:  # in a task of its own it would end the loop, here as everywhere
+            kinds.append(SystemExit)
+        return self._backend.chance.choice(kinds)("injected")
+
+    def _with_failures(self, outcome: Outcome) -> Outcome:
+        """Let single chunks fail, though the tier has put or given them."""
+        chance, share = self._backend.chance, self._weather.chunks
+        if not share:
+            return outcome
+        statuses = [
+            Status.FAILED if status is Status.OK and chance.random() < share else status
+            for status in outcome.statuses
+        ]
+        return Outcome(statuses, {**outcome.reasons, "error": statuses.count(Status.FAILED)})
+
+    def _spoil(self, batch: Batch, outcome: Outcome) -> None:
+        """Damage on the way; a tier that verifies would have seen it."""
+        chance, share = self._backend.chance, self._weather.damage
+        if self.verifies or not share:
+            return
+        for index, status in enumerate(outcome.statuses):
+            if status is Status.OK and chance.random() < share:
+                view = batch.views[index]
+                view[:], batch.trailers[index] = spoil(chance, bytes(view), batch.trailers[index])
+                self._world.seen["chunks damaged"] += 1
+
+    # --- how it is used --------------------------------------------------------------------------
+
+    def _note(self, verb: str, what: str) -> None:
+        if self._world.traces:
+            self._world.note(f"{self._backend.name}: {verb} {what}")
+
+    def _require_in_time(self, verb: str, began_s: float) -> None:
+        """What a command does is cut off at its deadline. Nobody waits for what opens, resets or closes."""
+        took_s = self._world.now_s - began_s
+        if verb in _CUT_OFF and not self._drains and took_s > self.config.deadline_s + _MOMENT_S:
+            self._world.fail(
+                f"{self._backend.name}: a {verb} has gone on for {took_s:.4f} s, beyond its deadline"
+            )
+
+    def _require_usable(self, verb: str) -> None:
+        require, name = self._world.require, self._backend.name
+        require(self._is_opened, f"{name}: {verb} before it is open, or after it was closed")
+        if verb in ("put", "known"):  # what a command begins with; it may end later
+            require(not self.running["reset"], f"{name}: {verb} while a reset is under way")
+            require(not self._is_reset_failed, f"{name}: {verb} after a reset that has failed")
+
+    @asynccontextmanager
+    async def _at_work(self, verb: str, batch: Batch, most: int, *, writes: bool) -> AsyncIterator[None]:
+        """Check how many calls run at once, and that nobody else is at the slots."""
+        name = self._backend.name
+        self._world.require(
+            self.running[verb] < max(1, most), f"{name}: more than {most} calls of {verb} at once"
+        )
+        with self._memory.using(batch.slots, f"a {verb} of {name}", writes=writes):
+            yield
+
+    def _require_whole(self, batch: Batch, oldest: int) -> None:
+        """What is put must be what its key says, of weights that the tier may have."""
+        for key, slot in zip(batch.keys, batch.slots, strict=True):
+            weights = range(oldest, self._world.weights + 1)
+            if not any(self._memory.holds(slot, key, one) for one in weights):
+                held = self._world.name_of(bytes(self._memory.view(slot)), batch.keys)
+                self._world.fail(
+                    f"{self._backend.name} is to put {show(key)} of {weights}, but slot {slot} has {held}"
+                )
+
+
+def faulty(
+    inner: SecondaryTier[Any], backend: Backend, memory: SimMemory, *, drains: bool = False
+) -> FaultyTier:
+    """Put faults around a tier: those of the backend's weather.
+
+    Args:
+        inner: the tier; nothing in it may need another thread or a socket.
+        backend: whose weather it has. A tier of one's own needs no backend otherwise.
+        memory: the slots.
+        drains: whether a call that is cancelled goes on to its end first.
+    """
+    attributes: Mapping[str, Any] = {
+        "verifies": inner.verifies,
+        "medium": inner.medium,
+        "reasons": inner.reasons,
+        "__doc__": FaultyTier.__doc__,
+    }
+    made: type[FaultyTier] = type("FaultyTier", (FaultyTier,), dict(attributes))
+    return made(inner, backend, memory, drains=drains)
+
+
+__all__ = ["FaultyTier", "faulty"]

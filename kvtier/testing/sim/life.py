@@ -1,0 +1,370 @@
+"""One run: processes that live one after the other over the same backends, until the last comes to rest."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from kvtier.build import make_gate
+from kvtier.core.policies.arc import ARC
+from kvtier.core.policies.base import EvictionPolicy
+from kvtier.core.policies.lru import LRU
+from kvtier.executor import Executor, NamedTier
+from kvtier.keys import OffloadKey
+from kvtier.testing.sim.backend import Backend
+from kvtier.testing.sim.bridge import SimExecutorThread
+from kvtier.testing.sim.device import Copies
+from kvtier.testing.sim.faulty import FaultyTier, faulty
+from kvtier.testing.sim.loop import simulate
+from kvtier.testing.sim.plan import End, Owner, Plan, TierPlan, chain
+from kvtier.testing.sim.processes import REST_S, EngineProcess, Process
+from kvtier.testing.sim.tiers import SimTier, VerifyingSimTier
+from kvtier.testing.sim.truth import ADDRESS, IDENTITY, CheckedTiering, SimMemory, World, show
+from kvtier.tiers.base import SecondaryTier
+
+_RECOVERY_S = 600.0  # in which a tier has to be used again after it
+
+_POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRU, "arc": ARC}
+
+MakeTier = Callable[[Backend], SecondaryTier[Any]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run has shown.
+
+    Attributes:
+        seed: its seed.
+        seen: what happened how often, in the words of the simulation and, with ``core`` before them, in
+            those of the core's counts.
+    """
+
+    seed: object
+    seen: Counter[str]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What an author wants to see simulated.
+
+    Attributes:
+        tier: makes the tier that is asked first, given a backend. It may keep its chunks in there, or
+            anywhere else that needs neither a thread nor a socket.
+        policy: makes the eviction policy of the primary tier.
+    """
+
+    tier: MakeTier | None = None
+    policy: Callable[[], EvictionPolicy] | None = None
+
+
+def run(
+    seed: object,
+    given: Given | None = None,
+    *,
+    plan: Plan | None = None,
+    trace: Callable[[str], object] | None = None,
+) -> Result:
+    """Run one seed.
+
+    Args:
+        seed: names the run.
+        given: parts of one's own.
+        plan: the plan, where it is not to be drawn from the seed.
+        trace: called with each line of what happens.
+
+    Raises:
+        Violation, AssertionError, KVTierError: something happened that must not.
+    """
+    drawn = plan or Plan.draw(seed)
+
+    async def main() -> Result:
+        return await _Run(seed, given or Given(), drawn, trace).run()
+
+    with _quiet(trace):
+        return simulate(main, seed)
+
+
+@contextmanager
+def _quiet(trace: Callable[[str], object] | None) -> Iterator[None]:
+    """Keep kvtier's logs to those who read a trace: nearly all that happens here is an error."""
+    logger = logging.getLogger("kvtier")
+    handler = _Tracing(trace) if trace is not None else logging.NullHandler()
+    level, propagates = logger.level, logger.propagate
+    logger.setLevel(logging.DEBUG if trace is not None else logging.CRITICAL + 1)
+    logger.propagate = False
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagates
+        logger.setLevel(level)
+
+
+class _Tracing(logging.Handler):
+    def __init__(self, trace: Callable[[str], object]) -> None:
+        super().__init__()
+        self._write = trace
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._write(f"           log: {ADDRESS.sub('...', record.getMessage())}")
+
+
+class _Run:
+    """One run."""
+
+    def __init__(self, seed: object, given: Given, plan: Plan, trace: Callable[[str], object] | None) -> None:
+        self.world = World(seed, trace)
+        self._seed = seed
+        self._given = given
+        self._plan = plan
+        self._backends = [
+            Backend(self.world, f"tier{index}", tier.capacity) for index, tier in enumerate(plan.tiers)
+        ]
+        self._to_damage = {
+            index for index, tier in enumerate(plan.tiers) if tier.is_looked_at_damaged and given.tier is None
+        }
+
+    async def run(self) -> Result:
+        """Run it."""
+        plan, world = self._plan, self.world
+        world.loop.set_exception_handler(self._on_unhandled)
+        world.note(f"{plan}")
+        for backend, tier in zip(self._backends, plan.tiers, strict=True):
+            self._forecast(backend, tier)
+        for until_s, end in plan.lives:
+            await self._life(until_s, end)
+        await self._last_life()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        world.require(not left, f"tasks are left behind: {left}")
+        return Result(self._seed, +world.seen)
+
+    async def _life(self, until_s: float, end: End) -> None:
+        process = self._start()
+        task = asyncio.ensure_future(process.live(until_s))
+        self.world.seen[end.value] += 1
+        if end is End.SHUTDOWN:
+            await task
+            await process.aclose()
+            self._count(process)
+            return
+        await asyncio.wait([task], timeout=max(0.0, until_s - self.world.now_s))
+        if task.done():
+            task.result()
+        await self._crash(process, task)
+
+    async def _crash(self, process: Process, task: asyncio.Task[None]) -> None:
+        """The process is gone. What of it is left in this loop is swept, and looked at by nobody."""
+        self.world.note("crash")
+        self.world.is_alive = False
+        self._count(process)
+        for backend in self._backends:
+            backend.crash()
+            backend.fair.set()
+        task.cancel()
+        with suppress(BaseException):
+            await task
+        closing = asyncio.ensure_future(process.aclose())
+        await asyncio.wait([closing], timeout=REST_S)
+        for left in asyncio.all_tasks() - {asyncio.current_task()}:
+            left.cancel()
+            with suppress(BaseException):
+                await left
+        for backend in self._backends:
+            backend.turn(backend.weather)
+
+    async def _last_life(self) -> None:
+        world, plan = self.world, self._plan
+        process = self._start()
+        await process.live(plan.fair_s)
+        world.note("the last fault is over")
+        await self._within(REST_S, process.rest(), "all has come to rest")
+        process.core.require_idle()
+        self._require_nothing_false_announced(process)
+        await self._require_recovery(process)
+        await self._within(REST_S, process.rest(), "all has come to rest again")
+        process.core.require_idle()
+        await self._within(REST_S, process.aclose(), "the process is shut down")
+        busy = [tier for tier in process.tiers if +tier.running]
+        world.require(not busy, f"after shutdown there are calls under way: {[it.running for it in busy]}")
+        self._count(process)
+
+    def _require_nothing_false_announced(self, process: Process) -> None:
+        """Whoever follows the changes believes no more than what is there, or has left without a word."""
+        for index, (backend, believed) in enumerate(zip(self._backends, process.core.believed, strict=True)):
+            if self._is_given(index):
+                continue  # what is in it is not known here
+            wrong = believed - backend.records.keys() - backend.untold
+            names = sorted(map(show, wrong))
+            self.world.require(not wrong, f"{names} are announced to be in {backend.name}, and are not")
+
+    # --- recovery --------------------------------------------------------------------------------
+
+    async def _require_recovery(self, process: Process) -> None:
+        """All is well by now: what is stored must be found, in the primary tier and in each other one."""
+        given_alone = self._given.tier is not None
+        waiting = list(range(len(self._backends[:1] if given_alone else self._backends)))
+        until_s = self.world.now_s + _RECOVERY_S
+        for attempt in count():
+            keys = chain(f"probe{attempt}.", 1)
+            for backend in self._backends:
+                backend.empty()  # there is room
+            await process.store(keys)
+            found = await process.find(keys)
+            self.world.require(found == 1, "what was stored just now, and all is well, is not found")
+            await self._within(REST_S, process.rest(), "a store has come to rest")
+            waiting = [index for index in waiting if not await self._serves(process, index, keys)]
+            if not waiting:
+                return
+            names = [self._backends[index].name for index in waiting]
+            self.world.require(self.world.now_s < until_s, f"{names} are not used again, though all is well")
+            await asyncio.sleep(1.0)
+
+    async def _serves(self, process: Process, index: int, keys: Sequence[OffloadKey]) -> bool:
+        """Have a chunk evicted from the primary tier; say whether it is brought back from this tier."""
+        (key,), backend = keys, self._backends[index]
+        if key not in backend.records and not self._is_given(index):
+            return False
+        for other in self._backends:
+            if other is not backend:
+                other.forget(other.process, keys)
+        for _ in process.core.table:
+            if key in process.core.table.visible:
+                process.core.ledger.evict(1)
+        self.world.require(key not in process.core.table.visible, f"{show(key)} cannot be evicted")
+        if index in self._to_damage:
+            await self._require_set_aside(process, index, keys)
+            return False
+        return await process.find(keys) == 1 and process.core.ledger.tiers[index].works
+
+    async def _require_set_aside(self, process: Process, index: int, keys: Sequence[OffloadKey]) -> None:
+        """Damage a chunk; where the tier is asked for it, it is not found, and forgotten."""
+        backend, tier, (key,) = self._backends[index], process.tiers[index], keys
+        backend.damage(share=1.0)
+        before = tier.gets
+        found = await process.find(keys)
+        self.world.require(found == 0, f"{show(key)} is no good, and was found in {backend.name}")
+        await self._within(REST_S, process.rest(), "a fetch has come to rest")
+        gone = key not in backend.records
+        self.world.require(gone or tier.gets == before, f"{show(key)} is no good, and not discarded")
+        if gone:
+            self._to_damage.discard(index)
+
+    # --- parts -----------------------------------------------------------------------------------
+
+    def _start(self) -> Process:
+        plan, world = self._plan, self.world
+        world.start_process()
+        world.note(f"process {world.process} starts")
+        core = self._core()
+        if plan.owner is Owner.TASKS:
+            from kvtier.testing.sim.tasks import Clients, SimRegion, TasksProcess  # needs torch
+
+            region = SimRegion(world, plan.slots)
+            tiers, named = self._tiers(region)
+            core.watch(world, region)
+            clients = Clients(world, plan, core, region, self._copies(region), named)
+            return TasksProcess(world, core, tiers, clients)
+        memory = SimMemory(world, plan.slots)
+        tiers, named = self._tiers(memory)
+        core.watch(world, memory)
+        chance = world.chance(f"executor/{world.process}").random
+        executor = SimExecutorThread(lambda post: Executor(named, IDENTITY, memory, post, chance=chance))
+        return EngineProcess(world, plan, core, tiers, executor, self._copies(memory))
+
+    def _core(self) -> CheckedTiering:
+        plan = self._plan
+        gates = [make_gate(f"tier{index}", tier.config) for index, tier in enumerate(plan.tiers)]
+        make = self._given.policy or _POLICIES[plan.policy]
+        return CheckedTiering(
+            make(),
+            gates,
+            plan.limits,
+            windowed_groups=frozenset({1}) if plan.windowed else frozenset(),
+            track_changes=True,
+        )
+
+    def _copies(self, memory: SimMemory) -> Copies:
+        plan = self._plan
+        return Copies(
+            self.world, memory, failures=plan.copy_failures, until_s=plan.fair_s, longest_s=plan.copy_s
+        )
+
+    def _tiers(self, memory: SimMemory) -> tuple[list[FaultyTier], list[NamedTier]]:
+        tiers: list[FaultyTier] = []
+        named = []
+        for index, plan in enumerate(self._plan.tiers):
+            tiers.append(self._tier(index, memory))
+            self._disturb(plan, tiers, index)
+
+            def again(index: int = index) -> FaultyTier:
+                tiers[index] = self._tier(index, memory)
+                return tiers[index]
+
+            named.append(NamedTier(f"tier{index}", tiers[index], again if plan.is_made_anew else None))
+        return tiers, named
+
+    def _is_given(self, index: int) -> bool:
+        """Whether a tier is an author's own: it may keep its chunks elsewhere."""
+        return index == 0 and self._given.tier is not None
+
+    def _tier(self, index: int, memory: SimMemory) -> FaultyTier:
+        plan, backend = self._plan.tiers[index], self._backends[index]
+        inner: SecondaryTier[Any]
+        if self._given.tier is not None and self._is_given(index):
+            inner = self._given.tier(backend)
+        else:
+            inner = (VerifyingSimTier if plan.verifies else SimTier)(plan.config, backend)
+        return faulty(inner, backend, memory, drains=plan.config.drains)
+
+    def _forecast(self, backend: Backend, plan: TierPlan) -> None:
+        for prompt, had in zip(self._plan.prompts, plan.had, strict=False):
+            for key in prompt[:had]:
+                backend.write_whole(key)
+        for when_s, weather in plan.weather:
+            self.world.loop.call_at(when_s, backend.turn, weather)
+        for when_s in plan.rots:
+            self.world.loop.call_at(when_s, backend.damage)
+
+    def _disturb(self, plan: TierPlan, tiers: Sequence[FaultyTier], index: int) -> None:
+        """Let chunks leave the tier by themselves, while this process lives."""
+        process, chance = self.world.process, self.world.chance(f"losses{self.world.process}")
+
+        def lose(count: int) -> None:
+            tier = tiers[index].inner
+            if self.world.process == process and self.world.is_alive and isinstance(tier, SimTier):
+                tier.lose(count)
+
+        for when_s in plan.loses:
+            if when_s > self.world.now_s:
+                self.world.loop.call_at(when_s, lose, chance.randint(1, 6))
+
+    async def _within(self, longest_s: float, work: Any, what: str) -> None:
+        task = asyncio.ensure_future(work)
+        done, _ = await asyncio.wait([task], timeout=longest_s)
+        if not done:
+            self.world.fail(f"{longest_s:g} s after the last fault it is not so that {what}")
+        task.result()
+
+    def _count(self, process: Process) -> None:
+        names = {backend.name for backend in self._backends}
+        for parts, number in process.core.take_counts().items():
+            what = " ".join(part for part in parts if part not in names)
+            self.world.seen[f"core {what}"] += int(number)
+
+    def _on_unhandled(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if self.world.is_alive:
+            self.world.note(f"unhandled: {context}")
+            self.world.loop.fail(
+                error if isinstance(error, Exception) else AssertionError(context["message"])
+            )
+
+
+__all__ = ["Given", "MakeTier", "Result", "run"]

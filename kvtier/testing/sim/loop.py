@@ -1,0 +1,340 @@
+"""An event loop whose time jumps and whose order is drawn from a seed.
+
+Nothing waits: when no callback is ready the clock jumps to the next timer. Tasks that are ready at the
+same time run in an order that the seed picks. There is one thread: what would run in others runs here,
+at times that the seed picks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import Context
+from functools import partial
+from itertools import count
+from random import Random
+from typing import Any, Protocol, TypeVar, TypeVarTuple
+from unittest import mock
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+_EPOCH_S = 1_700_000_000.0
+_MOST_CALLBACKS = 2_000_000
+_MOST_AT_ONCE = 100_000
+_SWEEPS = 20_000
+_CANCEL_EVERY = 100
+
+
+class Stalled(AssertionError):
+    """Nothing is ready and no timer runs: what is waited for never comes."""
+
+
+class Spinning(AssertionError):
+    """Callbacks call each other without end while no time passes."""
+
+
+class SimLoop(asyncio.BaseEventLoop):
+    """An asyncio event loop in virtual time, the same for the same seed.
+
+    Plain callbacks run in the order of ``call_soon``, as asyncio promises. Tasks that are ready together
+    are shuffled.
+
+    Args:
+        chance: draws the order and how long threads take.
+    """
+
+    def __init__(self, chance: Random) -> None:
+        self._is_running = False  # asked for by the base at once
+        super().__init__()
+        self.chance = chance
+        self._now_s = 0.0
+        self._soon: list[asyncio.Handle] = []
+        self._timers: list[tuple[float, float, int, asyncio.TimerHandle]] = []
+        self._order = count()
+        self._thread = threading.get_ident()
+        self._stop_asked = False
+        self._failure: BaseException | None = None
+        self._is_over = False
+        self._tasks = 0
+        self._called = 0
+        self._called_now = 0
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with ``error`` after the callback under way, whoever would catch it there."""
+        if self._failure is None and not self._is_over:
+            self._failure = error
+
+    # --- what asyncio asks of a loop -------------------------------------------------------------
+
+    def time(self) -> float:
+        """Return the virtual time, in seconds from the start."""
+        return self._now_s
+
+    def is_running(self) -> bool:
+        """Say whether callbacks are being run."""
+        return self._is_running
+
+    def stop(self) -> None:
+        """End ``run_forever`` after the callbacks that are ready."""
+        self._stop_asked = True
+
+    def call_soon(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        """Run a callback before time goes on."""
+        handle = asyncio.Handle(callback, args, self, context)
+        self._soon.append(handle)
+        return handle
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """Run a callback at a time; of those of one time the seed picks the order."""
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, self.chance.random(), next(self._order), timer))
+        return timer
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        """Run a callback before time goes on; from this thread only."""
+        if threading.get_ident() != self._thread:
+            error = RuntimeError("a thread has called the simulated loop: nothing is repeatable with threads")
+            self.fail(error)
+            raise error
+        return self.call_soon(callback, *args, context=context)
+
+    def create_task(self, coro: Coroutine[Any, Any, T], **settings: Any) -> SimTask[T]:  # type: ignore[override]
+        """Make a task."""
+        task = SimTask(coro, loop=self, **settings)
+        self._tasks += 1
+        task.number = self._tasks
+        return task
+
+    def run_in_executor(
+        self,
+        executor: object,  # noqa: ARG002
+        func: Callable[[*Ts], T],
+        *args: *Ts,
+    ) -> asyncio.Future[T]:
+        """Run a function in this thread, at a time that the seed picks."""
+        return run_later(self, lambda: func(*args))
+
+    def run_forever(self) -> None:
+        """Run callbacks until ``stop``.
+
+        Raises:
+            Stalled, Spinning: see there.
+        """
+        self._stop_asked = False
+        with self._running():
+            while not self._stop_asked:
+                self._turn()
+
+    def sweep(self) -> None:
+        """Cancel what a run that has failed leaves behind; nobody looks at what becomes of it."""
+        self._is_over, self._failure = True, None
+        self.set_exception_handler(lambda *_: None)
+        with self._running():
+            for turn in range(_SWEEPS):
+                left = asyncio.all_tasks(self)
+                if not left:
+                    return
+                for task in left if turn % _CANCEL_EVERY == 0 else ():
+                    task.cancel()
+                with suppress(BaseException):  # whatever it is, it is not the failure
+                    self._turn()
+        for task in asyncio.all_tasks(self):
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        self._is_running = True
+        asyncio._set_running_loop(self)
+        try:
+            yield
+        finally:
+            self._is_running = False
+            asyncio._set_running_loop(None)
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """Run what is ready now; where nothing is, let time jump."""
+        self._take_due()
+        if not self._soon:
+            if not self._timers:
+                raise Stalled("nothing is ready and no timer runs: a wake-up was lost")
+            self._now_s, self._called_now = self._timers[0][0], 0
+            self._take_due()
+        batch, self._soon = self._soon, []
+        if len(batch) > 1:
+            self._shuffle(batch)
+        called = 0
+        try:
+            for handle in batch:
+                called += 1
+                if not handle.cancelled():
+                    handle._run()
+                if self._failure is not None:
+                    raise self._failure
+        finally:
+            self._soon[:0] = batch[called:]
+        self._count(called)
+
+    def _count(self, called: int) -> None:
+        self._called += called
+        self._called_now += called
+        if self._called_now > _MOST_AT_ONCE or self._called > _MOST_CALLBACKS:
+            raise Spinning(f"{self._called} callbacks by {self._now_s:.3f} s, {self._called_now} at once")
+
+    def _take_due(self) -> None:
+        timers, now_s = self._timers, self._now_s
+        while timers and (timers[0][0] <= now_s or timers[0][3].cancelled()):
+            timer = heapq.heappop(timers)[3]
+            if not timer.cancelled():
+                self._soon.append(timer)
+
+    def _shuffle(self, batch: list[asyncio.Handle]) -> None:
+        """Let tasks change places with each other. A task is there once: its own steps keep their order.
+
+        They are sorted before, because who wakes several at once may do so in the order of a set.
+        """
+        numbers = [_number_of(handle) for handle in batch]
+        places = [index for index, number in enumerate(numbers) if number]
+        if len(places) > 1:
+            chosen = sorted(places, key=numbers.__getitem__)
+            self.chance.shuffle(chosen)
+            steps = [batch[index] for index in chosen]
+            for index, handle in zip(places, steps, strict=True):
+                batch[index] = handle
+
+
+class SimTask(asyncio.Task[T]):
+    """A task with a number: the first one is 1."""
+
+    number: int
+
+
+def _number_of(handle: asyncio.Handle) -> int:
+    """Return the number of the task that a handle is a step of; 0 for other callbacks."""
+    task = getattr(handle._callback, "__self__", None)  # type: ignore[attr-defined]
+    return task.number if isinstance(task, SimTask) else 0
+
+
+class _Scheduler(Protocol):
+    chance: Random
+
+    def create_future(self) -> asyncio.Future[Any]: ...
+    def call_later(self, delay: float, callback: Callable[[], object]) -> object: ...
+
+
+def run_later(loop: _Scheduler, call: Callable[[], T]) -> asyncio.Future[T]:
+    """Call a function as a thread would, beside the loop's tasks: it runs, whoever still waits for it."""
+    future: asyncio.Future[T] = loop.create_future()
+    begins_s, ends_s = (loop.chance.choice((0.0, 0.0, 1e-4, 3e-3)) for _ in range(2))
+
+    def run() -> None:
+        try:
+            end = partial(_end, future, future.set_result, call())
+        except BaseException as error:
+            end = partial(_end, future, future.set_exception, error)
+        loop.call_later(ends_s, end)
+
+    loop.call_later(begins_s, run)
+    return future
+
+
+def _end(future: asyncio.Future[Any], settle: Callable[[Any], None], value: object) -> None:
+    if not future.done():  # or whoever waited was cancelled
+        settle(value)
+
+
+async def _in_simulated_thread(
+    func: Callable[[*Ts], T],
+    *args: *Ts,
+    abandon_on_cancel: bool = False,
+    limiter: anyio.CapacityLimiter | None = None,
+) -> T:
+    """Stand in for ``anyio.to_thread.run_sync``: the same cancellation, no thread."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, SimLoop)
+    await anyio.lowlevel.checkpoint()
+    async with limiter or anyio.CapacityLimiter(1):
+        with anyio.CancelScope(shield=not abandon_on_cancel):
+            return await run_later(loop, lambda: func(*args))
+    raise AssertionError("the scope is nobody's to cancel")
+
+
+def _no_sleep(seconds: float) -> None:
+    raise RuntimeError(f"time.sleep({seconds}) blocks the event loop")
+
+
+@contextmanager
+def _one_thread(loop: SimLoop) -> Iterator[None]:
+    """Let everybody see the virtual time, and let nobody start a worker thread."""
+    with (
+        mock.patch.multiple(
+            time,
+            monotonic=loop.time,
+            perf_counter=loop.time,
+            time=lambda: _EPOCH_S + loop.time(),
+            sleep=_no_sleep,
+        ),
+        mock.patch.object(anyio.to_thread, "run_sync", _in_simulated_thread),
+    ):
+        yield
+
+
+@contextmanager
+def _seeded(seed: object) -> Iterator[None]:
+    """Seed the chance that everybody shares, for those who draw from it."""
+    state = random.getstate()
+    random.seed(f"{seed}/shared")
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+def simulate(main: Callable[[], Coroutine[Any, Any, T]], seed: object = 0) -> T:
+    """Run a coroutine to its end in virtual time; the same seed gives the same run.
+
+    ``time.monotonic``, ``time.perf_counter`` and ``time.time`` say the virtual time meanwhile, where they
+    are called by these names, and ``random`` is seeded. ``anyio.to_thread.run_sync`` and
+    ``loop.run_in_executor`` start no thread.
+
+    Args:
+        main: makes the coroutine.
+        seed: anything whose ``str`` names the run.
+
+    Returns:
+        What the coroutine returns.
+
+    Raises:
+        Stalled, Spinning: see there. What the coroutine raises.
+    """
+    loop = SimLoop(Random(f"{seed}/loop"))
+    with _one_thread(loop), _seeded(seed):
+        try:
+            return loop.run_until_complete(main())
+        finally:
+            loop.sweep()
+            loop.close()
+
+
+__all__ = ["SimLoop", "Spinning", "Stalled", "run_later", "simulate"]

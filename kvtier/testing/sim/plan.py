@@ -1,0 +1,206 @@
+"""What a seed stands for: the engine, the tiers, the weather, and when processes die."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from random import Random
+
+from kvtier.core.admission import Limits
+from kvtier.keys import OffloadKey, pack_key
+from kvtier.testing.sim.backend import FAIR, Weather
+from kvtier.testing.sim.tiers import SimTierConfig
+
+_MOST_PROMPTS = 8
+
+
+class Owner(Enum):
+    """Who drives the core."""
+
+    ENGINE = "engine"  # an engine's scheduler, step by step, with the executor beside it
+    TASKS = "tasks"  # TieringManager, from tasks of the event loop
+
+
+class End(Enum):
+    """How a process ends."""
+
+    CRASH = "crash"
+    SHUTDOWN = "shutdown"
+
+
+@dataclass(frozen=True)
+class TierPlan:
+    """A tier and its weather.
+
+    Attributes:
+        config: its settings.
+        verifies: whether it checks its chunks itself.
+        capacity: chunks that it has room for.
+        is_made_anew: whether an opening that failed is repeated with another object.
+        is_looked_at_damaged: whether it is looked at in the end what becomes of a damaged chunk.
+        weather: when which weather begins; fair before, and fair in the end.
+        had: of each prompt, how many chunks an engine before has left there.
+        rots: when some of its chunks are damaged.
+        loses: when some of its chunks leave by themselves.
+    """
+
+    config: SimTierConfig
+    verifies: bool
+    capacity: int
+    is_made_anew: bool
+    is_looked_at_damaged: bool
+    weather: tuple[tuple[float, Weather], ...]
+    had: tuple[int, ...]
+    rots: tuple[float, ...]
+    loses: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run.
+
+    Attributes:
+        owner: who drives the core.
+        policy: name of the eviction policy.
+        slots: slots of the primary tier.
+        limits: the bounds of the core.
+        windowed: whether there is a group that is looked up from the back.
+        tiers: the tiers, in their order.
+        lives: when and how each process ends; after the last of them there is one that has fair weather
+            in the end and is looked at when all has come to rest.
+        fair_s: when the last fault is over.
+        step_s: about how long an engine's step takes, or a task's pause.
+        requests: how many a process gets in all.
+        resets: share of steps in which the engine gets new weights.
+        copy_failures: share of device copies that fail.
+        copy_s: how long a device copy takes at most.
+        prompts: what requests ask for the beginning of.
+    """
+
+    owner: Owner
+    policy: str
+    slots: int
+    limits: Limits
+    windowed: bool
+    tiers: tuple[TierPlan, ...]
+    lives: tuple[tuple[float, End], ...]
+    fair_s: float
+    step_s: float
+    requests: int
+    resets: float
+    copy_failures: float
+    copy_s: float
+    prompts: tuple[tuple[OffloadKey, ...], ...] = field(repr=False)
+
+    @staticmethod
+    def draw(seed: object) -> Plan:
+        """Draw a run. The same seed draws the same one."""
+        chance = Random(f"{seed}/plan")
+        fair_s = chance.choice((0.3, 1.0, 1.0, 3.0))
+        slots = chance.randint(3, 16)
+        windowed = chance.random() < 0.15
+        return Plan(
+            owner=chance.choice((Owner.ENGINE, Owner.ENGINE, Owner.TASKS)),
+            policy=chance.choice(("lru", "lru", "arc")),
+            slots=slots,
+            limits=_limits(chance),
+            windowed=windowed,
+            tiers=tuple(_tier(chance, slots, fair_s) for _ in range(chance.choice((0, 1, 1, 1, 2, 2, 3)))),
+            lives=_lives(chance, fair_s),
+            fair_s=fair_s,
+            step_s=fair_s / chance.choice((15, 30, 40)),
+            requests=chance.randint(4, 16),
+            resets=chance.choice((0.0, 0.0, 0.03, 0.1)),
+            copy_failures=chance.choice((0.0, 0.0, 0.1)),
+            copy_s=chance.choice((0.0, 0.001, 0.02, 0.1)),
+            prompts=_prompts(chance, windowed=windowed),
+        )
+
+
+def _limits(chance: Random) -> Limits:
+    return Limits(
+        request_deadline_s=chance.choice((0.1, 0.5, 2.0)),
+        promotion_budget=chance.choice((0.1, 0.25, 1.0)),
+        landing_reserve=chance.choice((0.0, 1 / 8, 0.5)),
+        put_backlog=chance.choice((0.25, 0.5, 1.0)),
+        store_threshold=chance.choice((0, 0, 0, 0, 0, 0, 2)),
+        max_tracker_size=chance.choice((4, 100)),
+        max_announced=chance.choice((3, 1000)),
+    )
+
+
+def _tier(chance: Random, slots: int, fair_s: float) -> TierPlan:
+    config = SimTierConfig(
+        deadline_s=chance.choice((0.05, 0.3, 1.0)),
+        max_concurrency=chance.choice((1, 2, 8)),
+        breaker_failures=chance.choice((1, 2, 5)),
+        breaker_pause_s=chance.choice((0.05, 0.5)),
+        retry_share=chance.choice((0.0, 0.5, 1.0)),
+        complete_index=chance.random() < 0.5,
+        durable=chance.choice((0.0, 0.7, 1.0, 1.0)),
+        evicts=chance.random() < 0.7,
+        tells=chance.random() < 0.7,
+        drains=chance.random() < 0.5,
+    )
+    return TierPlan(
+        config=config,
+        verifies=chance.random() < 0.3,
+        capacity=chance.choice((2, slots, 4 * slots, 1000)),
+        is_made_anew=chance.random() < 0.5,
+        is_looked_at_damaged=chance.random() < 0.5,
+        weather=_forecast(chance, fair_s),
+        had=tuple(chance.choice((0, 2, 20, 20)) for _ in range(_MOST_PROMPTS)),
+        rots=_times(chance, fair_s, 0.2),
+        loses=_times(chance, fair_s, 0.4),
+    )
+
+
+def _times(chance: Random, fair_s: float, share: float) -> tuple[float, ...]:
+    return tuple(chance.random() * fair_s for _ in range(3) if chance.random() < share)
+
+
+def _forecast(chance: Random, fair_s: float) -> tuple[tuple[float, Weather], ...]:
+    changes = sorted(chance.random() * fair_s * 0.8 for _ in range(chance.choice((0, 1, 2, 3))))
+    if changes and chance.random() < 0.3:
+        changes[0] = 0.0
+    storms = [(when, _weather(chance) if index % 2 == 0 else FAIR) for index, when in enumerate(changes)]
+    return (*storms, (fair_s, FAIR))
+
+
+def _weather(chance: Random) -> Weather:
+    """Draw one or two kinds of faults; all at once would hide each other."""
+    shares = {
+        name: chance.choice((0.2, 0.5, 1.0))
+        for name in ("error", "lost", "hang", "late", "cancelled", "chunks", "damage", "again")
+    }
+    kinds = set(chance.choices((*shares, "hang", "late", "closed", "full"), k=chance.choice((1, 1, 2, 3))))
+    return Weather(
+        latency_s=chance.choice((0.0, 0.002, 0.02)),
+        only=chance.choice((None, None, ("get",), ("get",), ("put",), ("get", "put", "reset"))),
+        closed="closed" in kinds,
+        full="full" in kinds,
+        **{name: share for name, share in shares.items() if name in kinds},
+    )
+
+
+def _lives(chance: Random, fair_s: float) -> tuple[tuple[float, End], ...]:
+    ends = sorted(chance.random() * fair_s for _ in range(chance.choice((0, 0, 0, 1, 1, 2))))
+    return tuple((when, chance.choice((End.CRASH, End.CRASH, End.SHUTDOWN))) for when in ends)
+
+
+def _prompts(chance: Random, *, windowed: bool) -> tuple[tuple[OffloadKey, ...], ...]:
+    """Some prompts that share a beginning, some that stand alone."""
+    shared = chain("s", chance.randint(1, 5))
+    prompts = [(*shared, *chain(name, chance.randint(1, 6))) for name in "abc"[: chance.randint(0, 3)]]
+    prompts += [chain(name, chance.randint(1, 8)) for name in "def"[: chance.randint(1, 3)]]
+    if windowed:
+        prompts += [chain("w", 6, group=1), chain("v", 3, group=1)]
+    return tuple(prompts)
+
+
+def chain(name: str, length: int, group: int = 0) -> tuple[OffloadKey, ...]:
+    """Make the keys of a prompt's chunks."""
+    return tuple(pack_key(f"{name}{index}".encode(), group) for index in range(length))
+
+
+__all__ = ["End", "Owner", "Plan", "TierPlan", "chain"]

@@ -1,0 +1,325 @@
+"""TieringManager as tasks of an event loop use it: they look up, load, store, hold, are cancelled, and reset.
+
+Needs torch, which the device layer is written with; no device is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, cast
+
+from kvtier.device.base import Blocks, Finished, TransferEngine
+from kvtier.errors import StateError, TransferError
+from kvtier.executor import NamedTier
+from kvtier.keys import OffloadKey
+from kvtier.manager import TieringManager
+from kvtier.memory.region import Region
+from kvtier.testing.sim.device import Copies
+from kvtier.testing.sim.faulty import FaultyTier
+from kvtier.testing.sim.plan import Plan
+from kvtier.testing.sim.processes import are_idle
+from kvtier.testing.sim.truth import CHUNK_BYTES, IDENTITY, CheckedTiering, SimMemory, World, content, show
+
+_MOMENT_S = 1e-6
+
+
+class SimRegion(SimMemory):
+    """The simulated slots as a region that is backed with memory bit by bit."""
+
+    def populate(self, on_ready: Callable[[range], object]) -> None:
+        """Say that the slots are there, the first of them soon."""
+        first = max(1, self.slots // 2)
+        self._world.loop.call_later(0.0, on_ready, range(first))
+        if first < self.slots:
+            self._world.loop.call_later(0.01, on_ready, range(first, self.slots))
+
+    def close(self) -> None:
+        """Do nothing: what touches slots later is seen by other means."""
+
+
+class SimTransferEngine(TransferEngine):
+    """Simulated copies behind the device layer's interface.
+
+    Attributes:
+        blocks: what each block of the device holds.
+    """
+
+    def __init__(self, copies: Copies) -> None:
+        self.blocks: dict[int, bytes] = {}
+        self._copies = copies
+        self._ended: list[Finished] = []
+        self._wakeup: Callable[[], object] | None = None
+        self._is_closed = False
+
+    def submit_store(self, transfer_id: int, blocks: Blocks, slots: Sequence[int]) -> None:
+        """See the base."""
+        self._require_open()
+        contents = [self.blocks[int(block)] for block in blocks.ids]
+        self._copies.store(slots, contents, lambda good: self._end(transfer_id, good))
+
+    def submit_load(
+        self,
+        transfer_id: int,
+        slots: Sequence[int],
+        blocks: Blocks,
+        *,
+        expedited: bool = False,  # noqa: ARG002
+    ) -> None:
+        """See the base."""
+        self._require_open()
+        ids = [int(block) for block in blocks.ids]
+
+        def done(got: list[bytes] | None) -> None:
+            self.blocks.update(zip(ids, got or [], strict=False))
+            self._end(transfer_id, got is not None)
+
+        self._copies.load(slots, done)
+
+    def finished(self) -> list[Finished]:
+        """See the base."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self, transfer_ids: Iterable[int]) -> None:  # noqa: ARG002
+        """See the base."""
+        self._copies.hurry()
+
+    def drain(self) -> None:
+        """See the base."""
+        self._copies.hurry()
+
+    def set_wakeup(self, wakeup: Callable[[], object] | None) -> None:
+        """See the base."""
+        self._wakeup = wakeup
+        if wakeup is not None and self._ended:
+            wakeup()
+
+    def close(self) -> None:
+        """See the base."""
+        self._is_closed = True
+        self._copies.hurry()
+
+    def _end(self, transfer_id: int, good: bool) -> None:
+        error = None if good else TransferError("injected")
+        self._ended.append(Finished(transfer_id, CHUNK_BYTES, 0.0, error))
+        if self._wakeup is not None:
+            self._wakeup()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise StateError("the engine is closed")
+
+
+class Clients:
+    """Tasks that use a manager, each doing one thing after the other."""
+
+    def __init__(
+        self,
+        world: World,
+        plan: Plan,
+        core: CheckedTiering,
+        region: SimRegion,
+        copies: Copies,
+        tiers: Sequence[NamedTier],
+    ) -> None:
+        self._world = world
+        self._plan = plan
+        self._chance = world.chance(f"clients/{world.process}")
+        self._engine = SimTransferEngine(copies)
+        self._last_block = 0
+        self._tasks: list[asyncio.Task[object]] = []
+        self.manager = TieringManager(
+            core=core,
+            tiers=tiers,
+            identity=IDENTITY,
+            region=cast(Region, region),
+            engine=self._engine,
+            blocks_per_chunk=1,
+            groups=2,
+            drain_s=self._chance.choice((0.0, 0.05, 1.0)),
+        )
+
+    async def work(self, until_s: float) -> None:
+        """Have some clients at work until then, and cancel those that are not through."""
+        clients = [self._spawn(self._client(until_s)) for _ in range(self._chance.randint(1, 4))]
+        try:
+            for client in clients:
+                await client
+        finally:  # the process may die in the midst of it
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._tasks.clear()
+
+    def _spawn(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
+        task = asyncio.ensure_future(work)
+        self._tasks.append(task)
+        return task
+
+    async def _client(self, until_s: float) -> None:
+        for _ in range(self._plan.requests):
+            if self._world.now_s >= until_s:
+                return
+            await self._do_something(until_s)
+            await asyncio.sleep(self._chance.random() * self._plan.step_s * 4)
+
+    async def _do_something(self, until_s: float) -> None:
+        chance = self._chance
+        prompt = chance.choice(self._plan.prompts)
+        keys = prompt[: chance.randint(1, len(prompt))]
+        if chance.random() < self._plan.resets:
+            await self._cancelled_at(self.reset(), until_s)
+            return
+        calls = self.lookup, self.load, self.hold, self.store, self.load_or_store, self.load_or_store
+        call = chance.choice(calls)(keys)
+        is_cancelled = chance.random() < 0.15
+        when_s = self._world.now_s + chance.random() * self._plan.step_s if is_cancelled else None
+        await self._cancelled_at(call, when_s)
+
+    async def _cancelled_at(self, work: Coroutine[Any, Any, object], when_s: float | None) -> None:
+        """Await something; where a time is given, cancel it then."""
+        task = self._spawn(work)
+        if when_s is None:
+            await task
+            return
+        await asyncio.wait([task], timeout=max(0.0, when_s - self._world.now_s))
+        if task.done():
+            task.result()
+            return
+        self._world.seen["cancelled"] += 1
+        task.cancel()
+        began_s = self._world.now_s
+        with suppress(asyncio.CancelledError):
+            await task
+        self._require_within(began_s, self._plan.copy_s, "a call that was cancelled")
+
+    # --- what they do ----------------------------------------------------------------------------
+
+    async def load_or_store(self, keys: Sequence[OffloadKey]) -> None:
+        """What an engine does with a prompt: load what is there, store what is not."""
+        if await self.load(keys) < len(keys):
+            await self.store(keys)
+
+    async def lookup(self, keys: Sequence[OffloadKey]) -> int:
+        """Ask; the answer is there by the deadline."""
+        began_s = self._world.now_s
+        found = await self.manager.lookup(keys)
+        self._require_within(began_s, self._plan.limits.request_deadline_s, "a lookup")
+        return found
+
+    async def load(self, keys: Sequence[OffloadKey]) -> int:
+        """Load; the bytes are right."""
+        began_s, oldest = self._world.now_s, self._world.weights
+        blocks = self._blocks(len(keys))
+        try:
+            count = await self.manager.load(keys, blocks)
+        except TransferError:
+            return 0
+        longest_s = self._plan.limits.request_deadline_s + self._plan.copy_s
+        self._require_within(began_s, longest_s, "a load")
+        self._require_content(keys[:count], [self._engine.blocks[block] for block in blocks[:count]], oldest)
+        self._world.seen["chunks loaded"] += count
+        return count
+
+    async def hold(self, keys: Sequence[OffloadKey]) -> None:
+        """Have chunks in the primary tier for a while; they stay what they are."""
+        oldest = self._world.weights
+        async with self.manager.acquire(keys) as acquired:
+            before = [bytes(view) for view in acquired.views]
+            self._require_content(acquired.keys, before, oldest)
+            await asyncio.sleep(self._chance.random() * self._plan.step_s * 2)
+            after = [bytes(view) for view in acquired.views]
+            self._world.require(before == after, f"{keys} changed while they were held")
+
+    async def store(self, keys: Sequence[OffloadKey]) -> int:
+        """Store what the weights of now have computed."""
+        blocks = self._blocks(len(keys))
+        for key, block in zip(keys, blocks, strict=True):
+            self._engine.blocks[block] = content(key, self._world.weights)
+        began_s = self._world.now_s
+        try:
+            count = await self.manager.store(keys, blocks)
+        except TransferError:
+            return 0
+        self._require_within(began_s, self._plan.copy_s, "a store")
+        self._world.seen["chunks stored"] += count
+        return count
+
+    async def reset(self) -> None:
+        """New weights."""
+        self._world.seen["reset"] += 1
+        await self.manager.reset()
+
+    def _blocks(self, count: int) -> list[int]:
+        first, self._last_block = self._last_block, self._last_block + count
+        return list(range(first, first + count))
+
+    def _require_within(self, began_s: float, longest_s: float, what: str) -> None:
+        took_s = self._world.now_s - began_s
+        # What is simulated as a thread takes its time, too.
+        if took_s > longest_s + _MOMENT_S:
+            self._world.fail(f"{what} has taken {took_s:.4f} s, {longest_s:.4f} s at most are allowed")
+
+    def _require_content(self, keys: Sequence[OffloadKey], got: Sequence[bytes], oldest: int) -> None:
+        """All must be of one epoch, and of none before the call began."""
+        for weights in range(oldest, self._world.weights + 1):
+            if all(one == content(key, weights) for key, one in zip(keys, got, strict=True)):
+                return
+        held = [self._world.name_of(one, keys) for one in got]
+        self._world.fail(f"{[show(key) for key in keys]} of weights {oldest} or newer came as {held}")
+
+
+class TasksProcess:
+    """A process whose tasks use a manager."""
+
+    def __init__(
+        self, world: World, core: CheckedTiering, tiers: Sequence[FaultyTier], clients: Clients
+    ) -> None:
+        self.core = core
+        self.tiers = tiers
+        self._world = world
+        self._clients = clients
+        self._open = asyncio.Event()
+        self._closing = asyncio.Event()
+        self._host: asyncio.Task[None] | None = None
+
+    async def live(self, until_s: float) -> None:
+        self._host = asyncio.ensure_future(self._be_open())
+        opened = asyncio.ensure_future(self._open.wait())
+        await asyncio.wait([self._host, opened], return_when=asyncio.FIRST_COMPLETED)
+        if self._host.done():
+            self._host.result()
+        await self._clients.work(until_s)
+        await asyncio.sleep(max(0.0, until_s - self._world.now_s))
+
+    async def _be_open(self) -> None:
+        """Open the manager and close it in one task, as it asks for."""
+        async with self._clients.manager:
+            self._open.set()
+            await self._closing.wait()
+
+    async def rest(self) -> None:
+        await self._clients.manager.drain()
+        while not (self.core.is_idle and are_idle(self.tiers)):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        self.core.settle(self._world.now_s)
+
+    async def store(self, keys: Sequence[OffloadKey]) -> None:
+        for _ in range(1000):
+            await self._clients.store(keys)
+            if all(key in self.core.table.visible for key in keys):
+                return
+        self._world.fail(f"{keys} find no room")
+
+    async def find(self, keys: Sequence[OffloadKey]) -> int:
+        return await self._clients.lookup(keys)
+
+    async def aclose(self) -> None:
+        self._closing.set()
+        if self._host is not None:
+            await self._host
+
+
+__all__ = ["Clients", "SimRegion", "SimTransferEngine", "TasksProcess"]

@@ -1,0 +1,181 @@
+"""A simulated tier: a transport without faults over a backend. ``faulty`` puts them around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import anyio
+
+from kvtier.keys import OffloadKey
+from kvtier.testing.sim.backend import Backend
+from kvtier.testing.sim.truth import CHUNK_BYTES, show
+from kvtier.tiers.base import (
+    Batch,
+    Knowledge,
+    Outcome,
+    SecondaryTier,
+    Status,
+    TierConfig,
+    TierContext,
+    Usage,
+    tell_nobody,
+)
+
+
+class SimTierConfig(TierConfig):
+    """Settings of a simulated tier.
+
+    Attributes:
+        complete_index: whether it knows at once what it has.
+        durable: share of puts that are there after a crash.
+        evicts: whether it makes room by itself, or refuses.
+        tells: whether it says what has left it.
+        drains: whether a call that was cancelled goes on to its end first, as threads make it.
+    """
+
+    type: str = "sim"
+    complete_index: bool = True
+    durable: float = 1.0
+    evicts: bool = True
+    tells: bool = True
+    drains: bool = False
+
+
+class SimTier(SecondaryTier[SimTierConfig]):
+    """Keeps chunks in a backend. Its transport has no faults: they are put around it."""
+
+    Config = SimTierConfig
+
+    def __init__(self, config: SimTierConfig, backend: Backend) -> None:
+        super().__init__(config)
+        self.backend = backend
+        self._process = -1
+        self._resets = 0
+        self._removed: Callable[[Sequence[OffloadKey]], None] = tell_nobody
+
+    async def open(self, context: TierContext) -> None:
+        """Connect."""
+        self._removed = context.removed
+        self._process = self.backend.connect()
+
+    def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
+        """Say what is there, where there is an index."""
+        if not self.config.complete_index:
+            return super().known(keys)
+        there = self.backend.records if self._process == self.backend.process else {}
+        return [Knowledge.PRESENT if key in there else Knowledge.ABSENT for key in keys]
+
+    def usage(self) -> Usage:
+        """Say how full the backend is."""
+        backend = self.backend
+        return Usage(len(backend.records) * CHUNK_BYTES, backend.capacity * CHUNK_BYTES)
+
+    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        """Say what is there."""
+        await self._pause()
+        return [self.backend.read(self._process, key) is not None for key in keys]
+
+    async def put(self, batch: Batch) -> Outcome:
+        """Keep chunks, one after the other."""
+        resets, statuses = self._resets, list[Status]()
+        for index in range(len(batch)):
+            payload, trailer = bytes(batch.views[index]), batch.trailers[index]
+            await self._pause()
+            if resets != self._resets:
+                statuses += [Status.REFUSED] * (len(batch) - index)
+                return Outcome(statuses, {"reset": len(batch) - index})
+            statuses.append(self._write(batch.keys[index], payload, trailer))
+        full = statuses.count(Status.REFUSED)
+        return Outcome(statuses, {"full": full} if full else {})
+
+    async def get(self, batch: Batch) -> Outcome:
+        """Give chunks, one after the other, in two halves."""
+        statuses = [await self._get_one(batch, index) for index in range(len(batch))]
+        corrupt = statuses.count(Status.CORRUPT)
+        return Outcome(statuses, {"checksum": corrupt} if corrupt else {})
+
+    async def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Move chunks away from eviction."""
+        for key in reversed(keys):
+            self.backend.read(self._process, key)
+
+    async def discard(self, keys: Sequence[OffloadKey]) -> None:
+        """Forget chunks."""
+        await self._pause()
+        self.backend.forget(self._process, keys)
+
+    async def reset(self) -> None:
+        """Forget everything, and what is being put as well."""
+        self._resets += 1
+        await self._pause()
+        self.backend.reset(self._process)
+
+    def lose(self, count: int) -> None:
+        """Chunks leave without having been told to, as by somebody else's doing."""
+        self._tell(self.backend.evict(count))
+
+    async def _pause(self) -> None:
+        chance = self.backend.chance
+        if chance.random() < 0.5:
+            await anyio.sleep(chance.random() * self.backend.weather.latency_s)
+
+    def _write(self, key: OffloadKey, payload: bytes, trailer: bytes) -> Status:
+        backend = self.backend
+        if backend.weather.full:
+            return Status.REFUSED
+        durable = backend.chance.random() < self.config.durable
+        kept = backend.write(self._process, key, payload, trailer, durable=durable)
+        if not kept and self.config.evicts:
+            self._tell(backend.evict(1))
+            kept = backend.write(self._process, key, payload, trailer, durable=durable)
+        if kept and backend.chance.random() < backend.weather.again:
+            self._write_again(key, payload, trailer)
+        return Status.OK if kept else Status.REFUSED
+
+    def _write_again(self, key: OffloadKey, payload: bytes, trailer: bytes) -> None:
+        """A request that was repeated on its way arrives twice; not beyond a reset."""
+        backend, resets = self.backend, self._resets
+
+        def arrive() -> None:
+            if self._resets == resets:
+                backend.write(self._process, key, payload, trailer, durable=False)
+                backend.world.seen["put arrived twice"] += 1
+
+        backend.world.loop.call_later(backend.chance.random() * 0.5, arrive)
+
+    async def _get_one(self, batch: Batch, index: int) -> Status:
+        record = self.backend.read(self._process, batch.keys[index])
+        if record is None:
+            return Status.ABSENT
+        view, half = batch.views[index], CHUNK_BYTES // 2
+        view[:half] = record.payload[:half]
+        await self._pause()
+        view[half:], batch.trailers[index] = record.payload[half:], record.trailer
+        return Status.OK
+
+    def _tell(self, gone: Sequence[OffloadKey]) -> None:
+        if self.backend.world.traces:
+            names = [show(key) for key in gone]
+            self.backend.world.note(f"{self.backend.name}: has lost {names}, tells: {self.config.tells}")
+        if self.config.tells:
+            self._removed(gone)
+        else:
+            self.backend.untold.update(gone)
+
+
+class VerifyingSimTier(SimTier):
+    """A simulated tier that checks what it gives by itself, and sets aside what is no good."""
+
+    verifies = True
+
+    async def _get_one(self, batch: Batch, index: int) -> Status:
+        status = await super()._get_one(batch, index)
+        key = batch.keys[index]
+        if status is Status.OK and not self.backend.world.is_whole(key, batch.views[index]):
+            self.backend.forget(self._process, [key])
+            self._tell([key])
+            return Status.CORRUPT
+        return status
+
+
+__all__ = ["SimTier", "SimTierConfig", "VerifyingSimTier"]

@@ -1,0 +1,352 @@
+"""What is true in a simulated world, and what is held against it.
+
+What a chunk must hold follows from its key and from the weights that the engine had when it was stored.
+The world knows every slot, and who reads or writes it now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+from typing import NoReturn
+
+from kvtier.core import invariants
+from kvtier.core.chunks import Chunk
+from kvtier.core.messages import Event, Fetched
+from kvtier.core.requests import Request
+from kvtier.core.states import ChunkState
+from kvtier.core.tiering import Tiering
+from kvtier.core.transfers import Pinned, Reservation
+from kvtier.identity import Identity
+from kvtier.keys import OffloadKey
+from kvtier.testing.sim.loop import SimLoop
+
+CHUNK_BYTES = 64
+IDENTITY = Identity.make("simulated", {"dtype": "int8"})
+NOBODYS = b"\xee" * CHUNK_BYTES
+
+
+ADDRESS = re.compile(r"(?<=0x)[0-9a-f]+|(?<=cancel scope )[0-9a-f]+")  # another one in each run
+
+
+class Violation(AssertionError):
+    """Something happened that must never happen. The message says what, where and when."""
+
+
+@cache
+def content(key: OffloadKey, weights: int) -> bytes:
+    """The bytes of a chunk that was computed with these weights."""
+    return hashlib.blake2b(key, digest_size=CHUNK_BYTES, salt=weights.to_bytes(8, "big")).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Somebody's use of a slot."""
+
+    who: str
+    writes: bool
+
+
+class SimMemory:
+    """The slots of one process. Whoever touches a slot says so, and is refused where another is at it."""
+
+    def __init__(self, world: World, slots: int) -> None:
+        self.slots = slots
+        self._world = world
+        self._bytes = memoryview(bytearray(slots * CHUNK_BYTES))
+        self._views = [self._bytes[slot * CHUNK_BYTES :][:CHUNK_BYTES] for slot in range(slots)]
+        self._uses: list[list[Use]] = [[] for _ in range(slots)]
+
+    @property
+    def address(self) -> int:
+        """Not to be had: nothing outside of Python may touch simulated slots."""
+        raise NotImplementedError("simulated slots have no address")
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one slot."""
+        return CHUNK_BYTES
+
+    def view(self, slot: int) -> memoryview:
+        """Return the bytes of one slot."""
+        return self._views[slot]
+
+    def holds(self, slot: int, key: OffloadKey, weights: int) -> bool:
+        """Say whether a slot holds a chunk as it was with these weights."""
+        return self._views[slot] == content(key, weights)
+
+    def begin(self, slots: Sequence[int], who: str, *, writes: bool) -> Use:
+        """Start to read or to write slots: many may read one, or one may write it."""
+        use = Use(who, writes)
+        for slot in slots:
+            for other in self._uses[slot]:
+                if writes or other.writes:
+                    verbs = "write" if writes else "read", "writes" if other.writes else "reads"
+                    self._world.fail(f"{who} is to {verbs[0]} slot {slot}, which {other.who} {verbs[1]}")
+            self._uses[slot].append(use)
+        return use
+
+    def end(self, slots: Sequence[int], use: Use) -> None:
+        """End what ``begin`` began."""
+        for slot in slots:
+            self._uses[slot].remove(use)
+
+    @contextmanager
+    def using(self, slots: Sequence[int], who: str, *, writes: bool) -> Iterator[None]:
+        """Read or write slots meanwhile."""
+        use = self.begin(slots, who, writes=writes)
+        try:
+            yield
+        finally:
+            self.end(slots, use)
+
+    def scribble(self, slots: Iterable[int]) -> None:
+        """Write what is no chunk's."""
+        for slot in slots:
+            self._views[slot][:] = NOBODYS
+
+
+class World:
+    """The truth about one run, over all the processes that live in it one after the other.
+
+    Args:
+        seed: names the run; each part draws from a stream of its own that follows from it.
+        trace: called with each line of what happens; None where nobody reads it.
+
+    Attributes:
+        loop: the simulated loop.
+        weights: the weights of the process that lives now; the first ones of every process are 0.
+        seen: what happened how often, for whoever asks whether a run showed anything at all.
+        process: counts the processes.
+        is_alive: whether one lives. What a dead one would still do is of no account.
+    """
+
+    def __init__(self, seed: object, trace: Callable[[str], object] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, SimLoop)
+        self.loop = loop
+        self.seed = seed
+        self.weights = 0
+        self.seen: Counter[str] = Counter()
+        self.process = 0
+        self.traces = trace is not None
+        self.is_alive = True
+        self._trace = trace
+        self._last_weights = 0
+
+    @property
+    def now_s(self) -> float:
+        """The virtual time."""
+        return self.loop.time()
+
+    def chance(self, name: str) -> Random:
+        """Make a stream of chance: what others draw does not change it."""
+        return Random(f"{self.seed}/{name}")
+
+    def note(self, line: str) -> None:
+        """Add a line to the trace. Ask ``traces`` first where making the line costs time."""
+        if self._trace is not None:
+            self._trace(f"{self.now_s:9.4f}  {ADDRESS.sub('...', line)}")
+
+    def start_process(self) -> None:
+        """A process starts, with the weights that the engine has before anybody sends new ones."""
+        self.process += 1
+        self.weights = 0
+        self.is_alive = True
+
+    def new_weights(self) -> None:
+        """The engine got weights that no engine had before."""
+        self._last_weights += 1
+        self.weights = self._last_weights
+
+    def fail(self, what: str | BaseException) -> NoReturn:
+        """End the run: something happened that must not. Nobody can catch this but the run itself."""
+        error = what if isinstance(what, BaseException) else Violation(f"at {self.now_s:.4f} s: {what}")
+        if self.is_alive:
+            self.loop.fail(error)
+        raise error
+
+    def require(self, holds: object, what: str) -> None:
+        """Fail unless something holds."""
+        if not holds:
+            self.fail(what)
+
+    def is_whole(self, key: OffloadKey, held: bytes | memoryview) -> bool:
+        """Say whether bytes are a chunk's, of whatever weights."""
+        return any(held == content(key, weights) for weights in range(self._last_weights + 1))
+
+    def name_of(self, held: bytes, keys: Iterable[OffloadKey]) -> str:
+        """Say what bytes are, for messages."""
+        if held == NOBODYS:
+            return "nobody's bytes"
+        for key in keys:
+            for weights in range(self._last_weights + 1):
+                if held == content(key, weights):
+                    return f"chunk {show(key)} of weights {weights}"
+        return "no chunk's bytes"
+
+
+def show(key: OffloadKey) -> str:
+    """Say a key in short, as keys of the simulation are made: readable."""
+    return key[:-4].decode("ascii", "replace")
+
+
+class CheckedTiering(Tiering):
+    """The real core, held against the truth after each thing that happens to it.
+
+    Attributes:
+        believed: what those believe to be in each secondary tier who follow what is announced.
+    """
+
+    world: World
+    memory: SimMemory
+
+    def watch(self, world: World, memory: SimMemory) -> None:
+        """Start to check."""
+        self.world, self.memory = world, memory
+        self._followed: set[OffloadKey] = set()
+        self.believed: list[set[OffloadKey]] = [set() for _ in self.ledger.tiers]
+
+    def on_event(self, event: Event, now_s: float) -> None:
+        """Take in an event; what a fetch brought must be what was stored."""
+        transfer = self.ledger.transfers.get(event.id) if isinstance(event, Fetched) else None
+        with self._checks(f"{event}"):
+            super().on_event(event, now_s)
+        for key in transfer.keys if transfer is not None else ():
+            chunk = self.table.visible.get(key)
+            if chunk is not None and chunk.state is ChunkState.READY:
+                self.require_bytes(chunk, key)
+
+    def settle(self, now_s: float) -> None:
+        """End a round; look at everything that may be given."""
+        with self._checks("settle"):
+            super().settle(now_s)
+        self.require_ready_bytes()
+        self._follow()
+
+    def acquire(self, keys: Sequence[OffloadKey], request: Request | None = None) -> Pinned:
+        """Pin for a load; the bytes must be right."""
+        with self._checks("acquire"):
+            pinned = super().acquire(keys, request)
+        for chunk, key in zip(pinned.chunks, keys, strict=True):
+            self.require_bytes(chunk, key)
+        return pinned
+
+    def release(self, pinned: Pinned) -> None:
+        """End a load."""
+        with self._checks("release"):
+            super().release(pinned)
+
+    def fail_load(self, pinned: Pinned, request: Request | None = None) -> None:
+        """End a load that failed."""
+        with self._checks("fail_load"):
+            super().fail_load(pinned, request)
+
+    def reserve(self, keys: Sequence[OffloadKey]) -> Reservation | None:
+        """Give slots to a store."""
+        with self._checks("reserve"):
+            return super().reserve(keys)
+
+    def commit(self, reservation: Reservation, now_s: float) -> None:
+        """End a store; the bytes must be there."""
+        with self._checks("commit"):
+            super().commit(reservation, now_s)
+        for chunk, key in zip(reservation.chunks, reservation.keys, strict=True):
+            if self.table.visible.get(key) is chunk and chunk.state is ChunkState.READY:
+                self.require_bytes(chunk, key)
+
+    def abort(self, reservation: Reservation) -> None:
+        """End a store that failed."""
+        with self._checks("abort"):
+            super().abort(reservation)
+
+    def close(self, request: Request) -> None:
+        """End a request: nothing is left of it."""
+        with self._checks("close"):
+            super().close(request)
+        self.world.require(not request.held, f"request {request.name} has ended and holds {request.held}")
+
+    def reset(self) -> None:
+        """Make all invisible: the engine has new weights."""
+        self.world.note("core: reset")
+        with self._checks("reset"):
+            super().reset()
+        self.world.new_weights()
+        ready = [chunk for chunk in self.table.visible.values() if chunk.state is ChunkState.READY]
+        self.world.require(not ready, f"a reset has left {ready} visible")
+
+    def require_bytes(self, chunk: Chunk, key: OffloadKey) -> None:
+        """Fail unless a chunk holds what its key and the weights of now stand for."""
+        if not self.memory.holds(chunk.slot, key, self.world.weights):
+            held = self.world.name_of(bytes(self.memory.view(chunk.slot)), self.table.visible)
+            self.world.fail(
+                f"wrong bytes: {show(key)} of weights {self.world.weights} in slot {chunk.slot} is {held}"
+            )
+
+    def require_ready_bytes(self) -> None:
+        """Fail unless every chunk that may be given holds what it must."""
+        for key, chunk in self.table.visible.items():
+            if chunk.state is ChunkState.READY:
+                self.require_bytes(chunk, key)
+
+    def _follow(self) -> None:
+        """Believe what is announced; of the primary tier that is what can be had, no more and no less."""
+        for change in self.take_changes():
+            believed = self._followed if change.tier is None else self.believed[change.tier]
+            if change.removed:
+                believed.difference_update(change.keys)
+            else:
+                believed.update(change.keys)
+        visible = self.table.visible.items()
+        there = {key for key, chunk in visible if chunk.state is ChunkState.READY}
+        self.world.require(self._followed == there, f"announced are {self._followed}, there are {there}")
+
+    @contextmanager
+    def _checks(self, what: str) -> Iterator[None]:
+        try:
+            yield
+            invariants.check(self)
+            self._check_bounds()
+        except Exception as error:
+            if not isinstance(error, Violation):
+                error.add_note(f"at {self.world.now_s:.4f} s, in {what}")
+            self.world.fail(error)
+
+    def _check_bounds(self) -> None:
+        if self.table.faults:
+            self.world.fail(
+                f"the eviction policy did what it must not, and was replaced: {self.table.faults}"
+            )
+        promotions, limits = self.promotions, self.ledger.limits
+        if len(promotions.landing) > promotions.budget:
+            self.world.fail(f"promotions hold {len(promotions.landing)} slots of {promotions.budget}")
+        most = max(1, int(len(self.table.all) * limits.put_backlog))
+        for gate in self.ledger.tiers:
+            if gate.backlog > most:
+                self.world.fail(f"the puts of {gate.name} hold {gate.backlog} slots of {most}")
+
+    def require_idle(self) -> None:
+        """Fail unless nothing is under way and nothing is held: no pin and no slot was lost."""
+        table, require = self.table, self.world.require
+        self.require_ready_bytes()
+        require(
+            self.is_idle, f"after the last fault there are {self.ledger.transfers} {self.ledger.commands}"
+        )
+        require(not self.promotions.landing, f"the budget is not given back: {self.promotions.landing}")
+        require(not self.promotions.holders, f"held for {[it.name for it in self.promotions.holders]}")
+        pinned = [chunk for chunk in table if chunk.pins]
+        require(not pinned, f"pinned by nobody: {pinned}")
+        require(len(table.free) + len(table.visible) == len(table.all), "a slot is lost")
+        require(len(table.policy) == len(table.visible), "the policy knows all that may be evicted")
+        busy = [gate.name for gate in self.ledger.tiers if gate.backlog or gate.overdue]
+        require(not busy, f"tiers have nothing to do, but count work: {busy}")
+
+
+__all__ = ["CHUNK_BYTES", "IDENTITY", "CheckedTiering", "SimMemory", "Violation", "World", "content", "show"]

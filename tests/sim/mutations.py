@@ -1,0 +1,293 @@
+"""Bugs to be planted: each is a line or two of kvtier replaced by what somebody might have written instead.
+
+A mutation names the code that it replaces, so it cannot outlive it unseen.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A bug.
+
+    Attributes:
+        name: names it.
+        what: what would be wrong.
+        where: the function: module, colon, name.
+        replace: pieces of its source, and what is there instead.
+    """
+
+    name: str
+    what: str
+    where: str
+    replace: tuple[tuple[str, str], ...]
+
+
+MUTATIONS = (
+    Mutation(
+        "era_not_checked",
+        "A command that was submitted before a reset is begun after it.",
+        "kvtier.tiers.runner:TierRunner._require_usable",
+        (("if era is not self.era:", "if False:"),),
+    ),
+    Mutation(
+        "put_does_not_wait_for_the_reset",
+        "A put that was submitted after a reset is begun before the tier is through with it.",
+        "kvtier.tiers.runner:TierRunner.put",
+        (("await era.wait()", "pass"),),
+    ),
+    Mutation(
+        "failed_reset_is_not_repeated",
+        "A tier that could not be reset is used again with what it had before.",
+        "kvtier.tiers.keeper:Keeper._restore",
+        (
+            ("    _, era = self._owed[0]", "    _, era = self._owed.popleft()"),
+            ("        self._owed.popleft()\n        era.set()", "        era.set()"),
+        ),
+    ),
+    Mutation(
+        "overdue_slots_are_given_on",
+        "The slots of a fetch that is late are free at once, while the tier goes on writing to them.",
+        "kvtier.core.promotion:Promotions.give_up",
+        (
+            (
+                "self.landing.difference_update(transfer.chunks)",
+                "self.landing.difference_update(transfer.chunks);"
+                "self._ledger.table.failed(transfer.chunks); transfer.chunks.clear()",
+            ),
+        ),
+    ),
+    Mutation(
+        "pin_is_kept_after_a_request",
+        "What was held for a request stays pinned when the request is served or has ended.",
+        "kvtier.core.promotion:Promotions.unhold",
+        (("self._ledger.table.unpin(chunks)", "pass"),),
+    ),
+    Mutation(
+        "aborted_store_keeps_its_slots",
+        "A store that was aborted does not give its slots back.",
+        "kvtier.core.tiering:Tiering.abort",
+        (("self.table.failed(reservation.chunks)", "pass"),),
+    ),
+    Mutation(
+        "checksum_not_verified",
+        "Bytes that a tier gives are not compared with their checksum.",
+        "kvtier.tiers.runner:_check_all",
+        (("check(trailer, key, view, digest) if status == Status.OK else Verdict.GOOD", "Verdict.GOOD"),),
+    ),
+    Mutation(
+        "seal_of_another_chunk_will_do",
+        "A whole chunk is taken for another one.",
+        "kvtier.tiers.seal:check",
+        (("if sealed.key != key or", "if"),),
+    ),
+    Mutation(
+        "reset_does_not_reach_fetches",
+        "What is being fetched while the cache is reset is shown when it has landed.",
+        "kvtier.core.promotion:Promotions.reset",
+        (("chunk.move(ChunkEvent.RESET)", "pass"), ("transfer.waiters.clear()", "pass")),
+    ),
+    Mutation(
+        "reset_does_not_reach_tiers",
+        "The secondary tiers are not told of a reset.",
+        "kvtier.core.tiering:Tiering.reset",
+        (("for tier in range(len(self.ledger.tiers))]", "for tier in range(0)]"),),
+    ),
+    Mutation(
+        "reset_forgets_stores_under_way",
+        "A store that a reset has cut off becomes visible when it ends.",
+        "kvtier.core.chunks:ChunkTable.reset",
+        (
+            (
+                "chunk.move(ChunkEvent.RESET)",
+                "chunk.state is ChunkState.FILLING or chunk.move(ChunkEvent.RESET)",
+            ),
+        ),
+    ),
+    Mutation(
+        "commit_before_the_copy_has_ended",
+        "The manager shows chunks, and gives slots back, while the device still copies.",
+        "kvtier.manager:TieringManager._copy",
+        (("await until_done(self._copies[copy])", "Finished(copy, 0, 0.0)"),),
+    ),
+    Mutation(
+        "deadline_ignored",
+        "A request whose deadline has passed goes on waiting.",
+        "kvtier.core.tiering:Tiering._expire",
+        (("request.move(RequestEvent.OVERDUE)", "pass"),),
+    ),
+    Mutation(
+        "tier_deadline_ignored",
+        "What a tier does is not cut off at its deadline.",
+        "kvtier.tiers.runner:TierRunner._begin",
+        (("self._now_s() + self._deadline_s", "self._now_s() + 1e9"),),
+    ),
+    Mutation(
+        "pinned_chunks_are_evicted",
+        "The policy is not told what is pinned.",
+        "kvtier.core.chunks:ChunkTable.pin",
+        (("self.policy.pin(held)", "pass"),),
+    ),
+    Mutation(
+        "answers_in_the_wrong_order",
+        "The answers of a get are given to other keys of the batch.",
+        "kvtier.tiers.runner:TierRunner._fetch",
+        (("for status in outcome.statuses", "for status in reversed(outcome.statuses)"),),
+    ),
+    Mutation(
+        "failed_get_lands",
+        "A chunk that the tier could not give is taken for one that is there.",
+        "kvtier.tiers.runner:TierRunner._fetch",
+        (("if status == Status.OK else", "if status != Status.ABSENT else"),),
+    ),
+    Mutation(
+        "load_released_twice",
+        "The end of a load gives back more than was taken.",
+        "kvtier.core.tiering:Tiering.release",
+        (
+            (
+                "self._strike(self.pinned, pinned)",
+                "self._strike(self.pinned, pinned); self.table.unpin(pinned.chunks)",
+            ),
+        ),
+    ),
+    Mutation(
+        "load_not_pinned",
+        "Chunks that are being loaded may be evicted.",
+        "kvtier.core.tiering:Tiering.acquire",
+        (("self.table.pin(chunks)", "pass"),),
+    ),
+    Mutation(
+        "damaged_chunk_not_discarded",
+        "What was seen to be no good stays in the tier.",
+        "kvtier.tiers.runner:TierRunner._get_once",
+        (("await self._discard([key for key, _ in bad])", "pass"),),
+    ),
+    Mutation(
+        "wakeup_lost",
+        "The executor is woken for its first commands, and never again.",
+        "kvtier.executor:ExecutorThread._serve",
+        (("self._woken = False", "pass"),),
+    ),
+    Mutation(
+        "budget_not_given_back",
+        "The promotion budget is used up for ever.",
+        "kvtier.core.promotion:Promotions.let_go",
+        (
+            (
+                "self.landing.difference_update([chunk for chunk in chunks if not chunk.pins])",
+                "pass",
+            ),
+        ),
+    ),
+    Mutation(
+        "backlog_not_given_back",
+        "The slots of puts that have ended count as those of puts under way.",
+        "kvtier.core.tiering:Tiering._put_ended",
+        (("gate.backlog -= len(transfer.chunks)", "pass"),),
+    ),
+    Mutation(
+        "turn_not_given_back",
+        "A command that was cut off keeps one of the tier's turns.",
+        "kvtier.tiers.activity:Turns.__aexit__",
+        (("self._semaphore.release()", "exc[0] or self._semaphore.release()"),),
+    ),
+    Mutation(
+        "more_turns_than_there_are",
+        "More puts of a tier run at once than it can do.",
+        "kvtier.tiers.activity:puts_at_once",
+        (("max(1, max_concurrency // 2)", "max(1, max_concurrency)"),),
+    ),
+    Mutation(
+        "late_transfers_are_never_over",
+        "A tier that was too slow once gets no work any more.",
+        "kvtier.core.breaker:Breaker.end",
+        (("self.overdue -= 1", "pass"),),
+    ),
+    Mutation(
+        "breaker_never_closes",
+        "A tier that has failed often enough is not used again, however well it is.",
+        "kvtier.core.breaker:Breaker._end_probe",
+        (("if proof is not Proof.GOOD:", "if True:"),),
+    ),
+    Mutation(
+        "tier_never_comes_back",
+        "It is not told that a tier that was down can be used.",
+        "kvtier.tiers.keeper:Keeper._recover",
+        (("self._tell(None)", "pass"),),
+    ),
+    Mutation(
+        "second_attempt_after_a_reset",
+        "A put that has failed is repeated though there was a reset since.",
+        "kvtier.tiers.runner:TierRunner._attempts",
+        (("self._require_usable(era)", "pass"),),
+    ),
+    Mutation(
+        "cancelled_while_bytes_move",
+        "Who is cancelled does not wait until the bytes have stopped moving.",
+        "kvtier.tiers.drain:until_done",
+        (("cancelled = error", "raise"),),
+    ),
+    Mutation(
+        "failed_load_is_tried_again",
+        "A request whose load has failed is told once more that its chunks are there.",
+        "kvtier.core.tiering:Tiering.fail_load",
+        (("request.move(RequestEvent.LOAD_FAILED)", "pass"),),
+    ),
+    Mutation(
+        "key_in_two_slots",
+        "What lands is shown though its key got into the primary tier another way meanwhile.",
+        "kvtier.core.promotion:Promotions._land",
+        (("and chunk.key not in table.visible", ""),),
+    ),
+    Mutation(
+        "evictions_not_told",
+        "Whoever follows what is announced is not told what has left a tier.",
+        "kvtier.tiers.runner:TierRunner._post_removed",
+        (("self._post(Removed(self.index, keys))", "pass"),),
+    ),
+)
+
+
+@contextmanager
+def planted(mutation: Mutation) -> Iterator[None]:
+    """Have the bug in kvtier for a while, wherever the function was imported to."""
+    function = _find(mutation.where)
+    sound = function.__code__
+    function.__code__ = _mutated(mutation, function)
+    try:
+        yield
+    finally:
+        function.__code__ = sound
+
+
+def _find(where: str) -> FunctionType:
+    module, _, path = where.partition(":")
+    found: object = importlib.import_module(module)
+    for name in path.split("."):
+        found = inspect.getattr_static(found, name)
+    function = getattr(found, "__func__", found)
+    assert isinstance(function, FunctionType), where
+    return function
+
+
+def _mutated(mutation: Mutation, function: FunctionType) -> CodeType:
+    source = textwrap.dedent(inspect.getsource(function))
+    for old, new in mutation.replace:
+        assert source.count(old) == 1, (
+            f"{mutation.name}: {mutation.where} has {old!r} {source.count(old)} times"
+        )
+        source = source.replace(old, new)
+    scope: dict[str, FunctionType] = {}
+    exec(f"from __future__ import annotations\n{source}", function.__globals__, scope)
+    code = scope[function.__name__].__code__
+    assert code.co_freevars == function.__code__.co_freevars, mutation.where
+    return code

@@ -1,0 +1,154 @@
+"""The simulated loop: time jumps, nothing waits, and the seed decides what comes first."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from kvtier.testing.sim import Spinning, Stalled, simulate
+
+
+def test_a_day_takes_no_time() -> None:
+    async def wait() -> float:
+        await asyncio.sleep(86_400)
+        return asyncio.get_running_loop().time()
+
+    began_s = time.monotonic()
+    assert simulate(wait) == 86_400
+    assert time.monotonic() - began_s < 10
+
+
+def test_everybody_sees_the_virtual_time_and_afterwards_the_real_one() -> None:
+    async def look() -> list[float]:
+        before = time.monotonic(), time.perf_counter(), time.time()
+        await asyncio.sleep(7)
+        after = time.monotonic(), time.perf_counter(), time.time()
+        return [b - a for a, b in zip(before, after, strict=True)]
+
+    assert simulate(look) == [7, 7, 7]
+    before_s = time.monotonic()
+    time.sleep(0.001)
+    assert 0 < time.monotonic() - before_s < 60
+
+
+def _order(seed: int) -> list[int]:
+    async def run_ten() -> list[int]:
+        order: list[int] = []
+
+        async def note(number: int) -> None:
+            await asyncio.sleep(1)
+            order.append(number)
+
+        await asyncio.gather(*map(note, range(10)))
+        return order
+
+    return simulate(run_ten, seed)
+
+
+def test_tasks_that_are_ready_together_run_in_the_order_of_the_seed() -> None:
+    orders = [_order(seed) for seed in range(5)]
+    assert orders == [_order(seed) for seed in range(5)]
+    assert len(set(map(tuple, orders))) == 5
+    assert all(sorted(order) == list(range(10)) for order in orders)
+
+
+def test_callbacks_keep_the_order_that_asyncio_promises() -> None:
+    async def call() -> list[int]:
+        order: list[int] = []
+        for number in range(20):
+            asyncio.get_running_loop().call_soon(order.append, number)
+        await asyncio.sleep(1)
+        return order
+
+    assert simulate(call) == list(range(20))
+
+
+def test_shared_chance_is_the_seeds_and_is_given_back() -> None:
+    async def draw() -> float:
+        return random.random()
+
+    random.seed(1)
+    expected = random.random()
+    random.seed(1)
+    assert simulate(draw, 5) == simulate(draw, 5) != simulate(draw, 6)
+    assert random.random() == expected
+
+
+def test_what_would_run_in_threads_runs_in_this_one() -> None:
+    async def work() -> list[int]:
+        loop = asyncio.get_running_loop()
+        return [
+            await anyio.to_thread.run_sync(threading.get_ident),
+            await loop.run_in_executor(None, threading.get_ident),
+        ]
+
+    before = threading.active_count()
+    assert simulate(work) == [threading.get_ident()] * 2
+    assert threading.active_count() == before
+
+
+def test_a_thread_goes_on_when_who_waits_for_it_is_cancelled() -> None:
+    async def work() -> tuple[list[str], bool]:
+        done: list[str] = []
+        task = asyncio.ensure_future(anyio.to_thread.run_sync(done.append, "work"))
+        await asyncio.sleep(5e-5)  # by now it has begun, and mostly not ended
+        task.cancel()
+        await asyncio.wait([task])
+        await asyncio.sleep(1)
+        return done, task.cancelled()
+
+    ends = [simulate(work, seed) for seed in range(20)]
+    assert (["work"], True) in ends
+    assert all(done == ["work"] for done, _ in ends)
+
+
+def test_a_thread_that_calls_the_loop_is_refused() -> None:
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        errors: list[BaseException] = []
+
+        def call() -> None:
+            try:
+                loop.call_soon_threadsafe(print)
+            except RuntimeError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        assert errors
+        await asyncio.sleep(1)
+
+    with pytest.raises(RuntimeError, match="threads"):
+        simulate(work)
+
+
+def test_blocking_sleep_is_refused() -> None:
+    async def work() -> None:
+        time.sleep(0.1)  # noqa: ASYNC251
+
+    with pytest.raises(RuntimeError, match="blocks the event loop"):
+        simulate(work)
+
+
+def test_a_wakeup_that_never_comes_ends_the_run() -> None:
+    async def wait() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(Stalled):
+        simulate(wait)
+
+
+def test_what_spins_without_time_going_on_ends_the_run() -> None:
+    async def spin() -> None:
+        while True:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+    with pytest.raises(Spinning):
+        simulate(spin)

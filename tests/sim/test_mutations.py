@@ -1,0 +1,40 @@
+"""The simulation is worth something: bugs that are planted in kvtier are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvtier.testing.sim import run
+from tests.sim.mutations import MUTATIONS, Mutation, planted
+
+SEEDS = range(2_000)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_planted_bug_is_found(mutation: Mutation, record_property: Callable[[str, object], None]) -> None:
+    with planted(mutation):
+        for seed in SEEDS:
+            try:
+                run(seed)
+            except Exception as found:
+                record_property("found", f"seed {seed}: {type(found).__name__}: {found}")
+                return
+    pytest.fail(f"{len(SEEDS)} seeds have not found: {mutation.what}")
+
+
+def test_what_was_planted_is_gone_afterwards() -> None:
+    mutation = next(one for one in MUTATIONS if one.name == "checksum_not_verified")
+    seed = next(seed for seed in SEEDS if _is_found(mutation, seed))
+    run(seed)
+
+
+def _is_found(mutation: Mutation, seed: int) -> bool:
+    with planted(mutation):
+        try:
+            run(seed)
+        except Exception:
+            return True
+    return False

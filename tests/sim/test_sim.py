@@ -1,0 +1,178 @@
+"""The simulation: it shows what it is to show, the same each time, and takes parts of others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from kvtier.core.policies.lru import LRU
+from kvtier.keys import OffloadKey
+from kvtier.testing.sim import Backend, Given, Plan, SimTier, SimTierConfig, Violation, run
+from kvtier.testing.sim.__main__ import main
+from kvtier.tiers.base import Batch, Outcome
+from kvtier.tiers.dummy import DummyConfig, DummyTier
+
+SEEDS = range(300)
+TRACE = """
+import hashlib, sys
+from kvtier.testing.sim import run
+for seed in range(12):
+    lines = []
+    run(seed, trace=lines.append)
+    print(seed, len(lines), hashlib.sha256("\\n".join(lines).encode()).hexdigest())
+"""
+
+
+def test_a_seed_gives_the_same_run_in_another_process() -> None:
+    traces = {
+        subprocess.run(
+            [sys.executable, "-c", TRACE],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(traces) == 1
+    assert len(set(traces.pop().splitlines())) == 12
+
+
+@pytest.fixture(scope="module")
+def seen() -> Counter[str]:
+    """What some runs have shown."""
+    total: Counter[str] = Counter()
+    for seed in SEEDS:
+        total += run(seed).seen
+    return total
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        *("crash", "shutdown", "reset", "aborted", "cancelled", "copy failed"),
+        *("answer lost", "bits rotted", "cancelled by nobody", "chunks damaged", "put arrived twice"),
+        *(f"{verb} {how}" for verb in ("get", "put", "contains") for how in ("failed", "hung", "late")),
+        *("open hung", "open failed", "reset hung", "touch failed"),
+        *("core loaded cpu", "core loaded", "core evicted", "core lifted", "core expired", "core tier_down"),
+        *("core miss deadline", "core miss budget", "core miss filter", "core miss load_failed"),
+        *("core get_failed checksum", "core get_failed torn", "core get_failed foreign"),
+        *("core put_failed full", "core overdue get", "core overdue put"),
+        *("core put_dropped backlog", "core store_refused no_slot"),
+    ],
+)
+def test_it_shows(what: str, seen: Counter[str]) -> None:
+    """A simulation in which something never happens says nothing about it."""
+    assert seen[what] > 0
+
+
+def test_most_of_what_is_stored_is_of_use(seen: Counter[str]) -> None:
+    """A world in which nearly nothing goes well would show no wrong bytes either."""
+    assert seen["chunks loaded"] > seen["chunks stored"] / 10
+    assert seen["core loaded"] > seen["core loaded cpu"] / 20
+
+
+# --- parts of others -----------------------------------------------------------------------------
+
+
+def dummy(backend: Backend) -> DummyTier:
+    return DummyTier(DummyConfig(get_latency_s=0.001, complete_index=backend.capacity % 2 == 0))
+
+
+def run_some(count: int, given: Given) -> None:
+    for seed in range(count):
+        run(seed, given)
+
+
+def test_a_tier_of_ones_own() -> None:
+    run_some(60, Given(tier=dummy))
+
+
+class Forgetful(SimTier):
+    """Is reset, and still has what was put before."""
+
+    async def reset(self) -> None:
+        pass
+
+
+class Careless(SimTier):
+    """Keeps what the slots hold a moment after it has ended."""
+
+    verifies = True
+
+    async def get(self, batch: Batch) -> Outcome:
+        outcome = await super().get(batch)
+        views = batch.views
+        self.backend.world.loop.call_later(0.01, lambda: [view.__setitem__(0, 0) for view in views])
+        return outcome
+
+
+class Trusting(SimTier):
+    """Says that it verifies what it gives, and does not."""
+
+    verifies = True
+
+
+@pytest.mark.parametrize("tier", [Forgetful, Careless, Trusting])
+def test_a_tier_that_breaks_its_contract_is_found(tier: type[SimTier]) -> None:
+    def make(backend: Backend) -> SimTier:
+        return tier(SimTierConfig(), backend)
+
+    with pytest.raises(Violation):
+        run_some(200, Given(tier=make))
+
+
+class Stale(LRU):
+    """Evicts what is pinned."""
+
+    def pin(self, keys: Sequence[OffloadKey]) -> None:
+        pass
+
+
+def test_a_policy_of_ones_own() -> None:
+    run_some(20, Given(policy=LRU))
+
+
+def test_a_policy_that_breaks_its_contract_is_found() -> None:
+    with pytest.raises(AssertionError):
+        run_some(50, Given(policy=Stale))
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def test_the_command_runs_seeds_in_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seeds", "40", "--jobs", "2", "--show"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("40 runs")
+    assert "chunks stored" in told
+
+
+def test_the_command_shows_one_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seed", "3", "--trace"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert "Plan(" in told[0]
+    assert told[-1] == "seed 3: nothing to complain about"
+
+
+def test_the_command_runs_for_some_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--minutes", "0.001", "--jobs", "1", "--first", "1000"]) == 0
+    assert "runs in" in capsys.readouterr().out
+
+
+def test_a_seed_that_fails_says_how_it_is_seen_again(capsys: pytest.CaptureFixture[str]) -> None:
+    from kvtier.testing.sim.__main__ import show_failures
+
+    show_failures({4711: "Violation: something"})
+    told = capsys.readouterr().out
+    assert "python -m kvtier.testing.sim --seed 4711 --trace" in told
+    assert "tests/sim/seeds" in told
+
+
+def test_a_plan_is_drawn_from_its_seed_alone() -> None:
+    assert Plan.draw(5) == Plan.draw(5) != Plan.draw(6)
