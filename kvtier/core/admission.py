@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
+from kvtier.core.backoff import Chance, even
+from kvtier.core.breaker import Breaker, BreakerRules
+from kvtier.core.messages import Proof
+from kvtier.core.pressure import PutPressure
+from kvtier.core.states import BreakerState
 from kvtier.keys import OffloadKey
+
+_DRAIN_SHARE = 0.5  # of a deadline: what is queued should be through by then
+_SLOW_SHARE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +25,8 @@ class Limits:
         request_deadline_s: how long a request waits for pending answers.
         promotion_budget: slots that promotions may hold which no request has loaded yet.
         landing_reserve: slots kept free, so that a fetch can bring chunks at once with the answer.
-        put_backlog: slots that the puts of one tier may pin.
+        put_backlog: slots that puts may pin. A tier has an equal share of them, and what the others
+            leave: a slow one starves neither them nor the stores.
         store_threshold: how often a chunk must be offered before it is stored; below 2, at once.
         max_tracker_size: keys whose offers are remembered for the threshold.
         max_announced: keys of each tier that may be announced as being there, where that is done at all.
@@ -33,44 +41,99 @@ class Limits:
     max_announced: int = 250_000
 
 
-class Breaker(IntEnum):
-    """Whether a tier is given work."""
-
-    CLOSED = 0  # it is
-    HALF_OPEN = 1  # it is given one transfer, to see how that goes
-    OPEN = 2  # it is not, for now
-
-
-@dataclass(slots=True)
 class TierGate:
-    """What the core knows of one tier's condition.
+    """What the core knows of one tier's condition, and what follows for its puts and gets.
 
-    Attributes:
+    Args:
         name: the tier's name.
         deadline_s: how long one of its transfers is waited for.
+        width: puts that it works on at once.
+        rules: when its breakers open.
+        chance: the source of chance.
+
+    Attributes:
+        puts: the breaker of its puts.
+        gets: the breaker of its gets.
         backlog: chunks that its puts pin now.
-        overdue: transfers past their deadline that have not ended. While there is one the tier gets
-            no work: it would only tie up more slots.
-        down: why it can not be used any more, or None.
+        down: why it can not be used, or None.
     """
 
-    name: str
-    deadline_s: float = 5.0
-    backlog: int = 0
-    overdue: int = 0
-    down: str | None = None
+    def __init__(
+        self,
+        name: str,
+        deadline_s: float = 5.0,
+        *,
+        width: int = 4,
+        rules: BreakerRules | None = None,
+        chance: Chance = even,
+    ) -> None:
+        self.name = name
+        self.deadline_s = deadline_s
+        self.puts = Breaker(rules, chance)
+        self.gets = Breaker(rules, chance)
+        self.backlog = 0
+        self.down: str | None = None
+        self._pressure = PutPressure(deadline_s * _DRAIN_SHARE, width)
 
     @property
-    def closed(self) -> str | None:
-        """The reason why the tier gets no work now, or None."""
-        if self.down is not None:
-            return "down"
-        return "unresponsive" if self.overdue else None
+    def overdue(self) -> int:
+        """Transfers past their deadline that have not ended."""
+        return self.puts.overdue + self.gets.overdue
 
     @property
-    def breaker(self) -> Breaker:
-        """OPEN while a transfer is overdue: it has to end before the tier gets work again."""
-        return Breaker.OPEN if self.overdue else Breaker.CLOSED
+    def works(self) -> bool:
+        """Whether nothing keeps it from being given work."""
+        return self.down is None and self.puts.is_closed and self.gets.is_closed
+
+    @property
+    def is_healthy(self) -> bool | None:
+        """Whether its last real put and get were answered in time; None where there was none yet."""
+        proofs = {self.puts.proof, self.gets.proof}
+        if self.down is not None or not proofs.isdisjoint((Proof.BAD, Proof.LATE)):
+            return False
+        return True if Proof.GOOD in proofs else None
+
+    def of(self, *, puts: bool) -> Breaker:
+        """Return the breaker of the puts, or of the gets."""
+        return self.puts if puts else self.gets
+
+    def get_refusal(self, now_s: float) -> str | None:
+        """Return the reason why no get is begun now, or None."""
+        return "down" if self.down is not None else self.gets.refusal(now_s)
+
+    def put_room(self, count: int, most_backlog: int, now_s: float) -> tuple[int, str]:
+        """Say how many of ``count`` chunks are put now, and why not the others.
+
+        Args:
+            count: chunks that there are to be put.
+            most_backlog: chunks that the tier's puts may pin.
+            now_s: the owner's clock.
+        """
+        refusal = "down" if self.down is not None else self.puts.refusal(now_s)
+        if refusal is not None:
+            return 0, refusal
+        room = max(0, most_backlog - self.backlog)
+        if self.puts.state is not BreakerState.CLOSED:  # the probe: it may hang, and pin its slots
+            return min(count, room, 1), "breaker_open" if room else "backlog"
+        allowed = self._pressure.room(self.backlog)
+        if allowed < room:
+            return min(count, int(allowed)), "back_pressure"
+        return min(count, room), "backlog"
+
+    def put_ended(self, chunks: int, proof: Proof, seconds: float) -> None:
+        """Learn how fast it is: of a put that failed at once nothing follows."""
+        if proof in (Proof.GOOD, Proof.LATE) and seconds:
+            self._pressure.put_ended(chunks, seconds)
+
+    def get_ended(self, chunks: int, proof: Proof, seconds: float, now_s: float) -> None:
+        """Learn whether gets are slower while puts are under way."""
+        if proof is Proof.GOOD and seconds and chunks:
+            self._pressure.get_ended(chunks, seconds, now_s, beside_puts=self.backlog > 0)
+
+    def judge(self, proof: Proof, seconds: float, *, is_put: bool) -> Proof:
+        """Take a get that was nearly too late to be of use as one that failed. Nobody waits for a put."""
+        is_slow = proof is Proof.GOOD and not is_put and seconds > self.deadline_s * _SLOW_SHARE
+        return Proof.BAD if is_slow else proof
 
 
 class ReuseTracker:

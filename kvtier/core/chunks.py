@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvtier.core.policies.base import EvictionPolicy
+from kvtier.core.policies.lru import LRU
 from kvtier.core.states import CHUNK_MOVES, ChunkEvent, ChunkState, forbidden
 from kvtier.keys import OffloadKey
 
 NO_KEY = OffloadKey(b"")
-_EVICTED = CHUNK_MOVES[ChunkEvent.EVICTED]
+_READY = ChunkState.READY
+_AFTER_EVICTION = CHUNK_MOVES[ChunkEvent.EVICTED][_READY]  # the one state that this is allowed in
 _FILLED = CHUNK_MOVES[ChunkEvent.FILLED]
 _FAILED = CHUNK_MOVES[ChunkEvent.FAILED]
 _FREED = CHUNK_MOVES[ChunkEvent.FREED]
@@ -50,11 +52,20 @@ class ChunkTable:
     """Owns the slots. Visible chunks are found by key; a landing one is seen only by its fetch.
 
     A chunk is a candidate for eviction, and known to the policy as one, exactly while it is READY
-    and has no pins.
+    and has no pins. The policy is a plug-in: what it chooses is checked here.
+
+    Attributes:
+        policy: chooses what is evicted; LRU from its first fault on.
+        visible: the chunks that are found by their keys.
+        free: chunks whose slots hold nothing.
+        all: the chunks of all slots.
+        faults: policies that were replaced, and why, in a word of ``reasons.POLICY_REPLACED``; whoever
+            reads it clears it.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.policy = policy
+        self.faults: list[tuple[str, str]] = []
         self.visible: dict[OffloadKey, Chunk] = {}
         self.free: list[Chunk] = []
         self.all: list[Chunk] = []
@@ -67,20 +78,68 @@ class ChunkTable:
         added = [Chunk(slot) for slot in slots]
         self.all += added
         self.free[:0] = reversed(added)
-        self.policy.resize(len(self.all))
+        try:
+            self.policy.resize(len(self.all))
+        except Exception:
+            self._replace_policy("raised")
+
+    @property
+    def evictable(self) -> int:
+        """How many chunks may be evicted, as far as the policy knows."""
+        try:
+            return len(self.policy)
+        except Exception:
+            self._replace_policy("raised")
+            return len(self.policy)
 
     def evict(self, count: int) -> list[OffloadKey]:
-        """Free up to ``count`` slots by the policy's choice; return the keys that went."""
-        keys = self.policy.evict(count)
+        """Free up to ``count`` slots by the policy's choice; return the keys that went.
+
+        A policy that chooses what it must not is not asked again: LRU takes its place.
+        """
+        evicted: list[OffloadKey] = []
+        fault = self._evict(count, evicted)
+        if fault:
+            self._replace_policy(fault)
+            self._evict(count - len(evicted), evicted)
+        return evicted
+
+    def _evict(self, count: int, evicted: list[OffloadKey]) -> str:
+        """Free what the policy chooses as far as it may be freed; return what was wrong with the choice."""
         pop, free = self.visible.pop, self.free.append
-        for key in keys:
-            chunk = pop(key)
-            try:
-                chunk.state = _EVICTED[chunk.state]
-            except KeyError:
-                forbidden(chunk, chunk.state, ChunkEvent.EVICTED)
-            free(chunk)
-        return keys
+        fault = ""
+        try:
+            keys = self.policy.evict(count)
+            if len(keys) > count:
+                keys, fault = keys[:count], "too_many"
+            elif len(keys) < count and len(self.policy):
+                fault = "withheld"
+            for key in keys:
+                chunk = pop(key, None)
+                if chunk is None or chunk.state is not _READY or chunk.pins:
+                    fault = "not_a_candidate"
+                    if chunk is not None:
+                        self.visible[key] = chunk
+                    continue
+                chunk.state = _AFTER_EVICTION
+                free(chunk)
+                evicted.append(key)
+        except Exception:  # whatever a plug-in does: it must not end the engine
+            return "raised"
+        return fault
+
+    def _replace_policy(self, fault: str) -> None:
+        self.faults.append((type(self.policy).__name__, fault))
+        self.policy = LRU(len(self.all))
+        chunks = self.visible.values()
+        candidates = [chunk.key for chunk in chunks if chunk.state is _READY and not chunk.pins]
+        self.policy.add(candidates[::-1], used=False)  # what came first goes first
+
+    def _make_candidates(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
+        try:
+            self.policy.add(keys, used=used)
+        except Exception:
+            self._replace_policy("raised")
 
     def take(self, keys: Sequence[OffloadKey], *, visible: bool) -> list[Chunk]:
         """Give a free slot to each key: FILLING, with the pin of the copy that will fill it."""
@@ -114,7 +173,7 @@ class ChunkTable:
             else:
                 self._drop_pin(chunk)
         if not pins:
-            self.policy.add([chunk.key for chunk in ready], used=False)
+            self._make_candidates([chunk.key for chunk in ready], used=False)
         return ready
 
     def failed(self, chunks: Iterable[Chunk]) -> None:
@@ -143,7 +202,10 @@ class ChunkTable:
                 held.append(chunk.key)
             chunk.pins += 1
         if held:
-            self.policy.pin(held)
+            try:
+                self.policy.pin(held)
+            except Exception:
+                self._replace_policy("raised")
 
     def unpin(self, chunks: Iterable[Chunk], *, used: bool = False) -> None:
         """Take a pin from chunks, prefix first; ``used`` says that a request has read them."""
@@ -156,7 +218,7 @@ class ChunkTable:
             if not chunk.pins:
                 candidates.append(chunk.key)
         if candidates:
-            self.policy.add(candidates, used=used)
+            self._make_candidates(candidates, used=used)
 
     def drop(self, chunks: Iterable[Chunk]) -> None:
         """Hide chunks that are pinned for ever; their slots are free when the last pin is gone."""
@@ -167,7 +229,11 @@ class ChunkTable:
 
     def reset(self) -> None:
         """Hide every visible chunk for ever; slots without a pin are free at once."""
-        self.policy.clear()
+        try:
+            self.policy.clear()
+        except Exception:
+            self._replace_policy("raised")
+            self.policy.clear()
         for chunk in self.visible.values():
             chunk.move(ChunkEvent.RESET)
             if not chunk.pins:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from kvtier.core.chunks import Chunk
-from kvtier.core.states import ChunkState
+from kvtier.core.states import BreakerState, ChunkState, TransferState
 from kvtier.core.tiering import Tiering
 
 
@@ -23,19 +23,20 @@ def check(core: Tiering) -> None:
     candidates = 0
     for chunk in table.all:
         state = chunk.state
-        _require(chunk.pins == expected[chunk], f"{chunk} has the pins of its users, {expected[chunk]}")
-        _require((chunk in free) is (state is ChunkState.ABSENT), f"{chunk} is free or in use")
+        _require(chunk.pins == expected[chunk], "{} has the pins of its users, {}", chunk, expected[chunk])
+        _require((chunk in free) is (state is ChunkState.ABSENT), "{} is free or in use", chunk)
         _require(
-            chunk not in visible or state in (ChunkState.READY, ChunkState.FILLING), f"{chunk} may be seen"
+            chunk not in visible or state in (ChunkState.READY, ChunkState.FILLING), "{} may be seen", chunk
         )
-        _require(state is not ChunkState.READY or chunk in visible, f"{chunk} is READY and can be found")
+        _require(state is not ChunkState.READY or chunk in visible, "{} is READY and can be found", chunk)
         _require(
             state not in (ChunkState.FILLING, ChunkState.DOOMED) or chunk.pins > 0,
-            f"{chunk} waits for an end",
+            "{} waits for an end",
+            chunk,
         )
         if chunk in visible:
             candidate = state is ChunkState.READY and not chunk.pins
-            _require((chunk.key in table.policy) is candidate, f"{chunk} is known to the policy as it is")
+            _require((chunk.key in table.policy) is candidate, "{} is known to the policy as it is", chunk)
             candidates += candidate
     held = sum(1 for chunk in table.all if chunk.state is not ChunkState.ABSENT)
     _require(len(free) + held == len(table.all), "free and held slots are all slots")
@@ -48,7 +49,7 @@ def check(core: Tiering) -> None:
         all(request.state.name != "CLOSED" for request in core.promotions.holders),
         "nothing is held for a closed request",
     )
-    _check_backlog(core)
+    _check_gates(core)
 
 
 def _expected_pins(core: Tiering) -> Counter[Chunk]:
@@ -64,15 +65,22 @@ def _expected_pins(core: Tiering) -> Counter[Chunk]:
     return pins
 
 
-def _check_backlog(core: Tiering) -> None:
+def _check_gates(core: Tiering) -> None:
     for index, gate in enumerate(core.ledger.tiers):
         mine = [transfer for transfer in core.ledger.transfers.values() if transfer.tier == index]
         backlog = sum(len(transfer.chunks) for transfer in mine if transfer.is_put)
         _require(gate.backlog == backlog, f"the backlog of {gate.name} is that of its puts")
-        overdue = sum(transfer.state.name == "OVERDUE" for transfer in mine)
-        _require(gate.overdue == overdue, f"the overdue transfers of {gate.name} are counted")
+        for verb, breaker in (("put", gate.puts), ("get", gate.gets)):
+            states = {transfer.id: transfer.state for transfer in mine if transfer.verb == verb}
+            overdue = list(states.values()).count(TransferState.OVERDUE)
+            _require(breaker.overdue == overdue, f"the overdue {verb}s of {gate.name} are counted")
+            is_probed = states.get(breaker.probe or 0) is TransferState.RUNNING
+            _require(
+                is_probed is (breaker.state is BreakerState.HALF_OPEN),
+                f"the breaker of the {verb}s of {gate.name} is HALF_OPEN while a probe is under way",
+            )
 
 
-def _require(holds: bool, what: str) -> None:
+def _require(holds: bool, what: str, *about: object) -> None:
     if not holds:
-        raise AssertionError(f"invariant: {what}")
+        raise AssertionError(f"invariant: {what.format(*about)}")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import inf
 
 from kvtier.core.admission import Limits, TierGate
 from kvtier.core.announcements import Announcements
 from kvtier.core.chunks import Chunk, ChunkTable
-from kvtier.core.messages import Command
+from kvtier.core.messages import Command, Fetched, Proof, PutEnded
+from kvtier.core.reasons import BREAKER_OPENED, POLICY_REPLACED
 from kvtier.core.states import TransferEvent, TransferState
 from kvtier.core.transfers import Transfer
 from kvtier.errors import StateError
@@ -17,6 +19,21 @@ from kvtier.keys import OffloadKey
 
 Count = tuple[str, ...]
 """What is counted: the occurrence, then the tier where there is one, then the reason where there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A change that the log should have a line of.
+
+    Attributes:
+        subject: what it is about.
+        text: what has changed, and why.
+        is_good: whether it is for the better.
+    """
+
+    subject: str
+    text: str
+    is_good: bool
 
 
 class Ledger:
@@ -31,6 +48,7 @@ class Ledger:
         self.counts: defaultdict[Count, float] = defaultdict(int)
         self.transfers: dict[int, Transfer] = {}
         self.commands: list[Command] = []
+        self.notices: list[Notice] = []
         self.announcements = Announcements(len(self.tiers), limits.max_announced, enabled=track_changes)
         self._earliest_s = inf  # no running transfer has an earlier deadline
         self._last_id = 0
@@ -43,19 +61,40 @@ class Ledger:
         deadline_s = now_s + self.tiers[tier].deadline_s
         transfer = Transfer(self._last_id, tier, keys, chunks, deadline_s, is_put)
         self.transfers[transfer.id] = transfer
+        self.tiers[tier].of(puts=is_put).begin(transfer.id)
         self._earliest_s = min(self._earliest_s, deadline_s)
         return transfer
 
-    def end(self, transfer_id: int) -> tuple[Transfer, bool]:
+    def end(self, event: PutEnded | Fetched, now_s: float) -> tuple[Transfer, bool]:
         """Strike a transfer that has ended; say too whether it was in time."""
-        transfer = self.transfers.pop(transfer_id, None)
+        transfer = self.transfers.pop(event.id, None)
         if transfer is None:
-            raise StateError(f"transfer {transfer_id} has ended already or never began")
+            raise StateError(f"transfer {event.id} has ended already or never began")
         in_time = transfer.state is TransferState.RUNNING
-        if not in_time:
-            self.tiers[transfer.tier].overdue -= 1
         transfer.move(TransferEvent.ENDED)
+        gate = self.tiers[transfer.tier]
+        proof = gate.judge(event.proof, event.seconds, is_put=transfer.is_put)
+        change = gate.of(puts=transfer.is_put).end(transfer.id, proof, now_s, in_time=in_time)
+        self._note_change(transfer, change)
+        if in_time and proof is Proof.LATE:  # the tier's clock has seen it first
+            self.counts["overdue", gate.name, transfer.verb] += 1
+        if event.retry:
+            self.counts["retries", gate.name, transfer.verb, event.retry] += 1
         return transfer, in_time
+
+    def _note_change(self, transfer: Transfer, change: str | None) -> None:
+        """Count what a transfer's end has changed of its tier's breaker, and have the log told."""
+        if change is None:
+            return
+        gate, verb = self.tiers[transfer.tier], transfer.verb
+        if change == "closed":
+            self.counts["breaker_closed", gate.name, verb] += 1
+            text = f"a {verb} has gone well: it is given {verb}s again"
+        else:
+            self.counts["breaker_opened", gate.name, verb, change] += 1
+            text = f"its {verb}s: {BREAKER_OPENED[change]}; it gets none for a while"
+        if change != "probe":
+            self.notices.append(Notice(f"tier {gate.name}", text, change == "closed"))
 
     @property
     def running(self) -> list[Transfer]:
@@ -69,8 +108,9 @@ class Ledger:
         late = [transfer for transfer in self.running if transfer.deadline_s <= now_s]
         for transfer in late:
             transfer.move(TransferEvent.DEADLINE)
-            self.tiers[transfer.tier].overdue += 1
-            self.counts["overdue", self.tiers[transfer.tier].name, "put" if transfer.is_put else "get"] += 1
+            gate = self.tiers[transfer.tier]
+            self.counts["overdue", gate.name, transfer.verb] += 1
+            self._note_change(transfer, gate.of(puts=transfer.is_put).late(transfer.id, now_s))
         self._earliest_s = min((transfer.deadline_s for transfer in self.running), default=inf)
         return late
 
@@ -82,6 +122,14 @@ class Ledger:
         self.counts["evicted",] += len(keys)
         self.announcements.removed(keys)
         return keys
+
+    def note_policy(self) -> None:
+        """Count policies that were replaced, and have the log told."""
+        for name, reason in self.table.faults:
+            self.counts["policy_replaced", reason] += 1
+            text = f"{POLICY_REPLACED[reason]}; lru has taken its place"
+            self.notices.append(Notice(f"eviction policy {name}", text, is_good=False))
+        self.table.faults.clear()
 
     def announce_kept(self, transfer: Transfer, keys: Sequence[OffloadKey], *, found: bool) -> None:
         """Announce what a transfer says that its tier has, unless that may not be so any more."""

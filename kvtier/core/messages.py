@@ -54,6 +54,15 @@ class Reset:
 Command = Put | Fetch | Touch | Reset
 
 
+class Proof(IntEnum):
+    """What a transfer that has ended says of its tier's health. Only real puts and gets say anything."""
+
+    NONE = 0  # nothing: it was not begun, or the tier's index alone answered it
+    GOOD = 1  # the backend did what it was asked for, or said why it would not
+    BAD = 2  # it failed at most of it
+    LATE = 3  # it did not end by its deadline
+
+
 @dataclass(frozen=True, slots=True)
 class PutEnded:
     """A put has ended: its slots are no longer read.
@@ -62,12 +71,17 @@ class PutEnded:
         kept: for each key, whether the tier has it now.
         reasons: why chunks were not kept, counted.
         seconds: how long the tier took.
+        proof: what it says of the tier.
+        retry: what came of a second attempt, in a word of ``reasons.RETRY``; empty where there was no
+            cause for one.
     """
 
     id: int
     kept: Sequence[bool]
     reasons: Mapping[str, int] = field(default_factory=dict)
     seconds: float = 0.0
+    proof: Proof = Proof.NONE
+    retry: str = ""
 
 
 class Answer(IntEnum):
@@ -86,20 +100,32 @@ class Fetched:
         answers: one for each key. Only keys that were given a slot can be LANDED.
         reasons: why keys that the tier has were not given, counted.
         seconds: how long the tier took.
+        proof: what it says of the tier.
+        retry: what came of a second attempt, in a word of ``reasons.RETRY``; empty where there was no
+            cause for one.
     """
 
     id: int
     answers: Sequence[Answer]
     reasons: Mapping[str, int] = field(default_factory=dict)
     seconds: float = 0.0
+    proof: Proof = Proof.NONE
+    retry: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class TierDown:
-    """A tier can not be used any more, for the reason given."""
+    """A tier can not be used, for the reason given, until ``TierUp``."""
 
     tier: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TierUp:
+    """A tier that was down can be used. It is open, and through with every reset it was told to do."""
+
+    tier: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,4 +143,4 @@ class SlotsReady:
     slots: range
 
 
-Event = PutEnded | Fetched | TierDown | Removed | SlotsReady
+Event = PutEnded | Fetched | TierDown | TierUp | Removed | SlotsReady

@@ -117,14 +117,14 @@ class Promotions:
 
     def fetched(self, event: Fetched, now_s: float) -> list[Chunk]:
         """Take in what a fetch has brought and learned, and go on from there. Return what it brought."""
-        transfer, in_time = self._ledger.end(event.id)
+        transfer, in_time = self._ledger.end(event, now_s)
         self._stop_expecting(transfer)
         waiters = _waiting(transfer) if in_time else {}
         for request in waiters:
             request.stands = False
         landed = self._land(transfer, event.answers, waiters)
         self._announce(transfer, event.answers)
-        self._count(transfer, event)
+        self._count(transfer, event, now_s)
         if waiters:
             self._go_on(transfer, event, waiters, now_s)
         return landed
@@ -207,7 +207,7 @@ class Promotions:
         ledger, allowed = self._ledger, _allowed(waiters)
         for tier in range(first_tier, len(ledger.tiers)):
             gate = ledger.tiers[tier]
-            closed = gate.closed if allowed is None or tier in allowed else "filter"
+            closed = gate.get_refusal(now_s) if allowed is None or tier in allowed else "filter"
             if closed is None:
                 count = min(len(keys), self._room, len(ledger.table.free)) if bring else 0
                 transfer = self._fetch(tier, keys, keys[:count], waiters, now_s, located=False)
@@ -229,7 +229,8 @@ class Promotions:
         for key in keys[:room]:
             by_tier.setdefault(first.located[key], []).append(key)
         for tier, found in by_tier.items():
-            if ledger.tiers[tier].closed:
+            if closed := ledger.tiers[tier].get_refusal(now_s):
+                ledger.counts["skipped", ledger.tiers[tier].name, closed] += len(found)
                 self._ask(found, waiters, now_s, first_tier=tier + 1, bring=Bring.NOTHING)
             else:
                 self._fetch(tier, found, found, waiters, now_s, located=True)
@@ -256,7 +257,7 @@ class Promotions:
             spare = [chunk for chunk in held if chunk in landing and chunk not in first.held]
             landing.difference_update(spare[: count - self._room])
         count = min(count, self._room) - len(table.free)
-        if count <= len(table.policy):
+        if count <= table.evictable:
             return
         for holder in behind:
             table.unpin(holder.held)
@@ -336,8 +337,10 @@ class Promotions:
             there = [key for key in transfer.keys if key not in absent]
             self._ledger.announce_kept(transfer, there, found=True)
 
-    def _count(self, transfer: Transfer, event: Fetched) -> None:
-        counts, name = self._ledger.counts, self._ledger.tiers[transfer.tier].name
+    def _count(self, transfer: Transfer, event: Fetched, now_s: float) -> None:
+        gate = self._ledger.tiers[transfer.tier]
+        gate.get_ended(event.answers.count(Answer.LANDED), event.proof, event.seconds, now_s)
+        counts, name = self._ledger.counts, gate.name
         missing = event.answers.count(Answer.MISSING)
         if not transfer.located:
             counts["asked", name] += len(event.answers)

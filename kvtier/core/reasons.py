@@ -23,10 +23,34 @@ STORE_REFUSED: Mapping[str, str] = {
     "store_threshold": "the chunk was not offered often enough yet",
 }
 NO_WORK: Mapping[str, str] = {
-    "down": "the tier could not be opened or reset, and is not used any more",
-    "unresponsive": "a put or a get of the tier has passed its deadline and has not ended",
+    "down": "the tier could not be opened or reset; that is tried again",
+    "unresponsive": "a put (or a get) of the tier has passed its deadline and has not ended",
+    "breaker_open": "the tier's puts (or gets) have failed; one of them is let through now and then",
     "filter": "the request may not use the tier",
     "backlog": "the tier's puts hold as many slots as they may",
+    "back_pressure": "the tier's puts would take too long, or have slowed down its gets",
+}
+PUT_DROPPED: Mapping[str, str] = {word: text for word, text in NO_WORK.items() if word != "filter"}
+SKIPPED: Mapping[str, str] = {
+    word: text for word, text in NO_WORK.items() if word not in ("backlog", "back_pressure")
+}
+BREAKER_OPENED: Mapping[str, str] = {
+    "failures": "several in a row have failed",
+    "failure_rate": "too many of the last ones have failed",
+    "overdue": "one has passed its deadline",
+    "probe": "the one that was let through has failed, or passed its deadline",
+}
+RETRY: Mapping[str, str] = {
+    "helped": "the second attempt went well",
+    "failed": "the second attempt failed, too",
+    "no_time": "there was no second attempt: the deadline was too near",
+    "no_budget": "there was no second attempt: there have been as many lately as there may be",
+}
+POLICY_REPLACED: Mapping[str, str] = {
+    "raised": "it raised an exception",
+    "not_a_candidate": "it chose a chunk that is in use or not there",
+    "too_many": "it chose more chunks than it was asked for",
+    "withheld": "it chose fewer chunks than it was asked for and has",
 }
 TRANSFER: Mapping[str, str] = {
     "checksum": "the bytes are not those that were put",
@@ -35,11 +59,16 @@ TRANSFER: Mapping[str, str] = {
     "full": "the tier has no room",
     "timeout": "the tier's backend did not answer in time",
     "connection": "the tier's backend could not be reached",
+    "late": "the deadline passed before the transfer's turn came",
     "down": "the tier was given up before the transfer began",
     "reset": "a reset came before the transfer began or ended",
     "cancelled": "the engine was shut down",
     UNKNOWN: "anything else; the log has the details",
 }
+
+
+TRANSIENT = frozenset({"timeout", "connection"})
+"""Of ``TRANSFER``, what may be over a moment later. ``SecondaryTier.transient`` has a tier's own."""
 
 
 def word_for(error: BaseException) -> str:

@@ -127,6 +127,34 @@ TRANSFER_MOVES: Mapping[TransferEvent, Mapping[TransferState, TransferState]] = 
 }
 
 
+class BreakerState(IntEnum):
+    """Whether a tier is given transfers of one verb."""
+
+    CLOSED = 0  # it is
+    HALF_OPEN = 1  # one of them is under way, to see how that goes; no other is begun
+    OPEN = 2  # it is not, until a pause is over; then comes the next probe
+
+
+class BreakerEvent(IntEnum):
+    """What can happen to a breaker."""
+
+    TRIPPED = 0  # too much has failed, or the probe has
+    PROBED = 1  # a transfer was begun to see how it goes
+    PROVEN = 2  # the probe was answered
+    UNPROVEN = 3  # the probe ended without having said anything of the tier
+
+
+BREAKER_MOVES: Mapping[BreakerEvent, Mapping[BreakerState, BreakerState]] = {
+    BreakerEvent.TRIPPED: {
+        BreakerState.CLOSED: BreakerState.OPEN,
+        BreakerState.HALF_OPEN: BreakerState.OPEN,
+    },
+    BreakerEvent.PROBED: {BreakerState.OPEN: BreakerState.HALF_OPEN},
+    BreakerEvent.PROVEN: {BreakerState.HALF_OPEN: BreakerState.CLOSED},
+    BreakerEvent.UNPROVEN: {BreakerState.HALF_OPEN: BreakerState.OPEN},
+}
+
+
 def forbidden(what: object, state: IntEnum, event: IntEnum) -> NoReturn:
     """Raise for a move that is in no table."""
     raise StateError(f"{what} is {state.name}: {event.name} is not possible there")

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from kvtier.core.admission import Limits, ReuseTracker, TierGate
 from kvtier.core.announcements import Change
 from kvtier.core.chunks import Chunk, ChunkTable
-from kvtier.core.ledger import Count, Ledger
+from kvtier.core.ledger import Count, Ledger, Notice
 from kvtier.core.messages import (
     Command,
     Event,
@@ -28,6 +28,7 @@ from kvtier.core.messages import (
     Reset,
     SlotsReady,
     TierDown,
+    TierUp,
     Touch,
 )
 from kvtier.core.policies.base import EvictionPolicy
@@ -160,6 +161,8 @@ class Tiering:
             self.promotions.keep_reserve()
         if self._reused:
             self._touch_tiers()
+        if self.table.faults:
+            self.ledger.note_policy()
 
     def next_deadline_s(self) -> float | None:
         """Say when ``settle`` has to be called at the latest, where anything is pending."""
@@ -317,7 +320,7 @@ class Tiering:
         """End a store that has copied its bytes: the chunks are there, and go to the other tiers."""
         self._strike(self.reservations, reservation)
         chunks = reservation.chunks
-        takers = self._takers(len(chunks), range(len(self._names)))
+        takers = self._takers(len(chunks), range(len(self._names)), now_s)
         ready = self.table.filled(chunks, pins=len(takers))
         self._counts["stored",] += len(ready)
         if self.ledger.announcements.enabled:
@@ -351,15 +354,18 @@ class Tiering:
         self._counts["store_refused", "store_threshold"] += len(keys) - len(admitted)
         return admitted
 
-    def _takers(self, count: int, tiers: Iterable[int]) -> list[tuple[int, int]]:
+    def _takers(self, count: int, tiers: Iterable[int], now_s: float) -> list[tuple[int, int]]:
         """Say which of the tiers take how many of the next chunks."""
         takers = []
-        backlog = max(1, int(len(self.table.all) * self._limits.put_backlog))
+        gates = self.ledger.tiers
+        most = max(1, int(len(self.table.all) * self._limits.put_backlog))
+        unused = most - sum(gate.backlog for gate in gates)
         for index in tiers:
-            gate = self.ledger.tiers[index]
-            room = 0 if gate.closed else max(0, min(count, backlog - gate.backlog))
+            gate = gates[index]
+            share = max(1, most // len(gates))  # its own, whatever the others hold
+            room, reason = gate.put_room(count, max(share, unused + gate.backlog), now_s)
             if room < count:
-                self._counts["put_dropped", gate.name, gate.closed or "backlog"] += count - room
+                self._counts["put_dropped", gate.name, reason] += count - room
             if room:
                 takers.append((index, room))
         return takers
@@ -377,7 +383,7 @@ class Tiering:
         ready = [chunk for chunk in chunks if chunk.state is _READY and chunk.origin]
         if not ready:
             return
-        for tier, count in self._takers(len(ready), range(ready[0].origin or 0)):
+        for tier, count in self._takers(len(ready), range(ready[0].origin or 0), now_s):
             self._counts["lifted", self._names[tier]] += count
             self.table.pin(ready[:count])
             self._cascade(tier, ready[:count], now_s)
@@ -387,7 +393,7 @@ class Tiering:
         keys = list(self._reused)
         self._reused.clear()
         self.ledger.commands += [
-            Touch(tier, keys) for tier, gate in enumerate(self.ledger.tiers) if gate.closed is None
+            Touch(tier, keys) for tier, gate in enumerate(self.ledger.tiers) if gate.works
         ]
 
     # --- what happened, what to do ----------------------------------------------------------------
@@ -398,13 +404,14 @@ class Tiering:
             self._hold_hits()
             self._lift(self.promotions.fetched(event, now_s), now_s)
         elif isinstance(event, PutEnded):
-            self._put_ended(event)
+            self._put_ended(event, now_s)
         elif isinstance(event, SlotsReady):
             self.table.add_slots(event.slots)
             self.promotions.resize(len(self.table.all))
         elif isinstance(event, TierDown):
-            self.ledger.tiers[event.tier].down = event.reason
-            self.ledger.announcements.clear(event.tier)
+            self._tier_down(event)
+        elif isinstance(event, TierUp):
+            self.ledger.tiers[event.tier].down = None
         elif isinstance(event, Removed):
             self.ledger.announce_left(event.tier, event.keys)
 
@@ -412,6 +419,11 @@ class Tiering:
         """Take what is to be done since the last call, in this order."""
         commands, self.ledger.commands = self.ledger.commands, []
         return commands
+
+    def take_notices(self) -> list[Notice]:
+        """Take what the log should have lines of, since the last call."""
+        notices, self.ledger.notices = self.ledger.notices, []
+        return notices
 
     def take_changes(self) -> list[Change]:
         """Take what has become available, or ceased to be, since the last call."""
@@ -445,10 +457,18 @@ class Tiering:
         """Whether no tier has anything to do."""
         return not self.ledger.transfers and not self.ledger.commands
 
-    def _put_ended(self, event: PutEnded) -> None:
-        transfer, _ = self.ledger.end(event.id)
+    def _tier_down(self, event: TierDown) -> None:
+        gate = self.ledger.tiers[event.tier]
+        if gate.down is None:
+            self._counts["tier_down", gate.name] += 1
+        gate.down = event.reason
+        self.ledger.announcements.clear(event.tier)
+
+    def _put_ended(self, event: PutEnded, now_s: float) -> None:
+        transfer, _ = self.ledger.end(event, now_s)
         gate = self.ledger.tiers[transfer.tier]
         gate.backlog -= len(transfer.chunks)
+        gate.put_ended(len(transfer.chunks), event.proof, event.seconds)
         self._counts["put", gate.name] += sum(event.kept)
         self._counts["put_seconds", gate.name] += event.seconds
         for reason, count in event.reasons.items():

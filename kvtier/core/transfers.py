@@ -50,6 +50,11 @@ class Transfer:
     left: frozenset[OffloadKey] = frozenset()
     outdated: bool = False
 
+    @property
+    def verb(self) -> str:
+        """How metrics and logs name what the tier does."""
+        return "put" if self.is_put else "get"
+
     def move(self, event: TransferEvent) -> None:
         """Change the state as the table says."""
         try:

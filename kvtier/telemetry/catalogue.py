@@ -55,7 +55,7 @@ COUNTERS: Mapping[str, Metric] = {
         "kvtier_put_dropped_chunks",
         "Chunks not offered to a tier.",
         ("tier", "reason"),
-        {word: text for word, text in reasons.NO_WORK.items() if word != "filter"},
+        reasons.PUT_DROPPED,
     ),
     "put_failed": Metric(
         "kvtier_put_failed_chunks",
@@ -86,13 +86,35 @@ COUNTERS: Mapping[str, Metric] = {
         "kvtier_skipped_chunks",
         "Chunks that a tier was not asked for.",
         ("tier", "reason"),
-        {word: text for word, text in reasons.NO_WORK.items() if word != "backlog"},
+        reasons.SKIPPED,
     ),
     "lifted": Metric(
         "kvtier_lifted_chunks", "Chunks that a later tier gave, and that were offered to this one.", ("tier",)
     ),
     "overdue": Metric(
         "kvtier_overdue_transfers", "Puts and gets that passed their deadline.", ("tier", "verb")
+    ),
+    "breaker_opened": Metric(
+        "kvtier_breaker_opened",
+        "How often a tier was not given any more puts, or gets, for a while.",
+        ("tier", "verb", "reason"),
+        reasons.BREAKER_OPENED,
+    ),
+    "breaker_closed": Metric(
+        "kvtier_breaker_closed", "How often it was given them again, as one went well.", ("tier", "verb")
+    ),
+    "retries": Metric(
+        "kvtier_retries",
+        "Puts and gets that failed in a way that may be over a moment later.",
+        ("tier", "verb", "reason"),
+        reasons.RETRY,
+    ),
+    "tier_down": Metric("kvtier_tier_down", "How often a tier could not be opened or reset.", ("tier",)),
+    "policy_replaced": Metric(
+        "kvtier_policy_replaced",
+        "How often an eviction policy did what it must not, and lru took its place.",
+        ("reason",),
+        reasons.POLICY_REPLACED,
     ),
 }
 """Counters, by the first part of the core's counts."""
@@ -118,11 +140,16 @@ GAUGES: Mapping[str, Metric] = {
             ("tier",),
         ),
         Metric("kvtier_tier_capacity_bytes", "Bytes that a tier may keep.", ("tier",)),
-        Metric("kvtier_tier_up", "Whether a tier can be used; 0 until the engine starts anew.", ("tier",)),
+        Metric("kvtier_tier_up", "Whether a tier is open; where it is not, that is tried again.", ("tier",)),
+        Metric(
+            "kvtier_tier_healthy",
+            "Whether a tier's last real put and get were answered in time; nothing until there was one.",
+            ("tier",),
+        ),
         Metric(
             "kvtier_breaker_state",
-            "Whether a tier is given work: 0 it is, 1 a probe is under way, 2 it is not for now.",
-            ("tier",),
+            "Whether a tier is given puts, or gets: 0 it is, 1 a probe is under way, 2 it is not for now.",
+            ("tier", "verb"),
         ),
         Metric(
             "kvtier_queued_transfers",

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import ClassVar, Generic, Literal, Protocol, TypeVar
@@ -129,6 +129,15 @@ class Batch:
             self._views = tuple(self.memory.view(slot) for slot in self.slots)
         return self._views
 
+    def part(self, indices: Sequence[int]) -> Batch:
+        """Return a batch of the chunks at ``indices``, with their trailers as they are now."""
+        return Batch(
+            [self.keys[index] for index in indices],
+            [self.slots[index] for index in indices],
+            self.memory,
+            [self.trailers[index] for index in indices],
+        )
+
     @property
     def nbytes(self) -> int:
         """Bytes of all chunks, trailers not counted."""
@@ -160,6 +169,24 @@ class TierConfig(BaseModel):
         default=8,
         ge=1,
         description="Gets of this tier that may be under way at once; beside them half as many puts.",
+    )
+    breaker_failures: int = Field(
+        default=5,
+        ge=1,
+        description="Puts (or gets) in a row that fail until the tier is given none for a while.",
+    )
+    breaker_pause_s: float = Field(
+        default=1.0,
+        gt=0,
+        le=86_400,
+        description="Seconds until one is let through again to see how it goes; up to 60 times as long "
+        "while that fails.",
+    )
+    retry_share: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="Share of puts and gets that may be tried a second time; 0 for none.",
     )
 
 
@@ -208,11 +235,20 @@ class SecondaryTier(ABC, Generic[ConfigT]):
     reasons: ClassVar[Mapping[str, str]] = {}
     """Words of this tier's own for why chunks did not end OK, and what each of them means."""
 
+    transient: ClassVar[Collection[str]] = ()
+    """Those of ``reasons`` that may be over a moment later, such as a server that is busy: chunks that
+    FAILED for them, or for ``"timeout"`` and ``"connection"``, are tried a second time where there is
+    time left. A tier does not retry by itself."""
+
     def __init__(self, config: ConfigT) -> None:
         self.config = config
 
     async def open(self, context: TierContext) -> None:
-        """Connect, make directories, start what must run. Raise TierError when it cannot work."""
+        """Connect, make directories, start what must run. Raise TierError when it cannot work.
+
+        Where it raises, or takes longer than a minute, it is tried again later with another object of the
+        class, and this one is forgotten: what was begun must be given back before.
+        """
 
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
         """Say what is known of ``keys`` without waiting for anything. Called from any thread."""
@@ -231,7 +267,10 @@ class SecondaryTier(ABC, Generic[ConfigT]):
 
     @abstractmethod
     async def put(self, batch: Batch) -> Outcome:
-        """Keep the chunks of ``batch``. A chunk appears whole or not at all."""
+        """Keep the chunks of ``batch``. A chunk appears whole or not at all.
+
+        It is cancelled when its ``deadline_s`` is over, as a get is.
+        """
 
     @abstractmethod
     async def get(self, batch: Batch) -> Outcome:
@@ -255,6 +294,8 @@ class SecondaryTier(ABC, Generic[ConfigT]):
         That goes for puts under way as well: what one of them began before must not appear after it.
         What is put after it is for this opener alone: whoever opens later must not be given it. A reset
         comes with new weights, which this process may have got from a trainer, and the next one not.
+
+        Where it raises the tier is not asked for anything until a later reset has succeeded.
         """
 
     async def aclose(self) -> None:

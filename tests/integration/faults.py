@@ -38,10 +38,10 @@ class Faults:
 
         init = cpu.CpuTransferEngine.__init__
 
-        def faulty_init(engine: Any, kv_caches: Any, layout: Any, region: Any) -> None:
+        def faulty_init(engine: Any, kv_caches: Any, layout: Any, region: Any, deadline_s: float) -> None:
             copy = partial(self._copy, cpu.copy_plan)
             staged = partial(self._staged, cpu.copy_staged)
-            init(engine, kv_caches, layout, region, copy=copy, staged=staged)
+            init(engine, kv_caches, layout, region, copy=copy, staged=staged, deadline_s=deadline_s)
 
         cpu.CpuTransferEngine.__init__ = faulty_init  # type: ignore[method-assign,assignment]
 

@@ -43,7 +43,8 @@ from kvtier.executor import Executor, ExecutorThread, NamedTier
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.memory.region import Region
-from kvtier.tiers.base import TRAILER_BYTES, Batch, Knowledge, Outcome, SecondaryTier
+from kvtier.tiers import keeper
+from kvtier.tiers.base import TRAILER_BYTES, Batch, Knowledge, Outcome, SecondaryTier, TierContext
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
 
@@ -399,6 +400,159 @@ def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(make: Make) -> 
     it.step()
     it.manager.on_request_finished(context)
     it.check_idle()
+
+
+# --- tiers that fail and come back ----------------------------------------------------------------
+
+
+class Moody(DummyTier):
+    """Fails in the way that it is told to."""
+
+    def __init__(self, config: DummyConfig | None = None) -> None:
+        super().__init__(config or DummyConfig())
+        self.mood = ""
+        self.closed_to_us = False
+
+    async def open(self, context: TierContext) -> None:
+        if self.closed_to_us:
+            raise ConnectionRefusedError("nobody listens")
+        await super().open(context)
+
+    async def put(self, batch: Batch) -> Outcome:
+        await self._be_moody()
+        return await super().put(batch)
+
+    async def get(self, batch: Batch) -> Outcome:
+        await self._be_moody()
+        return await super().get(batch)
+
+    async def _be_moody(self) -> None:
+        if self.mood == "error":
+            raise OSError("no")
+        if self.mood == "hang":
+            await anyio.sleep_forever()
+
+
+class Gauges:
+    """The gauges as an endpoint would show them."""
+
+    def __init__(self, it: World) -> None:
+        self._it = it
+        self._stats = OffloadingConnectorStats()
+
+    def value(self, name: str, *labels: str) -> float | None:
+        if (stats := self._it.manager.get_stats()) is not None:
+            self._stats.aggregate(stats)
+        values = self._stats.data["data"].get(name, {})
+        return values.get(labels)
+
+
+def test_a_tier_that_fails_is_left_alone_and_used_again_when_it_is_well(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "kvtier")
+    clock, moody = Clock(), Moody()
+    it = make(moody, slots=32, clock=clock)
+    gauges, context = Gauges(it), it.request("a")
+    it.store(prompt(1, 2), context)
+    it.settle()
+    assert gauges.value("kvtier_tier_healthy", "dummy0") == 1
+    moody.mood = "error"
+    for number in range(2, 8):
+        it.store(prompt(number, 2), context)
+        it.settle()
+    assert gauges.value("kvtier_breaker_state", "dummy0", "put") == 2
+    assert gauges.value("kvtier_breaker_state", "dummy0", "get") == 0
+    assert gauges.value("kvtier_tier_healthy", "dummy0") == 0
+    assert gauges.value("kvtier_put_dropped_chunks", "dummy0", "breaker_open") == 2
+    moody.mood = ""
+    clock.now += 1.0
+    it.store(prompt(8, 2), context)
+    it.settle()
+    assert gauges.value("kvtier_breaker_state", "dummy0", "put") == 0
+    assert gauges.value("kvtier_tier_healthy", "dummy0") == 1
+    it.store(prompt(9, 2), context)
+    it.settle()
+    it.forget_primary()
+    again = it.request("b")
+    assert it.find(prompt(9, 2), again) == 2
+    it.manager.prepare_load(prompt(9, 2), again)
+    it.manager.complete_load(set(prompt(9, 2)), again)
+    it.check_idle()
+    assert caplog.text.count("tier dummy0: its puts: several in a row have failed") == 1
+    assert caplog.text.count("tier dummy0: a put has gone well") == 1
+
+
+def test_gets_that_hang_cost_one_request_a_wait_and_the_next_ones_none(make: Make) -> None:
+    moody = Moody(DummyConfig(deadline_s=0.05, breaker_pause_s=60.0))
+    it = make(moody, slots=32)
+    it.store(prompt(1, 4), it.request("a"))
+    it.settle()
+    it.forget_primary()
+    moody.mood = "hang"
+    first = it.request("b")
+    assert it.find(prompt(1, 4), first) == 0
+    for number in range(20):
+        request = it.request(f"c{number}")
+        found, waits = it.scan(prompt(1, 4), request)
+        it.step()
+        assert it.scan(prompt(1, 4), request) == (0, False), (found, waits)
+        it.step()
+    assert it.core.take_counts()["skipped", "dummy0", "breaker_open"] >= 1
+    it.check_idle()
+
+
+def test_a_tier_that_can_not_be_opened_joins_when_it_can_and_is_reset_before(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keeper, "_FIRST_PAUSE_S", 0.02)
+    moody, resets = Moody(), []
+    original = moody.reset
+
+    async def reset() -> None:
+        resets.append(1)
+        await original()
+
+    monkeypatch.setattr(moody, "reset", reset)
+    moody.closed_to_us = True
+    it = make(moody, slots=32)
+    gauges, context = Gauges(it), it.request("a")
+
+    def until(value: float) -> None:
+        end = time.monotonic() + 20
+        while gauges.value("kvtier_tier_up", "dummy0") != value:
+            assert time.monotonic() < end
+            it.step()
+            time.sleep(0.001)
+
+    until(0)
+    it.store(prompt(1, 2), context)
+    it.manager.reset_cache()
+    assert it.find(prompt(1, 2), it.request("b")) == 0
+    assert gauges.value("kvtier_put_dropped_chunks", "dummy0", "down") == 2
+    moody.closed_to_us = False
+    until(1)
+    assert resets == [1]
+    it.store(prompt(2, 2), context)
+    it.settle()
+    it.forget_primary()
+    assert it.find(prompt(2, 2), it.request("c")) == 2
+    assert "tier dummy0 is not used, and tried again later: it cannot be opened" in caplog.text
+    assert "tier dummy0 is used again" in caplog.text
+
+
+def test_what_ended_while_the_engine_slept_is_not_overdue(make: Make) -> None:
+    clock = Clock()
+    it = make(dummy(), slots=16, clock=clock)
+    it.store(prompt(1, 2), it.request("a"))
+    end = time.monotonic() + 20
+    while not it.thread.events:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    clock.now += 3600
+    it.step()
+    assert it.core.ledger.tiers[0].works
+    assert ("overdue", "dummy0", "put") not in it.core.take_counts()
 
 
 # --- the tiers that a request allows, and its second start ------------------------------------------

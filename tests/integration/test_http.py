@@ -281,16 +281,14 @@ def _put(metrics: Metrics) -> float:
 
 
 def _is_given_up(metrics: Metrics) -> bool:
-    """Say whether the tier that hangs gets no more work, and all that it was given is overdue."""
-    given = sum(metrics.value(f"kvtier_{what}_transfers", tier="stuck") for what in ("queued", "in_flight"))
-    overdue = metrics.value("kvtier_overdue_transfers", tier="stuck")
-    return metrics.value("kvtier_breaker_state", tier="stuck") == 2 and overdue == given > 0
+    """Say whether the tier that hangs is given no more puts."""
+    return metrics.value("kvtier_breaker_state", tier="stuck", verb="put") == 2
 
 
 def _has_settled(metrics: Metrics) -> bool:
     """Say whether the tier that hangs was given up, and bytes and copies were looked at since."""
     return (
-        metrics.value("kvtier_breaker_state", tier="stuck") == 2
+        metrics.value("kvtier_breaker_state", tier="stuck", verb="put") == 2
         and metrics.value("kvtier_in_flight_transfers", tier="fs") == 0
         and metrics.value("vllm:kv_offload_store_bytes") == STORED * CHUNK_BYTES
         and metrics.value("kvtier_tier_used_bytes", tier="fs") >= STORED * CHUNK_BYTES
@@ -327,7 +325,7 @@ def test_hits_and_misses_are_counted_by_reason(story: Story) -> None:
         "kvtier_absent_chunks", tier="fs"
     )
     assert value("vllm:kv_offload_tiering_chunk_hits") == 0
-    assert value("kvtier_skipped_chunks", tier="stuck", reason="unresponsive") > 0
+    assert value("kvtier_absent_chunks", tier="stuck") > 0, "its gets go on"
 
 
 def test_bytes_and_seconds_are_those_of_the_chunks(story: Story) -> None:
@@ -358,24 +356,33 @@ def test_what_did_not_get_into_a_tier_is_counted_by_cause(story: Story) -> None:
     value = story.metrics.value
     refused = value("kvtier_put_failed_chunks", tier="full", reason="max_bytes")
     assert refused == STORED - value("kvtier_put_chunks", tier="full") > 0
-    assert value("kvtier_put_failed_chunks") == refused
-    dropped = value("kvtier_put_dropped_chunks", tier="stuck", reason="unresponsive")
-    assert dropped > 0
+    late = value("kvtier_put_failed_chunks", tier="stuck")
+    assert late == sum(
+        value("kvtier_put_failed_chunks", tier="stuck", reason=why) for why in ("timeout", "late")
+    )
+    assert value("kvtier_put_failed_chunks") == refused + late
+    dropped = value("kvtier_put_dropped_chunks", tier="stuck")
+    assert value("kvtier_put_dropped_chunks", tier="stuck", reason="breaker_open") > 0
     hanging = value("vllm:kv_offload_tiering_primary_read_usage_perc", tier="stuck") * SLOTS
-    assert dropped + hanging == STORED
+    assert late + dropped + hanging == pytest.approx(STORED)
 
 
 def test_a_tier_that_hangs_is_seen_to_hang(story: Story) -> None:
     value = story.metrics.value
-    hanging = value("kvtier_overdue_transfers", tier="stuck", verb="put")
-    assert hanging >= 1
-    assert value("kvtier_in_flight_transfers", tier="stuck", verb="put") == min(hanging, 4)
-    assert value("kvtier_queued_transfers", tier="stuck", verb="put") == max(0, hanging - 4)
-    assert value("vllm:kv_offload_tiering_active_cascade_jobs", tier="stuck") == hanging
+    assert value("kvtier_overdue_transfers", tier="stuck", verb="put") >= 1
+    assert value("kvtier_breaker_opened", tier="stuck", verb="put", reason="overdue") == 1
     assert value("vllm:kv_offload_tiering_active_promotion_jobs") == 0
-    states = {tier: value("kvtier_breaker_state", tier=tier) for tier in ("fs", "full", "stuck")}
+    tiers = ("fs", "full", "stuck")
+    states = {tier: value("kvtier_breaker_state", tier=tier, verb="put") for tier in tiers}
     assert states == {"fs": 0, "full": 0, "stuck": 2}
-    assert all(value("kvtier_tier_up", tier=tier) == 1 for tier in states)
+    assert {tier: value("kvtier_tier_healthy", tier=tier) for tier in tiers} == {
+        "fs": 1,
+        "full": 1,
+        "stuck": 0,
+    }
+    for tier in tiers:
+        assert value("kvtier_breaker_state", tier=tier, verb="get") == 0
+        assert value("kvtier_tier_up", tier=tier) == 1
 
 
 def test_two_api_servers_after_a_restart_with_a_damaged_file_and_a_reset(

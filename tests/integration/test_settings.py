@@ -31,6 +31,7 @@ WRONG: dict[str, tuple[object, str]] = {
     "namespace": (7, "part of the identity"),
     "promotion_budget": (2.0, "Share of the primary tier"),
     "request_deadline_s": (True, "a number is needed"),
+    "copy_deadline_s": (0, "a device copy that has not ended"),
     "drain_on_shutdown_s": ("soon", "Seconds a shutdown waits"),
 }
 
@@ -95,7 +96,7 @@ def test_a_root_that_cannot_be_written(
     assert loaded == {"cpu": len(STORY) * PROMPT_CHUNKS}
     assert metrics.value("kvtier_tier_up", tier="fs") == 0
     assert metrics.value("kvtier_put_dropped_chunks", tier="fs", reason="down") > 0
-    assert "tier fs is not used any more" in log
+    assert "tier fs is not used, and tried again later" in log
     assert str(root) in log
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,15 +27,20 @@ PAGE = 4096
 
 
 class Bench:
-    """A worker over tensors in memory, and the scheduler's view of it. ``failures`` copies fail."""
+    """A worker over tensors in memory, and the scheduler's view of it. ``failures`` copies fail.
 
-    def __init__(self) -> None:
+    ``hold``: copies do not end while this is set.
+    """
+
+    def __init__(self, deadline_s: float = 60) -> None:
         caches = KVCaches((torch.zeros((SLOTS, PAGE), dtype=torch.int8),), ((PageRef(0, PAGE),),))
         layout = SlotLayout.make(caches.page_bytes, 1)
         board = memoryview(bytearray(board_bytes(SLOTS, 1)))
         region = Region.anonymous(SLOTS, layout.chunk_bytes)
-        engine = CpuTransferEngine(caches, layout, region, self._copy, self._staged)
+        engine = CpuTransferEngine(caches, layout, region, self._copy, self._staged, deadline_s)
         self.failures = 0
+        self.hold = False
+        self._go_on = threading.Event()
         self.worker = KVTierWorker(engine, region, Row(board, SLOTS, 0))
         self.workers = Workers(Board(board, SLOTS, 1))
         self._last_job = 0
@@ -53,10 +59,16 @@ class Bench:
         self.worker.wait(set(range(self._last_job + 1)))
         return [result.success for result in self.worker.get_finished()]
 
+    def close(self) -> None:
+        self._go_on.set()
+        self.worker.shutdown()
+
     def counts(self) -> dict[Any, float]:
         return self.workers.take_counts()
 
     def _copy(self, plan: CopyPlan) -> None:
+        if self.hold:
+            assert self._go_on.wait(20)
         self._maybe_fail()
         copy_plan(plan)
 
@@ -78,7 +90,16 @@ def _blocks(slots: tuple[int, ...]) -> GPULoadStoreSpec:
 def it() -> Iterator[Bench]:
     bench = Bench()
     yield bench
-    bench.worker.shutdown()
+    bench.close()
+
+
+@pytest.fixture
+def impatient() -> Iterator[Bench]:
+    """A bench whose copies do not end, and are given up soon."""
+    bench = Bench(deadline_s=0.2)
+    bench.hold = True
+    yield bench
+    bench.close()
 
 
 def test_a_store_that_failed_is_a_success_to_vllm_and_a_mark_to_the_scheduler(it: Bench) -> None:
@@ -134,3 +155,35 @@ def test_a_lost_device_is_told_to_the_scheduler(it: Bench) -> None:
     it.store(7)  # not tried
     assert it.finish() == [True]
     assert it.workers.failed_to_store([7])
+
+
+def test_a_store_that_does_not_end_is_dropped_and_the_device_with_it(impatient: Bench) -> None:
+    impatient.store(2, 3)
+    impatient.store(4)
+    assert impatient.finish() == [True, True]
+    assert impatient.workers.have_lost_device
+    assert [impatient.workers.failed_to_store([slot]) for slot in (2, 4)] == [True, True]
+
+
+@pytest.mark.parametrize("can_tell", [False, True])
+def test_a_load_that_does_not_end_is_an_error_while_its_blocks_may_still_be_written_to(
+    impatient: Bench, can_tell: bool
+) -> None:
+    if can_tell:
+        impatient.worker.report_failed_loads()
+    impatient.load(1, request="stuck")
+    impatient.load(2, request="behind")
+    with pytest.raises(TransferError, match=r"a load of 1 chunks does not end: .* within 0.2 s"):
+        impatient.worker.wait({1})
+    with pytest.raises(TransferError, match="a load of 1 chunks does not end"):
+        impatient.worker.get_finished()
+    assert impatient.workers.have_lost_device
+    assert impatient.worker.take_failed_requests() == set()
+
+
+def test_waiting_for_other_copies_says_nothing_of_one_that_does_not_end(impatient: Bench) -> None:
+    impatient.load(1)
+    impatient.store(5)
+    impatient.worker.wait({2})
+    with pytest.raises(TransferError):
+        impatient.worker.wait({1, 2})

@@ -22,18 +22,20 @@ from kvtier.core.messages import (
     Answer,
     Fetch,
     Fetched,
+    Proof,
     Put,
     PutEnded,
     Removed,
     Reset,
     SlotsReady,
     TierDown,
+    TierUp,
     Touch,
 )
 from kvtier.core.policies.arc import ARC
 from kvtier.core.policies.lru import LRU
 from kvtier.core.requests import Request
-from kvtier.core.states import ChunkState, Lookup, RequestState
+from kvtier.core.states import BreakerState, ChunkState, Lookup, RequestState
 from kvtier.core.tiering import Tiering
 from kvtier.core.transfers import Pinned, Reservation
 from kvtier.keys import OffloadKey, pack_key
@@ -79,6 +81,10 @@ steps_s = st.sampled_from([0.0, 0.0, 0.1, 0.1, 0.5, 1.0, 4.0])
 filters = st.sampled_from(
     [None, None, None, frozenset[int](), frozenset({0}), frozenset({1}), frozenset({0, 2})]
 )
+# What an answer says of its tier; mostly nothing bad, or breakers would be open most of the time.
+proofs = st.sampled_from([Proof.NONE, *[Proof.GOOD] * 6, Proof.BAD, Proof.LATE])
+# How long a tier says that it has taken.
+tooks_s = st.sampled_from([0.0, 0.001, 0.05, 0.5, 2.0])
 # What a tier answers, key by key, where it has the chunk: everything, or anything.
 wishes = st.integers(0, 30).map(_wishes)
 
@@ -363,23 +369,29 @@ class CoreMachine(RuleBasedStateMachine):
     # --- what tiers do ---------------------------------------------------------------------------
 
     @precondition(lambda self: any(isinstance(job.command, Put) for job in self.jobs))
-    @rule(pick=picks, kept=st.integers(0, 30).map(_kept))
-    def put_ends(self, pick: int, kept: list[bool]) -> None:
+    @rule(pick=picks, kept=st.integers(0, 30).map(_kept), proof=proofs, took_s=tooks_s)
+    def put_ends(self, pick: int, kept: list[bool], proof: Proof, took_s: float) -> None:
         job = _pick([job for job in self.jobs if isinstance(job.command, Put)], pick)
-        self._end_put(job, kept)
+        self._end_put(job, kept, proof, took_s)
 
     @precondition(lambda self: any(isinstance(job.command, Fetch) for job in self.jobs))
-    @rule(pick=picks, answers=wishes)
-    def fetch_ends(self, pick: int, answers: list[Answer]) -> None:
+    @rule(pick=picks, answers=wishes, proof=proofs, took_s=tooks_s)
+    def fetch_ends(self, pick: int, answers: list[Answer], proof: Proof, took_s: float) -> None:
         """The tier gives what it has, or less: any mix that the contract allows."""
         job = _pick([job for job in self.jobs if isinstance(job.command, Fetch)], pick)
-        self._end_fetch(job, answers)
+        self._end_fetch(job, answers, proof, took_s)
 
     @precondition(lambda self: self.stored)
     @rule(pick=picks)
     def tier_down(self, pick: int) -> None:
         if pick % 8 == 0:  # seldom: a machine whose tiers are all down shows little
             self.core.on_event(TierDown(pick // 8 % len(self.stored), "test"), self.now_s)
+
+    @precondition(lambda self: any(gate.down for gate in self.core.ledger.tiers))
+    @rule(pick=picks)
+    def tier_up(self, pick: int) -> None:
+        down = [tier for tier, gate in enumerate(self.core.ledger.tiers) if gate.down]
+        self.core.on_event(TierUp(_pick(down, pick)), self.now_s)
 
     @precondition(lambda self: self.stored)
     @rule(pick=picks, gone=st.sets(st.sampled_from(KEYS), max_size=6), told=st.booleans())
@@ -413,7 +425,7 @@ class CoreMachine(RuleBasedStateMachine):
         if self.stored:
             _pick(self.stored, pick).update(prompt[: pick % 13])
 
-    def _end_put(self, job: Job, kept: list[bool]) -> None:
+    def _end_put(self, job: Job, kept: list[bool], proof: Proof = Proof.GOOD, took_s: float = 0.001) -> None:
         self.jobs.remove(job)
         command = job.command
         for key, slot in zip(command.keys, command.slots, strict=True):
@@ -422,10 +434,13 @@ class CoreMachine(RuleBasedStateMachine):
         kept = kept[: len(command.keys)]
         if job.epoch == self.epoch and not job.is_written:
             self.stored[command.tier].update(key for key, ok in zip(command.keys, kept, strict=True) if ok)
-        self.core.on_event(PutEnded(command.id, kept, {"error": kept.count(False)}), self.now_s)
+        event = PutEnded(command.id, kept, {"error": kept.count(False)}, took_s, proof, "helped")
+        self.core.on_event(event, self.now_s)
         self._take_commands()
 
-    def _end_fetch(self, job: Job, wishes: list[Answer]) -> None:
+    def _end_fetch(
+        self, job: Job, wishes: list[Answer], proof: Proof = Proof.GOOD, took_s: float = 0.001
+    ) -> None:
         assert isinstance(job.command, Fetch)
         self.jobs.remove(job)
         command, answers = job.command, []
@@ -437,7 +452,8 @@ class CoreMachine(RuleBasedStateMachine):
             elif answer is Answer.LANDED:
                 answer = Answer.LOCATED
             answers.append(answer)
-        self.core.on_event(Fetched(command.id, answers, {"error": 1}), self.now_s)
+        event = Fetched(command.id, answers, {"error": 1}, took_s, proof, "no_time")
+        self.core.on_event(event, self.now_s)
         self._take_commands()
 
     def _take_commands(self) -> None:
@@ -448,8 +464,9 @@ class CoreMachine(RuleBasedStateMachine):
                 self.untold[command.tier].clear()
                 continue
             if isinstance(command, Touch):
-                assert self.core.ledger.tiers[command.tier].closed is None
+                assert self.core.ledger.tiers[command.tier].works
                 continue
+            self._require_given_work(command)
             job = Job(command, self.now_s, self.epoch, frozenset(self.stored[command.tier]))
             self.jobs.append(job)
             assert len(set(command.keys)) == len(command.keys)
@@ -462,6 +479,16 @@ class CoreMachine(RuleBasedStateMachine):
                 self._require_wanted(command)
                 for slot in command.slots:
                     self._write(slot, job)
+
+    def _require_given_work(self, command: Put | Fetch) -> None:
+        """A tier that is down gets nothing, one that fails one transfer of a verb at a time."""
+        gate = self.core.ledger.tiers[command.tier]
+        assert gate.down is None
+        breaker = gate.of(puts=isinstance(command, Put))
+        assert not breaker.overdue
+        assert breaker.state is BreakerState.CLOSED or breaker.probe == command.id
+        if breaker.probe == command.id and isinstance(command, Put):
+            assert len(command.keys) == 1
 
     def _require_wanted(self, command: Fetch) -> None:
         """A tier is asked for a request only where that may be served from it."""
@@ -502,6 +529,13 @@ class CoreMachine(RuleBasedStateMachine):
     @invariant()
     def keeps_the_budget(self) -> None:
         assert len(self.core.promotions.landing) <= self.core.promotions.budget
+
+    @invariant()
+    def puts_leave_slots_to_others(self) -> None:
+        core, tiers = self.core, len(self.core.ledger.tiers)
+        held = {chunk for job in self.core.ledger.transfers.values() if job.is_put for chunk in job.chunks}
+        most = max(1, int(len(core.table.all) * core.ledger.limits.put_backlog))
+        assert len(held) <= most + max(0, tiers - 1) * max(1, most // max(1, tiers))
 
     @invariant()
     def counts_what_metrics_are_declared_for(self) -> None:

@@ -118,6 +118,7 @@ def test_unknown_policy_lists_those_installed():
         ("request_deadline_s", 0),
         ("request_deadline_s", float("nan")),
         ("request_deadline_s", float("inf")),
+        ("copy_deadline_s", 0),
         ("drain_on_shutdown_s", -1),
         ("drain_on_shutdown_s", 1e30),  # beyond what a thread can be waited for
     ],
@@ -134,6 +135,7 @@ NUMBERS = [
     "max_tracker_size",
     "promotion_budget",
     "request_deadline_s",
+    "copy_deadline_s",
     "drain_on_shutdown_s",
 ]
 TEXTS = ["eviction_policy", "namespace"]

@@ -19,7 +19,6 @@ import anyio
 import pytest
 from pydantic import ByteSize
 
-from kvtier import executor as executors
 from kvtier.core.messages import (
     Answer,
     Command,
@@ -38,6 +37,7 @@ from kvtier.executor import Executor, ExecutorThread, NamedTier
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.testing.memory import HeapMemory
+from kvtier.tiers import runner as runners
 from kvtier.tiers.base import (
     TRAILER_BYTES,
     Batch,
@@ -882,7 +882,7 @@ async def test_what_waits_for_its_turn_and_what_runs_is_seen() -> None:
 
 
 async def test_how_full_a_tier_is_is_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executors, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(runners, "_LOOK_EVERY_S", 0.01)
     async with world(dummy(capacity_bytes=1 << 20), Rude(usage=raises(OSError("no idea")))) as it:
         await it.hold([1, 2])
         held = it.executor.activity[0]

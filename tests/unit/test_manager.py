@@ -22,17 +22,19 @@ from kvtier import Identity, KVCaches, PageRef, TieringConfig, open_manager, pac
 from kvtier.core import invariants
 from kvtier.core.admission import Limits, TierGate
 from kvtier.core.policies.lru import LRU
+from kvtier.core.states import BreakerState
 from kvtier.core.tiering import Tiering
 from kvtier.device.base import TransferEngine
 from kvtier.device.cpu import CpuTransferEngine, copy_plan
 from kvtier.device.plan import CopyPlan
-from kvtier.errors import ConfigError, StateError, TransferError
+from kvtier.errors import ConfigError, DeviceStuckError, StateError, TransferError
 from kvtier.executor import NamedTier
 from kvtier.keys import OffloadKey, content_hash, group_index
 from kvtier.manager import TieringManager
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
 from kvtier.tiers.base import Batch, Outcome, SecondaryTier, Status
+from kvtier.tiers.drain import until_done
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
 
@@ -110,6 +112,7 @@ class World:
         device: Device | None = None,
         copy: Callable[[CopyPlan], None] = copy_plan,
         drain_s: float = 5.0,
+        copy_deadline_s: float = 60.0,
     ) -> None:
         self.device = device or Device()
         names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
@@ -118,7 +121,7 @@ class World:
         layout = SlotLayout.make(self.device.caches.page_bytes, self.device.blocks_per_chunk)
         self.region = Region.anonymous(slots, layout.chunk_bytes)
         self.engine: TransferEngine = CpuTransferEngine(
-            self.device.caches, layout, self.region, copy, staged=copy
+            self.device.caches, layout, self.region, copy, staged=copy, deadline_s=copy_deadline_s
         )
         self.manager = TieringManager(
             core=self.core,
@@ -461,17 +464,33 @@ async def test_a_lookup_ends_in_time_with_what_there_is(tier_s: float, request_s
     it.check()
 
 
+class Deaf(DummyTier):
+    """Does not end a put, and can not be stopped either, until it is let go."""
+
+    def __init__(self, config: DummyConfig) -> None:
+        super().__init__(config)
+        self.let_go = anyio.Event()
+
+    async def put(self, batch: Batch) -> Outcome:
+        await until_done(asyncio.ensure_future(self.let_go.wait()))
+        return await super().put(batch)
+
+
 async def test_what_hangs_is_told_and_asked_no_more() -> None:
-    async with opened(dummy(hang_rate=1, deadline_s=0.05), slots=16, drain_s=0.05) as it:
+    deaf = Deaf(DummyConfig(deadline_s=0.04))
+    async with opened(deaf, slots=16, drain_s=0.05) as it:
         await it.store(prompt(1, 2))
-        await anyio.sleep(0.1)
+        await anyio.sleep(0.05)
         await it.store(prompt(2, 2))
         (state,) = it.manager.statistics().tiers
         assert (state.overdue, state.backlog_chunks) == (1, 2)
+        assert (state.puts, state.gets) == (BreakerState.OPEN, BreakerState.CLOSED)
+        assert it.manager.statistics().counts["put_dropped", "dummy0", "unresponsive"] == 2
         with anyio.fail_after(2):
             assert await it.manager.lookup(prompt(3, 3)) == 0
         with anyio.fail_after(2):
             assert await it.load(prompt(2, 2), 40) == 2
+        deaf.let_go.set()
     assert it.manager.statistics().pinned_chunks == 0
 
 
@@ -542,6 +561,21 @@ async def test_a_load_that_fails_is_told_and_gives_everything_back() -> None:
         with pytest.raises(TransferError, match="3 chunks failed: no copy"):
             await it.manager.load(prompt(1, 3), range(3))
         await it.check_idle()
+
+
+async def test_the_slots_of_a_store_that_does_not_end_are_given_to_nobody() -> None:
+    gate = Gate()
+    async with opened(copy=gate, copy_deadline_s=0.2) as it:
+        free = it.manager.statistics().free_slots
+        with pytest.raises(DeviceStuckError, match=r"3 chunks failed: a copy of .* has not ended"):
+            await it.store(prompt(1, 3))
+        with pytest.raises(TransferError) as lost:  # nothing of this one moves
+            await it.store(prompt(2, 2))
+        assert not isinstance(lost.value, DeviceStuckError)
+        assert it.manager.statistics().free_slots == free - 3
+        assert await it.manager.lookup(prompt(1, 3)) == 0
+        it.check()
+    gate.opened.set()
 
 
 async def test_two_stores_of_one_chunk_copy_it_once() -> None:
@@ -1049,7 +1083,7 @@ class Crowd:
 @pytest.mark.parametrize("seed", range(4))
 async def test_many_tasks_at_once_never_see_a_wrong_byte(seed: int, tmp_path: Path) -> None:
     faults = {"failure_rate": 0.05, "corruption_rate": 0.1, "seed": seed, "complete_index": seed % 2 == 0}
-    flaky = Flaky(DummyConfig.model_validate({"put_latency_s": 0.001, "deadline_s": 0.5, **faults}))
+    flaky = Flaky(DummyConfig.model_validate({"put_latency_s": 0.001, "deadline_s": 20, **faults}))
     tiers: list[AnyTier] = [flaky, files(tmp_path)] if seed < 3 else [flaky]
     limits = Limits(request_deadline_s=5 if seed else 0.05, promotion_budget=0.5)
     async with opened(*tiers, slots=32, limits=limits) as it:

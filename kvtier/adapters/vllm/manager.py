@@ -34,6 +34,7 @@ from kvtier.core.states import Lookup
 from kvtier.core.tiering import Tiering
 from kvtier.core.transfers import Pinned, Reservation
 from kvtier.executor import ExecutorThread
+from kvtier.telemetry.lines import ChangeLog
 
 logger = logging.getLogger("kvtier.vllm")
 
@@ -117,6 +118,7 @@ class KVTierManager(OffloadingManager):
         self._gauges = GaugeReader(core, executor.activity, chunk_bytes)
         names = [gate.name for gate in core.ledger.tiers]
         self._stream = EventStream(names, places, self_describing=self_describing)
+        self._changes = ChangeLog(logger)
         self._closed = False
         self._stopped = False
 
@@ -211,6 +213,8 @@ class KVTierManager(OffloadingManager):
             logger.error("request %s has no store of these %d chunks to end", req_context.req_id, len(keys))
             return
         if self._workers is not None and self._workers.failed_to_store(reservation.slots):
+            if self._workers.have_lost_device:
+                self._stop_copying()  # before the slots are free: a copy that was given up may still write
             self._core.fail_store(reservation)
         elif success:
             self._core.commit(reservation, self._clock())
@@ -231,8 +235,9 @@ class KVTierManager(OffloadingManager):
             if request is not None:
                 self._core.restart(request)
         now_s = self._clock()
+        self._take_in(now_s)  # first: what has ended while the engine slept is not overdue
         self._core.settle(now_s)
-        self._take_in(now_s)
+        self._dispatch()
         if self._flushing:
             self._count_down()
         if self._workers is not None and self._workers.have_lost_device:
@@ -302,6 +307,8 @@ class KVTierManager(OffloadingManager):
         commands = self._core.take_commands()
         if commands:
             self._executor.submit(commands)
+        if self._core.ledger.notices:
+            self._changes.tell(self._core.take_notices(), self._clock())
 
     def _stop_copying(self) -> None:
         """Give workers no more work: a device is lost. The engine goes on, or ends, as it sees fit."""

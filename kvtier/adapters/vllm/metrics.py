@@ -13,7 +13,9 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier.core.admission import TierGate
+from kvtier.core.breaker import Breaker
 from kvtier.core.ledger import Count
+from kvtier.core.states import BreakerState
 from kvtier.core.tiering import PRIMARY, Tiering
 from kvtier.executor import TierActivity
 from kvtier.telemetry.catalogue import BYTES, COUNTERS, GAUGES
@@ -37,7 +39,9 @@ _PRIMARY_GAUGES: Sequence[Gauge] = (
 )
 _TIER_GAUGES: Sequence[Gauge] = (
     ("kvtier_tier_up", ()),
-    ("kvtier_breaker_state", ()),
+    ("kvtier_tier_healthy", ()),
+    ("kvtier_breaker_state", ("put",)),
+    ("kvtier_breaker_state", ("get",)),
     ("kvtier_tier_used_bytes", ()),
     ("kvtier_tier_capacity_bytes", ()),
     ("kvtier_queued_transfers", ("put",)),
@@ -118,7 +122,7 @@ class GaugeReader:
     def _read(self) -> list[float | None]:
         table, size = self._table, self._chunk_bytes
         slots, free = len(table.all), len(table.free)
-        busy = slots - free - len(table.policy)
+        busy = slots - free - table.evictable
         values: list[float | None] = [
             slots,
             free,
@@ -136,7 +140,9 @@ def _read_tier(gate: TierGate, activity: TierActivity, slots: int) -> Iterable[f
     puts, gets, usage = activity.puts, activity.gets, activity.usage
     return (
         gate.down is None,
-        gate.breaker,
+        gate.is_healthy,
+        _state_of(gate.puts),
+        _state_of(gate.gets),
         usage.used_bytes if usage else None,
         usage.capacity_bytes if usage else None,
         puts.waiting,
@@ -147,6 +153,11 @@ def _read_tier(gate: TierGate, activity: TierActivity, slots: int) -> Iterable[f
         gets.submitted,
         gate.backlog / slots if slots else 0.0,
     )
+
+
+def _state_of(breaker: Breaker) -> BreakerState:
+    """Its state, as the tier's user sees it: it gets nothing while a transfer is overdue."""
+    return BreakerState.OPEN if breaker.overdue else breaker.state
 
 
 def as_stats(

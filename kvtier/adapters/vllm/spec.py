@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -27,10 +28,11 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier.adapters.vllm import metrics
 from kvtier.adapters.vllm.identity import engine_identity
+from kvtier.adapters.vllm.interop import native_identity, shares_files
 from kvtier.adapters.vllm.manager import KVTierManager
 from kvtier.adapters.vllm.parallel import SlotShape, slot_layout, slot_shape
 from kvtier.adapters.vllm.places import place_of
-from kvtier.adapters.vllm.worker import KVTierWorker, as_kv_caches
+from kvtier.adapters.vllm.worker import KVTierWorker, as_kv_caches, batched_copy
 from kvtier.adapters.vllm.workers import Workers
 from kvtier.build import make_core, make_tiers, slots_for
 from kvtier.config import TieringConfig
@@ -119,7 +121,13 @@ class KVTierOffloadingSpec(OffloadingSpec):
         parallel = self.config.parallel
         layout = slot_layout(self._shape, caches.page_bytes, parallel.rank)
         region = self._open_region()
-        engine = open_transfer_engine(caches, layout, region)
+        engine = open_transfer_engine(
+            caches,
+            layout,
+            region,
+            deadline_s=self._settings.copy_deadline_s,
+            batched_copy=batched_copy(),
+        )
         row = Row(region.board, region.slots, parallel.rank)
         row[Word.NODE] = 0 if engine.node is None else engine.node + 1
         return KVTierWorker(engine, region, row, self.config.cache.blocks_per_chunk)
@@ -137,7 +145,11 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
     def _identity(self, tiers: list[NamedTier]) -> Identity:
         if self._engine is not None:
-            return engine_identity(self.config, self._engine, self._shape, self._settings.namespace)
+            identity = engine_identity(self.config, self._engine, self._shape, self._settings.namespace)
+            if not shares_files(self._settings):
+                return identity
+            native = native_identity(self, self._engine, self._shape, self._settings.namespace)
+            return replace(identity, native=native)
         if tiers:
             raise ConfigError(
                 "this version of vLLM does not let kvtier see the model's revision and quantisation, so what "

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 
 import torch
+from vllm import _custom_ops
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -27,7 +28,8 @@ from kvtier.device.base import (
     Run,
     TransferEngine,
 )
-from kvtier.errors import ConfigError, DeviceLostError, TransferError
+from kvtier.device.methods import BatchedCopy
+from kvtier.errors import ConfigError, DeviceLostError, DeviceStuckError, TransferError
 from kvtier.memory.board import Row, Word
 from kvtier.memory.region import Region
 
@@ -52,6 +54,14 @@ def as_kv_caches(caches: CanonicalKVCaches, canonical: bool = False) -> KVCaches
         for refs in caches.group_data_refs
     )
     return KVCaches(tensors, groups)
+
+
+def batched_copy() -> BatchedCopy | None:
+    """Return vLLM's own operation for many copies at once; None where this build of vLLM has none."""
+    if not hasattr(torch.ops._C_cache_ops, "swap_blocks_batch"):
+        return None
+    operation: BatchedCopy = _custom_ops.swap_blocks_batch
+    return operation
 
 
 def _mapping(ref: CanonicalKVCacheRef) -> PageMapping:
@@ -110,6 +120,7 @@ class KVTierWorker(OffloadingWorker):
         self._row = row
         self._blocks_per_chunk = blocks_per_chunk
         self._unmade: list[TransferResult] = []
+        self._ended: list[Finished] = []
         self._jobs: dict[int, _Job] = {}
         self._pinning = Pinning()
         self._failed_requests: set[str] | None = None
@@ -154,20 +165,39 @@ class KVTierWorker(OffloadingWorker):
 
         Raises:
             TransferError: a load failed in every way, and nobody can be told but by an error: going on
-                would serve bytes that are not the prompt's.
+                would serve bytes that are not the prompt's. Or it has not ended by its deadline: its bytes
+                could still come when its blocks are another request's.
         """
         self._tell_pinning()
         unmade, self._unmade = self._unmade, []
-        return unmade + [self._result(finished) for finished in self._engine.finished()]
+        self._take_ended()
+        ended, self._ended = self._ended, []
+        return unmade + [self._result(finished) for finished in ended]
 
     def wait(self, job_ids: set[int]) -> None:
-        """See vLLM: called before blocks of running copies are given on."""
+        """See vLLM: called before blocks of running copies are given on.
+
+        Raises:
+            TransferError: a load has not ended by its deadline, and could write to blocks that are given on.
+        """
         self._engine.wait(job_ids)
+        self._take_ended()
+        for finished in self._ended:
+            if finished.transfer_id in job_ids and isinstance(finished.error, DeviceStuckError):
+                self._require_end(self._jobs[finished.transfer_id], finished.error)
 
     def shutdown(self) -> None:
         """See vLLM."""
         self._engine.close()
         self._region.close()
+
+    def _take_ended(self) -> None:
+        self._ended += self._engine.finished()
+
+    def _require_end(self, job: _Job, error: BaseException) -> None:
+        """Raise where a load was given up: its bytes may come when its blocks are somebody else's."""
+        if not job.is_store and isinstance(error, DeviceStuckError):
+            raise TransferError(f"a load of {len(job.slots.slots)} chunks does not end: {error}") from error
 
     def _result(self, finished: Finished) -> TransferResult:
         job = self._jobs.pop(finished.transfer_id)
@@ -188,6 +218,7 @@ class KVTierWorker(OffloadingWorker):
     def _fail(self, job: _Job, error: BaseException) -> None:
         if self._row is not None and isinstance(error, DeviceLostError):
             self._row[Word.LOST] = 1
+        self._require_end(job, error)
         if job.is_store and self._row is not None:
             logger.error("a store of %d chunks failed, they are dropped: %s", len(job.slots.slots), error)
             self._row.mark(job.slots.slots)

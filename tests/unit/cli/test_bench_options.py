@@ -72,6 +72,12 @@ def test_options_of_convoy(run: Callable[..., tuple[Result, list[Any]]]) -> None
     }
 
 
+def test_options_of_device(run: Callable[..., tuple[Result, list[Any]]]) -> None:
+    result, calls = run("device", "--backend", "cpu", "--host-only", "--mib", "32")
+    assert result.exit_code == 0, result.output
+    assert calls == [("cpu", {"host_only": True, "mib": 32})]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -79,6 +85,7 @@ def test_options_of_convoy(run: Callable[..., tuple[Result, list[Any]]]) -> None
         (["overhead", "--rounds", "0"], "--rounds"),
         (["overhead", "--prompt-tokens", "31"], "--prompt-tokens"),
         (["convoy", "--requests", "0"], "--requests"),
+        (["device", "--mib", "15"], "--mib"),
     ],
 )
 def test_wrong_options_are_refused_in_words(

@@ -95,13 +95,6 @@ def test_a_chunk_cannot_be_filled_twice(table: ChunkTable) -> None:
         table.filled([table.visible[A]])
 
 
-def test_only_a_ready_chunk_can_be_evicted(table: ChunkTable) -> None:
-    table.take([A], visible=True)
-    table.policy.add([A], used=False)  # a policy that offers what it was never given
-    with pytest.raises(StateError, match="FILLING: EVICTED"):
-        table.evict(1)
-
-
 def test_reset_dooms_what_is_in_use_and_frees_the_rest(table: ChunkTable) -> None:
     fill(table, A, B)
     (filling,) = table.take([C], visible=True)

@@ -12,7 +12,7 @@ from kvtier.core.chunks import Chunk
 from kvtier.core.messages import Fetch, PutEnded, SlotsReady
 from kvtier.core.policies.lru import LRU
 from kvtier.core.requests import Request
-from kvtier.core.states import ChunkState, RequestState
+from kvtier.core.states import BreakerState, ChunkState, RequestState
 from kvtier.core.tiering import Tiering
 from kvtier.keys import pack_key
 
@@ -106,7 +106,11 @@ def _wrong_backlog(core: Tiering) -> None:
 
 
 def _wrong_overdue(core: Tiering) -> None:
-    core.ledger.tiers[0].overdue += 1
+    core.ledger.tiers[0].puts.overdue += 1
+
+
+def _lost_probe(core: Tiering) -> None:
+    core.ledger.tiers[0].gets.state = BreakerState.HALF_OPEN
 
 
 @pytest.mark.parametrize(
@@ -127,7 +131,8 @@ def _wrong_overdue(core: Tiering) -> None:
         (_lands_without_pin, "what lands is pinned"),
         (_held_for_the_dead, "nothing is held for a closed request"),
         (_wrong_backlog, "the backlog of t0"),
-        (_wrong_overdue, "the overdue transfers of t0"),
+        (_wrong_overdue, "the overdue puts of t0"),
+        (_lost_probe, "the breaker of the gets of t0"),
     ],
 )
 def test_damage_is_seen(core: Tiering, damage: Callable[[Tiering], None], message: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.core import invariants
 from kvtier.core.admission import Limits, TierGate
-from kvtier.core.messages import Answer, Fetch, Fetched, Put, PutEnded, Reset, SlotsReady, TierDown
+from kvtier.core.messages import Answer, Fetch, Fetched, Proof, Put, PutEnded, Reset, SlotsReady, TierDown
 from kvtier.core.policies.lru import LRU
 from kvtier.core.requests import Request
 from kvtier.core.states import Lookup, RequestState
@@ -418,7 +418,7 @@ def test_an_expired_request_holds_nothing() -> None:
     assert not request.held
 
 
-def test_an_overdue_tier_gets_no_work_until_it_has_answered() -> None:
+def test_an_overdue_get_keeps_a_tier_from_gets_until_a_probe_is_answered() -> None:
     core, request = make(tiers=2), Request()
     prompt, other = keys("a", 2), keys("b", 2)
     (fetch,) = step(core, request, prompt, now_s=0.0)
@@ -426,15 +426,17 @@ def test_an_overdue_tier_gets_no_work_until_it_has_answered() -> None:
     (second,) = fetches(core)
     assert (second.tier, list(second.keys)) == (1, prompt), "looked for elsewhere meanwhile"
     assert [each.tier for each in step(core, Request(), other, now_s=3.0)] == [1]
-    reservation = core.reserve(keys("new", 2))
-    assert reservation is not None
-    core.commit(reservation, 3.0)
-    assert [command.tier for command in core.take_commands()] == [1]
-    assert core.take_counts()["put_dropped", "t0", "unresponsive"] == 2
-    core.on_event(Fetched(fetch.id, [LANDED] * 2), 4.0)
-    answer(core, second, [LANDED] * 2, now_s=4.0)
+    assert core.take_counts()["skipped", "t0", "unresponsive"] == 2
+    core.on_event(Fetched(fetch.id, [LANDED] * 2), 3.5)
+    answer(core, second, [LANDED] * 2, now_s=3.5)
     assert ask(core, request, prompt) == [HIT, HIT]
-    assert [each.tier for each in step(core, Request(), keys("c", 1), now_s=4.0)] == [0]
+    assert [each.tier for each in step(core, Request(), keys("c", 1), now_s=3.5)] == [1]
+    assert core.take_counts()["skipped", "t0", "breaker_open"] == 1
+    (probe,) = step(core, Request(), keys("d", 1), now_s=4.0)
+    assert probe.tier == 0
+    assert [each.tier for each in step(core, Request(), keys("e", 1), now_s=4.0)] == [1], "one at a time"
+    core.on_event(Fetched(probe.id, [LANDED], seconds=0.1, proof=Proof.GOOD), 4.1)
+    assert [each.tier for each in step(core, Request(), keys("f", 1), now_s=4.1)] == [0]
 
 
 def test_overdue_transfers_do_not_count_against_the_budget_but_keep_their_slots() -> None:

@@ -8,12 +8,16 @@ from itertools import product
 
 import pytest
 
+from kvtier.core.breaker import Breaker
 from kvtier.core.chunks import Chunk
 from kvtier.core.requests import Request
 from kvtier.core.states import (
+    BREAKER_MOVES,
     CHUNK_MOVES,
     REQUEST_MOVES,
     TRANSFER_MOVES,
+    BreakerEvent,
+    BreakerState,
     ChunkEvent,
     ChunkState,
     RequestEvent,
@@ -27,6 +31,7 @@ from kvtier.errors import StateError
 CHUNKS = list(product(ChunkEvent, ChunkState))
 REQUESTS = list(product(RequestEvent, RequestState))
 TRANSFERS = list(product(TransferEvent, TransferState))
+BREAKERS = list(product(BreakerEvent, BreakerState))
 
 
 @pytest.mark.parametrize(("event", "state"), CHUNKS)
@@ -53,6 +58,19 @@ def test_request_moves(event: RequestEvent, state: RequestState) -> None:
         with pytest.raises(StateError, match=f"request r1 is {state.name}: {event.name}"):
             request.move(event)
         assert request.state is state
+
+
+@pytest.mark.parametrize(("event", "state"), BREAKERS)
+def test_breaker_moves(event: BreakerEvent, state: BreakerState) -> None:
+    breaker = Breaker()
+    breaker.state = state
+    if state in BREAKER_MOVES[event]:
+        breaker.move(event)
+        assert breaker.state is BREAKER_MOVES[event][state]
+    else:
+        with pytest.raises(StateError, match=f"breaker {state.name}.*: {event.name}"):
+            breaker.move(event)
+        assert breaker.state is state
 
 
 @pytest.mark.parametrize(("event", "state"), TRANSFERS)

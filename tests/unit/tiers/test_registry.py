@@ -174,7 +174,8 @@ def test_misspelled_setting_and_missing_one_are_both_named(acme):
 def test_setting_that_resembles_none_lists_all(acme):
     message = refusal(root_dir="/x", zzz=1)
     assert message.startswith(
-        "secondary_tiers[1].zzz is not a setting; the settings are: deadline_s, locality, logins, "
+        "secondary_tiers[1].zzz is not a setting; the settings are: breaker_failures, breaker_pause_s, "
+        "deadline_s, locality, logins, "
     )
 
 

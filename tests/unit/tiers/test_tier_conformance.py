@@ -58,6 +58,9 @@ class SlowFiles:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    def begin(self, *_: object) -> bool:
+        return False
+
     def put(self, call: FileCall, first: int, end: int) -> int:
         self._wait()
         return self._inner.put(call, first, end)

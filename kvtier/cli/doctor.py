@@ -1,0 +1,225 @@
+"""``kvtier doctor``: puts a chunk into each tier, gets it back and discards it, and says what is wrong.
+
+That a server listens, or a directory is there, shows little. What counts is whether a chunk comes back.
+The chunk has a key and an identity of its own, so no engine ever finds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+import tomllib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from kvtier import build
+from kvtier.config import TieringConfig
+from kvtier.core import reasons
+from kvtier.errors import ConfigError, TierError
+from kvtier.executor import NamedTier
+from kvtier.identity import Identity
+from kvtier.keys import pack_key
+from kvtier.testing.memory import HeapMemory
+from kvtier.tiers.base import Batch, Knowledge, Outcome, SecondaryTier, Status, TierContext
+from kvtier.tiers.faults import require_fault, words_of
+from kvtier.tiers.seal import seal
+
+OPEN_AT_MOST_S = 60.0
+
+_IDENTITY = Identity.make("kvtier-doctor", {"purpose": "a probe; may be deleted"})
+_NO_ROOM = "give the tier more room, or wait until it has some: an engine goes on without it meanwhile"
+_REMEDIES: Mapping[Status, str] = {
+    Status.ABSENT: "it was put and is not there: see what else deletes there, and that a chunk fits in",
+    Status.CORRUPT: "do not use it: the medium, or something in between, changes bytes",
+    Status.REFUSED: _NO_ROOM,
+    Status.FAILED: "see the backend's own log, and the tier's settings",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """What became of a chunk in each tier.
+
+    Attributes:
+        tier: the tier's name.
+        step: what was done.
+        result: ``ok``, or what went wrong.
+        milliseconds: how long it took.
+        remedy: what to do about it.
+    """
+
+    tier: str
+    step: str
+    result: str
+    milliseconds: float
+    remedy: str = ""
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether it went well."""
+        return self.result == "ok"
+
+
+class _Ill(Exception):
+    """A step has not done what it should have.
+
+    Args:
+        what: what went wrong.
+        remedy: what to do about it.
+    """
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(what)
+        self.remedy = remedy
+
+
+def run(config: Path | None, tiers: Sequence[str], chunk_bytes: int) -> list[Check]:
+    """Check each tier of a configuration, or those that are given.
+
+    Args:
+        config: a JSON or TOML file: kvtier's settings, or vLLM's ``kv_transfer_config`` around them.
+        tiers: settings of one tier each, as JSON.
+        chunk_bytes: length of the chunk.
+
+    Raises:
+        ConfigError: what is given is no configuration.
+        TierError: a tier's plug-in cannot be used.
+    """
+    settings = _settings(config) if config is not None else {}
+    if tiers:
+        given = [_json(text, f"--tier {number}") for number, text in enumerate(tiers, start=1)]
+        settings = {"cpu_bytes_to_use": chunk_bytes, "secondary_tiers": given}
+    if not settings.get("secondary_tiers"):
+        raise ConfigError("there is no secondary tier to check: name a file that has some, or give --tier")
+    named = build.make_tiers(TieringConfig.from_extra_config(settings))
+    return anyio.run(_check_all, named, chunk_bytes)
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        found = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{path} is neither JSON nor, named *.toml, TOML: {error}") from None
+    for outer in ("kv_transfer_config", "kv-transfer-config", "kv_connector_extra_config"):
+        if isinstance(found, dict) and outer in found:
+            found = found[outer]
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} has no settings: a mapping with the key secondary_tiers is needed")
+    return found
+
+
+def _json(text: str, where: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{where} is no JSON: {error}") from None
+
+
+async def _check_all(named: Sequence[NamedTier], chunk_bytes: int) -> list[Check]:
+    checks = []
+    for one in named:
+        checks += await Examination(one, chunk_bytes).run()
+    return checks
+
+
+class Examination:
+    """One tier and the probe that it is given.
+
+    Args:
+        named: the tier, not opened yet.
+        chunk_bytes: length of the probe.
+    """
+
+    def __init__(self, named: NamedTier, chunk_bytes: int) -> None:
+        self._name = named.name
+        self._tier: SecondaryTier[Any] = named.tier
+        self._memory = HeapMemory(2, chunk_bytes)
+        self._key = pack_key(os.urandom(32))
+        self._checks: list[Check] = []
+
+    async def run(self) -> list[Check]:
+        """Put the probe, get it, discard it. What follows a step that fails is left out."""
+        deadline_s = self._tier.config.deadline_s
+        if await self._step("open", self._open, max(OPEN_AT_MOST_S, deadline_s)):
+            if await self._step("put", self._put, deadline_s):
+                await self._step("get", self._get, deadline_s)
+            await self._step("discard", self._discard, deadline_s)
+            await self._step("close", self._tier.aclose, max(OPEN_AT_MOST_S, deadline_s))
+        return self._checks
+
+    async def _step(self, name: str, act: Callable[[], Awaitable[None]], limit_s: float) -> bool:
+        begun_s = time.perf_counter()
+        result, remedy = "ok", ""
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                await act()
+            if limit.expired():
+                raise TimeoutError
+        except BaseException as error:
+            require_fault(error)
+            result, remedy = _described(error, limit_s)
+        milliseconds = (time.perf_counter() - begun_s) * 1e3
+        self._checks.append(Check(self._name, name, result, milliseconds, remedy))
+        return result == "ok"
+
+    async def _open(self) -> None:
+        await self._tier.open(TierContext(self._name, _IDENTITY, self._memory.chunk_bytes))
+
+    async def _put(self) -> None:
+        self._memory.view(0)[:] = os.urandom(self._memory.chunk_bytes)
+        batch = Batch([self._key], [0], self._memory)
+        batch.trailers[0] = seal(self._key, batch.views[0], _IDENTITY.short_digest)
+        self._require_ok(await self._tier.put(batch))
+
+    async def _get(self) -> None:
+        if not await self._is_there():
+            raise _Ill("it says that it does not have the chunk", _REMEDIES[Status.ABSENT])
+        self._require_ok(await self._tier.get(Batch([self._key], [1], self._memory)))
+        if self._memory.view(0) != self._memory.view(1):
+            raise _Ill("other bytes came back than were put", _REMEDIES[Status.CORRUPT])
+
+    async def _discard(self) -> None:
+        await self._tier.discard([self._key])
+        if await self._is_there():
+            remedy = "see that it may delete there: what is damaged could not be removed"
+            raise _Ill("the chunk is there still", remedy)
+
+    async def _is_there(self) -> bool:
+        (known,) = self._tier.known([self._key])
+        if known == Knowledge.UNKNOWN:
+            (answer,) = await self._tier.contains([self._key])
+            return bool(answer)
+        return known == Knowledge.PRESENT
+
+    def _require_ok(self, outcome: Outcome) -> None:
+        (status,) = outcome.statuses
+        if status == Status.OK:
+            return
+        word = next(iter(outcome.reasons), status.name.lower())
+        meaning = {**reasons.TRANSFER, **self._tier.reasons}.get(word, "the log has the details")
+        raise _Ill(f"{word}: {meaning}", _REMEDIES[Status(status)])
+
+
+def _described(error: BaseException, limit_s: float) -> tuple[str, str]:
+    """Say what went wrong, and what to do about it."""
+    if isinstance(error, _Ill):
+        return str(error), error.remedy
+    if isinstance(error, TimeoutError):
+        return f"no answer in {limit_s:g} s", "see that it is up and not overloaded; else raise deadline_s"
+    if isinstance(error, TierError):
+        return words_of(error), "as the message says"
+    if isinstance(error, ConnectionError):
+        return words_of(error), "see that the server runs, and can be reached from this machine"
+    if isinstance(error, PermissionError):
+        return words_of(error), "give this user the permission"
+    return words_of(error), "see the backend's own log, and the tier's settings"

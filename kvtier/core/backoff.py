@@ -1,0 +1,41 @@
+"""Pauses that grow while something goes on failing, each a little different from the others'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Chance = Callable[[], float]
+"""Returns numbers from 0 to below 1: where the owner's randomness comes from."""
+
+
+def even() -> float:
+    """Stand in for chance where it is of no account."""
+    return 0.5
+
+
+class Backoff:
+    """The pauses between attempts: each twice the one before, up to the longest one.
+
+    Many engines that have lost one server must not come back in step, so each pause is drawn from three
+    quarters to five quarters of its length.
+
+    Args:
+        first_s: the first pause, in seconds.
+        longest_s: the longest one.
+        chance: the source of chance.
+    """
+
+    def __init__(self, first_s: float, longest_s: float, chance: Chance = even) -> None:
+        self.pause_s = 0.0
+        self._first_s = first_s
+        self._longest_s = max(first_s, longest_s)
+        self._chance = chance
+
+    def next_s(self) -> float:
+        """Return the next pause."""
+        self.pause_s = min(self._longest_s, 2 * self.pause_s) if self.pause_s else self._first_s
+        return self.pause_s * (0.75 + self._chance() / 2)
+
+    def start_anew(self) -> None:
+        """Make the next pause the first one."""
+        self.pause_s = 0.0

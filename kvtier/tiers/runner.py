@@ -1,0 +1,483 @@
+"""One tier at work: its turns, its deadlines, its second attempts, and the guard around all it does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import anyio
+
+from kvtier.core import reasons
+from kvtier.core.backoff import Chance
+from kvtier.core.messages import (
+    Answer,
+    Event,
+    Fetch,
+    Fetched,
+    Proof,
+    Put,
+    PutEnded,
+    Removed,
+    TierDown,
+    TierUp,
+)
+from kvtier.core.retries import RetryBudget
+from kvtier.errors import TierError
+from kvtier.identity import Identity
+from kvtier.keys import OffloadKey
+from kvtier.telemetry.lines import Seldom
+from kvtier.tiers.activity import NamedTier, TierActivity
+from kvtier.tiers.base import (
+    Batch,
+    Knowledge,
+    Outcome,
+    SecondaryTier,
+    SlotMemory,
+    Status,
+    TierContext,
+)
+from kvtier.tiers.drain import in_thread
+from kvtier.tiers.faults import require_fault, words_of
+from kvtier.tiers.keeper import AnyTier, Keeper
+from kvtier.tiers.seal import Verdict, check, seal
+
+logger = logging.getLogger("kvtier.executor")
+
+Post = Callable[[Event], None]
+T = TypeVar("T")
+
+_LOOK_EVERY_S = 1.0
+_TOUCHED_AT_ONCE = 16_384
+_RETRY_PAUSE_S = 0.05
+_LINES_EVERY_S = 10.0
+
+
+class _Effort:
+    """What one command has taken so far.
+
+    Args:
+        deadline_s: when it ends at the latest, on the loop's clock.
+
+    Attributes:
+        limit: cancels it then. Once: whoever waits for the end of what it has begun is let do so.
+        has_begun: whether its turn has come.
+        seconds: how long the tier has taken, over all attempts.
+        answered: what its answers say of the tier.
+        retry: what came of a second attempt, or why there was none.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self.limit = asyncio.timeout_at(deadline_s)
+        self.has_begun = False
+        self.seconds = 0.0
+        self.answered = Proof.NONE
+        self.retry = ""
+
+    @property
+    def proof(self) -> Proof:
+        """What it says of the tier."""
+        return Proof.LATE if self.has_begun and self.limit.expired() else self.answered
+
+
+class TierRunner:
+    """Runs the commands of one tier. Each ends with one event, when its slots are no longer touched.
+
+    A command ends by its deadline, in the queue or out of it: then what it does is cancelled, and it ends
+    as soon as the tier lets go of the slots.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        named: NamedTier,
+        identity: Identity,
+        memory: SlotMemory,
+        post: Post,
+        threads: anyio.CapacityLimiter,
+        chance: Chance,
+    ) -> None:
+        config = named.tier.config
+        self.index = index
+        self.name = named.name
+        self.activity = TierActivity(config.max_concurrency)
+        self._keeper = Keeper(named.name, named.tier, named.again, self._tell_condition, chance)
+        self._deadline_s = config.deadline_s
+        self._budget = RetryBudget(config.retry_share)
+        self._chance = chance
+        self._memory = memory
+        self._post = post
+        self._threads = threads
+        self._context = TierContext(named.name, identity, memory.chunk_bytes, self._note_removed)
+        self._digest = identity.short_digest
+        self._reasons = reasons.TRANSFER.keys() | named.tier.reasons.keys()
+        self._transient = reasons.TRANSIENT | frozenset(named.tier.transient)
+        self._seldom = Seldom(_LINES_EVERY_S)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._removed: deque[OffloadKey] = deque()
+        self._is_removing = False
+        self._touched: dict[OffloadKey, None] = {}
+        self._is_telling = False
+
+    # --- its condition ---------------------------------------------------------------------------
+
+    async def keep(self) -> None:
+        """Open the tier and keep it usable. Where it cannot be opened the engine goes on without it."""
+        self._loop = asyncio.get_running_loop()
+        await self._keeper.keep(self._context)
+
+    async def close(self, close_s: float) -> None:
+        """Close the tier, where it is open, within ``close_s`` seconds."""
+        if not self._keeper.is_open:
+            return
+        with anyio.move_on_after(close_s) as scope:
+            try:
+                await self._tier.aclose()
+            except BaseException as error:
+                require_fault(error)
+                logger.exception("tier %s: closing failed", self.name)
+        if scope.cancelled_caught:
+            logger.error("tier %s: closing was given up after %g s", self.name, close_s)
+
+    def reset(self, epoch: int) -> None:
+        """Begin a new era: the tier is reset, and what was submitted before is not begun any more."""
+        self._keeper.ask_for_reset(epoch)
+
+    @property
+    def era(self) -> anyio.Event:
+        """The era that commands submitted now belong to. See ``Keeper``."""
+        return self._keeper.era
+
+    async def resets_ended(self) -> None:
+        """Wait for the resets submitted so far, but not for the opening where there was none."""
+        if self.era is not self._keeper.first_era:
+            await self.era.wait()
+
+    async def watch_usage(self) -> None:
+        """Look now and then how full the tier is."""
+        await self._keeper.first_era.wait()
+        try:
+            while True:
+                self.activity.usage = self._tier.usage() if self._keeper.is_open else None
+                await anyio.sleep(_LOOK_EVERY_S)
+        except BaseException as error:
+            require_fault(error)
+            logger.warning("tier %s: it is not known how full it is: %s", self.name, words_of(error))
+
+    @property
+    def _tier(self) -> AnyTier:
+        return self._keeper.tier
+
+    def _tell_condition(self, down: str | None) -> None:
+        self._post(TierUp(self.index) if down is None else TierDown(self.index, down))
+
+    def _require_usable(self, era: anyio.Event) -> None:
+        if self._keeper.down is not None:
+            raise _NotBegunError("down")
+        if era is not self.era:
+            raise _NotBegunError("reset")
+
+    # --- what has left it, and what was used without it ------------------------------------------
+
+    def _note_removed(self, keys: Sequence[OffloadKey]) -> None:
+        """Take in which chunks have left the tier. Any thread; many calls make one event."""
+        self._removed.extend(keys)
+        if self._removed and not self._is_removing and self._loop is not None:
+            self._is_removing = True
+            call_soon(self._loop, self._post_removed)
+
+    def _post_removed(self) -> None:
+        self._is_removing = False
+        removed = self._removed
+        keys = [removed.popleft() for _ in range(len(removed))]
+        if keys:
+            self._post(Removed(self.index, keys))
+
+    def note_touched(self, keys: Sequence[OffloadKey]) -> bool:
+        """Note that chunks were used; say whether the tier is to be told and nobody does so yet."""
+        if type(self._tier).touch is SecondaryTier.touch:
+            return False  # recency is nothing to this tier
+        if len(self._touched) < _TOUCHED_AT_ONCE:  # or it is too slow to be told of everything
+            self._touched.update(dict.fromkeys(keys))
+        start, self._is_telling = not self._is_telling, True
+        return start
+
+    async def tell_touched(self) -> None:
+        """Tell the tier which chunks were used, all that have gathered meanwhile at once."""
+        try:
+            await self._keeper.first_era.wait()
+            while self._touched and self._keeper.down is None:
+                keys, self._touched = list(self._touched), {}
+                async with asyncio.timeout(self._deadline_s):
+                    await self._tier.touch(keys)
+        except BaseException as error:
+            require_fault(error)
+            self._warn("touch", f"touch failed: {words_of(error)}")
+        finally:
+            self._is_telling = False
+
+    # --- puts and fetches ------------------------------------------------------------------------
+
+    async def put(self, command: Put, era: anyio.Event) -> None:
+        """Run a put, when its turn comes."""
+        effort = self._begin()
+        outcome = Outcome.all(Status.FAILED, len(command.keys), "cancelled")
+        try:
+            async with effort.limit:
+                await era.wait()
+                async with self.activity.puts:
+                    effort.has_begun = True
+                    outcome = await self._put(command, era, effort)
+        except BaseException as error:
+            outcome = self._end_badly("put", command.keys, error, effort)
+        finally:
+            self.activity.puts.submitted -= 1
+            kept = [status == Status.OK for status in outcome.statuses]
+            self._post(
+                PutEnded(command.id, kept, outcome.reasons, effort.seconds, effort.proof, effort.retry)
+            )
+
+    async def fetch(self, command: Fetch, era: anyio.Event) -> None:
+        """Run a fetch, when its turn comes."""
+        effort = self._begin()
+        answers: Sequence[Answer] = (Answer.MISSING,) * len(command.keys)
+        outcome = Outcome((), {"cancelled": len(command.keys)})
+        try:
+            async with effort.limit:
+                await era.wait()
+                async with self.activity.gets:
+                    effort.has_begun = True
+                    answers, outcome = await self._fetch(command, era, effort)
+        except BaseException as error:
+            outcome = self._end_badly("get", command.keys, error, effort)
+        finally:
+            self.activity.gets.submitted -= 1
+            self._post(
+                Fetched(command.id, answers, outcome.reasons, effort.seconds, effort.proof, effort.retry)
+            )
+
+    def _begin(self) -> _Effort:
+        self._budget.earn()
+        return _Effort(self._now_s() + self._deadline_s)
+
+    async def _put(self, command: Put, era: anyio.Event, effort: _Effort) -> Outcome:
+        self._require_usable(era)
+        batch = Batch(command.keys, command.slots, self._memory)
+        if not self._tier.verifies:
+            await self._in_thread(_seal_all, batch, self._digest)
+            self._require_usable(era)  # the tier would take what comes now for a put of the new era
+        return await self._attempts("put", self._put_once, batch, era, effort)
+
+    async def _fetch(self, command: Fetch, era: anyio.Event, effort: _Effort) -> tuple[list[Answer], Outcome]:
+        self._require_usable(era)
+        count = len(command.keys)
+        found = [True] * count if command.located else await self._find(command.keys, era, effort)
+        answers = [Answer.LOCATED if there else Answer.MISSING for there in found]
+        run = min(found.index(False) if False in found else count, len(command.slots))
+        if not run:
+            return answers, Outcome(())
+        self._require_usable(era)
+        batch = Batch(command.keys[:run], command.slots[:run], self._memory)
+        outcome = await self._attempts("get", self._get_once, batch, era, effort)
+        answers[:run] = [
+            Answer.LANDED if status == Status.OK else Answer.MISSING for status in outcome.statuses
+        ]
+        return answers, outcome
+
+    async def _put_once(self, batch: Batch) -> Outcome:
+        return self._complete(await self._tier.put(batch), len(batch))
+
+    async def _get_once(self, batch: Batch) -> Outcome:
+        outcome = self._complete(await self._tier.get(batch), len(batch))
+        if self._tier.verifies:
+            return outcome
+        verdicts = await self._in_thread(_check_all, batch, outcome.statuses, self._digest)
+        bad = [(key, verdict) for key, verdict in zip(batch.keys, verdicts, strict=True) if verdict]
+        if not bad:
+            return outcome
+        statuses = [
+            Status.CORRUPT if verdict else status
+            for status, verdict in zip(outcome.statuses, verdicts, strict=True)
+        ]
+        counts = Counter(outcome.reasons)
+        for key, verdict in bad:
+            reason = verdict.name.lower()
+            counts[reason] += 1
+            logger.error("tier %s: chunk %s is not what was put: %s", self.name, key.hex(), reason)
+        await self._discard([key for key, _ in bad])
+        return Outcome(statuses, counts)
+
+    async def _find(self, keys: Sequence[OffloadKey], era: anyio.Event, effort: _Effort) -> list[bool]:
+        known = self._tier.known(keys)
+        found = [knowledge == Knowledge.PRESENT for knowledge in known]
+        unknown = [index for index, knowledge in enumerate(known) if knowledge == Knowledge.UNKNOWN]
+        if len(found) != len(keys):
+            raise TierError(f"known() answered {len(found)} of {len(keys)} keys")
+        if unknown:
+            answers = await self._contains([keys[index] for index in unknown], era, effort)
+            for index, there in zip(unknown, answers, strict=True):
+                found[index] = bool(there)
+        return found
+
+    async def _contains(
+        self, keys: Sequence[OffloadKey], era: anyio.Event, effort: _Effort
+    ) -> Sequence[bool]:
+        begun_s = self._now_s()
+        try:
+            answers = await self._tier.contains(keys)
+        except BaseException as error:
+            require_fault(error)
+            if not self._is_transient(error) or not await self._may_repeat(effort, self._now_s() - begun_s):
+                raise
+            self._require_usable(era)
+            effort.retry = "failed"
+            answers = await self._tier.contains(keys)
+            effort.retry = "helped"
+        if len(answers) != len(keys):
+            raise TierError(f"contains() answered {len(answers)} of {len(keys)} keys")
+        effort.answered = Proof.GOOD
+        return answers
+
+    # --- attempts --------------------------------------------------------------------------------
+
+    async def _attempts(
+        self,
+        verb: str,
+        act: Callable[[Batch], Awaitable[Outcome]],
+        batch: Batch,
+        era: anyio.Event,
+        effort: _Effort,
+    ) -> Outcome:
+        """Do it, and a second time for what has failed in a way that may be over by then."""
+        outcome = await self._attempt(verb, act, batch, effort)
+        again = self._worth_repeating(outcome)
+        if again and await self._may_repeat(effort, effort.seconds):
+            self._require_usable(era)  # a put of before a reset would be kept as one of after it
+            second = await self._attempt(verb, act, batch.part(again), effort)
+            effort.retry = "helped" if _proof_of(second) is Proof.GOOD else "failed"
+            outcome = self._joined(outcome, again, second)
+        effort.answered = _proof_of(outcome)
+        return outcome
+
+    async def _attempt(
+        self, verb: str, act: Callable[[Batch], Awaitable[Outcome]], batch: Batch, effort: _Effort
+    ) -> Outcome:
+        begun_s = self._now_s()
+        try:
+            return await act(batch)
+        except BaseException as error:
+            return self._failure(verb, batch.keys, error)
+        finally:
+            effort.seconds += self._now_s() - begun_s
+
+    def _worth_repeating(self, outcome: Outcome) -> list[int]:
+        """Return which chunks have failed, where all of them have for reasons that pass."""
+        failed = [index for index, status in enumerate(outcome.statuses) if status == Status.FAILED]
+        passing = sum(count for word, count in outcome.reasons.items() if word in self._transient)
+        return failed if passing >= len(failed) else []
+
+    async def _may_repeat(self, effort: _Effort, took_s: float) -> bool:
+        """Pause before a second attempt, where there is time and budget for one."""
+        pause_s = _RETRY_PAUSE_S * (0.5 + self._chance())
+        if self._now_s() + pause_s + took_s >= effort.deadline_s:
+            effort.retry = "no_time"
+        elif not self._budget.take():
+            effort.retry = "no_budget"
+        else:
+            await anyio.sleep(pause_s)
+            return True
+        return False
+
+    def _joined(self, first: Outcome, indices: Sequence[int], second: Outcome) -> Outcome:
+        statuses = list(first.statuses)
+        for index, status in zip(indices, second.statuses, strict=True):
+            statuses[index] = status
+        counts = Counter(
+            {word: count for word, count in first.reasons.items() if word not in self._transient}
+        )
+        counts.update(second.reasons)
+        return self._complete(Outcome(statuses, counts), len(statuses))
+
+    def _is_transient(self, error: BaseException) -> bool:
+        return reasons.word_for(error) in self._transient
+
+    def _complete(self, outcome: Outcome, count: int) -> Outcome:
+        """Check what the tier returned: the core relies on it, in the engine's thread."""
+        statuses = tuple(outcome.statuses)
+        if len(statuses) != count:
+            raise TierError(f"the outcome has {len(statuses)} statuses for {count} chunks")
+        failed = sum(status not in (Status.OK, Status.ABSENT) for status in statuses)
+        return Outcome(statuses, reasons.bounded(outcome.reasons, self._reasons, failed))
+
+    async def _discard(self, keys: Sequence[OffloadKey]) -> None:
+        """Forget chunks that are no good; where that fails they will be found no good again."""
+        try:
+            await self._tier.discard(keys)
+        except Exception as error:
+            self._warn("discard", f"discard of {len(keys)} chunks failed: {words_of(error)}")
+
+    async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
+        return await in_thread(function, *arguments, limiter=self._threads)
+
+    def _end_badly(
+        self, verb: str, keys: Sequence[OffloadKey], error: BaseException, effort: _Effort
+    ) -> Outcome:
+        """Say how a command ended that was not begun, cut off by its deadline, or failed all over."""
+        require_fault(error)
+        if isinstance(error, _NotBegunError):
+            return Outcome.all(Status.FAILED, len(keys), str(error))
+        if not effort.has_begun:
+            return Outcome.all(Status.FAILED, len(keys), "late")
+        effort.answered = Proof.BAD
+        return self._failure(verb, keys, error)
+
+    def _failure(self, verb: str, keys: Sequence[OffloadKey], error: BaseException) -> Outcome:
+        require_fault(error)
+        word = reasons.word_for(error)
+        self._warn(f"{verb} {word}", f"{verb} of {len(keys)} chunks failed: {words_of(error)}")
+        return Outcome.all(Status.FAILED, len(keys), word)
+
+    def _warn(self, subject: str, text: str) -> None:
+        added = self._seldom.lets(subject, self._now_s())
+        if added is not None:
+            logger.warning("tier %s: %s%s", self.name, text, added)
+
+    @staticmethod
+    def _now_s() -> float:
+        return asyncio.get_running_loop().time()
+
+
+class _NotBegunError(Exception):
+    """A command was not begun; the text is the reason that is counted."""
+
+
+def _proof_of(outcome: Outcome) -> Proof:
+    """Say what an outcome says of the tier: bad where most chunks failed, or came with wrong bytes.
+
+    That a tier has no room, or does not have a chunk, is an answer as good as any.
+    """
+    bad = sum(status in (Status.FAILED, Status.CORRUPT) for status in outcome.statuses)
+    return Proof.BAD if 2 * bad > len(outcome.statuses) else Proof.GOOD
+
+
+def _seal_all(batch: Batch, digest: bytes) -> None:
+    for index, (key, view) in enumerate(zip(batch.keys, batch.views, strict=True)):
+        batch.trailers[index] = seal(key, view, digest)
+
+
+def _check_all(batch: Batch, statuses: Sequence[Status], digest: bytes) -> list[Verdict]:
+    return [
+        check(trailer, key, view, digest) if status == Status.OK else Verdict.GOOD
+        for key, view, trailer, status in zip(batch.keys, batch.views, batch.trailers, statuses, strict=True)
+    ]
+
+
+def call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+    """Have a loop call something, from any thread; where it is closed nobody is to be called."""
+    try:
+        loop.call_soon_threadsafe(callback)
+    except RuntimeError:
+        logger.debug("the executor's loop is closed: nobody is to be woken")

@@ -1,0 +1,171 @@
+"""``kvtier doctor`` finds what real puts and gets find, says what to do, and ends with a status."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvtier.cli import main as cli
+from kvtier.errors import ConfigError, TierError
+from kvtier.tiers.dummy import DummyTier
+
+STEPS = ["open", "put", "get", "discard", "close"]
+
+
+@pytest.fixture
+def run(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    return lambda *arguments: CliRunner().invoke(cli.app, ["doctor", *map(str, arguments)])
+
+
+def tier(**settings):
+    return json.dumps({"type": "dummy", **settings})
+
+
+def checks(result):
+    return [(row["step"], row["result"]) for row in json.loads(result.stdout)["checks"]]
+
+
+def ill_step(result):
+    (row,) = (row for row in json.loads(result.stdout)["checks"] if row["result"] != "ok")
+    return row
+
+
+def test_a_tier_that_works_is_well(run):
+    result = run("--tier", tier(), "--json")
+    assert result.exit_code == 0
+    assert checks(result) == [(step, "ok") for step in STEPS]
+    assert json.loads(result.stdout)["not_well"] == []
+
+
+def test_people_get_a_table_and_a_last_line(run):
+    result = run("--tier", tier(name="shelf"))
+    assert result.exit_code == 0
+    assert "What became of a chunk in each tier" in result.output
+    assert result.output.splitlines()[-1] == "all tiers are well"
+    result = run("--tier", tier(name="shelf", failure_rate=1), "--tier", tier(name="other"))
+    assert result.exit_code == 1
+    assert "injected: a fault that the settings asked for" in result.output
+    assert result.output.splitlines()[-1] == "not well: shelf"
+
+
+@pytest.mark.parametrize(
+    ("settings", "step", "result", "remedy"),
+    [
+        ({"corruption_rate": 1}, "get", "other bytes came back", "changes bytes"),
+        ({"failure_rate": 1}, "put", "injected", "backend's own log"),
+        ({"hang_rate": 1, "deadline_s": 0.02}, "put", "no answer in 0.02 s", "overloaded"),
+        ({"capacity_bytes": 100}, "put", "full: the tier has no room", "more room"),
+    ],
+)
+def test_what_is_wrong_is_found_by_a_real_put_and_get_and_has_a_remedy(run, settings, step, result, remedy):
+    done = run("--tier", tier(**settings), "--json")
+    assert done.exit_code == 1
+    row = ill_step(done)
+    assert (row["tier"], row["step"]) == ("dummy", step)
+    assert result in row["result"]
+    assert remedy in row["remedy"]
+    assert [name for name, _ in checks(done)][-2:] == ["discard", "close"], "nothing is left behind"
+
+
+@pytest.mark.parametrize(
+    ("error", "result", "remedy"),
+    [
+        (ConnectionRefusedError("port 6379"), "ConnectionRefusedError: port 6379", "the server runs"),
+        (
+            TierError("bucket b is not there: make it"),
+            "bucket b is not there: make it",
+            "as the message says",
+        ),
+        (PermissionError("/data"), "PermissionError: /data", "permission"),
+        (RuntimeError("odd"), "RuntimeError: odd", "backend's own log"),
+    ],
+)
+def test_a_tier_that_does_not_open_is_told_and_nothing_more_is_asked_of_it(
+    run, monkeypatch, error, result, remedy
+):
+    async def fails(self, context):
+        raise error
+
+    monkeypatch.setattr(DummyTier, "open", fails)
+    done = run("--tier", tier(), "--json")
+    assert done.exit_code == 1
+    row = ill_step(done)
+    assert (row["step"], row["result"]) == ("open", result)
+    assert remedy in row["remedy"]
+    assert len(checks(done)) == 1
+
+
+def test_a_tier_that_loses_chunks_and_one_that_keeps_them_for_ever_are_ill(run, monkeypatch):
+    async def nothing(self, keys):
+        return None
+
+    monkeypatch.setattr(DummyTier, "discard", nothing)
+    assert ill_step(run("--tier", tier(), "--json"))["result"] == "the chunk is there still"
+    monkeypatch.setattr(DummyTier, "known", lambda self, keys: [1] * len(keys))  # ABSENT
+    assert "does not have the chunk" in ill_step(run("--tier", tier(), "--json"))["result"]
+
+
+TIERS = [{"type": "dummy"}, {"type": "dummy", "complete_index": False}]
+SETTINGS = {"cpu_bytes_to_use": "1GiB", "secondary_tiers": TIERS}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        SETTINGS,
+        {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {**SETTINGS, "spec_name": "X"}},
+        {"kv_transfer_config": {"kv_connector_extra_config": SETTINGS}},
+    ],
+)
+def test_settings_are_found_in_a_file_as_engines_have_them(run, tmp_path: Path, content):
+    file = tmp_path / "engine.json"
+    file.write_text(json.dumps(content))
+    result = run(file, "--json", "--chunk-bytes", 8192)
+    assert result.exit_code == 0
+    rows = json.loads(result.stdout)["checks"]
+    assert [row["tier"] for row in rows] == ["dummy"] * 5 + ["dummy-2"] * 5
+
+
+def test_settings_may_be_toml(run, tmp_path: Path):
+    file = tmp_path / "engine.toml"
+    file.write_text('cpu_bytes_to_use = "1GiB"\n[[secondary_tiers]]\ntype = "dummy"\n')
+    assert run(file).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read: No such file"),
+        ("{", "is neither JSON nor"),
+        ("[]", "has no settings"),
+        ('{"cpu_bytes_to_use": "1GiB"}', "no secondary tier to check"),
+        ('{"cpu_bytes_to_use": "1GiB", "secondary_tiers": [{"type": "dumy"}]}', "dumy"),
+        (
+            '{"cpu_bytes_to_use": "1GiB", "secondary_tiers": [{"type": "dummy", "x": 1}]}',
+            "x is not a setting",
+        ),
+    ],
+)
+def test_what_is_no_configuration_is_said_in_words(run, tmp_path: Path, content, message):
+    file = tmp_path / "engine.json"
+    if content is not None:
+        file.write_text(content)
+    result = run(file)
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)
+
+
+def test_a_tier_given_on_the_command_line_has_to_be_json(run):
+    result = run("--tier", "dummy")
+    assert isinstance(result.exception, ConfigError)
+    assert "--tier 1 is no JSON" in str(result.exception)
+
+
+def test_files_of_the_probe_are_gone_afterwards(run, tmp_path: Path):
+    result = run("--tier", json.dumps({"type": "fs", "root_dir": str(tmp_path), "min_free_bytes": 0}))
+    assert result.exit_code == 0, result.output
+    assert list(tmp_path.rglob("*.bin")) == []

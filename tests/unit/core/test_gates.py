@@ -1,0 +1,295 @@
+"""What the core does with a tier that fails, is late, is slow, comes back: breakers and back-pressure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.core import invariants
+from kvtier.core.admission import Limits, TierGate
+from kvtier.core.messages import (
+    Answer,
+    Command,
+    Fetch,
+    Fetched,
+    Proof,
+    Put,
+    PutEnded,
+    SlotsReady,
+    TierDown,
+    TierUp,
+    Touch,
+)
+from kvtier.core.policies.lru import LRU
+from kvtier.core.requests import Request
+from kvtier.core.states import BreakerState, Lookup
+from kvtier.core.tiering import Tiering
+from kvtier.keys import OffloadKey, pack_key
+
+GOOD, BAD, LATE = Proof.GOOD, Proof.BAD, Proof.LATE
+
+
+def keys(name: str, count: int = 1) -> list[OffloadKey]:
+    return [pack_key(f"{name}-{index}".encode()) for index in range(count)]
+
+
+class World:
+    """A core, its clock, and this test in the place of engine and tiers."""
+
+    def __init__(self, tiers: int = 1, slots: int = 256, put_backlog: float = 1.0) -> None:
+        gates = [TierGate(f"t{index}", deadline_s=4.0) for index in range(tiers)]
+        limits = Limits(landing_reserve=0.0, put_backlog=put_backlog)
+        self.core = Tiering(LRU(), gates, limits, track_changes=True)
+        self.core.on_event(SlotsReady(range(slots)), 0.0)
+        self.gates = gates
+        self.now_s = 0.0
+        self.stores = 0
+
+    def store(self, count: int = 1) -> list[Put]:
+        """Store new chunks; return the puts that follow."""
+        self.stores += 1
+        reservation = self.core.reserve(keys(f"store{self.stores}", count))
+        assert reservation is not None
+        self.core.commit(reservation, self.now_s)
+        return [command for command in self.take() if isinstance(command, Put)]
+
+    def take(self) -> list[Command]:
+        invariants.check(self.core)
+        return self.core.take_commands()
+
+    def end(self, put: Put, proof: Proof, seconds: float = 0.1, retry: str = "") -> None:
+        kept = [proof is GOOD] * len(put.keys)
+        self.core.on_event(PutEnded(put.id, kept, {}, seconds, proof, retry), self.now_s)
+        invariants.check(self.core)
+
+    def puts_end(self, *proofs: Proof) -> None:
+        """Make as many puts, one after the other, and end them."""
+        for proof in proofs:
+            (put,) = self.store()
+            self.end(put, proof)
+
+    def ask(self, wanted: Sequence[OffloadKey], request: Request | None = None) -> list[Fetch]:
+        request = request or Request()
+        for key in wanted:
+            if self.core.lookup(key, request) is Lookup.MISS:
+                break
+        self.core.settle(self.now_s)
+        return [command for command in self.take() if isinstance(command, Fetch)]
+
+    def fetched(self, fetch: Fetch, proof: Proof, answer: Answer, seconds: float = 0.1) -> None:
+        landed = answer if len(fetch.slots) == len(fetch.keys) else Answer.LOCATED
+        event = Fetched(fetch.id, [landed] * len(fetch.keys), {}, seconds, proof)
+        self.core.on_event(event, self.now_s)
+        invariants.check(self.core)
+
+    def gets_fail(self) -> None:
+        """Ask the first tier until it is asked no more."""
+        while self.gates[0].gets.is_closed:
+            self.stores += 1
+            fetch, *_ = self.ask(keys(f"lost{self.stores}"))
+            self.fetched(fetch, BAD, Answer.MISSING)
+            self.take()
+
+    def notices(self) -> list[tuple[str, bool]]:
+        return [(f"{notice.subject}: {notice.text}", notice.is_good) for notice in self.core.take_notices()]
+
+
+def test_puts_that_fail_close_the_tier_to_puts_alone_until_one_goes_well() -> None:
+    it = World()
+    it.puts_end(*[BAD] * 5)
+    assert it.gates[0].puts.state is BreakerState.OPEN
+    assert it.store(3) == []
+    assert len(it.ask(keys("x"))) == 1, "gets go on"
+    it.now_s = 1.0
+    (probe,) = it.store(3)
+    assert len(probe.keys) == 1, "it may hang: the probe pins one slot"
+    assert it.store(2) == []
+    it.end(probe, GOOD)
+    assert [len(put.keys) for put in it.store(4)] == [4]
+    counts = it.core.take_counts()
+    assert counts["put_dropped", "t0", "breaker_open"] == 3 + 2 + 2
+    assert counts["breaker_opened", "t0", "put", "failures"] == 1
+    assert counts["breaker_closed", "t0", "put"] == 1
+
+
+def test_gets_that_fail_close_the_tier_to_gets_alone_until_one_goes_well() -> None:
+    it = World(tiers=2)
+    for number in range(5):
+        fetch, *_ = it.ask(keys(f"a{number}"))
+        it.fetched(fetch, BAD, Answer.MISSING)
+        (second,) = (command for command in it.take() if isinstance(command, Fetch))
+        it.fetched(second, GOOD, Answer.MISSING)
+    assert it.gates[0].gets.state is BreakerState.OPEN
+    assert [fetch.tier for fetch in it.ask(keys("b"))] == [1], "the next tier is asked at once"
+    assert [put.tier for put in it.store()] == [0, 1], "puts go on"
+    it.now_s = 1.0
+    probe, *_ = it.ask(keys("c"))
+    assert probe.tier == 0
+    it.fetched(probe, GOOD, Answer.LANDED)
+    assert [fetch.tier for fetch in it.ask(keys("d"))] == [0]
+    counts = it.core.take_counts()
+    assert counts["skipped", "t0", "breaker_open"] == 1
+    assert counts["breaker_opened", "t0", "get", "failures"] == 1
+    assert counts["breaker_closed", "t0", "get"] == 1
+
+
+def test_what_was_located_in_a_tier_whose_gets_fail_now_is_looked_for_in_the_next() -> None:
+    it = World(tiers=2, slots=64)
+    for put in it.store(64):
+        it.end(put, GOOD)
+    request, wanted = Request(), keys("a", 2)
+    (fetch,) = it.ask(wanted, request)
+    it.gets_fail()
+    it.core.take_counts()
+    it.core.on_event(Fetched(fetch.id, [Answer.LOCATED] * 2), 0.0)
+    found = [command for command in it.take() if isinstance(command, Fetch)]
+    assert [(one.tier, list(one.keys), one.located) for one in found] == [(1, wanted, False)]
+    assert it.core.take_counts()["skipped", "t0", "breaker_open"] == 2
+
+
+def test_gets_that_are_nearly_too_late_count_as_failures_and_slow_puts_do_not() -> None:
+    it = World()
+    for number in range(5):
+        (fetch,) = it.ask(keys(f"a{number}"))
+        it.fetched(fetch, GOOD, Answer.LANDED, seconds=3.1)
+    assert it.gates[0].gets.state is BreakerState.OPEN
+    it = World()
+    for number in range(50):
+        (fetch,) = it.ask(keys(f"a{number}"))
+        it.fetched(fetch, GOOD, Answer.LANDED, seconds=2.9)
+        (put,) = it.store()
+        it.end(put, GOOD, seconds=3.9)
+    assert it.gates[0].works
+
+
+def test_a_tier_that_says_it_was_late_before_the_core_sees_it_is_late_all_the_same() -> None:
+    """An engine that sleeps settles nothing; the tier's own clock has cut the put off."""
+    it = World()
+    (put,) = it.store()
+    it.end(put, LATE)
+    assert it.gates[0].puts.state is BreakerState.OPEN
+    counts = it.core.take_counts()
+    assert counts["breaker_opened", "t0", "put", "overdue"] == 1
+    assert counts["overdue", "t0", "put"] == 1
+
+
+def test_chunks_that_are_not_there_or_find_no_room_or_are_not_begun_say_nothing_bad() -> None:
+    it = World()
+    for _ in range(30):
+        (put,) = it.store()
+        it.core.on_event(PutEnded(put.id, [False], {"full": 1}, 0.1, GOOD), it.now_s)
+        (put,) = it.store()
+        it.core.on_event(PutEnded(put.id, [False], {"reset": 1}), it.now_s)
+    assert it.gates[0].works
+    assert it.gates[0].is_healthy is True
+
+
+def test_a_tier_that_is_down_gets_nothing_and_is_used_again_when_it_is_up() -> None:
+    it = World()
+    it.core.on_event(TierDown(0, "refused"), 0.0)
+    it.core.on_event(TierDown(0, "refused still"), 0.0)
+    assert it.store() == []
+    assert it.ask(keys("a")) == []
+    assert it.core.take_counts()["tier_down", "t0"] == 1
+    it.core.on_event(TierUp(0), 1.0)
+    assert len(it.store()) == 1
+    assert len(it.ask(keys("a"))) == 1
+
+
+def test_health_is_that_of_the_last_real_put_and_get() -> None:
+    it = World()
+    (gate,) = it.gates
+    assert gate.is_healthy is None
+    it.puts_end(GOOD)
+    assert gate.is_healthy is True
+    (fetch,) = it.ask(keys("a"))
+    it.fetched(fetch, BAD, Answer.MISSING)
+    assert gate.is_healthy is False
+    (fetch,) = it.ask(keys("b"))
+    it.fetched(fetch, Proof.NONE, Answer.MISSING)
+    assert gate.is_healthy is False, "the index alone says nothing"
+    (fetch,) = it.ask(keys("c"))
+    it.fetched(fetch, GOOD, Answer.LANDED)
+    assert gate.is_healthy is True
+    it.core.on_event(TierDown(0, "gone"), 0.0)
+    assert gate.is_healthy is False
+
+
+def test_each_change_is_told_once_and_probes_that_fail_are_not() -> None:
+    it = World()
+    it.puts_end(*[BAD] * 5)
+    ((text, is_good),) = it.notices()
+    assert text == "tier t0: its puts: several in a row have failed; it gets none for a while"
+    assert not is_good
+    it.now_s = 1.0
+    it.puts_end(BAD)
+    assert it.notices() == []
+    it.now_s = 10.0
+    it.puts_end(GOOD)
+    assert it.notices() == [("tier t0: a put has gone well: it is given puts again", True)]
+
+
+def test_nobody_is_told_what_was_used_of_a_tier_that_fails() -> None:
+    it = World()
+    (put,) = it.store(2)
+    it.end(put, GOOD)
+    for _ in range(2):
+        request = Request()
+        for key in put.keys:
+            assert it.core.lookup(key, request) is Lookup.HIT
+        it.core.release(it.core.acquire(list(put.keys), request))
+        it.core.settle(it.now_s)
+        told = [command for command in it.take() if isinstance(command, Touch)]
+        assert len(told) == it.gates[0].works
+        it.gets_fail()
+
+
+# --- back-pressure ---------------------------------------------------------------------------------
+
+
+def test_puts_that_would_not_be_through_in_time_are_dropped() -> None:
+    it = World()
+    (put,) = it.store(10)
+    it.end(put, GOOD, seconds=1.0)  # 0.1 s a chunk: in half a deadline 20 of them
+    (put,) = it.store(30)
+    assert len(put.keys) == 20
+    assert list(put.keys) == keys("store2", 30)[:20], "the front of the prompt is put"
+    assert it.core.take_counts()["put_dropped", "t0", "back_pressure"] == 10
+    assert [len(more.keys) for _ in range(5) for more in it.store(20)] == [20, 20, 20], "four at once"
+
+
+def test_puts_are_dropped_before_they_delay_gets() -> None:
+    it = World()
+    for _ in range(3):
+        (fetch,) = it.ask(keys(f"quiet{it.stores}"))
+        it.fetched(fetch, GOOD, Answer.LANDED, seconds=0.02)
+        (put,) = it.store()
+        it.end(put, GOOD, seconds=0.001)
+    before = len(it.store(100)[0].keys)
+    for number in range(12):
+        it.now_s += 0.2
+        (fetch,) = it.ask(keys(f"held-up{number}"))
+        it.fetched(fetch, GOOD, Answer.LANDED, seconds=0.15)
+    after = sum(len(put.keys) for put in it.store(100))
+    assert before == 100
+    assert after <= before / 4
+    assert it.core.take_counts()["put_dropped", "t0", "back_pressure"] >= 75
+
+
+def test_tiers_that_never_end_their_puts_leave_slots_to_stores_and_to_each_other() -> None:
+    it = World(tiers=2, slots=60, put_backlog=0.5)
+    for _ in range(40):  # the first tier hangs, the second does not
+        for put in it.store():
+            if put.tier == 1:
+                it.end(put, GOOD)
+    assert [gate.backlog for gate in it.gates] == [30, 0]
+    given = [put.tier for _ in range(40) for put in it.store()]  # now the second one, too
+    assert given == [1] * 15, "its share, whatever the first one holds"
+    assert sum(chunk.pins > 0 for chunk in it.core.table.all) == 45
+    assert it.core.take_counts()["put_dropped", "t1", "backlog"] == 25
+
+
+def test_a_second_attempt_is_counted_by_what_came_of_it() -> None:
+    it = World()
+    (put,) = it.store()
+    it.end(put, GOOD, retry="helped")
+    assert it.core.take_counts()["retries", "t0", "put", "helped"] == 1

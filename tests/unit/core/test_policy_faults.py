@@ -1,0 +1,155 @@
+"""A policy is a plug-in: whatever it chooses or raises, the core's slots and the engine come to no harm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+
+from kvtier.core import invariants
+from kvtier.core.admission import Limits
+from kvtier.core.messages import SlotsReady
+from kvtier.core.policies.lru import LRU
+from kvtier.core.requests import Request
+from kvtier.core.states import Lookup
+from kvtier.core.tiering import Tiering
+from kvtier.keys import OffloadKey, pack_key
+
+
+def keys(name: str, count: int) -> list[OffloadKey]:
+    return [pack_key(f"{name}{index}".encode()) for index in range(count)]
+
+
+class Wild(LRU):
+    """A policy that does what ``act`` returns in place of choosing, and raises where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act: Callable[[list[OffloadKey], int], Any] | None = None
+        self.raises_in = ""
+
+    def evict(self, count: int) -> list[OffloadKey]:
+        self._raise_in("evict")
+        return super().evict(count) if self.act is None else self.act(super().evict(count), count)
+
+    def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
+        self._raise_in("add")
+        super().add(keys, used=used)
+
+    def pin(self, keys: Sequence[OffloadKey]) -> None:
+        self._raise_in("pin")
+        super().pin(keys)
+
+    def clear(self) -> None:
+        self._raise_in("clear")
+        super().clear()
+
+    def resize(self, capacity: int) -> None:
+        self._raise_in("resize")
+        super().resize(capacity)
+
+    def __len__(self) -> int:
+        self._raise_in("len")
+        return super().__len__()
+
+    def _raise_in(self, what: str) -> None:
+        if self.raises_in == what:
+            raise RuntimeError(what)
+
+
+HELD = keys("held", 2)
+
+CHOICES: dict[str, tuple[Callable[[list[OffloadKey], int], Any], str]] = {
+    "a pinned chunk": (lambda chosen, count: [HELD[0]], "not_a_candidate"),
+    "a pinned chunk among good ones": (lambda chosen, count: [*chosen[1:], HELD[0]], "not_a_candidate"),
+    "a chunk that is not there": (lambda chosen, count: keys("nowhere", count), "not_a_candidate"),
+    "the same chunk twice": (lambda chosen, count: [chosen[0]] * count, "not_a_candidate"),
+    "more than it was asked for": (lambda chosen, count: [*chosen, *HELD, *chosen], "too_many"),
+    "nothing": (lambda chosen, count: [], "withheld"),
+    "None": (lambda chosen, count: None, "raised"),
+    "what is no key": (lambda chosen, count: [[]] * count, "raised"),
+}
+
+
+def make() -> tuple[Tiering, Wild]:
+    """Eight slots, all READY, two of them pinned by a load."""
+    policy = Wild()
+    core = Tiering(policy, (), Limits())
+    core.on_event(SlotsReady(range(8)), 0.0)
+    for name, count in (("held", 2), ("old", 6)):
+        reservation = core.reserve(keys(name, count))
+        assert reservation is not None
+        core.commit(reservation, 0.0)
+    request = Request()
+    assert [core.lookup(key, request) for key in HELD] == [Lookup.HIT] * 2
+    core.acquire(HELD, request)
+    core.settle(0.0)
+    return core, policy
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_policy_that_chooses_wrongly_is_replaced_and_room_is_made_all_the_same(choice: str) -> None:
+    core, policy = make()
+    policy.act, reason = CHOICES[choice]
+    reservation = core.reserve(keys("new", 3))
+    assert reservation is not None
+    assert len(reservation.keys) == len(reservation.evicted) == len(set(reservation.evicted)) == 3
+    assert set(reservation.evicted) <= set(keys("old", 6))
+    assert all(key in core.table.visible for key in HELD)
+    core.commit(reservation, 0.0)
+    core.settle(0.0)
+    invariants.check(core)
+    counts = core.take_counts()
+    assert counts["policy_replaced", reason] == 1
+    assert counts["evicted",] == 3
+    (notice,) = core.take_notices()
+    assert notice.subject == "eviction policy Wild"
+    assert type(core.table.policy) is LRU
+
+
+@pytest.mark.parametrize("where", ["evict", "add", "pin", "clear", "resize", "len"])
+def test_a_policy_that_raises_is_replaced(where: str) -> None:
+    core, policy = make()
+    policy.raises_in = where
+    core.on_event(SlotsReady(range(8, 9)), 0.0)
+    reservation = core.reserve(keys("new", 4))
+    assert reservation is not None
+    core.commit(reservation, 0.0)
+    assert core.table.evictable == 7
+    request = Request()
+    assert core.lookup(keys("new", 1)[0], request) is Lookup.HIT
+    core.release(core.acquire(keys("new", 1), request))
+    core.settle(0.0)
+    invariants.check(core)
+    core.reset()
+    invariants.check(core)
+    core.settle(0.0)
+    assert core.take_counts()["policy_replaced", "raised"] == 1
+    assert type(core.table.policy) is LRU
+
+
+def test_what_came_first_goes_first_after_a_policy_was_replaced() -> None:
+    core, policy = make()
+    policy.act = CHOICES["nothing"][0]
+    reservation = core.reserve(keys("new", 2))
+    assert reservation is not None
+    assert list(reservation.evicted) == keys("old", 2)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_a_policy_does_at_random_the_core_stays_consistent(seed: int) -> None:
+    chance = Random(seed)
+    core, policy = make()
+    policy.act = lambda chosen, count: chance.choice([act for act, _ in CHOICES.values()])(chosen, count)
+    policy.raises_in = chance.choice(["", "add", "pin"])
+    for number in range(30):
+        reservation = core.reserve(keys(f"n{number}-", chance.randrange(1, 7)))
+        invariants.check(core)
+        if reservation is not None:
+            core.commit(reservation, 0.0)
+        if chance.random() < 0.1:
+            core.reset()
+        core.settle(0.0)
+        invariants.check(core)

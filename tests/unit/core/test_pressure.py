@@ -1,0 +1,126 @@
+"""Puts are held back before they hold slots for long or delay gets."""
+
+from __future__ import annotations
+
+from math import inf
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.core.pressure import PutPressure
+
+
+def test_nothing_is_held_back_before_anything_is_known() -> None:
+    assert PutPressure(2.0, 4).room(100_000) == inf
+
+
+def test_what_is_queued_is_through_within_the_bound() -> None:
+    pressure = PutPressure(2.0, 4)
+    pressure.put_ended(10, 1.0)  # 0.1 s a chunk: 20 in a put of 2 s, 80 in four at once
+    assert pressure.room(0) == 20
+    assert pressure.room(70) == 10
+    assert pressure.room(80) == 0
+    assert pressure.room(500) == 0
+
+
+def test_however_slow_a_tier_is_one_chunk_is_let_in_while_nothing_is_under_way() -> None:
+    pressure = PutPressure(2.0, 4)
+    pressure.put_ended(1, 1000.0)
+    assert (pressure.room(0), pressure.room(1)) == (1.0, 0.0)
+
+
+def test_a_tier_that_is_fast_again_is_given_more_again() -> None:
+    pressure = PutPressure(2.0, 4)
+    pressure.put_ended(1, 100.0)
+    for _ in range(60):
+        pressure.put_ended(1, 0.001)
+    assert pressure.room(0) > 1000
+
+
+def slowed(pressure: PutPressure, gets: int, now_s: float = 10.0) -> None:
+    for _ in range(gets):
+        now_s += 1.0
+        pressure.get_ended(8, 0.5, now_s, beside_puts=True)
+
+
+def test_while_puts_slow_gets_down_fewer_are_let_in() -> None:
+    pressure = PutPressure(2.0, 4)
+    pressure.put_ended(1, 0.01)
+    pressure.get_ended(8, 0.05, 1.0, beside_puts=False)
+    before = pressure.room(0)
+    slowed(pressure, 3)
+    assert pressure.room(0) == before / 8
+    slowed(pressure, 100)
+    assert pressure.room(0) >= 1
+
+
+def test_gets_that_were_under_way_together_halve_it_once() -> None:
+    pressure = PutPressure(2.0, 4)
+    pressure.get_ended(8, 0.05, 1.0, beside_puts=False)
+    for _ in range(8):
+        pressure.get_ended(8, 0.5, 10.0, beside_puts=True)
+    assert pressure.share == 0.5
+
+
+def test_gets_as_usual_and_puts_let_it_recover() -> None:
+    for recover in (
+        lambda pressure: pressure.get_ended(8, 0.05, 99.0, beside_puts=True),
+        lambda pressure: pressure.put_ended(1, 0.01),
+    ):
+        pressure = PutPressure(2.0, 4)
+        pressure.get_ended(8, 0.05, 1.0, beside_puts=False)
+        slowed(pressure, 20)
+        assert pressure.share < 0.05
+        for _ in range(40):
+            recover(pressure)
+        assert pressure.share == 1.0
+
+
+def test_a_tier_whose_gets_are_slow_without_puts_is_no_reason_to_drop_any() -> None:
+    pressure = PutPressure(2.0, 4)
+    pressure.get_ended(8, 0.05, 1.0, beside_puts=False)
+    for now_s in range(2, 60):
+        pressure.get_ended(8, 0.5, now_s, beside_puts=False)
+    slowed(pressure, 10, 60.0)  # that is what it takes now
+    assert pressure.share == 1.0
+
+
+def test_a_get_of_few_chunks_is_not_held_against_one_of_many() -> None:
+    pressure = PutPressure(2.0, 4)
+    pressure.get_ended(1, 0.01, 1.0, beside_puts=True)
+    pressure.get_ended(500, 2.0, 9.0, beside_puts=True)
+    assert pressure.share == 1.0
+
+
+def test_differences_nobody_would_notice_change_nothing() -> None:
+    pressure = PutPressure(2.0, 4)
+    pressure.get_ended(1, 0.0001, 1.0, beside_puts=False)
+    for now_s in range(2, 30):
+        pressure.get_ended(1, 0.01, now_s, beside_puts=True)
+    assert pressure.share == 1.0
+
+
+@given(
+    drain_s=st.floats(0.01, 100),
+    width=st.integers(1, 64),
+    puts=st.lists(st.tuples(st.integers(1, 1000), st.floats(0, 100)), min_size=1, max_size=20),
+    gets=st.lists(st.tuples(st.integers(1, 1000), st.floats(0.001, 10), st.booleans()), max_size=20),
+    backlog=st.integers(0, 10_000),
+)
+def test_room_is_never_negative_and_the_share_stays_in_bounds(
+    drain_s: float,
+    width: int,
+    puts: list[tuple[int, float]],
+    gets: list[tuple[int, float, bool]],
+    backlog: int,
+) -> None:
+    pressure, now_s = PutPressure(drain_s, width), 0.0
+    for chunks, seconds in puts:
+        pressure.put_ended(chunks, seconds)
+    for chunks, seconds, beside_puts in gets:
+        now_s += seconds
+        pressure.get_ended(chunks, seconds, now_s, beside_puts=beside_puts)
+    assert 0 < pressure.share <= 1
+    assert pressure.room(backlog) >= 0
+    assert pressure.room(0) >= 1
+    assert pressure.room(backlog) <= pressure.room(0), "the more is queued, the less is let in"

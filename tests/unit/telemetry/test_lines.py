@@ -1,0 +1,30 @@
+"""What comes often is told now and then."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from kvtier.core.ledger import Notice
+from kvtier.telemetry.lines import ChangeLog, Seldom
+
+
+def test_the_first_line_is_let_through_and_the_next_after_a_while_with_the_number_of_those_between() -> None:
+    seldom = Seldom(10.0)
+    assert seldom.lets("a", 100.0) == ""
+    assert [seldom.lets("a", 100.0 + step) for step in range(1, 10)] == [None] * 9
+    assert seldom.lets("b", 105.0) == "", "each subject is its own"
+    assert seldom.lets("a", 110.0) == " (and 9 times since the line before)"
+    assert seldom.lets("a", 120.0) == ""
+
+
+def test_a_tier_that_comes_and_goes_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("kvtier.test_lines")
+    changes = ChangeLog(logger)
+    with caplog.at_level(logging.INFO, logger.name):
+        for second in range(60):
+            changes.tell([Notice("tier s3", "bad", False), Notice("tier s3", "good", True)], float(second))
+    lines = [(record.levelname, record.message) for record in caplog.records]
+    assert lines[:2] == [("WARNING", "tier s3: bad"), ("INFO", "tier s3: good")]
+    assert len(lines) == 4
