@@ -104,19 +104,29 @@ FIGURES = ([Speed("put", 1.23456), Speed("get", 12345.6)], Cost(0.5))
 
 
 @pytest.mark.parametrize(
-    ("command", "arguments"), [(["core"], ()), (["fs", "/data"], (Path("/data"),)), (["device"], ())]
+    ("command", "arguments", "options"),
+    [
+        (["core"], (), {}),
+        (["fs", "/data"], (Path("/data"),), {}),
+        (["device"], (None,), {"host_only": False, "mib": None}),
+        (
+            ["device", "--backend", "cpu", "--host-only", "--mib", "64"],
+            ("cpu",),
+            {"host_only": True, "mib": 64},
+        ),
+    ],
 )
-def test_measurements_are_shown_and_written(run, monkeypatch, tmp_path, command, arguments):
+def test_measurements_are_shown_and_written(run, monkeypatch, tmp_path, command, arguments, options):
     calls = []
 
-    def measure(*given):
-        calls.append(given)
+    def measure(*given, **chosen):
+        calls.append((given, chosen))
         return FIGURES
 
     replace(monkeypatch, f"kvtier.cli.bench_{command[0]}", run=measure)
     result = run("bench", *command, "--json", str(tmp_path / "out.json"))
     assert result.exit_code == 0
-    assert calls == [arguments]
+    assert calls == [(arguments, options)]
     cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in result.output.splitlines()]
     assert ["How fast it is"] in cells
     assert ["put", "1.23"] in cells
