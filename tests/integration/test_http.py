@@ -253,7 +253,13 @@ def story(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Story:
     root = folder / "root"
     tiers = [
         {"type": "fs", "root_dir": str(root), "max_bytes": ROOMY_BYTES},
-        {"type": "fs", "name": "full", "root_dir": str(folder / "full"), "max_bytes": FULL_BYTES},
+        {
+            "type": "fs",
+            "name": "full",
+            "root_dir": str(folder / "full"),
+            "max_bytes": FULL_BYTES,
+            "eviction": "none",
+        },
         {"type": "dummy", "name": "stuck", "hang_rate": 1, "deadline_s": 1},
     ]
     settings = {**_settings(tiers), "drain_on_shutdown_s": 0}
