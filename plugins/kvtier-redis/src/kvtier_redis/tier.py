@@ -36,7 +36,7 @@ from kvtier_redis.exchange import Chunk, Form
 from kvtier_redis.line import Lines, Threads
 from kvtier_redis.wire import Refused, Reply
 
-_LINE_BYTES: Final = 1024 * 1024  # less than this is not worth a connection and a thread of its own
+_LINE_BYTES: Final = 4 * 2**20  # less is not worth a thread, and a question first, of its own
 _LOOK_EVERY_S: Final = 1.0
 _FIND_EVERY_S: Final = 0.2
 _ANSWER_SHARE: Final = 0.9  # of the deadline, after which kvtier would have the rest of a batch, too
