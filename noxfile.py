@@ -41,7 +41,7 @@ CPU_ENGINE_ENV = {
     "HF_HUB_OFFLINE": "1",
 }
 NEXT_TESTS = ("compat", "contract", "bridge", "story", "requests", "reset", "events", "damage")
-OLDER_TESTS = ("compat", "contract", "bridge", "reset")
+OLDER_TESTS = ("compat", "contract", "bridge", "story", "requests", "reset", "events", "damage", "modes")
 
 
 @nox.session
