@@ -33,6 +33,7 @@ from kvtier.adapters.vllm.compat import TELLS_OF_FLUSHES, CacheHitSource
 from kvtier.adapters.vllm.manager import KVTierManager, Slots
 from kvtier.adapters.vllm.places import place_of
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
+from kvtier.adapters.vllm.workers import Workers
 from kvtier.core import invariants
 from kvtier.core.admission import Limits, TierGate
 from kvtier.core.messages import SlotsReady
@@ -42,6 +43,7 @@ from kvtier.core.tiering import Tiering
 from kvtier.executor import Executor, ExecutorThread, NamedTier
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
+from kvtier.memory.board import Board, Word, board_bytes
 from kvtier.memory.region import Region
 from kvtier.tiers import keeper
 from kvtier.tiers.base import TRAILER_BYTES, Batch, Knowledge, Outcome, SecondaryTier, TierContext
@@ -92,6 +94,7 @@ class World:
         steps_ahead: int = 2,
         self_describing: bool = False,
         repeats_stores: bool = True,
+        workers: Workers | None = None,
     ) -> None:
         names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
         gates = [TierGate(name, tier.config.deadline_s) for name, tier in zip(names, tiers, strict=True)]
@@ -110,6 +113,7 @@ class World:
             steps_ahead=steps_ahead,
             self_describing=self_describing,
             repeats_stores=repeats_stores,
+            workers=workers,
             clock=clock,
             on_shutdown=self._shut_down,
         )
@@ -660,6 +664,29 @@ class SlowFiles(FsTier):
     async def put(self, batch: Batch) -> Outcome:
         await anyio.sleep(0.1)
         return await super().put(batch)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_slots_of_a_failed_store_are_given_on_unless_the_device_may_still_write_into_them(
+    make: Make, is_lost: bool, is_reset: bool
+) -> None:
+    board = Board(memoryview(bytearray(board_bytes(8, 1))), slots=8, workers=1)
+    it = make(dummy(), slots=8, workers=Workers(board))
+    context = it.request("a")
+    output = it.manager.prepare_store(prompt(1, 8), context)
+    assert output is not None
+    if is_lost:
+        board.rows[0][Word.LOST] = 1
+    board.rows[0].mark(slots_of(output.store_spec))
+    if is_reset:
+        it.manager.reset_cache()
+        it.manager.on_reset_flushed()
+    else:
+        it.manager.complete_store(set(prompt(1, 8)), context)
+    assert len(it.core.table.free) == (0 if is_lost else 8)
+    assert it.find(prompt(1, 8), context) == 0
+    assert it.core.ledger.counts["dropped", "store"] == 8
 
 
 # --- resets --------------------------------------------------------------------------------------

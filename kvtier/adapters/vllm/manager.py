@@ -213,9 +213,7 @@ class KVTierManager(OffloadingManager):
             logger.error("request %s has no store of these %d chunks to end", req_context.req_id, len(keys))
             return
         if self._workers is not None and self._workers.failed_to_store(reservation.slots):
-            if self._workers.have_lost_device:
-                self._stop_copying()  # before the slots are free: a copy that was given up may still write
-            self._core.fail_store(reservation)
+            self._fail_store(reservation)
         elif success:
             self._core.commit(reservation, self._clock())
             self._dispatch()
@@ -318,6 +316,18 @@ class KVTierManager(OffloadingManager):
         self._ask = self._miss
         logger.error("a worker's device is lost: nothing is stored or loaded any more until a restart")
 
+    def _fail_store(self, reservation: Reservation) -> None:
+        """End a store that a worker has failed in. With the device lost its slots are nobody's any more.
+
+        A copy that was given up may still write into them. What a tier brought there meanwhile would be
+        overwritten, and could be sealed and put into another tier like that.
+        """
+        if self._workers is not None and self._workers.have_lost_device:
+            self._stop_copying()
+            self._core.ledger.counts["dropped", "store"] += len(reservation.chunks)
+        else:
+            self._core.fail_store(reservation)
+
     def _miss(self, key: OffloadKey, request: Request) -> Lookup:  # noqa: ARG002
         self._core.ledger.counts["miss", "device_lost"] += 1
         return Lookup.MISS
@@ -332,8 +342,9 @@ class KVTierManager(OffloadingManager):
 
     def _flush(self, flushing: _Flushing) -> None:
         for reservation in flushing.reservations:
-            if self._workers is not None:
-                self._workers.failed_to_store(reservation.slots)  # nobody asks any more
-            self._core.abort(reservation)
+            if self._workers is not None and self._workers.failed_to_store(reservation.slots):
+                self._fail_store(reservation)
+            else:
+                self._core.abort(reservation)
         for pinned in flushing.loads:
             self._core.release(pinned)
