@@ -98,7 +98,7 @@ class Promotions:
         unsure = unsure_before = False
         request.stands = not self._windowed
         for key in dict.fromkeys(request.wanted):
-            if key in visible:
+            if key in visible or key in request.absent:  # learned in the midst of a scan that was repeated
                 request.stands = False
                 continue
             transfer = fetching.get(key)

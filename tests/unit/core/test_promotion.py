@@ -310,6 +310,18 @@ def test_a_scan_whose_answers_stand_is_two_questions() -> None:
     assert ask(core, request, prompt) == [HIT] * 4
 
 
+def test_what_was_learned_in_the_midst_of_a_repeated_scan_is_not_asked_for_again() -> None:
+    core, request, prompt = make(), Request(), keys("a", 4)
+    (fetch,) = step(core, request, prompt)
+    assert core.repeat(prompt[0], request) is RETRY
+    answer(core, fetch, [LANDED, MISSING, LANDED, LANDED])
+    assert core.repeat(prompt[1], request) is None
+    assert ask(core, request, prompt[1:]) == [MISS]
+    core.settle(1.0)
+    assert fetches(core) == [], "no tier has it: that was learned"
+    assert ask(core, request, prompt) == [HIT, MISS]
+
+
 def test_a_scan_that_is_repeated_keeps_its_turn() -> None:
     core, first, second = make(slots=16, budget=0.25), Request(), Request()
     long, other = keys("long", 4), keys("other", 4)
