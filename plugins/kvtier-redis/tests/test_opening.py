@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,16 +14,19 @@ import anyio
 import pytest
 import redis_servers
 from kvtier_redis import RedisConfig, RedisTier
+from kvtier_redis.answers import REASONS
 from redis_servers import Server, TlsServer
 
 from kvtier import validation
 from kvtier.errors import ConfigError, TierError
 from kvtier.identity import Identity
 from kvtier.testing.tiers.rig import TierRig
-from kvtier.tiers.base import Status, TierContext
+from kvtier.tiers import registry
+from kvtier.tiers.base import Status, TierConfig, TierContext
 
 pytestmark = pytest.mark.anyio
 CHUNK_BYTES = 4096
+README = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
 IDENTITY = Identity.make("opening", {"dtype": "float16"})
 
 
@@ -80,6 +85,28 @@ async def test_wrong_and_missing_passwords(own_server: Server) -> None:
     assert "'get'" in text
     async with opened(own_server, username="kv", password="right") as it:
         assert set(await it.put(range(2))) == {Status.OK}
+
+
+@pytest.mark.parametrize("how", ["password", "password_file"])
+async def test_a_server_that_repeats_what_it_was_sent_does_not_show_the_password(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    file = tmp_path / "password"
+    file.write_text("hunter2\n")
+    login: dict[str, Any] = {"password": "hunter2"} if how == "password" else {"password_file": file}
+    knows_none = ("rename-command", "AUTH", "")
+    with Server(tmp_path / "one") as server:
+        with server.client() as client:
+            client.execute_command("ACL", "SETUSER", "kv", "on", ">hunter2", "~*", "+@all")
+        async with opened(server, username="kv", **login) as it:
+            server.kill()
+            with Server(tmp_path / "other", knows_none, port=server.port) as other:
+                assert set(await it.put(range(2))) == {Status.FAILED}
+                text = await problem(other, username="kv", **login)
+    assert "knows no passwords (unknown command 'AUTH'" in text
+    assert "unknown command 'AUTH'" in caplog.text
+    assert "hunter2" not in text + caplog.text
 
 
 async def test_a_password_from_a_file(own_server: Server, tmp_path: Path) -> None:
@@ -188,6 +215,15 @@ async def test_passwords_are_in_no_log(own_server: Server, caplog: pytest.LogCap
         ({"addresses": ["a", "b"]}, "mode single has one"),
         ({"mode": "sentinel"}, "sentinel_master is missing"),
         ({"sentinel_master": "kv"}, "set mode to 'sentinel'"),
+        ({"sentinel_password": "hunter2"}, "sentinel_username and sentinel_password are for mode sentinel"),
+        (
+            {"mode": "sentinel", "sentinel_master": "kv", "sentinel_username": "u"},
+            "sentinel_username needs sentinel_password",
+        ),
+        ({"mode": "sentinel", "sentinel_master": "kv", "addresses": ["/s"]}, "mode sentinel needs host:port"),
+        ({"mode": "cluster", "addresses": ["/s"]}, "mode cluster needs host:port"),
+        ({"addresses": ["/s"], "tls": True}, "on a Unix socket nothing speaks TLS"),
+        ({"addresses": "redis://kv:hunter2@host:1"}, "addresses"),
         ({"mode": "cluster", "db": 1}, "a cluster has database 0 alone"),
         ({"password": "hunter2", "password_file": "/p"}, "not both"),
         ({"username": "kv"}, "username needs password"),
@@ -203,6 +239,24 @@ def test_settings_that_do_not_fit_are_refused_by_name(settings: dict[str, object
         validation.build(RedisConfig, {"type": "redis", **settings})
     assert words in str(caught.value)
     assert "hunter2" not in str(caught.value)
+
+
+def test_the_readme_describes_each_setting_and_each_reason() -> None:
+    for name, field in RedisConfig.model_fields.items():
+        assert field.description, name
+        if name not in TierConfig.model_fields:
+            assert re.search(rf"^\|[^|]*`{name}`[^|]*\|", README, re.MULTILINE), f"no row for {name}"
+    for reason in REASONS:
+        assert f"| `{reason}` |" in README
+
+
+def test_the_readmes_configurations_are_accepted() -> None:
+    (block,) = re.findall(r"^```json\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    assert {registry.validate(json.loads(line)).type for line in block.splitlines()} == {"redis"}
+
+
+def test_what_the_readme_says_that_a_user_has_to_be_allowed_is_what_users_of_these_tests_are() -> None:
+    assert f"```\n{redis_servers.ACL}\n```" in README
 
 
 @pytest.mark.parametrize(

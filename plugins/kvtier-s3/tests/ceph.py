@@ -110,7 +110,8 @@ class Ceph:
         try:
             self._start_monitor()
             self._start_store()
-            self._start_gateway()
+            self.start_gateway()
+            self._make_user()
         except BaseException:
             self.stop()
             raise
@@ -135,6 +136,17 @@ class Ceph:
         url = obstore.sign(self.store(name), "PUT", "", timedelta(minutes=1))
         with urlopen(Request(url, method="PUT"), timeout=10):
             pass
+
+    def start_gateway(self) -> None:
+        """Start the gateway, at the beginning or after ``kill_gateway``, and wait until it answers."""
+        frontend = f"--rgw-frontends=beast endpoint=127.0.0.1:{self._port} tcp_nodelay=1"
+        self._start("client.rgw", "radosgw", "-n", "client.rgw", frontend)
+        self._wait("the gateway", self._answers)
+
+    def kill_gateway(self) -> None:
+        """Kill the gateway. What it has stored is kept."""
+        self._running.remove("client.rgw")
+        _end(int((self._directory / "run" / "client.rgw.pid").read_text()), signal.SIGKILL)
 
     def stop(self) -> None:
         """End the processes that were started, the gateway first: it hangs without the store."""
@@ -189,10 +201,7 @@ class Ceph:
         self._start("osd.0", "ceph-osd", "-i", "0")
         self._wait("the store", lambda: self._says("1 up", "ceph", "osd", "stat"))
 
-    def _start_gateway(self) -> None:
-        frontend = f"--rgw-frontends=beast endpoint=127.0.0.1:{self._port} tcp_nodelay=1"
-        self._start("client.rgw", "radosgw", "-n", "client.rgw", frontend)
-        self._wait("the gateway", self._answers)
+    def _make_user(self) -> None:
         keys = (f"--access-key={self.access_key_id}", f"--secret-key={self.secret_access_key}")
         self._run("radosgw-admin", "user", "create", "--uid=tests", "--display-name=tests", *keys)
 
@@ -244,10 +253,10 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _end(pid: int) -> None:
+def _end(pid: int, first: signal.Signals = signal.SIGTERM) -> None:
     deadline = time.monotonic() + STOP_S
     with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, first)
         while time.monotonic() < deadline:
             os.kill(pid, 0)
             time.sleep(0.05)

@@ -46,7 +46,7 @@ class Place:
     def tier(self, **more: object) -> S3Tier:
         """Make a tier that is not open yet."""
         config = validation.build(S3Tier.Config, {**self.settings, **more})
-        return S3Tier(config)  # type: ignore[arg-type]
+        return S3Tier(config)
 
     @asynccontextmanager
     async def opened(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import obstore
 import pytest
 from kvtier_s3 import S3Config
 from kvtier_s3.faults import REASONS, TRANSIENT, fault_of
-from kvtier_s3.stores import make_store
+from kvtier_s3.stores import Store, make_store
 from obstore.store import AzureStore, GCSStore, S3Store
 from proxy import Faults, Proxy
 
@@ -21,6 +22,7 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.tiers import registry
 from kvtier.tiers.base import TierConfig
 
+README = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
 S3 = {"type": "s3", "bucket": "b"}
 GCS = {**S3, "provider": "gcs"}
 AZURE = {**S3, "provider": "azure", "account": "acme"}
@@ -44,6 +46,9 @@ def made(raw: dict[str, Any]) -> S3Config:
         ({**S3, "prefix": ""}, ["prefix"]),
         ({**S3, "endpoint": "minio:9000"}, ["endpoint", "begins with https://"]),
         ({**S3, "endpoint": "http://minio"}, ["endpoint has no TLS", "set allow_http to true"]),
+        ({**S3, "endpoint": "https://me:hidden@minio"}, ["endpoint", "credentials", "@minio"]),
+        ({**S3, "endpoint": "https://:hidden@minio"}, ["endpoint", "credentials"]),
+        ({**S3, "endpoint": "https://minio?key=hidden"}, ["endpoint", "queries"]),
         ({**S3, "verify": False, "ca_file": "/x"}, ["ca_file", "remove one"]),
         ({**S3, "access_key_id": "AK-hidden"}, ["access_key_id and secret_access_key go together"]),
         ({**S3, "session_token": "ST-hidden"}, ["session_token needs access_key_id"]),
@@ -76,13 +81,18 @@ def test_secrets_are_shown_nowhere() -> None:
 
 
 def test_each_setting_says_what_it_is_and_is_described_for_operators() -> None:
-    readme = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
     for name, field in S3Config.model_fields.items():
         assert field.description, name
         if name not in TierConfig.model_fields:
-            assert f"| `{name}` |" in readme, f"README.md has no row for {name}"
+            assert f"| `{name}` |" in README, f"README.md has no row for {name}"
     for reason in REASONS:
-        assert f"`{reason}`" in readme, f"README.md does not say what {reason} means"
+        assert f"`{reason}`" in README, f"README.md does not say what {reason} means"
+
+
+def test_the_readmes_configurations_are_accepted() -> None:
+    blocks = [json.loads(block) for block in re.findall(r"^```json\n(.*?)^```", README, re.M | re.S)]
+    tiers = [made(block) for block in blocks if "type" in block]
+    assert {tier.provider for tier in tiers} == {"s3", "gcs", "azure"}
 
 
 def test_reasons_are_words_that_kvtier_does_not_have() -> None:
@@ -175,7 +185,7 @@ def test_answers_of_stores_become_words(proxy_alone: Proxy, status: int, code: s
     assert "hidden" not in str(fault)
 
 
-async def put_one(store: S3Store) -> None:
+async def put_one(store: Store) -> None:
     await obstore.put_async(store, "a", b"b", use_multipart=False)
 
 

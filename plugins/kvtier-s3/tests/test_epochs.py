@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import anyio
 import obstore
 import pytest
@@ -57,7 +59,7 @@ async def test_each_of_many_resets_at_once_hides_what_was_put_before_it(place: P
 
 
 async def test_a_slow_reset_hides_what_others_put_while_it_was_under_way(place: Place, proxy: Proxy) -> None:
-    direct = {"endpoint": place.server.endpoint}
+    direct: dict[str, Any] = {"endpoint": place.server.endpoint}
     async with place.opened() as slow, place.opened(**direct) as quick:
         for _ in range(6):  # which of two markers of one number is the greater is a matter of luck
             with proxy.faulty(Faults(delay_s=0.3, methods=("PUT",))):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import inf
+from typing import Any
 
 import ceph
 import obstore
@@ -18,7 +19,7 @@ from kvtier.testing.tiers.rig import keys
 from kvtier.tiers.base import Outcome, Status
 
 ALL = range(6)
-TIMES = {"timeout_s": 1.0, "connect_timeout_s": 0.5}
+TIMES: dict[str, Any] = {"timeout_s": 1.0, "connect_timeout_s": 0.5}
 BOUND_S = 6.0
 """A second or two for each, on a machine that is busy."""
 

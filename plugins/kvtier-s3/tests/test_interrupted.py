@@ -17,7 +17,7 @@ from kvtier.tiers.base import Status
 pytestmark = pytest.mark.anyio
 
 SLOW_S = 0.6
-UNLISTED = {"index_keys": 0}
+UNLISTED: dict[str, Any] = {"index_keys": 0}
 
 
 async def seconds_after_a_cancellation(call: Coroutine[Any, Any, object]) -> float:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import anyio
 import ceph
@@ -23,10 +24,10 @@ from kvtier.tiers.base import TierContext
 pytestmark = pytest.mark.anyio
 
 BOUND_S = 6.0
-QUICK = {"timeout_s": 1.0, "connect_timeout_s": 1.0, "open_timeout_s": 4.0}
+QUICK: dict[str, Any] = {"timeout_s": 1.0, "connect_timeout_s": 1.0, "open_timeout_s": 4.0}
 
 
-async def refusal(place: Place, identity: Identity = IDENTITY, **settings: object) -> str:
+async def refusal(place: Place, identity: Identity = IDENTITY, **settings: Any) -> str:
     """Open a tier that cannot work; return what it says, in which there is no secret."""
     started = time.monotonic()
     with pytest.raises(TierError) as caught:
@@ -41,7 +42,7 @@ async def refusal(place: Place, identity: Identity = IDENTITY, **settings: objec
     return message
 
 
-async def check_round_trip(place: Place, **settings: object) -> None:
+async def check_round_trip(place: Place, **settings: Any) -> None:
     async with place.opened(**settings) as it:
         it.expect_kept(await it.put(range(3)), "a put")
         it.expect_kept(await it.get(range(3)), "a get")

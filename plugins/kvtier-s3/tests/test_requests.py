@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import base64
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import anyio
+import boto3
 import obstore
 import pytest
+from kvtier_s3 import S3Config
+from kvtier_s3.layout import Layout
 from proxy import Proxy
 from rigs import CHUNK_BYTES, IDENTITY, Place
 
+from kvtier.keys import OffloadKey
 from kvtier.testing.tiers import TierRig
 from kvtier.testing.tiers.rig import key, keys
 from kvtier.tiers.base import Knowledge, Status
@@ -19,7 +26,7 @@ from kvtier.tiers.seal import Verdict, check
 
 pytestmark = pytest.mark.anyio
 
-UNLISTED = {"index_keys": 0}
+UNLISTED: dict[str, Any] = {"index_keys": 0}
 
 
 async def wait_until_known(it: TierRig, numbers: range) -> None:
@@ -109,7 +116,7 @@ async def _make_empty(place: Place, path: str) -> None:
 
 
 async def test_what_others_put_and_what_expires_is_learnt_by_listing(place: Place) -> None:
-    told: list[bytes] = []
+    told: list[OffloadKey] = []
     async with place.opened(told.extend, list_every_s=0.05) as it, place.opened() as other:
         await other.put(range(8))
         await wait_until_known(it, range(8))
@@ -122,6 +129,26 @@ async def test_what_others_put_and_what_expires_is_learnt_by_listing(place: Plac
         it.expect_kept(await it.get(left), "what has not expired")
 
 
+def test_the_readmes_lifecycle_rules_are_accepted_and_name_chunks_alone(place: Place) -> None:
+    readme = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
+    (rules,) = re.findall(r'^```json\n({"Rules".*?)^```', readme, re.MULTILINE | re.DOTALL)
+    server = place.server
+    client = boto3.client(
+        "s3",
+        endpoint_url=server.endpoint,
+        aws_access_key_id=server.access_key_id,
+        aws_secret_access_key=server.secret_access_key,
+        region_name="us-east-1",
+    )
+    bucket = "expires"
+    server.make_bucket(bucket)
+    client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration=json.loads(rules))
+    accepted = client.get_bucket_lifecycle_configuration(Bucket=bucket)["Rules"]
+    chunks = Layout(S3Config.model_fields["prefix"].default, IDENTITY.namespace).all_chunks
+    assert {rule["Filter"]["Prefix"].rstrip("/") for rule in accepted} == {chunks}
+    assert {key for rule in accepted for key in rule} >= {"Expiration", "AbortIncompleteMultipartUpload"}
+
+
 async def test_an_index_remembers_no_more_than_it_may(place: Place) -> None:
     async with place.opened(index_keys=5) as it:
         await it.put(range(20))
@@ -132,7 +159,8 @@ async def test_an_index_remembers_no_more_than_it_may(place: Place) -> None:
 async def test_a_bound_counts_what_was_there_before_of_every_cache(place: Place) -> None:
     async with place.opened() as it:
         await it.put(range(6))
-        assert it.tier.usage() is None or it.tier.usage().capacity_bytes is None
+        before = it.tier.usage()
+        assert before is None or before.capacity_bytes is None
     other = type(IDENTITY).make("kvtier/tests", {"dtype": "bfloat16"})
     async with place.opened(identity=other, max_bytes=8 * CHUNK_BYTES) as it:
         statuses = await it.put(range(6))

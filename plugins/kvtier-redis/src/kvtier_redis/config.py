@@ -133,6 +133,22 @@ class RedisConfig(TierConfig):
                 self.mode != "sentinel" and self.sentinel_master,
                 "sentinel_master is for mode sentinel: set mode to 'sentinel', or leave it out",
             ),
+            (
+                self.mode != "sentinel" and (self.sentinel_username or self.sentinel_password),
+                "sentinel_username and sentinel_password are for mode sentinel: leave them out",
+            ),
+            (
+                self.sentinel_username and not self.sentinel_password,
+                "sentinel_username needs sentinel_password",
+            ),
+            (
+                self.mode != "single" and self._has_socket,
+                f"addresses: mode {self.mode} needs host:port, for its servers name each other like that",
+            ),
+            (
+                self.tls and self._has_socket,
+                "addresses: on a Unix socket nothing speaks TLS; leave tls out, or give host:port",
+            ),
             (self.mode == "cluster" and self.db, "db: a cluster has database 0 alone"),
             (
                 self.mode == "single" and len(self.addresses) > 1,
@@ -152,6 +168,10 @@ class RedisConfig(TierConfig):
             if holds:
                 raise ValueError(problem)
         return self
+
+    @property
+    def _has_socket(self) -> bool:
+        return any(address.path for address in self.parsed_addresses)
 
     @property
     def parsed_addresses(self) -> tuple[Address, ...]:

@@ -109,7 +109,7 @@ class Control:
             epoch = self._on(self._home(servers, "epoch"), self._join)
             fill = self.fill(servers)
         except (RedisError, OSError) as error:
-            raise TierError(self._wrong(self._explain(error))) from error
+            raise TierError(self._wrong(self._explain(error))) from None
         if fill.limit_bytes <= 0:
             raise TierError(
                 self._wrong("the server says neither its maxmemory nor its machine's memory: set max_bytes")
@@ -168,7 +168,7 @@ class Control:
         try:
             self._on(self._home(servers, "epoch"), self._advance)
         except (RedisError, OSError) as error:
-            raise TierError(f"the reset could not be stored: {self._explain(error)}") from error
+            raise TierError(f"the reset could not be stored: {self._explain(error)}") from None
         return "own-" + _new_epoch()
 
     def _advance(self, client: redis.Redis, address: Address) -> None:
@@ -244,9 +244,11 @@ class Control:
         return f"tier {self._context.name}: {text}"
 
     def _explain(self, error: Exception) -> str:
-        """Say what went wrong, with the setting that may be the cause. Servers do not repeat passwords."""
+        """Say what went wrong, with the setting that may be the cause, and without passwords."""
         where = ", ".join(self._config.addresses)
-        text = str(error)
+        text = self._dialer.hide(error)
+        if "unknown command 'AUTH'" in text:
+            return f"{where} knows no passwords ({text}); leave out username, password and password_file"
         if is_about_trust(error):
             return f"{where}: TLS does not trust the server ({text}); set tls_ca_file, or tls_verify"
         if isinstance(error, AuthenticationError) or text.startswith(("NOAUTH", "WRONGPASS")):

@@ -60,6 +60,17 @@ class Dialer:
         if config.password_file is not None:
             password = _first_line(config.password_file)
         self._login = {"username": config.username, "password": password}
+        self._secrets = [password, *_secrets(config)]
+
+    def hide(self, text: object) -> str:
+        """Take passwords out of what a server or a client has said.
+
+        A server that does not know AUTH repeats its arguments, and so does a proxy that refuses it.
+        """
+        shown = str(text)
+        for secret in sorted(filter(None, self._secrets), key=len, reverse=True):
+            shown = shown.replace(secret, "**********")
+        return shown
 
     def options(self) -> dict[str, Any]:
         """Return how a connection of redis-py is made, its address and TLS apart."""
@@ -107,6 +118,11 @@ class Dialer:
             "ssl_certfile": _text(config.tls_cert_file),
             "ssl_keyfile": _text(config.tls_key_file),
         }
+
+
+def _secrets(config: RedisConfig) -> list[str]:
+    given = (config.password, config.sentinel_password)
+    return [secret.get_secret_value() for secret in given if secret is not None]
 
 
 def _first_line(path: Path) -> str:

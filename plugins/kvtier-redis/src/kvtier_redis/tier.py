@@ -278,7 +278,7 @@ class RedisTier(SecondaryTier[RedisConfig]):
         return Outcome([end.status for end in ends], reasons)
 
     def _complain(self, word: str, text: object) -> None:
-        self._complaints.note(word, text)
+        self._complaints.note(word, self._dialer.hide(text))
         if answers.means_another_server(word):
             self._look.set()
 

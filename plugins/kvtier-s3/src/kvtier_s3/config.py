@@ -170,7 +170,7 @@ class S3Config(TierConfig):
         parts = urlsplit(value)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("a URL is needed that begins with https:// or http://")
-        if parts.username or parts.query or parts.fragment:
+        if "@" in parts.netloc or parts.query or parts.fragment:
             raise ValueError("credentials, queries and fragments do not belong into it")
         return value.rstrip("/")
 
