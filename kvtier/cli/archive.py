@@ -246,7 +246,8 @@ def _written(archive: Path) -> Iterator[IO[bytes]]:
     try:
         if archive.exists():
             raise TierError(f"{archive} is there already: it is not overwritten")
-        with draft.open("xb") as file:
+        # For this user alone, as the files that it is made of: there are prompts in it.
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -3,7 +3,7 @@
 Each round measures the raw limit, both formats of the tier and, where vLLM is installed, the compiled
 path of its own fs tier, one after the other, so that a noisy machine changes all of them alike: trust
 the ratios. The limit is a large file on the same file system, written before, read and overwritten with
-direct I/O by several threads from memory that is there already.
+direct I/O by several threads of another process from memory that is there already.
 
 Each point is measured twice: with the interpreter idle, and beside a thread that computes in pure
 Python without a pause, as an engine's does. At the end the goals are compared with what was seen.
@@ -23,8 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -36,6 +35,7 @@ from rich.console import Console
 
 from kvtier import native
 from kvtier.cli import bench_fs_goals, figures
+from kvtier.cli.bench_fs_limit import RawLimit, fill, raw_limit
 from kvtier.errors import KVTierError
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
@@ -45,9 +45,8 @@ from kvtier.tiers.fs import FsConfig, FsTier
 
 BATCH_CHUNKS: Final = 64
 BATCHES_IN_FLIGHT: Final = 4
-RAW_BLOCK_BYTES: Final = 4 * 2**20
-RAW_THREADS: Final = 8
-RAW_FILE_BYTES: Final = 512 * 2**20
+MOST_GB_S: Final = 5.0
+"""So many names are made before a stretch is measured; beyond, they are made meanwhile."""
 
 
 SIZES: Final = (16384, 65536, 524288, 2097152)
@@ -65,6 +64,8 @@ class Point:
         verb: ``"put"`` or ``"get"``.
         busy: whether a thread computed in pure Python meanwhile.
         raw_gb_s: what the disk did in the same rounds, the interpreter idle.
+        raw_busy: what part of that the disk alone did beside the computing thread, which takes one of the
+            processors; None where there is none.
         tier_gb_s: what the tier did.
         ratio: median of the rounds' ratios of the two.
         spread: least and greatest of them.
@@ -73,8 +74,7 @@ class Point:
         held_share: processor time of the event loop's thread, which is when the tier has the interpreter,
             for each second. None for vLLM's, whose threads have it and the file system in turns.
         slowdown: by what share the computing thread got slower; None where there is none.
-        raw_slowdown: the same beside the bare disk work, which takes processor time of its own. Its
-            Python threads are slower then, so that it is a lower bound of what the disk's work takes.
+        raw_slowdown: the same beside the bare disk work, which takes processor time of its own.
     """
 
     path: str
@@ -90,6 +90,7 @@ class Point:
     held_share: float | None
     slowdown: float | None
     raw_slowdown: float | None
+    raw_busy: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,59 +155,15 @@ class BusyThread:
             self.cpu_s = time.thread_time()
 
 
-@contextmanager
-def _raw_file(root: Path) -> Iterator[int]:
-    """A file that was written before, open for direct I/O where that is possible."""
-    path = root / "raw-limit"
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-    try:
-        fd = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
-    except OSError:
-        fd = os.open(path, flags, 0o600)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-        path.unlink()
-
-
-class RawLimit:
-    """Sequential blocks, several at once, by threads that leave the interpreter alone meanwhile."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._blocks = RAW_FILE_BYTES // RAW_BLOCK_BYTES
-        # As much memory as the tier has: reads into the same few MiB again and again were measured
-        # at half the rate in a virtual machine.
-        self._memory = HeapMemory(self._blocks, RAW_BLOCK_BYTES)
-        _fill(self._memory)
-        for block in range(self._blocks):
-            os.pwritev(fd, [self._memory.view(block)], block * RAW_BLOCK_BYTES)
-
-    def measure(self, verb: str, seconds: float) -> Sample:
-        """Write or read for some seconds."""
-        move = os.pwritev if verb == "put" else os.preadv
-        numbers = count()
-        end_at = time.perf_counter() + seconds
-
-        def work(_: int) -> int:
-            moved = 0
-            while moved == 0 or time.perf_counter() < end_at:
-                block = next(numbers) % self._blocks
-                moved += move(self._fd, [self._memory.view(block)], block * RAW_BLOCK_BYTES)
-            return moved
-
-        wall, cpu = time.perf_counter(), time.process_time()
-        with ThreadPoolExecutor(RAW_THREADS) as pool:
-            nbytes = sum(pool.map(work, range(RAW_THREADS)))
-        return Sample(nbytes, time.perf_counter() - wall, time.process_time() - cpu)
-
-
 class Keys:
     """Keys that look like hashes and cost next to nothing to make: they are not what is measured."""
 
     def __init__(self) -> None:
         self._tails = [hashlib.sha256(bytes([number])).digest()[8:] for number in range(BATCH_CHUNKS)]
+
+    def batches(self, first: int, count: int) -> list[tuple[OffloadKey, ...]]:
+        """Return so many batches, of chunk ``first`` and those after it."""
+        return [self.batch(first + number * BATCH_CHUNKS) for number in range(count)]
 
     def batch(self, first: int) -> tuple[OffloadKey, ...]:
         """Return ``BATCH_CHUNKS`` keys, of chunk ``first`` and those after it."""
@@ -223,6 +180,12 @@ class UnderTest(Protocol):
     checksums: bool
     """Whether it computes one for each chunk."""
 
+    chunk_bytes: int
+    """Length of a chunk."""
+
+    def prepare(self, batches: int) -> None:
+        """Make names of new chunks: an engine has them already, and they are not what is measured."""
+
     async def move_for(self, verb: str, seconds: float) -> int:
         """Put new chunks, or get those that were put last, for some seconds. Returns bytes."""
 
@@ -238,8 +201,16 @@ class TierUnderTest:
     def __init__(self, tier: FsTier, memory: HeapMemory) -> None:
         self._tier = tier
         self._memory = memory
+        self.chunk_bytes = memory.chunk_bytes
         self._serial = 0
+        self._new: list[tuple[OffloadKey, ...]] = []
         self._put_keys: list[tuple[OffloadKey, ...]] = []
+
+    def prepare(self, batches: int) -> None:
+        """See ``UnderTest.prepare``."""
+        made = KEYS.batches(self._serial, max(0, batches - len(self._new)))
+        self._serial += BATCH_CHUNKS * len(made)
+        self._new += made
 
     async def move_for(self, verb: str, seconds: float) -> int:
         """See ``UnderTest.move_for``."""
@@ -253,9 +224,9 @@ class TierUnderTest:
         await self._tier.reset()
 
     async def _put(self, slots: range) -> None:
-        first = self._serial
-        self._serial += BATCH_CHUNKS
-        keys = KEYS.batch(first)
+        if not self._new:
+            self.prepare(1)
+        keys = self._new.pop()
         outcome = await self._tier.put(Batch(keys, slots, self._memory))
         _require_ok(outcome.statuses, outcome.reasons)
         self._put_keys.append(keys)
@@ -275,8 +246,16 @@ class VllmUnderTest:
         self._files = importlib.import_module("kvtier.adapters.vllm.file_path").VllmFiles(memory)
         self._root = root
         self._memory = memory
+        self.chunk_bytes = memory.chunk_bytes
         self._serial = 0
+        self._new: list[list[str]] = []
         self._put_paths: list[list[str]] = []
+
+    def prepare(self, batches: int) -> None:
+        """See ``UnderTest.prepare``."""
+        made = KEYS.batches(self._serial, max(0, batches - len(self._new)))
+        self._serial += BATCH_CHUNKS * len(made)
+        self._new += [self._paths(keys) for keys in made]
 
     async def move_for(self, verb: str, seconds: float) -> int:
         """See ``UnderTest.move_for``."""
@@ -294,12 +273,15 @@ class VllmUnderTest:
         self._files.close()
 
     async def _put(self, slots: range) -> None:
-        first = self._serial
-        self._serial += BATCH_CHUNKS
-        keys = [key.hex() for key in KEYS.batch(first)]
-        paths = [f"{self._root}/{key[:3]}/{key[3:5]}_g0/{key}.bin" for key in keys]
+        if not self._new:
+            self.prepare(1)
+        paths = self._new.pop()
         await self._files.store(paths, slots)
         self._put_paths.append(paths)
+
+    def _paths(self, keys: Sequence[OffloadKey]) -> list[str]:
+        names = [key.hex() for key in keys]
+        return [f"{self._root}/{name[:3]}/{name[3:5]}_g0/{name}.bin" for name in names]
 
     async def _get(self, turns: Iterator[int], slots: range) -> None:
         await self._files.load(self._put_paths[next(turns) % len(self._put_paths)], slots)
@@ -343,8 +325,7 @@ def run(
     points: list[Point] = []
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=root) as name:
         folder = Path(name)
-        with _raw_file(folder) as fd:
-            limit = RawLimit(fd)
+        with raw_limit(folder) as limit:
             for size in sizes:
                 points += asyncio.run(_measure_size(folder, size, seconds, rounds, limit))
         where = surroundings(root)
@@ -359,6 +340,7 @@ class Round:
     raw: Sample = Sample(0, 1, 0)
     alone: float | None = None
     beside_raw: float | None = None
+    raw_busy: Sample | None = None
     checksum_us: float = 0.0
 
 
@@ -368,7 +350,7 @@ Rounds = dict[tuple[str, str, bool], list[Round]]
 
 async def _measure_size(root: Path, size: int, seconds: float, rounds: int, limit: RawLimit) -> list[Point]:
     memory = HeapMemory(BATCH_CHUNKS * BATCHES_IN_FLIGHT, size)
-    await asyncio.to_thread(_fill, memory)
+    await asyncio.to_thread(fill, memory)
     found: Rounds = {}
     async with AsyncExitStack() as stack:
         paths = await _open_paths(stack, root, memory)
@@ -420,10 +402,18 @@ async def _measure_round(
     under_test: UnderTest, limit: RawLimit, verb: str, seconds: float, busy: bool
 ) -> Round:
     """Measure the disk, the tier and the disk again: its rate changes within seconds."""
-    before = await asyncio.to_thread(limit.measure, verb, seconds / 2)
+    if verb == "put":
+        batch_bytes = BATCH_CHUNKS * under_test.chunk_bytes
+        await asyncio.to_thread(under_test.prepare, int(seconds * MOST_GB_S * 1e9 / batch_bytes))
+    before = await asyncio.to_thread(_measure_raw, limit, verb, seconds / 2)
     one = await (_measure_busy if busy else _measure_idle)(under_test, limit, verb, seconds)
-    after = await asyncio.to_thread(limit.measure, verb, seconds / 2)
+    after = await asyncio.to_thread(_measure_raw, limit, verb, seconds / 2)
     return dataclasses.replace(one, raw=before + after)
+
+
+def _measure_raw(limit: RawLimit, verb: str, seconds: float) -> Sample:
+    nbytes, took_s = limit.measure(verb, seconds)
+    return Sample(nbytes, took_s, 0.0)
 
 
 async def _measure_idle(under_test: UnderTest, _: RawLimit, verb: str, seconds: float) -> Round:
@@ -436,14 +426,20 @@ async def _measure_idle(under_test: UnderTest, _: RawLimit, verb: str, seconds: 
 async def _measure_busy(under_test: UnderTest, limit: RawLimit, verb: str, seconds: float) -> Round:
     with BusyThread() as engine:
         alone = await engine.rate_during(asyncio.sleep(seconds / 4))
-        beside_raw = await engine.rate_during(asyncio.to_thread(limit.measure, verb, seconds / 2))
+        raw = asyncio.ensure_future(asyncio.to_thread(_measure_raw, limit, verb, seconds / 2))
+        beside_raw = await engine.rate_during(raw)
         wall, cpu, engine_cpu = time.perf_counter(), time.process_time(), engine.cpu_s
         held = time.thread_time()
         loops, nbytes = engine.loops, await under_test.move_for(verb, seconds)
         took, held = time.perf_counter() - wall, time.thread_time() - held
         cpu_s = time.process_time() - cpu - (engine.cpu_s - engine_cpu)
         beside_tier = (engine.loops - loops) / took
-    return Round(Sample(nbytes, took, cpu_s, beside_tier, held), alone=alone, beside_raw=beside_raw)
+    return Round(
+        Sample(nbytes, took, cpu_s, beside_tier, held),
+        alone=alone,
+        beside_raw=beside_raw,
+        raw_busy=raw.result(),
+    )
 
 
 def _checksum_us(memory: HeapMemory) -> float:
@@ -457,6 +453,7 @@ def _checksum_us(memory: HeapMemory) -> float:
 def _point(size: int, path: str, verb: str, busy: bool, rows: Sequence[Round]) -> Point:
     beside_tier = [1 - row.tier.loops_per_s / row.alone for row in rows if row.tier.loops_per_s and row.alone]
     beside_raw = [1 - row.beside_raw / row.alone for row in rows if row.beside_raw and row.alone]
+    raw_busy = [row.raw_busy.gb_s / row.raw.gb_s for row in rows if row.raw_busy is not None]
     ratios = [row.tier.gb_s / row.raw.gb_s for row in rows]
     cpu = statistics.median(row.tier.cpu_s / row.tier.nbytes * size * 1e6 for row in rows)
     held = [row.tier.held_s / row.tier.wall_s for row in rows if row.tier.held_s is not None]
@@ -474,6 +471,7 @@ def _point(size: int, path: str, verb: str, busy: bool, rows: Sequence[Round]) -
         held_share=statistics.median(held) if path != VLLM else None,
         slowdown=statistics.median(beside_tier) if beside_tier else None,
         raw_slowdown=statistics.median(beside_raw) if beside_raw else None,
+        raw_busy=statistics.median(raw_busy) if raw_busy else None,
     )
 
 
@@ -496,14 +494,6 @@ def _file_system(root: Path) -> str:
         if root.absolute().is_relative_to(point) and len(point) >= len(best):
             best, kind = point, found
     return kind
-
-
-def _fill(memory: HeapMemory) -> None:
-    """Give the slots memory of their own, and bytes that do not compress."""
-    native.populate(memory.address, memory.slots * memory.chunk_bytes)
-    noise = os.urandom(memory.chunk_bytes)
-    for slot in range(memory.slots):
-        memory.view(slot)[:] = noise
 
 
 def _require_ok(statuses: Sequence[Status], reasons: object) -> None:

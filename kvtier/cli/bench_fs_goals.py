@@ -51,7 +51,9 @@ def _of_size(by_key: dict[tuple[str, int, str, bool], Point], size: int, verb: s
     name = f"{verb} {size // 1024} KiB ({path})"
     if size in LIMIT_SHARES:
         yield _at_least(f"{name}, share of the limit", LIMIT_SHARES[size], idle.ratio)
-    yield _at_least(f"{name}, beside an engine's thread / idle", BUSY_SHARE, busy.ratio / idle.ratio)
+    alone = f" (the disk by itself: {busy.raw_busy:.2f})" if busy.raw_busy is not None else ""
+    what = f"{name}, beside an engine's thread / idle{alone}"
+    yield _at_least(what, BUSY_SHARE, busy.ratio / idle.ratio)
     if vllm is not None:
         what = f"{name}, processor time a chunk without checksums / vLLM's"
         yield _at_most(what, 1.0, idle.bare_us_chunk / vllm.cpu_us_chunk)

@@ -1,7 +1,8 @@
 """``kvtier doctor``: puts a chunk into each tier, gets it back and discards it, and says what is wrong.
 
 That a server listens, or a directory is there, shows little. What counts is whether a chunk comes back.
-The chunk has a key and an identity of its own, so no engine ever finds it.
+The chunk has a key and an identity of its own, so no engine ever finds it. What a tier of files has made
+for it is removed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import time
 import tomllib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,13 +28,17 @@ from kvtier.executor import NamedTier
 from kvtier.identity import Identity
 from kvtier.keys import pack_key
 from kvtier.testing.memory import HeapMemory
-from kvtier.tiers.base import Batch, Knowledge, Outcome, SecondaryTier, Status, TierContext
+from kvtier.tiers.base import Batch, Knowledge, Outcome, SecondaryTier, Status, TierConfig, TierContext
 from kvtier.tiers.faults import require_fault, words_of
+from kvtier.tiers.fs import FsConfig, formats, ledger
+from kvtier.tiers.fs.call import StopFlag
+from kvtier.tiers.fs.root import Root
+from kvtier.tiers.fs.sweep import remove_cache
 from kvtier.tiers.seal import seal
 
 OPEN_AT_MOST_S = 60.0
 
-_IDENTITY = Identity.make("kvtier-doctor", {"purpose": "a probe; may be deleted"})
+IDENTITY = Identity.make("kvtier-doctor", {"purpose": "a probe; may be deleted"})
 _NO_ROOM = "give the tier more room, or wait until it has some: an engine goes on without it meanwhile"
 _REMEDIES: Mapping[Status, str] = {
     Status.ABSENT: "it was put and is not there: see what else deletes there, and that a chunk fits in",
@@ -98,17 +104,35 @@ def run(config: Path | None, tiers: Sequence[str], chunk_bytes: int) -> list[Che
     if not settings.get("secondary_tiers"):
         raise ConfigError("there is no secondary tier to check: name a file that has some, or give --tier")
     named = build.make_tiers(TieringConfig.from_extra_config(settings))
-    return anyio.run(_check_all, named, chunk_bytes)
+    roots = [root for one in named for root in _roots_of(one)]
+    folders = [folder for root in roots for folder in (root / ledger.FOLDER, root, *root.parents)]
+    missing = [folder for folder in folders if not folder.exists()]
+    try:
+        return anyio.run(_check_all, named, chunk_bytes)
+    finally:
+        for root in roots:
+            with suppress(OSError, TierError), Root(root) as found:
+                remove_cache(found, IDENTITY.namespace, formats.files())
+                if root / ledger.FOLDER in missing and not ledger.has_writers(found.fd):
+                    formats.files().tree_remove(found.fd, ledger.FOLDER, StopFlag())
+        for folder in missing:
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def _roots_of(named: NamedTier) -> tuple[Path, ...]:
+    """Return the directories that a tier of files would leave the probe's place in."""
+    config = named.tier.config
+    return config.root_dirs if isinstance(config, FsConfig) else ()
 
 
 def _settings(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    try:
+        text = path.read_text(encoding="utf-8")
         found = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except ValueError as error:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:  # bytes that are no text, too
         raise ConfigError(f"{path} is neither JSON nor, named *.toml, TOML: {error}") from None
     for outer in ("kv_transfer_config", "kv-transfer-config", "kv_connector_extra_config"):
         if isinstance(found, dict) and outer in found:
@@ -167,18 +191,18 @@ class Examination:
                 raise TimeoutError
         except BaseException as error:
             require_fault(error)
-            result, remedy = _described(error, limit_s)
+            result, remedy = _described(error, limit_s, self._tier.config)
         milliseconds = (time.perf_counter() - begun_s) * 1e3
         self._checks.append(Check(self._name, name, result, milliseconds, remedy))
         return result == "ok"
 
     async def _open(self) -> None:
-        await self._tier.open(TierContext(self._name, _IDENTITY, self._memory.chunk_bytes))
+        await self._tier.open(TierContext(self._name, IDENTITY, self._memory.chunk_bytes))
 
     async def _put(self) -> None:
         self._memory.view(0)[:] = os.urandom(self._memory.chunk_bytes)
         batch = Batch([self._key], [0], self._memory)
-        batch.trailers[0] = seal(self._key, batch.views[0], _IDENTITY.short_digest)
+        batch.trailers[0] = seal(self._key, batch.views[0], IDENTITY.short_digest)
         self._require_ok(await self._tier.put(batch))
 
     async def _get(self) -> None:
@@ -210,16 +234,16 @@ class Examination:
         raise _Ill(f"{word}: {meaning}", _REMEDIES[Status(status)])
 
 
-def _described(error: BaseException, limit_s: float) -> tuple[str, str]:
+def _described(error: BaseException, limit_s: float, settings: TierConfig) -> tuple[str, str]:
     """Say what went wrong, and what to do about it."""
     if isinstance(error, _Ill):
         return str(error), error.remedy
     if isinstance(error, TimeoutError):
         return f"no answer in {limit_s:g} s", "see that it is up and not overloaded; else raise deadline_s"
     if isinstance(error, TierError):
-        return words_of(error), "as the message says"
+        return words_of(error, settings), "as the message says"
     if isinstance(error, ConnectionError):
-        return words_of(error), "see that the server runs, and can be reached from this machine"
+        return words_of(error, settings), "see that the server runs, and can be reached from this machine"
     if isinstance(error, PermissionError):
-        return words_of(error), "give this user the permission"
-    return words_of(error), "see the backend's own log, and the tier's settings"
+        return words_of(error, settings), "give this user the permission"
+    return words_of(error, settings), "see the backend's own log, and the tier's settings"

@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from kvtier.cli.report import Bytes, say
+from kvtier.cli.report import Bytes, progress, say
 from kvtier.errors import TierError
 from kvtier.tiers.fs import ages, formats, ledger
 from kvtier.tiers.fs.ages import Cutoffs, Histogram
 from kvtier.tiers.fs.call import StopFlag
 from kvtier.tiers.fs.evict import Evicted, Evictor
 from kvtier.tiers.fs.layout import DIRECTORY_MODE
-from kvtier.tiers.fs.root import ChunkFile, Namespace, Root, SegmentFile, Stray
+from kvtier.tiers.fs.root import ChunkFile, Namespace, Root, SegmentFile, Stray, Tick
 from kvtier.tiers.fs.space import look_at
 from kvtier.tiers.fs.sweep import Sweeper
 
@@ -86,9 +86,9 @@ def collect(path: Path, wish: Wish, *, namespace: str | None = None, dry_run: bo
     """
     with Root(path) as root:
         only = None if namespace is None else frozenset((root.namespace(namespace).name,))
-        with Root.at(root.fd, only) as narrow:
-            collector = _Rehearsal(narrow, only) if dry_run else _Collector(narrow, only)
-            return collector.run(str(path), wish)
+        what, kind = ("files", _Rehearsal) if dry_run else ("files removed", _Collector)
+        with Root.at(root.fd, only) as narrow, progress(what) as tick:
+            return kind(narrow, only, tick).run(str(path), wish)
 
 
 def show(collected: Collected) -> None:
@@ -133,11 +133,14 @@ class _Collector:
 
     dry_run = False
 
-    def __init__(self, root: Root, only: Container[str] | None) -> None:
+    def __init__(self, root: Root, only: Container[str] | None, tick: Tick) -> None:
         self._root = root
+        self._tick = tick
         self._store = formats.files()
         self._stop = StopFlag()
-        self._evictor = Evictor(root.fd, self._store, self._stop, only=only)
+        self._evictor = Evictor(
+            root.fd, self._store, self._stop, lambda _, units: tick(len(units)), only=only
+        )
         self._is_narrow = only is not None
 
     def run(self, path: str, wish: Wish) -> Collected:
@@ -246,7 +249,7 @@ class _Rehearsal(_Collector):
         for one in self._root.namespaces():
             for place in one.data_dirs if one.is_kvtiers else ():
                 if place.rank == 0 and not one.is_old(place):
-                    for found in self._root.chunks(place.name):
+                    for found in self._root.chunks(place.name, self._tick):
                         if not isinstance(found, Stray):
                             yield found
 

@@ -20,7 +20,7 @@ from typing import Final
 
 import crc32c as _crc32c
 
-ABI: Final = 5  # KVT_ABI in kvtier_native.c
+ABI: Final = 7  # KVT_ABI in kvtier_native.c
 LIBRARY_NAME: Final = "libkvtier_native.so"
 _MADV_POPULATE_WRITE: Final = 23
 _COPY_EITHER_WAY: Final = 4  # as in kvtier_native.c
@@ -80,7 +80,21 @@ def _declare(library: ctypes.CDLL) -> None:
     library.kvt_units_scan.restype = ctypes.c_int64
     library.kvt_files_list.argtypes = [ctypes.c_int, ctypes.c_char_p, address, address, ctypes.c_uint64]
     library.kvt_files_list.restype = ctypes.c_int64
+    _declare_index(library)
     _declare_segments(library)
+
+
+def _declare_index(library: ctypes.CDLL) -> None:
+    address, size = ctypes.c_void_p, ctypes.c_size_t
+    library.kvt_index_open.argtypes = []
+    library.kvt_index_open.restype = address
+    library.kvt_index_close.argtypes = library.kvt_index_count.argtypes = [address]
+    library.kvt_index_close.restype = None
+    library.kvt_index_count.restype = ctypes.c_uint64
+    library.kvt_index_add_marks.argtypes = [address, address, size]
+    library.kvt_index_add_marks.restype = None
+    library.kvt_index_set.argtypes = [address, ctypes.c_char_p, address, size, ctypes.c_int]
+    library.kvt_index_set.restype = None
 
 
 def _load_holding() -> ctypes.PyDLL | None:
@@ -96,6 +110,8 @@ def _load_holding() -> ctypes.PyDLL | None:
     holding.kvt_pool_submit.restype = ctypes.c_int
     holding.kvt_pool_ended.argtypes = [address, address, address, size]
     holding.kvt_pool_ended.restype = size
+    holding.kvt_index_known.argtypes = [address, ctypes.c_char_p, address, size, address]
+    holding.kvt_index_known.restype = None
     return holding
 
 
@@ -116,6 +132,8 @@ def _declare_segments(library: ctypes.CDLL) -> None:
     library.kvt_segments_list.argtypes = [address, address, size]
     library.kvt_segments_keys.argtypes = [address, number, address, size]
     library.kvt_segments_list.restype = library.kvt_segments_keys.restype = size
+    library.kvt_segments_marks.argtypes = [address, number, address, size]
+    library.kvt_segments_marks.restype = size
     library.kvt_segments_lost.argtypes = [address, address, size]
     library.kvt_segments_lost.restype = size
     library.kvt_segments_counts.argtypes = [address, address]

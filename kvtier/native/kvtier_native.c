@@ -37,7 +37,7 @@
 
 /* Raised with every change of a signature or a structure: a library left over from another version
  * of the source is then not used. */
-#define KVT_ABI 5
+#define KVT_ABI 7
 
 uint32_t kvt_abi(void) { return KVT_ABI; }
 

@@ -75,6 +75,7 @@ enum { FLAG_DIRECT = 1, FLAG_SYNC_DATA = 2, FLAG_SYNC_DIRECTORY = 4, FLAG_BARE =
 #define BLOCK_BYTES 4096 /* the trailer's block, and what O_DIRECT is aligned to */
 
 struct segments;
+struct index;
 
 /* One put or get of the tier; a job works on a run of its chunks. Mirrored in tiers/fs/call.py. */
 struct call {
@@ -93,7 +94,14 @@ struct call {
     uint32_t flags;
     uint8_t digest[DIGEST_BYTES];
     struct segments *segments; /* NULL: each chunk is a file */
+    struct index *index;       /* where a pool notes which chunks are there, or NULL */
 };
+
+/* 64 bits that stand for a key, as index.fingerprint makes them. */
+uint64_t kvt_fingerprint(const uint8_t *key, size_t key_bytes);
+
+/* Note the chunks of a call that were found or put. */
+void kvt_index_learn(struct index *index, const struct call *call, size_t first, size_t end);
 
 /* Make the directories above path, the root itself not. Returns how many were made, or -errno. */
 int kvt_make_parents(int root_fd, char *path);

@@ -63,20 +63,57 @@ static void remove_first(struct queue *queue)
         queue->last = &queue->first;
 }
 
-static void tell(struct pool *pool, struct task *task)
+/* Say that a task has ended. Returns whether the descriptor has to tell it: else it tells of others already. */
+static bool tell(struct pool *pool, struct task *task)
 {
-    if (task->awaited) {
+    bool first = !task->awaited && pool->ended.first == NULL;
+    if (task->awaited)
         pthread_cond_signal(&task->ended);
-        return;
-    }
-    bool first = pool->ended.first == NULL;
-    append(&pool->ended, task);
-    uint64_t one = 1;
-    if (first && write(pool->event_fd, &one, sizeof one) < 0 && errno != EAGAIN)
-        return; /* it cannot fail otherwise: the counter is far from full */
+    else
+        append(&pool->ended, task);
+    return first;
 }
 
-/* Take a part of the queue's first task, and do it without the lock. */
+/* Without the lock, which the event loop may want, and it has the interpreter's. */
+static void ring(struct pool *pool)
+{
+    uint64_t one = 1;
+    pthread_mutex_unlock(&pool->lock);
+    while (write(pool->event_fd, &one, sizeof one) < 0 && errno == EINTR)
+        ;
+    pthread_mutex_lock(&pool->lock);
+}
+
+/* Choose one thread that was not woken yet, to be woken. NULL where there is none. */
+static pthread_cond_t *next_of(struct kind *kind)
+{
+    if (kind->waiting == 0)
+        return NULL;
+    kind->waiting--;
+    kind->woken++;
+    return &kind->changed;
+}
+
+/* Choose a thread for what nobody has begun: one of its kind first, then another. Who is at work looks anyway. */
+static pthread_cond_t *next_to_wake(struct pool *pool)
+{
+    bool reading = pool->reads.first != NULL;
+    if (!reading && pool->writes.first == NULL)
+        return NULL;
+    pthread_cond_t *found = next_of(reading ? &pool->of_readers : &pool->of_writers);
+    return found != NULL ? found : next_of(reading ? &pool->of_writers : &pool->of_readers);
+}
+
+static int64_t work_on_part(struct task *task, size_t first, size_t end)
+{
+    int64_t result = task->work(task->call, first, end);
+    if (task->call != NULL && task->call->index != NULL)
+        kvt_index_learn(task->call->index, task->call, first, end);
+    return result;
+}
+
+/* Take a part of the queue's first task, and do it without the lock. Who begins wakes the next one, so that
+ * who hands in, the event loop, pays for one. */
 static void do_part(struct pool *pool, struct queue *queue)
 {
     struct task *task = queue->first;
@@ -87,13 +124,16 @@ static void do_part(struct pool *pool, struct queue *queue)
     if (end == task->end)
         remove_first(queue);
     pool->writing += queue == &pool->writes;
+    pthread_cond_t *next = next_to_wake(pool);
     pthread_mutex_unlock(&pool->lock);
-    int64_t result = task->work(task->call, first, end);
+    if (next != NULL)
+        pthread_cond_signal(next);
+    int64_t result = work_on_part(task, first, end);
     pthread_mutex_lock(&pool->lock);
     pool->writing -= queue == &pool->writes;
     task->sum += result;
-    if (--task->running == 0 && task->next == task->end)
-        tell(pool, task);
+    if (--task->running == 0 && task->next == task->end && tell(pool, task))
+        ring(pool);
 }
 
 /* Which queue a thread serves now. Reads go before writes; but one thread writes on, so that puts end, and
@@ -117,17 +157,6 @@ static void wait_for_work(struct pool *pool, struct kind *kind)
         kind->woken--;
     else
         kind->waiting--;
-}
-
-/* Wake one thread that was not woken yet. Returns whether there was one. */
-static bool wake(struct kind *kind)
-{
-    if (kind->waiting == 0)
-        return false;
-    kind->waiting--;
-    kind->woken++;
-    pthread_cond_signal(&kind->changed);
-    return true;
 }
 
 /* A thread that is woken mostly takes the processor from the one that woke it: from the event loop, while it
@@ -222,15 +251,11 @@ struct pool *kvt_pool_open(size_t readers, size_t writers)
 /* The descriptor that is readable when a task that was submitted has ended. */
 int kvt_pool_fd(const struct pool *pool) { return pool->event_fd; }
 
-/* Wake a thread for each part: those of the kind first, then the others. Who is at work looks anyway. */
-static void hand_in(struct pool *pool, struct task *task, bool reading)
+/* Append a task. Returns the thread to be woken, or NULL. */
+static pthread_cond_t *hand_in(struct pool *pool, struct task *task, bool reading)
 {
-    size_t parts = (task->end - task->next + task->part - 1) / task->part;
-    struct kind *own = reading ? &pool->of_readers : &pool->of_writers;
-    struct kind *other = reading ? &pool->of_writers : &pool->of_readers;
     append(reading ? &pool->reads : &pool->writes, task);
-    while (parts-- > 0 && (wake(own) || wake(other)))
-        ;
+    return next_to_wake(pool);
 }
 
 /* Do a call's chunks by the pool's threads, each `part` of them at a time, and wait for the end. Returns
@@ -244,7 +269,9 @@ int64_t kvt_pool_do(struct pool *pool, work_on work, const struct call *call, si
                         .awaited = true};
     pthread_cond_init(&task.ended, NULL);
     pthread_mutex_lock(&pool->lock);
-    hand_in(pool, &task, reading);
+    pthread_cond_t *next = hand_in(pool, &task, reading);
+    if (next != NULL)
+        pthread_cond_signal(next);
     while (task.next < task.end || task.running > 0)
         pthread_cond_wait(&task.ended, &pool->lock);
     pthread_mutex_unlock(&pool->lock);
@@ -263,8 +290,10 @@ int kvt_pool_submit(struct pool *pool, work_on work, const struct call *call, si
     *task = (struct task){.work = work, .call = call, .next = first, .end = end, .part = part ? part : 1,
                           .token = token};
     pthread_mutex_lock(&pool->lock);
-    hand_in(pool, task, reading);
+    pthread_cond_t *next = hand_in(pool, task, reading);
     pthread_mutex_unlock(&pool->lock);
+    if (next != NULL)
+        pthread_cond_signal(next);
     return 0;
 }
 

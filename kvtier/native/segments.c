@@ -444,14 +444,16 @@ static void close_one(struct segments *store, int *fds)
 
 static int direct_flag(const struct segments *store) { return store->flags & FLAG_DIRECT ? O_DIRECT : 0; }
 
-/* Open a pinned segment's file for reading. Returns whether it is open. Without the store's lock. */
+/* Open a pinned segment's file for reading. Returns whether it is open; errno says why not. Without the
+ * store's lock. */
 static bool open_file(struct segments *store, struct segment *file)
 {
-    int flags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW, old[2] = {-1, -1};
+    int flags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW, old[2] = {-1, -1}, error = 0;
     pthread_mutex_lock(&store->opening);
     if (file->fd < 0) {
         int fd = openat(store->dir_fd, file->name, flags | direct_flag(store));
         int map_fd = fd < 0 ? -1 : openat(store->dir_fd, file->name, flags);
+        error = errno;
         if (map_fd < 0 && fd >= 0)
             close(fd);
         pthread_mutex_lock(&store->lock);
@@ -468,6 +470,7 @@ static bool open_file(struct segments *store, struct segment *file)
     for (int i = 0; i < 2; i++)
         if (old[i] >= 0)
             close(old[i]);
+    errno = error;
     return is_open;
 }
 
@@ -873,11 +876,16 @@ static bool read_map(const struct segment *file, uint8_t *map)
 {
     struct stat found;
     size_t bytes = (size_t)file->map_blocks * BLOCK_BYTES;
-    if (fstat(file->map_fd, &found) || found.st_nlink == 0)
+    if (fstat(file->map_fd, &found))
+        return false;
+    errno = ENOENT;
+    if (found.st_nlink == 0)
         return false;
     int64_t moved = move_all(file->map_fd, map, bytes, BLOCK_BYTES, false);
     if (moved >= 0)
         memset(map + moved, 0, bytes - (size_t)moved);
+    else
+        errno = (int)-moved;
     return moved >= 0;
 }
 
@@ -941,8 +949,9 @@ static void forget_place(struct segments *store, struct segment *file, uint64_t 
         forget(store, number);
 }
 
-/* Mark those items gone that others have discarded, or whose file is no longer there. */
-static void sort_out(struct segments *store, struct item *items, size_t count)
+/* Mark those items gone that others have discarded, or whose file is no longer there. Where it cannot be
+ * looked at, that is their result, and they are gone for this call alone. */
+static void sort_out(struct segments *store, const struct call *call, struct item *items, size_t count)
 {
     uint8_t *map = new_map(store);
     for (size_t i = 0, end; i < count; i = end) {
@@ -950,13 +959,18 @@ static void sort_out(struct segments *store, struct item *items, size_t count)
         for (end = i; end < count && items[end].file == file; end++)
             ;
         bool there = map != NULL && open_file(store, file) && read_map(file, map), lost = false;
+        int error = there ? 0 : map == NULL ? ENOMEM : errno;
         for (size_t k = i; k < end; k++) {
             items[k].gone = !there || map[map_index(store, file, items[k].block)] != 0;
             lost |= items[k].gone;
+            if (error && error != ENOENT && error != ESTALE)
+                call->results[items[k].index] = -error;
         }
-        if (!lost)
+        if (!lost || (error && error != ENOENT && error != ESTALE))
             continue;
         pthread_mutex_lock(&store->lock);
+        if (error == ESTALE) /* another host has removed it, or the server has forgotten it: look again */
+            store->listed = false;
         if (!there && file->state == WRITING) { /* the next put notices it, too, and begins another one */
             note_lost(store, file);
             forget_all(store, file);
@@ -991,7 +1005,7 @@ static size_t locate(struct segments *store, const struct call *call, size_t fir
         call->results[i] = stopped(call->stop) ? -ECANCELED : key_at(call, i, &key, &key_bytes) ? RESULT_ABSENT : -EINVAL;
     for (int turn = 0; turn < 2; turn++) {
         size_t found = look_up(store, call, first, end, items + count), kept = 0;
-        sort_out(store, items + count, found);
+        sort_out(store, call, items + count, found);
         struct item *mine = items + count;
         for (size_t i = 0; i < found; i++) {
             if (mine[i].gone) {
@@ -1310,19 +1324,46 @@ static bool load_footer(struct segments *store, uint32_t number, uint64_t size, 
     return well;
 }
 
-/* Walk the extents from where the last walk ended to the first that is not whole. */
+/* Whether an extent begins at a block, which is read. */
+static bool is_extent(struct segments *store, const struct segment *file, uint64_t at, uint8_t *block)
+{
+    if (move_all(file->fd, block, BLOCK_BYTES, at * BLOCK_BYTES, false) != BLOCK_BYTES ||
+        !is_head(store, block, extent_magic) || get_number(block + HEAD_BLOCK, 8) != at)
+        return false;
+    uint64_t count = get_number(block + HEAD_COUNT, 4);
+    return count > 0 && count <= EXTENT_RECORDS;
+}
+
+/* Find the next extent behind one that a dead writer has not finished: it wrote others at the same time, and
+ * may have promised that they stay. Returns its block, which is read, or the end where there is none. */
+static uint64_t next_extent(struct segments *store, const struct segment *file, uint8_t *block,
+                            const uint32_t *stop)
+{
+    for (uint64_t at = file->next_block + 1; at < file->end_block && !stopped(stop); at++) {
+        off_t data = lseek(file->fd, (off_t)(at * BLOCK_BYTES), SEEK_DATA); /* past what was never written */
+        if (data < 0 && errno == ENXIO)
+            break;
+        if (data > 0 && (uint64_t)data / BLOCK_BYTES > at)
+            at = (uint64_t)data / BLOCK_BYTES;
+        if (at < file->end_block && is_extent(store, file, at, block))
+            return at;
+    }
+    return file->end_block;
+}
+
+/* Walk the extents from where the last walk ended to the first that is not whole: its writer may be at it.
+ * Where the writer is dead, go on behind it. */
 static void walk_extents(struct segments *store, uint32_t number, uint64_t size, const uint8_t *map,
-                         uint8_t *block, const uint32_t *stop)
+                         uint8_t *block, bool is_dead, const uint32_t *stop)
 {
     struct segment *file = store->files[number];
     while (!stopped(stop) && file->next_block < file->end_block) {
         uint64_t at = file->next_block;
-        if (move_all(file->fd, block, BLOCK_BYTES, at * BLOCK_BYTES, false) != BLOCK_BYTES ||
-            !is_head(store, block, extent_magic) || get_number(block + HEAD_BLOCK, 8) != at)
+        if (!is_extent(store, file, at, block))
+            at = is_dead ? next_extent(store, file, block, stop) : file->end_block;
+        if (at >= file->end_block)
             return;
         uint64_t count = get_number(block + HEAD_COUNT, 4);
-        if (count == 0 || count > EXTENT_RECORDS)
-            return;
         pthread_mutex_lock(&store->lock);
         for (uint64_t i = 0; i < count && file->state != GONE; i++)
             take_up(store, number, at + 1 + i * store->chunk_blocks, block + HEAD_BYTES + i * SEAL_BYTES, map, size);
@@ -1331,8 +1372,17 @@ static void walk_extents(struct segments *store, uint32_t number, uint64_t size,
     }
 }
 
+/* Whether a segment without a footer was left by a dead writer: the living hold a lock. */
+static bool is_left(const struct segment *file)
+{
+    if (flock(file->fd, LOCK_SH | LOCK_NB))
+        return false;
+    flock(file->fd, LOCK_UN);
+    return true;
+}
+
 /* Learn what another process has written to a segment since the last time. The file is pinned and open. */
-static void read_more(struct segments *store, uint32_t number, const uint32_t *stop)
+static void read_more(struct segments *store, uint32_t number, bool is_dead, const uint32_t *stop)
 {
     struct segment *file = store->files[number];
     struct stat found;
@@ -1340,7 +1390,7 @@ static void read_more(struct segments *store, uint32_t number, const uint32_t *s
     if (block != NULL && map != NULL && fstat(file->fd, &found) == 0 && read_map(file, map)) {
         uint64_t size = (uint64_t)found.st_size;
         if (!load_footer(store, number, size, map, block))
-            walk_extents(store, number, size, map, block, stop);
+            walk_extents(store, number, size, map, block, is_dead, stop);
         pthread_mutex_lock(&store->lock);
         if (file->state != GONE)
             file->bytes = (int64_t)found.st_blocks * 512;
@@ -1387,7 +1437,7 @@ static bool meet(struct segments *store, const char *name, const uint32_t *stop)
         file->made_ms = file->used_ms =
             (uint64_t)found.st_mtim.tv_sec * 1000 + (uint64_t)found.st_mtim.tv_nsec / 1000000;
         pthread_mutex_unlock(&store->lock);
-        read_more(store, number, stop);
+        read_more(store, number, is_left(file), stop);
     }
     pthread_mutex_lock(&store->lock);
     if (!ours)
@@ -1516,7 +1566,7 @@ static void look(struct segments *store, const uint32_t *stop)
     look_for_files(store, stop);
     for (uint32_t next = 0; !stopped(stop) && (file = next_growing(store, &next)) != NULL;) {
         if (open_file(store, file))
-            read_more(store, next - 1, stop);
+            read_more(store, next - 1, false, stop);
         unpin_all(store, &(struct item){.file = file}, 1);
     }
     store->looks++;
@@ -1669,6 +1719,21 @@ size_t kvt_segments_keys(struct segments *store, uint32_t number, uint8_t *into,
     }
     pthread_mutex_unlock(&store->lock);
     return needed;
+}
+
+/* Give the fingerprints of the living keys of a segment, up to `room`. Returns how many there are. */
+size_t kvt_segments_marks(struct segments *store, uint32_t number, uint64_t *marks, size_t room)
+{
+    size_t count = 0;
+    pthread_mutex_lock(&store->lock);
+    uint32_t at = number < store->file_count ? store->files[number]->first : NOBODY;
+    for (; at != NOBODY; at = entry_at(store, at)->next_in_file) {
+        const struct entry *entry = entry_at(store, at);
+        if (!entry->dead && count++ < room)
+            marks[count - 1] = kvt_fingerprint(key_of(entry), entry->key_bytes);
+    }
+    pthread_mutex_unlock(&store->lock);
+    return count;
 }
 
 /* Chunks that are known, of them such as were torn or foreign when they were looked at. */
@@ -1867,7 +1932,7 @@ static int adopt(struct segments *store, uint32_t number, const uint32_t *stop, 
             close(fd);
         return 0;
     }
-    read_more(store, number, stop); /* all that the dead has written */
+    read_more(store, number, true, stop); /* all that the dead has written */
     check_all(store, file, stop);
     pthread_mutex_lock(&store->lock);
     bool mine = file->state == GROWING && !stopped(stop);

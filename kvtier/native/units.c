@@ -33,6 +33,7 @@ struct unit_scan {
     char *names;        /* paths of what was removed, each with a 0 behind it */
     uint64_t names_room;
     uint64_t names_bytes;
+    uint64_t of_segments; /* the directory is that of an epoch's segments, else one of the first level */
     uint64_t seen_units;
     uint64_t removed_units;
     int64_t removed_bytes; /* directories that became empty included */
@@ -49,6 +50,31 @@ static size_t bucket_of(int64_t age_us)
     int bits = age ? 64 - __builtin_clzll(age) : 0;
     int shift = bits > SUB_BITS + 1 ? bits - SUB_BITS - 1 : 0;
     return ((size_t)shift << SUB_BITS) + (size_t)(age >> shift);
+}
+
+static size_t hex_digits(const char *text) { return strspn(text, "0123456789abcdef"); }
+static size_t decimal_digits(const char *text) { return strspn(text, "0123456789"); }
+
+/* Whether a directory is called <hh>_g<group>/, as those are that chunks' files are in. */
+static bool is_leaf(const char *path, size_t length)
+{
+    return length > 5 && length <= 15 && path[length - 1] == '/' && hex_digits(path) >= 2 && path[2] == '_' &&
+           path[3] == 'g' && decimal_digits(path + 4) == length - 5;
+}
+
+/* Whether a file is a unit by its name: a segment, a chunk's file, or what a writer of vLLM's own tier has
+ * not finished, <hash>.bin_<number>.tmp. Everything else is somebody else's, and is not looked at. */
+static bool is_unit(const char *path, size_t length, const char *name, const struct unit_scan *scan)
+{
+    if (scan->of_segments) {
+        size_t end = strlen(name);
+        return length == 0 && name[0] != '.' && end > 4 && end <= 95 && !strcmp(name + end - 4, ".seg");
+    }
+    size_t digits = hex_digits(name);
+    if (!is_leaf(path, length) || digits == 0 || digits % 2 || strncmp(name + digits, ".bin", 4))
+        return false;
+    const char *rest = name + digits + 4;
+    return !*rest || (*rest == '_' && decimal_digits(rest + 1) && !strcmp(rest + 1 + decimal_digits(rest + 1), ".tmp"));
 }
 
 static int64_t nanoseconds(struct timespec time) { return time.tv_sec * INT64_C(1000000000) + time.tv_nsec; }
@@ -92,7 +118,7 @@ static void scan_entry(int fd, const char *name, dev_t device, char *path, size_
     if (fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) || found.st_dev != device)
         return;
     if (S_ISREG(found.st_mode)) {
-        *removed |= look_at(fd, name, &found, path, length, scan);
+        *removed |= is_unit(path, length, name, scan) && look_at(fd, name, &found, path, length, scan);
         return;
     }
     size_t name_length = strlen(name);

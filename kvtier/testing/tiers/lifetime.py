@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -144,6 +145,19 @@ class ComesAndGoes(TierSetup):
                 it.expect_kept(await it.get(range(8)), "chunks that were put before")
                 await check_whole(it, range(100, 132), versions=(0,))
 
+    async def test_nobody_else_may_read_what_it_keeps_in_files(self, place: Path) -> None:
+        """Of files at its place, and beside it under names that begin alike; it has to see to others."""
+        usual = os.umask(0)  # so that nothing but the modes that the tier asks for protects them
+        try:
+            async with self.opened(place) as it:
+                await it.put(range(4))
+                readable = await aside(_readable_by_others, place)
+        finally:
+            os.umask(usual)
+        expect(
+            not readable, f"others may read or write what it keeps; make it 0600, folders 0700: {readable}"
+        )
+
     async def test_nothing_is_left_running_or_open_after_closing(self, place: Path) -> None:
         await self._open_use_and_close(place)  # what is made once for the process is there now
         gc.collect()
@@ -255,6 +269,12 @@ async def _opened(files: int, patience_s: float) -> int:
         if opened <= 0 or time.monotonic() > deadline:
             return opened
         await asyncio.sleep(0.01)
+
+
+def _readable_by_others(place: Path) -> list[str]:
+    found = [path for beside in place.parent.glob(f"{place.name}*") for path in (beside, *beside.rglob("*"))]
+    modes = {path: path.lstat().st_mode for path in found if not path.is_symlink()}
+    return sorted(f"{path.name} {stat.S_IMODE(mode):o}" for path, mode in modes.items() if mode & 0o077)
 
 
 def _open_files() -> int:

@@ -130,7 +130,8 @@ class TierSetup:
             yield
             return
         package = self.tier.__module__.partition(".")[0]
-        with blockbuster_ctx(package, excluded_modules=["kvtier.testing"]):
+        # What awaits the file tier goes on within its bell.
+        with blockbuster_ctx(package, excluded_modules=["kvtier.testing", "kvtier.tiers.fs.bell"]):
             yield
 
     def _make(self, settings: Mapping[str, object]) -> SecondaryTier[Any]:

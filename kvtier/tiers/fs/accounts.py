@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-LEASE_BYTES: Final = 64 * 2**20
+LEASE_BYTES: Final = 256 * 2**20
 """Bytes leased beyond what is asked for, so that the ledger is asked once for many puts."""
 
 LEASE_SHARE: Final = 8

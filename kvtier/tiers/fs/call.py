@@ -7,11 +7,11 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum, IntFlag
-from itertools import accumulate
 from typing import Protocol
 
 from kvtier.keys import OffloadKey
 from kvtier.tiers.base import SlotMemory
+from kvtier.tiers.fs.index import Index, ends_of
 from kvtier.tiers.fs.layout import BLOCK_BYTES
 
 
@@ -96,6 +96,7 @@ class _Record(ctypes.Structure):
         ("flags", ctypes.c_uint32),
         ("digest", ctypes.c_uint8 * 16),
         ("segments", ctypes.c_void_p),
+        ("index", ctypes.c_void_p),
     )
 
 
@@ -148,7 +149,8 @@ class FileCall:
         self.stop = StopFlag()
         self.results = array("i", bytes(4 * len(keys)))
         self.inodes = array("Q", bytes(8 * len(keys)))
-        self._key_ends = array("I", accumulate(map(len, keys), initial=0))
+        self._index: Index | None = None
+        self._key_ends = ends_of(keys)
         self._record = self._make_record()
         self.address = ctypes.addressof(self._record)
 
@@ -158,6 +160,16 @@ class FileCall:
     def use_segments(self, address: int) -> None:
         """Say in which segments the chunks are: what ``kvt_segments_open`` gave."""
         self._record.segments = address
+
+    def note_in(self, index: Index | None) -> None:
+        """Say where the pool's threads note which chunks are there; they can only in the helper's own."""
+        self._index = index
+        self._record.index = index.address if index is not None else None
+
+    @property
+    def is_noted(self) -> bool:
+        """Whether the pool's threads note which chunks are there. Of those that are gone they do not."""
+        return bool(self._record.index)
 
     def _make_record(self) -> _Record:
         place = self.place

@@ -64,8 +64,8 @@ class FsConfig(TierConfig):
     )
     format: Literal["auto", "files", "segments"] = Field(
         default="auto",
-        description="How chunks lie on disk. 'files': a file for each. 'segments': many in one file, for "
-        "chunks below 256 KiB. 'auto': files.",
+        description="How chunks lie on disk. 'files': a file for each. 'segments': many in one file. 'auto': "
+        "as they lie there already; else segments for chunks below 256 KiB, and files.",
     )
     max_bytes: int | None = Field(
         default=None,

@@ -7,7 +7,8 @@ out directory by directory, in random order, until there is room. Hashes spread 
 directories, so that any part of them is like the whole.
 
 A unit that is being read when it is removed is read to its end. What is being written has a name in
-its writer's own directory and is not looked at.
+its writer's own directory and is not looked at. Neither is what is not called as units are, wherever
+below an epoch's directory somebody has put it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from kvtier.tiers.fs import ages, ledger
 from kvtier.tiers.fs.ages import Cutoffs, Histogram
 from kvtier.tiers.fs.call import StopFlag
 from kvtier.tiers.fs.root import Root
+from kvtier.tiers.fs.segments import layout as segments
 from kvtier.tiers.fs.sweep import Sweeper, Trees
 from kvtier.tiers.fs.units import UnitScan
 
@@ -31,6 +34,7 @@ SAMPLE_UNITS: Final = 32_768
 """Units that are looked at before it is decided how old is too old; all, where there are fewer."""
 
 _ROUNDS: Final = 4
+_PART: Final = re.compile(rf"[0-9a-f]{{3}}|{segments.FOLDER}")
 _log = logging.getLogger("kvtier.tiers.fs")
 
 Gone = Callable[[str, Sequence[str]], None]
@@ -205,6 +209,7 @@ def _parts(root: Root) -> list[_Part]:
         for found in namespace.data_dirs
         if found.rank == 0
         for name in root.names(found.name)
+        if _PART.fullmatch(name)
     ]
 
 

@@ -10,15 +10,13 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
-from itertools import count
 from queue import SimpleQueue
 from typing import Any, Final, Generic, TypeVar
 
 import anyio
 
-from kvtier.tiers.fs.call import FileCall, FileWork, StopFlag, Verb
+from kvtier.tiers.fs.call import StopFlag
 
 MIN_JOB_BYTES: Final = 256 * 1024
 """Jobs are at least this long: below, their way through the interpreter costs more than the I/O."""
@@ -117,91 +115,6 @@ class Run(Generic[T]):
             self._ended.set_result(None)
 
 
-class Begun:
-    """Work that the helper's pool does, from ``Bell.begin`` to its end.
-
-    Attributes:
-        call: what is done; its memory stays until the pool has done with it.
-        total: what the work has returned; None until it has ended.
-    """
-
-    def __init__(self, call: FileCall) -> None:
-        self.call = call
-        self.total: int | None = None
-        self._waiters: list[asyncio.Future[None]] = []
-
-    async def end(self) -> asyncio.CancelledError | None:
-        """Wait for its end, whatever happens. Returns the cancellation that came meanwhile; it stops it."""
-        try:
-            await self._wait()
-            return None
-        except asyncio.CancelledError as cancelled:
-            self.call.stop.set()
-            # The scope keeps anyio from cancelling again and again, the loop bears Task.cancel().
-            with anyio.CancelScope(shield=True):
-                while self.total is None:
-                    with suppress(asyncio.CancelledError):
-                        await self._wait()
-            return cancelled
-
-    def tell(self, total: int) -> None:
-        """Say that it has ended. Who waits goes on at the loop's next turn: a turn more costs a lock."""
-        self.total = total
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-
-    async def _wait(self) -> None:
-        if self.total is None:
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            await waiter
-
-
-class Bell:
-    """Begins work in the helper's pool, and learns of its end in the event loop, without a thread.
-
-    Each thread of Python's on the way costs a turn for the interpreter lock, and beside an engine that
-    computes a turn takes up to a switch interval.
-
-    Args:
-        work: what does the work.
-        pool: what ``work.open_pool`` gave, not 0.
-
-    Raises:
-        NotImplementedError: the event loop cannot watch a descriptor.
-    """
-
-    def __init__(self, work: FileWork, pool: int) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._work = work
-        self._pool = pool
-        self._tokens = count(1)
-        self._begun: dict[int, Begun] = {}
-        self._loop.add_reader(work.pool_fd(pool), self._ring)
-
-    def begin(self, call: FileCall, verb: Verb) -> Begun | None:
-        """Begin a put or a get of all chunks. None: it cannot be begun here."""
-        token, begun = next(self._tokens), Begun(call)
-        self._begun[token] = begun
-        if self._work.begin(call, verb, token):
-            return begun
-        del self._begun[token]
-        return None
-
-    async def silence(self) -> asyncio.CancelledError | None:
-        """Wait for the end of all that was begun, and listen no more. Returns a cancellation meanwhile."""
-        cancelled = None
-        for begun in tuple(self._begun.values()):
-            cancelled = await begun.end() or cancelled
-        self._loop.remove_reader(self._work.pool_fd(self._pool))
-        return cancelled
-
-    def _ring(self) -> None:
-        for token, total in self._work.ended(self._pool):
-            self._begun.pop(token).tell(total)
-
-
 def tell(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
     """Let the loop call ``callback``, from any thread."""
     try:
@@ -273,8 +186,6 @@ def join_all(lanes: Sequence[Lane]) -> None:
 __all__ = [
     "MAX_JOB_BYTES",
     "MIN_JOB_BYTES",
-    "Begun",
-    "Bell",
     "Lane",
     "Run",
     "join_all",

@@ -36,7 +36,7 @@ import crc32c
 
 from kvtier.tiers.fs.accounts import Accounts, FileSystem
 from kvtier.tiers.fs.layout import DIRECTORY_MODE, FILE_MODE
-from kvtier.tiers.fs.locks import make_lock, open_lock, patient_lock, try_lock
+from kvtier.tiers.fs.locks import let_go, make_lock, open_lock, patient_lock, try_lock
 
 FOLDER: Final = ".kvtier"
 EVICTING: Final = f"{FOLDER}/evict.lock"
@@ -140,19 +140,8 @@ class Ledger:
     def bury_dead(self, accounts: Accounts) -> None:
         """See ``Books.bury_dead``; lock files of writers that died before they had a lease go too."""
         known = {writer for writer in accounts.leases if writer != self.writer}
-        dead = {writer for writer in known | self._lock_files() if not self._lives(writer)}
+        dead = {writer for writer in known | _writers_locks(self._root_fd) if not self._lives(writer)}
         accounts.bury(dead & known)
-
-    def _lock_files(self) -> set[str]:
-        try:
-            fd = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._root_fd)
-        except FileNotFoundError:
-            return set()
-        try:
-            names = os.listdir(fd)
-        finally:
-            os.close(fd)
-        return {name.removesuffix(".lock") for name in names if _WRITERS_LOCK.fullmatch(name)}
 
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -210,7 +199,7 @@ class Ledger:
         if self._fd is not None:
             with suppress(OSError):
                 os.unlink(f"{FOLDER}/{self.writer}.lock", dir_fd=self._root_fd)
-            os.close(self._fd)
+            let_go(self._fd)
             self._fd = None
 
     def _lives(self, writer: str) -> bool:
@@ -252,6 +241,11 @@ def elected(root_fd: int, path: str) -> Iterator[int | None]:
         os.close(fd)
 
 
+def has_writers(root_fd: int) -> bool:
+    """Say whether writers, living or dead, have left their locks. OSError where that cannot be said."""
+    return bool(_writers_locks(root_fd))
+
+
 def read(root_fd: int) -> Accounts | None:
     """Read a root's accounts without a lock: for people who look. None where there are none.
 
@@ -265,6 +259,18 @@ def read(root_fd: int) -> Accounts | None:
         return _parse(os.pread(fd, _MOST_BYTES, 0))
     finally:
         os.close(fd)
+
+
+def _writers_locks(root_fd: int) -> set[str]:
+    try:
+        fd = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root_fd)
+    except FileNotFoundError:
+        return set()
+    try:
+        names = os.listdir(fd)
+    finally:
+        os.close(fd)
+    return {name.removesuffix(".lock") for name in names if _WRITERS_LOCK.fullmatch(name)}
 
 
 def _boot() -> str:

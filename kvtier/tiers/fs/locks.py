@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from kvtier.tiers.fs.layout import FILE_MODE
@@ -28,6 +28,12 @@ def open_lock(root_fd: int, path: str, *, create: bool) -> int:
     """Open a lock file; without ``create`` for reading only, as one may where nothing is written."""
     flags = os.O_RDWR | os.O_CREAT if create else os.O_RDONLY
     return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE, dir_fd=root_fd)
+
+
+def let_go(fd: int) -> None:
+    """Close a lock file. A file system that is gone fails that, and the descriptor is free all the same."""
+    with suppress(OSError):
+        os.close(fd)
 
 
 def try_lock(fd: int, *, shared: bool = False) -> bool | None:

@@ -30,7 +30,7 @@ from kvtier.tiers.base import TierContext
 from kvtier.tiers.fs import layout
 from kvtier.tiers.fs.call import Flag, Place
 from kvtier.tiers.fs.config import FsConfig
-from kvtier.tiers.fs.locks import make_lock, open_lock, short_lock, try_lock
+from kvtier.tiers.fs.locks import let_go, make_lock, open_lock, short_lock, try_lock
 
 _READ_ONLY: Final = frozenset(
     {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENOLCK}
@@ -81,7 +81,7 @@ class Epoch:
 
     def _release_unused(self) -> None:
         if self._retired and not self._holds and self._lock_fd is not None:
-            os.close(self._lock_fd)
+            let_go(self._lock_fd)
             self._lock_fd = None
 
 
@@ -115,7 +115,7 @@ class Namespace:
         """
         root = config.root_dir
         try:
-            root.mkdir(mode=layout.DIRECTORY_MODE, parents=True, exist_ok=True)
+            _make_folder(root)
             root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise _cannot_open(context, root, error) from error
@@ -148,16 +148,19 @@ class Namespace:
         return True
 
     def close(self) -> None:
-        """Give back the root and this writer's directory. The epoch is retired before."""
+        """Give back the root and this writer's directory. The epoch is retired before.
+
+        On a disk that has failed nothing can be removed: a later engine does it, as for a dead writer.
+        """
         if self._writer_fd is not None:
-            for name in self._names(self.tmp_dir):
-                with suppress(OSError):
+            with suppress(OSError):
+                for name in self._names(self.tmp_dir):
                     os.unlink(f"{self.tmp_dir}/{name}", dir_fd=self.root_fd)
             with suppress(OSError):
                 os.rmdir(self.tmp_dir, dir_fd=self.root_fd)
             with suppress(OSError):
                 os.unlink(f"{self.tmp_dir}.lock", dir_fd=self.root_fd)
-            os.close(self._writer_fd)
+            let_go(self._writer_fd)
             self._writer_fd = None
         os.close(self.root_fd)
 
@@ -181,6 +184,20 @@ class Namespace:
                 epoch.retire()
                 raise
             return epoch
+
+    def catch_up(self, number: int) -> Epoch:
+        """Join the epoch that openers join, which is not behind ``number`` from now on.
+
+        Raises:
+            OSError: the new number could not be written.
+        """
+        if self._refusal:
+            raise OSError(self._refusal, os.strerror(self._refusal), self.name)
+        with self._epoch_lock():
+            current = self._current_epoch()
+            if current < number:
+                self._write_small("epoch", f"{number}\n")
+            return self._enter(max(current, number))
 
     # ------------------------------------------------------------------------------ opening
 
@@ -366,6 +383,13 @@ class Namespace:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _make_folder(path: Path) -> None:
+    """Make a directory, where it is missing, and those above it: nobody else may look into any of them."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        folder.mkdir(mode=layout.DIRECTORY_MODE, exist_ok=True)
 
 
 def _new_writer() -> str:

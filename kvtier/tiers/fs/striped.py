@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,10 +27,27 @@ _log = logging.getLogger("kvtier.tiers.fs")
 T = TypeVar("T")
 
 
+class OneRoot(SecondaryTier[FsConfig]):
+    """A file tier of one root."""
+
+    @property
+    @abstractmethod
+    def epoch(self) -> int | None:
+        """Number of the epoch that it reads and writes; None after a reset that failed."""
+
+    @abstractmethod
+    async def catch_up(self, number: int) -> None:
+        """Leave the epoch for the one that openers join, which is not behind ``number`` from now on.
+
+        Raises:
+            TierError: it could not be written down. The tier then has nothing and takes nothing.
+        """
+
+
 class MakeRoot(Protocol):
     """Makes the tier of one root."""
 
-    def __call__(self, config: FsConfig) -> SecondaryTier[FsConfig]:
+    def __call__(self, config: FsConfig) -> OneRoot:
         """Make it from settings that name this root alone."""
 
 
@@ -39,6 +57,9 @@ class StripedFs(SecondaryTier[FsConfig]):
     A chunk's root is the one whose path and the key have the highest checksum together: where a root is
     added or left away, the chunks of the others stay where they are. A root that cannot be opened is
     said so; its share is never there, and puts of it are refused.
+
+    A reset is told by the epochs of the roots: one that is behind was away when the others were reset, and
+    has nothing for who opens them together.
 
     Args:
         config: the settings; all but the roots holds for each of them.
@@ -73,6 +94,22 @@ class StripedFs(SecondaryTier[FsConfig]):
         if not any(self._is_open):
             paths = ", ".join(map(str, self.config.root_dirs))
             raise TierError(f"tier {context.name}: none of its roots can be opened: {paths}: {results[0]}")
+        await self._catch_up(context.name)
+
+    async def _catch_up(self, name: str) -> None:
+        """Have all roots go on from the highest epoch."""
+        opened = [i for i, is_open in enumerate(self._is_open) if is_open]
+        epochs = {i: self._roots[i].epoch or 0 for i in opened}
+        highest = max(epochs.values())
+        behind = [i for i, number in epochs.items() if number < highest]
+        results = await _all_of(self._roots[i].catch_up(highest) for i in behind)
+        for i, error in zip(behind, results, strict=True):
+            path = self.config.root_dirs[i]
+            if error is None:
+                _log.warning("tier %s: %s missed a reset: what it held is not used any more", name, path)
+            elif isinstance(error, Exception):
+                self._is_open[i] = False  # it has nothing, and takes nothing
+                _log.error("tier %s goes on without the root %s: %s", name, path, error)
 
     async def aclose(self) -> None:
         """Close all roots. See ``SecondaryTier.aclose``."""

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from kvtier.tiers.fs import layout
 from kvtier.tiers.fs.call import StopFlag
-from kvtier.tiers.fs.locks import only_user
+from kvtier.tiers.fs.locks import only_user, short_lock
 from kvtier.tiers.fs.root import DataDir, Namespace, Root
 
 
@@ -23,6 +23,33 @@ class Trees(Protocol):
 
     def tree_remove(self, root_fd: int, path: str, stop: StopFlag) -> int:
         """See ``FileWork.tree_remove``."""
+
+
+def remove_cache(root: Root, name: str, trees: Trees) -> bool:
+    """Remove a cache that no living process uses.
+
+    Returns:
+        Whether the cache is gone.
+
+    Raises:
+        OSError: something cannot be removed.
+        TierError: the root cannot be read, or has no such cache.
+    """
+    namespace, stop = root.namespace(name), StopFlag()
+    with short_lock(root.fd, f"{name}/epoch.lock", create=True):  # nobody joins meanwhile
+        if not _is_left(root, namespace):
+            return False
+        for found in namespace.data_dirs:
+            trees.tree_remove(root.fd, found.name, stop)
+        trees.tree_remove(root.fd, name, stop)
+    return True
+
+
+def _is_left(root: Root, namespace: Namespace) -> bool:
+    """Say whether nobody uses a cache, under its epoch's lock."""
+    users = [name for name in root.names(namespace.name) if layout.epoch_of_users_lock(name) is not None]
+    used = [root.is_locked(f"{namespace.name}/{name}") for name in users]
+    return not any(lives is not False for lives in (*used, *namespace.writers().values()))
 
 
 class Sweeper:

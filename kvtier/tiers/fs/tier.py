@@ -1,4 +1,4 @@
-"""The file tier: each chunk a file, published whole, proven on each get."""
+"""The file tier: chunks in files below a directory, published whole, proven on each get."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from kvtier.tiers.base import (
     Batch,
     Knowledge,
     Outcome,
-    SecondaryTier,
     Status,
     TierConfig,
     TierContext,
@@ -29,9 +28,10 @@ from kvtier.tiers.base import (
 )
 from kvtier.tiers.fs import formats, layout, manifest
 from kvtier.tiers.fs.accounts import FileSystem
+from kvtier.tiers.fs.bell import Begun, Bell
 from kvtier.tiers.fs.call import FileCall, Result, StopFlag, Verb
 from kvtier.tiers.fs.config import FsConfig
-from kvtier.tiers.fs.lanes import Bell, Lane, Run, join_all, run_alone, split, until_done
+from kvtier.tiers.fs.lanes import Lane, Run, join_all, run_alone, split, until_done
 from kvtier.tiers.fs.layout import BLOCK_BYTES
 from kvtier.tiers.fs.ledger import Books, Ledger, PrivateBooks
 from kvtier.tiers.fs.manifest import LaneExecutor
@@ -39,7 +39,7 @@ from kvtier.tiers.fs.namespace import Epoch, Namespace, errno_name
 from kvtier.tiers.fs.quarantine import Quarantine
 from kvtier.tiers.fs.space import Space, look_at
 from kvtier.tiers.fs.store import Store
-from kvtier.tiers.fs.striped import StripedFs
+from kvtier.tiers.fs.striped import OneRoot, StripedFs
 from kvtier.tiers.fs.upkeep import Upkeep
 
 _STATUSES: Final = {
@@ -75,6 +75,7 @@ _REASONS: Final = {
     "etimedout": "the file system did not answer",
     "root_down": "one of several roots could not be opened",
 }
+_KNOWLEDGE: Final = (Knowledge.UNKNOWN, Knowledge.PRESENT)
 _NO_ROOM: Final = frozenset({-errno.ENOSPC, -errno.EDQUOT})
 _THERE: Final = frozenset({Result.OK, Result.EXISTS})
 _ILL: Final = frozenset({Result.TORN, Result.FOREIGN, Result.CHECKSUM})
@@ -120,17 +121,19 @@ class _Opened:
     """What there is between opening and closing."""
 
     namespace: Namespace
+    store: Store
     quarantine: Quarantine
     space: Space
     ledger: Ledger | None
 
     @staticmethod
-    def make(config: FsConfig, context: TierContext, store: Store) -> tuple[_Opened, Epoch]:
-        """Open all of it. Blocks."""
+    def make(config: FsConfig, context: TierContext, given: Store | None) -> tuple[_Opened, Epoch]:
+        """Open all of it. Blocks. The format depends on what is there, where no store is given."""
         namespace, epoch = Namespace.open(config, context)
         look = partial(look_at, namespace.root_fd)
         ledger = None
         try:
+            store = given or formats.make_store(config, epoch.place)
             books, ledger = _books(namespace, look)
             space = Space(config, store.most_bytes(context.chunk_bytes), books, look)
         except OSError as error:
@@ -141,7 +144,7 @@ class _Opened:
             name = errno_name(error.errno or 0)
             raise TierError(f"tier {context.name}: {config.root_dir} cannot be measured ({name})") from error
         quarantine = Quarantine(namespace.root_fd, namespace.name, store)
-        return _Opened(namespace, quarantine, space, ledger), epoch
+        return _Opened(namespace, store, quarantine, space, ledger), epoch
 
     def close(self) -> None:
         """Give back the lease and all that is open. Blocks."""
@@ -159,20 +162,20 @@ def _books(namespace: Namespace, look: Callable[[], FileSystem]) -> tuple[Books,
     return ledger, ledger
 
 
-class FsTier(SecondaryTier[FsConfig]):
+class FsTier(OneRoot):
     """Keeps chunks as files below one directory, which several engines may share.
 
-    A put writes a file under a temporary name and renames it; a chunk that is there already is left
-    as it is. A get reads the bytes into the slot and proves them by the trailer behind them. A file
-    that fails is moved to the namespace's ``quarantine``. When a put or a get is cancelled, chunks
-    that were not begun are left, and it returns when those under way have ended.
+    How they lie there is the format's matter (``store``). A put leaves a chunk as it is that is there
+    already. A get reads the bytes into the slot and proves them by their trailer. What fails is moved
+    to the namespace's ``quarantine``. When a put or a get is cancelled, chunks that were not begun are
+    left, and it returns when those under way have ended.
 
     A reset starts a new epoch (see ``namespace``). Other engines that have the same directory open
     go on with theirs until they reset or open again.
 
     Args:
         config: the settings.
-        work: what reads and writes files, in place of the native helper or its fallback.
+        work: what reads and writes files, in place of what ``format`` and the root's content ask for.
     """
 
     Config: ClassVar[type[TierConfig]] = FsConfig
@@ -209,11 +212,13 @@ class FsTier(SecondaryTier[FsConfig]):
             )
         context = _as_named_here(self.config, context)
         self._chunk_bytes = context.chunk_bytes
-        self._work = self._given or formats.make_store(self.config, context.chunk_bytes)
         self._tell_removed = context.removed
-        self._start_lanes(context.name)
+        self._tell_lost = context.lost
+        self._lookups = Lane(f"{context.name}-lookup", _LOOKUP_THREADS)
+        self._lanes = (self._lookups,)
         try:
             await self._open_place(context)
+            self._start_lanes(context.name)
             await self._begin_upkeep()
         except BaseException:
             with anyio.CancelScope(shield=True):
@@ -247,24 +252,25 @@ class FsTier(SecondaryTier[FsConfig]):
                 self._bell = Bell(self._work, self._pool)
         self._reads = Lane(f"{name}-read", readers, self._pool)
         self._writes = Lane(f"{name}-write", writers, self._pool)
-        self._lookups = Lane(f"{name}-lookup", _LOOKUP_THREADS)
-        self._lanes = (self._reads, self._writes, self._lookups)
+        self._lanes += (self._reads, self._writes)
 
     def _end(self) -> None:
         lanes, self._lanes = self._lanes, ()
         join_all(lanes)
+        if self._opened is None:
+            return
         if self._pool:
             self._work.close_pool(self._pool)
             self._pool = 0
         self._work.close()
-        if self._opened is not None:
-            self._opened.close()
+        self._opened.close()
 
     async def _open_place(self, context: TierContext) -> None:
         opened, cancelled = await run_alone(
-            self._lookups, partial(_Opened.make, self.config, context, self._work)
+            self._lookups, partial(_Opened.make, self.config, context, self._given)
         )
         self._opened, self._epoch = opened
+        self._work = self._opened.store
         if cancelled is not None:
             raise cancelled
         await self._agree_on_identity(self._opened.namespace, context)
@@ -308,7 +314,13 @@ class FsTier(SecondaryTier[FsConfig]):
         here, epoch = self._here, self._epoch
         assert epoch is not None
         self._upkeep = Upkeep(
-            self.config, here.namespace, here.space, self._work, self._closing, self._tell_removed
+            self.config,
+            here.namespace,
+            here.space,
+            self._work,
+            self._closing,
+            self._tell_removed,
+            self._tell_lost,
         )
         self._lanes += self._upkeep.lanes
         counted = asyncio.Event()
@@ -327,8 +339,7 @@ class FsTier(SecondaryTier[FsConfig]):
         """
         if self._upkeep is None or self._epoch is None:
             return (Knowledge.UNKNOWN,) * len(keys)
-        index = self._upkeep.index
-        return [Knowledge.PRESENT if key in index else Knowledge.UNKNOWN for key in keys]
+        return [_KNOWLEDGE[found] for found in self._upkeep.index.known(keys)]
 
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         """Say which keys have a file. See ``SecondaryTier.contains``."""
@@ -388,16 +399,29 @@ class FsTier(SecondaryTier[FsConfig]):
                 reset succeeds or it is opened again. Where not even an empty file could be made in the
                 namespace, opening it again brings back what was put before: tell somebody.
         """
+        await self._begin_epoch(self._here.namespace.advance, "reset")
+
+    @property
+    def epoch(self) -> int | None:
+        """See ``OneRoot.epoch``."""
+        return self._epoch.number if self._epoch is not None else None
+
+    async def catch_up(self, number: int) -> None:
+        """See ``OneRoot.catch_up``."""
+        await self._begin_epoch(lambda _: self._here.namespace.catch_up(number), "new epoch")
+
+    async def _begin_epoch(self, begin: Callable[[int], Epoch], what: str) -> None:
+        """Leave the epoch, whose number ``begin`` is given, for another. TierError: then there is none."""
         async with self._resetting:
             old, self._epoch = self._epoch, None
             beyond = old.number if old is not None else 0
             if old is not None:
                 old.retire()
             try:
-                new, cancelled = await run_alone(self._lookups, partial(self._here.namespace.advance, beyond))
+                new, cancelled = await run_alone(self._lookups, partial(begin, beyond))
             except OSError as error:
                 where, name = self.config.root_dir, errno_name(error.errno or 0)
-                raise TierError(f"the file tier's reset could not be stored in {where}: {name}") from error
+                raise TierError(f"the file tier's {what} could not be stored in {where}: {name}") from error
             self._epoch = new
             if self._upkeep is not None and not self._closing:
                 self._upkeep.follow(new)
@@ -457,12 +481,22 @@ class FsTier(SecondaryTier[FsConfig]):
             raise cancelled
         run.results()
 
+    def _begin(self, call: FileCall, verb: Verb) -> Begun | None:
+        """Have the pool do a call and note what is there. None: it cannot."""
+        if self._bell is None:
+            return None
+        call.note_in(self._tended.index)
+        begun = self._bell.begin(call, verb)
+        if begun is None:
+            call.note_in(None)
+        return begun
+
     async def _put_at_once(self, call: FileCall) -> bool:
         """Put without a thread of Python's, where room is leased already. False: it was not begun."""
-        here, bell, chunks = self._here, self._bell, len(call)
-        if bell is None or not chunks or not here.space.reserve_at_once(chunks):
+        here, chunks = self._here, len(call)
+        if self._bell is None or not chunks or not here.space.reserve_at_once(chunks):
             return False
-        begun = bell.begin(call, Verb.PUT)
+        begun = self._begin(call, Verb.PUT)
         if begun is None:
             here.space.settle_soon(chunks, 0)
             return False
@@ -479,7 +513,7 @@ class FsTier(SecondaryTier[FsConfig]):
 
     async def _get_at_once(self, call: FileCall) -> bool:
         """Get without a thread of Python's. False: it was not begun."""
-        begun = self._bell.begin(call, Verb.GET) if self._bell is not None and len(call) else None
+        begun = self._begin(call, Verb.GET) if len(call) else None
         if begun is None:
             return False
         cancelled = await begun.end()
@@ -504,7 +538,7 @@ class FsTier(SecondaryTier[FsConfig]):
         try:
             granted, reason = self._here.space.reserve(end - first)
         except OSError as error:  # the file system cannot even say how much room there is
-            call.results[first:end] = array("i", [-(error.errno or errno.EIO)] * (end - first))
+            self._refuse(call, first, end, -(error.errno or errno.EIO))
             return
         added = 0
         try:
@@ -520,8 +554,8 @@ class FsTier(SecondaryTier[FsConfig]):
         if self._here.space.excess_bytes:
             self._tended.make_room_soon()
 
-    def _refuse(self, call: FileCall, first: int, end: int, reason: Result) -> None:
-        """Answer for chunks that there is no room for: those that are there already are well."""
+    def _refuse(self, call: FileCall, first: int, end: int, reason: int) -> None:
+        """Answer for chunks that cannot be written: those that are there already are well."""
         self._work.contains(call, first, end)
         for i in range(first, end):
             if call.results[i] == Result.ABSENT:
@@ -558,7 +592,7 @@ class FsTier(SecondaryTier[FsConfig]):
         if any(results):
             there = tuple(key for key, result in zip(keys, results, strict=True) if result in _THERE)
             gone = tuple(key for key, result in zip(keys, results, strict=True) if result in _GONE)
-        self._tended.learn(call.place, there, gone)
+        self._tended.learn(call.place, () if call.is_noted else there, gone)
         return there
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import stat
 from contextlib import suppress
 from typing import Final
@@ -11,11 +12,26 @@ from typing import Final
 from kvtier import native
 from kvtier.tiers.fs.ages import NOTHING, Cutoffs, Histogram
 from kvtier.tiers.fs.call import StopFlag
+from kvtier.tiers.fs.segments.layout import FOLDER, is_segment_name
 
 NAMES_BYTES: Final = 1 << 20
 """Room for the paths of what one scan removes; what has none stays for the next one."""
 
 _MAX_DEPTH: Final = 16
+_FILE: Final = re.compile(r"[0-9a-f]{2}_g[0-9]{1,10}/(?:[0-9a-f]{2})+\.bin(?:_[0-9]+\.tmp)?")
+
+
+def is_unit(path: str, *, of_segments: bool) -> bool:
+    """Say whether a file is a unit by its name; everything else is somebody else's.
+
+    What a writer of vLLM's own tier has not finished (``<hash>.bin_<number>.tmp``) is one: nobody else
+    ever removes it.
+
+    Args:
+        path: relative to a directory of the first level of an epoch.
+        of_segments: whether that is the directory of segments.
+    """
+    return is_segment_name(path) if of_segments else _FILE.fullmatch(path) is not None
 
 
 class _Record(ctypes.Structure):
@@ -30,6 +46,7 @@ class _Record(ctypes.Structure):
         ("names", ctypes.c_void_p),
         ("names_room", ctypes.c_uint64),
         ("names_bytes", ctypes.c_uint64),
+        ("of_segments", ctypes.c_uint64),
         ("seen_units", ctypes.c_uint64),
         ("removed_units", ctypes.c_uint64),
         ("removed_bytes", ctypes.c_int64),
@@ -65,6 +82,7 @@ class UnitScan:
         self.seen_units = 0
         self.removed_units = 0
         self.removed_bytes = 0
+        self._of_segments = False
         self._names = ctypes.create_string_buffer(NAMES_BYTES if want_bytes else 1)
 
     @property
@@ -73,7 +91,7 @@ class UnitScan:
         return self.removed_bytes >= self.want_bytes
 
     def look(self, root_fd: int, folder: str, stop: StopFlag) -> list[str]:
-        """Look at what is below a directory. Blocks.
+        """Look at the units below a directory of an epoch. Blocks.
 
         Returns:
             The paths of what was removed, relative to ``folder``.
@@ -84,6 +102,7 @@ class UnitScan:
         if native.library is not None:
             return self._look_natively(native.library, root_fd, folder, stop)
         removed: list[str] = []
+        self._of_segments = _is_of_segments(folder)
         self._look_into(root_fd, folder, "", removed, stop, 0)
         if stop:
             raise InterruptedError("stopped")
@@ -98,6 +117,7 @@ class UnitScan:
             self.histogram.bytes.buffer_info()[0] if self.histogram is not None else None,
             ctypes.addressof(self._names),
             len(self._names),
+            of_segments=_is_of_segments(folder),
         )
         result = library.kvt_units_scan(root_fd, folder.encode(), stop.address, ctypes.byref(record))
         self.seen_units += record.seen_units
@@ -132,7 +152,7 @@ class UnitScan:
         if found.st_dev != device:
             return
         if stat.S_ISREG(found.st_mode):
-            if self._is_too_old(found):
+            if is_unit(path + name, of_segments=self._of_segments) and self._is_too_old(found):
                 os.unlink(name, dir_fd=fd)
                 removed.append(path + name)
                 self.removed_units += 1
@@ -153,3 +173,7 @@ class UnitScan:
             self.histogram.add(age_us, reused, found.st_blocks * 512)
         cutoff = self.cutoffs.reused_us if reused else self.cutoffs.once_us
         return age_us >= cutoff and not self.is_done
+
+
+def _is_of_segments(folder: str) -> bool:
+    return folder.rpartition("/")[2] == FOLDER

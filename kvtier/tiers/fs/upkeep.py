@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 from kvtier.keys import OffloadKey
+from kvtier.telemetry.lines import Seldom
 from kvtier.tiers.fs import ledger
 from kvtier.tiers.fs.call import FileCall, Place, StopFlag
 from kvtier.tiers.fs.config import FsConfig
 from kvtier.tiers.fs.evict import Evictor
-from kvtier.tiers.fs.index import Index
+from kvtier.tiers.fs.index import make_index
 from kvtier.tiers.fs.lanes import Lane, tell
 from kvtier.tiers.fs.namespace import Epoch, Namespace
 from kvtier.tiers.fs.recency import Recency
@@ -45,6 +48,7 @@ _FRESH_MARKS: Final = 65_536
 _MANY_MARKS: Final = 64
 _LEFT: Final = 65_536
 _BREATH_S: Final = 0.001
+_LINES_EVERY_S: Final = 30.0
 _log = logging.getLogger("kvtier.tiers.fs")
 
 
@@ -58,6 +62,7 @@ class Upkeep:
         store: what works on chunks.
         closing: set when the tier closes.
         removed: is told the keys that have left.
+        lost: is told where another directory is at the root's path, such as that of a new mount.
 
     Attributes:
         index: what is known of the epoch's chunks.
@@ -73,8 +78,9 @@ class Upkeep:
         store: Store,
         closing: StopFlag,
         removed: Callable[[Sequence[OffloadKey]], None],
+        lost: Callable[[str], None],
     ) -> None:
-        self.index = Index()
+        self.index = make_index()
         self.evicted_units = 0
         self.evicted_bytes = 0
         self._config = config
@@ -83,6 +89,7 @@ class Upkeep:
         self._store = store
         self._closing = closing
         self._removed = removed
+        self._lost = lost
         self._loop = asyncio.get_running_loop()
         self._slow = Lane(f"{config.type}-upkeep", 1)
         self._quick = Lane(f"{config.type}-room", 1)
@@ -99,6 +106,7 @@ class Upkeep:
         self._barren_s = 0.0
         self._barren_until = 0.0
         self._is_warned = False
+        self._seldom = Seldom(_LINES_EVERY_S)
 
     # ------------------------------------------------------------------------- in the event loop
 
@@ -110,7 +118,7 @@ class Upkeep:
             counted: set when the root's bytes are known, or could not be counted.
         """
         self._place = epoch.place
-        self.index = Index()
+        self.index = make_index()
         self._listed = -1
         self._recency.clear()
         self._look_after(counted)
@@ -178,6 +186,8 @@ class Upkeep:
         tell(self._loop, self._plan_next)
 
     def _do_tick(self, place: Place) -> None:
+        if is_another(self._config.root_dir, self._namespace.root_fd):
+            self._lost(f"another directory is at {self._config.root_dir} now")
         self._try(self._space.refresh, "asked for its ledger")
         if self._space.excess_bytes:
             self.make_room_soon()
@@ -215,7 +225,7 @@ class Upkeep:
         if self._listed >= 0 and len(index) <= 2 * self._listed + _FRESH_MARKS:
             return
         if self._listed >= 0:
-            index = Index()
+            index = make_index()
         for part in range(PARTS if self._namespace.has_data(place) else 0):
             self._left.clear()
             marks = self._store.fingerprints(place, part, self._closing)
@@ -279,4 +289,24 @@ class Upkeep:
         except Exception:
             if not self._closing:
                 with suppress(Exception):
-                    _log.warning("%s could not be %s", self._config.root_dir, what, exc_info=True)
+                    self._complain(what)
+
+    def _complain(self, what: str) -> None:
+        added = self._seldom.lets(what, time.monotonic())
+        if added is not None:
+            _log.warning("%s could not be %s%s", self._config.root_dir, what, added, exc_info=True)
+
+
+def is_another(path: Path, fd: int) -> bool:
+    """Say whether there is a directory at a path, and it is not the one that is open.
+
+    Where there is none what is open may be of use still, and if not, nothing else is.
+    """
+    try:
+        there = os.stat(path)
+    except OSError:
+        return False
+    try:
+        return not os.path.samestat(there, os.fstat(fd))
+    except OSError:  # its file system is gone
+        return True

@@ -126,7 +126,7 @@ class Cache:
         wanted = list(numbers)
 
         async def do() -> list[int]:
-            tier = await self.open()
+            tier = await self.open(format="auto")
             try:
                 batch = self.batch(wanted, filled=False)
                 outcome = await tier.get(batch)

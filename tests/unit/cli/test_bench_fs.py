@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.cli import bench_fs, bench_fs_goals
+from kvtier.cli import bench_fs, bench_fs_goals, bench_fs_limit
 from kvtier.cli.bench_fs import Point
 
 pytestmark = pytest.mark.timeout(120)
@@ -56,7 +56,7 @@ def test_without_vllm_the_goals_that_need_it_are_left_out():
 
 
 def test_every_path_is_measured_and_nothing_is_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_fs, "RAW_FILE_BYTES", 8 * 2**20)
+    monkeypatch.setattr(bench_fs_limit, "FILE_BYTES", 8 * 2**20)
     monkeypatch.setattr(bench_fs, "VllmUnderTest", missing)
     result = bench_fs.run(tmp_path, sizes=(4096,), seconds=0.05, rounds=1)
     points = [found for found in result if isinstance(found, Point)]
@@ -64,6 +64,7 @@ def test_every_path_is_measured_and_nothing_is_left(tmp_path, monkeypatch):
         (path, verb, busy) for path in bench_fs.FORMATS for verb in ("put", "get") for busy in (False, True)
     }
     assert all(found.tier_gb_s > 0 and found.cpu_us_chunk > 0 for found in points)
+    assert all((found.raw_busy is not None) == found.busy for found in points)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from kvtier.cli import doctor
 from kvtier.cli import main as cli
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiers.dummy import DummyTier
@@ -165,7 +167,36 @@ def test_a_tier_given_on_the_command_line_has_to_be_json(run):
     assert "--tier 1 is no JSON" in str(result.exception)
 
 
-def test_files_of_the_probe_are_gone_afterwards(run, tmp_path: Path):
-    result = run("--tier", json.dumps({"type": "fs", "root_dir": str(tmp_path), "min_free_bytes": 0}))
+def below(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+
+
+@pytest.mark.parametrize("format_", ["files", "segments"])
+def test_nothing_of_the_probe_is_left_in_a_root(run, tmp_path: Path, format_):
+    roots = [str(tmp_path / "new" / "one"), str(tmp_path / "new" / "two")]
+    settings = {"type": "fs", "root_dir": roots, "min_free_bytes": 0, "format": format_}
+    result = run("--tier", json.dumps(settings))
     assert result.exit_code == 0, result.output
-    assert list(tmp_path.rglob("*.bin")) == []
+    assert below(tmp_path) == []
+
+
+def test_what_was_in_a_root_before_stays(run, tmp_path: Path):
+    (tmp_path / ".kvtier").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    settings = {"type": "fs", "root_dir": str(tmp_path), "min_free_bytes": 0}
+    assert run("--tier", json.dumps(settings)).exit_code == 0
+    kept = below(tmp_path)
+    assert [name for name in kept if not name.startswith(".kvtier/")] == [".kvtier", "notes.txt"]
+    assert ".kvtier/ledger" in kept
+
+
+def test_a_probe_beside_another_one_leaves_that_ones_place(run, tmp_path: Path):
+    settings = {"type": "fs", "root_dir": str(tmp_path), "min_free_bytes": 0}
+    home = tmp_path / doctor.IDENTITY.namespace
+    home.mkdir()
+    with (home / "users.e0.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        assert run("--tier", json.dumps(settings)).exit_code == 0
+        assert (home / "config.json").exists()
+    assert run("--tier", json.dumps(settings)).exit_code == 0
+    assert below(tmp_path) == []

@@ -746,7 +746,9 @@ def test_an_archive_that_kvtier_has_not_written_is_refused(
     assert not (there.root.parent / "evil").exists()
     if there.root.exists():
         # What came before was proven, and is whole; nothing else is there.
-        assert len(there.had(range(10))) == len(list(there.root.rglob("*.bin"))) <= 10
+        said = kvtier("verify", there.root, "--json").json["namespaces"]
+        assert len(there.had(range(10))) == sum(one["chunks"] for one in said) <= 10
+        assert list(there.root.rglob("*.bin")) == []
         assert not [path for path in there.root.rglob("*") if path.is_symlink()]
 
 
@@ -860,14 +862,17 @@ def test_what_a_killed_writer_has_not_finished_in_a_segment_is_no_illness(kvtier
     assert (exported.status, exported.json["ill"]) == (0, 0)
 
 
-def test_segments_go_through_an_archive_into_files_and_back(kvtier, packed, tmp_path: Path) -> None:
+def test_segments_go_through_an_archive_into_files_and_segments(kvtier, packed, tmp_path: Path) -> None:
     packed.put(range(25))
     flip_in_segment(packed, 5)
     exported = kvtier("export", packed.root, packed.name, tmp_path / "cache.tar", "--json")
     assert (exported.status, exported.json["chunks"], exported.json["ill"]) == (1, 24, 1)
-    there = type(packed)(tmp_path / "there")
-    assert kvtier("import", tmp_path / "cache.tar", there.root, "--json").json["chunks"] == 24
-    assert there.had(range(25)) == [n for n in range(25) if n != 5]
+    for there in (type(packed)(tmp_path / "files"), type(packed)(tmp_path / "segments", format="segments")):
+        there.put([0])
+        said = kvtier("import", tmp_path / "cache.tar", there.root, "--json").json
+        assert (said["chunks"], said["present"]) == (23, 1)
+        assert there.had(range(25)) == [n for n in range(25) if n != 5]
+        assert len(list(there.root.rglob("*.bin"))) == (24 if there.format == "files" else 0)
 
 
 def test_stat_of_a_segment_says_who_looks_into_it(kvtier, packed) -> None:
@@ -909,6 +914,26 @@ def test_progress_is_shown_on_a_terminal_and_nowhere_else(
     said = kvtier("verify", cache.root, "--json")
     assert "chunks" in said.err
     assert one(said)["sound"] == 3
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["ls"], "files"),
+        (["du"], "files"),
+        (["stat"], "files"),
+        (["gc", "--max-bytes", "0"], "files removed"),
+        (["gc", "--max-bytes", "0", "--dry-run"], "files"),
+    ],
+)
+def test_long_work_shows_its_progress_on_a_terminal(
+    kvtier, cache, monkeypatch: pytest.MonkeyPatch, command: list[str], words: str
+) -> None:
+    cache.put(range(3))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    said = kvtier(command[0], cache.root, *command[1:], "--json")
+    assert words in said.err
+    assert said.json["root"] == str(cache.root)
 
 
 def test_chunks_are_taken_one_by_one_from_a_large_root(cache) -> None:

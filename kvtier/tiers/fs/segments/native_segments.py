@@ -82,6 +82,14 @@ class NativeShelf:
             buffer = ctypes.create_string_buffer(2 * needed)
         return _split_keys(buffer.raw[:needed])
 
+    def marks(self, number: int) -> array[int]:
+        """See ``Shelf.marks``."""
+        marks = array("Q", bytes(8 * 1024))
+        get = self._library.kvt_segments_marks
+        while (count := get(self.address, number, marks.buffer_info()[0], len(marks))) > len(marks):
+            marks = array("Q", bytes(8 * 2 * count))
+        return marks[:count]
+
     def take_lost(self) -> list[OffloadKey]:
         """See ``Shelf.take_lost``."""
         buffer = ctypes.create_string_buffer(1 << 16)

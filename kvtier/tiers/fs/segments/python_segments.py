@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Final
 
 from kvtier.keys import GROUP_BYTES, MAX_KEY_BYTES
@@ -114,7 +115,12 @@ def _locate(shelf: PythonShelf, call: FileCall, first: int, end: int) -> Found:
             if (spot := shelf.find(call.keys[i])) is not None:
                 by_file[spot[0]].append((i, spot[1]))
         for file, mine in by_file.items():
-            there = shelf.sort_out(file, [record.block for _, record in mine])
+            try:
+                there = shelf.sort_out(file, [record.block for _, record in mine])
+            except OSError as error:
+                for i, _ in mine:
+                    call.results[i] = -(error.errno or errno.EIO)
+                continue
             for i, record in mine:
                 if record.block in there:
                     found[i] = file, record
@@ -156,7 +162,8 @@ def _get_some(shelf: PythonShelf, call: FileCall, file: File, mine: list[int], f
             try:
                 (moved,) = shelf.read(file, [(record, view)])
             except FileNotFoundError:  # compacted, or evicted
-                shelf.sort_out(file, [record.block])
+                with suppress(OSError):
+                    shelf.sort_out(file, [record.block])
                 call.results[i] = Result.ABSENT
                 torn.append(i)
                 continue

@@ -11,6 +11,7 @@ import mmap
 import os
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,10 +24,12 @@ import crc32c
 from kvtier.keys import OffloadKey
 from kvtier.tiers import seal
 from kvtier.tiers.fs.call import Flag, Place, StopFlag
+from kvtier.tiers.fs.index import fingerprint
 from kvtier.tiers.fs.layout import BLOCK_BYTES, FILE_MODE
 from kvtier.tiers.fs.python_files import make_parents, sync_parents
 from kvtier.tiers.fs.segments import layout
 from kvtier.tiers.fs.segments.layout import EXTENT_RECORDS, FOLDER, Head, Kind, Record, Shape
+from kvtier.tiers.fs.segments.scan import data_behind
 from kvtier.tiers.fs.segments.store import SegmentInfo, ShelfCounts, State
 
 HALF_MADE_S: Final = 10.0
@@ -186,21 +189,23 @@ class PythonShelf:
         return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE, dir_fd=self._dir_fd)
 
     def read_map(self, file: File) -> bytes | None:
-        """Return the map of the dead; None where the file is no longer there."""
+        """Return the map of the dead; None where the file is no longer there. OSError."""
         try:
             fd = self._open(file.name, os.O_RDONLY)
-        except OSError:
+            try:
+                length = file.map_blocks * BLOCK_BYTES
+                return os.pread(fd, length, BLOCK_BYTES).ljust(length, b"\0")
+            finally:
+                os.close(fd)
+        except OSError as error:
+            if error.errno == errno.ESTALE:  # another host has removed it, or the server has forgotten it
+                self._listed_at = None
+            elif error.errno != errno.ENOENT:
+                raise
             return None
-        try:
-            length = file.map_blocks * BLOCK_BYTES
-            return os.pread(fd, length, BLOCK_BYTES).ljust(length, b"\0")
-        except OSError:
-            return None
-        finally:
-            os.close(fd)
 
     def sort_out(self, file: File, blocks: Sequence[int]) -> set[int]:
-        """Return those of the blocks whose chunks are there; forget the others."""
+        """Return those of the blocks whose chunks are there; forget the others. OSError."""
         dead = self.read_map(file)
         with self._lock:
             if dead is None:
@@ -459,7 +464,7 @@ class PythonShelf:
         for file in self._growing_files():
             if stop:
                 break
-            self._read_more(file, stop)
+            self._read_more(file, False, stop)
         self._looks += 1
 
     def _growing_files(self) -> list[File]:
@@ -502,18 +507,28 @@ class PythonShelf:
         file.next_block = 1 + head.count
         with self._lock:
             self._files[file.number] = file
-        self._read_more(file, stop)
+        self._read_more(file, self._is_left(file), stop)
         return True
 
-    def _read_more(self, file: File, stop: StopFlag) -> None:
+    def _is_left(self, file: File) -> bool:
+        """Say whether a segment without a footer was left by a dead writer: the living hold a lock."""
+        try:
+            with self.open_file(file) as fd:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                fcntl.flock(fd, fcntl.LOCK_UN)
+        except OSError:
+            return False
+        return True
+
+    def _read_more(self, file: File, is_dead: bool, stop: StopFlag) -> None:
         """Learn what another process has written to a segment since the last time."""
-        dead = self.read_map(file)
-        if dead is None:
-            return
         with suppress(OSError), self.open_file(file) as fd:
+            dead = self.read_map(file)
+            if dead is None:
+                return
             found = os.fstat(fd)
             if not self._load_footer(file, fd, found.st_size, dead):
-                self._walk(file, fd, found.st_size, dead, stop)
+                self._walk(file, fd, found.st_size, dead, is_dead, stop)
             with self._lock:
                 file.bytes = found.st_blocks * 512
 
@@ -536,18 +551,32 @@ class PythonShelf:
             file.state = State.SEALED
         return True
 
-    def _walk(self, file: File, fd: int, size: int, dead: bytes, stop: StopFlag) -> None:
-        """Walk the extents from where the last walk ended to the first that is not whole."""
+    def _walk(self, file: File, fd: int, size: int, dead: bytes, is_dead: bool, stop: StopFlag) -> None:
+        """Walk the extents from where the last walk ended to the first that is not whole.
+
+        Its writer may be at it. Where that one is dead, go on behind it.
+        """
         while not stop and file.next_block < file.end_block:
-            at = file.next_block
-            block = _read(fd, BLOCK_BYTES, at * BLOCK_BYTES)
-            head = layout.parse_head(Kind.EXTENT, self.shape, block)
-            if head is None or head.block != at or not 0 < head.count <= EXTENT_RECORDS:
+            at, found = file.next_block, self._extent_at(fd, file.next_block)
+            while found is None and is_dead and not stop:
+                if (at := data_behind(fd, at)) >= file.end_block:
+                    return
+                found = self._extent_at(fd, at)
+            if found is None:
                 return
+            head, block = found
             with self._lock:
                 for record in layout.parse_extent(self.shape, head, block):
                     self._take_up(file, record, dead, size)
                 file.next_block = at + 1 + head.count * self.shape.chunk_blocks
+
+    def _extent_at(self, fd: int, at: int) -> tuple[layout.Head, bytes] | None:
+        """Return the head of the extent that begins at a block, and the block."""
+        block = _read(fd, BLOCK_BYTES, at * BLOCK_BYTES)
+        head = layout.parse_head(Kind.EXTENT, self.shape, block)
+        if head is None or head.block != at or not 0 < head.count <= EXTENT_RECORDS:
+            return None
+        return head, block
 
     def _take_up(self, file: File, record: Record | seal.Verdict, dead: bytes, size: int) -> None:
         if record is seal.Verdict.FOREIGN:
@@ -622,6 +651,10 @@ class PythonShelf:
         with self._lock:
             file = self._files.get(number)
             return [record.key for record in file.records.values()] if file is not None else []
+
+    def marks(self, number: int) -> array[int]:
+        """See ``Shelf.marks``."""
+        return array("Q", map(fingerprint, self.keys(number)))
 
     def take_lost(self) -> list[OffloadKey]:
         """See ``Shelf.take_lost``."""
@@ -701,7 +734,7 @@ class PythonShelf:
                     break
                 with suppress(OSError), self.open_file(file, os.O_RDWR) as fd:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    self._read_more(file, stop)  # all that the dead has written
+                    self._read_more(file, True, stop)  # all that the dead has written
                     self._check_all(file, stop)
                     if file.state is State.GROWING and not stop and not file.gone:
                         added += self._seal(file, fd)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from types import TracebackType
@@ -15,6 +17,14 @@ from kvtier.tiers.fs.segments import layout
 from kvtier.tiers.fs.segments.layout import EXTENT_RECORDS, Kind, Record, Shape
 
 _WRITABLE: Final = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def data_behind(fd: int, block: int) -> int:
+    """Return the next block that may have been written, one beyond all blocks where there is none."""
+    try:
+        return max(block + 1, os.lseek(fd, (block + 1) * BLOCK_BYTES, os.SEEK_DATA) // BLOCK_BYTES)
+    except OSError as error:
+        return sys.maxsize if error.errno == errno.ENXIO else block + 1
 
 
 class NoSegmentError(Exception):
@@ -71,13 +81,17 @@ class Segment:
         return self._head(Kind.FOOTER, size // BLOCK_BYTES - 1) is not None
 
     def records(self) -> Iterator[Record | seal.Verdict]:
-        """Yield the chunks that were not discarded, and what is wrong with a seal in place of an ill one."""
+        """Yield the chunks that were not discarded, and what is wrong with a seal in place of an ill one.
+
+        Behind an extent that its writer has not finished, or could not write, others may follow.
+        """
         at = 1 + self._map_blocks
         while at < self._capacity:
             block = self._buffer.read(self._fd, at * BLOCK_BYTES, BLOCK_BYTES)
             head = layout.parse_head(Kind.EXTENT, self.shape, block)
             if head is None or head.block != at or not 0 < head.count <= EXTENT_RECORDS:
-                return
+                at = data_behind(self._fd, at)
+                continue
             places = range(at + 1, self._capacity, self.shape.chunk_blocks)
             for place, record in zip(places, layout.parse_extent(self.shape, head, block), strict=False):
                 if not self._dead[self._index(place)]:

@@ -21,7 +21,6 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from kvtier.keys import OffloadKey
 from kvtier.tiers.fs.call import FileCall, Place, StopFlag
-from kvtier.tiers.fs.index import fingerprint
 from kvtier.tiers.fs.layout import BLOCK_BYTES
 from kvtier.tiers.fs.segments.layout import FOLDER, MAX_MAP_BLOCKS, Shape, footer_blocks
 
@@ -95,6 +94,9 @@ class Shelf(Protocol):
 
     def keys(self, number: int) -> list[OffloadKey]:
         """Return the keys of the chunks in a segment that can be got."""
+
+    def marks(self, number: int) -> array[int]:
+        """Return their fingerprints: ``index.fingerprint``, type code ``Q``."""
 
     def take_lost(self) -> list[OffloadKey]:
         """Return the keys of chunks whose segments were found to be gone since it was asked last."""
@@ -241,7 +243,7 @@ class Segments(ABC, Generic[ShelfT]):
             shelf.load(stop)
             marks = array("Q")
             for info in shelf.segments():
-                marks.extend(map(fingerprint, shelf.keys(info.number)))
+                marks.extend(shelf.marks(info.number))
         return marks
 
     def tend(self, place: Place, stop: StopFlag) -> int:

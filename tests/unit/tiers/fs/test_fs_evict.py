@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from functools import partial
 from typing import Any
 
 import anyio
@@ -73,6 +72,12 @@ async def filled(world, ages_s, **settings):
     for number, (written, used) in enumerate(ages_s):
         set_times(world.file(number), written, used)
     return tier
+
+
+def first_level(world):
+    """The directories that scans are made of, relative to the root."""
+    data_dir = f"{world.identity.namespace}_r0"
+    return [f"{data_dir}/{name}" for name in sorted(os.listdir(world.root / data_dir))]
 
 
 def left(world, count):
@@ -189,8 +194,8 @@ async def test_helper_and_fallback_see_the_same(world, monkeypatch):
         for library in (native.library, None):
             monkeypatch.setattr(native, "library", library)
             scan = UnitScan(now_ns, Histogram())
-            look = partial(scan.look, root_fd, f"{world.identity.namespace}_r0", StopFlag())
-            assert await anyio.to_thread.run_sync(look) == []
+            for folder in first_level(world):
+                assert await anyio.to_thread.run_sync(scan.look, root_fd, folder, StopFlag()) == []
             assert scan.histogram is not None
             seen.append((scan.histogram.bytes.tobytes(), scan.seen_units))
         assert seen[0] == seen[1]
@@ -212,19 +217,66 @@ async def test_helper_and_fallback_see_the_same(world, monkeypatch):
         os.close(root_fd)
 
 
+NO_UNITS = (
+    "abc/de_g0/notes.txt",
+    "abc/de_g0/abcdef.bin.bak",
+    "abc/de_g0/abcde.bin",
+    "abc/de_g0/model.bin",
+    "abc/de_g0/abcdef.bin_7.tmpx",
+    "abc/de_g0/abcdef.bin_.tmp",
+    "abc/de_g0/deeper/abcdef.bin",
+    "abc/de_gx/abcdef.bin",
+    "abc/de_g/abcdef.bin",
+    "abc/de_g12345678901/abcdef.bin",
+    "abc/xx_g0/abcdef.bin",
+    "abc/abcdef.bin",
+    "abc/x.seg",
+    "notes/de_g0/abcdef.bin",
+    "abcdef.bin",
+    "segments/model.safetensors",
+    "segments/abcdef.bin",
+    "segments/.x.seg",
+    "segments/deeper/x.seg",
+    f"segments/{'x' * 92}.seg",
+)
+UNITS = (
+    "abc/de_g0/abcdef.bin",
+    "abc/de_g1234567890/abcdef.bin",
+    "abc/de_g0/abcdef.bin_8423.tmp",  # what a writer of vLLM's own tier has not finished
+    "segments/1-2-3.seg",
+    f"segments/{'x' * 91}.seg",
+)
+
+
+async def test_only_what_is_called_as_units_are_leaves(world, evictor):
+    await filled(world, [(HOUR, None)])
+    place = world.file(0).parents[2]
+    for name in (*NO_UNITS, *UNITS):
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_bytes(bytes(5000))
+        set_times(place / name, HOUR)
+    evicted = await anyio.to_thread.run_sync(evictor.make_room, 10**9)
+    assert evicted.units == 1 + len(UNITS)
+    assert [name for name in UNITS if (place / name).exists()] == []
+    assert [name for name in NO_UNITS if not (place / name).exists()] == []
+
+
 async def test_a_scan_removes_no_more_than_it_can_name(world, monkeypatch, in_python):
     if native.library is None:
         pytest.skip("in Python there is room for every name")
     monkeypatch.setattr("kvtier.tiers.fs.units.NAMES_BYTES", 200)
-    await filled(world, [(HOUR, None)] * 30)
+    (folder,) = await filled(world, [(HOUR, None)]) and first_level(world)
+    leaf = world.file(0).parent
+    for number in range(29):
+        (leaf / f"{number:064x}.bin").touch()
     root_fd = os.open(world.root, os.O_RDONLY)
     try:
         scan = UnitScan(time.time_ns(), cutoffs=Cutoffs(0, 0), want_bytes=10**9)
-        removed = scan.look(root_fd, f"{world.identity.namespace}_r0", StopFlag())
+        removed = scan.look(root_fd, folder, StopFlag())
     finally:
         os.close(root_fd)
     assert 0 < len(removed) == scan.removed_units < 30
-    assert len(left(world, 30)) == 30 - len(removed)
+    assert len(list(leaf.iterdir())) == 30 - len(removed)
 
 
 # ------------------------------------------------------------------------------ in the tier

@@ -6,13 +6,15 @@ import os
 import random
 import shutil
 import threading
+from array import array
 
 import anyio
 import pytest
 
+from kvtier import native
 from kvtier.keys import pack_key
 from kvtier.tiers.base import Knowledge, Status
-from kvtier.tiers.fs.index import Index, fingerprint
+from kvtier.tiers.fs.index import Index, NativeIndex, PythonIndex, fingerprint
 
 pytestmark = pytest.mark.timeout(60)
 PRESENT, UNKNOWN = Knowledge.PRESENT, Knowledge.UNKNOWN
@@ -25,14 +27,65 @@ def test_keys_that_differ_in_hash_or_group_have_other_fingerprints():
     assert len({fingerprint(key) for key in keys}) == len(keys)
 
 
-def test_the_index_has_what_was_added_and_not_discarded():
+@pytest.fixture(params=["native", "python"])
+def index(request) -> Index:
+    if request.param == "python":
+        return PythonIndex()
+    if native.library is None:
+        pytest.skip("the native helper is not built")
+    return NativeIndex(native.library)
+
+
+def test_the_index_has_what_was_added_and_not_discarded(index):
     keys = [pack_key(bytes([number]) * 32) for number in range(100)]
-    index = Index()
     index.add(keys)
     index.add(keys[:50])
     index.discard([*keys[20:40], pack_key(b"\xff" * 32)])
-    assert [key in index for key in keys] == [not 20 <= number < 40 for number in range(100)]
+    assert list(index.known(keys)) == [not 20 <= number < 40 for number in range(100)]
     assert len(index) == 80
+
+
+def test_the_index_is_a_set_whatever_comes_and_goes(index):
+    chosen = random.Random(5)
+    keys = [pack_key(chosen.randbytes(8 + number % 57), number % 3) for number in range(30_000)]
+    truth: set[int] = set()
+    for _ in range(60):  # tables grow, and have long runs of marks with holes in them
+        some = chosen.sample(range(len(keys)), 1500)
+        if chosen.random() < 0.6:
+            index.add([keys[number] for number in some])
+            truth.update(some)
+        else:
+            index.discard([keys[number] for number in some])
+            truth.difference_update(some)
+    assert list(index.known(keys)) == [number in truth for number in range(len(keys))]
+    assert len(index) == len(truth)
+
+
+def test_what_was_listed_is_known_by_its_key(index):
+    chosen = random.Random(6)
+    keys = [pack_key(chosen.randbytes(1 + number % 64), chosen.getrandbits(32)) for number in range(500)]
+    keys += [pack_key(bytes(length)) for length in (1, 8, 32)]  # a fingerprint of 0
+    keys += [pack_key(b"\xff" * length, 2**32 - 1) for length in (8, 9, 16, 64)]
+    index.add_listed(array("Q", map(fingerprint, keys[::2])))
+    assert list(index.known(keys[::2])) == [1] * len(keys[::2])
+    index.discard(keys)
+    assert len(index) == 0
+    assert list(index.known([])) == []
+
+
+def test_threads_that_note_at_once_lose_nothing(index):
+    chosen = random.Random(7)
+    keys = [[pack_key(chosen.randbytes(32))] for _ in range(20_000)]
+    threads = [
+        threading.Thread(target=lambda mine=keys[which::4]: [index.add(one) for one in mine])
+        for which in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(index) == len(keys)
+    assert all(index.known([key for (key,) in keys]))
 
 
 async def test_a_tier_finds_out_in_the_background_what_it_has(world):

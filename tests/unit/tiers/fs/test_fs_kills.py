@@ -43,7 +43,7 @@ def key(number):
 async def write():
     choose = random.Random()
     settings = dict(root_dir=root, n_threads=2, min_free_bytes=0, max_bytes=max_bytes, recount_s=0.05)
-    tier = FsTier(FsConfig(**settings))
+    tier = FsTier(FsConfig(**settings, format="files"))
     identity = Identity.make("org/Model-7B", {"dtype": "bfloat16"})
     await tier.open(TierContext("files", identity, chunk_bytes))
     memory = HeapMemory(8, chunk_bytes)

@@ -109,8 +109,9 @@ def test_many_ends_are_told_by_one_look(make_pool):
 
 def test_reads_go_before_writes_that_came_earlier(make_pool):
     pool, gate, writing = make_pool(1, 2), threading.Event(), threading.Event()
-    for _ in range(3):  # all three threads are busy: with a read, and with two writes
+    for _ in range(2):  # all three threads are busy: with two writes, and then with a read
         pool.submit("hold", reading=False, gate=gate)
+    pool.wait_begun(2)
     pool.submit("hold", reading=True, gate=gate)
     pool.wait_begun(3)
     for _ in range(4):
@@ -118,12 +119,12 @@ def test_reads_go_before_writes_that_came_earlier(make_pool):
     for _ in range(4):
         pool.submit("read", reading=True)
     gate.set()
-    pool.wait_begun(4 + 4 + 1)
+    pool.wait_begun(3 + 4 + 1)
     order = [name for name in pool.names() if name != "hold"]
     assert order.index("write") >= 0
     assert order[:6].count("read") == 4  # one writer, or two, went on writing
     writing.set()
-    pool.ended(12)
+    pool.ended(11)
 
 
 def test_one_reader_stays_free_for_the_next_read(make_pool):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
 from collections import Counter
 
@@ -13,6 +14,7 @@ from kvtier.errors import KVTierError, TierError
 from kvtier.testing.tiers import TierConformance
 from kvtier.tiers.base import Knowledge, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
+from kvtier.tiers.fs.namespace import Namespace
 from kvtier.tiers.fs.striped import StripedFs
 
 pytestmark = pytest.mark.timeout(120)
@@ -94,6 +96,67 @@ async def test_a_root_that_cannot_be_opened_costs_its_share_alone(world, caplog)
     lost = [n for n, status in enumerate(statuses) if status is ABSENT]
     assert set(tier.known(world.keys(lost))) == {Knowledge.ABSENT}
     await tier.reset()
+    await tier.aclose()
+
+
+async def reset_without(world, *names, away):
+    """Reset the stripe while a root cannot be opened."""
+    hidden = world.root / f"{away}.away"
+    (world.root / away).rename(hidden)
+    (world.root / away).write_text("not mounted")
+    tier = await open_striped(world, *names)
+    await tier.reset()
+    await tier.aclose()
+    (world.root / away).unlink()
+    hidden.rename(world.root / away)
+
+
+async def test_a_root_that_was_away_during_a_reset_has_nothing_when_it_is_back(world, caplog):
+    tier = await open_striped(world, "a", "b", "c")
+    await world.put(tier, range(100))
+    await tier.aclose()
+    await reset_without(world, "a", "b", "c", away="b")
+    tier = await open_striped(world, "a", "b", "c")
+    assert set((await world.get(tier, range(100))).statuses) == {ABSENT}
+    assert caplog.text.count("missed a reset") == 1
+    assert (await world.put(tier, range(100))).statuses == (OK,) * 100
+    other = await open_striped(world, "c", "b", "a")  # what was put now is for all who open it
+    assert (await world.get(other, range(100))).statuses == (OK,) * 100
+    assert caplog.text.count("missed a reset") == 1
+    await other.aclose()
+    await tier.aclose()
+
+
+async def test_a_root_that_missed_a_reset_and_cannot_be_written_is_not_used(world, monkeypatch, caplog):
+    tier = await open_striped(world, "a", "b")
+    await world.put(tier, range(100))
+    await tier.aclose()
+    await reset_without(world, "a", "b", away="b")
+
+    def refuse(*args):
+        raise OSError(errno.EROFS, "read-only")
+
+    monkeypatch.setattr(Namespace, "_write_small", refuse)
+    tier = await open_striped(world, "a", "b")
+    assert "goes on without the root" in caplog.text
+    assert set((await world.get(tier, range(100))).statuses) == {ABSENT}
+    outcome = await world.put(tier, range(100))
+    assert 20 < outcome.reasons["root_down"] < 80
+    assert outcome.statuses.count(OK) == 100 - outcome.reasons["root_down"]
+    await tier.aclose()
+
+
+async def test_roots_that_were_reset_together_go_on_together(world, caplog):
+    tier = await open_striped(world, "a", "b")
+    for _ in range(2):
+        await tier.reset()
+    await tier.aclose()
+    tier = await open_striped(world, "a", "b")
+    await world.put(tier, range(20))
+    await tier.aclose()
+    tier = await open_striped(world, "a", "b")
+    assert (await world.get(tier, range(20))).statuses == (OK,) * 20
+    assert "missed" not in caplog.text
     await tier.aclose()
 
 

@@ -100,8 +100,14 @@ def test_any_byte_may_be_another_and_nothing_wrong_is_given(new_rack, tmp_path, 
     flip()
 
 
-def test_any_block_of_a_write_may_be_missing(new_rack, tmp_path):
-    """A power cut or a kill leaves any of the blocks of one system call unwritten."""
+def blocks_of(chunk):
+    """The blocks of a chunk in what ``written`` has made: the head of its extent, and its bytes."""
+    head, first = (2, 3 + 4 * chunk) if chunk < 4 else (19, 20 + 4 * (chunk - 4))
+    return {head, *range(first, first + 4)}
+
+
+def test_any_block_of_a_write_may_be_missing_and_all_that_is_whole_is_given(new_rack, tmp_path):
+    """A power cut or a kill leaves any of the blocks unwritten that were under way, and others behind."""
     numbers = itertools.count()
     with new_rack(tmp_path / "origin") as origin:
         content, end = written(origin, sealed=False)
@@ -117,8 +123,26 @@ def test_any_block_of_a_write_may_be_missing(new_rack, tmp_path):
             (rack.folder / "left.seg").write_bytes(bytes(harmed))
             results = check_harmless(rack, rack.store())
             assert not set(results) & ILL  # its writer may not have finished: no damage
+            whole = [not blocks & blocks_of(chunk) for chunk in range(CHUNKS)]
+            assert [result == OK for result in results] == whole
 
     lose()
+
+
+def test_what_was_put_behind_an_unfinished_extent_stays_when_a_dead_writers_segment_is_sealed(
+    new_rack, tmp_path
+):
+    with new_rack(tmp_path / "origin") as origin:
+        content, _ = written(origin, sealed=False)
+    with new_rack(tmp_path / "left") as rack:
+        rack.folder.mkdir(parents=True)
+        (rack.folder / "left.seg").write_bytes(content[:8192] + bytes(4096) + content[3 * 4096 :])
+        store = rack.store()
+        rack.tend(store)
+        assert rack.get(store, range(CHUNKS)) == [ABSENT] * 4 + [OK] * 2
+        store.close()
+        store = rack.store()
+        assert rack.get(store, range(CHUNKS)) == [ABSENT] * 4 + [OK] * 2
 
 
 def test_a_dead_writers_segment_is_sealed_and_its_unused_length_given_back(rack):

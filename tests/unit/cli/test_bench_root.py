@@ -1,0 +1,43 @@
+"""The measurement of a start on a root with many chunks: it measures what it says, and leaves nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvtier.cli import bench_root
+from kvtier.cli import main as cli
+from kvtier.errors import ConfigError
+from kvtier.tiers.base import Outcome, Status
+from kvtier.tiers.fs import FsTier
+
+
+def test_both_formats_are_measured_and_the_chunks_are_removed(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    options = ["--root", str(folder), "--chunks", "600", "--rounds", "2", "--json", str(figures)]
+    result = CliRunner().invoke(cli.app, ["bench", "root", *options])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(figures.read_text())["RootStart"]
+    assert [(row["format"], row["chunks"]) for row in rows] == [("files", 600), ("segments", 600)]
+    for row in rows:
+        assert 0 < row["open_s"] < row["answered_s"] <= row["worst_s"]
+        assert row["answered_s"] <= row["known_s"]
+        assert row["lookup_ms"] > 0
+    assert list(folder.iterdir()) == []
+
+
+def test_a_disk_that_does_not_take_the_chunks_is_refused_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def put(tier: FsTier, batch: object) -> Outcome:
+        return Outcome.all(Status.REFUSED, 4, "min_free")
+
+    monkeypatch.setattr(FsTier, "put", put)
+    with pytest.raises(ConfigError, match="does not take 4 chunks: min_free"):
+        bench_root.run(tmp_path, chunks=4)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,243 @@
+"""System calls that fail under a tier, in the native helper as in Python: a reason, and never another byte.
+
+A small library in front of the C library makes calls fail: each call that the tier makes with each error
+that a disk or a network file system has (ESTALE: the server has forgotten a file), and then any of them
+at random while chunks are put, got and discarded.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import pytest
+
+from kvtier import native
+from kvtier.native import build
+
+pytestmark = pytest.mark.timeout(200)
+MEMORY = Path("/dev/shm")  # where flushing costs nothing
+
+SHIM = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+enum { OPENAT, PREADV, PWRITEV, PREAD, PWRITE, RENAMEAT,
+       FDATASYNC, FSYNC, MKDIRAT, UNLINKAT, FSTATAT, UTIMENSAT };
+/* A call fails if its bit is in `calls`: always, or with `every` > 1 about one time in so many. */
+struct { unsigned calls; int error; unsigned every; unsigned failed; } fault;
+static __thread unsigned seed;
+
+static int due(int call)
+{
+    if (!(fault.calls >> call & 1))
+        return 0;
+    if (!seed)
+        seed = (unsigned)(size_t)&seed;
+    if (fault.every > 1 && rand_r(&seed) % fault.every)
+        return 0;
+    __atomic_add_fetch(&fault.failed, 1, __ATOMIC_RELAXED);
+    errno = fault.error;
+    return 1;
+}
+
+#define REAL(name, result, ...) \
+    static result (*real)(__VA_ARGS__); \
+    if (!real) real = (result(*)(__VA_ARGS__))dlsym(RTLD_NEXT, name)
+
+#define OPEN(name) \
+    int name(int dir, const char *path, int flags, ...) { \
+        REAL(#name, int, int, const char *, int, ...); \
+        va_list rest; va_start(rest, flags); mode_t mode = va_arg(rest, mode_t); va_end(rest); \
+        return due(OPENAT) ? -1 : real(dir, path, flags, mode); }
+OPEN(openat) OPEN(openat64)
+#define MOVE(id, name, type) \
+    ssize_t name(int fd, type parts, int count, off_t at) { \
+        REAL(#name, ssize_t, int, type, int, off_t); return due(id) ? -1 : real(fd, parts, count, at); }
+MOVE(PREADV, preadv, const struct iovec *) MOVE(PREADV, preadv64, const struct iovec *)
+MOVE(PWRITEV, pwritev, const struct iovec *) MOVE(PWRITEV, pwritev64, const struct iovec *)
+#define ONE(id, name, type) \
+    ssize_t name(int fd, type bytes, size_t count, off_t at) { \
+        REAL(#name, ssize_t, int, type, size_t, off_t); return due(id) ? -1 : real(fd, bytes, count, at); }
+ONE(PREAD, pread, void *) ONE(PREAD, pread64, void *)
+ONE(PWRITE, pwrite, const void *) ONE(PWRITE, pwrite64, const void *)
+int renameat(int d, const char *p, int e, const char *q) {
+    REAL("renameat", int, int, const char *, int, const char *);
+    return due(RENAMEAT) ? -1 : real(d, p, e, q); }
+int fdatasync(int fd) { REAL("fdatasync", int, int); return due(FDATASYNC) ? -1 : real(fd); }
+int fsync(int fd) { REAL("fsync", int, int); return due(FSYNC) ? -1 : real(fd); }
+int mkdirat(int d, const char *p, mode_t m) {
+    REAL("mkdirat", int, int, const char *, mode_t); return due(MKDIRAT) ? -1 : real(d, p, m); }
+int unlinkat(int d, const char *p, int f) {
+    REAL("unlinkat", int, int, const char *, int); return due(UNLINKAT) ? -1 : real(d, p, f); }
+#define STAT(name, type) \
+    int name(int d, const char *p, type *s, int f) { \
+        REAL(#name, int, int, const char *, type *, int); return due(FSTATAT) ? -1 : real(d, p, s, f); }
+STAT(fstatat, struct stat) STAT(fstatat64, struct stat64)
+int utimensat(int d, const char *p, const struct timespec t[2], int f) {
+    REAL("utimensat", int, int, const char *, const struct timespec *, int);
+    return due(UTIMENSAT) ? -1 : real(d, p, t, f); }
+"""
+
+DRIVER = r"""
+import asyncio, ctypes, errno, functools, hashlib, logging, random, sys
+from pathlib import Path
+from kvtier import native
+from kvtier.identity import Identity
+from kvtier.keys import pack_key
+from kvtier.testing.memory import HeapMemory
+from kvtier.tiers.base import Batch, Status, TierContext
+from kvtier.tiers.fs import FsConfig, FsTier
+
+logging.disable()
+OK, ABSENT, REFUSED, FAILED, CORRUPT = Status.OK, Status.ABSENT, Status.REFUSED, Status.FAILED, Status.CORRUPT
+class Fault(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint) for name in ("calls", "error", "every", "failed")]
+fault = Fault.in_dll(ctypes.CDLL(None), "fault")
+CALLS = (
+    "openat preadv pwritev pread pwrite renameat fdatasync fsync mkdirat unlinkat fstatat utimensat".split()
+)
+root, format_ = Path(sys.argv[1]), sys.argv[2]
+assert native.available == (sys.argv[3] == "native")
+SIZE = 16384
+
+def key(number):
+    return pack_key(hashlib.sha256(number.to_bytes(8, "big")).digest(), 0)
+
+@functools.cache
+def content(number):
+    return random.Random(number).randbytes(SIZE)
+
+def batch(numbers, filled):
+    memory = HeapMemory(max(8, len(numbers)), SIZE)
+    if filled:
+        for slot, number in enumerate(numbers):
+            memory.view(slot)[:] = content(number)
+    return Batch([key(number) for number in numbers], range(len(numbers)), memory)
+
+async def get(tier, numbers):
+    wanted = batch(numbers, False)
+    outcome = await tier.get(wanted)
+    for number, status, view in zip(numbers, outcome.statuses, wanted.views):
+        assert status != OK or bytes(view) == content(number), f"wrong bytes of {number}"
+    assert CORRUPT not in outcome.statuses, outcome.reasons
+    assert set(outcome.reasons) <= set(tier.reasons), outcome.reasons
+    return outcome.statuses
+
+async def put(tier, numbers):
+    outcome = await tier.put(batch(numbers, True))
+    assert set(outcome.statuses) <= {OK, FAILED, REFUSED}, outcome.statuses
+    assert set(outcome.reasons) <= set(tier.reasons), outcome.reasons
+    return outcome
+
+async def open_tier(folder):
+    settings = dict(root_dir=root / folder, n_threads=2, min_free_bytes=0, max_bytes=10**9, format=format_)
+    tier = FsTier(FsConfig(**settings, durability="full"))
+    await tier.open(TierContext("files", Identity.make("m", {}), SIZE))
+    return tier
+
+def is_tidy(folder):
+    base = root / folder
+    left = [p for p in base.glob("*/.tmp/*/*")]
+    return not left and not list(base.glob("*/quarantine/*"))
+
+async def one_by_one():
+    tier, number = await open_tier("one"), 0
+    await put(tier, range(4))
+    for name in ("EIO", "ESTALE", "ENOSPC", "EACCES"):
+        for call in range(len(CALLS)):
+            mine, number = range(number + 10, number + 14), number + 10
+            fault.error, fault.every, fault.failed, fault.calls = getattr(errno, name), 1, 0, 1 << call
+            outcome = await put(tier, mine)
+            failed = 4 - outcome.statuses.count(OK)
+            assert sum(outcome.reasons.values()) == failed, (name, CALLS[call], outcome)
+            assert set(outcome.reasons) <= {name.lower(), "min_free"}, (name, CALLS[call], outcome)
+            there = await get(tier, range(4))
+            assert set(there) <= {OK, FAILED, ABSENT, REFUSED}, there
+            assert fault.failed or set(there) == {OK}, (name, CALLS[call])
+            await tier.contains([key(1)])
+            await tier.touch([key(1)])
+            await tier.discard([key(10**6)])
+            fault.calls = 0
+            assert set(await get(tier, range(4))) == {OK}, (name, CALLS[call])
+            assert set((await put(tier, mine)).statuses) == {OK}, (name, CALLS[call])
+            assert set(await get(tier, mine)) == {OK}, (name, CALLS[call])
+    await tier.aclose()
+    assert is_tidy("one")
+
+async def at_random():
+    tier, choose = await open_tier("two"), random.Random()
+    for round_ in range(150):
+        fault.error = choose.choice([errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENOMEM])
+        fault.every, fault.calls = 6, (1 << len(CALLS)) - 1
+        some = choose.sample(range(60), 6)
+        what = choose.random()
+        if what < 0.5:
+            await put(tier, some)
+        elif what < 0.9:
+            await get(tier, some)
+        else:
+            await tier.discard([key(number) for number in some[:2]])
+        fault.calls = 0
+    assert set((await put(tier, range(60))).statuses) == {OK}
+    assert set(await get(tier, range(60))) == {OK}
+    fault.every, fault.calls = 2, (1 << len(CALLS)) - 1
+    await tier.aclose()
+    fault.calls = 0
+    tier = await open_tier("two")
+    assert set(await get(tier, range(60))) <= {OK, ABSENT}
+    await tier.aclose()
+
+asyncio.run(one_by_one())
+asyncio.run(at_random())
+print("failed on purpose:", fault.failed)
+"""
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library that makes calls fail."""
+    folder = tmp_path_factory.mktemp("shim")
+    (folder / "shim.c").write_text(SHIM)
+    command = ["-shared", "-fPIC", "-O1", "-o", str(folder / "shim.so"), str(folder / "shim.c"), "-ldl"]
+    try:
+        subprocess.run([*build.compiler(), *command], check=True, capture_output=True, text=True)
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    return folder / "shim.so"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[str]:
+    """A directory in memory, where there is one."""
+    with tempfile.TemporaryDirectory(dir=MEMORY if os.access(MEMORY, os.W_OK) else tmp_path) as made:
+        yield made
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it stands in front of glibc")
+@pytest.mark.parametrize("format_", ["files", "segments"])
+@pytest.mark.parametrize("way", ["native", "python"])
+async def test_whatever_call_fails_is_a_reason_and_all_is_well_afterwards(shim, folder, format_, way):
+    if way == "native" and native.library is None:
+        pytest.skip("the native helper is not built")
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": str(shim),
+        "KVTIER_NATIVE": "1" if way == "native" else "0",
+    }
+    command = [sys.executable, "-c", DRIVER, folder, format_, way]
+    done = await anyio.run_process(command, env=environment, check=False)
+    assert done.returncode == 0, done.stderr.decode()[-4000:]

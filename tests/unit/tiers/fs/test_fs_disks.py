@@ -1,0 +1,212 @@
+"""Real disks that lose power, die or go read-only under a tier, with every format and durability.
+
+The kernel itself takes the disk away: a file system in an image is shut down by the call that testers of
+file systems use. What was not flushed is lost, what is asked afterwards fails, and when the image is
+mounted again there is what a power cut would have left.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import struct
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from kvtier.tiers.base import Status
+from kvtier.tiers.fs import FsTier, formats, upkeep
+from kvtier.tiers.fs.store import Store
+
+pytestmark = pytest.mark.timeout(60)
+OK, ABSENT, REFUSED, FAILED, CORRUPT = (
+    Status.OK,
+    Status.ABSENT,
+    Status.REFUSED,
+    Status.FAILED,
+    Status.CORRUPT,
+)
+GOING_DOWN = 0x8004587D  # of xfs, and of ext4 as well
+WITHOUT_FLUSHING = 2
+LOST = {"eio", "erofs"}  # what file systems say that were shut down
+IMAGE_BYTES = 320 * 2**20  # the least that mkfs.xfs makes; a hole but for what is written
+
+
+class Disk:
+    """A file system in an image, mounted at ``point``."""
+
+    def __init__(self, folder: Path, kind: str, options: str = "defaults") -> None:
+        self.point = folder / "mounted"
+        self.point.mkdir()
+        self._image = folder / "image"
+        self._kind = kind
+        self._options = options
+        with self._image.open("wb") as image:
+            image.truncate(IMAGE_BYTES)
+        quiet = {"ext4": ["-q", "-E", "lazy_itable_init=1,nodiscard"], "xfs": ["-q", "-K"]}[kind]
+        self._run(f"mkfs.{kind}", *quiet, str(self._image))
+        self.mount()
+
+    def mount(self) -> None:
+        self._run("mount", "-o", f"loop,{self._options}", str(self._image), str(self.point))
+
+    def unmount(self) -> None:
+        self._run("umount", str(self.point))
+
+    def lose_power(self) -> None:
+        fd = os.open(self.point, os.O_RDONLY)
+        try:
+            fcntl.ioctl(fd, GOING_DOWN, struct.pack("I", WITHOUT_FLUSHING))
+        finally:
+            os.close(fd)
+
+    def fail(self) -> None:
+        """Have the kernel see damage, upon which it does what the mount option ``errors`` says. Of ext4."""
+        device = f"loop{os.minor(os.stat(self.point).st_dev)}"
+        trigger = Path(f"/sys/fs/ext4/{device}/trigger_fs_error")
+        if not trigger.exists():
+            pytest.skip("this kernel cannot be told that a file system is damaged")
+        trigger.write_text("a test")
+
+    def close(self) -> None:
+        subprocess.run(["umount", "-l", str(self.point)], check=False, capture_output=True)
+
+    def _run(self, *command: str) -> None:
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no file system can be made and mounted here: {error}")
+
+
+@pytest.fixture
+def make_disk(tmp_path: Path) -> Iterator[Callable[..., Disk]]:
+    """Makes disks; skips where that is not allowed."""
+    made: list[Disk] = []
+
+    def make(kind: str, options: str = "defaults") -> Disk:
+        folder = tmp_path / f"disk{len(made)}"
+        folder.mkdir()
+        made.append(Disk(folder, kind, options))
+        return made[-1]
+
+    yield make
+    for disk in made:
+        disk.close()
+
+
+@pytest.fixture
+def work() -> None:
+    """Stores are made by format, with the native helper where it is there."""
+
+
+def store(kind: str) -> Store:
+    return formats.segments() if kind == "segments" else formats.files()
+
+
+async def put_until_it_fails(world, tier: FsTier, numbers: list[int], kept: set[int]) -> Counter[str]:
+    """Put chunks, a few at a time, and note in ``kept`` whose puts have ended well.
+
+    Returns why the others failed.
+    """
+    reasons: Counter[str] = Counter()
+    while numbers and not reasons:
+        some, numbers[:] = numbers[:4], numbers[4:]
+        outcome = await world.put(tier, some)
+        assert set(outcome.statuses) <= {OK, FAILED}
+        kept.update(number for number, status in zip(some, outcome.statuses, strict=True) if status == OK)
+        reasons.update(outcome.reasons)
+    return reasons
+
+
+@pytest.mark.parametrize(
+    ("kind", "durability"), [("ext4", "none"), ("ext4", "data"), ("ext4", "full"), ("xfs", "full")]
+)
+@pytest.mark.parametrize("format_", ["files", "segments"])
+async def test_a_power_cut_leaves_what_the_durability_promises(
+    world, make_disk, monkeypatch, kind, format_, durability
+):
+    monkeypatch.setattr(upkeep, "TICK_S", 0.01)
+    disk = make_disk(kind)
+    world.root = disk.point / "root"
+    settings = {"durability": durability, "max_bytes": 10**9, "recount_s": 0.05}
+    tier = await world.open(store(format_), **settings)
+    numbers, reasons = list(range(2000)), []
+    kept: set[int] = set()
+    enough = random.Random().randrange(8, 160)
+
+    async def put():
+        reasons.append(await put_until_it_fails(world, tier, numbers, kept))
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(3):
+            tasks.start_soon(put)
+        while len(kept) < enough:
+            await anyio.lowlevel.checkpoint()
+        promised = sorted(kept)  # a flush that the shutdown overtakes may be told to have ended well
+        await anyio.to_thread.run_sync(disk.lose_power)
+    begun = 2000 - len(numbers)
+    assert numbers, "the disk was lost when all was done"
+    assert all(set(found) <= LOST and found for found in reasons), reasons  # each writer was told why
+    gone = await world.get(tier, range(begun))
+    assert set(gone.statuses) <= {OK, ABSENT, FAILED}
+    assert set(gone.reasons) <= LOST
+    await tier.aclose()
+    disk.unmount()
+
+    disk.mount()
+    tier = await world.open(store(format_), **settings)
+    statuses = (await world.get(tier, range(begun))).statuses  # which looks at the bytes
+    assert set(statuses) <= ({OK, ABSENT, CORRUPT} if durability == "none" else {OK, ABSENT})
+    set_aside = await anyio.to_thread.run_sync(world.quarantined)
+    assert len(set_aside) == statuses.count(CORRUPT)
+    if durability == "full":
+        assert [number for number in promised if statuses[number] != OK] == []
+    assert set((await world.put(tier, range(begun))).statuses) == {OK}
+    assert set((await world.get(tier, range(begun))).statuses) == {OK}
+    await tier.aclose()
+
+
+@pytest.mark.parametrize("format_", ["files", "segments"])
+async def test_a_disk_that_the_kernel_makes_read_only_is_read(world, make_disk, monkeypatch, format_):
+    monkeypatch.setattr(upkeep, "TICK_S", 0.01)
+    disk = make_disk("ext4", "errors=remount-ro")
+    world.root = disk.point / "root"
+    tier = await world.open(store(format_), max_bytes=10**9, recount_s=0.05)
+    assert (await world.put(tier, range(20))).statuses == (OK,) * 20
+    disk.fail()
+    outcome = await world.put(tier, range(40))
+    assert outcome.statuses == (OK,) * 20 + (FAILED,) * 20
+    assert dict(outcome.reasons) == {"erofs": 20}
+    assert (await world.get(tier, range(40))).statuses == (OK,) * 20 + (ABSENT,) * 20
+    await tier.discard(world.keys([1]))  # a file stays; of a segment this process forgets it at least
+    await tier.touch(world.keys([2]))
+    assert (await world.get(tier, range(1, 3))).statuses == (OK if format_ == "files" else ABSENT, OK)
+    await tier.aclose()
+
+
+@pytest.mark.parametrize("format_", ["files", "segments"])
+async def test_directories_that_may_not_be_changed_are_read(world, make_disk, format_):
+    disk = make_disk("ext4")
+    world.root = disk.point / "root"
+    tier = await world.open(store(format_), max_bytes=10**9)
+    await world.put(tier, range(20))
+    (data_dir,) = world.root.glob("*_r0")
+    folders = [data_dir, *(path for path in data_dir.rglob("*") if path.is_dir())]
+    await anyio.run_process(["chattr", "+i", *map(str, folders)])
+    try:
+        outcome = await world.put(tier, range(40))
+        assert (await world.get(tier, range(20))).statuses == (OK,) * 20
+    finally:
+        await anyio.run_process(["chattr", "-i", *map(str, folders)])
+    assert outcome.statuses[:20] == (OK,) * 20
+    if format_ == "files":  # a segment that is open already is written on
+        assert outcome.statuses[20:] == (FAILED,) * 20
+        assert set(outcome.reasons) <= {"eperm", "eacces"}
+    assert (await world.put(tier, range(40))).statuses == (OK,) * 40
+    await tier.aclose()

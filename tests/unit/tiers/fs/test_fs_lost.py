@@ -1,0 +1,77 @@
+"""A root at whose path there is another directory by now: the tier asks to be opened anew, and only then."""
+
+from __future__ import annotations
+
+import errno
+
+import anyio
+import pytest
+
+from kvtier.tiers.base import Status, TierContext
+from kvtier.tiers.fs import FsConfig, FsTier, upkeep
+from kvtier.tiers.fs.space import Space
+
+OK = Status.OK
+
+
+@pytest.fixture
+def told():
+    """What tiers have said of their roots."""
+    return []
+
+
+@pytest.fixture
+async def tier(world, work, told, monkeypatch):
+    """A tier that looks often."""
+    monkeypatch.setattr(upkeep, "TICK_S", 0.01)
+    tier = FsTier(FsConfig(root_dir=world.root, n_threads=2, min_free_bytes=0), work)
+    await tier.open(TierContext("files", world.identity, world.chunk_bytes, lambda keys: None, told.append))
+    yield tier
+    await tier.aclose()
+
+
+async def test_a_root_that_is_replaced_is_told_of(world, tier, told):
+    world.root.rename(world.root.with_name("before"))
+    world.root.mkdir()
+    await world.eventually(lambda: told)
+    assert told[0] == f"another directory is at {world.root} now"
+
+
+async def test_a_root_that_is_moved_away_is_not_told_of_and_is_of_use_where_it_is(world, tier, told):
+    world.root.rename(world.root.with_name("before"))
+    await anyio.sleep(0.2)  # many looks
+    assert (await world.put(tier, range(4))).statuses == (OK,) * 4
+    world.root.with_name("before").rename(world.root)
+    await anyio.sleep(0.2)
+    assert told == []
+    assert (await world.get(tier, range(4))).statuses == (OK,) * 4
+
+
+async def test_a_root_behind_a_link_is_the_directory_that_the_link_leads_to(world, work, told, monkeypatch):
+    monkeypatch.setattr(upkeep, "TICK_S", 0.01)
+    disks = [world.root.with_name(name) for name in ("disk-1", "disk-2")]
+    for disk in disks:
+        disk.mkdir()
+    world.root.symlink_to(disks[0])
+    tier = FsTier(FsConfig(root_dir=world.root, n_threads=2, min_free_bytes=0), work)
+    await tier.open(TierContext("files", world.identity, world.chunk_bytes, lambda keys: None, told.append))
+    await anyio.sleep(0.1)
+    assert told == []
+    world.root.unlink()
+    world.root.symlink_to(disks[1])
+    await world.eventually(lambda: told)
+    await tier.aclose()
+
+
+async def test_what_fails_at_each_look_is_told_once_in_a_while(world, tier, monkeypatch, caplog):
+    looks = []
+
+    def fail(space):
+        looks.append(space)
+        raise OSError(errno.EIO, "the disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Space, "refresh", fail)
+        await world.eventually(lambda: len(looks) > 5)
+    assert caplog.text.count("could not be asked for its ledger") == 1
+    assert "the disk is gone" in caplog.text
