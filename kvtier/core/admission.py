@@ -56,6 +56,7 @@ class TierGate:
         gets: the breaker of its gets.
         backlog: chunks that its puts pin now.
         down: why it can not be used, or None.
+        distrusted: whether an audit has found a chunk of it damaged: it is not used any more.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class TierGate:
         self.gets = Breaker(rules, chance)
         self.backlog = 0
         self.down: str | None = None
+        self.distrusted = False
         self._pressure = PutPressure(deadline_s * _DRAIN_SHARE, width)
 
     @property
@@ -81,15 +83,22 @@ class TierGate:
         return self.puts.overdue + self.gets.overdue
 
     @property
+    def unusable(self) -> str | None:
+        """The reason why it is given no work at all, or None."""
+        if self.distrusted:
+            return "audit"
+        return None if self.down is None else "down"
+
+    @property
     def works(self) -> bool:
         """Whether nothing keeps it from being given work."""
-        return self.down is None and self.puts.is_closed and self.gets.is_closed
+        return self.unusable is None and self.puts.is_closed and self.gets.is_closed
 
     @property
     def is_healthy(self) -> bool | None:
         """Whether its last real put and get were answered in time; None where there was none yet."""
         proofs = {self.puts.proof, self.gets.proof}
-        if self.down is not None or not proofs.isdisjoint((Proof.BAD, Proof.LATE)):
+        if self.unusable is not None or not proofs.isdisjoint((Proof.BAD, Proof.LATE)):
             return False
         return True if Proof.GOOD in proofs else None
 
@@ -99,7 +108,7 @@ class TierGate:
 
     def get_refusal(self, now_s: float) -> str | None:
         """Return the reason why no get is begun now, or None."""
-        return "down" if self.down is not None else self.gets.refusal(now_s)
+        return self.unusable or self.gets.refusal(now_s)
 
     def put_room(self, count: int, most_backlog: int, now_s: float) -> tuple[int, str]:
         """Say how many of ``count`` chunks are put now, and why not the others.
@@ -109,7 +118,7 @@ class TierGate:
             most_backlog: chunks that the tier's puts may pin.
             now_s: the owner's clock.
         """
-        refusal = "down" if self.down is not None else self.puts.refusal(now_s)
+        refusal = self.unusable or self.puts.refusal(now_s)
         if refusal is not None:
             return 0, refusal
         room = max(0, most_backlog - self.backlog)

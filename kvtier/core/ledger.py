@@ -133,7 +133,7 @@ class Ledger:
 
     def announce_kept(self, transfer: Transfer, keys: Sequence[OffloadKey], *, found: bool) -> None:
         """Announce what a transfer says that its tier has, unless that may not be so any more."""
-        if not transfer.outdated and self.tiers[transfer.tier].down is None:
+        if not transfer.outdated and self.tiers[transfer.tier].unusable is None:
             still = [key for key in keys if key not in transfer.left] if transfer.left else keys
             self.announcements.stored(still, transfer.tier, found=found)
 

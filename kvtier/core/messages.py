@@ -143,4 +143,15 @@ class SlotsReady:
     slots: range
 
 
-Event = PutEnded | Fetched | TierDown | TierUp | Removed | SlotsReady
+@dataclass(frozen=True, slots=True)
+class ProcessEnded:
+    """The process of the tiers has ended, and not because it was told to.
+
+    Attributes:
+        reason: how, in a word of ``reasons.PROCESS_ENDED``.
+    """
+
+    reason: str
+
+
+Event = PutEnded | Fetched | TierDown | TierUp | Removed | SlotsReady | ProcessEnded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from kvtier.core.chunks import Chunk
 from kvtier.core.ledger import Ledger
@@ -72,11 +73,13 @@ class Promotions:
     def keep_asked(self, request: Request) -> None:
         """Give back what the request's scan, a whole one, did not ask for any more.
 
-        It has that in its own cache by now, mostly because another request of the same prefix ran.
+        It has that in its own cache by now, mostly because another request of the same prefix ran. The first
+        key was asked for, though a scan that was begun as a repeated one does not show it.
         """
         if request.stands or self._windowed:
             return
-        gone = [chunk for chunk, when in request.held.items() if when is not request.round]
+        now, first = request.round, request.first
+        gone = [chunk for chunk, when in request.held.items() if when is not now and chunk.key != first]
         for chunk in gone:
             del request.held[chunk]
         self._ledger.table.unpin(gone)
@@ -89,7 +92,8 @@ class Promotions:
     def pursue(self, request: Request, now_s: float) -> None:
         """See to it that each key the request wants is being fetched, as far as the budget goes.
 
-        Nothing is evicted for keys behind one of which it is not known yet whether it is anywhere.
+        Nothing is evicted for keys behind one of which it is not known yet whether it is anywhere, and
+        nothing is fetched behind one that is nowhere.
         """
         fetching, visible = self._fetching[request.tiers], self._ledger.table.visible
         located = request.located
@@ -97,8 +101,8 @@ class Promotions:
         unknown: list[OffloadKey] = []
         unsure = unsure_before = False
         request.stands = not self._windowed
-        for key in dict.fromkeys(request.wanted):
-            if key in visible or key in request.absent:  # learned in the midst of a scan that was repeated
+        for key in self._still_wanted(request):
+            if key in visible:
                 request.stands = False
                 continue
             transfer = fetching.get(key)
@@ -118,6 +122,8 @@ class Promotions:
     def fetched(self, event: Fetched, now_s: float) -> list[Chunk]:
         """Take in what a fetch has brought and learned, and go on from there. Return what it brought."""
         transfer, in_time = self._ledger.end(event, now_s)
+        if self._ledger.tiers[transfer.tier].distrusted:
+            event = replace(event, answers=(Answer.MISSING,) * len(event.answers))
         self._stop_expecting(transfer)
         waiters = _waiting(transfer) if in_time else {}
         for request in waiters:
@@ -185,6 +191,22 @@ class Promotions:
             self.unhold(request)
             request.located.clear()
         self.holders.update(dict.fromkeys(waiting))  # their deadlines go on
+
+    def _still_wanted(self, request: Request) -> Iterable[OffloadKey]:
+        """Leave out what a tier has answered since it was asked for: it is nowhere, or behind such a key."""
+        wanted, absent = dict.fromkeys(request.wanted), request.absent
+        if absent.isdisjoint(wanted):
+            return wanted
+        request.stands = False
+        kept: list[OffloadKey] = []
+        gaps: set[int] = set()  # groups that are looked up from the front and end there
+        for key in wanted:
+            group = group_index(key)
+            if key in absent and not self._is_windowed(key):
+                gaps.add(group)
+            if key not in absent and group not in gaps:
+                kept.append(key)
+        return kept
 
     def _is_windowed(self, key: OffloadKey) -> bool:
         return bool(self._windowed) and group_index(key) in self._windowed

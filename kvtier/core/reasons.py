@@ -17,13 +17,16 @@ MISS: Mapping[str, str] = {
     "filter": "the request may be served from the primary tier alone, which does not have it",
     "load_failed": "a load of the request has failed: it is computed",
     "device_lost": "a worker's device is lost: nothing is loaded any more",
+    "audit": "an audit has found a damaged chunk: nothing is loaded any more",
 }
 STORE_REFUSED: Mapping[str, str] = {
     "no_slot": "every slot of the primary tier was pinned or being filled",
     "store_threshold": "the chunk was not offered often enough yet",
+    "audit": "an audit has found a damaged chunk: nothing is stored any more",
 }
 NO_WORK: Mapping[str, str] = {
-    "down": "the tier could not be opened or reset; that is tried again",
+    "audit": "the tier is not used any more: an audit has found a chunk of it damaged",
+    "down": "the tier could not be opened or reset, or its process has ended; that is tried again",
     "unresponsive": "a put (or a get) of the tier has passed its deadline and has not ended",
     "breaker_open": "the tier's puts (or gets) have failed; one of them is let through now and then",
     "filter": "the request may not use the tier",
@@ -52,6 +55,14 @@ POLICY_REPLACED: Mapping[str, str] = {
     "too_many": "it chose more chunks than it was asked for",
     "withheld": "it chose fewer chunks than it was asked for and has",
 }
+PROCESS_ENDED: Mapping[str, str] = {
+    "killed": "somebody has killed it: the system, where memory ran out, or a person",
+    "crashed": "a signal that a program gets for its own fault, such as SIGSEGV or SIGABRT",
+    "exited": "it has ended by itself; the log has why",
+    "silent": "its event loop has not run for too long: it was stopped, or a tier has blocked it",
+    "garbled": "it has said something that cannot be understood",
+    "not_started": "it could not be started, or was not ready in time",
+}
 TRANSFER: Mapping[str, str] = {
     "checksum": "the bytes are not those that were put",
     "torn": "the chunk is not whole: its trailer is missing or damaged",
@@ -61,8 +72,10 @@ TRANSFER: Mapping[str, str] = {
     "connection": "the tier's backend could not be reached",
     "late": "the deadline passed before the transfer's turn came",
     "down": "the tier was given up before the transfer began",
+    "process": "the process of the tiers has ended meanwhile",
     "reset": "a reset came before the transfer began or ended",
     "cancelled": "the engine was shut down",
+    "audit": "an audit has found that it is not what was stored any more; it was not put",
     UNKNOWN: "anything else; the log has the details",
 }
 

@@ -22,6 +22,7 @@ from kvtier.core.messages import (
     Command,
     Event,
     Fetched,
+    ProcessEnded,
     Put,
     PutEnded,
     Removed,
@@ -56,6 +57,9 @@ class Tiering:
         windowed_groups: KV cache groups that are not looked up from the front of the prompt (sliding
             windows); their chunks are located first and then fetched as they are asked for.
         track_changes: whether to note what becomes available where, for ``take_changes``.
+
+    Attributes:
+        is_distrusted: whether nothing is stored and nothing found any more, as ``distrust`` says.
     """
 
     def __init__(
@@ -82,6 +86,8 @@ class Tiering:
         self._asked: list[Request] = []
         self._reused: dict[OffloadKey, None] = {}  # loaded from the primary tier since the last round
         self._round: object = object()
+        self._has_damage = False
+        self.is_distrusted = False
         tracks_reuse = limits.store_threshold > 1
         self._tracker = (
             ReuseTracker(limits.store_threshold, limits.max_tracker_size) if tracks_reuse else None
@@ -163,6 +169,9 @@ class Tiering:
             self._touch_tiers()
         if self.table.faults:
             self.ledger.note_policy()
+        if self._has_damage:
+            self._has_damage = False
+            self.distrust(None, "when it was about to be put into a tier")
 
     def next_deadline_s(self) -> float | None:
         """Say when ``settle`` has to be called at the latest, where anything is pending."""
@@ -300,6 +309,9 @@ class Tiering:
         Returns:
             The reservation, empty where nothing is to be stored; None where no slot can be had now.
         """
+        if self.is_distrusted:
+            self._counts["store_refused", "audit"] += len(keys)
+            return None
         visible, free = self._visible, self.table.free
         new = list(dict.fromkeys([key for key in keys if key not in visible]))
         if new and self._tracker is not None:
@@ -318,6 +330,9 @@ class Tiering:
 
     def commit(self, reservation: Reservation, now_s: float) -> None:
         """End a store that has copied its bytes: the chunks are there, and go to the other tiers."""
+        if self.is_distrusted:
+            self.abort(reservation)
+            return
         self._strike(self.reservations, reservation)
         chunks = reservation.chunks
         takers = self._takers(len(chunks), range(len(self._names)), now_s)
@@ -414,6 +429,8 @@ class Tiering:
             self.ledger.tiers[event.tier].down = None
         elif isinstance(event, Removed):
             self.ledger.announce_left(event.tier, event.keys)
+        elif isinstance(event, ProcessEnded):
+            self._counts["process_ended", event.reason] += 1
 
     def take_commands(self) -> list[Command]:
         """Take what is to be done since the last call, in this order."""
@@ -452,6 +469,37 @@ class Tiering:
         self.table.reset()
         self.ledger.commands += [Reset(tier, self.epoch) for tier in range(len(self.ledger.tiers))]
 
+    def distrust(self, tier: int | None, where: str) -> str:
+        """Use a tier no more: an audit has found a chunk damaged that came from it.
+
+        What it gave is dropped, unless it was loaded before. As with ``fail_load``, a HIT in the round
+        under way does not hold any more.
+
+        Args:
+            tier: its index; None where the damage came about in the primary tier, or on the way between it
+                and the device. Every chunk goes that way: no tier is used then, and nothing is stored.
+            where: for the log: which chunk it was, and when that was noticed.
+
+        Returns:
+            The tier's name.
+        """
+        name = PRIMARY if tier is None else self._names[tier]
+        self._counts["audit_failed", name] += 1
+        self.is_distrusted = self.is_distrusted or tier is None
+        for index, gate in enumerate(self.ledger.tiers):
+            if tier in (None, index) and not gate.distrusted:
+                gate.distrusted = True
+                self.ledger.announcements.clear(index)
+        given = [chunk for chunk in self.table if chunk.state is _READY and tier in (None, chunk.origin)]
+        self.ledger.announcements.removed([chunk.key for chunk in given])
+        self.table.pin(given)
+        self.table.drop(given)
+        self.table.unpin(given)
+        what = "nothing is stored or loaded" if tier is None else "it is not used"
+        text = f"an audit has found a chunk damaged, {where}: {what} any more until a restart"
+        self.ledger.notices.append(Notice(f"tier {name}", text, is_good=False))
+        return name
+
     @property
     def is_idle(self) -> bool:
         """Whether no tier has anything to do."""
@@ -473,6 +521,7 @@ class Tiering:
         self._counts["put_seconds", gate.name] += event.seconds
         for reason, count in event.reasons.items():
             self._counts["put_failed", gate.name, reason] += count
+        self._has_damage = self._has_damage or "audit" in event.reasons
         if self.ledger.announcements.enabled:
             kept = [key for key, ok in zip(transfer.keys, event.kept, strict=True) if ok]
             self.ledger.announce_kept(transfer, kept, found=False)

@@ -6,7 +6,7 @@ or writes it now. What the core says is held against that after every step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from random import Random
 from typing import TypeVar
@@ -36,10 +36,10 @@ from kvtier.core.policies.arc import ARC
 from kvtier.core.policies.lru import LRU
 from kvtier.core.requests import Request
 from kvtier.core.states import BreakerState, ChunkState, Lookup, RequestState
-from kvtier.core.tiering import Tiering
 from kvtier.core.transfers import Pinned, Reservation
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.telemetry.catalogue import COUNTERS
+from kvtier.testing.sim.frugal import FrugalTiering
 
 T = TypeVar("T")
 
@@ -123,8 +123,11 @@ class Job:
     is_written: bool = False
 
 
+NOTHING_ENDS: Mapping[int, tuple[Job, list[Answer]]] = {}
+
+
 class CoreMachine(RuleBasedStateMachine):
-    """Drives ``Tiering`` as an engine and its tiers may."""
+    """Drives ``Tiering`` as an engine and its tiers may. It has to be frugal, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +180,7 @@ class CoreMachine(RuleBasedStateMachine):
             max_announced=max_announced,
         )
         gates = [TierGate(f"tier{index}", TIER_DEADLINE_S) for index in range(tiers)]
-        self.core = Tiering(policy(), gates, limits, windowed_groups=windowed, track_changes=True)
+        self.core = FrugalTiering(policy(), gates, limits, windowed_groups=windowed, track_changes=True)
         for _ in range(tiers):  # another engine has been there before
             self.stored.append({key for prompt in PROMPTS for key in prompt[: kept.pop()]})
             self.believed.append(set())
@@ -221,10 +224,22 @@ class CoreMachine(RuleBasedStateMachine):
                 self._acquire(asker, alone=False)
         self.settle(step_s)
 
-    def _scan(self, asker: Asker) -> None:
+    @precondition(lambda self: self.askers and any(isinstance(job.command, Fetch) for job in self.jobs))
+    @rule(pick=picks, number=st.integers(0, 4), answers=wishes)
+    def scan_in_the_midst_of_which_a_tier_answers(
+        self, pick: int, number: int, answers: list[Answer]
+    ) -> None:
+        """What a tier has answered is taken in at the next question, whichever that is."""
+        fetches = [job for job in self.jobs if isinstance(job.command, Fetch)]
+        self._scan(_pick(self.askers, pick), {number: (_pick(fetches, pick), answers)})
+
+    def _scan(self, asker: Asker, ends: Mapping[int, tuple[Job, list[Answer]]] = NOTHING_ENDS) -> None:
+        """Ask a request's questions; the jobs of ``ends`` end before the questions of these numbers."""
         if asker.scan is None:
             asker.scan = {}
-        for key in reversed(asker.keys) if asker.backwards else asker.keys:
+        for number, key in enumerate(reversed(asker.keys) if asker.backwards else asker.keys):
+            if number in ends:
+                self._end_fetch(*ends[number])
             answer = self.core.repeat(key, asker.request) if asker.request.stands else None
             answer = self.core.lookup(key, asker.request) if answer is None else answer
             assert not asker.expired or answer in FINAL

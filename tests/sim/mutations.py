@@ -249,6 +249,18 @@ MUTATIONS = (
         (("and chunk.key not in table.visible", ""),),
     ),
     Mutation(
+        "asked_again_for_what_no_tier_has",
+        "What a request learned in the midst of a repeated scan is looked for once more.",
+        "kvtier.core.promotion:Promotions._still_wanted",
+        (("if absent.isdisjoint(wanted):", "if True:"),),
+    ),
+    Mutation(
+        "brought_behind_a_gap",
+        "Chunks are brought to the primary tier behind one that is nowhere, where nobody can use them.",
+        "kvtier.core.promotion:Promotions._still_wanted",
+        (("and group not in gaps", ""),),
+    ),
+    Mutation(
         "evictions_not_told",
         "Whoever follows what is announced is not told what has left a tier.",
         "kvtier.tiers.runner:TierRunner._post_removed",

@@ -63,7 +63,13 @@ def seen() -> Counter[str]:
         *("core miss deadline", "core miss budget", "core miss filter", "core miss load_failed"),
         *("core get_failed checksum", "core get_failed torn", "core get_failed foreign"),
         *("core put_failed full", "core overdue get", "core overdue put"),
-        *("core put_dropped backlog", "core store_refused no_slot"),
+        *("core put_dropped backlog", "core put_dropped back_pressure", "core store_refused no_slot"),
+        *(f"core {what} {why}" for what in ("put_dropped", "skipped") for why in ("down", "breaker_open")),
+        *("core put_dropped unresponsive", "core skipped unresponsive", "core skipped filter"),
+        *(f"core retries {verb} {how}" for verb in ("get", "put") for how in ("helped", "failed")),
+        *("core retries get no_time", "core retries get no_budget"),
+        *(f"core breaker_opened {verb} {why}" for verb in ("get", "put") for why in ("failures", "overdue")),
+        *("core breaker_opened get probe", "core breaker_closed get", "core breaker_closed put"),
     ],
 )
 def test_it_shows(what: str, seen: Counter[str]) -> None:

@@ -47,6 +47,7 @@ class Bridge:
         self.core = core
         self._world = world
         self._executor = executor
+        self._chance = world.chance(f"bridge/{world.process}")
         self._requests: dict[str, Request] = {}
         self._loads: dict[str, Pinned] = {}
         self._stores: dict[Reservation, None] = {}
@@ -70,8 +71,8 @@ class Bridge:
         self.core.close(self._requests.pop(name))
 
     def lookup(self, key: OffloadKey, name: str) -> Lookup:
-        """Say whether a chunk is there."""
-        if self._executor.events:
+        """Say whether a chunk is there. What a thread posts can be there from any question on."""
+        if self._executor.events and self._chance.random() < 0.5:
             self.take_in()
         request = self._requests[name]
         if request.stands and (answer := self.core.repeat(key, request)) is not None:

@@ -19,13 +19,13 @@ from typing import NoReturn
 
 from kvtier.core import invariants
 from kvtier.core.chunks import Chunk
-from kvtier.core.messages import Event, Fetched
+from kvtier.core.messages import Command, Event, Fetched
 from kvtier.core.requests import Request
 from kvtier.core.states import ChunkState
-from kvtier.core.tiering import Tiering
 from kvtier.core.transfers import Pinned, Reservation
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey
+from kvtier.testing.sim.frugal import FrugalTiering
 from kvtier.testing.sim.loop import SimLoop
 
 CHUNK_BYTES = 64
@@ -198,7 +198,7 @@ def show(key: OffloadKey) -> str:
     return key[:-4].decode("ascii", "replace")
 
 
-class CheckedTiering(Tiering):
+class CheckedTiering(FrugalTiering):
     """The real core, held against the truth after each thing that happens to it.
 
     Attributes:
@@ -230,6 +230,11 @@ class CheckedTiering(Tiering):
             super().settle(now_s)
         self.require_ready_bytes()
         self._follow()
+
+    def take_commands(self) -> list[Command]:
+        """Take what is to be done."""
+        with self._checks("take_commands"):
+            return super().take_commands()
 
     def acquire(self, keys: Sequence[OffloadKey], request: Request | None = None) -> Pinned:
         """Pin for a load; the bytes must be right."""

@@ -292,6 +292,20 @@ def test_what_a_waiting_request_does_not_ask_for_any_more_is_given_back() -> Non
     assert [core.table.visible[key].pins for key in there] == [0, 1], "two questions stand for all"
 
 
+def test_what_is_held_stays_held_when_a_tier_answers_in_the_midst_of_a_repeated_scan() -> None:
+    core, request, there, wanted = make(slots=8), Request(), keys("there", 2), keys("wanted", 2)
+    store(core, there)
+    (fetch,) = step(core, request, [*there, *wanted])
+    assert core.repeat(there[0], request) is RETRY
+    answer(core, fetch, [LANDED] * 2)
+    assert core.repeat(there[1], request) is None
+    assert ask(core, request, [there[1], *wanted]) == [HIT] * 3
+    core.settle(1.0)
+    assert [core.table.visible[key].pins for key in [*there, *wanted]] == [1] * 4
+    store(core, keys("new", 8))
+    assert ask(core, request, [*there, *wanted]) == [HIT] * 4
+
+
 def test_a_scan_whose_answers_stand_is_two_questions() -> None:
     core, request, prompt = make(), Request(), keys("a", 4)
     assert core.repeat(prompt[0], request) is None, "it was not asked yet"
@@ -320,6 +334,33 @@ def test_what_was_learned_in_the_midst_of_a_repeated_scan_is_not_asked_for_again
     core.settle(1.0)
     assert fetches(core) == [], "no tier has it: that was learned"
     assert ask(core, request, prompt) == [HIT, MISS]
+
+
+@pytest.mark.parametrize("when", ["between two questions", "after the scan"])
+def test_nothing_is_fetched_behind_a_chunk_that_turns_out_to_be_nowhere(when: str) -> None:
+    core, request, prompt = make(slots=8), Request(), keys("a", 8)
+    store(core, keys("old", 6))
+    (fetch,) = step(core, request, prompt)
+    assert core.repeat(prompt[0], request) is RETRY
+    if when == "after the scan":
+        assert core.repeat(prompt[1], request) is MISS
+    answer(core, fetch, [LANDED, MISSING] + [LOCATED] * 6)
+    if when == "between two questions":
+        assert ask(core, request, prompt[1:]) == [MISS]
+    core.settle(1.0)
+    assert fetches(core) == [], "the engine can use none of it"
+    assert len(core.table.visible) == 7, "nothing was evicted"
+    assert ask(core, request, prompt) == [HIT, MISS]
+
+
+def test_of_a_window_everything_that_was_found_is_fetched() -> None:
+    core, request, window = make(windowed=frozenset({1})), Request(), keys("w", 3, group=1)
+    (fetch,) = step(core, request, window[::-1])
+    ask(core, request, window[::-1])
+    answer(core, fetch, [MISSING, LOCATED, LOCATED])
+    core.settle(1.0)
+    (found,) = fetches(core)
+    assert list(found.keys) == [window[1], window[0]], "another run of the window may end before the gap"
 
 
 def test_a_scan_that_is_repeated_keeps_its_turn() -> None:
