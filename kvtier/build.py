@@ -14,7 +14,9 @@ from kvtier.core.breaker import BreakerRules
 from kvtier.core.policies.base import EvictionPolicy
 from kvtier.core.tiering import Tiering
 from kvtier.errors import ConfigError
-from kvtier.executor import NamedTier
+from kvtier.executor import AnyExecutor, Executor, ExecutorThread, NamedTier, Post
+from kvtier.isolation.process import ExecutorProcess
+from kvtier.isolation.remote import RemoteExecutor
 from kvtier.tiers import registry
 from kvtier.tiers.activity import puts_at_once
 from kvtier.tiers.base import TierConfig
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from kvtier.device.base import KVCaches
     from kvtier.identity import Identity
     from kvtier.manager import TieringManager
+    from kvtier.memory.custody import Custody
+    from kvtier.memory.layout import SlotLayout
+    from kvtier.memory.region import Region
 
 
 def make_core(
@@ -69,6 +74,39 @@ def make_tiers(config: TieringConfig) -> list[NamedTier]:
     return named
 
 
+def make_executor(
+    config: TieringConfig,
+    tiers: Sequence[NamedTier],
+    identity: Identity,
+    region: Region,
+    custody: Custody | None = None,
+) -> AnyExecutor:
+    """Make what runs the tiers beside the engine's thread. It is not started yet.
+
+    Raises:
+        ConfigError: a tier's settings can not be handed to another process.
+        StateError: the region can not be shared with one.
+    """
+    if config.isolation == "thread":
+        return ExecutorThread(partial(Executor, tiers, identity, region, custody=custody))
+    return ExecutorProcess(
+        tiers, identity, region, custody=custody, memory_limit_bytes=config.isolation_memory_limit
+    )
+
+
+def _make_remote(
+    config: TieringConfig,
+    tiers: Sequence[NamedTier],
+    identity: Identity,
+    region: Region,
+    custody: Custody | None,
+    post: Post,
+) -> RemoteExecutor:
+    limit = config.isolation_memory_limit
+    make = partial(ExecutorProcess, tiers, identity, region, custody=custody, memory_limit_bytes=limit)
+    return RemoteExecutor(lambda notify: make(notify=notify), post)
+
+
 def slots_for(config: TieringConfig, chunk_bytes: int) -> int:
     """Return how many chunks fit into the primary tier.
 
@@ -108,7 +146,6 @@ def open_manager(
     from kvtier.device.auto import open_transfer_engine
     from kvtier.manager import TieringManager
     from kvtier.memory.layout import SlotLayout
-    from kvtier.memory.region import Region
 
     refs = [ref for group in kv_caches.groups for ref in group]
     if config.canonical_layout and not all(ref.mapping for ref in refs):
@@ -116,14 +153,34 @@ def open_manager(
             "canonical_layout is set, but the KV tensors come without mappings (PageRef.mapping): remove it"
         )
     layout = SlotLayout.make(kv_caches.page_bytes, config.blocks_per_chunk or 1, rank=0, workers=1)
-    region = Region.anonymous(slots_for(config, layout.chunk_bytes), layout.chunk_bytes)
+    region, custody = _make_memory(config, layout)
+    engine = open_transfer_engine(kv_caches, layout, region, device, deadline_s=config.copy_deadline_s)
+    if custody is not None:
+        engine.begin_audits(custody)
+    tiers = make_tiers(config)
+    remote = partial(_make_remote, config, tiers, identity, region, custody)
     return TieringManager(
         core=make_core(config, windowed_groups=frozenset(windowed_groups)),
-        tiers=make_tiers(config),
+        tiers=tiers,
         identity=identity,
         region=region,
-        engine=open_transfer_engine(kv_caches, layout, region, device, deadline_s=config.copy_deadline_s),
+        engine=engine,
         blocks_per_chunk=layout.blocks_per_chunk,
         groups=len(kv_caches.groups),
         drain_s=config.drain_on_shutdown_s,
+        custody=custody,
+        make_executor=remote if config.isolation == "process" else None,
     )
+
+
+def _make_memory(config: TieringConfig, layout: SlotLayout) -> tuple[Region, Custody | None]:
+    """Make the primary tier's memory of a process that has no workers, and what its slots must hold."""
+    from kvtier.memory.custody import Custody, custody_bytes
+    from kvtier.memory.region import Region
+
+    slots, rate = slots_for(config, layout.chunk_bytes), config.audit_rate
+    if config.isolation == "thread":
+        region = Region.anonymous(slots, layout.chunk_bytes)
+        return region, Custody.private(region, rate, layout.area_bytes) if rate else None
+    region = Region.unnamed(slots, layout.chunk_bytes, custody_bytes(slots, 1) if rate else 0)
+    return region, Custody(region, region.board, rate, 1, layout.area_bytes) if rate else None

@@ -6,7 +6,7 @@ The names are those that vLLM's users know from ``kv_connector_extra_config``, a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import (
     BaseModel,
@@ -28,6 +28,7 @@ ENGINE_KEYS = frozenset({"spec_name", "spec_module_path", "sync_load_budget_byte
 """What vLLM itself reads beside kvtier's settings, whichever spec is in use (0.30 to 0.33)."""
 
 _LONGEST_WAIT_S = 86_400  # no wait without an end
+_LEAST_MEMORY = 256 * 2**20  # for the process of the tiers: the interpreter and some threads
 
 _OTHER_SPECS = {
     "backpressure": "it belongs to vLLM's own tiering spec; kvtier holds puts back by itself",
@@ -102,6 +103,23 @@ class TieringConfig(BaseModel):
         le=_LONGEST_WAIT_S,
         description="Seconds after which a device copy that has not ended is given up, and its device too.",
     )
+    audit_rate: float = Field(
+        default=0.001,
+        ge=0,
+        le=1,
+        description="Share of chunks that are audited: read back from the device and compared with what was "
+        "stored. 0 for none.",
+    )
+    isolation: Literal["thread", "process"] = Field(
+        default="thread",
+        description="Where the tiers run: `thread`, in the engine's process, or `process`, in one of "
+        "their own, whose end costs misses and nothing else.",
+    )
+    isolation_memory_limit: Annotated[ByteSize, Field(ge=_LEAST_MEMORY)] | None = Field(
+        default=None,
+        description="Memory of its own that the process of the tiers may have, 256MiB at least; "
+        "`cpu_bytes_to_use` does not count. What goes beyond fails. Default: no limit.",
+    )
     drain_on_shutdown_s: float = Field(
         default=5.0,
         ge=0,
@@ -118,6 +136,8 @@ class TieringConfig(BaseModel):
         "promotion_budget",
         "request_deadline_s",
         "copy_deadline_s",
+        "audit_rate",
+        "isolation_memory_limit",
         "drain_on_shutdown_s",
         mode="before",
     )
@@ -142,6 +162,8 @@ class TieringConfig(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> TieringConfig:
+        if self.isolation_memory_limit is not None and self.isolation != "process":
+            raise ValueError("isolation_memory_limit is for isolation 'process' alone: remove it")
         if self.block_size is not None and self.blocks_per_chunk is not None:
             raise ValueError("give block_size or blocks_per_chunk, not both")
         given = [tier.name for tier in self.secondary_tiers if tier.name is not None]

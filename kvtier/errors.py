@@ -37,3 +37,11 @@ class DeviceLostError(TransferError):
 
 class DeviceStuckError(DeviceLostError):
     """A copy has not ended by its deadline. Its bytes may still move: what it touches is not free."""
+
+
+class AuditError(TransferError):
+    """A copy has not brought the bytes that it was to bring, and has not failed either."""
+
+
+class DamagedSlotError(AuditError):
+    """A slot does not hold any more what was brought into it: to copy it once more is of no use."""

@@ -13,6 +13,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import anyio
 import anyio.abc
@@ -31,7 +32,7 @@ from kvtier.core.messages import (
 )
 from kvtier.identity import Identity
 from kvtier.tiers.activity import NamedTier, TierActivity
-from kvtier.tiers.base import SlotMemory
+from kvtier.tiers.base import Custody, SlotMemory
 from kvtier.tiers.drain import until_done
 from kvtier.tiers.runner import Post, TierRunner, call_soon
 
@@ -51,6 +52,8 @@ class Executor:
         post: called on the loop with each event.
         close_s: seconds that a tier has to close.
         chance: the source of chance, for pauses that differ from engine to engine.
+        custody: what audited slots must hold; None where nothing is audited. Whoever submits a fetch has
+            it forget the slots.
 
     Attributes:
         activity: what each tier is doing, in the core's order.
@@ -65,10 +68,11 @@ class Executor:
         *,
         close_s: float = 5.0,
         chance: Chance = random.random,
+        custody: Custody | None = None,
     ) -> None:
         threads = anyio.CapacityLimiter(_SEAL_THREADS)  # not the loop's own: others may use that up
         self._runners = [
-            TierRunner(index, named, identity, memory, self._posted, threads, chance)
+            TierRunner(index, named, identity, memory, self._posted, threads, chance, custody)
             for index, named in enumerate(tiers)
         ]
         self.activity = tuple(runner.activity for runner in self._runners)
@@ -113,6 +117,15 @@ class Executor:
             else:
                 runner.reset(command.epoch)
 
+    async def comes_up(self, tier: int) -> bool:
+        """Wait until a tier is open, and through with its resets, or given up; say whether it can be used."""
+        runner = self._runners[tier]
+        era: anyio.Event | None = None
+        while era is not runner.era:
+            era = runner.era
+            await era.wait()
+        return runner.is_usable
+
     async def settled(self) -> None:
         """Wait until every tier is open, and through with the resets submitted so far, or given up."""
         for runner in self._runners:
@@ -129,6 +142,27 @@ class Executor:
         self._post(event)
         progress, self._progress = self._progress, anyio.Event()
         progress.set()
+
+
+class AnyExecutor(Protocol):
+    """An executor beside its owner: ``ExecutorThread``, or ``ExecutorProcess`` of ``kvtier.isolation``."""
+
+    @property
+    def events(self) -> deque[Event]:
+        """What has happened, to be taken from the left."""
+
+    @property
+    def activity(self) -> Sequence[TierActivity]:
+        """What each tier is doing, in the core's order; known from the start on."""
+
+    def start(self) -> None:
+        """Begin. The tiers are opened meanwhile."""
+
+    def submit(self, commands: Sequence[Command]) -> None:
+        """Hand commands over, without waiting for anything."""
+
+    def close(self, drain_s: float) -> bool:
+        """Let what runs end, for so many seconds, and close the tiers; say whether all has ended."""
 
 
 class ExecutorThread:
@@ -229,12 +263,18 @@ class ExecutorThread:
                 return
             for command in commands:
                 self.events.append(TierDown(command.tier, "the executor has ended"))
-                if isinstance(command, Put):
-                    kept = (False,) * len(command.keys)
-                    self.events.append(PutEnded(command.id, kept, {"down": len(kept)}))
-                elif isinstance(command, Fetch):
-                    answers = (Answer.MISSING,) * len(command.keys)
-                    self.events.append(Fetched(command.id, answers, {"down": len(answers)}))
+                self.events.extend(failure_of(command, "down"))
 
 
-__all__ = ["Executor", "ExecutorThread", "NamedTier", "Post", "TierActivity"]
+def failure_of(command: Command, reason: str) -> Sequence[Event]:
+    """Return the event of a command that nobody carries out; none where nobody waits for one."""
+    if isinstance(command, Put):
+        kept = (False,) * len(command.keys)
+        return (PutEnded(command.id, kept, {reason: len(kept)}),)
+    if isinstance(command, Fetch):
+        answers = (Answer.MISSING,) * len(command.keys)
+        return (Fetched(command.id, answers, {reason: len(answers)}),)
+    return ()
+
+
+__all__ = ["AnyExecutor", "Executor", "ExecutorThread", "NamedTier", "Post", "TierActivity", "failure_of"]

@@ -11,13 +11,15 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import anyio
 import anyio.to_thread
 
 from kvtier.core.admission import TierGate
+from kvtier.core.chunks import Chunk
 from kvtier.core.messages import Event, SlotsReady, TierDown
 from kvtier.core.requests import Request
 from kvtier.core.states import BreakerState, ChunkState, Lookup
@@ -25,9 +27,11 @@ from kvtier.core.tiering import Tiering
 from kvtier.core.transfers import Pinned
 from kvtier.device.base import Blocks, Finished, TransferEngine
 from kvtier.errors import DeviceStuckError, StateError, TransferError
-from kvtier.executor import Executor, NamedTier
+from kvtier.executor import Executor, NamedTier, Post
 from kvtier.identity import Identity
+from kvtier.isolation.remote import RemoteExecutor
 from kvtier.keys import OffloadKey, group_index
+from kvtier.memory.custody import Custody, Damage
 from kvtier.memory.region import Region
 from kvtier.telemetry.lines import ChangeLog
 from kvtier.tiers.drain import until_done
@@ -35,6 +39,7 @@ from kvtier.tiers.drain import until_done
 logger = logging.getLogger("kvtier.manager")
 
 _FIRST_SLOTS_S = 10.0
+_CLOSE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,7 @@ class TierStatistics:
         """Read the core's gate of the tier."""
         return TierStatistics(
             gate.name,
-            gate.down,
+            "audit" if gate.distrusted else gate.down,
             gate.backlog,
             gate.overdue,
             gate.puts.state,
@@ -157,6 +162,9 @@ class TieringManager:
         blocks_per_chunk: int,
         groups: int,
         drain_s: float,
+        close_s: float = _CLOSE_S,
+        custody: Custody | None = None,
+        make_executor: Callable[[Post], Executor | RemoteExecutor] | None = None,
     ) -> None:
         self._core = core
         self._region = region
@@ -164,8 +172,13 @@ class TieringManager:
         self._blocks_per_chunk = blocks_per_chunk
         self._groups = groups
         self._drain_s = drain_s
-        self._executor = Executor(tiers, identity, region, self._on_event)
-        self._stack = AsyncExitStack()
+        self._close_s = close_s
+        self._custody = custody
+        make = make_executor or partial(Executor, tiers, identity, region, custody=custody)
+        self._executor = make(self._on_event)
+        self._serving: asyncio.Future[None] | None = None
+        self._serves = anyio.Event()
+        self._closing = anyio.Event()
         self._is_open = False
         self._changed = anyio.Event()
         self._copies: dict[int, asyncio.Future[Finished]] = {}
@@ -183,9 +196,10 @@ class TieringManager:
 
         self._region.populate(slots_ready)  # raises where the manager was closed before
         self._engine.set_wakeup(lambda: loop.call_soon_threadsafe(self._collect_copies))
-        await self._stack.enter_async_context(self._executor)
+        self._serving = asyncio.ensure_future(self._serve())
         self._is_open = True
         try:
+            await self._serves.wait()
             with anyio.move_on_after(_FIRST_SLOTS_S):
                 await first_slots.wait()
         except BaseException:
@@ -219,7 +233,7 @@ class TieringManager:
                 yield acquired
             finally:
                 acquired.give_back()
-                self._core.release(pinned)
+                self._end_load(pinned)
 
     async def load(self, keys: Sequence[OffloadKey], blocks: Sequence[int]) -> int:
         """Copy the leading ``keys`` that can be had to the device.
@@ -271,7 +285,10 @@ class TieringManager:
         mine = [block for key in reservation.keys for block in blocks[place[key] * width :][:width]]
         is_settled = False
         try:
-            await self._copy(self._engine.submit_store, reservation.keys, mine, reservation.slots)
+            try:
+                await self._copy(self._engine.submit_store, reservation.keys, mine, reservation.slots)
+            finally:
+                self._look_into(reservation.chunks)
             self._core.settle(time.monotonic())  # a tier whose puts are overdue is given no more
             self._core.commit(reservation, time.monotonic())
             is_settled = True
@@ -283,7 +300,7 @@ class TieringManager:
                 self._core.abort(reservation)
             self._dispatch()
             self._notify()
-        return len(reservation.keys)
+        return 0 if self._core.is_distrusted else len(reservation.keys)
 
     async def reset(self) -> None:
         """Make everything stored so far invisible for ever, in every tier.
@@ -302,6 +319,8 @@ class TieringManager:
         table = self._core.table
         for name, count in self._core.take_counts().items():
             self._counts[name] = self._counts.get(name, 0) + count
+        if self._custody is not None:
+            self._counts["audited",] = self._engine.audits.chunks
         return Statistics(
             slots=len(table.all),
             free_slots=len(table.free),
@@ -319,8 +338,12 @@ class TieringManager:
     async def aclose(self) -> None:
         """Let puts under way end, for as long as ``drain_on_shutdown_s`` says; give everything back.
 
-        Lookups under way end with what is there by then, device copies in full. To be called by the
-        task that entered the manager; leaving ``async with`` does so. May be called again.
+        Lookups under way end with what is there by then, device copies in full. Leaving ``async with``
+        calls it. May be called again.
+
+        A tier that does not end, even seconds after it was cancelled, is left alone, and the log says so: it
+        may still touch slots, so the primary tier's memory stays as long as the process. Its task stays in
+        the event loop, too, and ``asyncio.run`` waits for it.
         """
         if not self._is_open:
             return
@@ -330,12 +353,9 @@ class TieringManager:
                 await self.drain()
                 await self._executor.drained()  # resets as well
         finally:
-            for tier in range(len(self._core.ledger.tiers)):
-                self._on_event(TierDown(tier, "closed"))  # so that nothing more is asked of them
-            try:
-                await self._stack.aclose()
-            finally:
-                await until_done(asyncio.ensure_future(self._close_memory()))
+            self._forget_tiers()
+            self._closing.set()
+            await until_done(asyncio.ensure_future(self._close()))
 
     # --- for Acquired ----------------------------------------------------------------------------
 
@@ -362,6 +382,27 @@ class TieringManager:
             self._core.close(request)
             self._settle()
             self._notify()  # what was held for this request is there for others
+
+    def _end_load(self, pinned: Pinned) -> None:
+        """Give chunks back; what an audit has found damaged is dropped."""
+        damage = self._damage(pinned.chunks, pinned.origins)
+        if damage:
+            self._core.fail_load(pinned)
+        else:
+            self._core.release(pinned)
+        self._distrust(damage)
+
+    def _damage(self, chunks: Sequence[Chunk], origins: Sequence[int | None]) -> list[Damage]:
+        if self._custody is None or not self._engine.audits.failed:
+            return []
+        return self._custody.take_damage(chunks, origins)
+
+    def _look_into(self, stored: Sequence[Chunk]) -> None:
+        self._distrust(self._damage(stored, [None] * len(stored)))
+
+    def _distrust(self, damage: Sequence[Damage]) -> None:
+        for it in damage:
+            it.keep_evidence(self._core.distrust(it.tier, str(it)))
 
     async def _find(self, keys: Sequence[OffloadKey], request: Request) -> int:
         """Look up until nothing is pending; return how many leading keys are HIT in this very round."""
@@ -436,12 +477,33 @@ class TieringManager:
         if not self._is_open:
             raise StateError("the manager is not open: use it inside of its async with block")
 
-    async def _close_memory(self) -> None:
-        """Wait for device copies under way, tell their tasks, and give the memory back."""
+    async def _serve(self) -> None:
+        """Have the executor run, in a task of its own: nobody can leave it while a tier does not end."""
+        try:
+            async with self._executor:
+                self._serves.set()
+                await self._closing.wait()
+        finally:
+            self._serves.set()
+            self._forget_tiers()
+
+    def _forget_tiers(self) -> None:
+        """Take all tiers for down, so that nothing more is asked of them."""
+        for tier in range(len(self._core.ledger.tiers)):
+            self._on_event(TierDown(tier, "closed"))
+
+    async def _close(self) -> None:
+        """Wait for tiers and device copies under way, tell their tasks, and give the memory back."""
+        assert self._serving is not None
+        await asyncio.wait((self._serving,), timeout=self._close_s)
         await anyio.to_thread.run_sync(self._engine.close)
         self._engine.set_wakeup(None)
         self._collect_copies()
-        await anyio.to_thread.run_sync(self._region.close)
+        if self._serving.done():
+            await anyio.to_thread.run_sync(self._region.close)
+            self._serving.result()  # raises what it has ended with
+        else:
+            logger.error("a tier does not end: the primary tier's memory stays as long as the process")
 
     def _settle(self) -> None:
         self._core.settle(time.monotonic())
@@ -450,6 +512,8 @@ class TieringManager:
     def _dispatch(self) -> None:
         commands = self._core.take_commands()
         if commands:
+            if self._custody is not None:
+                self._custody.forget_fetched(commands)
             self._executor.submit(commands)
         if self._core.ledger.notices:
             self._changes.tell(self._core.take_notices(), time.monotonic())

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from importlib_metadata import EntryPoint, entry_points
+from pydantic import BaseModel
 
 from kvtier.errors import ConfigError, KVTierError, TierError
-from kvtier.validation import did_you_mean
+from kvtier.validation import did_you_mean, hide
 
 BaseT = TypeVar("BaseT")
 
@@ -127,10 +128,15 @@ def make(group: Group, name: str, plugin: Callable[..., BaseT], *arguments: obje
     try:
         return plugin(*arguments)
     except Exception as error:  # a plug-in may raise anything
-        origin = " and ".join(info.origin for info in installed(group) if info.name == name)
-        raise group.error(
-            f"the {group.noun} {name!r} of {origin} cannot be made: {type(error).__name__}: {error}"
-        ) from error
+        said = shown = f"{type(error).__name__}: {error}"
+        cause: Exception | None = error
+    for settings in arguments:
+        shown = hide(shown, settings) if isinstance(settings, BaseModel) else shown
+    origin = " and ".join(info.origin for info in installed(group) if info.name == name)
+    # Chained, an error would be printed with what is hidden here.
+    raise group.error(f"the {group.noun} {name!r} of {origin} cannot be made: {shown}") from (
+        cause if shown == said else None
+    )
 
 
 def _shape_problem(plugin: object, base: type) -> str:

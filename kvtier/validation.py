@@ -8,10 +8,11 @@ and what to do.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, SecretBytes, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -21,6 +22,8 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 Loc = tuple[int | str, ...]
 
 _HIDDEN = "**********"
+_LOGIN_IN_URL = re.compile(r"(?<=://)[^\s'\"]*@")
+_QUERY_IN_URL = re.compile(r"(://[^\s'\"?]*\?)[^\s'\"]+")
 
 
 def build(model: type[ModelT], raw: Mapping[str, object], where: str = "") -> ModelT:
@@ -48,13 +51,41 @@ def explain(
     """Say in one line what is wrong, with the path of each field and without any secret."""
     secrets = sorted(set(_secrets(model, raw)), key=len, reverse=True)
     problems = [_problem(detail, model, where, secrets) for detail in error.errors(include_url=False)]
-    return "; ".join(dict.fromkeys(problems))
+    return _without_logins("; ".join(dict.fromkeys(problems)))
+
+
+def hide(text: str, settings: BaseModel) -> str:
+    """Take secrets out of what a backend or a client has said: those of ``settings``, and what URLs hold.
+
+    Some repeat what they were sent: a server that knows no AUTH names its arguments, the password.
+    """
+    for secret in sorted(set(_held(settings)), key=len, reverse=True):
+        text = text.replace(secret, _HIDDEN)
+    return _without_logins(text)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean x?"`` for the known word nearest to ``word``, or nothing."""
     close = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def _without_logins(text: str) -> str:
+    return _QUERY_IN_URL.sub(rf"\1{_HIDDEN}", _LOGIN_IN_URL.sub(f"{_HIDDEN}@", text))
+
+
+def _held(value: object) -> Iterator[str]:
+    """Every secret in what was validated."""
+    if isinstance(value, SecretStr | SecretBytes):
+        secret = value.get_secret_value()
+        text = secret.decode(errors="replace") if isinstance(secret, bytes) else secret
+        yield from [text] if text else []
+    elif isinstance(value, BaseModel):
+        yield from _held({**vars(value), **(value.model_extra or {})})
+    elif isinstance(value, Mapping):
+        yield from (secret for item in value.values() for secret in _held(item))
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from (secret for item in value for secret in _held(item))
 
 
 def _problem(detail: ErrorDetails, model: type[BaseModel], where: str, secrets: list[str]) -> str:

@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvtier.memory.custody import Custody
+
 _Integers = npt.NDArray[np.int64]
 
 DEADLINE_S = 60.0
@@ -263,6 +265,19 @@ class Pinning:
     failed: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Audits:
+    """How many chunks were audited so far.
+
+    Attributes:
+        chunks: all of them.
+        failed: those whose bytes were not what they must be.
+    """
+
+    chunks: int = 0
+    failed: int = 0
+
+
 class TransferEngine(ABC):
     """Copies blocks to slots and back, beside the engine's work.
 
@@ -278,6 +293,9 @@ class TransferEngine(ABC):
     A copy that has not ended by a deadline is given up, and the device is lost with it: no call below
     blocks for longer. The error of that transfer is a ``DeviceStuckError``: its bytes may still move, and
     its blocks and slots must not be given to anybody else. The engine keeps its memory mapped and pinned.
+
+    A transfer that fails its audit has failed, and is repeated like others. The error that is reported is an
+    ``AuditError`` then.
 
     Submissions come from one thread; the rest can be called from any.
 
@@ -347,3 +365,15 @@ class TransferEngine(ABC):
     def pinning(self) -> Pinning:
         """How far the region is pinned by now; of a device that needs no pinning, nothing."""
         return Pinning()
+
+    def begin_audits(self, custody: Custody) -> None:  # noqa: B027
+        """Audit what is submitted from now on. Of an engine that does not say otherwise, nothing is.
+
+        Args:
+            custody: what the slots must hold, and how many chunks are audited.
+        """
+
+    @property
+    def audits(self) -> Audits:
+        """What has been audited so far; a transfer's own audits are counted before it is reported."""
+        return Audits()

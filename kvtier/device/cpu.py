@@ -29,6 +29,12 @@ def copy_staged(plan: CopyPlan) -> None:
         ctypes.memmove(dst, ctypes.string_at(src, size), size)
 
 
+def copy_each(plan: CopyPlan) -> None:
+    """Make the copies of ``plan`` one by one."""
+    for src, dst, size in zip(plan.src.tolist(), plan.dst.tolist(), plan.sizes.tolist(), strict=True):
+        ctypes.memmove(dst, src, size)
+
+
 class CpuTransferEngine(LaneEngine):
     """Copies between tensors in host memory and slots, one thread for each direction.
 
@@ -62,6 +68,10 @@ class CpuTransferEngine(LaneEngine):
             return lambda attempt: partial(_timed, staged if attempt is Attempt.STAGED else copy, plan)
 
         super().__init__(kv_caches, layout, region, lambda _: prepare, deadline_s=deadline_s)
+
+    def read(self, plan: CopyPlan) -> None:
+        """See ``LaneEngine.read``."""
+        copy_each(plan)
 
     @property
     def node(self) -> int | None:

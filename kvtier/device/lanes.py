@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,10 +13,19 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from kvtier.device.base import DEADLINE_S, Attempt, Blocks, Finished, KVCaches, TransferEngine
+from kvtier.device.audit import Auditor, Check
+from kvtier.device.base import DEADLINE_S, Attempt, Audits, Blocks, Finished, KVCaches, TransferEngine
 from kvtier.device.ledger import Ledger
 from kvtier.device.plan import CopyPlan, CopyPlanner
-from kvtier.errors import ConfigError, DeviceLostError, DeviceStuckError, StateError
+from kvtier.errors import (
+    AuditError,
+    ConfigError,
+    DamagedSlotError,
+    DeviceLostError,
+    DeviceStuckError,
+    StateError,
+)
+from kvtier.memory.custody import Custody
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
 
@@ -97,6 +107,9 @@ class LaneEngine(TransferEngine):
         if layout.chunk_bytes != region.chunk_bytes:
             raise ValueError(f"slots have {region.chunk_bytes} bytes, but the layout {layout.chunk_bytes}")
         self._planner = CopyPlanner(kv_caches, layout, region.address, region.slots, piece_slots)
+        self._layout = layout
+        self._address = region.address
+        self._auditor: Auditor | None = None
         self._memory: tuple[object, ...] = (kv_caches, region.view(0))  # keeps what the copies touch mapped
         self._ledger = Ledger()
         self._closed = False
@@ -108,7 +121,9 @@ class LaneEngine(TransferEngine):
 
     def submit_store(self, transfer_id: int, blocks: Blocks, slots: Sequence[int]) -> None:
         """See ``TransferEngine.submit_store``."""
-        self._submit(Way.STORE, transfer_id, self._planner.store(blocks, slots), _PLAIN)
+        plan = self._planner.store(blocks, slots)
+        check = self._auditor.of_store(transfer_id, blocks, slots) if self._auditor else None
+        self._submit(Way.STORE, transfer_id, plan, _PLAIN, check)
 
     def submit_load(
         self, transfer_id: int, slots: Sequence[int], blocks: Blocks, *, expedited: bool = False
@@ -116,7 +131,25 @@ class LaneEngine(TransferEngine):
         """See ``TransferEngine.submit_load``."""
         way = Way.EXPEDITED if expedited else Way.LOAD
         attempts = _WITH_STAGED if self.stages_loads or expedited else _PLAIN
-        self._submit(way, transfer_id, self._planner.load(slots, blocks), attempts)
+        plan = self._planner.load(slots, blocks)
+        check = self._auditor.of_load(transfer_id, slots, blocks) if self._auditor else None
+        self._submit(way, transfer_id, plan, attempts, check)
+
+    def begin_audits(self, custody: Custody) -> None:
+        """See ``TransferEngine.begin_audits``."""
+        self._auditor = Auditor(custody, self._planner, self._layout, self._address, self.read)
+
+    @property
+    def audits(self) -> Audits:
+        """See ``TransferEngine.audits``."""
+        return self._auditor.audits if self._auditor is not None else Audits()
+
+    @abstractmethod
+    def read(self, plan: CopyPlan) -> None:
+        """Copy from the device to any memory of this process, in the plainest way; return at the end of it.
+
+        Called in a lane's thread, when the work on what is read is over.
+        """
 
     def finished(self) -> list[Finished]:
         """See ``TransferEngine.finished``."""
@@ -151,12 +184,19 @@ class LaneEngine(TransferEngine):
             _left_behind.append(self._memory)
         self._memory = ()
 
-    def _submit(self, way: Way, transfer_id: int, plan: CopyPlan, attempts: tuple[Attempt, ...]) -> None:
+    def _submit(
+        self,
+        way: Way,
+        transfer_id: int,
+        plan: CopyPlan,
+        attempts: tuple[Attempt, ...],
+        check: Check | None,
+    ) -> None:
         with self._submitting:
             if self._closed:
                 raise StateError("the transfer engine is closed")
             self._watch.start()
-            self._lanes[way].submit(transfer_id, plan, attempts)
+            self._lanes[way].submit(transfer_id, plan, attempts, check)
 
 
 class _Health:
@@ -171,6 +211,8 @@ class _Health:
 
     def failed(self, error: BaseException) -> BaseException:
         """Take note of a transfer that failed for good; return what to report."""
+        if isinstance(error, AuditError):
+            return self.lost or error  # the device has done as it was told
         self._failures += 1
         if isinstance(error, DeviceLostError):
             self.lose(error)
@@ -192,6 +234,7 @@ class _Job:
     nbytes: int
     begin: Begin
     attempts: tuple[Attempt, ...]
+    check: Check | None
 
     def failed(self, error: BaseException, attempt: Attempt | None = None) -> Finished:
         return Finished(self.transfer_id, self.nbytes, 0.0, error, attempt)
@@ -226,13 +269,15 @@ class _Lane:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, transfer_id: int, plan: CopyPlan, attempts: tuple[Attempt, ...]) -> None:
+    def submit(
+        self, transfer_id: int, plan: CopyPlan, attempts: tuple[Attempt, ...], check: Check | None
+    ) -> None:
         self._ledger.begin(transfer_id)
         try:
             begin = self._prepare(plan)
         except Exception as error:  # a device that has failed must not fail the caller's own work
             begin = partial(_raise, error)
-        job = _Job(transfer_id, plan.nbytes, begin, attempts)
+        job = _Job(transfer_id, plan.nbytes, begin, attempts, check)
         with self._lock:
             is_stuck = self.is_stuck
             if not is_stuck:
@@ -319,11 +364,11 @@ class _Lane:
         for attempt in job.attempts:
             if attempt is not job.attempts[0]:
                 begun = _try(partial(job.begin, attempt))
-            ended = begun if isinstance(begun, BaseException) else _try(begun)
+            ended = begun if isinstance(begun, BaseException) else _try(partial(_end, begun, job.check))
             if not isinstance(ended, BaseException):
                 self._health.worked()
                 return Finished(job.transfer_id, job.nbytes, ended, None, attempt)
-            if attempt is job.attempts[-1]:
+            if attempt is job.attempts[-1] or isinstance(ended, DamagedSlotError):
                 return job.failed(self._health.failed(ended), attempt)
             logger.warning("transfer %d failed and is repeated: %s", job.transfer_id, ended)
         raise AssertionError("a transfer has one attempt at least")
@@ -391,6 +436,13 @@ def _empty(queue: SimpleQueue[_Job | None]) -> list[_Job]:
             return jobs
         if job is not None:
             jobs.append(job)
+
+
+def _end(finish: Finish, check: Check | None) -> float:
+    seconds = finish()
+    if check is not None:
+        check()
+    return seconds
 
 
 def _try(work: Callable[[], T]) -> T | BaseException:

@@ -9,6 +9,7 @@ would hold up the stream while it waits for the interpreter lock.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -120,8 +121,25 @@ class StreamEngine(LaneEngine):
             return _StreamLane(runtime, way).prepare
 
         super().__init__(kv_caches, layout, region, open_lane, piece_slots, at_once, deadline_s)
+        self._runtime = runtime
+        self._readers = threading.local()
         self._node = runtime.node()
         self._pinned = None if piece_slots is None else PinnedSlots(runtime, region, piece_slots)
+
+    def read(self, plan: CopyPlan) -> None:
+        """See ``LaneEngine.read``: on a stream that copies nothing else."""
+        self._runtime.attach()
+        stream: Stream | None = getattr(self._readers, "stream", None)
+        if stream is None:
+            stream = self._readers.stream = self._runtime.open_stream(Way.STORE, plain=True)
+        try:
+            stream.copy(plan)
+            end = stream.record()
+            end.synchronize()
+            self._runtime.recycle(end)
+        except BaseException:
+            del self._readers.stream
+            raise
 
     @property
     def node(self) -> int | None:

@@ -29,6 +29,8 @@ class Word(IntEnum):
     PINNED_BYTES = 7
     PINNING_FAILED = 8  # 1 once nothing more can be pinned
     NODE = 9  # the NUMA node that the worker's device is at, counted from 1; 0 where it is not known
+    AUDITED = 10  # chunks
+    AUDITS_FAILED = 11  # of them, those that were damaged
 
 
 _WORDS_BYTES = len(Word) * _WORD_BYTES

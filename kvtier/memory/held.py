@@ -35,6 +35,7 @@ logger = logging.getLogger("kvtier.memory")
 PREFIX = "kvtier_"
 PATIENCE_S = 10.0  # locks are held exclusively for microseconds; a stopped holder must not hang a start
 RETRY_S = 0.001
+_NOBODY = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +44,12 @@ class HeldFile:
 
     Attributes:
         fd: the open file description that has the lock.
-        path: the file's name.
+        path: the file's name; None where it has none, and ends with those who have it open.
         pid: the process that took the lock; a forked child shares the description, not the duty.
     """
 
     fd: int
-    path: Path
+    path: Path | None
     pid: int
 
 
@@ -77,13 +78,41 @@ def hold(path: Path, nbytes: int, note: bytes = b"") -> HeldFile:
     raise RegionError(f"{path} is locked by another process that does not let go of it for {PATIENCE_S:g} s")
 
 
+def hold_unnamed(nbytes: int) -> HeldFile:
+    """Make a file in memory that has no name: whoever shall share it is handed the descriptor.
+
+    Raises:
+        RegionError: there is no such file to be had.
+    """
+    try:
+        fd = os.memfd_create("kvtier", os.MFD_CLOEXEC)
+        os.ftruncate(fd, nbytes)
+    except OSError as error:
+        raise RegionError(f"{nbytes} bytes of shared memory cannot be had: {error.strerror}") from error
+    return HeldFile(fd, None, os.getpid())
+
+
+def borrow(fd: int, nbytes: int) -> HeldFile:
+    """Take a file that another process holds and has handed over. Its locks stay that one's.
+
+    They end when both have ended: nobody else can claim the file before.
+
+    Raises:
+        RegionError: it is shorter than ``nbytes``.
+    """
+    found = os.fstat(fd).st_size
+    if found < nbytes:
+        raise RegionError(f"the primary tier has {found} bytes, but {nbytes} bytes are asked for")
+    return HeldFile(fd, None, _NOBODY)
+
+
 def release(held: HeldFile) -> None:
     """Let go of the file; the last of its holders removes it. To be called once."""
     if held.pid != os.getpid():  # a forked child: unlocking here would take the lock from the parent
         os.close(held.fd)
         return
     try:
-        if _try_lock(held.fd, fcntl.LOCK_EX):
+        if held.path is not None and _try_lock(held.fd, fcntl.LOCK_EX):
             _unlink_if_named(held.fd, held.path)
     finally:
         # A mapping duplicates the descriptor and can outlive it: locks do not end with close alone.

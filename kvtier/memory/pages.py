@@ -22,14 +22,15 @@ _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 _GRANTED = frozenset(("always", "within_size", "advise", "force", "madvise"))
 
 
-def ask_for_huge(mapping: mmap.mmap, path: Path | None) -> bool:
+def ask_for_huge(mapping: mmap.mmap, path: Path | None, *, shared: bool = False) -> bool:
     """Ask for huge pages in a mapping of ``path``; say whether the system grants them there.
 
     Args:
         mapping: the whole region.
-        path: its file; None for anonymous memory.
+        path: its file; None where that has no name, and for anonymous memory.
+        shared: whether it has a file though that has no name.
     """
-    if not grants_huge(path):
+    if not grants_huge(path, shared=shared):
         return False
     try:
         mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -40,11 +41,13 @@ def ask_for_huge(mapping: mmap.mmap, path: Path | None) -> bool:
     return True
 
 
-def grants_huge(path: Path | None) -> bool:
+def grants_huge(path: Path | None, *, shared: bool = False) -> bool:
     """Say whether the system grants huge pages to mappings of ``path``, or of no file, that ask for them."""
-    if path is None:
+    if path is None and not shared:
         return _setting(_SETTINGS / "enabled") in _GRANTED
     forced = _setting(_SETTINGS / "shmem_enabled")
+    if path is None:
+        return forced in _GRANTED
     return (forced if forced in ("deny", "force") else _huge_option(path.parent)) in _GRANTED
 
 

@@ -29,6 +29,9 @@ logger = logging.getLogger("kvtier.memory")
 
 PIECE_BYTES = 64 * 2**20
 SHARED_MEMORY = Path("/dev/shm")
+POPULATING = "kvtier-populate"
+"""Name of the threads that get memory for slots."""
+
 _JOIN_S = 10.0
 _MAX_NAME = 160
 _NOTE_BYTES = 256
@@ -54,7 +57,8 @@ class Part:
 class Region:
     """``slots`` slots of ``chunk_bytes`` bytes each, one after the other, page-aligned.
 
-    Made by ``open`` (a file that several processes map) or ``anonymous`` (memory of this process).
+    Made by ``open`` (a file that several processes map), ``unnamed`` (the same without a name), or
+    ``anonymous`` (memory of this process).
     A slot may be used only after ``populate`` has said so: a page that cannot be had when it is
     first touched kills the process. It is a context manager that closes.
 
@@ -62,7 +66,7 @@ class Region:
         slots: number of slots.
         chunk_bytes: length of one slot, and distance to the next, in bytes.
         name: the name it was opened under; empty for an anonymous one.
-        path: the file's path; None for an anonymous one.
+        path: the file's path; None where it has none.
     """
 
     def __init__(
@@ -127,6 +131,54 @@ class Region:
         """Make a region of this process alone, without a file. Arguments as in ``open``."""
         _require_shape(slots, chunk_bytes)
         return Region(slots, chunk_bytes)
+
+    @staticmethod
+    def unnamed(slots: int, chunk_bytes: int, board_bytes: int = 0) -> Region:
+        """Make a region that other processes can be handed, by ``fileno``. Arguments as in ``open``.
+
+        Raises:
+            RegionError: there is no shared memory, or the shape is wrong.
+        """
+        _require_shape(slots, chunk_bytes)
+        nbytes = slots * chunk_bytes
+        file = held.hold_unnamed(nbytes + board_bytes)
+        try:
+            _allocate(file, nbytes, board_bytes)
+            return Region(slots, chunk_bytes, file=file, board_bytes=board_bytes)
+        except BaseException:
+            held.release(file)
+            raise
+
+    @staticmethod
+    def borrowed(fd: int, slots: int, chunk_bytes: int, board_bytes: int = 0) -> Region:
+        """Map another process's region.
+
+        The children of this process do not have the mapping: when this process has ended, nobody writes
+        to the slots on its behalf.
+
+        Args:
+            fd: the ``fileno`` of that region, handed over; it belongs to the new region.
+            slots, chunk_bytes, board_bytes: as in the region that it is.
+
+        Raises:
+            RegionError: that region is smaller, or the shape is wrong.
+        """
+        _require_shape(slots, chunk_bytes)
+        file = held.borrow(fd, slots * chunk_bytes + board_bytes)
+        region = Region(slots, chunk_bytes, file=file, board_bytes=board_bytes)
+        region._require_open().madvise(mmap.MADV_DONTFORK)
+        return region
+
+    def fileno(self) -> int:
+        """Return the file's descriptor, for ``borrowed``.
+
+        Raises:
+            StateError: the region is closed, or anonymous.
+        """
+        self._require_open()
+        if self._file is None:
+            raise StateError("an anonymous region has no file that could be shared")
+        return self._file.fd
 
     @property
     def nbytes(self) -> int:
@@ -193,11 +245,10 @@ class Region:
             threads: how many; default: one for each four CPUs, four at most. The engine starts meanwhile.
         """
         mapping = self._require_open()
-        filling = _Filling(self, on_ready, parts, partial(pages.ask_for_huge, mapping, self.path))
+        ask_for_huge = partial(pages.ask_for_huge, mapping, self.path, shared=self._file is not None)
+        filling = _Filling(self, on_ready, parts, ask_for_huge)
         for _ in range(threads or default_threads()):
-            thread = threading.Thread(
-                target=self._populate, args=(filling,), name="kvtier-populate", daemon=True
-            )
+            thread = threading.Thread(target=self._populate, args=(filling,), name=POPULATING, daemon=True)
             self._populating.append(thread)
             thread.start()
 
@@ -360,7 +411,7 @@ def _allocate(file: HeldFile, offset: int, nbytes: int) -> None:
             os.posix_fallocate(file.fd, offset, nbytes)
         except OSError as error:
             raise RegionError(
-                f"{file.path}: there is no room for {nbytes} bytes: {error.strerror}"
+                f"{file.path or 'shared memory'}: there is no room for {nbytes} bytes: {error.strerror}"
             ) from error
 
 
@@ -399,4 +450,4 @@ def _file_name(name: str) -> str:
     return f"{PREFIX}{safe}.{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"
 
 
-__all__ = ["PIECE_BYTES", "SHARED_MEMORY", "Part", "Region", "default_threads", "sweep_ghosts"]
+__all__ = ["PIECE_BYTES", "POPULATING", "SHARED_MEMORY", "Part", "Region", "default_threads", "sweep_ghosts"]

@@ -47,6 +47,15 @@ COUNTERS: Mapping[str, Metric] = {
     "copy_failed": Metric(
         "kvtier_copy_failed", "Device copies that failed, by what was done about it.", ("verb", "outcome")
     ),
+    "audited": Metric(
+        "kvtier_audited_chunks",
+        "Chunks that a worker has audited: in a store, or in a load. Each worker counts.",
+    ),
+    "audit_failed": Metric(
+        "kvtier_audit_failures",
+        "Audits that have found a chunk damaged, by the tier that is not used any more; `cpu`: none is.",
+        ("tier",),
+    ),
     "put": Metric("kvtier_put_chunks", "Chunks put into a tier.", ("tier",)),
     "put_seconds": Metric(
         "vllm:kv_offload_tiering_write_time", "Seconds that puts took, over all that ran at once.", ("tier",)
@@ -109,7 +118,15 @@ COUNTERS: Mapping[str, Metric] = {
         ("tier", "verb", "reason"),
         reasons.RETRY,
     ),
-    "tier_down": Metric("kvtier_tier_down", "How often a tier could not be opened or reset.", ("tier",)),
+    "tier_down": Metric(
+        "kvtier_tier_down", "How often a tier could not be opened or reset, or lost its process.", ("tier",)
+    ),
+    "process_ended": Metric(
+        "kvtier_tier_process_ended",
+        "How often the process of the tiers has ended and was started anew.",
+        ("reason",),
+        reasons.PROCESS_ENDED,
+    ),
     "policy_replaced": Metric(
         "kvtier_policy_replaced",
         "How often an eviction policy did what it must not, and lru took its place.",

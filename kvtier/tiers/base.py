@@ -92,6 +92,21 @@ class SlotMemory(Protocol):
         """Return the bytes of one slot: one-dimensional, format ``B``, ``chunk_bytes`` long."""
 
 
+class Custody(Protocol):
+    """What audited slots must hold. ``kvtier.memory.custody`` is the one there is."""
+
+    rate: float
+
+    def audited(self, slots: Sequence[int]) -> list[int]:
+        """Return the positions of those slots that are audited."""
+
+    def are_intact(self, chunks: Sequence[tuple[OffloadKey, int]]) -> bool:
+        """Say whether these slots hold what they must."""
+
+    def take_over(self, slots: Sequence[int]) -> None:
+        """Say that slots must hold from now on what they hold now."""
+
+
 class Batch:
     """Chunks that are put or got together: keys and the slots they are in or shall be in.
 
@@ -194,6 +209,10 @@ def tell_nobody(keys: Sequence[OffloadKey]) -> None:
     """Be told that ``keys`` have left a tier, where nobody wants to know."""
 
 
+def open_never_anew(why: str) -> None:
+    """Be told that a tier has to be opened anew, where nobody does that."""
+
+
 @dataclass(frozen=True, slots=True)
 class TierContext:
     """What a tier is told when it is opened.
@@ -205,12 +224,16 @@ class TierContext:
         removed: to be called, from any thread, with keys that have left the tier without its having been
             told to: evicted, expired, set aside. Those who were told that they are there are told
             otherwise then. Keys that the tier did not have do no harm.
+        lost: to be called, from any thread, with the reason, when what ``open`` has opened is of no use any
+            more and another ``open`` would help. The tier is closed when nothing of it is under way, and
+            another object of its class is opened.
     """
 
     name: str
     identity: Identity
     chunk_bytes: int
     removed: Callable[[Sequence[OffloadKey]], None] = tell_nobody
+    lost: Callable[[str], None] = open_never_anew
 
 
 ConfigT = TypeVar("ConfigT", bound=TierConfig)

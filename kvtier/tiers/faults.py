@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from pydantic import BaseModel
+
 from kvtier.errors import KVTierError
+from kvtier.validation import hide
 
 
 def require_fault(error: BaseException) -> None:
@@ -17,6 +20,12 @@ def require_fault(error: BaseException) -> None:
         raise error
 
 
-def words_of(error: BaseException) -> str:
-    """Say an error in words: kvtier's own need no class name in front."""
-    return str(error) if isinstance(error, KVTierError) else f"{type(error).__name__}: {error}"
+def words_of(error: BaseException, settings: BaseModel) -> str:
+    """Say an error of a tier in words: kvtier's own need no class name in front.
+
+    Args:
+        error: what the tier has raised.
+        settings: the tier's; what is secret in them is not shown, though a client may repeat it.
+    """
+    words = str(error) if isinstance(error, KVTierError) else f"{type(error).__name__}: {error}"
+    return hide(words, settings)

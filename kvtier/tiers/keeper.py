@@ -22,6 +22,7 @@ AnyTier = SecondaryTier[Any]
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 _GIVEN_UP_AFTER_S = 60.0
+_REST_PAUSE_S = 0.02
 _LINES_EVERY_S = 60.0
 
 
@@ -39,6 +40,7 @@ class Keeper:
         again: makes another object of it, for an opening after one that failed; None to take the same.
         tell: called with the reason when it is down, and with None when it is up again.
         chance: the source of chance.
+        is_at_rest: says whether nothing of the tier is under way.
 
     Attributes:
         tier: the tier; another object after an opening that failed.
@@ -56,6 +58,7 @@ class Keeper:
         again: Callable[[], AnyTier] | None,
         tell: Callable[[str | None], None],
         chance: Chance,
+        is_at_rest: Callable[[], bool] = lambda: True,
     ) -> None:
         self.tier = tier
         self.era = self.first_era = anyio.Event()
@@ -70,6 +73,9 @@ class Keeper:
         self._owed: deque[tuple[int, anyio.Event]] = deque()
         self._asked = anyio.Event()
         self._is_spent = False
+        self._is_at_rest = is_at_rest
+        self._last: tuple[int, anyio.Event] | None = None
+        self._lost: str | None = None
 
     async def keep(self, context: TierContext) -> None:
         """Open the tier and do its resets, for as long as nobody cancels this."""
@@ -78,23 +84,52 @@ class Keeper:
                 await self._restore(context)
             except BaseException as error:
                 what = f"cannot be reset to epoch {self._owed[-1][0]}" if self.is_open else "cannot be opened"
-                self._fail(f"{what}: {words_of(error)}")
+                self._fail(f"{what}: {words_of(error, self.tier.config)}")
                 require_fault(error)
                 await anyio.sleep(self._backoff.next_s())
             else:
                 self._recover()
-                await self._asked.wait()
+                if self._lost is None:  # or it has been lost again meanwhile
+                    await self._asked.wait()
 
     def ask_for_reset(self, epoch: int) -> None:
         """Begin a new era: the tier is reset before it is used again."""
         self.era = anyio.Event()
-        self._owed.append((epoch, self.era))
+        self._last = epoch, self.era
+        self._owed.append(self._last)
         if self.down is not None:
             self._let_go()
+        self._wake_up()
+
+    def open_anew(self, why: str) -> None:
+        """Close the tier and open another object of it. What it was given for good is there again then."""
+        if self.is_open and self._lost is None:
+            self._lost = why
+            self._wake_up()
+
+    def _wake_up(self) -> None:
         asked, self._asked = self._asked, anyio.Event()
         asked.set()
 
+    async def _close(self, why: str) -> None:
+        """Close a tier that has lost what it has opened, when nothing of it is under way."""
+        self._fail(f"is opened anew: {why}")
+        while not self._is_at_rest():  # noqa: ASYNC110 (a moment, and once in the life of a tier)
+            await anyio.sleep(_REST_PAUSE_S)
+        self.is_open = False
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                await self.tier.aclose()
+        except BaseException as error:
+            require_fault(error)
+            logger.warning("tier %s: closing failed: %s", self._name, words_of(error, self.tier.config))
+        if self._last is not None and not self._owed:
+            self._owed.append(self._last)  # what a reset has hidden must not be seen by who opens later
+
     async def _restore(self, context: TierContext) -> None:
+        if self._lost is not None and self.is_open:
+            await self._close(self._lost)
+        self._lost = None
         if not self.is_open:
             if self._is_spent and self._again is not None:
                 self.tier = self._again()

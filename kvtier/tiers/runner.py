@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import anyio
@@ -32,6 +33,7 @@ from kvtier.telemetry.lines import Seldom
 from kvtier.tiers.activity import NamedTier, TierActivity
 from kvtier.tiers.base import (
     Batch,
+    Custody,
     Knowledge,
     Outcome,
     SecondaryTier,
@@ -99,19 +101,25 @@ class TierRunner:
         post: Post,
         threads: anyio.CapacityLimiter,
         chance: Chance,
+        custody: Custody | None = None,
     ) -> None:
         config = named.tier.config
         self.index = index
         self.name = named.name
         self.activity = TierActivity(config.max_concurrency)
-        self._keeper = Keeper(named.name, named.tier, named.again, self._tell_condition, chance)
+        self._keeper = Keeper(
+            named.name, named.tier, named.again, self._tell_condition, chance, self._is_at_rest
+        )
         self._deadline_s = config.deadline_s
         self._budget = RetryBudget(config.retry_share)
         self._chance = chance
         self._memory = memory
+        self._custody = custody
         self._post = post
         self._threads = threads
-        self._context = TierContext(named.name, identity, memory.chunk_bytes, self._note_removed)
+        self._context = TierContext(
+            named.name, identity, memory.chunk_bytes, self._note_removed, self._note_lost
+        )
         self._digest = identity.short_digest
         self._reasons = reasons.TRANSFER.keys() | named.tier.reasons.keys()
         self._transient = reasons.TRANSIENT | frozenset(named.tier.transient)
@@ -138,7 +146,8 @@ class TierRunner:
                 await self._tier.aclose()
             except BaseException as error:
                 require_fault(error)
-                logger.exception("tier %s: closing failed", self.name)
+                # Without the traceback: it would repeat what the error says, be there a secret in it.
+                logger.error("tier %s: closing failed: %s", self.name, self._words(error))
         if scope.cancelled_caught:
             logger.error("tier %s: closing was given up after %g s", self.name, close_s)
 
@@ -150,6 +159,11 @@ class TierRunner:
     def era(self) -> anyio.Event:
         """The era that commands submitted now belong to. See ``Keeper``."""
         return self._keeper.era
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the tier is open and not down."""
+        return self._keeper.is_open and self._keeper.down is None
 
     async def resets_ended(self) -> None:
         """Wait for the resets submitted so far, but not for the opening where there was none."""
@@ -165,7 +179,7 @@ class TierRunner:
                 await anyio.sleep(_LOOK_EVERY_S)
         except BaseException as error:
             require_fault(error)
-            logger.warning("tier %s: it is not known how full it is: %s", self.name, words_of(error))
+            logger.warning("tier %s: it is not known how full it is: %s", self.name, self._words(error))
 
     @property
     def _tier(self) -> AnyTier:
@@ -179,6 +193,17 @@ class TierRunner:
             raise _NotBegunError("down")
         if era is not self.era:
             raise _NotBegunError("reset")
+
+    # --- what it has lost --------------------------------------------------------------------------
+
+    def _note_lost(self, why: str) -> None:
+        """Have the tier opened anew. Any thread."""
+        if self._loop is not None:
+            call_soon(self._loop, partial(self._keeper.open_anew, why))
+
+    def _is_at_rest(self) -> bool:
+        """Say whether nothing of the tier is under way, which begins nothing while it is down."""
+        return not (self.activity.puts.running or self.activity.gets.running or self._is_telling)
 
     # --- what has left it, and what was used without it ------------------------------------------
 
@@ -215,7 +240,7 @@ class TierRunner:
                     await self._tier.touch(keys)
         except BaseException as error:
             require_fault(error)
-            self._warn("touch", f"touch failed: {words_of(error)}")
+            self._warn("touch", f"touch failed: {self._words(error)}")
         finally:
             self._is_telling = False
 
@@ -265,6 +290,7 @@ class TierRunner:
 
     async def _put(self, command: Put, era: anyio.Event, effort: _Effort) -> Outcome:
         self._require_usable(era)
+        await self._require_intact(command, era)
         batch = Batch(command.keys, command.slots, self._memory)
         if not self._tier.verifies:
             await self._in_thread(_seal_all, batch, self._digest)
@@ -285,7 +311,27 @@ class TierRunner:
         answers[:run] = [
             Answer.LANDED if status == Status.OK else Answer.MISSING for status in outcome.statuses
         ]
+        await self._take_over(batch, outcome)
         return answers, outcome
+
+    async def _require_intact(self, command: Put, era: anyio.Event) -> None:
+        """Put nothing that is not what was stored: it would be sealed like that."""
+        positions = [] if self._custody is None else self._custody.audited(command.slots)
+        if self._custody is None or not positions:
+            return
+        audited = [(command.keys[at], command.slots[at]) for at in positions]
+        if not await self._in_thread(self._custody.are_intact, audited):
+            raise _NotBegunError("audit")
+        self._require_usable(era)
+
+    async def _take_over(self, batch: Batch, outcome: Outcome) -> None:
+        """Have some of what was got audited: what is in its slots now is what the tier was given once."""
+        if self._custody is None or not self._custody.rate:
+            return
+        landed = [slot for slot, it in zip(batch.slots, outcome.statuses, strict=True) if it == Status.OK]
+        audited = [slot for slot in landed if self._chance() < self._custody.rate]
+        if audited:
+            await self._in_thread(self._custody.take_over, audited)
 
     async def _put_once(self, batch: Batch) -> Outcome:
         return self._complete(await self._tier.put(batch), len(batch))
@@ -417,7 +463,7 @@ class TierRunner:
         try:
             await self._tier.discard(keys)
         except Exception as error:
-            self._warn("discard", f"discard of {len(keys)} chunks failed: {words_of(error)}")
+            self._warn("discard", f"discard of {len(keys)} chunks failed: {self._words(error)}")
 
     async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
         return await in_thread(function, *arguments, limiter=self._threads)
@@ -437,8 +483,11 @@ class TierRunner:
     def _failure(self, verb: str, keys: Sequence[OffloadKey], error: BaseException) -> Outcome:
         require_fault(error)
         word = reasons.word_for(error)
-        self._warn(f"{verb} {word}", f"{verb} of {len(keys)} chunks failed: {words_of(error)}")
+        self._warn(f"{verb} {word}", f"{verb} of {len(keys)} chunks failed: {self._words(error)}")
         return Outcome.all(Status.FAILED, len(keys), word)
+
+    def _words(self, error: BaseException) -> str:
+        return words_of(error, self._tier.config)
 
     def _warn(self, subject: str, text: str) -> None:
         added = self._seldom.lets(subject, self._now_s())

@@ -119,6 +119,8 @@ def test_unknown_policy_lists_those_installed():
         ("request_deadline_s", float("nan")),
         ("request_deadline_s", float("inf")),
         ("copy_deadline_s", 0),
+        ("audit_rate", 1.001),
+        ("audit_rate", float("nan")),
         ("drain_on_shutdown_s", -1),
         ("drain_on_shutdown_s", 1e30),  # beyond what a thread can be waited for
     ],
@@ -136,6 +138,7 @@ NUMBERS = [
     "promotion_budget",
     "request_deadline_s",
     "copy_deadline_s",
+    "audit_rate",
     "drain_on_shutdown_s",
 ]
 TEXTS = ["eviction_policy", "namespace"]
@@ -145,6 +148,8 @@ OF_OTHER_TYPES: dict[str, list[object]] = {
     **{name: [True, 1, None, [], {}] for name in TEXTS},
     **{name: ["true", "false", 0, 1, None, []] for name in SWITCHES},
     "secondary_tiers": [True, 1, None, "fs", {}, {"type": "dummy"}],
+    "isolation": [True, 1, None, "", "none", []],
+    "isolation_memory_limit": [True, False, -1, 0, 1024, "abc", "", [], {}],
 }
 
 

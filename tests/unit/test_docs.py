@@ -29,6 +29,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=indent)``` *$", re.MULTILINE | re.DOTALL
 )
+_SHOWN_BY = re.compile(r"`(test_\w+)`(?:: ([^`]+?))?(?=, `|, through|$)")
 _SHELL = ("bash", "console", "sh", "shell")
 _IN_SHELL = re.compile(r"--kv-transfer-config[ =]+'(\{.*?\})'", re.DOTALL)
 
@@ -168,6 +169,15 @@ def test_the_metrics_page_has_every_reason_and_no_other() -> None:
         *((code(names), code([word]), text) for (word, text), names in metrics.items()),
         *((name, code([word]), text) for name, words in own for word, text in words.items()),
     ]
+
+
+def test_the_tests_that_are_to_show_a_feature_are_there() -> None:
+    features = table_of(ROOT / "docs" / "vllm.md", "| feature | vLLM's own tiering | kvtier | shown by |")
+    named = [found for row in features for found in _SHOWN_BY.findall(row[-1])]
+    assert len(named) >= len(features) - 1  # the first row is shown by all
+    for module, words in named:
+        tests = (ROOT / "tests" / "integration" / f"{module}.py").read_text().replace("_", " ")
+        assert [each for each in words.split(", ") if each.strip() and each not in tests] == [], module
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -30,12 +30,16 @@ from kvtier.core.messages import (
     Removed,
     Reset,
     TierDown,
+    TierUp,
     Touch,
 )
 from kvtier.errors import TierError
-from kvtier.executor import Executor, ExecutorThread, NamedTier
+from kvtier.executor import AnyExecutor, Executor, ExecutorThread, NamedTier
 from kvtier.identity import Identity
+from kvtier.isolation.process import ExecutorProcess
+from kvtier.isolation.remote import RemoteExecutor
 from kvtier.keys import OffloadKey, pack_key
+from kvtier.memory.region import Region
 from kvtier.testing.memory import HeapMemory
 from kvtier.tiers import runner as runners
 from kvtier.tiers.base import (
@@ -86,13 +90,25 @@ class World:
     """An executor and its events. Chunk ``n`` has the bytes ``content(n)``; puts use slot ``n``."""
 
     def __init__(
-        self, tiers: Sequence[AnyTier], memory: HeapMemory | None = None, close_s: float = 5
+        self,
+        tiers: Sequence[AnyTier],
+        memory: HeapMemory | None = None,
+        close_s: float = 5,
+        where: str = "loop",
     ) -> None:
-        self.memory = memory or HeapMemory(SLOTS, CHUNK_BYTES)
         self.events: list[Event] = []
         self._arrived = anyio.Event()
         named = [NamedTier(f"tier{index}", tier) for index, tier in enumerate(tiers)]
-        self.executor = Executor(named, IDENTITY, self.memory, self._post, close_s=close_s)
+        self.memory: HeapMemory | Region
+        self.executor: Executor | RemoteExecutor
+        if where == "loop":
+            self.memory = memory or HeapMemory(SLOTS, CHUNK_BYTES)
+            self.executor = Executor(named, IDENTITY, self.memory, self._post, close_s=close_s)
+        else:
+            self.memory = region = Region.unnamed(SLOTS, CHUNK_BYTES)
+            self.executor = RemoteExecutor(
+                lambda notify: ExecutorProcess(named, IDENTITY, region, notify=notify), self._post
+            )
         self.submitted = 0
 
     def _post(self, event: Event) -> None:
@@ -158,9 +174,10 @@ class World:
 
 @asynccontextmanager
 async def world(
-    *tiers: AnyTier, memory: HeapMemory | None = None, close_s: float = 5
+    *tiers: AnyTier, memory: HeapMemory | None = None, close_s: float = 5, where: str = "loop"
 ) -> AsyncIterator[World]:
-    it = World(tiers, memory, close_s)
+    # Not on the loop: plug-ins are looked up on the way into another process, as before any start.
+    it = await anyio.to_thread.run_sync(World, tiers, memory, close_s, where)
     async with it.executor:
         yield it
 
@@ -217,14 +234,31 @@ class Gated(DummyTier):
             self.running[verb] -= 1
 
 
+@pytest.fixture(params=["loop", "process"])
+def where(request: pytest.FixtureRequest) -> str:
+    """Where the tiers run, for tests of what holds in both places."""
+    return str(request.param)
+
+
 # --- fetching ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["complete_index", "asked", "fs"])
-def tier(request: pytest.FixtureRequest, tmp_path: Path) -> AnyTier:
-    if request.param == "fs":
+@pytest.fixture(params=["complete_index", "asked", "fs", "asked in a process", "fs in a process"])
+def place(request: pytest.FixtureRequest) -> str:
+    """A kind of tier, and where it runs."""
+    return str(request.param)
+
+
+@pytest.fixture
+def where_it_is(place: str) -> str:
+    return "process" if place.endswith("process") else "loop"
+
+
+@pytest.fixture
+def tier(place: str, tmp_path: Path) -> AnyTier:
+    if place.startswith("fs"):
         return FsTier(FsConfig(root_dir=tmp_path / "root", n_threads=2, min_free_bytes=0))
-    return dummy(complete_index=request.param == "complete_index")
+    return dummy(complete_index=place == "complete_index")
 
 
 @pytest.mark.parametrize(
@@ -240,9 +274,9 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> AnyTier:
     ],
 )
 async def test_a_fetch_brings_the_run_from_the_front(
-    tier: AnyTier, present: list[int], slots: int, answers: list[Answer]
+    tier: AnyTier, where_it_is: str, present: list[int], slots: int, answers: list[Answer]
 ) -> None:
-    async with world(tier) as it:
+    async with world(tier, where=where_it_is) as it:
         if present:
             await it.hold(present)
         it.clear(range(SLOTS))
@@ -253,15 +287,15 @@ async def test_a_fetch_brings_the_run_from_the_front(
             assert it.bytes_in(10 + number) == (content(number) if answer is LANDED else bytes(CHUNK_BYTES))
 
 
-async def test_the_bytes_go_to_the_slots_in_their_order(tier: AnyTier) -> None:
-    async with world(tier) as it:
+async def test_the_bytes_go_to_the_slots_in_their_order(tier: AnyTier, where_it_is: str) -> None:
+    async with world(tier, where=where_it_is) as it:
         await it.hold([4, 5, 6])
         event = await it.fetched(it.fetch([6, 4, 5], [30, 9, 21]))
         assert list(event.answers) == [LANDED] * 3
         assert [it.bytes_in(slot) for slot in (30, 9, 21)] == [content(6), content(4), content(5)]
 
 
-async def test_a_located_fetch_does_not_look_for_its_keys_again(tier: AnyTier) -> None:
+async def test_a_located_fetch_does_not_look_for_its_keys_again() -> None:
     class NeverAsked(DummyTier):
         def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
             raise AssertionError("asked")
@@ -275,8 +309,10 @@ async def test_a_located_fetch_does_not_look_for_its_keys_again(tier: AnyTier) -
         assert list(event.answers) == [LANDED, LANDED]
 
 
-async def test_what_a_located_fetch_does_not_find_any_more_is_missing(tier: AnyTier) -> None:
-    async with world(tier) as it:
+async def test_what_a_located_fetch_does_not_find_any_more_is_missing(
+    tier: AnyTier, where_it_is: str
+) -> None:
+    async with world(tier, where=where_it_is) as it:
         await it.hold([1, 3])
         event = await it.fetched(it.fetch([1, 2, 3], [7, 8, 9], located=True))
         assert list(event.answers) == [LANDED, MISSING, LANDED]
@@ -315,8 +351,8 @@ async def test_a_tier_that_knows_everything_is_not_asked() -> None:
         assert list(event.answers) == [LANDED, MISSING]
 
 
-async def test_each_tier_is_its_own() -> None:
-    async with world(dummy(), dummy()) as it:
+async def test_each_tier_is_its_own(where: str) -> None:
+    async with world(dummy(), dummy(), where=where) as it:
         await it.hold([1], tier=1)
         first, second = it.fetch([1], [10], tier=0), it.fetch([1], [11], tier=1)
         assert list((await it.fetched(first)).answers) == [MISSING]
@@ -528,10 +564,10 @@ async def test_a_reset_between_the_seal_and_the_put_is_seen() -> None:
         assert tier.known(keys([1])) == [Knowledge.ABSENT]
 
 
-async def test_a_put_that_runs_during_the_reset_is_done_in_the_old_epoch(tmp_path: Path) -> None:
+async def test_a_put_that_runs_during_the_reset_is_done_in_the_old_epoch(tmp_path: Path, where: str) -> None:
     """Here with files: the put ends well, and what it wrote is not there afterwards."""
     tier = FsTier(FsConfig(root_dir=tmp_path, n_threads=1, min_free_bytes=0))
-    async with world(tier) as it:
+    async with world(tier, where=where) as it:
         puts = [it.put([number]) for number in range(30)]
         await it.put_ended(puts[0])
         it.reset()
@@ -541,6 +577,82 @@ async def test_a_put_that_runs_during_the_reset_is_done_in_the_old_epoch(tmp_pat
             await it.put_ended(put)
         event = await it.fetched(it.fetch(range(30), range(30, 60)))
         assert list(event.answers) == [MISSING] * 30
+
+
+# --- tiers that have to be opened anew -----------------------------------------------------------
+
+
+class Losing(Gated):
+    """Says when it has lost what it has opened. Chunks outlive that, as they do on a disk."""
+
+    context: TierContext
+
+    async def open(self, context: TierContext) -> None:
+        self.context = context
+        self._note("open")
+        await super().open(context)
+
+    async def aclose(self) -> None:
+        self._note("close")
+
+    async def until_opened(self, times: int) -> None:
+        await self.until(lambda: self.begun.count("open") == times)
+
+
+async def test_a_tier_that_has_lost_what_it_opened_is_opened_anew_when_nothing_is_under_way() -> None:
+    tier = Losing()
+    async with world(tier) as it:
+        putting = it.put([1])
+        await tier.until(lambda: "put" in tier.begun)
+        await anyio.to_thread.run_sync(tier.context.lost, "the share was unmounted")
+        await it.until(lambda: it.downs)
+        assert "the share was unmounted" in it.downs[0].reason
+        assert (await it.fetched(it.fetch([1], [10]))).reasons == {"down": 1}
+        assert tier.begun == ["open", "put"]
+        tier.open_all()
+        assert list((await it.put_ended(putting)).kept) == [True]
+        await tier.until_opened(2)
+        assert tier.begun == ["open", "put", "close", "open"]
+        await it.until(lambda: any(isinstance(event, TierUp) for event in it.events))
+        assert list((await it.fetched(it.fetch([1], [11]))).answers) == [LANDED]
+    assert it.bytes_in(11) == content(1)
+
+
+async def test_a_tier_that_was_reset_and_is_opened_anew_is_reset_again() -> None:
+    """Who opens it joins what others use, and these need not have been reset."""
+    tier = Losing()
+    tier.open_all()
+    async with world(tier) as it:
+        it.reset()
+        await it.executor.settled()
+        for times in (2, 3):
+            tier.context.lost("the share was unmounted")
+            await tier.until_opened(times)
+            await it.until(lambda times=times: len(tier.begun) == 3 * times - 1)  # type: ignore[misc]
+    assert tier.begun == ["open", "reset", *["close", "open", "reset"] * 2, "close"]
+
+
+async def test_a_tier_that_fails_to_close_is_opened_anew_and_reset_all_the_same() -> None:
+    closing = iter([OSError("not mounted"), None])
+    contexts: list[TierContext] = []
+    resets: list[int] = []
+
+    def close() -> None:
+        if error := next(closing):
+            raise error
+
+    class Failing(Rude):
+        async def open(self, context: TierContext) -> None:
+            contexts.append(context)
+            await super().open(context)
+
+    async with world(Failing(aclose=close, reset=lambda: resets.append(1))) as it:
+        it.reset()
+        await it.hold([1])
+        contexts[0].lost("the share was unmounted")
+        await it.until(lambda: any(isinstance(event, TierUp) for event in it.events))
+        await it.hold([2])
+        assert (len(contexts), len(resets)) == (2, 2)
 
 
 # --- faults --------------------------------------------------------------------------------------
@@ -950,8 +1062,8 @@ async def test_what_is_under_way_at_the_end_is_cancelled_and_answered_once() -> 
             assert (list(event.answers), event.reasons) == ([MISSING], {"cancelled": 1})
 
 
-async def test_what_has_not_even_begun_at_the_end_is_answered_too() -> None:
-    async with world(dummy()) as it:
+async def test_what_has_not_even_begun_at_the_end_is_answered_too(where: str) -> None:
+    async with world(dummy(), where=where) as it:
         ids = [it.put([1]), it.fetch([1], [10])]
     assert [len(it.of(id_)) for id_ in ids] == [1, 1]
 
@@ -982,16 +1094,18 @@ async def test_an_answer_comes_only_when_the_tier_is_through_with_the_slots() ->
     assert touched == [False]
 
 
-async def test_drained_waits_for_what_was_submitted_just_now() -> None:
-    async with world(dummy(put_latency_s=0.02), dummy()) as it:
+async def test_drained_waits_for_what_was_submitted_just_now(where: str) -> None:
+    async with world(dummy(put_latency_s=0.02), dummy(), where=where) as it:
         slow, fast = it.put([1]), it.put([2], tier=1)
         with anyio.fail_after(10):
             await it.executor.drained()
         assert [len(it.of(slow)), len(it.of(fast))] == [1, 1]
 
 
-@pytest.mark.parametrize("seed", range(12))
-async def test_every_command_has_one_event_whenever_it_is_closed(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("run_in", "seed"), [*(("loop", seed) for seed in range(12)), *(("process", seed) for seed in range(3))]
+)
+async def test_every_command_has_one_event_whenever_it_is_closed(run_in: str, seed: int) -> None:
     chance = random.Random(seed)
     faults = {"failure_rate": 0.2, "corruption_rate": 0.2, "hang_rate": 0.05, "seed": seed}
     tiers = [
@@ -1000,7 +1114,7 @@ async def test_every_command_has_one_event_whenever_it_is_closed(seed: int) -> N
         )
         for index in range(2)
     ]
-    async with world(*tiers) as it:
+    async with world(*tiers, where=run_in) as it:
         for _ in range(chance.randrange(1, 60)):
             tier, first = chance.randrange(2), chance.randrange(20)
             if chance.random() < 0.1:
@@ -1020,12 +1134,18 @@ async def test_every_command_has_one_event_whenever_it_is_closed(seed: int) -> N
 
 
 class ThreadWorld:
-    """An executor in a thread, seen from its owner's thread."""
+    """An executor in a thread, or in a process, seen from its owner's thread."""
 
-    def __init__(self, *tiers: AnyTier) -> None:
-        self.memory = HeapMemory(SLOTS, CHUNK_BYTES)
+    def __init__(self, *tiers: AnyTier, where: str = "thread") -> None:
         named = [NamedTier(f"tier{index}", tier) for index, tier in enumerate(tiers)]
-        self.thread = ExecutorThread(partial(Executor, named, IDENTITY, self.memory))
+        self.memory: HeapMemory | Region
+        self.thread: AnyExecutor
+        if where == "thread":
+            self.memory = HeapMemory(SLOTS, CHUNK_BYTES)
+            self.thread = ExecutorThread(partial(Executor, named, IDENTITY, self.memory))
+        else:
+            self.memory = Region.unnamed(SLOTS, CHUNK_BYTES)
+            self.thread = ExecutorProcess(named, IDENTITY, self.memory)
 
     def put(self, id_: int, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -1036,13 +1156,14 @@ class ThreadWorld:
         self.thread.submit([Fetch(id_, 0, keys(numbers), list(slots), False)])
 
     def take(self, count: int) -> list[Any]:
-        """Take so many events, as they come."""
+        """Take so many events, as they come, but for those of tiers that have been opened."""
         taken: list[Any] = []
         end = time.monotonic() + 20
         while len(taken) < count:
             assert time.monotonic() < end, taken
             if self.thread.events:
-                taken.append(self.thread.events.popleft())
+                event = self.thread.events.popleft()
+                taken += [] if isinstance(event, TierUp) else [event]
             else:
                 time.sleep(0.001)
         return taken
@@ -1056,8 +1177,8 @@ def executor_threads() -> list[threading.Thread]:
 def thread_world() -> Iterator[Callable[..., ThreadWorld]]:
     made: list[ThreadWorld] = []
 
-    def make(*tiers: AnyTier) -> ThreadWorld:
-        made.append(ThreadWorld(*tiers))
+    def make(*tiers: AnyTier, where: str = "thread") -> ThreadWorld:
+        made.append(ThreadWorld(*tiers, where=where))
         made[-1].thread.start()
         return made[-1]
 
@@ -1070,8 +1191,14 @@ def thread_world() -> Iterator[Callable[..., ThreadWorld]]:
 MakeThreadWorld = Callable[..., ThreadWorld]
 
 
-def test_in_a_thread_events_come_back_in_a_deque(thread_world: MakeThreadWorld) -> None:
-    it = thread_world(dummy())
+@pytest.fixture(params=["thread", "process"])
+def beside(request: pytest.FixtureRequest) -> str:
+    """Where the executor runs, beside its owner's thread."""
+    return str(request.param)
+
+
+def test_beside_its_owner_events_come_back_in_a_deque(thread_world: MakeThreadWorld, beside: str) -> None:
+    it = thread_world(dummy(), where=beside)
     it.put(1, [1, 2])
     (ended,) = it.take(1)
     assert (ended.id, list(ended.kept)) == (1, [True, True])
@@ -1118,8 +1245,8 @@ def test_commands_submitted_while_the_loop_is_busy_cost_one_wake_up(
     assert {event.id for event in it.take(101)} == set(range(101))
 
 
-def test_commands_submitted_before_the_start_are_run() -> None:
-    it = ThreadWorld(dummy())
+def test_commands_submitted_before_the_start_are_run(beside: str) -> None:
+    it = ThreadWorld(dummy(), where=beside)
     it.put(1, [1])
     it.thread.start()
     it.put(2, [2])
@@ -1127,14 +1254,14 @@ def test_commands_submitted_before_the_start_are_run() -> None:
     assert it.thread.close(1)
 
 
-def test_close_lets_puts_end(thread_world: MakeThreadWorld) -> None:
-    it = thread_world(dummy(put_latency_s=0.1))
+def test_close_lets_puts_end(thread_world: MakeThreadWorld, beside: str) -> None:
+    it = thread_world(dummy(put_latency_s=0.1), where=beside)
     for id_ in range(5):
         it.put(id_, [id_])
     assert it.thread.close(20)  # at once: nothing of it has begun
     assert executor_threads() == []
     assert [list(event.kept) for event in it.take(5)] == [[True]] * 5
-    assert not it.thread.events
+    assert not ends_of(it.thread.events)
 
 
 def test_close_lets_a_reset_end(thread_world: MakeThreadWorld) -> None:
@@ -1158,15 +1285,15 @@ def test_close_cancels_what_does_not_end_in_time(thread_world: MakeThreadWorld) 
     assert list(events[2].answers) == [MISSING]
 
 
-def test_close_can_be_called_again_and_without_a_start(thread_world: MakeThreadWorld) -> None:
-    it = thread_world(dummy())
+def test_close_can_be_called_again_and_without_a_start(thread_world: MakeThreadWorld, beside: str) -> None:
+    it = thread_world(dummy(), where=beside)
     assert it.thread.close(1)
     assert it.thread.close(1)
-    assert ThreadWorld(dummy()).thread.close(1)
+    assert ThreadWorld(dummy(), where=beside).thread.close(1)
 
 
-def test_after_the_end_commands_fail_at_once(thread_world: MakeThreadWorld) -> None:
-    it = thread_world(dummy())
+def test_after_the_end_commands_fail_at_once(thread_world: MakeThreadWorld, beside: str) -> None:
+    it = thread_world(dummy(), where=beside)
     assert it.thread.close(1)
     it.put(7, [1, 2])
     it.fetch(8, [1], [10])

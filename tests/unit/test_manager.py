@@ -113,6 +113,7 @@ class World:
         copy: Callable[[CopyPlan], None] = copy_plan,
         drain_s: float = 5.0,
         copy_deadline_s: float = 60.0,
+        close_s: float = 10.0,
     ) -> None:
         self.device = device or Device()
         names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
@@ -132,6 +133,7 @@ class World:
             blocks_per_chunk=self.device.blocks_per_chunk,
             groups=len(self.device.caches.groups),
             drain_s=drain_s,
+            close_s=close_s,
         )
 
     async def store(self, keys: Sequence[OffloadKey], first: int = 0, version: int = 0) -> int:
@@ -389,7 +391,7 @@ async def test_the_second_tier_is_asked_for_what_the_first_has_not(tmp_path: Pat
 
 async def test_a_damaged_file_shortens_what_is_loaded_and_spoils_nothing(tmp_path: Path) -> None:
     keys = prompt(1, 8)
-    async with opened(files(tmp_path)) as it:
+    async with opened(files(tmp_path, format="files")) as it:
         await it.store(keys)
     (damaged,) = tmp_path.rglob(f"{content_hash(keys[5]).hex()}.bin")
     raw = bytearray(damaged.read_bytes())
@@ -469,18 +471,21 @@ class Deaf(DummyTier):
 
     def __init__(self, config: DummyConfig) -> None:
         super().__init__(config)
+        self.begun = anyio.Event()
         self.let_go = anyio.Event()
 
     async def put(self, batch: Batch) -> Outcome:
+        self.begun.set()
         await until_done(asyncio.ensure_future(self.let_go.wait()))
         return await super().put(batch)
 
 
 async def test_what_hangs_is_told_and_asked_no_more() -> None:
-    deaf = Deaf(DummyConfig(deadline_s=0.04))
+    deaf = Deaf(DummyConfig(deadline_s=0.5))
     async with opened(deaf, slots=16, drain_s=0.05) as it:
         await it.store(prompt(1, 2))
-        await anyio.sleep(0.05)
+        await deaf.begun.wait()
+        await anyio.sleep(0.5)
         await it.store(prompt(2, 2))
         (state,) = it.manager.statistics().tiers
         assert (state.overdue, state.backlog_chunks) == (1, 2)
@@ -763,6 +768,27 @@ async def test_closing_does_not_wait_for_ever(tmp_path: Path) -> None:
         assert await look == 2
     it.check()
     assert it.manager.statistics().pinned_chunks == 0
+
+
+async def test_a_tier_that_cannot_be_stopped_is_left_behind_and_its_memory_stays(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    deaf, tasks = Deaf(DummyConfig(deadline_s=60)), asyncio.all_tasks()
+    with anyio.fail_after(10):
+        async with opened(deaf, drain_s=0.01, close_s=0.05) as it:
+            await it.store(prompt(1, 2))
+            await deaf.begun.wait()
+            slots = [slot for slot in range(4) if any(it.region.view(slot))]
+    assert "does not end" in caplog.text
+    before = [bytes(it.region.view(slot)) for slot in slots]
+    assert len(before) == 2
+    it.check()
+    deaf.let_go.set()
+    with anyio.fail_after(10):
+        while asyncio.all_tasks() - tasks:  # noqa: ASYNC110 - nobody is told of what was left behind
+            await anyio.sleep(0.005)
+    assert [bytes(it.region.view(slot)) for slot in slots] == before
+    it.region.close()
 
 
 async def test_a_copy_under_way_when_the_drain_time_is_over_ends_all_the_same() -> None:

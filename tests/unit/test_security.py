@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import stat
-from collections.abc import Iterator
+import traceback
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
 import anyio
 import pytest
 import torch
-from pydantic import SecretStr
+from pydantic import SecretStr, field_validator
 
 from kvtier import Identity, KVCaches, PageRef, TieringConfig, open_manager, pack_key
-from kvtier.errors import ConfigError
+from kvtier.cli import archive, bench_tier, doctor
+from kvtier.errors import ConfigError, TierError
+from kvtier.keys import OffloadKey
 from kvtier.memory.region import Region
 from kvtier.tiers import registry
-from kvtier.tiers.base import TierConfig
-from kvtier.tiers.dummy import DummyTier
+from kvtier.tiers.base import Batch, Knowledge, Outcome, Status, TierContext, Usage
+from kvtier.tiers.dummy import DummyConfig, DummyTier
 
 PROJECT = Path(__file__).parents[2]
 CODE_FROM_DATA = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "yaml", "jsonpickle"}
@@ -81,14 +86,15 @@ def modes_below(root: Path) -> dict[str, set[int]]:
     return found
 
 
-async def store_twice(config: TieringConfig) -> None:
-    """Store, reset, and store again."""
+async def store(config: TieringConfig, resets: int = 0) -> None:
+    """Store; reset and store again, so many times."""
     caches = KVCaches((torch.ones((8, 16384), dtype=torch.int8),), ((PageRef(0, 16384),),))
     keys = [pack_key(bytes([index]) * 32) for index in range(4)]
     async with open_manager(config, Identity.make("model", {}), caches) as manager:
         assert await manager.store(keys, blocks=range(4)) == 4
-        await manager.reset()
-        assert await manager.store(keys, blocks=range(4)) == 4
+        for _ in range(resets):
+            await manager.reset()
+            assert await manager.store(keys, blocks=range(4)) == 4
 
 
 @pytest.mark.parametrize("file_format", ["files", "segments"])
@@ -98,9 +104,23 @@ def test_nobody_else_can_read_what_the_file_tier_keeps(
     root = tmp_path / "root"
     tier = {"type": "fs", "root_dir": str(root), "min_free_bytes": 0, "format": file_format}
     config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [tier]})
-    anyio.run(store_twice, config)
+    anyio.run(store, config, 1)
     assert modes_below(root) == {"files": {0o600}, "directories": {0o700}}
     assert stat.S_IMODE(root.stat().st_mode) == 0o700
+
+
+def test_nobody_else_can_read_what_is_exported_and_imported(tmp_path: Path, no_umask: None) -> None:
+    root, copy, exported = tmp_path / "root", tmp_path / "copy", tmp_path / "exported"
+    tier = {"type": "fs", "root_dir": str(root), "min_free_bytes": 0}
+    config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [tier]})
+    anyio.run(store, config)
+    exported.mkdir()
+    (cache,) = {path.parent.name for path in root.glob("*/config.json")}
+    archive.export(root, cache, exported / "chunks.tar")
+    assert modes_below(exported) == {"files": {0o600}, "directories": set()}
+    archive.import_(exported / "chunks.tar", copy)
+    assert modes_below(copy) == {"files": {0o600}, "directories": {0o700}}
+    assert stat.S_IMODE(copy.stat().st_mode) == 0o700
 
 
 def test_nobody_else_can_read_the_shared_region(tmp_path: Path, no_umask: None) -> None:
@@ -111,17 +131,69 @@ def test_nobody_else_can_read_the_shared_region(tmp_path: Path, no_umask: None) 
         region.close()
 
 
-class SecretConfig(TierConfig):
+class SecretConfig(DummyConfig):
     """A tier with a password."""
 
     password: SecretStr
+    more: dict[str, list[SecretStr]] = {}
+    url: str = ""
     port: int = 1
+
+    @field_validator("url")
+    @classmethod
+    def _is_bare(cls, value: str) -> str:
+        if "@" in value or "?" in value:
+            raise ValueError(f"{value} is not bare")
+        return value
 
 
 class SecretTier(DummyTier):
-    """A tier with a password."""
+    """A tier with a password, whose client repeats it whenever something goes wrong."""
 
     Config = SecretConfig  # type: ignore[assignment]
+    fails: ClassVar[Collection[str]] = ()
+
+    async def open(self, context: TierContext) -> None:
+        self._fail("open")
+        await super().open(context)
+
+    def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
+        return [Knowledge.UNKNOWN] * len(keys)
+
+    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        self._fail("contains")
+        return [True] * len(keys)
+
+    async def put(self, batch: Batch) -> Outcome:
+        self._fail("put")
+        return await super().put(batch)
+
+    async def get(self, batch: Batch) -> Outcome:
+        self._fail("get")
+        return Outcome.all(Status.OK, len(batch))  # not what was put: it is discarded
+
+    async def touch(self, keys: Sequence[OffloadKey]) -> None:
+        self._fail("touch")
+
+    async def discard(self, keys: Sequence[OffloadKey]) -> None:
+        self._fail("discard")
+
+    def usage(self) -> Usage:
+        self._fail("usage")
+        return super().usage()
+
+    async def reset(self) -> None:
+        self._fail("reset")
+        await super().reset()
+
+    async def aclose(self) -> None:
+        self._fail("aclose")
+
+    def _fail(self, verb: str) -> None:
+        if verb in self.fails:
+            config: Any = self.config
+            secret = config.password.get_secret_value()
+            raise RuntimeError(f"{verb}: unknown command 'AUTH', with args beginning with: '{secret}'")
 
 
 @pytest.fixture
@@ -144,12 +216,84 @@ def test_a_secret_is_in_no_text_of_the_configuration(secret_tier: None) -> None:
         {"type": "secret", "password": [SECRET]},
         {"type": "secret", "pasword": SECRET},
         {"type": "secret", "password": SECRET, "deadline_s": -1},
+        {"type": "secret", "password": "x", "url": f"redis://me:{SECRET}@host/1"},
+        {"type": "secret", "password": "x", "url": f"redis://me:a/b?{SECRET}@host/1"},
+        {"type": "secret", "password": "x", "url": f"https://host/a?sig={SECRET}"},
+        {"type": "secret", "password": "x", "more": {"a": [SECRET], "b": SECRET}},
     ],
 )
 def test_a_secret_is_in_no_error_of_the_configuration(secret_tier: None, wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError) as caught:
         TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [wrong]})
-    error: BaseException | None = caught.value
+    assert_hidden(caught.value)
+
+
+SETTINGS = {"type": "secret", "password": SECRET, "more": {"a": [SECRET]}}
+VERBS = ("open", "contains", "put", "get", "touch", "discard", "usage", "reset", "aclose")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_secret_that_a_client_repeats_is_in_no_log(
+    verb: str, secret_tier: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(SecretTier, "fails", (verb,))
+    caplog.set_level("DEBUG")
+    config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [SETTINGS]})
+    anyio.run(use, config)
+    assert f"{verb}: unknown command 'AUTH', with args beginning with: '*" in caplog.text
+    assert SECRET not in caplog.text
+
+
+async def use(config: TieringConfig) -> None:
+    """Have each verb of a tier called."""
+    caches = KVCaches((torch.ones((8, 16384), dtype=torch.int8),), ((PageRef(0, 16384),),))
+    keys = [pack_key(bytes([index]) * 32) for index in range(4)]
+    async with open_manager(config, Identity.make("model", {}), caches) as manager:
+        await manager.store(keys[:2], blocks=range(2))
+        await manager.drain()
+        await manager.lookup(keys)  # the last two from the tier
+        async with manager.acquire(keys[:2]):
+            pass
+        await manager.lookup(keys)
+        await manager.reset()
+        await manager.drain()
+
+
+@pytest.mark.parametrize("verb", ["open", "put", "get", "discard", "aclose"])
+def test_a_secret_that_a_client_repeats_is_not_shown_by_doctor(
+    verb: str, secret_tier: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SecretTier, "fails", ("contains" if verb == "get" else verb,))
+    checks = doctor.run(None, [json.dumps(SETTINGS)], 4096)
+    assert any("unknown command 'AUTH', with args beginning with: '*" in check.result for check in checks)
+    assert SECRET not in repr(checks)
+
+
+def test_a_secret_that_a_client_repeats_is_not_shown_by_bench_tier(
+    secret_tier: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(SecretTier, "fails", ("open",))
+    file = tmp_path / "tier.json"
+    file.write_text(json.dumps(SETTINGS))
+    with pytest.raises(TierError, match="unknown command 'AUTH'") as caught:
+        bench_tier.run(file, [4096], 1, 1)
+    assert_hidden(caught.value)
+
+
+def test_a_secret_is_not_shown_of_a_plug_in_that_cannot_be_made(
+    secret_tier: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(self: SecretTier, config: SecretConfig) -> None:
+        raise RuntimeError(f"no {config.password.get_secret_value()}")
+
+    monkeypatch.setattr(SecretTier, "__init__", make)
+    with pytest.raises(TierError, match=r"cannot be made: RuntimeError: no \*") as caught:
+        doctor.run(None, [json.dumps(SETTINGS)], 4096)
+    assert_hidden(caught.value)
+
+
+def assert_hidden(error: BaseException | None) -> None:
+    assert SECRET not in "".join(traceback.format_exception(error))
     while error is not None:
         assert SECRET not in str(error) + repr(error)
         error = error.__cause__ or error.__context__

@@ -22,6 +22,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -145,10 +146,11 @@ class Engine:
         return {}
 
     def start(self, order: Order) -> Answer:
-        """Start the engine with the given arguments."""
+        """Start the engine with the given arguments, and let its primary tier get all of its slots."""
         import vllm
 
         self._llm = vllm.LLM(**order["arguments"])
+        _wait_for_slots()
         return {"vllm": str(vllm.__version__)}
 
     def generate(self, order: Order) -> Answer:
@@ -234,6 +236,17 @@ class Engine:
         return timed
 
 
+def _wait_for_slots() -> None:
+    """Wait for the memory of the primary tier: what a benchmark offers before it is there is not stored."""
+    from kvtier.memory.region import POPULATING
+
+    for thread in threading.enumerate():
+        if thread.name == POPULATING:
+            thread.join(_SETTLE_S)
+            if thread.is_alive():
+                raise TimeoutError(f"the primary tier has no memory within {_SETTLE_S:g} s")
+
+
 def _sampling(output_tokens: int) -> Any:
     from vllm import SamplingParams
 
@@ -241,7 +254,8 @@ def _sampling(output_tokens: int) -> Any:
 
 
 def _thread_seconds() -> dict[int, tuple[str, float]]:
-    """Return the name and the processor time of each thread of this process, by its kernel id."""
+    """Return the name and the processor time of each thread, by its kernel id: of this process, and of that
+    of the tiers where there is one."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     names[os.getpid()] = "engine"  # after a fork Python still has the parent's id of it
     found = {}
@@ -252,7 +266,20 @@ def _thread_seconds() -> dict[int, tuple[str, float]]:
         except OSError:
             continue  # it has ended
         found[int(task.name)] = (name, nanoseconds / 1e9)
+    for task in _tasks_of_tiers():
+        with suppress(OSError):
+            nanoseconds = int((task / "schedstat").read_text().split()[0])
+            found[int(task.name)] = ("tiers-process", nanoseconds / 1e9)
     return found
+
+
+def _tasks_of_tiers() -> Iterator[Path]:
+    """Yield the threads of the process that this one's tiers run in."""
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):
+            for child in (task / "children").read_text().split():
+                if b"kvtier.isolation" in Path("/proc", child, "cmdline").read_bytes():
+                    yield from Path("/proc", child, "task").iterdir()
 
 
 def _name_of_foreign(task: Path) -> str:

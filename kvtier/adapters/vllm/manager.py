@@ -33,7 +33,8 @@ from kvtier.core.requests import Request
 from kvtier.core.states import Lookup
 from kvtier.core.tiering import Tiering
 from kvtier.core.transfers import Pinned, Reservation
-from kvtier.executor import ExecutorThread
+from kvtier.executor import AnyExecutor
+from kvtier.memory.custody import Custody, Damage
 from kvtier.telemetry.lines import ChangeLog
 
 logger = logging.getLogger("kvtier.vllm")
@@ -75,6 +76,7 @@ class KVTierManager(OffloadingManager):
         info: labels of the info metric.
         on_shutdown: gives back what the manager was made with.
         workers: what is known of the workers; None where they tell nothing.
+        custody: what audited slots must hold; None where nothing is audited.
         repeats_stores: whether vLLM may offer again, in later steps, what found no room. Of a window's
             chunk of several blocks the first ones may be gone by then, which nobody is told of.
         clock: seconds, monotonic.
@@ -83,7 +85,7 @@ class KVTierManager(OffloadingManager):
     def __init__(
         self,
         core: Tiering,
-        executor: ExecutorThread,
+        executor: AnyExecutor,
         *,
         sources: Sequence[CacheHitSource] = (),
         places: Sequence[Place] = (),
@@ -93,6 +95,7 @@ class KVTierManager(OffloadingManager):
         info: Mapping[str, str] | None = None,
         on_shutdown: Callable[[], None] = lambda: None,
         workers: Workers | None = None,
+        custody: Custody | None = None,
         repeats_stores: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -104,6 +107,7 @@ class KVTierManager(OffloadingManager):
         self._info = info or {}
         self._on_shutdown = on_shutdown
         self._workers = workers
+        self._custody = custody
         self._repeats_stores = repeats_stores
         self._clock = clock
         self._ask = core.lookup
@@ -120,7 +124,7 @@ class KVTierManager(OffloadingManager):
         self._stream = EventStream(names, places, self_describing=self_describing)
         self._changes = ChangeLog(logger)
         self._closed = False
-        self._stopped = False
+        self._stopped: str | None = None  # why nothing is copied any more
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -166,11 +170,14 @@ class KVTierManager(OffloadingManager):
         pinned = self._loads.pop(req_context.req_id, None)
         if pinned is None:
             logger.error("request %s has no load of %d chunks to end", req_context.req_id, len(keys))
-        elif req_context.req_id in self._failed_loads:
+            return
+        damage = self._damage(pinned)
+        if req_context.req_id in self._failed_loads:
             self._failed_loads.discard(req_context.req_id)
             self._core.fail_load(pinned, self._requests.get(req_context.req_id))
         else:
             self._core.release(pinned)
+        self._distrust(damage)
 
     def fail_loads(self, req_ids: Iterable[str]) -> None:
         """Learn that the loads of these requests, about to be completed, did not bring their bytes.
@@ -212,6 +219,7 @@ class KVTierManager(OffloadingManager):
         if reservation is None:
             logger.error("request %s has no store of these %d chunks to end", req_context.req_id, len(keys))
             return
+        self._distrust(self._damage(reservation))
         if self._workers is not None and self._workers.failed_to_store(reservation.slots):
             self._fail_store(reservation)
         elif success:
@@ -238,8 +246,10 @@ class KVTierManager(OffloadingManager):
         self._dispatch()
         if self._flushing:
             self._count_down()
-        if self._workers is not None and self._workers.have_lost_device:
-            self._stop_copying()
+        if self._core.is_distrusted:
+            self._stop_copying("audit", "a chunk was damaged")
+        elif self._workers is not None and self._workers.have_lost_device:
+            self._stop_copying("device_lost", "a worker's device is lost")
 
     def has_pending_work(self) -> bool:
         """See vLLM. Puts need no steps; slots that a reset has cut off are given back by steps."""
@@ -304,17 +314,29 @@ class KVTierManager(OffloadingManager):
     def _dispatch(self) -> None:
         commands = self._core.take_commands()
         if commands:
+            if self._custody is not None:
+                self._custody.forget_fetched(commands)
             self._executor.submit(commands)
         if self._core.ledger.notices:
             self._changes.tell(self._core.take_notices(), self._clock())
 
-    def _stop_copying(self) -> None:
-        """Give workers no more work: a device is lost. The engine goes on, or ends, as it sees fit."""
-        if self._stopped:
-            return
-        self._stopped = True
-        self._ask = self._miss
-        logger.error("a worker's device is lost: nothing is stored or loaded any more until a restart")
+    def _damage(self, handle: Pinned | Reservation) -> list[Damage]:
+        """Return what audits have found of a load or a store that is about to be ended; mostly nothing."""
+        if self._custody is None or self._workers is None or not self._workers.have_found_damage:
+            return []
+        origins = handle.origins if isinstance(handle, Pinned) else [None] * len(handle.chunks)
+        return self._custody.take_damage(handle.chunks, origins)
+
+    def _distrust(self, damage: Iterable[Damage]) -> None:
+        for it in damage:
+            it.keep_evidence(self._core.distrust(it.tier, str(it)))
+
+    def _stop_copying(self, reason: str, text: str) -> None:
+        """Give workers no more work. The engine goes on, or ends, as it sees fit."""
+        if self._stopped is None:
+            self._stopped = reason
+            self._ask = self._miss
+            logger.error("%s: nothing is stored or loaded any more until a restart", text)
 
     def _fail_store(self, reservation: Reservation) -> None:
         """End a store that a worker has failed in. With the device lost its slots are nobody's any more.
@@ -323,13 +345,13 @@ class KVTierManager(OffloadingManager):
         overwritten, and could be sealed and put into another tier like that.
         """
         if self._workers is not None and self._workers.have_lost_device:
-            self._stop_copying()
+            self._stop_copying("device_lost", "a worker's device is lost")
             self._core.ledger.counts["dropped", "store"] += len(reservation.chunks)
         else:
             self._core.fail_store(reservation)
 
     def _miss(self, key: OffloadKey, request: Request) -> Lookup:  # noqa: ARG002
-        self._core.ledger.counts["miss", "device_lost"] += 1
+        self._core.ledger.counts["miss", self._stopped or "device_lost"] += 1
         return Lookup.MISS
 
     def _count_down(self) -> None:
@@ -342,9 +364,12 @@ class KVTierManager(OffloadingManager):
 
     def _flush(self, flushing: _Flushing) -> None:
         for reservation in flushing.reservations:
+            self._distrust(self._damage(reservation))
             if self._workers is not None and self._workers.failed_to_store(reservation.slots):
                 self._fail_store(reservation)
             else:
                 self._core.abort(reservation)
         for pinned in flushing.loads:
+            damage = self._damage(pinned)
             self._core.release(pinned)
+            self._distrust(damage)

@@ -139,7 +139,7 @@ def _read_tier(gate: TierGate, activity: TierActivity, slots: int) -> Iterable[f
     """In the order of ``_TIER_GAUGES``."""
     puts, gets, usage = activity.puts, activity.gets, activity.usage
     return (
-        gate.down is None,
+        gate.unusable is None,
         gate.is_healthy,
         _state_of(gate.puts),
         _state_of(gate.gets),

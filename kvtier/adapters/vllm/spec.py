@@ -34,14 +34,15 @@ from kvtier.adapters.vllm.parallel import SlotShape, slot_layout, slot_shape
 from kvtier.adapters.vllm.places import place_of
 from kvtier.adapters.vllm.worker import KVTierWorker, as_kv_caches, batched_copy
 from kvtier.adapters.vllm.workers import Workers
-from kvtier.build import make_core, make_tiers, slots_for
+from kvtier.build import make_core, make_executor, make_tiers, slots_for
 from kvtier.config import TieringConfig
 from kvtier.core.messages import SlotsReady
 from kvtier.errors import ConfigError
-from kvtier.executor import Executor, ExecutorThread, NamedTier
+from kvtier.executor import AnyExecutor, NamedTier
 from kvtier.identity import Identity
 from kvtier.memory import numa
 from kvtier.memory.board import Board, Row, Word, board_bytes
+from kvtier.memory.custody import Custody, custody_bytes
 from kvtier.memory.region import Part, Region
 
 logger = logging.getLogger("kvtier.vllm")
@@ -96,7 +97,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
             track_changes=self.kv_events_config.enable_kv_cache_events,
         )
         tiers = make_tiers(self._settings)
-        executor = ExecutorThread(partial(Executor, tiers, self._identity(tiers), region))
+        custody = self._custody(region)
+        executor = make_executor(self._settings, tiers, self._identity(tiers), region, custody)
         executor.start()
         board = Board(region.board, region.slots, self.config.parallel.world_size)
         region.populate(lambda slots: executor.events.append(SlotsReady(slots)), _parts(self._shape, board))
@@ -110,6 +112,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             steps_ahead=self._engine.steps_ahead if self._engine is not None else 2,
             info=self._info(),
             workers=Workers(board),
+            custody=custody,
             repeats_stores=not windowed or self.config.cache.blocks_per_chunk == 1,
             on_shutdown=partial(_shut_down, executor, region, self._settings.drain_on_shutdown_s),
         )
@@ -128,6 +131,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
             deadline_s=self._settings.copy_deadline_s,
             batched_copy=batched_copy(),
         )
+        if (custody := self._custody(region)) is not None:
+            engine.begin_audits(custody)
         row = Row(region.board, region.slots, parallel.rank)
         row[Word.NODE] = 0 if engine.node is None else engine.node + 1
         return KVTierWorker(engine, region, row, self.config.cache.blocks_per_chunk)
@@ -135,12 +140,28 @@ class KVTierOffloadingSpec(OffloadingSpec):
     def _open_region(self) -> Region:
         slots = slots_for(self._settings, self._shape.chunk_bytes)
         beside = board_bytes(slots, self.config.parallel.world_size)
+        if self._settings.audit_rate:
+            beside += custody_bytes(slots, self._shape.areas)
         return Region.open(
             self.config.engine_id,
             slots,
             self._shape.chunk_bytes,
             board_bytes=beside,
             contents=f"{slots} slots: {self._shape}",
+        )
+
+    def _custody(self, region: Region) -> Custody | None:
+        """Return what audited slots must hold, which is shared behind the board."""
+        if not self._settings.audit_rate:
+            return None
+        workers, shape = self.config.parallel.world_size, self._shape
+        return Custody(
+            region,
+            region.board[board_bytes(region.slots, workers) :],
+            self._settings.audit_rate,
+            shape.areas,
+            shape.area_bytes,
+            is_shared=workers > shape.areas,
         )
 
     def _identity(self, tiers: list[NamedTier]) -> Identity:
@@ -185,7 +206,7 @@ def _source(tier: NamedTier) -> CacheHitSource:
     return CacheHitSource.DISK if tier.tier.medium == "disk" else CacheHitSource.EXTERNAL_UNSPECIFIED
 
 
-def _shut_down(executor: ExecutorThread, region: Region, drain_s: float) -> None:
+def _shut_down(executor: AnyExecutor, region: Region, drain_s: float) -> None:
     if executor.close(drain_s):
         region.close()
     else:

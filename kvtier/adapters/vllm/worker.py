@@ -19,6 +19,7 @@ from vllm.v1.kv_offload.base import (
 from kvtier.adapters.vllm.manager import Slots
 from kvtier.device.base import (
     Attempt,
+    Audits,
     Blocks,
     Finished,
     KVCaches,
@@ -123,6 +124,7 @@ class KVTierWorker(OffloadingWorker):
         self._ended: list[Finished] = []
         self._jobs: dict[int, _Job] = {}
         self._pinning = Pinning()
+        self._audits = Audits()
         self._failed_requests: set[str] | None = None
 
     def report_failed_loads(self) -> None:
@@ -171,6 +173,7 @@ class KVTierWorker(OffloadingWorker):
         self._tell_pinning()
         unmade, self._unmade = self._unmade, []
         self._take_ended()
+        self._tell_audits()
         ended, self._ended = self._ended, []
         return unmade + [self._result(finished) for finished in ended]
 
@@ -236,6 +239,13 @@ class KVTierWorker(OffloadingWorker):
     def _count(self, word: Word) -> None:
         if self._row is not None:
             self._row.count(word)
+
+    def _tell_audits(self) -> None:
+        audits = self._engine.audits
+        if self._row is not None and audits != self._audits:
+            self._audits = audits
+            self._row[Word.AUDITED] = audits.chunks
+            self._row[Word.AUDITS_FAILED] = audits.failed
 
     def _tell_pinning(self) -> None:
         pinning = self._engine.pinning

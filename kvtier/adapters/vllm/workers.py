@@ -14,6 +14,7 @@ _COUNTED: Mapping[Word, Count] = {
     Word.LOADS_REPEATED: ("copy_failed", "load", "repeated"),
     Word.LOADS_STAGED: ("copy_failed", "load", "staged"),
     Word.LOADS_RECOMPUTED: ("copy_failed", "load", "recomputed"),
+    Word.AUDITED: ("audited",),
 }
 
 
@@ -28,6 +29,11 @@ class Workers:
         self._board = board
         self._counted: dict[Count, int] = {}
         self.gauges: Gauges = {}
+
+    @property
+    def have_found_damage(self) -> bool:
+        """Whether an audit of any worker has ever failed."""
+        return any(row[Word.AUDITS_FAILED] for row in self._board.rows)
 
     @property
     def have_lost_device(self) -> bool:

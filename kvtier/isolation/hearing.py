@@ -1,0 +1,113 @@
+"""What the process of the tiers says becomes events for the core, once it is known to make sense."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+
+from kvtier.core import reasons
+from kvtier.core.messages import Event, TierDown, TierUp
+from kvtier.executor import NamedTier, TierActivity
+from kvtier.isolation import wire
+from kvtier.isolation.link import Link
+from kvtier.isolation.wire import WireError
+from kvtier.tiers.base import Usage
+
+_OURS = "kvtier"
+
+
+class Hearing:
+    """Takes in what processes say, one after the other.
+
+    The core relies on what it is told, in the engine's thread, and a tier's bug can do anything to the
+    memory of its process. So what comes from there is checked like what comes from a network.
+
+    Args:
+        tiers: the tiers, in the core's order.
+
+    Attributes:
+        events: what has happened.
+        activity: what each tier was doing when it last said so.
+    """
+
+    def __init__(self, tiers: Sequence[NamedTier]) -> None:
+        self.events: deque[Event] = deque()
+        self.activity = tuple(TierActivity(named.tier.config.max_concurrency) for named in tiers)
+        self._words = [reasons.TRANSFER.keys() | named.tier.reasons.keys() for named in tiers]
+
+    def take(self, frame: bytes, link: Link, *, last: bool = False) -> bool:
+        """Take in a frame; say whether it answers a question whether the loop runs.
+
+        Args:
+            frame: what ``link`` has said.
+            link: who.
+            last: whether it was given up since: what it says of its tiers is of no account then.
+
+        Raises:
+            WireError: it makes no sense.
+        """
+        answers = False
+        for report in wire.unpack_reports(frame):
+            if isinstance(report, wire.PutReport | wire.FetchReport):
+                self._end(report, link)
+            elif isinstance(report, wire.Pong):
+                answers = True
+            elif isinstance(report, wire.Reached):
+                if (done := link.waiting.pop(report.id, None)) is not None:
+                    done()
+            elif isinstance(report, wire.LogLine):
+                _log(report)
+            else:
+                self._hear_of_tier(report, last=last)
+        return answers
+
+    def forget(self) -> None:
+        """Nothing is under way any more: the process has ended."""
+        for activity in self.activity:
+            activity.usage = None
+            for turns in (activity.puts, activity.gets):
+                turns.submitted = turns.running = 0
+
+    def _end(self, report: wire.PutReport | wire.FetchReport, link: Link) -> None:
+        owed = link.owed.get(report.id)
+        if owed is None:
+            raise WireError(f"transfer {report.id} is not under way")
+        event = wire.read_end(report, owed)
+        if not event.reasons.keys() <= self._words[owed.tier] or sum(event.reasons.values()) > len(owed.keys):
+            raise WireError(f"transfer {report.id} has failed for reasons that there are not")
+        if event.retry and event.retry not in reasons.RETRY:
+            raise WireError(f"transfer {report.id} was repeated in a way that there is not")
+        del link.owed[report.id]
+        self.events.append(event)
+
+    def _hear_of_tier(
+        self,
+        report: wire.DownReport | wire.UpReport | wire.RemovedReport | wire.Activity,
+        *,
+        last: bool,
+    ) -> None:
+        if report.tier >= len(self.activity):
+            raise WireError(f"there is no tier {report.tier}")
+        if isinstance(report, wire.Activity):
+            _note(report, self.activity[report.tier])
+        elif isinstance(report, wire.RemovedReport):
+            self.events.append(wire.read_removed(report))
+        elif last:
+            pass
+        elif isinstance(report, wire.UpReport):
+            self.events.append(TierUp(report.tier))
+        else:
+            self.events.append(TierDown(report.tier, report.reason))
+
+
+def _note(report: wire.Activity, activity: TierActivity) -> None:
+    activity.puts.submitted, activity.puts.running = report.puts_submitted, report.puts_running
+    activity.gets.submitted, activity.gets.running = report.gets_submitted, report.gets_running
+    activity.usage = Usage(report.used_bytes, report.capacity_bytes) if report.knows_usage else None
+
+
+def _log(line: wire.LogLine) -> None:
+    logging.getLogger(line.logger if line.logger.startswith(_OURS) else _OURS).log(
+        line.level, "%s", line.text
+    )

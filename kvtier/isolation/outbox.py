@@ -1,0 +1,72 @@
+"""Bytes on their way to the other process. Nobody who hands some over waits for it to take them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+
+_AT_ONCE = 64
+
+
+class Outbox:
+    """Frames for a socket. Any thread may add some; they go out whole and in order.
+
+    Whoever adds a frame sends what the socket takes at once. What it does not take is sent by whoever
+    polls it, with ``flush``.
+
+    Args:
+        sock: a stream socket that does not block.
+        on_full: called, by any thread, when the socket begins not to take all.
+
+    Attributes:
+        is_full: whether frames wait for the socket to take more.
+    """
+
+    def __init__(self, sock: socket.socket, on_full: Callable[[], object]) -> None:
+        self.is_full = False
+        self._sock = sock
+        self._on_full = on_full
+        self._frames: deque[bytes] = deque()
+        self._rest = memoryview(b"")
+        # Never waited for: who does not get it leaves the frame to who has it, and looks again after.
+        self._sending = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def add(self, frame: bytes) -> None:
+        """Send a frame, now or as soon as it can be."""
+        self._frames.append(frame)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the socket takes now."""
+        while (self._frames or self._rest) and self._sending.acquire(blocking=False):
+            was_full = self.is_full
+            try:
+                self.is_full = is_full = not self._send()
+            finally:
+                self._sending.release()
+            if is_full:
+                if not was_full:
+                    self._on_full()
+                return
+
+    def _send(self) -> bool:
+        """Send what there is; say whether the socket has taken it all."""
+        while self._rest or self._frames:
+            if not self._rest:
+                count = min(len(self._frames), _AT_ONCE)
+                self._rest = memoryview(b"".join([self._frames.popleft() for _ in range(count)]))
+            try:
+                sent = self._sock.send(self._rest, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return False
+            except OSError:  # nobody is there any more, which is learned elsewhere
+                self._rest = memoryview(b"")
+                self._frames.clear()
+                return True
+            self._rest = self._rest[sent:]
+        return True

@@ -1,0 +1,72 @@
+"""The process of the tiers for an owner on an event loop: it awaits what others take from a queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import anyio
+import anyio.to_thread
+
+from kvtier.core.messages import Command
+from kvtier.executor import Post, TierActivity
+from kvtier.isolation.process import ExecutorProcess
+from kvtier.tiers.drain import until_done
+from kvtier.tiers.runner import call_soon
+
+
+class RemoteExecutor:
+    """An ``ExecutorProcess`` with the face of an ``Executor``. Used as an async context manager.
+
+    Args:
+        make: makes the process, given the function that it is to call when there are new events.
+        post: called on the loop with each event.
+
+    Attributes:
+        activity: what each tier was doing when it last said so.
+    """
+
+    def __init__(self, make: Callable[[Callable[[], object]], ExecutorProcess], post: Post) -> None:
+        self._process = make(self._wake)
+        self._post = post
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_woken = False
+        self.activity: Sequence[TierActivity] = self._process.activity
+
+    async def __aenter__(self) -> RemoteExecutor:
+        self._loop = asyncio.get_running_loop()
+        await anyio.to_thread.run_sync(self._process.start)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await until_done(anyio.to_thread.run_sync(self._process.close, 0.0))
+        self._take()
+
+    def submit(self, commands: Sequence[Command]) -> None:
+        """Start commands. Called on the loop."""
+        self._process.submit(commands)
+
+    async def settled(self) -> None:
+        """Wait until every tier is open, and through with the resets submitted so far, or given up."""
+        await self._told(self._process.when_settled)
+
+    async def drained(self) -> None:
+        """Wait until no put, no fetch and no reset is under way."""
+        await self._told(self._process.when_drained)
+
+    async def _told(self, ask: Callable[[Callable[[], object]], None]) -> None:
+        loop, told = asyncio.get_running_loop(), anyio.Event()
+        ask(lambda: call_soon(loop, told.set))
+        await told.wait()
+        self._take()  # what had happened before that
+
+    def _wake(self) -> None:
+        if self._loop is not None and not self._is_woken:
+            self._is_woken = True
+            call_soon(self._loop, self._take)
+
+    def _take(self) -> None:
+        self._is_woken = False  # first: what comes from here on wakes the loop again
+        events = self._process.events
+        while events:
+            self._post(events.popleft())

@@ -1,0 +1,416 @@
+"""What the engine and the process of the tiers say to each other, as bytes.
+
+A message is an array of MessagePack whose first element says what it is; several go into one frame, which
+has its length in front. Nothing is taken as it comes: what does not have the types and the bounds given
+here is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, cast
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvtier.core.messages import (
+    Answer,
+    Command,
+    Event,
+    Fetch,
+    Fetched,
+    Proof,
+    Put,
+    PutEnded,
+    Removed,
+    Reset,
+    TierDown,
+    TierUp,
+    Touch,
+)
+from kvtier.errors import KVTierError
+from kvtier.identity import Identity
+from kvtier.keys import MAX_KEY_BYTES, OffloadKey
+from kvtier.tiers.activity import TierActivity
+
+MAX_FRAME_BYTES = 256 * 2**20
+LENGTH_BYTES = 4
+_MAX_NUMBER = 2**63 - 1
+_MAX_TEXT = 16_384
+
+Number = Annotated[int, Meta(ge=0, le=_MAX_NUMBER)]
+Key = Annotated[bytes, Meta(min_length=1, max_length=MAX_KEY_BYTES)]
+Word = Annotated[str, Meta(max_length=64)]
+Text = Annotated[str, Meta(max_length=_MAX_TEXT)]
+
+
+class WireError(KVTierError):
+    """The other side has said something that can not be understood."""
+
+
+# --- what the engine says --------------------------------------------------------------------------
+
+
+class PutOrder(Struct, array_like=True, frozen=True, tag=1):
+    """A ``Put``."""
+
+    id: Number
+    tier: Number
+    keys: list[Key]
+    slots: list[Number]
+
+
+class FetchOrder(Struct, array_like=True, frozen=True, tag=2):
+    """A ``Fetch``."""
+
+    id: Number
+    tier: Number
+    keys: list[Key]
+    slots: list[Number]
+    located: bool
+
+
+class TouchOrder(Struct, array_like=True, frozen=True, tag=3):
+    """A ``Touch``."""
+
+    tier: Number
+    keys: list[Key]
+
+
+class ResetOrder(Struct, array_like=True, frozen=True, tag=4):
+    """A ``Reset``."""
+
+    tier: Number
+    epoch: Number
+
+
+class Ping(Struct, array_like=True, frozen=True, tag=5):
+    """Answer with ``Pong``: the event loop runs."""
+
+
+class WhenSettled(Struct, array_like=True, frozen=True, tag=6):
+    """Answer with ``Reached`` when every tier is through with the resets so far."""
+
+    id: Number
+
+
+class WhenDrained(Struct, array_like=True, frozen=True, tag=7):
+    """Answer with ``Reached`` when no put, no fetch and no reset is under way."""
+
+    id: Number
+
+
+class Leave(Struct, array_like=True, frozen=True, tag=8):
+    """Let what runs end, for so many seconds; close the tiers; end."""
+
+    drain_s: Annotated[float, Meta(ge=0)]
+
+
+Order = PutOrder | FetchOrder | TouchOrder | ResetOrder | Ping | WhenSettled | WhenDrained | Leave
+
+
+class TierSettings(Struct, frozen=True):
+    """A tier: its name in logs, and its settings as a user would write them."""
+
+    name: Text
+    settings: dict[str, Any]
+
+
+class IdentityText(Struct, frozen=True):
+    """An ``Identity``, its fields as JSON text."""
+
+    model: str
+    fields: str
+    place: str
+    native: IdentityText | None
+
+    @staticmethod
+    def of(identity: Identity) -> IdentityText:
+        """Spell an identity."""
+        native = None if identity.native is None else IdentityText.of(identity.native)
+        return IdentityText(identity.model, identity.manifest, identity.place, native)
+
+    def read(self) -> Identity:
+        """Return the identity."""
+        native = None if self.native is None else self.native.read()
+        return Identity(self.model, json.loads(self.fields), self.place, native)
+
+
+class CustodyText(Struct, frozen=True):
+    """A ``Custody``: where in the board of the region its words are, and how they are to be read."""
+
+    offset: Number
+    rate: Annotated[float, Meta(ge=0, le=1)]
+    areas: Number
+    area_bytes: Number
+    is_shared: bool
+
+
+class Hello(Struct, frozen=True, kw_only=True):
+    """The first frame: all that the process needs to know. It may hold secrets."""
+
+    tiers: list[TierSettings]
+    identity: IdentityText
+    slots: Number
+    chunk_bytes: Number
+    board_bytes: Number
+    custody: CustodyText | None
+    epochs: list[Number]
+    cpus: list[Number]
+    memory_limit_bytes: Number | None
+    log_level: Number
+    other_log_level: Number
+
+
+# --- what the process of the tiers says ------------------------------------------------------------
+
+
+class PutReport(Struct, array_like=True, frozen=True, tag=1):
+    """A ``PutEnded``."""
+
+    id: Number
+    kept: list[bool]
+    reasons: dict[Word, Number]
+    seconds: Annotated[float, Meta(ge=0)]
+    proof: Proof
+    retry: Word
+
+
+class FetchReport(Struct, array_like=True, frozen=True, tag=2):
+    """A ``Fetched``."""
+
+    id: Number
+    answers: list[Answer]
+    reasons: dict[Word, Number]
+    seconds: Annotated[float, Meta(ge=0)]
+    proof: Proof
+    retry: Word
+
+
+class DownReport(Struct, array_like=True, frozen=True, tag=3):
+    """A ``TierDown``."""
+
+    tier: Number
+    reason: Text
+
+
+class UpReport(Struct, array_like=True, frozen=True, tag=4):
+    """A ``TierUp``."""
+
+    tier: Number
+
+
+class RemovedReport(Struct, array_like=True, frozen=True, tag=5):
+    """A ``Removed``."""
+
+    tier: Number
+    keys: list[Key]
+
+
+class Pong(Struct, array_like=True, frozen=True, tag=6):
+    """The answer to ``Ping``."""
+
+
+class Reached(Struct, array_like=True, frozen=True, tag=7):
+    """The answer to ``WhenSettled`` and ``WhenDrained``."""
+
+    id: Number
+
+
+class Activity(Struct, array_like=True, frozen=True, tag=8):
+    """What a tier is doing."""
+
+    tier: Number
+    puts_submitted: Number
+    puts_running: Number
+    gets_submitted: Number
+    gets_running: Number
+    used_bytes: Number | None
+    capacity_bytes: Number | None
+    knows_usage: bool
+
+
+class LogLine(Struct, array_like=True, frozen=True, tag=9):
+    """A line for the log."""
+
+    level: Annotated[int, Meta(ge=0, le=100)]
+    logger: Annotated[str, Meta(max_length=256)]
+    text: Text
+
+
+Report = PutReport | FetchReport | DownReport | UpReport | RemovedReport | Pong | Reached | Activity | LogLine
+
+_encoder = msgspec.msgpack.Encoder()
+_orders = msgspec.msgpack.Decoder(list[Order])
+_reports = msgspec.msgpack.Decoder(list[Report])
+_hello = msgspec.msgpack.Decoder(Hello)
+
+
+def order_of(command: Command) -> Order:
+    """Spell a command."""
+    if isinstance(command, Put):
+        return PutOrder(command.id, command.tier, list(command.keys), list(command.slots))
+    if isinstance(command, Fetch):
+        return FetchOrder(command.id, command.tier, list(command.keys), list(command.slots), command.located)
+    if isinstance(command, Touch):
+        return TouchOrder(command.tier, list(command.keys))
+    return ResetOrder(command.tier, command.epoch)
+
+
+def command_of(order: PutOrder | FetchOrder | TouchOrder | ResetOrder) -> Command:
+    """Read a command."""
+    if isinstance(order, PutOrder):
+        return Put(order.id, order.tier, _keys(order.keys), order.slots)
+    if isinstance(order, FetchOrder):
+        return Fetch(order.id, order.tier, _keys(order.keys), order.slots, order.located)
+    if isinstance(order, TouchOrder):
+        return Touch(order.tier, _keys(order.keys))
+    return Reset(order.tier, order.epoch)
+
+
+def report_of(event: Event) -> Report:
+    """Spell what has happened."""
+    if isinstance(event, PutEnded):
+        return PutReport(
+            event.id, list(event.kept), dict(event.reasons), event.seconds, event.proof, event.retry
+        )
+    if isinstance(event, Fetched):
+        return FetchReport(
+            event.id, list(event.answers), dict(event.reasons), event.seconds, event.proof, event.retry
+        )
+    if isinstance(event, TierDown):
+        return DownReport(event.tier, event.reason[:_MAX_TEXT])
+    if isinstance(event, TierUp):
+        return UpReport(event.tier)
+    assert isinstance(event, Removed), event
+    return RemovedReport(event.tier, list(event.keys))
+
+
+def activity_of(tier: int, activity: TierActivity) -> Activity:
+    """Spell what a tier is doing."""
+    puts, gets, usage = activity.puts, activity.gets, activity.usage
+    return Activity(
+        tier,
+        puts.submitted,
+        puts.running,
+        gets.submitted,
+        gets.running,
+        usage.used_bytes if usage else None,
+        usage.capacity_bytes if usage else None,
+        usage is not None,
+    )
+
+
+def log_line(level: int, logger: str, text: str) -> LogLine:
+    """Make a line for the log, of a length that can be sent."""
+    return LogLine(min(100, max(0, level)), logger[:256], text[:_MAX_TEXT])
+
+
+def read_removed(report: RemovedReport) -> Removed:
+    """Read which chunks have left a tier."""
+    return Removed(report.tier, _keys(report.keys))
+
+
+def read_end(report: PutReport | FetchReport, owed: Put | Fetch) -> PutEnded | Fetched:
+    """Read the end of a command.
+
+    Raises:
+        WireError: this is no answer to that command.
+    """
+    if not math.isfinite(report.seconds):
+        raise WireError(f"transfer {report.id} took {report.seconds} s")
+    if isinstance(report, PutReport) and isinstance(owed, Put):
+        if len(report.kept) == len(owed.keys):
+            return PutEnded(owed.id, report.kept, report.reasons, report.seconds, report.proof, report.retry)
+    elif isinstance(report, FetchReport) and isinstance(owed, Fetch):
+        landed = [index for index, answer in enumerate(report.answers) if answer is Answer.LANDED]
+        if len(report.answers) == len(owed.keys) and (not landed or landed[-1] < len(owed.slots)):
+            return Fetched(
+                owed.id, report.answers, report.reasons, report.seconds, report.proof, report.retry
+            )
+    raise WireError(f"the answer to transfer {owed.id} is none to {type(owed).__name__}")
+
+
+def pack(messages: Iterable[Order | Report] | Hello) -> bytes:
+    """Make a frame."""
+    body = _encoder.encode(messages if isinstance(messages, Hello) else list(messages))
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+def unpack_orders(frame: bytes) -> list[Order]:
+    """Read what the engine says.
+
+    Raises:
+        WireError: the frame holds something else.
+    """
+    return cast("list[Order]", _unpack(_orders, frame))
+
+
+def unpack_reports(frame: bytes) -> list[Report]:
+    """Read what the process of the tiers says.
+
+    Raises:
+        WireError: the frame holds something else.
+    """
+    return cast("list[Report]", _unpack(_reports, frame))
+
+
+def unpack_hello(frame: bytes) -> Hello:
+    """Read the first frame.
+
+    Raises:
+        WireError: the frame holds something else.
+    """
+    return cast("Hello", _unpack(_hello, frame))
+
+
+def _unpack(decoder: msgspec.msgpack.Decoder[Any], frame: bytes) -> object:
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise WireError(f"{len(frame)} bytes cannot be understood: {error}") from None
+
+
+def length_of(head: bytes | bytearray) -> int:
+    """Read how long the frame is that begins with ``head``, which does not count.
+
+    Raises:
+        WireError: it would be too long.
+    """
+    length = int.from_bytes(head, "little")
+    if length > MAX_FRAME_BYTES:
+        raise WireError(f"a frame has {length} bytes; {MAX_FRAME_BYTES} are possible")
+    return length
+
+
+class Frames:
+    """Cuts what has come into frames."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yield the frames that are whole now.
+
+        Raises:
+            WireError: one would be too long.
+        """
+        rest = self._rest
+        rest += data
+        start = 0
+        try:
+            while len(rest) - start >= LENGTH_BYTES:
+                body = start + LENGTH_BYTES
+                end = body + length_of(rest[start:body])
+                if end > len(rest):
+                    break
+                start = end
+                yield bytes(rest[body:end])
+        finally:
+            del rest[:start]
+
+
+def _keys(keys: list[bytes]) -> list[OffloadKey]:
+    return cast("list[OffloadKey]", keys)

@@ -1,0 +1,87 @@
+"""Evidence of bytes that are not what was stored: kept in files, for whoever looks for the cause.
+
+There are few of them, in a directory of the user's own: the first ones say as much as the next thousand.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+logger = logging.getLogger("kvtier.audit")
+
+MOST_FILES = 48
+MOST_BYTES = 8 * 2**20
+"""Of each file: what surrounds the first byte that differs is kept."""
+
+_BEFORE_BYTES = 4096
+_numbers = count(1)
+
+
+def keep(what: str, facts: Mapping[str, object], **contents: bytes | memoryview) -> None:
+    """Keep facts and bytes, and say in the log where. Whatever fails there is said there, too.
+
+    Args:
+        what: it in one sentence.
+        facts: what is known beside the bytes.
+        contents: of equal length, what is to be compared.
+    """
+    try:
+        folder = _directory()
+        if len(list(folder.iterdir())) + len(contents) >= MOST_FILES:
+            logger.error("%s: %s; no more evidence is kept in %s, empty it", what, dict(facts), folder)
+            return
+        name = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-{next(_numbers)}"
+        start = _first_difference(list(contents.values()))
+        start -= min(start, _BEFORE_BYTES)
+        text = json.dumps({"what": what, **facts, "files_begin_at_byte": start}, indent=2)
+        _write(folder / f"{name}.json", text.encode())
+        for kind, content in contents.items():
+            _write(folder / f"{name}.{kind}", content[start : start + MOST_BYTES])
+        logger.error("%s: %s; the evidence is kept in %s, as %s.*", what, dict(facts), folder, name)
+    except OSError as error:
+        logger.error("%s: %s; the evidence cannot be kept: %s", what, dict(facts), error)
+
+
+def _directory() -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    folder = Path(state) / "kvtier" / "evidence"
+    with suppress(OSError, RuntimeError):
+        return _own(folder)
+    return _own(Path(tempfile.gettempdir()) / f"kvtier-evidence-{os.getuid()}")
+
+
+def _own(folder: Path) -> Path:
+    """Make a directory that nobody else may look into. Raise OSError where it is somebody else's."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or not os.access(folder, os.W_OK):
+        raise PermissionError(f"{folder} is not a directory of this user's own")
+    folder.chmod(0o700)
+    return folder
+
+
+def _write(path: Path, content: bytes | memoryview) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+
+
+def _first_difference(contents: list[bytes | memoryview]) -> int:
+    if len(contents) < 2:
+        return 0
+    one, other = (bytes(content) for content in contents[:2])
+    if one == other:
+        return 0
+    low, high = 0, min(len(one), len(other))
+    while high - low > 1:  # the first half is the same, or has the first difference
+        middle = (low + high) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle)
+    return low

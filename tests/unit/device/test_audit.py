@@ -1,0 +1,227 @@
+"""Audits of real copies: they hold where the copies are right, change nothing, and find what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvtier.device.base import Attempt, Audits, Blocks, Finished, PageMapping, Run
+from kvtier.device.cpu import CpuTransferEngine, copy_plan
+from kvtier.device.plan import CopyPlan
+from kvtier.errors import AuditError, DamagedSlotError
+from kvtier.memory.custody import Custody, Fault, custody_bytes
+from kvtier.testing.device import Rig, Shape, rig
+
+PLAIN = Shape(blocks_per_chunk=2)
+OWN_AREAS = Shape(blocks_per_chunk=2, workers=3, rank=1)
+HYBRID = Shape((512, 192, 64), groups=(((0, 512), (1, 100)), ((2, 64),)), blocks_per_chunk=2)
+GAPS = Shape((512, 192, 64), gaps=(64, 0, 1), blocks_per_chunk=2)
+HALF_OF_HEADS = PageMapping(1024, (Run(0, 32, 32, 16, 32, 64),), writers=2, writer=1)
+SHARED = Shape((512, 192), mappings=(HALF_OF_HEADS,), blocks_per_chunk=2)
+SHAPES = [PLAIN, OWN_AREAS, HYBRID, GAPS, SHARED]
+
+SLOTS = [9, 3, 14, 5]
+STORED = {2: Blocks.make(range(4, 12), (4, 4), (2, 6)), 1: Blocks.make(range(4, 12), (8,), (2,))}
+LOADED = {2: Blocks.make(range(47, 39, -1), (4, 4), (2, 6)), 1: Blocks.make(range(47, 39, -1), (8,), (2,))}
+
+
+@pytest.fixture(autouse=True)
+def evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path / "kvtier" / "evidence"
+
+
+@contextmanager
+def audited(
+    shape: Shape, copy: Callable[[CopyPlan], None] = copy_plan, rate: float = 1.0
+) -> Iterator[tuple[Rig, Custody]]:
+    with rig(partial(CpuTransferEngine, copy=copy, staged=copy), shape) as it:
+        words = memoryview(bytearray(custody_bytes(shape.slots, shape.workers)))
+        area_bytes = it.shape.layout.area_bytes
+        shared = any(shape.mappings)
+        custody = Custody(it.region, words, rate, shape.workers, area_bytes, is_shared=shared)
+        it.engine.begin_audits(custody)
+        yield it, custody
+
+
+def store(it: Rig) -> Finished:
+    it.store(1, STORED[len(it.caches.groups)], SLOTS)
+    it.engine.drain()
+    return ended(it)
+
+
+def load(it: Rig, *, expedited: bool = False) -> Finished:
+    it.engine.submit_load(2, SLOTS, LOADED[len(it.caches.groups)], expedited=expedited)
+    it.engine.drain()
+    return ended(it)
+
+
+def ended(it: Rig) -> Finished:
+    (one,) = it.engine.finished()
+    return one
+
+
+def flip(it: Rig, slot: int, byte: int) -> None:
+    it.region.view(slot)[byte] ^= 0x40
+
+
+class Crooked:
+    """Copies that exchange the places of two pages, now and then."""
+
+    def __init__(self, *at: int) -> None:
+        self.count = 0
+        self._at = at
+
+    def __call__(self, plan: CopyPlan) -> None:
+        self.count += 1
+        if self.count in self._at:
+            dst = plan.dst.copy()
+            dst[[0, 1]] = dst[[1, 0]]
+            plan = CopyPlan(plan.src, dst, np.minimum(plan.sizes, plan.sizes[:2].min()), plan.nbytes)
+        copy_plan(plan)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_right_copies_pass_and_their_audits_change_nothing(shape: Shape) -> None:
+    with audited(shape) as (it, _):
+        store(it)
+        it.check()
+        blocks = LOADED[len(it.caches.groups)]
+        it.load(2, SLOTS, blocks)
+        it.load(3, SLOTS, blocks, expedited=True)
+        it.check()
+        assert [end.error for end in it.engine.finished()] == [None, None]
+        assert it.engine.audits == Audits(3 * len(SLOTS), 0)
+
+
+def test_chunks_that_are_loaded_in_part_are_audited_too() -> None:
+    with audited(PLAIN) as (it, _):
+        store(it)
+        it.load(2, SLOTS[1:3], Blocks.make([40, 41, 42], (3,), (5,)))
+        it.check()
+        assert it.engine.audits == Audits(len(SLOTS) + 2, 0)
+        flip(it, SLOTS[1], 0)  # of the block that is not loaded: the slot is not what it was all the same
+        it.engine.submit_load(3, SLOTS[1:3], Blocks.make([40, 41, 42], (3,), (5,)))
+        it.engine.drain()
+        assert isinstance(it.engine.finished()[-1].error, DamagedSlotError)
+
+
+def test_of_a_chunk_that_is_stored_in_part_nothing_is_expected() -> None:
+    with audited(PLAIN) as (it, custody):
+        it.store(1, Blocks.make([4, 5, 6], (3,), (1,)), SLOTS[:2])
+        it.check()
+        assert custody.audited(SLOTS) == [1]
+
+
+@pytest.mark.parametrize("shape", [PLAIN, OWN_AREAS, HYBRID, GAPS])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_byte_that_changes_in_a_workers_area_is_found_by_it(shape: Shape, data: st.DataObject) -> None:
+    layout = shape.layout
+    start = layout.rank * layout.area_bytes
+    slot = data.draw(st.sampled_from(range(shape.slots)))
+    byte = data.draw(st.integers(0, layout.chunk_bytes - 1))
+    with audited(shape) as (it, custody):
+        store(it)
+        flip(it, slot, byte)
+        error = load(it, expedited=data.draw(st.booleans())).error
+        concerned = slot in SLOTS and start <= byte < start + layout.area_bytes
+        assert isinstance(error, DamagedSlotError) == concerned
+        assert (error is None) != concerned
+        assert it.engine.audits.failed == concerned
+        assert bool(custody.take_fault(slot)) == concerned
+
+
+def test_what_was_found_names_the_slot_and_keeps_both_sides(evidence: Path) -> None:
+    with audited(PLAIN) as (it, custody):
+        store(it)
+        flip(it, SLOTS[2], 700)
+        assert "slot 14" in str(load(it).error)
+        (kept,) = evidence.glob("*.slot")
+        held = kept.read_bytes()
+        assert held == it.region.view(SLOTS[2])[: len(held)]
+        assert kept.with_suffix(".device").read_bytes() == held  # the device has been given just that
+        assert custody.take_fault(SLOTS[2]) is Fault.SLOT
+        assert not custody.take_fault(SLOTS[1])
+
+
+def test_a_slot_that_has_changed_is_not_copied_again() -> None:
+    copies = Crooked()
+    with audited(PLAIN, copies) as (it, _):
+        store(it)
+        flip(it, SLOTS[0], 0)
+        assert load(it).attempt is Attempt.FIRST
+        assert copies.count == 2
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_store_that_goes_to_wrong_places_is_repeated_and_told(shape: Shape) -> None:
+    with audited(shape, Crooked(1)) as (it, custody):
+        assert (store(it).error, it.engine.audits.failed) == (None, 1)
+        it.check()
+        assert any(custody.take_fault(slot) & Fault.COPY for slot in SLOTS)
+        assert load(it).error is None
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_load_that_goes_to_wrong_places_is_repeated_and_told(shape: Shape) -> None:
+    with audited(shape, Crooked(2)) as (it, custody):
+        store(it)
+        it.load(2, SLOTS, LOADED[len(it.caches.groups)])
+        it.engine.drain()
+        end = ended(it)
+        assert (end.error, end.attempt, it.engine.audits.failed) == (None, Attempt.AGAIN, 1)
+        it.check()
+        assert any(custody.take_fault(slot) & Fault.COPY for slot in SLOTS)
+
+
+def test_loads_that_always_go_to_wrong_places_fail_and_the_device_is_not_lost() -> None:
+    with audited(PLAIN, Crooked(*range(2, 100))) as (it, _):
+        store(it)
+        for _ in range(6):
+            error = load(it).error
+            assert type(error) is AuditError
+
+
+def test_without_audits_the_same_is_taken_for_a_good_copy() -> None:
+    with audited(PLAIN, Crooked(1), rate=0.0) as (it, _):
+        assert store(it).error is None
+        with pytest.raises(AssertionError, match="slot"):
+            it.check()
+
+
+def test_what_a_slot_held_before_is_not_expected_of_what_comes_next() -> None:
+    with audited(PLAIN) as (it, custody):
+        store(it)
+        custody.rate = 0.0
+        it.store(2, Blocks.make(range(20, 28), (8,), (2,)), SLOTS)
+        it.engine.drain()
+        it.engine.finished()
+        assert custody.audited(SLOTS) == []
+        assert load(it).error is None
+
+
+def test_of_what_a_tier_brought_the_bytes_of_then_are_expected() -> None:
+    with audited(SHARED) as (it, custody):  # its workers can not say what all of a slot must be
+        store(it)
+        assert custody.audited(SLOTS) == []
+        custody.take_over(SLOTS)
+        assert load(it).error is None
+        flip(it, SLOTS[1], 1)
+        assert isinstance(load(it).error, DamagedSlotError)
+
+
+def test_the_share_of_chunks_that_are_audited_is_that_of_the_settings() -> None:
+    shape = Shape((64,), num_blocks=1024, slots=1024)
+    with audited(shape, rate=0.1) as (it, _):
+        for job in range(10):
+            it.engine.submit_store(job, Blocks.make(range(1024), (1024,), (0,)), range(1024))
+        it.engine.drain()
+        assert 800 < it.engine.audits.chunks < 1200

@@ -1,0 +1,265 @@
+"""Tiers that do to their process whatever a tier can do, and an executor process with its world around it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.core.messages import Event, Fetch, Fetched, ProcessEnded, Put, PutEnded, Reset, TierUp
+from kvtier.executor import NamedTier
+from kvtier.identity import Identity
+from kvtier.isolation.process import ExecutorProcess
+from kvtier.isolation.pulse import Pace
+from kvtier.keys import OffloadKey, pack_key
+from kvtier.memory.region import Region
+from kvtier.tiers import registry
+from kvtier.tiers.base import SecondaryTier
+
+IDENTITY = Identity.make("model", {"dtype": "int8"})
+CHUNK_BYTES = 4096
+SLOTS = 64
+PATIENCE_S = 60.0
+
+SWIFT = Pace(beat_s=0.1, silent_s=60.0, first_pause_s=0.05, longest_pause_s=0.2)
+"""Restarts come soon; nothing is taken for silent, however busy the machine is."""
+STRICT = Pace(beat_s=0.1, silent_s=1.5, first_pause_s=0.05, longest_pause_s=0.2)
+
+RECKLESS = """
+import asyncio
+import ctypes
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+import anyio
+from pydantic import SecretStr
+
+from kvtier.tiers.base import Outcome, Status
+from kvtier.tiers.drain import in_thread
+from kvtier.tiers.dummy import DummyConfig, DummyTier
+
+
+class Config(DummyConfig):
+    type: str = "reckless"
+    act: str = ""
+    folder: Path = Path("/nonexistent")
+    password: SecretStr | None = None
+
+
+class Reckless(DummyTier):
+    Config = Config
+
+    async def open(self, context):
+        if self.config.act == "log":
+            logging.getLogger("kvtier.reckless").warning("a line with %s", "arguments")
+            logging.getLogger("other.library").info("too little to be told")
+        if self.config.act == "block_at_once":
+            (self.config.folder / "begun").touch()
+            time.sleep(1000)
+        await super().open(context)
+
+    async def get(self, batch):
+        if act := getattr(self, f"_{self.config.act}", None):
+            await act(batch)
+            return Outcome.all(Status.OK, len(batch))
+        return await super().get(batch)
+
+    async def _segfault(self, batch):
+        ctypes.string_at(0)
+
+    async def _exit(self, batch):
+        os._exit(7)
+
+    async def _block(self, batch):
+        time.sleep(1000)
+
+    async def _eat(self, batch):
+        self.eaten = [bytearray(1 << 20) for _ in range(4096)]
+
+    async def _late(self, batch):
+        await in_thread(self._write_when_told, batch)
+
+    def _write_when_told(self, batch):
+        (self.config.folder / "begun").touch()
+        while not (self.config.folder / "go").exists():
+            time.sleep(0.01)
+        batch.views[0][:] = b"x" * len(batch.views[0])
+        (self.config.folder / "written").touch()
+
+    async def _fork(self, batch):
+        child = os.fork()
+        if child == 0:
+            try:
+                os.close(2)  # what faulthandler would say
+                batch.views[0][:] = b"x" * len(batch.views[0])
+                os._exit(0)
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(child, 0)
+        (self.config.folder / "status").write_text(str(status))
+
+    async def _leave_a_child(self, batch):
+        import subprocess
+
+        sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        (self.config.folder / "child").write_text(str(sleeper.pid))
+"""
+
+
+@pytest.fixture
+def reckless(install_distribution: Any) -> None:
+    """A third party's tier ``reckless``, whose gets do what its setting ``act`` says."""
+    install_distribution("acme-reckless", RECKLESS, {"reckless": "Reckless"})
+
+
+def make_tier(type_: str, **settings: object) -> SecondaryTier[Any]:
+    """Make an installed tier."""
+    tier: SecondaryTier[Any] = registry.load(type_)(registry.validate({"type": type_, **settings}))
+    return tier
+
+
+def files(root: Path) -> SecondaryTier[Any]:
+    return make_tier("fs", root_dir=root, n_threads=2, min_free_bytes=0)
+
+
+def key(number: int) -> OffloadKey:
+    return pack_key(number.to_bytes(32, "big"))
+
+
+def keys(numbers: Sequence[int]) -> list[OffloadKey]:
+    return [key(number) for number in numbers]
+
+
+def content(number: int) -> bytes:
+    return random.Random(number).randbytes(CHUNK_BYTES)
+
+
+class Den:
+    """An executor process, seen from its owner. Chunk ``n`` has the bytes ``content(n)``."""
+
+    def __init__(self, *tiers: SecondaryTier[Any], pace: Pace = SWIFT, **settings: Any) -> None:
+        self.region = Region.unnamed(SLOTS, CHUNK_BYTES)
+        named = [NamedTier(f"tier{index}", tier) for index, tier in enumerate(tiers)]
+        self.tiers = len(tiers)
+        self.process = ExecutorProcess(named, IDENTITY, self.region, pace=pace, **settings)
+        self.heard: list[Event] = []
+        self.submitted = 0
+
+    def put(self, numbers: Sequence[int], slots: Sequence[int] | None = None, tier: int = 0) -> int:
+        """Put chunks; slot ``n`` has chunk ``n`` unless other slots are named."""
+        slots = list(numbers) if slots is None else list(slots)
+        for number, slot in zip(numbers, slots, strict=True):
+            self.region.view(slot)[:] = content(number)
+        self.submitted += 1
+        self.process.submit([Put(self.submitted, tier, keys(numbers), slots)])
+        return self.submitted
+
+    def fetch(self, numbers: Sequence[int], slots: Sequence[int], tier: int = 0) -> int:
+        self.submitted += 1
+        self.process.submit([Fetch(self.submitted, tier, keys(numbers), list(slots), False)])
+        return self.submitted
+
+    def reset(self, epoch: int, tier: int = 0) -> None:
+        self.process.submit([Reset(tier, epoch)])
+
+    def take(self) -> None:
+        while self.process.events:
+            self.heard.append(self.process.events.popleft())
+
+    def until(self, holds: Callable[[], object], what: str = "") -> None:
+        end_s = time.monotonic() + PATIENCE_S
+        while True:
+            self.take()
+            if holds():
+                return
+            assert time.monotonic() < end_s, (what, self.heard[-20:])
+            time.sleep(0.002)
+
+    def end_of(self, id_: int) -> PutEnded | Fetched:
+        """Wait for the end of a command, and see that it is the only one."""
+        self.until(lambda: self.ends_of(id_), f"the end of {id_}")
+        (end,) = self.ends_of(id_)
+        return end
+
+    def fetched(self, numbers: Sequence[int], slots: Sequence[int], tier: int = 0) -> Fetched:
+        end = self.end_of(self.fetch(numbers, slots, tier))
+        assert isinstance(end, Fetched)
+        return end
+
+    def hold(self, numbers: Sequence[int], tier: int = 0) -> None:
+        """Put chunks and see that they are kept."""
+        end = self.end_of(self.put(numbers, tier=tier))
+        assert isinstance(end, PutEnded)
+        assert list(end.kept) == [True] * len(numbers), end
+
+    def ends_of(self, id_: int) -> list[PutEnded | Fetched]:
+        return [event for event in self.heard if isinstance(event, PutEnded | Fetched) and event.id == id_]
+
+    @property
+    def endings(self) -> list[str]:
+        """How processes have ended."""
+        return [event.reason for event in self.heard if isinstance(event, ProcessEnded)]
+
+    def until_up(self) -> None:
+        """Wait until every tier can be used again, after an end that was heard of or will be."""
+        self.until(lambda: self.endings, "an end")
+        self.until(lambda: self._last_ups() == set(range(self.tiers)), "the tiers")
+
+    def _last_ups(self) -> set[int]:
+        last = max(index for index, event in enumerate(self.heard) if isinstance(event, ProcessEnded))
+        return {event.tier for event in self.heard[last:] if isinstance(event, TierUp)}
+
+    def pid(self) -> int:
+        """Wait for a process and return its id."""
+        self.until(lambda: self.process.pid is not None, "a process")
+        pid = self.process.pid
+        assert pid is not None
+        return pid
+
+    def is_another(self, pid: int) -> bool:
+        """Whether there is a process, and it is not this one."""
+        return self.process.pid not in (None, pid)
+
+    def bytes_in(self, slot: int) -> bytes:
+        return bytes(self.region.view(slot))
+
+    def close(self, drain_s: float = 0.0) -> None:
+        assert self.process.close(drain_s)
+        self.take()
+        self.region.close()
+
+
+MakeDen = Callable[..., Den]
+
+
+@pytest.fixture
+def den() -> Iterator[MakeDen]:
+    """Make started processes; they are ended with the test."""
+    made: list[Den] = []
+
+    def make(*tiers: SecondaryTier[Any], **settings: Any) -> Den:
+        made.append(Den(*tiers, **settings))
+        made[-1].process.start()
+        return made[-1]
+
+    yield make
+    for one in made:
+        with suppress(ValueError):
+            one.close()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs, or is stopped; one that nobody has reaped yet does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"

@@ -1,0 +1,234 @@
+"""The small parts: settings that go over, bytes that wait for room, and the pulse."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from kvtier.errors import ConfigError
+from kvtier.executor import NamedTier
+from kvtier.isolation import settings
+from kvtier.isolation.outbox import Outbox
+from kvtier.isolation.pulse import Pace, Pulse
+from kvtier.isolation.wire import Frames
+from kvtier.tiers import registry
+
+from .conftest import make_tier
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+KINDS = """
+from enum import Enum
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ByteSize, SecretStr
+from kvtier.tiers.dummy import DummyConfig, DummyTier
+
+class Login(BaseModel):
+    user: str
+    token: SecretStr
+
+class Colour(Enum):
+    RED = "red"
+
+class Config(DummyConfig):
+    type: str = "acme-kinds"
+    root: Path
+    mode: Literal["fast", "safe"] = "safe"
+    password: SecretStr | None = None
+    logins: tuple[Login, ...] = ()
+    colours: dict[str, Colour] = {}
+    room: ByteSize = ByteSize(1)
+
+class Tier(DummyTier):
+    Config = Config
+"""
+
+
+def test_settings_of_every_kind_are_made_again(install_distribution: Any) -> None:
+    install_distribution("acme-kinds", KINDS, {"acme-kinds": "Tier"})
+    given: dict[str, Any] = {
+        "root": "/somewhere",
+        "mode": "fast",
+        "password": "correct-horse",
+        "logins": [{"user": "me", "token": "sesame"}],
+        "colours": {"a": "red"},
+        "room": 4096,
+        "name": "near",
+        "deadline_s": 0.5,
+        "complete_index": False,
+    }
+    tier = make_tier("acme-kinds", **given)
+    spelled = settings.pack(NamedTier("near", tier))
+    assert spelled.settings == {"type": "acme-kinds", **given}
+    assert "correct-horse" not in repr(tier.config)
+    again = settings.unpack(spelled)
+    assert (again.name, again.tier.config) == ("near", tier.config)
+    assert type(again.tier) is type(tier)
+    assert again.again is not None
+    assert again.again() is not again.tier
+    password = again.tier.config.model_dump()["password"]
+    assert isinstance(password, SecretStr)
+
+
+@pytest.mark.parametrize("roots", [["a"], ["a", "b"]])
+def test_settings_of_files_are_made_again(tmp_path: Path, roots: list[str]) -> None:
+    paths = [str(tmp_path / root) for root in roots]
+    config = registry.validate({"type": "fs", "root_dir": paths, "max_bytes": 1 << 20})
+    tier: Any = registry.load("fs")(config)
+    assert settings.unpack(settings.pack(NamedTier("fs", tier))).tier.config == config
+
+
+ODD_TIER = """
+from pydantic import Field, field_validator
+from kvtier.tiers.dummy import DummyConfig, DummyTier
+
+class Config(DummyConfig):
+    type: str = "acme-odd"
+    word: str = "x"
+
+    @field_validator("word")
+    @classmethod
+    def _longer(cls, value):
+        return value + "!"
+
+class Tier(DummyTier):
+    Config = Config
+"""
+
+
+def test_settings_that_change_when_they_are_read_again_are_refused(install_distribution: Any) -> None:
+    install_distribution("acme-odd", ODD_TIER, {"acme-odd": "Tier"})
+    with pytest.raises(ConfigError, match=r"the tier odd cannot run .* others when they are read again"):
+        settings.pack(NamedTier("odd", make_tier("acme-odd", word="y")))
+
+
+# --- the outbox ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    with ours, theirs:
+        yield ours, theirs
+
+
+def frame(number: int, size: int) -> bytes:
+    body = number.to_bytes(4, "little") + bytes(size)
+    return len(body).to_bytes(4, "little") + body
+
+
+def test_what_does_not_fit_into_the_socket_waits_and_goes_out_in_order(pair: Any) -> None:
+    ours, theirs = pair
+    full: list[None] = []
+    outbox = Outbox(ours, lambda: full.append(None))
+    for number in range(50):
+        outbox.add(frame(number, 40_000))
+    assert outbox.is_full
+    assert full == [None]  # told once: whoever polls is not to be woken again and again meanwhile
+    frames = Frames()
+    found: list[int] = []
+    while len(found) < 50:
+        found += [int.from_bytes(body[:4], "little") for body in frames.feed(theirs.recv(1 << 16))]
+        outbox.flush()
+    assert found == list(range(50))
+    assert not outbox.is_full
+
+
+def test_frames_of_many_threads_come_whole_and_each_threads_in_order(pair: Any) -> None:
+    ours, theirs = pair
+    outbox = Outbox(ours, lambda: None)
+
+    def add(name: int) -> None:
+        for number in range(300):
+            outbox.add(frame(name * 1000 + number, 500))
+
+    threads = [threading.Thread(target=add, args=(name,)) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    frames = Frames()
+    found: list[int] = []
+    while len(found) < 1200:
+        found += [int.from_bytes(body[:4], "little") for body in frames.feed(theirs.recv(1 << 16))]
+        outbox.flush()
+    for thread in threads:
+        thread.join()
+    for name in range(4):
+        assert [number for number in found if number // 1000 == name] == [name * 1000 + n for n in range(300)]
+
+
+def test_to_nobody_nothing_is_sent_and_nothing_is_raised(pair: Any) -> None:
+    ours, theirs = pair
+    outbox = Outbox(ours, lambda: None)
+    theirs.close()
+    outbox.add(b"x")
+    outbox.add(b"y")
+    assert (len(outbox), outbox.is_full) == (0, False)
+
+
+# --- the pulse -----------------------------------------------------------------------------------
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        monkeypatch.setattr("kvtier.isolation.pulse.time.monotonic", lambda: self.now_s)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+PACE = Pace(beat_s=1, silent_s=3, start_s=10)
+
+
+def beats_until_silent(pulse: Pulse, clock: Clock, step_s: float = 1.0) -> int:
+    for count in range(1, 100):
+        clock.now_s += step_s
+        if pulse.beat():
+            return count
+    raise AssertionError("never")
+
+
+def test_who_does_not_answer_is_found_silent_and_who_starts_is_given_more_time(clock: Clock) -> None:
+    asked: list[float] = []
+    pulse = Pulse(PACE, lambda: asked.append(clock.now_s))
+    assert not pulse.beat()
+    assert asked == [100]
+    assert beats_until_silent(pulse, clock) == 10
+    pulse.answer()
+    assert not pulse.beat()
+    assert beats_until_silent(pulse, clock) == 4  # asked with the first, three more without an answer
+    assert len(asked) == 2
+
+
+def test_who_answers_is_asked_once_a_beat(clock: Clock) -> None:
+    asked: list[float] = []
+    pulse = Pulse(PACE, lambda: asked.append(clock.now_s))
+    for _ in range(40):
+        assert not pulse.beat()
+        pulse.answer()
+        clock.now_s += 0.25
+    assert len(asked) == 10
+    assert pulse.has_started
+
+
+def test_time_in_which_the_engine_was_stopped_does_not_count(clock: Clock) -> None:
+    pulse = Pulse(PACE, lambda: None)
+    pulse.answer()
+    pulse.beat()
+    clock.now_s += 3600
+    assert not pulse.beat()
+    assert pulse.wait_s == 1

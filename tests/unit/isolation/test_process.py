@@ -1,0 +1,517 @@
+"""Whatever becomes of the process: each command ends once, no slot is written late, and nothing is left."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from kvtier.core.backoff import even
+from kvtier.core.messages import Answer, Fetched, ProcessEnded, PutEnded, Reset, TierDown
+from kvtier.errors import ConfigError, StateError
+from kvtier.executor import NamedTier
+from kvtier.isolation import link as links
+from kvtier.isolation import process as processes
+from kvtier.isolation.link import Link
+from kvtier.isolation.process import ExecutorProcess
+from kvtier.isolation.pulse import Pace
+from kvtier.memory.region import Region
+from kvtier.tiers.base import TRAILER_BYTES, Usage
+from kvtier.tiers.dummy import DummyConfig, DummyTier
+
+from .conftest import (
+    CHUNK_BYTES,
+    IDENTITY,
+    PATIENCE_S,
+    STRICT,
+    SWIFT,
+    Den,
+    MakeDen,
+    content,
+    files,
+    is_alive,
+    make_tier,
+)
+
+MISSING, LOCATED, LANDED = Answer.MISSING, Answer.LOCATED, Answer.LANDED
+
+
+# --- what it is for ------------------------------------------------------------------------------
+
+
+def test_bytes_go_to_files_and_come_back_through_shared_memory(den: MakeDen, tmp_path: Path) -> None:
+    it = den(files(tmp_path))
+    it.hold([1, 2])
+    end = it.fetched([1, 2, 3], [10, 11, 12])
+    assert list(end.answers) == [LANDED, LANDED, MISSING]
+    assert (it.bytes_in(10), it.bytes_in(11)) == (content(1), content(2))
+
+
+def test_what_a_tier_is_doing_and_how_full_it_is_is_seen(den: MakeDen) -> None:
+    it = den(
+        make_tier("dummy", put_latency_s=600, deadline_s=600, capacity_bytes=1 << 20), make_tier("dummy")
+    )
+    for number in range(6):
+        it.put([number])
+    slow, other = it.process.activity
+    it.until(lambda: (slow.puts.running, slow.puts.waiting) == (4, 2), "the queue")
+    assert slow.gets.submitted == other.puts.submitted == 0
+    it.hold([7, 8], tier=1)
+    it.until(lambda: slow.usage == Usage(0, 1 << 20), "how full it is")
+    it.until(lambda: other.usage and other.usage.used_bytes == 2 * (CHUNK_BYTES + TRAILER_BYTES), "the other")
+
+
+@pytest.mark.usefixtures("reckless")
+def test_its_log_is_written_by_the_engine(den: MakeDen, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    it = den(make_tier("reckless", act="log"))
+    it.until(lambda: caplog.records, "a line")
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("kvtier.reckless", logging.WARNING)
+    assert record.getMessage() == "a line with arguments"
+
+
+@pytest.mark.usefixtures("reckless")
+def test_settings_with_secrets_go_the_private_way(den: MakeDen) -> None:
+    it = den(make_tier("reckless", password="correct-horse"))
+    it.hold([1])
+    for name in ("cmdline", "environ"):
+        assert b"correct-horse" not in Path(f"/proc/{it.pid()}/{name}").read_bytes()
+
+
+def test_it_is_a_process_without_torch_and_without_an_engine() -> None:
+    code = "import sys, kvtier.isolation.child; print({'torch', 'numpy', 'vllm'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("set()\n", "")
+
+
+def test_it_may_use_every_cpu_that_a_thread_of_the_engine_may(den: MakeDen) -> None:
+    """Whoever starts it may be bound to the one CPU that it computes on."""
+    mine = os.sched_getaffinity(0)
+    made: list[Den] = []
+
+    def start() -> None:
+        os.sched_setaffinity(0, {min(mine)})
+        made.append(den(make_tier("dummy")))
+
+    bound = threading.Thread(target=start)
+    bound.start()
+    bound.join()
+    made[0].hold([1])
+    assert os.sched_getaffinity(made[0].pid()) == mine
+
+
+# --- its death -----------------------------------------------------------------------------------
+
+
+def test_killed_at_work_each_command_ends_once_and_files_are_found_by_the_next(
+    den: MakeDen, tmp_path: Path
+) -> None:
+    it = den(files(tmp_path), make_tier("dummy", put_latency_s=600, deadline_s=600))
+    it.hold([1, 2, 3])
+    ids = [it.put([4], tier=1), it.put([5], tier=1)]
+    for number in range(10, 40):
+        ids.append(it.put([number]))
+        ids.append(it.fetch([1, 2, 3], [40, 41, 42]))
+    os.kill(it.pid(), signal.SIGKILL)
+    ends = [it.end_of(id_) for id_ in ids]
+    assert [dict(end.reasons) for end in ends[:2]] == [{"process": 1}] * 2
+    for end in ends:
+        if isinstance(end, Fetched) and list(end.answers) != [LANDED] * 3:
+            assert (list(end.answers), sum(end.reasons.values())) == ([MISSING] * 3, 3)
+    assert it.endings == ["killed"]
+    it.until_up()
+    assert list(it.fetched([1, 2, 3], [50, 51, 52]).answers) == [LANDED] * 3
+    assert [it.bytes_in(slot) for slot in (50, 51, 52)] == [content(1), content(2), content(3)]
+    it.close()
+    ended = [event.id for event in it.heard if isinstance(event, PutEnded | Fetched)]
+    assert sorted(ended) == list(range(1, it.submitted + 1))
+
+
+def test_while_it_is_gone_commands_fail_at_once_and_tiers_are_down_before(den: MakeDen) -> None:
+    it = den(make_tier("dummy"), pace=Pace(beat_s=0.1, silent_s=60, first_pause_s=600, longest_pause_s=600))
+    it.hold([1])
+    os.kill(it.pid(), signal.SIGKILL)
+    it.until(lambda: it.process.pid is None, "the end")
+    assert [type(event) for event in it.heard[-2:]] == [ProcessEnded, TierDown]
+    events = len(it.heard)
+    put, fetch = it.put([2]), it.fetch([1], [10])
+    it.take()
+    assert [event.id for event in it.heard[events:] if isinstance(event, PutEnded | Fetched)] == [put, fetch]
+    assert [dict(it.end_of(id_).reasons) for id_ in (put, fetch)] == [{"down": 1}] * 2
+    assert (it.process.activity[0].puts.submitted, it.process.activity[0].usage) == (0, None)
+
+
+def test_a_command_submitted_while_the_process_dies_is_answered(
+    den: MakeDen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper answers what it finds; what the owner adds a moment later the owner answers."""
+
+    class Slow(Link):
+        """Dies, and is buried, when it is about to be given something."""
+
+        dies = False
+
+        @property
+        def epochs(self) -> tuple[int, ...]:
+            if Slow.dies and not self.is_over:
+                os.kill(self.pid, signal.SIGKILL)
+                end_s = time.monotonic() + PATIENCE_S
+                while not self.is_over:
+                    assert time.monotonic() < end_s
+                    time.sleep(0.001)
+            return self._epochs
+
+        @epochs.setter
+        def epochs(self, epochs: tuple[int, ...]) -> None:
+            self._epochs = epochs
+
+    monkeypatch.setattr(processes, "Link", Slow)
+    it = den(make_tier("dummy"))
+    it.hold([1])
+    Slow.dies = True
+    assert it.end_of(it.fetch([1], [10])).reasons == {"process": 1}
+
+
+@pytest.mark.usefixtures("reckless")
+@pytest.mark.parametrize(
+    ("act", "ending"), [("segfault", "crashed"), ("exit", "exited"), ("block", "silent")]
+)
+def test_a_tier_that_takes_its_process_along_costs_misses(den: MakeDen, act: str, ending: str) -> None:
+    it = den(make_tier("reckless", act=act), make_tier("dummy"), pace=STRICT)
+    it.hold([1])
+    it.hold([1], tier=1)
+    end = it.fetched([1], [10])
+    assert (list(end.answers), end.reasons) == ([MISSING], {"process": 1})
+    it.until_up()
+    assert it.endings[0] == ending
+    it.hold([2])
+
+
+@pytest.mark.usefixtures("reckless")
+def test_a_tier_that_eats_memory_fails_within_its_limit(den: MakeDen) -> None:
+    it = den(make_tier("reckless", act="eat"), memory_limit_bytes=512 << 20)
+    it.hold([1])
+    end = it.fetched([1], [10])  # it would take 4 GiB
+    assert list(end.answers) == [MISSING]
+    assert set(end.reasons) <= {"error", "process"}
+    if it.endings or not is_alive(it.pid()):
+        it.until_up()
+    it.hold([2])
+
+
+def test_a_stopped_process_is_killed_before_anything_it_had_is_answered_for(den: MakeDen) -> None:
+    it = den(make_tier("dummy", put_latency_s=600, deadline_s=600), pace=STRICT)
+    put = it.put([1])
+    it.until(lambda: it.process.activity[0].puts.running, "the put")
+    pid = it.pid()
+    os.kill(pid, signal.SIGSTOP)
+    assert it.end_of(put).reasons == {"process": 1}
+    assert not is_alive(pid)
+    assert it.endings == ["silent"]
+    it.until_up()
+    assert it.pid() != pid
+
+
+@pytest.mark.usefixtures("reckless")
+def test_a_process_that_wakes_late_does_not_write_to_a_slot_that_was_given_on(
+    den: MakeDen, tmp_path: Path
+) -> None:
+    it = den(make_tier("reckless", act="late", folder=tmp_path, deadline_s=600), pace=STRICT)
+    it.hold([1])
+    fetch = it.fetch([1], [10])
+    it.until((tmp_path / "begun").exists, "the get")
+    pid = it.pid()
+    os.kill(pid, signal.SIGSTOP)
+    it.end_of(fetch)
+    it.region.view(10)[:] = content(2)  # another chunk's slot by now
+    (tmp_path / "go").touch()
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+    time.sleep(0.3)
+    assert not (tmp_path / "written").exists()
+    assert it.bytes_in(10) == content(2)
+
+
+@pytest.mark.usefixtures("reckless")
+def test_what_a_tier_has_forked_can_not_write_to_the_slots(den: MakeDen, tmp_path: Path) -> None:
+    it = den(make_tier("reckless", act="fork", folder=tmp_path))
+    it.hold([1])
+    it.region.view(10)[:] = content(2)
+    it.fetched([1], [10])
+    assert os.WTERMSIG(int((tmp_path / "status").read_text())) == signal.SIGSEGV
+    assert it.bytes_in(10) == content(2)
+
+
+@pytest.mark.usefixtures("reckless")
+def test_what_a_tier_has_started_ends_with_its_process(den: MakeDen, tmp_path: Path) -> None:
+    it = den(make_tier("reckless", act="leave_a_child", folder=tmp_path))
+    it.hold([1])
+    it.fetched([1], [10])
+    child = int((tmp_path / "child").read_text())
+    assert is_alive(child)
+    os.kill(it.pid(), signal.SIGKILL)
+    it.until(lambda: not is_alive(child), "its end")
+
+
+def test_a_stopped_process_does_not_hold_up_its_owner(den: MakeDen) -> None:
+    """The socket is full long before: a send that waited would never return."""
+    it = den(make_tier("dummy"))
+    it.hold(range(20))
+    pid = it.pid()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        ids = [it.fetch([*range(20), *range(100, 200)], range(30, 50)) for _ in range(1000)]
+        assert not it.ends_of(ids[0])
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    for id_ in ids:
+        end = it.end_of(id_)
+        assert isinstance(end, Fetched)
+        assert end.answers.count(LANDED) == 20
+    assert it.endings == []
+
+
+# --- its start -----------------------------------------------------------------------------------
+
+
+def test_a_process_that_never_starts_is_tried_with_growing_pauses(
+    den: MakeDen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "_PROGRAM", "kvtier.isolation.no_such_program")
+    pauses: list[float] = []
+    sleep = ExecutorProcess._sleep
+
+    def noted(self: ExecutorProcess, pause_s: float) -> None:
+        pauses.append(pause_s)
+        sleep(self, pause_s)
+
+    monkeypatch.setattr(ExecutorProcess, "_sleep", noted)
+    it = den(make_tier("dummy"), pace=Pace(first_pause_s=0.01, longest_pause_s=0.05), chance=even)
+    it.until(lambda: len(it.endings) > 4, "five ends")
+    assert set(it.endings) == {"exited"}
+    assert pauses[:4] == [0.01, 0.02, 0.04, 0.05]
+    assert set(it.end_of(it.put([1])).reasons) <= {"down", "process"}
+
+
+def test_a_process_that_hangs_at_its_start_is_killed(
+    den: MakeDen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "acme_hangs.py").write_text("import time\ntime.sleep(1000)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(links, "_PROGRAM", "acme_hangs")
+    it = den(make_tier("dummy"), pace=Pace(beat_s=0.1, start_s=0.5, first_pause_s=0.01))
+    put, pid = it.put([1]), it.pid()
+    assert it.end_of(put).reasons == {"process": 1}
+    assert it.endings == ["not_started"]
+    assert not is_alive(pid)
+
+
+def test_where_no_process_can_be_made_the_engine_goes_on(
+    den: MakeDen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    it = den(make_tier("dummy"), pace=SWIFT)
+    assert it.end_of(it.put([1])).reasons == {"down": 1}
+    it.until(lambda: "not_started" in it.endings, "a word about it")
+    monkeypatch.undo()
+    it.until_up()
+    it.hold([1])
+
+
+def test_a_process_that_talks_nonsense_is_killed(
+    den: MakeDen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "acme_babbles.py").write_text(
+        "import socket, sys, time\n"
+        "socket.socket(fileno=int(sys.argv[1])).sendall(b'\\x04\\0\\0\\0oops')\n"
+        "time.sleep(1000)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(links, "_PROGRAM", "acme_babbles")
+    it = den(make_tier("dummy"))
+    pid = it.pid()
+    it.until(lambda: "garbled" in it.endings, "its end")
+    it.until(lambda: not is_alive(pid), "its death")
+
+
+def test_a_tier_that_another_process_would_make_otherwise_is_refused() -> None:
+    class Homemade(DummyTier):
+        pass
+
+    region = Region.unnamed(4, 4096)
+    with pytest.raises(ConfigError, match=r"homemade.*does not name its class; set isolation to 'thread'"):
+        ExecutorProcess([NamedTier("homemade", Homemade(DummyConfig()))], IDENTITY, region)
+    with pytest.raises(StateError, match="anonymous"):
+        ExecutorProcess([], IDENTITY, Region.anonymous(4, 4096))
+    region.close()
+
+
+# --- resets --------------------------------------------------------------------------------------
+
+
+def test_what_a_reset_has_hidden_stays_hidden_whenever_the_process_dies(den: MakeDen, tmp_path: Path) -> None:
+    it = den(files(tmp_path))
+    it.hold([1])
+    it.reset(1)  # it may or may not get to this
+    os.kill(it.pid(), signal.SIGKILL)
+    it.until_up()
+    assert list(it.fetched([1], [10]).answers) == [MISSING]
+    it.hold([2])
+    os.kill(it.pid(), signal.SIGKILL)
+    it.until(lambda: len(it.endings) == 2, "the second end")
+    it.until_up()
+    # Not even what came after the reset is had again: to other engines it would be of other weights.
+    assert list(it.fetched([1, 2], [10, 11]).answers) == [MISSING] * 2
+
+
+def test_a_reset_ordered_while_the_process_is_gone_is_done_before_anything_else(
+    den: MakeDen, tmp_path: Path
+) -> None:
+    it = den(files(tmp_path), pace=Pace(beat_s=0.1, silent_s=60, first_pause_s=0.5))
+    it.hold([1])
+    os.kill(it.pid(), signal.SIGKILL)
+    it.until(lambda: it.process.pid is None, "the end")
+    it.reset(1)
+    it.until_up()
+    assert list(it.fetched([1], [10]).answers) == [MISSING]
+
+
+def test_a_reset_ordered_while_the_next_process_is_being_started_is_not_missed(
+    den: MakeDen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is told of the resets so far before the owner can reach it."""
+    it = den(files(tmp_path))
+    it.hold([1])
+    begin = Link.__init__
+
+    def begin_late(self: Link, *args: object) -> None:
+        begin(self, *args)  # type: ignore[arg-type]
+        it.process.submit([Reset(0, 1)])
+
+    monkeypatch.setattr(Link, "__init__", begin_late)
+    os.kill(it.pid(), signal.SIGKILL)
+    it.until_up()
+    assert list(it.fetched([1], [10]).answers) == [MISSING]
+
+
+def test_whoever_waits_for_resets_is_told_although_the_process_dies(den: MakeDen) -> None:
+    it = den(make_tier("dummy", put_latency_s=600, deadline_s=600))
+    it.put([1])
+    told: list[str] = []
+    it.process.when_settled(lambda: told.append("settled"))
+    it.until(lambda: told == ["settled"], "that it is settled")
+    it.process.when_drained(lambda: told.append("drained"))
+    os.kill(it.pid(), signal.SIGKILL)
+    it.until(lambda: told == ["settled", "drained"], "that there is nothing to wait for")
+
+
+# --- the end -------------------------------------------------------------------------------------
+
+
+def test_close_cuts_off_what_hangs_and_answers_for_it(den: MakeDen) -> None:
+    it = den(make_tier("dummy", hang_rate=1, deadline_s=600))
+    put = it.put([1])
+    it.until(lambda: it.process.activity[0].puts.running, "the put")
+    it.close(0.05)
+    assert it.end_of(put).reasons == {"cancelled": 1}
+    assert it.endings == []
+
+
+@pytest.mark.usefixtures("reckless")
+def test_close_ends_a_process_that_does_not_listen(den: MakeDen) -> None:
+    it = den(make_tier("reckless", act="block", deadline_s=600))
+    it.hold([1])
+    fetch, pid = it.fetch([1], [10]), it.pid()
+    it.until(lambda: is_alive(pid))
+    it.close()
+    assert not is_alive(pid)
+    assert it.end_of(fetch).reasons == {"cancelled": 1}
+
+
+def test_close_between_two_processes_does_not_wait_for_the_next(den: MakeDen) -> None:
+    it = den(make_tier("dummy"), pace=Pace(first_pause_s=600, longest_pause_s=600))
+    it.hold([1])
+    os.kill(it.pid(), signal.SIGKILL)
+    it.until(lambda: it.process.pid is None, "the end")
+    it.close()
+
+
+ENGINE = """
+import os, signal, sys, time
+from kvtier.executor import NamedTier
+from kvtier.identity import Identity
+from kvtier.isolation.process import ExecutorProcess
+from kvtier.memory.region import Region
+from kvtier.tiers import registry
+from pathlib import Path
+
+how, folder = sys.argv[1], Path(sys.argv[2])
+act = "block_at_once" if how == "blocked" else ""
+tier = registry.load("reckless")(registry.validate({"type": "reckless", "act": act, "folder": str(folder)}))
+it = ExecutorProcess([NamedTier("tier", tier)], Identity.make("m", {}), Region.unnamed(4, 4096))
+it.start()
+while not (it.events or (folder / "begun").exists()):
+    time.sleep(0.01)
+print(it.pid, flush=True)
+if how == "stopped":
+    os.kill(it.pid, signal.SIGSTOP)
+if how != "forgotten":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.usefixtures("reckless")
+@pytest.mark.parametrize("how", ["killed", "stopped", "blocked", "forgotten"])
+def test_it_ends_with_the_engine(how: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENGINE, how, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "acme-reckless")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stderr == ""
+    pid = int(done.stdout)
+    end_s = time.monotonic() + PATIENCE_S
+    while is_alive(pid):
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_twenty_deaths_leave_nothing_behind(den: MakeDen) -> None:
+    it = den(make_tier("dummy"))
+    it.hold([1])
+    before = resources()
+    for _ in range(20):
+        pid = it.pid()
+        it.put([2])
+        os.kill(pid, signal.SIGKILL)
+        it.until(partial(it.is_another, pid), "the next one")
+    it.until_up()
+    it.hold([1])
+    assert it.endings == ["killed"] * 20
+    assert resources() == before
+    it.close()
+
+
+def resources() -> dict[str, int]:
+    """Count what a process can leave behind."""
+    children = Path(f"/proc/self/task/{threading.main_thread().native_id}/children").read_text().split()
+    tasks = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "children": len(children) + sum(map(len, tasks)),
+        "shared memory": len(list(Path("/dev/shm").glob(f"kvtier_{os.getpid()}*"))),
+        "mappings": Path("/proc/self/maps").read_text().count("memfd:kvtier"),
+    }

@@ -1,0 +1,219 @@
+"""What is said comes over as it was meant; what comes otherwise is refused in one way."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.core.messages import (
+    Answer,
+    Command,
+    Event,
+    Fetch,
+    Fetched,
+    Proof,
+    Put,
+    PutEnded,
+    Removed,
+    Reset,
+    TierDown,
+    TierUp,
+    Touch,
+)
+from kvtier.executor import NamedTier
+from kvtier.identity import Identity
+from kvtier.isolation import wire
+from kvtier.isolation.hearing import Hearing
+from kvtier.isolation.wire import Frames, WireError
+from kvtier.keys import OffloadKey
+from kvtier.tiers.dummy import DummyConfig, DummyTier
+
+numbers = st.integers(0, 2**63 - 1)
+keys = st.lists(st.binary(min_size=1, max_size=68).map(OffloadKey), max_size=5)
+slots = st.lists(numbers, max_size=5)
+commands = st.one_of(
+    st.builds(Put, numbers, numbers, keys, slots),
+    st.builds(Fetch, numbers, numbers, keys, slots, st.booleans()),
+    st.builds(Touch, numbers, keys),
+    st.builds(Reset, numbers, numbers),
+)
+told = st.one_of(
+    st.builds(TierDown, numbers, st.text(max_size=50)),
+    st.builds(TierUp, numbers),
+    st.builds(Removed, numbers, keys),
+)
+
+
+@given(st.lists(commands, max_size=5))
+def test_commands_come_over_as_they_are(given_: list[Command]) -> None:
+    (frame,) = Frames().feed(wire.pack([wire.order_of(command) for command in given_]))
+    assert [wire.command_of(order) for order in wire.unpack_orders(frame)] == given_  # type: ignore[arg-type]
+
+
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=5),
+    st.dictionaries(st.sampled_from(["full", "down"]), st.integers(0, 9)),
+    st.floats(0, 1e9),
+    st.sampled_from(Proof),
+)
+def test_ends_come_over_as_they_are(
+    kept: list[bool], reasons: dict[str, int], seconds: float, proof: Proof
+) -> None:
+    names = [OffloadKey(bytes([number, 1])) for number in range(len(kept))]
+    owed: list[Put | Fetch] = [
+        Put(1, 0, names, [0] * len(kept)),
+        Fetch(2, 0, names, [0] * len(kept), False),
+    ]
+    answers = [Answer.LANDED if ok else Answer.MISSING for ok in kept]
+    ends: list[PutEnded | Fetched] = [
+        PutEnded(1, kept, reasons, seconds, proof, "helped"),
+        Fetched(2, answers, reasons, seconds, proof, ""),
+    ]
+    (frame,) = Frames().feed(wire.pack([wire.report_of(end) for end in ends]))
+    reports: list[Any] = wire.unpack_reports(frame)
+    assert [wire.read_end(it, command) for it, command in zip(reports, owed, strict=True)] == ends
+
+
+@given(told)
+def test_what_is_told_of_a_tier_comes_over_as_it_is(event: Event) -> None:
+    (frame,) = Frames().feed(wire.pack([wire.report_of(event)]))
+    (report,) = wire.unpack_reports(frame)
+    if isinstance(report, wire.RemovedReport):
+        assert wire.read_removed(report) == event
+    elif isinstance(report, wire.DownReport):
+        assert TierDown(report.tier, report.reason) == event
+    else:
+        assert isinstance(report, wire.UpReport)
+        assert TierUp(report.tier) == event
+
+
+@given(st.lists(st.binary(max_size=20), max_size=5), st.lists(st.integers(1, 30), min_size=1))
+def test_frames_are_found_however_they_are_cut(bodies: list[bytes], steps: list[int]) -> None:
+    stream = b"".join(len(body).to_bytes(4, "little") + body for body in bodies)
+    frames = Frames()
+    found: list[bytes] = []
+    for step in steps * (len(stream) + 1):
+        found += frames.feed(stream[:step])
+        stream = stream[step:]
+        if not stream:
+            break
+    assert found == bodies
+
+
+@given(st.binary(max_size=200))
+def test_bytes_of_any_kind_are_read_or_refused(data: bytes) -> None:
+    for read in (wire.unpack_orders, wire.unpack_reports, wire.unpack_hello):
+        with suppress(WireError):
+            read(data)
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        [[1, 7, [True], {}, -1.0, 0, ""]],
+        [[1, 7, [True], {}, 0.0, 9, ""]],
+        [[1, -1, [True], {}, 0.0, 0, ""]],
+        [[1, 7, [True], {"x" * 65: 1}, 0.0, 0, ""]],
+        [[2, 7, [3], {}, 0.0, 0, ""]],
+        [[5, 0, [b""]]],
+        [[5, 0, [b"x" * 69]]],
+        [[9, 30, "kvtier", "x" * 20_000]],
+        [[99]],
+        [7],
+        {},
+    ],
+)
+def test_what_is_out_of_bounds_is_refused(report: object) -> None:
+    with pytest.raises(WireError):
+        wire.unpack_reports(msgspec.msgpack.encode(report))
+
+
+def test_a_frame_that_would_fill_the_memory_is_refused_at_once() -> None:
+    with pytest.raises(WireError, match="are possible"):
+        list(Frames().feed((2**31).to_bytes(4, "little")))
+
+
+def test_an_identity_comes_over_with_its_digest() -> None:
+    native = Identity("m", {"b": 2}, "a place")
+    identity = Identity.make("org/model", {"dtype": "int8", "ratio": 0.1, "nested": {"z": [1, None, True]}})
+    identity = Identity(identity.model, identity.fields, "", native)
+    it = wire.IdentityText.of(identity).read()
+    assert (it.digest, it.namespace, it.model) == (identity.digest, identity.namespace, identity.model)
+    assert it.native is not None
+    assert (it.native.digest, it.native.namespace) == (native.digest, "a place")
+
+
+# --- what makes sense ----------------------------------------------------------------------------
+
+NAMES = [OffloadKey(b"k1"), OffloadKey(b"k2")]
+
+
+class Owes:
+    """What a link owes, without a process."""
+
+    def __init__(self) -> None:
+        self.owed: dict[int, Put | Fetch] = {1: Put(1, 0, NAMES, [0, 1]), 2: Fetch(2, 0, NAMES, [0], False)}
+        self.waiting: dict[int, Any] = {}
+
+
+@pytest.fixture
+def hearing() -> Hearing:
+    return Hearing([NamedTier("dummy", DummyTier(DummyConfig()))])
+
+
+def hear(hearing: Hearing, link: Owes, *reports: wire.Report) -> bool:
+    (frame,) = Frames().feed(wire.pack(reports))
+    return hearing.take(frame, link)  # type: ignore[arg-type]
+
+
+def put_report(id_: int = 1, kept: int = 2, **fields: Any) -> wire.PutReport:
+    given_ = {"reasons": {}, "seconds": 0.0, "proof": Proof.NONE, "retry": "", **fields}
+    return wire.PutReport(id=id_, kept=[True] * kept, **given_)
+
+
+def fetch_report(answers: list[Answer]) -> wire.FetchReport:
+    return wire.FetchReport(2, answers, {}, 0.0, Proof.NONE, "")
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        put_report(3),
+        put_report(2),
+        put_report(kept=1),
+        put_report(reasons={"a word of nobody": 1}),
+        put_report(reasons={"full": 3}),
+        put_report(retry="perhaps"),
+        put_report(seconds=float("nan")),
+        put_report(seconds=float("inf")),
+        fetch_report([Answer.LANDED]),
+        fetch_report([Answer.MISSING, Answer.LANDED]),  # into which slot?
+        wire.UpReport(1),
+        wire.DownReport(1, "x"),
+        wire.RemovedReport(1, []),
+        wire.Activity(1, 0, 0, 0, 0, None, None, False),
+    ],
+)
+def test_what_makes_no_sense_does_not_reach_the_core(hearing: Hearing, report: wire.Report) -> None:
+    with pytest.raises(WireError):
+        hear(hearing, Owes(), report)
+    assert not hearing.events
+
+
+def test_a_command_ends_once(hearing: Hearing) -> None:
+    link = Owes()
+    hear(hearing, link, put_report())
+    with pytest.raises(WireError, match="not under way"):
+        hear(hearing, link, put_report())
+    assert [type(event) for event in hearing.events] == [PutEnded]
+
+
+def test_a_process_that_was_given_up_says_nothing_of_its_tiers_any_more(hearing: Hearing) -> None:
+    (frame,) = Frames().feed(wire.pack([wire.UpReport(0), wire.DownReport(0, "x"), put_report()]))
+    hearing.take(frame, Owes(), last=True)  # type: ignore[arg-type]
+    assert [type(event) for event in hearing.events] == [PutEnded]

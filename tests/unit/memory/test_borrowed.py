@@ -1,0 +1,130 @@
+"""A region that another process is handed: its bytes are shared, its duties are not."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import RegionError, StateError
+from kvtier.memory import pages
+from kvtier.memory.custody import Custody, custody_bytes
+from kvtier.memory.region import Region
+
+PAGE = 4096
+
+
+def test_both_see_the_same_bytes_and_the_same_board() -> None:
+    with Region.unnamed(4, PAGE, board_bytes=64) as region:
+        with Region.borrowed(os.dup(region.fileno()), 4, PAGE, board_bytes=64) as other:
+            other.view(3)[:] = b"x" * PAGE
+            other.board[:] = b"y" * 64
+            assert bytes(region.view(3)) == b"x" * PAGE
+            assert bytes(region.board) == b"y" * 64
+        assert bytes(region.view(3)) == b"x" * PAGE
+
+
+def test_an_unnamed_region_gets_its_memory_like_any_other(tmp_path: Path) -> None:
+    ready: list[range] = []
+    with Region.unnamed(4, PAGE) as region:
+        assert (region.name, region.path) == ("", None)
+        region.claim()
+        region.populate(ready.append)
+        end_s = time.monotonic() + 20
+        while sum(map(len, ready)) < 4 and time.monotonic() < end_s:
+            time.sleep(0.001)
+        assert [slot for slots in ready for slot in slots] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("setting", "granted"), [("advise", True), ("never", False), ("deny", False)])
+def test_huge_pages_of_memory_without_a_name_are_asked_of_the_right_setting(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: str, granted: bool
+) -> None:
+    (tmp_path / "enabled").write_text("[madvise] never")
+    (tmp_path / "shmem_enabled").write_text(f"always [{setting}]")
+    monkeypatch.setattr(pages, "_SETTINGS", tmp_path)
+    assert pages.grants_huge(None, shared=True) is granted
+    assert pages.grants_huge(None)
+
+
+def test_a_region_that_is_smaller_is_refused() -> None:
+    with Region.unnamed(4, PAGE) as region:
+        fd = os.dup(region.fileno())
+        with pytest.raises(RegionError, match="16384 bytes, but 20480 bytes"):
+            Region.borrowed(fd, 5, PAGE)
+        os.close(fd)
+
+
+def test_an_anonymous_region_can_not_be_handed_over() -> None:
+    with pytest.raises(StateError, match="anonymous"):
+        Region.anonymous(1, PAGE).fileno()
+
+
+def test_what_audited_slots_must_hold_is_found_in_the_board_or_refused() -> None:
+    beside = 128 + custody_bytes(4, 2)
+    with Region.unnamed(4, PAGE, board_bytes=beside) as region:
+        shared = Custody(region, region.board[128:], 0.5, 2, PAGE // 2)
+        assert shared.offset_in(region) == 128
+        with pytest.raises(StateError, match="not shared"):
+            Custody.private(region, 0.5, PAGE).offset_in(region)
+        del shared
+
+
+HOLDER = """
+import os, subprocess, sys
+from pathlib import Path
+from kvtier.memory.region import Region
+
+region = Region.open("engine", 4, 4096, Path(sys.argv[1]))
+region.claim()
+fd = region.fileno()
+arguments = [sys.executable, "-c", sys.argv[2], str(fd)]
+borrower = subprocess.Popen(arguments, pass_fds=[fd], stdout=subprocess.PIPE)
+borrower.stdout.readline()
+print(borrower.pid, flush=True)
+sys.stdin.read()
+"""
+BORROWER = """
+import sys, time
+from kvtier.memory.region import Region
+region = Region.borrowed(int(sys.argv[1]), 4, 4096)
+print("ready", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_while_the_borrower_of_a_killed_engine_lives_nobody_can_claim_its_region(tmp_path: Path) -> None:
+    """It could still write there, if only for a moment."""
+    engine = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path), BORROWER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with engine:
+        assert engine.stdout is not None
+        borrower = int(engine.stdout.readline())
+        pidfd = os.pidfd_open(borrower)
+        try:
+            engine.kill()
+            engine.wait()
+            with Region.open("engine", 4, PAGE, tmp_path) as region:
+                with pytest.raises(RegionError, match="another running engine"):
+                    region.claim()
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                wait_for_end(pidfd)
+                region.claim()
+        finally:
+            os.close(pidfd)
+
+
+def wait_for_end(pidfd: int) -> None:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    assert poll.poll(20_000)

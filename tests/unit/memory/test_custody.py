@@ -1,0 +1,114 @@
+"""Custody: what a slot must hold is said by who fills it, believed until it is filled again, and compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import crc32c
+import pytest
+
+from kvtier.core.chunks import Chunk
+from kvtier.core.messages import Fetch, Put, Touch
+from kvtier.keys import pack_key
+from kvtier.memory.custody import Custody, Damage, Fault, custody_bytes
+from kvtier.testing.memory import HeapMemory
+
+SLOTS = 8
+AREAS = 3
+AREA_BYTES = 1000
+KEY = pack_key(b"a chunk")
+
+
+@pytest.fixture(autouse=True)
+def _evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
+class Slots(HeapMemory):
+    """Slots in plain memory, which can be counted."""
+
+    slots = SLOTS
+
+
+def make(rate: float = 1.0) -> Custody:
+    slots = Slots(SLOTS, 4096)
+    for slot in range(SLOTS):
+        slots.view(slot)[:] = bytes([slot + 1]) * 4096
+    return Custody(slots, memoryview(bytearray(custody_bytes(SLOTS, AREAS))), rate, AREAS, AREA_BYTES)
+
+
+def test_areas_do_not_overlap_and_lie_in_the_order_of_the_workers() -> None:
+    custody = make()
+    for area in range(AREAS):
+        custody.view(5, area)[:] = bytes([100 + area]) * AREA_BYTES
+    whole = bytes([100]) * AREA_BYTES + bytes([101]) * AREA_BYTES + bytes([102]) * AREA_BYTES
+    assert b"".join(custody.view(5, area) for area in range(AREAS)) == whole
+
+
+def test_what_an_area_must_hold_is_known_until_it_is_filled_again() -> None:
+    custody = make()
+    for area in range(AREAS):
+        custody.expect(2, area, 0xFFFFFFFF - area)
+    custody.expect(3, 0, 0)  # a checksum as good as any
+
+    custody.forget([2], 1)
+    assert [custody.expected(2, area) for area in range(AREAS)] == [0xFFFFFFFF, None, 0xFFFFFFFD]
+    assert (custody.expected(3, 0), custody.expected(3, 1)) == (0, None)
+    assert custody.audited([1, 2, 3]) == [1, 2]
+
+    custody.forget([2, 3])
+    assert custody.audited(range(SLOTS)) == []
+
+
+def test_slots_that_a_fetch_is_lent_are_forgotten_and_no_others() -> None:
+    custody = make()
+    custody.take_over(range(SLOTS))
+    custody.forget_fetched([Put(1, 0, [KEY], [1]), Fetch(2, 0, [KEY, KEY], [2, 3], False), Touch(0, [KEY])])
+    assert custody.audited(range(SLOTS)) == [0, 1, 4, 5, 6, 7]
+
+
+def test_every_area_of_a_slot_that_was_taken_over_is_compared(tmp_path: Path) -> None:
+    for area in range(AREAS):
+        custody = make()
+        custody.take_over([4, 5])
+        assert custody.are_intact([(KEY, 4), (KEY, 5)])
+        custody.view(5, area)[AREA_BYTES - 1] ^= 1
+        assert not custody.are_intact([(KEY, 4), (KEY, 5)])
+        assert custody.are_intact([(KEY, 4), (KEY, 6)])  # of the last one nothing is known
+    assert len(list((tmp_path / "kvtier" / "evidence").glob("*.json"))) == AREAS
+
+
+def test_workers_choose_the_same_chunks_and_about_as_many_as_they_are_told_to() -> None:
+    slots = list(range(1000))
+    one, other = make(0.05), make(0.05)
+    chosen = [one.chosen(job, slots) for job in range(100)]
+    assert chosen == [other.chosen(job, slots) for job in range(100)]
+    assert 4_000 < sum(map(len, chosen)) < 6_000
+    assert len({slot for job in chosen for slot in job}) > 900  # not the same slots again and again
+    assert make(1.0).chosen(7, slots) == slots
+    assert make(0.0).chosen(7, slots) == []
+
+
+def test_what_was_found_is_told_once_and_outlives_that_the_slot_is_filled_anew() -> None:
+    custody = make()
+    chunks = [Chunk(slot) for slot in range(SLOTS)]
+    for chunk in chunks:
+        chunk.key = KEY
+    custody.blame(2, 1, Fault.SLOT)
+    custody.blame(2, 2, Fault.COPY)
+    custody.blame(6, 0, Fault.SLOT)
+    custody.forget(range(SLOTS))
+    custody.expect(6, 0, 1)
+
+    found = custody.take_damage(chunks[:7], [5] * 7)
+    assert found == [Damage(KEY, 2, 5, Fault.SLOT | Fault.COPY), Damage(KEY, 6, 5, Fault.SLOT)]
+    assert [it.tier for it in found] == [None, 5]  # a copy that goes wrong is no tier's doing
+    assert custody.take_damage(chunks, [None] * SLOTS) == []
+    assert custody.expected(6, 0) == 1
+
+
+def test_processes_that_share_the_words_see_the_same() -> None:
+    slots, words = Slots(SLOTS, 4096), bytearray(custody_bytes(SLOTS, AREAS))
+    worker, scheduler = (Custody(slots, memoryview(words), 1, AREAS, AREA_BYTES) for _ in range(2))
+    worker.expect(7, 2, crc32c.crc32c(worker.view(7, 2)))
+    assert scheduler.expected(7, 2) == crc32c.crc32c(bytes(AREA_BYTES))

@@ -1,0 +1,90 @@
+"""Evidence: it is the user's own, there is not too much of it, and it never makes things worse."""
+
+from __future__ import annotations
+
+import json
+import logging
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from kvtier.telemetry import evidence
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "kvtier" / "evidence"
+
+
+def test_facts_and_bytes_are_kept_for_the_user_alone(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    evidence.keep("it differs", {"slot": 3}, slot=b"a" * 10_000, device=b"a" * 9_999 + b"b")
+    (said,) = folder.glob("*.json")
+    facts = json.loads(said.read_text())
+    start = facts["files_begin_at_byte"]
+    assert (facts["what"], facts["slot"]) == ("it differs", 3)
+    assert start == 9_999 - 4096
+    assert said.with_suffix(".device").read_bytes() == (b"a" * 9_999 + b"b")[start:]
+    assert said.with_suffix(".slot").read_bytes() == b"a" * (10_000 - start)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    (line,) = caplog.records
+    assert line.levelno == logging.ERROR
+    assert str(folder) in line.getMessage()
+    assert said.stem in line.getMessage()
+
+
+def test_a_directory_that_others_could_look_into_is_closed(folder: Path) -> None:
+    folder.mkdir(parents=True, mode=0o777)
+    evidence.keep("it differs", {})
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_there_are_not_too_many_files_and_none_is_too_long(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(evidence, "MOST_BYTES", 5_000)
+    for _ in range(evidence.MOST_FILES):
+        evidence.keep("it differs", {}, slot=bytes(6_000), device=bytes(6_000))
+    files = list(folder.iterdir())
+    assert evidence.MOST_FILES - 3 <= len(files) <= evidence.MOST_FILES
+    assert max(path.stat().st_size for path in files) == 5_000
+    assert "no more evidence is kept" in caplog.records[-1].getMessage()
+
+
+def test_without_a_home_that_can_be_written_it_is_kept_among_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    evidence.keep("it differs", {})
+    (folder,) = tmp_path.glob("kvtier-evidence-*")
+    assert len(list(folder.glob("*.json"))) == 1
+
+
+def test_where_it_cannot_be_kept_the_log_has_the_facts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = tmp_path / "somebody's"
+    target.mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    import os
+
+    (tmp_path / f"kvtier-evidence-{os.getuid()}").symlink_to(target)  # a trap: anybody may make one there
+    evidence.keep("it differs", {"slot": 77})
+    assert list(target.iterdir()) == []
+    assert "cannot be kept" in caplog.text
+    assert "77" in caplog.text
+
+
+@pytest.mark.parametrize("place", [0, 1, 4095, 4096, 8190, 8191])
+def test_the_first_byte_that_differs_is_found(place: int) -> None:
+    one, other = bytes(8192), bytearray(8192)
+    other[place] = 1
+    other[8191] = 1
+    assert evidence._first_difference([one, bytes(other)]) == place

@@ -1,0 +1,174 @@
+"""The asyncio face with every chunk audited: real copies, real tiers, and bytes that change on their way."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.device.cpu import copy_plan
+from kvtier.device.plan import CopyPlan
+from kvtier.errors import TransferError
+from kvtier.executor import NamedTier
+from kvtier.manager import TieringManager
+from kvtier.memory.custody import Custody
+from tests.unit.test_manager import IDENTITY, AnyTier, World, dummy, files, prompt
+
+KEYS = prompt(1, 6)
+BESIDE = 3072 + 960  # a slot has more bytes than a chunk, which nobody audits
+
+
+@pytest.fixture(autouse=True)
+def _evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+class AuditedWorld(World):
+    """A world whose manager audits every chunk."""
+
+    def __init__(self, *tiers: AnyTier, copy: Callable[[CopyPlan], None] = copy_plan, **more: Any) -> None:
+        super().__init__(*tiers, copy=copy, **more)
+        self.names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
+        self.custody = Custody.private(self.region, 1.0, BESIDE)
+        self.engine.begin_audits(self.custody)
+        self.manager = TieringManager(
+            core=self.core,
+            tiers=[NamedTier(name, tier) for name, tier in zip(self.names, tiers, strict=True)],
+            identity=IDENTITY,
+            region=self.region,
+            engine=self.engine,
+            blocks_per_chunk=1,
+            groups=1,
+            drain_s=5.0,
+            custody=self.custody,
+        )
+
+    def flip(self, byte: int = 50) -> None:
+        for slot in range(self.region.slots):
+            self.region.view(slot)[byte] ^= 1
+
+    @property
+    def failures(self) -> dict[str, float]:
+        counts = self.manager.statistics().counts
+        return {name[1]: count for name, count in counts.items() if name[0] == "audit_failed"}
+
+    async def check_that_nothing_is_copied(self) -> None:
+        assert await self.store(prompt(7, 3), first=40) == 0
+        assert await self.manager.lookup(KEYS) == 0
+        assert self.manager.statistics().ready_chunks == 0
+        await self.check_idle()
+
+
+@asynccontextmanager
+async def opened(*tiers: AnyTier, **more: Any) -> AsyncIterator[AuditedWorld]:
+    it = AuditedWorld(*tiers, **more)
+    async with it.manager:
+        yield it
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("kind", ["files", "memory"])
+async def test_whatever_way_a_chunk_goes_its_audits_hold(kind: str, tmp_path: Path) -> None:
+    tier = files(tmp_path / "root") if kind == "files" else dummy()
+    async with opened(tier) as it:
+        await it.store(KEYS)
+        await it.manager.drain()
+        assert await it.load(KEYS) == 6
+        assert it.engine.audits.chunks == 12
+        await it.forget_primary()
+        stored = it.engine.audits.chunks
+        assert await it.load(KEYS) == 6
+        assert it.engine.audits.chunks == stored + 6
+        assert it.manager.statistics().counts["loaded", it.names[0]] == 6
+        assert it.failures == {}
+        await it.check_idle()
+
+
+@pytest.mark.anyio
+async def test_a_byte_that_changes_beside_the_chunk_is_none_of_its_own() -> None:
+    async with opened(dummy()) as it:
+        await it.store(KEYS)
+        it.flip(BESIDE)
+        await it.manager.drain()
+        assert await it.load(KEYS) == 6
+        assert it.failures == {}
+
+
+@pytest.mark.anyio
+async def test_what_changes_in_the_primary_tier_ends_all_that_goes_through_it() -> None:
+    async with opened(dummy()) as it:
+        await it.store(KEYS)
+        await it.manager.drain()
+        it.flip()
+        with pytest.raises(TransferError, match="has changed in the primary tier"):
+            await it.load(KEYS)
+        assert it.failures == {"cpu": 1}
+        await it.check_that_nothing_is_copied()
+
+
+@pytest.mark.anyio
+async def test_what_changes_after_a_tier_has_brought_it_is_laid_to_the_tier(tmp_path: Path) -> None:
+    async with opened(files(tmp_path / "root"), dummy()) as it:
+        await it.store(KEYS)
+        await it.forget_primary()
+        assert await it.manager.lookup(KEYS) == 6
+        it.flip()  # as a client does that goes on writing when its get has ended
+        with pytest.raises(TransferError, match="has changed in the primary tier"):
+            await it.load(KEYS)
+        tier, other = it.manager.statistics().tiers
+        assert it.failures == {tier.name: 1}
+        assert (tier.down, other.down) == ("audit", None)
+
+        assert await it.load(KEYS) == 6  # from the other tier
+        assert it.manager.statistics().counts["loaded", other.name] == 6
+        assert await it.store(prompt(8, 3), first=20) == 3
+        await it.check_idle()
+
+
+@pytest.mark.anyio
+async def test_what_changes_before_it_is_put_is_not_put() -> None:
+    async with opened(dummy()) as it:
+        await it.store(KEYS)
+        it.flip()  # the put is ordered and has not begun
+        await it.manager.drain()
+        await it.manager.lookup(KEYS)
+        counts = it.manager.statistics().counts
+        assert counts["put_failed", it.names[0], "audit"] == 6
+        assert counts.get(("put", it.names[0]), 0) == 0
+        assert it.failures == {"cpu": 1}
+        await it.check_that_nothing_is_copied()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("wrong", [1, 2])
+async def test_a_copy_that_goes_to_wrong_places_is_put_right_and_none_is_trusted(wrong: int) -> None:
+    copies = iter(range(1, 100))
+
+    def copy(plan: CopyPlan) -> None:
+        if next(copies) == wrong:
+            size = plan.sizes[:2].min()
+            dst = plan.dst.copy()
+            dst[[0, 1]] = dst[[1, 0]]
+            plan = CopyPlan(plan.src, dst, plan.sizes.clip(max=size), plan.nbytes)
+        copy_plan(plan)
+
+    async with opened(copy=copy) as it:
+        stored = await it.store(KEYS)
+        assert stored == (0 if wrong == 1 else 6)
+        assert await it.load(KEYS) == stored
+        assert it.failures == {"cpu": 1}
+        await it.check_that_nothing_is_copied()
+
+
+@pytest.mark.anyio
+async def test_slots_that_a_tier_was_lent_are_not_held_against_what_they_held_before() -> None:
+    async with opened(dummy()) as it:
+        await it.store(KEYS)
+        await it.forget_primary()  # of all slots it is known by now what they must hold
+        it.custody.rate = 0.0  # of what is brought it will not be
+        assert await it.load(KEYS) == 6
+        assert it.failures == {}
+        assert it.manager.statistics().counts["loaded", it.names[0]] == 6
