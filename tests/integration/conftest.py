@@ -69,7 +69,7 @@ def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
 
 @pytest.fixture(autouse=True)
 def _show_what_engines_said(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Print what the engines of a test have logged, vLLM's own lines aside; seen where the test fails."""
+    """Print what a test's engines have logged and counted, vLLM's own lines aside; seen where it fails."""
     if "forge" not in request.fixturenames:
         yield
         return
@@ -78,7 +78,7 @@ def _show_what_engines_said(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     for engine in forge.engines[earlier:]:
         lines = [line for line in engine.log().splitlines() if not VLLM_LINE.match(line)]
-        print(f"--- engine {engine.pid}", *lines, sep="\n")
+        print(f"--- engine {engine.pid}", *lines, engine.last, sep="\n")
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from kvtier.keys import OffloadKey
+from kvtier.tiers.fs.root import ChunkFile, Root, SegmentFile
+from kvtier.tiers.fs.segments.scan import NoSegmentError, Segment
+
 PROJECT = Path(__file__).parents[2]
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -145,6 +149,8 @@ class Forge:
         environment: Mapping[str, str] | None = None,
         start_s: float = START_S,
         faulty_copies: bool = False,
+        finds: Path | None = None,
+        prepare: tuple[str, str] | None = None,
         **arguments: Any,
     ) -> Engine:
         """Start an engine.
@@ -155,6 +161,8 @@ class Forge:
             environment: environment variables of this engine.
             start_s: seconds to wait for it.
             faulty_copies: make ``Engine.fail_copies`` possible.
+            finds: a directory with distributions that it finds as if they were installed.
+            prepare: module and function of the tests, called in its process before it is started.
             arguments: further arguments of the engine; ``kv_transfer_config`` over the one made here.
 
         Raises:
@@ -165,6 +173,11 @@ class Forge:
         try:
             if faulty_copies:
                 engine.ask("make_copies_faulty", file=str(engine._log.with_suffix(".faults")))
+            if finds is not None:
+                found = {"directory": str(finds)}
+                engine.ask("call", module="tests.integration.traffic", function="find", arguments=found)
+            if prepare is not None:
+                engine.ask("call", module=prepare[0], function=prepare[1], arguments={})
             engine.ask("start", start_s, arguments=_arguments(model, extra_config, arguments))
         except BaseException:
             engine.kill()
@@ -236,9 +249,11 @@ class Engine:
     Attributes:
         pid: its process, which leads a session that all its processes are in.
         has_kvtier: whether it runs with kvtier.
+        last: the metrics that it has told last.
     """
 
     has_kvtier = False
+    last = Metrics(())
 
     def __init__(self, pid: int, channel: socket.socket, log: Path) -> None:
         self.pid = pid
@@ -311,7 +326,8 @@ class Engine:
 
     def metrics(self) -> Metrics:
         """Return the metrics as they are."""
-        return Metrics([tuple(sample) for sample in self.ask("metrics")["samples"]])
+        self.last = Metrics([tuple(sample) for sample in self.ask("metrics")["samples"]])
+        return self.last
 
     def step(self) -> None:
         """Have the engine do some steps that store nothing: what has ended meanwhile is taken in."""
@@ -479,8 +495,11 @@ def _arguments(model: Path, extra_config: Config | None, more: Mapping[str, Any]
 
 
 def patient(extra_config: Config) -> dict[str, Any]:
-    """Give tiers more time than on a machine that serves: a miss of its deadline is a miss, and counted."""
-    settings = {"request_deadline_s": PATIENCE_S, **extra_config}
+    """Give tiers more time than on a machine that serves: a miss of its deadline is a miss, and counted.
+
+    Nothing is audited: a test that falsifies chunks on purpose would be found out now and then.
+    """
+    settings = {"request_deadline_s": PATIENCE_S, "audit_rate": 0, **extra_config}
     tiers = settings.get("secondary_tiers")
     if isinstance(tiers, list):
         settings["secondary_tiers"] = [
@@ -495,18 +514,49 @@ def misplace_chunks(engine: Engine) -> None:
     The control of tests that compare tokens: with the bytes of other chunks they must differ, or the
     model says the same whatever its cache holds.
     """
-    slots = int(engine.metrics().value("kvtier_slots"))
+    metrics = engine.metrics()
+    nbytes = int(metrics.value("kvtier_tier_capacity_bytes", tier="cpu"))
+    chunk_bytes = nbytes // int(metrics.value("kvtier_slots"))
     (region,) = engine.regions
     with region.open("r+b") as file:
-        held = file.read()
-        chunk_bytes = len(held) // slots
+        held = file.read(nbytes)
         file.seek(0)
         file.write(held[-chunk_bytes:] + held[:-chunk_bytes])
 
 
+def load_file(name: str, path: Path) -> Any:
+    """Import a file that is in no package, under this name."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
 def chunk_files(root: Path) -> list[Path]:
-    """Return the chunk files below the root of a file tier."""
+    """Return the chunk files below the root of a file tier of the format ``files``, or of vLLM's own."""
     return sorted(path for path in root.glob("*_r0*/*/*/*.bin"))
+
+
+def chunks_in(root: Path) -> set[OffloadKey]:
+    """Return the keys of the chunks below the root of a file tier, of both formats."""
+    found = set()
+    with Root(root) as opened:
+        for data_dir in (path.name for path in root.glob("*_r0*")):
+            for one in opened.chunks(data_dir):
+                if isinstance(one, ChunkFile):
+                    found.add(one.key)
+                elif isinstance(one, SegmentFile):
+                    found |= _chunks_of(opened, one.path)
+    return found
+
+
+def _chunks_of(root: Root, path: str) -> set[OffloadKey]:
+    with suppress(FileNotFoundError, NoSegmentError), Segment(root.fd, path) as segment:
+        return {record.key for record in segment.living()}
+    return set()
 
 
 def namespaces(root: Path) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ from tests.integration.faults import Faults
 Order = Mapping[str, Any]
 Answer = dict[str, Any]
 
+_POPULATE_S = 60.0
 _METRICS = (
     "kvtier_",
+    "vllm:kv_offload_config_info",
     "vllm:kv_offload_cpu",
     "vllm:kv_offload_tiering",
     "vllm:num_preemptions",
@@ -71,13 +75,14 @@ class Servant:
         return {}
 
     def start(self, order: Order) -> Answer:
-        """Start the engine with the given arguments."""
+        """Start the engine with the given arguments, and let its primary tier get all of its slots."""
         from vllm import LLM
 
         self._llm = LLM(**order["arguments"])
         if order["arguments"].get("pipeline_parallel_size", 1) > 1:
             # Later stages need buffers that the CPU's eager mode does not make by itself.
             self._llm.collective_rpc(_profile)
+        _wait_for_slots()
         return {}
 
     def generate(self, order: Order) -> Answer:
@@ -118,6 +123,12 @@ class Servant:
         done = self._llm.reset_prefix_cache(reset_connector=order["connector"])
         return {"done": bool(done)}
 
+    def call(self, order: Order) -> Answer:
+        """Call a function of the tests with the engine: ``module`` and ``function`` name it."""
+        function = getattr(importlib.import_module(order["module"]), order["function"])
+        answer: Answer = function(self._llm, **order["arguments"])
+        return answer
+
     def sleep(self, order: Order) -> Answer:
         """Go to sleep and wake up again; with ``weights``, the model's weights are others afterwards."""
         self._llm.sleep(level=order["level"])
@@ -137,6 +148,19 @@ class Servant:
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
         return {}
+
+
+def _wait_for_slots() -> None:
+    """Wait for the memory of the primary tier: what is offered before it is there is not stored.
+
+    A server goes on meanwhile, but tests count chunks. An engine in a process of its own is not waited for.
+    """
+    from kvtier.memory.region import POPULATING
+
+    for thread in threading.enumerate():
+        if thread.name == POPULATING:
+            thread.join(_POPULATE_S)
+            assert not thread.is_alive(), f"no primary tier within {_POPULATE_S} s"
 
 
 def _profile(worker: Any) -> None:

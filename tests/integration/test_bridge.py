@@ -44,6 +44,7 @@ from kvtier.executor import Executor, ExecutorThread, NamedTier
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.memory.board import Board, Word, board_bytes
+from kvtier.memory.custody import Custody, Fault
 from kvtier.memory.region import Region
 from kvtier.tiers import keeper
 from kvtier.tiers.base import TRAILER_BYTES, Batch, Knowledge, Outcome, SecondaryTier, TierContext
@@ -95,13 +96,16 @@ class World:
         self_describing: bool = False,
         repeats_stores: bool = True,
         workers: Workers | None = None,
+        audits: bool = False,
     ) -> None:
         names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
         gates = [TierGate(name, tier.config.deadline_s) for name, tier in zip(names, tiers, strict=True)]
         self.core = Tiering(LRU(), gates, limits or Limits(), track_changes=True)
         self.region = Region.anonymous(slots, CHUNK_BYTES)
         named = [NamedTier(name, tier) for name, tier in zip(names, tiers, strict=True)]
-        self.thread = ExecutorThread(partial(Executor, named, Identity.make("model", {}), self.region))
+        self.custody = Custody.private(self.region, 1.0, CHUNK_BYTES) if audits else None
+        executor = partial(Executor, named, Identity.make("model", {}), self.region, custody=self.custody)
+        self.thread = ExecutorThread(executor)
         self.thread.start()
         self.thread.events.append(SlotsReady(range(slots)))
         self.shutdowns = 0
@@ -114,6 +118,7 @@ class World:
             self_describing=self_describing,
             repeats_stores=repeats_stores,
             workers=workers,
+            custody=self.custody,
             clock=clock,
             on_shutdown=self._shut_down,
         )
@@ -687,6 +692,88 @@ def test_slots_of_a_failed_store_are_given_on_unless_the_device_may_still_write_
     assert len(it.core.table.free) == (0 if is_lost else 8)
     assert it.find(prompt(1, 8), context) == 0
     assert it.core.ledger.counts["dropped", "store"] == 8
+
+
+# --- audits --------------------------------------------------------------------------------------
+
+
+class Audited:
+    """A world with a worker that audits: this test."""
+
+    def __init__(self, make: Make, *tiers: AnyTier) -> None:
+        board = Board(memoryview(bytearray(board_bytes(8, 1))), slots=8, workers=1)
+        self.it = make(*tiers, slots=8, workers=Workers(board), audits=True)
+        self.row = board.rows[0]
+
+    def blame(self, slot: int, fault: Fault) -> None:
+        assert self.it.custody is not None
+        self.it.custody.blame(slot, 0, fault)
+        self.row[Word.AUDITS_FAILED] += 1
+
+
+@pytest.fixture(autouse=True)
+def _evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_tier_whose_chunk_has_changed_since_it_was_brought_is_not_used_any_more(
+    make: Make, is_reset: bool
+) -> None:
+    audited = Audited(make, dummy(), dummy())
+    it, keys = audited.it, prompt(1, 2)
+    it.store(keys, it.request("a"))
+    it.settle()
+    it.forget_primary()
+    context = it.request("b")
+    assert it.find(keys, context) == 2
+    load = it.manager.prepare_load(keys, context)
+    it.step(["b"])
+    audited.blame(slots_of(load)[1], Fault.SLOT)
+    if is_reset:
+        it.manager.reset_cache()
+        it.manager.on_reset_flushed()
+    else:
+        it.manager.fail_loads(["b"])
+        it.manager.complete_load(set(keys), context)
+    it.step()
+    first, second = it.core.ledger.tiers
+    assert (first.distrusted, second.distrusted, it.core.is_distrusted) == (True, False, False)
+    assert it.core.ledger.counts["audit_failed", first.name] == 1
+    if not is_reset:
+        assert it.scan(keys, context) == (0, False)  # it is computed
+    other = it.request("c")
+    assert it.find(keys, other) == (0 if is_reset else 2)  # the other tier has them
+    assert it.store(prompt(2, 2), other) == prompt(2, 2)
+    it.manager.on_request_finished(other)
+    it.check_idle()
+
+
+@pytest.mark.parametrize("fault", list(Fault))
+@pytest.mark.parametrize("of", ["store", "load"])
+def test_damage_in_the_primary_tier_ends_all_that_goes_through_it(make: Make, of: str, fault: Fault) -> None:
+    audited = Audited(make, dummy())
+    it, keys, context = audited.it, prompt(1, 3), audited.it.request("a")
+    if of == "store":
+        output = it.manager.prepare_store(keys, context)
+        assert output is not None
+        it.write(output)
+        audited.blame(slots_of(output.store_spec)[2], fault)
+        it.manager.complete_store(set(keys), context)
+    else:
+        it.store(keys, context)
+        it.settle()
+        assert it.find(keys, context) == 3
+        audited.blame(slots_of(it.manager.prepare_load(keys, context))[2], fault)
+        it.step(["a"])
+        it.manager.complete_load(set(keys), context)  # what one copy had exchanged was put right
+    it.step()
+    assert it.find(keys, it.request("b")) == 0
+    assert it.store(prompt(2, 2), context) == []
+    assert it.core.ledger.counts["audit_failed", "cpu"] == 1
+    assert it.core.ledger.counts["miss", "audit"] >= 1
+    it.check_idle()
+    assert len(it.core.table.free) == 8
 
 
 # --- resets --------------------------------------------------------------------------------------

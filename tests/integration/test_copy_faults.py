@@ -203,7 +203,7 @@ def test_a_failure_of_one_worker_of_two_is_one_of_all(forge: Forge, llama: Path,
             "kv_connector_module_path": "tests.integration.faulty_connector",
         },
     }
-    with forge.start(llama, SETTINGS, faulty_copies=True, **two) as engine:
+    with forge.start(llama, {**SETTINGS, "audit_rate": 1}, faulty_copies=True, **two) as engine:
         counted = Counted(engine)
         engine.fail_copies(stores=ATTEMPTS, rank=1)
         cold, _ = engine.served(prompt(1))
@@ -215,13 +215,32 @@ def test_a_failure_of_one_worker_of_two_is_one_of_all(forge: Forge, llama: Path,
         engine.reset(connector=False)
         dropped = engine.served(prompt(1))
         engine.reset(connector=False)
+        audited = engine.metrics().value("kvtier_audited_chunks")
         loaded = engine.served(prompt(1))
         counts = counted()
+        audited = engine.metrics().value("kvtier_audited_chunks") - audited
+        engine.reset(connector=False)
+        _flip_at_the_second_worker(engine)
+        found_by_one = engine.generate(prompt(1))
+        suspects = engine.metrics().value("kvtier_audit_failures", tier="cpu")
 
+    assert cold == found_by_one
+    assert (audited, suspects) == (2 * PROMPT_CHUNKS, 1)
     assert cold == computed == reference(prompt(1))
     assert not_stored == dropped == (cold, {})
     assert loaded == (cold, {"cpu": PROMPT_CHUNKS})
     assert counts == {("store", "dropped"): 1, ("load", "recomputed"): 1}
+
+
+def _flip_at_the_second_worker(engine: Engine) -> None:
+    """Change a byte of each slot's second half."""
+    (region,) = engine.regions
+    metrics = engine.metrics()
+    size, slots = (int(metrics.value(name)) for name in ("kvtier_tier_capacity_bytes", "kvtier_slots"))
+    with region.open("r+b", buffering=0) as file:
+        for end in range(size // slots, size + 1, size // slots):
+            (byte,) = os.pread(file.fileno(), 1, end - 100)
+            os.pwrite(file.fileno(), bytes([byte ^ 1]), end - 100)
 
 
 @pytest.mark.parametrize(

@@ -7,53 +7,56 @@ import time
 from pathlib import Path
 
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, Engine, Forge, chunk_files, prompt
+from tests.integration.harness import PROMPT_CHUNKS, Engine, Forge, chunks_in, prompt
 
 PROMPTS = [prompt(seed) for seed in range(100, 140)]
-CHUNKS = len(PROMPTS) * PROMPT_CHUNKS
+LIVES = [[prompt(seed) for seed in range(first, first + 25)] for first in (200, 300, 400)]
 
 
 def test_killed_in_the_midst_of_cascades(forge: Forge, llama: Path, reference: Ask, tmp_path: Path) -> None:
     settings = {"cpu_bytes_to_use": "128MiB", "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}
     generator = random.Random(7)
     left: list[Path] = []
-    for round_ in range(3):
-        there = len(chunk_files(tmp_path))
+    for life, prompts in enumerate(LIVES):
+        there = len(chunks_in(tmp_path))
         engine = forge.start(llama, settings)
-        engine.tell("generate", prompts=PROMPTS, output_tokens=4, together=True)
-        _wait_for_files(tmp_path, there + generator.randrange(5, 100), engine)
+        engine.tell("generate", prompts=prompts, output_tokens=4, together=True)
+        _wait_for_chunks(tmp_path, there + generator.randrange(5, 100), engine)
         left += engine.regions
         engine.kill()
-        assert there < len(chunk_files(tmp_path)) < CHUNKS, f"round {round_}: killed too late"
+        new = len(chunks_in(tmp_path)) - there
+        assert 0 < new < len(prompts) * PROMPT_CHUNKS, f"life {life}: killed too late"
         assert _existing(left) == left[-1:]  # nobody has cleaned up after the last one
 
-    there = len(chunk_files(tmp_path))
+    there = len(chunks_in(tmp_path))
     with forge.start(llama, settings) as engine:
         (region,) = engine.regions
         assert _existing([*left, region]) == [region]
-        answers, loaded = engine.served(*PROMPTS)
+        prompts = [prompt for prompts in LIVES for prompt in prompts]
+        answers, loaded = engine.served(*prompts)
         _wait_until_swept(tmp_path)
         metrics = engine.metrics()
 
-    assert answers == reference(*PROMPTS)
+    assert answers == reference(*prompts)
     assert 0 < loaded["fs"] <= there
     assert metrics.value("kvtier_get_failed_chunks") == 0
     assert list(tmp_path.glob("*/quarantine/*")) == []
-    assert len(chunk_files(tmp_path)) == CHUNKS
+    assert len(chunks_in(tmp_path)) == len(prompts) * PROMPT_CHUNKS
     assert not region.exists()
 
 
 def test_killed_with_all_its_processes(forge: Forge, llama: Path, reference: Ask, tmp_path: Path) -> None:
-    settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}
+    files = {"type": "fs", "root_dir": str(tmp_path), "format": "files"}
+    settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [files]}
     engine = forge.start(llama, settings, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     assert len(engine.processes) > 1
     (left,) = engine.regions
     engine.tell("generate", prompts=PROMPTS, output_tokens=4, together=True)
-    _wait_for_files(tmp_path, 20, engine)
+    _wait_for_chunks(tmp_path, 20, engine)
     engine.kill()
     assert left.exists()
 
-    there = len(chunk_files(tmp_path))
+    there = len(chunks_in(tmp_path))
     with forge.start(llama, settings) as engine:
         (region,) = engine.regions
         assert _existing([left, region]) == [region]
@@ -67,9 +70,9 @@ def _existing(regions: list[Path]) -> list[Path]:
     return [region for region in regions if region.exists()]
 
 
-def _wait_for_files(root: Path, count: int, engine: Engine, patience_s: float = 30.0) -> None:
+def _wait_for_chunks(root: Path, count: int, engine: Engine, patience_s: float = 30.0) -> None:
     deadline = time.monotonic() + patience_s
-    while len(chunk_files(root)) < count:
+    while len(chunks_in(root)) < count:
         assert time.monotonic() < deadline, engine.log()[-2000:]
         time.sleep(0.002)
 

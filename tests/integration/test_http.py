@@ -252,7 +252,7 @@ def story(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Story:
     folder = tmp_path_factory.mktemp("story")
     root = folder / "root"
     tiers = [
-        {"type": "fs", "root_dir": str(root), "max_bytes": ROOMY_BYTES},
+        {"type": "fs", "root_dir": str(root), "max_bytes": ROOMY_BYTES, "format": "files"},
         {
             "type": "fs",
             "name": "full",
@@ -397,6 +397,7 @@ def test_two_api_servers_after_a_restart_with_a_damaged_file_and_a_reset(
     data = bytearray(story.damaged.read_bytes())
     data[1000] ^= 0x10
     story.damaged.write_bytes(data)
+    # A format is not said: it is that of the chunks that are there.
     settings = _settings([{"type": "fs", "root_dir": str(story.root), "max_bytes": ROOMY_BYTES}])
     with Server(model, settings, tmp_path / "server.log", servers=2) as server:
         restarted = server.complete(PROMPT)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, Engine, Forge, prompt, vllm_release
+from tests.integration.conftest import Ask, from_vllm
+from tests.integration.harness import PROMPT_CHUNKS, Engine, Forge, Metrics, prompt, vllm_release
 
 STORED = [prompt(seed) for seed in range(6)]
 NEW = [prompt(seed) for seed in range(50, 56)]
@@ -40,6 +40,7 @@ def test_aborted_requests_leave_nothing_behind(
             answer = engine.ask("abort", prompts=prompts, output_tokens=16, steps=steps, name=f"cut-{steps}")
             aborted += answer["aborted"]
         metrics = engine.settled()
+        engine.until(_nothing_is_under_way, "no tier works for requests that were aborted")
         answers, _ = engine.served(*STORED, *NEW)
         at_end = engine.settled()
 
@@ -53,6 +54,11 @@ def test_aborted_requests_leave_nothing_behind(
         return
     everything = (len(STORED) + len(NEW)) * PROMPT_CHUNKS
     assert at_end.value("kvtier_slots") - at_end.value("kvtier_free_slots") == everything
+
+
+def _nothing_is_under_way(metrics: Metrics) -> bool:
+    gauges = ("kvtier_in_flight_transfers", "kvtier_queued_transfers")
+    return metrics.is_idle and not any(metrics.value(name) for name in gauges)
 
 
 # --- how much of a request is stored and loaded ---------------------------------------------------
@@ -109,6 +115,25 @@ def test_what_a_request_loads_is_bounded(
     if vllm_release() < (0, 31):  # which does not know the bound
         chunks = PROMPT_CHUNKS
     assert loaded == ({"cpu": chunks} if chunks else {})
+
+
+@from_vllm((0, 33), "loads nothing within a step")
+def test_what_fits_into_the_budget_is_loaded_within_a_step(forge: Forge, llama: Path, reference: Ask) -> None:
+    asked = prompt(1)
+    settings = {"cpu_bytes_to_use": "64MiB", "sync_load_budget_bytes": PROMPT_CHUNKS * 2**17}
+    transfer = {"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"}
+    with forge.start(llama, settings, faulty_copies=True, kv_transfer_config=transfer) as engine:
+        engine.served(asked)
+        engine.reset(connector=False)
+        loaded = engine.served(asked)
+        engine.reset(connector=False)
+        engine.fail_copies(loads=2)  # the request runs already: it cannot be computed instead
+        staged = engine.served(asked)
+        metrics = engine.metrics()
+
+    assert loaded == staged == (reference(asked), {"cpu": PROMPT_CHUNKS})
+    assert metrics.value("kvtier_copy_failed", verb="load", outcome="staged") == 1
+    assert metrics.value("kvtier_copy_failed") == 1
 
 
 # --- where a request is loaded from ---------------------------------------------------------------

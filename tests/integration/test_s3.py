@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROJECT, PROMPT_CHUNKS, Forge, prompt
+from tests.integration.harness import PROJECT, PROMPT_CHUNKS, Forge, load_file, prompt
 
 STORY = [prompt(seed) for seed in (1, 2, 3)]
 CHUNKS = len(STORY) * PROMPT_CHUNKS
@@ -31,7 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The object store that the plug-in's own tests start."""
     if importlib.util.find_spec("kvtier_s3") is None:
         absent("kvtier-s3 is not installed: pip install -e plugins/kvtier-s3")
-    ceph = _load("ceph", PROJECT / "plugins/kvtier-s3/tests/ceph.py")
+    ceph = load_file("kvtier_s3_tests_ceph", PROJECT / "plugins/kvtier-s3/tests/ceph.py")
     if missing := ceph.missing():
         if os.environ.get("CI") == "true":
             ceph.install()
@@ -40,17 +39,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with ceph.Ceph(tmp_path_factory.mktemp("ceph") / "server") as server:
         server.make_bucket(BUCKET)
         yield server
-
-
-def _load(name: str, path: Path) -> Any:
-    """Import a file that is in no package."""
-    spec = importlib.util.spec_from_file_location(f"kvtier_s3_tests_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture

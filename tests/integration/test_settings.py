@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.config import TieringConfig
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, EngineError, Forge, chunk_files, prompt
+from tests.integration.harness import PROMPT_CHUNKS, EngineError, Forge, chunks_in, prompt
 
 STORY = [prompt(seed) for seed in (1, 2)]
 OTHERS = [prompt(seed) for seed in range(10, 16)]
@@ -32,6 +32,7 @@ WRONG: dict[str, tuple[object, str]] = {
     "promotion_budget": (2.0, "Share of the primary tier"),
     "request_deadline_s": (True, "a number is needed"),
     "copy_deadline_s": (0, "a device copy that has not ended"),
+    "audit_rate": (1.5, "Share of chunks that are audited"),
     "drain_on_shutdown_s": ("soon", "Seconds a shutdown waits"),
 }
 
@@ -104,7 +105,7 @@ def test_a_root_that_is_read_only_is_read(forge: Forge, llama: Path, reference: 
     written, root = tmp_path / "written", tmp_path / "root"
     with forge.start(llama, _fs(written)) as engine:
         engine.served(*STORY)
-    before = chunk_files(written)
+    before = chunks_in(written)
     root.mkdir()
     mounted = subprocess.run(["mount", "--bind", "-o", "ro", written, root], capture_output=True)
     if mounted.returncode:
@@ -119,7 +120,7 @@ def test_a_root_that_is_read_only_is_read(forge: Forge, llama: Path, reference: 
     assert answers == reference(*STORY, *OTHERS)
     assert loaded == {"fs": len(STORY) * PROMPT_CHUNKS}
     assert metrics.value("kvtier_put_failed_chunks", tier="fs", reason="erofs") > 0
-    assert chunk_files(written) == before
+    assert chunks_in(written) == before
 
 
 def _fs(root: Path) -> dict[str, Any]:

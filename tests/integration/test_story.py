@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.conftest import Ask
+from tests.integration.conftest import Ask, from_vllm
 from tests.integration.harness import PROMPT_CHUNKS, Forge, namespaces, prompt
 
 STORY = [prompt(seed) for seed in (1, 2, 3)]
@@ -70,6 +71,19 @@ def test_every_metric_is_declared_at_the_start(forge: Forge, llama: Path, settin
         defined = set(engine.ask("defined")["names"])
     assert "kvtier_loaded_chunks" in defined
     assert defined <= declared
+
+
+@from_vllm((0, 33), "publishes no configuration")
+def test_the_configuration_is_among_the_metrics(forge: Forge, llama: Path, settings: dict[str, Any]) -> None:
+    with forge.start(llama, {**settings, "eviction_policy": "arc"}) as engine:
+        samples = engine.settled().samples
+    published = [labels for name, labels, _ in samples if name == "vllm:kv_offload_config_info" and labels]
+    expected = {
+        "kvtier_version": metadata.version("kvtier"),
+        "eviction_policy": "arc",
+        "secondary_tiers": "fs",
+    }
+    assert [expected.items() <= labels.items() for labels in published] == [True]
 
 
 def test_two_engines_share_a_root(

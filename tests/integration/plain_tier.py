@@ -1,0 +1,90 @@
+"""A tier as a third party may write it, which knows of no deadline, no fault and no checksum.
+
+What it is told to suffer is in a file, so that a test can change it while an engine runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from kvtier.keys import OffloadKey
+from kvtier.tiers.base import Batch, Outcome, SecondaryTier, Status, TierConfig
+
+_LOOK_AGAIN_S = 0.02
+
+
+class PlainConfig(TierConfig):
+    """Settings: the file that says what goes wrong; nothing does while it is not there."""
+
+    trouble: Path
+
+
+class PlainTier(SecondaryTier[PlainConfig]):
+    """Keeps chunks in a dict, as if that were a server."""
+
+    Config = PlainConfig
+
+    def __init__(self, config: PlainConfig) -> None:
+        super().__init__(config)
+        self._chunks: dict[OffloadKey, tuple[bytes, bytes]] = {}
+
+    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        """Look into the dict."""
+        await self._suffer()
+        return [key in self._chunks for key in keys]
+
+    async def put(self, batch: Batch) -> Outcome:
+        """Copy the chunks into the dict."""
+        if (await self._suffer()).get("is_full"):
+            raise OSError(28, "no space left on the server")
+        for key, view, trailer in zip(batch.keys, batch.views, batch.trailers, strict=True):
+            self._chunks[key] = bytes(view), trailer
+        return Outcome.all(Status.OK, len(batch))
+
+    async def get(self, batch: Batch) -> Outcome:
+        """Copy the chunks out of the dict."""
+        trouble = await self._suffer()
+        statuses = []
+        for index, (key, view) in enumerate(zip(batch.keys, batch.views, strict=True)):
+            found = self._chunks.get(key)
+            statuses.append(Status.OK if found else Status.ABSENT)
+            if found:
+                view[:], batch.trailers[index] = found
+                if trouble.get("damages"):
+                    half = len(view) // 2
+                    view[:] = found[0][half:] + found[0][:half]
+        return Outcome(statuses)
+
+    async def discard(self, keys: Sequence[OffloadKey]) -> None:
+        """Remove them from the dict."""
+        for key in keys:
+            self._chunks.pop(key, None)
+
+    async def reset(self) -> None:
+        """Remove everything."""
+        self._chunks.clear()
+
+    async def _suffer(self) -> dict[str, Any]:
+        trouble = self._trouble()
+        await anyio.sleep(trouble.get("delay_s", 0.0))
+        with anyio.CancelScope(shield=True):  # as a client does that heeds no cancellation
+            while self._trouble().get("hangs"):  # noqa: ASYNC110 - nobody tells when it is over
+                await anyio.sleep(_LOOK_AGAIN_S)
+        if trouble.get("is_gone"):
+            self._chunks.clear()
+            raise ConnectionRefusedError(111, "nobody listens")
+        if trouble.get("fails"):
+            raise RuntimeError("the client library has raised something of its own")
+        return trouble
+
+    def _trouble(self) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = json.loads(self.config.trouble.read_text())
+        except FileNotFoundError:
+            return {}
+        return found

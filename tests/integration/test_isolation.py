@@ -1,0 +1,132 @@
+"""The tiers in a process of their own: the same story, and whatever becomes of it costs misses alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.conftest import Ask
+from tests.integration.harness import PROMPT_CHUNKS, Engine, Forge, prompt
+
+STORY = [prompt(seed) for seed in (1, 2, 3)]
+OTHERS = [prompt(seed) for seed in range(10, 22)]  # more than the device cache and the primary tier hold
+CHUNKS = len(STORY) * PROMPT_CHUNKS
+DEADLINE_S = 2.0
+MUCH_LATER_S = 30.0
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    return {
+        "cpu_bytes_to_use": "16MiB",
+        "isolation": "process",
+        "request_deadline_s": DEADLINE_S,
+        "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path), "min_free_bytes": 0}],
+    }
+
+
+def test_served_from_memory_and_after_a_restart_from_files(
+    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
+) -> None:
+    with forge.start(llama, {**settings, "cpu_bytes_to_use": "64MiB"}) as engine:
+        cold, loaded_cold = engine.served(*STORY)
+        engine.generate(*OTHERS)
+        again, loaded_again = engine.served(*STORY)
+        tiers = process_of_tiers(engine)
+    assert not is_alive(tiers)
+    with forge.start(llama, settings) as engine:
+        until_open(engine)
+        restarted, loaded_restarted = engine.served(*STORY)
+
+    assert cold == again == restarted == reference(*STORY)
+    assert (loaded_cold, loaded_again, loaded_restarted) == ({}, {"cpu": CHUNKS}, {"fs": CHUNKS})
+
+
+def test_killed_or_stopped_while_requests_run_it_costs_misses_and_comes_back(
+    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
+) -> None:
+    with forge.start(llama, settings) as engine:
+        until_open(engine)
+        engine.served(*STORY)
+        for end, reason in ((signal.SIGKILL, "killed"), (signal.SIGSTOP, "silent")):
+            engine.generate(*OTHERS)
+            engine.settled()
+            tiers = process_of_tiers(engine)
+            if end is signal.SIGSTOP:  # they wait for it, until their deadline
+                os.kill(tiers, end)
+            begun_s = time.monotonic()
+            engine.tell("generate", prompts=[*STORY, *OTHERS], output_tokens=8, together=True)
+            if end is signal.SIGKILL and is_alive(tiers):
+                os.kill(tiers, end)
+            answers = engine.hear("generate")["answers"]
+            assert time.monotonic() - begun_s < MUCH_LATER_S
+            assert answers == reference(*STORY, *OTHERS)
+            engine.until(
+                lambda metrics, reason=reason: metrics.value("kvtier_tier_process_ended", reason=reason) == 1,  # type: ignore[misc]
+                f"the end of a process that is {reason}",
+            )
+            until_open(engine)
+            assert not is_alive(tiers)
+            engine.generate(*OTHERS)
+            again, loaded = engine.served(*STORY)
+            assert again == reference(*STORY)
+            assert loaded == {"fs": CHUNKS}
+        ended = engine.metrics().value("kvtier_tier_process_ended")
+        tiers = process_of_tiers(engine)
+        (region,) = engine.regions
+    assert ended == 2
+    assert not is_alive(tiers)
+    assert not region.exists()
+
+
+def test_it_ends_with_an_engine_that_is_killed(
+    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
+) -> None:
+    with forge.start(llama, settings) as engine:
+        until_open(engine)
+        engine.served(*STORY)
+        tiers = process_of_tiers(engine)
+        os.kill(engine.pid, signal.SIGKILL)
+        end_s = time.monotonic() + MUCH_LATER_S
+        while is_alive(tiers):
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+        engine.kill()
+    with forge.start(llama, settings) as engine:
+        until_open(engine)
+        assert engine.served(*STORY) == (reference(*STORY), {"fs": CHUNKS})
+
+
+def until_open(engine: Engine) -> None:
+    """Wait until the process of the tiers runs and has opened them."""
+    engine.until(
+        lambda metrics: (
+            metrics.value("kvtier_tier_up", tier="fs") == 1
+            and metrics.value("kvtier_tier_capacity_bytes", tier="fs") > 0
+        ),
+        "the tier is open",
+    )
+
+
+def process_of_tiers(engine: Engine) -> int:
+    (tiers,) = [pid for pid in engine.processes if b"kvtier.isolation.child" in command_of(pid)]
+    return tiers
+
+
+def command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
