@@ -162,8 +162,10 @@ def _one_thread(wanted: bool) -> Iterator[None]:
     before = torch.get_num_threads()
     if wanted:
         torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _copies(name: str, device: torch.device, total: int) -> list[Figure]:

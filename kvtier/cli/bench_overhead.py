@@ -43,6 +43,8 @@ RESAMPLES = 2000
 
 PARTS = (
     ("kvtier-executor", "executor"),
+    ("kvtier-keeper", "executor"),
+    ("tiers-process", "tiers' process"),
     ("kvtier-store", "copies"),
     ("kvtier-load", "copies"),
     ("kvtier-files", "file threads"),
@@ -197,7 +199,7 @@ def run(
                     f"{number} {name}",
                     model,
                     settings,
-                    num_gpu_blocks_override=_device_blocks(plan),
+                    num_gpu_blocks_override=device_blocks(plan),
                     max_model_len=prompt_tokens + output_tokens,
                     max_num_seqs=at_once,
                 )
@@ -205,9 +207,9 @@ def run(
             for number, (name, settings) in enumerate(_connectors(plan, folder).items())
         }
         site = Site.of(folder)
-        samples = _measure(engines, plan)
-        shares = _explain(engines, plan, samples)
-        return [*losses(samples), *shares, _work(plan), site.again()]
+        samples = measure(engines, plan)
+        shares = explain(engines, plan, samples)
+        return [*losses(samples), *shares, work(plan), site.again()]
 
 
 def losses(samples: Mapping[str, Sequence[Sample]]) -> list[Loss]:
@@ -277,12 +279,13 @@ def _connectors(plan: Plan, folder: Path) -> dict[str, dict[str, Any] | None]:
     return connectors
 
 
-def _device_blocks(plan: Plan) -> int:
+def device_blocks(plan: Plan) -> int:
     """Give the engine's own cache room for the prompts that run at once, twice."""
     return 2 * plan.at_once * -(-(plan.prompt_tokens + plan.output_tokens) // BLOCK_TOKENS)
 
 
-def _measure(engines: Mapping[str, Engine], plan: Plan) -> dict[str, list[Sample]]:
+def measure(engines: Mapping[str, Engine], plan: Plan) -> dict[str, list[Sample]]:
+    """Ask each engine once a round, after two rounds that do not count."""
     samples: dict[str, list[Sample]] = {name: [] for name in engines}
     order, generator = list(engines), random.Random(0)
     for number in range(-2, plan.rounds):
@@ -304,9 +307,10 @@ def _ask(engine: Engine, plan: Plan, seed: str) -> Sample:
     return Sample(plan.tokens, answer["wall_s"], Counter(answer["threads"]) + Counter(after))
 
 
-def _explain(
+def explain(
     engines: Mapping[str, Engine], plan: Plan, samples: Mapping[str, Sequence[Sample]]
 ) -> list[Share]:
+    """Say what the processor time of each connector is made of."""
     shares = []
     for name, engine in engines.items():
         if name in (PLAIN, CONTROL):
@@ -329,7 +333,8 @@ def _explain(
     return shares
 
 
-def _work(plan: Plan) -> Work:
+def work(plan: Plan) -> Work:
+    """Say what each engine does in each round."""
     return Work(
         plan.model,
         plan.prompts,

@@ -27,7 +27,7 @@ from typing import Any, Final, Protocol
 
 from kvtier import native, plugins
 from kvtier.cli.bench_fs import BusyThread
-from kvtier.errors import ConfigError, KVTierError
+from kvtier.errors import ConfigError, KVTierError, TierError
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.plugins import Group
@@ -35,6 +35,7 @@ from kvtier.testing.bare import BareClient
 from kvtier.testing.memory import HeapMemory
 from kvtier.tiers import registry
 from kvtier.tiers.base import Batch, Outcome, SecondaryTier, Status, TierConfig, TierContext
+from kvtier.tiers.faults import words_of
 from kvtier.tiers.seal import Verdict, check, seal
 
 BENCHMARKS: Final = Group("kvtier.benchmarks", "bare client", KVTierError)
@@ -269,7 +270,7 @@ async def _opened(settings: TierConfig, size: int, stretch_bytes: int) -> AsyncI
     identity = Identity.make("bench", {"chunk_bytes": size, "run": secrets.token_hex(8)})
     tier = plugins.make(plugins.TIERS, settings.type, registry.load(settings.type), settings)
     bare = _bare_client(settings, size)
-    await tier.open(TierContext(settings.name or settings.type, identity, size))
+    await _open(tier, TierContext(settings.name or settings.type, identity, size))
     try:
         try:
             if bare is not None:
@@ -281,6 +282,16 @@ async def _opened(settings: TierConfig, size: int, stretch_bytes: int) -> AsyncI
                 await bare.aclose()
     finally:
         await tier.aclose()
+
+
+async def _open(tier: SecondaryTier[Any], context: TierContext) -> None:
+    try:
+        await tier.open(context)
+        return
+    except Exception as error:
+        title = "" if isinstance(error, KVTierError) else f"tier {context.name} cannot be opened: "
+        words = words_of(error, tier.config)
+    raise TierError(title + words)  # not chained: what it says may hold secrets
 
 
 def _bare_client(settings: TierConfig, size: int) -> BareClient[Any] | None:

@@ -1,10 +1,13 @@
 """The tier keeps kvtier's contract."""
 
 import sqlite3
-from collections.abc import Mapping
-from contextlib import closing
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from math import isinf
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from kvtier_shelf import ShelfTier
 
@@ -31,6 +34,23 @@ class TestShelf(TierConformance):
 
     def bounded(self, place: Path, capacity_bytes: int) -> Mapping[str, object]:
         return {**self.settings(place), "max_bytes": capacity_bytes}
+
+    @contextmanager
+    def slowed(self, tier: Any, seconds: float) -> Iterator[None]:
+        over = threading.Event()
+
+        def slow(call: Callable[..., Any]) -> Callable[..., Any]:
+            def wait_and_call(*arguments: Any) -> Any:
+                over.wait(None if isinf(seconds) else seconds)
+                return call(*arguments)
+
+            return wait_and_call
+
+        with mock.patch.multiple(tier, _put=slow(tier._put), _get=slow(tier._get)):
+            try:
+                yield
+            finally:
+                over.set()
 
     def damage(self, tier: SecondaryTier[Any], place: Path, key: OffloadKey, damage: Damage) -> None:
         with closing(sqlite3.connect(place)) as db, db:

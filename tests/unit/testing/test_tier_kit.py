@@ -396,6 +396,16 @@ class LeaksWhenItsOpeningIsCutShort(Honest):
         self.task.cancel()
 
 
+class LetsOthersRead(Honest):
+    """Keeps what it has in a file, too, with the mode that comes by default."""
+
+    async def put(self, batch: Batch) -> Outcome:
+        folder = Path(self.config.place)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (folder / "chunks").write_bytes(bytes(batch.views[0]))
+        return await super().put(batch)
+
+
 class BreaksWhenCutShort(Honest):
     """Holds a lock by hand, and after a cancellation for ever."""
 
@@ -472,6 +482,7 @@ CAUGHT: list[tuple[type[Honest], str, str]] = [
     (LeaksATask, "nothing_is_left_running_or_open_after_closing", "left: .*Task"),
     (LeaksAThread, "nothing_is_left_running_or_open_after_closing", "left: .*Thread"),
     (LeaksAFile, "nothing_is_left_running_or_open_after_closing", "2 more files are open"),
+    (LetsOthersRead, "nobody_else_may_read_what_it_keeps_in_files", "others may read.*chunks 666"),
     (LeaksWhenItsOpeningIsCutShort, "an_opening_that_is_cut_short_leaves_nothing_running", "left: .*Task"),
     (BreaksWhenCutShort, "a_question_that_is_cut_short_harms_nothing", "has not ended|TimeoutError"),
     (HasNoRoomForTwo, "puts_gets_and_discards_of_one_key_at_once_never_show_other_bytes", "wrong bytes"),

@@ -1,5 +1,6 @@
 """A tier that keeps chunks in one SQLite file."""
 
+import os
 import secrets
 import sqlite3
 from collections.abc import Callable, Sequence
@@ -74,10 +75,11 @@ class ShelfTier(SecondaryTier[ShelfConfig]):
 
     def _connect(self) -> None:
         try:
+            os.close(os.open(self.config.path, os.O_RDWR | os.O_CREAT, 0o600))  # nobody else may read it
             self._db = sqlite3.connect(self.config.path, check_same_thread=False)
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute(_MAKE)
-        except sqlite3.Error as error:
+        except (OSError, sqlite3.Error) as error:
             raise TierError(f"tier {self._context.name}: {self.config.path}: {error}") from error
 
     def _find(self, keys: Sequence[OffloadKey]) -> list[bool]:
