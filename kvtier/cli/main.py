@@ -223,6 +223,17 @@ def bench_device(
     _report(_lazy("kvtier.cli.bench_device").run(backend, host_only=host_only, mib=mib), json_file)
 
 
+@bench.command(name="audit")
+def bench_audit(
+    backend: Annotated[
+        str | None, typer.Option(help="cpu, cuda, rocm or xpu. [that of this machine's accelerator]")
+    ] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """What it costs to audit no chunk, some as by default, and all: stores and loads of a device backend."""
+    _report(_lazy("kvtier.cli.bench_audit").run(backend), json_file)
+
+
 @bench.command(name="startup")
 def bench_startup(
     gib: Annotated[
@@ -234,6 +245,20 @@ def bench_startup(
     """Seconds until the primary tier's memory is ready, beside vLLM's own region."""
     startup = _lazy("kvtier.cli.bench_startup")
     _report(startup.run(gib or startup.SIZES_GIB), json_file)
+
+
+@bench.command(name="root")
+def bench_root(
+    root: RootOption = None,
+    chunks: Annotated[
+        int,
+        typer.Option(min=1, help="Chunks that the root holds; each takes 8 KiB, and 3 inodes."),
+    ] = 100_000,
+    rounds: Annotated[int, typer.Option(min=1, help="How often the tier is opened.")] = 3,
+    json_file: JsonOption = None,
+) -> None:
+    """How soon a file tier answers that is opened on a root which holds many chunks."""
+    _report(_lazy("kvtier.cli.bench_root").run(root, chunks=chunks, rounds=rounds), json_file)
 
 
 @bench.command(name="overhead")
@@ -262,6 +287,40 @@ def bench_overhead(
         at_once=at_once,
         control=control,
         native=native,
+    )
+    _report(measured, json_file)
+
+
+@bench.command(name="isolation")
+def bench_isolation(
+    root: RootOption = None,
+    chunk_bytes: Annotated[int, typer.Option(min=4096, help="Bytes of a promoted chunk.")] = 524_288,
+    promotion_rounds: Annotated[int, typer.Option(min=1, help="How often each promotion is measured.")] = 40,
+    stretch_s: Annotated[float, typer.Option(min=0.01, help="Seconds of each stretch of computing.")] = 0.5,
+    engine: Annotated[
+        bool, typer.Option("--engine/--no-engine", help="Real engines, too; else no vLLM is needed.")
+    ] = True,
+    model: ModelOption = "medium",
+    rounds: Annotated[int, typer.Option(min=1, help="How often each engine is asked.")] = 10,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of a round, each one new.")] = 16,
+    prompt_tokens: PromptTokensOption = 512,
+    output_tokens: OutputTokensOption = 32,
+    at_once: Annotated[int, typer.Option(min=1, help="Prompts that an engine works on at once.")] = 8,
+    json_file: JsonOption = None,
+) -> None:
+    """Tiers in a thread or in a process: the latency of promotions, and what the engine loses."""
+    measured = _lazy("kvtier.cli.bench_isolation").run(
+        root,
+        chunk_bytes=chunk_bytes,
+        promotion_rounds=promotion_rounds,
+        stretch_s=stretch_s,
+        engine=engine,
+        model=model,
+        rounds=rounds,
+        prompts=prompts,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        at_once=at_once,
     )
     _report(measured, json_file)
 

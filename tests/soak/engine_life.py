@@ -1,0 +1,476 @@
+"""The life of a real engine whose tiers are all too small, and whose tiers' processes die.
+
+Rounds of a few seconds: batches of prompts that share beginnings, are new, or were asked before; some
+requests are aborted; caches are reset; the Redis server and the tiers' process are killed or stopped in
+the midst of it, and come back. A second engine without kvtier computes every prompt anew, and all tokens
+are compared. After each round all that was hindered goes on, what is under way ends, and all figures are
+looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.integration.conftest import ENVIRONMENT, LLAMA
+from tests.integration.harness import BLOCK_TOKENS, Engine, Forge, Metrics, Tokens, prompt
+from tests.soak.flatness import FEWEST_LOOKS, Bound, Look
+from tests.soak.inside import OF_REQUESTS
+from tests.soak.server import RedisServer
+from tests.soak.vitals import SharedMemory, Vitals, on_disk, zombies_of
+
+MIB = 1 << 20
+CHUNK_BYTES = 128 * 1024
+SLOTS = 40
+REDIS_BYTES = 5 * MIB
+FILES_BYTES = 10 * MIB
+SEGMENTS_BYTES = 20 * MIB
+MOST_PATHS = 600
+TIERS = ("redis", "files", "segments")
+DEADLINE_S = 1.0
+ROUND_S = 3.0
+AT_REST_S = 90.0
+OUTPUT_TOKENS = 4
+STEMS = 6
+STEM_TOKENS = 400
+KEPT_PROMPTS = 40
+LONGEST_TAIL = 240
+INSIDE = "tests.soak.inside"
+_ASKED = "vllm:kv_offload_tiering_chunk_queries"
+
+ENGINE: Mapping[str, Any] = {
+    "num_gpu_blocks_override": 100,
+    "max_model_len": 1024,
+    "max_num_batched_tokens": 1024,
+    "max_num_seqs": 8,
+}
+
+# oneDNN and torch keep what they have made for each number of tokens, up to a thousand of them, which grows
+# a CPU engine by some hundred MiB with kvtier and without.
+FEW_SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "LRU_CACHE_CAPACITY": "8"}
+
+BOUNDS: Mapping[str, Bound] = {
+    "engine: memory, MiB": Bound(16, "requests", 1 / 1024),
+    "engine: python blocks": Bound(100_000, "requests", 1),
+    "engine: objects of kvtier": Bound(40, "requests", 0.02),
+    "engine: descriptors, not of roots": Bound(2, "kills", 0.25),
+    "engine: descriptors, of roots": Bound(60, "kills", 0.25),
+    "engine: threads": Bound(4, "kills", 0.25),
+    "engine: tasks": Bound(2, "kills", 0.25),
+    "engine: dead children": Bound(0, "kills", most=0),
+    "core: requests": Bound(0, "requests", most=1),
+    "core: transfers": Bound(0, "requests", most=0),
+    "core: handles": Bound(0, "requests", most=0),
+    "tiers' process: memory, MiB": Bound(8, "kills", 0.05),
+    "tiers' process: descriptors": Bound(60, "kills", 0.25),
+    "tiers' process: threads": Bound(4, "kills", 0.25),
+    "processes": Bound(0, "kills"),
+    "shared memory: files": Bound(0, "kills"),
+    "shared memory: MiB": Bound(0.5, "kills"),
+    "disk, files: MiB": Bound(FILES_BYTES / MIB, "requests", most=FILES_BYTES / MIB),
+    "disk, segments: MiB": Bound(SEGMENTS_BYTES / MIB, "requests", most=SEGMENTS_BYTES / MIB),
+    "disk: files and folders": Bound(MOST_PATHS, "requests", most=MOST_PATHS),
+}
+"""How much may grow; see ``flatness``.
+
+- A descriptor, thread or task leaked by every kill grows its figure by the kills between the middles of
+  the thirds; 2, or 4, and a quarter of them are let pass. The constants are what pools do: connections to
+  Redis and worker threads are made as they are needed. How many segments are open, two descriptors each,
+  depends on what lies in them: never more than fit into the root.
+- Memory may grow by 16 MiB, and by 1 KiB a request. Without a leak it does so by one or two, but by five in
+  a run that is too short to have filled all pools in its first third. An hour has some twenty thousand
+  requests, so 4 KiB that each leaves behind are found. Python's allocator counts blocks (of 512 bytes at
+  most), which swing by tens of thousands while roots are counted: twenty that each request leaves are found.
+- What the core has under way is nothing at rest, but for the last request, whose end vLLM tells with the
+  next.
+- No process is left, no file in shared memory; a root never holds more than it may. Eighty chunk files have
+  two folders each, and segments are few: twice as many as that are there while a reset is swept.
+"""
+
+
+class SoakError(Exception):
+    """Something is wrong that is no leak: a wrong token, a request that failed, no work done."""
+
+
+@dataclass(frozen=True)
+class Stand:
+    """What engines are started from, and one without kvtier and without a prefix cache to compare with."""
+
+    forge: Forge
+    model: Path
+    reference: Engine
+
+    @staticmethod
+    @contextmanager
+    def opened(folder: Path) -> Iterator[Stand]:
+        """Import the engine, make a model, start the engine to compare with; all in ``folder``."""
+        with Forge(folder, {**ENVIRONMENT, **FEW_SHAPES}) as forge:
+            model = forge.make_model(folder / "model", "LlamaConfig", "LlamaForCausalLM", LLAMA)
+            with forge.start(model, enable_prefix_caching=False, **ENGINE) as reference:
+                yield Stand(forge, model, reference)
+
+
+@contextmanager
+def opened(
+    stand: Stand, folder: Path, seed: int, isolation: str, leak: str | None = None
+) -> Iterator[EngineLife]:
+    """Start an engine and a server, and stop them at the end.
+
+    Args:
+        stand: where the engine comes from.
+        folder: for the roots and the server.
+        seed: of all choices.
+        isolation: where the tiers run.
+        leak: see ``EngineLife``.
+    """
+    with ExitStack() as stack:
+        server = RedisServer(folder / "redis", REDIS_BYTES)
+        server.start()
+        stack.callback(server.kill)
+        shared_memory = SharedMemory()
+        settings = _settings(folder, server, isolation)
+        engine = stand.forge.start(stand.model, settings, prepare=(INSIDE, "hurry"), **ENGINE)
+        stack.enter_context(engine)
+        yield EngineLife(engine, stand.reference, server, folder, shared_memory, isolation, seed, leak)
+
+
+def _settings(folder: Path, server: RedisServer, isolation: str) -> dict[str, Any]:
+    """Return kvtier's settings: a primary tier of 40 chunks, and three more of which none holds it all."""
+    quick = {"deadline_s": DEADLINE_S, "breaker_pause_s": 0.1}
+    small = {"type": "fs", "min_free_bytes": 0, "recount_s": 20, "n_threads": 4, **quick}
+
+    def root(format: str, max_bytes: int) -> dict[str, Any]:
+        where = {"root_dir": str(folder / format), "format": format, "max_bytes": max_bytes}
+        return {**small, **where, "name": format}
+
+    return {
+        "cpu_bytes_to_use": SLOTS * CHUNK_BYTES,
+        "request_deadline_s": DEADLINE_S,
+        "secondary_tiers": [
+            {"type": "redis", "addresses": [str(server.path)], **quick},
+            root("files", FILES_BYTES),
+            root("segments", SEGMENTS_BYTES),
+        ],
+        "isolation": isolation,
+    }
+
+
+class Prompts:
+    """Prompts that share beginnings: new ones, and such as were asked before.
+
+    Args:
+        chance: where they come from.
+    """
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+        self._stems: list[Tokens] = []
+        self._asked: deque[Tokens] = deque(maxlen=KEPT_PROMPTS)
+
+    def batch(self) -> list[Tokens]:
+        """Make one to six prompts."""
+        made = [self._one() for _ in range(self._chance.randrange(1, 7))]
+        self._asked.extend(made)
+        return made
+
+    def _one(self) -> Tokens:
+        if self._asked and self._chance.random() < 0.4:
+            again = self._chance.choice(self._asked)
+            blocks = BLOCK_TOKENS * self._chance.randrange(1, len(again) // BLOCK_TOKENS + 2)
+            return again[: self._chance.choice([blocks, len(again)])]
+        if len(self._stems) < STEMS or self._chance.random() < 0.05:
+            self._stems = [*self._stems[1 - STEMS :], self._new(STEM_TOKENS)]  # the oldest goes
+        shared = self._chance.choice(self._stems)[: self._chance.randrange(STEM_TOKENS)]
+        return self._new(len(shared) + self._chance.randrange(1, LONGEST_TAIL), shared)
+
+    def _new(self, length: int, shared: Sequence[int] = ()) -> Tokens:
+        return prompt(self._chance.getrandbits(60), length, shared=shared)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that can be taken away and comes back.
+
+    Attributes:
+        name: in tallies.
+        begin: takes it away.
+        end: brings it back.
+        is_kill: whether something dies of it.
+    """
+
+    name: str
+    begin: Callable[[], object]
+    end: Callable[[], object] = lambda: None
+    is_kill: bool = True
+
+
+@dataclass
+class EngineLife:
+    """Two engines and a server, and what is done to them.
+
+    Args:
+        engine: with kvtier.
+        reference: without it, and without a prefix cache.
+        server: the Redis server.
+        folder: the roots.
+        shared_memory: knows what was there before the engine.
+        isolation: where the tiers run.
+        seed: of all choices.
+        leak: what to leak, see ``inside.LEAKS``. To see that it is found.
+
+    Attributes:
+        seen: what has happened how often.
+        looks: at all figures, in order.
+        work: what the tiers had done at each look.
+    """
+
+    engine: Engine
+    reference: Engine
+    server: RedisServer
+    folder: Path
+    shared_memory: SharedMemory
+    isolation: str
+    seed: int
+    leak: str | None = None
+    seen: Counter[str] = field(default_factory=Counter)
+    looks: list[Look] = field(default_factory=list)
+    work: list[Counter[str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._chance = random.Random(self.seed)
+        self._prompts = Prompts(self._chance)
+        self._began_s = time.monotonic()
+        self._fault: Fault | None = None
+        self._fault_begins = self._fault_ends = 0
+        self._deck: list[str] = []
+
+    def run(self, seconds: float) -> None:
+        """Live for so long.
+
+        Raises:
+            SoakError: see there.
+            EngineError: an engine has failed.
+        """
+        until_s = self._began_s + seconds
+        while time.monotonic() < until_s or len(self.looks) < FEWEST_LOOKS:
+            self._reset(connector=len(self.looks) % 3 == 2)
+            ends_s = time.monotonic() + ROUND_S
+            self._fault_begins = self.seen["batches"] + self._chance.randrange(3)
+            while time.monotonic() < ends_s or self.seen["batches"] <= self._fault_begins:
+                self._batch()
+            self._come_to_rest()
+            self._look()
+
+    def require_work(self) -> None:
+        """See that everything was as busy as it was meant to be, in what is judged.
+
+        Raises:
+            SoakError: the soak has shown nothing, because something did nothing.
+        """
+        done = Counter(self.work[-1])
+        done.subtract(self.work[len(self.work) // 3])
+        if idle := [what for what, count in sorted(done.items()) if count <= 0]:
+            raise SoakError(f"nothing has happened of: {', '.join(idle)}; {dict(done)}")
+
+    # --- requests --------------------------------------------------------------------------------
+
+    def _batch(self) -> None:
+        prompts, kills = self._prompts.batch(), self.seen["kills"]
+        aborts = {
+            str(place): self._chance.randrange(1, 6)
+            for place in range(len(prompts))
+            if self._chance.random() < 0.2
+        }
+        self.engine.tell(
+            "call",
+            module=INSIDE,
+            function="batch",
+            arguments={
+                "name": f"batch-{self.seen['batches']}",
+                "prompts": prompts,
+                "output_tokens": OUTPUT_TOKENS,
+                "aborts": aborts,
+            },
+        )
+        self.reference.tell("generate", prompts=prompts, output_tokens=OUTPUT_TOKENS, together=True)
+        self._meddle()
+        done = self.engine.hear("batch")
+        expected = self.reference.hear("generate")["answers"]
+        for place, right in enumerate(expected):
+            self._compare(
+                prompts[place], done["answers"][place], done["ended"][place], right, str(place) in aborts
+            )
+        self.seen["batches"] += 1
+        self.seen["requests"] += len(prompts)
+        self._plant(len(prompts) if self.leak in OF_REQUESTS else self.seen["kills"] - kills)
+
+    def _compare(self, asked: Tokens, said: Tokens, has_ended: bool, right: Tokens, may_abort: bool) -> None:
+        if not has_ended and not may_abort:
+            raise SoakError(f"a request did not end, and was not aborted: it said {said} to {asked}")
+        if said != right[: len(said)] or (has_ended and len(said) != OUTPUT_TOKENS):
+            raise SoakError(f"wrong tokens: {said} instead of {right}, to {asked}")
+        self.seen["requests that ended" if has_ended else "requests that were aborted"] += 1
+
+    def _reset(self, connector: bool) -> None:
+        done = self.engine.ask("reset", connector=connector)["done"]
+        self.seen["resets of all tiers" if connector else "resets of the device's cache"] += bool(done)
+
+    # --- faults ----------------------------------------------------------------------------------
+
+    def _meddle(self) -> None:
+        """Begin or end a fault while a batch is under way; one in each round at least."""
+        if self._fault is not None:
+            if self.seen["batches"] >= self._fault_ends:
+                self._end_fault()
+        elif self.seen["batches"] == self._fault_begins or self._chance.random() < 0.1:
+            time.sleep(self._chance.random() * 0.1)
+            self._begin_fault()
+
+    def _begin_fault(self) -> None:
+        """Begin the next of all faults in an order by chance."""
+        possible = {fault.name: fault for fault in self._faults()}
+        self._deck = [name for name in self._deck if name in possible]
+        if not self._deck:
+            self._deck = sorted(possible)
+            self._chance.shuffle(self._deck)
+        fault = possible[self._deck.pop()]
+        self._fault, self._fault_ends = fault, self.seen["batches"] + self._chance.randrange(1, 4)
+        fault.begin()
+        self.seen[fault.name] += 1
+        self.seen["kills"] += fault.is_kill
+
+    def _end_fault(self) -> None:
+        if self._fault is not None:
+            self._fault.end()
+            self._fault = None
+
+    def _faults(self) -> list[Fault]:
+        server = self.server
+        faults = [
+            Fault("redis killed", self._kill_redis, server.start),
+            Fault("redis stopped", server.stop, server.go_on, is_kill=False),
+        ]
+        for pid in self._tiers_processes():
+            faults += [
+                Fault("tiers' process killed", partial(_send, pid, signal.SIGKILL)),
+                Fault(  # the engine ends it if that takes long
+                    "tiers' process stopped",
+                    partial(_send, pid, signal.SIGSTOP),
+                    partial(_send, pid, signal.SIGCONT),
+                ),
+            ]
+        return faults
+
+    def _kill_redis(self) -> None:
+        self.seen["evicted by redis"] += self.server.evicted()
+        self.server.kill()
+
+    def _tiers_processes(self) -> list[int]:
+        return [pid for pid in self.engine.processes if pid != self.engine.pid]
+
+    def _plant(self, times: int) -> None:
+        if self.leak is not None and times:
+            order = {"what": self.leak, "times": times}
+            self.engine.ask("call", module=INSIDE, function="leak", arguments=order)
+
+    # --- looking ---------------------------------------------------------------------------------
+
+    def _come_to_rest(self) -> None:
+        """Wait until every tier is up and nothing is under way.
+
+        Raises:
+            EngineError, SoakError: that takes too long.
+        """
+        self._end_fault()
+        deadline_s = time.monotonic() + AT_REST_S
+        while time.monotonic() < deadline_s:
+            pids = self._tiers_processes()  # first: what has just died is not told by the metrics yet
+            self.engine.until(_is_at_rest, "all is idle, and every tier is up", AT_REST_S)
+            under_way = self.engine.ask("call", module=INSIDE, function="transfers", arguments={})
+            is_complete = len(pids) == (self.isolation == "process") and pids == self._tiers_processes()
+            if is_complete and not under_way["transfers"]:
+                return
+        raise SoakError(f"within {AT_REST_S:g} s transfers do not end, or the tiers' process is not there")
+
+    def _look(self) -> None:
+        pids = [self.engine.pid, *self._tiers_processes()]
+        inside = self.engine.ask("call", module=INSIDE, function="look", arguments={})
+        self.shared_memory.look(pids)
+        files, shared_bytes = self.shared_memory.left()
+        figures = {
+            **self._figures_of_engine(inside),
+            **self._figures_of_disk(),
+            **self._figures_of_others(pids[1:]),
+            "processes": len(pids),
+            "shared memory: files": files,
+            "shared memory: MiB": shared_bytes / MIB,
+        }
+        events = {name: self.seen[name] for name in ("requests", "kills")}
+        self.looks.append(Look(time.monotonic() - self._began_s, events, figures))
+        self.work.append(self._work())
+
+    def _figures_of_engine(self, inside: Mapping[str, float]) -> dict[str, float]:
+        its = Vitals.of(self.engine.pid, self.folder)
+        plain = Vitals.of(self.reference.pid, self.folder)
+        return {
+            "engine: memory, MiB": its.memory_bytes / MIB,
+            "engine without kvtier: memory, MiB": plain.memory_bytes / MIB,
+            "engine: python blocks": inside["python blocks"],
+            "engine: objects of kvtier": inside["objects"],
+            "engine: descriptors, not of roots": its.other_files,
+            "engine: descriptors, of roots": its.disk_files,
+            "engine: threads": its.threads,
+            "engine: tasks": inside["tasks"],
+            "engine: dead children": zombies_of(self.engine.pid),
+            "core: requests": inside["requests"],
+            "core: transfers": inside["transfers"],
+            "core: handles": inside["handles"],
+        }
+
+    def _figures_of_disk(self) -> dict[str, float]:
+        found = {name: on_disk(self.folder / name) for name in ("files", "segments")}
+        figures: dict[str, float] = {f"disk, {name}: MiB": size / MIB for name, (_, size) in found.items()}
+        figures["disk: files and folders"] = sum(count for count, _ in found.values())
+        return figures
+
+    def _figures_of_others(self, pids: Sequence[int]) -> dict[str, float]:
+        if not pids:
+            return {}
+        vitals = [Vitals.of(pid, self.folder) for pid in pids]
+        return {
+            "tiers' process: memory, MiB": sum(its.memory_bytes for its in vitals) / MIB,
+            "tiers' process: descriptors": sum(its.disk_files + its.other_files for its in vitals),
+            "tiers' process: threads": sum(its.threads for its in vitals),
+        }
+
+    def _work(self) -> Counter[str]:
+        metrics = self.engine.metrics()
+        work = Counter({"evicted from the primary tier": int(metrics.value("kvtier_evicted_chunks"))})
+        for tier in TIERS:
+            work[f"put into {tier}"] = int(metrics.value("kvtier_put_chunks", tier=tier))
+            work[f"asked of {tier}"] = int(metrics.value(_ASKED, tier=tier))
+        for tier in TIERS[1:]:  # the server is emptied by each kill: it does not have much to give
+            work[f"loaded from {tier}"] = int(metrics.value("kvtier_loaded_chunks", tier=tier))
+        work["evicted by redis"] = self.seen["evicted by redis"] + self.server.evicted()
+        for what in ("requests that were aborted", "resets of all tiers", "kills"):
+            work[what] = self.seen[what]
+        return work
+
+
+def _is_at_rest(metrics: Metrics) -> bool:
+    ups = [value for name, labels, value in metrics.samples if name == "kvtier_tier_up" and labels]
+    return metrics.is_idle and all(ups)
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
