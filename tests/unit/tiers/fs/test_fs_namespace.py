@@ -399,14 +399,15 @@ async def test_a_new_writer_that_a_sweep_takes_for_a_dead_one_tries_again(world,
             os.close(fd)
 
 
-async def test_unfinished_files_of_the_dead_are_swept_and_those_of_the_living_stay(world):
-    living = await world.open()
+async def test_unfinished_files_of_the_dead_are_swept_and_those_of_the_living_stay(world, tmp_path):
+    living = await world.open()  # it sweeps in the background: what the dead left appears at once
     folder = world.namespace / ".tmp"
-    (folder / "1-dead").mkdir()
-    (folder / "1-dead" / "5").write_bytes(b"half a chunk")
+    for left in ("1-dead", "2-orphan"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "5").write_bytes(b"half a chunk")
     (folder / "1-dead.lock").touch()
-    (folder / "2-orphan").mkdir()
-    (folder / "2-orphan" / "7").touch()
+    for left in ("1-dead", "2-orphan"):
+        (tmp_path / left).rename(folder / left)
     (alive,) = (
         path for path in folder.iterdir() if path.is_dir() and path.name.startswith(f"{os.getpid()}-")
     )
