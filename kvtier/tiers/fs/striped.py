@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 import anyio
 import crc32c
@@ -22,6 +22,9 @@ from kvtier.keys import OffloadKey
 from kvtier.tiers.base import Batch, Knowledge, Outcome, SecondaryTier, Status, TierConfig, TierContext, Usage
 from kvtier.tiers.fs.config import FsConfig
 from kvtier.tiers.fs.lanes import until_done
+
+LOOK_AGAIN_S: Final = 30.0
+"""Seconds from one try to open a root that could not be opened to the next."""
 
 _log = logging.getLogger("kvtier.tiers.fs")
 T = TypeVar("T")
@@ -56,7 +59,8 @@ class StripedFs(SecondaryTier[FsConfig]):
 
     A chunk's root is the one whose path and the key have the highest checksum together: where a root is
     added or left away, the chunks of the others stay where they are. A root that cannot be opened is
-    said so; its share is never there, and puts of it are refused.
+    said so; its share is not there, and puts of it are refused. It is tried again now and then, and when it
+    can be opened all are opened anew.
 
     A reset is told by the epochs of the roots: one that is behind was away when the others were reset, and
     has nothing for who opens them together.
@@ -73,6 +77,8 @@ class StripedFs(SecondaryTier[FsConfig]):
     def __init__(self, config: FsConfig, make_root: MakeRoot) -> None:
         super().__init__(config)
         self._salts = [crc32c.crc32c(str(root).encode()) for root in config.root_dirs]
+        self._make_root = make_root
+        self._looking: asyncio.Future[None] | None = None
         self._roots = [make_root(config.of_root(root)) for root in config.root_dirs]
         self._is_open = [False] * len(self._roots)
         self.reasons = self._roots[0].reasons  # type: ignore[misc]  # every root has the same
@@ -94,7 +100,31 @@ class StripedFs(SecondaryTier[FsConfig]):
         if not any(self._is_open):
             paths = ", ".join(map(str, self.config.root_dirs))
             raise TierError(f"tier {context.name}: none of its roots can be opened: {paths}: {results[0]}")
+        missing = [
+            path for path, is_open in zip(self.config.root_dirs, self._is_open, strict=True) if not is_open
+        ]
         await self._catch_up(context.name)
+        if missing:
+            self._looking = asyncio.ensure_future(self._look_for(missing, context))
+
+    async def _look_for(self, missing: Sequence[Path], context: TierContext) -> None:
+        """Have the tier opened anew when one of these roots can be: together, for their epochs' sake."""
+        while True:
+            await anyio.sleep(LOOK_AGAIN_S)
+            for path in missing:
+                if await self._can_be_opened(path, context):
+                    context.lost(f"its root {path} can be opened now")
+                    return
+
+    async def _can_be_opened(self, path: Path, context: TierContext) -> bool:
+        root = self._make_root(self.config.of_root(path))
+        try:
+            await root.open(TierContext(context.name, context.identity, context.chunk_bytes))
+        except Exception as error:
+            _log.debug("tier %s: %s: %s", context.name, path, error)
+            return False
+        await root.aclose()
+        return True
 
     async def _catch_up(self, name: str) -> None:
         """Have all roots go on from the highest epoch."""
@@ -114,7 +144,11 @@ class StripedFs(SecondaryTier[FsConfig]):
     async def aclose(self) -> None:
         """Close all roots. See ``SecondaryTier.aclose``."""
         self._is_open = [False] * len(self._roots)
-        closing = asyncio.ensure_future(_all_of(root.aclose() for root in self._roots))
+        ends: list[Awaitable[object]] = [root.aclose() for root in self._roots]
+        if self._looking is not None:
+            self._looking.cancel()
+            ends.append(asyncio.wait([self._looking]))
+        closing = asyncio.ensure_future(_all_of(ends))
         cancelled = await until_done(closing)  # a task that is cancelled before its first step does nothing
         _raise_first([cancelled, *closing.result()])
 

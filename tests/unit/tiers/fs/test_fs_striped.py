@@ -7,13 +7,14 @@ import errno
 import shutil
 from collections import Counter
 
+import anyio
 import pytest
 
 from kvtier import validation
 from kvtier.errors import KVTierError, TierError
 from kvtier.testing.tiers import TierConformance
 from kvtier.tiers.base import Knowledge, Status, TierContext
-from kvtier.tiers.fs import FsConfig, FsTier
+from kvtier.tiers.fs import FsConfig, FsTier, striped
 from kvtier.tiers.fs.namespace import Namespace
 from kvtier.tiers.fs.striped import StripedFs
 
@@ -96,6 +97,32 @@ async def test_a_root_that_cannot_be_opened_costs_its_share_alone(world, caplog)
     lost = [n for n, status in enumerate(statuses) if status is ABSENT]
     assert set(tier.known(world.keys(lost))) == {Knowledge.ABSENT}
     await tier.reset()
+    await tier.aclose()
+
+
+async def test_a_root_that_could_not_be_opened_is_used_when_it_is_back(world, monkeypatch):
+    monkeypatch.setattr(striped, "LOOK_AGAIN_S", 0.02)
+    tier = await open_striped(world, "a", "b")
+    await world.put(tier, range(100))
+    await tier.aclose()
+    (world.root / "b").rename(world.root / "b.away")
+    (world.root / "b").write_text("not mounted")
+    told: list[str] = []
+    config = FsConfig(root_dir=roots_of(world, "a", "b"), n_threads=2, min_free_bytes=0)
+    tier = FsTier(config)
+    await tier.open(TierContext("files", world.identity, world.chunk_bytes, lost=told.append))
+    assert set((await world.get(tier, range(100))).statuses) == {OK, ABSENT}
+    await anyio.sleep(0.1)
+    assert told == []
+    (world.root / "b").unlink()
+    (world.root / "b.away").rename(world.root / "b")
+    await world.eventually(lambda: told)
+    await anyio.sleep(0.1)
+    assert told == [f"its root {world.root / 'b'} can be opened now"]
+    await tier.aclose()
+    tier = FsTier(config)  # as who was told does
+    await tier.open(TierContext("files", world.identity, world.chunk_bytes))
+    assert (await world.get(tier, range(100))).statuses == (OK,) * 100
     await tier.aclose()
 
 
