@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 from kvtier.core.messages import Answer, Command, Event, Fetch, Fetched
@@ -43,9 +43,10 @@ class FrugalTiering(Tiering):
         for transfer in self.ledger.running:
             if not transfer.is_put and transfer.deadline_s <= now_s:
                 self._tell(transfer, transfer.keys)
-        asked = list(self._asked)
+        asked, visible = list(self._asked), self.table.visible
+        was_there = {key for request in asked for key in request.wanted if key in visible}
         super().settle(now_s)
-        self._require_a_reason_to_wait(asked)
+        self._require_a_reason_to_wait(asked, was_there)
 
     def take_commands(self) -> list[Command]:
         """Take what is to be done, none of it in vain."""
@@ -135,12 +136,16 @@ class FrugalTiering(Tiering):
         before = request.wanted[: request.wanted.index(key)]
         return any(group_index(one) == group and one in request.absent for one in before)
 
-    def _require_a_reason_to_wait(self, asked: Sequence[Request]) -> None:
-        """Whoever is first in line, and was asked just now, waits for a fetch, or is told more next time."""
+    def _require_a_reason_to_wait(self, asked: Sequence[Request], was_there: Set[OffloadKey]) -> None:
+        """Whoever is first in line, and was asked just now, waits for a fetch, or is told more next time.
+
+        So too where what was there, but not seen by a scan that was repeated, has left at its end.
+        """
         first = next(iter(self.promotions.holders), None)
         if first is None or first not in asked or not first.is_waiting:
             return
-        news = any(key in self.table.visible or key in first.absent for key in first.wanted)
+        changed = was_there | self.table.visible.keys() | first.absent
+        news = not changed.isdisjoint(first.wanted)
         fetches = any(not transfer.is_put for transfer in self.ledger.running)
         assert news or fetches, f"request {first.name} waits for {len(first.wanted)} chunks, and for nothing"
 
