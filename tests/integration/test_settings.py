@@ -33,6 +33,8 @@ WRONG: dict[str, tuple[object, str]] = {
     "request_deadline_s": (True, "a number is needed"),
     "copy_deadline_s": (0, "a device copy that has not ended"),
     "audit_rate": (1.5, "Share of chunks that are audited"),
+    "isolation": ("both", "'thread' or 'process'"),
+    "isolation_memory_limit": ("1MiB", "Memory of its own that the process of the tiers may have"),
     "drain_on_shutdown_s": ("soon", "Seconds a shutdown waits"),
 }
 
