@@ -151,6 +151,7 @@ class Promotions:
         )
         if transfer.bring is Bring.ALL:
             run = [key for key in _run_after_landed(transfer.keys, event.answers) if key not in visible]
+            run = self._of_use(run, waiters)
             self._fetch_located(run, waiters, now_s)
             first = next(iter(self.holders))  # of the waiters, who are all among them
             if first in waiters and not any(holder.held for holder in self.holders if holder is not first):
@@ -207,6 +208,15 @@ class Promotions:
             if key not in absent and group not in gaps:
                 kept.append(key)
         return kept
+
+    def _of_use(self, keys: list[OffloadKey], waiters: Waiters) -> list[OffloadKey]:
+        """Leave out what none of the waiters wants any more: one before it is nowhere, or was given up."""
+        if not all(request.absent for request in waiters):
+            return keys
+        useless = set(keys)
+        for request in waiters:
+            useless &= set(request.wanted).difference(self._still_wanted(request))
+        return [key for key in keys if key not in useless]
 
     def _is_windowed(self, key: OffloadKey) -> bool:
         return bool(self._windowed) and group_index(key) in self._windowed

@@ -363,6 +363,19 @@ def test_of_a_window_everything_that_was_found_is_fetched() -> None:
     assert list(found.keys) == [window[1], window[0]], "another run of the window may end before the gap"
 
 
+def test_what_a_later_tier_has_is_not_brought_behind_a_chunk_that_was_given_up_meanwhile() -> None:
+    core, request, prompt = make(slots=4, tiers=2), Request(), keys("a", 2)
+    busy = core.reserve(keys("busy", 4))
+    assert busy is not None
+    (first,) = step(core, request, prompt)
+    (second,) = answer(core, first, [LOCATED, MISSING])
+    assert (second.tier, list(second.keys)) == (1, prompt[1:])
+    assert prompt[0] in request.absent, "there is no slot for it, and nobody can make way"
+    core.abort(busy)
+    assert answer(core, second, [LOCATED]) == [], "nobody can use it"
+    assert ask(core, request, prompt) == [MISS]
+
+
 def test_a_scan_that_is_repeated_keeps_its_turn() -> None:
     core, first, second = make(slots=16, budget=0.25), Request(), Request()
     long, other = keys("long", 4), keys("other", 4)
