@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -16,7 +17,8 @@ MIB = 1 << 20
 
 def test_memory_descriptors_and_threads_are_seen(tmp_path: Path) -> None:
     before = Vitals.of(os.getpid(), tmp_path)
-    held = bytearray(os.urandom(8 * MIB))
+    held = mmap.mmap(-1, 8 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not what was freed before
+    held.write(os.urandom(8 * MIB))
     end = threading.Event()
     threads = [threading.Thread(target=end.wait) for _ in range(3)]
     for thread in threads:
@@ -30,7 +32,7 @@ def test_memory_descriptors_and_threads_are_seen(tmp_path: Path) -> None:
     assert after.disk_files - before.disk_files == 1
     assert after.other_files - before.other_files == 2
     assert after.threads - before.threads == 3
-    assert held
+    held.close()
 
 
 def test_what_is_in_shared_memory_is_ones_own_from_when_one_was_seen_with_it_to_its_end() -> None:
