@@ -30,16 +30,19 @@ from kvtier.tiers.fs.ledger import Books
 DEFAULT_FREE_SHARE: Final = 0.05
 DEFAULT_FREE_BYTES: Final = 32 * 2**30
 LOOK_EVERY_S: Final = 1.0
+_FEW_FILES: Final = 64
 
 
 def look_at(root_fd: int) -> FileSystem:
     """Ask the file system that an open directory is on. It blocks.
 
-    Where no more files can be made, its free bytes are of no use, and none are said to be free.
+    Where hardly any file can be made any more, its free bytes are of no use, and none are said to be free: a
+    chunk may need directories as well, and where it gets some of them alone, nothing would ever make room.
     """
     found = os.fstatvfs(root_fd)
     unit = found.f_frsize
-    has_inodes = found.f_favail > 0 or found.f_files == 0  # 0 in all: it makes them as they are needed
+    few = min(_FEW_FILES, found.f_files // 16)
+    has_inodes = found.f_favail > few or found.f_files == 0  # 0 in all: it makes them as they are needed
     free = found.f_bavail * unit if has_inodes else 0
     return FileSystem(found.f_blocks * unit, (found.f_blocks - found.f_bfree) * unit, free)
 

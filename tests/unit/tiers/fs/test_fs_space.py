@@ -212,7 +212,8 @@ def test_the_default_of_min_free_is_a_share_and_bounded(total, kept):
     assert total - kept - FILE < granted * FILE <= total - kept
 
 
-def test_a_file_system_without_inodes_has_no_free_bytes(monkeypatch, tmp_path):
+def test_a_file_system_with_hardly_an_inode_has_no_free_bytes(monkeypatch, tmp_path):
+    """A chunk may need directories, too: with one inode left no put would end, and none make room."""
     from kvtier.tiers.fs import space
 
     real = os.statvfs(tmp_path)
@@ -226,7 +227,14 @@ def test_a_file_system_without_inodes_has_no_free_bytes(monkeypatch, tmp_path):
             values[name] for name in ("f_frsize", "f_blocks", "f_bfree", "f_bavail")
         )
 
-    for files, left, is_free in ((100, 0, False), (100, 1, True), (0, 0, True)):
+    for files, left, is_free in (
+        (100, 0, False),
+        (100, 6, False),
+        (100, 7, True),
+        (10**6, 64, False),
+        (10**6, 65, True),
+        (0, 0, True),
+    ):
         Found.f_files, Found.f_favail = files, left
         monkeypatch.setattr(os, "fstatvfs", lambda fd: Found)
         assert (space.look_at(0).free > 0) == is_free
