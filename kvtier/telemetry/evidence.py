@@ -52,10 +52,9 @@ def keep(what: str, facts: Mapping[str, object], **contents: bytes | memoryview)
 
 
 def _directory() -> Path:
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    folder = Path(state) / "kvtier" / "evidence"
-    with suppress(OSError, RuntimeError):
-        return _own(folder)
+    with suppress(OSError, RuntimeError):  # there may be no home directory at all
+        state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+        return _own(Path(state) / "kvtier" / "evidence")
     return _own(Path(tempfile.gettempdir()) / f"kvtier-evidence-{os.getuid()}")
 
 
