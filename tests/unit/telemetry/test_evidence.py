@@ -65,6 +65,20 @@ def test_without_a_home_that_can_be_written_it_is_kept_among_temporary_files(
     assert len(list(folder.glob("*.json"))) == 1
 
 
+def test_without_any_home_it_is_kept_among_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    evidence.keep("it is so", {})
+    (kept,) = tmp_path.glob("kvtier-evidence-*/*.json")
+    assert "it is so" in kept.read_text()
+
+
 def test_where_it_cannot_be_kept_the_log_has_the_facts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
