@@ -36,6 +36,9 @@ _HEAVY = (
     "kvtier.config",
     "kvtier.executor",
 )
+STACKS = signal.SIGUSR2
+"""Has a child write its threads' stacks to its log."""
+
 _PR_SET_PDEATHSIG = 1
 _MAX_REQUEST_BYTES = 1 << 16
 
@@ -72,6 +75,7 @@ def _become_servant(environment: dict[str, str], channel_fd: int, log_fd: int) -
         os.dup2(log_fd, 1)
         os.dup2(log_fd, 2)
         faulthandler.enable()
+        faulthandler.register(STACKS)
         os.environ.update(environment)
         servant.serve(socket.socket(fileno=channel_fd))
         status = 0

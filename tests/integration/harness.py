@@ -26,6 +26,7 @@ from typing import Any
 from kvtier.keys import OffloadKey
 from kvtier.tiers.fs.root import ChunkFile, Root, SegmentFile
 from kvtier.tiers.fs.segments.scan import NoSegmentError, Segment
+from tests.integration.forge import STACKS
 
 PROJECT = Path(__file__).parents[2]
 SHARED_MEMORY = Path("/dev/shm")
@@ -41,6 +42,8 @@ START_S = 180.0
 ANSWER_S = 120.0
 UNTIL_S = 60.0
 PATIENCE_S = 30.0
+STACKS_S = 1.0
+END_LINES = 150  # the stacks of all threads among them
 
 Tokens = list[int]
 Config = Mapping[str, Any]
@@ -284,6 +287,7 @@ class Engine:
         try:
             line = self._lines.readline()
         except OSError as error:
+            self._write_stacks()
             raise EngineError(f"{do}: no answer within {patience_s} s: {error!r}\n{self._end()}") from error
         if not line:
             raise EngineError(f"{do}: the engine has died\n{self._end()}")
@@ -291,6 +295,12 @@ class Engine:
         if "error" in answer:
             raise EngineError(f"{do}: {answer['error']}\n{self._end()}")
         return answer
+
+    def _write_stacks(self) -> None:
+        """Have it say in its log where it hangs, as far as it can."""
+        if self._pidfd is not None:
+            signal.pidfd_send_signal(self._pidfd, STACKS)
+            time.sleep(STACKS_S)
 
     def generate(
         self,
@@ -466,7 +476,7 @@ def _remove(files: Iterable[Path]) -> None:
 
 
 def _end_of(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+    return "\n".join(log.read_text(errors="replace").splitlines()[-END_LINES:])
 
 
 def _arguments(model: Path, extra_config: Config | None, more: Mapping[str, Any]) -> dict[str, Any]:

@@ -321,10 +321,11 @@ class FsTier(OneRoot):
             self._closing,
             self._tell_removed,
             self._tell_lost,
+            epoch,
         )
         self._lanes += self._upkeep.lanes
         counted = asyncio.Event()
-        self._upkeep.follow(epoch, counted)
+        self._upkeep.begin(counted)
         if here.space.used_bytes is None:
             with anyio.move_on_after(_FIRST_COUNT_PATIENCE_S):
                 await counted.wait()

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -25,7 +26,7 @@ from kvtier.tiers.fs import ledger
 from kvtier.tiers.fs.call import FileCall, Place, StopFlag
 from kvtier.tiers.fs.config import FsConfig
 from kvtier.tiers.fs.evict import Evictor
-from kvtier.tiers.fs.index import make_index
+from kvtier.tiers.fs.index import Index, make_index
 from kvtier.tiers.fs.lanes import Lane, tell
 from kvtier.tiers.fs.namespace import Epoch, Namespace
 from kvtier.tiers.fs.recency import Recency
@@ -52,6 +53,21 @@ _LINES_EVERY_S: Final = 30.0
 _log = logging.getLogger("kvtier.tiers.fs")
 
 
+@dataclass
+class _Watched:
+    """An epoch and what is known of it: one object, for whoever is late must not mix two epochs.
+
+    Attributes:
+        place: the epoch's.
+        index: what is known of its chunks.
+        listed: chunks when it was listed last; -1 before.
+    """
+
+    place: Place
+    index: Index
+    listed: int = -1
+
+
 class Upkeep:
     """The background work of one open tier.
 
@@ -63,9 +79,9 @@ class Upkeep:
         closing: set when the tier closes.
         removed: is told the keys that have left.
         lost: is told where another directory is at the root's path, such as that of a new mount.
+        epoch: the one to look after until ``follow`` names another.
 
     Attributes:
-        index: what is known of the epoch's chunks.
         evicted_units: units that this process has evicted.
         evicted_bytes: bytes that it has removed to make room.
     """
@@ -79,8 +95,8 @@ class Upkeep:
         closing: StopFlag,
         removed: Callable[[Sequence[OffloadKey]], None],
         lost: Callable[[str], None],
+        epoch: Epoch,
     ) -> None:
-        self.index = make_index()
         self.evicted_units = 0
         self.evicted_bytes = 0
         self._config = config
@@ -98,9 +114,8 @@ class Upkeep:
         self._evictor = Evictor(
             namespace.root_fd, store, closing, self._gone, self._freed, frozenset({namespace.writer})
         )
-        self._place: Place | None = None
+        self._watched = _Watched(epoch.place, make_index())
         self._left: deque[OffloadKey] = deque(maxlen=_LEFT)
-        self._listed = -1  # chunks when the epoch was listed last
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._asked = threading.Lock()  # held from a call for room until it is answered
         self._barren_s = 0.0
@@ -110,19 +125,25 @@ class Upkeep:
 
     # ------------------------------------------------------------------------- in the event loop
 
-    def follow(self, epoch: Epoch, counted: asyncio.Event | None = None) -> None:
-        """Look after this epoch from now on: at once, and from time to time.
+    @property
+    def index(self) -> Index:
+        """What is known of the epoch's chunks."""
+        return self._watched.index
+
+    def begin(self, counted: asyncio.Event | None = None) -> None:
+        """Look after the epoch: at once, and from time to time.
 
         Args:
-            epoch: the tier's epoch.
             counted: set when the root's bytes are known, or could not be counted.
         """
-        self._place = epoch.place
-        self.index = make_index()
-        self._listed = -1
-        self._recency.clear()
         self._look_after(counted)
         self._after("tick", TICK_S, self._tick)
+
+    def follow(self, epoch: Epoch) -> None:
+        """Look after this epoch from now on, of which nothing is known yet."""
+        self._watched = _Watched(epoch.place, make_index())
+        self._recency.clear()
+        self.begin()
 
     def stop(self) -> None:
         """Begin nothing more. ``closing`` is set already."""
@@ -132,14 +153,15 @@ class Upkeep:
 
     def learn(self, place: Place, there: Sequence[OffloadKey], gone: Sequence[OffloadKey] = ()) -> None:
         """Note which chunks of an epoch are there and which are not. Any thread may call it."""
-        if place is self._place:  # what began before a reset says nothing of the epoch after it
-            self.index.add(there)
-            self._forget(gone)
+        watched = self._watched
+        if place is watched.place:  # what began before a reset says nothing of the epoch after it
+            watched.index.add(there)
+            self._forget(watched, gone)
 
-    def _forget(self, gone: Sequence[OffloadKey]) -> None:
+    def _forget(self, watched: _Watched, gone: Sequence[OffloadKey]) -> None:
         if gone:
             self._left.extend(gone)  # before: a list may be about to bring them back
-            self.index.discard(gone)
+            watched.index.discard(gone)
 
     def note_used(self, keys: Sequence[OffloadKey]) -> None:
         """Learn that chunks were used. Any thread may call it."""
@@ -158,12 +180,11 @@ class Upkeep:
             self._timers[name] = self._loop.call_later(seconds, action)
 
     def _look_after(self, counted: asyncio.Event | None = None) -> None:
-        if self._place is not None and not self._closing:
-            self._slow.submit(partial(self._do_slow_work, self._place, counted))
+        if not self._closing:
+            self._slow.submit(partial(self._do_slow_work, self._watched, counted))
 
     def _tick(self) -> None:
-        if self._place is not None:
-            self._quick.submit(partial(self._do_tick, self._place))
+        self._quick.submit(partial(self._do_tick, self._watched.place))
 
     def _plan_next(self) -> None:
         every_s = min(self._config.recount_s, self._config.ttl_s or self._config.recount_s)
@@ -173,7 +194,7 @@ class Upkeep:
 
     # ---------------------------------------------------------------------------- in two threads
 
-    def _do_slow_work(self, place: Place, counted: asyncio.Event | None) -> None:
+    def _do_slow_work(self, watched: _Watched, counted: asyncio.Event | None) -> None:
         self._try(self._count, "counted")
         if counted is not None:
             tell(self._loop, counted.set)
@@ -181,8 +202,8 @@ class Upkeep:
             self._try(self._sweep, "swept")
             if self._config.ttl_s is not None:
                 self._try(partial(self._expire, self._config.ttl_s), "looked through for what is too old")
-            self._try(partial(self._tend, place), "tended")
-        self._try(partial(self._list, place), "listed")
+            self._try(partial(self._tend, watched.place), "tended")
+        self._try(partial(self._list, watched), "listed")
         tell(self._loop, self._plan_next)
 
     def _do_tick(self, place: Place) -> None:
@@ -219,12 +240,12 @@ class Upkeep:
     def _tend(self, place: Place) -> None:
         self._space.changed(self._store.tend(place, self._closing))
 
-    def _list(self, place: Place) -> None:
+    def _list(self, watched: _Watched) -> None:
         """List the epoch's chunks, the first time and when there may be many that are not there any more."""
-        index = self.index
-        if self._listed >= 0 and len(index) <= 2 * self._listed + _FRESH_MARKS:
-            return
-        if self._listed >= 0:
+        index, place = watched.index, watched.place
+        if watched.listed >= 0:
+            if len(index) <= 2 * watched.listed + _FRESH_MARKS:
+                return
             index = make_index()
         for part in range(PARTS if self._namespace.has_data(place) else 0):
             self._left.clear()
@@ -233,8 +254,7 @@ class Upkeep:
             index.discard(list(self._left))  # what has left since it was listed
             if len(marks) > _MANY_MARKS:
                 time.sleep(_BREATH_S)  # an engine that computes wants the interpreter as well
-        if place is self._place:
-            self.index, self._listed = index, len(index)
+        watched.index, watched.listed = index, len(index)
 
     def _make_room(self) -> None:
         try:
@@ -270,9 +290,9 @@ class Upkeep:
         self._space.changed(-count)
 
     def _gone(self, data_dir: str, units: Sequence[str]) -> None:
-        place = self._place
-        if place is not None and data_dir == place.data_dir and (keys := self._store.forget(place, units)):
-            self._forget(keys)
+        watched = self._watched
+        if data_dir == watched.place.data_dir and (keys := self._store.forget(watched.place, units)):
+            self._forget(watched, keys)
             self._removed(keys)
 
     def _touch(self, place: Place) -> None:

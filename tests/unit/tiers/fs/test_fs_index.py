@@ -154,7 +154,7 @@ async def test_what_leaves_while_it_is_listed_is_not_known_afterwards(world, unl
     await anyio.to_thread.run_sync(listed.wait, 20)
     await tier.discard(world.keys(range(4)))
     unlistable.may.set()
-    await world.eventually(lambda: tier._upkeep._listed >= 0)
+    await world.eventually(lambda: tier._upkeep._watched.listed >= 0)
     assert list(tier.known(world.keys(range(4)))) == [UNKNOWN] * 4
 
 
@@ -183,10 +183,31 @@ async def test_what_is_known_to_be_there_and_is_not_is_a_miss_and_then_forgotten
 async def test_nothing_of_an_old_epoch_is_known(world):
     tier = await world.open()
     await world.put(tier, range(4))
-    place = tier._upkeep._place
+    place = tier._upkeep._watched.place
     await tier.reset()
     assert list(tier.known(world.keys(range(4)))) == [UNKNOWN] * 4
     tier._upkeep.learn(place, world.keys(range(4)))  # a put of before the reset that ends now
+    assert list(tier.known(world.keys(range(4)))) == [UNKNOWN] * 4
+
+
+async def test_an_old_epoch_that_is_listed_late_is_not_taken_for_the_new_one(world, unlistable):
+    unlistable.may.set()
+    tended, listed = threading.Event(), []
+    unlistable.tend = lambda place, stop: tended.wait() and 0
+    real = unlistable.fingerprints
+
+    def fingerprints(place, part, stop):
+        listed.append(place)
+        return real(place, part, stop)
+
+    unlistable.fingerprints = fingerprints
+    tier = await world.open(unlistable)
+    old = tier._upkeep._watched
+    await world.put(tier, range(4))
+    await tier.reset()
+    tended.set()  # only now is the old one's turn to be listed
+    await world.eventually(lambda: tier._upkeep._watched.listed >= 0)
+    assert old.place in listed
     assert list(tier.known(world.keys(range(4)))) == [UNKNOWN] * 4
 
 
