@@ -327,6 +327,45 @@ def test_a_hit_that_is_not_loaded_is_given_back(make: Make) -> None:
     it.check_idle()
 
 
+def test_after_a_step_that_stopped_before_what_is_loaded_the_next_one_lets_nothing_else_in(
+    make: Make,
+) -> None:
+    it = make()
+    first, loaded, new = it.request("first"), it.request("loaded"), it.request("new")
+    it.store(prompt(1, 4), first)
+    it.store(prompt(2, 4), first)
+    it.step()
+    assert it.scan(prompt(2, 4), loaded) == (4, False)
+    it.manager.prepare_load(prompt(2, 4), loaded)
+    it.step()
+    for _ in range(3):
+        assert it.scan(prompt(1, 4), first) == (4, False)
+        it.step()  # vLLM had no blocks for it, and looked at none behind it
+        assert it.scan(prompt(1, 4), first)[1], "it is passed over"
+        assert it.scan(prompt(3, 2), new)[1], "nobody gets in before it"
+        it.step()
+    it.manager.complete_load(prompt(2, 4), loaded)
+    it.step(["loaded"])
+    for _ in range(3):
+        assert it.scan(prompt(1, 4), first) == (4, False)
+        it.step()
+    it.check_idle()
+
+
+def test_who_is_served_or_waits_for_a_tier_is_in_nobodys_way(make: Make) -> None:
+    it = make(dummy(get_latency_s=0.2, complete_index=False))
+    it.store(prompt(1, 4), it.request("a"))
+    it.settle()
+    for name in "bc":
+        served = it.request(name)
+        assert it.scan(prompt(1, 4), served) == (4, False)
+        it.manager.prepare_load(prompt(1, 4), served)
+        it.step()
+    assert it.scan(prompt(2, 4), it.request("d"))[1], "it waits for the tier"
+    it.step()
+    assert it.scan(prompt(1, 4), it.request("e")) == (4, False)
+
+
 # --- lookups that are deferred -------------------------------------------------------------------
 
 

@@ -28,6 +28,7 @@ from kvtier.adapters.vllm.compat import TELLS_OF_FLUSHES, CacheHitSource
 from kvtier.adapters.vllm.events import EventStream
 from kvtier.adapters.vllm.metrics import GaugeReader, as_stats
 from kvtier.adapters.vllm.places import Place, allowed_tiers
+from kvtier.adapters.vllm.queue import Queue
 from kvtier.adapters.vllm.workers import Workers
 from kvtier.core.requests import Request
 from kvtier.core.states import Lookup
@@ -113,6 +114,7 @@ class KVTierManager(OffloadingManager):
         self._ask = core.lookup
         self._events = executor.events
         self._requests: dict[str, Request] = {}
+        self._queue = Queue()
         self._loads: dict[str, Pinned] = {}
         self._failed_loads: set[str] = set()  # requests in ``_loads``
         self._load_sources: dict[OffloadKey, CacheHitSource] = {}  # of the last load, the tiers' chunks
@@ -139,6 +141,7 @@ class KVTierManager(OffloadingManager):
         request = self._requests.pop(req_context.req_id, None)
         if request is not None:
             self._core.close(request)
+            self._queue.ends(request)
 
     # --- lookups and loads -----------------------------------------------------------------------
 
@@ -147,13 +150,20 @@ class KVTierManager(OffloadingManager):
         if self._events:
             self._take_in(self._clock())
         request = self._requests[req_context.req_id]
-        if request.stands and (answer := self._core.repeat(key, request)) is not None:
-            return _RESULTS[answer]
-        return _RESULTS[self._ask(key, request)]
+        queue = self._queue
+        if queue.passes and queue.has_passed(request):
+            return LookupResult.RETRY
+        queue.last = request
+        answer = self._core.repeat(key, request) if request.stands else None
+        if answer is None:
+            answer = self._ask(key, request)
+        return queue.put_off(request, _RESULTS[answer]) if queue.passes else _RESULTS[answer]
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """See vLLM."""
-        pinned = self._core.acquire(list(keys), self._requests[req_context.req_id])
+        request = self._requests[req_context.req_id]
+        pinned = self._core.acquire(list(keys), request)
+        self._queue.loads(request)
         self._loads[req_context.req_id] = pinned
         self._stream.loaded(keys)
         if self._sources:
@@ -232,14 +242,13 @@ class KVTierManager(OffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """See vLLM. Called in each step, before or after its stores, by version."""
-        for req_id in context.new_req_ids:
-            request = self._requests.get(req_id)
-            if request is not None:
-                self._core.scheduled(request)
+        run = [self._requests[req_id] for req_id in context.new_req_ids if req_id in self._requests]
+        self._queue.end_step(run)
+        for request in run:
+            self._core.scheduled(request)
         for req_id in context.preempted_req_ids:
-            request = self._requests.get(req_id)
-            if request is not None:
-                self._core.restart(request)
+            if req_id in self._requests:
+                self._core.restart(self._requests[req_id])
         now_s = self._clock()
         self._take_in(now_s)  # first: what has ended while the engine slept is not overdue
         self._core.settle(now_s)
