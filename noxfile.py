@@ -40,8 +40,8 @@ CPU_ENGINE_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-NEXT_TESTS = ("compat", "contract", "bridge", "story", "requests", "reset", "events", "damage")
-OLDER_TESTS = ("compat", "contract", "bridge", "story", "requests", "reset", "events", "damage", "modes")
+NEXT_TESTS = ("compat", "contract", "bridge", "story", "requests", "reset", "events", "damage", "queue")
+OLDER_TESTS = ("compat", "contract", "bridge", "story", "requests", "reset", "events", "damage", "modes", "queue")
 
 
 @nox.session

@@ -23,7 +23,7 @@ def test_what_was_loaded_goes_on_though_the_first_gets_no_blocks(
         "cpu_bytes_to_use": "64MiB",
         "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path / "root")}],
     }
-    arguments = {"enable_prefix_caching": False, "num_gpu_blocks_override": BLOCKS}
+    arguments: dict[str, Any] = {"enable_prefix_caching": False, "num_gpu_blocks_override": BLOCKS}
     with forge.start(llama, settings, **arguments) as engine:
         engine.generate(FIRST, *BEHIND)
         engine.settled()
