@@ -41,7 +41,7 @@ CPU_ENGINE_ENV = {
     "HF_HUB_OFFLINE": "1",
 }
 NEXT_TESTS = ("compat", "contract", "bridge", "story", "requests", "reset", "events", "damage", "queue")
-OLDER_TESTS = ("compat", "contract", "bridge", "story", "requests", "reset", "events", "damage", "modes", "queue")
+OLDER_TESTS = (*NEXT_TESTS, "modes")
 
 
 @nox.session

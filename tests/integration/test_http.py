@@ -293,11 +293,15 @@ def _is_given_up(metrics: Metrics) -> bool:
 
 def _has_settled(metrics: Metrics) -> bool:
     """Say whether the tier that hangs was given up, and bytes and copies were looked at since."""
+    full = ("kvtier_put_chunks", "kvtier_put_failed_chunks")
     return (
         metrics.value("kvtier_breaker_state", tier="stuck", verb="put") == 2
+        and sum(metrics.value(name, tier="full") for name in full) == STORED
+        and metrics.value("kvtier_in_flight_transfers", tier="full") == 0
         and metrics.value("kvtier_in_flight_transfers", tier="fs") == 0
         and metrics.value("vllm:kv_offload_store_bytes") == STORED * CHUNK_BYTES
         and metrics.value("kvtier_tier_used_bytes", tier="fs") >= STORED * CHUNK_BYTES
+        and metrics.value("kvtier_tier_used_bytes", tier="full") > FULL_BYTES - 2 * CHUNK_BYTES
     )
 
 
