@@ -54,6 +54,7 @@ enum { ENTRY_BLOCK = 0, ENTRY_SEAL = 8, ENTRY_BYTES = 8 + SEAL_BYTES };
 #define REFRESH_CREDIT_NS 50000000
 #define CLOCK_GRAIN_NS 50000000
 #define MOST_LOST_BYTES (1 << 20)
+#define MOST_REMOVED 3 /* segments that a put may find removed before it is given up */
 #define HALF_MADE_S 10 /* after which a file without a head is nobody's */
 #define NOBODY UINT32_MAX
 
@@ -518,6 +519,13 @@ static int64_t bytes_on_disk(int fd)
     return fstat(fd, &found) ? 0 : (int64_t)found.st_blocks * 512;
 }
 
+/* Whether a file was removed under who has it open: then its bytes were counted by who removed it. */
+static bool is_removed(int fd)
+{
+    struct stat found;
+    return fstat(fd, &found) == 0 && found.st_nlink == 0;
+}
+
 /* ------------------------------------------------------------------------------------ writing */
 
 /* Make the directory, or find it where another process has made it anew. Returns 0 or -errno. */
@@ -657,7 +665,13 @@ static uint8_t *collect_footer(struct segments *store, struct segment *file, uin
 static int64_t seal_file(struct segments *store, struct segment *file)
 {
     uint64_t size = 0;
+    bool removed = is_removed(file->fd);
     pthread_mutex_lock(&store->lock);
+    if (removed) {
+        lose(store, file);
+        pthread_mutex_unlock(&store->lock);
+        return 0;
+    }
     bool empty = file->live == 0;
     uint8_t *footer = empty ? NULL : collect_footer(store, file, &size);
     uint64_t end = file->next_block * BLOCK_BYTES;
@@ -715,6 +729,7 @@ struct space { /* of records that one system call writes */
     uint32_t number;
     uint64_t block;
     size_t records;
+    bool written;
 };
 
 static uint64_t extent_blocks(const struct segments *store, size_t records)
@@ -733,7 +748,7 @@ static bool take_space(struct segments *store, size_t wanted, struct space *spac
         records--;
     if (records == 0)
         return false;
-    *space = (struct space){file, store->current, file->next_block, records};
+    *space = (struct space){file, store->current, file->next_block, records, false};
     file->next_block += extent_blocks(store, records);
     file->pending++;
     return true;
@@ -787,9 +802,12 @@ static uint64_t block_of(const struct segments *store, const struct space *space
     return space->block + i / EXTENT_RECORDS + 1 + i * store->chunk_blocks;
 }
 
-/* Write records into their space with one system call. Returns 0 or -errno. */
-static int write_records(struct segments *store, const struct space *space, const struct record *records)
+/* Write records into their space with one system call. Returns 0 or -errno: -ENOENT where the segment was
+ * removed, before or while it was written to, for nobody finds what is in it. */
+static int write_records(struct segments *store, struct space *space, const struct record *records)
 {
+    if (is_removed(space->file->fd))
+        return -ENOENT;
     size_t extents = (space->records + EXTENT_RECORDS - 1) / EXTENT_RECORDS;
     uint8_t *heads = blocks(extents * BLOCK_BYTES);
     struct iovec *parts = malloc((extents + space->records) * sizeof *parts);
@@ -809,12 +827,12 @@ static int write_records(struct segments *store, const struct space *space, cons
                      records[i].checksum, store->chunk_bytes, store->digest);
             parts[count++] = (struct iovec){records[i].bytes, store->chunk_bytes};
         }
-        struct stat found;
         moved = move_parts(space->file->fd, parts, count, space->block * BLOCK_BYTES, true);
+        space->written = moved >= 0;
         if (moved >= 0 && store->flags & FLAG_SYNC_DATA && fdatasync(space->file->fd))
             moved = -errno;
-        if (moved >= 0 && fstat(space->file->fd, &found) == 0 && found.st_nlink == 0)
-            moved = -ENOENT; /* it was removed under us: what is in it, nobody finds */
+        if (moved >= 0 && is_removed(space->file->fd))
+            moved = -ENOENT;
     }
     free(parts);
     free(heads);
@@ -847,11 +865,12 @@ static void publish_records(struct segments *store, const struct space *space, s
         if (record->source != NOBODY && number != NOBODY)
             forget(store, record->source);
     }
-    if (!error) {
+    if (space->written) { /* who has removed it meanwhile has counted them as well */
         int64_t bytes = (int64_t)(extent_blocks(store, space->records) * BLOCK_BYTES);
         file->bytes += bytes;
         *added += bytes;
-    } else if (store->current == space->number) {
+    }
+    if (error && store->current == space->number) {
         stop_growing(store); /* who walks the extents could not go on here: its footer leads past this */
     }
     file->used_ms = now_ms();
@@ -1137,6 +1156,7 @@ static int64_t put_records(const struct call *call, struct record *records, size
 {
     struct segments *store = call->segments;
     int64_t added = 0;
+    int removed = 0;
     for (size_t done = 0; done < count;) {
         struct space space;
         int result = stopped(call->stop) ? -ECANCELED : find_space(store, count - done, &space, &added);
@@ -1149,6 +1169,8 @@ static int64_t put_records(const struct call *call, struct record *records, size
             records[i].checksum = kvt_crc32c(0, records[i].bytes, store->chunk_bytes);
         result = write_records(store, &space, records + done);
         publish_records(store, &space, records + done, result, &added);
+        if (result == -ENOENT && removed++ < MOST_REMOVED)
+            continue; /* in the next segment */
         for (size_t i = 0; i < space.records; i++)
             call->results[records[done++].index] = result;
     }

@@ -15,12 +15,14 @@ from kvtier.tiers.fs.python_files import PythonFiles
 from kvtier.tiers.fs.segments.layout import FOLDER
 from kvtier.tiers.fs.segments.native_segments import NativeSegments
 from kvtier.tiers.fs.segments.python_segments import PythonSegments
+from kvtier.tiers.fs.segments.store import has_room_for_many
 from kvtier.tiers.fs.store import Store
 
 Format = Literal["files", "segments"]
 
 SMALL_BYTES: Final = 256 * 1024
-"""Chunks shorter than this are kept in segments, where ``format`` is ``auto`` and nothing is there yet."""
+"""Chunks shorter than this are kept in segments, where ``format`` is ``auto``, nothing is there yet, and the
+root may hold many of them."""
 
 _log = logging.getLogger("kvtier.tiers.fs")
 
@@ -55,7 +57,8 @@ def choose(config: FsConfig, chunk_bytes: int, there: frozenset[Format]) -> Form
         return "files"
     if len(there) == 1:
         return next(iter(there))
-    return "segments" if chunk_bytes < SMALL_BYTES else "files"
+    is_small = chunk_bytes < SMALL_BYTES and has_room_for_many(config.max_bytes, chunk_bytes)
+    return "segments" if is_small else "files"
 
 
 def formats_in(place: Place) -> frozenset[Format]:

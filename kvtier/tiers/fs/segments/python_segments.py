@@ -136,10 +136,9 @@ def _put_some(shelf: PythonShelf, call: FileCall, missing: list[int]) -> tuple[i
     views = [call.memory.view(call.slots[i]) for i in missing]
     try:
         if not call.stop:
-            written, added = shelf.write([call.keys[i] for i in missing], views)
-            result = Result.OK
-    except OSError as error:
-        result = -(error.errno or errno.EIO)
+            count, added, error = shelf.write([call.keys[i] for i in missing], views)
+            result = Result.OK if error is None else -(error.errno or errno.EIO)
+            written = count if error is None else len(missing)
     finally:
         for view in views:
             view.release()

@@ -38,6 +38,7 @@ REFRESH_SHARE: Final = 20
 REFRESH_CREDIT_S: Final = 0.05
 MAX_PARTS: Final = 512
 MOST_LOST: Final = 16_384
+MOST_REMOVED: Final = 3
 COPIED_BYTES: Final = 8 * 2**20
 _SPOT_BYTES: Final = 400  # of dictionaries and records, about, for each chunk
 
@@ -79,13 +80,14 @@ class File:
     found: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Space:
-    """Where records go that are written at once."""
+    """Where records go that are written at once, and whether they are there."""
 
     file: File
     block: int
     records: int
+    written: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,10 +241,34 @@ class PythonShelf:
 
     def write(
         self, keys: Sequence[OffloadKey], views: Sequence[memoryview], sources: Sequence[Source] | None = None
-    ) -> tuple[int, int]:
-        """Write as many of the chunks as go at once. Return how many, and the bytes got more. OSError."""
-        space, added = self._find_space(len(keys))
-        views = views[: space.records]
+    ) -> tuple[int, int, OSError | None]:
+        """Write as many of the chunks as go at once.
+
+        Returns:
+            How many; the bytes that the file system has got more; and, where nothing was written that
+            anybody finds, why.
+        """
+        added, removed = 0, 0
+        while True:
+            try:
+                space, more = self._find_space(len(keys))
+            except OSError as error:
+                return 0, added, error
+            done, failed = self._write_into(space, keys, views[: space.records], sources)
+            added += more + done
+            if failed is None:
+                return space.records, added, None
+            removed += 1
+            if not isinstance(failed, FileNotFoundError) or removed > MOST_REMOVED:
+                return 0, added, failed
+
+    def _write_into(
+        self,
+        space: Space,
+        keys: Sequence[OffloadKey],
+        views: Sequence[memoryview],
+        sources: Sequence[Source] | None,
+    ) -> tuple[int, OSError | None]:
         bare = self.place.is_bare
         records = [
             Record(key, self.shape.block_of(space.block, i), 0 if bare else crc32c.crc32c(view))
@@ -253,10 +279,7 @@ class PythonShelf:
             self._write_extents(space, records, views)
         except OSError as failed:
             error = failed
-        added += self._publish(space, records, error, sources)
-        if error is not None:
-            raise error
-        return space.records, added
+        return self._publish(space, records, error, sources), error
 
     def _find_space(self, wanted: int) -> tuple[Space, int]:
         if (space := self._take_space(wanted)) is not None:
@@ -360,6 +383,7 @@ class PythonShelf:
             layout.make_extent_head(self.shape, records[i].block - 1, records[i : i + EXTENT_RECORDS])
             for i in range(0, len(records), EXTENT_RECORDS)
         )
+        self._check_removed(space.file)
         whole = memoryview(_blocks(heads))
         parts = []
         for i, view in enumerate(views):
@@ -368,10 +392,16 @@ class PythonShelf:
                 parts.append(whole[at : at + BLOCK_BYTES])
             parts.append(view)
         _move_all(space.file.fd, parts, space.block * BLOCK_BYTES, os.pwritev)
+        space.written = True
         if self.place.flags & Flag.SYNC_DATA:
             os.fdatasync(space.file.fd)
-        if os.fstat(space.file.fd).st_nlink == 0:
-            raise FileNotFoundError(errno.ENOENT, "the segment was removed", space.file.name)
+        self._check_removed(space.file)
+
+    @staticmethod
+    def _check_removed(file: File) -> None:
+        """FileNotFoundError where a segment was removed: nobody finds what is in it."""
+        if _is_removed(file.fd):
+            raise FileNotFoundError(errno.ENOENT, "the segment was removed", file.name)
 
     def _publish(
         self,
@@ -391,9 +421,10 @@ class PythonShelf:
                     self._insert(file, record)
                     if source is not None:
                         self._forget_record(source.file, source.record.block)
+            if space.written:  # who has removed it meanwhile has counted them as well
                 added = self.shape.extent_blocks(len(records)) * BLOCK_BYTES
                 file.bytes += added
-            elif self._current is file:
+            if error is not None and self._current is file:
                 self._stop_growing()  # who walks the extents cannot go on here: its footer leads past this
         for at in discarded:
             self.mark_dead(file, at)
@@ -419,6 +450,11 @@ class PythonShelf:
 
         What fails leaves a segment without a footer, whose extents are walked.
         """
+        if _is_removed(fd):  # who has removed it has counted its bytes
+            with self._lock:
+                file.state = State.SEALED
+                self._lose(file)
+            return 0
         with self._lock:
             records, before, end = list(file.records.values()), file.bytes, file.next_block
         with suppress(OSError):
@@ -721,7 +757,9 @@ class PythonShelf:
             raise OSError(errno.EIO, "a chunk failed its check")  # its next get sees to that
         keys = [source.record.key for source in sources]
         while done < len(keys):
-            written, more = self.write(keys[done:], views[done:], sources[done:])
+            written, more, error = self.write(keys[done:], views[done:], sources[done:])
+            if error is not None:
+                raise error
             done, added = done + written, added + more
         return added
 
@@ -783,6 +821,11 @@ def _blocks(content: bytes) -> mmap.mmap:
     memory = mmap.mmap(-1, layout.blocks_of(len(content)) * BLOCK_BYTES)
     memory[: len(content)] = content
     return memory
+
+
+def _is_removed(fd: int) -> bool:
+    """Say whether a file was removed under who has it open: who did it has counted its bytes."""
+    return os.fstat(fd).st_nlink == 0
 
 
 def _read(fd: int, length: int, offset: int) -> bytes:

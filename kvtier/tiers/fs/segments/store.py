@@ -171,10 +171,8 @@ class Segments(ABC, Generic[ShelfT]):
 
     def segment_bytes(self, place: Place) -> int:
         """Return how long new segments are: so that eviction has many of them to choose from."""
-        wished = SEGMENT_BYTES if self._max_bytes is None else min(SEGMENT_BYTES, self._max_bytes // _SHARE)
-        shape = Shape(place.chunk_bytes, place.digest)
-        least = (3 + shape.extent_blocks(_LEAST_CHUNKS) + footer_blocks(_LEAST_CHUNKS)) * BLOCK_BYTES
-        return max(wished, least) // BLOCK_BYTES * BLOCK_BYTES
+        wished = max(_wished_bytes(self._max_bytes), _least_bytes(place.chunk_bytes))
+        return wished // BLOCK_BYTES * BLOCK_BYTES
 
     # ------------------------------------------------------------------------- shelves
 
@@ -291,6 +289,23 @@ class Segments(ABC, Generic[ShelfT]):
                 _write_evidence(call.place, target, slot, known[number].name, block)
             shelf.kill(number, block)
         return True
+
+
+def has_room_for_many(max_bytes: int | None, chunk_bytes: int) -> bool:
+    """Say whether a root may hold so much that its segments are a small part of it each.
+
+    Where not, room for one chunk costs a good part of all others: they leave as a whole.
+    """
+    return _wished_bytes(max_bytes) >= _least_bytes(chunk_bytes)
+
+
+def _wished_bytes(max_bytes: int | None) -> int:
+    return SEGMENT_BYTES if max_bytes is None else min(SEGMENT_BYTES, max_bytes // _SHARE)
+
+
+def _least_bytes(chunk_bytes: int) -> int:
+    extent = Shape(chunk_bytes, b"").extent_blocks(_LEAST_CHUNKS)
+    return (3 + extent + footer_blocks(_LEAST_CHUNKS)) * BLOCK_BYTES
 
 
 def _compact(shelf: Shelf, info: SegmentInfo, stop: StopFlag) -> int:

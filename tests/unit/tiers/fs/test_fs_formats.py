@@ -34,6 +34,15 @@ def test_what_is_said_comes_first_then_what_is_there_then_the_length(said, there
     assert choose(config, SMALL_BYTES, there) == long
 
 
+@pytest.mark.parametrize(
+    ("there", "chunks", "expected"),
+    [(NONE, 130, "files"), (NONE, 150, "segments"), (SEGMENTS, 130, "segments")],
+)
+def test_a_small_root_is_one_of_files_for_a_segment_leaves_as_a_whole(there, chunks, expected):
+    config = FsConfig.model_validate({"root_dir": "/r", "max_bytes": chunks * 65536})
+    assert choose(config, 65536, there) == expected
+
+
 @pytest.mark.parametrize("there", [NONE, SEGMENTS])
 def test_the_layout_of_vllm_is_always_files(there):
     config = FsConfig.model_validate({"root_dir": "/r", "layout": "vllm", "integrity": "none"})
