@@ -78,14 +78,17 @@ class SharedMemory:
 
 
 def on_disk(root: Path) -> tuple[int, int]:
-    """Return how many files and directories lie below ``root``, and the bytes that they take."""
-    count, nbytes = 0, 0
+    """Return how many files and directories lie below ``root``, and the bytes that they take.
+
+    One that is renamed meanwhile, as every chunk is when it is whole, counts once.
+    """
+    found: dict[int, int] = {}
     for parent, folders, names in os.walk(root):
         for name in (*folders, *names):
             with suppress(OSError):
-                nbytes += os.lstat(os.path.join(parent, name)).st_blocks * 512
-                count += 1
-    return count, nbytes
+                its = os.lstat(os.path.join(parent, name))
+                found[its.st_ino] = its.st_blocks * 512
+    return len(found), sum(found.values())
 
 
 def zombies_of(pid: int) -> int:
