@@ -22,7 +22,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,7 @@ import typer
 from rich.console import Console
 
 from kvtier import native
-from kvtier.cli import bench_fs_goals, figures
+from kvtier.cli import bench_fs_goals, bench_fs_limit, figures, room
 from kvtier.cli.bench_fs_limit import RawLimit, fill, raw_limit
 from kvtier.errors import KVTierError
 from kvtier.identity import Identity
@@ -42,12 +42,19 @@ from kvtier.keys import OffloadKey, pack_key
 from kvtier.testing.memory import HeapMemory
 from kvtier.tiers.base import Batch, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
+from kvtier.tiers.fs.layout import BLOCK_BYTES
 
 BATCH_CHUNKS: Final = 64
 BATCHES_IN_FLIGHT: Final = 4
 MOST_GB_S: Final = 5.0
 """So many names are made before a stretch is measured; beyond, they are made meanwhile."""
 
+RATE_HEADROOM: Final = 1.5
+"""By how much a tier may be faster than the disk was when the room was looked at."""
+
+_GLANCE_S: Final = 0.2
+_UNBOUNDED: Final = 2**62
+_NO_ROOM: Final = frozenset({"max_bytes", "min_free", "enospc", "edquot"})
 
 SIZES: Final = (16384, 65536, 524288, 2097152)
 FORMATS: Final = ("files", "segments")
@@ -299,9 +306,21 @@ async def fly(seconds: float, chunk_bytes: int, step: Callable[[range], Awaitabl
             moved += BATCH_CHUNKS * chunk_bytes
         return moved
 
-    async with asyncio.TaskGroup() as group:
-        flights = [group.create_task(one(flight)) for flight in range(BATCHES_IN_FLIGHT)]
+    try:
+        async with asyncio.TaskGroup() as group:
+            flights = [group.create_task(one(flight)) for flight in range(BATCHES_IN_FLIGHT)]
+    except BaseExceptionGroup as errors:
+        found = errors.subgroup(KVTierError)
+        if found is None:
+            raise
+        raise KVTierError(str(_first(found))) from errors
     return sum(flight.result() for flight in flights)
+
+
+def _first(errors: BaseException) -> BaseException:
+    while isinstance(errors, BaseExceptionGroup):
+        errors = errors.exceptions[0]
+    return errors
 
 
 def run(
@@ -320,16 +339,29 @@ def run(
 
     Returns:
         What was measured on, a point for each path, size, verb and state of the interpreter, and goals.
+
+    Raises:
+        KVTierError: the file system has no room for it, or the tier has failed.
     """
     root.mkdir(parents=True, exist_ok=True)
     points: list[Point] = []
+    room.require(root, bench_fs_limit.FILE_BYTES, "the file that shows the disk's rate")
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=root) as name:
         folder = Path(name)
         with raw_limit(folder) as limit:
+            needed = _bytes_put(_measure_raw(limit, "put", _GLANCE_S).gb_s, sizes, seconds)
+            room.require(root, needed, f"chunks put for {seconds:g} s at the disk's rate")
             for size in sizes:
                 points += asyncio.run(_measure_size(folder, size, seconds, rounds, limit))
         where = surroundings(root)
     return [where, *points, *bench_fs_goals.compare(points)]
+
+
+def _bytes_put(gb_s: float, sizes: Sequence[int], seconds: float) -> int:
+    """Return the most bytes that are there at once: what one path puts in a stretch, and what it began."""
+    put = RATE_HEADROOM * gb_s * 1e9 * seconds
+    in_flight = BATCHES_IN_FLIGHT * BATCH_CHUNKS
+    return max(int((put / size + in_flight) * (size + BLOCK_BYTES)) for size in sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +407,13 @@ async def _open_paths(stack: AsyncExitStack, root: Path, memory: HeapMemory) -> 
     paths: dict[str, UnderTest] = {}
     for name in FORMATS:
         config = FsConfig.model_validate(
-            {"root_dir": root / name, "format": name, "min_free_bytes": 0, "eviction": "none"}
+            {
+                "root_dir": root / name,
+                "format": name,
+                "max_bytes": _UNBOUNDED,
+                "min_free_bytes": 0,
+                "eviction": "none",
+            }
         )
         tier = FsTier(config)
         identity = Identity.make("bench", {"chunk_bytes": memory.chunk_bytes})
@@ -496,9 +534,11 @@ def _file_system(root: Path) -> str:
     return kind
 
 
-def _require_ok(statuses: Sequence[Status], reasons: object) -> None:
+def _require_ok(statuses: Sequence[Status], reasons: Iterable[str]) -> None:
     if any(statuses):
-        raise KVTierError(f"the tier under test did not do its work: {reasons}")
+        why = ", ".join(sorted(reasons))
+        remedy = room.REMEDY if _NO_ROOM.intersection(reasons) else "see the log"
+        raise KVTierError(f"the tier under test did not do its work ({why}): {remedy}")
 
 
 def main(

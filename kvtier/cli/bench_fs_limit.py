@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Final
 
 from kvtier import native
+from kvtier.cli import room
+from kvtier.errors import KVTierError
 from kvtier.testing.memory import HeapMemory
 
 BLOCK_BYTES: Final = 4 * 2**20
@@ -45,7 +47,11 @@ class RawLimit:
 
 @contextmanager
 def raw_limit(root: Path, file_bytes: int | None = None) -> Iterator[RawLimit]:
-    """Write a file below ``root``, for a process that reads and overwrites it. Both are gone afterwards."""
+    """Write a file below ``root``, for a process that reads and overwrites it. Both are gone afterwards.
+
+    Raises:
+        KVTierError: it cannot be written.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     path = root / "raw-limit"
@@ -57,7 +63,8 @@ def raw_limit(root: Path, file_bytes: int | None = None) -> Iterator[RawLimit]:
     try:
         if not ours.poll(READY_S):
             raise TimeoutError(f"{path} was not written within {READY_S:g} s")
-        ours.recv()
+        if error := ours.recv():
+            raise KVTierError(f"{path} could not be written ({error}): {room.REMEDY}")
         yield RawLimit(ours)
     finally:
         ours.close()  # which ends it
@@ -66,17 +73,15 @@ def raw_limit(root: Path, file_bytes: int | None = None) -> Iterator[RawLimit]:
 
 
 def _serve(channel: Connection, path: Path, file_bytes: int) -> None:
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-    try:
-        fd = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
-    except OSError:
-        fd = os.open(path, flags, 0o600)
     # As much memory as the tier has: reads into the same few MiB again and again were measured at half
     # the rate in a virtual machine.
     memory = HeapMemory(file_bytes // BLOCK_BYTES, BLOCK_BYTES)
     fill(memory)
-    for block in range(memory.slots):
-        os.pwritev(fd, [memory.view(block)], block * BLOCK_BYTES)
+    try:
+        fd = _write(path, memory)
+    except OSError as error:
+        channel.send(os.strerror(error.errno or 0))
+        return
     channel.send(None)
     while True:
         try:
@@ -85,6 +90,18 @@ def _serve(channel: Connection, path: Path, file_bytes: int) -> None:
             return
         started = time.perf_counter()
         channel.send((_move(fd, memory, verb, started + seconds), time.perf_counter() - started))
+
+
+def _write(path: Path, memory: HeapMemory) -> int:
+    """Write all of the file. Returns it, open."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
+    except OSError:
+        fd = os.open(path, flags, 0o600)
+    for block in range(memory.slots):
+        os.pwritev(fd, [memory.view(block)], block * BLOCK_BYTES)
+    return fd
 
 
 def _move(fd: int, memory: HeapMemory, verb: str, end_at: float) -> int:

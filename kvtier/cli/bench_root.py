@@ -9,6 +9,7 @@ asking the disk.
 from __future__ import annotations
 
 import hashlib
+import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -20,6 +21,7 @@ from typing import Literal
 
 import anyio
 
+from kvtier.cli import room
 from kvtier.cli.report import progress
 from kvtier.errors import ConfigError
 from kvtier.identity import Identity
@@ -28,12 +30,16 @@ from kvtier.testing.memory import HeapMemory
 from kvtier.tiers.base import Batch, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier.tiers.fs.layout import BLOCK_BYTES
+from kvtier.tiers.fs.space import bounds_of, look_at
 
 Format = Literal["files", "segments"]
 FORMATS: tuple[Format, ...] = ("files", "segments")
 CHUNKS = 100_000
 ROUNDS = 3
 CHUNK_BYTES = BLOCK_BYTES
+_LEAST_BYTES = 2 * BLOCK_BYTES
+"""What one chunk takes on every file system: its file with the trailer, or its record."""
+
 LOOKED_UP = 64
 _AT_ONCE = 512
 _PAUSE_S = 0.01
@@ -81,7 +87,7 @@ def run(root: Path | None, *, chunks: int = CHUNKS, rounds: int = ROUNDS) -> lis
         rounds: how often the tier is opened.
 
     Raises:
-        ConfigError: there is no room for them.
+        KVTierError: there is no room for them.
     """
     return [_measure(root, format_, chunks, rounds) for format_ in FORMATS]
 
@@ -89,6 +95,9 @@ def run(root: Path | None, *, chunks: int = CHUNKS, rounds: int = ROUNDS) -> lis
 def _measure(root: Path | None, format_: Format, chunks: int, rounds: int) -> RootStart:
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=root) as folder:
         config = FsConfig(root_dir=Path(folder) / "root", format=format_, eviction="none", max_bytes=2**62)
+        what = f"{chunks:,} chunks and the bytes that stay free (min_free_bytes)"
+        disk = Path(folder).parent
+        room.require(disk, chunks * _LEAST_BYTES + _kept_free(config, disk), what)
         anyio.run(_fill, config, chunks)
         times = [anyio.run(_start, config, chunks) for _ in range(rounds)]
     return RootStart(
@@ -102,6 +111,14 @@ def _measure(root: Path | None, format_: Format, chunks: int, rounds: int) -> Ro
     )
 
 
+def _kept_free(config: FsConfig, folder: Path) -> int:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        return bounds_of(config, look_at(fd)).min_free
+    finally:
+        os.close(fd)
+
+
 async def _fill(config: FsConfig, chunks: int) -> None:
     memory = HeapMemory(_AT_ONCE, CHUNK_BYTES)
     with progress("chunks put", chunks) as tick:
@@ -111,7 +128,9 @@ async def _fill(config: FsConfig, chunks: int) -> None:
                 outcome = await tier.put(Batch(keys, range(len(keys)), memory))
                 if set(outcome.statuses) != {Status.OK}:
                     reasons = ", ".join(outcome.reasons)
-                    raise ConfigError(f"{config.root_dir} does not take {chunks:,} chunks: {reasons}")
+                    raise ConfigError(
+                        f"{config.root_dir} does not take {chunks:,} chunks ({reasons}): {room.REMEDY}"
+                    )
                 tick(len(keys))
 
 

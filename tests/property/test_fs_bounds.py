@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -34,10 +34,18 @@ class Machine:
         self.generation = 0
         self.accounts: Accounts | None = None
         self.write_fails = False
+        self.meanwhile: Callable[[], None] | None = None
 
     def look(self) -> FileSystem:
         used = self.root_bytes + self.foreign_bytes
+        self.interrupt()
         return FileSystem(TOTAL, used, TOTAL - used)
+
+    def interrupt(self) -> None:
+        """Have something happen that other threads do while this one asks."""
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
 
 
 class Books:
@@ -52,10 +60,12 @@ class Books:
         machine = self._machine
         if machine.accounts is None:
             machine.generation += 1
-            machine.accounts = Accounts(str(machine.generation), "", machine.look().used)
+            used = machine.root_bytes + machine.foreign_bytes
+            machine.accounts = Accounts(str(machine.generation), "", used)
         accounts = _parse(_spell(machine.accounts))
         assert accounts is not None
         yield accounts
+        machine.interrupt()
         if machine.write_fails:
             machine.write_fails = False
             raise OSError("the ledger cannot be written")
@@ -101,6 +111,7 @@ class BoundsMachine(RuleBasedStateMachine):
     @rule()
     def open_writer(self) -> None:
         self.machine.write_fails = False
+        self.machine.meanwhile = None
         self.started += 1
         self.writers.append(Writer(self.machine, self.started))
 
@@ -115,6 +126,34 @@ class BoundsMachine(RuleBasedStateMachine):
             assert 0 <= granted <= chunks
             if granted:
                 writer.reserved.append(granted)
+
+    @rule(which=st.integers(0, 3), chunks=st.integers(1, 20))
+    def reserve_at_once(self, which: int, chunks: int) -> None:
+        writer = self.pick(which)
+        if writer.space.reserve_at_once(chunks):
+            writer.reserved.append(chunks)
+
+    @rule(which=st.integers(0, 3), chunks=st.integers(1, 20), share=shares, settles=st.booleans())
+    def puts_go_on_while_the_ledger_is_asked(
+        self, which: int, chunks: int, share: float, settles: bool
+    ) -> None:
+        writer = self.pick(which)
+
+        def go_on() -> None:
+            if writer.reserved and settles:
+                granted = writer.reserved.pop()
+                added = int(granted * UNIT * share)
+                self.machine.root_bytes += added
+                writer.space.settle(granted, added)
+            if writer in self.writers and writer.space.reserve_at_once(chunks):
+                writer.reserved.append(chunks)
+
+        self.machine.meanwhile = go_on
+
+    @rule(which=st.integers(0, 3))
+    def renew(self, which: int) -> None:
+        with suppress(OSError):
+            self.pick(which).space.renew()
 
     @rule()
     def the_next_write_of_the_ledger_fails(self) -> None:
@@ -160,7 +199,7 @@ class BoundsMachine(RuleBasedStateMachine):
         machine, busy = self.machine, self.pick(other)
 
         def add_up() -> int:
-            machine.write_fails = False
+            machine.write_fails, machine.meanwhile = False, None
             before = machine.root_bytes
             granted, _ = busy.space.reserve(5)
             added = int(granted * UNIT * share)
@@ -187,7 +226,8 @@ class BoundsMachine(RuleBasedStateMachine):
             return
         machine = self.machine
         assert machine.root_bytes <= LIMIT + self.lost
-        assert machine.look().free >= MIN_FREE - self.slack - self.lost
+        used = machine.root_bytes + machine.foreign_bytes
+        assert TOTAL - used >= MIN_FREE - self.slack - self.lost
 
     @invariant()
     def what_is_charged_is_never_too_little(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-LEASE_BYTES: Final = 256 * 2**20
+LEASE_BYTES: Final = 2**30
 """Bytes leased beyond what is asked for, so that the ledger is asked once for many puts."""
 
 LEASE_SHARE: Final = 8
@@ -127,6 +127,12 @@ class Accounts:
             granted = least + min(LEASE_BYTES, (room - least) // LEASE_SHARE)
         else:
             granted = max(0, (held + room) // unit * unit - held)
+        self.leases[writer] = self.leases.get(writer, 0) + granted
+        return granted
+
+    def grant_ahead(self, writer: str, room: int, held: int) -> int:
+        """Lease bytes that nobody has asked for yet, beside ``held`` that are left: as ``grant`` would."""
+        granted = max(0, min(LEASE_BYTES, room // LEASE_SHARE) - held)
         self.leases[writer] = self.leases.get(writer, 0) + granted
         return granted
 

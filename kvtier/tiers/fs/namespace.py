@@ -100,6 +100,7 @@ class Namespace:
         self.root_fd = root_fd
         self._refusal = 0  # errno of the first write, where it failed
         self.direct = False
+        self._mount = _mount_above(config.root_dir)
         self._config = config
         self._context = context
         self.writer = _new_writer()
@@ -146,6 +147,24 @@ class Namespace:
         except FileNotFoundError:
             return False
         return True
+
+    def is_replaced(self) -> bool:
+        """Say whether there is a directory at the root's path that should be used in place of this one.
+
+        Where there is none what is open may be of use still, and if not, nothing else is. So it is where
+        the file system was unmounted and none is mounted yet: what comes to light below its mount point
+        would fill another disk.
+        """
+        try:
+            there = os.stat(self._config.root_dir)
+            if not os.path.ismount(self._mount) and there.st_dev == os.stat(self._mount).st_dev:
+                return False
+        except OSError:
+            return False
+        try:
+            return not os.path.samestat(there, os.fstat(self.root_fd))
+        except OSError:  # its file system is gone
+            return True
 
     def close(self) -> None:
         """Give back the root and this writer's directory. The epoch is retired before.
@@ -383,6 +402,14 @@ class Namespace:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _mount_above(path: Path) -> Path:
+    """Return where the file system is mounted that a path is on."""
+    path = path.resolve()
+    while not os.path.ismount(path):
+        path = path.parent
+    return path
 
 
 def _make_folder(path: Path) -> None:

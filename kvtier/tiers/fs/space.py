@@ -16,9 +16,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 from kvtier.tiers.fs import ledger
@@ -30,6 +30,9 @@ from kvtier.tiers.fs.ledger import Books
 DEFAULT_FREE_SHARE: Final = 0.05
 DEFAULT_FREE_BYTES: Final = 32 * 2**30
 LOOK_EVERY_S: Final = 1.0
+RENEWED_AT: Final = 0.5
+"""With so much of a lease left, or of the time for which a look is fresh gone, both are renewed."""
+
 _FEW_FILES: Final = 64
 
 
@@ -55,8 +58,26 @@ def bounds_of(config: FsConfig, disk: FileSystem) -> Bounds:
     return Bounds(config.max_bytes, min_free)
 
 
+@dataclass(slots=True)
+class _Told:
+    """What the ledger was told, to be taken back where that cannot be stored.
+
+    Attributes:
+        generation: the one that the lease was from before.
+        spent: bytes that were reported.
+        dropped: bytes of the lease that were given up.
+    """
+
+    generation: str
+    spent: int = 0
+    dropped: int = 0
+
+
 class Space:
     """What may be written. Any thread may call it.
+
+    One thread at a time asks the ledger and the file system; meanwhile others go on to reserve and to
+    settle, out of what is leased already.
 
     Args:
         config: the tier's settings.
@@ -77,7 +98,8 @@ class Space:
         look: Callable[[], FileSystem],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._lock = threading.Lock()
+        self._asking = threading.Lock()  # held by the one who asks the ledger or the file system
+        self._lock = threading.Lock()  # of the numbers below; nobody is asked while it is held
         self._file_bytes = file_bytes
         self._books = books
         self._look = look
@@ -89,7 +111,9 @@ class Space:
         self._evicts = config.eviction != "none"
         self._generation = ""
         self._free_lease = 0  # leased, and not reserved
-        self._waiting: deque[tuple[int, int]] = deque()  # reservations to be settled
+        self._least_lease = 0  # with less of it, more should be leased
+        self._aside = 0  # leased for the one who asks; nobody else reserves it
+        self._told = _Told("")
         self._reserved = 0  # reserved, and perhaps not written yet
         self._unreported = 0  # written since the last report
         self._since_look = 0  # reserved or written since the last look at the file system
@@ -103,8 +127,7 @@ class Space:
     def used_bytes(self) -> int | None:
         """Bytes below the root, as far as known; None before the first count.
 
-        Without the lock, which is held while the file system is asked, and that may hang: for who may
-        not wait it is a moment old.
+        Without a lock: for who may not wait it is a moment old.
         """
         return max(0, self._used_at_report + self._unreported) if self._is_exact else None
 
@@ -118,6 +141,15 @@ class Space:
         """Bytes that should be evicted now, as of the last look at the ledger."""
         return self._excess
 
+    @property
+    def needs_renewal(self) -> bool:
+        """Whether ``reserve_at_once`` will soon need more of a lease, or a newer look at the file system."""
+        return self._is_low or self._clock() - self._seen_at >= RENEWED_AT * LOOK_EVERY_S
+
+    @property
+    def _is_low(self) -> bool:
+        return self._free_lease < self._least_lease
+
     def reserve(self, chunks: int) -> tuple[int, Result]:
         """Reserve bytes for new files.
 
@@ -127,62 +159,63 @@ class Space:
         Raises:
             OSError: the file system or the ledger does not answer.
         """
-        with self._lock:
-            reason = Result.MAX_BYTES
-            wanted = chunks * self._file_bytes
-            if self._free_lease < wanted:
-                reason = self._lease(wanted - self._free_lease)
-            above_free = self._above_free()
-            if above_free < min(wanted, self._free_lease):
-                reason = Result.MIN_FREE
-            granted = max(0, min(wanted, self._free_lease, above_free) // self._file_bytes)
-            taken = granted * self._file_bytes
-            self._free_lease -= taken
-            self._reserved += taken
-            self._since_look += taken
-            return granted, reason
+        wanted = chunks * self._file_bytes
+        with self._asking:
+            self._set_aside(wanted)
+            try:
+                reason = Result.MAX_BYTES
+                if self._aside < wanted:
+                    reason = self._lease(wanted)
+                elif not self._is_fresh():
+                    self._look_again()
+                return self._take_aside(wanted, reason)
+            finally:
+                self._put_back()
 
     def reserve_at_once(self, chunks: int) -> bool:
-        """Reserve bytes for all of ``chunks`` if nobody has to be asked or waited for. Never blocks."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
-            self._settle_waiting()
-            wanted = chunks * self._file_bytes
-            fresh = self._clock() - self._seen_at < LOOK_EVERY_S
-            above_free = self._seen.free - self._bounds.min_free - self._since_look
-            if not fresh or wanted > min(self._free_lease, above_free):
+        """Reserve bytes for all of ``chunks`` if nobody has to be asked, nor waited for while he asks."""
+        wanted = chunks * self._file_bytes
+        with self._lock:
+            if not self._is_fresh() or wanted > min(self._free_lease, self._above_free()):
                 return False
             self._free_lease -= wanted
-            self._reserved += wanted
-            self._since_look += wanted
+            self._reserve(wanted)
             return True
-        finally:
-            self._lock.release()
 
-    def settle_soon(self, granted: int, added: int) -> None:
-        """Do as ``settle`` does, when nobody has to be waited for. Never blocks."""
-        self._waiting.append((granted, added))
-        if self._lock.acquire(blocking=False):
-            try:
-                self._settle_waiting()
-            finally:
-                self._lock.release()
+    def _set_aside(self, wanted: int) -> None:
+        """Keep what of the lease is needed from being reserved by others while more is asked for."""
+        with self._lock:
+            self._aside = min(self._free_lease, wanted)
+            self._free_lease -= self._aside
 
-    def _settle_waiting(self) -> None:
-        while self._waiting:
-            granted, added = self._waiting.popleft()
-            taken = granted * self._file_bytes
+    def _put_back(self) -> None:
+        with self._lock:
+            self._free_lease += self._aside
+            self._aside = 0
+
+    def _take_aside(self, wanted: int, reason: Result) -> tuple[int, Result]:
+        """Reserve what was set aside, as many whole files as it is enough for."""
+        with self._lock:
+            above_free, leased = self._above_free(), min(wanted, self._aside)
+            if above_free < leased:
+                reason = Result.MIN_FREE
+            granted = max(0, min(leased, above_free) // self._file_bytes)
+            self._aside -= granted * self._file_bytes
+            self._reserve(granted * self._file_bytes)
+            return granted, reason
+
+    def _reserve(self, taken: int) -> None:
+        self._reserved += taken
+        self._since_look += taken
+
+    def settle(self, granted: int, added: int) -> None:
+        """Replace a reservation of ``granted`` chunks by the bytes that were really added. Asks nobody."""
+        taken = granted * self._file_bytes
+        with self._lock:
             self._reserved -= taken
             self._free_lease += taken - added
             self._since_look += added - taken
             self._unreported += added
-
-    def settle(self, granted: int, added: int) -> None:
-        """Replace a reservation of ``granted`` chunks by the bytes that were really added."""
-        with self._lock:
-            self._waiting.append((granted, added))
-            self._settle_waiting()
 
     def changed(self, count: int) -> None:
         """Note that so many bytes were added without a reservation, or, where negative, removed.
@@ -190,14 +223,15 @@ class Space:
         Raises:
             OSError: the ledger does not answer.
         """
-        if count:
-            with self._lock, self._change() as accounts:
-                # A ledger that is new may have been made when they were gone already.
-                is_known = accounts.generation == self._generation
-                self._report(accounts)
-                accounts.added += max(0, count)
-                accounts.removed += max(0, -count) if is_known else 0
-                self._learn(accounts, self._look_again())
+        if not count:
+            return
+        with self._asking, self._change() as accounts:
+            # A ledger that is new may have been made when they were gone already.
+            is_known = accounts.generation == self._generation
+            self._report(accounts)
+            accounts.added += max(0, count)
+            accounts.removed += max(0, -count) if is_known else 0
+            self._learn(accounts, self._look_again())
 
     def refresh(self) -> None:
         """Learn what others wrote and removed, and give back the lease if nothing is being written.
@@ -205,17 +239,33 @@ class Space:
         Raises:
             OSError: the file system or the ledger does not answer.
         """
-        with self._lock, self._change() as accounts:
+        with self._asking, self._change() as accounts:
             self._report(accounts)
             self._books.bury_dead(accounts)
-            if not self._reserved:
-                accounts.give_back(self._books.writer, self._free_lease)
-                self._free_lease = 0
+            self._give_back_unused(accounts)
             self._learn(accounts, self._look_again())
+
+    def renew(self) -> None:
+        """Look at the file system, and lease ahead, before either is needed: see ``needs_renewal``.
+
+        Raises:
+            OSError: the file system or the ledger does not answer.
+        """
+        with self._asking:
+            if not self._is_low:
+                self._look_again()
+                return
+            with self._change() as accounts:
+                self._report(accounts)
+                disk = self._look_again()
+                room = min(room_for(accounts, self._bounds, disk))
+                granted = accounts.grant_ahead(self._books.writer, room, self._free_lease)
+                self._learn(accounts, disk)
+            self._add_lease(granted)
 
     def count_is_due(self, every_s: float) -> bool:
         """Say whether nobody has counted the root for so many seconds."""
-        with self._lock, self._change() as accounts:
+        with self._asking, self._change() as accounts:
             age_s = ledger.now() - accounts.counted_at
             return not accounts.is_exact or not 0 <= age_s < every_s
 
@@ -225,53 +275,76 @@ class Space:
         Raises:
             OSError: it could not be counted; the last count stays.
         """
-        with self._lock, self._change() as accounts:
+        with self._asking, self._change() as accounts:
             self._report(accounts)
             start = accounts.begin_count()
         counted = add_up()
-        with self._lock, self._change() as accounts:
+        with self._asking, self._change() as accounts:
             self._report(accounts)
             accounts.end_count(start, counted, ledger.now())
             self._learn(accounts, self._look_again())
 
+    # ------------------------------------------------- in the thread that holds ``_asking``
+
     @contextmanager
     def _change(self) -> Iterator[Accounts]:
-        """Hold the accounts. Where they cannot be stored nothing was reported and nothing leased."""
-        before = self._unreported, self._generation, self._free_lease
+        """Hold the accounts. Where they cannot be stored nothing was reported and nothing given back.
+
+        Puts go on meanwhile: what is leased is theirs only when it is written down.
+        """
+        self._told = _Told(self._generation)
         try:
             with self._books.change() as accounts:
                 yield accounts
         except BaseException:
-            self._unreported, self._generation, self._free_lease = before
+            with self._lock:
+                self._unreported += self._told.spent
+                self._free_lease += self._told.dropped
+                self._generation = self._told.generation
             raise
 
-    def _lease(self, missing: int) -> Result:
-        """Get some more bytes from the ledger. Returns which bound it is that there are no more."""
+    def _lease(self, wanted: int) -> Result:
+        """Set more bytes of the ledger's aside. Returns which bound it is that there are no more."""
         with self._change() as accounts:
             self._report(accounts)
+            missing = wanted - self._aside
             disk = self._look_again()
             below_limit, above_free = room_for(accounts, self._bounds, disk)
             if min(below_limit, above_free) < missing:
                 self._books.bury_dead(accounts)
                 below_limit, above_free = room_for(accounts, self._bounds, disk)
             room = min(below_limit, above_free)
-            granted = accounts.grant(self._books.writer, missing, room, self._free_lease, self._file_bytes)
-            self._free_lease += granted
+            granted = accounts.grant(self._books.writer, missing, room, self._aside, self._file_bytes)
             self._learn(accounts, disk, missing if granted < missing else 0)
+        self._aside += min(granted, missing)
+        self._add_lease(granted - min(granted, missing))
         if above_free < below_limit:
             return Result.MIN_FREE
         return Result.MAX_BYTES if self._is_exact else Result.COUNTING
 
+    def _add_lease(self, granted: int) -> None:
+        with self._lock:
+            self._free_lease += granted
+            self._least_lease = int(RENEWED_AT * self._free_lease)
+
     def _report(self, accounts: Accounts) -> None:
         """Say what was written since the last report; where the lease is no more, do without it."""
-        self._settle_waiting()
         writer = self._books.writer
-        accounts.report(writer, self._unreported, self._generation)
-        self._unreported = 0
-        self._generation = accounts.generation
-        if writer not in accounts.leases:
-            self._free_lease = 0
-            accounts.leases[writer] = self._reserved
+        with self._lock:
+            self._told.spent, self._unreported = self._unreported, 0
+            accounts.report(writer, self._told.spent, self._generation)
+            self._generation = accounts.generation
+            if writer not in accounts.leases:
+                self._told.dropped = self._free_lease + self._aside
+                self._free_lease = self._aside = 0
+                accounts.leases[writer] = self._reserved
+
+    def _give_back_unused(self, accounts: Accounts) -> None:
+        with self._lock:
+            if not self._reserved:
+                accounts.give_back(self._books.writer, self._free_lease)
+                self._told.dropped += self._free_lease
+                self._free_lease = self._least_lease = 0
 
     def _learn(self, accounts: Accounts, disk: FileSystem, wanted: int = 0) -> None:
         self._is_exact = accounts.is_exact
@@ -281,15 +354,22 @@ class Space:
         if self._evicts:
             self._excess = self._marks.excess(accounts, self._bounds, disk, wanted, self._file_bytes)
 
+    def _look_again(self) -> FileSystem:
+        with self._lock:
+            written = self._since_look - self._reserved
+        seen = self._look()
+        with self._lock:
+            self._seen = seen
+            self._seen_at = self._clock()
+            # What was not written when the look began may not be in use yet: it is held against what is free.
+            self._since_look -= written
+        return seen
+
+    # --------------------------------------------------------------------- with ``_lock`` held
+
+    def _is_fresh(self) -> bool:
+        return self._clock() - self._seen_at < LOOK_EVERY_S
+
     def _above_free(self) -> int:
         """Return how many bytes may be written before the file system has too few free ones."""
-        if self._clock() - self._seen_at >= LOOK_EVERY_S:
-            self._look_again()
         return self._seen.free - self._bounds.min_free - self._since_look
-
-    def _look_again(self) -> FileSystem:
-        self._seen = self._look()
-        self._seen_at = self._clock()
-        # What is reserved and not written is not in use yet: it is held against what is free.
-        self._since_look = self._reserved
-        return self._seen

@@ -497,12 +497,14 @@ class FsTier(OneRoot):
         here, chunks = self._here, len(call)
         if self._bell is None or not chunks or not here.space.reserve_at_once(chunks):
             return False
+        if here.space.needs_renewal:
+            self._tended.renew_lease_soon()
         begun = self._begin(call, Verb.PUT)
         if begun is None:
-            here.space.settle_soon(chunks, 0)
+            here.space.settle(chunks, 0)
             return False
         cancelled = await begun.end()
-        here.space.settle_soon(chunks, begun.total or 0)
+        here.space.settle(chunks, begun.total or 0)
         if cancelled is not None:
             raise cancelled
         if _ill(call.results, 0, chunks):  # something else is where a file should be

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -17,7 +16,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 from kvtier.keys import OffloadKey
@@ -118,6 +116,7 @@ class Upkeep:
         self._left: deque[OffloadKey] = deque(maxlen=_LEFT)
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._asked = threading.Lock()  # held from a call for room until it is answered
+        self._renewing = threading.Lock()  # the same for a lease
         self._barren_s = 0.0
         self._barren_until = 0.0
         self._is_warned = False
@@ -173,6 +172,11 @@ class Upkeep:
             return
         self._quick.submit(self._make_room)
 
+    def renew_lease_soon(self) -> None:
+        """Have the lease renewed before it is used up. Any thread may call it."""
+        if not self._closing and self._renewing.acquire(blocking=False):
+            self._quick.submit(self._renew_lease)
+
     def _after(self, name: str, seconds: float, action: Callable[[], None]) -> None:
         if name in self._timers:
             self._timers[name].cancel()
@@ -207,7 +211,7 @@ class Upkeep:
         tell(self._loop, self._plan_next)
 
     def _do_tick(self, place: Place) -> None:
-        if is_another(self._config.root_dir, self._namespace.root_fd):
+        if self._namespace.is_replaced():
             self._lost(f"another directory is at {self._config.root_dir} now")
         self._try(self._space.refresh, "asked for its ledger")
         if self._space.excess_bytes:
@@ -262,6 +266,12 @@ class Upkeep:
         finally:
             self._asked.release()
 
+    def _renew_lease(self) -> None:
+        try:
+            self._try(self._space.renew, "asked for a lease")
+        finally:
+            self._renewing.release()
+
     def _evict(self) -> None:
         need = self._space.excess_bytes
         if not need:
@@ -288,6 +298,8 @@ class Upkeep:
     def _freed(self, count: int) -> None:
         self.evicted_bytes += count
         self._space.changed(-count)
+        if self._space.needs_renewal:  # who makes room for long cannot be asked for a lease meanwhile
+            self._space.renew()
 
     def _gone(self, data_dir: str, units: Sequence[str]) -> None:
         watched = self._watched
@@ -315,18 +327,3 @@ class Upkeep:
         added = self._seldom.lets(what, time.monotonic())
         if added is not None:
             _log.warning("%s could not be %s%s", self._config.root_dir, what, added, exc_info=True)
-
-
-def is_another(path: Path, fd: int) -> bool:
-    """Say whether there is a directory at a path, and it is not the one that is open.
-
-    Where there is none what is open may be of use still, and if not, nothing else is.
-    """
-    try:
-        there = os.stat(path)
-    except OSError:
-        return False
-    try:
-        return not os.path.samestat(there, os.fstat(fd))
-    except OSError:  # its file system is gone
-        return True

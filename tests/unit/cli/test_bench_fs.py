@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+from types import SimpleNamespace
+
 import pytest
 
 from kvtier.cli import bench_fs, bench_fs_goals, bench_fs_limit
 from kvtier.cli.bench_fs import Point
+from kvtier.errors import KVTierError
+from kvtier.tiers.base import Outcome, Status
+from kvtier.tiers.fs import FsTier
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -70,3 +76,54 @@ def test_every_path_is_measured_and_nothing_is_left(tmp_path, monkeypatch):
 
 def missing(*_):
     raise ImportError("no vLLM here")
+
+
+def with_free(monkeypatch, free):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+
+
+def test_a_disk_without_room_for_the_run_is_refused_before_a_chunk_is_put(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_fs_limit, "FILE_BYTES", 8 * 2**20)
+    monkeypatch.setattr(FsTier, "open", None)
+    with_free(monkeypatch, bench_fs_limit.FILE_BYTES)  # in flight are 2 MiB
+    with pytest.raises(KVTierError, match=r"at the disk's rate, and .* GiB are free: name a directory"):
+        bench_fs.run(tmp_path, sizes=(4096,), seconds=1.0, rounds=1)
+    with_free(monkeypatch, 1000)
+    with pytest.raises(KVTierError, match=r"needed for the file .* GiB are free: name a directory"):
+        bench_fs.run(tmp_path, sizes=(4096,), seconds=1.0, rounds=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_run_needs_grows_with_the_rate_the_length_and_the_trailers():
+    one = bench_fs._bytes_put(1.0, (65536,), 1.0)
+    assert one >= 1.5e9
+    assert bench_fs._bytes_put(2.0, (65536,), 1.0) > one + 1.5e9
+    assert bench_fs._bytes_put(1.0, (65536,), 2.0) > one + 1.5e9
+    assert bench_fs._bytes_put(1.0, (65536, 4096), 1.0) >= 3.0e9
+
+
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [("enospc", "name a directory"), ("eio", "the log")],
+)
+def test_a_tier_that_fails_on_the_way_is_said_in_one_error(tmp_path, monkeypatch, reason, remedy):
+    async def put(tier, batch):
+        return Outcome.all(Status.REFUSED, len(batch), reason)
+
+    monkeypatch.setattr(bench_fs_limit, "FILE_BYTES", 8 * 2**20)
+    monkeypatch.setattr(FsTier, "put", put)
+    with pytest.raises(KVTierError, match=rf"\({reason}\): .*{remedy}"):
+        bench_fs.run(tmp_path, sizes=(4096,), seconds=0.01, rounds=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_does_not_take_the_file_of_its_limit_is_said_in_words(tmp_path):
+    (tmp_path / "raw-limit").symlink_to("/dev/full")
+    with (
+        pytest.raises(
+            KVTierError, match=r"could not be written \(No space left on device\): name a directory"
+        ),
+        bench_fs_limit.raw_limit(tmp_path, bench_fs_limit.BLOCK_BYTES),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from kvtier.cli import bench_root
 from kvtier.cli import main as cli
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KVTierError
 from kvtier.tiers.base import Outcome, Status
 from kvtier.tiers.fs import FsTier
 
@@ -38,6 +38,18 @@ def test_a_disk_that_does_not_take_the_chunks_is_refused_in_words(
         return Outcome.all(Status.REFUSED, 4, "min_free")
 
     monkeypatch.setattr(FsTier, "put", put)
-    with pytest.raises(ConfigError, match="does not take 4 chunks: min_free"):
+    with pytest.raises(ConfigError, match=r"does not take 4 chunks \(min_free\): name a directory"):
         bench_root.run(tmp_path, chunks=4)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_room_for_the_chunks_is_refused_before_any_is_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def put(tier: FsTier, batch: object) -> Outcome:
+        raise AssertionError("a chunk was put")
+
+    monkeypatch.setattr(FsTier, "put", put)
+    with pytest.raises(KVTierError, match=r"needed for 1,000,000,000 chunks .* GiB are free: name a"):
+        bench_root.run(tmp_path, chunks=10**9)
     assert list(tmp_path.iterdir()) == []

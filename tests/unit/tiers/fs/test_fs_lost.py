@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import subprocess
 
 import anyio
 import pytest
@@ -59,6 +60,46 @@ async def test_a_root_behind_a_link_is_the_directory_that_the_link_leads_to(worl
     assert told == []
     world.root.unlink()
     world.root.symlink_to(disks[1])
+    await world.eventually(lambda: told)
+    await tier.aclose()
+
+
+def run(*command):
+    subprocess.run(command, check=True, capture_output=True)
+
+
+@pytest.fixture
+def mounted(world):
+    """A file system of its own, mounted above the root."""
+    point = world.root = world.root.with_name("mounted")
+    point.mkdir()
+    try:
+        run("mount", "-t", "tmpfs", "kvtier-test", str(point))
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("nothing can be mounted here")
+    yield point
+    subprocess.run(["umount", "-l", str(point)], check=False, capture_output=True)
+
+
+@pytest.mark.parametrize("below", ["", "kvtier/cache"], ids=["at the mount point", "below it"])
+async def test_what_comes_to_light_when_it_is_unmounted_is_not_used(
+    world, work, told, monkeypatch, mounted, below
+):
+    monkeypatch.setattr(upkeep, "TICK_S", 0.01)
+    bare = mounted / below
+    run("umount", str(mounted))
+    bare.mkdir(parents=True, exist_ok=True)
+    run("mount", "-t", "tmpfs", "kvtier-test", str(mounted))
+    world.root = bare
+    tier = FsTier(FsConfig(root_dir=bare, n_threads=2, min_free_bytes=0), work)
+    await tier.open(TierContext("files", world.identity, world.chunk_bytes, lambda keys: None, told.append))
+    run("umount", "-l", str(mounted))
+    await anyio.sleep(0.2)  # many looks
+    assert told == []
+    assert (await world.put(tier, range(4))).statuses == (OK,) * 4
+    assert list(bare.iterdir()) == []
+    run("mount", "-t", "tmpfs", "kvtier-test", str(mounted))
+    bare.mkdir(parents=True, exist_ok=True)
     await world.eventually(lambda: told)
     await tier.aclose()
 

@@ -6,6 +6,7 @@ import copy
 import errno
 import os
 from contextlib import contextmanager
+from typing import Any
 
 import anyio
 import pytest
@@ -28,11 +29,16 @@ class Disk:
     def __init__(self, used=0, free=10_000):
         self.used, self.free, self.now = used, free, 0.0
         self.looks = 0
-        self.books = PrivateBooks(self.look())
+        self.during_look = None
+        self.books: Any = PrivateBooks(self.look())
 
     def look(self):
         self.looks += 1
-        return FileSystem(self.used + self.free, self.used, self.free)
+        seen = FileSystem(self.used + self.free, self.used, self.free)
+        meanwhile, self.during_look = self.during_look, None
+        if meanwhile is not None:
+            meanwhile()
+        return seen
 
     def write(self, count):
         self.used += count
@@ -172,6 +178,166 @@ def test_a_lease_that_is_not_used_goes_back_to_the_others():
     assert put(disk, two, 20)[0] == 16
 
 
+class Interrupted:
+    """A disk's books, while which are asked something happens that another thread does."""
+
+    writer = "self"
+
+    def __init__(self, books):
+        self._books = books
+        self.meanwhile = None
+        self.fails = False
+
+    @contextmanager
+    def change(self):
+        with self._books.change() as accounts:
+            before = copy.deepcopy(accounts)
+            yield accounts
+            if self.meanwhile is not None:
+                self.meanwhile()
+        if self.fails:
+            self._books.accounts = before
+            raise OSError(errno.ENOSPC, "no room for the ledger")
+
+    def bury_dead(self, accounts):
+        self._books.bury_dead(accounts)
+
+
+def leased_ahead(max_bytes=8000 + FILE):
+    """Return a disk and a space that has put one file and has leased 10 ahead."""
+    disk = Disk(free=100_000)
+    disk.books = Interrupted(disk.books)
+    space = disk.space(max_bytes=max_bytes)
+    space.count(lambda: 0)
+    assert not space.reserve_at_once(1)
+    assert put(disk, space, 1)[0] == 1
+    return disk, space
+
+
+def test_what_is_leased_is_reserved_without_asking_anybody():
+    disk, space = leased_ahead()
+    looks = disk.looks
+    disk.books.meanwhile = lambda: pytest.fail("the ledger was asked")
+    assert space.reserve_at_once(9)
+    assert not space.reserve_at_once(2)
+    assert space.reserve_at_once(1)
+    assert disk.looks == looks
+
+
+def test_an_old_look_at_the_file_system_is_no_look():
+    disk, space = leased_ahead()
+    disk.now += 0.99
+    assert space.reserve_at_once(1)
+    disk.now += 0.01
+    assert not space.reserve_at_once(1)
+
+
+def test_a_lease_is_to_be_renewed_when_half_of_it_is_left_and_is_then_not_asked_for_again():
+    _, space = leased_ahead()
+    assert not space.needs_renewal
+    assert space.reserve_at_once(5)
+    assert not space.needs_renewal
+    assert space.reserve_at_once(1)
+    assert space.needs_renewal
+    space.renew()
+    assert not space.needs_renewal
+    assert space.reserve_at_once(8)
+
+
+def test_a_look_is_to_be_renewed_before_it_is_old():
+    disk, space = leased_ahead()
+    disk.now += 0.5
+    assert space.needs_renewal
+    space.renew()
+    assert not space.needs_renewal
+    disk.now += 0.5
+    assert space.reserve_at_once(1)
+
+
+def test_no_number_of_renewals_leases_a_small_root_empty():
+    disk, space = leased_ahead()
+    for _ in range(20):
+        assert space.reserve_at_once(6)
+        space.renew()
+        space.settle(6, 0)
+    assert disk.books._books.accounts.leased <= 8000 // 8 + 6 * FILE
+    assert put(disk, disk.space(max_bytes=8000 + FILE), 60)[0] == 60
+
+
+def test_where_nothing_can_be_leased_ahead_nobody_is_asked_again_and_again():
+    disk, space = leased_ahead(max_bytes=300)
+    assert put(disk, space, 2)[0] == 2
+    space.renew()
+    assert not space.needs_renewal
+
+
+def test_puts_go_on_while_the_ledger_is_asked_and_use_no_lease_that_is_not_written_down():
+    disk, space = leased_ahead()
+    taken = []
+    assert space.reserve_at_once(6)
+    disk.books.meanwhile = lambda: taken.extend([space.reserve_at_once(4), space.reserve_at_once(1)])
+    space.renew()
+    assert taken == [True, False]
+    disk.books.meanwhile = None
+    space.settle(10, 10 * FILE)
+    disk.write(10 * FILE)
+    space.refresh()
+    assert space.used_bytes == 11 * FILE
+
+
+def test_what_is_asked_for_is_not_reserved_by_another_meanwhile():
+    disk, space = leased_ahead()
+    taken = []
+    disk.books.meanwhile = lambda: taken.append(space.reserve_at_once(1))
+    assert space.reserve(40) == (40, Result.MAX_BYTES)
+    assert taken == [False]
+
+
+def test_what_is_reserved_and_written_while_a_renewal_fails_stays_so():
+    disk, space = leased_ahead()
+    assert space.reserve_at_once(6)
+
+    def go_on():
+        disk.write(FILE)
+        space.settle(6, FILE)
+        assert space.reserve_at_once(4)
+
+    disk.books.meanwhile, disk.books.fails = go_on, True
+    with pytest.raises(OSError, match="no room"):
+        space.renew()
+    disk.books.meanwhile, disk.books.fails = None, False
+    assert space.reserve_at_once(5)
+    assert not space.reserve_at_once(1)
+    space.settle(9, 9 * FILE)
+    space.refresh()
+    assert space.used_bytes == 11 * FILE
+    assert disk.books._books.accounts.leased == 0
+
+
+def test_a_lease_whose_return_cannot_be_written_down_is_kept():
+    disk, space = leased_ahead()
+    disk.books.fails = True
+    with pytest.raises(OSError, match="no room"):
+        space.refresh()
+    disk.books.fails = False
+    assert space.reserve_at_once(10)
+
+
+def test_what_is_written_during_a_look_is_held_against_it():
+    disk, space = leased_ahead(max_bytes=10**6)
+    disk.free = 600
+    assert space.reserve_at_once(2)
+
+    def end_the_put():  # the look has seen nothing of it
+        disk.write(2 * FILE)
+        space.settle(2, 2 * FILE)
+
+    disk.during_look = end_the_put
+    space.renew()
+    assert not space.reserve_at_once(5)
+    assert space.reserve_at_once(4)
+
+
 def test_removals_make_room_and_are_not_taken_off_twice():
     disk = Disk()
     space = disk.space(max_bytes=1000)
@@ -308,6 +474,28 @@ async def test_min_free_refuses(world):
     tier = await world.open(min_free_bytes=2**60)
     outcome = await world.put(tier, [1, 2])
     assert (outcome.statuses, dict(outcome.reasons)) == ((REFUSED,) * 2, {"min_free": 2})
+
+
+async def test_puts_that_follow_one_another_find_a_lease_and_wait_for_no_ledger(world, monkeypatch):
+    monkeypatch.setattr("kvtier.tiers.fs.accounts.LEASE_BYTES", 16 * 2 * world.chunk_bytes)
+    monkeypatch.setattr("kvtier.tiers.fs.space.LOOK_EVERY_S", 1e9)
+    monkeypatch.setattr("kvtier.tiers.fs.upkeep.TICK_S", 1e9)
+    tier = await world.open()
+    if not tier.statistics().native:
+        pytest.skip("without the helper's threads a thread of Python's asks")
+    await world.put(tier, [0])
+    spaces = []
+    real = Space.reserve_at_once
+
+    def reserve_at_once(space, chunks):
+        spaces.append(space)
+        return real(space, chunks)
+
+    monkeypatch.setattr(Space, "reserve_at_once", reserve_at_once)
+    monkeypatch.setattr(Space, "reserve", lambda *_: pytest.fail("a put has asked the ledger"))
+    for number in range(1, 81):
+        assert (await world.put(tier, [number])).statuses == (OK,)
+        await world.eventually(lambda: not spaces[-1].needs_renewal)
 
 
 async def test_the_root_is_counted_again_from_time_to_time(world):

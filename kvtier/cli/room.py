@@ -1,0 +1,33 @@
+"""Whether a file system has the room that a measurement needs, said before it begins."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Final
+
+from kvtier.errors import KVTierError
+
+REMEDY: Final = "name a directory on a file system with more room, or make some there"
+
+
+def require(folder: Path, needed: int, what: str) -> None:
+    """Look whether there is room below a directory.
+
+    Args:
+        folder: the directory, which is there.
+        needed: bytes.
+        what: what needs them.
+
+    Raises:
+        KVTierError: there is not as much.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise KVTierError(
+            f"{folder}: {_gib(needed)} are needed for {what}, and {_gib(free)} are free: {REMEDY}"
+        )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"
