@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from kvtier.core.admission import Limits, TierGate
 from kvtier.core.breaker import BreakerRules
 from kvtier.core.policies.base import EvictionPolicy
 from kvtier.core.tiering import Tiering
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, IsolationError
 from kvtier.executor import AnyExecutor, Executor, ExecutorThread, NamedTier, Post
 from kvtier.isolation.process import ExecutorProcess
 from kvtier.isolation.remote import RemoteExecutor
@@ -21,7 +22,10 @@ from kvtier.tiers import registry
 from kvtier.tiers.activity import puts_at_once
 from kvtier.tiers.base import TierConfig
 
+logger = logging.getLogger("kvtier.executor")
+
 _LONGEST_PAUSES = 60
+_TRIAL_S = 10.0  # a process says its first word within half a second, on a busy machine within some
 
 if TYPE_CHECKING:
     from kvtier.device.base import KVCaches
@@ -74,23 +78,56 @@ def make_tiers(config: TieringConfig) -> list[NamedTier]:
     return named
 
 
-def make_executor(
+def start_executor(
     config: TieringConfig,
     tiers: Sequence[NamedTier],
     identity: Identity,
     region: Region,
     custody: Custody | None = None,
 ) -> AnyExecutor:
-    """Make what runs the tiers beside the engine's thread. It is not started yet.
+    """Start what runs the tiers beside the engine's thread: where ``isolation`` says.
+
+    With ``auto`` that is a process. Where there can be none the log says why, and it is a thread. A tier that
+    ends its process is no such case: in a thread it would end the engine.
 
     Raises:
-        ConfigError: a tier's settings can not be handed to another process.
-        StateError: the region can not be shared with one.
+        ConfigError: a tier's settings can not be handed to the process that was asked for.
+        IsolationError: that process can not be started.
+        StateError: the region can not be shared with it.
     """
-    if config.isolation == "thread":
-        return ExecutorThread(partial(Executor, tiers, identity, region, custody=custody))
+    thread = ExecutorThread(partial(Executor, tiers, identity, region, custody=custody))
+    if config.isolation == "thread" or (config.isolation == "auto" and not tiers):
+        thread.start()
+        return thread
+    try:
+        process = _make_process(config, tiers, identity, region, custody)
+        process.start()
+    except (ConfigError, IsolationError) as error:
+        if config.isolation == "process":
+            raise
+        logger.warning("%s. They are in one for now, and a tier that crashes would end the engine", error)
+        thread.start()
+        return thread
+    return process
+
+
+def _make_process(
+    config: TieringConfig,
+    tiers: Sequence[NamedTier],
+    identity: Identity,
+    region: Region,
+    custody: Custody | None,
+    notify: Callable[[], object] = lambda: None,
+) -> ExecutorProcess:
+    limit = config.isolation_memory_limit
     return ExecutorProcess(
-        tiers, identity, region, custody=custody, memory_limit_bytes=config.isolation_memory_limit
+        tiers,
+        identity,
+        region,
+        custody=custody,
+        memory_limit_bytes=limit,
+        trial_s=_TRIAL_S,
+        notify=notify,
     )
 
 
@@ -102,9 +139,7 @@ def _make_remote(
     custody: Custody | None,
     post: Post,
 ) -> RemoteExecutor:
-    limit = config.isolation_memory_limit
-    make = partial(ExecutorProcess, tiers, identity, region, custody=custody, memory_limit_bytes=limit)
-    return RemoteExecutor(lambda notify: make(notify=notify), post)
+    return RemoteExecutor(partial(_make_process, config, tiers, identity, region, custody), post)
 
 
 def slots_for(config: TieringConfig, chunk_bytes: int) -> int:
@@ -131,6 +166,11 @@ def open_manager(
     device: str | None = None,
 ) -> TieringManager:
     """Make the asyncio face of kvtier, for use with ``async with``.
+
+    With ``isolation`` ``auto`` the tiers run on the program's own event loop, and the primary tier is plain
+    memory of its process: a library starts no process that nobody has asked for, and what the program
+    measures, limits and patches is in one place. ``process`` needs room in shared memory for the primary
+    tier, of which many containers have 64 MiB.
 
     Args:
         config: the settings; ``blocks_per_chunk`` says how many blocks a chunk has, default 1.
@@ -179,7 +219,7 @@ def _make_memory(config: TieringConfig, layout: SlotLayout) -> tuple[Region, Cus
     from kvtier.memory.region import Region
 
     slots, rate = slots_for(config, layout.chunk_bytes), config.audit_rate
-    if config.isolation == "thread":
+    if config.isolation != "process":
         region = Region.anonymous(slots, layout.chunk_bytes)
         return region, Custody.private(region, rate, layout.area_bytes) if rate else None
     region = Region.unnamed(slots, layout.chunk_bytes, custody_bytes(slots, 1) if rate else 0)

@@ -110,10 +110,11 @@ class TieringConfig(BaseModel):
         description="Share of chunks that are audited: read back from the device and compared with what was "
         "stored. 0 for none.",
     )
-    isolation: Literal["thread", "process"] = Field(
-        default="thread",
-        description="Where the tiers run: `thread`, in the engine's process, or `process`, in one of "
-        "their own, whose end costs misses and nothing else.",
+    isolation: Literal["auto", "thread", "process"] = Field(
+        default="auto",
+        description="Where the tiers run: `process`, in one of their own, whose end costs misses and nothing "
+        "else; `thread`, in the engine's; `auto`, in a process where one can be started (with "
+        "`TieringManager` in a thread).",
     )
     isolation_memory_limit: Annotated[ByteSize, Field(ge=_LEAST_MEMORY)] | None = Field(
         default=None,
@@ -163,7 +164,7 @@ class TieringConfig(BaseModel):
     @model_validator(mode="after")
     def _fits_together(self) -> TieringConfig:
         if self.isolation_memory_limit is not None and self.isolation != "process":
-            raise ValueError("isolation_memory_limit is for isolation 'process' alone: remove it")
+            raise ValueError("isolation_memory_limit needs isolation 'process': set that too, or remove it")
         if self.block_size is not None and self.blocks_per_chunk is not None:
             raise ValueError("give block_size or blocks_per_chunk, not both")
         given = [tier.name for tier in self.secondary_tiers if tier.name is not None]

@@ -23,6 +23,10 @@ class RegionError(KVTierError):
     """The primary tier's region cannot be made. The message names needed and free bytes."""
 
 
+class IsolationError(KVTierError):
+    """No process of the tiers can be started here. The message says why."""
+
+
 class StateError(KVTierError):
     """A move that the state tables do not allow: a bug in kvtier or in its caller."""
 

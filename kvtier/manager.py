@@ -200,6 +200,8 @@ class TieringManager:
         self._is_open = True
         try:
             await self._serves.wait()
+            if self._serving.done():
+                self._serving.result()  # raises why it has not begun
             with anyio.move_on_after(_FIRST_SLOTS_S):
                 await first_slots.wait()
         except BaseException:

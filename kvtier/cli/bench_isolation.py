@@ -1,6 +1,8 @@
 """Tiers in a thread of the engine's process against tiers in a process of their own.
 
-Two questions, each answered by ratios of one run, in rounds of random order.
+Questions, each answered by ratios of one run, in rounds of random order.
+
+*How soon can a tier be used?* A process has to start first, and the engine's start waits for its first word.
 
 *How long does a promotion take?* No engine is needed: this process stands for it. It asks a tier for
 chunks, and the clock runs until it learns that they have landed in their slots. Meanwhile it does nothing,
@@ -27,7 +29,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from kvtier.build import make_executor, make_tiers
+from kvtier.build import make_tiers, start_executor
 from kvtier.cli.bench_overhead import (
     PLAIN,
     Loss,
@@ -119,6 +121,25 @@ class Taken:
 
 
 @dataclass(frozen=True)
+class Start:
+    """How soon a tier can be used: what an engine's start, and its first lookups, wait for.
+
+    Attributes:
+        tier: which tier.
+        isolation: where it runs.
+        returns_ms: until the call that starts the executor returns, and the engine goes on: median.
+        answers_ms: until the tier, which is opened meanwhile, has answered for the first time: median.
+        longest_ms: the same, the longest.
+    """
+
+    tier: str
+    isolation: str
+    returns_ms: float
+    answers_ms: float
+    longest_ms: float
+
+
+@dataclass(frozen=True)
 class Sizes:
     """Promotions measured"""
 
@@ -157,6 +178,10 @@ class Bed:
         tier: its settings.
         chunk_bytes: of a chunk.
         chunks: how many chunks the tier gets.
+
+    Attributes:
+        returns_s: how long the call has taken that starts the executor.
+        answers_s: from its begin until the tier has answered for the first time.
     """
 
     def __init__(self, isolation: str, tier: Mapping[str, Any], chunk_bytes: int, chunks: int) -> None:
@@ -170,16 +195,28 @@ class Bed:
         self.chunks = chunks
         self._region = Region.unnamed(AT_ONCE * chunks, chunk_bytes)
         identity = Identity.make("kvtier-bench", {"dtype": "int8"})
-        self._executor: AnyExecutor = make_executor(config, make_tiers(config), identity, self._region)
+        begun_s = time.perf_counter()
+        self._executor: AnyExecutor = start_executor(config, make_tiers(config), identity, self._region)
+        self.returns_s = time.perf_counter() - begun_s
         self._ids = itertools.count(1)
         self._keys = [pack_key(number.to_bytes(16, "big"), 0) for number in range(chunks)]
+        self.answers_s = self.returns_s + self._ask_first()
+
+    def _ask_first(self) -> float:
+        """Ask for a chunk that nobody has; return the seconds until the answer has come."""
+        begun_s = time.perf_counter()
+        self._ask(1)
+        while not list(self._ended()):
+            if time.perf_counter() - begun_s > PATIENCE_S:
+                raise BenchError("the tier does not answer")
+            wait()
+        return time.perf_counter() - begun_s
 
     def fill(self) -> None:
-        """Open the tier and put its chunks. Pages of all slots are touched."""
+        """Put the tier's chunks. Pages of all slots are touched."""
         for slot in range(self._region.slots):
             view = self._region.view(slot)
             view[:] = random.Random(slot).randbytes(len(view))
-        self._executor.start()
         deadline_s = time.monotonic() + PATIENCE_S
         while not self._put():
             if time.monotonic() > deadline_s:
@@ -280,7 +317,7 @@ def run(
     prompt_tokens: int = 512,
     output_tokens: int = 32,
     at_once: int = 8,
-) -> list[Promotion | Taken | Sizes | Loss | Share | Work | Site]:
+) -> list[Start | Promotion | Taken | Sizes | Loss | Share | Work | Site]:
     """Measure.
 
     Args:
@@ -295,6 +332,8 @@ def run(
     with open_folder(root) as folder:
         site = Site.of(folder)
         found: list[Any] = []
+        for tier in TIERS:
+            found += _starts(tier, folder / f"{tier}-starts", chunk_bytes, max(1, promotion_rounds // 4))
         for tier in TIERS:
             found += _promotions(tier, folder / tier, chunk_bytes, promotion_rounds, stretch_s)
         found.append(Sizes(chunk_bytes // 1024, promotion_rounds))
@@ -320,6 +359,21 @@ def _promotions(
         seconds = _measure_promotions(beds, tier, rounds)
         stretches = _measure_stretches(beds, tier, max(1, rounds // 4), stretch_s)
     return [*promotions(tier, seconds), *taken(tier, stretches, COUNTS[1])]
+
+
+def _starts(tier: str, folder: Path, chunk_bytes: int, rounds: int) -> list[Start]:
+    times: dict[str, list[tuple[float, float]]] = {isolation: [] for isolation in ISOLATIONS}
+    order = random.Random(2)
+    for number in range(rounds):
+        for isolation in order.sample(ISOLATIONS, len(ISOLATIONS)):
+            bed = Bed(isolation, _tier(tier, folder / f"{isolation}-{number}"), chunk_bytes, 1)
+            bed.close()
+            times[isolation].append((bed.returns_s * 1e3, bed.answers_s * 1e3))
+    rows = []
+    for isolation, pairs in times.items():
+        returns_ms, answers_ms = zip(*pairs, strict=True)
+        rows.append(Start(tier, isolation, median(returns_ms), median(answers_ms), max(answers_ms)))
+    return rows
 
 
 @contextmanager

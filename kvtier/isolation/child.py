@@ -40,6 +40,8 @@ _FULL = 1000
 _PR_SET_PDEATHSIG = 1
 _KILL_ME_BEFORE_THE_ENGINE = 500
 _LAST_WORDS_S = 1.0
+_STACK_BYTES = 2**20
+_PTHREAD_ATTR_BYTES = 256  # more than any has
 
 
 class _Forward(logging.Handler):
@@ -203,6 +205,7 @@ def main(arguments: list[str]) -> int:
     try:
         _keep_to(hello)
         servant.memory = Region.borrowed(memory_fd, hello.slots, hello.chunk_bytes, hello.board_bytes)
+        servant.outbox.add(wire.pack([wire.Reached(wire.AT_WORK)]))
         anyio.run(servant.serve)
     except Exception:
         logger.exception("the process of the tiers ends")
@@ -245,8 +248,19 @@ def _keep_to(hello: Hello) -> None:
     with suppress(OSError):
         os.sched_setaffinity(0, hello.cpus)
     if hello.memory_limit_bytes is not None:
-        # Of memory of its own; the engine's slots, which are shared, do not count.
+        # Of memory of its own; the engine's slots, which are shared, do not count. Stacks do, in full.
+        _have_small_stacks()
         resource.setrlimit(resource.RLIMIT_DATA, (hello.memory_limit_bytes, hello.memory_limit_bytes))
+
+
+def _have_small_stacks() -> None:
+    """Give threads from here on stacks of this size, those of libraries too: of 8 MiB few would fit."""
+    libc = ctypes.CDLL(None)
+    attributes = ctypes.create_string_buffer(_PTHREAD_ATTR_BYTES)
+    libc.pthread_attr_init(attributes)
+    libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(_STACK_BYTES))
+    with suppress(AttributeError):  # other C libraries have small ones anyway
+        libc.pthread_setattr_default_np(attributes)
 
 
 def _custody(hello: Hello, region: Region) -> Custody | None:

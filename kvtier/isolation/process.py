@@ -22,13 +22,14 @@ from math import inf
 
 from kvtier.core.backoff import Backoff, Chance
 from kvtier.core.messages import Command, Event, Fetch, ProcessEnded, Put, Reset, TierDown
-from kvtier.errors import StateError
+from kvtier.errors import IsolationError, StateError
 from kvtier.executor import NamedTier, failure_of
 from kvtier.identity import Identity
 from kvtier.isolation import settings, wire
 from kvtier.isolation.hearing import Hearing
 from kvtier.isolation.link import Link, Voice
 from kvtier.isolation.pulse import Pace, Pulse
+from kvtier.isolation.trial import Trial
 from kvtier.isolation.wire import CustodyText, Hello, IdentityText, WireError
 from kvtier.memory.custody import Custody
 from kvtier.memory.region import Region
@@ -68,6 +69,8 @@ class ExecutorProcess:
         custody: what audited slots must hold, in the region's board; None where nothing is audited.
         memory_limit_bytes: memory of its own that the process may have; None for any.
         pace: how closely it is watched.
+        trial_s: seconds that ``start`` waits to see whether there can be such a process here; 0 to start
+            one again and again where there can not.
         notify: called, by any thread, when there are new events.
         chance: the source of chance, for pauses that differ from engine to engine.
 
@@ -89,6 +92,7 @@ class ExecutorProcess:
         custody: Custody | None = None,
         memory_limit_bytes: int | None = None,
         pace: Pace | None = None,
+        trial_s: float = 0.0,
         notify: Callable[[], object] = lambda: None,
         chance: Chance = random.random,
     ) -> None:
@@ -102,6 +106,7 @@ class ExecutorProcess:
         self._region = region
         self._memory_limit_bytes = memory_limit_bytes
         self._pace = pace or Pace()
+        self._trial = Trial(trial_s)
         self._notify = notify
         self._backoff = Backoff(self._pace.first_pause_s, self._pace.longest_pause_s, chance)
         self._epochs = (0,) * len(tiers)
@@ -125,9 +130,19 @@ class ExecutorProcess:
     # --- what the owner calls --------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the process. It opens the tiers meanwhile; where it fails at that, it is tried again."""
+        """Start the process. It opens the tiers meanwhile; where it fails at that, it is tried again.
+
+        Raises:
+            IsolationError: it has ended, within ``trial_s``, before it had to do with any tier: there can be
+                none here. Nothing of it is left.
+        """
         self._thread.start()
         self._has_begun.wait()
+        if failure := self._trial.wait():
+            self.close(0.0)
+            raise IsolationError(
+                f"the tiers cannot run in a process of their own here: {failure}; set isolation to 'thread'"
+            )
         early, self._early = self._early or [], None
         self.submit(early)
 
@@ -209,8 +224,9 @@ class ExecutorProcess:
                 self._live()
                 if not self._closing:
                     self._sleep(self._backoff.next_s())
-        except BaseException:
-            logger.exception("the keeper of the tiers' process has ended: the tiers are not used any more")
+        except BaseException as error:
+            if not self._trial.decide(repr(error)):
+                logger.exception("the keeper of the tiers' process has ended: they are not used any more")
         finally:
             self._closing = True
             self._has_begun.set()
@@ -220,9 +236,10 @@ class ExecutorProcess:
         try:
             link = Link(self._region.fileno(), self._hello(), self._wake)
         except (OSError, StateError) as error:
-            self._tell_end(_Ending("not_started", f"cannot be started: {error}"))
+            self._tell_end(_Ending("not_started", f"it cannot be started: {error}"))
             self._has_begun.set()
             return
+        link.waiting[wire.AT_WORK] = self._trial.decide
         self._link = link
         self._has_begun.set()
         begun_s = time.monotonic()
@@ -330,6 +347,9 @@ class ExecutorProcess:
 
     def _tell_end(self, ending: _Ending, pid: int | None = None) -> None:
         """Tell of an end before anything else is: nothing more is asked of the tiers."""
+        if self._trial.decide(ending.text):  # by whoever waits for it
+            self._closing = True
+            return
         who = "the process of the tiers" if pid is None else f"process {pid} of the tiers"
         logger.error("%s: %s; it is started anew", who, ending.text)
         self.events.append(ProcessEnded(ending.reason))

@@ -384,6 +384,13 @@ class Engine:
         """The engine's processes."""
         return _session(self.pid)
 
+    @property
+    def tiers_process(self) -> int | None:
+        """The process that its tiers run in; None where they run in its own."""
+        found = [pid for pid in self.processes if b"kvtier.isolation.child" in _command_of(pid)]
+        assert len(found) <= 1, found
+        return found[0] if found else None
+
     def _shared_memory_of_vllm(self) -> set[Path]:
         return self._shared_memory() - self.regions
 
@@ -447,6 +454,13 @@ class Engine:
             if time.monotonic() > deadline:
                 raise EngineError(f"processes {_session(self.pid)} have not ended within {patience_s} s")
             time.sleep(0.05)
+
+
+def _command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def _session(leader: int) -> list[int]:

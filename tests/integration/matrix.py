@@ -136,6 +136,8 @@ class Row:
             finally:
                 self.stand.come_back()
             self._recover(engine, seen)
+            if (engine.tiers_process is None) != (self.stand.more.get("isolation") == "thread"):
+                raise EngineError(f"the tiers are not where they are said to be\n{engine.log()}")
         except BaseException:
             self.end()
             raise

@@ -155,12 +155,12 @@ class Segments(FileStand):
     format = "segments"
 
 
-class Apart(FileStand):
-    """The tiers in a process of their own."""
+class InEngine(FileStand):
+    """The tiers in a thread of the engine; those of the other rows are in a process of their own."""
 
-    name = "fs, `isolation: process`"
+    name = "fs, `isolation: thread`"
     format = "files"
-    more: ClassVar[Mapping[str, Any]] = {"isolation": "process"}
+    more: ClassVar[Mapping[str, Any]] = {"isolation": "thread"}
 
 
 class Redis(Stand):
@@ -444,7 +444,7 @@ class Plain(Stand):
         self._file.unlink(missing_ok=True)
 
 
-STANDS: Sequence[type[Stand]] = (Files, Segments, Apart, Redis, S3, Plain)
+STANDS: Sequence[type[Stand]] = (Files, Segments, InEngine, Redis, S3, Plain)
 
 
 def absent(what: str) -> None:

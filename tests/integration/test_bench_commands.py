@@ -48,7 +48,7 @@ def test_overhead(tmp_path: Path) -> None:
         assert loss["low"] <= loss["lost_percent"] <= loss["high"] < 100
         assert loss["cpu_low"] <= loss["cpu_percent"] <= loss["cpu_high"]
     parts = {share["part"] for share in report["Share"] if share["connector"] == "kvtier cpu+fs"}
-    assert parts >= {"copies", "engine thread", "executor", "file threads"}
+    assert parts >= {"copies", "engine thread", "executor", "tiers' process"}
     assert all(share["percent"] >= 0 for share in report["Share"])
     (site,) = report["Site"]
     assert site["vllm"] != "not installed"

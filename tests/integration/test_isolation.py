@@ -1,4 +1,4 @@
-"""The tiers in a process of their own: the same story, and whatever becomes of it costs misses alone."""
+"""The tiers in a process of their own, the default: whatever becomes of it costs misses alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, Engine, Forge, prompt
+from tests.integration.harness import PROMPT_CHUNKS, Engine, EngineError, Forge, prompt
 
 STORY = [prompt(seed) for seed in (1, 2, 3)]
 OTHERS = [prompt(seed) for seed in range(10, 22)]  # more than the device cache and the primary tier hold
@@ -24,7 +24,6 @@ MUCH_LATER_S = 30.0
 def settings(tmp_path: Path) -> dict[str, Any]:
     return {
         "cpu_bytes_to_use": "16MiB",
-        "isolation": "process",
         "request_deadline_s": DEADLINE_S,
         "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path), "min_free_bytes": 0}],
     }
@@ -102,6 +101,28 @@ def test_it_ends_with_an_engine_that_is_killed(
         assert engine.served(*STORY) == (reference(*STORY), {"fs": CHUNKS})
 
 
+NO_PROCESS = ("tests.integration.traffic", "start_no_process")
+
+
+def test_where_there_can_be_no_process_they_run_in_a_thread_and_the_log_says_so(
+    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
+) -> None:
+    for loaded in ({}, {"fs": CHUNKS}):
+        with forge.start(llama, settings, prepare=NO_PROCESS) as engine:
+            assert engine.served(*STORY) == (reference(*STORY), loaded)
+            assert engine.tiers_process is None
+            lines = [line for line in engine.log().splitlines() if "set isolation to 'thread'" in line]
+            assert len(lines) == 1
+            assert engine.metrics().value("kvtier_tier_process_ended") == 0
+
+
+def test_where_there_can_be_no_process_and_one_was_asked_for_the_engine_does_not_start(
+    forge: Forge, llama: Path, settings: dict[str, Any]
+) -> None:
+    with pytest.raises(EngineError, match="it has ended with status 1; set isolation to 'thread'"):
+        forge.start(llama, {**settings, "isolation": "process"}, prepare=NO_PROCESS)
+
+
 def until_open(engine: Engine) -> None:
     """Wait until the process of the tiers runs and has opened them."""
     engine.until(
@@ -114,15 +135,9 @@ def until_open(engine: Engine) -> None:
 
 
 def process_of_tiers(engine: Engine) -> int:
-    (tiers,) = [pid for pid in engine.processes if b"kvtier.isolation.child" in command_of(pid)]
-    return tiers
-
-
-def command_of(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+    pid = engine.tiers_process
+    assert pid is not None
+    return pid
 
 
 def is_alive(pid: int) -> bool:

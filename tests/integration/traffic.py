@@ -1,4 +1,4 @@
-"""What an engine's own process does for the fault matrix. See ``Servant.call``."""
+"""What is done in an engine's own process for some tests. See ``Servant.call``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,14 @@ _NUMBERS = itertools.count()
 def find(llm: Any, directory: str) -> dict[str, Any]:
     """Have distributions in this directory found as if they were installed."""
     sys.path.insert(0, directory)
+    return {}
+
+
+def start_no_process(llm: Any) -> dict[str, Any]:
+    """Have every process of the tiers end at its start, as where the system allows none."""
+    from kvtier.isolation import link
+
+    link._PROGRAM = "kvtier.isolation.no_such_program"
     return {}
 
 

@@ -34,7 +34,7 @@ from kvtier.adapters.vllm.parallel import SlotShape, slot_layout, slot_shape
 from kvtier.adapters.vllm.places import place_of
 from kvtier.adapters.vllm.worker import KVTierWorker, as_kv_caches, batched_copy
 from kvtier.adapters.vllm.workers import Workers
-from kvtier.build import make_core, make_executor, make_tiers, slots_for
+from kvtier.build import make_core, make_tiers, slots_for, start_executor
 from kvtier.config import TieringConfig
 from kvtier.core.messages import SlotsReady
 from kvtier.errors import ConfigError
@@ -98,8 +98,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         )
         tiers = make_tiers(self._settings)
         custody = self._custody(region)
-        executor = make_executor(self._settings, tiers, self._identity(tiers), region, custody)
-        executor.start()
+        executor = start_executor(self._settings, tiers, self._identity(tiers), region, custody)
         board = Board(region.board, region.slots, self.config.parallel.world_size)
         region.populate(lambda slots: executor.events.append(SlotsReady(slots)), _parts(self._shape, board))
         return KVTierManager(

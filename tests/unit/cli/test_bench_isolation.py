@@ -100,6 +100,9 @@ def test_the_command_measures_both_and_leaves_nothing(kvtier: Kvtier, tmp_path: 
     lost = {(row["tier"], row["isolation"]): row for row in tables["Taken"]}
     assert set(lost) == {("dummy", "thread"), ("dummy", "process"), ("fs", "thread"), ("fs", "process")}
     assert all(row["low"] <= row["blocked_percent"] <= row["high"] for row in lost.values())
+    started = {(row["tier"], row["isolation"]): row for row in tables["Start"]}
+    assert started.keys() == lost.keys()
+    assert all(0 < row["returns_ms"] < row["answers_ms"] <= row["longest_ms"] for row in started.values())
     assert "Promotion" in tables
     assert "Loss" not in tables
     assert "thread" in said.out

@@ -46,6 +46,11 @@ from kvtier.tiers.base import Outcome, Status
 from kvtier.tiers.drain import in_thread
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 
+IS_CHILD = "kvtier.isolation.child" in getattr(sys.modules["__main__"].__spec__, "name", "")
+CRASH = os.environ.get("KVTIER_TEST_CRASH") if IS_CHILD else None
+if CRASH == "crash_when_loaded":
+    ctypes.string_at(0)
+
 
 class Config(DummyConfig):
     type: str = "reckless"
@@ -64,6 +69,8 @@ class Reckless(DummyTier):
         if self.config.act == "block_at_once":
             (self.config.folder / "begun").touch()
             time.sleep(1000)
+        if CRASH == "crash_when_opened":
+            ctypes.string_at(0)
         await super().open(context)
 
     async def get(self, batch):

@@ -32,6 +32,7 @@ from .conftest import (
     CHUNK_BYTES,
     IDENTITY,
     PATIENCE_S,
+    SLOTS,
     STRICT,
     SWIFT,
     Den,
@@ -207,6 +208,19 @@ def test_a_tier_that_eats_memory_fails_within_its_limit(den: MakeDen) -> None:
     if it.endings or not is_alive(it.pid()):
         it.until_up()
     it.hold([2])
+
+
+def test_the_lowest_limit_of_memory_has_room_for_files(den: MakeDen, tmp_path: Path) -> None:
+    """Stacks of threads count, and each format has threads of its own."""
+    both = [
+        make_tier("fs", root_dir=tmp_path / form, format=form, min_free_bytes=0)
+        for form in ("files", "segments")
+    ]
+    it = den(*both, memory_limit_bytes=256 << 20)
+    for number in range(SLOTS // 2):
+        for tier in range(len(both)):
+            it.hold([number], tier=tier)
+    assert it.endings == []
 
 
 def test_a_stopped_process_is_killed_before_anything_it_had_is_answered_for(den: MakeDen) -> None:

@@ -1,0 +1,232 @@
+"""Where the tiers run: what was asked for, or what there can be, and in words where that is not the same."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+import pytest
+import torch
+
+from kvtier import KVCaches, PageRef, TieringConfig, open_manager
+from kvtier.build import make_tiers, start_executor
+from kvtier.core.messages import Event, Fetch, Fetched, ProcessEnded, Put, PutEnded
+from kvtier.errors import ConfigError, IsolationError
+from kvtier.executor import AnyExecutor, ExecutorThread, NamedTier
+from kvtier.isolation import link as links
+from kvtier.isolation.process import ExecutorProcess
+from kvtier.manager import TieringManager
+from kvtier.memory.region import Region
+from kvtier.tiers.dummy import DummyConfig, DummyTier
+
+from .conftest import CHUNK_BYTES, IDENTITY, PATIENCE_S, SLOTS, SWIFT, Den, MakeDen, key, make_tier
+from .test_managed import processes_of_tiers
+from .test_process import resources
+
+Begin = Callable[..., AnyExecutor]
+
+
+@pytest.fixture
+def begin() -> Iterator[Begin]:
+    """Start executors, with these settings, over a tier in memory; they are closed with the test."""
+    region, made = Region.unnamed(SLOTS, CHUNK_BYTES), []
+
+    def start(*tiers: NamedTier, tier: str = "dummy", **settings: Any) -> AnyExecutor:
+        config = TieringConfig.from_mapping(
+            {"cpu_bytes_to_use": SLOTS * CHUNK_BYTES, "secondary_tiers": [{"type": tier}], **settings}
+        )
+        executor = start_executor(config, tiers or make_tiers(config), IDENTITY, region)
+        made.append(executor)
+        return executor
+
+    yield start
+    for executor in made:
+        assert executor.close(0.0)
+    region.close()
+
+
+def is_of_use(executor: AnyExecutor) -> bool:
+    """Whether a chunk is put and got."""
+    executor.submit([Put(1, 0, [key(1)], [0])])
+    put = ended(executor)
+    executor.submit([Fetch(2, 0, [key(1)], [1], False)])
+    got = ended(executor)
+    return isinstance(put, PutEnded) and isinstance(got, Fetched) and put.kept[0] and not got.reasons
+
+
+def ended(executor: AnyExecutor) -> PutEnded | Fetched:
+    end_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end_s:
+        while executor.events:
+            event: Event = executor.events.popleft()
+            if isinstance(event, PutEnded | Fetched):
+                return event
+        time.sleep(0.001)
+    raise AssertionError("no end")
+
+
+@pytest.fixture(params=["no program", "no process", "no descriptor", "no support", "no start"])
+def nowhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """No process can be started, for one reason or another; return what is said of it."""
+    if request.param == "no program":
+        monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+        return "No such file or directory"
+    if request.param == "no process":  # as with a limit of processes that is reached
+
+        def refuse(*_: object, **__: object) -> None:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+
+        monkeypatch.setattr(subprocess, "Popen", refuse)
+        return "Resource temporarily unavailable"
+    if request.param == "no descriptor":  # as before Linux 5.3
+
+        def lack(_: int) -> int:
+            raise OSError(38, "Function not implemented")
+
+        monkeypatch.setattr(os, "pidfd_open", lack)
+        return "Function not implemented"
+    if request.param == "no support":  # by a Python that was built for an older system
+        monkeypatch.delattr(os, "pidfd_open")
+        return "pidfd_open"
+    monkeypatch.setattr(links, "_PROGRAM", "kvtier.isolation.no_such_program")
+    return "it has ended with status 1"
+
+
+@pytest.mark.parametrize(
+    ("isolation", "kind"),
+    [("auto", ExecutorProcess), ("process", ExecutorProcess), ("thread", ExecutorThread)],
+)
+def test_the_tiers_are_where_they_were_asked_to_be(
+    begin: Begin, caplog: pytest.LogCaptureFixture, isolation: str, kind: type[AnyExecutor]
+) -> None:
+    executor = begin(isolation=isolation)
+    assert isinstance(executor, kind)
+    assert is_of_use(executor)
+    assert not caplog.records
+
+
+def test_without_tiers_there_is_no_process(begin: Begin) -> None:
+    assert isinstance(begin(isolation="auto", secondary_tiers=[]), ExecutorThread)
+
+
+def test_where_there_can_be_no_process_they_are_in_a_thread_and_one_warning_says_why(
+    begin: Begin, caplog: pytest.LogCaptureFixture, nowhere: str
+) -> None:
+    begin(isolation="thread")  # what comes with the first thread
+    before = resources()
+    executor = begin(isolation="auto")
+    assert isinstance(executor, ExecutorThread)
+    assert is_of_use(executor)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert nowhere in record.getMessage()
+    assert "set isolation to 'thread'" in record.getMessage()
+    assert resources()["children"] <= before["children"]
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_a_process_that_was_asked_for_and_can_not_be_had_is_an_error(
+    begin: Begin, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = resources()
+    with pytest.raises(IsolationError, match="set isolation to 'thread'"):
+        begin(isolation="process")
+    end_s = time.monotonic() + PATIENCE_S
+    # A joined thread is there for a moment still: those of the test before may be in ``before``.
+    while more := {name: count for name, count in resources().items() if count > before[name]}:
+        assert time.monotonic() < end_s, more
+        time.sleep(0.01)
+    assert not caplog.records
+
+
+def test_a_tier_that_another_process_would_make_otherwise_is_in_a_thread_unless_told_otherwise(
+    begin: Begin, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Homemade(DummyTier):
+        pass
+
+    homemade = NamedTier("homemade", Homemade(DummyConfig()))
+    assert isinstance(begin(homemade, isolation="auto"), ExecutorThread)
+    assert "does not name its class" in caplog.text
+    with pytest.raises(ConfigError, match="does not name its class"):
+        begin(homemade, isolation="process")
+
+
+@pytest.mark.usefixtures("reckless")
+@pytest.mark.parametrize("act", ["crash_when_loaded", "crash_when_opened"])
+def test_a_tier_that_crashes_its_process_at_once_is_not_taken_into_the_engine(
+    den: MakeDen, act: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTIER_TEST_CRASH", act)
+    it = den(make_tier("reckless"), trial_s=PATIENCE_S, pace=SWIFT)
+    it.until(lambda: len(it.endings) > 1, "two ends")
+    assert set(it.endings) == {"crashed"}
+    monkeypatch.delenv("KVTIER_TEST_CRASH")
+    it.until_up()
+    it.hold([1])
+
+
+def test_a_process_that_starts_slowly_is_not_waited_for_and_is_of_use_later(
+    den: MakeDen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "acme_slow.py").write_text(
+        "import pathlib, sys, time\n"
+        "from kvtier.isolation import child\n"
+        f"while not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.01)\n"
+        "sys.exit(child.main(sys.argv[1:]))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(links, "_PROGRAM", "acme_slow")
+    it: Den = den(make_tier("dummy"), trial_s=0.05)
+    put = it.put([1])
+    assert not it.ends_of(put)
+    (tmp_path / "go").touch()
+    end = it.end_of(put)
+    assert isinstance(end, PutEnded)
+    assert list(end.kept) == [True]
+    assert it.endings == []
+
+
+def test_an_end_after_the_first_word_is_followed_by_another_process(den: MakeDen) -> None:
+    it = den(make_tier("dummy"), trial_s=PATIENCE_S)
+    it.hold([1])
+    (pid,) = processes_of_tiers()
+    os.kill(pid, signal.SIGKILL)
+    it.until_up()
+    assert [event.reason for event in it.heard if isinstance(event, ProcessEnded)] == ["killed"]
+
+
+async def make_manager(**settings: Any) -> TieringManager:
+    return await anyio.to_thread.run_sync(lambda: _make_manager(settings))
+
+
+def _make_manager(settings: dict[str, Any]) -> TieringManager:
+    config = TieringConfig.from_mapping(
+        {"cpu_bytes_to_use": 16 * 4096, "secondary_tiers": [{"type": "dummy"}], **settings}
+    )
+    caches = KVCaches((torch.zeros((4, 4096), dtype=torch.int8),), ((PageRef(0, 4096),),))
+    return open_manager(config, IDENTITY, caches)
+
+
+async def test_a_manager_of_ones_own_program_starts_no_process_unless_asked_to() -> None:
+    async with await make_manager(isolation="auto"):
+        assert not processes_of_tiers()
+    async with await make_manager(isolation="process"):
+        assert len(processes_of_tiers()) == 1
+
+
+@pytest.mark.usefixtures("nowhere")
+async def test_a_manager_whose_process_can_not_be_had_does_not_open() -> None:
+    manager = await make_manager(isolation="process")
+    with pytest.raises(IsolationError, match="set isolation to 'thread'"):
+        async with manager:
+            raise AssertionError("it is open")
+    assert not processes_of_tiers()
