@@ -5,8 +5,9 @@ path of its own fs tier, one after the other, so that a noisy machine changes al
 the ratios. The limit is a large file on the same file system, written before, read and overwritten with
 direct I/O by several threads of another process from memory that is there already.
 
-Each point is measured twice: with the interpreter idle, and beside a thread that computes in pure
-Python without a pause, as an engine's does. At the end the goals are compared with what was seen.
+Each point is measured twice: idle, and beside an engine that computes in pure Python without a pause, in a
+process of its own or in a thread of this one (``isolation``). At the end the goals are compared with what
+was seen.
 """
 
 from __future__ import annotations
@@ -20,15 +21,14 @@ import platform
 import shutil
 import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Final, Protocol
+from typing import Annotated, Final, Literal, Protocol
 
 import typer
 from rich.console import Console
@@ -36,6 +36,7 @@ from rich.console import Console
 from kvtier import native
 from kvtier.cli import bench_fs_goals, bench_fs_limit, figures, room
 from kvtier.cli.bench_fs_limit import RawLimit, fill, raw_limit
+from kvtier.cli.busy import Busy, BusyProcess, BusyThread
 from kvtier.errors import KVTierError
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
@@ -56,6 +57,8 @@ _GLANCE_S: Final = 0.2
 _UNBOUNDED: Final = 2**62
 _NO_ROOM: Final = frozenset({"max_bytes", "min_free", "enospc", "edquot"})
 
+Isolation = Literal["process", "thread"]
+BUSY: Final[Mapping[Isolation, type[Busy]]] = {"process": BusyProcess, "thread": BusyThread}
 SIZES: Final = (16384, 65536, 524288, 2097152)
 FORMATS: Final = ("files", "segments")
 VLLM: Final = "vllm"
@@ -69,9 +72,9 @@ class Point:
         path: a format of the tier, or ``"vllm"``: the compiled path of vLLM's own.
         chunk_bytes: bytes of a chunk.
         verb: ``"put"`` or ``"get"``.
-        busy: whether a thread computed in pure Python meanwhile.
+        busy: whether an engine computed in pure Python meanwhile.
         raw_gb_s: what the disk did in the same rounds, the interpreter idle.
-        raw_busy: what part of that the disk alone did beside the computing thread, which takes one of the
+        raw_busy: what part of that the disk alone did beside the computing engine, which takes one of the
             processors; None where there is none.
         tier_gb_s: what the tier did.
         ratio: median of the rounds' ratios of the two.
@@ -80,7 +83,7 @@ class Point:
         bare_us_chunk: the same without the checksums, whose time is measured apart in each round.
         held_share: processor time of the event loop's thread, which is when the tier has the interpreter,
             for each second. None for vLLM's, whose threads have it and the file system in turns.
-        slowdown: by what share the computing thread got slower; None where there is none.
+        slowdown: by what share the computing engine got slower; None where there is none.
         raw_slowdown: the same beside the bare disk work, which takes processor time of its own.
     """
 
@@ -128,38 +131,6 @@ class Sample:
 
     def __add__(self, other: Sample) -> Sample:
         return Sample(self.nbytes + other.nbytes, self.wall_s + other.wall_s, self.cpu_s + other.cpu_s)
-
-
-class BusyThread:
-    """A thread that computes in pure Python and never lets go of the interpreter by itself."""
-
-    def __init__(self) -> None:
-        self.loops = 0
-        self.cpu_s = 0.0
-        self._stop = False
-        self._thread = threading.Thread(target=self._compute, name="engine", daemon=True)
-
-    def __enter__(self) -> BusyThread:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop = True
-        self._thread.join()
-
-    async def rate_during(self, work: Awaitable[object]) -> float:
-        """Return how many loops a second it does while something else is awaited."""
-        loops, started = self.loops, time.perf_counter()
-        await work
-        return (self.loops - loops) / (time.perf_counter() - started)
-
-    def _compute(self) -> None:
-        loops = 0
-        while not self._stop:
-            for _ in range(1000):
-                loops += 1
-            self.loops = loops
-            self.cpu_s = time.thread_time()
 
 
 class Keys:
@@ -328,6 +299,7 @@ def run(
     sizes: Sequence[int] = SIZES,
     seconds: float = 1.0,
     rounds: int = 5,
+    isolation: Isolation = "process",
 ) -> list[Point | Surroundings | bench_fs_goals.Goal]:
     """Measure. What is written below ``root`` is removed again.
 
@@ -336,6 +308,8 @@ def run(
         sizes: bytes of a chunk, multiples of 4096.
         seconds: length of each measured stretch.
         rounds: how often each is repeated; medians are given.
+        isolation: where the tier is, as an engine's setting says: in another process than what computes, or
+            in the same one.
 
     Returns:
         What was measured on, a point for each path, size, verb and state of the interpreter, and goals.
@@ -352,9 +326,9 @@ def run(
             needed = _bytes_put(_measure_raw(limit, "put", _GLANCE_S).gb_s, sizes, seconds)
             room.require(root, needed, f"chunks put for {seconds:g} s at the disk's rate")
             for size in sizes:
-                points += asyncio.run(_measure_size(folder, size, seconds, rounds, limit))
+                points += asyncio.run(_measure_size(folder, size, seconds, rounds, limit, BUSY[isolation]))
         where = surroundings(root)
-    return [where, *points, *bench_fs_goals.compare(points)]
+    return [where, *points, *bench_fs_goals.compare(points, shares_interpreter=isolation == "thread")]
 
 
 def _bytes_put(gb_s: float, sizes: Sequence[int], seconds: float) -> int:
@@ -380,7 +354,9 @@ Rounds = dict[tuple[str, str, bool], list[Round]]
 """Rounds of each path, verb and state of the interpreter."""
 
 
-async def _measure_size(root: Path, size: int, seconds: float, rounds: int, limit: RawLimit) -> list[Point]:
+async def _measure_size(
+    root: Path, size: int, seconds: float, rounds: int, limit: RawLimit, engine: type[Busy]
+) -> list[Point]:
     memory = HeapMemory(BATCH_CHUNKS * BATCHES_IN_FLIGHT, size)
     await asyncio.to_thread(fill, memory)
     found: Rounds = {}
@@ -391,13 +367,13 @@ async def _measure_size(root: Path, size: int, seconds: float, rounds: int, limi
             await under_test.discard_all()
         for _ in range(rounds):
             checksum_us = await asyncio.to_thread(_checksum_us, memory)
-            for busy in (False, True):
+            for busy in (None, engine):
                 for path, under_test in paths.items():
                     for verb in ("put", "get"):
                         one = await _measure_round(under_test, limit, verb, seconds, busy)
                         if under_test.checksums:
                             one = dataclasses.replace(one, checksum_us=checksum_us)
-                        found.setdefault((path, verb, busy), []).append(one)
+                        found.setdefault((path, verb, busy is not None), []).append(one)
                     await under_test.discard_all()
                     await asyncio.to_thread(_wait_until_swept, root)
     return [_point(size, *key, rows) for key, rows in sorted(found.items())]
@@ -437,14 +413,17 @@ def _wait_until_swept(root: Path) -> None:
 
 
 async def _measure_round(
-    under_test: UnderTest, limit: RawLimit, verb: str, seconds: float, busy: bool
+    under_test: UnderTest, limit: RawLimit, verb: str, seconds: float, engine: type[Busy] | None
 ) -> Round:
     """Measure the disk, the tier and the disk again: its rate changes within seconds."""
     if verb == "put":
         batch_bytes = BATCH_CHUNKS * under_test.chunk_bytes
         await asyncio.to_thread(under_test.prepare, int(seconds * MOST_GB_S * 1e9 / batch_bytes))
     before = await asyncio.to_thread(_measure_raw, limit, verb, seconds / 2)
-    one = await (_measure_busy if busy else _measure_idle)(under_test, limit, verb, seconds)
+    if engine is None:
+        one = await _measure_idle(under_test, verb, seconds)
+    else:
+        one = await _measure_busy(under_test, limit, verb, seconds, engine)
     after = await asyncio.to_thread(_measure_raw, limit, verb, seconds / 2)
     return dataclasses.replace(one, raw=before + after)
 
@@ -454,15 +433,19 @@ def _measure_raw(limit: RawLimit, verb: str, seconds: float) -> Sample:
     return Sample(nbytes, took_s, 0.0)
 
 
-async def _measure_idle(under_test: UnderTest, _: RawLimit, verb: str, seconds: float) -> Round:
+async def _measure_idle(under_test: UnderTest, verb: str, seconds: float) -> Round:
     wall, cpu, held = time.perf_counter(), time.process_time(), time.thread_time()
     nbytes = await under_test.move_for(verb, seconds)
     took, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
     return Round(Sample(nbytes, took, cpu_s, held_s=time.thread_time() - held))
 
 
-async def _measure_busy(under_test: UnderTest, limit: RawLimit, verb: str, seconds: float) -> Round:
-    with BusyThread() as engine:
+async def _measure_busy(
+    under_test: UnderTest, limit: RawLimit, verb: str, seconds: float, make: type[Busy]
+) -> Round:
+    engine = make()
+    await asyncio.to_thread(engine.__enter__)
+    try:
         alone = await engine.rate_during(asyncio.sleep(seconds / 4))
         raw = asyncio.ensure_future(asyncio.to_thread(_measure_raw, limit, verb, seconds / 2))
         beside_raw = await engine.rate_during(raw)
@@ -472,6 +455,8 @@ async def _measure_busy(under_test: UnderTest, limit: RawLimit, verb: str, secon
         took, held = time.perf_counter() - wall, time.thread_time() - held
         cpu_s = time.process_time() - cpu - (engine.cpu_s - engine_cpu)
         beside_tier = (engine.loops - loops) / took
+    finally:
+        await asyncio.to_thread(engine.__exit__)
     return Round(
         Sample(nbytes, took, cpu_s, beside_tier, held),
         alone=alone,
@@ -546,10 +531,13 @@ def main(
     sizes: Annotated[list[int] | None, typer.Option("--size", help="Bytes of a chunk; repeatable.")] = None,
     seconds: Annotated[float, typer.Option(help="Length of each measured stretch.")] = 1.0,
     rounds: Annotated[int, typer.Option(help="How often each stretch is repeated.")] = 5,
+    isolation: Annotated[
+        Isolation, typer.Option(help="Where the tier is, seen from the engine.")
+    ] = "process",
     json_path: Annotated[Path | None, typer.Option("--json", help="File for the figures.")] = None,
 ) -> None:
     """Measure the file tier against the disk below it."""
-    result = run(root, sizes or SIZES, seconds, rounds)
+    result = run(root, sizes or SIZES, seconds, rounds, isolation)
     figures.show(result, Console())
     if json_path is not None:
         figures.write(result, json_path)

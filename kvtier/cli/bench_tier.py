@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from kvtier import native, plugins
-from kvtier.cli.bench_fs import BusyThread
+from kvtier.cli.busy import BusyThread
 from kvtier.errors import ConfigError, KVTierError, TierError
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key

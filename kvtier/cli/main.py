@@ -7,7 +7,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import importlib_metadata
 import typer
@@ -178,10 +178,14 @@ def bench_fs(
     root: Annotated[
         Path, typer.Argument(help="A directory on the file system to measure; it is left empty.")
     ],
+    isolation: Annotated[
+        Literal["process", "thread"],
+        typer.Option(help="Where the tier is, seen from the engine that computes beside it."),
+    ] = "process",
     json_file: JsonOption = None,
 ) -> None:
     """GB/s of the fs tier against the limit of its file system."""
-    _report(_lazy("kvtier.cli.bench_fs").run(root), json_file)
+    _report(_lazy("kvtier.cli.bench_fs").run(root, isolation=isolation), json_file)
 
 
 @bench.command(name="tier")

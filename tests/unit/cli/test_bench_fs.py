@@ -43,7 +43,7 @@ def all_points(**seen):
 
 
 def test_all_goals_are_met_where_all_is_well():
-    goals = bench_fs_goals.compare(all_points())
+    goals = bench_fs_goals.compare(all_points(), shares_interpreter=True)
     assert len(goals) == 8
     assert all(goal.passed for goal in goals)
 
@@ -52,19 +52,30 @@ def test_all_goals_are_met_where_all_is_well():
     ("seen", "what"), [({"ratio": 0.7}, "beside an engine"), ({"held_share": 0.03}, "interpreter")]
 )
 def test_a_goal_that_is_missed_is_said(seen, what):
-    missed = [goal for goal in bench_fs_goals.compare(all_points(**seen)) if not goal.passed]
+    missed = [
+        goal
+        for goal in bench_fs_goals.compare(all_points(**seen), shares_interpreter=True)
+        if not goal.passed
+    ]
     assert [what in goal.what for goal in missed] == [True]
 
 
 def test_without_vllm_the_goals_that_need_it_are_left_out():
     points = [found for found in all_points() if found.path != "vllm"]
-    assert not any("vLLM" in goal.what for goal in bench_fs_goals.compare(points))
+    assert not any("vLLM" in goal.what for goal in bench_fs_goals.compare(points, shares_interpreter=True))
 
 
-def test_every_path_is_measured_and_nothing_is_left(tmp_path, monkeypatch):
+def test_what_is_in_another_process_takes_no_interpreter_from_the_engine():
+    goals = bench_fs_goals.compare(all_points(held_share=0.5), shares_interpreter=False)
+    assert goals
+    assert all(goal.passed and "interpreter" not in goal.what for goal in goals)
+
+
+@pytest.mark.parametrize("isolation", ["process", "thread"])
+def test_every_path_is_measured_and_nothing_is_left(tmp_path, monkeypatch, isolation):
     monkeypatch.setattr(bench_fs_limit, "FILE_BYTES", 8 * 2**20)
     monkeypatch.setattr(bench_fs, "VllmUnderTest", missing)
-    result = bench_fs.run(tmp_path, sizes=(4096,), seconds=0.05, rounds=1)
+    result = bench_fs.run(tmp_path, sizes=(4096,), seconds=0.05, rounds=1, isolation=isolation)
     points = [found for found in result if isinstance(found, Point)]
     assert {(found.path, found.verb, found.busy) for found in points} == {
         (path, verb, busy) for path in bench_fs.FORMATS for verb in ("put", "get") for busy in (False, True)
