@@ -36,7 +36,7 @@ import crc32c
 
 from kvtier.tiers.fs.accounts import Accounts, FileSystem
 from kvtier.tiers.fs.layout import DIRECTORY_MODE, FILE_MODE
-from kvtier.tiers.fs.locks import let_go, make_lock, open_lock, patient_lock, try_lock
+from kvtier.tiers.fs.locks import is_there, let_go, make_lock, open_lock, patient_lock, try_lock
 
 FOLDER: Final = ".kvtier"
 EVICTING: Final = f"{FOLDER}/evict.lock"
@@ -185,12 +185,8 @@ class Ledger:
     def _be_seen(self) -> None:
         """Where nobody can see any more that this writer lives, be another one."""
         assert self._fd is not None
-        try:
-            seen = os.stat(f"{FOLDER}/{self.writer}.lock", dir_fd=self._root_fd, follow_symlinks=False)
-            if os.path.samestat(seen, os.fstat(self._fd)):
-                return
-        except FileNotFoundError:
-            pass
+        if is_there(self._root_fd, f"{FOLDER}/{self.writer}.lock", self._fd):
+            return
         os.close(self._fd)
         self._fd = None
         self._be_alive()

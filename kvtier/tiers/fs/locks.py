@@ -30,6 +30,17 @@ def open_lock(root_fd: int, path: str, *, create: bool) -> int:
     return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE, dir_fd=root_fd)
 
 
+def is_there(root_fd: int, path: str, fd: int) -> bool:
+    """Say whether an open lock file is still the one at its path, where others look for it.
+
+    Who makes a lock file holds it a moment later. Meanwhile a sweep may have taken it for one of the dead.
+    """
+    try:
+        return os.path.samestat(os.stat(path, dir_fd=root_fd, follow_symlinks=False), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
 def let_go(fd: int) -> None:
     """Close a lock file. A file system that is gone fails that, and the descriptor is free all the same."""
     with suppress(OSError):

@@ -30,7 +30,7 @@ from kvtier.tiers.base import TierContext
 from kvtier.tiers.fs import layout
 from kvtier.tiers.fs.call import Flag, Place
 from kvtier.tiers.fs.config import FsConfig
-from kvtier.tiers.fs.locks import let_go, make_lock, open_lock, short_lock, try_lock
+from kvtier.tiers.fs.locks import is_there, let_go, make_lock, open_lock, short_lock, try_lock
 
 _READ_ONLY: Final = frozenset(
     {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENOLCK}
@@ -250,9 +250,10 @@ class Namespace:
             with suppress(FileExistsError):
                 os.mkdir(name, layout.DIRECTORY_MODE, dir_fd=self.root_fd)
         for _ in range(_WRITER_ATTEMPTS):
-            self._writer_fd = make_lock(self.root_fd, f"{self.tmp_dir}.lock")
+            lock = f"{self.tmp_dir}.lock"
+            self._writer_fd = make_lock(self.root_fd, lock)
             locked = try_lock(self._writer_fd)
-            if locked:
+            if locked and is_there(self.root_fd, lock, self._writer_fd):
                 break
             if locked is None:
                 self._give_up_writing()

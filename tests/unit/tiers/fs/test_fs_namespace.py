@@ -374,16 +374,19 @@ async def test_a_writer_killed_in_the_middle_leaves_no_torn_chunk(world, start_p
 
 
 @pytest.mark.parametrize("times", [1, 100])
-async def test_a_new_writer_that_a_sweep_takes_for_a_dead_one_tries_again(world, monkeypatch, times):
+@pytest.mark.parametrize("is_over", [False, True], ids=["under way", "over"])
+async def test_a_new_writer_that_a_sweep_takes_for_a_dead_one_tries_again(world, monkeypatch, times, is_over):
     """Between the making of its lock file and the locking another engine's sweep can get the lock."""
-    made: list[int] = []
+    swept: list[int] = []
 
     def make_and_sweep(root_fd, path):
         fd = make_lock(root_fd, path)
-        if len(made) < times:
-            made.append(os.open(path, os.O_RDWR, dir_fd=root_fd))
-            fcntl.flock(made[-1], fcntl.LOCK_EX)
+        if len(swept) < times:
+            swept.append(os.open(path, os.O_RDWR, dir_fd=root_fd))
+            fcntl.flock(swept[-1], fcntl.LOCK_EX)
             os.unlink(path, dir_fd=root_fd)
+            if is_over:
+                fcntl.flock(swept[-1], fcntl.LOCK_UN)
         return fd
 
     monkeypatch.setattr(namespace, "make_lock", make_and_sweep)
@@ -391,11 +394,13 @@ async def test_a_new_writer_that_a_sweep_takes_for_a_dead_one_tries_again(world,
         if times == 1:
             tier = await world.open()
             assert (await world.put(tier, [1])).statuses == (OK,)
+            (writer,) = {name.removesuffix(".lock") for name in world.writers()}
+            assert world.writers() == [writer, f"{writer}.lock"]
         else:
             with pytest.raises(TierError, match="eagain"):
                 await world.open()
     finally:
-        for fd in made:
+        for fd in swept:
             os.close(fd)
 
 
