@@ -107,7 +107,8 @@ FIGURES = ([Speed("put", 1.23456), Speed("get", 12345.6)], Cost(0.5))
     ("command", "arguments", "options"),
     [
         (["core"], (), {}),
-        (["fs", "/data"], (Path("/data"),), {}),
+        (["fs", "/data"], (Path("/data"),), {"isolation": "process"}),
+        (["fs", "/data", "--isolation", "thread"], (Path("/data"),), {"isolation": "thread"}),
         (["device"], (None,), {"host_only": False, "mib": None}),
         (
             ["device", "--backend", "cpu", "--host-only", "--mib", "64"],
