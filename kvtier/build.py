@@ -105,7 +105,7 @@ def start_executor(
     except (ConfigError, IsolationError) as error:
         if config.isolation == "process":
             raise
-        logger.warning("%s. They are in one for now, and a tier that crashes would end the engine", error)
+        logger.warning("%s. They run in a thread of the engine now: one that crashes would end it", error)
         thread.start()
         return thread
     return process

@@ -299,7 +299,8 @@ class Engine:
     def _write_stacks(self) -> None:
         """Have it say in its log where it hangs, as far as it can."""
         if self._pidfd is not None:
-            signal.pidfd_send_signal(self._pidfd, STACKS)
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, STACKS)
             time.sleep(STACKS_S)
 
     def generate(
