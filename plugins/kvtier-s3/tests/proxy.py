@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import socket
 import ssl
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 PIECE_BYTES = 64 * 1024
+TCP_ESTABLISHED = 1
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,13 @@ class Faults:
     """What goes wrong.
 
     Attributes:
-        delay_s: seconds before a request is passed on; without end: until this is changed.
+        delay_s: seconds before a request is passed on, whether or not its sender still waits; without end:
+            until this is changed, if its sender still waits then.
         refused: how many requests are answered with ``status`` and ``code``; -1: all.
         status, code: see there.
         slow_body_s: seconds between two pieces of an answer's body.
         cut_after: bytes of an answer's body after which the connection is cut; -1: never.
-        deaf: whether no request is attended to.
+        deaf: whether no request is attended to; those whose sender has left by its end never are.
         methods: the requests that this is about; empty: all.
         header: those of them that this is about: with this header, in lower case; empty: all.
     """
@@ -136,6 +139,7 @@ class _Server:
             client.head = await client.reader.readuntil(b"\r\n\r\n")
             while self._faults.deaf:
                 await self._changed.wait()
+                client.check_it_waits()
             self._requests += 1
             faults = self._for(client)
             if not faults.refused:
@@ -149,6 +153,8 @@ class _Server:
         """Pass on one request and its answer; say whether the connection lives on."""
         faults = self._for(client)
         await self._pause(faults.delay_s)
+        if math.isinf(faults.delay_s):
+            client.check_it_waits()
         server.writer.write(client.head)
         await _copy(client.reader, server.writer, _length(client.head))
         return await self._answer(client.method, server.reader, client.writer, faults)
@@ -202,6 +208,12 @@ class _Ends:
     @property
     def method(self) -> str:
         return self.head.split(b" ", 1)[0].decode()
+
+    def check_it_waits(self) -> None:
+        """Raise ``ConnectionError`` if the other side has hung up, even behind bytes not read yet."""
+        end = self.writer.get_extra_info("socket")
+        if end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != TCP_ESTABLISHED:
+            raise ConnectionResetError
 
     def abort(self) -> None:
         self.writer.transport.abort()
