@@ -260,12 +260,19 @@ class Promotions:
         by_tier: dict[int, list[OffloadKey]] = {}
         for key in keys[:room]:
             by_tier.setdefault(first.located[key], []).append(key)
+        while refused := self._refused(by_tier, now_s):
+            tier, reason = refused
+            found = by_tier.pop(tier)
+            ledger.counts["skipped", ledger.tiers[tier].name, reason] += len(found)
+            self._ask(found, waiters, now_s, first_tier=tier + 1, bring=Bring.NOTHING)
         for tier, found in by_tier.items():
-            if closed := ledger.tiers[tier].get_refusal(now_s):
-                ledger.counts["skipped", ledger.tiers[tier].name, closed] += len(found)
-                self._ask(found, waiters, now_s, first_tier=tier + 1, bring=Bring.NOTHING)
-            else:
-                self._fetch(tier, found, found, waiters, now_s, located=True)
+            if of_use := self._of_use(found, waiters):
+                self._fetch(tier, of_use, of_use, waiters, now_s, located=True)
+
+    def _refused(self, tiers: Iterable[int], now_s: float) -> tuple[int, str] | None:
+        """Return one of the tiers that may not be asked now, and why."""
+        reasons = ((tier, self._ledger.tiers[tier].get_refusal(now_s)) for tier in tiers)
+        return next(((tier, reason) for tier, reason in reasons if reason), None)
 
     def _fetch_for(self, request: Request, keys: Sequence[OffloadKey], now_s: float) -> None:
         """Fetch located keys for a request in its turn. Whoever is first in line gets all it can."""

@@ -204,9 +204,12 @@ class Tiering:
     def restart(self, request: Request) -> None:
         """Learn that the request was preempted: it is looked up anew, from what is known by then.
 
-        It was served long before, so what was learned for it since is old, a deadline that passed too.
+        It was served long before, so what was learned for it since is old, a deadline that passed too. What
+        it was told is there in the round under way is there to its end all the same.
         """
+        told = [chunk.key for chunk, when in request.held.items() if when is self._round]
         self.served(request)
+        request.hits += told
         request.absent.clear()
         request.located.clear()
         request.stands = False

@@ -37,7 +37,7 @@ from kvtier.core.policies.lru import LRU
 from kvtier.core.requests import Request
 from kvtier.core.states import BreakerState, ChunkState, Lookup, RequestState
 from kvtier.core.transfers import Pinned, Reservation
-from kvtier.keys import OffloadKey, pack_key
+from kvtier.keys import OffloadKey, group_index, pack_key
 from kvtier.telemetry.catalogue import COUNTERS
 from kvtier.testing.sim.frugal import FrugalTiering
 
@@ -180,6 +180,7 @@ class CoreMachine(RuleBasedStateMachine):
             max_announced=max_announced,
         )
         gates = [TierGate(f"tier{index}", TIER_DEADLINE_S) for index in range(tiers)]
+        self.windowed = windowed
         self.core = FrugalTiering(policy(), gates, limits, windowed_groups=windowed, track_changes=True)
         for _ in range(tiers):  # another engine has been there before
             self.stored.append({key for prompt in PROMPTS for key in prompt[: kept.pop()]})
@@ -195,7 +196,8 @@ class CoreMachine(RuleBasedStateMachine):
         self, prompt: list[OffloadKey], length: int, backwards: bool, allowed: frozenset[int] | None
     ) -> None:
         request = Request(tiers=allowed)
-        self.askers.append(Asker(prompt[:length], backwards and prompt is PROMPTS[3], request))
+        is_windowed = group_index(prompt[0]) in self.windowed
+        self.askers.append(Asker(prompt[:length], backwards and is_windowed, request))
 
     @precondition(lambda self: self.askers)
     @rule(pick=picks)
@@ -282,8 +284,10 @@ class CoreMachine(RuleBasedStateMachine):
         self._end_reading(pinned.slots)
         self.core.fail_load(pinned)
         for asker in self.askers:
-            if asker.scan is not None and not dropped.isdisjoint(asker.scan):
-                asker.scan = None
+            scan = asker.scan or {}
+            for key in dropped:
+                if scan.get(key) is Lookup.HIT:
+                    del scan[key]
         assert not any(chunk in self.core.table.visible.values() for chunk in pinned.chunks)
 
     @precondition(lambda self: self.askers)

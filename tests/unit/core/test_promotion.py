@@ -692,6 +692,18 @@ def test_requests_with_the_same_filter_share_a_transfer() -> None:
     assert step(core, Request("second", frozenset({1})), prompt) == []
 
 
+def test_nothing_is_brought_behind_a_chunk_whose_tier_is_down() -> None:
+    core, request, prompt = make(slots=8, tiers=2), Request(), keys("a", 4)
+    (asked,) = step(core, request, prompt)
+    (asked,) = answer(core, asked, [LANDED, LANDED, MISSING, LOCATED])
+    (fetch,) = answer(core, asked, [LOCATED])
+    assert (fetch.tier, list(fetch.keys), fetch.located) == (1, prompt[2:3], True)
+    assert answer(core, fetch, [LOCATED]) == []
+    core.on_event(TierDown(1, "test"), 0.0)
+    assert step(core, request, prompt) == []
+    assert ask(core, request, prompt) == [HIT, HIT, MISS]
+
+
 # --- preemption ------------------------------------------------------------------------------------
 
 
@@ -715,6 +727,16 @@ def test_a_request_preempted_in_the_round_that_asks_for_it_keeps_what_it_was_tol
     core.settle(0.0)
     assert [list(fetch.keys) for fetch in fetches(core)] == [prompt[2:]]
     assert {chunk.key for chunk in request.held} == set(prompt[:2])
+
+
+def test_what_a_preempted_request_was_told_in_this_round_is_not_evicted_in_it() -> None:
+    core, request, prompt = make(slots=2), Request(), keys("a", 2)
+    store(core, prompt)
+    assert ask(core, request, prompt) == [HIT, HIT]
+    assert core.reserve(keys("b", 1)) is None
+    core.restart(request)
+    assert core.reserve(keys("b", 1)) is None
+    core.release(core.acquire(prompt, request))
 
 
 # --- what a later tier brings goes to the earlier ones -----------------------------------------------
