@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from random import Random
 
 import pytest
 
@@ -14,6 +15,8 @@ from kvtier.core.policies.lru import LRU
 from kvtier.keys import OffloadKey
 from kvtier.testing.sim import Backend, Given, Plan, SimTier, SimTierConfig, Violation, run
 from kvtier.testing.sim.__main__ import main
+from kvtier.testing.sim.backend import spoil
+from kvtier.testing.sim.truth import NOBODYS
 from kvtier.tiers.base import Batch, Outcome
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 
@@ -81,6 +84,14 @@ def test_most_of_what_is_stored_is_of_use(seen: Counter[str]) -> None:
     """A world in which nearly nothing goes well would show no wrong bytes either."""
     assert seen["chunks loaded"] > seen["chunks stored"] / 10
     assert seen["core loaded"] > seen["core loaded cpu"] / 20
+
+
+@pytest.mark.parametrize("trailer", [b"", b"trailer"])
+def test_damage_is_never_none(trailer: bytes) -> None:
+    """A chunk that ends as what is torn ends is torn at its end as well."""
+    for payload in (NOBODYS[:-1] + b"x", b"x" + NOBODYS[1:], b"x" * (len(NOBODYS) - 1) + NOBODYS[-1:]):
+        for seed in range(1000):
+            assert spoil(Random(seed), payload, trailer) != (payload, trailer)
 
 
 # --- parts of others -----------------------------------------------------------------------------

@@ -191,7 +191,8 @@ def spoil(chance: Random, payload: bytes, trailer: bytes) -> tuple[bytes, bytes]
         ], trailer
     if kind == 1:
         where = chance.randrange(1, len(payload))
-        return payload[:where] + NOBODYS[where:], trailer
+        torn = payload[:where] + NOBODYS[where:]
+        return torn if torn != payload else NOBODYS, trailer
     other = content(_ANOTHER, 0)
     if kind == 2:
         return other, trailer
