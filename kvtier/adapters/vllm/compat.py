@@ -77,6 +77,9 @@ except ModuleNotFoundError:
 TELLS_OF_FLUSHES = hasattr(OffloadingManager, "on_reset_flushed")
 """Whether vLLM says when workers are through with the copies that a reset has cut off (0.33)."""
 
+STRANDS_LOADED = (release(vllm.__version__) or NEWEST) < (0, 31)
+"""Whether a loaded request can be stranded in vLLM's queue (0.30): later, what holds blocks comes first."""
+
 
 @dataclass(frozen=True)
 class EngineContext:

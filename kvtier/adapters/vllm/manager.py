@@ -150,14 +150,13 @@ class KVTierManager(OffloadingManager):
         if self._events:
             self._take_in(self._clock())
         request = self._requests[req_context.req_id]
-        queue = self._queue
-        if queue.passes and queue.has_passed(request):
+        if self._queue.passes:
             return LookupResult.RETRY
-        queue.last = request
+        self._queue.last = request
         answer = self._core.repeat(key, request) if request.stands else None
         if answer is None:
             answer = self._ask(key, request)
-        return queue.put_off(request, _RESULTS[answer]) if queue.passes else _RESULTS[answer]
+        return _RESULTS[answer]
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """See vLLM."""
@@ -181,6 +180,7 @@ class KVTierManager(OffloadingManager):
         if pinned is None:
             logger.error("request %s has no load of %d chunks to end", req_context.req_id, len(keys))
             return
+        self._queue.ends_load()
         damage = self._damage(pinned)
         if req_context.req_id in self._failed_loads:
             self._failed_loads.discard(req_context.req_id)
