@@ -7,6 +7,7 @@ fails takes the chunks on it and no others.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from abc import abstractmethod
 from collections import Counter
@@ -26,6 +27,7 @@ from kvtier.tiers.fs.lanes import until_done
 LOOK_AGAIN_S: Final = 30.0
 """Seconds from one try to open a root that could not be opened to the next."""
 
+_WORD: Final = (1 << 64) - 1
 _log = logging.getLogger("kvtier.tiers.fs")
 T = TypeVar("T")
 
@@ -57,8 +59,8 @@ class MakeRoot(Protocol):
 class StripedFs(SecondaryTier[FsConfig]):
     """Spreads chunks over the roots of ``config``.
 
-    A chunk's root is the one whose path and the key have the highest checksum together: where a root is
-    added or left away, the chunks of the others stay where they are. A root that cannot be opened is
+    A chunk's root is the one whose path and the key have the highest mark together: where a root is added
+    or left away, the chunks of the others stay where they are. A root that cannot be opened is
     said so; its share is not there, and puts of it are refused. It is tried again now and then, and when it
     can be opened all are opened anew.
 
@@ -76,7 +78,7 @@ class StripedFs(SecondaryTier[FsConfig]):
 
     def __init__(self, config: FsConfig, make_root: MakeRoot) -> None:
         super().__init__(config)
-        self._salts = [crc32c.crc32c(str(root).encode()) for root in config.root_dirs]
+        self._factors = [_factor_of(root) for root in config.root_dirs]
         self._make_root = make_root
         self._looking: asyncio.Future[None] | None = None
         self._roots = [make_root(config.of_root(root)) for root in config.root_dirs]
@@ -218,7 +220,8 @@ class StripedFs(SecondaryTier[FsConfig]):
         """Return the indices of each root's keys."""
         shares: dict[int, list[int]] = {}
         for index, key in enumerate(keys):
-            marks = [crc32c.crc32c(key, salt) for salt in self._salts]
+            checksum = crc32c.crc32c(key)
+            marks = [checksum * factor & _WORD for factor in self._factors]
             shares.setdefault(marks.index(max(marks)), []).append(index)
         return shares
 
@@ -250,6 +253,15 @@ class StripedFs(SecondaryTier[FsConfig]):
             for index, status in zip(indices, outcome.statuses, strict=True):
                 statuses[index] = status
         return Outcome(tuple(statuses), reasons)
+
+
+def _factor_of(root: Path) -> int:
+    """Return an odd number by which a key's checksum becomes its mark for a root.
+
+    Checksums that begin with the root's in place of it would differ by the same bits for every key, and so
+    give one of three roots half of all chunks.
+    """
+    return int.from_bytes(hashlib.sha256(str(root).encode()).digest()[:8], "big") | 1
 
 
 def _part(batch: Batch, indices: Sequence[int]) -> Batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
 import shutil
 from collections import Counter
 
@@ -12,6 +13,7 @@ import pytest
 
 from kvtier import validation
 from kvtier.errors import KVTierError, TierError
+from kvtier.keys import pack_key
 from kvtier.testing.tiers import TierConformance
 from kvtier.tiers.base import Knowledge, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier, striped
@@ -65,6 +67,17 @@ async def test_chunks_are_spread_evenly_and_none_is_there_twice(world):
     assert usage is not None
     assert usage.used_bytes is not None
     await tier.aclose()
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("name", ["/mnt/nvme{}/kv", "/data{}", "/disks/{}/kvtier/cache"])
+def test_no_root_has_much_more_or_less_than_its_share(name, count):
+    keys = [pack_key(hashlib.sha256(number.to_bytes(8, "big")).digest()) for number in range(4000)]
+    roots = [name.format(number) for number in range(count)]
+    tier = StripedFs(FsConfig.model_validate({"root_dir": roots}), FsTier)
+    found = tier._shares(keys)
+    assert set(found) == set(range(count))
+    assert all(0.8 < len(mine) * count / 4000 < 1.2 for mine in found.values())
 
 
 async def test_a_root_that_is_added_takes_chunks_from_all_and_moves_none_between_the_others(world):
