@@ -140,12 +140,14 @@ class BoundsMachine(RuleBasedStateMachine):
         writer = self.pick(which)
 
         def go_on() -> None:
+            if writer not in self.writers:
+                return  # it has died
             if writer.reserved and settles:
                 granted = writer.reserved.pop()
                 added = int(granted * UNIT * share)
                 self.machine.root_bytes += added
                 writer.space.settle(granted, added)
-            if writer in self.writers and writer.space.reserve_at_once(chunks):
+            if writer.space.reserve_at_once(chunks):
                 writer.reserved.append(chunks)
 
         self.machine.meanwhile = go_on
@@ -262,6 +264,7 @@ def test_what_is_no_ledger_is_none(text: bytes) -> None:
         added=st.integers(0, 2**60),
         removed=st.integers(0, 2**60),
         leases=st.dictionaries(st.text(max_size=8), st.integers(-(2**40), 2**40), max_size=200),
+        supposed=st.integers(0, 2**60),
     ),
     st.integers(0),
     st.integers(0, 255),

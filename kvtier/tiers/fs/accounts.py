@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 LEASE_BYTES: Final = 2**30
@@ -56,6 +56,7 @@ class CountStart:
     generation: str
     added: int
     removed: int
+    supposed: int
 
 
 @dataclass(slots=True)
@@ -72,6 +73,8 @@ class Accounts:
         removed: bytes that were removed since, as reported.
         counted_at: when the root was counted last, in seconds since 1970; 0: never.
         leases: bytes that living writers may have written and have not reported, for each.
+        supposed: those of ``added`` that dead writers may have written. They take room until the next
+            count, but nothing is evicted for bytes that may not be there.
     """
 
     generation: str
@@ -82,6 +85,7 @@ class Accounts:
     removed: int = 0
     counted_at: float = 0.0
     leases: dict[str, int] = field(default_factory=dict)
+    supposed: int = 0
 
     @property
     def used(self) -> int:
@@ -144,11 +148,13 @@ class Accounts:
     def bury(self, dead: Iterable[str]) -> None:
         """End the leases of writers that are dead: what they had may all have been written."""
         for writer in dead:
-            self.added += max(0, self.leases.pop(writer, 0))
+            left = max(0, self.leases.pop(writer, 0))
+            self.added += left
+            self.supposed += left
 
     def begin_count(self) -> CountStart:
         """Say where the sums are before the root is counted."""
-        return CountStart(self.generation, self.added, self.removed)
+        return CountStart(self.generation, self.added, self.removed, self.supposed)
 
     def end_count(self, start: CountStart, counted: int, now: float) -> None:
         """Take in a count, which has seen some of what was written and removed meanwhile.
@@ -164,6 +170,7 @@ class Accounts:
         if not self.is_exact or not least <= self.used <= most:
             self.base = most - self.added + self.removed
         self.is_exact = True
+        self.supposed -= min(self.supposed, start.supposed)
         self.counted_at = now
 
 
@@ -195,6 +202,8 @@ class Watermarks:
         """
         if not accounts.is_exact:
             return 0  # all that the file system holds is no measure of what may be evicted
+        if accounts.supposed:
+            accounts = replace(accounts, added=accounts.added - accounts.supposed)
         reachable = min(bounds.limit(accounts.used, disk), accounts.used + disk.free - bounds.min_free)
         if not wanted and accounts.charged <= self.high * reachable:
             return 0

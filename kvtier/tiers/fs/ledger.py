@@ -35,7 +35,7 @@ from typing import Any, Final, Protocol
 import crc32c
 
 from kvtier.tiers.fs.accounts import Accounts, FileSystem
-from kvtier.tiers.fs.layout import DIRECTORY_MODE, FILE_MODE
+from kvtier.tiers.fs.layout import CAREFULLY, DIRECTORY_MODE, FILE_MODE
 from kvtier.tiers.fs.locks import is_there, let_go, make_lock, open_lock, patient_lock, try_lock
 
 FOLDER: Final = ".kvtier"
@@ -144,7 +144,7 @@ class Ledger:
         accounts.bury(dead & known)
 
     def _open(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_RDWR | os.O_CREAT | CAREFULLY
         try:
             return os.open(_LEDGER, flags, FILE_MODE, dir_fd=self._root_fd)
         except FileNotFoundError:  # somebody has removed the directory
@@ -158,7 +158,7 @@ class Ledger:
         if not accounts.leases and accounts.boot != boot:
             fresh = self._new_accounts()
             accounts.generation, accounts.boot, accounts.base = fresh.generation, fresh.boot, fresh.base
-            accounts.is_exact, accounts.added, accounts.removed = False, 0, 0
+            accounts.is_exact, accounts.added, accounts.removed, accounts.supposed = False, 0, 0, 0
         accounts.leases[self.writer] = 0
 
     def _new_accounts(self) -> Accounts:
@@ -245,16 +245,17 @@ def has_writers(root_fd: int) -> bool:
 def read(root_fd: int) -> Accounts | None:
     """Read a root's accounts without a lock: for people who look. None where there are none.
 
-    They may have been read while they were written; then there are none either.
+    They may have been read while they were written, or something else may be in their place; then there are
+    none either.
     """
     try:
-        fd = os.open(_LEDGER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=root_fd)
-    except FileNotFoundError:
+        fd = os.open(_LEDGER, os.O_RDONLY | CAREFULLY, dir_fd=root_fd)
+        try:
+            return _parse(os.pread(fd, _MOST_BYTES, 0))
+        finally:
+            os.close(fd)
+    except OSError:
         return None
-    try:
-        return _parse(os.pread(fd, _MOST_BYTES, 0))
-    finally:
-        os.close(fd)
 
 
 def _writers_locks(root_fd: int) -> set[str]:
@@ -291,6 +292,7 @@ def _spell(accounts: Accounts) -> bytes:
             "removed": accounts.removed,
             "counted_at": round(accounts.counted_at, 3),
             "leases": accounts.leases,
+            "supposed": accounts.supposed,
         }
     ).encode()
     text = b"%08x %s\n" % (crc32c.crc32c(body), body)
@@ -322,6 +324,7 @@ def _accounts(found: Mapping[str, Any]) -> Accounts | None:
         removed=int(found["removed"]),
         counted_at=float(found["counted_at"]),
         leases={str(writer): int(lease) for writer, lease in found["leases"].items()},
+        supposed=int(found.get("supposed", 0)),  # which older ones do not tell
     )
 
 

@@ -119,6 +119,7 @@ class Space:
         self._since_look = 0  # reserved or written since the last look at the file system
         self._excess = 0
         self._is_exact = False
+        self._supposed = 0
         self._used_at_report = 0
         self._limit: int | None = config.max_bytes
         self.refresh()
@@ -140,6 +141,11 @@ class Space:
     def excess_bytes(self) -> int:
         """Bytes that should be evicted now, as of the last look at the ledger."""
         return self._excess
+
+    @property
+    def supposed_bytes(self) -> int:
+        """Bytes that writers who have died may have written, until the root is counted again."""
+        return self._supposed
 
     @property
     def needs_renewal(self) -> bool:
@@ -264,10 +270,10 @@ class Space:
             self._add_lease(granted)
 
     def count_is_due(self, every_s: float) -> bool:
-        """Say whether nobody has counted the root for so many seconds."""
+        """Say whether nobody has counted the root for so many seconds, or since a writer has died."""
         with self._asking, self._change() as accounts:
             age_s = ledger.now() - accounts.counted_at
-            return not accounts.is_exact or not 0 <= age_s < every_s
+            return accounts.supposed > 0 or not accounts.is_exact or not 0 <= age_s < every_s
 
     def count(self, add_up: Callable[[], int]) -> None:
         """Count what the root holds. Blocks as long as ``add_up`` does.
@@ -348,6 +354,7 @@ class Space:
 
     def _learn(self, accounts: Accounts, disk: FileSystem, wanted: int = 0) -> None:
         self._is_exact = accounts.is_exact
+        self._supposed = accounts.supposed
         self._used_at_report = accounts.used
         if accounts.is_exact:
             self._limit = self._bounds.limit(accounts.used, disk)

@@ -117,6 +117,7 @@ class Upkeep:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._asked = threading.Lock()  # held from a call for room until it is answered
         self._renewing = threading.Lock()  # the same for a lease
+        self._recounting = threading.Lock()  # and for a count that cannot wait for the next one
         self._barren_s = 0.0
         self._barren_until = 0.0
         self._is_warned = False
@@ -216,6 +217,8 @@ class Upkeep:
         self._try(self._space.refresh, "asked for its ledger")
         if self._space.excess_bytes:
             self.make_room_soon()
+        if self._space.supposed_bytes and self._recounting.acquire(blocking=False):
+            self._slow.submit(self._recount)
         if self._namespace.read_only is None:
             self._try(partial(self._touch, place), "told what was used")
         tell(self._loop, partial(self._after, "tick", TICK_S, self._tick))
@@ -229,6 +232,12 @@ class Upkeep:
         with ledger.elected(self._namespace.root_fd, ledger.COUNTING) as lock:
             if lock is not None:
                 self._space.count(self._add_up)
+
+    def _recount(self) -> None:
+        try:
+            self._try(self._count, "counted")
+        finally:
+            self._recounting.release()
 
     def _add_up(self) -> int:
         return self._store.tree_bytes(self._namespace.root_fd, ".", self._closing)
