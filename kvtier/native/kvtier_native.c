@@ -475,7 +475,7 @@ static int get_chunk(const struct call *call, size_t i, uint8_t *block)
     int result = name_chunk(call, i, &chunk);
     if (result)
         return result;
-    int fd = openat(call->root_fd, chunk.path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | direct_flag(call));
+    int fd = openat(call->root_fd, chunk.path, O_RDONLY | CAREFULLY | direct_flag(call));
     if (fd < 0)
         return errno == ENOENT || errno == ENOTDIR ? RESULT_ABSENT : -errno;
     int64_t moved = transfer(call, fd, chunk.slot, block, false);
@@ -546,25 +546,26 @@ void kvt_files_touch(const struct call *call, size_t first, size_t end)
 
 #define MAX_DEPTH 16
 
-static int64_t walk(int parent_fd, const char *name, bool removing, const uint32_t *stop, int depth);
+static int walk(int parent_fd, const char *name, bool removing, const uint32_t *stop, int depth, int64_t *bytes);
 
-static int64_t walk_entry(int fd, const char *name, dev_t device, bool removing, const uint32_t *stop, int depth)
+static void walk_entry(int fd, const char *name, dev_t device, bool removing, const uint32_t *stop, int depth,
+                       int64_t *bytes)
 {
     struct stat found;
     if (fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) || found.st_dev != device)
-        return 0;
-    int64_t bytes = (int64_t)found.st_blocks * 512;
+        return;
+    int flags = 0;
     if (S_ISDIR(found.st_mode) && depth < MAX_DEPTH) {
-        int64_t below = walk(fd, name, removing, stop, depth + 1);
-        bytes += below > 0 ? below : 0;
-    } else if (removing) {
-        unlinkat(fd, name, 0);
+        walk(fd, name, removing, stop, depth + 1, bytes);
+        flags = AT_REMOVEDIR;
     }
-    return bytes;
+    /* Others may be removing the same: who has removed it counts it, and nobody else. */
+    if (!removing || unlinkat(fd, name, flags) == 0)
+        *bytes += (int64_t)found.st_blocks * 512;
 }
 
-/* Add up, or remove, what is in a directory. What vanishes meanwhile is no error. */
-static int64_t walk(int parent_fd, const char *name, bool removing, const uint32_t *stop, int depth)
+/* Add up, or remove, what is in a directory. What vanishes meanwhile is no error. Returns 0 or -errno. */
+static int walk(int parent_fd, const char *name, bool removing, const uint32_t *stop, int depth, int64_t *bytes)
 {
     int fd = openat(parent_fd, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (fd < 0)
@@ -576,24 +577,27 @@ static int64_t walk(int parent_fd, const char *name, bool removing, const uint32
         close(fd);
         return error;
     }
-    int64_t bytes = 0;
     for (struct dirent *entry; !stopped(stop) && (entry = readdir(entries)) != NULL;)
         if (strcmp(entry->d_name, ".") && strcmp(entry->d_name, ".."))
-            bytes += walk_entry(fd, entry->d_name, here.st_dev, removing, stop, depth);
+            walk_entry(fd, entry->d_name, here.st_dev, removing, stop, depth, bytes);
     closedir(entries);
-    if (removing && !stopped(stop) && unlinkat(parent_fd, name, AT_REMOVEDIR) && errno != ENOENT)
-        return -errno;
-    return stopped(stop) ? -ECANCELED : bytes;
+    return stopped(stop) ? -ECANCELED : 0;
 }
 
 /* Bytes on disk below a directory of this file system, or -errno. */
 int64_t kvt_tree_bytes(int root_fd, const char *path, const uint32_t *stop)
 {
-    return walk(root_fd, path, false, stop, 0);
+    int64_t bytes = 0;
+    int error = walk(root_fd, path, false, stop, 0, &bytes);
+    return error ? error : bytes;
 }
 
 /* Remove a directory and all below it. Returns the bytes removed, or -errno. */
 int64_t kvt_tree_remove(int root_fd, const char *path, const uint32_t *stop)
 {
-    return walk(root_fd, path, true, stop, 0);
+    int64_t bytes = 0;
+    int error = walk(root_fd, path, true, stop, 0, &bytes);
+    if (!error && unlinkat(root_fd, path, AT_REMOVEDIR) && errno != ENOENT)
+        error = -errno;
+    return error ? error : bytes;
 }

@@ -72,6 +72,8 @@ enum {
 
 enum { FLAG_DIRECT = 1, FLAG_SYNC_DATA = 2, FLAG_SYNC_DIRECTORY = 4, FLAG_BARE = 8 };
 
+/* How files are opened that others may have put there: a FIFO would hold up who opens it otherwise. */
+#define CAREFULLY (O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK)
 #define BLOCK_BYTES 4096 /* the trailer's block, and what O_DIRECT is aligned to */
 
 struct segments;

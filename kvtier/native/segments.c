@@ -449,7 +449,7 @@ static int direct_flag(const struct segments *store) { return store->flags & FLA
  * store's lock. */
 static bool open_file(struct segments *store, struct segment *file)
 {
-    int flags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW, old[2] = {-1, -1}, error = 0;
+    int flags = O_RDONLY | CAREFULLY, old[2] = {-1, -1}, error = 0;
     pthread_mutex_lock(&store->opening);
     if (file->fd < 0) {
         int fd = openat(store->dir_fd, file->name, flags | direct_flag(store));
@@ -590,7 +590,7 @@ static int make_file(struct segments *store, struct segment *file)
     if (!error && store->flags & FLAG_SYNC_DIRECTORY && (fsync(fd) || fsync(store->dir_fd)))
         error = -errno;
     free(head);
-    file->map_fd = error ? -1 : openat(store->dir_fd, file->name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+    file->map_fd = error ? -1 : openat(store->dir_fd, file->name, O_RDONLY | CAREFULLY);
     if (!error && file->map_fd < 0)
         error = -errno;
     if (error) {
@@ -1214,7 +1214,7 @@ static int mark_dead(struct segments *store, const char *name, uint64_t index)
 {
     uint8_t dead = 1;
     struct stat found;
-    int fd = openat(store->dir_fd, name, O_WRONLY | O_CLOEXEC | O_NOFOLLOW);
+    int fd = openat(store->dir_fd, name, O_WRONLY | CAREFULLY);
     if (fd < 0)
         return errno == ENOENT ? 0 : -errno;
     int error = fstat(fd, &found) == 0 && pwrite(fd, &dead, 1, (off_t)(BLOCK_BYTES + index)) == 1 ? 0 : -errno;
@@ -1948,7 +1948,7 @@ static void check_all(struct segments *store, struct segment *file, const uint32
 static int adopt(struct segments *store, uint32_t number, const uint32_t *stop, int64_t *added)
 {
     struct segment *file = store->files[number];
-    int fd = openat(store->dir_fd, file->name, O_RDWR | O_CLOEXEC | O_NOFOLLOW | direct_flag(store));
+    int fd = openat(store->dir_fd, file->name, O_RDWR | CAREFULLY | direct_flag(store));
     if (fd < 0 || flock(fd, LOCK_EX | LOCK_NB)) {
         if (fd >= 0)
             close(fd);

@@ -15,7 +15,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import stat
+from pathlib import Path
 from typing import Final
 
 from kvtier.keys import OffloadKey, content_hash, group_index
@@ -31,6 +35,18 @@ MANIFEST: Final = "config.json"
 
 FILE_MODE: Final = 0o600
 DIRECTORY_MODE: Final = 0o700
+
+CAREFULLY: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""How files are opened that others may have put there: a FIFO would hold up who opens it otherwise."""
+
+
+def open_regular(path: str | Path, *, dir_fd: int | None = None) -> int:
+    """Open a file for reading. OSError, also where it is anything but a regular file."""
+    fd = os.open(path, os.O_RDONLY | CAREFULLY, dir_fd=dir_fd)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise OSError(errno.EINVAL, "is no regular file", str(path))
 
 
 def chunk_path(data_dir: str, key: OffloadKey) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from kvtier.tiers.fs.layout import FILE_MODE
+from kvtier.tiers.fs.layout import CAREFULLY, FILE_MODE
 
 _PATIENCE_S: Final = 5.0
 _UNSUPPORTED: Final = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
@@ -27,7 +27,7 @@ def make_lock(root_fd: int, path: str) -> int:
 def open_lock(root_fd: int, path: str, *, create: bool) -> int:
     """Open a lock file; without ``create`` for reading only, as one may where nothing is written."""
     flags = os.O_RDWR | os.O_CREAT if create else os.O_RDONLY
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE, dir_fd=root_fd)
+    return os.open(path, flags | CAREFULLY, FILE_MODE, dir_fd=root_fd)
 
 
 def is_there(root_fd: int, path: str, fd: int) -> bool:

@@ -60,7 +60,9 @@ async def agree(path: Path, draft: Path | None, identity: Identity, tier: str, e
         OSError: it cannot be written.
     """
     try:
-        async with aiofiles.open(path, encoding="utf-8", errors="replace", executor=executor) as file:
+        async with aiofiles.open(
+            path, encoding="utf-8", errors="replace", opener=_regular, executor=executor
+        ) as file:
             found = await file.read(_MOST_CHARACTERS)
     except FileNotFoundError:
         if draft is None:
@@ -71,6 +73,10 @@ async def agree(path: Path, draft: Path | None, identity: Identity, tier: str, e
         identity.require(found, str(path))
     except IdentityError as error:
         raise TierError(f"tier {tier}: {error}") from error
+
+
+def _regular(path: str, _flags: int) -> int:
+    return layout.open_regular(path)
 
 
 async def _write(path: Path, draft: Path, text: str, executor: Executor) -> None:

@@ -384,7 +384,7 @@ class Namespace:
             os.close(fd)
 
     def _read_small(self, name: str) -> str:
-        fd = os.open(f"{self.name}/{name}", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.root_fd)
+        fd = layout.open_regular(f"{self.name}/{name}", dir_fd=self.root_fd)
         with open(fd, encoding="utf-8", errors="replace", newline="") as file:
             return file.read(1 << 20)
 

@@ -20,7 +20,7 @@ import crc32c
 
 from kvtier.keys import OffloadKey
 from kvtier.tiers import seal
-from kvtier.tiers.fs.layout import BLOCK_BYTES
+from kvtier.tiers.fs.layout import BLOCK_BYTES, CAREFULLY
 
 PIECE_BYTES: Final = 1 << 20
 _QUIET: Final = getattr(os, "O_NOATIME", 0)
@@ -139,7 +139,7 @@ def opened(root_fd: int, path: str) -> Iterator[int]:
     fd = -1
     for extra in (_QUIET | _DIRECT, _QUIET, _DIRECT, 0):
         try:
-            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | extra
+            flags = os.O_RDONLY | CAREFULLY | extra
             fd = os.open(path, flags, dir_fd=root_fd)
             break
         except OSError as error:

@@ -21,7 +21,7 @@ from kvtier.tiers import seal
 from kvtier.tiers.fs.call import FileCall, Flag, Place, Result, StopFlag, Verb
 from kvtier.tiers.fs.files import Files, key_of, part_path
 from kvtier.tiers.fs.index import fingerprint
-from kvtier.tiers.fs.layout import BLOCK_BYTES, DIRECTORY_MODE, FILE_MODE, chunk_path
+from kvtier.tiers.fs.layout import BLOCK_BYTES, CAREFULLY, DIRECTORY_MODE, FILE_MODE, chunk_path
 
 _PUBLISH_ATTEMPTS = 3
 _MAX_DEPTH = 16
@@ -135,7 +135,10 @@ class PythonFiles(Files):
 
     def tree_remove(self, root_fd: int, path: str, stop: StopFlag) -> int:
         """See ``FileWork.tree_remove``."""
-        return _walk(root_fd, path, True, stop)
+        removed = _walk(root_fd, path, True, stop)
+        with suppress(FileNotFoundError):
+            os.rmdir(path, dir_fd=root_fd)
+        return removed
 
 
 def _names(root_fd: int, folder: str) -> list[str]:
@@ -232,7 +235,7 @@ def _get_chunk(call: FileCall, i: int, block: mmap.mmap) -> int:
     assert call.memory is not None
     assert call.slots is not None
     place, key = call.place, call.keys[i]
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | _direct_flag(call)
+    flags = os.O_RDONLY | CAREFULLY | _direct_flag(call)
     fd = os.open(chunk_path(place.data_dir, key), flags, dir_fd=place.root_fd)
     try:
         with call.memory.view(call.slots[i]) as slot:
@@ -339,9 +342,6 @@ def _walk(parent_fd: int, name: str, removing: bool, stop: StopFlag, depth: int 
         os.close(fd)
     if stop:
         raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED), name)
-    if removing:
-        with suppress(FileNotFoundError):
-            os.rmdir(name, dir_fd=parent_fd)
     return total
 
 
@@ -349,10 +349,14 @@ def _walk_entry(fd: int, name: str, device: int, removing: bool, stop: StopFlag,
     found = os.stat(name, dir_fd=fd, follow_symlinks=False)
     if found.st_dev != device:
         return 0
-    own = found.st_blocks * 512
+    below, remove = 0, os.unlink
     if stat.S_ISDIR(found.st_mode) and depth < _MAX_DEPTH:
+        remove = os.rmdir
         with suppress(OSError):
-            own += _walk(fd, name, removing, stop, depth + 1)
-    elif removing:
-        os.unlink(name, dir_fd=fd)
-    return own
+            below = _walk(fd, name, removing, stop, depth + 1)
+    if removing:
+        try:
+            remove(name, dir_fd=fd)
+        except OSError:  # others may be removing the same: who has removed it counts it, and nobody else
+            return below
+    return below + found.st_blocks * 512

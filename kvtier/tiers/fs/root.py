@@ -348,7 +348,7 @@ class Root:
 
     def read_small(self, path: str) -> bytes:
         """Read a small file. OSError where it cannot be read."""
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self.fd)
+        fd = layout.open_regular(path, dir_fd=self.fd)
         with open(fd, "rb") as file:
             return file.read(_MOST_MANIFEST_BYTES)
 

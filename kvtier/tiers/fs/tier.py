@@ -33,7 +33,7 @@ from kvtier.tiers.fs.call import FileCall, Result, StopFlag, Verb
 from kvtier.tiers.fs.config import FsConfig
 from kvtier.tiers.fs.lanes import Lane, Run, join_all, run_alone, split, until_done
 from kvtier.tiers.fs.layout import BLOCK_BYTES
-from kvtier.tiers.fs.ledger import Books, Ledger, PrivateBooks
+from kvtier.tiers.fs.ledger import FOLDER, Books, Ledger, PrivateBooks
 from kvtier.tiers.fs.manifest import LaneExecutor
 from kvtier.tiers.fs.namespace import Epoch, Namespace, errno_name
 from kvtier.tiers.fs.quarantine import Quarantine
@@ -80,6 +80,8 @@ _NO_ROOM: Final = frozenset({-errno.ENOSPC, -errno.EDQUOT})
 _THERE: Final = frozenset({Result.OK, Result.EXISTS})
 _ILL: Final = frozenset({Result.TORN, Result.FOREIGN, Result.CHECKSUM})
 _GONE: Final = _ILL | {Result.ABSENT}
+_IS_NO_FILE: Final = frozenset({errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ESPIPE})
+_NO_LEDGER: Final = f": remove what is at {FOLDER}/ledger, which is no ledger; it is made anew"
 _FIRST_COUNT_PATIENCE_S: Final = 1.0
 _LOOKUP_THREADS: Final = 2
 _LOOKUPS_A_JOB: Final = 256
@@ -141,8 +143,10 @@ class _Opened:
                 ledger.close()
             epoch.retire()
             namespace.close()
-            name = errno_name(error.errno or 0)
-            raise TierError(f"tier {context.name}: {config.root_dir} cannot be measured ({name})") from error
+            name, hint = errno_name(error.errno or 0), _NO_LEDGER if error.errno in _IS_NO_FILE else ""
+            raise TierError(
+                f"tier {context.name}: {config.root_dir} cannot be measured ({name}){hint}"
+            ) from error
         quarantine = Quarantine(namespace.root_fd, namespace.name, store)
         return _Opened(namespace, store, quarantine, space, ledger), epoch
 

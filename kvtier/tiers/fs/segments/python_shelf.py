@@ -25,7 +25,7 @@ from kvtier.keys import OffloadKey
 from kvtier.tiers import seal
 from kvtier.tiers.fs.call import Flag, Place, StopFlag
 from kvtier.tiers.fs.index import fingerprint
-from kvtier.tiers.fs.layout import BLOCK_BYTES, FILE_MODE
+from kvtier.tiers.fs.layout import BLOCK_BYTES, CAREFULLY, FILE_MODE
 from kvtier.tiers.fs.python_files import make_parents, sync_parents
 from kvtier.tiers.fs.segments import layout
 from kvtier.tiers.fs.segments.layout import EXTENT_RECORDS, FOLDER, Head, Kind, Record, Shape
@@ -188,7 +188,7 @@ class PythonShelf:
     def _open(self, name: str, flags: int) -> int:
         if self._dir_fd < 0:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._folder)
-        return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE, dir_fd=self._dir_fd)
+        return os.open(name, flags | CAREFULLY, FILE_MODE, dir_fd=self._dir_fd)
 
     def read_map(self, file: File) -> bytes | None:
         """Return the map of the dead; None where the file is no longer there. OSError."""

@@ -1,0 +1,100 @@
+"""What is no file where a file should be: whoever can write below a root can cause misses, and no more."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtier import native
+from kvtier.errors import TierError
+from kvtier.tiers.base import Status
+from kvtier.tiers.fs import FsTier, formats
+
+pytestmark = pytest.mark.timeout(60)  # a FIFO holds up for ever who opens it as if it were a file
+OK = Status.OK
+
+
+def link_to_nothing(path: Path) -> None:
+    path.symlink_to(path.with_name("nowhere"))
+
+
+def link_to_itself(path: Path) -> None:
+    path.symlink_to(path)
+
+
+@pytest.fixture(params=[os.mkfifo, os.mkdir, link_to_nothing, link_to_itself], ids=lambda make: make.__name__)
+def replace(request) -> Callable[[Path], None]:
+    """Puts something else in the place of a file."""
+
+    def put(path: Path) -> None:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+        request.param(path)
+
+    return put
+
+
+async def test_in_a_chunks_place_it_is_a_miss(world, replace):
+    tier = await world.open()
+    await world.put(tier, range(8))
+    replace(world.file(3))
+    outcome = await world.get(tier, range(8))
+    assert outcome.statuses[3] is not OK
+    assert [status for number, status in enumerate(outcome.statuses) if number != 3] == [OK] * 7
+    await tier.discard(world.keys([3]))
+    assert (await world.put(tier, range(8, 16))).statuses == (OK,) * 8
+
+
+async def test_in_a_segments_place_it_is_a_miss(world, replace, work, monkeypatch):
+    if type(work).__name__ == "PythonFiles":
+        monkeypatch.setattr(native, "library", None)
+    tier = await world.open(formats.segments(), format="segments")
+    await world.put(tier, range(8))
+    await tier.aclose()
+    (segment,) = world.root.rglob("*.seg")
+    replace(segment)
+    again = await world.open(formats.segments(), format="segments")
+    assert OK not in (await world.get(again, range(8))).statuses
+    assert (await world.put(again, range(8, 16))).statuses == (OK,) * 8
+    assert (await world.get(again, range(8, 16))).statuses == (OK,) * 8
+
+
+async def test_in_the_manifests_place_it_is_refused(world, replace):
+    await (await world.open()).aclose()
+    replace(world.namespace / "config.json")
+    with pytest.raises(TierError, match=r"config\.json|cannot be"):
+        await world.open()
+
+
+async def test_in_the_epochs_place_nothing_of_before_is_there_or_it_is_refused(world, replace):
+    tier = await world.open()
+    await world.put(tier, [1])
+    await tier.aclose()
+    epoch = world.namespace / "epoch"
+    replace(epoch)
+    if epoch.is_dir():  # which is not removed for a file
+        with pytest.raises(TierError, match="eisdir"):
+            await world.open()
+        return
+    again = await world.open()
+    assert again.statistics().epoch > 0, "what it was cannot be known"
+    assert (await world.get(again, [1])).statuses == (Status.ABSENT,)
+
+
+async def test_in_the_ledgers_place_it_is_refused_with_the_remedy(world, replace):
+    await (await world.open()).aclose()
+    ledger = world.root / ".kvtier" / "ledger"
+    replace(ledger)
+    with pytest.raises(TierError, match=r"remove what is at \.kvtier/ledger"):
+        await world.open()
+    if ledger.is_dir() and not ledger.is_symlink():
+        ledger.rmdir()
+    else:
+        ledger.unlink()
+    assert isinstance(await world.open(), FsTier)
