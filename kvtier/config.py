@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from kvtier import plugins, validation
+from kvtier.core.tiering import PRIMARY
 from kvtier.errors import ConfigError
 from kvtier.tiers import registry
 from kvtier.tiers.base import TierConfig
@@ -170,6 +171,10 @@ class TieringConfig(BaseModel):
         given = [tier.name for tier in self.secondary_tiers if tier.name is not None]
         if twice := sorted({name for name in given if given.count(name) > 1}):
             raise ValueError(f"secondary_tiers: two tiers have the name {', '.join(twice)}")
+        if PRIMARY in self.tier_names:
+            raise ValueError(
+                f"secondary_tiers: {PRIMARY!r} is the name of the primary tier: give that tier another"
+            )
         return self
 
     @property

@@ -22,6 +22,7 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 Loc = tuple[int | str, ...]
 
 _HIDDEN = "**********"
+_SHORTEST_HIDDEN = 4
 _LOGIN_IN_URL = re.compile(r"(?<=://)[^\s'\"]*@")
 _QUERY_IN_URL = re.compile(r"(://[^\s'\"?]*\?)[^\s'\"]+")
 
@@ -49,7 +50,7 @@ def explain(
     error: ValidationError, model: type[BaseModel], raw: Mapping[str, object], where: str = ""
 ) -> str:
     """Say in one line what is wrong, with the path of each field and without any secret."""
-    secrets = sorted(set(_secrets(model, raw)), key=len, reverse=True)
+    secrets = list(_secrets(model, raw))
     problems = [_problem(detail, model, where, secrets) for detail in error.errors(include_url=False)]
     return _without_logins("; ".join(dict.fromkeys(problems)))
 
@@ -59,15 +60,25 @@ def hide(text: str, settings: BaseModel) -> str:
 
     Some repeat what they were sent: a server that knows no AUTH names its arguments, the password.
     """
-    for secret in sorted(set(_held(settings)), key=len, reverse=True):
-        text = text.replace(secret, _HIDDEN)
-    return _without_logins(text)
+    return _without_logins(conceal(text, _held(settings)))
+
+
+def conceal(text: str, secrets: Iterable[str]) -> str:
+    """Take secrets out of a text, where they have at least 4 characters.
+
+    Shorter ones are found in many words, and each that is hidden tells a letter of theirs.
+    """
+    for secret in sorted(set(secrets), key=len, reverse=True):
+        if len(secret) >= _SHORTEST_HIDDEN:
+            text = text.replace(secret, _HIDDEN)
+    return text
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean x?"`` for the known word nearest to ``word``, or nothing."""
-    close = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
+    by_lower = {name.lower(): name for name in sorted(known)}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return f"; did you mean {by_lower[close[0]]}?" if close else ""
 
 
 def _without_logins(text: str) -> str:
@@ -111,8 +122,7 @@ def _path(where: str, loc: Loc) -> str:
 
 def _reason(detail: ErrorDetails, secrets: list[str]) -> str:
     text = detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    for secret in secrets:  # a validator's author may have put the value into the message
-        text = text.replace(secret, _HIDDEN)
+    text = conceal(text, secrets)  # a validator's author may have put the value into the message
     return text[:1].lower() + text[1:]
 
 

@@ -168,7 +168,9 @@ class TierConfig(BaseModel):
     type: str = Field(description="Name of the tier's entry point in the group kvtier.tiers.")
     name: str | None = Field(
         default=None,
-        description="Name in logs and metrics. Default: the type, numbered where it is used twice.",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        description="Name in logs and metrics, of letters, digits, '.', '_' and '-'. Default: the type, "
+        "numbered where it is used twice.",
     )
     deadline_s: float = Field(
         default=5.0,

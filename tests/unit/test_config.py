@@ -205,6 +205,40 @@ def test_one_name_for_two_tiers_is_refused():
     assert "two tiers have the name near" in refusal(secondary_tiers=tiers)
 
 
+@pytest.mark.parametrize("name", ["", "a b", "-a", "a/b", 'a"', "a\n", "a" * 65])
+def test_a_name_that_is_no_label_is_refused(name):
+    message = refusal(secondary_tiers=[{"type": "dummy", "name": name}])
+    assert "secondary_tiers[0].name" in message
+    assert "letters, digits" in message
+
+
+def test_no_tier_may_count_as_the_primary_one():
+    assert "'cpu' is the name of the primary tier" in refusal(
+        secondary_tiers=[{"type": "dummy", "name": "cpu"}]
+    )
+
+
+@pytest.mark.parametrize("paths", ["", ["", "/a"], ["/a", ""], "/a\0b"])
+def test_a_root_without_a_name_is_refused_and_not_the_working_directory(paths):
+    message = refusal(secondary_tiers=[{"type": "fs", "root_dir": paths}])
+    assert "secondary_tiers[0]." in message
+    assert "name a directory" in message
+
+
+@pytest.mark.parametrize(("given", "meant"), [("100GiB", 100 * 2**30), ("1GB", 10**9), (4096, 4096), (0, 0)])
+def test_bytes_of_the_file_tier_may_have_a_unit(given, meant):
+    tier = {"type": "fs", "root_dir": "/a", "max_bytes": given, "min_free_bytes": given}
+    (it,) = config(secondary_tiers=[tier]).secondary_tiers
+    assert (it.max_bytes, it.min_free_bytes) == (meant, meant)
+
+
+@pytest.mark.parametrize("given", [-1, "-1", "lots", 1.5])
+def test_bytes_that_are_none_are_refused_with_an_example(given):
+    message = refusal(secondary_tiers=[{"type": "fs", "root_dir": "/a", "max_bytes": given}])
+    assert "secondary_tiers[0].max_bytes" in message
+    assert "such as 100GiB" in message
+
+
 def test_nothing_can_be_changed_later():
     with pytest.raises(ValidationError, match="frozen"):
         config().store_threshold = 3

@@ -24,6 +24,7 @@ from kvtier.memory.region import Region
 from kvtier.tiers import registry
 from kvtier.tiers.base import Batch, Knowledge, Outcome, Status, TierContext, Usage
 from kvtier.tiers.dummy import DummyConfig, DummyTier
+from kvtier.validation import hide
 
 PROJECT = Path(__file__).parents[2]
 CODE_FROM_DATA = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "yaml", "jsonpickle"}
@@ -278,6 +279,17 @@ def test_a_secret_that_a_client_repeats_is_not_shown_by_bench_tier(
     with pytest.raises(TierError, match="unknown command 'AUTH'") as caught:
         bench_tier.run(file, [4096], 1, 1)
     assert_hidden(caught.value)
+
+
+@pytest.mark.parametrize("password", ["b", "kv", "uck"])
+def test_a_short_secret_is_not_told_by_where_it_is_hidden(password: str) -> None:
+    text = "s3 bucket kv-cache: b is not its password"
+    assert hide(text, SecretConfig(type="secret", password=SecretStr(password))) == text
+
+
+def test_a_secret_of_four_characters_is_hidden() -> None:
+    config = SecretConfig(type="secret", password=SecretStr("pass"))
+    assert hide("AUTH 'pass'", config) == "AUTH '**********'"
 
 
 def test_a_secret_is_not_shown_of_a_plug_in_that_cannot_be_made(

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ByteSize, Field, field_validator, model_validator
 
 from kvtier.tiers.base import TierConfig
+
+if TYPE_CHECKING:
+    Bytes = int  # as which it is used, and may be given
+else:
+    Bytes = Annotated[ByteSize, Field(ge=0)]
 
 
 class FsConfig(TierConfig):
@@ -67,17 +72,15 @@ class FsConfig(TierConfig):
         description="How chunks lie on disk. 'files': a file for each. 'segments': many in one file. 'auto': "
         "as they lie there already; else segments for chunks below 256 KiB, and files.",
     )
-    max_bytes: int | None = Field(
+    max_bytes: Bytes | None = Field(
         default=None,
-        ge=0,
-        description="Bytes that everything below root_dir may take, all engines that use it together; puts "
-        "beyond are refused. Default: 80 % of what is free and what root_dir already holds.",
+        description="Bytes, such as 100GiB, that everything below root_dir may take, all engines that use it "
+        "together; puts beyond are refused. Default: 80 % of what is free and what root_dir already holds.",
     )
-    min_free_bytes: int | None = Field(
+    min_free_bytes: Bytes | None = Field(
         default=None,
-        ge=0,
-        description="Bytes of the file system that stay free; puts are refused below. Default: 5 % of it, "
-        "and at most 32 GiB.",
+        description="Bytes of the file system, such as 10GiB, that stay free; puts are refused below. "
+        "Default: 5 % of it, and at most 32 GiB.",
     )
     eviction: Literal["reuse", "none"] = Field(
         default="reuse",
@@ -121,6 +124,14 @@ class FsConfig(TierConfig):
         if others and given.get("more_root_dirs"):
             raise ValueError("root_dir is a list and more_root_dirs is given, too: leave the latter away")
         return {**given, "root_dir": first, **({"more_root_dirs": others} if others else {})}
+
+    @field_validator("root_dir", "more_root_dirs", mode="before")
+    @classmethod
+    def _names_something(cls, value: Any) -> Any:
+        for path in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(path, str) and (not path or "\0" in path):
+                raise ValueError("an empty path, or one with a NUL: name a directory")
+        return value
 
     @field_validator("root_dir")
     @classmethod
