@@ -317,7 +317,7 @@ def run(
     Raises:
         KVTierError: the file system has no room for it, or the tier has failed.
     """
-    root.mkdir(parents=True, exist_ok=True)
+    room.make_directory(root)
     points: list[Point] = []
     room.require(root, bench_fs_limit.FILE_BYTES, "the file that shows the disk's rate")
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=root) as name:

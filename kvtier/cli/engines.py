@@ -25,6 +25,7 @@ import importlib_metadata
 from rich.console import Console
 from rich.markup import escape
 
+from kvtier.cli import room
 from kvtier.errors import KVTierError
 
 ENGINES = "kvtier.adapters.vllm.engines"
@@ -275,7 +276,7 @@ def environment() -> dict[str, str]:
 def open_folder(root: Path | None) -> Iterator[Path]:
     """Make a directory below ``root``, or below the one for temporary files, and remove it at the end."""
     if root is not None:
-        root.mkdir(parents=True, exist_ok=True)
+        room.make_directory(root)
     folder = Path(tempfile.mkdtemp(prefix="kvtier-bench-", dir=root))
     try:
         yield folder

@@ -37,8 +37,22 @@ bench = typer.Typer(
 app.add_typer(bench, name="bench")
 roots.add_to(app)
 
+
+def _writable(path: Path | None) -> Path | None:
+    """See to it before minutes are spent on figures that could not be written."""
+    if path is not None:
+        try:
+            path.open("a").close()
+        except OSError as error:
+            raise typer.BadParameter(f"{path} cannot be written: {error.strerror}") from error
+    return path
+
+
 JsonOption = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE as JSON, too.")
+    Path | None,
+    typer.Option(
+        "--json", metavar="FILE", callback=_writable, help="Write the figures to FILE as JSON, too."
+    ),
 ]
 
 
@@ -75,10 +89,10 @@ NativeOption = Annotated[
 
 
 def main() -> None:
-    """Run the command line; an error of kvtier's own ends it in one line, with exit status 2."""
+    """Run the command line; an error that a user can act on ends it in one line, with exit status 2."""
     try:
         app()
-    except KVTierError as error:
+    except (KVTierError, OSError) as error:
         Console(stderr=True).print(
             f"kvtier: {error}", style="red", markup=False, highlight=False, soft_wrap=True
         )

@@ -88,7 +88,14 @@ def is_wide() -> bool:
 
 def say(text: str) -> None:
     """Print a line on standard output."""
-    Console().print(Text(text), soft_wrap=True)
+    Console().print(Text(printable(text)), soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """Spell out what is no text: names of files that others have made may command a terminal."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text
+    )
 
 
 class Bytes(int):
@@ -126,5 +133,5 @@ def _cell(value: Any) -> str:
     if type(value) is int:
         return f"{value:,}"
     if isinstance(value, list | tuple):
-        return ", ".join(map(str, value)) or "-"
-    return str(value)
+        return printable(", ".join(map(str, value))) or "-"
+    return printable(str(value))

@@ -11,6 +11,18 @@ from kvtier.errors import KVTierError
 REMEDY: Final = "name a directory on a file system with more room, or make some there"
 
 
+def make_directory(path: Path) -> None:
+    """Make the directory that files are to go to, where it is missing.
+
+    Raises:
+        KVTierError: it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KVTierError(f"{path} cannot be made: {error.strerror}; name another directory") from error
+
+
 def require(folder: Path, needed: int, what: str) -> None:
     """Look whether there is room below a directory.
 

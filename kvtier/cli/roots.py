@@ -12,6 +12,9 @@ import typer
 
 from kvtier.cli import archive, gc, ls, stat, verify
 from kvtier.cli.report import OK, PROBLEMS, as_json
+from kvtier.errors import TierError
+from kvtier.tiers.fs import ledger
+from kvtier.tiers.fs.root import Root
 
 RootArgument = Annotated[Path, typer.Argument(metavar="ROOT", help="The root_dir of a file tier.")]
 JsonFlag = Annotated[
@@ -21,6 +24,7 @@ NamespaceOption = Annotated[
     str | None, typer.Option(metavar="NAME", help="This cache alone; `kvtier ls` has the names.")
 ]
 
+_OF_FILE_SYSTEMS: Final = {"lost+found"}
 _UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _SPANS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
@@ -34,7 +38,8 @@ def add_to(app: typer.Typer) -> None:
 def _ls(root: RootArgument, json: JsonFlag = False) -> None:
     """List the caches of a root: models, epochs, chunks, bytes, who uses them.
 
-    Exit status 1 where a cache has a manifest that does not belong to it, or directories cannot be read.
+    Exit status 1 where a cache has a manifest that does not belong to it, segments are damaged, or
+    directories cannot be read.
     """
     found = ls.listing(root)
     as_json(found) if json else ls.show(found)
@@ -50,6 +55,7 @@ def _stat(
     Exit status 1 where something is wrong with it.
     """
     if path.is_dir():
+        _require_root(path)
         state = stat.of_root(path)
         as_json(state) if json else stat.show_root(state)
         _end(not state.problems)
@@ -77,6 +83,7 @@ def _verify(
 
     Exit status 1 where something is wrong that was not repaired.
     """
+    _require_root(root)
     logging.getLogger("kvtier.tiers.fs").addHandler(logging.NullHandler())  # what is wrong is in the table
     found = verify.verify(root, repair=repair, threads=threads, namespace=namespace)
     as_json(found) if json else verify.show(found)
@@ -101,6 +108,7 @@ def _gc(
 
     Exit status 1 where more than --max-bytes is left.
     """
+    _require_root(root)
     wish = gc.Wish(
         max_bytes=None if max_bytes is None else _size(max_bytes),
         older_than_s=None if older_than is None else _span(older_than),
@@ -115,6 +123,7 @@ def _du(root: RootArgument, json: JsonFlag = False) -> None:
 
     Exit status 1 where directories cannot be read, so that the sums are too small.
     """
+    _require_root(root)
     taken = ls.usage(root)
     as_json(taken) if json else ls.show_usage(taken)
     _end(not taken.unreadable)
@@ -158,6 +167,20 @@ def _import(
 
 def _end(is_well: bool) -> None:
     raise typer.Exit(OK if is_well else PROBLEMS)
+
+
+def _require_root(path: Path) -> None:
+    """Refuse another directory than a root: nothing wrong would be found in it for ever.
+
+    Raises:
+        TierError: there are files, and no cache of kvtier's.
+    """
+    with Root(path) as root:
+        if root.namespaces() or not set(root.others()) - _OF_FILE_SYSTEMS:
+            return
+    above = (one for one in path.absolute().parents if (one / ledger.FOLDER).is_dir())
+    hint = f"; did you mean {root_above}?" if (root_above := next(above, None)) else ""
+    raise TierError(f"{path} is no root_dir: it has files, and no cache of kvtier's{hint}")
 
 
 def _size(text: str) -> int:
