@@ -24,6 +24,7 @@ from kvtier.tiers.base import Status
 
 _OTHERS_THREADS = ("AnyIO worker thread", "asyncio_")  # they are the loop's, and stay for the next one
 _OPEN_FILES = Path("/proc/self/fd")
+_SCHEDULED = Path("/proc/thread-self/schedstat")  # nanoseconds that it ran, that it wanted to run
 _GRACE = 50  # times settle_s
 _ATTEMPTS = 5
 
@@ -226,10 +227,10 @@ async def _longest_pause(call: Callable[[], Coroutine[Any, Any, object]]) -> flo
 
     async def tick() -> None:
         nonlocal longest
-        before = time.perf_counter()
+        before = _undisturbed_s()
         while running:
             await asyncio.sleep(0.001)
-            now = time.perf_counter()
+            now = _undisturbed_s()
             longest, before = max(longest, now - before), now
 
     ticking = asyncio.ensure_future(tick())
@@ -242,6 +243,21 @@ async def _longest_pause(call: Callable[[], Coroutine[Any, Any, object]]) -> flo
         running = False
         await ticking
     return longest
+
+
+def _undisturbed_s() -> float:
+    """The time less that in which this thread wanted to run, but others had the processors."""
+    while True:
+        queued_s, now_s = _queued_s(), time.perf_counter()
+        if _queued_s() == queued_s:
+            return now_s - queued_s
+
+
+def _queued_s() -> float:
+    try:
+        return int(_SCHEDULED.read_text().split()[1]) / 1e9
+    except OSError:  # no Linux
+        return 0.0
 
 
 async def _left(

@@ -374,9 +374,11 @@ class LeaksATask(Honest):
 
 
 class LeaksAThread(Honest):
+    ended = threading.Event()
+
     async def open(self, context: TierContext) -> None:
         await super().open(context)
-        threading.Thread(target=time.sleep, args=(6,), daemon=True).start()
+        threading.Thread(target=self.ended.wait, args=(60,), daemon=True).start()
 
 
 class LeaksAFile(Honest):
@@ -501,18 +503,23 @@ BY_SEQUENCE = [
 ]
 
 
+# What is drawn differs between versions of hypothesis: mostly one of the first ten sequences shows what is
+# wrong, at times the hundredth. That one is the last.
+ENOUGH = 1000
+
+
 def kit(bad: type[Honest]) -> TierConformance:
     class Kit(TierConformance):
         tier = bad
         is_persistent = True
         is_shared = True
         settle_s = 0.05
-        patience_s = 5.0
+        patience_s = 5.0 if bad is BreaksWhenCutShort else 60.0  # that one hangs; others are slow at most
 
         def sequences(self) -> hypothesis.settings:
             return hypothesis.settings(
                 super().sequences(),
-                max_examples=20 if bad is Honest else 100,
+                max_examples=20 if bad is Honest else ENOUGH,
                 phases=[hypothesis.Phase.generate],
                 derandomize=True,
                 database=None,
@@ -536,7 +543,9 @@ async def run(tier: type[Honest], test: str, place: Path) -> None:
 @pytest.fixture(autouse=True)
 def _empty_shops():
     Honest.stores.clear()
+    LeaksAThread.ended.clear()
     yield
+    LeaksAThread.ended.set()
     for file in LeaksAFile.opened:
         os.close(file)
     LeaksAFile.opened.clear()
