@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.integration)
             if item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(300))
+                item.add_marker(pytest.mark.timeout(600))  # the first one starts the forge and the reference
 
 
 @pytest.fixture(scope="session")

@@ -361,6 +361,14 @@ class Engine:
             return self.metrics()
         return self.until(lambda metrics: metrics.is_idle, "all stores and cascades have ended")
 
+    def until_open(self, tier: str) -> None:
+        """Keep the engine stepping until a tier is open, and has said how much it may keep."""
+        up, capacity = "kvtier_tier_up", "kvtier_tier_capacity_bytes"
+        self.until(
+            lambda metrics: metrics.value(up, tier=tier) == 1 and metrics.value(capacity, tier=tier) > 0,
+            f"tier {tier} is open",
+        )
+
     def reset(self, *, connector: bool = True) -> None:
         """Forget what is cached on the device, and where asked for, everywhere else."""
         assert self.ask("reset", connector=connector)["done"]

@@ -29,13 +29,16 @@ from vllm.v1.kv_offload.base import (
     TierMatcher,
 )
 
+from kvtier.adapters.vllm import manager
 from kvtier.adapters.vllm.compat import TELLS_OF_FLUSHES, CacheHitSource
 from kvtier.adapters.vllm.manager import KVTierManager, Slots
 from kvtier.adapters.vllm.places import place_of
+from kvtier.adapters.vllm.queue import Queue
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
 from kvtier.adapters.vllm.workers import Workers
 from kvtier.core import invariants
 from kvtier.core.admission import Limits, TierGate
+from kvtier.core.breaker import BreakerRules
 from kvtier.core.messages import SlotsReady
 from kvtier.core.policies.lru import LRU
 from kvtier.core.states import ChunkState
@@ -97,9 +100,13 @@ class World:
         repeats_stores: bool = True,
         workers: Workers | None = None,
         audits: bool = False,
+        drain_s: float = 1.0,
     ) -> None:
         names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
-        gates = [TierGate(name, tier.config.deadline_s) for name, tier in zip(names, tiers, strict=True)]
+        gates = [
+            TierGate(name, tier.config.deadline_s, rules=BreakerRules(pause_s=tier.config.breaker_pause_s))
+            for name, tier in zip(names, tiers, strict=True)
+        ]
         self.core = Tiering(LRU(), gates, limits or Limits(), track_changes=True)
         self.region = Region.anonymous(slots, CHUNK_BYTES)
         named = [NamedTier(name, tier) for name, tier in zip(names, tiers, strict=True)]
@@ -109,6 +116,7 @@ class World:
         self.thread.start()
         self.thread.events.append(SlotsReady(range(slots)))
         self.shutdowns = 0
+        self._drain_s = drain_s
         self.manager = KVTierManager(
             self.core,
             self.thread,
@@ -126,7 +134,7 @@ class World:
 
     def _shut_down(self) -> None:
         self.shutdowns += 1
-        assert self.thread.close(1)
+        assert self.thread.close(self._drain_s)
         self.region.close()
 
     def step(self, new: Sequence[str] = (), preempted: Sequence[str] = ()) -> None:
@@ -327,6 +335,13 @@ def test_a_hit_that_is_not_loaded_is_given_back(make: Make) -> None:
     it.check_idle()
 
 
+@pytest.fixture
+def _strands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See that managers know of a vLLM that has to be helped, whichever this is."""
+    monkeypatch.setattr(manager, "Queue", partial(Queue, strands=True))
+
+
+@pytest.mark.usefixtures("_strands")
 def test_after_a_step_that_stopped_before_what_is_loaded_the_next_one_lets_nothing_else_in(
     make: Make,
 ) -> None:
@@ -338,7 +353,7 @@ def test_after_a_step_that_stopped_before_what_is_loaded_the_next_one_lets_nothi
     assert it.scan(prompt(2, 4), loaded) == (4, False)
     it.manager.prepare_load(prompt(2, 4), loaded)
     it.step()
-    for _ in range(3):
+    for _ in range(2):  # the first times
         assert it.scan(prompt(1, 4), first) == (4, False)
         it.step()  # vLLM had no blocks for it, and looked at none behind it
         assert it.scan(prompt(1, 4), first)[1], "it is passed over"
@@ -352,6 +367,7 @@ def test_after_a_step_that_stopped_before_what_is_loaded_the_next_one_lets_nothi
     it.check_idle()
 
 
+@pytest.mark.usefixtures("_strands")
 def test_who_is_served_or_waits_for_a_tier_is_in_nobodys_way(make: Make) -> None:
     it = make(dummy(get_latency_s=0.2, complete_index=False))
     it.store(prompt(1, 4), it.request("a"))
@@ -413,7 +429,7 @@ class Silent(DummyTier):
         raise AssertionError
 
 
-@pytest.mark.parametrize(("tier_s", "request_s"), [(1.0, 60.0), (60.0, 1.0)])
+@pytest.mark.parametrize(("tier_s", "request_s"), [(20.0, 60.0), (60.0, 20.0)])
 def test_no_request_waits_beyond_its_deadline(make: Make, tier_s: float, request_s: float) -> None:
     clock = Clock()
     silent = Silent(DummyConfig(deadline_s=tier_s))
@@ -428,7 +444,7 @@ def test_no_request_waits_beyond_its_deadline(make: Make, tier_s: float, request
     for _ in range(5):
         it.step()
         assert it.scan(keys, context)[1]
-    clock.now += 1.5
+    clock.now += 30.0
     it.step()
     it.step()
     assert it.scan(keys, context) == (2, False)
@@ -532,7 +548,7 @@ def test_a_tier_that_fails_is_left_alone_and_used_again_when_it_is_well(
 
 
 def test_gets_that_hang_cost_one_request_a_wait_and_the_next_ones_none(make: Make) -> None:
-    moody = Moody(DummyConfig(deadline_s=0.05, breaker_pause_s=60.0))
+    moody = Moody(DummyConfig(deadline_s=1.0, breaker_pause_s=60.0))
     it = make(moody, slots=32)
     it.store(prompt(1, 4), it.request("a"))
     it.settle()
@@ -540,6 +556,7 @@ def test_gets_that_hang_cost_one_request_a_wait_and_the_next_ones_none(make: Mak
     moody.mood = "hang"
     first = it.request("b")
     assert it.find(prompt(1, 4), first) == 0
+    it.settle()  # until the get has ended the tier is refused for another reason, being unresponsive
     for number in range(20):
         request = it.request(f"c{number}")
         found, waits = it.scan(prompt(1, 4), request)
@@ -692,7 +709,8 @@ def test_what_is_loaded_from_the_primary_tier_does_not_grow_old_in_the_others(ma
 
 
 def test_slow_puts_end_before_a_shutdown_does(make: Make, tmp_path: Path) -> None:
-    first = make(SlowFiles(FsConfig(root_dir=tmp_path, max_concurrency=2, min_free_bytes=0)))
+    slow = SlowFiles(FsConfig(root_dir=tmp_path, max_concurrency=2, min_free_bytes=0))
+    first = make(slow, drain_s=20.0)
     context = first.request("a")
     for name in range(4):
         assert first.store(prompt(name, 3), context) == prompt(name, 3)
@@ -946,7 +964,9 @@ def test_stats_are_vllms_and_all_of_them_are_declared(make: Make, tmp_path: Path
     )
     total = OffloadingConnectorStats().aggregate(pickle.loads(pickle.dumps(stats)))
     assert total.reduce()["kvtier_slots"] == 16
-    assert it.manager.get_stats() is None  # nothing has happened since
+    end = time.monotonic() + 20
+    while it.manager.get_stats() is not None:  # nothing happens any more, but how full tiers are is looked at
+        assert time.monotonic() < end
 
 
 def test_events_say_what_is_where(make: Make, tmp_path: Path) -> None:
@@ -1071,11 +1091,10 @@ class Scheduler:
     def run(self, steps: int) -> None:
         for _ in range(steps):
             self.step(arriving=True)
-        for _ in range(2000):
-            if not self.jobs and not self.copies and not self.cut_off:
-                return
+        end = time.monotonic() + 60
+        while self.jobs or self.copies or self.cut_off:
+            assert time.monotonic() < end, [job.state for job in self.jobs]
             self.step(arriving=False)
-        raise AssertionError([job.state for job in self.jobs])
 
     def step(self, *, arriving: bool) -> None:
         manager = self.it.manager
@@ -1198,6 +1217,7 @@ class Scheduler:
             time.sleep(0.0005)
 
 
+@pytest.mark.usefixtures("_strands")
 @pytest.mark.parametrize("version", ["0.33"] if TELLS_OF_FLUSHES else ["0.32", "0.33"])
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_happens_when_no_call_raises_and_no_byte_is_wrong(

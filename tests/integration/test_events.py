@@ -39,7 +39,7 @@ Place = tuple[str, str | None]
 class Router:
     """Follows the events that an engine publishes, as a router does.
 
-    It is there before the engine, so that no event is lost.
+    What is published before it has joined is lost to it.
 
     Attributes:
         endpoint: where the engine is to publish.
@@ -51,12 +51,21 @@ class Router:
     def __init__(self, endpoint: str) -> None:
         self._socket = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 10)  # milliseconds: long before the first prompt
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 10)  # milliseconds
         self._socket.connect(endpoint)
         self.endpoint = endpoint
         self.events: list[dict[str, Any]] = []
         self.belief: defaultdict[Place, set[bytes]] = defaultdict(set)
         self.cleared = 0
+
+    def join(self, engine: Engine, patience_s: float = 30.0) -> None:
+        """Wait until what the engine publishes gets here."""
+        deadline = time.monotonic() + patience_s
+        while not self.cleared:
+            assert time.monotonic() < deadline, "nothing is heard of the engine"
+            engine.reset(connector=False)  # which it publishes
+            engine.step()
+            self.take_in()
 
     def take_in(self) -> None:
         while self._socket.poll(0):
@@ -97,6 +106,14 @@ class Router:
             chain += known[chain[-1] if chain else None, *tokens[start : start + width]]
         return chain
 
+    def has_heard_of(self, place: Place, tokens: Tokens, blocks: int) -> bool:
+        """Say whether all blocks of a prompt were said to be stored there, be they there still or not."""
+        try:
+            self.chain(place, tokens, blocks)
+        except KeyError:
+            return False
+        return True
+
     def close(self) -> None:
         self._socket.close(linger=0)
 
@@ -134,6 +151,7 @@ def test_a_router_knows_what_is_where_whoever_evicts(
     ]
     settings = {"cpu_bytes_to_use": 48 * BLOCK_BYTES, "blocks_per_chunk": blocks, "secondary_tiers": tiers}
     with _start(forge, llama, settings, router) as engine:
+        router.join(engine)
         for one in PROMPTS:
             engine.served(one)
         metrics = engine.settled()
@@ -143,6 +161,7 @@ def test_a_router_knows_what_is_where_whoever_evicts(
             router,
             lambda: (
                 len(router.belief[FILES]) >= len(PROMPTS) * PROMPT_CHUNKS
+                and all(router.has_heard_of(place, PROMPTS[-1], blocks) for place in (CPU, SMALL))
                 and len(router.belief[CPU]) <= slots * blocks
                 and len(router.belief[SMALL]) <= 40
             ),
@@ -161,9 +180,14 @@ def test_a_router_knows_what_is_where_whoever_evicts(
         assert {event["group_idx"] for event in router.events} == {0}
         assert {_locality(router, place) for place in (CPU, FILES)} == {"LOCAL", None}
 
+        cleared = router.cleared
         engine.reset()
         # Of chunks of several blocks a subscriber learns by AllBlocksCleared alone: docs/vllm.md.
-        _until(engine, router, lambda: router.cleared > 0 and (blocks > 1 or not any(router.belief.values())))
+        _until(
+            engine,
+            router,
+            lambda: router.cleared > cleared and (blocks > 1 or not any(router.belief.values())),
+        )
 
 
 def test_after_a_restart_a_router_learns_what_is_found_and_what_is_lost(
@@ -177,6 +201,7 @@ def test_after_a_restart_a_router_learns_what_is_found_and_what_is_lost(
     with forge.start(llama, settings) as engine:
         engine.served(*PROMPTS)
     with _start(forge, llama, settings, router) as engine:
+        router.join(engine)
         _, loaded = engine.served(PROMPTS[0], PROMPTS[1])
         _until(engine, router, lambda: len(router.belief[FILES]) >= 2 * PROMPT_CHUNKS)
         found = set(router.chain(FILES, PROMPTS[0]) + router.chain(FILES, PROMPTS[1]))

@@ -121,6 +121,7 @@ def test_a_server_that_hangs_costs_no_token_and_no_more_than_the_deadline(
     with forge.start(llama, settings) as engine:
         engine.served(*STORY, *OTHERS)
     with forge.start(llama, _with_deadlines(settings)) as engine:
+        engine.until_open("redis")
         first, loaded = engine.served(STORY[0])
         engine.tell("generate", prompts=[*STORY[1:], *OTHERS], output_tokens=8, together=True)
         time.sleep(0.02)  # gets are under way

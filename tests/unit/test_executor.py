@@ -58,6 +58,7 @@ from kvtier.tiers.fs import FsConfig, FsTier
 IDENTITY = Identity.make("model", {"dtype": "int8"})
 CHUNK_BYTES = 4096
 SLOTS = 64
+PATIENCE_S = 60.0  # a process may have to be started first, on a machine that does much else
 MISSING, LOCATED, LANDED = Answer.MISSING, Answer.LOCATED, Answer.LANDED
 
 AnyTier = SecondaryTier[Any]
@@ -136,7 +137,7 @@ class World:
 
     async def until(self, holds: Callable[[], object]) -> None:
         """Wait for something that an event comes with."""
-        with anyio.fail_after(20):
+        with anyio.fail_after(PATIENCE_S):
             while not holds():
                 await self._arrived.wait()
 
@@ -453,10 +454,12 @@ async def test_what_runs_at_once_is_bounded(width: int) -> None:
 async def test_the_time_in_the_queue_is_not_counted() -> None:
     tier = dummy(max_concurrency=1, put_latency_s=0.05)
     async with world(tier) as it:
+        begun_s = time.monotonic()
         ids = [it.put([number]) for number in range(6)]
         seconds = [(await it.put_ended(id_)).seconds for id_ in ids]
         assert all(one >= 0.05 for one in seconds)
-        assert sum(seconds) < 1.5 * 6 * 0.05 + 0.5  # with the queue it would be 21 times the latency
+        # One after the other; with the queue they would be 21 times the latency, and passed are six.
+        assert sum(seconds) <= time.monotonic() - begun_s
 
 
 # --- resets --------------------------------------------------------------------------------------
@@ -571,7 +574,7 @@ async def test_a_put_that_runs_during_the_reset_is_done_in_the_old_epoch(tmp_pat
         puts = [it.put([number]) for number in range(30)]
         await it.put_ended(puts[0])
         it.reset()
-        with anyio.fail_after(20):
+        with anyio.fail_after(PATIENCE_S):
             await it.executor.settled()
         for put in puts:
             await it.put_ended(put)
@@ -1007,13 +1010,21 @@ async def test_how_full_a_tier_is_is_looked_at_now_and_then(monkeypatch: pytest.
 
 async def test_time_is_that_of_the_get_not_that_of_the_question() -> None:
     class Slow(DummyTier):
-        async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-            await anyio.sleep(0.3)
-            return await super().contains(keys)
+        asked_s = 0.0
 
-    async with world(Slow(DummyConfig(complete_index=False, get_latency_s=0.02))) as it:
+        async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+            begun_s = time.monotonic()
+            await anyio.sleep(0.3)
+            answers = await super().contains(keys)
+            self.asked_s = time.monotonic() - begun_s
+            return answers
+
+    tier = Slow(DummyConfig(complete_index=False, get_latency_s=0.02))
+    async with world(tier) as it:
         await it.hold([1])
-        assert 0.02 <= (await it.fetched(it.fetch([1], [10]))).seconds < 0.3
+        begun_s = time.monotonic()
+        seconds = (await it.fetched(it.fetch([1], [10]))).seconds
+        assert 0.02 <= seconds <= time.monotonic() - begun_s - tier.asked_s
         assert (await it.fetched(it.fetch([2], [10]))).seconds == 0
 
 
@@ -1097,7 +1108,7 @@ async def test_an_answer_comes_only_when_the_tier_is_through_with_the_slots() ->
 async def test_drained_waits_for_what_was_submitted_just_now(where: str) -> None:
     async with world(dummy(put_latency_s=0.02), dummy(), where=where) as it:
         slow, fast = it.put([1]), it.put([2], tier=1)
-        with anyio.fail_after(10):
+        with anyio.fail_after(PATIENCE_S):
             await it.executor.drained()
         assert [len(it.of(slow)), len(it.of(fast))] == [1, 1]
 
@@ -1158,7 +1169,7 @@ class ThreadWorld:
     def take(self, count: int) -> list[Any]:
         """Take so many events, as they come, but for those of tiers that have been opened."""
         taken: list[Any] = []
-        end = time.monotonic() + 20
+        end = time.monotonic() + PATIENCE_S
         while len(taken) < count:
             assert time.monotonic() < end, taken
             if self.thread.events:
@@ -1240,7 +1251,7 @@ def test_commands_submitted_while_the_loop_is_busy_cost_one_wake_up(
     monkeypatch.setattr(asyncio.BaseEventLoop, "call_soon_threadsafe", counted)
     for id_ in range(1, 101):
         it.fetch(id_, [1], [10])
-    assert len(calls) == 1
+    assert len(calls) <= 1  # none where the loop took the first command before its wake-up had come
     tier.opened.set()
     assert {event.id for event in it.take(101)} == set(range(101))
 
@@ -1258,7 +1269,7 @@ def test_close_lets_puts_end(thread_world: MakeThreadWorld, beside: str) -> None
     it = thread_world(dummy(put_latency_s=0.1), where=beside)
     for id_ in range(5):
         it.put(id_, [id_])
-    assert it.thread.close(20)  # at once: nothing of it has begun
+    assert it.thread.close(PATIENCE_S)  # at once: nothing of it has begun
     assert executor_threads() == []
     assert [list(event.kept) for event in it.take(5)] == [[True]] * 5
     assert not ends_of(it.thread.events)
@@ -1313,9 +1324,10 @@ def test_a_thread_that_dies_answers_what_it_has_and_what_comes() -> None:
     memory = HeapMemory(SLOTS, CHUNK_BYTES)
     thread = ExecutorThread(partial(Dies, [NamedTier("slow", dummy(put_latency_s=60))], IDENTITY, memory))
     thread.start()
+    (running,) = executor_threads()
     for id_ in range(1, 4):
         thread.submit([Put(id_, 0, keys([id_]), [id_])])
-    executor_threads()[0].join(20)
+    running.join(20)
     thread.submit([Put(4, 0, keys([4]), [4])])
     puts = [event for event in thread.events if isinstance(event, PutEnded)]
     assert sorted(event.id for event in puts) == [1, 2, 3, 4]
@@ -1336,7 +1348,7 @@ def test_start_raises_where_the_executor_cannot_be_made() -> None:
 
 
 HANGING = """
-import sys, time
+import threading, time
 import anyio
 from functools import partial
 from kvtier.core.messages import Put
@@ -1346,9 +1358,12 @@ from kvtier.keys import pack_key
 from kvtier.testing.memory import HeapMemory
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 
+begun = threading.Event()
+
 class Deaf(DummyTier):
     async def put(self, batch):
         print("put", flush=True)
+        begun.set()
         with anyio.CancelScope(shield=True):
             await anyio.sleep_forever()
 
@@ -1356,7 +1371,7 @@ tier = NamedTier("deaf", Deaf(DummyConfig()))
 thread = ExecutorThread(partial(Executor, [tier], Identity.make("m", {}), HeapMemory(4, 4096)))
 thread.start()
 thread.submit([Put(1, 0, [pack_key(b"k")], [1])])
-time.sleep(0.2)
+begun.wait()
 begin = time.monotonic()
 print(thread.close(0.1), time.monotonic() - begin < 4, len(thread.events), flush=True)
 """

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from kvtier import native
 from kvtier.native import build
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)  # a busy machine compiles for minutes
 needs_library = pytest.mark.skipif(native.library is None, reason="the native helper is not built")
 
 

@@ -19,8 +19,8 @@ def test_every_region_is_measured_at_every_size_and_given_back(monkeypatch: pyte
     assert {row.gib for row in rows} == {0.125, 0.25}
     assert len({row.region for row in rows}) * 2 == len(rows)
     for row in rows:
-        assert 0 < row.returns_s <= row.all_slots_s
-        assert row.first_slot_s <= row.all_slots_s
+        assert row.returns_s > 0  # the slots may all be ready by then
+        assert 0 < row.first_slot_s <= row.all_slots_s
         assert row.spread >= 1
         assert (row.first_over_vllm, row.all_over_vllm) == (0.0, 0.0)
     assert list(SHARED_MEMORY.glob("kvtier_bench-*")) == []

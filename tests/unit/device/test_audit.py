@@ -121,7 +121,11 @@ def test_of_a_chunk_that_is_stored_in_part_nothing_is_expected() -> None:
 
 
 @pytest.mark.parametrize("shape", [PLAIN, OWN_AREAS, HYBRID, GAPS])
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_any_byte_that_changes_in_a_workers_area_is_found_by_it(shape: Shape, data: st.DataObject) -> None:
     layout = shape.layout

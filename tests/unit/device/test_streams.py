@@ -306,6 +306,13 @@ def gated(device: PlayedDevice) -> Iterator[tuple[Rig, threading.Event]]:
         gate.set()
 
 
+def wait_until(holds: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+
+
 def ends_only_after(gate: threading.Event, it: Rig, transfer_id: int) -> None:
     waiter = threading.Thread(target=it.engine.wait, args=([transfer_id],))
     waiter.start()
@@ -368,8 +375,8 @@ def test_seconds_are_those_of_the_stream(device: PlayedDevice) -> None:
         gate = threading.Event()
         device.compute.run(lambda: gate.wait(20))
         it.store(1, one(5), [3])  # two pages
-        threading.Timer(0.3, gate.set).start()
         start = time.perf_counter()
+        threading.Timer(0.3, gate.set).start()
         it.engine.drain()
         passed = time.perf_counter() - start
         (end,) = it.engine.finished()
@@ -391,11 +398,18 @@ def test_nothing_moves_any_more_when_a_failure_is_reported(device: PlayedDevice)
     device.refused = {5, 11}
     with rig(engine_on(device)) as it:
         moving: list[int] = []
-        it.engine.set_wakeup(lambda: moving.append(device.under_way))
+        woken = threading.Event()
+
+        def wake() -> None:
+            moving.append(device.under_way)
+            woken.set()
+
+        it.engine.set_wakeup(wake)
         it.engine.submit_store(1, Blocks.make(range(0, 16, 2), (8,), (0,)), range(8))
         it.engine.drain()
         (end,) = it.engine.finished()
         assert (end.transfer_id, str(end.error)) == (1, "error 1")
+        assert woken.wait(20)
         assert moving == [0]
         it.store(2, Blocks.make(range(0, 16, 2), (8,), (0,)), range(8))
         it.check()
@@ -460,7 +474,7 @@ def test_of_two_transfers_that_are_given_both_may_still_move_when_the_first_hang
 ) -> None:
     gate = threading.Event()
     device.before_copy = lambda dst: gate.wait(20)
-    it = Rig(engine_on(device, deadline_s=0.3), Shape())
+    it = Rig(engine_on(device, deadline_s=1), Shape())
     device.gate.hold(Way.LOAD)
     for number in range(3):
         it.engine.submit_load(number, [number], one(number))
@@ -545,6 +559,7 @@ def test_what_cannot_be_pinned_is_copied_all_the_same(
     with rig(engine_on(device, 5)) as it:
         it.store(1, Blocks.make(range(SLOTS), (SLOTS,), (0,)), range(SLOTS))
         it.check()
+        wait_until(lambda: it.engine.pinning.failed)
         assert it.engine.pinning == Pinning(10 * CHUNK, failed=True)
         it.engine.close()
         assert it.engine.pinning == Pinning(0, failed=True)
@@ -566,8 +581,12 @@ def test_closing_stops_the_pinning(device: PlayedDevice) -> None:
     device.before_pinning = hold
     with rig(engine_on(device, 1)) as it:
         assert reached.wait(20)
+        assert isinstance(it.engine, StreamEngine)
+        pinned = it.engine._pinned
+        assert pinned is not None
         closing = threading.Thread(target=it.engine.close)
         closing.start()
+        assert pinned._stopping.wait(20)
         closing.join(0.05)
         assert closing.is_alive()
         gate.set()

@@ -28,7 +28,8 @@ PATIENCE_S = 60.0
 
 SWIFT = Pace(beat_s=0.1, silent_s=60.0, first_pause_s=0.05, longest_pause_s=0.2)
 """Restarts come soon; nothing is taken for silent, however busy the machine is."""
-STRICT = Pace(beat_s=0.1, silent_s=1.5, first_pause_s=0.05, longest_pause_s=0.2)
+STRICT = Pace(beat_s=0.1, silent_s=5.0, first_pause_s=0.05, longest_pause_s=0.2)
+"""For what is silent on purpose: nothing else may be taken for it, however busy the machine is."""
 
 RECKLESS = """
 import asyncio
@@ -134,7 +135,7 @@ def make_tier(type_: str, **settings: object) -> SecondaryTier[Any]:
 
 
 def files(root: Path) -> SecondaryTier[Any]:
-    return make_tier("fs", root_dir=root, n_threads=2, min_free_bytes=0)
+    return make_tier("fs", root_dir=root, n_threads=2, min_free_bytes=0, deadline_s=PATIENCE_S)
 
 
 def key(number: int) -> OffloadKey:
@@ -261,6 +262,15 @@ def den() -> Iterator[MakeDen]:
     for one in made:
         with suppress(ValueError):
             one.close()
+
+
+def children() -> list[int]:
+    """The processes that threads of this one have started and nobody has reaped."""
+    found: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # a thread that has ended meanwhile
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def is_alive(pid: int) -> bool:

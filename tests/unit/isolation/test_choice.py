@@ -29,7 +29,7 @@ from kvtier.tiers.dummy import DummyConfig, DummyTier
 
 from .conftest import CHUNK_BYTES, IDENTITY, PATIENCE_S, SLOTS, SWIFT, Den, MakeDen, key, make_tier
 from .test_managed import processes_of_tiers
-from .test_process import resources
+from .test_process import resources, until_no_more_than
 
 Begin = Callable[..., AnyExecutor]
 
@@ -139,11 +139,7 @@ def test_a_process_that_was_asked_for_and_can_not_be_had_is_an_error(
     before = resources()
     with pytest.raises(IsolationError, match="set isolation to 'thread'"):
         begin(isolation="process")
-    end_s = time.monotonic() + PATIENCE_S
-    # A joined thread is there for a moment still: those of the test before may be in ``before``.
-    while more := {name: count for name, count in resources().items() if count > before[name]}:
-        assert time.monotonic() < end_s, more
-        time.sleep(0.01)
+    until_no_more_than(before)  # those of the test before may be in it
     assert not caplog.records
 
 

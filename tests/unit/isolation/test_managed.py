@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from kvtier.errors import StateError
 from kvtier.keys import OffloadKey
 from kvtier.manager import TieringManager
 
-from .conftest import IDENTITY, PATIENCE_S, is_alive
+from .conftest import IDENTITY, PATIENCE_S, children, is_alive
 
 PAGE_BYTES = 4096
 BLOCKS = 32
@@ -36,7 +36,7 @@ class World:
 
     def __init__(self, root: Path, **settings: Any) -> None:
         self.blocks = torch.zeros((BLOCKS, PAGE_BYTES), dtype=torch.int8)
-        tiers = [{"type": "fs", "root_dir": str(root), "min_free_bytes": 0}]
+        tiers = [{"type": "fs", "root_dir": str(root), "min_free_bytes": 0, "deadline_s": PATIENCE_S}]
         config = TieringConfig.from_mapping(
             {
                 "cpu_bytes_to_use": SLOTS * PAGE_BYTES,
@@ -93,9 +93,12 @@ async def opened(root: Path, **settings: Any) -> AsyncIterator[World]:
 
 
 def processes_of_tiers() -> Sequence[int]:
-    children = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
-    pids = [int(pid) for listed in children for pid in listed]
-    return [pid for pid in pids if b"kvtier.isolation.child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    found = []
+    for pid in children():
+        with suppress(OSError):  # one that was reaped meanwhile
+            if b"kvtier.isolation.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
 
 
 @pytest.mark.parametrize("audit_rate", [0, 1])

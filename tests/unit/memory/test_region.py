@@ -226,9 +226,9 @@ def test_works_where_files_need_a_name(shm: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def ready_slots(region: Region, count: int) -> list[range]:
-    """Populate, and return the pieces until ``count`` slots are ready."""
+    """Populate in one thread, and return the pieces until ``count`` slots are ready."""
     pieces: queue.Queue[range] = queue.Queue()
-    region.populate(pieces.put)
+    region.populate(pieces.put, threads=1)
     seen: list[range] = []
     while sum(map(len, seen)) < count:
         seen.append(pieces.get(timeout=30))
@@ -274,7 +274,7 @@ def test_close_stops_population(shm: Path) -> None:
         first.set()
 
     with Region.open("a", 4, PIECE_BYTES, shm) as region:
-        region.populate(on_ready)
+        region.populate(on_ready, threads=1)
         assert first.wait(30)
     assert seen == [range(1)]
 
@@ -287,7 +287,7 @@ def test_where_memory_runs_out_there_are_fewer_slots(
     with Region.open("a", 4, 32 * MIB, small_tmpfs) as region:
         with (small_tmpfs / "other").open("wb") as other:
             os.posix_fallocate(other.fileno(), 0, 60 * MIB)
-        region.populate(pieces.append)
+        region.populate(pieces.append, threads=1)
         while not caplog.records:
             os.sched_yield()
         region.view(1)[:] = b"x" * 32 * MIB
