@@ -43,6 +43,8 @@ class World:
         tier = FsTier(FsConfig.model_validate(given), work if work is not None else self.work)
         await tier.open(TierContext("files", self.identity, self.chunk_bytes))
         self._opened.append(tier)
+        if work is None:  # on a busy machine counting takes longer than an opening waits for it
+            await self.eventually(lambda: (usage := tier.usage()) and usage.used_bytes is not None)
         return tier
 
     async def close_all(self) -> None:

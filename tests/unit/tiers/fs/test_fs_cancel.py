@@ -122,14 +122,12 @@ async def test_a_cancel_scope_drains_too(world, gated, verb):
 
 async def test_a_timeout_drains_and_is_still_a_timeout(world, gated):
     tier = await _open(world, gated)
-    opener = threading.Timer(0.2, gated.gate.set)
-    opener.start()
+    asyncio.get_running_loop().call_later(0.2, gated.gate.set)  # by the clock of the timeout: after it
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
             await tier.get(world.to_get(range(8)))
     assert gated.gate.is_set()
     assert gated.running == 0
-    opener.join()
 
 
 async def test_closing_waits_for_jobs(world, gated):

@@ -35,6 +35,7 @@ OK, ABSENT, REFUSED, FAILED, CORRUPT = (
 GOING_DOWN = 0x8004587D  # of xfs, and of ext4 as well
 WITHOUT_FLUSHING = 2
 LOST = {"eio", "erofs"}  # what file systems say that were shut down
+MOST = 5000  # chunks, more than are put until a busy machine takes the disk away, and less than fill it
 IMAGE_BYTES = 320 * 2**20  # the least that mkfs.xfs makes; a hole but for what is written
 
 
@@ -136,7 +137,7 @@ async def test_a_power_cut_leaves_what_the_durability_promises(
     world.root = disk.point / "root"
     settings = {"durability": durability, "max_bytes": 10**9, "recount_s": 0.05}
     tier = await world.open(store(format_), **settings)
-    numbers, reasons = list(range(2000)), []
+    numbers, reasons = list(range(MOST)), []
     kept: set[int] = set()
     enough = random.Random().randrange(8, 160)
 
@@ -150,7 +151,7 @@ async def test_a_power_cut_leaves_what_the_durability_promises(
             await anyio.lowlevel.checkpoint()
         promised = sorted(kept)  # a flush that the shutdown overtakes may be told to have ended well
         await anyio.to_thread.run_sync(disk.lose_power)
-    begun = 2000 - len(numbers)
+    begun = MOST - len(numbers)
     assert numbers, "the disk was lost when all was done"
     assert all(set(found) <= LOST and found for found in reasons), reasons  # each writer was told why
     gone = await world.get(tier, range(begun))

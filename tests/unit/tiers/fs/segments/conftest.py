@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from kvtier.tiers.fs.segments.python_segments import PythonSegments
 
 Store = NativeSegments | PythonSegments
 CHUNK_BYTES = 16384
+PATIENCE_S = 50.0
 STOP = StopFlag()
 
 
@@ -83,6 +85,16 @@ class Rack:
     def get(self, store: Store, numbers: Iterable[int]) -> list[int]:
         """Get chunks; the bytes of those that are said to be there must be right."""
         return list(self.got(store, numbers).results)
+
+    def wait_for(self, store: Store, numbers: Sequence[int]) -> None:
+        """Wait until chunks are got that another store has put: a look may take a share of the time alone.
+
+        Where the machine was busy during the look before, the next one may have to wait for that.
+        """
+        end_s = time.monotonic() + PATIENCE_S
+        while set(self.get(store, numbers)) != {Result.OK}:
+            assert time.monotonic() < end_s, self.get(store, numbers)
+            time.sleep(0.005)
 
     def got(self, store: Store, numbers: Iterable[int]) -> FileCall:
         wanted = list(numbers)
