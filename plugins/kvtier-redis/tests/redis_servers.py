@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import redis
@@ -21,17 +21,26 @@ import trustme
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-PROGRAMS = (("redis-server", "redis-sentinel"), ("valkey-server", "valkey-sentinel"))
+PROGRAMS = ("redis-server", "valkey-server")
 START_S = 20.0
+SOON_MS = 500
+_given: set[int] = set()
 
 
-def programs() -> tuple[str, str]:
-    """Return server and sentinel; skip where there are none, but on CI fail."""
+def program() -> str:
+    """Return the server, which is a sentinel with ``--sentinel``; skip where there is none, but on CI fail.
+
+    ``KVTIER_REDIS_SERVER`` names another one, or gives its path.
+    """
     chosen = os.environ.get("KVTIER_REDIS_SERVER")
-    for server, sentinel in PROGRAMS:
-        if shutil.which(server) and chosen in (None, server):
-            return server, sentinel
-    why = "redis-server is not installed: apt-get install redis-server redis-sentinel"
+    found = next(filter(shutil.which, [chosen] if chosen else PROGRAMS), None)
+    return found or cannot(
+        f"{chosen or PROGRAMS[0]} is not installed: apt-get install redis-server, or set KVTIER_REDIS_SERVER"
+    )
+
+
+def cannot(why: str) -> NoReturn:
+    """Skip, but on CI fail."""
     if os.environ.get("CI", "").lower() == "true":
         pytest.fail(why)
     pytest.skip(why)
@@ -41,12 +50,16 @@ def free_port() -> int:
     """Return a port that nobody listens on, nor on the one of the cluster bus above it.
 
     Not one that the kernel gives to whoever connects: somebody may have it by the time the server starts.
+    Nor one that was returned before: whoever got it may not listen yet.
     """
     while True:
         port = random.SystemRandom().randrange(12_000, 20_000)
+        if port in _given:
+            continue
         with closing(socket.socket()) as one, closing(socket.socket()) as other, suppress(OSError):
             one.bind(("127.0.0.1", port))
             other.bind(("127.0.0.1", port + 10_000))
+            _given.add(port)
             return port
 
 
@@ -83,7 +96,7 @@ class Server:
     def start(self) -> Server:
         """Start it and wait until it answers."""
         command = [
-            programs()[0],
+            program(),
             "--port",
             str(self.listen_port),
             "--bind",
@@ -204,7 +217,12 @@ class TlsServer:
         }
 
     def __enter__(self) -> TlsServer:
-        self.server.start()
+        try:
+            self.server.start()
+        except AssertionError as error:
+            if "Failed finding TLS support" in str(error):
+                cannot(f"{program()} was built without TLS")
+            raise
         with self.server.client() as client:
             client.execute_command("ACL", "SETUSER", "kv", "on", f">{self.PASSWORD}", "~*", *ACL.split())
         return self
@@ -214,15 +232,21 @@ class TlsServer:
 
 
 @contextmanager
-def cluster(directory: Path, nodes: int = 3) -> Iterator[list[Server]]:
-    """A cluster of primaries that share all slots."""
+def cluster(directory: Path, nodes: int = 3, *, timeout_ms: int = 60_000) -> Iterator[list[Server]]:
+    """A cluster of primaries that share all slots.
+
+    Args:
+        directory: for the servers' files.
+        nodes: how many there are.
+        timeout_ms: a server that is silent for so long is given up by the others.
+    """
     with ExitStack() as stack:
         servers = [
             stack.enter_context(
                 Server(
                     directory / f"node-{number}",
                     ("cluster-enabled", "yes"),
-                    ("cluster-node-timeout", "2000"),
+                    ("cluster-node-timeout", str(timeout_ms)),
                     ("cluster-require-full-coverage", "no"),
                 )
             )
@@ -247,7 +271,10 @@ def is_complete(server: Server) -> bool:
 
 @contextmanager
 def sentinels(directory: Path, primary: Server, count: int = 3) -> Iterator[list[int]]:
-    """Sentinels that watch over a primary called ``kv``. Yields their ports."""
+    """Sentinels that watch over a primary called ``kv``. Yields their ports.
+
+    They take it for dead when it is silent for a minute, not when the machine is busy: see ``notice_soon``.
+    """
     ports, processes = [], []
     try:
         for number in range(count):
@@ -256,10 +283,10 @@ def sentinels(directory: Path, primary: Server, count: int = 3) -> Iterator[list
             (folder / "sentinel.conf").write_text(
                 f"port {port}\nbind 127.0.0.1\ndir {folder}\n"
                 f"sentinel monitor kv 127.0.0.1 {primary.port} 2\n"
-                "sentinel down-after-milliseconds kv 500\nsentinel failover-timeout kv 3000\n"
+                "sentinel down-after-milliseconds kv 60000\nsentinel failover-timeout kv 3000\n"
             )
             with (folder / "log").open("wb") as log:
-                command = [programs()[1], str(folder / "sentinel.conf")]
+                command = [program(), str(folder / "sentinel.conf"), "--sentinel"]
                 processes.append(subprocess.Popen(command, stdout=log, stderr=log))
             ports.append(port)
         wait_for(
@@ -270,6 +297,13 @@ def sentinels(directory: Path, primary: Server, count: int = 3) -> Iterator[list
         for process in processes:
             process.kill()
             process.wait()
+
+
+def notice_soon(ports: Sequence[int]) -> None:
+    """Let sentinels take their primary for dead after a moment."""
+    for port in ports:
+        with redis.Redis(port=port, retry=Retry(NoBackoff(), 0)) as client:
+            client.execute_command("SENTINEL", "SET", "kv", "down-after-milliseconds", SOON_MS)
 
 
 def others_known(port: int) -> int:

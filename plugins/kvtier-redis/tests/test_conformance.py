@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -92,8 +93,13 @@ class TestTls(_OnServers):
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
-    def _started(cls, tls_server: TlsServer) -> None:
+    def _started(cls, tls_server: TlsServer) -> Iterator[None]:
         cls.servers, cls.tls = [tls_server.server], tls_server
+        with pytest.MonkeyPatch.context() as patch:
+            # Most of what a connection costs is to read all authorities that the machine trusts besides.
+            for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
+                patch.setenv(name, os.devnull)
+            yield
 
     tls: ClassVar[TlsServer]
 

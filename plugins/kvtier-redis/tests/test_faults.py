@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ CHUNK_BYTES = 256 * 1024
 IDENTITY = Identity.make("faults", {})
 DEADLINE_S = 1.0
 GRACE_S = 1.0
+AT_EASE_S = 30.0
+"""A deadline that a machine does not miss which is busy with something else."""
 
 
 @asynccontextmanager
@@ -31,7 +33,7 @@ async def opened(*servers: Server | int, **settings: Any) -> AsyncIterator[TierR
     """Open a tier on servers, or on the ports of sentinels."""
     ports = [server.port if isinstance(server, Server) else server for server in servers]
     addresses = [f"127.0.0.1:{port}" for port in ports]
-    config = RedisConfig(**{"addresses": addresses, "deadline_s": DEADLINE_S, **settings})
+    config = RedisConfig(**{"addresses": addresses, "deadline_s": AT_EASE_S, **settings})
     tier = RedisTier(config)
     await tier.open(TierContext("tested", IDENTITY, CHUNK_BYTES))
     try:
@@ -47,7 +49,7 @@ async def put(it: TierRig, numbers: range) -> Outcome:
     return outcome
 
 
-async def get(it: TierRig, numbers: range) -> tuple[Outcome, Slots]:
+async def get(it: TierRig, numbers: Sequence[int]) -> tuple[Outcome, Slots]:
     """Get chunks; check the bytes of those that are there, and let others move into their slots."""
     batch, slots = it.empty(numbers)
     outcome = await it.tier.get(batch)
@@ -76,7 +78,7 @@ async def in_thread(function: Any, *arguments: Any) -> Any:
 async def test_a_server_that_hangs_is_a_miss_by_the_deadline_and_its_slots_are_free_then(
     own_server: Server, verb: str
 ) -> None:
-    async with opened(own_server) as it:
+    async with opened(own_server, deadline_s=DEADLINE_S) as it:
         await put(it, range(16))
         own_server.stop()
         started = time.monotonic()
@@ -118,7 +120,7 @@ async def test_a_transfer_that_is_cut_short_in_its_midst_by_a_server_that_hangs_
 
 
 async def test_questions_to_a_server_that_hangs_are_answered_no_by_the_deadline(own_server: Server) -> None:
-    async with opened(own_server) as it:
+    async with opened(own_server, deadline_s=DEADLINE_S) as it:
         await put(it, range(4))
         own_server.stop()
         started = time.monotonic()
@@ -135,7 +137,7 @@ async def test_closing_does_not_wait_for_a_server_that_hangs(own_server: Server)
         await put(it, range(4))  # to be removed when the tier is closed
         own_server.stop()
         started = time.monotonic()
-    assert time.monotonic() - started < 4.0
+    assert time.monotonic() - started < AT_EASE_S / 3
     own_server.go_on()
 
 
@@ -187,7 +189,7 @@ async def test_a_full_server_that_evicts_nothing_refuses_puts_and_serves_gets(tm
             assert statuses[0] is Status.OK
             assert set(statuses[-8:]) == {Status.REFUSED}
             there = [number for number, status in enumerate(statuses) if status is Status.OK]
-            outcome, _ = await get(it, range(len(there)))
+            outcome, _ = await get(it, there)
             assert set(outcome.statuses) == {Status.OK}
             usage = it.tier.usage()
             assert usage is not None
@@ -295,7 +297,7 @@ async def test_a_user_who_loses_permissions_is_refused_and_goes_on_when_they_are
 async def test_a_server_that_is_loading_its_data_is_a_miss(tmp_path: Path) -> None:
     # It sleeps after each key, and answers now and then.
     with Server(
-        tmp_path, ("key-load-delay", "20000"), ("loading-process-events-interval-bytes", "1024")
+        tmp_path, ("key-load-delay", "50000"), ("loading-process-events-interval-bytes", "1024")
     ) as server:
         async with opened(server) as it:
             await put(it, range(40))
@@ -330,7 +332,7 @@ async def test_a_server_without_the_replicas_that_it_has_to_reach_takes_no_puts(
 
 @pytest.fixture
 def own_cluster(tmp_path: Path) -> Iterator[list[Server]]:
-    with redis_servers.cluster(tmp_path) as servers:
+    with redis_servers.cluster(tmp_path, timeout_ms=2000) as servers:
         yield servers
 
 
@@ -417,11 +419,12 @@ async def test_a_failover_is_followed(tmp_path: Path) -> None:
         redis_servers.sentinels(tmp_path, one) as ports,
     ):
         async with opened(*ports, mode="sentinel", sentinel_master="kv") as it:
-            await put(it, range(8))
-            with one.client() as client:
-                assert client.wait(1, 10_000) == 1
+            assert set((await put(it, range(8))).statuses) == {Status.OK}
+            with one.client(socket_timeout=30.0) as client:
+                assert client.wait(1, 20_000) == 1
             await in_thread(one.kill)
-            await until_put(it, range(100, 104), 30.0)
+            await in_thread(redis_servers.notice_soon, ports)
+            await until_put(it, range(100, 104), 80.0)
             outcome, _ = await get(it, range(8))
             assert set(outcome.statuses) == {Status.OK}  # the replica has them
             with two.client() as client:

@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 import pytest
+import redis
 import redis_servers
 from kvtier_redis import RedisConfig, RedisTier
 from kvtier_redis.answers import REASONS
@@ -43,7 +44,7 @@ async def opened(*servers: Server, identity: Identity = IDENTITY, **settings: An
 
 async def problem(*servers: Server, **settings: Any) -> str:
     """Open a tier that cannot be opened; return why."""
-    with anyio.fail_after(10), pytest.raises(TierError) as caught:
+    with anyio.fail_after(60), pytest.raises(TierError) as caught:
         async with opened(*servers, **settings):
             pass
     text = str(caught.value)
@@ -141,6 +142,50 @@ async def test_modes_that_do_not_fit(server: Server, cluster: list[Server], tmp_
         text = await problem(addresses=addresses, mode="sentinel", sentinel_master="other")
         assert "'other'" in text
         assert "set sentinel_master" in text
+
+
+async def test_wrong_and_missing_passwords_of_sentinels_and_of_their_primary(tmp_path: Path) -> None:
+    with (
+        Server(tmp_path / "primary") as primary,
+        Server(tmp_path / "replica", ("replicaof", "127.0.0.1", str(primary.port))),
+        redis_servers.sentinels(tmp_path, primary) as ports,
+    ):
+        for port in ports:
+            with redis.Redis(port=port) as sentinel:
+                sentinel.execute_command("ACL", "SETUSER", "few", "on", ">few of it", "+client|setname")
+                sentinel.execute_command("ACL", "SETUSER", "default", ">right")
+        addresses = [f"127.0.0.1:{port}" for port in ports]
+        settings: dict[str, Any] = {"addresses": addresses, "mode": "sentinel", "sentinel_master": "kv"}
+        wrong = {"sentinel_password": "hunter2"}
+        for login in ({}, wrong, {**wrong, "sentinel_username": "few"}):
+            text = await problem(**settings, **login)
+            assert all(f"{address}: " in text for address in addresses)
+            assert "the sentinel refuses the login" in text
+            assert text.endswith("; set sentinel_username and sentinel_password")
+            assert "hunter2" not in text
+            assert "redis.client" not in text
+        text = await problem(**settings, sentinel_username="few", sentinel_password="few of it")
+        assert "the ACL of user 'few' lacks something" in text
+        settings |= {"sentinel_password": "right"}
+        text = await problem(**{**settings, "addresses": ["127.0.0.1:1", addresses[0]]}, password="needless")
+        assert f"tier cache: 127.0.0.1:{primary.port} refuses the login" in text
+        with primary.client() as client:
+            client.execute_command("ACL", "SETUSER", "default", ">right")
+        text = await problem(**settings, password="hunter2")
+        assert f"tier cache: 127.0.0.1:{primary.port} refuses the login" in text
+        assert text.endswith("; set username and password")
+        async with opened(**settings, password="right") as it:
+            assert set(await it.put(range(2))) == {Status.OK}
+
+
+async def test_sentinels_that_nobody_reaches_are_each_named_with_what_is_wrong(own_server: Server) -> None:
+    own_server.kill()
+    addresses = [f"127.0.0.1:{own_server.port}", "no-such-host.invalid:26379"]
+    text = await problem(addresses=addresses, mode="sentinel", sentinel_master="kv")
+    assert "no sentinel knows the primary" in text
+    assert all(f"{address}: Error " in text for address in addresses)
+    assert text.endswith("; set sentinel_master and addresses")
+    assert "redis.client" not in text
 
 
 async def test_tls_that_does_not_fit(server: Server, tls_server: TlsServer) -> None:

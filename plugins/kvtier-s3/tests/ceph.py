@@ -7,6 +7,7 @@ inside of the cluster. Requests of S3 are authenticated as anywhere.
 from __future__ import annotations
 
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -15,7 +16,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from urllib.error import URLError
@@ -28,6 +29,7 @@ PACKAGES = ("ceph-mon", "ceph-osd", "radosgw", "ceph-common", "faketime")
 PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin", "faketime")
 START_S = 60.0
 STOP_S = 1.0
+PORTS = 20_000, 22_000
 MEMORY_BYTES = 4 * 2**30
 
 SETTINGS: Mapping[str, Mapping[str, object]] = {
@@ -97,7 +99,7 @@ class Ceph:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._mon_port, self._port = _free_port(), _free_port()
+        self._mon_port, self._port = free_ports(2)
         self._running: list[str] = []
         self.endpoint = f"http://127.0.0.1:{self._port}"
         self.access_key_id = secrets.token_hex(10)
@@ -247,17 +249,35 @@ class Ceph:
         return "\n".join(f"{log.name}: {log.read_text(errors='replace')[-1500:]}" for log in logs)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    """Return ports that nobody listens on.
+
+    Not of those that the kernel gives to whoever connects: somebody may have them by the time the server
+    starts.
+    """
+    while True:
+        ports = random.SystemRandom().sample(range(*PORTS), count)
+        with ExitStack() as stack, suppress(OSError):
+            for port in ports:
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return ports
 
 
 def _end(pid: int, first: signal.Signals = signal.SIGTERM) -> None:
-    deadline = time.monotonic() + STOP_S
-    with suppress(ProcessLookupError):
-        os.kill(pid, first)
-        while time.monotonic() < deadline:
-            os.kill(pid, 0)
+    """End a process, and wait until it has: its port may be wanted again."""
+    for number, patience_s in ((first, STOP_S), (signal.SIGKILL, START_S)):
+        deadline = time.monotonic() + patience_s
+        if _runs(pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        while _runs(pid) and time.monotonic() < deadline:
             time.sleep(0.05)
-        os.kill(pid, signal.SIGKILL)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process runs; one that has ended may be listed still, for its parent."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"

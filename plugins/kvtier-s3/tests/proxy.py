@@ -2,7 +2,7 @@
 
 It runs in a process of its own, so that it neither holds up the tested event loop nor is held up by it:
 ``python proxy.py UPSTREAM_PORT [CERTIFICATE KEY]`` writes the port that it listens on, then answers each line
-of JSON on its input, a ``Faults``, with one line when that holds.
+of JSON on its input with one line: a ``Faults`` when that holds, ``null`` with how many requests wait.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ class Proxy:
 
     def be(self, faults: Faults) -> int:
         """Have these faults from now on; return how many requests have come so far."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(asdict(faults)) + "\n")
-        self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        return self._say(asdict(faults))
+
+    def held(self) -> int:
+        """How many requests are held back, by a delay or by deafness, whose senders still wait."""
+        return self._say(None)
 
     @contextmanager
     def faulty(self, faults: Faults) -> Iterator[None]:
@@ -106,6 +106,13 @@ class Proxy:
         """How many requests have come so far, when there are no faults."""
         return self.be(Faults())
 
+    def _say(self, said: dict[str, object] | None) -> int:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(said) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
 
 class _Server:
     """The proxy, from the inside."""
@@ -115,9 +122,12 @@ class _Server:
         self._faults = Faults()
         self._changed = asyncio.Event()
         self._requests = 0
+        self._held: set[_Ends] = set()
 
-    def change(self, line: str) -> int:
+    def answer(self, line: str) -> int:
         values = json.loads(line)
+        if values is None:
+            return sum(client.waits for client in self._held)
         self._faults = Faults(**{**values, "methods": tuple(values["methods"])})
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
@@ -137,9 +147,10 @@ class _Server:
         """Receive the head of a request that is to be passed on; those before it are refused."""
         while True:
             client.head = await client.reader.readuntil(b"\r\n\r\n")
-            while self._faults.deaf:
-                await self._changed.wait()
-                client.check_it_waits()
+            with self._holding(client):
+                while self._faults.deaf:
+                    await self._changed.wait()
+                    client.check_it_waits()
             self._requests += 1
             faults = self._for(client)
             if not faults.refused:
@@ -152,7 +163,8 @@ class _Server:
     async def _exchange(self, client: _Ends, server: _Ends) -> bool:
         """Pass on one request and its answer; say whether the connection lives on."""
         faults = self._for(client)
-        await self._pause(faults.delay_s)
+        with self._holding(client):
+            await self._pause(faults.delay_s)
         if math.isinf(faults.delay_s):
             client.check_it_waits()
         server.writer.write(client.head)
@@ -191,6 +203,14 @@ class _Server:
         )
         return self._faults if is_about else Faults()
 
+    @contextmanager
+    def _holding(self, client: _Ends) -> Iterator[None]:
+        self._held.add(client)
+        try:
+            yield
+        finally:
+            self._held.discard(client)
+
     async def _pause(self, seconds: float) -> None:
         if seconds:
             with suppress(TimeoutError):
@@ -209,10 +229,17 @@ class _Ends:
     def method(self) -> str:
         return self.head.split(b" ", 1)[0].decode()
 
+    @property
+    def waits(self) -> bool:
+        """Whether the other side has not hung up, not even behind bytes not read yet."""
+        end: socket.socket = self.writer.get_extra_info("socket")
+        return end.fileno() >= 0 and (
+            end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_ESTABLISHED
+        )
+
     def check_it_waits(self) -> None:
-        """Raise ``ConnectionError`` if the other side has hung up, even behind bytes not read yet."""
-        end = self.writer.get_extra_info("socket")
-        if end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != TCP_ESTABLISHED:
+        """Raise ``ConnectionError`` if the other side has hung up."""
+        if not self.waits:
             raise ConnectionResetError
 
     def abort(self) -> None:
@@ -264,7 +291,7 @@ async def _main(upstream_port: int, tls: ssl.SSLContext | None) -> None:
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=tls, limit=2**20)
     print(listening.sockets[0].getsockname()[1], flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
-        print(server.change(line), flush=True)
+        print(server.answer(line), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anyio
 import ceph
 import obstore
 from kvtier_s3 import S3Tier
@@ -20,6 +21,13 @@ from kvtier.tiers.base import TierContext, tell_nobody
 CHUNK_BYTES = 64 * 1024
 IDENTITY = Identity.make("kvtier/tests", {"dtype": "float32"})
 Removed = Callable[[Sequence[OffloadKey]], None]
+
+
+async def wait_until(holds: Callable[[], bool]) -> None:
+    """Wait for what happens in the background, or at the proxy."""
+    with anyio.fail_after(60):
+        while not holds():  # noqa: ASYNC110 - nothing tells of it
+            await anyio.sleep(0.02)
 
 
 class Place:

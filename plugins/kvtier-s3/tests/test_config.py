@@ -25,7 +25,7 @@ from kvtier.tiers.base import TierConfig
 README = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
 S3 = {"type": "s3", "bucket": "b"}
 GCS = {**S3, "provider": "gcs"}
-AZURE = {**S3, "provider": "azure", "account": "acme"}
+AZURE = {**S3, "provider": "azure", "account": "acme", "bucket": "chunks"}
 SECRETS = {"access_key_id": "AK-hidden", "secret_access_key": "SK-hidden", "session_token": "ST-hidden"}
 
 
@@ -57,6 +57,10 @@ def made(raw: dict[str, Any]) -> S3Config:
         ({**GCS, "region": "eu"}, ["region belongs to provider s3, and provider is gcs"]),
         ({**AZURE, **SECRETS}, ["access_key_id belongs to provider s3"]),
         ({**S3, "provider": "azure"}, ["account is missing"]),
+        ({**AZURE, "bucket": "kv"}, ["bucket = 'kv'", "a container of Azure has 3 to 63"]),
+        ({**AZURE, "bucket": "c" * 64}, ["bucket = 'ccc", "a container of Azure has 3 to 63"]),
+        ({**AZURE, "bucket": "Chunks"}, ["bucket = 'Chunks'", "small letters"]),
+        ({**AZURE, "bucket": "kv--cache"}, ["bucket = 'kv--cache'", "single hyphens"]),
         ({**AZURE, "account_key": "K", "sas_token": "T"}, ["account_key and sas_token", "remove one"]),
         ({**S3, "provider": "oss"}, ["provider = 'oss'", "'s3', 'gcs' or 'azure'"]),
         ({**S3, "part_bytes": "1MiB"}, ["part_bytes"]),
@@ -71,6 +75,11 @@ def test_what_is_wrong_is_refused_by_name(raw: dict[str, Any], words: list[str])
     assert "secondary_tiers[0]" in message
     assert not [word for word in words if word not in message], message
     assert "hidden" not in message
+
+
+@pytest.mark.parametrize("bucket", ["kvs", "c" * 63, "kv-cache-2", "0-0"])
+def test_names_that_azure_allows_are_accepted(bucket: str) -> None:
+    assert made({**AZURE, "bucket": bucket}).bucket == bucket
 
 
 def test_secrets_are_shown_nowhere() -> None:

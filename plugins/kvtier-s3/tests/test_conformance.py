@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import ceph
-import hypothesis
-import obstore
 import pytest
-from kvtier_s3 import S3Tier
-from proxy import Faults, Proxy
-
-from kvtier.keys import OffloadKey
-from kvtier.testing.tiers import Damage, TierConformance
-from kvtier.tiers.base import SecondaryTier
+from objects import OnObjects
+from proxy import Proxy
 
 
-class _OnCeph(TierConformance):
-    """All requests go through the proxy, so that they can be made slow."""
-
-    tier = S3Tier
-    is_persistent = True
-    is_shared = True
+class _OnCeph(OnObjects):
     more: ClassVar[Mapping[str, object]] = {}
 
     @pytest.fixture(autouse=True)
@@ -41,43 +29,14 @@ class _OnCeph(TierConformance):
             "allow_http": True,
             "access_key_id": self.server.access_key_id,
             "secret_access_key": self.server.secret_access_key,
+            # Times that a machine does not miss which is busy with something else.
             "timeout_s": 30.0,
+            "deadline_s": 30.0,
             **self.more,
         }
 
-    def sequences(self) -> hypothesis.settings:
-        return hypothesis.settings(super().sequences(), max_examples=10)
-
     def bounded(self, place: Path, capacity_bytes: int) -> Mapping[str, object]:
         return {**self.settings(place), "max_bytes": capacity_bytes}
-
-    def damage(self, tier: SecondaryTier[Any], place: Path, key: OffloadKey, damage: Damage) -> None:
-        chunks = {
-            found["path"]: found for found in obstore.list(self.store, f"{place.name}/chunks").collect()
-        }
-        (mine,) = [path for path in chunks if f"/{key[:-4].hex()}_g" in path]
-        stored = obstore.get(self.store, mine)
-        attributes, content = stored.attributes, bytes(stored.bytes())
-        if damage is Damage.SWAPPED:
-            other = obstore.get(self.store, next(path for path in chunks if path != mine))
-            attributes, content = other.attributes, bytes(other.bytes())
-        damaged = {
-            Damage.FLIPPED: bytes([content[0] ^ 1]) + content[1:],
-            Damage.CUT: content[: len(content) // 2],
-            Damage.EMPTY: b"",
-            Damage.SWAPPED: content,
-        }[damage]
-        obstore.put(self.store, mine, damaged, attributes=attributes, use_multipart=False)
-
-    @contextmanager
-    def slowed(self, tier: SecondaryTier[Any], seconds: float) -> Iterator[None]:
-        with self.proxy.faulty(Faults(delay_s=seconds, methods=("PUT", "GET"))):
-            yield
-
-    def wipe(self, place: Path) -> None:
-        paths = [found["path"] for found in obstore.list(self.store, place.name).collect()]
-        if paths:
-            obstore.delete(self.store, paths)
 
 
 class TestS3(_OnCeph):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import anyio
 import obstore
 import pytest
 from proxy import Faults, Proxy
-from rigs import Place
+from rigs import Place, wait_until
 
 from kvtier.errors import TierError
 from kvtier.tiers.base import Status
@@ -60,12 +61,12 @@ async def test_each_of_many_resets_at_once_hides_what_was_put_before_it(place: P
 
 async def test_a_slow_reset_hides_what_others_put_while_it_was_under_way(place: Place, proxy: Proxy) -> None:
     direct: dict[str, Any] = {"endpoint": place.server.endpoint}
-    async with place.opened() as slow, place.opened(**direct) as quick:
+    async with place.opened(timeout_s=60.0) as slow, place.opened(**direct) as quick:
         for _ in range(6):  # which of two markers of one number is the greater is a matter of luck
-            with proxy.faulty(Faults(delay_s=0.3, methods=("PUT",))):
-                async with anyio.create_task_group() as tasks:
+            async with anyio.create_task_group() as tasks:
+                with proxy.faulty(Faults(delay_s=inf, methods=("PUT",))):
                     tasks.start_soon(slow.tier.reset)
-                    await anyio.sleep(0.1)
+                    await wait_until(lambda: proxy.held() == 1)
                     await quick.tier.reset()
                     async with place.opened(**direct) as it:
                         assert await it.put(range(3)) == KEPT

@@ -23,7 +23,7 @@ from kvtier.tiers.base import TierContext
 
 pytestmark = pytest.mark.anyio
 
-BOUND_S = 6.0
+BOUND_S = 12.0
 QUICK: dict[str, Any] = {"timeout_s": 1.0, "connect_timeout_s": 1.0, "open_timeout_s": 4.0}
 
 
@@ -71,7 +71,7 @@ async def test_missing_credentials_are_named(place: Place, monkeypatch: pytest.M
         monkeypatch.delenv(name, raising=False)
     # The last of the chain, an instance's role, is asked for at an address where nobody answers.
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
-    message = await refusal(place, access_key_id=None, secret_access_key=None, **QUICK)
+    message = await refusal(place, access_key_id=None, secret_access_key=None)
     assert "AWS_ACCESS_KEY_ID" in message
 
 
@@ -103,7 +103,7 @@ async def test_the_configured_endpoint_goes_before_the_environments(
 
 
 async def test_an_endpoint_that_refuses_is_named(place: Place) -> None:
-    message = await refusal(place, endpoint="http://127.0.0.1:1", **QUICK)
+    message = await refusal(place, endpoint="http://127.0.0.1:1")
     assert "connection (refused)" in message
     assert "endpoint is http://127.0.0.1:1" in message
 
@@ -138,7 +138,7 @@ async def test_a_wrong_clock_is_named(place: Place, hours: str) -> None:
 
 
 OPEN_AND_TELL = """
-import asyncio, ast, sys
+import asyncio, ast, os, sys
 from kvtier.errors import TierError
 from kvtier.identity import Identity
 from kvtier.tiers.base import TierContext
@@ -148,7 +148,8 @@ tier = S3Tier(S3Config.model_validate(ast.literal_eval(sys.stdin.read())))
 try:
     asyncio.run(tier.open(TierContext("tested", Identity.make("m", {}), 4096)))
 except TierError as error:
-    print(error)
+    print(error, flush=True)
+    os._exit(0)  # libfaketime may abort where threads go on while the process ends
 """
 
 
@@ -246,8 +247,9 @@ async def test_a_store_that_does_not_know_conditional_puts_is_found_out(place: P
     refuse = Faults(refused=-1, status=501, code="NotImplemented", header="if-none-match")
     for number, (faults, versions) in enumerate([(Faults(), (0,)), (refuse, (1,))]):
         proxy.be(faults)
-        prefix = f"{place.prefix}/{number}"
-        async with place.opened(prefix=prefix) as one, place.opened(prefix=prefix) as two:
+        # Without a listing, for who knows of a chunk does not put it.
+        settings: dict[str, Any] = {"prefix": f"{place.prefix}/{number}", "index_keys": 0}
+        async with place.opened(**settings) as one, place.opened(**settings) as two:
             one.expect_kept(await one.put([1], version=0), "a put")
             two.expect_kept(await two.put([1], version=1), "a put of what is there")
             one.expect_kept(await one.get([1], versions=versions), "what was put twice")

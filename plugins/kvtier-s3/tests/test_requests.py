@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 from kvtier_s3 import S3Config
 from kvtier_s3.layout import Layout
 from proxy import Proxy
-from rigs import CHUNK_BYTES, IDENTITY, Place
+from rigs import CHUNK_BYTES, IDENTITY, Place, wait_until
 
 from kvtier.keys import OffloadKey
 from kvtier.testing.tiers import TierRig
@@ -32,13 +31,6 @@ UNLISTED: dict[str, Any] = {"index_keys": 0}
 async def wait_until_known(it: TierRig, numbers: range) -> None:
     """Wait for a listing to learn of all of them."""
     await wait_until(lambda: set(it.tier.known(keys(numbers))) == {Knowledge.PRESENT})
-
-
-async def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait for what a listing in the background brings."""
-    with anyio.fail_after(10):
-        while not holds():  # noqa: ASYNC110 - nothing tells the end of a listing
-            await anyio.sleep(0.02)
 
 
 async def test_an_object_is_the_chunk_and_its_metadata_prove_it(place: Place) -> None:
@@ -103,7 +95,8 @@ async def test_a_listing_that_gets_too_long_is_given_up(place: Place, proxy: Pro
         before = proxy.requests()
         found = await it.contains([1, *range(1000, 1110)])
         assert found == [True] + [False] * 110
-        assert proxy.requests() - before <= 112
+        # The one that is there comes last, so all are asked for. The server may make two pages of the first.
+        assert 112 <= proxy.requests() - before <= 113
 
 
 async def _put_and_list(it: TierRig, place: Place) -> list[str]:
@@ -163,6 +156,7 @@ async def test_a_bound_counts_what_was_there_before_of_every_cache(place: Place)
         assert before is None or before.capacity_bytes is None
     other = type(IDENTITY).make("kvtier/tests", {"dtype": "bfloat16"})
     async with place.opened(identity=other, max_bytes=8 * CHUNK_BYTES) as it:
+        await wait_until(lambda: it.tier.usage() is not None)
         statuses = await it.put(range(6))
         usage = it.tier.usage()
     assert sorted(statuses) == [Status.OK] * 2 + [Status.REFUSED] * 4
@@ -172,6 +166,7 @@ async def test_a_bound_counts_what_was_there_before_of_every_cache(place: Place)
 
 async def test_discarded_chunks_make_room(place: Place) -> None:
     async with place.opened(max_bytes=2 * CHUNK_BYTES) as it:
+        await wait_until(lambda: it.tier.usage() is not None)
         assert await it.put([1]) == [Status.OK]
         assert await it.put([2]) == [Status.OK]
         assert await it.put([3]) == [Status.REFUSED]

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, cast
 
 import redis
@@ -29,6 +30,7 @@ from redis.exceptions import (
     ResponseError,
     TimeoutError,
 )
+from redis.sentinel import MasterNotFoundError
 
 from kvtier.errors import IdentityError, TierError
 from kvtier.tiers.base import TierContext
@@ -75,6 +77,10 @@ class Fill:
     def room_bytes(self) -> float:
         """Bytes that may be put still; endless where others leave for them."""
         return float("inf") if self.is_evicting else self.limit_bytes - self.used_bytes
+
+
+class _SentinelLoginError(MasterNotFoundError):
+    """A sentinel wants another login; no other one knows the primary."""
 
 
 class Control:
@@ -186,12 +192,15 @@ class Control:
         """Ask how full the servers are; keep the place's own keys from being the ones that leave."""
         fills = [self._on(address, self._fill) for address in servers.addresses]
         for name in ("manifest", "epoch"):
-            self._client(self._home(servers, name)).touch(f"{self._place}:{name}")
+            self._on(self._home(servers, name), partial(self._touch, name))
         return Fill(
             sum(fill.used_bytes for fill in fills),
             sum(fill.limit_bytes for fill in fills),
             all(fill.is_evicting for fill in fills),
         )
+
+    def _touch(self, name: str, client: redis.Redis, _: Address) -> None:
+        client.touch(f"{self._place}:{name}")
 
     def _fill(self, client: redis.Redis, _: Address) -> Fill:
         memory = cast("Mapping[str, Any]", client.info("memory"))
@@ -229,7 +238,11 @@ class Control:
     # ------------------------------------------------------------------------------ helpers
 
     def _on(self, address: Address, ask: Callable[[redis.Redis, Address], Any]) -> Any:
-        return ask(self._client(address), address)
+        try:
+            return ask(self._client(address), address)
+        except (RedisError, OSError) as error:
+            error.add_note(str(address))  # the settings may name others: sentinels, or other nodes
+            raise
 
     def _client(self, address: Address) -> redis.Redis:
         if address not in self._clients:
@@ -245,24 +258,30 @@ class Control:
 
     def _explain(self, error: Exception) -> str:
         """Say what went wrong, with the setting that may be the cause, and without passwords."""
-        where = ", ".join(self._config.addresses)
+        asked: Sequence[str] = getattr(error, "__notes__", ())
+        where = ", ".join(asked or self._config.addresses)
+        is_sentinel = self._config.mode == "sentinel" and not asked
+        whose = "sentinel_" if is_sentinel else ""
         text = self._dialer.hide(error)
         if "unknown command 'AUTH'" in text:
             return f"{where} knows no passwords ({text}); leave out username, password and password_file"
         if is_about_trust(error):
             return f"{where}: TLS does not trust the server ({text}); set tls_ca_file, or tls_verify"
+        if isinstance(error, _SentinelLoginError):
+            return f"the sentinel refuses the login ({text}); set sentinel_username and sentinel_password"
         if isinstance(error, AuthenticationError) or text.startswith(("NOAUTH", "WRONGPASS")):
-            return f"{where} refuses the login ({text}); set username and password"
+            return f"{where} refuses the login ({text}); set {whose}username and {whose}password"
         if isinstance(error, NoPermissionError) or text.startswith("NOPERM"):
-            return f"{where}: the ACL of user {self._config.username or 'default'!r} lacks something ({text})"
+            user = getattr(self._config, f"{whose}username") or "default"
+            return f"{where}: the ACL of user {user!r} lacks something ({text})"
         if "DB index" in text or "Invalid Database" in text:
             return f"{where} has no database {self._config.db} ({text}); set db"
         if "unknown command 'SENTINEL'" in text:
             return f"{where} is no sentinel: give those in addresses, or set mode to 'single' or 'cluster'"
         if "luster" in text and self._config.mode == "cluster":
             return f"{where}: {text}; set mode to 'single' unless it is a cluster"
-        if type(error).__name__ == "MasterNotFoundError":
-            return f"no sentinel of {where} answers for it ({text}); set sentinel_master and addresses"
+        if isinstance(error, MasterNotFoundError):
+            return f"no sentinel knows the primary ({text}); set sentinel_master and addresses"
         if isinstance(error, TimeoutError | ConnectionError | OSError):
             hint = "tls (is it a port without TLS?), tls_cert_file" if self._config.tls else "tls"
             return f"{where} cannot be reached ({text}); see addresses, connect_timeout_s, {hint}"
@@ -281,8 +300,7 @@ def find(config: RedisConfig, dialer: Dialer, known: Sequence[Address] = ()) -> 
         RedisError, OSError: none that is named in the settings could be asked, or knows.
     """
     if config.mode == "sentinel":
-        host, port = dialer.sentinel().discover_master(config.sentinel_master)
-        return Servers((Address(host, int(port)),))
+        return Servers((_primary(config, dialer),))
     if config.mode == "single":
         return Servers(config.parsed_addresses)
     problem: Exception | None = None
@@ -294,6 +312,26 @@ def find(config: RedisConfig, dialer: Dialer, known: Sequence[Address] = ()) -> 
             problem = error
     assert problem is not None
     raise problem
+
+
+def _primary(config: RedisConfig, dialer: Dialer) -> Address:
+    """Ask one sentinel after the other. redis-py does that, too, but of failures it shows its own objects."""
+    sentinel, name = dialer.sentinel(), str(config.sentinel_master)
+    problems: list[str] = []
+    refusals: list[str] = []
+    for address, client in zip(config.parsed_addresses, sentinel.sentinels, strict=True):
+        try:
+            state = cast("Mapping[str, Any]", client.sentinel_masters()).get(name)
+        except (ConnectionError, TimeoutError) as error:
+            problem = f"{address}: {error}"
+            (refusals if isinstance(error, AuthenticationError) else problems).append(problem)
+            continue
+        if state and sentinel.check_master_state(state, name):
+            return Address(str(state["ip"]), int(state["port"]))
+        problems.append(f"{address} takes {name!r} for down" if state else f"{address} has no {name!r}")
+    if refusals:
+        raise _SentinelLoginError("; ".join(refusals))
+    raise MasterNotFoundError("; ".join(problems))
 
 
 def _cluster(rows: Any, asked: Address) -> Servers:

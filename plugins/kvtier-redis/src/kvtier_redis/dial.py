@@ -12,6 +12,7 @@ from redis.connection import Connection, SSLConnection, UnixDomainSocketConnecti
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
+from kvtier.validation import conceal
 from kvtier_redis.config import Address, RedisConfig
 
 _VERIFY: Final = {"full": ("required", True), "chain": ("required", False), "none": ("none", False)}
@@ -67,10 +68,7 @@ class Dialer:
 
         A server that does not know AUTH repeats its arguments, and so does a proxy that refuses it.
         """
-        shown = str(text)
-        for secret in sorted(filter(None, self._secrets), key=len, reverse=True):
-            shown = shown.replace(secret, "**********")
-        return shown
+        return conceal(str(text), filter(None, self._secrets))
 
     def options(self) -> dict[str, Any]:
         """Return how a connection of redis-py is made, its address and TLS apart."""

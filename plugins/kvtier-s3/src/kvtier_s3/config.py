@@ -18,6 +18,7 @@ Provider = Literal["s3", "gcs", "azure"]
 _SMALLEST_PART: Final = 5 * 2**20
 _PREFIX: Final = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 _BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,221}")
+_CONTAINER: Final = re.compile(r"(?=.{3,63}$)[a-z0-9]+(-[a-z0-9]+)*")
 _BELONGS_TO: Final[Mapping[str, Provider]] = MappingProxyType(
     {
         "region": "s3",
@@ -189,6 +190,11 @@ class S3Config(TierConfig):
                 )
         if self.provider == "azure" and self.account is None:
             raise ValueError("account is missing: provider azure needs the storage account's name")
+        if self.provider == "azure" and not _CONTAINER.fullmatch(self.bucket):
+            raise ValueError(
+                f"bucket = {self.bucket!r}: a container of Azure has 3 to 63 small letters and digits, with "
+                "single hyphens between them"
+            )
         return self
 
     @model_validator(mode="after")
