@@ -157,7 +157,8 @@ def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     options |= {"dir": directory, "ip": "127.0.0.1", "ip.bind": "127.0.0.1", "volume.max": 16}
     options |= {"s3.config": users, "s3.port.iceberg": 0, "s3.port.lance": 0}
     options |= {"master.telemetry": "false", "master.volumeSizeLimitMB": 1024}
-    command = [program, "server", "-filer", "-s3", *(f"-{name}={value}" for name, value in options.items())]
+    command = [program, "-logtostderr", "server", "-filer", "-s3"]
+    command += [f"-{name}={value}" for name, value in options.items()]
     here = f"http://127.0.0.1:{options['s3.port']}"
     store = S3Store(BUCKET, endpoint=here, region="us-east-1", client_options={"allow_http": True}, **keys)
     with (
