@@ -53,7 +53,7 @@ class Exported:
         epoch: the epoch that was exported: that which an engine joins which opens the cache now.
         chunks: how many chunks are in the archive.
         bytes: their bytes.
-        ill: chunks that were left out because they could not be proven.
+        ill: chunks, and segments without a head, that were left out because they could not be proven.
         unreadable: chunks that were left out because the file system refuses.
         gone: chunks that somebody removed meanwhile.
     """
@@ -198,12 +198,17 @@ class _Export:
         """Yield the chunks of a segment. What its writer has not finished was never a chunk."""
         try:
             with Segment(self._root.fd, found.path) as segment:
-                for record in segment.living():
+                for record in segment.records():
+                    if not isinstance(record, Record) or segment.is_mark_torn(record):
+                        self._found["ill"] += 1
+                        continue
                     payload, trailer = segment.payload(record), segment.trailer(record)
                     if segment.is_sealed or _is_whole(record, payload):
                         yield record.key, memoryview(payload), trailer
-        except (FileNotFoundError, NoSegmentError):
+        except FileNotFoundError:
             self._found["gone"] += 1
+        except NoSegmentError as error:  # where its writer has not finished the first block it never was one
+            self._found["ill"] += error.is_torn
         except OSError:
             self._found["unreadable"] += 1
 

@@ -124,6 +124,8 @@ def _listed(root: Root, one: Namespace, tick: Tick) -> Listed:
             sums.add(root, found, place == current)
     manifest = one.manifest
     problems = [manifest.problem] if manifest.problem else []
+    if sums.torn:
+        problems.append(f"{sums.torn} segments are damaged: verify --repair sets them aside")
     if sums.unreadable:
         problems.append(f"{sums.unreadable} files and directories cannot be read")
     return Listed(
@@ -151,6 +153,7 @@ class _Sums:
     old: int = 0
     bytes: int = 0
     unreadable: int = 0
+    torn: int = 0
     last_use: float | None = None
     groups: set[int] = field(default_factory=set)
 
@@ -171,8 +174,11 @@ class _Sums:
         try:
             with Segment(root.fd, found.path) as segment:
                 return [group_index(record.key) for record in segment.living()]
-        except (FileNotFoundError, NoSegmentError):
-            return []  # it has vanished, or was not finished
+        except FileNotFoundError:
+            return []  # it has vanished
+        except NoSegmentError as error:
+            self.torn += error.is_torn  # else it was not finished
+            return []
         except OSError:
             self.unreadable += 1
             return []

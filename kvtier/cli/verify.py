@@ -68,7 +68,8 @@ class Verified:
         chunks: files that were looked at.
         sound: whose bytes and identity are proven.
         unproven: that have nothing to be proven by: those of the layout ``vllm``, or of an unknown identity.
-        torn: cut off, or without a whole trailer.
+        torn: cut off, or without a whole trailer; segments without a head, and chunks of a segment whose map
+            does not say whether they are there.
         foreign: with another chunk's or another cache's bytes.
         checksum: whose bytes are not those that were put.
         unreadable: files and directories that the file system refuses.
@@ -235,6 +236,8 @@ class _Check:
                 aside = self._set_aside(place, file, proof)
             elif record is not None:
                 aside = self._set_record_aside(file, record, proof)
+            else:
+                aside = self._set_segment_aside(file, proof)
         if record is not None:
             path = f"{path} block {record.block}"
         self._found["set aside"] += aside
@@ -262,6 +265,26 @@ class _Check:
             with Segment(self._root.fd, file.path) as segment:
                 segment.set_aside(record, self._quarantine.target(record.key, proof.finding))
         except (OSError, NoSegmentError):
+            return False
+        return True
+
+    def _set_segment_aside(self, file: SegmentFile, proof: Proof) -> bool:
+        """Move a segment without a head to the quarantine: no engine finds a chunk in it."""
+        try:
+            with Segment(self._root.fd, file.path):
+                return False
+        except NoSegmentError as error:
+            return error.is_torn and self._move_aside(file.path, proof.finding)
+        except OSError:
+            return False
+
+    def _move_aside(self, path: str, reason: str) -> bool:
+        name = f"{os.path.basename(path)}.{reason}.{time.time_ns()}-{os.getpid()}"
+        fd = self._root.fd
+        try:
+            self._make_quarantine()
+            os.rename(path, f"{self._one.name}/quarantine/{name}", src_dir_fd=fd, dst_dir_fd=fd)
+        except OSError:
             return False
         return True
 
@@ -329,23 +352,18 @@ class _Check:
     def _prove_segment(self, file: SegmentFile, prover: Prover) -> list[Proven]:
         try:
             with Segment(self._root.fd, file.path) as segment:
-                belongs, is_sealed = self._belongs()(segment.shape.digest), segment.is_sealed
-                found = [
-                    (record, _of_record(segment, record, prover) if belongs else Finding.FOREIGN)
+                belongs = self._belongs()(segment.shape.digest)
+                return [
+                    (file, record if isinstance(record, Record) else None, Proof(finding))
                     for record in segment.records()
+                    if (finding := _of_record(segment, record, prover, belongs)) is not None
                 ]
         except FileNotFoundError:
             return [(file, None, Proof(Finding.GONE))]
-        except NoSegmentError:
-            return []  # its writer has not finished the first block: nobody takes it for a segment
+        except NoSegmentError as error:  # where its writer has not finished the first block it never was one
+            return [(file, None, Proof(Finding.TORN))] if error.is_torn else []
         except OSError as error:
             return [(file, None, Proof(Finding.UNREADABLE, errno=error.errno or errno.EIO))]
-        # Without the footer its writer is at it, or has died: what is not whole was never a chunk.
-        return [
-            (file, record if isinstance(record, Record) else None, Proof(finding))
-            for record, finding in found
-            if is_sealed or not finding.is_ill
-        ]
 
     def _belongs(self) -> Callable[[bytes], bool]:
         """Return what tells this cache's digest; where the manifest is of no use its name still does."""
@@ -356,7 +374,10 @@ class _Check:
         return lambda found: found.hex().startswith(ends[:32])
 
 
-def _of_record(segment: Segment, record: Record | Verdict, prover: Prover) -> Finding:
+def _of_record(segment: Segment, record: Record | Verdict, prover: Prover, belongs: bool) -> Finding | None:
+    """Say what comes of looking at a record; None where it was never a chunk: it was not finished."""
+    if not belongs:
+        return Finding.FOREIGN if segment.is_sealed else None
     if isinstance(record, Record):
         return segment.prove(record, prover)
     return Finding.FOREIGN if record is Verdict.FOREIGN else Finding.TORN

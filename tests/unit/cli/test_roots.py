@@ -24,8 +24,12 @@ import pytest
 
 from kvtier.cli.report import Bytes, ago
 from kvtier.identity import Identity
+from kvtier.tiers.fs.call import Flag, Place, StopFlag
+from kvtier.tiers.fs.formats import segments
 from kvtier.tiers.fs.layout import BLOCK_BYTES
 from kvtier.tiers.fs.root import Root
+from kvtier.tiers.fs.segments.python_segments import PythonSegments
+from kvtier.tiers.fs.store import Store
 
 CHUNK_BYTES = 16384
 FILE_BYTES = CHUNK_BYTES + BLOCK_BYTES
@@ -862,6 +866,141 @@ def test_what_a_killed_writer_has_not_finished_in_a_segment_is_no_illness(kvtier
     assert (exported.status, exported.json["ill"]) == (0, 0)
 
 
+def harm(file: Path, at: int, content: bytes) -> None:
+    """Write over what is at a place of a file."""
+    with file.open("r+b") as segment:
+        segment.seek(at)
+        segment.write(content)
+
+
+def find(segment: Path, content: bytes) -> int:
+    """Return where in a segment some bytes are first."""
+    at = segment.read_bytes().find(content)
+    assert at >= 0
+    return at
+
+
+def mark_of(packed, segment: Path, number: int) -> int:
+    """Return where the map of a segment has the byte for a chunk."""
+    map_blocks = int.from_bytes(segment.read_bytes()[12:16], "little")
+    block = find(segment, packed.content(number)) // BLOCK_BYTES
+    return BLOCK_BYTES + (block - 1 - map_blocks) // (CHUNK_BYTES // BLOCK_BYTES)
+
+
+def seal_what_the_dead_left(packed, store: Store) -> None:
+    """Do what the upkeep of the next engine does."""
+    with Root(packed.root) as root:
+        digest = packed.identity.short_digest
+        store.tend(Place(root.fd, f"{packed.name}_r0", "", digest, CHUNK_BYTES, Flag.NONE), StopFlag())
+        store.close()
+
+
+def checked(kvtier, packed) -> tuple[int, dict[str, int]]:
+    """Return the exit status of verify, and what it has found that is not zero."""
+    said = kvtier("verify", packed.root, "--json")
+    words = ("sound", "torn", "checksum", "foreign", "unreadable", "gone", "strays")
+    return said.status, {word: one(said)[word] for word in words if one(said)[word]}
+
+
+def archived(kvtier, packed) -> tuple[int, int, int, int]:
+    """Return the exit status of export, how many chunks are in the archive, and what was left out."""
+    archive = packed.root.parent / "cache.tar"
+    said = kvtier("export", packed.root, packed.name, archive, "--json")
+    archive.unlink()
+    return said.status, said.json["chunks"], said.json["ill"], said.json["gone"]
+
+
+@pytest.mark.parametrize("store", [segments, PythonSegments], ids=["engine", "python"])
+@pytest.mark.parametrize("torn", ["payload", "seal"])
+def test_what_a_killed_writer_has_not_finished_is_no_illness_when_its_segment_was_sealed(
+    kvtier, packed, torn: str, store: Callable[[], Store]
+) -> None:
+    packed.put(range(10))
+    (segment,) = packed.segments()
+    dead = segment.with_name("1-00ff-00000000.seg")
+    dead.write_bytes(segment.read_bytes()[: find(segment, packed.content(9)) + CHUNK_BYTES])
+    segment.unlink()
+    harm(dead, find(dead, packed.content(4) if torn == "payload" else packed.key(4)), bytes(8))
+    assert checked(kvtier, packed) == (0, {"sound": 9})
+    before = dead.stat().st_size
+    seal_what_the_dead_left(packed, store())
+    assert dead.stat().st_size > before  # it has a footer
+    assert checked(kvtier, packed) == (0, {"sound": 9})
+    assert one(kvtier("ls", packed.root, "--json"))["chunks"] == 9
+    assert archived(kvtier, packed) == (0, 9, 0, 0)
+
+
+def test_chunks_whose_extent_or_footer_was_damaged_are_found_as_engines_find_them(kvtier, packed) -> None:
+    packed.put(range(10))
+    (segment,) = packed.segments()
+    whole = segment.read_bytes()
+    harm(segment, find(segment, packed.content(0)) - BLOCK_BYTES, b"?" * BLOCK_BYTES)
+    assert checked(kvtier, packed) == (0, {"sound": 10})
+    assert archived(kvtier, packed) == (0, 10, 0, 0)
+    assert one(kvtier("ls", packed.root, "--json"))["chunks"] == 10
+    segment.write_bytes(whole)
+    harm(segment, find(segment, packed.content(9)) + CHUNK_BYTES, b"?" * 100)  # the first entry of the footer
+    assert checked(kvtier, packed) == (0, {"sound": 10})
+    assert archived(kvtier, packed) == (0, 10, 0, 0)
+    assert packed.had(range(10)) == list(range(10))
+
+
+def test_a_segment_whose_head_was_damaged_is_named_and_set_aside_as_a_whole(kvtier, packed) -> None:
+    packed.put(range(5))
+    packed.put(range(5, 10))
+    segment = next(path for path in packed.segments() if packed.content(0) in path.read_bytes())
+    harm(segment, 0, b"?" * BLOCK_BYTES)
+    content = segment.read_bytes()
+    assert checked(kvtier, packed) == (1, {"sound": 5, "torn": 1})
+    assert f"{segment.relative_to(packed.root)} torn" in kvtier("verify", packed.root).out
+    assert archived(kvtier, packed) == (1, 5, 1, 0)
+    listed = kvtier("ls", packed.root, "--json")
+    assert (listed.status, one(listed)["chunks"]) == (1, 5)
+    assert "1 segments are damaged" in one(listed)["problem"]
+    repaired = kvtier("verify", packed.root, "--repair", "--json")
+    assert (repaired.status, one(repaired)["set_aside"]) == (0, 1)
+    (aside,) = (packed.home / "quarantine").iterdir()
+    assert aside.name.startswith(f"{segment.name}.torn.")
+    assert aside.read_bytes() == content
+    assert checked(kvtier, packed) == (0, {"sound": 5})
+    assert kvtier("ls", packed.root).status == 0
+    assert packed.had(range(10)) == [5, 6, 7, 8, 9]
+
+
+def test_a_segment_that_a_living_writer_holds_and_one_without_a_head_are_no_illness(kvtier, packed) -> None:
+    packed.put(range(3))
+    segment = packed.segments()[0].with_name("1-00ff-00000000.seg")
+    segment.write_bytes(b"?" * BLOCK_BYTES)
+    with segment.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert checked(kvtier, packed) == (0, {"sound": 3})
+        assert one(kvtier("verify", packed.root, "--repair", "--json"))["set_aside"] == 0
+    assert checked(kvtier, packed) == (1, {"sound": 3, "torn": 1})
+    segment.write_bytes(b"")  # it was made
+    assert checked(kvtier, packed) == (0, {"sound": 3})
+    segment.write_bytes(bytes(BLOCK_BYTES) + b"?" * BLOCK_BYTES)  # after a power cut: what was not flushed
+    assert checked(kvtier, packed) == (0, {"sound": 3})
+    assert archived(kvtier, packed) == (0, 3, 0, 0)
+    assert kvtier("ls", packed.root).status == 0
+
+
+def test_a_chunk_that_the_map_says_nothing_about_is_torn_and_set_aside(kvtier, packed) -> None:
+    packed.put(range(10))
+    (segment,) = packed.segments()
+    harm(segment, mark_of(packed, segment, 2), b"?")
+    harm(segment, mark_of(packed, segment, 3), b"\1")  # it was discarded
+    block = find(segment, packed.content(2)) // BLOCK_BYTES
+    assert checked(kvtier, packed) == (1, {"sound": 8, "torn": 1})
+    assert f"{segment.name} block {block} torn" in kvtier("verify", packed.root).out
+    assert archived(kvtier, packed) == (1, 8, 1, 0)
+    assert one(kvtier("ls", packed.root, "--json"))["chunks"] == 8
+    repaired = kvtier("verify", packed.root, "--repair", "--json")
+    assert (repaired.status, one(repaired)["set_aside"]) == (0, 1)
+    assert len(packed.quarantined()) == 1
+    assert checked(kvtier, packed) == (0, {"sound": 8})
+    assert packed.had(range(10)) == [n for n in range(10) if n not in (2, 3)]
+
+
 def test_segments_go_through_an_archive_into_files_and_segments(kvtier, packed, tmp_path: Path) -> None:
     packed.put(range(25))
     flip_in_segment(packed, 5)
@@ -963,3 +1102,53 @@ def test_bytes_have_units(count: int, words: str) -> None:
 )
 def test_times_are_told_in_words(seconds: float, words: str) -> None:
     assert ago(1000.0 - seconds + 1e6, 1000.0 + 1e6) == words
+
+
+# ---------------------------------------------------------------------- what is not what it should be
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["fifo", "directory"])
+@pytest.mark.parametrize("name", ["config.json", "epoch", "../.kvtier/ledger", "epoch.lock"])
+@pytest.mark.parametrize("command", ["ls", "stat", "verify", "gc", "du"])
+def test_no_tool_hangs_or_breaks_at_what_is_no_file(
+    kvtier, cache, name: str, make: Callable[[Path], None], command: str
+) -> None:
+    cache.put(range(3))
+    place = cache.home / name
+    place.unlink(missing_ok=True)
+    make(place)
+    said = kvtier(command, cache.root, "--json")
+    assert (said.status in (0, 1) and said.json) or (said.status == 2 and said.err.startswith("kvtier: "))
+    assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize("command", ["verify", "gc", "stat", "du"])
+def test_a_directory_below_a_root_is_refused_and_the_root_named(kvtier, cache, command: str) -> None:
+    cache.put(range(3))
+    for inside in (cache.home, cache.file(0).parent):
+        said = kvtier(command, inside)
+        assert said.status == 2
+        assert f"did you mean {cache.root}?" in said.err.replace("\n", "")
+
+
+@pytest.mark.parametrize("command", ["verify", "gc", "stat", "du"])
+def test_files_without_a_cache_are_no_clean_root_and_a_new_disk_is_one(
+    kvtier, tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "lost+found").mkdir()
+    assert kvtier(command, tmp_path).status == 0
+    (tmp_path / "holiday.jpg").touch()
+    said = kvtier(command, tmp_path)
+    assert said.status == 2
+    assert "no cache of kvtier's" in said.err.replace("\n", " ")
+
+
+def test_names_of_others_do_not_command_the_terminal(kvtier, cache) -> None:
+    cache.put([0])
+    (cache.root / "\x1b[31mred").mkdir()
+    os.mkdir(os.fsencode(cache.root) + b"/caf\xe9")
+    said = kvtier("ls", cache.root)
+    assert said.status == 0
+    assert "\\x1b[31mred" in said.out
+    assert said.out.replace("\n", "").isprintable()

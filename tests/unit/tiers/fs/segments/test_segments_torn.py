@@ -170,7 +170,7 @@ def test_a_living_writers_segment_is_not_sealed_by_another(rack):
     rack.tend(other)
     assert rack.files()[0].stat().st_size == before
     assert rack.put(writer, range(10, 20)) == [OK] * 10
-    assert rack.get(other, range(20)) == [OK] * 20
+    rack.wait_for(other, range(20))
 
 
 def start_writer(rack, first):
@@ -229,7 +229,7 @@ def test_processes_read_what_others_write_meanwhile(rack):
     process = start_writer(rack, 0)
     try:
         store, found = rack.store(), 0
-        until = time.monotonic() + 20
+        until = time.monotonic() + 100  # on a busy machine looks take long, and then are few
         while found < 300 and time.monotonic() < until:
             numbers = [n for n in range(found, found + 200) if n % 7 != 1]
             results = rack.get(store, numbers)
