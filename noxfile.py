@@ -67,6 +67,10 @@ def conformance(session: nox.Session) -> None:
     install_kvtier(session, "testing", groups=["tests"])
     chosen = ["tests/unit/tiers/test_tier_conformance.py", "tests/unit/core/test_policy_conformance.py"]
     session.run("python", "-m", "pytest", *(session.posargs or chosen))
+    if not session.posargs:
+        for example in ("shelf", "second_chance"):
+            session.install("-e", f"examples/{example}")
+            session.run("python", "-m", "pytest", f"examples/{example}")
 
 
 @nox.session

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.cli import engines
-from kvtier.cli.bench_overhead import PLAIN, Plan, Sample, losses, part_of, spread_of_median
+from kvtier.cli.bench_overhead import CONTROL, PLAIN, Plan, Sample, losses, part_of, spread_of_median
 
 
 def sample(wall_s: float, cpu_s: float = 1.0) -> Sample:
@@ -20,6 +20,24 @@ def test_a_loss_is_taken_against_the_plain_engine_of_the_same_round() -> None:
     assert (loss.lost_percent, loss.low, loss.high) == pytest.approx((20.0, 20.0, 20.0))
     assert (loss.cpu_percent, loss.cpu_low, loss.cpu_high) == pytest.approx((5.0, 5.0, 5.0))
     assert loss.quartiles == "20.0 to 20.0"
+
+
+@pytest.mark.parametrize(
+    ("walls", "goal"),
+    [
+        ([1.0, 1.001, 1.01], "met"),
+        ([1.03, 1.05, 1.04], "missed"),
+        ([0.97, 1.05, 1.0], "not told"),
+    ],
+)
+def test_the_goal_is_met_or_missed_only_where_both_bounds_say_so(walls: list[float], goal: str) -> None:
+    plain, others = [sample(1.0)] * 3, [sample(wall) for wall in walls]
+    (loss,) = losses({PLAIN: plain, "kvtier cpu": others})
+    assert loss.goal == goal
+    as_noisy = losses(
+        {PLAIN: plain, "kvtier cpu": others, CONTROL: [sample(1.06), sample(0.96), sample(1.0)]}
+    )
+    assert [row.goal for row in as_noisy] == ["not told", ""]
 
 
 def test_one_round_has_no_spread() -> None:
