@@ -40,6 +40,7 @@ from kvtier.tiers.base import (
     SlotMemory,
     Status,
     TierContext,
+    Usage,
 )
 from kvtier.tiers.drain import in_thread
 from kvtier.tiers.faults import require_fault, words_of
@@ -175,7 +176,7 @@ class TierRunner:
         await self._keeper.first_era.wait()
         try:
             while True:
-                self.activity.usage = self._tier.usage() if self._keeper.is_open else None
+                self.activity.usage = _in_integers(self._tier.usage()) if self._keeper.is_open else None
                 await anyio.sleep(_LOOK_EVERY_S)
         except BaseException as error:
             require_fault(error)
@@ -501,6 +502,16 @@ class TierRunner:
 
 class _NotBegunError(Exception):
     """A command was not begun; the text is the reason that is counted."""
+
+
+def _in_integers(usage: Usage | None) -> Usage | None:
+    """Return it in Python's own integers, none below zero: a tier's may be of pydantic's kind, or numpy's."""
+    if usage is None:
+        return None
+    used, capacity = (
+        None if nbytes is None else max(0, int(nbytes)) for nbytes in (usage.used_bytes, usage.capacity_bytes)
+    )
+    return Usage(used, capacity)
 
 
 def _proof_of(outcome: Outcome) -> Proof:

@@ -1008,6 +1008,22 @@ async def test_how_full_a_tier_is_is_looked_at_now_and_then(monkeypatch: pytest.
         await it.hold([4], tier=1)  # a tier that fails at it goes on
 
 
+async def test_how_full_a_tier_is_is_told_in_plain_integers() -> None:
+    """It goes to another process, which takes nothing else, and settings are of kinds of their own."""
+    odd: list[Any] = [ByteSize(5), ByteSize(7), -1, 2.5]
+    tiers = Rude(usage=lambda: Usage(*odd[:2])), Rude(usage=lambda: Usage(*odd[2:]))
+    async with world(*tiers) as it:
+        await it.hold([1])
+        await it.hold([2], tier=1)
+        with anyio.fail_after(PATIENCE_S):
+            while any(one.usage is None for one in it.executor.activity):  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+        first, second = (one.usage for one in it.executor.activity)
+        assert (first, second) == (Usage(5, 7), Usage(0, 2))
+        assert first is not None
+        assert type(first.used_bytes) is int
+
+
 async def test_time_is_that_of_the_get_not_that_of_the_question() -> None:
     class Slow(DummyTier):
         asked_s = 0.0

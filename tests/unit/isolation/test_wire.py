@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ByteSize
 
 from kvtier.core.messages import (
     Answer,
@@ -203,6 +204,19 @@ def test_what_makes_no_sense_does_not_reach_the_core(hearing: Hearing, report: w
     with pytest.raises(WireError):
         hear(hearing, Owes(), report)
     assert not hearing.events
+
+
+def test_numbers_and_words_of_a_tiers_own_kinds_come_over_as_what_they_are_beneath() -> None:
+    class Word(str):
+        __slots__ = ()
+
+    said = wire.PutReport(1, [True], {Word("full"): ByteSize(1)}, 0.5, Proof.GOOD, "")
+    (frame,) = Frames().feed(wire.pack([said, wire.Activity(0, 0, 0, 0, 0, ByteSize(5), ByteSize(7), True)]))
+    put, activity = wire.unpack_reports(frame)
+    assert isinstance(put, wire.PutReport)
+    assert isinstance(activity, wire.Activity)
+    assert (put.reasons, activity.used_bytes, activity.capacity_bytes) == ({"full": 1}, 5, 7)
+    assert type(activity.used_bytes) is int
 
 
 def test_a_command_ends_once(hearing: Hearing) -> None:
