@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -40,11 +41,8 @@ roots.add_to(app)
 
 def _writable(path: Path | None) -> Path | None:
     """See to it before minutes are spent on figures that could not be written."""
-    if path is not None:
-        try:
-            path.open("a").close()
-        except OSError as error:
-            raise typer.BadParameter(f"{path} cannot be written: {error.strerror}") from error
+    if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+        raise typer.BadParameter(f"{path} cannot be written: name a file in a directory that can")
     return path
 
 

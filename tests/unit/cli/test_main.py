@@ -16,9 +16,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvtier import schema
-from kvtier.cli import figures
+from kvtier.cli import figures, room
 from kvtier.cli import main as cli
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KVTierError
 
 
 def replace(monkeypatch, module, **functions):
@@ -172,3 +172,28 @@ def test_the_installed_command_needs_neither_torch_nor_an_engine():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "dummy" in done.stdout
+
+
+def test_what_a_path_cannot_be_used_for_is_said_in_one_line(monkeypatch, capsys):
+    def fail():
+        raise FileNotFoundError(2, "No such file or directory", "/nowhere/figures.json")
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    assert capsys.readouterr().err == "kvtier: [Errno 2] No such file or directory: '/nowhere/figures.json'\n"
+
+
+@pytest.mark.parametrize("file", ["nowhere/figures.json", "."])
+def test_figures_that_could_not_be_written_are_not_measured(run, monkeypatch, tmp_path, file):
+    monkeypatch.setattr(cli, "_lazy", lambda module: pytest.fail(f"{module} was run"))
+    result = run("bench", "core", "--json", str(tmp_path / file))
+    assert result.exit_code == 2
+    assert "cannot be written" in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(KVTierError, match="cannot be made: Not a directory"):
+        room.make_directory(tmp_path / "file" / "below")
