@@ -70,8 +70,8 @@ class Loss:
         quartiles: of the rounds' losses.
         cpu_percent: the same median of the processor time that came on top.
         cpu_low, cpu_high: see ``low``.
-        goal: whether at most ``GOAL_PERCENT`` is lost: "met" or "missed" where both bounds say so and a
-            second engine without a connector, if there was one, is closer to the first; else "not told".
+        goal: whether at most ``GOAL_PERCENT`` is lost: "met" or "missed" where both bounds say so, and those
+            of a second engine without a connector, if there was one, are closer to 0; else "not told".
     """
 
     connector: str
@@ -220,16 +220,13 @@ def run(
 def losses(samples: Mapping[str, Sequence[Sample]]) -> list[Loss]:
     """Compare each engine with the plain one, round by round."""
     plain = samples[PLAIN]
-    noise = [
-        100 * abs(1 - row.tokens_s / base.tokens_s)
-        for row, base in zip(samples.get(CONTROL, ()), plain, strict=False)
-    ]
-    is_noisy = bool(noise) and median(noise) > GOAL_PERCENT
+    noise = spread_of_median(_lost(samples[CONTROL], plain)) if CONTROL in samples else (0.0, 0.0)
+    is_noisy = max(map(abs, noise)) > GOAL_PERCENT
     found = []
     for name, rows in samples.items():
         if name == PLAIN:
             continue
-        lost = [100 * (1 - row.tokens_s / base.tokens_s) for row, base in zip(rows, plain, strict=True)]
+        lost = _lost(rows, plain)
         more = [
             100 * (row.cpu_s / row.tokens * base.tokens / base.cpu_s - 1)
             for row, base in zip(rows, plain, strict=True)
@@ -253,6 +250,11 @@ def losses(samples: Mapping[str, Sequence[Sample]]) -> list[Loss]:
             )
         )
     return found
+
+
+def _lost(rows: Sequence[Sample], plain: Sequence[Sample]) -> list[float]:
+    """Return the tokens a second that are missing in each round, in percent."""
+    return [100 * (1 - row.tokens_s / base.tokens_s) for row, base in zip(rows, plain, strict=True)]
 
 
 def verdict(low: float, high: float, is_noisy: bool) -> str:
