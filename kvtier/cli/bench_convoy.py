@@ -35,6 +35,7 @@ from kvtier.cli.engines import (
     open_forge,
     say,
 )
+from kvtier.cli.room import files_below
 
 PLAIN = "none"
 PRIMARY = "kvtier cpu"
@@ -223,16 +224,14 @@ def _connectors(plan: Plan, folder: Path, *, filling: bool = False) -> dict[str,
     slots = plan.slots * (20 if filling else 1)  # whatever is filled has room until it is in the files
     nbytes = {"cpu_bytes_to_use": slots * block_bytes(plan.model)}
 
-    def files(name: str) -> dict[str, Any]:
-        return {"secondary_tiers": [{"type": "fs", "root_dir": str(folder / name)}]}
-
     connectors: dict[str, dict[str, Any] | None] = {
         PLAIN: None,
         PRIMARY: {**KVTIER, **nbytes},
-        FS: {**KVTIER, **nbytes, **files("kvtier")},
+        FS: {**KVTIER, **nbytes, "secondary_tiers": [files_below(folder / "kvtier")]},
     }
     if plan.native:
-        connectors[NATIVE_FS] = {**NATIVE, **nbytes, **files("native")}
+        native = {"type": "fs", "root_dir": str(folder / "native")}
+        connectors[NATIVE_FS] = {**NATIVE, **nbytes, "secondary_tiers": [native]}
     return connectors
 
 

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import importlib_metadata
 
 from kvtier.build import make_core, make_tiers
+from kvtier.cli.room import files_below
 from kvtier.config import TieringConfig
 from kvtier.core.messages import Answer, Command, Event, Fetch, Fetched, Put, PutEnded, SlotsReady
 from kvtier.core.requests import Request
@@ -485,7 +486,7 @@ def _open_kvtier(case: Case, beside: Any, stack: ExitStack) -> Driver:
 
 
 def _open_parts(case: Case, stack: ExitStack) -> tuple[Tiering, MemoryTier | ExecutorThread]:
-    tiers = [{"type": "fs", "root_dir": str(_folder(stack))}] if case.tier == "fs" else []
+    tiers = [files_below(_folder(stack))] if case.tier == "fs" else []
     tiers = [{"type": "dummy"}] if case.tier == "memory" else tiers
     config = TieringConfig.from_mapping(
         {

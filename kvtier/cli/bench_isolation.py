@@ -44,6 +44,7 @@ from kvtier.cli.bench_overhead import (
     work,
 )
 from kvtier.cli.engines import KVTIER, Site, block_bytes, open_folder, open_forge, say
+from kvtier.cli.room import files_below
 from kvtier.config import TieringConfig
 from kvtier.core.messages import Answer, Fetch, Fetched, Put, PutEnded
 from kvtier.errors import KVTierError
@@ -387,7 +388,7 @@ def _bed(isolation: str, tier: Mapping[str, Any], chunk_bytes: int) -> Iterator[
 
 
 def _tier(tier: str, folder: Path) -> dict[str, Any]:
-    return {"type": "fs", "root_dir": str(folder)} if tier == "fs" else {"type": tier}
+    return files_below(folder) if tier == "fs" else {"type": tier}
 
 
 Seconds = dict[tuple[str, int, str], list[float]]
@@ -532,12 +533,11 @@ def _connectors(plan: Plan, folder: Path) -> dict[str, dict[str, Any] | None]:
     nbytes = plan.slots * block_bytes(plan.model)
     connectors: dict[str, dict[str, Any] | None] = {PLAIN: None}
     for isolation in ISOLATIONS:
-        root = str(folder / f"engine-{isolation}")
         connectors[isolation] = {
             **KVTIER,
             "cpu_bytes_to_use": nbytes,
             "isolation": isolation,
-            "secondary_tiers": [{"type": "fs", "root_dir": root}],
+            "secondary_tiers": [files_below(folder / f"engine-{isolation}")],
         }
     return connectors
 

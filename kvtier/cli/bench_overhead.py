@@ -33,6 +33,7 @@ from kvtier.cli.engines import (
     open_forge,
     say,
 )
+from kvtier.cli.room import files_below
 
 PLAIN = "none"
 CONTROL = "none again"
@@ -285,7 +286,7 @@ def _connectors(plan: Plan, folder: Path) -> dict[str, dict[str, Any] | None]:
         FS: {
             **KVTIER,
             "cpu_bytes_to_use": nbytes,
-            "secondary_tiers": [{"type": "fs", "root_dir": str(folder / "kvtier")}],
+            "secondary_tiers": [files_below(folder / "kvtier")],
         },
     }
     if plan.control:

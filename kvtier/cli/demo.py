@@ -23,6 +23,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
 
+from kvtier.cli.room import files_below
 from kvtier.errors import KVTierError
 
 ENGINE = "kvtier.adapters.vllm.demo"
@@ -158,7 +159,7 @@ def _run_engines(directory: Path, console: Console) -> dict[str, Phase]:
     phases: dict[str, Phase] = {}
     settings = {
         "cpu_bytes_to_use": PRIMARY_BYTES,
-        "secondary_tiers": [{"type": "fs", "root_dir": str(root)}],
+        "secondary_tiers": [files_below(root)],
     }
     with _Progress(console) as progress:
         progress.step("making a small random model")

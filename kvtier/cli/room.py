@@ -1,10 +1,10 @@
-"""Whether a file system has the room that a measurement needs, said before it begins."""
+"""The room that measurements have on a file system: too little is said before they begin."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvtier.errors import KVTierError
 
@@ -39,6 +39,17 @@ def require(folder: Path, needed: int, what: str) -> None:
         raise KVTierError(
             f"{folder}: {_gib(needed)} are needed for {what}, and {_gib(free)} are free: {REMEDY}"
         )
+
+
+def files_below(folder: Path) -> dict[str, Any]:
+    """Return the settings of a tier of files for a measurement: it may use all that the file system has.
+
+    By default a tier keeps some of it free, and on a disk that is nearly full stores nothing.
+
+    Args:
+        folder: the tier's root, which is thrown away afterwards.
+    """
+    return {"type": "fs", "root_dir": str(folder), "min_free_bytes": 0}
 
 
 def _gib(nbytes: int) -> str:

@@ -530,15 +530,21 @@ def _arguments(model: Path, extra_config: Config | None, more: Mapping[str, Any]
 def patient(extra_config: Config) -> dict[str, Any]:
     """Give tiers more time than on a machine that serves: a miss of its deadline is a miss, and counted.
 
-    Nothing is audited: a test that falsifies chunks on purpose would be found out now and then.
+    Nothing is audited: a test that falsifies chunks on purpose would be found out now and then. Files are
+    taken however full the machine's disk is.
     """
     settings = {"request_deadline_s": PATIENCE_S, "audit_rate": 0, **extra_config}
     tiers = settings.get("secondary_tiers")
     if isinstance(tiers, list):
-        settings["secondary_tiers"] = [
-            {"deadline_s": PATIENCE_S, **tier} if isinstance(tier, dict) else tier for tier in tiers
-        ]
+        settings["secondary_tiers"] = [_patient_tier(tier) for tier in tiers]
     return settings
+
+
+def _patient_tier(tier: Any) -> Any:
+    if not isinstance(tier, dict):
+        return tier
+    roomy = {"min_free_bytes": 0} if tier.get("type") == "fs" else {}
+    return {"deadline_s": PATIENCE_S, **roomy, **tier}
 
 
 def misplace_chunks(engine: Engine) -> None:

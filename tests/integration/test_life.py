@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, EngineError, Forge, chunks_in, prompt
+from tests.integration.harness import PROMPT_CHUNKS, EngineError, Forge, chunks_in, patient, prompt
 
 STORY = [prompt(seed) for seed in (1, 2)]
 OTHERS = [prompt(seed) for seed in range(10, 16)]
@@ -102,7 +102,7 @@ def test_the_size_may_come_from_vllms_own_option(
     forge: Forge, llama: Path, reference: Ask, tmp_path: Path
 ) -> None:
     """``--kv-offloading-size`` sets the connector and the bytes; the rest is where it always is."""
-    extra = {"spec_name": "KVTierOffloadingSpec", "secondary_tiers": [_fs(tmp_path)]}
+    extra = {"spec_name": "KVTierOffloadingSpec", **patient({"secondary_tiers": [_fs(tmp_path)]})}
     transfer = {"kv_connector_extra_config": extra}
     with forge.start(llama, kv_offloading_size=1 / 16, kv_transfer_config=transfer) as engine:
         engine.has_kvtier = True
