@@ -28,7 +28,10 @@ async def main(root: Path) -> None:
     config = TieringConfig.from_mapping(
         {
             "cpu_bytes_to_use": "8MiB",
-            "secondary_tiers": [{"type": "fs", "root_dir": str(root)}],
+            # Left away, max_bytes is 80 % of what is free, and min_free_bytes 5 % of the disk.
+            "secondary_tiers": [
+                {"type": "fs", "root_dir": str(root), "max_bytes": "1GiB", "min_free_bytes": 0}
+            ],
         }
     )
     # All that the bytes depend on. A cache of another identity is never given these chunks.

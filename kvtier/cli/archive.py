@@ -41,6 +41,10 @@ from kvtier.tiers.fs.segments.scan import NoSegmentError, Segment
 STANDARD: Final = Path("-")
 _BATCH_BYTES: Final = 32 << 20
 _BATCH_CHUNKS: Final = 64
+_BOUNDS: Final = {
+    "max_bytes": "the root is full: --max-bytes sets how much it may hold",
+    "min_free": "the file system is full: --min-free-bytes sets how much of it stays free",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,22 +270,26 @@ def _written(archive: Path) -> Iterator[IO[bytes]]:
 # ------------------------------------------------------------------------------------- import
 
 
-def import_(archive: Path, path: Path, *, max_bytes: int | None = None) -> Imported:
+def import_(
+    archive: Path, path: Path, *, max_bytes: int | None = None, min_free_bytes: int | None = None
+) -> Imported:
     """Put the chunks of an archive below a root, as an engine does: within its bounds, over nothing.
 
     Args:
         archive: the file, or ``-``.
         path: the root, which is made where it is missing.
         max_bytes: bytes that everything below the root may take; by default what the tier's is.
+        min_free_bytes: bytes of the file system that stay free; by default what the tier's is.
 
     Raises:
         ArchiveError: it is no archive of kvtier's, or holds what kvtier has not put there. What came before
             that in it has been imported.
         TierError: the root cannot be written.
     """
+    config = FsConfig(root_dir=path, max_bytes=max_bytes, min_free_bytes=min_free_bytes)
     try:
         with progress("chunks") as tick, _readable(archive) as stream:
-            return asyncio.run(_import(Reader(stream, is_packed(archive)), path, max_bytes, tick))
+            return asyncio.run(_import(Reader(stream, is_packed(archive)), config, tick))
     except OSError as error:
         raise TierError(f"{archive} cannot be read: {error.strerror or error}") from error
 
@@ -294,7 +302,7 @@ def show_import(imported: Imported) -> None:
     if imported.ill:
         text += f"; {imported.ill:,} ill, left out"
     for reason, count in sorted(imported.refused.items()):
-        text += f"; {count:,} not taken ({reason})"
+        text += f"; {count:,} not taken ({_BOUNDS.get(reason, reason)})"
     if not imported.is_whole:
         text += "; the archive breaks off: chunks are missing"
     say(text)
@@ -309,10 +317,10 @@ def _readable(archive: Path) -> Iterator[IO[bytes]]:
         yield file
 
 
-async def _import(reader: Reader, path: Path, max_bytes: int | None, tick: Tick) -> Imported:
+async def _import(reader: Reader, config: FsConfig, tick: Tick) -> Imported:
     assert reader.head is not None
     head = reader.head
-    tier = FsTier(FsConfig(root_dir=path, max_bytes=max_bytes))
+    tier = FsTier(config)
     await tier.open(TierContext("import", head.identity, head.chunk_bytes))
     counts: Counter[str] = Counter()
     refused: Counter[str] = Counter()
@@ -326,7 +334,7 @@ async def _import(reader: Reader, path: Path, max_bytes: int | None, tick: Tick)
         await tier.aclose()
     return Imported(
         namespace=head.namespace,
-        root=str(path),
+        root=str(config.root_dir),
         chunks=counts["new"],
         present=counts["present"],
         refused=dict(refused),

@@ -153,14 +153,21 @@ def _import(
         str | None,
         typer.Option(metavar="SIZE", help="Bytes that all below ROOT may take. Default: as for the tier."),
     ] = None,
+    min_free_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Bytes of the file system that stay free. Default: as for the tier."
+        ),
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Put the chunks of an archive below a root, each one proven; what is there is left as it is.
 
     Exit status 1 where the archive breaks off, chunks of it are ill, or not all were taken.
     """
-    limit = None if max_bytes is None else _size(max_bytes)
-    done = archive.import_(file, root, max_bytes=limit)
+    bounds = {"max_bytes": max_bytes, "min_free_bytes": min_free_bytes}
+    given = {name: _size(size) for name, size in bounds.items() if size is not None}
+    done = archive.import_(file, root, **given)
     as_json(done) if json else archive.show_import(done)
     _end(done.is_well)
 

@@ -676,7 +676,10 @@ async def test_open_manager_wires_all_of_it(tmp_path: Path) -> None:
             "cpu_bytes_to_use": "1MiB",
             "blocks_per_chunk": 2,
             "eviction_policy": "arc",
-            "secondary_tiers": [{"type": "dummy"}, {"type": "fs", "root_dir": str(tmp_path)}],
+            "secondary_tiers": [
+                {"type": "dummy"},
+                {"type": "fs", "root_dir": str(tmp_path), "min_free_bytes": 0},
+            ],
         }
     )
     keys = [*prompt(1, 3), *prompt(1, 3, group=1)]

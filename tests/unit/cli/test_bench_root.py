@@ -50,6 +50,6 @@ def test_a_disk_without_room_for_the_chunks_is_refused_before_any_is_put(
         raise AssertionError("a chunk was put")
 
     monkeypatch.setattr(FsTier, "put", put)
-    with pytest.raises(KVTierError, match=r"needed for 1,000,000,000 chunks .* GiB are free: name a"):
+    with pytest.raises(KVTierError, match=r"needed for 1,000,000,000 chunks, and .* GiB are free: name a"):
         bench_root.run(tmp_path, chunks=10**9)
     assert list(tmp_path.iterdir()) == []

@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -585,18 +586,21 @@ def test_a_namespace_that_is_not_there_is_refused_with_those_that_are(kvtier, ca
 # --------------------------------------------------------------------------- export and import
 
 
+IMPORT = ("import", "--min-free-bytes", "0")  # however full the machine's disk is
+
+
 def test_a_cache_goes_through_an_archive(kvtier, cache, tmp_path: Path) -> None:
     cache.put(range(20))
     archive = tmp_path / "cache.tar"
     exported = kvtier("export", cache.root, cache.name, archive, "--json")
     assert (exported.status, exported.json["chunks"]) == (0, 20)
     there = type(cache)(tmp_path / "there")
-    imported = kvtier("import", archive, there.root, "--json")
+    imported = kvtier(*IMPORT, archive, there.root, "--json")
     assert imported.status == 0
     assert (imported.json["chunks"], imported.json["present"], imported.json["is_whole"]) == (20, 0, True)
     assert there.had(range(20)) == list(range(20))
     assert (there.home / "config.json").read_bytes() == (cache.home / "config.json").read_bytes()
-    again = kvtier("import", archive, there.root, "--json")
+    again = kvtier(*IMPORT, archive, there.root, "--json")
     assert (again.status, again.json["chunks"], again.json["present"]) == (0, 0, 20)
 
 
@@ -608,7 +612,7 @@ def test_an_archive_goes_through_a_pipe(cache, tmp_path: Path) -> None:
         [*command, "export", cache.root, cache.name, "-"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     done = subprocess.run(
-        [*command, "import", "-", there.root], stdin=out.stdout, capture_output=True, text=True, timeout=60
+        [*command, *IMPORT, "-", there.root], stdin=out.stdout, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
     assert b"5 chunks" in out.communicate(timeout=30)[1]
@@ -622,7 +626,7 @@ def test_import_leaves_what_is_there_and_export_overwrites_no_archive(kvtier, ca
     before = archive.read_bytes()
     inode = cache.file(0).stat().st_ino
     cache.file(1).unlink()
-    imported = kvtier("import", archive, cache.root, "--json").json
+    imported = kvtier(*IMPORT, archive, cache.root, "--json").json
     assert (imported["chunks"], imported["present"]) == (1, 3)
     assert cache.file(0).stat().st_ino == inode
     said = kvtier("export", cache.root, cache.name, archive)
@@ -666,12 +670,12 @@ def test_an_archive_that_breaks_off_is_told_and_what_came_is_whole(
     held = archive.read_bytes()
     archive.write_bytes(held[: int(len(held) * share)])
     there = type(cache)(tmp_path / "there")
-    said = kvtier("import", archive, there.root, "--json")
+    said = kvtier(*IMPORT, archive, there.root, "--json")
     assert said.status == 1
     assert said.json["is_whole"] is False
     assert 0 < said.json["chunks"] < 10 or share == 0.95
     assert len(there.had(range(10))) == said.json["chunks"]
-    assert "breaks off" in kvtier("import", archive, there.root).out
+    assert "breaks off" in kvtier(*IMPORT, archive, there.root).out
 
 
 def repack(
@@ -743,7 +747,7 @@ def test_an_archive_that_kvtier_has_not_written_is_refused(
 ) -> None:
     repack(archive, EVIL[what])
     there = type(cache)(tmp_path / "there")
-    said = kvtier("import", archive, there.root)
+    said = kvtier(*IMPORT, archive, there.root)
     assert said.status == 2, said
     assert len(said.err.splitlines()) == 1
     assert not (tmp_path / "evil").exists()
@@ -764,7 +768,7 @@ def test_a_damaged_chunk_of_an_archive_is_left_out(kvtier, cache, archive: Path,
 
     repack(archive, flip)
     there = type(cache)(tmp_path / "there")
-    said = kvtier("import", archive, there.root, "--json")
+    said = kvtier(*IMPORT, archive, there.root, "--json")
     assert (said.status, said.json["chunks"], said.json["ill"]) == (1, 9, 1)
     assert there.had(range(10)) == [n for n in range(10) if n != 4]
 
@@ -773,16 +777,25 @@ def test_import_keeps_to_the_bound_and_says_what_was_not_taken(
     kvtier, cache, archive: Path, tmp_path
 ) -> None:
     there = type(cache)(tmp_path / "there")
-    said = kvtier("import", archive, there.root, "--max-bytes", "100k", "--json")
+    said = kvtier(*IMPORT, archive, there.root, "--max-bytes", "100k", "--json")
     assert said.status == 1
     assert sum(said.json["refused"].values()) > 0
     assert kvtier("du", there.root, "--json").json["bytes"] <= 100 * 1024
 
 
+@pytest.mark.parametrize("bound", [("--max-bytes", "100k"), ("--min-free-bytes", "1000000T")])
+def test_what_was_not_taken_is_said_with_its_remedy(
+    kvtier, cache, archive: Path, tmp_path, bound: tuple[str, str]
+) -> None:
+    said = kvtier(*IMPORT, archive, tmp_path / "there", *bound)
+    assert said.status == 1
+    assert re.search(rf"; [0-9]+ not taken \(the .* is full: {bound[0]} sets how much", said.out), said.out
+
+
 def test_a_file_that_is_no_archive_is_refused(kvtier, cache, tmp_path: Path) -> None:
     (tmp_path / "noise").write_bytes(os.urandom(100_000))
     for file in ("noise", "nothing"):
-        said = kvtier("import", tmp_path / file, cache.root)
+        said = kvtier(*IMPORT, tmp_path / file, cache.root)
         assert said.status == 2
         assert len(said.err.splitlines()) == 1
     assert not cache.root.exists()
@@ -793,7 +806,7 @@ def test_zstd_is_asked_of_the_standard_library(kvtier, cache, tmp_path: Path) ->
     said = kvtier("export", cache.root, cache.name, tmp_path / "cache.tar.zst")
     if "zst" in tarfile.TarFile.OPEN_METH:
         assert said.status == 0
-        assert kvtier("import", tmp_path / "cache.tar.zst", tmp_path / "there").status == 0
+        assert kvtier(*IMPORT, tmp_path / "cache.tar.zst", tmp_path / "there").status == 0
     else:
         assert said.status == 2
         assert "zstd" in said.err
@@ -1008,7 +1021,7 @@ def test_segments_go_through_an_archive_into_files_and_segments(kvtier, packed, 
     assert (exported.status, exported.json["chunks"], exported.json["ill"]) == (1, 24, 1)
     for there in (type(packed)(tmp_path / "files"), type(packed)(tmp_path / "segments", format="segments")):
         there.put([0])
-        said = kvtier("import", tmp_path / "cache.tar", there.root, "--json").json
+        said = kvtier(*IMPORT, tmp_path / "cache.tar", there.root, "--json").json
         assert (said["chunks"], said["present"]) == (23, 1)
         assert there.had(range(25)) == [n for n in range(25) if n != 5]
         assert len(list(there.root.rglob("*.bin"))) == (24 if there.format == "files" else 0)
