@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +16,10 @@ from kvtier.testing.tiers import Damage, TierConformance
 from kvtier.tiers.base import SecondaryTier
 from kvtier.tiers.dummy import DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
-from kvtier.tiers.fs.call import FileCall, FileWork
+from kvtier.tiers.fs.call import FileWork
 from kvtier.tiers.fs.native_files import NativeFiles
 from kvtier.tiers.fs.python_files import PythonFiles
+from tests.unit.tiers.fs.slow import FileConformance, SlowFiles
 
 
 class TestDummy(TierConformance):
@@ -47,53 +46,10 @@ class TestDummy(TierConformance):
             tier.config = before
 
 
-class SlowFiles:
-    """Work on files that takes longer while ``seconds`` is set."""
-
-    def __init__(self, inner: FileWork) -> None:
-        self._inner = inner
-        self._waiting = threading.Condition()
-        self.seconds = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def begin(self, *_: object) -> bool:
-        return False
-
-    def put(self, call: FileCall, first: int, end: int) -> int:
-        self._wait()
-        return self._inner.put(call, first, end)
-
-    def get(self, call: FileCall, first: int, end: int) -> None:
-        self._wait()
-        self._inner.get(call, first, end)
-
-    def be_slow(self, seconds: float) -> None:
-        with self._waiting:
-            self.seconds = seconds
-            self._waiting.notify_all()
-
-    def _wait(self) -> None:
-        with self._waiting:
-            until = time.monotonic() + self.seconds
-            while self.seconds and time.monotonic() < until:
-                self._waiting.wait(min(1.0, max(0.0, until - time.monotonic())))
-
-
-class _OnFiles(TierConformance):
+class _OnFiles(FileConformance):
     """The file tier, with one way to work on files."""
 
-    tier = FsTier
-    is_persistent = True
-    is_shared = True
     work: ClassVar[FileWork]
-
-    def settings(self, place: Path) -> Mapping[str, object]:
-        return {"type": "fs", "root_dir": str(place), "n_threads": 4, "min_free_bytes": 0}
-
-    def bounded(self, place: Path, capacity_bytes: int) -> Mapping[str, object]:
-        return {**self.settings(place), "max_bytes": capacity_bytes}
 
     def make_tier(self, place: Path) -> SecondaryTier[Any]:
         self.slow = SlowFiles(self.work)
@@ -112,14 +68,6 @@ class _OnFiles(TierConformance):
             file.write_bytes(other.read_bytes())
         else:
             os.truncate(file, length // 2 if damage is Damage.CUT else 0)
-
-    @contextmanager
-    def slowed(self, tier: SecondaryTier[Any], seconds: float) -> Iterator[None]:
-        self.slow.be_slow(seconds)
-        try:
-            yield
-        finally:
-            self.slow.be_slow(0.0)
 
 
 class TestFilesInPython(_OnFiles):
