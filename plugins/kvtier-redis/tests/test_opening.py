@@ -116,6 +116,12 @@ async def test_a_password_from_a_file(own_server: Server, tmp_path: Path) -> Non
     file = tmp_path / "password"
     text = await problem(own_server, username="kv", password_file=file)
     assert f"password_file = '{file}' cannot be read (No such file or directory)" in text
+    file.write_bytes(b"\xffhunter2")
+    text = await problem(own_server, username="kv", password_file=file)
+    assert text.endswith(f"password_file = '{file}' is no text in UTF-8")
+    file.write_text("\nhunter2\n")
+    text = await problem(own_server, username="kv", password_file=file)
+    assert text.endswith(f"password_file = '{file}' has no password in its first line")
     file.write_text("from file\n")
     async with opened(own_server, username="kv", password_file=file) as it:
         assert set(await it.put(range(2))) == {Status.OK}
@@ -166,7 +172,15 @@ async def test_wrong_and_missing_passwords_of_sentinels_and_of_their_primary(tmp
             assert "redis.client" not in text
         text = await problem(**settings, sentinel_username="few", sentinel_password="few of it")
         assert "the ACL of user 'few' lacks something" in text
-        settings |= {"sentinel_password": "right"}
+        file = tmp_path / "password"
+        text = await problem(**settings, sentinel_password_file=file)
+        assert f"sentinel_password_file = '{file}' cannot be read (No such file or directory)" in text
+        file.write_text("hunter2\n")
+        text = await problem(**settings, sentinel_password_file=file)
+        assert "the sentinel refuses the login" in text
+        assert "hunter2" not in text
+        file.write_text("right\n")
+        settings |= {"sentinel_password_file": file}
         text = await problem(**{**settings, "addresses": ["127.0.0.1:1", addresses[0]]}, password="needless")
         assert f"tier cache: 127.0.0.1:{primary.port} refuses the login" in text
         with primary.client() as client:
@@ -260,10 +274,20 @@ async def test_passwords_are_in_no_log(own_server: Server, caplog: pytest.LogCap
         ({"addresses": ["a", "b"]}, "mode single has one"),
         ({"mode": "sentinel"}, "sentinel_master is missing"),
         ({"sentinel_master": "kv"}, "set mode to 'sentinel'"),
-        ({"sentinel_password": "hunter2"}, "sentinel_username and sentinel_password are for mode sentinel"),
+        ({"sentinel_password": "hunter2"}, "sentinel_password and sentinel_password_file are for mode"),
+        ({"sentinel_password_file": "/p"}, "sentinel_password and sentinel_password_file are for mode"),
         (
             {"mode": "sentinel", "sentinel_master": "kv", "sentinel_username": "u"},
             "sentinel_username needs sentinel_password",
+        ),
+        (
+            {
+                "mode": "sentinel",
+                "sentinel_master": "kv",
+                "sentinel_password": "hunter2",
+                "sentinel_password_file": "/p",
+            },
+            "give sentinel_password or sentinel_password_file, not both",
         ),
         ({"mode": "sentinel", "sentinel_master": "kv", "addresses": ["/s"]}, "mode sentinel needs host:port"),
         ({"mode": "cluster", "addresses": ["/s"]}, "mode cluster needs host:port"),

@@ -75,7 +75,12 @@ class RedisConfig(TierConfig):
         default=None, description="File with the password, instead of `password`."
     )
     sentinel_username: str | None = Field(default=None, description="ACL user for the sentinels.")
-    sentinel_password: SecretStr | None = Field(default=None, description="Password for the sentinels.")
+    sentinel_password: SecretStr | None = Field(
+        default=None, description="Password for the sentinels; never logged."
+    )
+    sentinel_password_file: Path | None = Field(
+        default=None, description="File with the password for the sentinels, instead of `sentinel_password`."
+    )
     tls: bool = Field(default=False, description="Speak TLS, to the sentinels, too.")
     tls_ca_file: Path | None = Field(
         default=None,
@@ -134,12 +139,17 @@ class RedisConfig(TierConfig):
                 "sentinel_master is for mode sentinel: set mode to 'sentinel', or leave it out",
             ),
             (
-                self.mode != "sentinel" and (self.sentinel_username or self.sentinel_password),
-                "sentinel_username and sentinel_password are for mode sentinel: leave them out",
+                self.mode != "sentinel" and (self.sentinel_username or self._has_sentinel_password),
+                "sentinel_username, sentinel_password and sentinel_password_file are for mode sentinel: "
+                "leave them out",
             ),
             (
-                self.sentinel_username and not self.sentinel_password,
-                "sentinel_username needs sentinel_password",
+                self.sentinel_password and self.sentinel_password_file,
+                "give sentinel_password or sentinel_password_file, not both",
+            ),
+            (
+                self.sentinel_username and not self._has_sentinel_password,
+                "sentinel_username needs sentinel_password or sentinel_password_file",
             ),
             (
                 self.mode != "single" and self._has_socket,
@@ -168,6 +178,10 @@ class RedisConfig(TierConfig):
             if holds:
                 raise ValueError(problem)
         return self
+
+    @property
+    def _has_sentinel_password(self) -> bool:
+        return bool(self.sentinel_password or self.sentinel_password_file)
 
     @property
     def _has_socket(self) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import redis
+from pydantic import SecretStr
 from redis.backoff import NoBackoff
 from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
 from redis.retry import Retry
@@ -16,6 +17,10 @@ from kvtier.validation import conceal
 from kvtier_redis.config import Address, RedisConfig
 
 _VERIFY: Final = {"full": ("required", True), "chain": ("required", False), "none": ("none", False)}
+
+
+class PasswordFileError(Exception):
+    """A file with a password cannot be used; the message names the setting."""
 
 
 class _Opened:
@@ -45,7 +50,7 @@ class Dialer:
         name: what the connections are called in the server's list of clients.
 
     Raises:
-        OSError: the file with the password cannot be read.
+        PasswordFileError: a file with a password cannot be read.
     """
 
     def __init__(self, config: RedisConfig, name: str) -> None:
@@ -57,11 +62,12 @@ class Dialer:
             "protocol": 2,  # nothing is said unasked
             "client_name": name,
         }
-        password = config.password.get_secret_value() if config.password is not None else None
-        if config.password_file is not None:
-            password = _first_line(config.password_file)
-        self._login = {"username": config.username, "password": password}
-        self._secrets = [password, *_secrets(config)]
+        self._login = {"username": config.username, "password": _password(config, "password")}
+        self._sentinel_login = {
+            "username": config.sentinel_username,
+            "password": _password(config, "sentinel_password"),
+        }
+        self._secrets = [self._login["password"], self._sentinel_login["password"]]
 
     def hide(self, text: object) -> str:
         """Take passwords out of what a server or a client has said.
@@ -93,16 +99,10 @@ class Dialer:
 
     def sentinel(self) -> Sentinel:
         """Make a client of all sentinels."""
-        config = self._config
-        password = config.sentinel_password
-        options = {
-            **self._common,
-            "username": config.sentinel_username,
-            "password": password.get_secret_value() if password is not None else None,
-        }
-        if config.tls:
+        options = {**self._common, **self._sentinel_login}
+        if self._config.tls:
             options |= {"ssl": True, **self.tls_options()}
-        addresses = [(address.host, address.port) for address in config.parsed_addresses]
+        addresses = [(address.host, address.port) for address in self._config.parsed_addresses]
         return Sentinel(addresses, sentinel_kwargs=options)
 
     def tls_options(self) -> dict[str, Any]:
@@ -118,14 +118,23 @@ class Dialer:
         }
 
 
-def _secrets(config: RedisConfig) -> list[str]:
-    given = (config.password, config.sentinel_password)
-    return [secret.get_secret_value() for secret in given if secret is not None]
-
-
-def _first_line(path: Path) -> str:
-    with path.open(encoding="utf-8") as file:
-        return file.readline().rstrip("\r\n")
+def _password(config: RedisConfig, name: str) -> str | None:
+    """Return a password: a setting's value, or the first line of the file that is given instead."""
+    path: Path | None = getattr(config, f"{name}_file")
+    if path is None:
+        given: SecretStr | None = getattr(config, name)
+        return given.get_secret_value() if given is not None else None
+    told = f"{name}_file = {str(path)!r}"
+    try:
+        with path.open(encoding="utf-8") as file:
+            password = file.readline().rstrip("\r\n")
+    except OSError as error:
+        raise PasswordFileError(f"{told} cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError:  # which shows what it has found
+        raise PasswordFileError(f"{told} is no text in UTF-8") from None
+    if not password:
+        raise PasswordFileError(f"{told} has no password in its first line")
+    return password
 
 
 def _text(path: Path | None) -> str | None:

@@ -31,7 +31,7 @@ from kvtier_redis import answers, exchange
 from kvtier_redis.answers import LATE, REASONS, TRANSIENT, Complaints, End
 from kvtier_redis.config import Address, RedisConfig
 from kvtier_redis.control import Control, Fill, Servers, index_of
-from kvtier_redis.dial import Dialer
+from kvtier_redis.dial import Dialer, PasswordFileError
 from kvtier_redis.exchange import Chunk, Form
 from kvtier_redis.line import Lines, Threads
 from kvtier_redis.wire import Refused, Reply
@@ -99,11 +99,8 @@ class RedisTier(SecondaryTier[RedisConfig]):
         try:
             make = partial(Dialer, self.config, f"kvtier-{context.name}".replace(" ", "-"))
             self._dialer = await self._threads.aside(make)
-        except OSError as error:
-            raise TierError(
-                f"tier {context.name}: password_file = {str(self.config.password_file)!r} cannot be read "
-                f"({error.strerror})"
-            ) from error
+        except PasswordFileError as error:
+            raise TierError(f"tier {context.name}: {error}") from error
         control = Control(self.config, context, self._dialer)
         try:
             self._servers, self._epoch, self._fill = await self._threads.aside(control.open)
