@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier import plugins, schema
-from kvtier.cli import engines, figures, roots
+from kvtier.cli import ending, engines, figures, roots
 from kvtier.cli import new_tier as new_tiers
 from kvtier.core.policies.base import EvictionPolicy
 from kvtier.errors import KVTierError
@@ -89,7 +89,8 @@ NativeOption = Annotated[
 def main() -> None:
     """Run the command line; an error that a user can act on ends it in one line, with exit status 2."""
     try:
-        app()
+        with ending.in_order():
+            app()
     except (KVTierError, OSError) as error:
         Console(stderr=True).print(
             f"kvtier: {error}", style="red", markup=False, highlight=False, soft_wrap=True

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
 import subprocess
 import sys
+import time
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,3 +199,33 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(KVTierError, match="cannot be made: Not a directory"):
         room.make_directory(tmp_path / "file" / "below")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_command_that_is_asked_to_end_removes_what_it_has_made(tmp_path: Path, number: int) -> None:
+    command = [sys.executable, "-m", "kvtier.cli.main", "bench", "root"]
+    options = ["--root", str(tmp_path), "--chunks", "100000"]
+    with subprocess.Popen(command + options, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as bench:
+        try:
+            while bench.poll() is None and not any(tmp_path.rglob("*.bin")):
+                time.sleep(0.01)
+            bench.send_signal(number)
+            said, _ = bench.communicate(timeout=60)
+        finally:
+            bench.kill()
+    assert bench.returncode == 128 + number, said.decode()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_command_is_told_to_ignore_stays_ignored() -> None:
+    code = """
+import os, signal
+from kvtier.cli import ending
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+with ending.in_order():
+    os.kill(os.getpid(), signal.SIGHUP)
+assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
