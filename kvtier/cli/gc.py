@@ -14,6 +14,7 @@ from typing import Final
 from kvtier.cli.report import Bytes, progress, say
 from kvtier.errors import TierError
 from kvtier.tiers.fs import ages, formats, ledger
+from kvtier.tiers.fs.accounts import UNKNOWN, Mark
 from kvtier.tiers.fs.ages import Cutoffs, Histogram
 from kvtier.tiers.fs.call import StopFlag
 from kvtier.tiers.fs.evict import Evicted, Evictor
@@ -113,8 +114,14 @@ def remove_leftovers(root: Root, namespace: Namespace) -> int:
         return Sweeper(narrow, formats.files(), StopFlag()).sweep()
 
 
-def correct_ledger(root: Root, removed_bytes: int) -> None:
-    """Tell the engines that share the root what was removed, where they keep a ledger."""
+def mark_ledger(root: Root) -> Mark:
+    """Return what ``correct_ledger`` is told of the bytes that are removed from now on."""
+    accounts = ledger.read(root.fd)
+    return UNKNOWN if accounts is None else accounts.mark
+
+
+def correct_ledger(root: Root, removed_bytes: int, since: Mark) -> None:
+    """Tell the engines that share the root what was removed since, where they keep a ledger."""
     if not removed_bytes:
         return
     with suppress(OSError):  # they learn it when they count the root again
@@ -123,7 +130,7 @@ def correct_ledger(root: Root, removed_bytes: int) -> None:
         books = ledger.Ledger(root.fd, partial(look_at, root.fd))
         try:
             with books.change() as accounts:
-                accounts.removed += removed_bytes
+                accounts.remove(removed_bytes, since)
         finally:
             books.close()
 
@@ -144,7 +151,7 @@ class _Collector:
         self._is_narrow = only is not None
 
     def run(self, path: str, wish: Wish) -> Collected:
-        before = self._taken()
+        since, before = mark_ledger(self._root), self._taken()
         leftover = self._sweep()
         expired = self._expire(wish.older_than_s) if wish.older_than_s is not None else _NOTHING
         evicted = _NOTHING
@@ -154,7 +161,7 @@ class _Collector:
         leftover += expired.leftover_bytes + evicted.leftover_bytes
         removed = leftover + expired.unit_bytes + evicted.unit_bytes
         if not self.dry_run:
-            correct_ledger(self._root, removed)
+            correct_ledger(self._root, removed, since)
         return Collected(
             root=path,
             dry_run=self.dry_run,

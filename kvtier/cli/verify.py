@@ -15,7 +15,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Final
 
-from kvtier.cli.gc import correct_ledger, remove_leftovers
+from kvtier.cli.gc import correct_ledger, mark_ledger, remove_leftovers
 from kvtier.cli.report import progress, say, table
 from kvtier.tiers.fs import layout
 from kvtier.tiers.fs.call import FileCall, Flag, Place, Result
@@ -194,8 +194,9 @@ class _Check:
                 self._look_through(place, tick)
         removed = 0
         if self._repair:
+            since = mark_ledger(self._root)
             removed = remove_leftovers(self._root, self._one)
-            correct_ledger(self._root, removed)
+            correct_ledger(self._root, removed, since)
             self._set_manifest_aside()
         found = self._found
         return Verified(

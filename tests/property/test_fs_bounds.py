@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtier.tiers.fs import ages
-from kvtier.tiers.fs.accounts import Accounts, FileSystem
+from kvtier.tiers.fs.accounts import Accounts, FileSystem, Mark
 from kvtier.tiers.fs.ages import BUCKETS, REUSE_WEIGHT, Histogram, bucket_of, plan, youngest_of
 from kvtier.tiers.fs.config import FsConfig
 from kvtier.tiers.fs.ledger import _parse, _spell
@@ -91,6 +92,25 @@ class Writer:
         return max(0, self.machine.accounts.leases.get(self.name, 0))
 
 
+@dataclass
+class Removal:
+    """What a writer removes for long, tells of now and then, and has not told yet."""
+
+    writer: Writer
+    since: Mark
+    nbytes: int = 0
+
+    def remove(self, share: float) -> None:
+        removed = int(self.writer.machine.root_bytes * share)
+        self.writer.machine.root_bytes -= removed
+        self.nbytes += removed
+
+    def tell(self) -> None:
+        nbytes, self.nbytes = self.nbytes, 0
+        with suppress(OSError):
+            self.since = self.writer.space.changed(-nbytes, self.since)
+
+
 class BoundsMachine(RuleBasedStateMachine):
     """The truth: bytes below the root. They must never pass the bound, however the ledger learns of them."""
 
@@ -100,6 +120,7 @@ class BoundsMachine(RuleBasedStateMachine):
         self.machine.root_bytes, self.machine.foreign_bytes = held, foreign
         self.started = 0
         self.writers: list[Writer] = []
+        self.removals: list[Removal] = []
         self.slack = max(0, foreign + held - (TOTAL - MIN_FREE))
         self.lost = 0  # what living writers had leased from ledgers that were lost
         self.open_writer()
@@ -176,6 +197,7 @@ class BoundsMachine(RuleBasedStateMachine):
         """Killed in the middle of all that it was writing."""
         writer = self.pick(which)
         self.writers.remove(writer)
+        self.removals = [removal for removal in self.removals if removal.writer is not writer]
         self.machine.living.discard(writer.name)
         self.machine.root_bytes += int(sum(writer.reserved) * UNIT * share)
 
@@ -187,9 +209,36 @@ class BoundsMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 3), share=shares)
     def remove(self, which: int, share: float) -> None:
         removed = int(self.machine.root_bytes * share)
+        since = self.pick(which).space.mark()
         self.machine.root_bytes -= removed
         with suppress(OSError):
-            self.pick(which).space.changed(-removed)
+            self.pick(which).space.changed(-removed, since)
+
+    @rule(which=st.integers(0, 3))
+    def begin_to_remove(self, which: int) -> None:
+        writer = self.pick(which)
+        self.removals.append(Removal(writer, writer.space.mark()))
+
+    @precondition(lambda self: self.removals)
+    @rule(which=st.integers(0, 9), share=shares)
+    def remove_some(self, which: int, share: float) -> None:
+        """Removed, and not told yet."""
+        self.removals[which % len(self.removals)].remove(share)
+
+    @precondition(lambda self: self.removals)
+    @rule(which=st.integers(0, 9))
+    def tell_of_a_removal(self, which: int) -> None:
+        self.removals[which % len(self.removals)].tell()
+
+    @rule(which=st.integers(0, 3), other=st.integers(0, 3), before=shares, after=shares)
+    def remove_over_a_count(self, which: int, other: int, before: float, after: float) -> None:
+        """A count begins and ends between what is removed and its telling."""
+        removal = Removal(self.pick(which), self.pick(which).space.mark())
+        removal.remove(before)
+        with suppress(OSError):
+            self.pick(other).space.count(lambda: self.machine.root_bytes)
+        removal.remove(after)
+        removal.tell()
 
     @rule(share=shares)
     def somebody_removes(self, share: float) -> None:
@@ -207,9 +256,10 @@ class BoundsMachine(RuleBasedStateMachine):
             added = int(granted * UNIT * share)
             machine.root_bytes += added
             busy.space.settle(granted, added)
+            since = busy.space.mark()
             removed = int(before * share / 2)
             machine.root_bytes -= removed
-            busy.space.changed(-removed)
+            busy.space.changed(-removed, since)
             return before + int(added * seen) - int(removed * missed)
 
         with suppress(OSError):
@@ -265,6 +315,7 @@ def test_what_is_no_ledger_is_none(text: bytes) -> None:
         removed=st.integers(0, 2**60),
         leases=st.dictionaries(st.text(max_size=8), st.integers(-(2**40), 2**40), max_size=200),
         supposed=st.integers(0, 2**60),
+        counts=st.integers(0, 2**60),
     ),
     st.integers(0),
     st.integers(0, 255),

@@ -50,6 +50,23 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """A moment in the life of a ledger, from which on something is removed.
+
+    Attributes:
+        generation: of the ledger.
+        counts: how often the root had been counted.
+    """
+
+    generation: str
+    counts: int
+
+
+UNKNOWN: Final = Mark("", -1)
+"""A moment of which nothing is known."""
+
+
+@dataclass(frozen=True, slots=True)
 class CountStart:
     """The ledger's sums when a count began."""
 
@@ -73,8 +90,10 @@ class Accounts:
         removed: bytes that were removed since, as reported.
         counted_at: when the root was counted last, in seconds since 1970; 0: never.
         leases: bytes that living writers may have written and have not reported, for each.
-        supposed: those of ``added`` that dead writers may have written. They take room until the next
-            count, but nothing is evicted for bytes that may not be there.
+        supposed: those of the bytes in ``used`` that may not be there: dead writers may have written them,
+            or they were removed and a count may have seen it. They take room until the next count, but
+            nothing is evicted for them.
+        counts: how often the root was counted.
     """
 
     generation: str
@@ -86,6 +105,12 @@ class Accounts:
     counted_at: float = 0.0
     leases: dict[str, int] = field(default_factory=dict)
     supposed: int = 0
+    counts: int = 0
+
+    @property
+    def mark(self) -> Mark:
+        """What is told with the bytes that are removed from now on."""
+        return Mark(self.generation, self.counts)
 
     @property
     def used(self) -> int:
@@ -152,6 +177,21 @@ class Accounts:
             self.added += left
             self.supposed += left
 
+    def remove(self, nbytes: int, since: Mark) -> None:
+        """Take in that bytes were removed.
+
+        A count that has ended since then, or the base of a new ledger, may be without them already. Taken
+        away once more they would be a hole in the bound, so they take room until the next count.
+
+        Args:
+            nbytes: how many.
+            since: a moment before the first of them was removed.
+        """
+        if since == self.mark:
+            self.removed += nbytes
+        else:
+            self.supposed += nbytes
+
     def begin_count(self) -> CountStart:
         """Say where the sums are before the root is counted."""
         return CountStart(self.generation, self.added, self.removed, self.supposed)
@@ -171,6 +211,7 @@ class Accounts:
             self.base = most - self.added + self.removed
         self.is_exact = True
         self.supposed -= min(self.supposed, start.supposed)
+        self.counts += 1
         self.counted_at = now
 
 

@@ -91,7 +91,6 @@ class Evictor:
         trees: what removes directories.
         stop: set where it shall end soon.
         gone: is told what was removed.
-        freed: is told how many bytes.
         ours: writers that live in this process.
         only: names of the namespaces that are looked at; None for all.
     """
@@ -102,7 +101,6 @@ class Evictor:
         trees: Trees,
         stop: StopFlag,
         gone: Gone = tell_nobody,
-        freed: Freed = count_nothing,
         ours: frozenset[str] = frozenset(),
         only: Container[str] | None = None,
     ) -> None:
@@ -111,12 +109,11 @@ class Evictor:
         self._trees = trees
         self._stop = stop
         self._gone = gone
-        self._freed = freed
         self._ours = ours
         self._random = random.Random()
 
-    def make_room(self, need_bytes: int) -> Evicted:
-        """Remove ``need_bytes``, or all there is where that is less. Blocks.
+    def make_room(self, need_bytes: int, freed: Freed = count_nothing) -> Evicted:
+        """Remove ``need_bytes``, or all there is where that is less, and tell ``freed`` of each part. Blocks.
 
         Raises:
             OSError: the root cannot be looked at.
@@ -128,12 +125,16 @@ class Evictor:
             if lock is None:
                 return Evicted(is_mine=False)
             leftover = self._remove_leftovers(root, need_bytes)
-            self._freed(leftover)
-            scan = self._remove_by_age(root, _clock(lock), need_bytes - leftover)
+            freed(leftover)
+            scan = self._remove_by_age(root, _clock(lock), need_bytes - leftover, freed)
         return Evicted(True, leftover, scan.removed_units, scan.removed_bytes)
 
-    def expire(self, ttl_s: float) -> Evicted:
-        """Remove what was not used for ``ttl_s``. Blocks; OSError where the root cannot be looked at."""
+    def expire(self, ttl_s: float, freed: Freed = count_nothing) -> Evicted:
+        """Remove what was not used for ``ttl_s``, and tell ``freed``. Blocks.
+
+        Raises:
+            OSError: the root cannot be looked at.
+        """
         with (
             ledger.elected(self._root_fd, ledger.EVICTING) as lock,
             Root.at(self._root_fd, self._only) as root,
@@ -141,7 +142,7 @@ class Evictor:
             if lock is None:
                 return Evicted(is_mine=False)
             scan = UnitScan(_clock(lock), cutoffs=ages.expired(ttl_s), want_bytes=ages.NEVER)
-            self._look_at(_parts(root), scan)
+            self._look_at(_parts(root), scan, freed)
         return Evicted(True, 0, scan.removed_units, scan.removed_bytes)
 
     def _remove_leftovers(self, root: Root, need_bytes: int) -> int:
@@ -153,7 +154,7 @@ class Evictor:
         left = need_bytes - removed
         return removed + sweeper.sweep_quarantines(lambda done: done >= left)
 
-    def _remove_by_age(self, root: Root, now_ns: int, need_bytes: int) -> UnitScan:
+    def _remove_by_age(self, root: Root, now_ns: int, need_bytes: int, freed: Freed) -> UnitScan:
         scan = UnitScan(now_ns, want_bytes=max(0, need_bytes))
         parts = _parts(root)
         for _ in range(_ROUNDS):  # what the sample says of the whole can be a little too young
@@ -164,7 +165,7 @@ class Evictor:
             if cutoffs == ages.NOTHING:
                 break
             scan.cutoffs = cutoffs
-            self._look_at(parts, scan)
+            self._look_at(parts, scan, freed)
         return scan
 
     def _plan(self, parts: Sequence[_Part], now_ns: int, need_bytes: int) -> Cutoffs:
@@ -177,7 +178,7 @@ class Evictor:
         assert sample.histogram is not None
         return ages.plan(sample.histogram, looked_at / max(1, len(parts)), need_bytes)
 
-    def _look_at(self, parts: Iterable[_Part], scan: UnitScan) -> None:
+    def _look_at(self, parts: Iterable[_Part], scan: UnitScan, freed: Freed = count_nothing) -> None:
         for part in parts:
             if self._stop or (scan.want_bytes and scan.is_done):
                 break
@@ -187,7 +188,7 @@ class Evictor:
                 removed = scan.look(self._root_fd, path, self._stop)
             if removed:
                 scan.removed_bytes += self._remove_if_empty(path)
-                self._freed(scan.removed_bytes - before)
+                freed(scan.removed_bytes - before)
                 self._gone(part.data_dir, [f"{part.name}/{path}" for path in removed])
 
     def _remove_if_empty(self, path: str) -> int:

@@ -293,6 +293,7 @@ def _spell(accounts: Accounts) -> bytes:
             "counted_at": round(accounts.counted_at, 3),
             "leases": accounts.leases,
             "supposed": accounts.supposed,
+            "counts": accounts.counts,
         }
     ).encode()
     text = b"%08x %s\n" % (crc32c.crc32c(body), body)
@@ -325,6 +326,7 @@ def _accounts(found: Mapping[str, Any]) -> Accounts | None:
         counted_at=float(found["counted_at"]),
         leases={str(writer): int(lease) for writer, lease in found["leases"].items()},
         supposed=int(found.get("supposed", 0)),  # which older ones do not tell
+        counts=int(found.get("counts", 0)),
     )
 
 

@@ -17,12 +17,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
 from kvtier.tiers.fs import ledger
-from kvtier.tiers.fs.accounts import Accounts, Bounds, FileSystem, Watermarks, room_for
+from kvtier.tiers.fs.accounts import UNKNOWN, Accounts, Bounds, FileSystem, Mark, Watermarks, room_for
 from kvtier.tiers.fs.call import Result
 from kvtier.tiers.fs.config import FsConfig
 from kvtier.tiers.fs.ledger import Books
@@ -223,21 +223,38 @@ class Space:
             self._since_look += added - taken
             self._unreported += added
 
-    def changed(self, count: int) -> None:
+    def mark(self) -> Mark:
+        """Return what is told with the bytes that are removed from now on: see ``changed``.
+
+        Where the ledger does not answer it fits no ledger: the bytes take room until the root is counted.
+        """
+        with suppress(OSError), self._asking, self._change() as accounts:
+            return accounts.mark
+        return UNKNOWN
+
+    def changed(self, count: int, since: Mark) -> Mark:
         """Note that so many bytes were added without a reservation, or, where negative, removed.
+
+        Args:
+            count: bytes.
+            since: from ``mark``, or from here, before the first of them was removed.
+
+        Returns:
+            What is told with the bytes that are removed from now on.
 
         Raises:
             OSError: the ledger does not answer.
         """
         if not count:
-            return
+            return since
         with self._asking, self._change() as accounts:
-            # A ledger that is new may have been made when they were gone already.
-            is_known = accounts.generation == self._generation
             self._report(accounts)
-            accounts.added += max(0, count)
-            accounts.removed += max(0, -count) if is_known else 0
+            if count > 0:
+                accounts.added += count
+            else:
+                accounts.remove(-count, since)
             self._learn(accounts, self._look_again())
+            return accounts.mark
 
     def refresh(self) -> None:
         """Learn what others wrote and removed, and give back the lease if nothing is being written.

@@ -584,10 +584,11 @@ class FsTier(OneRoot):
         self._tended.note_used(self._learn(call, first, end))
 
     def _discard_job(self, call: FileCall, first: int, end: int) -> None:
+        since = self._here.space.mark()
         removed = self._work.discard(call, first, end)
         self._tended.learn(call.place, (), call.keys[first:end])
         try:
-            self._here.space.changed(-removed)
+            self._here.space.changed(-removed, since)
         except OSError as error:  # then the root is taken to hold them until it is counted again
             _log.warning("%d bytes were removed, and the ledger cannot be told: %s", removed, error)
 

@@ -23,7 +23,7 @@ from kvtier.telemetry.lines import Seldom
 from kvtier.tiers.fs import ledger
 from kvtier.tiers.fs.call import FileCall, Place, StopFlag
 from kvtier.tiers.fs.config import FsConfig
-from kvtier.tiers.fs.evict import Evictor
+from kvtier.tiers.fs.evict import Evictor, Freed
 from kvtier.tiers.fs.index import Index, make_index
 from kvtier.tiers.fs.lanes import Lane, tell
 from kvtier.tiers.fs.namespace import Epoch, Namespace
@@ -109,9 +109,7 @@ class Upkeep:
         self._quick = Lane(f"{config.type}-room", 1)
         self.lanes: Final = (self._slow, self._quick)
         self._recency = Recency()
-        self._evictor = Evictor(
-            namespace.root_fd, store, closing, self._gone, self._freed, frozenset({namespace.writer})
-        )
+        self._evictor = Evictor(namespace.root_fd, store, closing, self._gone, frozenset({namespace.writer}))
         self._watched = _Watched(epoch.place, make_index())
         self._left: deque[OffloadKey] = deque(maxlen=_LEFT)
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -245,13 +243,15 @@ class Upkeep:
     def _sweep(self) -> None:
         with Root.at(self._namespace.root_fd) as root:
             ours = frozenset({self._namespace.writer})
-            self._freed(Sweeper(root, self._store, self._closing, ours).sweep())
+            freed = self._count_freed()
+            freed(Sweeper(root, self._store, self._closing, ours).sweep())
 
     def _expire(self, ttl_s: float) -> None:
-        self._note_evicted(self._evictor.expire(ttl_s).units)
+        self._note_evicted(self._evictor.expire(ttl_s, self._count_freed()).units)
 
     def _tend(self, place: Place) -> None:
-        self._space.changed(self._store.tend(place, self._closing))
+        since = self._space.mark()
+        self._space.changed(self._store.tend(place, self._closing), since)
 
     def _list(self, watched: _Watched) -> None:
         """List the epoch's chunks, the first time and when there may be many that are not there any more."""
@@ -285,7 +285,7 @@ class Upkeep:
         need = self._space.excess_bytes
         if not need:
             return
-        evicted = self._evictor.make_room(need)
+        evicted = self._evictor.make_room(need, self._count_freed())
         self._note_evicted(evicted.units)
         if evicted.is_mine:
             self._rest_if_barren(need, evicted.bytes)
@@ -304,11 +304,18 @@ class Upkeep:
     def _note_evicted(self, units: int) -> None:
         self.evicted_units += units
 
-    def _freed(self, count: int) -> None:
-        self.evicted_bytes += count
-        self._space.changed(-count)
-        if self._space.needs_renewal:  # who makes room for long cannot be asked for a lease meanwhile
-            self._space.renew()
+    def _count_freed(self) -> Freed:
+        """Return what is told the bytes that are removed from now on, as often as there are some."""
+        since = self._space.mark()
+
+        def freed(count: int) -> None:
+            nonlocal since
+            self.evicted_bytes += count
+            since = self._space.changed(-count, since)
+            if self._space.needs_renewal:  # who makes room for long cannot be asked for a lease meanwhile
+                self._space.renew()
+
+        return freed
 
     def _gone(self, data_dir: str, units: Sequence[str]) -> None:
         watched = self._watched

@@ -343,15 +343,59 @@ def test_removals_make_room_and_are_not_taken_off_twice():
     space = disk.space(max_bytes=1000)
     space.count(lambda: 1000)
     assert space.reserve(1)[0] == 0
-    space.changed(-FILE)
+    space.changed(-FILE, space.mark())
     assert put(disk, space, 2)[0] == 1
 
     def count_while_one_is_removed():
-        space.changed(-FILE)
+        space.changed(-FILE, space.mark())
         return 900
 
     space.count(count_while_one_is_removed)
     assert space.used_bytes == 900
+
+
+@pytest.mark.parametrize("has_seen", [True, False])
+def test_what_a_count_may_have_seen_is_not_taken_off_once_more(has_seen):
+    """A removal that is told when a count has begun and ended since its beginning."""
+    disk = Disk()
+    space = disk.space(max_bytes=1000)
+    space.count(lambda: 1000)
+    since = space.mark()
+    space.count(lambda: 700 if has_seen else 1000)
+    space.changed(-300, since)
+    assert space.used_bytes == (700 if has_seen else 1000)
+    assert space.supposed_bytes == 300
+    assert space.excess_bytes == 0  # 700 are there at the most
+    assert space.count_is_due(3600)
+    space.count(lambda: 700)
+    assert (space.used_bytes, space.supposed_bytes) == (700, 0)
+    assert put(disk, space, 5)[0] == 3
+
+
+def test_a_removal_goes_on_from_what_was_told_last():
+    space = Disk().space(max_bytes=1000)
+    space.count(lambda: 1000)
+    since = space.mark()
+    space.count(lambda: 900)
+    since = space.changed(-100, since)
+    assert space.changed(0, since) == since
+    space.changed(-100, since)
+    assert (space.used_bytes, space.supposed_bytes) == (800, 100)
+
+
+def test_of_what_is_removed_while_the_ledger_does_not_answer_nothing_is_known(monkeypatch):
+    disk = Disk()
+    space = disk.space(max_bytes=1000)
+    space.count(lambda: 1000)
+
+    def fail():
+        raise OSError("the disk is gone")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(disk.books, "change", fail)
+        since = space.mark()
+    space.changed(-300, since)
+    assert (space.used_bytes, space.supposed_bytes) == (1000, 300)
 
 
 def test_a_count_that_fails_changes_nothing():
@@ -365,7 +409,7 @@ def test_a_count_that_fails_changes_nothing():
     with pytest.raises(OSError, match="gone"):
         space.count(fail)
     assert space.used_bytes == 400
-    space.changed(-FILE)
+    space.changed(-FILE, space.mark())
     assert space.used_bytes == 300
 
 
@@ -414,7 +458,7 @@ def test_more_is_asked_to_leave_only_above_the_high_watermark_or_where_a_put_was
     assert put(disk, space, 11)[0] == 11
     space.refresh()
     assert space.excess_bytes == 2000
-    space.changed(-2000)
+    space.changed(-2000, space.mark())
     assert space.excess_bytes == 0
     assert put(disk, space, 21)[0] == 20
     assert space.excess_bytes == 2000
