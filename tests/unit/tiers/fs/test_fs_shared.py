@@ -18,6 +18,7 @@ from kvtier.tiers.base import Outcome, Status
 from kvtier.tiers.fs import ledger, upkeep
 from kvtier.tiers.fs.accounts import FileSystem
 from kvtier.tiers.fs.call import StopFlag
+from kvtier.tiers.fs.space import Space
 
 pytestmark = pytest.mark.timeout(60)
 OK, ABSENT, REFUSED, FAILED = Status.OK, Status.ABSENT, Status.REFUSED, Status.FAILED
@@ -188,6 +189,40 @@ async def test_the_lease_of_a_dead_writer_counts_as_written_until_the_next_count
         assert not tier._here.space.supposed_bytes
     finally:
         os.close(root_fd)
+
+
+@pytest.mark.parametrize("how", ["swept", "evicted", "discarded"])
+async def test_what_another_has_counted_when_it_is_told_leaves_no_hole_in_the_bound(world, monkeypatch, how):
+    """Between a removal and its telling the root is counted, which is without these bytes already."""
+    monkeypatch.setattr(upkeep, "TICK_S", 1000.0)  # which would have it counted once more
+    one, other = [await world.open(max_bytes=1_000_000) for _ in range(2)]
+    await world.put(one, range(20))
+    changed, counted = Space.changed, []
+
+    def count():
+        other._here.space.count(other._upkeep._add_up)
+
+    def changed_late(space, nbytes, since):
+        if nbytes < 0 and not counted:
+            count()
+            counted.append(nbytes)
+        return changed(space, nbytes, since)
+
+    monkeypatch.setattr(Space, "changed", changed_late)
+    if how == "swept":
+        await one.reset()
+        await other.reset()  # nobody uses the epoch any more
+        await world.eventually(lambda: counted)
+    elif how == "evicted":
+        freed = await anyio.to_thread.run_sync(one._upkeep._count_freed)
+        await anyio.to_thread.run_sync(one._upkeep._evictor.make_room, 100_000, freed)
+    else:
+        await one.discard(world.keys(range(10)))
+    await world.eventually(lambda: accounts_of(world).supposed)
+    assert accounts_of(world).used >= await bytes_below(world)
+    await anyio.to_thread.run_sync(count)
+    assert accounts_of(world).used == await bytes_below(world)
+    assert not accounts_of(world).supposed
 
 
 def die_with_a_lease(world, nbytes):
