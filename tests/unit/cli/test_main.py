@@ -203,9 +203,17 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_command_that_is_asked_to_end_removes_what_it_has_made(tmp_path: Path, number: int) -> None:
-    command = [sys.executable, "-m", "kvtier.cli.main", "bench", "root"]
-    options = ["--root", str(tmp_path), "--chunks", "100000"]
-    with subprocess.Popen(command + options, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as bench:
+    code = """
+import signal, sys
+from kvtier.cli import main
+for number in (signal.SIGTERM, signal.SIGHUP):  # which may be ignored where the tests run
+    signal.signal(number, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.argv = ["kvtier", "bench", "root", "--root", sys.argv[1], "--chunks", "100000"]
+main.main()
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as bench:
         try:
             while bench.poll() is None and not any(tmp_path.rglob("*.bin")):
                 time.sleep(0.01)

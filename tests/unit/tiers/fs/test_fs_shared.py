@@ -197,7 +197,8 @@ async def test_what_another_has_counted_when_it_is_told_leaves_no_hole_in_the_bo
     monkeypatch.setattr(upkeep, "TICK_S", 1000.0)  # which would have it counted once more
     one, other = [await world.open(max_bytes=1_000_000) for _ in range(2)]
     await world.put(one, range(20))
-    changed, counted = Space.changed, []
+    changed = Space.changed
+    counted: list[int] = []
 
     def count():
         other._here.space.count(other._upkeep._add_up)
