@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.integration.conftest import Ask
 from tests.integration.harness import PROMPT_CHUNKS, Engine, Forge, prompt
 
 PROMPT = prompt(1)
+PATIENCE_S = 30.0
 RECOMPUTING = {"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"}
 
 
@@ -32,7 +34,14 @@ class Audited:
         return {labels["tier"]: value for found, labels, value in samples if found == name and value}
 
     def evidence(self) -> list[dict[str, Any]]:
-        """Return what is said of each piece of evidence."""
+        """Return what is said of each piece of evidence, that of the scheduler's side included.
+
+        It keeps its own in a thread that nobody waits for, and says so when that is written.
+        """
+        deadline = time.monotonic() + PATIENCE_S
+        while "an audit has found a chunk damaged: " not in self.engine.log():
+            assert time.monotonic() < deadline, self.engine.log()
+            time.sleep(0.01)
         return [json.loads(path.read_text()) for path in sorted(self.folder.glob("*.json"))]
 
     def flip(self, slot_byte: int = 100) -> None:
@@ -118,6 +127,7 @@ def test_a_chunk_that_changes_in_host_memory_is_never_used(
         again = it.not_served(PROMPT)
         healthy = it.engine.metrics().value("kvtier_tier_up", tier="fs")
         log = it.engine.log()
+        kept = it.evidence()
         it.engine.settled()
 
     assert answers == again == reference(PROMPT)
@@ -125,7 +135,6 @@ def test_a_chunk_that_changes_in_host_memory_is_never_used(
     assert healthy == 0
     assert "a chunk has changed in the primary tier" in log
     assert str(it.folder) in log
-    kept = it.evidence()
     keys = [facts["key"] for facts in kept if "key" in facts]
     (bytes_of,) = [facts for facts in kept if "expected" in facts]
     assert len(keys) == 1
@@ -165,10 +174,11 @@ def test_what_one_copy_exchanged_is_put_right_and_no_other_one_is_trusted(
         answers = it.engine.generate(PROMPT)
         failures = it.failures()
         again = it.not_served(PROMPT)
+        kept = it.evidence()
 
     assert answers == again == reference(PROMPT)
     assert failures == {"cpu": 1}
-    assert len([facts for facts in it.evidence() if "of_device" in facts]) == 1
+    assert len([facts for facts in kept if "of_device" in facts]) == 1
 
 
 def test_control_without_audits_the_exchanged_pages_change_the_tokens(

@@ -53,6 +53,7 @@ from kvtier.tiers import keeper
 from kvtier.tiers.base import TRAILER_BYTES, Batch, Knowledge, Outcome, SecondaryTier, TierContext
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
+from tests.integration.harness import PATIENCE_S
 
 CHUNK_BYTES = 4096
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
@@ -69,11 +70,11 @@ def content(key: OffloadKey, version: int = 0) -> bytes:
 
 
 def dummy(**settings: object) -> DummyTier:
-    return DummyTier(DummyConfig.model_validate(settings))
+    return DummyTier(DummyConfig.model_validate({"deadline_s": PATIENCE_S, **settings}))
 
 
 def files(root: Path) -> FsTier:
-    return FsTier(FsConfig(root_dir=root, n_threads=2, min_free_bytes=0))
+    return FsTier(FsConfig(root_dir=root, n_threads=2, min_free_bytes=0, deadline_s=PATIENCE_S))
 
 
 class Clock:
@@ -213,7 +214,8 @@ def slots_of(spec: object) -> list[int]:
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., World]]:
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
+    monkeypatch.setattr("kvtier.executor._CLOSE_GRACE_S", PATIENCE_S)  # a machine may be busy at its end
     made: list[World] = []
 
     def make(*tiers: AnyTier, **settings: Any) -> World:

@@ -6,8 +6,10 @@ import random
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, Engine, Forge, chunks_in, prompt
+from tests.integration.harness import PROMPT_CHUNKS, Engine, EngineError, Forge, chunks_in, prompt
 
 PROMPTS = [prompt(seed) for seed in range(100, 140)]
 LIVES = [[prompt(seed) for seed in range(first, first + 25)] for first in (200, 300, 400)]
@@ -20,9 +22,11 @@ def test_killed_in_the_midst_of_cascades(forge: Forge, llama: Path, reference: A
     for life, prompts in enumerate(LIVES):
         there = len(chunks_in(tmp_path))
         engine = forge.start(llama, settings)
-        engine.tell("generate", prompts=prompts, output_tokens=4, together=True)
-        _wait_for_chunks(tmp_path, there + generator.randrange(5, 100), engine)
         left += engine.regions
+        enough = {"root": str(tmp_path), "chunks": there + generator.randrange(5, 100)}
+        engine.ask("call", module="tests.integration.traffic", function="die_at", arguments=enough)
+        with pytest.raises(EngineError, match="the engine has died"):
+            engine.ask("generate", prompts=prompts, output_tokens=4, together=True)
         engine.kill()
         new = len(chunks_in(tmp_path)) - there
         assert 0 < new < len(prompts) * PROMPT_CHUNKS, f"life {life}: killed too late"

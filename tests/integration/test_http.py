@@ -47,6 +47,7 @@ PROMPT = prompt(1)
 POSITION = 5  # of the chunk that is damaged
 OTHERS = [prompt(seed) for seed in range(10, 16)]  # more than the device cache holds
 STORED = (1 + len(OTHERS)) * PROMPT_CHUNKS
+STUCK_S = 5.0  # until a put that hangs is given up; its gets, which do not hang, are never so late
 START_S = 400.0
 ANSWER_S = 120.0
 UNTIL_S = 60.0
@@ -263,7 +264,7 @@ def story(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Story:
             "max_bytes": FULL_BYTES,
             "eviction": "none",
         },
-        {"type": "dummy", "name": "stuck", "hang_rate": 1, "deadline_s": 1},
+        {"type": "dummy", "name": "stuck", "hang_rate": 1, "deadline_s": STUCK_S},
     ]
     settings = {**_settings(tiers), "drain_on_shutdown_s": 0}
     with Server(model, settings, folder / "server.log") as server:

@@ -91,7 +91,8 @@ def test_the_policy_decides_what_a_flood_of_new_prompts_leaves(
         for _ in range(2):  # stored, and then read: for arc it is worth more than what came once
             engine.served(STORY[0])
             engine.reset(connector=False)
-        engine.served(*OTHERS[:4])
+        for other in OTHERS[:4]:  # each is there before the next: what is being stored cannot leave
+            engine.served(other)
         engine.reset(connector=False)
         answers, loaded = engine.served(STORY[0])
     assert answers == reference(STORY[0])

@@ -22,7 +22,7 @@ STORY = [prompt(seed) for seed in (1, 2, 3)]
 OTHERS = [prompt(seed) for seed in range(10, 16)]  # more than the device cache holds
 NEVER_STORED = prompt(20)  # the server is asked for it in any case
 CHUNKS = len(STORY) * PROMPT_CHUNKS
-DEADLINE_S = 1.0
+DEADLINE_S = 5.0  # more than a busy machine stops a process for: what is served before the fault is in time
 
 
 class Server:
@@ -143,6 +143,6 @@ def test_a_server_that_hangs_costs_no_token_and_no_more_than_the_deadline(
     assert hung == reference(*STORY[1:], *OTHERS)
     assert while_it_hangs == reference(*OTHERS, NEVER_STORED)
     assert afterwards == reference(*STORY, *OTHERS)
-    assert took < 30 * DEADLINE_S, metrics  # it computes what it was not given
+    assert took < 6 * DEADLINE_S, metrics  # it computes what it was not given
     assert restarted == reference(*STORY)
     assert loaded_restarted == {"redis": CHUNKS}

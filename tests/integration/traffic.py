@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import sys
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 _NUMBERS = itertools.count()
@@ -21,6 +25,22 @@ def start_no_process(llm: Any) -> dict[str, Any]:
     from kvtier.isolation import link
 
     link._PROGRAM = "kvtier.isolation.no_such_program"
+    return {}
+
+
+def die_at(llm: Any, root: str, chunks: int) -> dict[str, Any]:
+    """Have the engine killed when so many chunks are below a root.
+
+    By itself: whoever watches it from elsewhere may be late, and find it through with its work.
+    """
+    from tests.integration.harness import chunks_in
+
+    def watch() -> None:
+        while len(chunks_in(Path(root))) < chunks:
+            time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
     return {}
 
 

@@ -55,7 +55,9 @@ class FsMachine(RuleBasedStateMachine):
         shutil.rmtree(self.root)
 
     def opened(self) -> FsTier:
-        config = FsConfig(root_dir=self.root, n_threads=1, min_free_bytes=0, direct_io="never")
+        config = FsConfig(
+            root_dir=self.root, n_threads=1, min_free_bytes=0, max_bytes=2**50, direct_io="never"
+        )
         tier = FsTier(config, self.work)
         self.runner.run(tier.open(TierContext("files", IDENTITY, CHUNK_BYTES)))
         return tier

@@ -103,7 +103,13 @@ def test_nobody_else_can_read_what_the_file_tier_keeps(
     file_format: str, tmp_path: Path, no_umask: None
 ) -> None:
     root = tmp_path / "root"
-    tier = {"type": "fs", "root_dir": str(root), "min_free_bytes": 0, "format": file_format}
+    tier = {
+        "type": "fs",
+        "root_dir": str(root),
+        "min_free_bytes": 0,
+        "max_bytes": 2**50,
+        "format": file_format,
+    }
     config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [tier]})
     anyio.run(store, config, 1)
     assert modes_below(root) == {"files": {0o600}, "directories": {0o700}}
@@ -112,7 +118,7 @@ def test_nobody_else_can_read_what_the_file_tier_keeps(
 
 def test_nobody_else_can_read_what_is_exported_and_imported(tmp_path: Path, no_umask: None) -> None:
     root, copy, exported = tmp_path / "root", tmp_path / "copy", tmp_path / "exported"
-    tier = {"type": "fs", "root_dir": str(root), "min_free_bytes": 0}
+    tier = {"type": "fs", "root_dir": str(root), "min_free_bytes": 0, "max_bytes": 2**50}
     config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [tier]})
     anyio.run(store, config)
     exported.mkdir()

@@ -31,6 +31,11 @@ START_S = 60.0
 STOP_S = 1.0
 PORTS = 20_000, 22_000
 MEMORY_BYTES = 4 * 2**30
+POOLS = (
+    ".rgw.root",
+    *(f"default.rgw.{name}" for name in ("log", "control", "meta")),
+    *(f"default.rgw.buckets.{name}" for name in ("index", "data", "non-ec")),
+)
 
 SETTINGS: Mapping[str, Mapping[str, object]] = {
     "nobody has to prove who they are inside of the cluster": {
@@ -81,6 +86,7 @@ def missing() -> list[str]:
 def install() -> None:
     """Install what is missing, on a machine of which nothing else is wanted."""
     apt = ["apt-get", "-qq", "-y", "--no-install-recommends", "-o", "Dpkg::Use-Pty=0"]
+    apt += ["-o", "DPkg::Lock::Timeout=300"]  # somebody else may be installing something
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     subprocess.run([*apt, "update"], check=True, env=environment)
     subprocess.run([*apt, "install", *PACKAGES], check=True, env=environment)
@@ -112,6 +118,7 @@ class Ceph:
         try:
             self._start_monitor()
             self._start_store()
+            self._make_pools()
             self.start_gateway()
             self._make_user()
         except BaseException:
@@ -203,6 +210,10 @@ class Ceph:
         self._start("osd.0", "ceph-osd", "-i", "0")
         self._wait("the store", lambda: self._says("1 up", "ceph", "osd", "stat"))
 
+    def _make_pools(self) -> None:
+        """Make what the gateway would make: while it does that it gives up or crashes now and then (16.2)."""
+        self._run("ceph", given="".join(f"osd pool create {pool}\n" for pool in POOLS))
+
     def _make_user(self) -> None:
         keys = (f"--access-key={self.access_key_id}", f"--secret-key={self.secret_access_key}")
         self._run("radosgw-admin", "user", "create", "--uid=tests", "--display-name=tests", *keys)
@@ -211,10 +222,11 @@ class Ceph:
         self._running.append(name)
         self._run(*command)
 
-    def _run(self, *command: str) -> str:
+    def _run(self, *command: str, given: str = "") -> str:
         program, *arguments = command
         ended = subprocess.run(
             [program, "-c", str(self._settings), *arguments],
+            input=given,
             capture_output=True,
             text=True,
             timeout=START_S,

@@ -49,6 +49,10 @@ class Place:
             "allow_http": True,
             "access_key_id": server.access_key_id,
             "secret_access_key": server.secret_access_key,
+            # Times that a machine does not miss which is busy with something else.
+            "connect_timeout_s": 30.0,
+            "timeout_s": 30.0,
+            "open_timeout_s": 60.0,
         }
 
     def tier(self, **more: object) -> S3Tier:

@@ -24,7 +24,7 @@ from kvtier.tiers.base import TierContext
 pytestmark = pytest.mark.anyio
 
 BOUND_S = 12.0
-QUICK: dict[str, Any] = {"timeout_s": 1.0, "connect_timeout_s": 1.0, "open_timeout_s": 4.0}
+QUICK: dict[str, Any] = {"timeout_s": 1.0, "connect_timeout_s": 1.0}
 
 
 async def refusal(place: Place, identity: Identity = IDENTITY, **settings: Any) -> str:

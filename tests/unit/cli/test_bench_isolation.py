@@ -62,12 +62,14 @@ def test_an_owner_that_waits_for_the_lock_is_seen_to_and_one_that_computes_alone
     holder = threading.Thread(target=hold)
     try:
         bed.fill()
-        alone = bed.compute_beside(0, 20_000)
-        assert alone.chunks == 0
+        # A machine that stands still for a moment looks like a lock that is waited for: the least counts.
+        stretches = [bed.compute_beside(0, 20_000) for _ in range(3)]
+        assert not any(stretch.chunks for stretch in stretches)
+        alone_share = min(stretch.blocked_s / stretch.own_s for stretch in stretches)
         holder.start()
         beside = bed.compute_beside(2, 20_000)
         assert beside.chunks > 0, "promotions run meanwhile"
-        assert beside.blocked_s / beside.own_s > 0.2 + alone.blocked_s / alone.own_s
+        assert beside.blocked_s / beside.own_s > 0.2 + alone_share
     finally:
         end.set()
         holder.join()

@@ -14,6 +14,7 @@ from kvtier.memory.region import SHARED_MEMORY
 
 def test_every_region_is_measured_at_every_size_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvtier.adapters.vllm.startup", None)  # as where vLLM is not installed
+    others = set(SHARED_MEMORY.glob("kvtier_bench-*"))
     machine, rows = run((0.125, 0.25), rounds=2)
     assert [(type(record), record.vllm.partition(":")[0]) for record in machine] == [(Machine, "not there")]
     assert {row.gib for row in rows} == {0.125, 0.25}
@@ -23,7 +24,7 @@ def test_every_region_is_measured_at_every_size_and_given_back(monkeypatch: pyte
         assert 0 < row.first_slot_s <= row.all_slots_s
         assert row.spread >= 1
         assert (row.first_over_vllm, row.all_over_vllm) == (0.0, 0.0)
-    assert list(SHARED_MEMORY.glob("kvtier_bench-*")) == []
+    assert set(SHARED_MEMORY.glob("kvtier_bench-*")) <= others
 
 
 def test_beside_another_region_ratios_are_of_the_same_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,8 +134,12 @@ def make_tier(type_: str, **settings: object) -> SecondaryTier[Any]:
     return tier
 
 
+MUCH = {"min_free_bytes": 0, "max_bytes": 2**50, "deadline_s": PATIENCE_S}
+"""Of a file tier: it is slow at most. Without a bound a full disk has no room before the root was counted."""
+
+
 def files(root: Path) -> SecondaryTier[Any]:
-    return make_tier("fs", root_dir=root, n_threads=2, min_free_bytes=0, deadline_s=PATIENCE_S)
+    return make_tier("fs", root_dir=root, n_threads=2, **MUCH)
 
 
 def key(number: int) -> OffloadKey:

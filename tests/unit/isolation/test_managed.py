@@ -20,7 +20,7 @@ from kvtier.errors import StateError
 from kvtier.keys import OffloadKey
 from kvtier.manager import TieringManager
 
-from .conftest import IDENTITY, PATIENCE_S, children, is_alive
+from .conftest import IDENTITY, MUCH, PATIENCE_S, children, is_alive
 
 PAGE_BYTES = 4096
 BLOCKS = 32
@@ -36,7 +36,7 @@ class World:
 
     def __init__(self, root: Path, **settings: Any) -> None:
         self.blocks = torch.zeros((BLOCKS, PAGE_BYTES), dtype=torch.int8)
-        tiers = [{"type": "fs", "root_dir": str(root), "min_free_bytes": 0, "deadline_s": PATIENCE_S}]
+        tiers = [{"type": "fs", "root_dir": str(root), **MUCH}]
         config = TieringConfig.from_mapping(
             {
                 "cpu_bytes_to_use": SLOTS * PAGE_BYTES,

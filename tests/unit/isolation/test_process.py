@@ -32,6 +32,7 @@ from kvtier.tiers.dummy import DummyConfig, DummyTier
 from .conftest import (
     CHUNK_BYTES,
     IDENTITY,
+    MUCH,
     PATIENCE_S,
     SLOTS,
     STRICT,
@@ -144,14 +145,15 @@ def test_while_it_is_gone_commands_fail_at_once_and_tiers_are_down_before(den: M
     it = den(make_tier("dummy"), pace=Pace(beat_s=0.1, silent_s=60, first_pause_s=600, longest_pause_s=600))
     it.hold([1])
     os.kill(it.pid(), signal.SIGKILL)
-    it.until(lambda: it.process.pid is None, "the end")
+    it.until(lambda: isinstance(it.heard[-1], TierDown), "the end")
     assert [type(event) for event in it.heard[-2:]] == [ProcessEnded, TierDown]
     events = len(it.heard)
     put, fetch = it.put([2]), it.fetch([1], [10])
     it.take()
     assert [event.id for event in it.heard[events:] if isinstance(event, PutEnded | Fetched)] == [put, fetch]
     assert [dict(it.end_of(id_).reasons) for id_ in (put, fetch)] == [{"down": 1}] * 2
-    assert (it.process.activity[0].puts.submitted, it.process.activity[0].usage) == (0, None)
+    (activity,) = it.process.activity
+    it.until(lambda: (activity.puts.submitted, activity.usage) == (0, None), "that it does nothing")
 
 
 def test_a_command_submitted_while_the_process_dies_is_answered(
@@ -218,10 +220,7 @@ def test_a_tier_that_eats_memory_fails_within_its_limit(den: MakeDen) -> None:
 
 def test_the_lowest_limit_of_memory_has_room_for_files(den: MakeDen, tmp_path: Path) -> None:
     """Stacks of threads count, and each format has threads of its own."""
-    both = [
-        make_tier("fs", root_dir=tmp_path / form, format=form, min_free_bytes=0)
-        for form in ("files", "segments")
-    ]
+    both = [make_tier("fs", root_dir=tmp_path / form, format=form, **MUCH) for form in ("files", "segments")]
     it = den(*both, memory_limit_bytes=256 << 20)
     for number in range(SLOTS // 2):
         for tier in range(len(both)):

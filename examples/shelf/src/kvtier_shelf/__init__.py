@@ -90,7 +90,7 @@ class ShelfTier(SecondaryTier[ShelfConfig]):
             return Outcome.all(Status.REFUSED, len(batch), "reset")
         chunks = zip(batch.keys, batch.views, batch.trailers, strict=True)
         with self._db:  # one transaction: all of it is kept, or nothing
-            self._db.executemany(_PUT, [(self._cache, *chunk) for chunk in chunks])
+            self._db.executemany(_PUT, [(cache, *chunk) for chunk in chunks])
             gone = self._db.execute(_EVICT, (self._room,)).fetchall()
         self._context.removed([key for cache, key in gone if cache == self._cache])
         return Outcome.all(Status.OK, len(batch))

@@ -58,7 +58,7 @@ class FileConformance(TierConformance):
     slow: SlowFiles
 
     def settings(self, place: Path) -> Mapping[str, object]:
-        return {"type": "fs", "root_dir": str(place), "n_threads": 4, "min_free_bytes": 0}
+        return {"type": "fs", "root_dir": str(place), "n_threads": 4, "min_free_bytes": 0, "max_bytes": 2**50}
 
     def bounded(self, place: Path, capacity_bytes: int) -> Mapping[str, object]:
         return {**self.settings(place), "max_bytes": capacity_bytes}

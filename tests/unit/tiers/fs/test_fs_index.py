@@ -192,16 +192,22 @@ async def test_nothing_of_an_old_epoch_is_known(world):
 
 async def test_an_old_epoch_that_is_listed_late_is_not_taken_for_the_new_one(world, unlistable):
     unlistable.may.set()
-    tended, listed = threading.Event(), []
-    unlistable.tend = lambda place, stop: tended.wait() and 0
+    begun, tended, listed = threading.Event(), threading.Event(), []
     real = unlistable.fingerprints
+
+    def tend(place, stop):
+        begun.set()
+        tended.wait()
+        return 0
 
     def fingerprints(place, part, stop):
         listed.append(place)
         return real(place, part, stop)
 
-    unlistable.fingerprints = fingerprints
+    unlistable.fingerprints, unlistable.tend = fingerprints, tend
     tier = await world.open(unlistable)
+    # It has swept by then: a sweep after the reset would remove the old one.
+    assert await anyio.to_thread.run_sync(begun.wait, 20)
     old = tier._upkeep._watched
     await world.put(tier, range(4))
     await tier.reset()

@@ -191,7 +191,7 @@ async def test_a_bad_file_that_cannot_be_moved_is_told_once_and_never_given(worl
 
 async def test_a_file_that_was_set_aside_is_told_to_have_left(world):
     removed: list[bytes] = []
-    tier = FsTier(FsConfig(root_dir=world.root, n_threads=2, min_free_bytes=0), world.work)
+    tier = FsTier(FsConfig(root_dir=world.root, n_threads=2, min_free_bytes=0, max_bytes=2**50), world.work)
     await tier.open(TierContext("files", world.identity, world.chunk_bytes, removed.extend))
     try:
         await world.put(tier, [1, 2])

@@ -25,7 +25,7 @@ def told():
 async def tier(world, work, told, monkeypatch):
     """A tier that looks often."""
     monkeypatch.setattr(upkeep, "TICK_S", 0.01)
-    tier = FsTier(FsConfig(root_dir=world.root, n_threads=2, min_free_bytes=0), work)
+    tier = FsTier(FsConfig(root_dir=world.root, n_threads=2, min_free_bytes=0, max_bytes=2**50), work)
     await tier.open(TierContext("files", world.identity, world.chunk_bytes, lambda keys: None, told.append))
     yield tier
     await tier.aclose()
@@ -54,7 +54,7 @@ async def test_a_root_behind_a_link_is_the_directory_that_the_link_leads_to(worl
     for disk in disks:
         disk.mkdir()
     world.root.symlink_to(disks[0])
-    tier = FsTier(FsConfig(root_dir=world.root, n_threads=2, min_free_bytes=0), work)
+    tier = FsTier(FsConfig(root_dir=world.root, n_threads=2, min_free_bytes=0, max_bytes=2**50), work)
     await tier.open(TierContext("files", world.identity, world.chunk_bytes, lambda keys: None, told.append))
     await anyio.sleep(0.1)
     assert told == []
@@ -91,7 +91,7 @@ async def test_what_comes_to_light_when_it_is_unmounted_is_not_used(
     bare.mkdir(parents=True, exist_ok=True)
     run("mount", "-t", "tmpfs", "kvtier-test", str(mounted))
     world.root = bare
-    tier = FsTier(FsConfig(root_dir=bare, n_threads=2, min_free_bytes=0), work)
+    tier = FsTier(FsConfig(root_dir=bare, n_threads=2, min_free_bytes=0, max_bytes=2**50), work)
     await tier.open(TierContext("files", world.identity, world.chunk_bytes, lambda keys: None, told.append))
     run("umount", "-l", str(mounted))
     await anyio.sleep(0.2)  # many looks

@@ -307,7 +307,7 @@ def key(number):
     return pack_key(hashlib.sha256(number.to_bytes(8, "big")).digest(), number % 3)
 
 async def opened():
-    tier = FsTier(FsConfig(root_dir=Path(sys.argv[1]), min_free_bytes=0))
+    tier = FsTier(FsConfig(root_dir=Path(sys.argv[1]), min_free_bytes=0, max_bytes=2**50))
     await tier.open(TierContext("files", Identity.make("org/Model-7B", {"dtype": "bfloat16"}), SIZE))
     return tier
 
