@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, Engine, Forge, prompt
+from tests.integration.harness import PATIENCE_S, PROMPT_CHUNKS, Engine, Forge, prompt
 
 PROMPT = prompt(1)
-PATIENCE_S = 30.0
 RECOMPUTING = {"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"}
 
 
