@@ -56,10 +56,11 @@ class TieringConfig(BaseModel):
     block_size: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens of a chunk; a multiple of the engine's block size. Default: one engine block.",
+        description="Tokens per chunk, a multiple of the engine's block size. Default: as many blocks as "
+        "make a chunk of 512 KiB or more, 256 tokens at most; one block for models with state-space layers.",
     )
     blocks_per_chunk: int | None = Field(
-        default=None, ge=1, description="The same in engine blocks. Give at most one of the two."
+        default=None, ge=1, description="Engine blocks per chunk. Set this or `block_size`, not both."
     )
     eviction_policy: str = Field(
         default="lru", description="Who leaves the primary tier first: the name of an installed policy."

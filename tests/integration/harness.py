@@ -531,9 +531,12 @@ def patient(extra_config: Config) -> dict[str, Any]:
     """Give tiers more time than on a machine that serves: a miss of its deadline is a miss, and counted.
 
     Nothing is audited: a test that falsifies chunks on purpose would be found out now and then. Files are
-    taken however full the machine's disk is.
+    taken however full the machine's disk is. A chunk is one block unless the test sets a size (None: the
+    default), so that small prompts have many.
     """
     settings = {"request_deadline_s": PATIENCE_S, "audit_rate": 0, **extra_config}
+    if "block_size" not in settings:
+        settings.setdefault("blocks_per_chunk", 1)
     tiers = settings.get("secondary_tiers")
     if isinstance(tiers, list):
         settings["secondary_tiers"] = [_patient_tier(tier) for tier in tiers]

@@ -42,7 +42,9 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
+from kvtier.adapters.vllm.compat import EngineContext
 from kvtier.adapters.vllm.manager import Slots
+from kvtier.adapters.vllm.parallel import with_chunk_size
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
 from kvtier.errors import RegionError
 from kvtier.keys import pack_key
@@ -316,3 +318,46 @@ def _when_there_are_slots(
             return output
         time.sleep(0.001)
     raise AssertionError("the primary tier has no slots")
+
+
+def chunk_size(case: Case, extra_config: dict[str, Any], retention: int | None = None) -> int:
+    """Return the blocks of a chunk that kvtier chooses for a KV cache."""
+    cache = Cache(case, blocks_per_chunk=1)
+    cache.vllm_config.kv_transfer_config.kv_connector_extra_config = extra_config
+    cache.vllm_config.cache_config.prefix_cache_retention_interval = retention
+    given = build_offloading_config(cache.vllm_config, cache.config)
+    engine = EngineContext(cache.vllm_config, cache.config)
+    return with_chunk_size(given, engine).cache.blocks_per_chunk
+
+
+def blocks_of(pages: int, block_tokens: int = BLOCK_TOKENS) -> Case:
+    """A cache whose block takes ``pages`` times 16 KiB."""
+    wide = replace(FULL, block_size=block_tokens, num_kv_heads=16 * pages * BLOCK_TOKENS // block_tokens)
+    return Case([(wide, 2)])
+
+
+@pytest.mark.parametrize(
+    ("case", "chosen"),
+    [
+        (blocks_of(1), 16),  # 256 tokens, though 32 blocks make half a mebibyte
+        (blocks_of(3), 11),
+        (blocks_of(8), 4),
+        (blocks_of(32), 1),
+        (blocks_of(4, 32), 8),
+        (CASES["groups over the same tensors"], 16),
+        (CASES["states beside attention"], 1),
+        (CASES["states alone"], 1),
+    ],
+)
+def test_a_chunk_has_half_a_mebibyte_and_at_most_256_tokens(case: Case, chosen: int) -> None:
+    assert chunk_size(case, {"cpu_bytes_to_use": "4MiB"}) == chosen
+
+
+def test_a_chunk_size_that_is_set_is_kept() -> None:
+    assert chunk_size(blocks_of(1), {"blocks_per_chunk": 3}) == 3
+    assert chunk_size(blocks_of(1), {"blocks_per_chunk": 1}) == 1
+    assert chunk_size(blocks_of(1), {"block_size": 32}) == 2
+
+
+def test_checkpoints_at_intervals_of_the_users_choice_are_not_coarsened() -> None:
+    assert chunk_size(CASES["groups over the same tensors"], {}, retention=32) == 1

@@ -101,3 +101,18 @@ def test_answers_are_stored_where_asked_for(
     # The last token of an answer has no keys and values yet when it is said.
     tokens = len(first) if prompt_only else len(first) + len(answer) - 1
     assert loaded == {"cpu": tokens // BLOCK_TOKENS}
+
+
+def test_a_chunk_has_several_small_blocks_by_default(
+    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
+) -> None:
+    prompts = PROMPTS[:3]
+    settings["blocks_per_chunk"] = None
+    with forge.start(llama, settings) as engine:
+        cold = engine.generate(*prompts)
+    with forge.start(llama, settings) as engine:
+        restarted, loaded = engine.served(*prompts)
+
+    assert cold == restarted == reference(*prompts)
+    chunk_tokens = 4 * BLOCK_TOKENS  # a block of this model has 128 KiB
+    assert loaded == {"fs": sum(len(one) // chunk_tokens for one in prompts)}

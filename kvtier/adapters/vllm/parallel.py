@@ -9,16 +9,27 @@ comes with another one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
 from vllm.distributed.utils import get_pp_indices
-from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier.adapters.vllm.compat import EngineContext
 from kvtier.errors import ConfigError, RegionError
 from kvtier.memory.layout import SlotLayout, whole_pages
+
+CHUNK_BYTES = 512 * 1024
+"""A chunk has at least so many bytes by default: files of this size reach the limit of a disk."""
+
+CHUNK_TOKENS = 256
+"""A chunk has at most so many tokens by default: the tail of a prompt behind its last chunk is computed."""
 
 _REMEDY = "remove canonical_layout: the chunks are then kept for engines of this parallel layout alone"
 
@@ -70,6 +81,31 @@ def slot_shape(config: OffloadingConfig, engine: EngineContext | None) -> SlotSh
         return _canonical_shape(config, engine)
     per_block = _largest_stage_bytes(config, engine)
     return SlotShape(config.parallel.world_size, per_block, config.cache.blocks_per_chunk)
+
+
+def with_chunk_size(config: OffloadingConfig, engine: EngineContext | None) -> OffloadingConfig:
+    """Return ``config`` with the default number of blocks per chunk, where the user set no chunk size.
+
+    The default is the smallest number that makes a chunk ``CHUNK_BYTES`` large, limited to
+    ``CHUNK_TOKENS``. One block stays one chunk where vLLM supports nothing else (state-space layers, a
+    retention interval), and where the groups have blocks of different lengths.
+    """
+    is_set = any(config.extra_config.get(name) is not None for name in ("block_size", "blocks_per_chunk"))
+    if is_set or engine is None or not _allows_larger_chunks(config, engine):
+        return config
+    bytes_per_block = slot_shape(config, engine).chunk_bytes
+    (tokens_per_block,) = {group.tokens_per_block for group in config.groups}
+    blocks = min(-(-CHUNK_BYTES // bytes_per_block), max(1, CHUNK_TOKENS // tokens_per_block))
+    return replace(config, cache=replace(config.cache, blocks_per_chunk=blocks))
+
+
+def _allows_larger_chunks(config: OffloadingConfig, engine: EngineContext) -> bool:
+    attention = AttentionSpec | UniformTypeKVCacheSpecs
+    return (
+        len({group.tokens_per_block for group in config.groups}) == 1
+        and all(isinstance(engine.spec_of(group.group_id), attention) for group in config.groups)
+        and not engine.vllm_config.cache_config.prefix_cache_retention_interval
+    )
 
 
 def slot_layout(shape: SlotShape, page_bytes: Sequence[int], rank: int) -> SlotLayout:

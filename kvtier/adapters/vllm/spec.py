@@ -30,7 +30,7 @@ from kvtier.adapters.vllm import metrics
 from kvtier.adapters.vllm.identity import engine_identity
 from kvtier.adapters.vllm.interop import native_identity, shares_files
 from kvtier.adapters.vllm.manager import KVTierManager
-from kvtier.adapters.vllm.parallel import SlotShape, slot_layout, slot_shape
+from kvtier.adapters.vllm.parallel import SlotShape, slot_layout, slot_shape, with_chunk_size
 from kvtier.adapters.vllm.places import place_of
 from kvtier.adapters.vllm.worker import KVTierWorker, as_kv_caches, batched_copy
 from kvtier.adapters.vllm.workers import Workers
@@ -62,9 +62,10 @@ class KVTierOffloadingSpec(OffloadingSpec):
         return ("kvtier_version", "eviction_policy", "secondary_tiers")
 
     def __init__(self, config: OffloadingConfig) -> None:
+        self._engine = engine_context()
+        config = with_chunk_size(config, self._engine)
         super().__init__(config)
         self._settings = TieringConfig.from_extra_config(config.extra_config)
-        self._engine = engine_context()
         if self._engine is not None and self._engine.nodes > 1:
             raise ConfigError(
                 f"the engine's workers are on {self._engine.nodes} nodes, which have no memory in common: "
