@@ -57,14 +57,15 @@ def sim(session: nox.Session) -> None:
     """Does it hold whatever fails when? 20,000 runs in virtual time; ``-- --minutes 60`` for more."""
     install_torch_cpu(session)
     install_kvtier(session, "torch")
-    session.run("python", "-m", "kvtier.testing.sim", *session.posargs)
+    session.install("-e", "plugins/kvtier-testing")
+    session.run("python", "-m", "kvtier_testing.sim", *session.posargs)
 
 
 @nox.session
 @nox.parametrize("python", PYTHONS)
 def conformance(session: nox.Session) -> None:
     """Do tiers and policies keep their contract on each Python? Without torch; skips one that is missing."""
-    install_kvtier(session, "testing", groups=["tests"])
+    install_kvtier(session, groups=["tests"])
     chosen = ["tests/unit/tiers/test_tier_conformance.py", "tests/unit/core/test_policy_conformance.py"]
     session.run("python", "-m", "pytest", *(session.posargs or chosen))
     if not session.posargs:
@@ -81,7 +82,7 @@ def plugins(session: nox.Session, plugin: str) -> None:
 
     What depends on Python is how calls are interrupted: on the later ones the conformance kit does.
     """
-    install_kvtier(session, "testing", groups=["tests"])
+    install_kvtier(session, groups=["tests"])
     session.install("-e", f"plugins/{plugin}[tests]")
     tests = f"plugins/{plugin}/tests"
     chosen = [tests if session.python == PYTHONS[0] else f"{tests}/test_conformance.py"]
@@ -208,9 +209,13 @@ def group(*names: str) -> list[str]:
 
 
 def install_kvtier(session: nox.Session, *extras: str, groups: list[str] | None = None) -> None:
-    """Install kvtier editable, so that tests see the sources, with its entry points and native helper."""
+    """Install kvtier editable, so that tests see the sources, with its entry points and native helper.
+
+    With the group ``tests`` the conformance suites, too.
+    """
     chosen = f"[{','.join(extras)}]" if extras else ""
-    session.install("-e", f".{chosen}", *group(*(groups or [])))
+    suites = ["-e", "plugins/kvtier-testing"] if "tests" in (groups or []) else []
+    session.install("-e", f".{chosen}", *suites, *group(*(groups or [])))
 
 
 def install_torch_cpu(session: nox.Session) -> None:

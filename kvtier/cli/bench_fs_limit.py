@@ -20,7 +20,7 @@ from typing import Final
 from kvtier import native
 from kvtier.cli import room
 from kvtier.errors import KVTierError
-from kvtier.testing.memory import HeapMemory
+from kvtier.memory.heap import HeapMemory
 
 BLOCK_BYTES: Final = 4 * 2**20
 THREADS: Final = 8

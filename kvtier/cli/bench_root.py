@@ -25,7 +25,7 @@ from kvtier.cli.report import progress
 from kvtier.errors import ConfigError
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.testing.memory import HeapMemory
+from kvtier.memory.heap import HeapMemory
 from kvtier.tiers.base import Batch, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier.tiers.fs.layout import BLOCK_BYTES

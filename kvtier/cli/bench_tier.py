@@ -30,13 +30,13 @@ from kvtier.cli.busy import BusyThread
 from kvtier.errors import ConfigError, KVTierError, TierError
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
+from kvtier.memory.heap import HeapMemory
 from kvtier.plugins import Group
-from kvtier.testing.bare import BareClient
-from kvtier.testing.memory import HeapMemory
 from kvtier.tiers import registry
 from kvtier.tiers.base import Batch, Outcome, SecondaryTier, Status, TierConfig, TierContext
 from kvtier.tiers.faults import words_of
 from kvtier.tiers.seal import Verdict, check, seal
+from kvtier_testing.bare import BareClient
 
 BENCHMARKS: Final = Group("kvtier.benchmarks", "bare client", KVTierError)
 SIZES: Final = (65536, 524288, 2097152)

@@ -27,7 +27,7 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.executor import NamedTier
 from kvtier.identity import Identity
 from kvtier.keys import pack_key
-from kvtier.testing.memory import HeapMemory
+from kvtier.memory.heap import HeapMemory
 from kvtier.tiers.base import Batch, Knowledge, Outcome, SecondaryTier, Status, TierConfig, TierContext
 from kvtier.tiers.faults import require_fault, words_of
 from kvtier.tiers.fs import FsConfig, formats, ledger

@@ -39,7 +39,7 @@ from kvtier.core.states import BreakerState, ChunkState, Lookup, RequestState
 from kvtier.core.transfers import Pinned, Reservation
 from kvtier.keys import OffloadKey, group_index, pack_key
 from kvtier.telemetry.catalogue import COUNTERS
-from kvtier.testing.sim.frugal import FrugalTiering
+from kvtier_testing.sim.frugal import FrugalTiering
 
 T = TypeVar("T")
 

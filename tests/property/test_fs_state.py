@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvtier import native
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.testing.memory import HeapMemory
+from kvtier.memory.heap import HeapMemory
 from kvtier.tiers.base import Batch, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier.tiers.fs.layout import chunk_path, data_dir

@@ -11,7 +11,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from kvtier.testing.sim import Spinning, Stalled, simulate
+from kvtier_testing.sim import Spinning, Stalled, simulate
 
 
 def test_a_day_takes_no_time() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtier.testing.sim import run
+from kvtier_testing.sim import run
 from tests.sim.mutations import MUTATIONS, Mutation, planted
 
 SEEDS = range(2_000)

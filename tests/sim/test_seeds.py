@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.sim import run
+from kvtier_testing.sim import run
 
 LINES = (Path(__file__).parent / "seeds").read_text().splitlines()
 SEEDS = [int(seed) for line in LINES if (seed := line.partition("#")[0].strip())]

@@ -13,17 +13,17 @@ import pytest
 
 from kvtier.core.policies.lru import LRU
 from kvtier.keys import OffloadKey
-from kvtier.testing.sim import Backend, Given, Plan, SimTier, SimTierConfig, Violation, run
-from kvtier.testing.sim.__main__ import main
-from kvtier.testing.sim.backend import spoil
-from kvtier.testing.sim.truth import NOBODYS
 from kvtier.tiers.base import Batch, Outcome
 from kvtier.tiers.dummy import DummyConfig, DummyTier
+from kvtier_testing.sim import Backend, Given, Plan, SimTier, SimTierConfig, Violation, run
+from kvtier_testing.sim.__main__ import main
+from kvtier_testing.sim.backend import spoil
+from kvtier_testing.sim.truth import NOBODYS
 
 SEEDS = range(300)
 TRACE = """
 import hashlib, sys
-from kvtier.testing.sim import run
+from kvtier_testing.sim import run
 for seed in range(12):
     lines = []
     run(seed, trace=lines.append)
@@ -183,11 +183,11 @@ def test_the_command_runs_for_some_time(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_seed_that_fails_says_how_it_is_seen_again(capsys: pytest.CaptureFixture[str]) -> None:
-    from kvtier.testing.sim.__main__ import show_failures
+    from kvtier_testing.sim.__main__ import show_failures
 
     show_failures({4711: "Violation: something"})
     told = capsys.readouterr().out
-    assert "python -m kvtier.testing.sim --seed 4711 --trace" in told
+    assert "python -m kvtier_testing.sim --seed 4711 --trace" in told
     assert "tests/sim/seeds" in told
 
 

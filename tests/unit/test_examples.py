@@ -15,8 +15,8 @@ import pytest
 
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey
-from kvtier.testing.tiers.rig import TierRig, keys
 from kvtier.tiers.base import Status, TierContext
+from kvtier_testing.tiers.rig import TierRig, keys
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

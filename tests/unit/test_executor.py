@@ -39,8 +39,8 @@ from kvtier.identity import Identity
 from kvtier.isolation.process import ExecutorProcess
 from kvtier.isolation.remote import RemoteExecutor
 from kvtier.keys import OffloadKey, pack_key
+from kvtier.memory.heap import HeapMemory
 from kvtier.memory.region import Region
-from kvtier.testing.memory import HeapMemory
 from kvtier.tiers import runner as runners
 from kvtier.tiers.base import (
     TRAILER_BYTES,
@@ -1375,7 +1375,7 @@ from kvtier.core.messages import Put
 from kvtier.executor import Executor, ExecutorThread, NamedTier
 from kvtier.identity import Identity
 from kvtier.keys import pack_key
-from kvtier.testing.memory import HeapMemory
+from kvtier.memory.heap import HeapMemory
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 
 begun = threading.Event()

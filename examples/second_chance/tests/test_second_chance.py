@@ -2,7 +2,7 @@
 
 from kvtier_second_chance import SecondChance
 
-from kvtier.testing.policies import PolicyConformance
+from kvtier_testing.policies import PolicyConformance
 
 
 class TestSecondChance(PolicyConformance):

@@ -12,8 +12,8 @@ from unittest import mock
 from kvtier_shelf import ShelfTier
 
 from kvtier.keys import OffloadKey
-from kvtier.testing.tiers import Damage, TierConformance
 from kvtier.tiers.base import SecondaryTier
+from kvtier_testing.tiers import Damage, TierConformance
 
 DAMAGES = {
     Damage.FLIPPED: "UPDATE chunks SET bytes = CAST(X'00' || substr(bytes, 2) AS BLOB) WHERE key = ?",

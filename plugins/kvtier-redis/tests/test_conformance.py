@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from kvtier_redis import RedisTier
 from redis_servers import Server, TlsServer
 
 from kvtier.keys import OffloadKey
-from kvtier.testing.tiers import Damage, TierConformance
 from kvtier.tiers.base import SecondaryTier
+from kvtier_redis import RedisTier
+from kvtier_testing.tiers import Damage, TierConformance
 
 
 class _OnServers(TierConformance):

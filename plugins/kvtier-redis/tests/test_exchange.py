@@ -6,12 +6,12 @@ import socket
 import threading
 
 import pytest
+
+from kvtier.tiers.base import TRAILER_BYTES, Status
 from kvtier_redis import exchange
 from kvtier_redis.answers import ABSENT, OK, TORN, End
 from kvtier_redis.exchange import Chunk, Form
 from kvtier_redis.wire import Wire, command
-
-from kvtier.tiers.base import TRAILER_BYTES, Status
 
 FORM = Form(chunk_bytes=10, value_bytes=4, ttl_s=60)
 CONTENT = b"0123456789"

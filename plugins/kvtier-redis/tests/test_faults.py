@@ -12,12 +12,12 @@ from typing import Any
 import anyio
 import pytest
 import redis_servers
-from kvtier_redis import RedisConfig, RedisTier
 from redis_servers import Server, wait_for
 
 from kvtier.identity import Identity
-from kvtier.testing.tiers.rig import Slots, TierRig, key, keys
 from kvtier.tiers.base import Outcome, Status, TierContext
+from kvtier_redis import RedisConfig, RedisTier
+from kvtier_testing.tiers.rig import Slots, TierRig, key, keys
 
 pytestmark = pytest.mark.anyio
 CHUNK_BYTES = 256 * 1024

@@ -14,16 +14,16 @@ import anyio
 import pytest
 import redis
 import redis_servers
-from kvtier_redis import RedisConfig, RedisTier
-from kvtier_redis.answers import REASONS
 from redis_servers import Server, TlsServer
 
 from kvtier import validation
 from kvtier.errors import ConfigError, TierError
 from kvtier.identity import Identity
-from kvtier.testing.tiers.rig import TierRig
 from kvtier.tiers import registry
 from kvtier.tiers.base import Status, TierConfig, TierContext
+from kvtier_redis import RedisConfig, RedisTier
+from kvtier_redis.answers import REASONS
+from kvtier_testing.tiers.rig import TierRig
 
 pytestmark = pytest.mark.anyio
 CHUNK_BYTES = 4096

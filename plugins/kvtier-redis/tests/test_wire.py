@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+
 from kvtier_redis.wire import ProtocolError, Refused, Wire, command, set_command
 
 Pair = tuple[Wire, socket.socket]

@@ -9,13 +9,13 @@ from typing import Any
 
 import hypothesis
 import obstore
-from kvtier_s3 import S3Tier
-from kvtier_s3.stores import Store
 from proxy import Faults, Proxy
 
 from kvtier.keys import OffloadKey
-from kvtier.testing.tiers import Damage, TierConformance
 from kvtier.tiers.base import SecondaryTier
+from kvtier_s3 import S3Tier
+from kvtier_s3.stores import Store
+from kvtier_testing.tiers import Damage, TierConformance
 
 
 class OnObjects(TierConformance):

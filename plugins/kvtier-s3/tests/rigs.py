@@ -9,14 +9,14 @@ from typing import Any
 import anyio
 import ceph
 import obstore
-from kvtier_s3 import S3Tier
 from proxy import Proxy
 
 from kvtier import validation
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey
-from kvtier.testing.tiers import TierRig
 from kvtier.tiers.base import TierContext, tell_nobody
+from kvtier_s3 import S3Tier
+from kvtier_testing.tiers import TierRig
 
 CHUNK_BYTES = 64 * 1024
 IDENTITY = Identity.make("kvtier/tests", {"dtype": "float32"})

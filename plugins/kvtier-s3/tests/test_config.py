@@ -10,9 +10,6 @@ from typing import Any
 
 import obstore
 import pytest
-from kvtier_s3 import S3Config
-from kvtier_s3.faults import REASONS, TRANSIENT, fault_of
-from kvtier_s3.stores import Store, make_store
 from obstore.store import AzureStore, GCSStore, S3Store
 from proxy import Faults, Proxy
 
@@ -21,6 +18,9 @@ from kvtier.core.reasons import TRANSFER
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiers import registry
 from kvtier.tiers.base import TierConfig
+from kvtier_s3 import S3Config
+from kvtier_s3.faults import REASONS, TRANSIENT, fault_of
+from kvtier_s3.stores import Store, make_store
 
 README = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
 S3 = {"type": "s3", "bucket": "b"}

@@ -14,9 +14,9 @@ import pytest
 from proxy import Faults, Proxy
 from rigs import CHUNK_BYTES, Place, wait_until
 
-from kvtier.testing.tiers import TierRig
-from kvtier.testing.tiers.rig import keys
 from kvtier.tiers.base import Outcome, Status
+from kvtier_testing.tiers import TierRig
+from kvtier_testing.tiers.rig import keys
 
 ALL = range(6)
 TIMES: dict[str, Any] = {"timeout_s": 4.0, "connect_timeout_s": 4.0}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from kvtier_s3.holdings import Holdings
-
-from kvtier.testing.tiers.rig import key, keys
 from kvtier.tiers.base import Knowledge
+from kvtier_s3.holdings import Holdings
+from kvtier_testing.tiers.rig import key, keys
 
 P, U = Knowledge.PRESENT, Knowledge.UNKNOWN
 

@@ -11,8 +11,8 @@ import pytest
 from proxy import Faults, Proxy
 from rigs import Place, wait_until
 
-from kvtier.testing.tiers.rig import keys
 from kvtier.tiers.base import Status
+from kvtier_testing.tiers.rig import keys
 
 pytestmark = pytest.mark.anyio
 

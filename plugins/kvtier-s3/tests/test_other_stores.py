@@ -25,10 +25,11 @@ from urllib.request import Request, urlopen
 import ceph
 import obstore
 import pytest
-from kvtier_s3.stores import Store
 from objects import OnObjects
 from obstore.store import AzureStore, S3Store
 from proxy import Faults, Proxy
+
+from kvtier_s3.stores import Store
 
 BUCKET = "kvtier-tests"
 ACCOUNT = "acme"

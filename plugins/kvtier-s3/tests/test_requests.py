@@ -12,16 +12,16 @@ import anyio
 import boto3
 import obstore
 import pytest
-from kvtier_s3 import S3Config
-from kvtier_s3.layout import Layout
 from proxy import Proxy
 from rigs import CHUNK_BYTES, IDENTITY, Place, wait_until
 
 from kvtier.keys import OffloadKey
-from kvtier.testing.tiers import TierRig
-from kvtier.testing.tiers.rig import key, keys
 from kvtier.tiers.base import Knowledge, Status
 from kvtier.tiers.seal import Verdict, check
+from kvtier_s3 import S3Config
+from kvtier_s3.layout import Layout
+from kvtier_testing.tiers import TierRig
+from kvtier_testing.tiers.rig import key, keys
 
 pytestmark = pytest.mark.anyio
 

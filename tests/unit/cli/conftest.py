@@ -19,7 +19,7 @@ import pytest
 from kvtier.cli import main as cli
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.testing.memory import HeapMemory
+from kvtier.memory.heap import HeapMemory
 from kvtier.tiers.base import Batch, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
 

@@ -14,9 +14,9 @@ from kvtier.cli import bench_tier
 from kvtier.cli import main as cli
 from kvtier.cli.bench_tier import Latency, TierPoint
 from kvtier.errors import ConfigError, KVTierError
-from kvtier.testing.files import PlainFiles
-from kvtier.testing.memory import HeapMemory
+from kvtier.memory.heap import HeapMemory
 from kvtier.tiers.fs import FsConfig
+from kvtier_testing.files import PlainFiles
 from tests.unit.conftest import InstallDistribution
 
 SIZE = 4096
@@ -24,7 +24,7 @@ SIZE = 4096
 BARE = """
 import asyncio
 
-from kvtier.testing.bare import BareClient
+from kvtier_testing.bare import BareClient
 
 CALLS = []
 STORED = {{}}

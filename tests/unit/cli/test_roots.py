@@ -42,7 +42,7 @@ def put_in_another_process(root: Path, then: str, format: str = "files") -> subp
         import asyncio, hashlib, random, sys, time
         from kvtier.identity import Identity
         from kvtier.keys import pack_key
-        from kvtier.testing.memory import HeapMemory
+        from kvtier.memory.heap import HeapMemory
         from kvtier.tiers.base import Batch, TierContext
         from kvtier.tiers.fs import FsConfig, FsTier
 

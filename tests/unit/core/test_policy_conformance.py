@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtier.core.policies.arc import ARC
 from kvtier.core.policies.lru import LRU
-from kvtier.testing.policies import PolicyConformance
+from kvtier_testing.policies import PolicyConformance
 
 
 class TestLRU(PolicyConformance):

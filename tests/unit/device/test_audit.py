@@ -17,7 +17,7 @@ from kvtier.device.cpu import CpuTransferEngine, copy_plan
 from kvtier.device.plan import CopyPlan
 from kvtier.errors import AuditError, DamagedSlotError
 from kvtier.memory.custody import Custody, Fault, custody_bytes
-from kvtier.testing.device import Rig, Shape, rig
+from kvtier_testing.device import Rig, Shape, rig
 
 PLAIN = Shape(blocks_per_chunk=2)
 OWN_AREAS = Shape(blocks_per_chunk=2, workers=3, rank=1)

@@ -18,7 +18,7 @@ from kvtier.device.plan import CopyPlan
 from kvtier.errors import DeviceLostError
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
-from kvtier.testing.device import (
+from kvtier_testing.device import (
     DeviceConformance,
     EngineFactory,
     Gate,

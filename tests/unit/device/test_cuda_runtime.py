@@ -34,7 +34,7 @@ from kvtier.device.methods import (
 from kvtier.device.plan import CopyPlan
 from kvtier.device.streams import StreamEngine
 from kvtier.errors import ConfigError, DeviceLostError, TransferError
-from kvtier.testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory, Shape, rig
+from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory, Shape, rig
 
 ADDRESS = 2**47 - 4096
 

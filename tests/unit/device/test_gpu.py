@@ -20,7 +20,7 @@ from kvtier.device.plan import CopyPlan
 from kvtier.device.streams import StreamEngine
 from kvtier.device.xpu import XpuRuntime, XpuStream
 from kvtier.errors import TransferError
-from kvtier.testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory, Rig, Shape, rig
+from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory, Rig, Shape, rig
 
 FOUND = torch.accelerator.current_accelerator(check_available=True)
 DEVICE = FOUND.type if FOUND is not None else "none"

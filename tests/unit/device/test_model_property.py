@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvtier import native
 from kvtier.device.base import Blocks
 from kvtier.device.cpu import CpuTransferEngine
-from kvtier.testing.device import Shape, rig
+from kvtier_testing.device import Shape, rig
 
 BLOCKS = 48
 

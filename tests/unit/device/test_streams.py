@@ -21,7 +21,7 @@ from kvtier.device.lanes import Way
 from kvtier.device.plan import CopyPlan
 from kvtier.device.streams import StreamEngine
 from kvtier.errors import DeviceLostError, DeviceStuckError, TransferError
-from kvtier.testing.device import (
+from kvtier_testing.device import (
     Compute,
     DeviceConformance,
     EngineFactory,

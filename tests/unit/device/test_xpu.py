@@ -15,7 +15,7 @@ from kvtier.device.plan import CopyPlan
 from kvtier.device.streams import StreamEngine
 from kvtier.device.xpu import DeviceBytes, XpuRuntime, XpuStream, _pieces
 from kvtier.errors import TransferError
-from kvtier.testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory, Shape, rig
+from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory, Shape, rig
 
 
 def engine_on(api: Any, buffer_bytes: int, deadline_s: float = DEADLINE_S) -> EngineFactory:

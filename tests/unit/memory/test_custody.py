@@ -11,7 +11,7 @@ from kvtier.core.chunks import Chunk
 from kvtier.core.messages import Fetch, Put, Touch
 from kvtier.keys import pack_key
 from kvtier.memory.custody import Custody, Damage, Fault, custody_bytes
-from kvtier.testing.memory import HeapMemory
+from kvtier.memory.heap import HeapMemory
 
 SLOTS = 8
 AREAS = 3

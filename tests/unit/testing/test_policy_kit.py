@@ -10,7 +10,7 @@ import pytest
 from kvtier.core.policies.base import EvictionPolicy
 from kvtier.core.policies.lru import LRU
 from kvtier.keys import OffloadKey
-from kvtier.testing.policies import PolicyConformance
+from kvtier_testing.policies import PolicyConformance
 
 
 class EvictsPinned(LRU):

@@ -15,9 +15,9 @@ import hypothesis
 import pytest
 
 from kvtier.keys import OffloadKey
-from kvtier.testing.tiers import TierConformance
 from kvtier.tiers.base import Batch, Knowledge, Outcome, SecondaryTier, Status, TierConfig, TierContext
 from kvtier.tiers.drain import in_thread
+from kvtier_testing.tiers import TierConformance
 
 pytestmark = pytest.mark.blocking("bad tiers block, too")
 

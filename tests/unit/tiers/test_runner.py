@@ -30,7 +30,7 @@ from kvtier.errors import TierError
 from kvtier.executor import Executor, NamedTier
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.testing.memory import HeapMemory
+from kvtier.memory.heap import HeapMemory
 from kvtier.tiers.base import Batch, Outcome, SecondaryTier, Status, TierContext
 from kvtier.tiers.drain import until_done
 from kvtier.tiers.dummy import DummyConfig, DummyTier

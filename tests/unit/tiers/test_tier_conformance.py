@@ -12,13 +12,13 @@ import pytest
 
 from kvtier import native
 from kvtier.keys import OffloadKey
-from kvtier.testing.tiers import Damage, TierConformance
 from kvtier.tiers.base import SecondaryTier
 from kvtier.tiers.dummy import DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier.tiers.fs.call import FileWork
 from kvtier.tiers.fs.native_files import NativeFiles
 from kvtier.tiers.fs.python_files import PythonFiles
+from kvtier_testing.tiers import Damage, TierConformance
 from tests.unit.tiers.fs.slow import FileConformance, SlowFiles
 
 

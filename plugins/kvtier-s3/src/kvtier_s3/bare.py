@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import obstore
 
-from kvtier.testing.bare import BareClient
 from kvtier.tiers.drain import in_thread
 from kvtier_s3.config import S3Config
 from kvtier_s3.stores import make_store
+from kvtier_testing.bare import BareClient
 
 
 class BareS3(BareClient[S3Config]):

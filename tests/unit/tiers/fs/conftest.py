@@ -13,7 +13,7 @@ import pytest
 from kvtier import native
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.testing.memory import HeapMemory
+from kvtier.memory.heap import HeapMemory
 from kvtier.tiers.base import Batch, Outcome, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier.tiers.fs.native_files import NativeFiles

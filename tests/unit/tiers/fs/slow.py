@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvtier.testing.tiers import TierConformance
 from kvtier.tiers.base import SecondaryTier
 from kvtier.tiers.fs import FsTier
 from kvtier.tiers.fs.call import FileCall, FileWork
+from kvtier_testing.tiers import TierConformance
 
 
 class SlowFiles:

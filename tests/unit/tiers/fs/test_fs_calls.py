@@ -98,7 +98,7 @@ from pathlib import Path
 from kvtier import native
 from kvtier.identity import Identity
 from kvtier.keys import pack_key
-from kvtier.testing.memory import HeapMemory
+from kvtier.memory.heap import HeapMemory
 from kvtier.tiers.base import Batch, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
 

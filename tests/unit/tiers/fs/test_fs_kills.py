@@ -34,7 +34,7 @@ import asyncio, hashlib, os, random, signal, sys, time, traceback
 from pathlib import Path
 from kvtier.identity import Identity
 from kvtier.keys import pack_key
-from kvtier.testing.memory import HeapMemory
+from kvtier.memory.heap import HeapMemory
 from kvtier.tiers.base import Batch, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier.tiers.fs.call import StopFlag

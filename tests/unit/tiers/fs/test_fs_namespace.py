@@ -297,7 +297,7 @@ import asyncio, hashlib, random, sys
 from pathlib import Path
 from kvtier.identity import Identity
 from kvtier.keys import pack_key
-from kvtier.testing.memory import HeapMemory
+from kvtier.memory.heap import HeapMemory
 from kvtier.tiers.base import Batch, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
 

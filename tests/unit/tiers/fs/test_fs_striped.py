@@ -14,11 +14,11 @@ import pytest
 from kvtier import validation
 from kvtier.errors import KVTierError, TierError
 from kvtier.keys import pack_key
-from kvtier.testing.tiers import TierConformance
 from kvtier.tiers.base import Knowledge, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier, striped, upkeep
 from kvtier.tiers.fs.namespace import Namespace
 from kvtier.tiers.fs.striped import StripedFs
+from kvtier_testing.tiers import TierConformance
 
 pytestmark = pytest.mark.timeout(120)
 OK, ABSENT, REFUSED = Status.OK, Status.ABSENT, Status.REFUSED

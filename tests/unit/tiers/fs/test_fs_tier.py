@@ -13,7 +13,7 @@ import pytest
 from kvtier import native
 from kvtier.errors import StateError, TierError
 from kvtier.keys import pack_key
-from kvtier.testing.memory import HeapMemory
+from kvtier.memory.heap import HeapMemory
 from kvtier.tiers.base import Batch, Knowledge, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier, space
 from kvtier.tiers.fs.call import FileWork

@@ -16,7 +16,7 @@ import pytest
 
 from kvtier import native
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.testing.memory import HeapMemory
+from kvtier.memory.heap import HeapMemory
 from kvtier.tiers.fs.call import FileCall, Flag, Place, Result, StopFlag
 from kvtier.tiers.fs.segments.native_segments import NativeSegments
 from kvtier.tiers.fs.segments.python_segments import PythonSegments

@@ -9,7 +9,7 @@ import pytest
 
 from kvtier import native
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.testing.memory import HeapMemory
+from kvtier.memory.heap import HeapMemory
 from kvtier.tiers.fs.call import FileCall, Result, StopFlag
 from kvtier.tiers.fs.index import fingerprint
 from kvtier.tiers.fs.segments import native_segments

@@ -11,7 +11,6 @@ import pytest
 
 from kvtier import native
 from kvtier.keys import OffloadKey
-from kvtier.testing.tiers import Damage
 from kvtier.tiers import seal
 from kvtier.tiers.base import SecondaryTier
 from kvtier.tiers.fs import FsConfig, FsTier
@@ -19,6 +18,7 @@ from kvtier.tiers.fs.layout import BLOCK_BYTES
 from kvtier.tiers.fs.segments.native_segments import NativeSegments
 from kvtier.tiers.fs.segments.python_segments import PythonSegments
 from kvtier.tiers.fs.store import Store
+from kvtier_testing.tiers import Damage
 from tests.unit.tiers.fs.slow import FileConformance, SlowFiles
 
 

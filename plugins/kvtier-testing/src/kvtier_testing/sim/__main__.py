@@ -1,4 +1,4 @@
-"""Runs seeds: ``python -m kvtier.testing.sim --seeds 20000``; see ``--help``."""
+"""Runs seeds: ``python -m kvtier_testing.sim --seeds 20000``; see ``--help``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 
-from kvtier.testing.sim.life import run
+from kvtier_testing.sim.life import run
 
 _BLOCK = 25
-_MODULE = "kvtier.testing.sim"
+_MODULE = "kvtier_testing.sim"
 
 
 @dataclass

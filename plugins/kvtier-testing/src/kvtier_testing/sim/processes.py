@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvtier.keys import OffloadKey
-from kvtier.testing.sim.bridge import Bridge, SimExecutorThread
-from kvtier.testing.sim.device import Copies
-from kvtier.testing.sim.engine import Engine, Job
-from kvtier.testing.sim.faulty import FaultyTier
-from kvtier.testing.sim.plan import Plan
-from kvtier.testing.sim.truth import CheckedTiering, World
+from kvtier_testing.sim.bridge import Bridge, SimExecutorThread
+from kvtier_testing.sim.device import Copies
+from kvtier_testing.sim.engine import Engine, Job
+from kvtier_testing.sim.faulty import FaultyTier
+from kvtier_testing.sim.plan import Plan
+from kvtier_testing.sim.truth import CheckedTiering, World
 
 REST_S = 60.0
 """Seconds in which all has to come to rest after the last fault."""

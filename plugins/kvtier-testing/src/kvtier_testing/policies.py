@@ -1,9 +1,8 @@
 """The contract of an eviction policy as tests: subclass ``PolicyConformance`` and run it with pytest.
 
-    class TestSecondChance(PolicyConformance):
-        policy = SecondChance
+class TestSecondChance(PolicyConformance):
+    policy = SecondChance
 
-Needs pytest and hypothesis: ``pip install kvtier[testing]``.
 """
 
 from __future__ import annotations

@@ -7,20 +7,19 @@
         def settings(self, place):
             return {"type": "shelf", "path": str(place)}
 
-Needs pytest, hypothesis and anyio: ``pip install kvtier[testing]``. Where blockbuster is installed, too,
-calls that block the event loop are refused in every test.
+Where blockbuster is installed, calls that block the event loop are refused in every test.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from kvtier.testing.tiers.agreement import AgreesWithADict
-from kvtier.testing.tiers.interruption import IsInterrupted
-from kvtier.testing.tiers.keeping import KeepsChunks
-from kvtier.testing.tiers.lifetime import ComesAndGoes
-from kvtier.testing.tiers.rig import TierRig
-from kvtier.testing.tiers.setup import Damage, TierSetup
+from kvtier_testing.tiers.agreement import AgreesWithADict
+from kvtier_testing.tiers.interruption import IsInterrupted
+from kvtier_testing.tiers.keeping import KeepsChunks
+from kvtier_testing.tiers.lifetime import ComesAndGoes
+from kvtier_testing.tiers.rig import TierRig
+from kvtier_testing.tiers.setup import Damage, TierSetup
 
 
 class TierConformance(AgreesWithADict, ComesAndGoes, IsInterrupted, KeepsChunks):

@@ -15,7 +15,7 @@ from kvtier.core.reasons import TRANSFER
 from kvtier.executor import Executor, NamedTier
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.testing.memory import HeapMemory
+from kvtier.memory.heap import HeapMemory
 from kvtier.tiers.base import Batch, Knowledge, Outcome, SecondaryTier, Status, Usage
 from kvtier.tiers.drain import in_thread
 from kvtier.tiers.seal import Verdict, check, seal

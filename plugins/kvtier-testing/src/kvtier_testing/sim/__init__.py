@@ -5,18 +5,18 @@
     result = run(4711, Given(policy=MyPolicy))            # with an eviction policy of one's own
 
 A run that shows something that must never happen raises ``Violation``, or the core's own error. The same
-seed gives the same run: ``python -m kvtier.testing.sim --seed 4711 --trace`` shows it.
+seed gives the same run: ``python -m kvtier_testing.sim --seed 4711 --trace`` shows it.
 """
 
 from __future__ import annotations
 
-from kvtier.testing.sim.backend import FAIR, Backend, Weather
-from kvtier.testing.sim.faulty import FaultyTier, faulty
-from kvtier.testing.sim.life import Given, Result, run
-from kvtier.testing.sim.loop import SimLoop, Spinning, Stalled, simulate
-from kvtier.testing.sim.plan import End, Owner, Plan, TierPlan
-from kvtier.testing.sim.tiers import SimTier, SimTierConfig
-from kvtier.testing.sim.truth import CHUNK_BYTES, SimMemory, Violation, World, content
+from kvtier_testing.sim.backend import FAIR, Backend, Weather
+from kvtier_testing.sim.faulty import FaultyTier, faulty
+from kvtier_testing.sim.life import Given, Result, run
+from kvtier_testing.sim.loop import SimLoop, Spinning, Stalled, simulate
+from kvtier_testing.sim.plan import End, Owner, Plan, TierPlan
+from kvtier_testing.sim.tiers import SimTier, SimTierConfig
+from kvtier_testing.sim.truth import CHUNK_BYTES, SimMemory, Violation, World, content
 
 __all__ = [
     "CHUNK_BYTES",

@@ -17,8 +17,8 @@ import pytest
 from kvtier import validation
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey
-from kvtier.testing.tiers.rig import Driver, TierRig, expect
 from kvtier.tiers.base import SecondaryTier, TierContext, tell_nobody
+from kvtier_testing.tiers.rig import Driver, TierRig, expect
 
 Removed = Callable[[Sequence[OffloadKey]], None]
 
@@ -131,7 +131,7 @@ class TierSetup:
             return
         package = self.tier.__module__.partition(".")[0]
         # What awaits the file tier goes on within its bell.
-        with blockbuster_ctx(package, excluded_modules=["kvtier.testing", "kvtier.tiers.fs.bell"]):
+        with blockbuster_ctx(package, excluded_modules=["kvtier_testing", "kvtier.tiers.fs.bell"]):
             yield
 
     def _make(self, settings: Mapping[str, object]) -> SecondaryTier[Any]:

@@ -16,11 +16,11 @@ from kvtier.executor import NamedTier
 from kvtier.keys import OffloadKey
 from kvtier.manager import TieringManager
 from kvtier.memory.region import Region
-from kvtier.testing.sim.device import Copies
-from kvtier.testing.sim.faulty import FaultyTier
-from kvtier.testing.sim.plan import Plan
-from kvtier.testing.sim.processes import are_idle
-from kvtier.testing.sim.truth import CHUNK_BYTES, IDENTITY, CheckedTiering, SimMemory, World, content, show
+from kvtier_testing.sim.device import Copies
+from kvtier_testing.sim.faulty import FaultyTier
+from kvtier_testing.sim.plan import Plan
+from kvtier_testing.sim.processes import are_idle
+from kvtier_testing.sim.truth import CHUNK_BYTES, IDENTITY, CheckedTiering, SimMemory, World, content, show
 
 _MOMENT_S = 1e-6
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import anyio
 
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.testing.tiers.rig import EMPTY, expect, key, keys, names_of
-from kvtier.testing.tiers.setup import TierSetup
 from kvtier.tiers import registry
 from kvtier.tiers.base import Batch, Knowledge, Status
+from kvtier_testing.tiers.rig import EMPTY, expect, key, keys, names_of
+from kvtier_testing.tiers.setup import TierSetup
 
 _PATTERNS: dict[str, Callable[[int], bytes]] = {
     "zeros": lambda size: bytes(size),

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from kvtier.keys import OffloadKey
-from kvtier.testing.sim.truth import IDENTITY, NOBODYS, World, content
 from kvtier.tiers.seal import seal
+from kvtier_testing.sim.truth import IDENTITY, NOBODYS, World, content
 
 _ANOTHER = OffloadKey(b"another chunk\0\0\0\0")
 

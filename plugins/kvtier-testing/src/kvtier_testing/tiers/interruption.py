@@ -18,10 +18,10 @@ from typing import Any
 import anyio
 import pytest
 
-from kvtier.testing.tiers.interrupts import Ended, Way, interrupted, paused
-from kvtier.testing.tiers.rig import Slots, TierRig, check_whole, expect, keys, names_of
-from kvtier.testing.tiers.setup import FOREVER, TierSetup, context_of
 from kvtier.tiers.base import Outcome, Status
+from kvtier_testing.tiers.interrupts import Ended, Way, interrupted, paused
+from kvtier_testing.tiers.rig import Slots, TierRig, check_whole, expect, keys, names_of
+from kvtier_testing.tiers.setup import FOREVER, TierSetup, context_of
 
 _MOST_WAITS = 24
 _TRIES = 3

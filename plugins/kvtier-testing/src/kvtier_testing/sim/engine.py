@@ -10,10 +10,10 @@ from enum import Enum
 from kvtier.core.states import Lookup
 from kvtier.core.transfers import Reservation
 from kvtier.keys import OffloadKey, group_index
-from kvtier.testing.sim.bridge import Bridge
-from kvtier.testing.sim.device import Copies
-from kvtier.testing.sim.plan import Plan
-from kvtier.testing.sim.truth import World, content, show
+from kvtier_testing.sim.bridge import Bridge
+from kvtier_testing.sim.device import Copies
+from kvtier_testing.sim.plan import Plan
+from kvtier_testing.sim.truth import World, content, show
 
 _ASK_EVERY_S = 0.002
 _RATHER = 4  # times as often come new weights while tiers are at work: more can go wrong then

@@ -8,9 +8,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from kvtier.testing.bare import BareClient
 from kvtier.tiers.drain import in_thread
 from kvtier.tiers.fs import FsConfig
+from kvtier_testing.bare import BareClient
 
 _SHARE = 4  # a put or a get has its chunks moved in this many parts at once
 

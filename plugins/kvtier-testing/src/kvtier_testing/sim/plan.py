@@ -8,8 +8,8 @@ from random import Random
 
 from kvtier.core.admission import Limits
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.testing.sim.backend import FAIR, Weather
-from kvtier.testing.sim.tiers import SimTierConfig
+from kvtier_testing.sim.backend import FAIR, Weather
+from kvtier_testing.sim.tiers import SimTierConfig
 
 _MOST_PROMPTS = 8
 

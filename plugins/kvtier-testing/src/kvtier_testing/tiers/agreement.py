@@ -16,9 +16,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvtier.testing.tiers.rig import TierRig, expect, keys
-from kvtier.testing.tiers.setup import TierSetup, context_of
 from kvtier.tiers.base import Status
+from kvtier_testing.tiers.rig import TierRig, expect, keys
+from kvtier_testing.tiers.setup import TierSetup, context_of
 
 if TYPE_CHECKING:
     from kvtier.tiers.base import SecondaryTier

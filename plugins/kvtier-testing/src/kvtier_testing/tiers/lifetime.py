@@ -17,10 +17,10 @@ import pytest
 
 from kvtier.core.messages import Answer
 from kvtier.identity import Identity
-from kvtier.testing.tiers.interrupts import Way, interrupted
-from kvtier.testing.tiers.rig import TierRig, aside, check_whole, expect, key, keys, names_of
-from kvtier.testing.tiers.setup import Damage, TierSetup, context_of
 from kvtier.tiers.base import Status
+from kvtier_testing.tiers.interrupts import Way, interrupted
+from kvtier_testing.tiers.rig import TierRig, aside, check_whole, expect, key, keys, names_of
+from kvtier_testing.tiers.setup import Damage, TierSetup, context_of
 
 _OTHERS_THREADS = ("AnyIO worker thread", "asyncio_")  # they are the loop's, and stay for the next one
 _OPEN_FILES = Path("/proc/self/fd")

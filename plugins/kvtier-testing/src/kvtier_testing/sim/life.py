@@ -17,16 +17,16 @@ from kvtier.core.policies.base import EvictionPolicy
 from kvtier.core.policies.lru import LRU
 from kvtier.executor import Executor, NamedTier
 from kvtier.keys import OffloadKey
-from kvtier.testing.sim.backend import Backend
-from kvtier.testing.sim.bridge import SimExecutorThread
-from kvtier.testing.sim.device import Copies
-from kvtier.testing.sim.faulty import FaultyTier, faulty
-from kvtier.testing.sim.loop import simulate
-from kvtier.testing.sim.plan import End, Owner, Plan, TierPlan, chain
-from kvtier.testing.sim.processes import REST_S, EngineProcess, Process
-from kvtier.testing.sim.tiers import SimTier, VerifyingSimTier
-from kvtier.testing.sim.truth import ADDRESS, IDENTITY, CheckedTiering, SimMemory, World, show
 from kvtier.tiers.base import SecondaryTier
+from kvtier_testing.sim.backend import Backend
+from kvtier_testing.sim.bridge import SimExecutorThread
+from kvtier_testing.sim.device import Copies
+from kvtier_testing.sim.faulty import FaultyTier, faulty
+from kvtier_testing.sim.loop import simulate
+from kvtier_testing.sim.plan import End, Owner, Plan, TierPlan, chain
+from kvtier_testing.sim.processes import REST_S, EngineProcess, Process
+from kvtier_testing.sim.tiers import SimTier, VerifyingSimTier
+from kvtier_testing.sim.truth import ADDRESS, IDENTITY, CheckedTiering, SimMemory, World, show
 
 _RECOVERY_S = 600.0  # in which a tier has to be used again after it
 
@@ -264,7 +264,7 @@ class _Run:
         world.note(f"process {world.process} starts")
         core = self._core()
         if plan.owner is Owner.TASKS:
-            from kvtier.testing.sim.tasks import Clients, SimRegion, TasksProcess  # needs torch
+            from kvtier_testing.sim.tasks import Clients, SimRegion, TasksProcess  # needs torch
 
             region = SimRegion(world, plan.slots)
             tiers, named = self._tiers(region)

@@ -18,8 +18,6 @@ import anyio
 
 from kvtier.errors import TierError
 from kvtier.keys import OffloadKey
-from kvtier.testing.sim.backend import Backend, Weather, spoil
-from kvtier.testing.sim.truth import SimMemory, show
 from kvtier.tiers.base import (
     Batch,
     Knowledge,
@@ -31,6 +29,8 @@ from kvtier.tiers.base import (
     Usage,
 )
 from kvtier.tiers.drain import until_done
+from kvtier_testing.sim.backend import Backend, Weather, spoil
+from kvtier_testing.sim.truth import SimMemory, show
 
 _CUT_OFF = ("contains", "discard", "get", "put", "touch")
 _MOMENT_S = 1e-6

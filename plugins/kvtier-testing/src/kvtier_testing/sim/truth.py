@@ -25,8 +25,8 @@ from kvtier.core.states import ChunkState
 from kvtier.core.transfers import Pinned, Reservation
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey
-from kvtier.testing.sim.frugal import FrugalTiering
-from kvtier.testing.sim.loop import SimLoop
+from kvtier_testing.sim.frugal import FrugalTiering
+from kvtier_testing.sim.loop import SimLoop
 
 CHUNK_BYTES = 64
 IDENTITY = Identity.make("simulated", {"dtype": "int8"})

@@ -15,7 +15,7 @@ from kvtier.core.states import Lookup
 from kvtier.core.transfers import Pinned, Reservation
 from kvtier.executor import Executor, ExecutorThread, Post
 from kvtier.keys import OffloadKey
-from kvtier.testing.sim.truth import CheckedTiering, World
+from kvtier_testing.sim.truth import CheckedTiering, World
 
 
 class SimExecutorThread(ExecutorThread):

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 import anyio
 
 from kvtier.keys import OffloadKey
-from kvtier.testing.sim.backend import Backend
-from kvtier.testing.sim.truth import CHUNK_BYTES, show
 from kvtier.tiers.base import (
     Batch,
     Knowledge,
@@ -20,6 +18,8 @@ from kvtier.tiers.base import (
     Usage,
     tell_nobody,
 )
+from kvtier_testing.sim.backend import Backend
+from kvtier_testing.sim.truth import CHUNK_BYTES, show
 
 
 class SimTierConfig(TierConfig):
