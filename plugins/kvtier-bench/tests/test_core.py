@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.cli.bench_core import Case, Cost, Setup, run
+from kvtier_bench.core import Case, Cost, run
+from kvtier_bench.machine import Machine
 
 
 @pytest.mark.parametrize("tier", ["none", "memory"])  # with fs it takes as long as the disk does
 def test_every_call_is_measured(tier: str) -> None:
-    *costs, setup = run([Case("arc", tier, 12_288, 1)], compare=False)
-    assert isinstance(setup, Setup)
-    assert setup.vllm == "not installed"
+    *costs, machine = run([Case("arc", tier, 12_288, 1)], compare=False)
+    assert isinstance(machine, Machine)
     calls = {cost.call for cost in costs if isinstance(cost, Cost)}
     assert len(calls) == len(costs)
     assert "reserve 8,192, full" in calls

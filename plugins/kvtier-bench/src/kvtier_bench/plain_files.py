@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvtier.tiers.drain import in_thread
 from kvtier.tiers.fs import FsConfig
-from kvtier_testing.bare import BareClient
+from kvtier_bench.bare import BareClient
 
 _SHARE = 4  # a put or a get has its chunks moved in this many parts at once
 

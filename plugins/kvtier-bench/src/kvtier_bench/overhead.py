@@ -15,32 +15,26 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
 
-from kvtier.cli.engines import (
+from kvtier_bench.engines import (
     BLOCK_TOKENS,
-    KVTIER,
-    NATIVE,
+    NATIVE_FS,
+    PLAIN,
     Engine,
-    Site,
+    Settings,
     block_bytes,
+    connectors,
     make_prompt,
-    open_folder,
-    open_forge,
+    open_engines,
     say,
+    spread_of_median,
 )
-from kvtier.cli.room import files_below
+from kvtier_bench.machine import Machine, open_folder
 
-PLAIN = "none"
 CONTROL = "none again"
-PRIMARY = "kvtier cpu"
-FS = "kvtier cpu+fs"
-NATIVE_FS = "vllm cpu+fs"
-RESAMPLES = 2000
 GOAL_PERCENT = 1.5
 """Of kvtier's engines: tokens a second that may be lost where nothing is reused."""
 
@@ -103,20 +97,6 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Work:
-    """Work of each engine in each round"""
-
-    model: str
-    prompts: int
-    prompt_tokens: int
-    output_tokens: int
-    at_once: int
-    chunk_kib: int
-    chunks: int
-    slots: int
-
-
-@dataclass(frozen=True)
 class Sample:
     """What one engine did in one round.
 
@@ -142,8 +122,8 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to do in each round; see ``run``."""
+class Work:
+    """Work of each engine in each round"""
 
     model: str
     rounds: int
@@ -151,71 +131,59 @@ class Plan:
     prompt_tokens: int
     output_tokens: int
     at_once: int
-    control: bool
-    native: bool
+    chunk_tokens: int = BLOCK_TOKENS
 
     @property
     def chunks(self) -> int:
         """Chunks that a round stores."""
-        return self.prompts * (self.prompt_tokens // BLOCK_TOKENS)
+        return self.prompts * (self.prompt_tokens // self.chunk_tokens)
 
     @property
-    def slots(self) -> int:
-        """Slots of a primary tier: two rounds fill it, then each store evicts."""
-        return 2 * self.chunks
+    def primary_bytes(self) -> int:
+        """Bytes of a primary tier: two rounds fill it, then each store evicts."""
+        return 2 * self.chunks * self.chunk_tokens // BLOCK_TOKENS * block_bytes(self.model)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of a prompt and its answer."""
+        return self.prompt_tokens + self.output_tokens
 
     @property
     def tokens(self) -> int:
         """Tokens that a round computes."""
-        return self.prompts * (self.prompt_tokens + self.output_tokens)
+        return self.prompts * self.prompt_length
 
 
 def run(
-    root: Path | None = None,
-    *,
-    model: str = "medium",
-    rounds: int = 10,
-    prompts: int = 16,
-    prompt_tokens: int = 512,
-    output_tokens: int = 32,
-    at_once: int = 8,
-    control: bool = False,
-    native: bool = False,
-) -> list[Loss | Share | Work | Site]:
+    root: Path | None, work: Work, *, control: bool = False, native: bool = False
+) -> list[Loss | Share | Work | Machine]:
     """Measure.
 
     Args:
         root: directory for the fs tiers; what is written there is removed. Default: a temporary one.
-        model: a size in ``kvtier.cli.engines.MODELS``.
-        rounds: how often each engine is asked, after two rounds that do not count.
-        prompts: prompts of a round, each one new.
-        prompt_tokens: tokens of each.
-        output_tokens: tokens generated for each.
-        at_once: prompts that an engine works on at once.
+        work: what each engine does in each round; two more rounds before do not count.
         control: measure a second engine without a connector, too.
         native: measure vLLM's own tiering over a CPU worker, too.
     """
-    plan = Plan(model, rounds, prompts, prompt_tokens, output_tokens, at_once, control, native)
-    with ExitStack() as stack:
-        folder = stack.enter_context(open_folder(root))
-        forge = stack.enter_context(open_forge())
-        engines = {
-            name: stack.enter_context(
-                forge.engine(
-                    f"{number} {name}",
-                    model,
-                    settings,
-                    num_gpu_blocks_override=device_blocks(plan),
-                    max_model_len=prompt_tokens + output_tokens,
-                    max_num_seqs=at_once,
-                )
-            )
-            for number, (name, settings) in enumerate(_connectors(plan, folder).items())
-        }
-        site = Site.of(folder)
-        samples = measure(engines, plan)
-        shares = explain(engines, plan, samples)
-        return [*losses(samples), *shares, work(plan), site.again()]
+    with open_folder(root) as folder, open_folder(None) as logs:
+        settings: dict[str, Settings | None] = connectors(
+            work.primary_bytes, work.chunk_tokens, folder, native=native
+        )
+        if control:
+            settings[CONTROL] = None
+        machine = Machine.here(folder)
+        with open_engines(
+            logs,
+            work.model,
+            settings,
+            # the engine's own cache has room for the prompts that run at once, twice
+            num_gpu_blocks_override=2 * work.at_once * -(-work.prompt_length // BLOCK_TOKENS),
+            max_model_len=work.prompt_length,
+            max_num_seqs=work.at_once,
+        ) as engines:
+            samples = measure(engines, work)
+            shares = explain(engines, work, samples)
+    return [*losses(samples), *shares, work, machine.again()]
 
 
 def losses(samples: Mapping[str, Sequence[Sample]]) -> list[Loss]:
@@ -265,71 +233,36 @@ def verdict(low: float, high: float, is_noisy: bool) -> str:
     return "met" if high <= GOAL_PERCENT else "missed"
 
 
-def spread_of_median(values: Sequence[float], share: float = 0.95) -> tuple[float, float]:
-    """Return bounds between which ``share`` of the medians of resampled values lie (bootstrap)."""
-    generator = random.Random(0)
-    medians = sorted(median(generator.choices(values, k=len(values))) for _ in range(RESAMPLES))
-    tail = int(RESAMPLES * (1 - share) / 2)
-    return medians[tail], medians[-1 - tail]
-
-
 def part_of(thread: str) -> str | None:
     """Say what a thread does for a connector; None for one of the engine's own."""
     return next((part for beginning, part in PARTS if thread.startswith(beginning)), None)
 
 
-def _connectors(plan: Plan, folder: Path) -> dict[str, dict[str, Any] | None]:
-    nbytes = plan.slots * block_bytes(plan.model)
-    connectors: dict[str, dict[str, Any] | None] = {
-        PLAIN: None,
-        PRIMARY: {**KVTIER, "cpu_bytes_to_use": nbytes},
-        FS: {
-            **KVTIER,
-            "cpu_bytes_to_use": nbytes,
-            "secondary_tiers": [files_below(folder / "kvtier")],
-        },
-    }
-    if plan.control:
-        connectors[CONTROL] = None
-    if plan.native:
-        connectors[NATIVE_FS] = {
-            **NATIVE,
-            "cpu_bytes_to_use": nbytes,
-            "secondary_tiers": [{"type": "fs", "root_dir": str(folder / "native")}],
-        }
-    return connectors
-
-
-def device_blocks(plan: Plan) -> int:
-    """Give the engine's own cache room for the prompts that run at once, twice."""
-    return 2 * plan.at_once * -(-(plan.prompt_tokens + plan.output_tokens) // BLOCK_TOKENS)
-
-
-def measure(engines: Mapping[str, Engine], plan: Plan) -> dict[str, list[Sample]]:
+def measure(engines: Mapping[str, Engine], work: Work) -> dict[str, list[Sample]]:
     """Ask each engine once a round, after two rounds that do not count."""
     samples: dict[str, list[Sample]] = {name: [] for name in engines}
     order, generator = list(engines), random.Random(0)
-    for number in range(-2, plan.rounds):
+    for number in range(-2, work.rounds):
         generator.shuffle(order)
         for name in order:
-            sample = _ask(engines[name], plan, f"{name} {number}")
+            sample = _ask(engines[name], work, f"{name} {number}")
             say(f"round {number}: {name}: {sample.tokens_s:,.0f} tokens/s, cpu {sample.cpu_s:.2f} s")
             if number >= 0:
                 samples[name].append(sample)
     return samples
 
 
-def _ask(engine: Engine, plan: Plan, seed: str) -> Sample:
-    prompts = [make_prompt(f"{seed} {i}", plan.prompt_tokens) for i in range(plan.prompts)]
-    answer = engine.ask("generate", prompts=prompts, output_tokens=plan.output_tokens)
+def _ask(engine: Engine, work: Work, seed: str) -> Sample:
+    prompts = [make_prompt(f"{seed} {i}", work.prompt_tokens) for i in range(work.prompts)]
+    answer = engine.ask("generate", prompts=prompts, output_tokens=work.output_tokens)
     settled = engine.ask("settle")
     # Until the last put has ended the engine does steps that a busy one would not: they do not count.
     after = {thread: seconds for thread, seconds in settled["threads"].items() if part_of(thread)}
-    return Sample(plan.tokens, answer["wall_s"], Counter(answer["threads"]) + Counter(after))
+    return Sample(work.tokens, answer["wall_s"], Counter(answer["threads"]) + Counter(after))
 
 
 def explain(
-    engines: Mapping[str, Engine], plan: Plan, samples: Mapping[str, Sequence[Sample]]
+    engines: Mapping[str, Engine], work: Work, samples: Mapping[str, Sequence[Sample]]
 ) -> list[Share]:
     """Say what the processor time of each connector is made of."""
     shares = []
@@ -343,26 +276,12 @@ def explain(
                 if part := part_of(thread):
                     parts[part] += seconds  # type: ignore[assignment]
         engine.ask("watch")
-        _ask(engine, plan, f"{name} watched")
+        _ask(engine, work, f"{name} watched")
         spent = sum(engine.ask("spent")["seconds"].values())
         parts["engine thread"] = spent * len(samples[name])
-        chunks = plan.chunks * len(samples[name])
+        chunks = work.chunks * len(samples[name])
         shares += [
             Share(name, part, 100 * seconds / cpu_s, seconds / chunks * 1e6)
             for part, seconds in sorted(parts.items())
         ]
     return shares
-
-
-def work(plan: Plan) -> Work:
-    """Say what each engine does in each round."""
-    return Work(
-        plan.model,
-        plan.prompts,
-        plan.prompt_tokens,
-        plan.output_tokens,
-        plan.at_once,
-        block_bytes(plan.model) // 1024,
-        plan.chunks,
-        plan.slots,
-    )

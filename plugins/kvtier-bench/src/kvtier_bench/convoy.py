@@ -15,32 +15,28 @@ import os
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvtier.cli.bench_overhead import spread_of_median
-from kvtier.cli.engines import (
+from kvtier_bench.engines import (
     BLOCK_TOKENS,
-    KVTIER,
-    NATIVE,
+    FS,
+    NATIVE_FS,
+    PLAIN,
+    PRIMARY,
     Engine,
-    Forge,
-    Site,
     block_bytes,
+    connectors,
     make_prompt,
-    open_folder,
-    open_forge,
+    open_engines,
     say,
+    spread_of_median,
 )
-from kvtier.cli.room import files_below
+from kvtier_bench.machine import Machine, open_folder
 
-PLAIN = "none"
-PRIMARY = "kvtier cpu"
-FS = "kvtier cpu+fs"
-NATIVE_FS = "vllm cpu+fs"
 DISTINCT, SHARED = "distinct", "shared"
 FAMILIES = 5
 SHARED_PARTS = 4  # in the shared scenario a quarter of each prefix is its own
@@ -104,46 +100,35 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Work:
-    """Requests and sizes"""
-
-    model: str
-    rounds: int
-    requests: int
-    prefix_tokens: int
-    tail_tokens: int
-    output_tokens: int
-    chunk_kib: int
-    prefix_chunks: int
-    slots: int
-    device_blocks: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is done; see ``run``."""
+    """Requests of each engine in each round"""
 
     model: str
     rounds: int
     requests: int
     prefix_tokens: int
     output_tokens: int
-    native: bool
+    chunk_tokens: int = BLOCK_TOKENS
 
     @property
     def prefix_blocks(self) -> int:
-        """Chunks of one prefix."""
+        """Blocks of one prefix."""
         return self.prefix_tokens // BLOCK_TOKENS
 
     @property
-    def slots(self) -> int:
-        """Slots of the primary tier: a tenth of all prefixes."""
-        return max(1, self.requests * self.prefix_blocks // 10)
+    def primary_blocks(self) -> int:
+        """Blocks that the primary tier holds: a tenth of all prefixes, and at least one chunk."""
+        return max(self.chunk_tokens // BLOCK_TOKENS, self.requests * self.prefix_blocks // 10)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk."""
+        return self.chunk_tokens // BLOCK_TOKENS * block_bytes(self.model)
 
     @property
     def device_blocks(self) -> int:
         """Blocks of the engine's own cache: three quarters of that, and at least one request."""
         tokens = self.prefix_tokens + TAIL_TOKENS + self.output_tokens
-        return max(self.slots * 3 // 4, -(-tokens // BLOCK_TOKENS) + 1) + 1
+        return max(self.primary_blocks * 3 // 4, -(-tokens // BLOCK_TOKENS) + 1) + 1
 
     def prefixes(self, scenario: str) -> list[list[int]]:
         """Return the prefix of each request, in the order in which they are sent."""
@@ -167,7 +152,7 @@ class Plan:
 
     def chunks_in_files(self, scenario: str) -> int:
         """Count the chunks of all prefixes, those that are shared once."""
-        ends = range(BLOCK_TOKENS, self.prefix_tokens + 1, BLOCK_TOKENS)
+        ends = range(self.chunk_tokens, self.prefix_tokens + 1, self.chunk_tokens)
         return len({tuple(prefix[:end]) for prefix in self.prefixes(scenario) for end in ends})
 
 
@@ -183,111 +168,75 @@ class Sample:
     counts: Mapping[str, float]
 
 
-def run(
-    root: Path | None = None,
-    *,
-    model: str = "small",
-    rounds: int = 5,
-    requests: int = 50,
-    prefix_tokens: int = 512,
-    output_tokens: int = 8,
-    native: bool = True,
-) -> list[Convoy | Traffic | Work | Site]:
+def run(root: Path | None, work: Work, *, native: bool = True) -> list[Convoy | Traffic | Work | Machine]:
     """Measure.
 
     Args:
         root: directory for the files; what is written there is removed. Default: a temporary one.
-        model: a size in ``kvtier.cli.engines.MODELS``.
-        rounds: how often each engine is given the requests of each scenario.
-        requests: how many there are at once.
-        prefix_tokens: tokens of each that lie in files.
-        output_tokens: tokens generated for each.
+        work: the requests; ``prefix_tokens`` of each lie in files.
         native: measure vLLM's own tiering over a CPU worker, too.
     """
-    plan = Plan(model, rounds, requests, prefix_tokens, output_tokens, native)
-    with ExitStack() as stack:
-        folder = stack.enter_context(open_folder(root))
-        site = Site.of(folder)
-        forge = stack.enter_context(open_forge())
-        for name, settings in _connectors(plan, folder, filling=True).items():
-            if settings and settings.get("secondary_tiers"):
-                _fill(forge, plan, name, settings)
-        engines = {
-            name: stack.enter_context(_engine(forge, plan, name, settings))
-            for name, settings in _connectors(plan, folder).items()
+    with open_folder(root) as folder, open_folder(None) as logs:
+        machine = Machine.here(folder)
+        primary_bytes = work.primary_blocks * block_bytes(work.model)
+        arguments = {
+            "num_gpu_blocks_override": work.device_blocks,
+            "max_model_len": work.prefix_tokens + TAIL_TOKENS + work.output_tokens,
+            "max_num_seqs": work.requests,
         }
-        samples = _measure(engines, plan, folder)
-    return [*_convoys(samples), *_traffic(samples, plan), _work(plan), site.again()]
+        # To fill the files, each primary tier has room for everything until it has been written.
+        filling = connectors(20 * primary_bytes, work.chunk_tokens, folder, native=native)
+        with_files = {name: settings for name, settings in filling.items() if name in (FS, NATIVE_FS)}
+        with open_engines(logs, work.model, with_files, **arguments) as engines:
+            _fill(engines, work)
+        settings = connectors(primary_bytes, work.chunk_tokens, folder, native=native)
+        with open_engines(logs, work.model, settings, **arguments) as engines:
+            samples = _measure(engines, work, folder)
+    return [*_convoys(samples), *_traffic(samples, work), work, machine.again()]
 
 
-def _connectors(plan: Plan, folder: Path, *, filling: bool = False) -> dict[str, dict[str, Any] | None]:
-    slots = plan.slots * (20 if filling else 1)  # whatever is filled has room until it is in the files
-    nbytes = {"cpu_bytes_to_use": slots * block_bytes(plan.model)}
-
-    connectors: dict[str, dict[str, Any] | None] = {
-        PLAIN: None,
-        PRIMARY: {**KVTIER, **nbytes},
-        FS: {**KVTIER, **nbytes, "secondary_tiers": [files_below(folder / "kvtier")]},
-    }
-    if plan.native:
-        native = {"type": "fs", "root_dir": str(folder / "native")}
-        connectors[NATIVE_FS] = {**NATIVE, **nbytes, "secondary_tiers": [native]}
-    return connectors
-
-
-def _engine(forge: Forge, plan: Plan, name: str, settings: Mapping[str, Any] | None) -> Any:
-    return forge.engine(
-        name,
-        plan.model,
-        settings,
-        num_gpu_blocks_override=plan.device_blocks,
-        max_model_len=plan.prefix_tokens + TAIL_TOKENS + plan.output_tokens,
-        max_num_seqs=plan.requests,
-    )
-
-
-def _fill(forge: Forge, plan: Plan, name: str, settings: Mapping[str, Any]) -> None:
-    with _engine(forge, plan, f"{name}, filling", settings) as engine:
+def _fill(engines: Mapping[str, Engine], work: Work) -> None:
+    for engine in engines.values():
         for scenario in (DISTINCT, SHARED):
-            engine.ask("generate", prompts=plan.prefixes(scenario), output_tokens=1)
+            engine.ask("generate", prompts=work.prefixes(scenario), output_tokens=1)
             engine.ask("settle")
 
 
-def _measure(engines: Mapping[str, Engine], plan: Plan, folder: Path) -> dict[tuple[str, str], list[Sample]]:
+def _measure(engines: Mapping[str, Engine], work: Work, folder: Path) -> dict[tuple[str, str], list[Sample]]:
     samples: dict[tuple[str, str], list[Sample]] = {}
     order, generator = list(engines), random.Random(0)
-    for number in range(plan.rounds):
+    for number in range(work.rounds):
         for scenario in (DISTINCT, SHARED):
             generator.shuffle(order)
             for name in order:
-                _flush(engines[name], plan, f"{scenario} {number}")
+                _flush(engines[name], work, f"{scenario} {number}")
                 _drop_from_page_cache(folder)
-                sample = _ask(engines[name], plan.requests_of(scenario, number), plan)
+                sample = _ask(engines[name], work.requests_of(scenario, number), work)
                 samples.setdefault((scenario, name), []).append(sample)
                 say(f"round {number}, {scenario}: {name}: {sample.wall_s:.2f} s, cpu {sample.cpu_s:.2f} s")
     return samples
 
 
-def _flush(engine: Engine, plan: Plan, seed: str) -> None:
+def _flush(engine: Engine, work: Work, seed: str) -> None:
     """Have nothing in the engine's own cache and the primary tier but what is of no use."""
-    count = -(-(plan.slots + plan.device_blocks) // plan.prefix_blocks) + 1
-    prompts = [make_prompt(f"filler {seed} {i}", plan.prefix_tokens) for i in range(count)]
+    count = -(-(work.primary_blocks + work.device_blocks) // work.prefix_blocks) + 1
+    prompts = [make_prompt(f"filler {seed} {i}", work.prefix_tokens) for i in range(count)]
     engine.ask("generate", prompts=prompts, output_tokens=1)
     engine.ask("settle")
 
 
-def _ask(engine: Engine, prompts: Sequence[Sequence[int]], plan: Plan) -> Sample:
-    before = _counts(engine, plan)
-    answer = engine.ask("generate", prompts=prompts, output_tokens=plan.output_tokens)
+def _ask(engine: Engine, prompts: Sequence[Sequence[int]], work: Work) -> Sample:
+    before = _counts(engine, work)
+    answer = engine.ask("generate", prompts=prompts, output_tokens=work.output_tokens)
     engine.ask("settle")
-    counts = _counts(engine, plan)
+    counts = _counts(engine, work)
     counts.subtract(before)
     cpu_s = sum(answer["threads"].values())
     return Sample(answer["wall_s"], cpu_s, answer["ttft_s"], answer["answers"], counts)
 
 
-def _counts(engine: Engine, plan: Plan) -> Counter[str]:
-    return counts_of(engine.ask("counts")["samples"], block_bytes(plan.model))
+def _counts(engine: Engine, work: Work) -> Counter[str]:
+    return counts_of(engine.ask("counts")["samples"], work.chunk_bytes)
 
 
 def counts_of(samples: Sequence[tuple[str, Mapping[str, str], float]], chunk_bytes: int) -> Counter[str]:
@@ -376,9 +325,9 @@ def convoy(
     )
 
 
-def _traffic(samples: Mapping[tuple[str, str], Sequence[Sample]], plan: Plan) -> list[Traffic]:
+def _traffic(samples: Mapping[tuple[str, str], Sequence[Sample]], work: Work) -> list[Traffic]:
     return [
-        traffic(scenario, name, rows, plan.chunks_in_files(scenario) * len(rows))
+        traffic(scenario, name, rows, work.chunks_in_files(scenario) * len(rows))
         for (scenario, name), rows in samples.items()
         if name in (FS, NATIVE_FS)
     ]
@@ -403,19 +352,4 @@ def traffic(scenario: str, name: str, rows: Sequence[Sample], in_files: int) -> 
         expired=int(counts["expired"]),
         misses=", ".join(f"{what.removeprefix('miss ')} {count:.0f}" for what, count in misses.items())
         or "none",
-    )
-
-
-def _work(plan: Plan) -> Work:
-    return Work(
-        plan.model,
-        plan.rounds,
-        plan.requests,
-        plan.prefix_tokens,
-        TAIL_TOKENS,
-        plan.output_tokens,
-        block_bytes(plan.model) // 1024,
-        plan.requests * plan.prefix_blocks,
-        plan.slots,
-        plan.device_blocks,
     )

@@ -1,13 +1,12 @@
 """Benchmark of the file tier: put and get through its public face, beside what the disk can do.
 
-Each round measures the raw limit, both formats of the tier and, where vLLM is installed, the compiled
-path of its own fs tier, one after the other, so that a noisy machine changes all of them alike: trust
-the ratios. The limit is a large file on the same file system, written before, read and overwritten with
-direct I/O by several threads of another process from memory that is there already.
+Each round measures the raw limit, the tier and, where vLLM is installed, the compiled path of its own fs
+tier, one after the other, so that a noisy machine changes all of them alike: trust the ratios. The limit is a
+large file on the same file system, written before, read and overwritten with direct I/O by several threads of
+another process from memory that is there already.
 
 Each point is measured twice: idle, and beside an engine that computes in pure Python without a pause, in a
-process of its own or in a thread of this one (``isolation``). At the end the goals are compared with what
-was seen.
+process of its own or in a thread of this one (``isolation``).
 """
 
 from __future__ import annotations
@@ -17,26 +16,19 @@ import dataclasses
 import hashlib
 import importlib
 import os
-import platform
 import shutil
 import statistics
-import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Final, Literal, Protocol
-
-import typer
-from rich.console import Console
+from typing import Any, Final, Generic, Literal, TypeVar
 
 from kvtier import native
-from kvtier.cli import bench_fs_goals, bench_fs_limit, figures, room
-from kvtier.cli.bench_fs_limit import RawLimit, fill, raw_limit
-from kvtier.cli.busy import Busy, BusyProcess, BusyThread
 from kvtier.errors import KVTierError
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
@@ -44,6 +36,10 @@ from kvtier.memory.heap import HeapMemory
 from kvtier.tiers.base import Batch, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier.tiers.fs.layout import BLOCK_BYTES
+from kvtier_bench import disk, machine
+from kvtier_bench.busy import Busy, BusyProcess, BusyThread
+from kvtier_bench.disk import RawLimit, fill, raw_limit
+from kvtier_bench.machine import Machine, open_folder, require_room
 
 BATCH_CHUNKS: Final = 64
 BATCHES_IN_FLIGHT: Final = 4
@@ -59,8 +55,8 @@ _NO_ROOM: Final = frozenset({"max_bytes", "min_free", "enospc", "edquot"})
 
 Isolation = Literal["process", "thread"]
 BUSY: Final[Mapping[Isolation, type[Busy]]] = {"process": BusyProcess, "thread": BusyThread}
-SIZES: Final = (16384, 65536, 524288, 2097152)
-FORMATS: Final = ("files", "segments")
+SIZES: Final = (65536, 524288, 2097152)
+KVTIER: Final = "kvtier"
 VLLM: Final = "vllm"
 
 
@@ -69,7 +65,7 @@ class Point:
     """The file tier beside its disk. GB are 10**9 bytes; figures are medians over the rounds.
 
     Attributes:
-        path: a format of the tier, or ``"vllm"``: the compiled path of vLLM's own.
+        path: ``"kvtier"``, or ``"vllm"``: the compiled path of vLLM's own tier.
         chunk_bytes: bytes of a chunk.
         verb: ``"put"`` or ``"get"``.
         busy: whether an engine computed in pure Python meanwhile.
@@ -101,17 +97,6 @@ class Point:
     slowdown: float | None
     raw_slowdown: float | None
     raw_busy: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What the file tier was measured on."""
-
-    file_system: str
-    kernel: str
-    cores: int
-    python: str
-    helper: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,95 +137,97 @@ class Keys:
 KEYS: Final = Keys()
 
 
-class UnderTest(Protocol):
-    """Something that moves chunks between memory and files, several batches at once."""
+BatchT = TypeVar("BatchT")
+
+
+class UnderTest(ABC, Generic[BatchT]):
+    """Something that moves chunks between memory and files, several batches at once.
+
+    Args:
+        memory: where the chunks are.
+    """
 
     checksums: bool
     """Whether it computes one for each chunk."""
 
-    chunk_bytes: int
-    """Length of a chunk."""
+    def __init__(self, memory: HeapMemory) -> None:
+        self.chunk_bytes = memory.chunk_bytes
+        self._memory = memory
+        self._serial = 0
+        self._new: list[BatchT] = []
+        self._stored: list[BatchT] = []
 
     def prepare(self, batches: int) -> None:
         """Make names of new chunks: an engine has them already, and they are not what is measured."""
+        made = KEYS.batches(self._serial, max(0, batches - len(self._new)))
+        self._serial += BATCH_CHUNKS * len(made)
+        self._new += map(self._named, made)
 
     async def move_for(self, verb: str, seconds: float) -> int:
         """Put new chunks, or get those that were put last, for some seconds. Returns bytes."""
+        if verb == "put":
+            self._stored.clear()
+            return await fly(seconds, self.chunk_bytes, self._put_next)
+        return await fly(seconds, self.chunk_bytes, partial(self._get_next, count()))
 
+    @abstractmethod
     async def discard_all(self) -> None:
         """Remove what was put last."""
 
+    async def _put_next(self, slots: range) -> None:
+        if not self._new:
+            self.prepare(1)
+        batch = self._new.pop()
+        await self._put(batch, slots)
+        self._stored.append(batch)
 
-class TierUnderTest:
-    """An open file tier, memory for several batches, and keys that were put."""
+    async def _get_next(self, turns: Iterator[int], slots: range) -> None:
+        await self._get(self._stored[next(turns) % len(self._stored)], slots)
+
+    @abstractmethod
+    def _named(self, keys: tuple[OffloadKey, ...]) -> BatchT: ...
+
+    @abstractmethod
+    async def _put(self, batch: BatchT, slots: range) -> None: ...
+
+    @abstractmethod
+    async def _get(self, batch: BatchT, slots: range) -> None: ...
+
+
+class TierUnderTest(UnderTest[tuple[OffloadKey, ...]]):
+    """An open file tier."""
 
     checksums = True
 
     def __init__(self, tier: FsTier, memory: HeapMemory) -> None:
+        super().__init__(memory)
         self._tier = tier
-        self._memory = memory
-        self.chunk_bytes = memory.chunk_bytes
-        self._serial = 0
-        self._new: list[tuple[OffloadKey, ...]] = []
-        self._put_keys: list[tuple[OffloadKey, ...]] = []
-
-    def prepare(self, batches: int) -> None:
-        """See ``UnderTest.prepare``."""
-        made = KEYS.batches(self._serial, max(0, batches - len(self._new)))
-        self._serial += BATCH_CHUNKS * len(made)
-        self._new += made
-
-    async def move_for(self, verb: str, seconds: float) -> int:
-        """See ``UnderTest.move_for``."""
-        if verb == "put":
-            self._put_keys.clear()
-            return await fly(seconds, self._memory.chunk_bytes, self._put)
-        return await fly(seconds, self._memory.chunk_bytes, partial(self._get, count()))
 
     async def discard_all(self) -> None:
-        """See ``UnderTest.discard_all``: everything, so that segments go as well."""
+        """See ``UnderTest.discard_all``."""
         await self._tier.reset()
 
-    async def _put(self, slots: range) -> None:
-        if not self._new:
-            self.prepare(1)
-        keys = self._new.pop()
-        outcome = await self._tier.put(Batch(keys, slots, self._memory))
-        _require_ok(outcome.statuses, outcome.reasons)
-        self._put_keys.append(keys)
+    def _named(self, keys: tuple[OffloadKey, ...]) -> tuple[OffloadKey, ...]:
+        return keys
 
-    async def _get(self, turns: Iterator[int], slots: range) -> None:
-        keys = self._put_keys[next(turns) % len(self._put_keys)]
-        outcome = await self._tier.get(Batch(keys, slots, self._memory))
+    async def _put(self, batch: tuple[OffloadKey, ...], slots: range) -> None:
+        outcome = await self._tier.put(Batch(batch, slots, self._memory))
+        _require_ok(outcome.statuses, outcome.reasons)
+
+    async def _get(self, batch: tuple[OffloadKey, ...], slots: range) -> None:
+        outcome = await self._tier.get(Batch(batch, slots, self._memory))
         _require_ok(outcome.statuses, outcome.reasons)
 
 
-class VllmUnderTest:
+class VllmUnderTest(UnderTest[list[str]]):
     """The compiled path of vLLM's own fs tier in its own threads, given the same batches."""
 
     checksums = False
 
     def __init__(self, root: Path, memory: HeapMemory) -> None:
-        self._files = importlib.import_module("kvtier.adapters.vllm.file_path").VllmFiles(memory)
+        super().__init__(memory)
+        self._files = importlib.import_module("kvtier_bench.vllm_files").VllmFiles(memory)
         self._root = root
-        self._memory = memory
-        self.chunk_bytes = memory.chunk_bytes
-        self._serial = 0
-        self._new: list[list[str]] = []
-        self._put_paths: list[list[str]] = []
-
-    def prepare(self, batches: int) -> None:
-        """See ``UnderTest.prepare``."""
-        made = KEYS.batches(self._serial, max(0, batches - len(self._new)))
-        self._serial += BATCH_CHUNKS * len(made)
-        self._new += [self._paths(keys) for keys in made]
-
-    async def move_for(self, verb: str, seconds: float) -> int:
-        """See ``UnderTest.move_for``."""
-        if verb == "put":
-            self._put_paths.clear()
-            return await fly(seconds, self._memory.chunk_bytes, self._put)
-        return await fly(seconds, self._memory.chunk_bytes, partial(self._get, count()))
 
     async def discard_all(self) -> None:
         """See ``UnderTest.discard_all``."""
@@ -250,19 +237,15 @@ class VllmUnderTest:
         """End its threads."""
         self._files.close()
 
-    async def _put(self, slots: range) -> None:
-        if not self._new:
-            self.prepare(1)
-        paths = self._new.pop()
-        await self._files.store(paths, slots)
-        self._put_paths.append(paths)
-
-    def _paths(self, keys: Sequence[OffloadKey]) -> list[str]:
+    def _named(self, keys: tuple[OffloadKey, ...]) -> list[str]:
         names = [key.hex() for key in keys]
         return [f"{self._root}/{name[:3]}/{name[3:5]}_g0/{name}.bin" for name in names]
 
-    async def _get(self, turns: Iterator[int], slots: range) -> None:
-        await self._files.load(self._put_paths[next(turns) % len(self._put_paths)], slots)
+    async def _put(self, batch: list[str], slots: range) -> None:
+        await self._files.store(batch, slots)
+
+    async def _get(self, batch: list[str], slots: range) -> None:
+        await self._files.load(batch, slots)
 
 
 async def fly(seconds: float, chunk_bytes: int, step: Callable[[range], Awaitable[None]]) -> int:
@@ -300,7 +283,7 @@ def run(
     seconds: float = 1.0,
     rounds: int = 5,
     isolation: Isolation = "process",
-) -> list[Point | Surroundings | bench_fs_goals.Goal]:
+) -> list[Point | Machine]:
     """Measure. What is written below ``root`` is removed again.
 
     Args:
@@ -312,23 +295,20 @@ def run(
             in the same one.
 
     Returns:
-        What was measured on, a point for each path, size, verb and state of the interpreter, and goals.
+        What was measured on, and a point for each path, size, verb and state of the interpreter.
 
     Raises:
         KVTierError: the file system has no room for it, or the tier has failed.
     """
-    room.make_directory(root)
     points: list[Point] = []
-    room.require(root, bench_fs_limit.FILE_BYTES, "the file that shows the disk's rate")
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=root) as name:
-        folder = Path(name)
+    with open_folder(root) as folder:
+        require_room(root, disk.FILE_BYTES, "the file that shows the disk's rate")
         with raw_limit(folder) as limit:
             needed = _bytes_put(_measure_raw(limit, "put", _GLANCE_S).gb_s, sizes, seconds)
-            room.require(root, needed, f"chunks put for {seconds:g} s at the disk's rate")
+            require_room(root, needed, f"chunks put for {seconds:g} s at the disk's rate")
             for size in sizes:
                 points += asyncio.run(_measure_size(folder, size, seconds, rounds, limit, BUSY[isolation]))
-        where = surroundings(root)
-    return [where, *points, *bench_fs_goals.compare(points, shares_interpreter=isolation == "thread")]
+        return [Machine.here(root), *points]
 
 
 def _bytes_put(gb_s: float, sizes: Sequence[int], seconds: float) -> int:
@@ -379,23 +359,16 @@ async def _measure_size(
     return [_point(size, *key, rows) for key, rows in sorted(found.items())]
 
 
-async def _open_paths(stack: AsyncExitStack, root: Path, memory: HeapMemory) -> dict[str, UnderTest]:
-    paths: dict[str, UnderTest] = {}
-    for name in FORMATS:
-        config = FsConfig.model_validate(
-            {
-                "root_dir": root / name,
-                "format": name,
-                "max_bytes": _UNBOUNDED,
-                "min_free_bytes": 0,
-                "eviction": "none",
-            }
-        )
-        tier = FsTier(config)
-        identity = Identity.make("bench", {"chunk_bytes": memory.chunk_bytes})
-        await tier.open(TierContext("bench", identity, memory.chunk_bytes))
-        stack.push_async_callback(tier.aclose)
-        paths[name] = TierUnderTest(tier, memory)
+async def _open_paths(stack: AsyncExitStack, root: Path, memory: HeapMemory) -> dict[str, UnderTest[Any]]:
+    config = FsConfig.model_validate(
+        {"root_dir": root / KVTIER, "max_bytes": _UNBOUNDED, "min_free_bytes": 0, "eviction": "none"}
+    )
+    tier = FsTier(config)
+    await tier.open(
+        TierContext("bench", Identity.make("bench", {"chunk_bytes": memory.chunk_bytes}), memory.chunk_bytes)
+    )
+    stack.push_async_callback(tier.aclose)
+    paths: dict[str, UnderTest[Any]] = {KVTIER: TierUnderTest(tier, memory)}
     with suppress(ImportError):
         vllm = VllmUnderTest(root / VLLM, memory)
         stack.callback(vllm.close)
@@ -413,7 +386,7 @@ def _wait_until_swept(root: Path) -> None:
 
 
 async def _measure_round(
-    under_test: UnderTest, limit: RawLimit, verb: str, seconds: float, engine: type[Busy] | None
+    under_test: UnderTest[Any], limit: RawLimit, verb: str, seconds: float, engine: type[Busy] | None
 ) -> Round:
     """Measure the disk, the tier and the disk again: its rate changes within seconds."""
     if verb == "put":
@@ -433,7 +406,7 @@ def _measure_raw(limit: RawLimit, verb: str, seconds: float) -> Sample:
     return Sample(nbytes, took_s, 0.0)
 
 
-async def _measure_idle(under_test: UnderTest, verb: str, seconds: float) -> Round:
+async def _measure_idle(under_test: UnderTest[Any], verb: str, seconds: float) -> Round:
     wall, cpu, held = time.perf_counter(), time.process_time(), time.thread_time()
     nbytes = await under_test.move_for(verb, seconds)
     took, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
@@ -441,7 +414,7 @@ async def _measure_idle(under_test: UnderTest, verb: str, seconds: float) -> Rou
 
 
 async def _measure_busy(
-    under_test: UnderTest, limit: RawLimit, verb: str, seconds: float, make: type[Busy]
+    under_test: UnderTest[Any], limit: RawLimit, verb: str, seconds: float, make: type[Busy]
 ) -> Round:
     engine = make()
     await asyncio.to_thread(engine.__enter__)
@@ -498,50 +471,8 @@ def _point(size: int, path: str, verb: str, busy: bool, rows: Sequence[Round]) -
     )
 
 
-def surroundings(root: Path) -> Surroundings:
-    """Return what is measured on."""
-    return Surroundings(
-        file_system=_file_system(root),
-        kernel=platform.release(),
-        cores=os.cpu_count() or 0,
-        python=platform.python_version(),
-        helper="native" if native.available else "fallback",
-    )
-
-
-def _file_system(root: Path) -> str:
-    """Return the type of the file system that ``root`` is on: that of the longest mount point above."""
-    best, kind = "", "unknown"
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, point, found, *_ = line.split(" ")
-        if root.absolute().is_relative_to(point) and len(point) >= len(best):
-            best, kind = point, found
-    return kind
-
-
 def _require_ok(statuses: Sequence[Status], reasons: Iterable[str]) -> None:
     if any(statuses):
         why = ", ".join(sorted(reasons))
-        remedy = room.REMEDY if _NO_ROOM.intersection(reasons) else "see the log"
+        remedy = machine.REMEDY if _NO_ROOM.intersection(reasons) else "see the log"
         raise KVTierError(f"the tier under test did not do its work ({why}): {remedy}")
-
-
-def main(
-    root: Annotated[Path, typer.Argument(help="Directory on the file system to be measured.")],
-    sizes: Annotated[list[int] | None, typer.Option("--size", help="Bytes of a chunk; repeatable.")] = None,
-    seconds: Annotated[float, typer.Option(help="Length of each measured stretch.")] = 1.0,
-    rounds: Annotated[int, typer.Option(help="How often each stretch is repeated.")] = 5,
-    isolation: Annotated[
-        Isolation, typer.Option(help="Where the tier is, seen from the engine.")
-    ] = "process",
-    json_path: Annotated[Path | None, typer.Option("--json", help="File for the figures.")] = None,
-) -> None:
-    """Measure the file tier against the disk below it."""
-    result = run(root, sizes or SIZES, seconds, rounds, isolation)
-    figures.show(result, Console())
-    if json_path is not None:
-        figures.write(result, json_path)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -1,44 +1,16 @@
-"""The requests of the convoy, and what is made of its samples."""
+"""What is made of the convoy's samples."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvtier.cli.bench_convoy import (
-    DISTINCT,
-    FAMILIES,
-    FS,
-    NATIVE_FS,
-    SHARED,
-    Plan,
-    Sample,
-    convoy,
-    counts_of,
-    traffic,
-)
-
-PLAN = Plan("tiny", 2, requests=20, prefix_tokens=256, output_tokens=4, native=False)
+from kvtier_bench.convoy import DISTINCT, SHARED, Sample, convoy, counts_of, traffic
+from kvtier_bench.engines import FS, NATIVE_FS
 
 
 def sample(wall_s: float, answers: list[list[int]], **counts: float) -> Sample:
     named = {name.replace("_because_", " "): count for name, count in counts.items()}
     return Sample(wall_s, wall_s / 8, [wall_s / 4, wall_s / 2], answers, named)
-
-
-def test_the_primary_tier_holds_a_tenth_and_the_engine_less() -> None:
-    assert PLAN.slots == 20 * 8 // 10
-    assert PLAN.device_blocks < PLAN.slots
-
-
-def test_distinct_prefixes_have_nothing_in_common_and_are_the_same_in_each_round() -> None:
-    assert PLAN.chunks_in_files(DISTINCT) == 20 * 8
-    one, two = PLAN.requests_of(DISTINCT, 0), PLAN.requests_of(DISTINCT, 1)
-    assert [prompt[:256] for prompt in one] == [prompt[:256] for prompt in two] == PLAN.prefixes(DISTINCT)
-    assert all(mine[256:] != its[256:] for mine, its in zip(one, two, strict=True))
-
-
-def test_shared_prefixes_are_shared_by_families() -> None:
-    assert PLAN.chunks_in_files(SHARED) == FAMILIES * 6 + 20 * 2
 
 
 def test_throughput_is_taken_against_the_primary_tier_alone_in_the_same_round() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import vllm
 from vllm.v1.kv_offload.base import (
     LookupResult,
     OffloadingManager,
@@ -34,11 +33,6 @@ from kvtier.adapters.vllm.manager import KVTierManager
 from kvtier.core.tiering import Tiering
 
 _NOTHING = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
-
-
-def version() -> str:
-    """Return vLLM's version."""
-    return str(vllm.__version__)
 
 
 def open_kvtier(core: Tiering, executor: Any) -> ManagerDriver:
@@ -68,7 +62,7 @@ def open_vllm(policy: str, tier: str, slots: int, chunk_bytes: int, folder: Path
 
 
 class ManagerDriver:
-    """Calls a manager as vLLM's scheduler does. See ``kvtier.cli.bench_core.Driver``."""
+    """Calls a manager as vLLM's scheduler does. See ``kvtier_bench.core.Driver``."""
 
     hit: object = LookupResult.HIT
     miss: object = LookupResult.MISS

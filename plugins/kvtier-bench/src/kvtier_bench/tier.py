@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 import secrets
 import statistics
 import time
@@ -25,8 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from kvtier import native, plugins
-from kvtier.cli.busy import BusyThread
+from kvtier import plugins
 from kvtier.errors import ConfigError, KVTierError, TierError
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
@@ -36,7 +34,9 @@ from kvtier.tiers import registry
 from kvtier.tiers.base import Batch, Outcome, SecondaryTier, Status, TierConfig, TierContext
 from kvtier.tiers.faults import words_of
 from kvtier.tiers.seal import Verdict, check, seal
-from kvtier_testing.bare import BareClient
+from kvtier_bench.bare import BareClient
+from kvtier_bench.busy import BusyThread
+from kvtier_bench.disk import fill
 
 BENCHMARKS: Final = Group("kvtier.benchmarks", "bare client", KVTierError)
 SIZES: Final = (65536, 524288, 2097152)
@@ -266,7 +266,7 @@ class Bench:
 @asynccontextmanager
 async def _opened(settings: TierConfig, size: int, stretch_bytes: int) -> AsyncIterator[Bench]:
     memory = HeapMemory(BATCH_CHUNKS * BATCHES_IN_FLIGHT, size)
-    await asyncio.to_thread(_fill, memory)
+    await asyncio.to_thread(fill, memory)
     identity = Identity.make("bench", {"chunk_bytes": size, "run": secrets.token_hex(8)})
     tier = plugins.make(plugins.TIERS, settings.type, registry.load(settings.type), settings)
     bare = _bare_client(settings, size)
@@ -437,14 +437,6 @@ def _percentile_ms(times: Sequence[float], percent: int) -> float:
 def _median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
-
-
-def _fill(memory: HeapMemory) -> None:
-    """Give the slots memory of their own, and bytes that do not compress."""
-    native.populate(memory.address, memory.slots * memory.chunk_bytes)
-    noise = os.urandom(memory.chunk_bytes)
-    for slot in range(memory.slots):
-        memory.view(slot)[:] = noise
 
 
 def _require_ok(verb: str, outcome: Outcome) -> None:

@@ -1,11 +1,6 @@
-"""Engines for benchmarks: forked from one process that has imported vLLM, each asked over a socket.
+"""The process of one engine of a benchmark: reads orders from a socket, its standard input, and answers.
 
-Importing vLLM takes ten seconds and more, starting an engine two or three. Forked engines share the
-import and nothing else. The first process starts no engine itself, so nothing of one is inherited.
-
-Run as ``python -m kvtier.adapters.vllm.engines`` by ``kvtier.cli.engines``; standard input is a socket.
-A request comes with two file descriptors, the engine's own socket and its log; the answer is its process
-id. On an engine's socket orders and answers are JSON, one a line.
+Orders and answers are JSON, one a line. Run by ``kvtier_bench.engines``.
 """
 
 from __future__ import annotations
@@ -16,7 +11,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -29,19 +23,7 @@ from typing import Any
 Order = Mapping[str, Any]
 Answer = dict[str, Any]
 
-_HEAVY = (
-    "torch",
-    "transformers",
-    "vllm",
-    "vllm.entrypoints.llm",
-    "vllm.v1.engine.llm_engine",
-    "vllm.v1.engine.core",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
-    "vllm.model_executor.models.llama",
-    "kvtier.adapters.vllm.native",
-    "kvtier.adapters.vllm.spec",
-)
+_HEAVY = ("torch", "transformers", "vllm", "vllm.entrypoints.llm", "kvtier.adapters.vllm.spec")
 _MANAGER_CALLS = (
     "on_new_request",
     "on_request_finished",
@@ -63,58 +45,16 @@ _USAGE = "vllm:kv_offload_cpu_cache_usage_perc"
 _STEP = [2, 3]  # a prompt that fills no block: nothing of it is stored
 _SETTLE_S = 60.0
 _PR_SET_PDEATHSIG = 1
-_MAX_REQUEST_BYTES = 1 << 16
 
 
 def main() -> None:
-    """Fork an engine's process for each request until the other end hangs up."""
-    _die_with_parent()
-    for module in _HEAVY:
-        importlib.import_module(module)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
-    requests = socket.socket(fileno=os.dup(0))
-    requests.sendall(b"ready\n")
-    while True:
-        request, fds, _, _ = socket.recv_fds(requests, _MAX_REQUEST_BYTES, 2)
-        if not request:
-            return
-        pid = os.fork()
-        if pid == 0:
-            requests.close()
-            _become_engine(*fds)
-        for fd in fds:
-            os.close(fd)
-        requests.sendall(f"{pid}\n".encode())
-
-
-def _become_engine(channel_fd: int, log_fd: int) -> None:
-    status = 1
-    try:
-        os.setsid()
-        _die_with_parent()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        with open(os.devnull) as nothing:
-            os.dup2(nothing.fileno(), 0)
-        os.dup2(log_fd, 1)
-        os.dup2(log_fd, 2)
-        _serve(socket.socket(fileno=channel_fd))
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)  # the exit handlers are those of the parent's imports
-
-
-def _die_with_parent() -> None:
-    """Have this process killed when the one that started it ends, however it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _serve(channel: socket.socket) -> None:
+    """Carry out orders until the other end hangs up."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # none outlives the benchmark
+    channel = socket.socket(fileno=os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)  # else what the engine starts would keep the socket open
     engine = Engine()
-    with channel.makefile("rw", encoding="utf-8") as lines:
+    with channel, channel.makefile("rw", encoding="utf-8") as lines:
         for line in lines:
             order = json.loads(line)
             carry_out: Callable[[Order], Answer] = getattr(engine, order["do"])
@@ -143,6 +83,12 @@ class Engine:
         torch.manual_seed(20261121)
         model = LlamaForCausalLM(LlamaConfig(**order["fields"]))
         model.to(getattr(torch, order["dtype"])).save_pretrained(Path(order["directory"]))
+        return {}
+
+    def load(self, order: Order) -> Answer:  # noqa: ARG002
+        """Import what an engine needs."""
+        for module in _HEAVY:
+            importlib.import_module(module)
         return {}
 
     def start(self, order: Order) -> Answer:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 from rich.console import Console
 
-from kvtier.cli import figures
+from kvtier_bench import figures
 
 
 @dataclass(frozen=True)

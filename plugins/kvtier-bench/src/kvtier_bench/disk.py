@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Final
 
 from kvtier import native
-from kvtier.cli import room
 from kvtier.errors import KVTierError
 from kvtier.memory.heap import HeapMemory
+from kvtier_bench import machine
 
 BLOCK_BYTES: Final = 4 * 2**20
 THREADS: Final = 8
@@ -64,7 +64,7 @@ def raw_limit(root: Path, file_bytes: int | None = None) -> Iterator[RawLimit]:
         if not ours.poll(READY_S):
             raise TimeoutError(f"{path} was not written within {READY_S:g} s")
         if error := ours.recv():
-            raise KVTierError(f"{path} could not be written ({error}): {room.REMEDY}")
+            raise KVTierError(f"{path} could not be written ({error}): {machine.REMEDY}")
         yield RawLimit(ours)
     finally:
         ours.close()  # which ends it
