@@ -12,9 +12,13 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; nox -s integration installs it"
-)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None,
+        reason="vLLM is not installed; nox -s integration installs it",
+    ),
+]
 
 Report = Mapping[str, Sequence[Mapping[str, Any]]]
 
