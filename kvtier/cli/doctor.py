@@ -270,7 +270,7 @@ class Examination:
 
 
 def _described(error: BaseException, limit_s: float, settings: TierConfig) -> tuple[str, str]:
-    """Say what went wrong, and what to do about it."""
+    """Return what went wrong, and what to do about it."""
     if isinstance(error, _Ill):
         return str(error), error.remedy
     if isinstance(error, TimeoutError):
