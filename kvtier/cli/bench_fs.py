@@ -1,6 +1,6 @@
 """Benchmark of the file tier: put and get through its public face, beside what the disk can do.
 
-Each round measures the raw limit, both formats of the tier and, where vLLM is installed, the compiled
+Each round measures the raw limit, the tier and, where vLLM is installed, the compiled
 path of its own fs tier, one after the other, so that a noisy machine changes all of them alike: trust
 the ratios. The limit is a large file on the same file system, written before, read and overwritten with
 direct I/O by several threads of another process from memory that is there already.
@@ -60,7 +60,7 @@ _NO_ROOM: Final = frozenset({"max_bytes", "min_free", "enospc", "edquot"})
 Isolation = Literal["process", "thread"]
 BUSY: Final[Mapping[Isolation, type[Busy]]] = {"process": BusyProcess, "thread": BusyThread}
 SIZES: Final = (16384, 65536, 524288, 2097152)
-FORMATS: Final = ("files", "segments")
+FILES: Final = "files"
 VLLM: Final = "vllm"
 
 
@@ -69,7 +69,7 @@ class Point:
     """The file tier beside its disk. GB are 10**9 bytes; figures are medians over the rounds.
 
     Attributes:
-        path: a format of the tier, or ``"vllm"``: the compiled path of vLLM's own.
+        path: ``"files"``: the tier, or ``"vllm"``: the compiled path of vLLM's own.
         chunk_bytes: bytes of a chunk.
         verb: ``"put"`` or ``"get"``.
         busy: whether an engine computed in pure Python meanwhile.
@@ -198,7 +198,7 @@ class TierUnderTest:
         return await fly(seconds, self._memory.chunk_bytes, partial(self._get, count()))
 
     async def discard_all(self) -> None:
-        """See ``UnderTest.discard_all``: everything, so that segments go as well."""
+        """See ``UnderTest.discard_all``."""
         await self._tier.reset()
 
     async def _put(self, slots: range) -> None:
@@ -381,21 +381,12 @@ async def _measure_size(
 
 async def _open_paths(stack: AsyncExitStack, root: Path, memory: HeapMemory) -> dict[str, UnderTest]:
     paths: dict[str, UnderTest] = {}
-    for name in FORMATS:
-        config = FsConfig.model_validate(
-            {
-                "root_dir": root / name,
-                "format": name,
-                "max_bytes": _UNBOUNDED,
-                "min_free_bytes": 0,
-                "eviction": "none",
-            }
-        )
-        tier = FsTier(config)
-        identity = Identity.make("bench", {"chunk_bytes": memory.chunk_bytes})
-        await tier.open(TierContext("bench", identity, memory.chunk_bytes))
-        stack.push_async_callback(tier.aclose)
-        paths[name] = TierUnderTest(tier, memory)
+    config = FsConfig(root_dir=root / FILES, max_bytes=_UNBOUNDED, min_free_bytes=0, eviction="none")
+    tier = FsTier(config)
+    identity = Identity.make("bench", {"chunk_bytes": memory.chunk_bytes})
+    await tier.open(TierContext("bench", identity, memory.chunk_bytes))
+    stack.push_async_callback(tier.aclose)
+    paths[FILES] = TierUnderTest(tier, memory)
     with suppress(ImportError):
         vllm = VllmUnderTest(root / VLLM, memory)
         stack.callback(vllm.close)

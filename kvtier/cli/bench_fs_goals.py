@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvtier.tiers.fs.formats import SMALL_BYTES
-
 if TYPE_CHECKING:
     from kvtier.cli.bench_fs import Point
 
@@ -52,7 +50,7 @@ def compare(points: Sequence[Point], *, shares_interpreter: bool) -> list[Goal]:
 def _of_size(
     by_key: dict[tuple[str, int, str, bool], Point], size: int, verb: str, shares_interpreter: bool
 ) -> Iterator[Goal]:
-    path = "segments" if size < SMALL_BYTES else "files"
+    path = "files"
     idle, busy = by_key[path, size, verb, False], by_key[path, size, verb, True]
     vllm = by_key.get(("vllm", size, verb, False))
     name = f"{verb} {size // 1024} KiB ({path})"

@@ -16,7 +16,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Literal
 
 import anyio
 
@@ -30,13 +29,11 @@ from kvtier.tiers.base import Batch, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier.tiers.fs.layout import BLOCK_BYTES
 
-Format = Literal["files", "segments"]
-FORMATS: tuple[Format, ...] = ("files", "segments")
 CHUNKS = 100_000
 ROUNDS = 3
 CHUNK_BYTES = BLOCK_BYTES
 _LEAST_BYTES = 2 * BLOCK_BYTES
-"""What one chunk takes on every file system: its file with the trailer, or its record."""
+"""What one chunk takes on every file system: its file with the trailer."""
 
 LOOKED_UP = 64
 _AT_ONCE = 512
@@ -50,7 +47,6 @@ class RootStart:
     """Seconds from opening a file tier on a root with many chunks, medians.
 
     Attributes:
-        format: how the chunks lie on disk.
         chunks: how many there are.
         open_s: until the tier is open.
         answered_s: until 64 chunks that are there and 64 that are not were looked up.
@@ -59,7 +55,6 @@ class RootStart:
         lookup_ms: meanwhile, for 64 chunks that are not there.
     """
 
-    format: Format
     chunks: int
     open_s: float
     answered_s: float
@@ -77,7 +72,7 @@ class _Times:
 
 
 def run(root: Path | None, *, chunks: int = CHUNKS, rounds: int = ROUNDS) -> list[RootStart]:
-    """Measure both formats.
+    """Measure it.
 
     Args:
         root: where a directory is made that is removed again; None for a temporary one.
@@ -87,20 +82,17 @@ def run(root: Path | None, *, chunks: int = CHUNKS, rounds: int = ROUNDS) -> lis
     Raises:
         KVTierError: there is no room for them.
     """
-    return [_measure(root, format_, chunks, rounds) for format_ in FORMATS]
+    return [_measure(root, chunks, rounds)]
 
 
-def _measure(root: Path | None, format_: Format, chunks: int, rounds: int) -> RootStart:
+def _measure(root: Path | None, chunks: int, rounds: int) -> RootStart:
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=root) as folder:
         room.require(Path(folder).parent, chunks * _LEAST_BYTES, f"{chunks:,} chunks")
         root_dir = Path(folder) / "root"
-        config = FsConfig(
-            root_dir=root_dir, format=format_, eviction="none", max_bytes=2**62, min_free_bytes=0
-        )
+        config = FsConfig(root_dir=root_dir, eviction="none", max_bytes=2**62, min_free_bytes=0)
         anyio.run(_fill, config, chunks)
         times = [anyio.run(_start, config, chunks) for _ in range(rounds)]
     return RootStart(
-        format_,
         chunks,
         median(one.open_s for one in times),
         median(one.answered_s for one in times),

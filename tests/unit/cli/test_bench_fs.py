@@ -36,7 +36,7 @@ def all_points(**seen):
     """Points of both verbs, idle and busy; ``seen`` is of the tier's busy put."""
     return [
         point(path, verb, busy, **(seen if (path, verb, busy) == ("files", "put", True) else {}))
-        for path in ("files", "segments", "vllm")
+        for path in ("files", "vllm")
         for verb in ("put", "get")
         for busy in (False, True)
     ]
@@ -78,7 +78,7 @@ def test_every_path_is_measured_and_nothing_is_left(tmp_path, monkeypatch, isola
     result = bench_fs.run(tmp_path, sizes=(4096,), seconds=0.05, rounds=1, isolation=isolation)
     points = [found for found in result if isinstance(found, Point)]
     assert {(found.path, found.verb, found.busy) for found in points} == {
-        (path, verb, busy) for path in bench_fs.FORMATS for verb in ("put", "get") for busy in (False, True)
+        (bench_fs.FILES, verb, busy) for verb in ("put", "get") for busy in (False, True)
     }
     assert all(found.tier_gb_s > 0 and found.cpu_us_chunk > 0 for found in points)
     assert all((found.raw_busy is not None) == found.busy for found in points)
