@@ -13,15 +13,17 @@ from typing import Final
 
 from kvtier.cli.report import Bytes, progress, say
 from kvtier.errors import TierError
-from kvtier.tiers.fs import ages, formats, ledger
-from kvtier.tiers.fs.accounts import UNKNOWN, Mark
-from kvtier.tiers.fs.ages import Cutoffs, Histogram
-from kvtier.tiers.fs.call import StopFlag
-from kvtier.tiers.fs.evict import Evicted, Evictor
+from kvtier.tiers.fs.files import make_files
+from kvtier.tiers.fs.files.call import StopFlag
 from kvtier.tiers.fs.layout import DIRECTORY_MODE
-from kvtier.tiers.fs.root import ChunkFile, Namespace, Root, SegmentFile, Stray, Tick
-from kvtier.tiers.fs.space import look_at
-from kvtier.tiers.fs.sweep import Sweeper
+from kvtier.tiers.fs.maintenance import ages
+from kvtier.tiers.fs.maintenance.ages import Cutoffs, Histogram
+from kvtier.tiers.fs.maintenance.evict import Evicted, Evictor
+from kvtier.tiers.fs.maintenance.sweep import Sweeper
+from kvtier.tiers.fs.quota import ledger
+from kvtier.tiers.fs.quota.accounts import UNKNOWN, Mark
+from kvtier.tiers.fs.quota.quota import look_at
+from kvtier.tiers.fs.root import ChunkFile, Namespace, Root, Stray, Tick
 
 _PATIENCE_S: Final = 10.0
 
@@ -37,7 +39,7 @@ class Collected:
         bytes_after: what it takes now, or would take.
         max_bytes: what it was to take at most; None where that was not asked for.
         leftover_bytes: of dead writers, old epochs, chunks without an owner, and the quarantine.
-        expired_files: files of chunks, or segments of many, that were not used for as long as was asked.
+        expired_files: chunks that were not used for as long as was asked.
         expired_bytes: their bytes.
         evicted_files: files that had to make room, those not used for longest first.
         evicted_bytes: their bytes.
@@ -111,7 +113,7 @@ def show(collected: Collected) -> None:
 def remove_leftovers(root: Root, namespace: Namespace) -> int:
     """Remove what dead writers and old epochs left in one namespace. Returns the bytes removed, about."""
     with Root.at(root.fd, (namespace.name,)) as narrow:
-        return Sweeper(narrow, formats.files(), StopFlag()).sweep()
+        return Sweeper(narrow, make_files(), StopFlag()).sweep()
 
 
 def mark_ledger(root: Root) -> Mark:
@@ -127,12 +129,12 @@ def correct_ledger(root: Root, removed_bytes: int, since: Mark) -> None:
     with suppress(OSError):  # they learn it when they count the root again
         if ledger.read(root.fd) is None:
             return
-        books = ledger.Ledger(root.fd, partial(look_at, root.fd))
+        shared = ledger.SharedLedger(root.fd, partial(look_at, root.fd))
         try:
-            with books.change() as accounts:
+            with shared.change() as accounts:
                 accounts.remove(removed_bytes, since)
         finally:
-            books.close()
+            shared.close()
 
 
 class _Collector:
@@ -143,10 +145,10 @@ class _Collector:
     def __init__(self, root: Root, only: Container[str] | None, tick: Tick) -> None:
         self._root = root
         self._tick = tick
-        self._store = formats.files()
+        self._files = make_files()
         self._stop = StopFlag()
         self._evictor = Evictor(
-            root.fd, self._store, self._stop, lambda _, units: tick(len(units)), only=only
+            root.fd, self._files, self._stop, lambda _, units: tick(len(units)), only=only
         )
         self._is_narrow = only is not None
 
@@ -159,7 +161,7 @@ class _Collector:
             need = before - leftover - expired.bytes - wish.max_bytes
             evicted = self._make_room(need) if need > 0 else _NOTHING
         leftover += expired.leftover_bytes + evicted.leftover_bytes
-        removed = leftover + expired.unit_bytes + evicted.unit_bytes
+        removed = leftover + expired.chunk_bytes + evicted.chunk_bytes
         if not self.dry_run:
             correct_ledger(self._root, removed, since)
         return Collected(
@@ -169,10 +171,10 @@ class _Collector:
             bytes_after=before - removed if self.dry_run else self._taken(),
             max_bytes=wish.max_bytes,
             leftover_bytes=leftover,
-            expired_files=expired.units,
-            expired_bytes=expired.unit_bytes,
-            evicted_files=evicted.units,
-            evicted_bytes=evicted.unit_bytes,
+            expired_files=expired.chunks,
+            expired_bytes=expired.chunk_bytes,
+            evicted_files=evicted.chunks,
+            evicted_bytes=evicted.chunk_bytes,
         )
 
     def _taken(self) -> int:
@@ -187,12 +189,12 @@ class _Collector:
 
     def _tree_bytes(self, name: str) -> int:
         try:
-            return self._store.tree_bytes(self._root.fd, name, self._stop)
+            return self._files.tree_bytes(self._root.fd, name, self._stop)
         except OSError:
             return 0
 
     def _sweep(self) -> int:
-        sweeper = Sweeper(self._root, self._store, self._stop)
+        sweeper = Sweeper(self._root, self._files, self._stop)
         return sweeper.sweep() + sweeper.sweep_orphans(lambda _: False)
 
     def _expire(self, older_than_s: float) -> Evicted:
@@ -235,27 +237,27 @@ class _Rehearsal(_Collector):
     def _make_room(self, need_bytes: int) -> Evicted:
         quarantined = sum(self._tree_bytes(f"{one.name}/quarantine") for one in self._root.namespaces())
         histogram = Histogram()
-        for chunk in self._files():
+        for chunk in self._chunks():
             if not _is_older(chunk, self._expired):
                 histogram.add(_age_us(chunk), _is_reused(chunk), chunk.disk_bytes)
         wanted = max(0, need_bytes - quarantined)
         cutoffs = ages.plan(histogram, 1.0, wanted) if wanted else ages.NOTHING
         counted = self._count(cutoffs, self._expired)
-        return Evicted(True, min(quarantined, need_bytes), counted.units, counted.unit_bytes)
+        return Evicted(True, min(quarantined, need_bytes), counted.chunks, counted.chunk_bytes)
 
     _expired: Cutoffs = ages.NOTHING
 
     def _count(self, cutoffs: Cutoffs, without: Cutoffs = ages.NOTHING) -> Evicted:
         files = taken = 0
-        for chunk in self._files():
+        for chunk in self._chunks():
             if _is_older(chunk, cutoffs) and not _is_older(chunk, without):
                 files, taken = files + 1, taken + chunk.disk_bytes
         return Evicted(True, 0, files, taken)
 
-    def _files(self) -> Iterator[ChunkFile | SegmentFile]:
+    def _chunks(self) -> Iterator[ChunkFile]:
         for one in self._root.namespaces():
             for place in one.data_dirs if one.is_kvtiers else ():
-                if place.rank == 0 and not one.is_old(place):
+                if not one.is_old(place):
                     for found in self._root.chunks(place.name, self._tick):
                         if not isinstance(found, Stray):
                             yield found
@@ -273,19 +275,18 @@ def _useless(one: Namespace) -> Iterator[str]:
         if lives is False:
             yield f"{one.name}/.tmp/{writer}"
     users = one.users()
-    first = 0 if one.manifest.layout == "kvtier" else 1  # as in the sweep
     for found in one.data_dirs:
-        if one.is_old(found) and found.epoch >= first and not users.get(found.epoch, False):
+        if one.is_old(found) and not users.get(found.epoch, False):
             yield found.name
 
 
-def _age_us(chunk: ChunkFile | SegmentFile) -> int:
+def _age_us(chunk: ChunkFile) -> int:
     return int((time.time() - chunk.used) * 1e6)
 
 
-def _is_reused(chunk: ChunkFile | SegmentFile) -> bool:
+def _is_reused(chunk: ChunkFile) -> bool:
     return chunk.used > chunk.written
 
 
-def _is_older(chunk: ChunkFile | SegmentFile, cutoffs: Cutoffs) -> bool:
+def _is_older(chunk: ChunkFile, cutoffs: Cutoffs) -> bool:
     return _age_us(chunk) >= (cutoffs.reused_us if _is_reused(chunk) else cutoffs.once_us)

@@ -10,10 +10,10 @@ from typing import Annotated, Final
 
 import typer
 
-from kvtier.cli import archive, gc, ls, stat, verify
+from kvtier.cli import gc, ls, stat, verify
 from kvtier.cli.report import OK, PROBLEMS, as_json
 from kvtier.errors import TierError
-from kvtier.tiers.fs import ledger
+from kvtier.tiers.fs.quota import ledger
 from kvtier.tiers.fs.root import Root
 
 RootArgument = Annotated[Path, typer.Argument(metavar="ROOT", help="The root_dir of a file tier.")]
@@ -31,14 +31,14 @@ _SPANS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 def add_to(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    for command in (_ls, _stat, _verify, _gc, _du, _export, _import):
+    for command in (_ls, _stat, _verify, _gc, _du):
         app.command(name=command.__name__.removeprefix("_"))(command)
 
 
 def _ls(root: RootArgument, json: JsonFlag = False) -> None:
     """List the caches of a root: models, epochs, chunks, bytes, who uses them.
 
-    Exit status 1 where a cache has a manifest that does not belong to it, segments are damaged, or
+    Exit status 1 where a cache has a manifest that does not belong to it, its epoch is not readable, or
     directories cannot be read.
     """
     found = ls.listing(root)
@@ -127,49 +127,6 @@ def _du(root: RootArgument, json: JsonFlag = False) -> None:
     taken = ls.usage(root)
     as_json(taken) if json else ls.show_usage(taken)
     _end(not taken.unreadable)
-
-
-def _export(
-    root: RootArgument,
-    namespace: Annotated[str, typer.Argument(metavar="NAMESPACE", help="A name that `kvtier ls` has.")],
-    file: Annotated[Path, typer.Argument(metavar="ARCHIVE", help="A new file, or - for standard output.")],
-    json: JsonFlag = False,
-) -> None:
-    """Write the chunks of a cache, each one proven, into one archive (tar).
-
-    Exit status 1 where chunks were left out because they are ill or cannot be read.
-    """
-    if json and file == archive.STANDARD:
-        raise typer.BadParameter("--json and an archive cannot both be on standard output")
-    done = archive.export(root, namespace, file)
-    as_json(done) if json else archive.show_export(done)
-    _end(not done.ill and not done.unreadable)
-
-
-def _import(
-    file: Annotated[Path, typer.Argument(metavar="ARCHIVE", help="What export has written, or -.")],
-    root: RootArgument,
-    max_bytes: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Bytes that all below ROOT may take. Default: as for the tier."),
-    ] = None,
-    min_free_bytes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="Bytes of the file system that stay free. Default: as for the tier."
-        ),
-    ] = None,
-    json: JsonFlag = False,
-) -> None:
-    """Put the chunks of an archive below a root, each one proven; what is there is left as it is.
-
-    Exit status 1 where the archive breaks off, chunks of it are ill, or not all were taken.
-    """
-    bounds = {"max_bytes": max_bytes, "min_free_bytes": min_free_bytes}
-    given = {name: _size(size) for name, size in bounds.items() if size is not None}
-    done = archive.import_(file, root, **given)
-    as_json(done) if json else archive.show_import(done)
-    _end(done.is_well)
 
 
 def _end(is_well: bool) -> None:

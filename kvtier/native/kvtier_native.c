@@ -4,7 +4,7 @@
  * each time costs up to a switch interval (5 ms). So a call does the work of a whole job: checksums,
  * file I/O and renames, copies. It is loaded with ctypes, which releases the lock, and it needs
  * nothing but libc. Where it is missing, Python does the same work (kvtier/native/__init__.py and
- * kvtier/tiers/fs/python_files.py); the two must agree in every result.
+ * kvtier/tiers/fs/files/python.py); the two must agree in every result.
  */
 #include "kvtier_native.h"
 
@@ -37,7 +37,7 @@
 
 /* Raised with every change of a signature or a structure: a library left over from another version
  * of the source is then not used. */
-#define KVT_ABI 7
+#define KVT_ABI 8
 
 uint32_t kvt_abi(void) { return KVT_ABI; }
 
@@ -320,13 +320,7 @@ int kvt_sync_parents(int root_fd, char *path, int made)
     return error;
 }
 
-/* A bare file is the chunk's bytes and nothing else: no trailer, and nothing that could be proven. */
-static bool is_bare(const struct call *call) { return (call->flags & FLAG_BARE) != 0; }
-
-static size_t file_bytes(const struct call *call)
-{
-    return call->chunk_bytes + (is_bare(call) ? 0 : BLOCK_BYTES);
-}
+static size_t file_bytes(const struct call *call) { return call->chunk_bytes + BLOCK_BYTES; }
 
 /* Move the slot and the trailer's block between memory and the file. Returns the bytes moved before
  * the end of the file, or -errno. */
@@ -339,8 +333,7 @@ static int64_t transfer(const struct call *call, int fd, char *slot, uint8_t *bl
         if (done < chunk_bytes)
             parts[count++] = (struct iovec){slot + done, chunk_bytes - done};
         size_t in_block = done > chunk_bytes ? done - chunk_bytes : 0;
-        if (total > chunk_bytes)
-            parts[count++] = (struct iovec){block + in_block, BLOCK_BYTES - in_block};
+        parts[count++] = (struct iovec){block + in_block, BLOCK_BYTES - in_block};
         ssize_t moved = writing ? pwritev(fd, parts, count, (off_t)done) : preadv(fd, parts, count, (off_t)done);
         if (moved < 0 && errno == EINTR)
             continue;
@@ -423,9 +416,8 @@ static int put_chunk(const struct call *call, size_t i, uint8_t *block, int64_t 
     int length = snprintf(tmp, sizeof tmp, "%s/%llx", call->tmp_dir, (unsigned long long)(call->serial + i));
     if (length < 0 || (size_t)length >= sizeof tmp)
         return -ENAMETOOLONG;
-    if (!is_bare(call))
-        kvt_seal(block, chunk.key, chunk.key_bytes, kvt_crc32c(0, chunk.slot, call->chunk_bytes),
-                 call->chunk_bytes, call->digest);
+    kvt_seal(block, chunk.key, chunk.key_bytes, kvt_crc32c(0, chunk.slot, call->chunk_bytes), call->chunk_bytes,
+             call->digest);
     result = write_temporary(call, &chunk, tmp, block);
     if (result)
         return result;
@@ -460,15 +452,6 @@ static int check(const struct call *call, const struct chunk *chunk, const uint8
     return checksum == get_number(trailer + SEAL_CHECKSUM, 4) ? RESULT_OK : RESULT_CHECKSUM;
 }
 
-/* Of bytes without a trailer the length alone can be checked: a longer file is another chunk's. */
-static int check_length(const struct call *call, int fd)
-{
-    struct stat found;
-    if (fstat(fd, &found))
-        return -errno;
-    return (uint64_t)found.st_size == call->chunk_bytes ? RESULT_OK : RESULT_TORN;
-}
-
 static int get_chunk(const struct call *call, size_t i, uint8_t *block)
 {
     struct chunk chunk;
@@ -484,7 +467,7 @@ static int get_chunk(const struct call *call, size_t i, uint8_t *block)
     else if ((uint64_t)moved < file_bytes(call))
         result = RESULT_TORN;
     else
-        result = is_bare(call) ? check_length(call, fd) : check(call, &chunk, block);
+        result = check(call, &chunk, block);
     struct stat found;
     if (result > 0 && fstat(fd, &found) == 0)
         call->inodes[i] = found.st_ino;

@@ -1,4 +1,4 @@
-"""What the file tier does in the background: count, sweep, make room, set times, list what is there.
+"""What the file tier does in the background: count, sweep, evict, set times, list what is there.
 
 Two threads do it. What may take minutes on a cold disk (counting, listing, sweeping) has one of its
 own, so that room is made meanwhile. Nothing of it can fail a put or a get: it is written to the log and
@@ -20,18 +20,18 @@ from typing import Final
 
 from kvtier.keys import OffloadKey
 from kvtier.telemetry.lines import Seldom
-from kvtier.tiers.fs import ledger
-from kvtier.tiers.fs.call import FileCall, Place, StopFlag
 from kvtier.tiers.fs.config import FsConfig
-from kvtier.tiers.fs.evict import Evictor, Freed
-from kvtier.tiers.fs.index import Index, make_index
-from kvtier.tiers.fs.lanes import Lane, tell
+from kvtier.tiers.fs.files.base import PARTS, ChunkFiles, key_of
+from kvtier.tiers.fs.files.call import FileCall, Place, StopFlag
+from kvtier.tiers.fs.files.index import Index, make_index
+from kvtier.tiers.fs.files.workers import Workers, post
+from kvtier.tiers.fs.maintenance.evict import Evictor, Freed
+from kvtier.tiers.fs.maintenance.recency import Recency
+from kvtier.tiers.fs.maintenance.sweep import Sweeper
 from kvtier.tiers.fs.namespace import Epoch, Namespace
-from kvtier.tiers.fs.recency import Recency
+from kvtier.tiers.fs.quota import ledger
+from kvtier.tiers.fs.quota.quota import Quota
 from kvtier.tiers.fs.root import Root
-from kvtier.tiers.fs.space import Space
-from kvtier.tiers.fs.store import PARTS, Store
-from kvtier.tiers.fs.sweep import Sweeper
 
 TICK_S: Final = 2.0
 """Between two looks at the ledger, which return a lease that is not used and see what others need."""
@@ -66,21 +66,21 @@ class _Watched:
     listed: int = -1
 
 
-class Upkeep:
+class Maintenance:
     """The background work of one open tier.
 
     Args:
         config: the tier's settings.
         namespace: its place.
-        space: its bounds.
-        store: what works on chunks.
+        quota: its bounds.
+        files: what works on chunks.
         closing: set when the tier closes.
         removed: is told the keys that have left.
         lost: is told where another directory is at the root's path, such as that of a new mount.
         epoch: the one to look after until ``follow`` names another.
 
     Attributes:
-        evicted_units: units that this process has evicted.
+        evicted_chunks: chunks that this process has evicted.
         evicted_bytes: bytes that it has removed to make room.
     """
 
@@ -88,28 +88,28 @@ class Upkeep:
         self,
         config: FsConfig,
         namespace: Namespace,
-        space: Space,
-        store: Store,
+        quota: Quota,
+        files: ChunkFiles,
         closing: StopFlag,
         removed: Callable[[Sequence[OffloadKey]], None],
         lost: Callable[[str], None],
         epoch: Epoch,
     ) -> None:
-        self.evicted_units = 0
+        self.evicted_chunks = 0
         self.evicted_bytes = 0
         self._config = config
         self._namespace = namespace
-        self._space = space
-        self._store = store
+        self._quota = quota
+        self._files = files
         self._closing = closing
         self._removed = removed
         self._lost = lost
         self._loop = asyncio.get_running_loop()
-        self._slow = Lane(f"{config.type}-upkeep", 1)
-        self._quick = Lane(f"{config.type}-room", 1)
-        self.lanes: Final = (self._slow, self._quick)
+        self._slow = Workers(f"{config.type}-maintain", 1)
+        self._quick = Workers(f"{config.type}-evict", 1)
+        self.workers: Final = (self._slow, self._quick)
         self._recency = Recency()
-        self._evictor = Evictor(namespace.root_fd, store, closing, self._gone, frozenset({namespace.writer}))
+        self._evictor = Evictor(namespace.root_fd, files, closing, self._gone, frozenset({namespace.writer}))
         self._watched = _Watched(epoch.place, make_index())
         self._left: deque[OffloadKey] = deque(maxlen=_LEFT)
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -191,7 +191,7 @@ class Upkeep:
 
     def _plan_next(self) -> None:
         every_s = min(self._config.recount_s, self._config.ttl_s or self._config.recount_s)
-        if self._space.used_bytes is None:
+        if self._quota.used_bytes is None:
             every_s = min(every_s, UNCOUNTED_S)
         self._after("look after", every_s, self._look_after)
 
@@ -200,36 +200,35 @@ class Upkeep:
     def _do_slow_work(self, watched: _Watched, counted: asyncio.Event | None) -> None:
         self._try(self._count, "counted")
         if counted is not None:
-            tell(self._loop, counted.set)
+            post(self._loop, counted.set)
         if self._namespace.read_only is None:
             self._try(self._sweep, "swept")
             if self._config.ttl_s is not None:
                 self._try(partial(self._expire, self._config.ttl_s), "looked through for what is too old")
-            self._try(partial(self._tend, watched.place), "tended")
         self._try(partial(self._list, watched), "listed")
-        tell(self._loop, self._plan_next)
+        post(self._loop, self._plan_next)
 
     def _do_tick(self, place: Place) -> None:
         if self._namespace.is_replaced():
             self._lost(f"another directory is at {self._config.root_dir} now")
-        self._try(self._space.refresh, "asked for its ledger")
-        if self._space.excess_bytes:
+        self._try(self._quota.refresh, "asked for its ledger")
+        if self._quota.excess_bytes:
             self.make_room_soon()
-        if self._space.supposed_bytes and self._recounting.acquire(blocking=False):
+        if self._quota.supposed_bytes and self._recounting.acquire(blocking=False):
             self._slow.submit(self._recount)
         if self._namespace.read_only is None:
             self._try(partial(self._touch, place), "told what was used")
-        tell(self._loop, partial(self._after, "tick", TICK_S, self._tick))
+        post(self._loop, partial(self._after, "tick", TICK_S, self._tick))
 
     def _count(self) -> None:
-        if not self._space.count_is_due(self._config.recount_s):
+        if not self._quota.count_is_due(self._config.recount_s):
             return
         if self._namespace.read_only is not None:
-            self._space.count(self._add_up)
+            self._quota.count(self._add_up)
             return
         with ledger.elected(self._namespace.root_fd, ledger.COUNTING) as lock:
             if lock is not None:
-                self._space.count(self._add_up)
+                self._quota.count(self._add_up)
 
     def _recount(self) -> None:
         try:
@@ -238,20 +237,16 @@ class Upkeep:
             self._recounting.release()
 
     def _add_up(self) -> int:
-        return self._store.tree_bytes(self._namespace.root_fd, ".", self._closing)
+        return self._files.tree_bytes(self._namespace.root_fd, ".", self._closing)
 
     def _sweep(self) -> None:
         with Root.at(self._namespace.root_fd) as root:
             ours = frozenset({self._namespace.writer})
             freed = self._count_freed()
-            freed(Sweeper(root, self._store, self._closing, ours).sweep())
+            freed(Sweeper(root, self._files, self._closing, ours).sweep())
 
     def _expire(self, ttl_s: float) -> None:
-        self._note_evicted(self._evictor.expire(ttl_s, self._count_freed()).units)
-
-    def _tend(self, place: Place) -> None:
-        since = self._space.mark()
-        self._space.changed(self._store.tend(place, self._closing), since)
+        self.evicted_chunks += self._evictor.expire(ttl_s, self._count_freed()).chunks
 
     def _list(self, watched: _Watched) -> None:
         """List the epoch's chunks, the first time and when there may be many that are not there any more."""
@@ -262,7 +257,7 @@ class Upkeep:
             index = make_index()
         for part in range(PARTS if self._namespace.has_data(place) else 0):
             self._left.clear()
-            marks = self._store.fingerprints(place, part, self._closing)
+            marks = self._files.fingerprints(place, part, self._closing)
             index.add_listed(marks)
             index.discard(list(self._left))  # what has left since it was listed
             if len(marks) > _MANY_MARKS:
@@ -277,16 +272,16 @@ class Upkeep:
 
     def _renew_lease(self) -> None:
         try:
-            self._try(self._space.renew, "asked for a lease")
+            self._try(self._quota.renew, "asked for a lease")
         finally:
             self._renewing.release()
 
     def _evict(self) -> None:
-        need = self._space.excess_bytes
+        need = self._quota.excess_bytes
         if not need:
             return
         evicted = self._evictor.make_room(need, self._count_freed())
-        self._note_evicted(evicted.units)
+        self.evicted_chunks += evicted.chunks
         if evicted.is_mine:
             self._rest_if_barren(need, evicted.bytes)
 
@@ -301,25 +296,23 @@ class Upkeep:
                 "%s: %d bytes should leave, and nothing is left that could", self._config.root_dir, need
             )
 
-    def _note_evicted(self, units: int) -> None:
-        self.evicted_units += units
-
     def _count_freed(self) -> Freed:
         """Return what is told the bytes that are removed from now on, as often as there are some."""
-        since = self._space.mark()
+        since = self._quota.mark()
 
         def freed(count: int) -> None:
             nonlocal since
             self.evicted_bytes += count
-            since = self._space.changed(-count, since)
-            if self._space.needs_renewal:  # who makes room for long cannot be asked for a lease meanwhile
-                self._space.renew()
+            since = self._quota.changed(-count, since)
+            if self._quota.needs_renewal:  # who makes room for long cannot be asked for a lease meanwhile
+                self._quota.renew()
 
         return freed
 
-    def _gone(self, data_dir: str, units: Sequence[str]) -> None:
+    def _gone(self, data_dir: str, paths: Sequence[str]) -> None:
         watched = self._watched
-        if data_dir == watched.place.data_dir and (keys := self._store.forget(watched.place, units)):
+        if data_dir == watched.place.data_dir:
+            keys = [key for path in paths if (key := key_of(path)) is not None]
             self._forget(watched, keys)
             self._removed(keys)
 
@@ -327,7 +320,7 @@ class Upkeep:
         keys = self._recency.take()
         for first in range(0, len(keys), _TOUCHED_A_CALL):
             call = FileCall(place, keys[first : first + _TOUCHED_A_CALL])
-            self._store.touch(call, 0, len(call))
+            self._files.touch(call, 0, len(call))
             if self._closing:
                 return
 

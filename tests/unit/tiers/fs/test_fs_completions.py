@@ -1,17 +1,21 @@
-"""The bell: who waits for the helper's threads goes on at once, in its own task, and is never forgotten."""
+"""Completions: who waits for the helper's threads resumes at once, in its own task, and is not forgotten."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import ctypes
 import os
 from typing import Any
 
 import anyio
 import pytest
 
-from kvtier.tiers.fs.bell import Bell, Prompt
-from kvtier.tiers.fs.call import Verb
+from kvtier import native
+from kvtier.keys import pack_key
+from kvtier.tiers.fs.files.call import FileCall, Flag, Place, Verb
+from kvtier.tiers.fs.files.completions import ImmediateFuture, NativePool
+from kvtier.tiers.fs.files.index import PythonIndex
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -23,7 +27,7 @@ async def soon(action):
 
 
 async def test_who_waits_goes_on_within_the_call_that_ends_it():
-    prompt, order = Prompt(), []
+    prompt, order = ImmediateFuture(), []
 
     async def wait():
         await prompt
@@ -44,7 +48,7 @@ async def test_who_waits_goes_on_within_the_call_that_ends_it():
 
 async def test_it_goes_on_in_its_own_task_and_context():
     said = contextvars.ContextVar("said", default="nothing")
-    prompt = Prompt()
+    prompt = ImmediateFuture()
 
     async def wait():
         said.set("mine")
@@ -59,14 +63,14 @@ async def test_it_goes_on_in_its_own_task_and_context():
 
 
 async def test_what_was_finished_before_is_not_waited_for():
-    prompt = Prompt()
+    prompt = ImmediateFuture()
     prompt.finish()
     with anyio.fail_after(5):
         await prompt
 
 
 async def test_what_the_waiter_raises_is_its_own():
-    prompt = Prompt()
+    prompt = ImmediateFuture()
 
     async def wait():
         await prompt
@@ -80,7 +84,7 @@ async def test_what_the_waiter_raises_is_its_own():
 
 
 async def test_a_waiter_that_is_cancelled_hears_of_it_and_the_end_comes_to_nobody():
-    prompt = Prompt()
+    prompt = ImmediateFuture()
 
     async def wait():
         await prompt
@@ -94,56 +98,66 @@ async def test_a_waiter_that_is_cancelled_hears_of_it_and_the_end_comes_to_nobod
     await soon(prompt.finish)
 
 
-class Work:
-    """Threads that end what was begun when they are told to."""
+class Pool:
+    """The native helper's functions of a pool: what was begun ends when it is told to."""
 
     def __init__(self):
         self.begun = []
         self.done = []
         self.reader, self.writer = os.pipe()
+        self.kvt_files_put = self.kvt_files_get = WORK(lambda *_: 0)
 
-    def pool_fd(self, pool):
+    def kvt_pool_open(self, readers, writers):
+        return 1
+
+    def kvt_pool_fd(self, pool):
         return self.reader
 
-    def begin(self, call, verb, token):
+    def kvt_pool_submit(self, pool, work, call, end, part, reading, token):
         self.begun.append(token)
-        return True
+        return 0
 
-    def ended(self, pool):
+    def kvt_pool_ended(self, pool, tokens, sums, room):
         os.read(self.reader, 1)
         done, self.done = self.done, []
-        return done
+        for i, (token, added) in enumerate(done):
+            ctypes.c_uint64.from_address(tokens + 8 * i).value = token
+            ctypes.c_int64.from_address(sums + 8 * i).value = added
+        return len(done)
 
     def end_all(self):
         self.done = [(token, 10 * token) for token in self.begun]
         os.write(self.writer, b"x")
 
 
-class Call:
-    stop = None
+WORK = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
 
 
-def test_one_that_ends_the_process_keeps_nobody_from_being_told():
+def test_one_that_ends_the_process_keeps_nobody_from_being_told(monkeypatch):
     loop, told = asyncio.new_event_loop(), []
-    work: Any = Work()
-    call: Any = Call()
+    library: Any = Pool()
+    monkeypatch.setattr(native, "holding", library)
+    place = Place(-1, "data", "tmp", bytes(16), 4096, Flag.NONE)
+    index: Any = PythonIndex()
 
-    async def wait(begun, name):
-        await begun.end()
-        told.append((name, begun.total))
+    async def wait(transfer, name):
+        await transfer.end()
+        told.append((name, transfer.added))
         if name == "last":
             raise SystemExit(3)
 
     async def begin():
-        bell = Bell(work, 1)
+        pool = NativePool(library, 1, 1)
+        calls = {name: FileCall(place, [pack_key(bytes(32))]) for name in ("a", "b", "last")}
         waiting = [
-            asyncio.ensure_future(wait(bell.begin(call, Verb.GET), name)) for name in ("a", "b", "last")
+            asyncio.ensure_future(wait(pool.begin(call, Verb.GET, 1, index), name))
+            for name, call in calls.items()
         ]
         await asyncio.sleep(0)
         return waiting
 
     waiting = loop.run_until_complete(begin())
-    work.end_all()
+    library.end_all()
     with pytest.raises(SystemExit):
         loop.run_until_complete(asyncio.sleep(5))
     loop.run_until_complete(asyncio.wait(waiting[:2]))
@@ -151,5 +165,5 @@ def test_one_that_ends_the_process_keeps_nobody_from_being_told():
     with pytest.raises(SystemExit):
         waiting[2].result()
     loop.close()
-    os.close(work.reader)
-    os.close(work.writer)
+    os.close(library.reader)
+    os.close(library.writer)

@@ -1,4 +1,4 @@
-"""One put, get, look-up or removal of files: what the native helper and its fallback work on."""
+"""One put, get, look-up or removal of chunks: what the native helper and its fallback work on."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum, IntFlag
-from typing import Protocol
 
 from kvtier.keys import OffloadKey
 from kvtier.tiers.base import SlotMemory
-from kvtier.tiers.fs.index import Index, ends_of
+from kvtier.tiers.fs.files.index import Index, ends_of
 from kvtier.tiers.fs.layout import BLOCK_BYTES
 
 
@@ -43,7 +42,6 @@ class Flag(IntFlag):
     DIRECT = 1
     SYNC_DATA = 2
     SYNC_DIRECTORY = 4
-    BARE = 8  # the file is the chunk's bytes and nothing else: no trailer, and nothing proven but the length
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +65,9 @@ class Place:
     flags: Flag
 
     @property
-    def is_bare(self) -> bool:
-        """Whether files are the chunks' bytes and nothing else."""
-        return bool(self.flags & Flag.BARE)
-
-    @property
     def file_bytes(self) -> int:
         """Length of every chunk's file."""
-        return self.chunk_bytes + (0 if self.is_bare else BLOCK_BYTES)
+        return self.chunk_bytes + BLOCK_BYTES
 
 
 class _Record(ctypes.Structure):
@@ -95,7 +88,6 @@ class _Record(ctypes.Structure):
         ("root_fd", ctypes.c_int32),
         ("flags", ctypes.c_uint32),
         ("digest", ctypes.c_uint8 * 16),
-        ("segments", ctypes.c_void_p),
         ("index", ctypes.c_void_p),
     )
 
@@ -124,7 +116,6 @@ class FileCall:
         slots: their slots in ``memory``; empty where no bytes are moved.
         memory: the primary tier's bytes, or None.
         serial: number in the name of the first chunk's temporary file; one more for each next.
-        pool: what ``FileWork.open_pool`` gave, or 0.
         stop: set where no more chunks shall be begun.
         results: a ``Result`` or a negative errno for each chunk.
         inodes: inode of the file where the result is TORN, FOREIGN or CHECKSUM.
@@ -138,9 +129,7 @@ class FileCall:
         slots: array[int] | None = None,
         memory: SlotMemory | None = None,
         serial: int = 0,
-        pool: int = 0,
     ) -> None:
-        self.pool = pool
         self.place = place
         self.keys = keys
         self.slots = slots
@@ -157,18 +146,14 @@ class FileCall:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def use_segments(self, address: int) -> None:
-        """Say in which segments the chunks are: what ``kvt_segments_open`` gave."""
-        self._record.segments = address
-
-    def note_in(self, index: Index | None) -> None:
-        """Say where the pool's threads note which chunks are there; they can only in the helper's own."""
+    def note_in(self, index: Index) -> None:
+        """Have the native pool's threads note in the helper's index which chunks are there."""
         self._index = index
-        self._record.index = index.address if index is not None else None
+        self._record.index = index.address
 
     @property
     def is_noted(self) -> bool:
-        """Whether the pool's threads note which chunks are there. Of those that are gone they do not."""
+        """Whether the pool's threads note the chunks that are there. They do not note those that are gone."""
         return bool(self._record.index)
 
     def _make_record(self) -> _Record:
@@ -189,53 +174,3 @@ class FileCall:
             place.flags,
             (ctypes.c_uint8 * 16)(*place.digest),
         )
-
-
-class FileWork(Protocol):
-    """The work on files, done by the native helper or in Python with the same results.
-
-    All calls block, and may be made from any thread. ``first`` and ``end`` delimit a run of the
-    call's chunks; its results are written and nobody else's.
-    """
-
-    def open_pool(self, readers: int, writers: int) -> int:
-        """Start threads that share out the chunks of calls, gets before puts. 0: cut batches into jobs."""
-
-    def close_pool(self, pool: int) -> None:
-        """End a pool that no call uses any more."""
-
-    def pool_fd(self, pool: int) -> int:
-        """Return the descriptor that is readable when something that was begun has ended."""
-
-    def begin(self, call: FileCall, verb: Verb, token: int) -> bool:
-        """Have the call's pool do all of it, without waiting for anything. In the event loop.
-
-        Args:
-            call: of one chunk at least; it stays until ``ended`` has told of it.
-            verb: what to do.
-            token: what ``ended`` tells it by, not 0.
-
-        Returns:
-            False: it cannot, and has done nothing.
-        """
-
-    def ended(self, pool: int) -> list[tuple[int, int]]:
-        """Take what has ended: tokens, and for each what ``put`` returns. In the event loop."""
-
-    def put(self, call: FileCall, first: int, end: int) -> int:
-        """Write chunks that are not there. Return the bytes that the file system has got more."""
-
-    def get(self, call: FileCall, first: int, end: int) -> None:
-        """Read chunks into their slots and prove them."""
-
-    def contains(self, call: FileCall, first: int, end: int) -> None:
-        """Look whether the chunks' files are there: OK or ABSENT."""
-
-    def discard(self, call: FileCall, first: int, end: int) -> int:
-        """Remove the chunks' files. Return the bytes that the file system has got less."""
-
-    def tree_bytes(self, root_fd: int, path: str, stop: StopFlag) -> int:
-        """Return the bytes on disk below a directory. OSError where it cannot be read."""
-
-    def tree_remove(self, root_fd: int, path: str, stop: StopFlag) -> int:
-        """Remove a directory. Return the bytes removed. OSError where it cannot be removed."""

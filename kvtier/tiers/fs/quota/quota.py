@@ -21,11 +21,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
-from kvtier.tiers.fs import ledger
-from kvtier.tiers.fs.accounts import UNKNOWN, Accounts, Bounds, FileSystem, Mark, Watermarks, room_for
-from kvtier.tiers.fs.call import Result
 from kvtier.tiers.fs.config import FsConfig
-from kvtier.tiers.fs.ledger import Books
+from kvtier.tiers.fs.files.call import Result
+from kvtier.tiers.fs.quota import ledger
+from kvtier.tiers.fs.quota.accounts import UNKNOWN, Accounts, Bounds, FileSystem, Mark, Watermarks, room_for
+from kvtier.tiers.fs.quota.ledger import Ledger
 
 DEFAULT_FREE_SHARE: Final = 0.05
 DEFAULT_FREE_BYTES: Final = 32 * 2**30
@@ -73,7 +73,7 @@ class _Told:
     dropped: int = 0
 
 
-class Space:
+class Quota:
     """What may be written. Any thread may call it.
 
     One thread at a time asks the ledger and the file system; meanwhile others go on to reserve and to
@@ -82,7 +82,7 @@ class Space:
     Args:
         config: the tier's settings.
         file_bytes: the most bytes that writing one chunk can take.
-        books: the root's accounts.
+        shared: the root's ledger.
         look: returns the file system's state; it blocks.
         clock: seconds.
 
@@ -94,14 +94,14 @@ class Space:
         self,
         config: FsConfig,
         file_bytes: int,
-        books: Books,
+        shared: Ledger,
         look: Callable[[], FileSystem],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._asking = threading.Lock()  # held by the one who asks the ledger or the file system
         self._lock = threading.Lock()  # of the numbers below; nobody is asked while it is held
         self._file_bytes = file_bytes
-        self._books = books
+        self._ledger = shared
         self._look = look
         self._clock = clock
         self._seen = look()
@@ -264,7 +264,7 @@ class Space:
         """
         with self._asking, self._change() as accounts:
             self._report(accounts)
-            self._books.bury_dead(accounts)
+            self._ledger.bury_dead(accounts)
             self._give_back_unused(accounts)
             self._learn(accounts, self._look_again())
 
@@ -282,7 +282,7 @@ class Space:
                 self._report(accounts)
                 disk = self._look_again()
                 room = min(room_for(accounts, self._bounds, disk))
-                granted = accounts.grant_ahead(self._books.writer, room, self._free_lease)
+                granted = accounts.grant_ahead(self._ledger.writer, room, self._free_lease)
                 self._learn(accounts, disk)
             self._add_lease(granted)
 
@@ -317,7 +317,7 @@ class Space:
         """
         self._told = _Told(self._generation)
         try:
-            with self._books.change() as accounts:
+            with self._ledger.change() as accounts:
                 yield accounts
         except BaseException:
             with self._lock:
@@ -334,10 +334,10 @@ class Space:
             disk = self._look_again()
             below_limit, above_free = room_for(accounts, self._bounds, disk)
             if min(below_limit, above_free) < missing:
-                self._books.bury_dead(accounts)
+                self._ledger.bury_dead(accounts)
                 below_limit, above_free = room_for(accounts, self._bounds, disk)
             room = min(below_limit, above_free)
-            granted = accounts.grant(self._books.writer, missing, room, self._aside, self._file_bytes)
+            granted = accounts.grant(self._ledger.writer, missing, room, self._aside, self._file_bytes)
             self._learn(accounts, disk, missing if granted < missing else 0)
         self._aside += min(granted, missing)
         self._add_lease(granted - min(granted, missing))
@@ -352,7 +352,7 @@ class Space:
 
     def _report(self, accounts: Accounts) -> None:
         """Say what was written since the last report; where the lease is no more, do without it."""
-        writer = self._books.writer
+        writer = self._ledger.writer
         with self._lock:
             self._told.spent, self._unreported = self._unreported, 0
             accounts.report(writer, self._told.spent, self._generation)
@@ -365,7 +365,7 @@ class Space:
     def _give_back_unused(self, accounts: Accounts) -> None:
         with self._lock:
             if not self._reserved:
-                accounts.give_back(self._books.writer, self._free_lease)
+                accounts.give_back(self._ledger.writer, self._free_lease)
                 self._told.dropped += self._free_lease
                 self._free_lease = self._least_lease = 0
 

@@ -1,8 +1,7 @@
 """Removing what nobody will use any more, in every namespace of a root. Blocks; needs no engine.
 
 What a writer has not finished is removed when its lock shows that it is dead. An epoch is removed when
-it is behind and nobody holds its users' lock. Of a namespace that is shared with vLLM's own fs tier the
-first epoch stays: those who use it hold no lock of kvtier's.
+it is behind and nobody holds its users' lock.
 """
 
 from __future__ import annotations
@@ -10,22 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
 
 from kvtier.tiers.fs import layout
-from kvtier.tiers.fs.call import StopFlag
+from kvtier.tiers.fs.files import ChunkFiles
+from kvtier.tiers.fs.files.call import StopFlag
 from kvtier.tiers.fs.locks import only_user, short_lock
-from kvtier.tiers.fs.root import DataDir, Namespace, Root
+from kvtier.tiers.fs.root import Namespace, Root
 
 
-class Trees(Protocol):
-    """What removes whole directories; ``FileWork`` does."""
-
-    def tree_remove(self, root_fd: int, path: str, stop: StopFlag) -> int:
-        """See ``FileWork.tree_remove``."""
-
-
-def remove_cache(root: Root, name: str, trees: Trees) -> bool:
+def remove_cache(root: Root, name: str, files: ChunkFiles) -> bool:
     """Remove a cache that no living process uses.
 
     Returns:
@@ -40,8 +32,8 @@ def remove_cache(root: Root, name: str, trees: Trees) -> bool:
         if not _is_left(root, namespace):
             return False
         for found in namespace.data_dirs:
-            trees.tree_remove(root.fd, found.name, stop)
-        trees.tree_remove(root.fd, name, stop)
+            files.tree_remove(root.fd, found.name, stop)
+        files.tree_remove(root.fd, name, stop)
     return True
 
 
@@ -57,15 +49,17 @@ class Sweeper:
 
     Args:
         root: the root, open.
-        trees: what removes directories.
+        files: what removes directories.
         stop: set where it shall end soon.
         ours: writers that live in this process: with some network file systems a lock does not tell two
             users in one process apart.
     """
 
-    def __init__(self, root: Root, trees: Trees, stop: StopFlag, ours: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, root: Root, files: ChunkFiles, stop: StopFlag, ours: frozenset[str] = frozenset()
+    ) -> None:
         self._root = root
-        self._trees = trees
+        self._files = files
         self._stop = stop
         self._ours = ours
 
@@ -99,15 +93,14 @@ class Sweeper:
         current = namespace.epoch
         if current is None:
             return 0
-        traces = {found.epoch for found in namespace.data_dirs if found.rank == 0}
+        traces = {found.epoch for found in namespace.data_dirs}
         traces |= {
             number
             for name in self._root.names(namespace.name)
             if (number := layout.epoch_of_users_lock(name)) is not None
         }
-        first = 0 if namespace.manifest.layout == "kvtier" else 1
         removed = 0
-        for number in sorted(number for number in traces if first <= number < current):
+        for number in sorted(number for number in traces if number < current):
             if self._stop:
                 break
             lock = layout.users_lock(namespace.name, number)
@@ -122,7 +115,7 @@ class Sweeper:
         removed = 0
         for namespace in self._root.namespaces():
             if not is_enough(removed) and namespace.is_orphaned:
-                removed += sum(self._remove_data(found) for found in namespace.data_dirs)
+                removed += sum(self._remove(found.name) for found in namespace.data_dirs)
         return removed
 
     def sweep_quarantines(self, is_enough: Callable[[int], bool]) -> int:
@@ -139,11 +132,8 @@ class Sweeper:
                     removed += found.st_blocks * 512
         return removed
 
-    def _remove_data(self, found: DataDir) -> int:
-        return self._remove(found.name)
-
     def _remove(self, path: str) -> int:
         try:
-            return self._trees.tree_remove(self._root.fd, path, self._stop)
+            return self._files.tree_remove(self._root.fd, path, self._stop)
         except OSError:
             return 0  # it stays for the next time

@@ -1,13 +1,13 @@
 """Making room below a root: one plain function that needs no engine, and that one process at a time runs.
 
 What nobody can use goes first: orphaned chunks, old epochs, what dead writers left, the quarantine.
-Then units leave by age (see ``ages``), of all namespaces alike. Nothing is listed or sorted: a part of
-the root's directories, chosen at random, shows how old units are; the plan that comes of it is carried
+Then chunks leave by age (see ``ages``), of all namespaces alike. Nothing is listed or sorted: a part of
+the root's directories, chosen at random, shows how old chunks are; the plan that comes of it is carried
 out directory by directory, in random order, until there is room. Hashes spread chunks evenly over
 directories, so that any part of them is like the whole.
 
-A unit that is being read when it is removed is read to its end. What is being written has a name in
-its writer's own directory and is not looked at. Neither is what is not called as units are, wherever
+A chunk that is being read when it is removed is read to its end. What is being written has a name in
+its writer's own directory and is not looked at. Neither is what is not called as chunks are, wherever
 below an epoch's directory somebody has put it.
 """
 
@@ -22,30 +22,31 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from kvtier.tiers.fs import ages, ledger
-from kvtier.tiers.fs.ages import Cutoffs, Histogram
-from kvtier.tiers.fs.call import StopFlag
+from kvtier.tiers.fs.files import ChunkFiles
+from kvtier.tiers.fs.files.call import StopFlag
+from kvtier.tiers.fs.maintenance import ages
+from kvtier.tiers.fs.maintenance.ages import Cutoffs, Histogram
+from kvtier.tiers.fs.maintenance.scan import ChunkScan
+from kvtier.tiers.fs.maintenance.sweep import Sweeper
+from kvtier.tiers.fs.quota import ledger
 from kvtier.tiers.fs.root import Root
-from kvtier.tiers.fs.segments import layout as segments
-from kvtier.tiers.fs.sweep import Sweeper, Trees
-from kvtier.tiers.fs.units import UnitScan
 
-SAMPLE_UNITS: Final = 32_768
-"""Units that are looked at before it is decided how old is too old; all, where there are fewer."""
+SAMPLE_FILES: Final = 32_768
+"""Files that are looked at before it is decided how old is too old; all, where there are fewer."""
 
 _ROUNDS: Final = 4
-_PART: Final = re.compile(rf"[0-9a-f]{{3}}|{segments.FOLDER}")
+_PART: Final = re.compile("[0-9a-f]{3}")
 _log = logging.getLogger("kvtier.tiers.fs")
 
 Gone = Callable[[str, Sequence[str]], None]
-"""Is told an epoch's directory and the paths below it of units that were removed."""
+"""Is told an epoch's directory and the paths below it of chunks that were removed."""
 
 
 Freed = Callable[[int], None]
 """Is told how many bytes were removed just now, so that others can use them before all is done."""
 
 
-def tell_nobody(data_dir: str, units: Sequence[str]) -> None:
+def tell_nobody(data_dir: str, paths: Sequence[str]) -> None:
     """Be told of what was removed, where nobody wants to know."""
 
 
@@ -60,24 +61,24 @@ class Evicted:
     Attributes:
         is_mine: whether this process did it; else another one is at it, and nothing was done here.
         leftover_bytes: removed of what nobody could use any more.
-        units: removed by age, or because they were not used for ``ttl_s``.
-        unit_bytes: of these, with directories that became empty.
+        chunks: removed by age, or because they were not used for ``ttl_s``.
+        chunk_bytes: of these, with directories that became empty.
     """
 
     is_mine: bool
     leftover_bytes: int = 0
-    units: int = 0
-    unit_bytes: int = 0
+    chunks: int = 0
+    chunk_bytes: int = 0
 
     @property
     def bytes(self) -> int:
         """All bytes removed."""
-        return self.leftover_bytes + self.unit_bytes
+        return self.leftover_bytes + self.chunk_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One directory with units: hashes spread over those of an epoch."""
+    """One directory with chunks: hashes spread over those of an epoch."""
 
     data_dir: str
     name: str
@@ -88,7 +89,7 @@ class Evictor:
 
     Args:
         root_fd: the root directory, open.
-        trees: what removes directories.
+        files: what removes directories.
         stop: set where it shall end soon.
         gone: is told what was removed.
         ours: writers that live in this process.
@@ -98,7 +99,7 @@ class Evictor:
     def __init__(
         self,
         root_fd: int,
-        trees: Trees,
+        files: ChunkFiles,
         stop: StopFlag,
         gone: Gone = tell_nobody,
         ours: frozenset[str] = frozenset(),
@@ -106,7 +107,7 @@ class Evictor:
     ) -> None:
         self._only = only
         self._root_fd = root_fd
-        self._trees = trees
+        self._files = files
         self._stop = stop
         self._gone = gone
         self._ours = ours
@@ -127,7 +128,7 @@ class Evictor:
             leftover = self._remove_leftovers(root, need_bytes)
             freed(leftover)
             scan = self._remove_by_age(root, _clock(lock), need_bytes - leftover, freed)
-        return Evicted(True, leftover, scan.removed_units, scan.removed_bytes)
+        return Evicted(True, leftover, scan.removed, scan.removed_bytes)
 
     def expire(self, ttl_s: float, freed: Freed = count_nothing) -> Evicted:
         """Remove what was not used for ``ttl_s``, and tell ``freed``. Blocks.
@@ -141,12 +142,12 @@ class Evictor:
         ):
             if lock is None:
                 return Evicted(is_mine=False)
-            scan = UnitScan(_clock(lock), cutoffs=ages.expired(ttl_s), want_bytes=ages.NEVER)
+            scan = ChunkScan(_clock(lock), cutoffs=ages.expired(ttl_s), want_bytes=ages.NEVER)
             self._look_at(_parts(root), scan, freed)
-        return Evicted(True, 0, scan.removed_units, scan.removed_bytes)
+        return Evicted(True, 0, scan.removed, scan.removed_bytes)
 
     def _remove_leftovers(self, root: Root, need_bytes: int) -> int:
-        sweeper = Sweeper(root, self._trees, self._stop, self._ours)
+        sweeper = Sweeper(root, self._files, self._stop, self._ours)
         removed = 0
         removed += sweeper.sweep_orphans(lambda done: done >= need_bytes)
         if removed < need_bytes:
@@ -154,8 +155,8 @@ class Evictor:
         left = need_bytes - removed
         return removed + sweeper.sweep_quarantines(lambda done: done >= left)
 
-    def _remove_by_age(self, root: Root, now_ns: int, need_bytes: int, freed: Freed) -> UnitScan:
-        scan = UnitScan(now_ns, want_bytes=max(0, need_bytes))
+    def _remove_by_age(self, root: Root, now_ns: int, need_bytes: int, freed: Freed) -> ChunkScan:
+        scan = ChunkScan(now_ns, want_bytes=max(0, need_bytes))
         parts = _parts(root)
         for _ in range(_ROUNDS):  # what the sample says of the whole can be a little too young
             if scan.is_done or self._stop:
@@ -169,16 +170,16 @@ class Evictor:
         return scan
 
     def _plan(self, parts: Sequence[_Part], now_ns: int, need_bytes: int) -> Cutoffs:
-        sample, looked_at = UnitScan(now_ns, Histogram()), 0
+        sample, looked_at = ChunkScan(now_ns, Histogram()), 0
         for part in parts:
-            if sample.seen_units >= SAMPLE_UNITS or self._stop:
+            if sample.seen >= SAMPLE_FILES or self._stop:
                 break
             self._look_at((part,), sample)
             looked_at += 1
         assert sample.histogram is not None
         return ages.plan(sample.histogram, looked_at / max(1, len(parts)), need_bytes)
 
-    def _look_at(self, parts: Iterable[_Part], scan: UnitScan, freed: Freed = count_nothing) -> None:
+    def _look_at(self, parts: Iterable[_Part], scan: ChunkScan, freed: Freed = count_nothing) -> None:
         for part in parts:
             if self._stop or (scan.want_bytes and scan.is_done):
                 break
@@ -202,13 +203,12 @@ class Evictor:
 
 
 def _parts(root: Root) -> list[_Part]:
-    """List the directories with units, of all namespaces that kvtier has made or shares."""
+    """List the directories with chunks, of all namespaces that kvtier has made."""
     return [
         _Part(found.name, name)
         for namespace in root.namespaces()
         if namespace.is_kvtiers
         for found in namespace.data_dirs
-        if found.rank == 0
         for name in root.names(found.name)
         if _PART.fullmatch(name)
     ]

@@ -61,7 +61,7 @@ class Index(Protocol):
         """Note that chunks are not there."""
 
     def add_listed(self, marks: array[int]) -> None:
-        """Note fingerprints as ``Store.fingerprints`` lists them."""
+        """Note fingerprints as ``ChunkFiles.fingerprints`` lists them."""
 
 
 def make_index() -> Index:

@@ -1,6 +1,6 @@
-"""Threads of the file tier's own, and work that runs in them to its true end.
+"""Threads of the file tier's own, and jobs that run in them to their true end.
 
-The tier shares no pool with anyone: a disk that hangs takes these threads and no others. They are
+The tier shares no threads with anyone: a disk that hangs takes these threads and no others. They are
 daemons, so that a hung disk does not keep a process from ending either.
 """
 
@@ -16,7 +16,9 @@ from typing import Any, Final, Generic, TypeVar
 
 import anyio
 
-from kvtier.tiers.fs.call import StopFlag
+from kvtier.tiers.fs.files.base import ChunkFiles
+from kvtier.tiers.fs.files.call import FileCall, StopFlag, Verb
+from kvtier.tiers.fs.files.index import Index
 
 MIN_JOB_BYTES: Final = 256 * 1024
 """Jobs are at least this long: below, their way through the interpreter costs more than the I/O."""
@@ -28,39 +30,37 @@ _log = logging.getLogger("kvtier.tiers.fs")
 T = TypeVar("T")
 
 
-class Lane:
+class Workers:
     """Threads that do one kind of work, in the order in which it comes.
 
     Args:
-        name: what the threads are called.
+        name: prefix of the threads' names.
         threads: how many.
-        pool: threads of the helper's that do the work of these, or 0. See ``FileWork.open_pool``.
     """
 
-    def __init__(self, name: str, threads: int, pool: int = 0) -> None:
+    def __init__(self, name: str, threads: int) -> None:
         self.threads = threads
-        self.pool = pool
-        self.jobs = 0  # handed in and not known to have ended; the event loop alone writes it
+        self.jobs = 0  # submitted and not known to have ended; the event loop alone writes it
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._workers = [
+        self._threads = [
             threading.Thread(target=self._serve, name=f"{name}-{i}", daemon=True) for i in range(threads)
         ]
-        for worker in self._workers:
-            worker.start()
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Hand in a job. It must not raise."""
+        """Submit a job. It must not raise."""
         self._queue.put(job)
 
     def close(self) -> None:
-        """Let the threads end when all that was handed in is done. Returns at once."""
-        for _ in self._workers:
+        """Let the threads end when all that was submitted is done. Returns at once."""
+        for _ in self._threads:
             self._queue.put(None)
 
     def join(self) -> None:
         """Wait for the threads' end. Blocks."""
-        for worker in self._workers:
-            worker.join()
+        for thread in self._threads:
+            thread.join()
 
     def _serve(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -68,35 +68,49 @@ class Lane:
             del job  # what it holds is given back before the next one is waited for
 
 
-class Run(Generic[T]):
-    """Work under way in a lane: one or more jobs, each a call of one function. Made in the loop."""
+class Jobs(Generic[T]):
+    """Functions that are called in worker threads, and awaited together. Made in the event loop.
 
-    def __init__(self, lane: Lane, jobs: Sequence[Callable[[], T]]) -> None:
+    Args:
+        workers: the threads.
+        jobs: the functions.
+        stop: set when the waiter is cancelled.
+    """
+
+    def __init__(
+        self, workers: Workers, jobs: Sequence[Callable[[], T]], stop: StopFlag | None = None
+    ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._lane = lane
+        self._workers = workers
+        self._stop = stop
         self._results: dict[int, T] = {}
         self._count = self._left = len(jobs)
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        lane.jobs += len(jobs)
+        workers.jobs += len(jobs)
         for number, job in enumerate(jobs):
-            lane.submit(partial(self._do, number, job))
+            workers.submit(partial(self._do, number, job))
 
-    async def end(self, stop: StopFlag | None = None) -> asyncio.CancelledError | None:
+    async def end(self) -> asyncio.CancelledError | None:
         """Wait until no job runs any more, whatever happens.
 
         Returns:
             The cancellation that came meanwhile, to be raised when the caller has tidied up; it has
             set ``stop``. None where there was none.
         """
-        return await until_done(self._ended, stop)
+        return await until_done(self._ended, self._stop)
 
     def results(self) -> list[T]:
         """Return what the jobs returned, in their order; raise what one of them raised. After ``end``."""
         if self._error is not None:
             raise self._error
         return [self._results[number] for number in range(self._count)]
+
+    @property
+    def added(self) -> int:
+        """The sum of what the jobs returned. Raises what one of them raised. After ``end``."""
+        return sum(result for result in self.results() if isinstance(result, int))
 
     def _do(self, number: int, job: Callable[[], T]) -> None:
         try:
@@ -107,19 +121,51 @@ class Run(Generic[T]):
             self._left -= 1
             last = self._left == 0
         if last:
-            tell(self._loop, self._finish)
+            post(self._loop, self._finish)
 
     def _finish(self) -> None:
-        self._lane.jobs -= self._count
+        self._workers.jobs -= self._count
         if not self._ended.done():
             self._ended.set_result(None)
 
 
-def tell(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
-    """Let the loop call ``callback``, from any thread."""
+class ThreadPool:
+    """``TransferPool`` of Python's threads: for files without the native helper.
+
+    Args:
+        files: what puts and gets.
+        name: prefix of the threads' names.
+        readers: threads for gets.
+        writers: threads for puts.
+    """
+
+    def __init__(self, files: ChunkFiles, name: str, readers: int, writers: int) -> None:
+        self._files = files
+        self._readers = Workers(f"{name}-read", readers)
+        self._writers = Workers(f"{name}-write", writers)
+
+    def begin(self, call: FileCall, verb: Verb, end: int, index: Index) -> Jobs[int | None]:
+        """See ``TransferPool.begin``: the chunks are cut into one job for each idle thread."""
+        del index
+        workers = self._writers if verb is Verb.PUT else self._readers
+        work = self._files.put if verb is Verb.PUT else self._files.get
+        parts = split(end, call.place.chunk_bytes, workers.threads - workers.jobs)
+        return Jobs[int | None](workers, [partial(work, call, *part) for part in parts], call.stop)
+
+    async def drain(self) -> asyncio.CancelledError | None:
+        """See ``TransferPool.drain``: ``close`` waits for all that was begun."""
+        return None
+
+    def close(self) -> None:
+        """See ``TransferPool.close``."""
+        join_all((self._readers, self._writers))
+
+
+def post(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+    """Have the loop call ``callback``, from any thread."""
     try:
         loop.call_soon_threadsafe(callback)
-    except RuntimeError:  # the loop was closed over our head: nobody waits any more
+    except RuntimeError:  # the loop was closed before: nobody waits any more
         _log.warning("file work ended after its event loop was closed")
 
 
@@ -143,21 +189,29 @@ async def until_done(
         return cancelled
 
 
-async def run_alone(lane: Lane, job: Callable[[], T]) -> tuple[T, asyncio.CancelledError | None]:
-    """Run one function in a lane to its end. Returns its result and the cancellation to be raised.
+async def run_alone(workers: Workers, job: Callable[[], T]) -> tuple[T, asyncio.CancelledError | None]:
+    """Run one function in a worker thread to its end. Returns its result and the cancellation to be raised.
 
     Raises:
         What the function raised, or the cancellation where it raised too.
     """
-    run = Run[T](lane, (job,))
-    cancelled = await run.end()
+    jobs = Jobs[T](workers, (job,))
+    cancelled = await jobs.end()
     try:
-        (result,) = run.results()
+        (result,) = jobs.results()
     except Exception as error:
         if cancelled is not None:
             raise cancelled from error
         raise
     return result, cancelled
+
+
+async def run(workers: Workers, job: Callable[[], T]) -> T:
+    """Run one function in a worker thread to its end, then raise a cancellation that came meanwhile."""
+    result, cancelled = await run_alone(workers, job)
+    if cancelled is not None:
+        raise cancelled
+    return result
 
 
 def split(chunks: int, chunk_bytes: int, idle_threads: int) -> list[tuple[int, int]]:
@@ -175,22 +229,9 @@ def split(chunks: int, chunk_bytes: int, idle_threads: int) -> list[tuple[int, i
     return [(first, min(first + each, chunks)) for first in range(0, chunks, each)]
 
 
-def join_all(lanes: Sequence[Lane]) -> None:
-    """Close lanes and wait for their threads. Blocks."""
-    for lane in lanes:
-        lane.close()
-    for lane in lanes:
-        lane.join()
-
-
-__all__ = [
-    "MAX_JOB_BYTES",
-    "MIN_JOB_BYTES",
-    "Lane",
-    "Run",
-    "join_all",
-    "run_alone",
-    "split",
-    "tell",
-    "until_done",
-]
+def join_all(groups: Sequence[Workers]) -> None:
+    """Close groups of workers and wait for their threads. Blocks."""
+    for workers in groups:
+        workers.close()
+    for workers in groups:
+        workers.join()

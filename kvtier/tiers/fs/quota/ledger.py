@@ -34,9 +34,9 @@ from typing import Any, Final, Protocol
 
 import crc32c
 
-from kvtier.tiers.fs.accounts import Accounts, FileSystem
 from kvtier.tiers.fs.layout import CAREFULLY, DIRECTORY_MODE, FILE_MODE
 from kvtier.tiers.fs.locks import is_there, let_go, make_lock, open_lock, patient_lock, try_lock
+from kvtier.tiers.fs.quota.accounts import Accounts, FileSystem
 
 FOLDER: Final = ".kvtier"
 EVICTING: Final = f"{FOLDER}/evict.lock"
@@ -53,7 +53,7 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _log = logging.getLogger("kvtier.tiers.fs")
 
 
-class Books(Protocol):
+class Ledger(Protocol):
     """Accounts that one writer may change. Blocks; any thread may call it."""
 
     @property
@@ -66,8 +66,11 @@ class Books(Protocol):
     def bury_dead(self, accounts: Accounts) -> None:
         """End the leases of dead writers in accounts that are held."""
 
+    def close(self) -> None:
+        """End this writer's lease. What was leased and not reported counts as written."""
 
-class PrivateBooks:
+
+class PrivateLedger:
     """Accounts of one process alone: for a root that cannot be written, and for tests."""
 
     writer = "self"
@@ -78,15 +81,18 @@ class PrivateBooks:
 
     @contextmanager
     def change(self) -> Iterator[Accounts]:
-        """See ``Books.change``."""
+        """See ``Ledger.change``."""
         with self._lock:
             yield self.accounts
 
     def bury_dead(self, accounts: Accounts) -> None:
         """There is nobody else."""
 
+    def close(self) -> None:
+        """Nobody else has to know."""
 
-class Ledger:
+
+class SharedLedger:
     """The shared accounts of a root, open for one writer.
 
     Args:
@@ -114,14 +120,14 @@ class Ledger:
             raise
 
     def close(self) -> None:
-        """End this writer's lease. What was leased and not reported counts as written."""
+        """See ``Ledger.close``."""
         with suppress(OSError), self.change() as accounts:
             accounts.bury((self.writer,))
         self._die()
 
     @contextmanager
     def change(self) -> Iterator[Accounts]:
-        """See ``Books.change``."""
+        """See ``Ledger.change``."""
         with self._threads:
             fd = self._open()
             try:
@@ -138,7 +144,7 @@ class Ledger:
                 os.close(fd)
 
     def bury_dead(self, accounts: Accounts) -> None:
-        """See ``Books.bury_dead``; lock files of writers that died before they had a lease go too."""
+        """See ``Ledger.bury_dead``; lock files of writers that died before they had a lease go too."""
         known = {writer for writer in accounts.leases if writer != self.writer}
         dead = {writer for writer in known | _writers_locks(self._root_fd) if not self._lives(writer)}
         accounts.bury(dead & known)

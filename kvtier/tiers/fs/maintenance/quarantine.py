@@ -12,10 +12,8 @@ from contextlib import suppress
 from typing import Final
 
 from kvtier.keys import OffloadKey, content_hash, group_index
-from kvtier.tiers.fs.call import FileCall, Result
-from kvtier.tiers.fs.files import Files
+from kvtier.tiers.fs.files.call import FileCall, Result
 from kvtier.tiers.fs.layout import DIRECTORY_MODE, chunk_path
-from kvtier.tiers.fs.store import Store
 
 MAX_FILES: Final = 128
 _MAX_TOLD: Final = 1024
@@ -29,11 +27,9 @@ class Quarantine:
     Args:
         root_fd: the tier's root directory, open.
         namespace: name of the namespace's directory.
-        store: what knows where the chunks are; None: each is a file.
     """
 
-    def __init__(self, root_fd: int, namespace: str, store: Store | None = None) -> None:
-        self._set_aside = store.set_aside if store is not None else Files().set_aside
+    def __init__(self, root_fd: int, namespace: str) -> None:
         self._root_fd = root_fd
         self._folder = f"{namespace}/quarantine"
         self._lock = threading.Lock()
@@ -45,10 +41,15 @@ class Quarantine:
         with self._lock:
             return dict(self._counts)
 
-    def set_aside(self, call: FileCall, i: int) -> None:
-        """Move chunk ``i`` away, unless another one has taken its place since.
+    def set_aside(self, call: FileCall, i: int) -> bool:
+        """Move chunk ``i`` away, unless another one has taken its place since. Returns whether it was moved.
 
         Where it cannot be moved it stays, and fails its check each time it is read.
+
+        Args:
+            call: the get that found it, or the put that found something else in its place: ``call.inodes``
+                says which file.
+            i: which chunk.
         """
         key, reason = call.keys[i], Result(call.results[i]).name.lower()
         path = chunk_path(call.place.data_dir, key)
@@ -57,14 +58,22 @@ class Quarantine:
             try:
                 with suppress(FileExistsError):
                     os.mkdir(self._folder, DIRECTORY_MODE, dir_fd=self._root_fd)
-                if not self._set_aside(call, i, target):
-                    return  # another reader was faster
+                if not self._move(path, call.inodes[i], target):
+                    return False  # another reader was faster
             except OSError as error:
                 self._tell_once(path, call.inodes[i], reason, error)
-                return
+                return False
             self._counts[reason] += 1
             _log.error("%s failed its check (%s) and was moved to %s", path, reason, target)
             self._prune()
+            return True
+
+    def _move(self, path: str, inode: int, target: str) -> bool:
+        with suppress(FileNotFoundError):
+            if os.stat(path, dir_fd=self._root_fd, follow_symlinks=False).st_ino == inode:
+                os.rename(path, target, src_dir_fd=self._root_fd, dst_dir_fd=self._root_fd)
+                return True
+        return False
 
     def target(self, key: OffloadKey, reason: str) -> str:
         """Name the file that a chunk goes to, relative to the root."""

@@ -1,11 +1,11 @@
-"""Which units leave when room is needed: the planning, without a disk.
+"""Which chunks leave when room is needed: the planning, without a disk.
 
-Units are not sorted: a root may have a million, and to sort them holds the interpreter for a second.
+Files are not sorted: a root may have a million, and to sort them holds the interpreter for a second.
 Their bytes are added up by age instead, in buckets that are a 256th as wide as they are old, once for
-units that were never used again after they were written and once for those that were. A plan is then
-two ages, and all units that are older leave.
+chunks that were never used again after they were written and once for those that were. A plan is then
+two ages, and all chunks that are older leave.
 
-A unit that was used again is taken for ``REUSE_WEIGHT`` times younger than it is. That protects
+A chunk that was used again is taken for ``REUSE_WEIGHT`` times younger than it is. That protects
 prompts that come back from those that come once, as the second queue of ARC and S3-FIFO does, and
 is otherwise LRU, which is better for roots that hold much of what there is.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 NEVER: Final = 2**63 - 1
-"""An age that no unit has."""
+"""An age that no chunk has."""
 
 REUSE_WEIGHT: Final = 2
 _SUB_BITS: Final = 8
@@ -41,7 +41,7 @@ def youngest_of(bucket: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cutoffs:
-    """What leaves: units whose last use is so many microseconds ago, or more.
+    """What leaves: chunks whose last use is so many microseconds ago, or more.
 
     Attributes:
         once_us: of those that were never used again after they were written.
@@ -56,17 +56,17 @@ NOTHING: Final = Cutoffs()
 
 
 class Histogram:
-    """Bytes of units by age: those used once, then those used again. A plain array, for C too."""
+    """Bytes of chunks by age: those used once, then those used again. A plain array, for C too."""
 
     def __init__(self) -> None:
         self.bytes = array("Q", bytes(8 * 2 * BUCKETS))
 
     def add(self, age_us: int, reused: bool, nbytes: int) -> None:
-        """Add a unit."""
+        """Add a chunk."""
         self.bytes[bucket_of(age_us) + (BUCKETS if reused else 0)] += nbytes
 
     def total(self) -> int:
-        """Return the bytes of all units."""
+        """Return the bytes of all chunks."""
         return sum(self.bytes)
 
 
@@ -75,7 +75,7 @@ def plan(histogram: Histogram, share: float, need_bytes: int) -> Cutoffs:
 
     Args:
         histogram: bytes by age.
-        share: of all units the share that is in the histogram; they are taken to be like the others.
+        share: of all chunks the share that is in the histogram; they are taken to be like the others.
         need_bytes: bytes that shall leave.
     """
     left = need_bytes * share
@@ -93,12 +93,12 @@ def plan(histogram: Histogram, share: float, need_bytes: int) -> Cutoffs:
 
 def expired(ttl_s: float) -> Cutoffs:
     """Return what leaves because it was not used for ``ttl_s``."""
-    age_us = int(ttl_s * 1e6)
+    age_us = int(min(ttl_s * 1e6, NEVER))
     return Cutoffs(age_us, age_us)
 
 
 def _oldest_first(histogram: Histogram) -> list[tuple[int, bool, int]]:
-    """List buckets that hold something: least age, whether of units used again, bytes."""
+    """List buckets that hold something: least age, whether of chunks used again, bytes."""
     found = [
         (youngest_of(index % BUCKETS), index >= BUCKETS, nbytes)
         for index, nbytes in enumerate(histogram.bytes)

@@ -14,13 +14,13 @@ import time
 from array import array
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from typing import ClassVar
 
 from kvtier.keys import GROUP_BYTES, MAX_KEY_BYTES
 from kvtier.tiers import seal
-from kvtier.tiers.fs.call import FileCall, Flag, Place, Result, StopFlag, Verb
-from kvtier.tiers.fs.files import Files, key_of, part_path
-from kvtier.tiers.fs.index import fingerprint
+from kvtier.tiers.fs.files.base import ChunkFiles, key_of, part_path
+from kvtier.tiers.fs.files.call import FileCall, Flag, Place, Result, StopFlag
+from kvtier.tiers.fs.files.index import fingerprint
 from kvtier.tiers.fs.layout import BLOCK_BYTES, CAREFULLY, DIRECTORY_MODE, FILE_MODE, chunk_path
 
 _PUBLISH_ATTEMPTS = 3
@@ -34,36 +34,13 @@ _RESULTS = {
 _MISSING = (FileNotFoundError, NotADirectoryError)
 
 
-class PythonFiles(Files):
-    """``Store`` of files in Python."""
+class PythonFiles(ChunkFiles):
+    """``ChunkFiles`` in Python."""
 
-    is_native: Final = False
-
-    def open_pool(self, readers: int, writers: int) -> int:
-        """See ``FileWork.open_pool``: Python's threads are the tier's own."""
-        del readers, writers
-        return 0
-
-    def pool_fd(self, pool: int) -> int:
-        """See ``FileWork.pool_fd``: there is no pool."""
-        del pool
-        return -1
-
-    def begin(self, call: FileCall, verb: Verb, token: int) -> bool:
-        """See ``FileWork.begin``: there is no pool."""
-        del call, verb, token
-        return False
-
-    def ended(self, pool: int) -> list[tuple[int, int]]:
-        """See ``FileWork.ended``."""
-        del pool
-        return []
-
-    def close_pool(self, pool: int) -> None:
-        """See ``FileWork.close_pool``."""
+    is_native: ClassVar[bool] = False
 
     def put(self, call: FileCall, first: int, end: int) -> int:
-        """See ``FileWork.put``."""
+        """See ``ChunkFiles.put``."""
         added = 0
 
         def put_one(i: int) -> int:
@@ -77,12 +54,12 @@ class PythonFiles(Files):
         return added
 
     def get(self, call: FileCall, first: int, end: int) -> None:
-        """See ``FileWork.get``."""
+        """See ``ChunkFiles.get``."""
         with mmap.mmap(-1, BLOCK_BYTES) as block:
             _each(call, first, end, lambda i: _get_chunk(call, i, block))
 
     def contains(self, call: FileCall, first: int, end: int) -> None:
-        """See ``FileWork.contains``."""
+        """See ``ChunkFiles.contains``."""
 
         def look(i: int) -> int:
             os.stat(chunk_path(call.place.data_dir, call.keys[i]), dir_fd=call.place.root_fd)
@@ -91,7 +68,7 @@ class PythonFiles(Files):
         _each(call, first, end, look)
 
     def discard(self, call: FileCall, first: int, end: int) -> int:
-        """See ``FileWork.discard``."""
+        """See ``ChunkFiles.discard``."""
 
         def remove(i: int) -> int:
             os.unlink(chunk_path(call.place.data_dir, call.keys[i]), dir_fd=call.place.root_fd)
@@ -101,7 +78,7 @@ class PythonFiles(Files):
         return call.results[first:end].count(Result.OK) * call.place.file_bytes
 
     def touch(self, call: FileCall, first: int, end: int) -> None:
-        """See ``Store.touch``."""
+        """See ``ChunkFiles.touch``."""
 
         def touch_one(i: int) -> int:
             path, root_fd = chunk_path(call.place.data_dir, call.keys[i]), call.place.root_fd
@@ -113,7 +90,7 @@ class PythonFiles(Files):
         _each(call, first, end, touch_one)
 
     def fingerprints(self, place: Place, part: int, stop: StopFlag) -> array[int]:
-        """See ``Store.fingerprints``."""
+        """See ``ChunkFiles.fingerprints``."""
         marks = array("Q")
         head = f"{part:03x}"
         try:
@@ -130,11 +107,11 @@ class PythonFiles(Files):
         return marks
 
     def tree_bytes(self, root_fd: int, path: str, stop: StopFlag) -> int:
-        """See ``FileWork.tree_bytes``."""
+        """See ``ChunkFiles.tree_bytes``."""
         return _walk(root_fd, path, False, stop)
 
     def tree_remove(self, root_fd: int, path: str, stop: StopFlag) -> int:
-        """See ``FileWork.tree_remove``."""
+        """See ``ChunkFiles.tree_remove``."""
         removed = _walk(root_fd, path, True, stop)
         with suppress(FileNotFoundError):
             os.rmdir(path, dir_fd=root_fd)
@@ -175,8 +152,7 @@ def _put_chunk(call: FileCall, i: int, block: mmap.mmap) -> tuple[int, int]:
         return result, 0
     tmp = f"{place.tmp_dir}/{call.serial + i:x}"
     with call.memory.view(call.slots[i]) as slot:
-        if not place.is_bare:
-            block[: seal.TRAILER_BYTES] = seal.seal(key, slot, place.digest)
+        block[: seal.TRAILER_BYTES] = seal.seal(key, slot, place.digest)
         try:
             _write_temporary(call, tmp, slot, block)
             made = _publish(call, tmp, path)
@@ -208,7 +184,7 @@ def _write_temporary(call: FileCall, tmp: str, slot: memoryview, block: mmap.mma
         make_parents(place.root_fd, tmp)
         fd = os.open(tmp, flags, FILE_MODE, dir_fd=place.root_fd)
     try:
-        _transfer(fd, slot, _tail(call, block), os.pwritev, writing=True)
+        _transfer(fd, slot, memoryview(block), os.pwritev, writing=True)
         if place.flags & Flag.SYNC_DATA:
             os.fdatasync(fd)
     finally:
@@ -239,11 +215,9 @@ def _get_chunk(call: FileCall, i: int, block: mmap.mmap) -> int:
     fd = os.open(chunk_path(place.data_dir, key), flags, dir_fd=place.root_fd)
     try:
         with call.memory.view(call.slots[i]) as slot:
-            moved = _transfer(fd, slot, _tail(call, block), os.preadv, writing=False)
+            moved = _transfer(fd, slot, memoryview(block), os.preadv, writing=False)
             if moved < place.file_bytes:
                 result = Result.TORN
-            elif place.is_bare:  # the length alone can be checked: a longer file is another chunk's
-                result = Result.OK if os.fstat(fd).st_size == place.chunk_bytes else Result.TORN
             else:
                 result = _RESULTS[seal.check(block[: seal.TRAILER_BYTES], key, slot, place.digest)]
         if result != Result.OK:
@@ -251,11 +225,6 @@ def _get_chunk(call: FileCall, i: int, block: mmap.mmap) -> int:
         return result
     finally:
         os.close(fd)
-
-
-def _tail(call: FileCall, block: mmap.mmap) -> memoryview:
-    """Return what follows the chunk's bytes in its file: the trailer's block, or nothing."""
-    return memoryview(block)[: call.place.file_bytes - call.place.chunk_bytes]
 
 
 def _transfer(
