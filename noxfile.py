@@ -92,7 +92,8 @@ def plugins(session: nox.Session) -> None:
         session.install("-e", f"plugins/{plugin}[tests]")
     for plugin in PLUGINS[:1] if session.posargs else PLUGINS:  # each has a configuration of its own
         tests = f"plugins/{plugin}/tests"
-        run_pytest(session, tests if session.python == PYTHONS[0] else f"{tests}/test_conformance.py")
+        chosen = tests if session.python == PYTHONS[0] else f"{tests}/test_conformance.py"
+        run_pytest(session, chosen, processes=0)  # they share the servers that one process has started
 
 
 @nox.session

@@ -1172,7 +1172,6 @@ class Scheduler:
             time.sleep(0.0005)
 
 
-@pytest.mark.usefixtures("_strands")
 @pytest.mark.parametrize("version", ["0.33"] if TELLS_OF_FLUSHES else ["0.32", "0.33"])
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_happens_when_no_call_raises_and_no_byte_is_wrong(
