@@ -163,14 +163,14 @@ class KVTierOffloadingSpec(OffloadingSpec):
         )
 
     def _identity(self, tiers: list[NamedTier]) -> Identity:
+        if not tiers:  # what is kept for this process alone is told apart from nothing
+            return Identity.make(self.config.model.name, {})
         if self._engine is not None:
             return engine_identity(self.config, self._engine, self._shape, self._settings.namespace)
-        if tiers:
-            raise ConfigError(
-                "this version of vLLM does not let kvtier see the model's revision and quantisation, so what "
-                "is kept in secondary tiers could not be told apart: remove secondary_tiers"
-            )
-        return Identity.make(self.config.model.name, {})
+        raise ConfigError(
+            "this version of vLLM does not let kvtier see the engine's settings, so what is kept in "
+            "secondary tiers could not be told apart: use KVTierConnector, or remove secondary_tiers"
+        )
 
     def _info(self) -> dict[str, str]:
         return {
