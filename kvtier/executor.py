@@ -35,6 +35,7 @@ from kvtier.tiers.activity import NamedTier, TierActivity
 from kvtier.tiers.base import Custody, SlotMemory
 from kvtier.tiers.drain import until_done
 from kvtier.tiers.runner import Post, TierRunner, call_soon
+from kvtier.tiers.supervisor import Epoch
 
 logger = logging.getLogger("kvtier.executor")
 
@@ -84,7 +85,7 @@ class Executor:
     async def __aenter__(self) -> Executor:
         self._tasks = await anyio.create_task_group().__aenter__()
         for runner in self._runners:
-            self._tasks.start_soon(runner.keep)
+            self._tasks.start_soon(runner.supervise)
             self._tasks.start_soon(runner.watch_usage)
         return self
 
@@ -107,10 +108,10 @@ class Executor:
             runner = self._runners[command.tier]
             if isinstance(command, Fetch):
                 runner.activity.gets.submitted += 1
-                self._tasks.start_soon(runner.fetch, command, runner.era)
+                self._tasks.start_soon(runner.fetch, command, runner.epoch)
             elif isinstance(command, Put):
                 runner.activity.puts.submitted += 1
-                self._tasks.start_soon(runner.put, command, runner.era)
+                self._tasks.start_soon(runner.put, command, runner.epoch)
             elif isinstance(command, Touch):
                 if runner.note_touched(command.keys):
                     self._tasks.start_soon(runner.tell_touched)
@@ -120,16 +121,16 @@ class Executor:
     async def comes_up(self, tier: int) -> bool:
         """Wait until a tier is open, and through with its resets, or given up; say whether it can be used."""
         runner = self._runners[tier]
-        era: anyio.Event | None = None
-        while era is not runner.era:
-            era = runner.era
-            await era.wait()
+        epoch: Epoch | None = None
+        while epoch is not runner.epoch:
+            epoch = runner.epoch
+            await epoch.settled.wait()
         return runner.is_usable
 
     async def settled(self) -> None:
         """Wait until every tier is open, and through with the resets submitted so far, or given up."""
         for runner in self._runners:
-            await runner.era.wait()
+            await runner.epoch.settled.wait()
 
     async def drained(self) -> None:
         """Wait until no put, no fetch and no reset is under way."""

@@ -32,7 +32,7 @@ class Voice(Enum):
 class Link:
     """A process and what it owes.
 
-    The owner of the executor gives it commands, its keeper hears it and ends it; each ``dict`` here is
+    The owner of the executor gives it commands, its supervisor hears it and ends it; each ``dict`` here is
     filled by the one and emptied by the other, an entry at a time.
 
     Args:

@@ -1,7 +1,7 @@
 """The executor in a process of its own, seen from the engine: commands go and events come, whatever happens.
 
-A thread of the engine, the keeper, starts the process, hears what it says, and starts another one when it
-has ended. A slot that the process was given is given to nobody else before it is certain that it is gone.
+A thread of the engine, the supervisor, starts the process, hears what it says, and starts another one when
+it has ended. A slot that the process was given is given to nobody else before it is certain that it is gone.
 """
 
 from __future__ import annotations
@@ -115,11 +115,11 @@ class ExecutorProcess:
         self._last_wait = 0
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._forget_wakeup = weakref.finalize(self, os.close, self._wakeup)
-        self._forget_wakeup.atexit = False  # the keeper may wait for it still
+        self._forget_wakeup.atexit = False  # the supervisor may wait for it still
         self._closing = False
         self._drain_s = 0.0
         self._has_begun = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvtier-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvtier-supervisor", daemon=True)
 
     @property
     def pid(self) -> int | None:
@@ -163,7 +163,7 @@ class ExecutorProcess:
                 link.owed[command.id] = command
         if missed or commands:
             link.outbox.add(wire.pack([wire.order_of(command) for command in (*missed, *commands)]))
-        if link.is_over:  # it has ended meanwhile, and the keeper may have missed these
+        if link.is_over:  # it has ended meanwhile, and the supervisor may have missed these
             self._answer_for(link, "process")
 
     def when_settled(self, done: Callable[[], object]) -> None:
@@ -216,17 +216,18 @@ class ExecutorProcess:
     def _wake(self) -> None:
         os.eventfd_write(self._wakeup, 1)
 
-    # --- the keeper ------------------------------------------------------------------------------
+    # --- the supervisor --------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._live()
+                try:
+                    self._live()
+                except Exception as error:  # of the owner's callbacks, or ours; the next process may do better
+                    if not self._trial.decide(repr(error)):
+                        logger.exception("an error ended a process of the tiers; it is started anew")
                 if not self._closing:
                     self._sleep(self._backoff.next_s())
-        except BaseException as error:
-            if not self._trial.decide(repr(error)):
-                logger.exception("the keeper of the tiers' process has ended: they are not used any more")
         finally:
             self._closing = True
             self._has_begun.set()
@@ -244,7 +245,7 @@ class ExecutorProcess:
         self._has_begun.set()
         begun_s = time.monotonic()
         pulse = Pulse(self._pace, lambda: link.outbox.add(wire.pack([wire.Ping()])))
-        ending = _Ending("killed", "has lost its keeper")
+        ending = _Ending("killed", "it was ended after an error of its supervisor")
         try:
             ending = self._attend(link, pulse)
         finally:
@@ -358,7 +359,7 @@ class ExecutorProcess:
         self._notify()
 
     def _answer_for(self, link: Link, reason: str) -> None:
-        """Answer for what a process owes that is gone. Keeper and owner may both: each takes some."""
+        """Answer for what a process owes that is gone. Supervisor and owner may both: each takes some."""
         for transfer in list(link.owed):
             command = link.owed.pop(transfer, None)
             if command is not None:

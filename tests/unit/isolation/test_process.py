@@ -85,6 +85,44 @@ def test_its_log_is_written_by_the_engine(den: MakeDen, caplog: pytest.LogCaptur
 
 
 @pytest.mark.usefixtures("reckless")
+def test_whatever_the_engine_does_with_a_line_of_its_log_the_tiers_stay_in_use(den: MakeDen) -> None:
+    failed = threading.Event()
+
+    class Failing(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "a line with" in record.getMessage():
+                failed.set()
+                raise OSError("no space left on the log's device")
+
+    handler = Failing()
+    logging.getLogger("kvtier").addHandler(handler)
+    try:
+        it = den(make_tier("reckless", act="log"))
+        it.until(failed.is_set, "a line")
+        it.hold([1])
+        assert it.endings == []
+    finally:
+        logging.getLogger("kvtier").removeHandler(handler)
+
+
+def test_an_error_in_the_owners_own_callback_costs_the_process_and_not_the_tiers(
+    den: MakeDen, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors = iter([OSError("no memory for a callback")])
+
+    def notify() -> None:
+        for error in errors:
+            raise error
+
+    it = den(make_tier("dummy"), notify=notify)
+    it.put([1])
+    it.until(lambda: it.endings, "an end")
+    it.until_up()
+    it.hold([2])
+    assert "no memory for a callback" in caplog.text
+
+
+@pytest.mark.usefixtures("reckless")
 def test_settings_with_secrets_go_the_private_way(den: MakeDen) -> None:
     it = den(make_tier("reckless", password="correct-horse"))
     it.hold([1])
@@ -159,7 +197,7 @@ def test_while_it_is_gone_commands_fail_at_once_and_tiers_are_down_before(den: M
 def test_a_command_submitted_while_the_process_dies_is_answered(
     den: MakeDen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The keeper answers what it finds; what the owner adds a moment later the owner answers."""
+    """The supervisor answers what it finds; what the owner adds a moment later the owner answers."""
 
     class Slow(Link):
         """Dies, and is buried, when it is about to be given something."""
