@@ -26,6 +26,7 @@ import anyio.abc
 
 from kvtier.core.messages import Command, Event, Reset, TierUp
 from kvtier.executor import Executor, TierActivity
+from kvtier.forks import keep_fd_from_children
 from kvtier.isolation import settings, wire
 from kvtier.isolation.outbox import Outbox
 from kvtier.isolation.wire import Frames, Hello, Order, Report
@@ -198,6 +199,7 @@ def main(arguments: list[str]) -> int:
     sock, memory_fd = socket.socket(fileno=int(arguments[0])), int(arguments[1])
     for fd in (sock.fileno(), memory_fd):
         os.set_inheritable(fd, False)  # not for what a tier starts
+    keep_fd_from_children(sock.fileno())
     hello = wire.unpack_hello(_first_frame(sock))
     sock.setblocking(False)
     servant = Servant(sock, hello)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from enum import Enum
 
 from kvtier.core.messages import Fetch, Put
+from kvtier.forks import keep_fd_from_children
 from kvtier.isolation.outbox import Outbox
 from kvtier.isolation.wire import Frames, Hello, pack
 
@@ -65,6 +66,7 @@ class Link:
                 self._sock.close()
                 raise
         self._sock.setblocking(False)
+        keep_fd_from_children(self._sock.fileno())  # or the process would not learn of the engine's end
         self.pid = self._process.pid
         self._end = select.poll()
         self._end.register(self._pidfd, select.POLLIN)

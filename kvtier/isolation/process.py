@@ -223,7 +223,7 @@ class ExecutorProcess:
             while not self._closing:
                 try:
                     self._live()
-                except Exception as error:  # of the owner's callbacks, or ours; the next process may do better
+                except Exception as error:  # of the owner's callbacks, or ours
                     if not self._trial.decide(repr(error)):
                         logger.exception("an error ended a process of the tiers; it is started anew")
                 if not self._closing:
