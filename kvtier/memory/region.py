@@ -22,8 +22,8 @@ from pathlib import Path
 from types import TracebackType
 
 from kvtier.errors import RegionError, StateError
-from kvtier.forks import keep_memory_from_children
-from kvtier.memory import held, numa, pages
+from kvtier.forks import keep_fd_from_children, keep_memory_from_children
+from kvtier.memory import guard, held, numa, pages
 from kvtier.memory.held import PREFIX, HeldFile, sweep_ghosts
 
 logger = logging.getLogger("kvtier.memory")
@@ -85,6 +85,7 @@ class Region:
         self._file = file
         self._map: mmap.mmap | None = _map_bytes(slots * chunk_bytes + board_bytes, file)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._guard: Callable[[], object] | None = None
         self._leftover: mmap.mmap | None = None  # of a closed region, until it is unmapped
         self._forget_memory = lambda: None
         if file is not None:
@@ -236,6 +237,22 @@ class Region:
                 f"{self.path} belongs to another running engine: give each engine an id of its own"
             )
 
+    def start_guard(self) -> None:
+        """Have a process of its own remove the file when all who use it are gone, however they end.
+
+        Where no process can be started the log says so; the next start on this machine removes the file then.
+        """
+        self._require_open()
+        if self._file is None or self._file.path is None or self._guard is not None:
+            return
+        try:
+            fd = guard.start(str(self._file.path), self._file.fd)
+        except OSError as error:
+            logger.warning("%s; if the engine is killed the file stays until the next start", error)
+            return
+        keep_fd_from_children(fd)
+        self._guard = weakref.finalize(self, os.close, fd)
+
     def populate(
         self,
         on_ready: Callable[[range], None],
@@ -299,6 +316,8 @@ class Region:
             _unmap(leftover)
         if self._release is not None:
             self._release()
+        if self._guard is not None:
+            self._guard()
 
     def __enter__(self) -> Region:
         return self

@@ -215,7 +215,7 @@ def slots_of(spec: object) -> list[int]:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
-    monkeypatch.setattr("kvtier.executor._CLOSE_GRACE_S", PATIENCE_S)  # a machine may be busy at its end
+    monkeypatch.setattr("kvtier.executor.CLOSE_S", PATIENCE_S)  # a machine may be busy at its end
     made: list[World] = []
 
     def make(*tiers: AnyTier, **settings: Any) -> World:

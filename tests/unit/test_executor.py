@@ -239,7 +239,7 @@ class Gated(DummyTier):
 @pytest.fixture(autouse=True)
 def _patience_with_threads_that_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that stands still for seconds is no tier that hangs."""
-    monkeypatch.setattr("kvtier.executor._CLOSE_GRACE_S", PATIENCE_S)
+    monkeypatch.setattr("kvtier.executor.CLOSE_S", PATIENCE_S)
 
 
 @pytest.fixture(params=["loop", "process"])
@@ -897,6 +897,23 @@ async def test_a_tier_that_fails_to_close_does_not_keep_the_next_one_open(error:
     async with world(first, second) as it:
         await it.hold([1])
     assert closed == ["second"]
+
+
+async def test_tiers_are_closed_together_not_one_after_the_other() -> None:
+    both = anyio.Event()
+    closing: list[int] = []
+
+    class Meeting(DummyTier):
+        async def aclose(self) -> None:
+            closing.append(1)
+            if len(closing) == 2:
+                both.set()
+            await both.wait()
+
+    with anyio.fail_after(20):
+        async with world(Meeting(DummyConfig()), Meeting(DummyConfig()), close_s=PATIENCE_S) as it:
+            await it.hold([1])
+            await it.hold([2], tier=1)
 
 
 async def test_a_tier_that_does_not_close_is_given_up() -> None:

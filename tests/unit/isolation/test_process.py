@@ -496,6 +496,26 @@ def test_close_ends_a_process_that_does_not_listen(den: MakeDen) -> None:
     assert it.end_of(fetch).reasons == {"cancelled": 1}
 
 
+@pytest.mark.parametrize("how", ["stopped", "in an endless system call"])
+def test_a_shutdown_keeps_to_its_deadline_whatever_hangs(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Den(make_tier("dummy", hang_rate=1, deadline_s=600))
+    it.process.start()
+    put, pid = it.put([1]), it.pid()
+    it.until(lambda: it.process.activity[0].puts.running, "the put")
+    os.kill(pid, signal.SIGSTOP)
+    if how != "stopped":
+        monkeypatch.setattr(Link, "is_gone", lambda *_: False)
+    begun_s = time.monotonic()
+    has_ended = it.process.close(1.0)
+    assert time.monotonic() - begun_s < 3.0  # 2.5 is promised
+    assert has_ended == (how == "stopped")
+    if has_ended:
+        assert it.end_of(put).reasons == {"cancelled": 1}
+    else:
+        os.waitpid(pid, 0)
+    it.region.close()
+
+
 def test_close_between_two_processes_does_not_wait_for_the_next(den: MakeDen) -> None:
     it = den(make_tier("dummy"), pace=Pace(first_pause_s=600, longest_pause_s=600))
     it.hold([1])
