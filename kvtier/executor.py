@@ -105,7 +105,7 @@ class Executor:
             await until_done(asyncio.ensure_future(self._close_tiers()))
 
     async def _close_tiers(self) -> None:
-        left_s = 0.0 if self.end_by_s is None else self.end_by_s - time.monotonic()
+        left_s = 0.0 if self.end_by_s is None else self.end_by_s - anyio.current_time()
         if left_s <= 0:  # nobody waits any more
             left_s = self._close_s
         async with anyio.create_task_group() as tasks:

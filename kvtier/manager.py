@@ -34,6 +34,7 @@ from kvtier.keys import OffloadKey, group_index
 from kvtier.memory.custody import Custody, Damage
 from kvtier.memory.region import Region
 from kvtier.telemetry.lines import ChangeLog
+from kvtier.telemetry.unwritten import UnwrittenPuts
 from kvtier.tiers.drain import until_done
 
 logger = logging.getLogger("kvtier.manager")
@@ -355,6 +356,7 @@ class TieringManager:
         self._is_open = False
         end_by_s = time.monotonic() + self._drain_s + self._close_s
         self._executor.end_by_s = end_by_s - _LAST_STEP_S
+        unwritten = UnwrittenPuts(self._core, self._drain_s)
         try:
             with anyio.move_on_after(self._drain_s):
                 await self.drain()
@@ -362,7 +364,10 @@ class TieringManager:
         finally:
             self._forget_tiers()
             self._closing.set()
-            await until_done(asyncio.ensure_future(self._close(end_by_s)))
+            try:
+                await until_done(asyncio.ensure_future(self._close(end_by_s)))
+            finally:
+                unwritten.warn(logger)
 
     # --- for Acquired ----------------------------------------------------------------------------
 

@@ -87,7 +87,7 @@ class Region:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._guard: Callable[[], object] | None = None
         self._leftover: mmap.mmap | None = None  # of a closed region, until it is unmapped
-        self._forget_memory = lambda: None
+        self._forget_memory: Callable[[], object] = lambda: None
         if file is not None:
             self._forget_memory = keep_memory_from_children(self._address, len(self._map))
             weakref.finalize(self._map, self._forget_memory)

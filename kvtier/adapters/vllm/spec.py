@@ -121,6 +121,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             workers=Workers(board),
             custody=custody,
             repeats_stores=not windowed or self.config.cache.blocks_per_chunk == 1,
+            drain_s=self._settings.drain_on_shutdown_s,
             on_shutdown=partial(_shut_down, executor, region, self._settings.drain_on_shutdown_s),
         )
 
