@@ -32,8 +32,8 @@ _versions = st.integers(0, _VERSIONS - 1)
 GONE = -1
 
 
-class AgreesWithADict(TierSetup):
-    """Every sequence of calls."""
+class StatefulTests(TierSetup):
+    """Sequences of calls that hypothesis makes up."""
 
     def test_any_sequence_of_calls_agrees_with_a_dict(self, place: Path) -> None:
         places = (place.with_name(f"{place.name}-{number}") for number in itertools.count())
@@ -102,7 +102,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @invariant()
     def contains(self) -> None:
-        """Ask for all chunks."""
+        """Look all chunks up."""
         answers = self.runner.run(self.it.contains(range(_CHUNKS)))
         for number, there in enumerate(answers):
             if there:
@@ -112,7 +112,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(chosen=_numbers)
     def touch(self, chosen: list[int]) -> None:
-        """Say that chunks were used; that changes no answer."""
+        """Touch chunks; that changes no answer."""
         self.runner.run(self.it.tier.touch(keys(chosen)))
 
     @rule(chosen=_numbers)
