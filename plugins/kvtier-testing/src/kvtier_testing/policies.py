@@ -114,7 +114,8 @@ class PolicyConformance(LimitedSuite):
         _expect(
             evicted == prompt[::-1],
             f"evict() chose the keys {[prompt.index(key) for key in evicted if key in prompt]} of a "
-            "prompt that was added with add(): the last goes first, because a prompt without its front serves nobody",
+            "prompt that was added with add(): the last goes first, because a prompt without its "
+            "front serves nobody",
         )
 
     def test_pinned_keys_are_not_evicted_until_they_are_added_again(self) -> None:
