@@ -391,6 +391,18 @@ static int publish(const struct call *call, char *tmp, struct chunk *chunk)
     return error ? error : made;
 }
 
+/* Return what the directory of a new file takes on disk. Many file systems keep small ones in their inodes, and
+ * what is added here has to be what eviction finds when it removes an empty one. */
+static int64_t directory_bytes(const struct call *call, char *path)
+{
+    struct stat found;
+    char *end = strrchr(path, '/');
+    *end = '\0';
+    int64_t bytes = fstatat(call->root_fd, path, &found, AT_SYMLINK_NOFOLLOW) ? BLOCK_BYTES : found.st_blocks * 512;
+    *end = '/';
+    return bytes;
+}
+
 /* Say whether the chunk is there already: its length is looked at and nothing else. */
 static int existing(const struct call *call, size_t i, const struct chunk *chunk)
 {
@@ -424,7 +436,7 @@ static int put_chunk(const struct call *call, size_t i, uint8_t *block, int64_t 
     int made = publish(call, tmp, &chunk);
     if (made < 0)
         return made;
-    *added += (int64_t)file_bytes(call) + BLOCK_BYTES * (int64_t)made;
+    *added += (int64_t)file_bytes(call) + (made ? made * directory_bytes(call, chunk.path) : 0);
     return RESULT_OK;
 }
 

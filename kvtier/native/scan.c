@@ -140,9 +140,10 @@ static void scan_leaf(int parent_fd, const char *leaf, const uint32_t *stop, voi
             if (is_chunk(entry->d_name) && fstatat(fd, entry->d_name, &found, AT_SYMLINK_NOFOLLOW) == 0 &&
                 S_ISREG(found.st_mode) && found.st_dev == here.st_dev)
                 removed |= look_at(fd, leaf, entry->d_name, &found, scan);
+    bool is_known = removed && fstat(fd, &here) == 0; /* emptied it may take less than before */
     closedir(entries);
     /* An empty directory is made again by whoever puts something into it. */
-    if (removed && unlinkat(parent_fd, leaf, AT_REMOVEDIR) == 0)
+    if (is_known && unlinkat(parent_fd, leaf, AT_REMOVEDIR) == 0)
         scan->removed_bytes += (int64_t)here.st_blocks * 512;
 }
 

@@ -30,7 +30,7 @@ from kvtier.tiers.base import (
 from kvtier.tiers.fs.config import FsConfig
 from kvtier.tiers.fs.files import ChunkFiles, NativeFiles, make_files
 from kvtier.tiers.fs.files.base import most_bytes
-from kvtier.tiers.fs.files.call import FileCall, Result, StopFlag, Verb
+from kvtier.tiers.fs.files.call import FileCall, Place, Result, StopFlag, Verb
 from kvtier.tiers.fs.files.completions import NativePool, TransferPool
 from kvtier.tiers.fs.files.workers import Jobs, ThreadPool, Workers, join_all, run, run_alone
 from kvtier.tiers.fs.layout import BLOCK_BYTES
@@ -75,6 +75,7 @@ _REASONS: Final = {
 _KNOWLEDGE: Final = (Knowledge.UNKNOWN, Knowledge.PRESENT)
 _NO_ROOM: Final = frozenset({-errno.ENOSPC, -errno.EDQUOT})
 _THERE: Final = frozenset({Result.OK, Result.EXISTS})
+_NEEDS_ROOM: Final = frozenset({Result.MAX_BYTES, Result.MIN_FREE})
 _ILL: Final = frozenset({Result.TORN, Result.FOREIGN, Result.CHECKSUM})
 _GONE: Final = _ILL | {Result.ABSENT}
 _IS_NO_FILE: Final = frozenset({errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ESPIPE})
@@ -83,6 +84,7 @@ _FIRST_COUNT_PATIENCE_S: Final = 1.0
 _LOOKUP_THREADS: Final = 2
 _PUT_THREADS: Final = 2
 _LOOKUPS_A_JOB: Final = 256
+_ROOM_SHARE: Final = 0.2  # of its deadline a put waits for room
 
 _log = logging.getLogger("kvtier.tiers.fs")
 
@@ -308,12 +310,10 @@ class FsTier(SecondaryTier[FsConfig]):
             return Outcome.all(Status.REFUSED, len(batch), self._here.namespace.read_only)
         if self._epoch is None:
             return Outcome.all(Status.REFUSED, len(batch), "reset_failed")
+        if not len(batch):
+            return Outcome(())
         with self._epoch.hold() as place:
-            call = FileCall(place, batch.keys, batch.slots, batch.memory, self._serial)
-            self._serial += len(batch)
-            if len(batch):
-                await self._put(call)
-        return _outcome(call.results)
+            return _outcome(await self._put_in_time(place, batch))
 
     async def get(self, batch: Batch) -> Outcome:
         """Read and prove chunks. See ``SecondaryTier.get``."""
@@ -396,8 +396,21 @@ class FsTier(SecondaryTier[FsConfig]):
                 f"{self._chunk_bytes} bytes, aligned to {BLOCK_BYTES}"
             )
 
-    async def _put(self, call: FileCall) -> None:
+    async def _put_in_time(self, place: Place, batch: Batch) -> array[int]:
+        """Put the chunks, and again those that the bounds refuse, as room is made: for a part of the deadline."""
+        give_up_at = asyncio.get_running_loop().time() + _ROOM_SHARE * self.config.deadline_s
+        results = await self._put(place, batch)
+        while refused := _refused(results):
+            if not await self._maintained.room_made(give_up_at):
+                break
+            for i, result in zip(refused, await self._put(place, batch.part(refused)), strict=True):
+                results[i] = result
+        return results
+
+    async def _put(self, place: Place, batch: Batch) -> array[int]:
         """Put the chunks that there is room for, in no thread of Python's where room is leased already."""
+        call = FileCall(place, batch.keys, batch.slots, batch.memory, self._serial)
+        self._serial += len(batch)
         quota, chunks = self._here.quota, len(call)
         granted, reason = chunks, int(Result.OK)
         if not quota.reserve_at_once(chunks):
@@ -415,6 +428,7 @@ class FsTier(SecondaryTier[FsConfig]):
         self._learn(call, 0, chunks)
         if quota.excess_bytes:
             self._maintained.make_room_soon()
+        return call.results
 
     async def _get(self, call: FileCall) -> None:
         _, cancelled = await self._transfer(call, Verb.GET, len(call))
@@ -527,6 +541,11 @@ def _ill(results: array[int], first: int, end: int) -> list[int]:
     if not any(mine):
         return []
     return [first + i for i, result in enumerate(mine) if result in _ILL]
+
+
+def _refused(results: array[int]) -> list[int]:
+    """Return the chunks that a bound refuses."""
+    return [i for i, result in enumerate(results) if result in _NEEDS_ROOM] if any(results) else []
 
 
 def _outcome(results: array[int]) -> Outcome:

@@ -160,7 +160,15 @@ def _put_chunk(call: FileCall, i: int, block: mmap.mmap) -> tuple[int, int]:
             with suppress(OSError):
                 os.unlink(tmp, dir_fd=place.root_fd)
             return -(error.errno or errno.EIO), 0
-    return Result.OK, place.file_bytes + BLOCK_BYTES * made
+    return Result.OK, place.file_bytes + (made * _directory_bytes(place.root_fd, path) if made else 0)
+
+
+def _directory_bytes(root_fd: int, path: str) -> int:
+    """Return what the directory of a new file takes on disk: many file systems keep small ones in inodes."""
+    try:
+        return os.stat(os.path.dirname(path), dir_fd=root_fd, follow_symlinks=False).st_blocks * 512
+    except OSError:  # it has vanished: too much is better than too little
+        return BLOCK_BYTES
 
 
 def _existing(call: FileCall, i: int, path: str) -> int:

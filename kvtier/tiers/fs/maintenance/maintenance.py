@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+import anyio
+
 from kvtier.keys import OffloadKey
 from kvtier.telemetry.lines import Seldom
 from kvtier.tiers.fs.config import FsConfig
@@ -38,6 +40,9 @@ TICK_S: Final = 2.0
 
 UNCOUNTED_S: Final = 1.0
 """Between two tries to have the root counted, where it was never counted."""
+
+ROOM_EVERY_S: Final = 0.02
+"""Between two tries of a put that waits for room while another process makes it."""
 
 BARREN_S: Final = (0.1, 30.0)
 """After nothing could be removed, so long nothing is tried again: at first, and at most."""
@@ -116,6 +121,7 @@ class Maintenance:
         self._asked = threading.Lock()  # held from a call for room until it is answered
         self._renewing = threading.Lock()  # the same for a lease
         self._recounting = threading.Lock()  # and for a count that cannot wait for the next one
+        self._room_made = asyncio.Event()
         self._barren_s = 0.0
         self._barren_until = 0.0
         self._is_warned = False
@@ -148,6 +154,7 @@ class Maintenance:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
+        self._wake_puts()
 
     def learn(self, place: Place, there: Sequence[OffloadKey], gone: Sequence[OffloadKey] = ()) -> None:
         """Note which chunks of an epoch are there and which are not. Any thread may call it."""
@@ -167,14 +174,45 @@ class Maintenance:
 
     def make_room_soon(self) -> None:
         """Have room made if that is due. Any thread may call it."""
-        if self._closing or time.monotonic() < self._barren_until or not self._asked.acquire(blocking=False):
-            return
-        self._quick.submit(self._make_room)
+        if not self._closing and not self._is_barren and self._asked.acquire(blocking=False):
+            self._quick.submit(self._make_room)
+
+    async def room_made(self, give_up_at: float) -> bool:
+        """Have room made, and wait for some of it. Returns whether a put that was refused should try again.
+
+        Another process may be the one that makes room, and tells nobody, so this returns after a moment.
+
+        Args:
+            give_up_at: when nobody waits any more, on the loop's clock.
+        """
+        left_s = give_up_at - self._loop.time()
+        if left_s <= 0 or self._closing or not self._quota.can_make_room or self._is_barren:
+            return False
+        if self._quota.supposed_bytes:
+            self._recount_soon()
+        self.make_room_soon()
+        with anyio.move_on_after(min(left_s, ROOM_EVERY_S)):
+            await self._room_made.wait()
+        return True
 
     def renew_lease_soon(self) -> None:
         """Have the lease renewed before it is used up. Any thread may call it."""
         if not self._closing and self._renewing.acquire(blocking=False):
             self._quick.submit(self._renew_lease)
+
+    @property
+    def _is_barren(self) -> bool:
+        """Whether nothing could be removed a moment ago."""
+        return time.monotonic() < self._barren_until
+
+    def _wake_puts(self) -> None:
+        """Have the puts try again that wait for room."""
+        self._room_made.set()
+        self._room_made = asyncio.Event()
+
+    def _recount_soon(self) -> None:
+        if self._recounting.acquire(blocking=False):
+            self._slow.submit(self._recount)
 
     def _after(self, name: str, seconds: float, action: Callable[[], None]) -> None:
         if name in self._timers:
@@ -214,8 +252,8 @@ class Maintenance:
         self._try(self._quota.refresh, "asked for its ledger")
         if self._quota.excess_bytes:
             self.make_room_soon()
-        if self._quota.supposed_bytes and self._recounting.acquire(blocking=False):
-            self._slow.submit(self._recount)
+        if self._quota.supposed_bytes:
+            self._recount_soon()
         if self._namespace.read_only is None:
             self._try(partial(self._touch, place), "told what was used")
         post(self._loop, partial(self._after, "tick", TICK_S, self._tick))
@@ -269,6 +307,7 @@ class Maintenance:
             self._try(self._evict, "made room in")
         finally:
             self._asked.release()
+            post(self._loop, self._wake_puts)
 
     def _renew_lease(self) -> None:
         try:
@@ -286,9 +325,13 @@ class Maintenance:
             self._rest_if_barren(need, evicted.bytes)
 
     def _rest_if_barren(self, need: int, removed: int) -> None:
-        """Leave a root alone for a while in which nothing is left that could leave."""
+        """Leave a root alone for a while in which nothing is left that could leave.
+
+        What is being written takes room and cannot leave yet: a moment later it can.
+        """
         first_s, most_s = BARREN_S
-        self._barren_s = 0.0 if removed else min(most_s, 2 * self._barren_s or first_s)
+        can_leave = removed or self._quota.has_puts_under_way
+        self._barren_s = 0.0 if can_leave else min(most_s, 2 * self._barren_s or first_s)
         self._barren_until = time.monotonic() + self._barren_s
         if self._barren_s == most_s and not self._is_warned:
             self._is_warned = True

@@ -131,6 +131,7 @@ class ChunkScan:
                 with suppress(OSError):
                     if self._removes(fd, name, here.st_dev):
                         removed.append(f"{leaf}/{name}")
+            here = os.fstat(fd)  # emptied it may take less than before
         finally:
             os.close(fd)
         if removed:  # an empty directory is made again by whoever puts something into it

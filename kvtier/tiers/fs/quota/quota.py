@@ -120,6 +120,7 @@ class Quota:
         self._excess = 0
         self._is_exact = False
         self._supposed = 0
+        self._leased = 0
         self._used_at_report = 0
         self._limit: int | None = config.max_bytes
         self.refresh()
@@ -146,6 +147,16 @@ class Quota:
     def supposed_bytes(self) -> int:
         """Bytes that writers who have died may have written, until the root is counted again."""
         return self._supposed
+
+    @property
+    def can_make_room(self) -> bool:
+        """Whether anything may be evicted: not before it is known what the root holds."""
+        return self._evicts and self._is_exact
+
+    @property
+    def has_puts_under_way(self) -> bool:
+        """Whether some writer may be writing a chunk now, as of the last look at the ledger."""
+        return self._leased >= self._file_bytes
 
     @property
     def needs_renewal(self) -> bool:
@@ -372,6 +383,7 @@ class Quota:
     def _learn(self, accounts: Accounts, disk: FileSystem, wanted: int = 0) -> None:
         self._is_exact = accounts.is_exact
         self._supposed = accounts.supposed
+        self._leased = accounts.leased
         self._used_at_report = accounts.used
         if accounts.is_exact:
             self._limit = self._bounds.limit(accounts.used, disk)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -12,7 +14,7 @@ import pytest
 
 from kvtier import native
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.tiers.base import Knowledge, Status, TierContext
+from kvtier.tiers.base import Knowledge, Outcome, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier.tiers.fs.files.base import key_of
 from kvtier.tiers.fs.files.call import StopFlag
@@ -24,6 +26,7 @@ from kvtier.tiers.fs.maintenance.ages import Cutoffs, Histogram
 from kvtier.tiers.fs.maintenance.evict import Evictor
 from kvtier.tiers.fs.maintenance.scan import ChunkScan
 from kvtier.tiers.fs.quota import ledger
+from tests.unit.tiers.fs.conftest import World
 
 pytestmark = pytest.mark.timeout(60)
 OK, ABSENT, REFUSED = Status.OK, Status.ABSENT, Status.REFUSED
@@ -331,6 +334,58 @@ async def test_a_full_tier_takes_new_chunks_in_place_of_old_ones(world, in_pytho
         assert tier.statistics().evicted_bytes >= 60 * world.chunk_bytes
     finally:
         await tier.aclose()
+
+
+async def put_batches(world, tier, first, count, batch, outcomes):
+    for start in range(first, first + count, batch):
+        outcomes.append(await world.put(tier, range(start, start + batch)))
+
+
+@pytest.mark.parametrize(("engines", "puts_at_once"), [(1, 1), (1, 4), (3, 2)])
+async def test_a_burst_into_a_small_root_is_taken_and_the_last_of_it_is_kept(
+    world, in_python, engines, puts_at_once
+):
+    """A put that finds no room waits for it, for a part of its deadline, wherever room is made."""
+    chunks, file_bytes = 24, world.chunk_bytes + 4 * 4096
+    settings = {"max_bytes": chunks * file_bytes, "deadline_s": 100.0}  # a machine may be busy
+    tiers = [await world.open(**settings) for _ in range(engines)]
+    outcomes: list[Outcome] = []
+    async with anyio.create_task_group() as tasks:
+        for number in range(engines * puts_at_once):
+            tasks.start_soon(put_batches, world, tiers[number % engines], 1000 * number, 48, 4, outcomes)
+    assert await below(world) <= chunks * file_bytes
+    assert [outcome.reasons for outcome in outcomes if outcome.reasons] == []
+    kept = {number for number in range(1000 * engines * puts_at_once) if world.file(number).exists()}
+    assert len(kept) >= chunks // 2
+    assert all(number % 1000 >= 8 for number in kept)
+
+
+async def test_chunks_that_are_there_need_no_room_and_nothing_leaves_for_them(world, in_python):
+    tier = await world.open(max_bytes=12 * (world.chunk_bytes + 4 * 4096), high_watermark=1.0)
+    await world.put(tier, range(8))
+    there = left(world, 8)
+    assert (await world.put(tier, there)).statuses == (OK,) * len(there)
+    assert left(world, 8) == there
+
+
+async def test_a_put_waits_for_no_room_where_none_can_be_made(world):
+    tier = await world.open(max_bytes=100_000, eviction="none", deadline_s=1000.0)
+    with anyio.fail_after(30):
+        assert (await world.put(tier, range(9))).reasons["max_bytes"] >= 4
+
+
+@pytest.mark.parametrize("place", ["/dev/shm", None])
+async def test_what_puts_add_and_evictions_remove_is_what_the_disk_says(place, tmp_path, work, in_python):
+    """On each kind of file system: in some a small directory takes a block, in others none."""
+    with tempfile.TemporaryDirectory(dir=place or tmp_path) as folder:
+        world = World(Path(folder) / "root", work)
+        try:
+            tier = await world.open(max_bytes=10**9)
+            drift = tier.usage().used_bytes - await below(world)
+            await world.put(tier, range(64))
+            assert tier.usage().used_bytes - await below(world) == drift
+        finally:
+            await world.close_all()
 
 
 async def test_chunks_that_were_not_used_for_ttl_leave(world, in_python):
