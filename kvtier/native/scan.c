@@ -33,6 +33,9 @@ struct chunk_scan {
     uint64_t seen;
     uint64_t removed;
     int64_t removed_bytes; /* directories that became empty included */
+    uint64_t stuck;        /* files that are old enough and cannot be removed */
+    int64_t stuck_bytes;
+    int64_t error; /* the errno of one of them */
 };
 
 /* The bucket of an age, as ages.bucket_of does it. */
@@ -96,11 +99,19 @@ static int each_leaf(int root_fd, const char *folder, const uint32_t *stop, do_l
 static int64_t nanoseconds(struct timespec time) { return time.tv_sec * INT64_C(1000000000) + time.tv_nsec; }
 
 /* Remove a file and write down its path. Where there is no room to write it stays for the next time. */
-static bool remove_file(int fd, const char *leaf, const char *name, struct chunk_scan *scan)
+static bool remove_file(int fd, const char *leaf, const char *name, int64_t bytes, struct chunk_scan *scan)
 {
     size_t leaf_length = strlen(leaf), length = leaf_length + 1 + strlen(name) + 1;
-    if (scan->names_room - scan->names_bytes < length || unlinkat(fd, name, 0))
+    if (scan->names_room - scan->names_bytes < length)
         return false;
+    if (unlinkat(fd, name, 0)) {
+        if (errno != ENOENT) {
+            scan->stuck++;
+            scan->stuck_bytes += bytes;
+            scan->error = errno;
+        }
+        return false;
+    }
     char *at = scan->names + scan->names_bytes;
     memcpy(at, leaf, leaf_length);
     at[leaf_length] = '/';
@@ -119,7 +130,7 @@ static bool look_at(int fd, const char *leaf, const char *name, const struct sta
     if (scan->histogram != NULL)
         scan->histogram[bucket_of(age_us) + (reused ? BUCKETS : 0)] += (uint64_t)bytes;
     if (age_us < (reused ? scan->reused_us : scan->once_us) || scan->removed_bytes >= scan->want_bytes ||
-        !remove_file(fd, leaf, name, scan))
+        !remove_file(fd, leaf, name, bytes, scan))
         return false;
     scan->removed++;
     scan->removed_bytes += bytes;

@@ -357,7 +357,7 @@ class TierRunner:
         for key, verdict in bad:
             reason = verdict.name.lower()
             counts[reason] += 1
-            logger.error("tier %s: chunk %s is not what was put: %s", self.name, key.hex(), reason)
+            self._log(logging.ERROR, reason, f"chunk {key.hex()} is not what was put: {reason}")
         await self._discard([key for key, _ in bad])
         return Outcome(statuses, counts)
 
@@ -493,9 +493,12 @@ class TierRunner:
         return words_of(error, self._tier.config)
 
     def _warn(self, subject: str, text: str) -> None:
+        self._log(logging.WARNING, subject, text)
+
+    def _log(self, level: int, subject: str, text: str) -> None:
         added = self._seldom.lets(subject, self._now_s())
         if added is not None:
-            logger.warning("tier %s: %s%s", self.name, text, added)
+            logger.log(level, "tier %s: %s%s", self.name, text, added)
 
     @staticmethod
     def _now_s() -> float:

@@ -397,7 +397,7 @@ class FsTier(SecondaryTier[FsConfig]):
             )
 
     async def _put_in_time(self, place: Place, batch: Batch) -> array[int]:
-        """Put the chunks, and again those that the bounds refuse, as room is made: for a part of the deadline."""
+        """Put the chunks, and for a part of the deadline those again that a bound refuses, as room is made."""
         give_up_at = asyncio.get_running_loop().time() + _ROOM_SHARE * self.config.deadline_s
         results = await self._put(place, batch)
         while refused := _refused(results):

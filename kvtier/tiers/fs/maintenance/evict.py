@@ -63,12 +63,18 @@ class Evicted:
         leftover_bytes: removed of what nobody could use any more.
         chunks: removed by age, or because they were not used for ``ttl_s``.
         chunk_bytes: of these, with directories that became empty.
+        stuck: chunks that had to leave and could not be removed.
+        stuck_bytes: their bytes.
+        error: the errno of one of them; 0 where there are none.
     """
 
     is_mine: bool
     leftover_bytes: int = 0
     chunks: int = 0
     chunk_bytes: int = 0
+    stuck: int = 0
+    stuck_bytes: int = 0
+    error: int = 0
 
     @property
     def bytes(self) -> int:
@@ -128,7 +134,7 @@ class Evictor:
             leftover = self._remove_leftovers(root, need_bytes)
             freed(leftover)
             scan = self._remove_by_age(root, _clock(lock), need_bytes - leftover, freed)
-        return Evicted(True, leftover, scan.removed, scan.removed_bytes)
+        return _evicted(leftover, scan)
 
     def expire(self, ttl_s: float, freed: Freed = count_nothing) -> Evicted:
         """Remove what was not used for ``ttl_s``, and tell ``freed``. Blocks.
@@ -144,7 +150,7 @@ class Evictor:
                 return Evicted(is_mine=False)
             scan = ChunkScan(_clock(lock), cutoffs=ages.expired(ttl_s), want_bytes=ages.NEVER)
             self._look_at(_parts(root), scan, freed)
-        return Evicted(True, 0, scan.removed, scan.removed_bytes)
+        return _evicted(0, scan)
 
     def _remove_leftovers(self, root: Root, need_bytes: int) -> int:
         sweeper = Sweeper(root, self._files, self._stop, self._ours)
@@ -162,10 +168,11 @@ class Evictor:
             if scan.is_done or self._stop:
                 break
             self._random.shuffle(parts)
-            cutoffs = self._plan(parts, now_ns, scan.want_bytes - scan.removed_bytes)
+            # What cannot be removed is among the oldest again: as much of what is younger leaves in its place.
+            cutoffs = self._plan(parts, now_ns, scan.want_bytes - scan.removed_bytes + scan.stuck_bytes)
             if cutoffs == ages.NOTHING:
                 break
-            scan.cutoffs = cutoffs
+            scan.cutoffs, scan.stuck, scan.stuck_bytes = cutoffs, 0, 0
             self._look_at(parts, scan, freed)
         return scan
 
@@ -200,6 +207,11 @@ class Evictor:
         except OSError:
             return 0
         return found.st_blocks * 512
+
+
+def _evicted(leftover_bytes: int, scan: ChunkScan) -> Evicted:
+    counts = scan.stuck, scan.stuck_bytes, scan.error
+    return Evicted(True, leftover_bytes, scan.removed, scan.removed_bytes, *counts)
 
 
 def _parts(root: Root) -> list[_Part]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -125,7 +126,7 @@ class Maintenance:
         self._barren_s = 0.0
         self._barren_until = 0.0
         self._is_warned = False
-        self._seldom = Seldom(_LINES_EVERY_S)
+        self._log_limit = Seldom(_LINES_EVERY_S)
 
     # ------------------------------------------------------------------------- in the event loop
 
@@ -281,7 +282,10 @@ class Maintenance:
         with Root.at(self._namespace.root_fd) as root:
             ours = frozenset({self._namespace.writer})
             freed = self._count_freed()
-            freed(Sweeper(root, self._files, self._closing, ours).sweep())
+            sweeper = Sweeper(root, self._files, self._closing, ours)
+            freed(sweeper.sweep())
+            for problem in sweeper.problems:
+                self._warn("quarantine", problem)
 
     def _expire(self, ttl_s: float) -> None:
         self.evicted_chunks += self._evictor.expire(ttl_s, self._count_freed()).chunks
@@ -321,6 +325,9 @@ class Maintenance:
             return
         evicted = self._evictor.make_room(need, self._count_freed())
         self.evicted_chunks += evicted.chunks
+        if evicted.stuck:
+            error = os.strerror(evicted.error)
+            self._warn("stuck", f"{evicted.stuck} chunks should leave and cannot be removed: {error}")
         if evicted.is_mine:
             self._rest_if_barren(need, evicted.bytes)
 
@@ -376,6 +383,9 @@ class Maintenance:
                     self._complain(what)
 
     def _complain(self, what: str) -> None:
-        added = self._seldom.lets(what, time.monotonic())
+        self._warn(what, f"could not be {what}", exc_info=True)
+
+    def _warn(self, subject: str, text: str, *, exc_info: bool = False) -> None:
+        added = self._log_limit.lets(subject, time.monotonic())
         if added is not None:
-            _log.warning("%s could not be %s%s", self._config.root_dir, what, added, exc_info=True)
+            _log.warning("%s: %s%s", self._config.root_dir, text, added, exc_info=exc_info)

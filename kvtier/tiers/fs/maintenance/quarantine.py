@@ -1,22 +1,39 @@
-"""Where files go that failed a check: out of the way, never deleted unseen, bounded in number."""
+"""Where files go that failed a check: out of the way, never deleted unseen, bounded in number.
+
+Anything may lie in a chunk's place: a directory, a FIFO, something that nobody may remove. When the oldest
+entries cannot be removed and the quarantine is full, nothing more is moved: what failed stays where it is,
+and is a miss each time.
+"""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import re
+import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Final
 
 from kvtier.keys import OffloadKey, content_hash, group_index
-from kvtier.tiers.fs.files.call import FileCall, Result
+from kvtier.telemetry.lines import Seldom
+from kvtier.tiers.fs.files import make_files
+from kvtier.tiers.fs.files.call import FileCall, Result, StopFlag
 from kvtier.tiers.fs.layout import DIRECTORY_MODE, chunk_path
 
 MAX_FILES: Final = 128
+"""Entries in the quarantine of one namespace, of whatever kind."""
+
+FULL_S: Final = 30.0
+"""After the quarantine was full of what cannot be removed, nothing is moved for so long."""
+
 _MAX_TOLD: Final = 1024
+_LINES_EVERY_S: Final = 30.0
+_OURS: Final = re.compile(r".+\.[a-z]+\.([0-9]+)-[0-9]+")
 
 _log = logging.getLogger("kvtier.tiers.fs")
 
@@ -35,6 +52,8 @@ class Quarantine:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._told: set[tuple[str, int]] = set()
+        self._full_until = 0.0
+        self._log_limit = Seldom(_LINES_EVERY_S)
 
     def counts(self) -> Mapping[str, int]:
         """Return how many files were set aside since the tier opened, by reason."""
@@ -58,14 +77,16 @@ class Quarantine:
             try:
                 with suppress(FileExistsError):
                     os.mkdir(self._folder, DIRECTORY_MODE, dir_fd=self._root_fd)
+                self._require_place()
                 if not self._move(path, call.inodes[i], target):
                     return False  # another reader was faster
             except OSError as error:
-                self._tell_once(path, call.inodes[i], reason, error)
+                self._count_once(path, call.inodes[i], reason)
+                what = "%s failed its check (%s) and cannot be set aside: %s"
+                self._log(logging.ERROR, what, path, reason, error.strerror or error)
                 return False
             self._counts[reason] += 1
-            _log.error("%s failed its check (%s) and was moved to %s", path, reason, target)
-            self._prune()
+            self._log(logging.ERROR, "%s failed its check (%s) and was moved to %s", path, reason, target)
             return True
 
     def _move(self, path: str, inode: int, target: str) -> bool:
@@ -80,30 +101,80 @@ class Quarantine:
         name = f"{content_hash(key).hex()}_g{group_index(key)}.{reason}.{time.time_ns()}-{os.getpid()}"
         return f"{self._folder}/{name}"
 
-    def _tell_once(self, path: str, inode: int, reason: str, error: OSError) -> None:
-        if (path, inode) in self._told:
-            return
+    def _count_once(self, path: str, inode: int, reason: str) -> None:
         if len(self._told) >= _MAX_TOLD:
             self._told.clear()
-        self._told.add((path, inode))
-        self._counts[reason] += 1
-        _log.error("%s failed its check (%s) and cannot be set aside: %s", path, reason, error)
+        if (path, inode) not in self._told:
+            self._told.add((path, inode))
+            self._counts[reason] += 1
 
-    def _prune(self) -> None:
-        """Remove the oldest files beyond the bound."""
-        with suppress(OSError):
-            fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._root_fd)
-            try:
-                names = sorted(os.listdir(fd), key=_age)
-                for name in names[:-MAX_FILES]:
-                    _log.warning("the quarantine holds more than %d files, %s is removed", MAX_FILES, name)
-                    with suppress(OSError):
-                        os.unlink(name, dir_fd=fd)
-            finally:
-                os.close(fd)
+    def _require_place(self) -> None:
+        """Remove the oldest entries until there is a place for one more. OSError where there is none."""
+        if time.monotonic() >= self._full_until:
+            removed, problem = prune(self._root_fd, self._folder, MAX_FILES - 1)
+            if removed:
+                what = "%s has no more than %d places, of the oldest entries %d were removed"
+                self._log(logging.WARNING, what, self._folder, MAX_FILES, removed)
+            if problem is None:
+                return
+            self._full_until = time.monotonic() + FULL_S
+            what = "%s is full and nothing more is moved there: its entries cannot be removed (%s)"
+            self._log(logging.WARNING, what, self._folder, problem)
+        raise OSError(errno.ENOSPC, "the quarantine is full of what cannot be removed")
+
+    def _log(self, level: int, what: str, *details: object) -> None:
+        """Write a line, unless one of its kind was written a moment ago."""
+        added = self._log_limit.lets(what, time.monotonic())
+        if added is not None:
+            _log.log(level, what + "%s", *details, added)
 
 
-def _age(name: str) -> int:
-    """Return when a file was set aside, in ns; 0, the oldest, for names that are not ours."""
-    stamp = name.rpartition(".")[2].partition("-")[0]
-    return int(stamp) if stamp.isdecimal() else 0
+def prune(root_fd: int, folder: str, keep: int) -> tuple[int, str | None]:
+    """Remove the oldest entries of a quarantine, until there are ``keep``.
+
+    Returns:
+        How many were removed, and why there are still more than ``keep``; None where there are not.
+    """
+    try:
+        names = _names(root_fd, folder)
+    except OSError as error:
+        return 0, error.strerror
+    removed, problem = 0, "not kvtier's"
+    for name in by_age(names):
+        if len(names) - removed <= keep:
+            break
+        try:
+            remove_entry(root_fd, f"{folder}/{name}")
+            removed += 1
+        except FileNotFoundError:
+            removed += 1
+        except OSError as error:
+            problem = error.strerror or problem
+    return removed, None if len(names) - removed <= keep else problem
+
+
+def by_age(names: Iterable[str]) -> list[str]:
+    """Return the names of entries that were set aside, the oldest first, and no other names."""
+    aged = [(int(found[1]), name) for name in names if (found := _OURS.fullmatch(name))]
+    return [name for _, name in sorted(aged)]
+
+
+def remove_entry(root_fd: int, path: str) -> int:
+    """Remove what was set aside, a directory with all that is in it. OSError where something of it stays.
+
+    Returns:
+        The bytes removed.
+    """
+    found = os.stat(path, dir_fd=root_fd, follow_symlinks=False)
+    if stat.S_ISDIR(found.st_mode):
+        return make_files().tree_remove(root_fd, path, StopFlag()) + found.st_blocks * 512
+    os.unlink(path, dir_fd=root_fd)
+    return found.st_blocks * 512
+
+
+def _names(root_fd: int, folder: str) -> list[str]:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root_fd)
+    try:
+        return os.listdir(fd)
+    finally:
+        os.close(fd)

@@ -36,6 +36,9 @@ class _Record(ctypes.Structure):
         ("seen", ctypes.c_uint64),
         ("removed", ctypes.c_uint64),
         ("removed_bytes", ctypes.c_int64),
+        ("stuck", ctypes.c_uint64),
+        ("stuck_bytes", ctypes.c_int64),
+        ("error", ctypes.c_int64),
     )
 
 
@@ -55,6 +58,9 @@ class ChunkScan:
         seen: files looked at.
         removed: files removed.
         removed_bytes: bytes removed, directories that became empty included.
+        stuck: files that are old enough and could not be removed.
+        stuck_bytes: their bytes.
+        error: the errno of one of them.
     """
 
     def __init__(
@@ -71,6 +77,9 @@ class ChunkScan:
         self.seen = 0
         self.removed = 0
         self.removed_bytes = 0
+        self.stuck = 0
+        self.stuck_bytes = 0
+        self.error = 0
         self._names = ctypes.create_string_buffer(NAMES_BYTES if want_bytes else 1)
 
     @property
@@ -115,6 +124,9 @@ class ChunkScan:
         self.seen += record.seen
         self.removed += record.removed
         self.removed_bytes += record.removed_bytes
+        self.stuck += record.stuck
+        self.stuck_bytes += record.stuck_bytes
+        self.error = record.error or self.error
         if result < 0:
             raise OSError(-result, os.strerror(-result), folder)
         return [name.decode() for name in self._names.raw[: record.names_bytes].split(b"\0")[:-1]]
@@ -145,7 +157,15 @@ class ChunkScan:
         found = os.stat(name, dir_fd=fd, follow_symlinks=False)
         if not stat.S_ISREG(found.st_mode) or found.st_dev != device or not self._is_too_old(found):
             return False
-        os.unlink(name, dir_fd=fd)
+        try:
+            os.unlink(name, dir_fd=fd)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            self.stuck += 1
+            self.stuck_bytes += found.st_blocks * 512
+            self.error = error.errno or self.error
+            return False
         self.removed += 1
         self.removed_bytes += found.st_blocks * 512
         return True

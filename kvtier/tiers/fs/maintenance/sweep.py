@@ -14,6 +14,7 @@ from kvtier.tiers.fs import layout
 from kvtier.tiers.fs.files import ChunkFiles
 from kvtier.tiers.fs.files.call import StopFlag
 from kvtier.tiers.fs.locks import only_user, short_lock
+from kvtier.tiers.fs.maintenance.quarantine import MAX_FILES, by_age, prune, remove_entry
 from kvtier.tiers.fs.root import Namespace, Root
 
 
@@ -53,6 +54,9 @@ class Sweeper:
         stop: set where it shall end soon.
         ours: writers that live in this process: with some network file systems a lock does not tell two
             users in one process apart.
+
+    Attributes:
+        problems: what should have been removed and could not be, and why.
     """
 
     def __init__(
@@ -62,12 +66,15 @@ class Sweeper:
         self._files = files
         self._stop = stop
         self._ours = ours
+        self.problems: list[str] = []
 
     def sweep(self) -> int:
         """Remove what the dead left behind and epochs that nobody uses. Returns the bytes removed, about."""
         removed = 0
         for namespace in self._root.namespaces():
             removed += self.sweep_writers(namespace) + self.sweep_epochs(namespace)
+            if namespace.is_kvtiers:
+                self._prune_quarantine(namespace)
         return removed
 
     def sweep_writers(self, namespace: Namespace) -> int:
@@ -119,18 +126,22 @@ class Sweeper:
         return removed
 
     def sweep_quarantines(self, is_enough: Callable[[int], bool]) -> int:
-        """Remove files that failed a check, the oldest first in each namespace, until it is enough."""
+        """Remove what failed a check, the oldest first in each namespace, until it is enough."""
         removed = 0
         for namespace in self._root.namespaces():
-            for name in namespace.quarantine():
+            for name in by_age(namespace.quarantine()):
                 if self._stop or is_enough(removed):
                     return removed
-                path = f"{namespace.name}/quarantine/{name}"
                 with suppress(OSError):
-                    found = os.stat(path, dir_fd=self._root.fd, follow_symlinks=False)
-                    os.unlink(path, dir_fd=self._root.fd)
-                    removed += found.st_blocks * 512
+                    removed += remove_entry(self._root.fd, f"{namespace.name}/quarantine/{name}")
         return removed
+
+    def _prune_quarantine(self, namespace: Namespace) -> None:
+        folder = f"{namespace.name}/quarantine"
+        _, problem = prune(self._root.fd, folder, MAX_FILES)
+        if problem is not None and self._root.is_there(folder):
+            what = f"{folder} holds more than {MAX_FILES} entries, which cannot be removed"
+            self.problems.append(f"{what}: {problem}")
 
     def _remove(self, path: str) -> int:
         try:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import tempfile
 import time
+from array import array
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -196,6 +199,35 @@ async def test_unfinished_files_of_the_living_stay_and_open_files_are_read_to_th
         assert not world.file(1).exists()
         assert being_read.read(world.chunk_bytes) == world.content(1)
     assert (mine / "5").exists()
+
+
+def set_immutable(path, on):
+    """Have nobody remove a file, root included; skip the test where that cannot be."""
+    get_flags, set_flags, immutable = 0x80086601, 0x40086602, 0x10
+    with path.open("rb") as file:
+        flags = array("l", [0])
+        try:
+            fcntl.ioctl(file, get_flags, flags)
+            flags[0] = flags[0] | immutable if on else flags[0] & ~immutable
+            fcntl.ioctl(file, set_flags, flags)
+        except OSError as error:
+            pytest.skip(f"files cannot be made immutable: {error}")
+
+
+async def test_what_cannot_be_removed_is_counted_and_younger_chunks_leave_in_its_place(world, evictor):
+    await filled(world, [(HOUR * (number + 1), None) for number in range(10)])
+    one = world.file(0).stat().st_blocks * 512
+    stuck = [world.file(number) for number in (7, 8, 9)]
+    try:
+        for path in stuck:
+            set_immutable(path, on=True)
+        evicted = await anyio.to_thread.run_sync(evictor.make_room, 2 * one)
+    finally:
+        for path in stuck:
+            set_immutable(path, on=False)
+    assert left(world, 10) == [0, 1, 2, 3, 4, 7, 8, 9]
+    assert (evicted.chunks, evicted.stuck, evicted.stuck_bytes) == (2, 3, 3 * one)
+    assert evicted.error == errno.EPERM
 
 
 async def test_one_process_evicts_and_others_leave_it_alone(world, evictor):

@@ -12,8 +12,10 @@ import pytest
 from kvtier.core import reasons
 from kvtier.tiers.base import Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
-from kvtier.tiers.fs.files.call import FileCall, Flag, Place, Result
+from kvtier.tiers.fs.files.call import FileCall, Flag, Place, Result, StopFlag
 from kvtier.tiers.fs.maintenance.quarantine import Quarantine
+from kvtier.tiers.fs.maintenance.sweep import Sweeper
+from kvtier.tiers.fs.root import Root
 
 pytestmark = pytest.mark.timeout(60)
 OK, ABSENT, CORRUPT = Status.OK, Status.ABSENT, Status.CORRUPT
@@ -145,6 +147,66 @@ async def test_the_quarantine_is_bounded_and_keeps_the_newest(world):
     assert sum(name.startswith("old_g0") for name in left) == 127
     assert "old_g0.torn.199-1" in left
     assert "old_g0.torn.0-1" not in left
+
+
+def fs_lines(caplog):
+    return [record.message for record in caplog.records if record.name == "kvtier.tiers.fs"]
+
+
+async def test_directories_and_fifos_in_chunks_places_do_not_fill_the_quarantine_or_the_log(world, caplog):
+    tier = await world.open()
+    await world.put(tier, range(150))
+    for _ in range(2):
+        for number in range(150):
+            world.file(number).unlink()
+            if number % 2:
+                world.file(number).mkdir()
+                (world.file(number) / "inside").touch()
+            else:
+                os.mkfifo(world.file(number))
+        assert (await world.put(tier, range(150))).statuses == (OK,) * 150
+        assert len(world.quarantined()) == 128
+    assert (await world.get(tier, range(150))).statuses == (OK,) * 150
+    assert len(fs_lines(caplog)) <= 4
+
+
+async def test_where_the_quarantine_is_full_of_what_stays_nothing_more_is_moved(world, caplog):
+    tier = await world.open()
+    (world.namespace / "quarantine").mkdir()
+    for number in range(128):
+        (world.namespace / "quarantine" / f"notes {number}").touch()
+    await world.put(tier, range(20))
+    for number in range(20):
+        flip(world.file(number), 9)
+    for _ in range(3):
+        assert (await world.get(tier, range(20))).statuses == (CORRUPT,) * 20
+    assert len(world.quarantined()) == 128
+    assert all(name.startswith("notes") for name in world.quarantined())
+    assert all(world.file(number).exists() for number in range(20))
+    assert tier.statistics().quarantined == {"checksum": 20}
+    assert len(fs_lines(caplog)) == 2
+    assert any("full" in line and "not kvtier's" in line for line in fs_lines(caplog))
+
+
+async def test_a_sweep_brings_the_quarantine_within_its_bound_or_says_why_not(world):
+    await world.open()
+    quarantine = world.namespace / "quarantine"
+    for number in range(140):
+        (quarantine / f"aa_g0.torn.{number}-1" / "inside").mkdir(parents=True)
+
+    def sweep():
+        with Root(world.root) as root:
+            sweeper = Sweeper(root, world.work, StopFlag(), frozenset(world.writers()))
+            sweeper.sweep()
+            return sweeper.problems
+
+    assert await anyio.to_thread.run_sync(sweep) == []
+    assert len(world.quarantined()) == 128
+    for number in range(129):
+        (quarantine / f"notes {number}").touch()
+    (problem,) = await anyio.to_thread.run_sync(sweep)
+    assert "not kvtier's" in problem
+    assert len(world.quarantined()) == 129
 
 
 async def test_a_symbolic_link_is_not_followed(world, tmp_path):
