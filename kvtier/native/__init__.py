@@ -21,7 +21,9 @@ from typing import Final
 
 import crc32c as _crc32c
 
-ABI: Final = 8  # KVT_ABI in kvtier_native.c
+from kvtier.native import layouts
+
+ABI: Final = 9  # KVT_ABI in kvtier_native.c
 LIBRARY_NAME: Final = "libkvtier_native.so"
 _MADV_POPULATE_WRITE: Final = 23
 _COPY_EITHER_WAY: Final = 4  # as in kvtier_native.c
@@ -40,15 +42,20 @@ def _load() -> ctypes.CDLL | None:
         return None
     try:
         library = ctypes.CDLL(str(path))
-        found = int(library.kvt_abi())
-        if found == ABI:
+        wrong = _why_unfit(library)
+        if wrong is None:
             _declare(library)
             return library
     except (OSError, AttributeError) as error:
-        _log.warning("the native helper %s cannot be loaded, Python is used: %s", path, error)
-        return None
-    _log.warning("the native helper %s is version %d, not %d; Python is used", path, found, ABI)
+        wrong = f"it cannot be loaded: {error}"
+    _log.warning("native helper %s refused (%s); Python does its work", path, wrong)
     return None
+
+
+def _why_unfit(library: ctypes.CDLL) -> str | None:
+    """Return why a library must not be called, None where it may be."""
+    found = int(library.kvt_abi())
+    return f"version {found}, not {ABI}" if found != ABI else layouts.difference(library)
 
 
 def _declare(library: ctypes.CDLL) -> None:

@@ -37,7 +37,7 @@
 
 /* Raised with every change of a signature or a structure: a library left over from another version
  * of the source is then not used. */
-#define KVT_ABI 8
+#define KVT_ABI 9
 
 uint32_t kvt_abi(void) { return KVT_ABI; }
 
@@ -595,4 +595,18 @@ int64_t kvt_tree_remove(int root_fd, const char *path, const uint32_t *stop)
     if (!error && unlinkat(root_fd, path, AT_REMOVEDIR) && errno != ENOENT)
         error = -errno;
     return error ? error : bytes;
+}
+
+/* See kvtier/native/layouts.py. */
+size_t kvt_layout_call(uint32_t *out, size_t room)
+{
+    static const uint32_t table[] = {
+        sizeof(struct call),
+        FIELD(call, data_dir), FIELD(call, tmp_dir), FIELD(call, keys),
+        FIELD(call, key_ends), FIELD(call, slots), FIELD(call, stop),
+        FIELD(call, results), FIELD(call, inodes), FIELD(call, base),
+        FIELD(call, chunk_bytes), FIELD(call, serial), FIELD(call, root_fd),
+        FIELD(call, flags), FIELD(call, digest), FIELD(call, index),
+    };
+    return kvt_layout(table, sizeof table / sizeof table[0], out, room);
 }

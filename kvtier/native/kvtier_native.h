@@ -78,7 +78,7 @@ enum { FLAG_DIRECT = 1, FLAG_SYNC_DATA = 2, FLAG_SYNC_DIRECTORY = 4 };
 
 struct index;
 
-/* One put or get of the tier; a job works on a run of its chunks. Mirrored in tiers/fs/files/call.py. */
+/* One put or get of the tier; a job works on a run of its chunks. Mirrored in layouts.py. */
 struct call {
     const char *data_dir;    /* of this epoch, relative to root_fd */
     const char *tmp_dir;     /* this writer's own, relative to root_fd */
@@ -108,6 +108,16 @@ int kvt_make_parents(int root_fd, char *path);
 
 /* Flush the directory that holds path, and those above it that hold directories just made. */
 int kvt_sync_parents(int root_fd, char *path, int made);
+
+#define FIELD(structure, field) offsetof(struct structure, field), sizeof(((struct structure *)0)->field)
+
+/* Copy the table of a structure's fields, so that Python can compare it with its own. Returns its length. */
+static inline size_t kvt_layout(const uint32_t *table, size_t count, uint32_t *out, size_t room)
+{
+    for (size_t i = 0; i < count && i < room; i++)
+        out[i] = table[i];
+    return count;
+}
 
 static inline bool stopped(const uint32_t *stop) { return __atomic_load_n(stop, __ATOMIC_RELAXED) != 0; }
 

@@ -20,7 +20,7 @@
 #define AGE_BITS 50 /* microseconds of 35 years */
 #define BUCKETS ((AGE_BITS - SUB_BITS + 1) << SUB_BITS)
 
-/* Mirrored in kvtier/tiers/fs/maintenance/scan.py. */
+/* Mirrored in kvtier/native/layouts.py. */
 struct chunk_scan {
     int64_t now_ns;      /* what ages are counted from */
     int64_t once_us;     /* files this old are removed that were not used again after they were written */
@@ -208,4 +208,18 @@ int64_t kvt_chunks_list(int root_fd, const char *folder, const uint32_t *stop, u
     struct listing list = {out, room, 0};
     int error = each_leaf(root_fd, folder, stop, list_leaf, &list);
     return error ? error : (int64_t)list.count;
+}
+
+/* See kvtier/native/layouts.py. */
+size_t kvt_layout_chunk_scan(uint32_t *out, size_t room)
+{
+    static const uint32_t table[] = {
+        sizeof(struct chunk_scan),
+        FIELD(chunk_scan, now_ns), FIELD(chunk_scan, once_us), FIELD(chunk_scan, reused_us),
+        FIELD(chunk_scan, want_bytes), FIELD(chunk_scan, histogram), FIELD(chunk_scan, names),
+        FIELD(chunk_scan, names_room), FIELD(chunk_scan, names_bytes), FIELD(chunk_scan, seen),
+        FIELD(chunk_scan, removed), FIELD(chunk_scan, removed_bytes), FIELD(chunk_scan, stuck),
+        FIELD(chunk_scan, stuck_bytes), FIELD(chunk_scan, error),
+    };
+    return kvt_layout(table, sizeof table / sizeof table[0], out, room);
 }

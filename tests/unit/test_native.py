@@ -222,10 +222,32 @@ def test_the_source_compiles_without_warnings_and_is_used(source_folder, monkeyp
 def test_a_library_of_another_version_is_not_used(source_folder, caplog, monkeypatch):
     monkeypatch.setenv("KVTIER_NATIVE", "1")
     source = source_folder / build.SOURCE
-    source.write_text(source.read_text().replace("#define KVT_ABI ", "#define KVT_ABI 9"))
+    source.write_text(source.read_text().replace("#define KVT_ABI ", "#define KVT_ABI 9", 1).replace("KVT_ABI 99", "KVT_ABI 97"))
     build.compile_library(source_folder)
     assert load_from(source_folder).available is False
-    assert "is version 9" in caplog.text
+    assert "version 97, not" in caplog.text
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("file", "before", "after", "struct"),
+    [
+        ("kvtier_native.h", "uint32_t flags;", "uint64_t flags;", "call"),
+        ("kvtier_native.h", "uint64_t serial;", "uint64_t serial, more;", "call"),
+        ("scan.c", "int64_t want_bytes;", "int32_t want_bytes;", "chunk_scan"),
+    ],
+)
+def test_a_library_that_lays_out_a_structure_otherwise_is_not_used(
+    source_folder, caplog, monkeypatch, file, before, after, struct
+):
+    monkeypatch.setenv("KVTIER_NATIVE", "1")
+    text = (source_folder / file).read_text()
+    assert before in text
+    (source_folder / file).write_text(text.replace(before, after))
+    build.compile_library(source_folder)
+    assert load_from(source_folder).available is False
+    assert f"refused (struct {struct} is laid out as" in caplog.text
+    assert "Python does its work" in caplog.text
 
 
 @needs_compiler

@@ -339,7 +339,7 @@ class FsTier(SecondaryTier[FsConfig]):
             call = FileCall(place, keys)
             await self._do(self._lookups, call, self._remove, [(0, len(keys))])
         if failed := Counter(errno_name(-result) for result in call.results if result < 0):
-            _log.warning("chunks could not be discarded: %s", dict(failed))
+            self._maintained.warn("discard", f"chunks could not be discarded: {dict(failed)}")
 
     async def reset(self) -> None:
         """Start a new epoch. See ``SecondaryTier.reset``.
@@ -397,7 +397,7 @@ class FsTier(SecondaryTier[FsConfig]):
             )
 
     async def _put_in_time(self, place: Place, batch: Batch) -> array[int]:
-        """Put the chunks, and for a part of the deadline those again that a bound refuses, as room is made."""
+        """Put the chunks, and for a part of the deadline again those that a bound refuses."""
         give_up_at = asyncio.get_running_loop().time() + _ROOM_SHARE * self.config.deadline_s
         results = await self._put(place, batch)
         while refused := _refused(results):
@@ -521,7 +521,8 @@ class FsTier(SecondaryTier[FsConfig]):
         try:
             self._here.quota.changed(-removed, since)
         except OSError as error:  # then the root is taken to hold them until it is counted again
-            _log.warning("%d bytes were removed, and the ledger cannot be told: %s", removed, error)
+            text = f"{removed} bytes were removed, and the ledger cannot be told: {error}"
+            self._maintained.warn("removed", text)
 
     def _learn(self, call: FileCall, first: int, end: int) -> Sequence[OffloadKey]:
         """Note which chunks are there. Returns them."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum, IntFlag
 
 from kvtier.keys import OffloadKey
+from kvtier.native.layouts import Call
 from kvtier.tiers.base import SlotMemory
 from kvtier.tiers.fs.files.index import Index, ends_of
 from kvtier.tiers.fs.layout import BLOCK_BYTES
@@ -68,28 +69,6 @@ class Place:
     def file_bytes(self) -> int:
         """Length of every chunk's file."""
         return self.chunk_bytes + BLOCK_BYTES
-
-
-class _Record(ctypes.Structure):
-    """``struct call`` of kvtier_native.c."""
-
-    _fields_ = (
-        ("data_dir", ctypes.c_char_p),
-        ("tmp_dir", ctypes.c_char_p),
-        ("keys", ctypes.c_char_p),
-        ("key_ends", ctypes.c_void_p),
-        ("slots", ctypes.c_void_p),
-        ("stop", ctypes.c_void_p),
-        ("results", ctypes.c_void_p),
-        ("inodes", ctypes.c_void_p),
-        ("base", ctypes.c_uint64),
-        ("chunk_bytes", ctypes.c_uint64),
-        ("serial", ctypes.c_uint64),
-        ("root_fd", ctypes.c_int32),
-        ("flags", ctypes.c_uint32),
-        ("digest", ctypes.c_uint8 * 16),
-        ("index", ctypes.c_void_p),
-    )
 
 
 class StopFlag:
@@ -156,9 +135,9 @@ class FileCall:
         """Whether the pool's threads note the chunks that are there. They do not note those that are gone."""
         return bool(self._record.index)
 
-    def _make_record(self) -> _Record:
+    def _make_record(self) -> Call:
         place = self.place
-        return _Record(
+        return Call(
             place.data_dir.encode(),
             place.tmp_dir.encode(),
             b"".join(self.keys),

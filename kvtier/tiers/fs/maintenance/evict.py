@@ -168,7 +168,7 @@ class Evictor:
             if scan.is_done or self._stop:
                 break
             self._random.shuffle(parts)
-            # What cannot be removed is among the oldest again: as much of what is younger leaves in its place.
+            # What cannot be removed is among the oldest again: as much of what is younger leaves instead.
             cutoffs = self._plan(parts, now_ns, scan.want_bytes - scan.removed_bytes + scan.stuck_bytes)
             if cutoffs == ages.NOTHING:
                 break

@@ -285,7 +285,7 @@ class Maintenance:
             sweeper = Sweeper(root, self._files, self._closing, ours)
             freed(sweeper.sweep())
             for problem in sweeper.problems:
-                self._warn("quarantine", problem)
+                self.warn("quarantine", problem)
 
     def _expire(self, ttl_s: float) -> None:
         self.evicted_chunks += self._evictor.expire(ttl_s, self._count_freed()).chunks
@@ -327,7 +327,7 @@ class Maintenance:
         self.evicted_chunks += evicted.chunks
         if evicted.stuck:
             error = os.strerror(evicted.error)
-            self._warn("stuck", f"{evicted.stuck} chunks should leave and cannot be removed: {error}")
+            self.warn("stuck", f"{evicted.stuck} chunks should leave and cannot be removed: {error}")
         if evicted.is_mine:
             self._rest_if_barren(need, evicted.bytes)
 
@@ -383,9 +383,10 @@ class Maintenance:
                     self._complain(what)
 
     def _complain(self, what: str) -> None:
-        self._warn(what, f"could not be {what}", exc_info=True)
+        self.warn(what, f"could not be {what}", exc_info=True)
 
-    def _warn(self, subject: str, text: str, *, exc_info: bool = False) -> None:
+    def warn(self, subject: str, text: str, *, exc_info: bool = False) -> None:
+        """Write a line about the root to the log, unless there was one about the subject a moment ago."""
         added = self._log_limit.lets(subject, time.monotonic())
         if added is not None:
             _log.warning("%s: %s%s", self._config.root_dir, text, added, exc_info=exc_info)

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Final
 
 from kvtier import native
+from kvtier.native import layouts
 from kvtier.tiers.fs.files.call import StopFlag
 from kvtier.tiers.fs.maintenance.ages import NOTHING, Cutoffs, Histogram
 
@@ -19,27 +20,6 @@ NAMES_BYTES: Final = 1 << 20
 _LEAF: Final = re.compile(r"[0-9a-f]{2}_g[0-9]{1,10}")
 _CHUNK: Final = re.compile(r"(?:[0-9a-f]{2})+\.bin")
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-class _Record(ctypes.Structure):
-    """``struct chunk_scan`` of scan.c."""
-
-    _fields_ = (
-        ("now_ns", ctypes.c_int64),
-        ("once_us", ctypes.c_int64),
-        ("reused_us", ctypes.c_int64),
-        ("want_bytes", ctypes.c_int64),
-        ("histogram", ctypes.c_void_p),
-        ("names", ctypes.c_void_p),
-        ("names_room", ctypes.c_uint64),
-        ("names_bytes", ctypes.c_uint64),
-        ("seen", ctypes.c_uint64),
-        ("removed", ctypes.c_uint64),
-        ("removed_bytes", ctypes.c_int64),
-        ("stuck", ctypes.c_uint64),
-        ("stuck_bytes", ctypes.c_int64),
-        ("error", ctypes.c_int64),
-    )
 
 
 class ChunkScan:
@@ -111,7 +91,7 @@ class ChunkScan:
         return removed
 
     def _look_natively(self, library: ctypes.CDLL, root_fd: int, folder: str, stop: StopFlag) -> list[str]:
-        record = _Record(
+        record = layouts.ChunkScan(
             self.now_ns,
             self.cutoffs.once_us,
             self.cutoffs.reused_us,

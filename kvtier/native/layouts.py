@@ -1,0 +1,74 @@
+"""The structures that Python and the C library share, and the proof that both lay them out alike."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Final
+
+
+class Call(ctypes.Structure):
+    """``struct call`` of kvtier_native.h."""
+
+    _fields_ = (
+        ("data_dir", ctypes.c_char_p),
+        ("tmp_dir", ctypes.c_char_p),
+        ("keys", ctypes.c_char_p),
+        ("key_ends", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("stop", ctypes.c_void_p),
+        ("results", ctypes.c_void_p),
+        ("inodes", ctypes.c_void_p),
+        ("base", ctypes.c_uint64),
+        ("chunk_bytes", ctypes.c_uint64),
+        ("serial", ctypes.c_uint64),
+        ("root_fd", ctypes.c_int32),
+        ("flags", ctypes.c_uint32),
+        ("digest", ctypes.c_uint8 * 16),
+        ("index", ctypes.c_void_p),
+    )
+
+
+class ChunkScan(ctypes.Structure):
+    """``struct chunk_scan`` of scan.c."""
+
+    _fields_ = (
+        ("now_ns", ctypes.c_int64),
+        ("once_us", ctypes.c_int64),
+        ("reused_us", ctypes.c_int64),
+        ("want_bytes", ctypes.c_int64),
+        ("histogram", ctypes.c_void_p),
+        ("names", ctypes.c_void_p),
+        ("names_room", ctypes.c_uint64),
+        ("names_bytes", ctypes.c_uint64),
+        ("seen", ctypes.c_uint64),
+        ("removed", ctypes.c_uint64),
+        ("removed_bytes", ctypes.c_int64),
+        ("stuck", ctypes.c_uint64),
+        ("stuck_bytes", ctypes.c_int64),
+        ("error", ctypes.c_int64),
+    )
+
+
+_SHARED: Final = {"call": Call, "chunk_scan": ChunkScan}
+_MOST_NUMBERS: Final = 64
+
+
+def difference(library: ctypes.CDLL) -> str | None:
+    """Return in which structure the library differs from the ones here, and how; None where in none.
+
+    Raises:
+        AttributeError: the library has no table of its structures.
+    """
+    for name, structure in _SHARED.items():
+        room = (ctypes.c_uint32 * _MOST_NUMBERS)()
+        count = getattr(library, f"kvt_layout_{name}")(room, _MOST_NUMBERS)
+        theirs, ours = list(room[:count]), layout_of(structure)
+        if theirs != ours:
+            return f"struct {name} is laid out as {theirs}, not {ours}"
+    return None
+
+
+def layout_of(structure: type[ctypes.Structure]) -> list[int]:
+    """Return the size of a structure, and of each of its fields the offset and the size."""
+    fields = [getattr(structure, name) for name, *_ in structure._fields_]
+    return [ctypes.sizeof(structure), *(number for field in fields for number in (field.offset, field.size))]
