@@ -222,7 +222,11 @@ def test_the_source_compiles_without_warnings_and_is_used(source_folder, monkeyp
 def test_a_library_of_another_version_is_not_used(source_folder, caplog, monkeypatch):
     monkeypatch.setenv("KVTIER_NATIVE", "1")
     source = source_folder / build.SOURCE
-    source.write_text(source.read_text().replace("#define KVT_ABI ", "#define KVT_ABI 9", 1).replace("KVT_ABI 99", "KVT_ABI 97"))
+    source.write_text(
+        source.read_text()
+        .replace("#define KVT_ABI ", "#define KVT_ABI 9", 1)
+        .replace("KVT_ABI 99", "KVT_ABI 97")
+    )
     build.compile_library(source_folder)
     assert load_from(source_folder).available is False
     assert "version 97, not" in caplog.text
