@@ -1,6 +1,6 @@
 """What a small root keeps of a burst: ``python examples/small_root.py FOLDER [CHUNKS [ENGINES]]``.
 
-Each engine puts four times as many chunks as the root has room for, in batches of four and two batches at once.
+Each engine puts four times as many chunks as the root has room for, two batches of four at once.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ async def put_burst(tier: FsTier, name: str, chunks: int, statuses: Counter[Stat
         statuses.update((await tier.put(Batch(keys, range(len(keys)), memory))).statuses)
 
 
-async def main(root: Path, chunks: int = 16, engines: int = 1) -> None:
-    """Open the engines' tiers, put, and say what was taken and what is kept."""
+async def put_bursts(root: Path, chunks: int, engines: int) -> Counter[Status]:
+    """Open the engines' tiers and put into all of them at once. Returns what became of the chunks."""
     tiers = [await open_tier(root, chunks) for _ in range(engines)]
     statuses: Counter[Status] = Counter()
     each = 4 * chunks // AT_ONCE
@@ -49,11 +49,15 @@ async def main(root: Path, chunks: int = 16, engines: int = 1) -> None:
     )
     for tier in tiers:
         await tier.aclose()
-    kept = sum(1 for _ in root.rglob("*.bin"))
-    print(
-        f"{chunks} chunks, {engines} engines: {statuses[Status.OK]} of {statuses.total()} taken, {kept} kept"
-    )
+    return statuses
+
+
+def main(root: Path, chunks: int = 16, engines: int = 1) -> None:
+    """Put, and say what was taken and what is kept."""
+    statuses = asyncio.run(put_bursts(root, chunks, engines))
+    taken = f"{statuses[Status.OK]} of {statuses.total()} taken"
+    print(f"{chunks} chunks, {engines} engines: {taken}, {sum(1 for _ in root.rglob('*.bin'))} kept")
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), *map(int, sys.argv[2:4])))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:4]))

@@ -413,9 +413,9 @@ async def test_what_puts_add_and_evictions_remove_is_what_the_disk_says(place, t
         world = World(Path(folder) / "root", work)
         try:
             tier = await world.open(max_bytes=10**9)
-            drift = tier.usage().used_bytes - await below(world)
+            drift = tier.statistics().used_bytes - await below(world)
             await world.put(tier, range(64))
-            assert tier.usage().used_bytes - await below(world) == drift
+            assert tier.statistics().used_bytes - await below(world) == drift
         finally:
             await world.close_all()
 
