@@ -12,7 +12,9 @@ from kvtier.tiers.base import TierConfig
 if TYPE_CHECKING:
     Bytes = int  # as which it is used, and may be given
 else:
-    Bytes = Annotated[ByteSize, Field(ge=0)]
+    Bytes = Annotated[ByteSize, Field(ge=0, le=2**60)]
+
+_MOST_S = 100 * 365 * 86_400.0
 
 
 class FsConfig(TierConfig):
@@ -83,12 +85,14 @@ class FsConfig(TierConfig):
     ttl_s: float | None = Field(
         default=None,
         gt=0,
+        le=_MOST_S,
         description="Seconds after which a chunk that was not used is removed. It is looked for every "
         "`recount_s` seconds, or every `ttl_s` where that is less. Default: never.",
     )
     recount_s: float = Field(
         default=600.0,
         gt=0,
+        le=_MOST_S,
         description="Seconds between two counts of root_dir's bytes, which learn what was written and "
         "removed past the engines; what is left over is swept then, too. One engine counts for all.",
     )

@@ -487,6 +487,19 @@ async def test_a_root_full_of_what_may_not_leave_is_not_searched_again_and_again
     assert (world.root / "ballast").exists()
 
 
+@pytest.mark.parametrize("value", [0, 1e10, 1e300, float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ["ttl_s", "recount_s"])
+def test_durations_that_make_no_sense_are_refused_by_name(tmp_path, name, value):
+    with pytest.raises(ValueError, match=name):
+        FsConfig.model_validate({"root_dir": tmp_path, name: value})
+
+
+@pytest.mark.parametrize("name", ["max_bytes", "min_free_bytes"])
+def test_sizes_that_make_no_sense_are_refused_by_name(tmp_path, name):
+    with pytest.raises(ValueError, match=name):
+        FsConfig.model_validate({"root_dir": tmp_path, name: "99999999999TiB"})
+
+
 @pytest.mark.parametrize(
     ("low", "high", "words"),
     [(0.9, 0.9, "low_watermark is 0.9, and must be less"), (0.5, 1.1, "high_watermark")],
