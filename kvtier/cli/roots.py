@@ -10,7 +10,7 @@ from typing import Annotated, Final
 
 import typer
 
-from kvtier.cli import gc, ls, stat, verify
+from kvtier.cli import compare, gc, ls, stat, verify
 from kvtier.cli.report import OK, PROBLEMS, as_json
 from kvtier.errors import TierError
 from kvtier.tiers.fs.quota import ledger
@@ -31,7 +31,7 @@ _SPANS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 def add_to(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    for command in (_ls, _stat, _verify, _gc, _du):
+    for command in (_ls, _compare, _stat, _verify, _gc, _du):
         app.command(name=command.__name__.removeprefix("_"))(command)
 
 
@@ -44,6 +44,21 @@ def _ls(root: RootArgument, json: JsonFlag = False) -> None:
     found = ls.listing(root)
     as_json(found) if json else ls.show(found)
     _end(not any(one.problem for one in found.namespaces))
+
+
+def _compare(
+    root: RootArgument,
+    one: Annotated[str, typer.Argument(metavar="NAMESPACE", help="A name that `kvtier ls` has.")],
+    other: Annotated[str, typer.Argument(metavar="NAMESPACE", help="Another one.")],
+    json: JsonFlag = False,
+) -> None:
+    """Show why two caches share nothing: the settings of their engines that differ.
+
+    Exit status 1 where any does.
+    """
+    found = compare.compare(root, one, other)
+    as_json(found) if json else compare.show(found)
+    _end(not found.differing)
 
 
 def _stat(
