@@ -58,7 +58,7 @@ async def get(it: TierRig, numbers: Sequence[int]) -> tuple[Outcome, Slots]:
     outcome = await it.tier.get(batch)
     it.check_outcome(outcome, batch, "get")
     it.check_given(list(numbers), batch, outcome, (0,))
-    slots.move_in()
+    slots.reuse()
     return outcome, slots
 
 
@@ -97,7 +97,7 @@ async def test_a_server_that_hangs_is_a_miss_by_the_deadline_and_its_slots_are_f
         own_server.go_on()
         await anyio.sleep(0.3)
         if slots is not None:
-            slots.check_next_owner("a get of a server that hung")
+            slots.check_reused("a get of a server that hung")
         await until_put(it, range(200, 204))
     async with opened(own_server) as it:
         stored, _ = await get(it, range(100, 116))
@@ -115,7 +115,7 @@ async def test_a_transfer_that_is_cut_short_in_its_midst_by_a_server_that_hangs_
             await anyio.sleep(0.002 * attempt)
             own_server.stop()
             outcome = await putting
-            slots.move_in()
+            slots.reuse()
             own_server.go_on()
             assert set(outcome.statuses) <= {Status.OK, Status.FAILED}
             await anyio.sleep(0.05)

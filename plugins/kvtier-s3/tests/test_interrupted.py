@@ -58,9 +58,9 @@ async def test_a_get_ends_at_once_and_writes_nothing_more(place: Place, proxy: P
         async with cancelled(proxy, it.tier.get(batch), ("GET",), held=3) as get:
             await asyncio.wait((get,), timeout=PATIENCE_S)
             assert get.done()
-            slots.move_in()
+            slots.reuse()
         await asyncio.sleep(SETTLE_S)
-        slots.check_next_owner("a get that was cancelled")
+        slots.check_reused("a get that was cancelled")
 
 
 async def test_a_discard_does_not_delete_what_is_put_after_it(place: Place, proxy: Proxy) -> None:
