@@ -51,6 +51,11 @@ class Cutoffs:
     once_us: int = NEVER
     reused_us: int = NEVER
 
+    def __post_init__(self) -> None:
+        """Raise ValueError where an age does not fit: the native helper would read it as another one."""
+        if not (0 <= self.once_us <= NEVER and 0 <= self.reused_us <= NEVER):
+            raise ValueError(f"an age of 0 to {NEVER} us is needed, not {self.once_us} and {self.reused_us}")
+
 
 NOTHING: Final = Cutoffs()
 
@@ -93,7 +98,7 @@ def plan(histogram: Histogram, share: float, need_bytes: int) -> Cutoffs:
 
 def expired(ttl_s: float) -> Cutoffs:
     """Return what leaves because it was not used for ``ttl_s``."""
-    age_us = int(ttl_s * 1e6)
+    age_us = min(NEVER, int(min(ttl_s * 1e6, 2.0**63)))  # infinity, too: then nothing leaves
     return Cutoffs(age_us, age_us)
 
 

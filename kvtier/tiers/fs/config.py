@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import ByteSize, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from kvtier import validation
+from kvtier.quantities import Size
 from kvtier.tiers.base import TierConfig
-
-if TYPE_CHECKING:
-    Bytes = int  # as which it is used, and may be given
-else:
-    Bytes = Annotated[ByteSize, Field(ge=0)]
 
 
 class FsConfig(TierConfig):
@@ -72,12 +70,12 @@ class FsConfig(TierConfig):
         description="How chunks lie on disk. 'files': a file for each. 'segments': many in one file. 'auto': "
         "as they lie there already; else segments for chunks below 256 KiB, and files.",
     )
-    max_bytes: Bytes | None = Field(
+    max_bytes: Size | None = Field(
         default=None,
         description="Bytes, such as 100GiB, that everything below root_dir may take, all engines that use it "
         "together; puts beyond are refused. Default: 80 % of what is free and what root_dir already holds.",
     )
-    min_free_bytes: Bytes | None = Field(
+    min_free_bytes: Size | None = Field(
         default=None,
         description="Bytes of the file system, such as 10GiB, that stay free; puts are refused below. "
         "Default: 5 % of it, and at most 32 GiB.",
@@ -145,9 +143,17 @@ class FsConfig(TierConfig):
 
     @model_validator(mode="after")
     def _different_roots(self) -> FsConfig:
-        if len(set(self.root_dirs)) < len(self.root_dirs):
-            raise ValueError("root_dir names a directory twice: chunks are spread over different ones")
+        named = [(os.path.normpath(root), str(root)) for root in self.root_dirs]
+        if pair := validation.first_nested(named):
+            raise ValueError(
+                f"root_dir: {pair[0]} and {pair[1]} are one directory, or one inside the other: chunks are spread "
+                "over different ones"
+            )
         return self
+
+    def own_directories(self) -> Sequence[Path]:
+        """Return all roots."""
+        return self.root_dirs
 
     @property
     def root_dirs(self) -> tuple[Path, ...]:

@@ -246,7 +246,7 @@ def test_one_root_in_a_list_is_that_root(tmp_path):
     ("given", "words"),
     [
         ({"root_dir": []}, "empty list"),
-        ({"root_dir": ["/a", "/b", "/a"]}, "names a directory twice"),
+        ({"root_dir": ["/a", "/b", "/a"]}, "one inside the other"),
         ({"root_dir": ["/a", "/b"], "more_root_dirs": ["/c"]}, "leave the latter away"),
     ],
 )
