@@ -21,6 +21,7 @@
 #define PATH_BYTES 1024
 #define SUB_BITS 8
 #define AGE_BITS 50 /* microseconds of 35 years */
+#define MOST_AGE (INT64_MAX - 1) /* less than ages.NEVER */
 #define BUCKETS ((AGE_BITS - SUB_BITS + 1) << SUB_BITS)
 
 /* Mirrored in kvtier/tiers/fs/units.py. */
@@ -77,7 +78,17 @@ static bool is_unit(const char *path, size_t length, const char *name, const str
     return !*rest || (*rest == '_' && decimal_digits(rest + 1) && !strcmp(rest + 1 + decimal_digits(rest + 1), ".tmp"));
 }
 
-static int64_t nanoseconds(struct timespec time) { return time.tv_sec * INT64_C(1000000000) + time.tv_nsec; }
+static bool is_later(struct timespec one, struct timespec other)
+{
+    return one.tv_sec != other.tv_sec ? one.tv_sec > other.tv_sec : one.tv_nsec > other.tv_nsec;
+}
+
+/* Microseconds since a time. In 128 bits: a file system keeps times whose nanoseconds have more than 64. */
+static int64_t age_of(struct timespec used, int64_t now_ns)
+{
+    __int128 age = ((__int128)now_ns - (__int128)used.tv_sec * 1000000000 - used.tv_nsec) / 1000;
+    return age > MOST_AGE ? MOST_AGE : age < -MOST_AGE ? -MOST_AGE : (int64_t)age;
+}
 
 /* Remove a unit and write down its path. Where there is no room to write it stays for the next time. */
 static bool remove_unit(int fd, const char *name, const char *path, size_t length, struct unit_scan *scan)
@@ -94,9 +105,9 @@ static bool remove_unit(int fd, const char *name, const char *path, size_t lengt
 static bool look_at(int fd, const char *name, const struct stat *found, const char *path, size_t length,
                     struct unit_scan *scan)
 {
-    int64_t written = nanoseconds(found->st_mtim), used = nanoseconds(found->st_atim);
-    bool reused = used > written;
-    int64_t age_us = (scan->now_ns - (reused ? used : written)) / 1000, bytes = (int64_t)found->st_blocks * 512;
+    bool reused = is_later(found->st_atim, found->st_mtim);
+    int64_t age_us = age_of(reused ? found->st_atim : found->st_mtim, scan->now_ns);
+    int64_t bytes = (int64_t)found->st_blocks * 512;
     scan->seen_units++;
     if (scan->histogram != NULL)
         scan->histogram[bucket_of(age_us) + (reused ? BUCKETS : 0)] += (uint64_t)bytes;

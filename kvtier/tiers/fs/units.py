@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Final
 
 from kvtier import native
-from kvtier.tiers.fs.ages import NOTHING, Cutoffs, Histogram
+from kvtier.tiers.fs.ages import NEVER, NOTHING, Cutoffs, Histogram
 from kvtier.tiers.fs.call import StopFlag
 from kvtier.tiers.fs.segments.layout import FOLDER, is_segment_name
 
@@ -167,7 +167,7 @@ class UnitScan:
 
     def _is_too_old(self, found: os.stat_result) -> bool:
         reused = found.st_atime_ns > found.st_mtime_ns
-        age_us = (self.now_ns - max(found.st_atime_ns, found.st_mtime_ns)) // 1000
+        age_us = min(NEVER - 1, (self.now_ns - max(found.st_atime_ns, found.st_mtime_ns)) // 1000)
         self.seen_units += 1
         if self.histogram is not None:
             self.histogram.add(age_us, reused, found.st_blocks * 512)
