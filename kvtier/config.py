@@ -26,7 +26,7 @@ from kvtier.tiers import registry
 from kvtier.tiers.base import TierConfig
 
 ENGINE_KEYS = frozenset({"spec_name", "spec_module_path", "sync_load_budget_bytes"})
-"""What vLLM itself reads beside kvtier's settings, whichever spec is in use (0.30 to 0.33)."""
+"""What vLLM itself reads beside kvtier's settings, whichever spec is in use (0.31 to 0.33)."""
 
 _LONGEST_WAIT_S = 86_400  # no wait without an end
 _LEAST_MEMORY = 256 * 2**20  # for the process of the tiers: the interpreter and some threads

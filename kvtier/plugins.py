@@ -37,6 +37,7 @@ class Group:
 
 TIERS = Group("kvtier.tiers", "tier", TierError)
 POLICIES = Group("kvtier.policies", "eviction policy", ConfigError)
+COMMANDS = Group("kvtier.commands", "command", KVTierError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +99,23 @@ def load(group: Group, name: str, base: type[BaseT], field: str) -> type[BaseT]:
         KVTierError: the group's own error: two distributions claim the name, the import failed, or
             what it names is no such class. The message names the distribution.
     """
+    plugin = load_object(group, name, field)
+    if problem := _shape_problem(plugin, base):
+        raise group.error(f"{_title(group, name)} cannot be used: {problem}")
+    return cast("type[BaseT]", plugin)
+
+
+def load_object(group: Group, name: str, field: str) -> object:
+    """Import what one plug-in names, and no other plug-in. Raises as ``load`` does, and checks no class."""
     require(group, name, field)
     entries = list(entry_points(group=group.name, name=name))
-    origins = " and ".join(_info(entry).origin for entry in entries)
-    title = f"the {group.noun} {name!r} of {origins}"
+    title = _title(group, name)
     if len(entries) > 1:
         raise group.error(f"{title}: the name is claimed {len(entries)} times; uninstall all but one of them")
     try:
-        plugin = entries[0].load()
+        return entries[0].load()
     except (Exception, SystemExit) as error:  # a plug-in's import may raise anything
         raise group.error(f"{title} cannot be imported: {type(error).__name__}: {error}") from error
-    if problem := _shape_problem(plugin, base):
-        raise group.error(f"{title} cannot be used: {problem}")
-    return cast("type[BaseT]", plugin)
 
 
 def make(group: Group, name: str, plugin: Callable[..., BaseT], *arguments: object) -> BaseT:
@@ -132,11 +137,15 @@ def make(group: Group, name: str, plugin: Callable[..., BaseT], *arguments: obje
         cause: Exception | None = error
     for settings in arguments:
         shown = hide(shown, settings) if isinstance(settings, BaseModel) else shown
-    origin = " and ".join(info.origin for info in installed(group) if info.name == name)
     # Chained, an error would be printed with what is hidden here.
-    raise group.error(f"the {group.noun} {name!r} of {origin} cannot be made: {shown}") from (
+    raise group.error(f"{_title(group, name)} cannot be made: {shown}") from (
         cause if shown == said else None
     )
+
+
+def _title(group: Group, name: str) -> str:
+    origins = " and ".join(info.origin for info in installed(group) if info.name == name)
+    return f"the {group.noun} {name!r} of {origins}"
 
 
 def _shape_problem(plugin: object, base: type) -> str:

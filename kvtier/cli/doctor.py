@@ -14,13 +14,15 @@ import time
 import tomllib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import anyio
+import typer
 
 from kvtier import build
+from kvtier.cli import report
 from kvtier.config import TieringConfig
 from kvtier.core import reasons
 from kvtier.errors import ConfigError, TierError
@@ -83,6 +85,39 @@ class _Ill(Exception):
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(what)
         self.remedy = remedy
+
+
+def command(
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FILE]",
+            show_default=False,
+            help="Settings as JSON, or TOML in a *.toml: kvtier's, or an engine's kv_transfer_config.",
+        ),
+    ] = None,
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(metavar="JSON", help="Settings of one tier, in place of a file; may be given again."),
+    ] = None,
+    chunk_bytes: Annotated[
+        int, typer.Option(min=4096, help="Length of the chunk, a multiple of 4096.")
+    ] = 1_048_576,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document on standard output instead of a table.")
+    ] = False,
+) -> None:
+    """Put a chunk into each tier, get it back, discard it, and say what is wrong. Status 1 if anything is."""
+    checks = run(config, tier or [], chunk_bytes)
+    ill = list(dict.fromkeys(check.tier for check in checks if not check.is_ok))
+    if as_json:
+        typer.echo(json.dumps({"not_well": ill, "checks": [asdict(check) for check in checks]}, indent=2))
+    else:
+        rows = [(c.tier, c.step, c.result, f"{c.milliseconds:.3g}", c.remedy) for c in checks]
+        columns = [field.name for field in fields(Check)]
+        report.table("What became of a chunk in each tier", columns, rows)
+        typer.echo(f"not well: {', '.join(ill)}" if ill else "all tiers are well")
+    raise typer.Exit(1 if ill else 0)
 
 
 def run(config: Path | None, tiers: Sequence[str], chunk_bytes: int) -> list[Check]:

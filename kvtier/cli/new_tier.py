@@ -7,12 +7,24 @@ from collections.abc import Iterator
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path, PurePosixPath
+from typing import Annotated
+
+import typer
 
 from kvtier.errors import ConfigError
 from kvtier.tiers import registry
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _PREFIX = "kvtier-"
+
+
+def command(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The tier's type in configurations.")],
+    directory: Annotated[Path, typer.Option(help="Where the folder kvtier-NAME is made.")] = Path(),
+) -> None:
+    """Make a distribution with a tier that works, and its tests, to be turned into one's own."""
+    folder = create(name, directory)
+    typer.echo(f"made {folder}; next: pip install -e '{folder}[tests]' && pytest {folder}")
 
 
 def create(name: str, directory: Path) -> Path:

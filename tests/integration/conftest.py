@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from tests.integration.harness import OUTPUT_TOKENS, Engine, Forge, Tokens, vllm_release
 
@@ -42,6 +43,11 @@ def from_vllm(release: tuple[int, int], why: str) -> pytest.MarkDecorator:
     """Skip on older releases of vLLM, which cannot do what the test asks of them, with or without kvtier."""
     older = importlib.util.find_spec("vllm") is not None and vllm_release() < release
     return pytest.mark.skipif(older, reason=f"vLLM before {release[0]}.{release[1]} {why}")
+
+
+def in_full(*values: Any) -> ParameterSet:
+    """Return parameters of a test that not every commit runs."""
+    return pytest.param(*values, marks=pytest.mark.full)
 
 
 VLLM_LINE = re.compile(r"\(\w+ pid=\d+\) (INFO|WARNING)|\s*$|Loading safetensors|.*(Warning: |dispatcher)")

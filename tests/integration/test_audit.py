@@ -114,6 +114,7 @@ def test_whatever_way_a_chunk_goes_its_audits_hold(audited: Callable[..., Any], 
     assert "an audit" not in log
 
 
+@pytest.mark.full
 def test_a_chunk_that_changes_in_host_memory_is_never_used(
     audited: Callable[..., Any], reference: Ask
 ) -> None:
@@ -143,6 +144,7 @@ def test_a_chunk_that_changes_in_host_memory_is_never_used(
     assert stat.S_IMODE(it.folder.stat().st_mode) == 0o700
 
 
+@pytest.mark.full
 def test_a_load_that_exchanges_pages_is_found_and_the_request_computed(
     audited: Callable[..., Any], reference: Ask
 ) -> None:
@@ -160,6 +162,7 @@ def test_a_load_that_exchanges_pages_is_found_and_the_request_computed(
     assert "a copy between the device and the primary tier has brought other bytes" in log
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("copies", ["stores", "loads"])
 def test_what_one_copy_exchanged_is_put_right_and_no_other_one_is_trusted(
     audited: Callable[..., Any], reference: Ask, copies: str
@@ -180,6 +183,7 @@ def test_what_one_copy_exchanged_is_put_right_and_no_other_one_is_trusted(
     assert len([facts for facts in kept if "of_device" in facts]) == 1
 
 
+@pytest.mark.full
 def test_control_without_audits_the_exchanged_pages_change_the_tokens(
     audited: Callable[..., Any], reference: Ask
 ) -> None:

@@ -29,11 +29,9 @@ from vllm.v1.kv_offload.base import (
     TierMatcher,
 )
 
-from kvtier.adapters.vllm import manager
 from kvtier.adapters.vllm.compat import TELLS_OF_FLUSHES, CacheHitSource
 from kvtier.adapters.vllm.manager import KVTierManager, Slots
 from kvtier.adapters.vllm.places import place_of
-from kvtier.adapters.vllm.queue import Queue
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
 from kvtier.adapters.vllm.workers import Workers
 from kvtier.core import invariants
@@ -54,6 +52,8 @@ from kvtier.tiers.base import TRAILER_BYTES, Batch, Knowledge, Outcome, Secondar
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
 from tests.integration.harness import PATIENCE_S
+
+pytestmark = pytest.mark.releases
 
 CHUNK_BYTES = 4096
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
@@ -335,53 +335,6 @@ def test_a_hit_that_is_not_loaded_is_given_back(make: Make) -> None:
     it.step()
     assert it.store(prompt(2, 4), first) == prompt(2, 4)
     it.check_idle()
-
-
-@pytest.fixture
-def _strands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """See that managers know of a vLLM that has to be helped, whichever this is."""
-    monkeypatch.setattr(manager, "Queue", partial(Queue, strands=True))
-
-
-@pytest.mark.usefixtures("_strands")
-def test_after_a_step_that_stopped_before_what_is_loaded_the_next_one_lets_nothing_else_in(
-    make: Make,
-) -> None:
-    it = make()
-    first, loaded, new = it.request("first"), it.request("loaded"), it.request("new")
-    it.store(prompt(1, 4), first)
-    it.store(prompt(2, 4), first)
-    it.step()
-    assert it.scan(prompt(2, 4), loaded) == (4, False)
-    it.manager.prepare_load(prompt(2, 4), loaded)
-    it.step()
-    for _ in range(2):  # the first times
-        assert it.scan(prompt(1, 4), first) == (4, False)
-        it.step()  # vLLM had no blocks for it, and looked at none behind it
-        assert it.scan(prompt(1, 4), first)[1], "it is passed over"
-        assert it.scan(prompt(3, 2), new)[1], "nobody gets in before it"
-        it.step()
-    it.manager.complete_load(prompt(2, 4), loaded)
-    it.step(["loaded"])
-    for _ in range(3):
-        assert it.scan(prompt(1, 4), first) == (4, False)
-        it.step()
-    it.check_idle()
-
-
-@pytest.mark.usefixtures("_strands")
-def test_who_is_served_or_waits_for_a_tier_is_in_nobodys_way(make: Make) -> None:
-    it = make(dummy(get_latency_s=0.2, complete_index=False))
-    it.store(prompt(1, 4), it.request("a"))
-    it.settle()
-    for name in "bc":
-        served = it.request(name)
-        assert it.scan(prompt(1, 4), served) == (4, False)
-        it.manager.prepare_load(prompt(1, 4), served)
-        it.step()
-    assert it.scan(prompt(2, 4), it.request("d"))[1], "it waits for the tier"
-    it.step()
-    assert it.scan(prompt(1, 4), it.request("e")) == (4, False)
 
 
 # --- lookups that are deferred -------------------------------------------------------------------

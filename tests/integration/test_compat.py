@@ -11,11 +11,13 @@ pytest.importorskip("vllm")
 from kvtier.adapters.vllm.compat import refuse_too_old, release, warn_if_untested
 from kvtier.errors import ConfigError
 
+pytestmark = pytest.mark.releases
+
 
 @pytest.mark.parametrize(
     ("version", "number"),
     [
-        ("0.30.0", (0, 30)),
+        ("0.32.0", (0, 32)),
         ("0.33.0rc1", (0, 33)),
         ("0.31.0.post1+cpu", (0, 31)),
         ("0.34.0.dev12+g1a2b3c4d5", (0, 34)),
@@ -31,21 +33,21 @@ def test_a_version_tells_its_release_unless_it_was_built_without_tags(
     assert release(version) == number
 
 
-@pytest.mark.parametrize("version", ["0.29.1", "0.9.2"])
+@pytest.mark.parametrize("version", ["0.30.2", "0.9.2"])
 def test_what_is_too_old_is_refused_with_the_range(version: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         refuse_too_old(version)
-    words = [version, "0.30", "0.33"]
+    words = [version, "0.31", "0.33"]
     assert [word for word in words if word not in str(refusal.value)] == []
 
 
-@pytest.mark.parametrize("version", ["0.30.0", "0.33.1", "0.34.0", "dev", "0.1.dev5+g1a2b3c4d5"])
+@pytest.mark.parametrize("version", ["0.31.0", "0.33.1", "0.34.0", "dev", "0.1.dev5+g1a2b3c4d5"])
 def test_what_may_do_is_not_refused(version: str) -> None:
     refuse_too_old(version)
 
 
 @pytest.mark.parametrize(
-    ("version", "warned"), [("0.30.0", False), ("0.33.1", False), ("0.34.0", True), ("dev", True)]
+    ("version", "warned"), [("0.31.0", False), ("0.33.1", False), ("0.34.0", True), ("dev", True)]
 )
 def test_what_is_untested_is_warned_of_once(
     caplog: pytest.LogCaptureFixture, version: str, warned: bool

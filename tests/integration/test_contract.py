@@ -12,6 +12,8 @@ import kvtier.adapters.vllm
 from tests.integration.contract import Terms, misses
 from tests.integration.harness import vllm_release
 
+pytestmark = pytest.mark.releases
+
 TOOLS = frozenset({"bench", "demo", "engines", "native", "startup"})
 """Modules beside the adapter, which measure or show it."""
 
@@ -42,7 +44,7 @@ TERMS = Terms(
     left={
         f"{_BASE}.OffloadingEvent.metadata_only": "vLLM's own manager announces before it has allocated",
         f"{_BASE}.OffloadingManager.lock": "the manager is entered by one thread",
-        f"{_BASE}.OffloadingManager.touch": "asked by 0.30 alone; a lookup touches",
+        f"{_BASE}.OffloadingManager.touch": "a lookup touches",
         f"{_BASE}.ReqContext.kv_hints": "what they say is not used yet",
         f"{_BASE}.ReqContext.kv_transfer_params": "vLLM itself reads what concerns kvtier",
         f"{_BASE}.RequestOffloadingContext.policy": "each request has the default one",

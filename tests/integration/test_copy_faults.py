@@ -156,6 +156,7 @@ def test_without_the_connector_a_load_that_fails_twice_is_staged(plain: Engine, 
     assert counted() == {("load", "staged"): 1}
 
 
+@pytest.mark.full
 def test_without_the_connector_a_load_that_fails_in_every_way_ends_the_engine_in_words(
     forge: Forge, llama: Path
 ) -> None:
@@ -191,6 +192,7 @@ def test_with_the_connector_the_engine_outlives_a_lost_device(
     assert log.count("nothing is stored or loaded any more") == 1
 
 
+@pytest.mark.full
 def test_a_failure_of_one_worker_of_two_is_one_of_all(forge: Forge, llama: Path, reference: Ask) -> None:
     cores = sorted(os.sched_getaffinity(0))
     two: dict[str, Any] = {
@@ -243,6 +245,7 @@ def _flip_at_the_second_worker(engine: Engine) -> None:
             os.pwrite(file.fileno(), bytes([byte ^ 1]), end - 100)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("transfer", "settings", "message"),
     [
@@ -257,6 +260,7 @@ def test_the_connector_refuses_what_it_cannot_work_with(
         forge.start(llama, settings, kv_transfer_config=transfer)
 
 
+@pytest.mark.full
 def test_the_connector_is_found_by_module_path_without_the_plugin(
     forge: Forge, llama: Path, reference: Ask
 ) -> None:

@@ -13,8 +13,10 @@ from kvtier.keys import content_hash, pack_key
 from kvtier.tiers import seal
 from kvtier.tiers.fs.root import Root
 from kvtier.tiers.fs.segments.scan import Segment
-from tests.integration.conftest import Ask
+from tests.integration.conftest import Ask, in_full
 from tests.integration.harness import BLOCK_TOKENS, PROMPT_CHUNKS, Forge, chunk_files, prompt
+
+pytestmark = pytest.mark.releases
 
 PROMPT = prompt(1)
 POSITION = 5
@@ -76,11 +78,11 @@ def _exchange(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (_truncate, "torn"),
-        (_empty, "torn"),
+        in_full(_truncate, "torn"),
+        in_full(_empty, "torn"),
         (_flip_payload, "checksum"),
-        (_flip_trailer, "torn"),
-        (_exchange, "foreign"),
+        in_full(_flip_trailer, "torn"),
+        in_full(_exchange, "foreign"),
     ],
 )
 def test_a_damaged_file_is_recomputed_counted_and_set_aside(
@@ -148,6 +150,7 @@ def test_a_damaged_segment_costs_the_chunk_that_was_hit(
     assert loaded_again == {"fs": PROMPT_CHUNKS}  # computed and put anew
 
 
+@pytest.mark.full
 def test_control_wrong_bytes_with_a_right_seal_change_the_tokens(
     forge: Forge, llama: Path, reference: Ask, root: Path
 ) -> None:

@@ -27,6 +27,8 @@ from tests.integration.harness import (
 zmq = pytest.importorskip("zmq")
 msgspec = pytest.importorskip("msgspec")
 
+pytestmark = pytest.mark.releases
+
 BLOCK_BYTES = 128 * 1024
 TRAILER_BYTES = 128
 CPU, FILES, SMALL = ("CPU", None), ("STORAGE", "fs"), ("CPU", "small")
@@ -190,6 +192,7 @@ def test_a_router_knows_what_is_where_whoever_evicts(
         )
 
 
+@pytest.mark.full
 def test_after_a_restart_a_router_learns_what_is_found_and_what_is_lost(
     forge: Forge, llama: Path, tmp_path: Path, router: Router
 ) -> None:

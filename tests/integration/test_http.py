@@ -403,6 +403,7 @@ def test_a_tier_that_hangs_is_seen_to_hang(story: Story) -> None:
         assert value("kvtier_tier_up", tier=tier) == 1
 
 
+@pytest.mark.full
 def test_two_api_servers_after_a_restart_with_a_damaged_file_and_a_reset(
     story: Story, model: Path, reference: Ask, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.conftest import Ask
+from tests.integration.conftest import Ask, in_full
 from tests.integration.harness import PROMPT_CHUNKS, Forge, namespaces, prompt
 
 PROMPTS = [prompt(1), prompt(2)]
@@ -53,7 +53,7 @@ def _other_rope(model: Path, make_llama: Callable[..., Path]) -> None:
 
 
 @pytest.mark.usefixtures("fill")
-@pytest.mark.parametrize("change", [_other_weights, _other_rope])
+@pytest.mark.parametrize("change", [_other_weights, in_full(_other_rope)])
 def test_another_model_at_the_same_path(
     forge: Forge,
     model: Path,
@@ -78,13 +78,13 @@ def test_another_model_at_the_same_path(
 @pytest.mark.parametrize(
     ("more_settings", "arguments"),
     [
-        ({}, {"revision": "another"}),
+        in_full({}, {"revision": "another"}),
         ({}, {"dtype": "bfloat16"}),
-        ({}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e5m2"}),
-        ({}, {"block_size": 64}),
-        ({}, {"prefix_caching_hash_algo": "sha256_cbor"}),
-        ({"block_size": 64}, {}),
-        ({"namespace": "mine"}, {}),
+        in_full({}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e5m2"}),
+        in_full({}, {"block_size": 64}),
+        in_full({}, {"prefix_caching_hash_algo": "sha256_cbor"}),
+        in_full({"block_size": 64}, {}),
+        in_full({"namespace": "mine"}, {}),
     ],
     ids=["revision", "dtype", "kv_cache_dtype", "block_size", "hash", "chunk_size", "namespace"],
 )

@@ -39,7 +39,7 @@ def start_native(forge: Forge, model: Path, root: Path, **more: Any) -> Engine:
     """Start an engine with vLLM's own tiering: its manager, its tier, its files."""
     extra = {
         "spec_name": "NativeTieringSpec",
-        "spec_module_path": "kvtier.adapters.vllm.native",
+        "spec_module_path": "kvtier_bench.vllm_tiering",
         "cpu_bytes_to_use": 64 << 20,
         "secondary_tiers": [{"type": "fs", "root_dir": str(root)}],
         **more.pop("settings", {}),

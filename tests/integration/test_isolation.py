@@ -87,6 +87,7 @@ def test_killed_or_stopped_while_requests_run_it_costs_misses_and_comes_back(
     assert not region.exists()
 
 
+@pytest.mark.full
 def test_it_ends_with_an_engine_that_is_killed(
     forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
@@ -108,6 +109,7 @@ def test_it_ends_with_an_engine_that_is_killed(
 NO_PROCESS = ("tests.integration.traffic", "start_no_process")
 
 
+@pytest.mark.full
 def test_where_there_can_be_no_process_they_run_in_a_thread_and_the_log_says_so(
     forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
@@ -120,6 +122,7 @@ def test_where_there_can_be_no_process_they_run_in_a_thread_and_the_log_says_so(
             assert engine.metrics().value("kvtier_tier_process_ended") == 0
 
 
+@pytest.mark.full
 def test_where_there_can_be_no_process_and_one_was_asked_for_the_engine_does_not_start(
     forge: Forge, llama: Path, settings: dict[str, Any]
 ) -> None:

@@ -29,6 +29,7 @@ def _fs(root: Path, **more: Any) -> dict[str, Any]:
 # --- settings -------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_tiers_are_asked_in_their_order_and_what_the_second_gives_goes_to_the_first(
     forge: Forge, llama: Path, reference: Ask, tmp_path: Path
 ) -> None:
@@ -50,6 +51,7 @@ def test_tiers_are_asked_in_their_order_and_what_the_second_gives_goes_to_the_fi
     assert from_first == (expected, {"first": CHUNKS})
 
 
+@pytest.mark.full
 def test_a_store_threshold_holds_for_every_tier(
     forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -69,6 +71,7 @@ def test_a_store_threshold_holds_for_every_tier(
     assert restarted == (reference(*STORY), {"fs": CHUNKS})
 
 
+@pytest.mark.full
 def test_what_the_tracker_has_forgotten_is_counted_anew(
     forge: Forge, llama: Path, settings: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -83,6 +86,7 @@ def test_what_the_tracker_has_forgotten_is_counted_anew(
         assert len(chunks_in(tmp_path)) == PROMPT_CHUNKS
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("policy", "survives"), [("lru", False), ("arc", True)])
 def test_the_policy_decides_what_a_flood_of_new_prompts_leaves(
     forge: Forge, llama: Path, reference: Ask, policy: str, survives: bool
@@ -99,6 +103,7 @@ def test_the_policy_decides_what_a_flood_of_new_prompts_leaves(
     assert bool(loaded) is survives
 
 
+@pytest.mark.full
 def test_the_size_may_come_from_vllms_own_option(
     forge: Forge, llama: Path, reference: Ask, tmp_path: Path
 ) -> None:
@@ -113,6 +118,7 @@ def test_the_size_may_come_from_vllms_own_option(
         assert engine.metrics().value("kvtier_slots") == 64 * 2**20 // 2**17
 
 
+@pytest.mark.full
 def test_vllms_own_option_alone_is_not_kvtier(forge: Forge, llama: Path) -> None:
     with pytest.raises(EngineError) as refusal:
         forge.start(llama, kv_offloading_size=1 / 16)
@@ -164,6 +170,7 @@ def answers_of_trained(forge: Forge, trained: Path) -> list[list[int]]:
         return engine.generate(*STORY)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("told_by", ["sleep", "a reset"])
 def test_new_weights_never_meet_old_chunks(
     forge: Forge,
@@ -210,6 +217,7 @@ def test_what_was_confirmed_before_a_shutdown_is_served_after_it(
     assert loaded["fs"] >= confirmed
 
 
+@pytest.mark.full
 def test_a_tier_that_hangs_holds_up_neither_the_shutdown_nor_the_other_tiers_puts(
     forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:

@@ -22,6 +22,8 @@ from tests.integration.harness import PROJECT, Engine, Forge
 from tests.integration.matrix import BEGIN, END, HELD, Answered, Page, Row, Seen
 from tests.integration.stands import FAULTS, STANDS, Stand, absent
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module", params=STANDS, ids=lambda stand: stand.__name__.lower())
 def row(

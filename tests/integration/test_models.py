@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.conftest import LLAMA, from_vllm
+from tests.integration.conftest import LLAMA, in_full
 from tests.integration.harness import (
     OUTPUT_TOKENS,
     Forge,
@@ -119,14 +119,14 @@ def _settings(tmp_path: Path, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("model", "more"),
     [
-        (LLAMA_MODEL, {"block_size": 64}),
+        in_full(LLAMA_MODEL, {"block_size": 64}),
         (LLAMA_MODEL, {"blocks_per_chunk": 4}),
-        (GEMMA_MODEL, {}),
+        in_full(GEMMA_MODEL, {}),
         (GEMMA_MODEL, {"block_size": 64}),
-        (GEMMA_MODEL, {"blocks_per_chunk": 4}),
-        (GEMMA4_MODEL, {}),
-        pytest.param(GPT_OSS_MODEL, {}, marks=from_vllm((0, 31), "runs sinks on the CPU in bfloat16 only")),
-        (LLAMA4_MODEL, {"block_size": 64}),
+        in_full(GEMMA_MODEL, {"blocks_per_chunk": 4}),
+        in_full(GEMMA4_MODEL, {}),
+        in_full(GPT_OSS_MODEL, {}),
+        in_full(LLAMA4_MODEL, {"block_size": 64}),
     ],
     ids=[
         "two blocks",

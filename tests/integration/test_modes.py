@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.integration.conftest import Ask, from_vllm
+from tests.integration.conftest import Ask, in_full
 from tests.integration.harness import BLOCK_TOKENS, Forge, prompt
+
+pytestmark = pytest.mark.releases
 
 SHARED = prompt(90, 200)
 PROMPTS = [
@@ -33,16 +35,12 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "more_settings"),
     [
-        pytest.param(
-            {"speculative_config": NGRAM},
-            {"block_size": 64},
-            marks=from_vllm((0, 31), "cannot speculate without Triton"),
-        ),
-        ({"async_scheduling": True}, {}),
-        ({"async_scheduling": False}, {}),
+        ({"speculative_config": NGRAM}, {"block_size": 64}),
+        in_full({"async_scheduling": True}, {}),
+        in_full({"async_scheduling": False}, {}),
         ({"max_num_batched_tokens": PIECES, "async_scheduling": True}, {"block_size": 64}),
-        ({"max_num_batched_tokens": PIECES}, {}),
-        ({"enable_prefix_caching": False}, {}),
+        in_full({"max_num_batched_tokens": PIECES}, {}),
+        in_full({"enable_prefix_caching": False}, {}),
     ],
     ids=["ngram", "async", "sync", "pieces, async", "pieces", "no prefix caching"],
 )

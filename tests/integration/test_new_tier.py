@@ -14,6 +14,8 @@ from kvtier.cli import new_tier
 from tests.integration.conftest import ENVIRONMENT, LLAMA
 from tests.integration.harness import PROMPT_CHUNKS, Forge, prompt
 
+pytestmark = pytest.mark.full
+
 STORY = [prompt(seed) for seed in (1, 2, 3)]
 CHUNKS = len(STORY) * PROMPT_CHUNKS
 

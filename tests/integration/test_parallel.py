@@ -92,6 +92,7 @@ def test_two_ranks_and_one_worker_share_what_is_canonical(
     assert len(namespaces(tmp_path / "root")) == 1
 
 
+@pytest.mark.full
 def test_two_ranks_that_hold_the_same_head_write_it_once(
     forge: Forge, make_llama: Callable[..., Path], settings: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -115,6 +116,7 @@ def test_two_ranks_that_hold_the_same_head_write_it_once(
     assert len({file.stat().st_size for file in by_both}) == 1
 
 
+@pytest.mark.full
 def test_a_latent_cache_is_shared(forge: Forge, settings: dict[str, Any], tmp_path: Path) -> None:
     # With two ranks vLLM computes latent attention otherwise on the CPU, without a connector too, and
     # behind a hit otherwise than a whole prompt. Whose latents were read shows in the first token; those
@@ -150,6 +152,7 @@ def first_layers(root: Path) -> dict[str, Any]:
     return {file.name: np.fromfile(file, np.float32, numbers) for file in chunk_files(root)}
 
 
+@pytest.mark.full
 def test_two_ranks_share_with_their_like_alone_what_is_not_canonical(
     forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -173,6 +176,7 @@ def test_two_ranks_share_with_their_like_alone_what_is_not_canonical(
     assert len(namespaces(tmp_path / "root")) == 3
 
 
+@pytest.mark.full
 def test_stages_of_different_lengths(
     forge: Forge, make_llama: Callable[..., Path], settings: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -198,6 +202,7 @@ def test_stages_of_different_lengths(
     assert sorted(fields["parallel"].get("layers_of_stages", []) for fields in identities) == [[], [3, 2]]
 
 
+@pytest.mark.full
 def test_replicas_have_a_primary_tier_each_and_share_the_rest(
     forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
 ) -> None:

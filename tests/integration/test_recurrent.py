@@ -57,7 +57,7 @@ LFM2 = {
     "tie_word_embeddings": False,
 }
 
-WITH_KERNELS = from_vllm((0, 32), "has no convolution of this kind for the CPU")
+WITH_KERNELS = [from_vllm((0, 32), "has no convolution of this kind for the CPU"), pytest.mark.full]
 
 
 @pytest.mark.parametrize(

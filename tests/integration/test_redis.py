@@ -115,6 +115,7 @@ def test_served_from_redis_after_a_restart_and_not_after_a_reset(
     assert metrics.value("kvtier_get_failed_chunks") == metrics.value("kvtier_put_failed_chunks") == 0
 
 
+@pytest.mark.full
 def test_a_server_that_hangs_costs_no_token_and_no_more_than_the_deadline(
     forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any], server: Server
 ) -> None:

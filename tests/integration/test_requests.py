@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Ask, from_vllm
-from tests.integration.harness import PROMPT_CHUNKS, Engine, Forge, Metrics, prompt, vllm_release
+from tests.integration.harness import PROMPT_CHUNKS, Engine, Forge, Metrics, prompt
+
+pytestmark = pytest.mark.releases
 
 STORED = [prompt(seed) for seed in range(6)]
 NEW = [prompt(seed) for seed in range(50, 56)]
@@ -112,8 +114,6 @@ def test_what_a_request_loads_is_bounded(
     engine.reset(connector=False)
     answers, loaded = engine.served(asked, kv_transfer_params={"max_load_tokens": bound})
     assert answers == reference(asked)
-    if vllm_release() < (0, 31):  # which does not know the bound
-        chunks = PROMPT_CHUNKS
     assert loaded == ({"cpu": chunks} if chunks else {})
 
 
@@ -151,6 +151,7 @@ FILTERS: list[tuple[Any, dict[str, int]]] = [
 ]
 
 
+@pytest.mark.full
 def test_a_request_is_loaded_from_the_tiers_that_it_allows(
     forge: Forge, llama: Path, reference: Ask, tmp_path: Path
 ) -> None:

@@ -10,6 +10,8 @@ import pytest
 from tests.integration.conftest import Ask
 from tests.integration.harness import PROMPT_CHUNKS, Forge, prompt
 
+pytestmark = pytest.mark.releases
+
 STORY = [prompt(seed) for seed in (1, 2)]
 OTHERS = [prompt(seed) for seed in range(10, 16)]
 CHUNKS = len(STORY) * PROMPT_CHUNKS

@@ -71,6 +71,7 @@ def test_served_from_the_bucket_after_a_restart_with_an_empty_primary_tier(
     assert (loaded_cold, loaded_restarted) == ({}, {"s3": CHUNKS})
 
 
+@pytest.mark.full
 def test_an_engine_goes_on_without_its_bucket_and_its_log_shows_no_secret(
     forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any], keys: dict[str, str]
 ) -> None:

@@ -43,6 +43,7 @@ def test_every_setting_has_a_wrong_value_here() -> None:
     assert WRONG.keys() == TieringConfig.model_fields.keys()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("key", WRONG)
 def test_a_wrong_value_of_any_setting_is_named_with_what_it_should_be(
     forge: Forge, llama: Path, key: str
@@ -103,6 +104,7 @@ def test_a_root_that_cannot_be_written(
     assert str(root) in log
 
 
+@pytest.mark.full
 def test_a_root_that_is_read_only_is_read(forge: Forge, llama: Path, reference: Ask, tmp_path: Path) -> None:
     written, root = tmp_path / "written", tmp_path / "root"
     with forge.start(llama, _fs(written)) as engine:

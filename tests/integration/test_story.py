@@ -11,6 +11,8 @@ import pytest
 from tests.integration.conftest import Ask, from_vllm
 from tests.integration.harness import PROMPT_CHUNKS, Forge, namespaces, prompt
 
+pytestmark = pytest.mark.releases
+
 STORY = [prompt(seed) for seed in (1, 2, 3)]
 OTHERS = [prompt(seed) for seed in range(10, 16)]  # more than the device cache holds
 CHUNKS = len(STORY) * PROMPT_CHUNKS
@@ -53,6 +55,7 @@ def test_many_requests_at_once(forge: Forge, llama: Path, reference: Ask, settin
     assert loaded_restarted["fs"] > CHUNKS
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plugins", ["", "kvtier"])
 def test_found_by_module_path_without_the_plugin_and_by_name_with_it(
     forge: Forge, llama: Path, settings: dict[str, Any], plugins: str

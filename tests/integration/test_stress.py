@@ -12,6 +12,8 @@ import pytest
 from tests.integration.harness import BLOCK_TOKENS, Forge, Tokens, prompt
 from tests.integration.test_models import GEMMA_MODEL, LLAMA_MODEL
 
+pytestmark = pytest.mark.full
+
 STEMS = [prompt(seed, 600) for seed in range(900, 905)]
 BATCHES = 24
 SMALL: dict[str, Any] = {"num_gpu_blocks_override": 120, "max_model_len": 1024, "max_num_batched_tokens": 256}

@@ -40,6 +40,7 @@ from kvtier.core.transfers import Pinned, Reservation
 from kvtier.keys import OffloadKey, group_index, pack_key
 from kvtier.telemetry.catalogue import COUNTERS
 from kvtier_testing.sim.frugal import FrugalTiering
+from tests.effort import effort
 
 T = TypeVar("T")
 
@@ -624,7 +625,7 @@ def _take(items: list[T], pick: int) -> T:
 
 TestCore = pytest.mark.timeout(400)(CoreMachine.TestCase)
 TestCore.settings = settings(
-    max_examples=1200,
+    max_examples=effort(120, 1200),
     stateful_step_count=60,
     deadline=None,
     derandomize=True,

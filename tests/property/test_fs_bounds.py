@@ -17,6 +17,7 @@ from kvtier.tiers.fs.ages import BUCKETS, REUSE_WEIGHT, Histogram, bucket_of, pl
 from kvtier.tiers.fs.config import FsConfig
 from kvtier.tiers.fs.ledger import _parse, _spell
 from kvtier.tiers.fs.space import Space
+from tests.effort import effort
 
 UNIT = 100
 TOTAL = 20_000
@@ -292,7 +293,7 @@ class BoundsMachine(RuleBasedStateMachine):
 @pytest.mark.timeout(300)
 def test_no_number_of_writers_passes_the_bounds() -> None:
     machine = BoundsMachine
-    machine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+    machine.TestCase.settings = settings(max_examples=effort(30, 150), stateful_step_count=40, deadline=None)
     machine.TestCase("runTest").debug()
 
 

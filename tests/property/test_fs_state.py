@@ -24,6 +24,7 @@ from kvtier.tiers.fs.layout import chunk_path, data_dir
 from kvtier.tiers.fs.native_files import NativeFiles
 from kvtier.tiers.fs.python_files import PythonFiles
 from kvtier.tiers.fs.store import Store
+from tests.effort import effort
 
 CHUNKS = 6
 CHUNK_BYTES = 8192
@@ -158,7 +159,7 @@ def test_the_tier_agrees_with_a_dict(kind: str) -> None:
     work = NativeFiles(native.library) if kind == "native" and native.library is not None else PythonFiles()
     machine = type("Machine", (FsMachine,), {"work": work})
     limits = settings(
-        max_examples=25,
+        max_examples=effort(8, 25),
         stateful_step_count=30,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],

@@ -23,6 +23,7 @@ from kvtier.device.cpu import CpuTransferEngine
 from kvtier.device.plan import CopyPlan, CopyPlanner
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
+from tests.effort import effort
 
 Bytes = npt.NDArray[np.int8]
 
@@ -195,7 +196,7 @@ def whole_cache(case: Case) -> list[Bytes]:
     ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=effort(30, 150), deadline=None)
 @given(case=cases())
 def test_any_split_reads_what_any_other_has_written(case: Case) -> None:
     cache = whole_cache(case)
@@ -233,7 +234,7 @@ def spans(plans: Sequence[CopyPlan], address: int) -> list[tuple[int, int]]:
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=effort(20, 100), deadline=None)
 @given(case=cases())
 def test_each_byte_of_a_canonical_page_is_written_by_one_rank(case: Case) -> None:
     address = 1 << 40

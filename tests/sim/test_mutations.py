@@ -12,6 +12,7 @@ from tests.sim.mutations import MUTATIONS, Mutation, planted
 SEEDS = range(2_000)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_planted_bug_is_found(mutation: Mutation, record_property: Callable[[str, object], None]) -> None:

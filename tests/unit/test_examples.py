@@ -48,6 +48,7 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
     assert done.stdout.splitlines() == shown
 
 
+@pytest.mark.full  # the conformance session runs them as well
 def test_the_example_of_a_policy_installs_and_passes_its_tests(tmp_path: Path) -> None:
     pytest.importorskip("hatchling", reason="the build backend of the example is not installed")
     project = shutil.copytree(EXAMPLES / "second_chance", tmp_path / "second_chance")

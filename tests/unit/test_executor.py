@@ -250,7 +250,12 @@ def where(request: pytest.FixtureRequest) -> str:
 # --- fetching ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["complete_index", "asked", "fs", "asked in a process", "fs in a process"])
+@pytest.fixture(
+    params=[
+        *("complete_index", "asked", "fs", "fs in a process"),
+        pytest.param("asked in a process", marks=pytest.mark.full),
+    ]
+)
 def place(request: pytest.FixtureRequest) -> str:
     """A kind of tier, and where it runs."""
     return str(request.param)

@@ -1109,7 +1109,7 @@ class Crowd:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.full) for seed in (0, 1, 3))])
 async def test_many_tasks_at_once_never_see_a_wrong_byte(seed: int, tmp_path: Path) -> None:
     faults = {"failure_rate": 0.05, "corruption_rate": 0.1, "seed": seed, "complete_index": seed % 2 == 0}
     flaky = Flaky(DummyConfig.model_validate({"put_latency_s": 0.001, "deadline_s": 20, **faults}))

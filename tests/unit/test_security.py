@@ -17,7 +17,7 @@ import torch
 from pydantic import SecretStr, field_validator
 
 from kvtier import Identity, KVCaches, PageRef, TieringConfig, open_manager, pack_key
-from kvtier.cli import archive, bench_tier, doctor
+from kvtier.cli import archive, doctor
 from kvtier.errors import ConfigError, TierError
 from kvtier.keys import OffloadKey
 from kvtier.memory.region import Region
@@ -25,6 +25,7 @@ from kvtier.tiers import registry
 from kvtier.tiers.base import Batch, Knowledge, Outcome, Status, TierContext, Usage
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.validation import hide
+from kvtier_bench import tier as tier_bench
 
 PROJECT = Path(__file__).parents[2]
 CODE_FROM_DATA = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "yaml", "jsonpickle"}
@@ -283,7 +284,7 @@ def test_a_secret_that_a_client_repeats_is_not_shown_by_bench_tier(
     file = tmp_path / "tier.json"
     file.write_text(json.dumps(SETTINGS))
     with pytest.raises(TierError, match="unknown command 'AUTH'") as caught:
-        bench_tier.run(file, [4096], 1, 1)
+        tier_bench.run(file, [4096], 1, 1)
     assert_hidden(caught.value)
 
 

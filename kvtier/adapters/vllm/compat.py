@@ -1,4 +1,4 @@
-"""What differs between the supported versions of vLLM, 0.30 to 0.33, and what none of them tells."""
+"""What differs between the supported versions of vLLM, 0.31 to 0.33, and what none of them tells."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvtier.vllm")
 
-OLDEST, NEWEST = (0, 30), (0, 33)
+OLDEST, NEWEST = (0, 31), (0, 33)
 """The range that kvtier is tested with."""
 
 
@@ -76,9 +76,6 @@ except ModuleNotFoundError:
 
 TELLS_OF_FLUSHES = hasattr(OffloadingManager, "on_reset_flushed")
 """Whether vLLM says when workers are through with the copies that a reset has cut off (0.33)."""
-
-STRANDS_LOADED = (release(vllm.__version__) or NEWEST) < (0, 31)
-"""Whether a loaded request can be stranded in vLLM's queue (0.30): later, what holds blocks comes first."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from kvtier.adapters.vllm.compat import TELLS_OF_FLUSHES, CacheHitSource
 from kvtier.adapters.vllm.events import EventStream
 from kvtier.adapters.vllm.metrics import GaugeReader, as_stats
 from kvtier.adapters.vllm.places import Place, allowed_tiers
-from kvtier.adapters.vllm.queue import Queue
 from kvtier.adapters.vllm.workers import Workers
 from kvtier.core.requests import Request
 from kvtier.core.states import Lookup
@@ -114,7 +113,6 @@ class KVTierManager(OffloadingManager):
         self._ask = core.lookup
         self._events = executor.events
         self._requests: dict[str, Request] = {}
-        self._queue = Queue()
         self._loads: dict[str, Pinned] = {}
         self._failed_loads: set[str] = set()  # requests in ``_loads``
         self._load_sources: dict[OffloadKey, CacheHitSource] = {}  # of the last load, the tiers' chunks
@@ -141,7 +139,6 @@ class KVTierManager(OffloadingManager):
         request = self._requests.pop(req_context.req_id, None)
         if request is not None:
             self._core.close(request)
-            self._queue.ends(request)
 
     # --- lookups and loads -----------------------------------------------------------------------
 
@@ -150,9 +147,6 @@ class KVTierManager(OffloadingManager):
         if self._events:
             self._take_in(self._clock())
         request = self._requests[req_context.req_id]
-        if self._queue.passes:
-            return LookupResult.RETRY
-        self._queue.last = request
         answer = self._core.repeat(key, request) if request.stands else None
         if answer is None:
             answer = self._ask(key, request)
@@ -162,7 +156,6 @@ class KVTierManager(OffloadingManager):
         """See vLLM."""
         request = self._requests[req_context.req_id]
         pinned = self._core.acquire(list(keys), request)
-        self._queue.loads(request)
         self._loads[req_context.req_id] = pinned
         self._stream.loaded(keys)
         if self._sources:
@@ -180,7 +173,6 @@ class KVTierManager(OffloadingManager):
         if pinned is None:
             logger.error("request %s has no load of %d chunks to end", req_context.req_id, len(keys))
             return
-        self._queue.ends_load()
         damage = self._damage(pinned)
         if req_context.req_id in self._failed_loads:
             self._failed_loads.discard(req_context.req_id)
@@ -243,7 +235,6 @@ class KVTierManager(OffloadingManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """See vLLM. Called in each step, before or after its stores, by version."""
         run = [self._requests[req_id] for req_id in context.new_req_ids if req_id in self._requests]
-        self._queue.end_step(run)
         for request in run:
             self._core.scheduled(request)
         for req_id in context.preempted_req_ids:

@@ -218,6 +218,7 @@ def test_a_tier_that_eats_memory_fails_within_its_limit(den: MakeDen) -> None:
     it.hold([2])
 
 
+@pytest.mark.full
 def test_the_lowest_limit_of_memory_has_room_for_files(den: MakeDen, tmp_path: Path) -> None:
     """Stacks of threads count, and each format has threads of its own."""
     both = [make_tier("fs", root_dir=tmp_path / form, format=form, **MUCH) for form in ("files", "segments")]
@@ -261,6 +262,7 @@ def test_a_process_that_wakes_late_does_not_write_to_a_slot_that_was_given_on(
     assert it.bytes_in(10) == content(2)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("reckless")
 def test_what_a_tier_has_forked_can_not_write_to_the_slots(den: MakeDen, tmp_path: Path) -> None:
     it = den(make_tier("reckless", act="fork", folder=tmp_path))
@@ -271,6 +273,7 @@ def test_what_a_tier_has_forked_can_not_write_to_the_slots(den: MakeDen, tmp_pat
     assert it.bytes_in(10) == content(2)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("reckless")
 def test_what_a_tier_has_started_ends_with_its_process(den: MakeDen, tmp_path: Path) -> None:
     it = den(make_tier("reckless", act="leave_a_child", folder=tmp_path))
@@ -303,6 +306,7 @@ def test_a_stopped_process_does_not_hold_up_its_owner(den: MakeDen) -> None:
 # --- its start -----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_process_that_never_starts_is_tried_with_growing_pauses(
     den: MakeDen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +326,7 @@ def test_a_process_that_never_starts_is_tried_with_growing_pauses(
     assert set(it.end_of(it.put([1])).reasons) <= {"down", "process"}
 
 
+@pytest.mark.full
 def test_a_process_that_hangs_at_its_start_is_killed(
     den: MakeDen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -348,6 +353,7 @@ def test_where_no_process_can_be_made_the_engine_goes_on(
     it.hold([1])
 
 
+@pytest.mark.full
 def test_a_process_that_talks_nonsense_is_killed(
     den: MakeDen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -406,6 +412,7 @@ def test_a_reset_ordered_while_the_process_is_gone_is_done_before_anything_else(
     assert list(it.fetched([1], [10]).answers) == [MISSING]
 
 
+@pytest.mark.full
 def test_a_reset_ordered_while_the_next_process_is_being_started_is_not_missed(
     den: MakeDen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -508,6 +515,7 @@ def test_it_ends_with_the_engine(how: str, tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.full
 def test_twenty_deaths_leave_nothing_behind(den: MakeDen) -> None:
     it = den(make_tier("dummy"))
     it.hold([1])

@@ -9,10 +9,10 @@ from typing import Any
 from redis.asyncio import BlockingConnectionPool, Connection, Redis, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.cluster import ClusterNode, RedisCluster
 
+from kvtier_bench.bare import BareClient
 from kvtier_redis.config import RedisConfig
 from kvtier_redis.control import find
 from kvtier_redis.dial import Dialer
-from kvtier_testing.bare import BareClient
 
 
 class RedisPy(BareClient[RedisConfig]):

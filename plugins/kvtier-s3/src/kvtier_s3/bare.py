@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import obstore
 
 from kvtier.tiers.drain import in_thread
+from kvtier_bench.bare import BareClient
 from kvtier_s3.config import S3Config
 from kvtier_s3.stores import make_store
-from kvtier_testing.bare import BareClient
 
 
 class BareS3(BareClient[S3Config]):

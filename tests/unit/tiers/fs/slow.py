@@ -9,10 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import hypothesis
+
 from kvtier.tiers.base import SecondaryTier
 from kvtier.tiers.fs import FsTier
 from kvtier.tiers.fs.call import FileCall, FileWork
 from kvtier_testing.tiers import TierConformance
+from tests.effort import effort
 
 
 class SlowFiles:
@@ -56,6 +59,10 @@ class FileConformance(TierConformance):
     is_persistent = True
     is_shared = True
     slow: SlowFiles
+
+    def sequences(self) -> hypothesis.settings:
+        usual = super().sequences()
+        return hypothesis.settings(usual, max_examples=effort(8, usual.max_examples))
 
     def settings(self, place: Path) -> Mapping[str, object]:
         return {"type": "fs", "root_dir": str(place), "n_threads": 4, "min_free_bytes": 0, "max_bytes": 2**50}

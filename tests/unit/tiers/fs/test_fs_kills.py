@@ -20,9 +20,10 @@ from kvtier.tiers.fs.root import Root
 from kvtier.tiers.fs.segments.native_segments import NativeSegments
 from kvtier.tiers.fs.segments.python_segments import PythonSegments
 from kvtier.tiers.fs.segments.scan import NoSegmentError, Segment
+from tests.effort import effort
 
 pytestmark = pytest.mark.timeout(400)  # a busy machine needs seconds for each kill
-KILLS = {"files": 110, "segments": 60}  # with each way of working on files
+KILLS = {"files": effort(25, 110), "segments": effort(15, 60)}  # with each way of working on files
 AT_ONCE = 5
 CHUNK_BYTES = 16_384
 NUMBERS = 400

@@ -1,0 +1,242 @@
+"""Run sessions of nox two at a time: ``python .ci/lanes.py [--full] [SESSION ...]``.
+
+Sessions that share an environment run one after the other. What a session prints is kept, and printed whole
+when it ends. The log closes with a table of seconds and results. The exit status is 1 where one has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parents[1]
+
+# Sessions by the environment that they can share: engines and torch are large. They start in this order,
+# as far as their environments are free.
+FAST = {
+    "demo": "engine",
+    "integration": "engine",
+    "contract": "engine",
+    "lint": "checks",
+    "types": "checks",
+    "architecture": "checks",
+    "bare": "bare",
+    "plugins-3.11": "plugins-3.11",
+    "sim": "torch",
+    "tests": "torch",
+    "conformance-3.11": "conformance-3.11",
+}
+"""What every commit runs."""
+
+_LATER = [f"{name}-{python}" for name in ("plugins", "conformance") for python in ("3.12", "3.13")]
+FULL = {**FAST, "oldest": "oldest", **{name: name for name in _LATER}}
+"""Everything."""
+
+LANES = 2
+LIMIT_S = {"fast": 1500, "full": 4000}
+GRACE_S = 30.0
+POLL_S = 0.2
+LAST_LINES = 25  # of a session that has failed, once more at the end
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_SUMMARY = re.compile(r"^=+ (.* in [0-9.]+s.*?) =+$", re.MULTILINE)
+_RED = re.compile(r"^(?:FAILED|ERROR) .*$", re.MULTILINE)
+
+
+@dataclass
+class Job:
+    """One session of nox.
+
+    Args:
+        name: of the session.
+        owner: the session whose environment it uses, the first of those that can share one.
+        folder: for its log and its report.
+    """
+
+    name: str
+    owner: str
+    folder: Path
+    seconds: float = 0.0
+    result: str = "did not run"
+    summaries: Sequence[str] = ()
+    _process: subprocess.Popen[bytes] | None = None
+    _started_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended otherwise than passed or skipped."""
+        return self.result not in ("passed", "skipped")
+
+    def start(self, variables: Mapping[str, str]) -> None:
+        """Start it in a process group of its own, in the environment of its owner where there is one."""
+        self._started_s = time.monotonic()
+        if _folder(self.owner).exists() and not _folder(self.name).exists():
+            _folder(self.name).symlink_to(_folder(self.owner))
+        command = [sys.executable, "-m", "nox", "-s", self.name, "--report", str(self._report)]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                cwd=PROJECT,
+                env={**os.environ, **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def has_ended(self, limit_s: float) -> bool:
+        """Return whether it has ended; one that has passed its limit is ended."""
+        assert self._process is not None
+        self.seconds = time.monotonic() - self._started_s
+        status = self._process.poll()
+        if status is None and self.seconds < limit_s:
+            return False
+        if status is None:
+            self.stop()
+            self.result = f"ENDED after its limit of {limit_s:.0f} s"
+        else:
+            self.result = f"FAILED ({status})" if status else self._reported()
+        self.summaries = _SUMMARY.findall(self.log())
+        return True
+
+    def stop(self) -> None:
+        """End it with all that it has started: first asked, so that pytest tells what it was at."""
+        assert self._process is not None
+        for number, patience_s in ((signal.SIGINT, GRACE_S), (signal.SIGKILL, None)):
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(patience_s)
+
+    def log(self) -> str:
+        """Return what it has printed, without colours."""
+        return _COLOUR.sub("", self._log.read_text(encoding="utf-8", errors="replace"))
+
+    @property
+    def _log(self) -> Path:
+        return self.folder / f"{self.name}.log"
+
+    @property
+    def _report(self) -> Path:
+        return self.folder / f"{self.name}.json"
+
+    def _reported(self) -> str:
+        """Return whether it was skipped: nox ends well then, too."""
+        sessions = json.loads(self._report.read_text(encoding="utf-8"))["sessions"]
+        return "passed" if any(one["result"] == "success" for one in sessions) else "skipped"
+
+
+def run(jobs: Sequence[Job], limit_s: float, variables: Mapping[str, str]) -> None:
+    """Run all, in this order as far as their environments are free, and remove the environments made here."""
+    new = {job.name for job in jobs if not _folder(job.name).exists()}
+    waiting, running = list(jobs), list[Job]()
+    try:
+        while waiting or running:
+            for job in _next(waiting, running):
+                print(f"---- {job.name}: started", flush=True)
+                job.start(variables)
+                waiting.remove(job)
+                running.append(job)
+            time.sleep(POLL_S)
+            for ended in [job for job in running if job.has_ended(limit_s)]:
+                running.remove(ended)
+                _show(ended)
+                if all(job.owner != ended.owner for job in waiting):
+                    for job in jobs:
+                        if job.owner == ended.owner and job.name in new:
+                            _remove(_folder(job.name))
+    finally:
+        for job in running:
+            job.stop()
+
+
+def _next(waiting: Collection[Job], running: Sequence[Job]) -> Iterator[Job]:
+    busy = {job.owner for job in running}
+    free = LANES - len(running)
+    for job in list(waiting):
+        if free and job.owner not in busy:
+            busy.add(job.owner)
+            free -= 1
+            yield job
+
+
+def _folder(name: str) -> Path:
+    """Return where nox has the environment of a session."""
+    return PROJECT / ".nox" / name.replace(".", "-")
+
+
+def _remove(folder: Path) -> None:
+    """Remove an environment, or the link to one. What somebody still writes to stays."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _show(job: Job) -> None:
+    print(f"\n==== nox -s {job.name} ====\n{job.log()}", end="")
+    print(f"---- {job.name}: {job.result} in {job.seconds:.0f} s\n", flush=True)
+
+
+def conclude(jobs: Sequence[Job], seconds: float) -> None:
+    """Print the ends of those that failed, and the table."""
+    for job in jobs:
+        if job.has_failed:
+            log = job.log()
+            print(f"\n==== the end of nox -s {job.name} ====")
+            print(*log.splitlines()[-LAST_LINES:], *_RED.findall(log), sep="\n")
+    print("\n==== sessions ====")
+    width = max(len(job.name) for job in jobs)
+    for job in jobs:
+        print(f"{job.name:{width}} {job.seconds:5.0f} s  {job.result:9} {'; '.join(job.summaries)}".rstrip())
+    print(f"{'all':{width}} {seconds:5.0f} s")
+    if failed := [job.name for job in jobs if job.has_failed]:
+        print(f"\nfailed: {' '.join(failed)}")
+
+
+def chosen(names: Collection[str], *, full: bool) -> dict[str, str]:
+    """Return sessions with those whose environments they use: all, or some; ``plugins`` on every Python.
+
+    Raises:
+        SystemExit: there is none of a name.
+    """
+    known = {name: {one for one in FULL if name in (one, one.partition("-")[0])} for name in names}
+    if missing := [name for name in names if not known[name]]:
+        sys.exit(f"no session {', '.join(missing)}; there are: {', '.join(FULL)}")
+    wanted = set().union(*known.values()) or set(FULL if full else FAST)
+    owners: dict[str, str] = {}
+    return {one: owners.setdefault(environment, one) for one, environment in FULL.items() if one in wanted}
+
+
+def main() -> None:
+    """Run what the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="with everything that not every commit runs")
+    parser.add_argument("sessions", nargs="*", help="all where none is named")
+    arguments = parser.parse_args()
+    sessions = chosen(arguments.sessions, full=arguments.full)
+    variables = {"KVTIER_TESTS": "full"} if arguments.full else {}
+    started_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="kvtier-lanes-") as folder:
+        jobs = [Job(name, owner, Path(folder)) for name, owner in sessions.items()]
+        try:
+            run(jobs, LIMIT_S["full" if arguments.full else "fast"], variables)
+        finally:
+            conclude(jobs, time.monotonic() - started_s)
+    sys.exit(any(job.has_failed for job in jobs))
+
+
+if __name__ == "__main__":
+    main()

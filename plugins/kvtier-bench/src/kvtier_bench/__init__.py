@@ -1,0 +1,1 @@
+"""Benchmarks and the demo of kvtier: the commands ``kvtier bench`` and ``kvtier demo``."""

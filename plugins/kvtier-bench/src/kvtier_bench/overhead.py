@@ -1,0 +1,287 @@
+"""What kvtier costs where nothing is reused: real engines with and without it, asked in turns.
+
+All engines are alive at once and alike but for the connector; while one is asked the others sleep. A
+round asks each of them once, in an order of its own, with prompts that nobody has seen. Each is compared
+with the plain engine in the same round, so that what a noisy machine does to both falls out. How much
+noise is left a second plain engine says (``--control``).
+
+Tokens a second count what was computed, prompts and answers, until the last token. Processor time counts
+all threads of an engine, and those of a connector until its last put has ended; it moves less than tokens
+a second where others use the machine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, quantiles
+
+from kvtier_bench.engines import (
+    BLOCK_TOKENS,
+    NATIVE_FS,
+    PLAIN,
+    Engine,
+    Settings,
+    block_bytes,
+    connectors,
+    make_prompt,
+    open_engines,
+    say,
+    spread_of_median,
+)
+from kvtier_bench.machine import Machine, open_folder
+
+CONTROL = "none again"
+GOAL_PERCENT = 1.5
+"""Of kvtier's engines: tokens a second that may be lost where nothing is reused."""
+
+PARTS = (
+    ("kvtier-executor", "executor"),
+    ("kvtier-keeper", "executor"),
+    ("tiers-process", "tiers' process"),
+    ("kvtier-store", "copies"),
+    ("kvtier-load", "copies"),
+    ("kvtier-files", "file threads"),
+    ("fs-", "file threads"),
+    ("vllm_kv", "file threads"),
+    ("vllm_offloading", "file threads"),
+)
+"""Beginnings of threads' names, and what the threads do for a connector."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Tokens and processor time lost where nothing is reused, against an engine without a connector.
+
+    Attributes:
+        connector: what the engine had: kvtier or vLLM's own tiering, host memory alone or files behind it.
+        rounds: how many pairs were compared.
+        tokens_s: median tokens a second.
+        lost_percent: median over the rounds of the tokens a second that are missing.
+        low, high: 95 % of the medians of resampled rounds lie between them.
+        quartiles: of the rounds' losses.
+        cpu_percent: the same median of the processor time that came on top.
+        cpu_low, cpu_high: see ``low``.
+        goal: whether at most ``GOAL_PERCENT`` is lost: "met" or "missed" where both bounds say so, and those
+            of a second engine without a connector, if there was one, are closer to 0; else "not told".
+    """
+
+    connector: str
+    rounds: int
+    tokens_s: float
+    lost_percent: float
+    low: float
+    high: float
+    quartiles: str
+    cpu_percent: float
+    cpu_low: float
+    cpu_high: float
+    goal: str
+
+
+@dataclass(frozen=True)
+class Share:
+    """What the processor time of a connector is made of, in percent of its engine's, all threads.
+
+    ``engine thread`` is what the manager and the worker take there, each call measured, in a round of
+    its own.
+    """
+
+    connector: str
+    part: str
+    percent: float
+    us_a_chunk: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one engine did in one round.
+
+    Attributes:
+        tokens: computed.
+        wall_s: until the last one.
+        threads: processor seconds by the name of the thread; a connector's until its last put has ended.
+    """
+
+    tokens: int
+    wall_s: float
+    threads: Mapping[str, float]
+
+    @property
+    def tokens_s(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.wall_s
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor seconds of all threads."""
+        return sum(self.threads.values())
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work of each engine in each round"""
+
+    model: str
+    rounds: int
+    prompts: int
+    prompt_tokens: int
+    output_tokens: int
+    at_once: int
+    chunk_tokens: int = BLOCK_TOKENS
+
+    @property
+    def chunks(self) -> int:
+        """Chunks that a round stores."""
+        return self.prompts * (self.prompt_tokens // self.chunk_tokens)
+
+    @property
+    def primary_bytes(self) -> int:
+        """Bytes of a primary tier: two rounds fill it, then each store evicts."""
+        return 2 * self.chunks * self.chunk_tokens // BLOCK_TOKENS * block_bytes(self.model)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of a prompt and its answer."""
+        return self.prompt_tokens + self.output_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a round computes."""
+        return self.prompts * self.prompt_length
+
+
+def run(
+    root: Path | None, work: Work, *, control: bool = False, native: bool = False
+) -> list[Loss | Share | Work | Machine]:
+    """Measure.
+
+    Args:
+        root: directory for the fs tiers; what is written there is removed. Default: a temporary one.
+        work: what each engine does in each round; two more rounds before do not count.
+        control: measure a second engine without a connector, too.
+        native: measure vLLM's own tiering over a CPU worker, too.
+    """
+    with open_folder(root) as folder, open_folder(None) as logs:
+        settings: dict[str, Settings | None] = connectors(
+            work.primary_bytes, work.chunk_tokens, folder, native=native
+        )
+        if control:
+            settings[CONTROL] = None
+        machine = Machine.here(folder)
+        with open_engines(
+            logs,
+            work.model,
+            settings,
+            # the engine's own cache has room for the prompts that run at once, twice
+            num_gpu_blocks_override=2 * work.at_once * -(-work.prompt_length // BLOCK_TOKENS),
+            max_model_len=work.prompt_length,
+            max_num_seqs=work.at_once,
+        ) as engines:
+            samples = measure(engines, work)
+            shares = explain(engines, work, samples)
+    return [*losses(samples), *shares, work, machine.again()]
+
+
+def losses(samples: Mapping[str, Sequence[Sample]]) -> list[Loss]:
+    """Compare each engine with the plain one, round by round."""
+    plain = samples[PLAIN]
+    noise = spread_of_median(_lost(samples[CONTROL], plain)) if CONTROL in samples else (0.0, 0.0)
+    is_noisy = max(map(abs, noise)) > GOAL_PERCENT
+    found = []
+    for name, rows in samples.items():
+        if name == PLAIN:
+            continue
+        lost = _lost(rows, plain)
+        more = [
+            100 * (row.cpu_s / row.tokens * base.tokens / base.cpu_s - 1)
+            for row, base in zip(rows, plain, strict=True)
+        ]
+        low, high = spread_of_median(lost)
+        cpu_low, cpu_high = spread_of_median(more)
+        first, _, third = quantiles(lost, n=4, method="inclusive") if len(lost) > 1 else (lost * 3)
+        found.append(
+            Loss(
+                name,
+                len(rows),
+                median(row.tokens_s for row in rows),
+                median(lost),
+                low,
+                high,
+                f"{first:.1f} to {third:.1f}",
+                median(more),
+                cpu_low,
+                cpu_high,
+                "" if name in (CONTROL, NATIVE_FS) else verdict(low, high, is_noisy),
+            )
+        )
+    return found
+
+
+def _lost(rows: Sequence[Sample], plain: Sequence[Sample]) -> list[float]:
+    """Return the tokens a second that are missing in each round, in percent."""
+    return [100 * (1 - row.tokens_s / base.tokens_s) for row, base in zip(rows, plain, strict=True)]
+
+
+def verdict(low: float, high: float, is_noisy: bool) -> str:
+    """Say whether the goal is met, as far as bounds of the loss tell it."""
+    if is_noisy or low <= GOAL_PERCENT < high:
+        return "not told"
+    return "met" if high <= GOAL_PERCENT else "missed"
+
+
+def part_of(thread: str) -> str | None:
+    """Say what a thread does for a connector; None for one of the engine's own."""
+    return next((part for beginning, part in PARTS if thread.startswith(beginning)), None)
+
+
+def measure(engines: Mapping[str, Engine], work: Work) -> dict[str, list[Sample]]:
+    """Ask each engine once a round, after two rounds that do not count."""
+    samples: dict[str, list[Sample]] = {name: [] for name in engines}
+    order, generator = list(engines), random.Random(0)
+    for number in range(-2, work.rounds):
+        generator.shuffle(order)
+        for name in order:
+            sample = _ask(engines[name], work, f"{name} {number}")
+            say(f"round {number}: {name}: {sample.tokens_s:,.0f} tokens/s, cpu {sample.cpu_s:.2f} s")
+            if number >= 0:
+                samples[name].append(sample)
+    return samples
+
+
+def _ask(engine: Engine, work: Work, seed: str) -> Sample:
+    prompts = [make_prompt(f"{seed} {i}", work.prompt_tokens) for i in range(work.prompts)]
+    answer = engine.ask("generate", prompts=prompts, output_tokens=work.output_tokens)
+    settled = engine.ask("settle")
+    # Until the last put has ended the engine does steps that a busy one would not: they do not count.
+    after = {thread: seconds for thread, seconds in settled["threads"].items() if part_of(thread)}
+    return Sample(work.tokens, answer["wall_s"], Counter(answer["threads"]) + Counter(after))
+
+
+def explain(
+    engines: Mapping[str, Engine], work: Work, samples: Mapping[str, Sequence[Sample]]
+) -> list[Share]:
+    """Say what the processor time of each connector is made of."""
+    shares = []
+    for name, engine in engines.items():
+        if name in (PLAIN, CONTROL):
+            continue
+        cpu_s = sum(row.cpu_s for row in samples[name])
+        parts: Counter[str] = Counter()
+        for row in samples[name]:
+            for thread, seconds in row.threads.items():
+                if part := part_of(thread):
+                    parts[part] += seconds  # type: ignore[assignment]
+        engine.ask("watch")
+        _ask(engine, work, f"{name} watched")
+        spent = sum(engine.ask("spent")["seconds"].values())
+        parts["engine thread"] = spent * len(samples[name])
+        chunks = work.chunks * len(samples[name])
+        shares += [
+            Share(name, part, 100 * seconds / cpu_s, seconds / chunks * 1e6)
+            for part, seconds in sorted(parts.items())
+        ]
+    return shares

@@ -1,0 +1,123 @@
+"""The runner of CI's sessions: two at a time, none hangs, none is silent. Over a nox of the tests' own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / ".ci/lanes.py"
+
+# What a session does is its name; where its environment is, it makes it and says who was there before.
+NOX = """
+import json, os, pathlib, sys, time
+
+name, report = sys.argv[2], sys.argv[4]
+what = name.partition("-")[0]
+place = pathlib.Path(os.environ["PLACE"]) / ".nox" / name
+place.mkdir(parents=True, exist_ok=True)
+print(name, "finds", sorted(path.name for path in place.iterdir()))
+busy = place / "busy"
+busy.mkdir()  # fails where another is at work there
+(place / f"was-{name}").touch()
+try:
+    while what == "hangs":
+        time.sleep(1)
+    if what == "meets":  # ends only beside another one of its kind
+        folder = pathlib.Path(os.environ["PLACE"])
+        (folder / name).touch()
+        while len(list(folder.glob("meets*"))) < 2:
+            time.sleep(0.01)
+finally:
+    busy.rmdir()
+if what == "fails":
+    print("FAILED tests/test_one.py::test_it - AssertionError")
+print("===== 1 passed, 2 skipped in 3.21s =====")
+result = "skipped" if what == "skipped" else "success"
+pathlib.Path(report).write_text(json.dumps({"sessions": [{"result": result}]}))
+sys.exit(what == "fails")
+"""
+
+Run = Callable[..., tuple[list[str], str]]
+
+
+@pytest.fixture
+def lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The runner, in a project of its own."""
+    spec = importlib.util.spec_from_file_location("lanes", SOURCE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "lanes", module)
+    spec.loader.exec_module(module)
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules/nox.py").write_text(NOX)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
+    monkeypatch.setenv("PLACE", str(tmp_path))
+    monkeypatch.setattr(module, "PROJECT", tmp_path)
+    return module
+
+
+@pytest.fixture
+def run(lanes: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run sessions, given with whose environment each uses; return results and what is printed."""
+
+    def run(sessions: Mapping[str, str], limit_s: float = 60.0) -> tuple[list[str], str]:
+        logs = tmp_path / "logs"
+        logs.mkdir()
+        jobs = [lanes.Job(name, owner, logs) for name, owner in sessions.items()]
+        lanes.run(jobs, limit_s, {})
+        lanes.conclude(jobs, 1.0)
+        return [job.result for job in jobs], capsys.readouterr().out
+
+    return run
+
+
+def test_each_result_is_in_the_table_and_what_failed_is_named_last(run: Run) -> None:
+    results, said = run({"passes": "passes", "fails": "fails", "skipped": "skipped"})
+    assert results == ["passed", "FAILED (1)", "skipped"]
+    table = said[said.index("==== sessions ====") :]
+    assert [line.split()[0] for line in table.splitlines()[1:4]] == ["passes", "fails", "skipped"]
+    assert table.count("1 passed, 2 skipped in 3.21s") == 3
+    assert said.splitlines()[-1] == "failed: fails"
+    assert "FAILED tests/test_one.py::test_it" in said[said.index("==== the end of nox -s fails") :]
+
+
+def test_what_a_session_prints_is_in_one_piece(run: Run) -> None:
+    _, said = run({"meets-1": "meets-1", "meets-2": "meets-2"})
+    for name in ("meets-1", "meets-2"):
+        whole = f"==== nox -s {name} ====\n{name} finds []\n===== 1 passed, 2 skipped in 3.21s =====\n"
+        assert whole in said
+
+
+def test_a_session_that_hangs_is_ended_and_named(run: Run) -> None:
+    results, said = run({"hangs": "hangs"}, limit_s=1.0)
+    assert results == ["ENDED after its limit of 1 s"]
+    assert said.splitlines()[-1] == "failed: hangs"
+
+
+def test_sessions_of_one_environment_follow_each_other_and_it_goes_with_the_last(
+    run: Run, tmp_path: Path
+) -> None:
+    kept = tmp_path / ".nox/kept"
+    kept.mkdir(parents=True)
+    results, said = run({"first": "first", "second": "first", "kept": "kept"})
+    assert results == ["passed"] * 3
+    assert "second finds ['was-first']" in said
+    assert os.listdir(tmp_path / ".nox") == ["kept"]
+
+
+def test_parts_are_named_by_their_sessions(lanes: ModuleType) -> None:
+    assert lanes.chosen(["contract", "integration"], full=True) == {
+        "integration": "integration",
+        "contract": "integration",
+    }
+    assert list(lanes.chosen(["plugins"], full=True)) == ["plugins-3.11", "plugins-3.12", "plugins-3.13"]
+    assert lanes.chosen([], full=False).keys() < lanes.chosen([], full=True).keys()
+    with pytest.raises(SystemExit, match="no session integrations"):
+        lanes.chosen(["integrations"], full=True)
