@@ -176,7 +176,7 @@ class TieringConfig(Settings):
         if twice := sorted({name for name in given if given.count(name) > 1}):
             raise ValueError(f"secondary_tiers: two tiers have the name {', '.join(twice)}")
         if problem := self.shared_directory():
-            raise ValueError(f"secondary_tiers: {problem}")
+            raise ValueError(f"secondary_tiers: {problem}: give each a directory of its own")
         if PRIMARY in self.tier_names:
             raise ValueError(
                 f"secondary_tiers: {PRIMARY!r} is the name of the primary tier: give that tier another"
@@ -187,16 +187,15 @@ class TieringConfig(Settings):
         """Return which tiers would write into one directory, in words; "" where none would.
 
         Args:
-            normal: spells a path in the one way in which it is compared. The default asks no file system, which
-                may hang.
+            normal: spells a path in the one way in which it is compared. The default asks no file system,
+                which may hang.
         """
         owners = [
             (normal(path), f"{name} ({path})")
             for name, tier in zip(self.tier_names, self.secondary_tiers, strict=True)
             for path in tier.own_directories()
         ]
-        pair = validation.first_nested(owners)
-        return f"{pair[0]} and {pair[1]} are one directory, or one inside the other: separate them" if pair else ""
+        return validation.nesting(owners)
 
     @property
     def tier_names(self) -> tuple[str, ...]:

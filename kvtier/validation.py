@@ -96,16 +96,16 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {by_lower[close[0]]}?" if close else ""
 
 
-def first_nested(paths: Iterable[tuple[str, str]]) -> tuple[str, str] | None:
-    """Return the names of the first two of ``paths`` that are one directory, or one inside the other.
+def nesting(paths: Iterable[tuple[str, str]]) -> str:
+    """Return which two of ``paths`` are one directory, or one inside the other, in words; "" where none are.
 
     Args:
         paths: absolute paths, and what each is called in the answer.
     """
     for (one, its_name), (other, others_name) in itertools.combinations(paths, 2):
         if os.path.commonpath((one, other)) in (one, other):
-            return its_name, others_name
-    return None
+            return f"{its_name} and {others_name} are one directory, or one inside the other"
+    return ""
 
 
 def _without_logins(text: str) -> str:

@@ -241,7 +241,12 @@ def test_bytes_that_are_none_are_refused_with_an_example(given):
 
 def test_all_that_is_wrong_is_told_at_once_of_the_tiers_and_beside_them(install_distribution):
     install_distribution("acme-broken", "1 / 0", {"broken": "Tier"})
-    tiers = [{"type": "dumny"}, {"type": "dummy", "sed": 1}, {"type": "broken"}, {"type": "fs", "n_threads": 0}]
+    tiers = [
+        {"type": "dumny"},
+        {"type": "dummy", "sed": 1},
+        {"type": "broken"},
+        {"type": "fs", "n_threads": 0},
+    ]
     message = refusal(secondary_tiers=tiers, block_size=0, stor_threshold=2)
     for words in (
         "secondary_tiers[0].type = 'dumny': no such tier",

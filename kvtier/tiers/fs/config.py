@@ -144,11 +144,8 @@ class FsConfig(TierConfig):
     @model_validator(mode="after")
     def _different_roots(self) -> FsConfig:
         named = [(os.path.normpath(root), str(root)) for root in self.root_dirs]
-        if pair := validation.first_nested(named):
-            raise ValueError(
-                f"root_dir: {pair[0]} and {pair[1]} are one directory, or one inside the other: chunks are spread "
-                "over different ones"
-            )
+        if problem := validation.nesting(named):
+            raise ValueError(f"root_dir: {problem}: chunks are spread over different ones")
         return self
 
     def own_directories(self) -> Sequence[Path]:

@@ -609,7 +609,7 @@ def test_a_cache_goes_through_an_archive(kvtier, cache, tmp_path: Path) -> None:
 def test_an_archive_goes_through_a_pipe(cache, tmp_path: Path) -> None:
     cache.put(range(5))
     there = type(cache)(tmp_path / "there")
-    command = [sys.executable, "-m", "kvtier.cli.main"]
+    command = [sys.executable, "-m", "kvtier"]
     out = subprocess.Popen(
         [*command, "export", cache.root, cache.name, "-"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
