@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from pathlib import PurePath
@@ -75,15 +75,10 @@ class Identity:
     Attributes:
         model: the model's name, used in readable names of places.
         fields: everything the bytes depend on, canonically spelled; see ``make``.
-        place: a name for places that somebody else has given; else ``namespace`` makes one.
-        native: the same cache as the engine's own file tier knows it, whose fields are what that tier
-            tells caches apart by. None where it was not asked for, or that tier keeps other bytes.
     """
 
     model: str
     fields: Mapping[str, Value]
-    place: str = ""
-    native: Identity | None = field(default=None, compare=False)
 
     @staticmethod
     def make(model: str, fields: Mapping[str, object]) -> Identity:
@@ -109,8 +104,6 @@ class Identity:
     @cached_property
     def namespace(self) -> str:
         """A name for places that hold this cache: ``<model>_<digest>``, safe as a file name."""
-        if self.place:
-            return self.place
         readable = re.sub(r"[^A-Za-z0-9.-]+", "-", self.model.rstrip("/").rsplit("/", 1)[-1]).strip(".-")
         return f"{readable[:48] or 'model'}_{self.digest.hex()[:16]}"
 

@@ -37,6 +37,6 @@ def _no_blocking_in_the_loop(request: pytest.FixtureRequest) -> Iterator[None]:
     except ImportError:
         yield
         return
-    # A test that has awaited the file tier goes on within its bell.
-    with blockbuster_ctx("kvtier", excluded_modules=["kvtier.tiers.fs.bell"]):
+    # A test that has awaited the file tier resumes within its completion callback.
+    with blockbuster_ctx("kvtier", excluded_modules=["kvtier.tiers.fs.files.completions"]):
         yield

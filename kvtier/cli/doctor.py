@@ -35,10 +35,12 @@ from kvtier.keys import pack_key
 from kvtier.memory.heap import HeapMemory
 from kvtier.tiers.base import Batch, Knowledge, Outcome, SecondaryTier, Status, TierConfig, TierContext
 from kvtier.tiers.faults import require_fault, words_of
-from kvtier.tiers.fs import FsConfig, formats, ledger
-from kvtier.tiers.fs.call import StopFlag
+from kvtier.tiers.fs import FsConfig
+from kvtier.tiers.fs.files import make_files
+from kvtier.tiers.fs.files.call import StopFlag
+from kvtier.tiers.fs.maintenance.sweep import remove_cache
+from kvtier.tiers.fs.quota import ledger
 from kvtier.tiers.fs.root import Root, Tick
-from kvtier.tiers.fs.sweep import remove_cache
 from kvtier.tiers.seal import seal
 from kvtier.validation import did_you_mean
 
@@ -181,9 +183,9 @@ def _probe(named: Sequence[NamedTier], chunk_bytes: int) -> list[Check]:
     finally:
         for root in roots:
             with suppress(OSError, TierError), Root(root) as found:
-                remove_cache(found, IDENTITY.namespace, formats.files())
+                remove_cache(found, IDENTITY.namespace, make_files())
                 if root / ledger.FOLDER in missing and not ledger.has_writers(found.fd):
-                    formats.files().tree_remove(found.fd, ledger.FOLDER, StopFlag())
+                    make_files().tree_remove(found.fd, ledger.FOLDER, StopFlag())
         for folder in missing:
             with suppress(OSError):
                 folder.rmdir()
@@ -199,7 +201,7 @@ def _is_missing(folder: Path) -> bool:
 def _roots_of(named: NamedTier) -> tuple[Path, ...]:
     """Return the directories that a tier of files would leave the probe's place in."""
     config = named.tier.config
-    return config.root_dirs if isinstance(config, FsConfig) else ()
+    return (config.root_dir,) if isinstance(config, FsConfig) else ()
 
 
 def _settings(path: Path) -> dict[str, Any]:

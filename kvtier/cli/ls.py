@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.cli.report import Bytes, ago, is_wide, progress, say, table, yes
-from kvtier.keys import group_index
-from kvtier.tiers.fs import ledger
-from kvtier.tiers.fs.root import ChunkFile, Namespace, Root, SegmentFile, Stray, Tick
-from kvtier.tiers.fs.segments.scan import NoSegmentError, Segment
+from kvtier.tiers.fs.quota import ledger
+from kvtier.tiers.fs.root import ChunkFile, Namespace, Root, Stray, Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +22,10 @@ class Listed:
         namespace: the name of its directory.
         model: the model's name; None where the manifest cannot be read.
         digest: of the identity, in hexadecimal digits; None where the manifest does not belong here.
-        layout: ``kvtier``, ``vllm`` (shared with vLLM's own fs tier) or ``unknown``.
-        ranks: in the names of the directories of chunks.
         groups: KV cache groups that chunks belong to.
         epoch: what an engine that opens it now joins; None where that cannot be said.
         chunks: that such an engine can be given.
-        old_chunks: of other epochs, which are removed when nobody uses them, and of other ranks.
+        old_chunks: of other epochs, which are removed when nobody uses them.
         bytes: what all of them take on disk.
         in_use: whether a living process has it open; None where that cannot be said.
         last_use: when a chunk was last used, in seconds since the epoch of Unix; None without chunks.
@@ -39,8 +35,6 @@ class Listed:
     namespace: str
     model: str | None
     digest: str | None
-    layout: str
-    ranks: list[int]
     groups: list[int]
     epoch: int | None
     chunks: int
@@ -72,7 +66,7 @@ class Part:
 
     Attributes:
         namespace: whose; "" for what is not kvtier's.
-        part: ``chunks``, ``old epochs``, ``other ranks``, ``quarantine``, ``unfinished``, ``rest``,
+        part: ``chunks``, ``old epochs``, ``quarantine``, ``unfinished``, ``rest``,
             and ``ledger``, ``others``.
         files: how many files.
         bytes: what they and their directories take on disk.
@@ -121,19 +115,15 @@ def _listed(root: Root, one: Namespace, tick: Tick) -> Listed:
     current = one.current
     for place in one.data_dirs:
         for found in root.chunks(place.name, tick):
-            sums.add(root, found, place == current)
+            sums.add(found, place == current)
     manifest = one.manifest
-    problems = [manifest.problem] if manifest.problem else []
-    if sums.torn:
-        problems.append(f"{sums.torn} segments are damaged: verify --repair sets them aside")
+    problems = [one.problem] if one.problem else []
     if sums.unreadable:
         problems.append(f"{sums.unreadable} files and directories cannot be read")
     return Listed(
         namespace=one.name,
         model=manifest.model,
         digest=manifest.digest.hex() if manifest.digest else None,
-        layout=manifest.layout,
-        ranks=sorted({place.rank for place in one.data_dirs}),
         groups=sorted(sums.groups),
         epoch=one.epoch,
         chunks=sums.current,
@@ -153,35 +143,19 @@ class _Sums:
     old: int = 0
     bytes: int = 0
     unreadable: int = 0
-    torn: int = 0
     last_use: float | None = None
     groups: set[int] = field(default_factory=set)
 
-    def add(self, root: Root, found: ChunkFile | SegmentFile | Stray, is_current: bool) -> None:
-        """Add what is in a file."""
+    def add(self, found: ChunkFile | Stray, is_current: bool) -> None:
+        """Add a file."""
         if isinstance(found, Stray):
             self.unreadable += bool(found.problem)
             return
-        groups = [found.group] if isinstance(found, ChunkFile) else self._groups(root, found)
-        self.groups.update(groups)
-        self.current += len(groups) if is_current else 0
-        self.old += 0 if is_current else len(groups)
+        self.groups.add(found.group)
+        self.current += is_current
+        self.old += not is_current
         self.bytes += found.disk_bytes
         self.last_use = max(self.last_use or 0.0, found.used)
-
-    def _groups(self, root: Root, found: SegmentFile) -> list[int]:
-        """Return the group of each chunk in a segment."""
-        try:
-            with Segment(root.fd, found.path) as segment:
-                return [group_index(record.key) for record in segment.living()]
-        except FileNotFoundError:
-            return []  # it has vanished
-        except NoSegmentError as error:
-            self.torn += error.is_torn  # else it was not finished
-            return []
-        except OSError:
-            self.unreadable += 1
-            return []
 
 
 def is_used(one: Namespace) -> bool | None:
@@ -205,8 +179,6 @@ def show(listing: Listing) -> None:
 _COLUMNS: Final[Mapping[str, Callable[[Listed], object]]] = {
     "namespace": lambda one: one.namespace,
     "model": lambda one: one.model,
-    "layout": lambda one: one.layout,
-    "ranks": lambda one: one.ranks,
     "groups": lambda one: one.groups,
     "epoch": lambda one: one.epoch,
     "chunks": lambda one: one.chunks,
@@ -245,11 +217,13 @@ def show_usage(usage: Usage) -> None:
     rows = [(part.namespace, part.part, part.files, Bytes(part.bytes)) for part in usage.parts]
     rows.append(("", "in all", sum(part.files for part in usage.parts), Bytes(usage.bytes)))
     table(usage.root, ("namespace", "part", "files", "bytes"), rows)
+    if usage.unreadable:
+        say(f"the sums are too small: {usage.unreadable:,} directories cannot be read; ask their owner")
 
 
 def _parts(walk: _Walk, one: Namespace) -> Iterator[Part]:
     for place in one.data_dirs:
-        part = "chunks" if place == one.current else "other ranks" if place.rank else "old epochs"
+        part = "chunks" if place == one.current else "old epochs"
         yield walk.part(one.name, part, place.name)
     yield walk.part(one.name, "quarantine", f"{one.name}/quarantine")
     yield walk.part(one.name, "unfinished", f"{one.name}/.tmp")

@@ -118,7 +118,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 
 def is_wide() -> bool:
-    """Say whether there is room for a table of many columns."""
+    """Return whether there is room for a table of many columns."""
     return Console().width >= _WIDE
 
 
@@ -146,7 +146,7 @@ class Bytes(int):
 
 
 def ago(when: float | None, now: float | None = None) -> str:
-    """Say how long ago a time was."""
+    """Return how long ago a time was, in words."""
     if when is None:
         return "never"
     seconds = max(0.0, (time.time() if now is None else now) - when)
@@ -157,7 +157,7 @@ def ago(when: float | None, now: float | None = None) -> str:
 
 
 def yes(value: bool | None) -> str:
-    """Say yes, no, or that it is not known."""
+    """Return yes, no, or unknown."""
     return "unknown" if value is None else "yes" if value else "no"
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Final
@@ -18,17 +19,13 @@ from typing import Final
 from kvtier.cli.gc import correct_ledger, mark_ledger, remove_leftovers
 from kvtier.cli.report import progress, say, table
 from kvtier.tiers.fs import layout
-from kvtier.tiers.fs.call import FileCall, Flag, Place, Result
+from kvtier.tiers.fs.files.call import FileCall, Flag, Place, Result
 from kvtier.tiers.fs.layout import BLOCK_BYTES
+from kvtier.tiers.fs.maintenance.quarantine import Quarantine
 from kvtier.tiers.fs.proof import Finding, Proof, Prover
-from kvtier.tiers.fs.quarantine import Quarantine
-from kvtier.tiers.fs.root import ChunkFile, DataDir, Namespace, Root, SegmentFile, Stray, Tick
-from kvtier.tiers.fs.segments.layout import Record
-from kvtier.tiers.fs.segments.scan import NoSegmentError, Segment
-from kvtier.tiers.seal import Verdict
+from kvtier.tiers.fs.root import ChunkFile, DataDir, Namespace, Root, Stray, Tick
 
-File = ChunkFile | SegmentFile
-Proven = tuple[File, Record | None, Proof]
+Proven = tuple[ChunkFile, Proof]
 
 _FILES_A_JOB: Final = 64
 _JOBS_AHEAD: Final = 2
@@ -64,12 +61,9 @@ class Verified:
 
     Attributes:
         namespace: the name of its directory.
-        layout: ``kvtier``, ``vllm`` or ``unknown``.
         chunks: files that were looked at.
         sound: whose bytes and identity are proven.
-        unproven: that have nothing to be proven by: those of the layout ``vllm``, or of an unknown identity.
-        torn: cut off, or without a whole trailer; segments without a head, and chunks of a segment whose map
-            does not say whether they are there.
+        torn: cut off, or without a whole trailer.
         foreign: with another chunk's or another cache's bytes.
         checksum: whose bytes are not those that were put.
         unreadable: files and directories that the file system refuses.
@@ -80,14 +74,13 @@ class Verified:
         set_aside: ill files that were moved to the quarantine just now.
         removed_bytes: what was left over by dead writers and old epochs, and was removed just now.
         problem: what else is wrong, in words; "" where nothing is.
+        manifest_set_aside: whether a damaged manifest was moved to the quarantine just now.
         ill: the first thousand ill files.
     """
 
     namespace: str
-    layout: str
     chunks: int
     sound: int
-    unproven: int
     torn: int
     foreign: int
     checksum: int
@@ -99,6 +92,7 @@ class Verified:
     set_aside: int
     removed_bytes: int
     problem: str
+    manifest_set_aside: bool
     ill: list[Ill]
 
     @property
@@ -150,7 +144,7 @@ def verify(path: Path, *, repair: bool, threads: int, namespace: str | None = No
 def show(verification: Verification) -> None:
     """Print what was found for people."""
     columns = ["chunks", "sound"]
-    for column in ("unproven", "torn", "foreign", "checksum", "unreadable", "gone", "strays", "set_aside"):
+    for column in ("torn", "foreign", "checksum", "unreadable", "gone", "strays", "set_aside"):
         if any(getattr(one, column) for one in verification.namespaces):
             columns.append(column)
     rows = [(one.namespace, *(getattr(one, column) for column in columns)) for one in verification.namespaces]
@@ -163,6 +157,8 @@ def show(verification: Verification) -> None:
 def _remarks(one: Verified) -> Iterator[str]:
     if one.problem:
         yield one.problem
+    if one.manifest_set_aside:
+        yield f"{layout.MANIFEST} was damaged and set aside: the next engine with this cache writes it anew"
     for ill in one.ill:
         why = ill.errno or ill.finding
         yield f"{ill.path} {why}{', set aside' if ill.set_aside else ''}"
@@ -185,13 +181,13 @@ class _Check:
         self._found: Counter[str] = Counter()
         self._ill: list[Ill] = []
         self._quarantine = Quarantine(root.fd, one.name)
-        self._problems = [one.manifest.problem] if one.manifest.problem else []
+        self._problems = [one.problem] if one.problem else []
+        self._manifest_set_aside = False
 
     def run(self, tick: Tick) -> Verified:
         dead = [name for name, lives in self._one.writers().items() if lives is False]
         for place in self._one.data_dirs:
-            if place.rank == 0:  # of another rank's only its maker can know what they should be
-                self._look_through(place, tick)
+            self._look_through(place, tick)
         removed = 0
         if self._repair:
             since = mark_ledger(self._root)
@@ -201,9 +197,12 @@ class _Check:
         found = self._found
         return Verified(
             namespace=self._one.name,
-            layout=self._one.manifest.layout,
             chunks=sum(found[finding] for finding in Finding),
-            **{finding.value: found[finding] for finding in Finding if finding is not Finding.UNREADABLE},
+            sound=found[Finding.SOUND],
+            torn=found[Finding.TORN],
+            foreign=found[Finding.FOREIGN],
+            checksum=found[Finding.CHECKSUM],
+            gone=found[Finding.GONE],
             unreadable=found[Finding.UNREADABLE] + found["unreadable directory"],
             strays=found["stray"],
             quarantined=len(self._one.quarantine()),
@@ -211,16 +210,19 @@ class _Check:
             set_aside=found["set aside"],
             removed_bytes=removed,
             problem="; ".join(self._problems),
+            manifest_set_aside=self._manifest_set_aside,
             ill=self._ill,
         )
 
     def _look_through(self, place: DataDir, tick: Tick) -> None:
-        for file, record, proof in self._proofs(self._files(place), tick):
+        for file, proof in self._proofs(self._files(place), tick):
             self._found[proof.finding] += 1
             if proof.finding.is_ill or proof.finding is Finding.UNREADABLE:
-                self._note(place, file, record, proof)
+                aside = self._repair and proof.finding.is_ill and self._set_aside(place, file, proof)
+                self._found["set aside"] += aside
+                self._tell(Ill(file.path, proof.finding, _errno_name(proof.errno), aside))
 
-    def _files(self, place: DataDir) -> Iterator[File]:
+    def _files(self, place: DataDir) -> Iterator[ChunkFile]:
         for found in self._root.chunks(place.name):
             if not isinstance(found, Stray):
                 yield found
@@ -229,20 +231,6 @@ class _Check:
                 self._tell(Ill(found.path, Finding.UNREADABLE, _errno_name(found.problem), False))
             else:
                 self._found["stray"] += 1
-
-    def _note(self, place: DataDir, file: File, record: Record | None, proof: Proof) -> None:
-        path, aside = file.path, False
-        if self._repair and proof.finding.is_ill:
-            if isinstance(file, ChunkFile):
-                aside = self._set_aside(place, file, proof)
-            elif record is not None:
-                aside = self._set_record_aside(file, record, proof)
-            else:
-                aside = self._set_segment_aside(file, proof)
-        if record is not None:
-            path = f"{path} block {record.block}"
-        self._found["set aside"] += aside
-        self._tell(Ill(path, proof.finding, _errno_name(proof.errno), aside))
 
     def _tell(self, ill: Ill) -> None:
         if len(self._ill) < MOST_TOLD:
@@ -253,60 +241,16 @@ class _Check:
         call = FileCall(Place(self._root.fd, place.name, "", bytes(16), BLOCK_BYTES, Flag.NONE), [chunk.key])
         call.results = array("i", [_RESULTS[proof.finding]])
         call.inodes = array("Q", [proof.inode])
-        before = sum(self._quarantine.counts().values())
-        self._quarantine.set_aside(call, 0)
-        return sum(self._quarantine.counts().values()) > before and not self._is_there(
-            chunk.path, proof.inode
-        )
-
-    def _set_record_aside(self, file: SegmentFile, record: Record, proof: Proof) -> bool:
-        """Discard an ill chunk of a segment, and keep its bytes in the quarantine."""
-        try:
-            self._make_quarantine()
-            with Segment(self._root.fd, file.path) as segment:
-                segment.set_aside(record, self._quarantine.target(record.key, proof.finding))
-        except (OSError, NoSegmentError):
-            return False
-        return True
-
-    def _set_segment_aside(self, file: SegmentFile, proof: Proof) -> bool:
-        """Move a segment without a head to the quarantine: no engine finds a chunk in it."""
-        try:
-            with Segment(self._root.fd, file.path):
-                return False
-        except NoSegmentError as error:
-            return error.is_torn and self._move_aside(file.path, proof.finding)
-        except OSError:
-            return False
-
-    def _move_aside(self, path: str, reason: str) -> bool:
-        name = f"{os.path.basename(path)}.{reason}.{time.time_ns()}-{os.getpid()}"
-        fd = self._root.fd
-        try:
-            self._make_quarantine()
-            os.rename(path, f"{self._one.name}/quarantine/{name}", src_dir_fd=fd, dst_dir_fd=fd)
-        except OSError:
-            return False
-        return True
-
-    def _make_quarantine(self) -> None:
-        with suppress(FileExistsError):
-            os.mkdir(f"{self._one.name}/quarantine", layout.DIRECTORY_MODE, dir_fd=self._root.fd)
-
-    def _is_there(self, path: str, inode: int) -> bool:
-        with suppress(OSError):
-            return os.stat(path, dir_fd=self._root.fd, follow_symlinks=False).st_ino == inode
-        return False
+        return self._quarantine.set_aside(call, 0)
 
     def _set_manifest_aside(self) -> None:
         """Move a damaged manifest away: no engine opens the place with it; the next one writes it anew."""
         manifest = self._one.manifest
-        if not manifest.problem or manifest.layout == "vllm":
-            return
-        if not self._root.is_file(f"{self._one.name}/{layout.MANIFEST}"):
+        if not manifest.problem or not self._root.is_file(f"{self._one.name}/{layout.MANIFEST}"):
             return
         try:
-            self._make_quarantine()
+            with suppress(FileExistsError):
+                os.mkdir(f"{self._one.name}/quarantine", layout.DIRECTORY_MODE, dir_fd=self._root.fd)
             target = f"{self._one.name}/quarantine/{layout.MANIFEST}.manifest.{time.time_ns()}-{os.getpid()}"
             fd = self._root.fd
             os.rename(f"{self._one.name}/{layout.MANIFEST}", target, src_dir_fd=fd, dst_dir_fd=fd)
@@ -314,21 +258,21 @@ class _Check:
             self._problems.append(f"{layout.MANIFEST} cannot be set aside: {error.strerror}")
             return
         self._problems.remove(manifest.problem)
+        self._manifest_set_aside = True
 
     # ----------------------------------------------------------------------------- reading
 
-    def _proofs(self, files: Iterator[File], tick: Tick) -> Iterator[Proven]:
+    def _proofs(self, files: Iterator[ChunkFile], tick: Tick) -> Iterator[Proven]:
         """Prove chunks in several threads, a bounded number of them ahead of whoever takes the proofs."""
         provers: SimpleQueue[Prover] = SimpleQueue()
         made = [Prover(self._root.fd, self._belongs()) for _ in range(self._threads)]
         for prover in made:
             provers.put(prover)
-        job = _bare if self._one.manifest.layout == "vllm" else self._prove
         try:
             with ThreadPoolExecutor(self._threads, "verify") as pool:
                 waiting: deque[Future[list[Proven]]] = deque()
                 for batch in _batches(files):
-                    waiting.append(pool.submit(job, provers, batch))
+                    waiting.append(pool.submit(self._prove, provers, batch))
                     if len(waiting) >= self._threads * _JOBS_AHEAD:
                         yield from _told(waiting.popleft().result(), tick)
                 while waiting:
@@ -337,34 +281,12 @@ class _Check:
             for prover in made:
                 prover.close()
 
-    def _prove(self, provers: SimpleQueue[Prover], files: list[File]) -> list[Proven]:
+    def _prove(self, provers: SimpleQueue[Prover], files: list[ChunkFile]) -> list[Proven]:
         prover = provers.get()
         try:
-            proven: list[Proven] = []
-            for file in files:
-                if isinstance(file, ChunkFile):
-                    proven.append((file, None, prover.prove(file.path, file.key)))
-                else:
-                    proven += self._prove_segment(file, prover)
-            return proven
+            return [(file, prover.prove(file.path, file.key)) for file in files]
         finally:
             provers.put(prover)
-
-    def _prove_segment(self, file: SegmentFile, prover: Prover) -> list[Proven]:
-        try:
-            with Segment(self._root.fd, file.path) as segment:
-                belongs = self._belongs()(segment.shape.digest)
-                return [
-                    (file, record if isinstance(record, Record) else None, Proof(finding))
-                    for record in segment.records()
-                    if (finding := _of_record(segment, record, prover, belongs)) is not None
-                ]
-        except FileNotFoundError:
-            return [(file, None, Proof(Finding.GONE))]
-        except NoSegmentError as error:  # where its writer has not finished the first block it never was one
-            return [(file, None, Proof(Finding.TORN))] if error.is_torn else []
-        except OSError as error:
-            return [(file, None, Proof(Finding.UNREADABLE, errno=error.errno or errno.EIO))]
 
     def _belongs(self) -> Callable[[bytes], bool]:
         """Return what tells this cache's digest; where the manifest is of no use its name still does."""
@@ -375,46 +297,15 @@ class _Check:
         return lambda found: found.hex().startswith(ends[:32])
 
 
-def _of_record(segment: Segment, record: Record | Verdict, prover: Prover, belongs: bool) -> Finding | None:
-    """Say what comes of looking at a record; None where it was never a chunk: it was not finished."""
-    if not belongs:
-        return Finding.FOREIGN if segment.is_sealed else None
-    if isinstance(record, Record):
-        return segment.prove(record, prover)
-    return Finding.FOREIGN if record is Verdict.FOREIGN else Finding.TORN
-
-
-def _batches(files: Iterator[File]) -> Iterator[list[File]]:
-    """Yield files in lists for one job each: some chunks', or one segment."""
-    batch: list[File] = []
-    for file in files:
-        if isinstance(file, SegmentFile):
-            yield [file]
-            continue
-        batch.append(file)
-        if len(batch) == _FILES_A_JOB:
-            yield batch
-            batch = []
-    if batch:
+def _batches(files: Iterator[ChunkFile]) -> Iterator[list[ChunkFile]]:
+    """Yield files in lists for one job each."""
+    while batch := list(islice(files, _FILES_A_JOB)):
         yield batch
 
 
 def _told(proofs: Sequence[Proven], tick: Tick) -> Iterable[Proven]:
     tick(len(proofs))
     return proofs
-
-
-def _bare(provers: SimpleQueue[Prover], files: list[File]) -> list[Proven]:
-    """Of files without a trailer the length alone can be looked at: whole pages, as slots have."""
-    del provers
-    return [(file, None, _bare_proof(file)) for file in files]
-
-
-def _bare_proof(file: File) -> Proof:
-    if isinstance(file, SegmentFile):
-        return Proof(Finding.UNPROVEN)
-    whole = file.bytes and not file.bytes % BLOCK_BYTES
-    return Proof(Finding.UNPROVEN if whole else Finding.TORN, file.inode)
 
 
 def _errno_name(number: int) -> str:

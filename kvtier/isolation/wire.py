@@ -125,19 +125,15 @@ class IdentityText(Struct, frozen=True):
 
     model: str
     fields: str
-    place: str
-    native: IdentityText | None
 
     @staticmethod
     def of(identity: Identity) -> IdentityText:
         """Spell an identity."""
-        native = None if identity.native is None else IdentityText.of(identity.native)
-        return IdentityText(identity.model, identity.manifest, identity.place, native)
+        return IdentityText(identity.model, identity.manifest)
 
     def read(self) -> Identity:
         """Return the identity."""
-        native = None if self.native is None else self.native.read()
-        return Identity(self.model, json.loads(self.fields), self.place, native)
+        return Identity(self.model, json.loads(self.fields))
 
 
 class CustodyText(Struct, frozen=True):

@@ -20,7 +20,7 @@ from typing import Final
 
 import crc32c as _crc32c
 
-ABI: Final = 7  # KVT_ABI in kvtier_native.c
+ABI: Final = 9  # KVT_ABI in kvtier_native.c
 LIBRARY_NAME: Final = "libkvtier_native.so"
 _MADV_POPULATE_WRITE: Final = 23
 _COPY_EITHER_WAY: Final = 4  # as in kvtier_native.c
@@ -63,8 +63,6 @@ def _declare(library: ctypes.CDLL) -> None:
         getattr(library, name).argtypes = [address, size, size]
         getattr(library, name).restype = ctypes.c_int64
     library.kvt_files_contains.restype = None
-    library.kvt_pool_do.argtypes = [address, address, address, size, size, size, ctypes.c_int]
-    library.kvt_pool_do.restype = ctypes.c_int64
     library.kvt_pool_open.argtypes = [size, size]
     library.kvt_pool_open.restype = address
     library.kvt_pool_close.argtypes = [address]
@@ -72,16 +70,15 @@ def _declare(library: ctypes.CDLL) -> None:
     library.kvt_pool_fd.argtypes = [address]
     library.kvt_pool_fd.restype = ctypes.c_int
     for name in ("kvt_tree_bytes", "kvt_tree_remove"):
-        getattr(library, name).argtypes = [ctypes.c_int, ctypes.c_char_p, address]
+        getattr(library, name).argtypes = [ctypes.c_int, ctypes.c_char_p, address, address]
         getattr(library, name).restype = ctypes.c_int64
     library.kvt_files_touch.argtypes = [address, size, size]
     library.kvt_files_touch.restype = None
-    library.kvt_units_scan.argtypes = [ctypes.c_int, ctypes.c_char_p, address, address]
-    library.kvt_units_scan.restype = ctypes.c_int64
-    library.kvt_files_list.argtypes = [ctypes.c_int, ctypes.c_char_p, address, address, ctypes.c_uint64]
-    library.kvt_files_list.restype = ctypes.c_int64
+    library.kvt_chunks_scan.argtypes = [ctypes.c_int, ctypes.c_char_p, address, address]
+    library.kvt_chunks_scan.restype = ctypes.c_int64
+    library.kvt_chunks_list.argtypes = [ctypes.c_int, ctypes.c_char_p, address, address, ctypes.c_uint64]
+    library.kvt_chunks_list.restype = ctypes.c_int64
     _declare_index(library)
-    _declare_segments(library)
 
 
 def _declare_index(library: ctypes.CDLL) -> None:
@@ -106,44 +103,13 @@ def _load_holding() -> ctypes.PyDLL | None:
         return None
     address, size = ctypes.c_void_p, ctypes.c_size_t
     holding = ctypes.PyDLL(library._name)
-    holding.kvt_pool_submit.argtypes = [address] * 3 + [size] * 3 + [ctypes.c_int, ctypes.c_uint64]
+    holding.kvt_pool_submit.argtypes = [address] * 3 + [size] * 2 + [ctypes.c_int, ctypes.c_uint64]
     holding.kvt_pool_submit.restype = ctypes.c_int
     holding.kvt_pool_ended.argtypes = [address, address, address, size]
     holding.kvt_pool_ended.restype = size
     holding.kvt_index_known.argtypes = [address, ctypes.c_char_p, address, size, address]
     holding.kvt_index_known.restype = None
     return holding
-
-
-def _declare_segments(library: ctypes.CDLL) -> None:
-    address, size, path = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p
-    number, u64 = ctypes.c_uint32, ctypes.c_uint64
-    for name in ("put", "get", "discard", "contains", "touch"):
-        getattr(library, f"kvt_segments_{name}").argtypes = [address, size, size]
-        getattr(library, f"kvt_segments_{name}").restype = None
-    library.kvt_segments_put.restype = ctypes.c_int64
-    library.kvt_segments_open.argtypes = [ctypes.c_int, path, path, path, u64, u64, number, number]
-    library.kvt_segments_open.restype = address
-    library.kvt_segments_load.argtypes = library.kvt_segments_adopt.argtypes = [address, address]
-    library.kvt_segments_load.restype = library.kvt_segments_adopt.restype = ctypes.c_int64
-    library.kvt_segments_finish.argtypes = library.kvt_segments_close.argtypes = [address]
-    library.kvt_segments_finish.restype = ctypes.c_int64
-    library.kvt_segments_close.restype = None
-    library.kvt_segments_list.argtypes = [address, address, size]
-    library.kvt_segments_keys.argtypes = [address, number, address, size]
-    library.kvt_segments_list.restype = library.kvt_segments_keys.restype = size
-    library.kvt_segments_marks.argtypes = [address, number, address, size]
-    library.kvt_segments_marks.restype = size
-    library.kvt_segments_lost.argtypes = [address, address, size]
-    library.kvt_segments_lost.restype = size
-    library.kvt_segments_counts.argtypes = [address, address]
-    library.kvt_segments_counts.restype = None
-    library.kvt_segments_kill.argtypes = [address, number, number]
-    library.kvt_segments_drop.argtypes = library.kvt_segments_forget.argtypes = [address, number]
-    library.kvt_segments_copy.argtypes = [address, number, address, address]
-    for name in ("kill", "drop", "copy"):
-        getattr(library, f"kvt_segments_{name}").restype = ctypes.c_int64
-    library.kvt_segments_forget.restype = None
 
 
 library: Final = _load()

@@ -26,7 +26,7 @@ else:
         _Hook = object
 
 SOURCE = "kvtier_native.c"
-SOURCES = (SOURCE, "index.c", "pool.c", "segments.c", "units.c")
+SOURCES = (SOURCE, "index.c", "pool.c", "scan.c")
 HEADERS = ("kvtier_native.h",)
 LIBRARY = "libkvtier_native.so"
 FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-fvisibility=default")

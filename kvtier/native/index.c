@@ -163,7 +163,7 @@ uint64_t kvt_index_count(struct index *index)
     return count;
 }
 
-/* Note fingerprints as kvt_files_list gives them. */
+/* Note fingerprints as kvt_chunks_list gives them. */
 void kvt_index_add_marks(struct index *index, const uint64_t *marks, size_t count)
 {
     for (size_t i = 0; i < count; i++)

@@ -4,7 +4,7 @@
  * each time costs up to a switch interval (5 ms). So a call does the work of a whole job: checksums,
  * file I/O and renames, copies. It is loaded with ctypes, which releases the lock, and it needs
  * nothing but libc. Where it is missing, Python does the same work (kvtier/native/__init__.py and
- * kvtier/tiers/fs/python_files.py); the two must agree in every result.
+ * kvtier/tiers/fs/files/python.py); the two must agree in every result.
  */
 #include "kvtier_native.h"
 
@@ -37,7 +37,7 @@
 
 /* Raised with every change of a signature or a structure: a library left over from another version
  * of the source is then not used. */
-#define KVT_ABI 7
+#define KVT_ABI 9
 
 uint32_t kvt_abi(void) { return KVT_ABI; }
 
@@ -320,13 +320,7 @@ int kvt_sync_parents(int root_fd, char *path, int made)
     return error;
 }
 
-/* A bare file is the chunk's bytes and nothing else: no trailer, and nothing that could be proven. */
-static bool is_bare(const struct call *call) { return (call->flags & FLAG_BARE) != 0; }
-
-static size_t file_bytes(const struct call *call)
-{
-    return call->chunk_bytes + (is_bare(call) ? 0 : BLOCK_BYTES);
-}
+static size_t file_bytes(const struct call *call) { return call->chunk_bytes + BLOCK_BYTES; }
 
 /* Move the slot and the trailer's block between memory and the file. Returns the bytes moved before
  * the end of the file, or -errno. */
@@ -339,8 +333,7 @@ static int64_t transfer(const struct call *call, int fd, char *slot, uint8_t *bl
         if (done < chunk_bytes)
             parts[count++] = (struct iovec){slot + done, chunk_bytes - done};
         size_t in_block = done > chunk_bytes ? done - chunk_bytes : 0;
-        if (total > chunk_bytes)
-            parts[count++] = (struct iovec){block + in_block, BLOCK_BYTES - in_block};
+        parts[count++] = (struct iovec){block + in_block, BLOCK_BYTES - in_block};
         ssize_t moved = writing ? pwritev(fd, parts, count, (off_t)done) : preadv(fd, parts, count, (off_t)done);
         if (moved < 0 && errno == EINTR)
             continue;
@@ -423,9 +416,8 @@ static int put_chunk(const struct call *call, size_t i, uint8_t *block, int64_t 
     int length = snprintf(tmp, sizeof tmp, "%s/%llx", call->tmp_dir, (unsigned long long)(call->serial + i));
     if (length < 0 || (size_t)length >= sizeof tmp)
         return -ENAMETOOLONG;
-    if (!is_bare(call))
-        kvt_seal(block, chunk.key, chunk.key_bytes, kvt_crc32c(0, chunk.slot, call->chunk_bytes),
-                 call->chunk_bytes, call->digest);
+    kvt_seal(block, chunk.key, chunk.key_bytes, kvt_crc32c(0, chunk.slot, call->chunk_bytes), call->chunk_bytes,
+             call->digest);
     result = write_temporary(call, &chunk, tmp, block);
     if (result)
         return result;
@@ -460,15 +452,6 @@ static int check(const struct call *call, const struct chunk *chunk, const uint8
     return checksum == get_number(trailer + SEAL_CHECKSUM, 4) ? RESULT_OK : RESULT_CHECKSUM;
 }
 
-/* Of bytes without a trailer the length alone can be checked: a longer file is another chunk's. */
-static int check_length(const struct call *call, int fd)
-{
-    struct stat found;
-    if (fstat(fd, &found))
-        return -errno;
-    return (uint64_t)found.st_size == call->chunk_bytes ? RESULT_OK : RESULT_TORN;
-}
-
 static int get_chunk(const struct call *call, size_t i, uint8_t *block)
 {
     struct chunk chunk;
@@ -484,7 +467,7 @@ static int get_chunk(const struct call *call, size_t i, uint8_t *block)
     else if ((uint64_t)moved < file_bytes(call))
         result = RESULT_TORN;
     else
-        result = is_bare(call) ? check_length(call, fd) : check(call, &chunk, block);
+        result = check(call, &chunk, block);
     struct stat found;
     if (result > 0 && fstat(fd, &found) == 0)
         call->inodes[i] = found.st_ino;
@@ -546,26 +529,46 @@ void kvt_files_touch(const struct call *call, size_t first, size_t end)
 
 #define MAX_DEPTH 16
 
-static int walk(int parent_fd, const char *name, bool removing, const uint32_t *stop, int depth, int64_t *bytes);
+struct tree_sums {
+    int64_t bytes;
+    int64_t failed; /* directories that cannot be read, and what cannot be removed */
+    int64_t error;  /* errno of the last of them */
+};
+
+static int walk(int parent_fd, const char *name, bool removing, const uint32_t *stop, int depth,
+                struct tree_sums *sums);
+
+static void note_failure(int error, struct tree_sums *sums)
+{
+    if (error == ENOENT || error == ECANCELED) /* others may be removing the same */
+        return;
+    sums->failed++;
+    sums->error = error;
+}
 
 static void walk_entry(int fd, const char *name, dev_t device, bool removing, const uint32_t *stop, int depth,
-                       int64_t *bytes)
+                       struct tree_sums *sums)
 {
     struct stat found;
     if (fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) || found.st_dev != device)
         return;
     int flags = 0;
     if (S_ISDIR(found.st_mode) && depth < MAX_DEPTH) {
-        walk(fd, name, removing, stop, depth + 1, bytes);
+        int error = walk(fd, name, removing, stop, depth + 1, sums);
+        if (error)
+            note_failure(-error, sums);
         flags = AT_REMOVEDIR;
     }
     /* Others may be removing the same: who has removed it counts it, and nobody else. */
     if (!removing || unlinkat(fd, name, flags) == 0)
-        *bytes += (int64_t)found.st_blocks * 512;
+        sums->bytes += (int64_t)found.st_blocks * 512;
+    else if (!flags || errno != ENOTEMPTY) /* what is in it was counted */
+        note_failure(errno, sums);
 }
 
 /* Add up, or remove, what is in a directory. What vanishes meanwhile is no error. Returns 0 or -errno. */
-static int walk(int parent_fd, const char *name, bool removing, const uint32_t *stop, int depth, int64_t *bytes)
+static int walk(int parent_fd, const char *name, bool removing, const uint32_t *stop, int depth,
+                struct tree_sums *sums)
 {
     int fd = openat(parent_fd, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (fd < 0)
@@ -579,25 +582,22 @@ static int walk(int parent_fd, const char *name, bool removing, const uint32_t *
     }
     for (struct dirent *entry; !stopped(stop) && (entry = readdir(entries)) != NULL;)
         if (strcmp(entry->d_name, ".") && strcmp(entry->d_name, ".."))
-            walk_entry(fd, entry->d_name, here.st_dev, removing, stop, depth, bytes);
+            walk_entry(fd, entry->d_name, here.st_dev, removing, stop, depth, sums);
     closedir(entries);
     return stopped(stop) ? -ECANCELED : 0;
 }
 
-/* Bytes on disk below a directory of this file system, or -errno. */
-int64_t kvt_tree_bytes(int root_fd, const char *path, const uint32_t *stop)
+/* Add up what is below a directory of this file system. Returns 0 or -errno. */
+int64_t kvt_tree_bytes(int root_fd, const char *path, const uint32_t *stop, struct tree_sums *sums)
 {
-    int64_t bytes = 0;
-    int error = walk(root_fd, path, false, stop, 0, &bytes);
-    return error ? error : bytes;
+    return walk(root_fd, path, false, stop, 0, sums);
 }
 
-/* Remove a directory and all below it. Returns the bytes removed, or -errno. */
-int64_t kvt_tree_remove(int root_fd, const char *path, const uint32_t *stop)
+/* Remove a directory and all below it, and add up what was removed. Returns 0 or -errno. */
+int64_t kvt_tree_remove(int root_fd, const char *path, const uint32_t *stop, struct tree_sums *sums)
 {
-    int64_t bytes = 0;
-    int error = walk(root_fd, path, true, stop, 0, &bytes);
+    int error = walk(root_fd, path, true, stop, 0, sums);
     if (!error && unlinkat(root_fd, path, AT_REMOVEDIR) && errno != ENOENT)
         error = -errno;
-    return error ? error : bytes;
+    return error;
 }

@@ -60,7 +60,7 @@ bool kvt_is_sealed(const uint8_t *trailer);
 
 /* -------------------------------------------------------------------------------------- calls */
 
-/* What becomes of one chunk: one of these, or a negative errno. Mirrored in tiers/fs/call.py. */
+/* What becomes of one chunk: one of these, or a negative errno. Mirrored in tiers/fs/files/call.py. */
 enum {
     RESULT_OK = 0,
     RESULT_EXISTS = 1,
@@ -70,16 +70,15 @@ enum {
     RESULT_CHECKSUM = 5,
 };
 
-enum { FLAG_DIRECT = 1, FLAG_SYNC_DATA = 2, FLAG_SYNC_DIRECTORY = 4, FLAG_BARE = 8 };
+enum { FLAG_DIRECT = 1, FLAG_SYNC_DATA = 2, FLAG_SYNC_DIRECTORY = 4 };
 
 /* How files are opened that others may have put there: a FIFO would hold up who opens it otherwise. */
 #define CAREFULLY (O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK)
 #define BLOCK_BYTES 4096 /* the trailer's block, and what O_DIRECT is aligned to */
 
-struct segments;
 struct index;
 
-/* One put or get of the tier; a job works on a run of its chunks. Mirrored in tiers/fs/call.py. */
+/* One put or get of the tier; a job works on a run of its chunks. Mirrored in tiers/fs/files/call.py. */
 struct call {
     const char *data_dir;    /* of this epoch, relative to root_fd */
     const char *tmp_dir;     /* this writer's own, relative to root_fd */
@@ -88,15 +87,14 @@ struct call {
     const int64_t *slots;
     const uint32_t *stop; /* not 0: leave what has not begun */
     int32_t *results;
-    uint64_t *inodes; /* of files that a result speaks ill of; of segments: number << 32 | block */
+    uint64_t *inodes; /* of files that failed a check */
     uint64_t base;    /* address of slot 0 */
     uint64_t chunk_bytes;
     uint64_t serial; /* names of temporary files: serial + index */
     int32_t root_fd;
     uint32_t flags;
     uint8_t digest[DIGEST_BYTES];
-    struct segments *segments; /* NULL: each chunk is a file */
-    struct index *index;       /* where a pool notes which chunks are there, or NULL */
+    struct index *index; /* where a pool notes which chunks are there, or NULL */
 };
 
 /* 64 bits that stand for a key, as index.fingerprint makes them. */

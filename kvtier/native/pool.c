@@ -1,9 +1,8 @@
 /* Threads that share out the chunks of calls among themselves.
  *
  * Python's threads would each need the interpreter lock before and after their part, and beside an engine
- * that computes each such time costs up to a switch interval. So Python hands in a whole batch, and either
- * waits for it here or is woken through a descriptor that its event loop watches: once for all batches
- * that have ended until it looks.
+ * that computes each such time costs up to a switch interval. So Python submits a whole batch, and is woken
+ * through a descriptor that its event loop watches: once for all batches that have ended until it looks.
  */
 #include "kvtier_native.h"
 
@@ -24,8 +23,6 @@ struct task {
     size_t running;
     int64_t sum;
     uint64_t token;
-    bool awaited; /* by a thread, who has it on its stack; else it is freed when it was asked for */
-    pthread_cond_t ended;
     struct task *following;
 };
 
@@ -63,20 +60,14 @@ static void remove_first(struct queue *queue)
         queue->last = &queue->first;
 }
 
-/* Say that a task has ended. Returns whether the descriptor has to tell it: else it tells of others already. */
-static bool tell(struct pool *pool, struct task *task)
+/* Queue a task that has ended, and make the descriptor readable where it is not yet. The lock is given away for
+ * the write, because the event loop may want it, and it has the interpreter's. */
+static void complete(struct pool *pool, struct task *task)
 {
-    bool first = !task->awaited && pool->ended.first == NULL;
-    if (task->awaited)
-        pthread_cond_signal(&task->ended);
-    else
-        append(&pool->ended, task);
-    return first;
-}
-
-/* Without the lock, which the event loop may want, and it has the interpreter's. */
-static void ring(struct pool *pool)
-{
+    bool is_first = pool->ended.first == NULL;
+    append(&pool->ended, task);
+    if (!is_first)
+        return;
     uint64_t one = 1;
     pthread_mutex_unlock(&pool->lock);
     while (write(pool->event_fd, &one, sizeof one) < 0 && errno == EINTR)
@@ -132,8 +123,8 @@ static void do_part(struct pool *pool, struct queue *queue)
     pthread_mutex_lock(&pool->lock);
     pool->writing -= queue == &pool->writes;
     task->sum += result;
-    if (--task->running == 0 && task->next == task->end && tell(pool, task))
-        ring(pool);
+    if (--task->running == 0 && task->next == task->end)
+        complete(pool, task);
 }
 
 /* Which queue a thread serves now. Reads go before writes; but one thread writes on, so that puts end, and
@@ -251,46 +242,18 @@ struct pool *kvt_pool_open(size_t readers, size_t writers)
 /* The descriptor that is readable when a task that was submitted has ended. */
 int kvt_pool_fd(const struct pool *pool) { return pool->event_fd; }
 
-/* Append a task. Returns the thread to be woken, or NULL. */
-static pthread_cond_t *hand_in(struct pool *pool, struct task *task, bool reading)
-{
-    append(reading ? &pool->reads : &pool->writes, task);
-    return next_to_wake(pool);
-}
-
-/* Do a call's chunks by the pool's threads, each `part` of them at a time, and wait for the end. Returns
- * the sum of what the work returned. */
-int64_t kvt_pool_do(struct pool *pool, work_on work, const struct call *call, size_t first, size_t end, size_t part,
-                    int reading)
-{
-    if (first == end)
-        return 0;
-    struct task task = {.work = work, .call = call, .next = first, .end = end, .part = part ? part : 1,
-                        .awaited = true};
-    pthread_cond_init(&task.ended, NULL);
-    pthread_mutex_lock(&pool->lock);
-    pthread_cond_t *next = hand_in(pool, &task, reading);
-    if (next != NULL)
-        pthread_cond_signal(next);
-    while (task.next < task.end || task.running > 0)
-        pthread_cond_wait(&task.ended, &pool->lock);
-    pthread_mutex_unlock(&pool->lock);
-    pthread_cond_destroy(&task.ended);
-    return task.sum;
-}
-
-/* The same without waiting: kvt_pool_ended tells of its end by the token. Never blocks on a file. Returns 0
- * or ENOMEM. The call must have chunks, and stays until then. */
-int kvt_pool_submit(struct pool *pool, work_on work, const struct call *call, size_t first, size_t end, size_t part,
-                    int reading, uint64_t token)
+/* Have the pool's threads do the first `end` chunks of a call, at least one, `part` of them at a time: without
+ * waiting. kvt_pool_ended tells of the end by the token; the call stays until then. Returns 0 or ENOMEM. */
+int kvt_pool_submit(struct pool *pool, work_on work, const struct call *call, size_t end, size_t part, int reading,
+                    uint64_t token)
 {
     struct task *task = calloc(1, sizeof *task);
     if (task == NULL)
         return ENOMEM;
-    *task = (struct task){.work = work, .call = call, .next = first, .end = end, .part = part ? part : 1,
-                          .token = token};
+    *task = (struct task){.work = work, .call = call, .end = end, .part = part, .token = token};
     pthread_mutex_lock(&pool->lock);
-    pthread_cond_t *next = hand_in(pool, task, reading);
+    append(reading ? &pool->reads : &pool->writes, task);
+    pthread_cond_t *next = next_to_wake(pool);
     pthread_mutex_unlock(&pool->lock);
     if (next != NULL)
         pthread_cond_signal(next);

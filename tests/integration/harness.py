@@ -24,8 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from kvtier.keys import OffloadKey
-from kvtier.tiers.fs.root import ChunkFile, Root, SegmentFile
-from kvtier.tiers.fs.segments.scan import NoSegmentError, Segment
+from kvtier.tiers.fs.root import ChunkFile, Root
 from tests.integration.forge import STACKS
 
 PROJECT = Path(__file__).parents[2]
@@ -578,27 +577,19 @@ def load_file(name: str, path: Path) -> Any:
 
 
 def chunk_files(root: Path) -> list[Path]:
-    """Return the chunk files below the root of a file tier of the format ``files``, or of vLLM's own."""
+    """Return the chunk files below the root of a file tier, or of vLLM's own."""
     return sorted(path for path in root.glob("*_r0*/*/*/*.bin"))
 
 
 def chunks_in(root: Path) -> set[OffloadKey]:
-    """Return the keys of the chunks below the root of a file tier, of both formats."""
+    """Return the keys of the chunks below the root of a file tier."""
     found = set()
     with Root(root) as opened:
         for data_dir in (path.name for path in root.glob("*_r0*")):
             for one in opened.chunks(data_dir):
                 if isinstance(one, ChunkFile):
                     found.add(one.key)
-                elif isinstance(one, SegmentFile):
-                    found |= _chunks_of(opened, one.path)
     return found
-
-
-def _chunks_of(root: Root, path: str) -> set[OffloadKey]:
-    with suppress(FileNotFoundError, NoSegmentError), Segment(root.fd, path) as segment:
-        return {record.key for record in segment.living()}
-    return set()
 
 
 def namespaces(root: Path) -> list[str]:

@@ -86,7 +86,6 @@ class FileStand(Stand):
     """The file tier, on a file system that obeys; its files are on another one, in memory and bounded."""
 
     tier = "fs"
-    format: ClassVar[str]
     how = {
         "slow": "each call takes 10 ms more",
         "hang": "no call returns",
@@ -111,7 +110,7 @@ class FileStand(Stand):
         self._files = fuse_mount.memory(self.directory / "files", ROOT_BYTES, stack)
         self._mount = stack.enter_context(FuseMount(self._files, self.directory / "root"))
         self._is_gone = False
-        return {"type": "fs", "root_dir": str(self.directory / "root"), "format": self.format}
+        return {"type": "fs", "root_dir": str(self.directory / "root")}
 
     def begin(self, fault: str) -> None:
         if fault == "slow":
@@ -142,24 +141,15 @@ class FileStand(Stand):
 
 
 class Files(FileStand):
-    """The format ``files``."""
+    """The tiers in a process of their own."""
 
-    name = "fs, `files`"
-    format = "files"
-
-
-class Segments(FileStand):
-    """The format ``segments``."""
-
-    name = "fs, `segments`"
-    format = "segments"
+    name = "fs"
 
 
 class InEngine(FileStand):
     """The tiers in a thread of the engine; those of the other rows are in a process of their own."""
 
     name = "fs, `isolation: thread`"
-    format = "files"
     more: ClassVar[Mapping[str, Any]] = {"isolation": "thread"}
 
 
@@ -444,7 +434,7 @@ class Plain(Stand):
         self._file.unlink(missing_ok=True)
 
 
-STANDS: Sequence[type[Stand]] = (Files, Segments, InEngine, Redis, S3, Plain)
+STANDS: Sequence[type[Stand]] = (Files, InEngine, Redis, S3, Plain)
 
 
 def absent(what: str) -> None:

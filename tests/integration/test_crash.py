@@ -51,7 +51,7 @@ def test_killed_in_the_midst_of_cascades(forge: Forge, llama: Path, reference: A
 
 @pytest.mark.full
 def test_killed_with_all_its_processes(forge: Forge, llama: Path, reference: Ask, tmp_path: Path) -> None:
-    files = {"type": "fs", "root_dir": str(tmp_path), "format": "files"}
+    files = {"type": "fs", "root_dir": str(tmp_path)}
     settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [files]}
     engine = forge.start(llama, settings, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     assert len(engine.processes) > 1

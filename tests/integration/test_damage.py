@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.keys import content_hash, pack_key
+from kvtier.keys import pack_key
 from kvtier.tiers import seal
-from kvtier.tiers.fs.root import Root
-from kvtier.tiers.fs.segments.scan import Segment
 from tests.integration.conftest import Ask, in_full
 from tests.integration.harness import BLOCK_TOKENS, PROMPT_CHUNKS, Forge, chunk_files, prompt
 
@@ -44,7 +42,7 @@ def root(written: tuple[Path, Path], tmp_path: Path) -> Path:
 
 
 def _settings(root: Path) -> dict[str, object]:
-    files = {"type": "fs", "root_dir": str(root), "format": "files"}
+    files = {"type": "fs", "root_dir": str(root)}
     return {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [files]}
 
 
@@ -124,30 +122,6 @@ def test_a_deleted_file_is_recomputed_and_counted(
     assert metrics.value("kvtier_get_failed_chunks") == 0
     assert list(root.glob("*/quarantine/*")) == []
     assert chunk.exists()
-
-
-def test_a_damaged_segment_costs_the_chunk_that_was_hit(
-    forge: Forge, llama: Path, reference: Ask, tmp_path: Path
-) -> None:
-    settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}
-    with forge.start(llama, settings) as engine:
-        engine.served(PROMPT)
-    (segment,) = tmp_path.glob("*_r0/segments/*.seg")
-    with Root(tmp_path) as root, Segment(root.fd, str(segment.relative_to(tmp_path))) as opened:
-        record = sorted(opened.living(), key=lambda one: one.block)[POSITION]
-    _flip(segment, record.block * TRAILER_BLOCK_BYTES + 1000)
-    with forge.start(llama, settings) as engine:
-        answers, loaded = engine.served(PROMPT)
-        metrics = engine.metrics()
-    with forge.start(llama, settings) as engine:
-        again, loaded_again = engine.served(PROMPT)
-
-    assert answers == again == reference(PROMPT)
-    assert loaded["fs"] < PROMPT_CHUNKS
-    assert metrics.value("kvtier_get_failed_chunks", tier="fs", reason="checksum") == 1
-    (aside,) = tmp_path.glob("*/quarantine/*")
-    assert aside.name.startswith(f"{content_hash(record.key).hex()}_g0.checksum.")
-    assert loaded_again == {"fs": PROMPT_CHUNKS}  # computed and put anew
 
 
 @pytest.mark.full

@@ -199,7 +199,7 @@ def test_after_a_restart_a_router_learns_what_is_found_and_what_is_lost(
     root = tmp_path / "root"
     settings = {
         "cpu_bytes_to_use": 96 * BLOCK_BYTES,  # a quarter of it is for what is found
-        "secondary_tiers": [{"type": "fs", "root_dir": str(root), "format": "files"}],
+        "secondary_tiers": [{"type": "fs", "root_dir": str(root)}],
     }
     with forge.start(llama, settings) as engine:
         engine.served(*PROMPTS)

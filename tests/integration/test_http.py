@@ -256,7 +256,7 @@ def story(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Story:
     folder = tmp_path_factory.mktemp("story")
     root = folder / "root"
     tiers = [
-        {"type": "fs", "root_dir": str(root), "max_bytes": ROOMY_BYTES, "format": "files"},
+        {"type": "fs", "root_dir": str(root), "max_bytes": ROOMY_BYTES},
         {
             "type": "fs",
             "name": "full",

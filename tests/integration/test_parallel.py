@@ -98,7 +98,7 @@ def test_two_ranks_that_hold_the_same_head_write_it_once(
 ) -> None:
     model = make_llama(tmp_path / "model", num_key_value_heads=1)
     settings |= {"canonical_layout": True, "blocks_per_chunk": 2}
-    settings["secondary_tiers"] = [_fs(tmp_path / "root", format="files")]
+    settings["secondary_tiers"] = [_fs(tmp_path / "root")]
     with forge.start(model, **ROOM) as engine:
         expected = engine.generate(*FIRST, *SECOND)
     with forge.start(model, settings, **ROOM) as engine:
@@ -123,8 +123,8 @@ def test_a_latent_cache_is_shared(forge: Forge, settings: dict[str, Any], tmp_pa
     # of the first layer follow from the prompt alone.
     model = forge.make_model(tmp_path / "model", *MLA_MODEL)
     settings["canonical_layout"] = True
-    apart = {**settings, "secondary_tiers": [_fs(tmp_path / "apart", format="files")]}
-    settings["secondary_tiers"] = [_fs(tmp_path / "root", format="files")]
+    apart = {**settings, "secondary_tiers": [_fs(tmp_path / "apart")]}
+    settings["secondary_tiers"] = [_fs(tmp_path / "root")]
     with forge.start(model, apart, **ROOM) as engine:
         engine.served(*SECOND)
     with forge.start(model, settings, **ROOM) as engine:

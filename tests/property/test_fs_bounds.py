@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.tiers.fs import ages
-from kvtier.tiers.fs.accounts import Accounts, FileSystem, Mark
-from kvtier.tiers.fs.ages import BUCKETS, REUSE_WEIGHT, Histogram, bucket_of, plan, youngest_of
 from kvtier.tiers.fs.config import FsConfig
-from kvtier.tiers.fs.ledger import _parse, _spell
-from kvtier.tiers.fs.space import Space
+from kvtier.tiers.fs.maintenance import ages
+from kvtier.tiers.fs.maintenance.ages import BUCKETS, REUSE_WEIGHT, Histogram, bucket_of, plan, youngest_of
+from kvtier.tiers.fs.quota.accounts import Accounts, FileSystem, Mark
+from kvtier.tiers.fs.quota.ledger import _parse, _spell
+from kvtier.tiers.fs.quota.quota import Quota
 from tests.effort import effort
 
 UNIT = 100
@@ -50,7 +50,7 @@ class Machine:
             meanwhile()
 
 
-class Books:
+class Ledger:
     """One writer's view of the ledger; each change goes through its spelling."""
 
     def __init__(self, machine: Machine, writer: str) -> None:
@@ -73,6 +73,9 @@ class Books:
             raise OSError("the ledger cannot be written")
         machine.accounts = accounts
 
+    def close(self) -> None:
+        raise AssertionError("writers are ended by the machine")
+
     def bury_dead(self, accounts: Accounts) -> None:
         accounts.bury(set(accounts.leases) - self._machine.living)
 
@@ -85,7 +88,7 @@ class Writer:
         config = FsConfig.model_validate(
             {"root_dir": "/nowhere", "max_bytes": LIMIT, "min_free_bytes": MIN_FREE}
         )
-        self.space = Space(config, UNIT, Books(machine, self.name), machine.look, lambda: 0.0)
+        self.space = Quota(config, UNIT, Ledger(machine, self.name), machine.look, lambda: 0.0)
         self.reserved: list[int] = []
 
     def lease(self) -> int:

@@ -20,10 +20,10 @@ from kvtier.keys import OffloadKey, pack_key
 from kvtier.memory.heap import HeapMemory
 from kvtier.tiers.base import Batch, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
+from kvtier.tiers.fs.files import ChunkFiles
+from kvtier.tiers.fs.files.native import NativeFiles
+from kvtier.tiers.fs.files.python import PythonFiles
 from kvtier.tiers.fs.layout import chunk_path, data_dir
-from kvtier.tiers.fs.native_files import NativeFiles
-from kvtier.tiers.fs.python_files import PythonFiles
-from kvtier.tiers.fs.store import Store
 from tests.effort import effort
 
 CHUNKS = 6
@@ -38,7 +38,7 @@ openers = st.integers(0, 1)
 class FsMachine(RuleBasedStateMachine):
     """The truth: for each epoch, which chunks have a file, and whether it is "whole", "bad" or "short"."""
 
-    work: Store
+    work: ChunkFiles
 
     def __init__(self) -> None:
         super().__init__()

@@ -33,9 +33,8 @@ CHUNK_BYTES = 128 * 1024
 SLOTS = 40
 REDIS_BYTES = 5 * MIB
 FILES_BYTES = 10 * MIB
-SEGMENTS_BYTES = 20 * MIB
 MOST_PATHS = 600
-TIERS = ("redis", "files", "segments")
+TIERS = ("redis", "files")
 DEADLINE_S = 1.0
 ROUND_S = 3.0
 AT_REST_S = 90.0
@@ -77,15 +76,13 @@ BOUNDS: Mapping[str, Bound] = {
     "shared memory: files": Bound(0, "kills"),
     "shared memory: MiB": Bound(0.5, "kills"),
     "disk, files: MiB": Bound(FILES_BYTES / MIB, "requests", most=FILES_BYTES / MIB),
-    "disk, segments: MiB": Bound(SEGMENTS_BYTES / MIB, "requests", most=SEGMENTS_BYTES / MIB),
     "disk: files and folders": Bound(MOST_PATHS, "requests", most=MOST_PATHS),
 }
 """How much may grow; see ``flatness``.
 
 - A descriptor, thread or task leaked by every kill grows its figure by the kills between the middles of
   the thirds; 2, or 4, and a quarter of them are let pass. The constants are what pools do: connections to
-  Redis and worker threads are made as they are needed. How many segments are open, two descriptors each,
-  depends on what lies in them: never more than fit into the root.
+  Redis and worker threads are made as they are needed.
 - Memory may grow by 16 MiB, and by 1 KiB a request. Without a leak it does so by one or two, but by five in
   a run that is too short to have filled all pools in its first third. An hour has some twenty thousand
   requests, so 4 KiB that each leaves behind are found. Python's allocator counts blocks (of 512 bytes at
@@ -93,7 +90,7 @@ BOUNDS: Mapping[str, Bound] = {
 - What the core has under way is nothing at rest, but for the last request, whose end vLLM tells with the
   next.
 - No process is left, no file in shared memory; a root never holds more than it may. Eighty chunk files have
-  two folders each, and segments are few: twice as many as that are there while a reset is swept.
+  two folders each: twice as many as that are there while a reset is swept.
 """
 
 
@@ -144,21 +141,17 @@ def opened(
 
 
 def _settings(folder: Path, server: RedisServer, isolation: str) -> dict[str, Any]:
-    """Return kvtier's settings: a primary tier of 40 chunks, and three more of which none holds it all."""
+    """Return kvtier's settings: a primary tier of 40 chunks, and two more of which none holds it all."""
     quick = {"deadline_s": DEADLINE_S, "breaker_pause_s": 0.1}
     small = {"type": "fs", "min_free_bytes": 0, "recount_s": 20, "n_threads": 4, **quick}
 
-    def root(format: str, max_bytes: int) -> dict[str, Any]:
-        where = {"root_dir": str(folder / format), "format": format, "max_bytes": max_bytes}
-        return {**small, **where, "name": format}
-
+    files = {**small, "name": "files", "root_dir": str(folder / "files"), "max_bytes": FILES_BYTES}
     return {
         "cpu_bytes_to_use": SLOTS * CHUNK_BYTES,
         "request_deadline_s": DEADLINE_S,
         "secondary_tiers": [
             {"type": "redis", "addresses": [str(server.path)], **quick},
-            root("files", FILES_BYTES),
-            root("segments", SEGMENTS_BYTES),
+            files,
         ],
         "isolation": isolation,
     }
@@ -437,10 +430,8 @@ class EngineLife:
         }
 
     def _figures_of_disk(self) -> dict[str, float]:
-        found = {name: on_disk(self.folder / name) for name in ("files", "segments")}
-        figures: dict[str, float] = {f"disk, {name}: MiB": size / MIB for name, (_, size) in found.items()}
-        figures["disk: files and folders"] = sum(count for count, _ in found.values())
-        return figures
+        count, size = on_disk(self.folder / "files")
+        return {"disk, files: MiB": size / MIB, "disk: files and folders": count}
 
     def _figures_of_others(self, pids: Sequence[int]) -> dict[str, float]:
         if not pids:

@@ -56,7 +56,6 @@ BOUNDS: Mapping[str, Bound] = {
     "threads": Bound(4, "calls"),
     "pinned chunks": Bound(0, "calls", most=0),
     "disk, files: MiB": Bound(ROOT_BYTES / MIB, "calls", most=ROOT_BYTES / MIB),
-    "disk, segments: MiB": Bound(ROOT_BYTES / MIB, "calls", most=ROOT_BYTES / MIB),
 }
 """How much may grow, see ``flatness``. There are thousands of calls a minute, so a leak of some hundred
 bytes a call is found in an hour, and a task that is left behind within seconds. The constants are what the
@@ -106,16 +105,13 @@ class ManagerLife:
         quick = {"deadline_s": DEADLINE_S, "breaker_pause_s": 0.05}
         small = {"type": "fs", "max_bytes": ROOT_BYTES, "min_free_bytes": 0, "recount_s": 10, "n_threads": 2}
         faults = {"failure_rate": 0.02, "corruption_rate": 0.02, "hang_rate": 0.0005}
-        roots = [
-            {**small, **quick, "name": format, "format": format, "root_dir": str(self.folder / format)}
-            for format in ("files", "segments")
-        ]
+        files = {**small, **quick, "name": "files", "root_dir": str(self.folder / "files")}
         dummy = {"type": "dummy", "capacity_bytes": 6 * MIB, "complete_index": False, "seed": self.seed}
         return TieringConfig.from_mapping(
             {
                 "cpu_bytes_to_use": SLOTS * 16384,
                 "request_deadline_s": DEADLINE_S,
-                "secondary_tiers": [*roots, {**dummy, **faults, **quick}],
+                "secondary_tiers": [files, {**dummy, **faults, **quick}],
             }
         )
 
@@ -165,10 +161,10 @@ class ManagerLife:
         """
         counts = manager.statistics().counts
         self.seen["evicted"] = int(counts.get(("evicted",), 0))
-        for tier in ("files", "segments", "dummy"):
+        for tier in ("files", "dummy"):
             for verb, name in (("put", f"put into {tier}"), ("fetched", f"fetched from {tier}")):
                 self.seen[name] = int(counts.get((verb, tier), 0))
-        for what in ("evicted", "cancelled", "loaded", "resets", "put into files", "put into segments"):
+        for what in ("evicted", "cancelled", "loaded", "resets", "put into files"):
             assert self.seen[what], f"nothing has happened of {what}: {self.seen}"
 
     def _look(self, manager: TieringManager) -> None:
@@ -186,8 +182,7 @@ class ManagerLife:
             "threads": its.threads,
             "pinned chunks": statistics.pinned_chunks,
         }
-        for name in ("files", "segments"):
-            figures[f"disk, {name}: MiB"] = on_disk(self.folder / name)[1] / MIB
+        figures["disk, files: MiB"] = on_disk(self.folder / "files")[1] / MIB
         self.looks.append(Look(time.monotonic() - self._began_s, {"calls": self.seen["calls"]}, figures))
 
 

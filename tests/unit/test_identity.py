@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 from collections import OrderedDict
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -215,12 +214,3 @@ def test_difference_of_values(found, expected, lines):
 
 def test_difference_tells_truth_values_from_numbers():
     assert difference({"a": True}, {"a": 1}) == ["a is True there and 1 here"]
-
-
-def test_a_place_that_was_given_is_the_name_and_the_native_twin_changes_nothing():
-    twin = Identity("org/m", {"model_name": "org/m"}, "org_m_0123456789ab")
-    plain = Identity.make("org/m", {"dtype": "float32"})
-    with_twin = replace(plain, native=twin)
-    assert twin.namespace == "org_m_0123456789ab"
-    assert (with_twin.digest, with_twin.namespace) == (plain.digest, plain.namespace)
-    assert with_twin == plain

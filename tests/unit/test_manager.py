@@ -391,7 +391,7 @@ async def test_the_second_tier_is_asked_for_what_the_first_has_not(tmp_path: Pat
 
 async def test_a_damaged_file_shortens_what_is_loaded_and_spoils_nothing(tmp_path: Path) -> None:
     keys = prompt(1, 8)
-    async with opened(files(tmp_path, format="files")) as it:
+    async with opened(files(tmp_path)) as it:
         await it.store(keys)
     (damaged,) = tmp_path.rglob(f"{content_hash(keys[5]).hex()}.bin")
     raw = bytearray(damaged.read_bytes())

@@ -17,7 +17,7 @@ import torch
 from pydantic import SecretStr, field_validator
 
 from kvtier import Identity, KVCaches, PageRef, TieringConfig, open_manager, pack_key
-from kvtier.cli import archive, doctor
+from kvtier.cli import doctor
 from kvtier.errors import ConfigError, TierError
 from kvtier.keys import OffloadKey
 from kvtier.memory.region import Region
@@ -99,36 +99,18 @@ async def store(config: TieringConfig, resets: int = 0) -> None:
             assert await manager.store(keys, blocks=range(4)) == 4
 
 
-@pytest.mark.parametrize("file_format", ["files", "segments"])
-def test_nobody_else_can_read_what_the_file_tier_keeps(
-    file_format: str, tmp_path: Path, no_umask: None
-) -> None:
+def test_nobody_else_can_read_what_the_file_tier_keeps(tmp_path: Path, no_umask: None) -> None:
     root = tmp_path / "root"
     tier = {
         "type": "fs",
         "root_dir": str(root),
         "min_free_bytes": 0,
         "max_bytes": 2**50,
-        "format": file_format,
     }
     config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [tier]})
     anyio.run(store, config, 1)
     assert modes_below(root) == {"files": {0o600}, "directories": {0o700}}
     assert stat.S_IMODE(root.stat().st_mode) == 0o700
-
-
-def test_nobody_else_can_read_what_is_exported_and_imported(tmp_path: Path, no_umask: None) -> None:
-    root, copy, exported = tmp_path / "root", tmp_path / "copy", tmp_path / "exported"
-    tier = {"type": "fs", "root_dir": str(root), "min_free_bytes": 0, "max_bytes": 2**50}
-    config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [tier]})
-    anyio.run(store, config)
-    exported.mkdir()
-    (cache,) = {path.parent.name for path in root.glob("*/config.json")}
-    archive.export(root, cache, exported / "chunks.tar")
-    assert modes_below(exported) == {"files": {0o600}, "directories": set()}
-    archive.import_(exported / "chunks.tar", copy)
-    assert modes_below(copy) == {"files": {0o600}, "directories": {0o700}}
-    assert stat.S_IMODE(copy.stat().st_mode) == 0o700
 
 
 def test_nobody_else_can_read_the_shared_region(tmp_path: Path, no_umask: None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -28,7 +27,6 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier.adapters.vllm import metrics
 from kvtier.adapters.vllm.identity import engine_identity
-from kvtier.adapters.vllm.interop import native_identity, shares_files
 from kvtier.adapters.vllm.manager import KVTierManager
 from kvtier.adapters.vllm.parallel import SlotShape, slot_layout, slot_shape, with_chunk_size
 from kvtier.adapters.vllm.places import place_of
@@ -166,11 +164,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
     def _identity(self, tiers: list[NamedTier]) -> Identity:
         if self._engine is not None:
-            identity = engine_identity(self.config, self._engine, self._shape, self._settings.namespace)
-            if not shares_files(self._settings):
-                return identity
-            native = native_identity(self, self._engine, self._shape, self._settings.namespace)
-            return replace(identity, native=native)
+            return engine_identity(self.config, self._engine, self._shape, self._settings.namespace)
         if tiers:
             raise ConfigError(
                 "this version of vLLM does not let kvtier see the model's revision and quantisation, so what "

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from kvtier import validation
 from kvtier.quantities import Size
 from kvtier.tiers.base import TierConfig
 
@@ -19,11 +17,8 @@ class FsConfig(TierConfig):
 
     type: str = Field(default="fs", description="Name of the tier's entry point in the group kvtier.tiers.")
     root_dir: Path = Field(
-        description="Directory that holds the chunks. It is made where it is missing. A list of several, "
-        "mostly on disks of their own: chunks are spread over them, and all settings hold for each."
-    )
-    more_root_dirs: tuple[Path, ...] = Field(
-        default=(), description="The others, where `root_dir` is a list: they go there."
+        description="Directory that holds the chunks; made where it is missing. For several disks: one "
+        "directory on a striped volume (RAID 0, LVM).",
     )
     n_threads: int = Field(
         default=8,
@@ -36,15 +31,15 @@ class FsConfig(TierConfig):
         default=None,
         ge=1,
         le=256,
-        description="I/O threads for reads. They take over writes while there is nothing to read, but for "
-        "one. Default: `n_threads`.",
+        description="I/O threads for reads. Idle ones also serve writes; one is always reserved for reads. "
+        "Default: `n_threads`.",
     )
     n_write_threads: int | None = Field(
         default=None,
         ge=1,
         le=256,
-        description="I/O threads for writes. They take over reads, which go first, but for one. Default: "
-        "`n_threads`.",
+        description="I/O threads for writes. They serve reads first; one always goes on with writes. "
+        "Default: `n_threads`.",
     )
     direct_io: Literal["auto", "always", "never"] = Field(
         default="auto",
@@ -54,21 +49,6 @@ class FsConfig(TierConfig):
         default="none",
         description="What has reached the device when a put ends. 'none': nothing need have; what a power "
         "cut tears is found by its checksum. 'data': the file's bytes. 'full': its name as well.",
-    )
-    layout: Literal["kvtier", "vllm"] = Field(
-        default="kvtier",
-        description="How directories and files are named and what is in a file. 'vllm': as vLLM's own fs "
-        "tier has it, to share a root with it; only with `integrity` 'none'.",
-    )
-    integrity: Literal["crc32c", "none"] = Field(
-        default="crc32c",
-        description="How a get proves a chunk's bytes. 'crc32c': by the checksum and the identity behind "
-        "them. 'none': not at all, which is what sharing with vLLM's own fs tier costs.",
-    )
-    format: Literal["auto", "files", "segments"] = Field(
-        default="auto",
-        description="How chunks lie on disk. 'files': a file for each. 'segments': many in one file. 'auto': "
-        "as they lie there already; else segments for chunks below 256 KiB, and files.",
     )
     max_bytes: Size | None = Field(
         default=None,
@@ -110,25 +90,13 @@ class FsConfig(TierConfig):
         "removed past the engines; what is left over is swept then, too. One engine counts for all.",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _several_roots(cls, given: Any) -> Any:
-        """Take a list as ``root_dir``: the first of it stays, the others go to ``more_root_dirs``."""
-        if not isinstance(given, Mapping) or not isinstance(given.get("root_dir"), list | tuple):
-            return given
-        first, *others = given["root_dir"] or [None]
-        if first is None:
-            raise ValueError("root_dir is an empty list: name at least one directory")
-        if others and given.get("more_root_dirs"):
-            raise ValueError("root_dir is a list and more_root_dirs is given, too: leave the latter away")
-        return {**given, "root_dir": first, **({"more_root_dirs": others} if others else {})}
-
-    @field_validator("root_dir", "more_root_dirs", mode="before")
+    @field_validator("root_dir", mode="before")
     @classmethod
     def _names_something(cls, value: Any) -> Any:
-        for path in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(path, str) and (not path or "\0" in path):
-                raise ValueError("an empty path, or one with a NUL: name a directory")
+        if isinstance(value, str) and (not value or "\0" in value):
+            raise ValueError("an empty path, or one with a NUL: name a directory")
+        if isinstance(value, list | tuple):
+            raise ValueError("name one directory: for several disks, one on a striped volume (RAID 0, LVM)")
         return value
 
     @field_validator("root_dir")
@@ -136,30 +104,9 @@ class FsConfig(TierConfig):
     def _absolute(cls, value: Path) -> Path:
         return value.expanduser().absolute()
 
-    @field_validator("more_root_dirs")
-    @classmethod
-    def _all_absolute(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
-        return tuple(path.expanduser().absolute() for path in value)
-
-    @model_validator(mode="after")
-    def _different_roots(self) -> FsConfig:
-        named = [(os.path.normpath(root), str(root)) for root in self.root_dirs]
-        if problem := validation.nesting(named):
-            raise ValueError(f"root_dir: {problem}: chunks are spread over different ones")
-        return self
-
     def own_directories(self) -> Sequence[Path]:
-        """Return all roots."""
-        return self.root_dirs
-
-    @property
-    def root_dirs(self) -> tuple[Path, ...]:
-        """All roots."""
-        return (self.root_dir, *self.more_root_dirs)
-
-    def of_root(self, root: Path) -> FsConfig:
-        """Return the settings of one of the roots."""
-        return self.model_copy(update={"root_dir": root, "more_root_dirs": ()})
+        """Return the root."""
+        return (self.root_dir,)
 
     @model_validator(mode="after")
     def _marks_in_order(self) -> FsConfig:
@@ -168,17 +115,4 @@ class FsConfig(TierConfig):
                 f"low_watermark is {self.low_watermark:g}, and must be less than high_watermark, which is "
                 f"{self.high_watermark:g}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _proves_what_it_can(self) -> FsConfig:
-        if self.layout == "vllm" and self.integrity != "none":
-            raise ValueError(
-                "layout 'vllm' keeps no checksums, so what is read cannot be proven: say integrity 'none' as "
-                "well, or leave layout away"
-            )
-        if self.layout == "vllm" and self.format == "segments":
-            raise ValueError("layout 'vllm' is a file for each chunk: format 'segments' does not go with it")
-        if self.layout == "kvtier" and self.integrity == "none":
-            raise ValueError("integrity 'none' is for layout 'vllm' alone: leave it away")
         return self

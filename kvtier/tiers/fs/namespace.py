@@ -25,11 +25,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from typing import Final, NoReturn
 
-from kvtier.errors import TierError
+from kvtier.errors import IdentityError, TierError
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.fs import layout
-from kvtier.tiers.fs.call import Flag, Place
 from kvtier.tiers.fs.config import FsConfig
+from kvtier.tiers.fs.files.call import Flag, Place
 from kvtier.tiers.fs.locks import is_there, let_go, make_lock, open_lock, short_lock, try_lock
 
 _READ_ONLY: Final = frozenset(
@@ -108,11 +108,11 @@ class Namespace:
 
     @staticmethod
     def open(config: FsConfig, context: TierContext) -> tuple[Namespace, Epoch]:
-        """Make or open the place and join the epoch. Whose place it is, ``manifest`` finds out.
+        """Make or open the place, join the epoch, and compare or write the manifest. Blocks.
 
         Raises:
-            TierError: the root can be neither written nor read, or direct I/O was asked for and is
-                not possible.
+            TierError: the root can be neither written nor read, direct I/O was asked for and is not
+                possible, or the place belongs to another cache: the message lists what differs.
         """
         root = config.root_dir
         try:
@@ -121,13 +121,17 @@ class Namespace:
         except OSError as error:
             raise _cannot_open(context, root, error) from error
         namespace = Namespace(config, context, root_fd)
+        epoch = None
         try:
-            return namespace, namespace._join()
-        except OSError as error:
+            epoch = namespace._join()
+            namespace._agree_on_identity()
+            return namespace, epoch
+        except BaseException as error:
+            if epoch is not None:
+                epoch.retire()
             namespace.close()
-            raise _cannot_open(context, root, error) from error
-        except BaseException:
-            namespace.close()
+            if isinstance(error, OSError):
+                raise _cannot_open(context, root, error) from error
             raise
 
     @property
@@ -204,20 +208,6 @@ class Namespace:
                 raise
             return epoch
 
-    def catch_up(self, number: int) -> Epoch:
-        """Join the epoch that openers join, which is not behind ``number`` from now on.
-
-        Raises:
-            OSError: the new number could not be written.
-        """
-        if self._refusal:
-            raise OSError(self._refusal, os.strerror(self._refusal), self.name)
-        with self._epoch_lock():
-            current = self._current_epoch()
-            if current < number:
-                self._write_small("epoch", f"{number}\n")
-            return self._enter(max(current, number))
-
     # ------------------------------------------------------------------------------ opening
 
     def _join(self) -> Epoch:
@@ -233,6 +223,23 @@ class Namespace:
         if self.direct:
             epoch.place = self._place(epoch.number)
         return epoch
+
+    def _agree_on_identity(self) -> None:
+        """Compare the manifest with the identity; write it where there is none."""
+        where, identity = f"{self.name}/{layout.MANIFEST}", self._context.identity
+        try:
+            try:
+                found = self._read_small(layout.MANIFEST)
+            except FileNotFoundError:
+                if self.read_only is not None:
+                    raise
+                self._write_small(layout.MANIFEST, identity.manifest)
+                return
+            identity.require(found, str(self._config.root_dir / where))
+        except IdentityError as error:
+            raise TierError(f"tier {self._context.name}: {error}") from error
+        except OSError as error:
+            raise TierError(f"tier {self._context.name}: {where} ({errno_name(error.errno or 0)})") from error
 
     def _accept_read_only(self, error: OSError) -> None:
         self._refusal = error.errno or errno.EROFS
@@ -277,8 +284,6 @@ class Namespace:
         if stored is not None and stored >= highest:
             return stored
         if self.read_only is not None:
-            if self._config.layout == "vllm" and stored is None and highest < 0:
-                return 0  # nobody with kvtier has been here, and nobody will
             raise OSError(errno.EINVAL, "the epoch is not readable, and no new one can be written")
         if stored is not None or highest >= 0:
             _log.warning("%s: the epoch of %s is lost; a new one starts", self._context.name, self.name)
@@ -295,8 +300,6 @@ class Namespace:
     def _highest_trace(self) -> int:
         """Return the highest epoch that left a trace, -1 where none did."""
         found = [layout.epoch_of(self.name, name) for name in self._names(".")]
-        if self._config.layout == "vllm":  # vLLM's own tier makes this one, and knows no epochs
-            found = [number for number in found if number != 0]
         found += [layout.epoch_of_users_lock(name) for name in self._names(self.name)]
         return max((number for number in found if number is not None), default=-1)
 
@@ -314,7 +317,6 @@ class Namespace:
 
     def _place(self, epoch: int) -> Place:
         flags = _DURABILITY[self._config.durability] | (Flag.DIRECT if self.direct else Flag.NONE)
-        flags |= Flag.BARE if self._config.integrity == "none" else Flag.NONE
         return Place(
             root_fd=self.root_fd,
             data_dir=layout.data_dir(self.name, epoch),

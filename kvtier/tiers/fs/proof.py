@@ -1,4 +1,4 @@
-"""Chunks' files proven outside of an engine: by the trailer behind the bytes, or read whole.
+"""Chunks' files proven outside of an engine: by the trailer behind the bytes.
 
 Reading leaves no trace where that is possible: it goes past the page cache, and the time of the last use
 stays what it was, because eviction goes by it.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from types import TracebackType
 from typing import Final
 
@@ -31,7 +32,7 @@ class Finding(StrEnum):
     """What comes of looking at a chunk's file."""
 
     SOUND = "sound"
-    UNPROVEN = "unproven"  # files of this layout have no trailer: nothing can be said
+    UNPROVEN = "unproven"  # neither its name nor a trailer says which chunk it should be
     TORN = "torn"  # the trailer is missing or damaged, or the file is cut off
     FOREIGN = "foreign"  # another key's or another cache's bytes
     CHECKSUM = "checksum"  # the bytes are not those that were put
@@ -136,51 +137,24 @@ class Prover:
 @contextmanager
 def opened(root_fd: int, path: str) -> Iterator[int]:
     """Open a file for reading without a trace, as far as the file system and its owner allow. OSError."""
-    fd = -1
-    for extra in (_QUIET | _DIRECT, _QUIET, _DIRECT, 0):
-        try:
-            flags = os.O_RDONLY | CAREFULLY | extra
-            fd = os.open(path, flags, dir_fd=root_fd)
-            break
-        except OSError as error:
-            if not extra or error.errno not in (errno.EINVAL, errno.EPERM):
-                raise
+    fd = _open_first(path, (_QUIET | _DIRECT, _QUIET, _DIRECT, 0), root_fd)
     try:
         yield fd
     finally:
         os.close(fd)
 
 
-class Buffer:
-    """Memory that is read into, aligned for direct I/O and kept from one read to the next."""
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, PIECE_BYTES)
-
-    def read(self, fd: int, at: int, length: int) -> bytes:
-        """Read bytes of an open file from a whole block on; fewer where it ends before. OSError."""
-        room = -(-length // BLOCK_BYTES) * BLOCK_BYTES
-        if room > len(self._memory):
-            self._memory = mmap.mmap(-1, room)
-        done = 0
-        with memoryview(self._memory) as whole:
-            while done < length:
-                with whole[done:room] as rest:
-                    moved = os.preadv(fd, [rest], at + done)
-                if moved <= 0:
-                    break
-                done += moved
-            return bytes(whole[: min(done, length)])
+def open_quietly(path: Path) -> int:
+    """Open a file for reading that keeps the time of its last use, where it is this user's. OSError."""
+    return _open_first(path, (_QUIET, 0))
 
 
-def read_whole(root_fd: int, path: str, most_bytes: int, buffer: Buffer) -> bytes:
-    """Read a chunk's file without a trace.
-
-    Raises:
-        OSError: it cannot be read, or has more than ``most_bytes`` (EFBIG).
-    """
-    with opened(root_fd, path) as fd:
-        length = os.fstat(fd).st_size
-        if length > most_bytes:
-            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
-        return buffer.read(fd, 0, length)
+def _open_first(path: str | Path, ways: Sequence[int], root_fd: int | None = None) -> int:
+    """Open a file in the first way that its file system and its owner allow."""
+    for extra in ways[:-1]:
+        try:
+            return os.open(path, os.O_RDONLY | CAREFULLY | extra, dir_fd=root_fd)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EPERM):
+                raise
+    return os.open(path, os.O_RDONLY | CAREFULLY | ways[-1], dir_fd=root_fd)

@@ -3,8 +3,8 @@
 Nothing here holds a lock for longer than a moment, and what other processes add and remove meanwhile is
 no error. Chunks are yielded one by one: a root may hold millions.
 
-Whose a directory is, its name says: kvtier's are ``<model>_<digest>`` with a manifest or an epoch in it,
-and ``<model>_<digest>_r<rank>[.e<epoch>]`` beside it. Everything else below a root is somebody else's.
+A cache of kvtier's is a directory ``<model>_<digest>`` with kvtier's manifest or an epoch in it, and
+``<model>_<digest>_r0[.e<epoch>]`` beside it. Everything else below a root is somebody else's.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from typing import Any, Final
 
 from kvtier.errors import TierError
 from kvtier.keys import OffloadKey, group_index, pack_key
-from kvtier.tiers.fs import layout, ledger
+from kvtier.tiers.fs import layout
 from kvtier.tiers.fs.layout import BLOCK_BYTES
 from kvtier.tiers.fs.locks import open_lock, short_lock, try_lock
-from kvtier.tiers.fs.segments import layout as segments
+from kvtier.tiers.fs.quota import ledger
 
-_DATA_DIR: Final = re.compile(r"(.+_[0-9a-f]{12,64})_r([0-9]{1,6})(?:\.e([1-9][0-9]{0,17}))?")
-_NAMESPACE: Final = re.compile(r".+_([0-9a-f]{12,64})")
-_OWN_NAMESPACE: Final = re.compile(r"[A-Za-z0-9.-]+_[0-9a-f]{16}")
+_DATA_DIR: Final = re.compile(r"([A-Za-z0-9.-]+_[0-9a-f]{16})_r0(?:\.e([1-9][0-9]{0,17}))?")
+_NAMESPACE: Final = re.compile(r"[A-Za-z0-9.-]+_([0-9a-f]{16})")
 _CHUNK: Final = re.compile(r"([0-9a-f]{2,128})\.bin")
 _LEAF: Final = re.compile(r"([0-9a-f]{2})_g(0|[1-9][0-9]{0,9})")
 _FIRST: Final = re.compile(r"[0-9a-f]{3}")
@@ -75,25 +74,6 @@ class ChunkFile:
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentFile:
-    """A file that holds many chunks, as the directory says. See ``segments.scan`` for what is in it.
-
-    Attributes:
-        path: relative to the root.
-        bytes: its length.
-        disk_bytes: what it takes on disk.
-        written: when it was written last, in seconds since the epoch of Unix.
-        used: when it was last used, in the same.
-    """
-
-    path: str
-    bytes: int
-    disk_bytes: int
-    written: float
-    used: float
-
-
-@dataclass(frozen=True, slots=True)
 class Stray:
     """Something among the chunks that is no chunk's file.
 
@@ -110,16 +90,14 @@ class Stray:
 
 @dataclass(frozen=True, slots=True)
 class DataDir:
-    """The chunks of one epoch, or of one rank of another's making.
+    """The chunks of one epoch.
 
     Attributes:
         name: of the directory below the root.
-        rank: in its name; kvtier's own is 0.
         epoch: in its name.
     """
 
     name: str
-    rank: int
     epoch: int
 
 
@@ -130,19 +108,17 @@ class Manifest:
     Attributes:
         fields: all of it; empty where it cannot be read.
         digest: of the identity; None where the file does not belong to its directory's name.
-        layout: ``kvtier``, ``vllm``, or ``unknown``.
-        problem: why it is of no use; "" where it is well.
+        problem: why it is of no use; "" where it is well, or missing: then the next engine writes it.
     """
 
     fields: dict[str, Any]
     digest: bytes | None
-    layout: str
     problem: str
 
     @property
     def model(self) -> str | None:
         """The model's name."""
-        name = self.fields.get("model", self.fields.get("model_name"))
+        name = self.fields.get("model")
         return name if isinstance(name, str) else None
 
 
@@ -157,40 +133,51 @@ class Namespace:
     def __init__(self, root: Root, name: str, data_dirs: list[DataDir]) -> None:
         self._root = root
         self.name = name
-        self.data_dirs = sorted(data_dirs, key=lambda found: (found.rank, found.epoch))
+        self.data_dirs = sorted(data_dirs, key=lambda found: found.epoch)
 
     @cached_property
     def manifest(self) -> Manifest:
         """What ``config.json`` says."""
         try:
             text = self._root.read_small(f"{self.name}/{layout.MANIFEST}")
+        except FileNotFoundError:
+            return Manifest({}, None, "")
         except OSError as error:
-            return Manifest({}, None, "unknown", f"{layout.MANIFEST}: {error.strerror}")
+            return Manifest({}, None, f"{layout.MANIFEST}: {error.strerror}")
         return _understood(self.name, text)
 
     @property
     def is_orphaned(self) -> bool:
         """Whether there are chunks and nothing that says whose they are: nobody can open the place.
 
-        Only what can be nothing but kvtier's is meant: the name ends as kvtier's do, it is of rank 0, and
-        nothing but directories of chunks is in it.
+        Only what can be nothing but kvtier's is meant: nothing but directories of chunks is in it.
         """
-        if not self.data_dirs or not _OWN_NAMESPACE.fullmatch(self.name) or self._root.is_home(self.name):
+        if not self.data_dirs or self._root.is_home(self.name):
             return False
-        return all(found.rank == 0 and self._holds_chunks_alone(found) for found in self.data_dirs)
+        return all(
+            _FIRST.fullmatch(name) for found in self.data_dirs for name in self._root.names(found.name)
+        )
 
     @property
     def is_kvtiers(self) -> bool:
-        """Whether an engine with kvtier has made the place or used it; else it is only looked at."""
-        return self.manifest.layout == "kvtier" or self._root.is_file(f"{self.name}/epoch.lock")
+        """Whether an engine with kvtier has made the place."""
+        if "kvtier_format" in self.manifest.fields:
+            return True
+        return any(self._root.is_there(f"{self.name}/{sign}") for sign in ("epoch", "epoch.lock"))
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with it as a whole; "" where nothing is."""
+        problem = self.manifest.problem
+        if not problem and self.data_dirs and not self.is_orphaned and self.epoch is None:
+            problem = "epoch is not readable: the next engine starts another one and removes what is here"
+        return problem
 
     @property
     def epoch(self) -> int | None:
         """The epoch that an engine joins which opens the place now; None where that cannot be said."""
         try:
             text = self._root.read_small(f"{self.name}/epoch")
-        except FileNotFoundError:
-            return 0 if self.manifest.layout == "vllm" else None
         except OSError:
             return None
         return int(text) if re.fullmatch(rb"(0|[1-9][0-9]{0,17})\n", text) else None
@@ -199,12 +186,12 @@ class Namespace:
     def current(self) -> DataDir | None:
         """Where the chunks are that an engine is given which opens the place now; None where nowhere."""
         wanted = self.epoch
-        return next((found for found in self.data_dirs if found.rank == 0 and found.epoch == wanted), None)
+        return next((found for found in self.data_dirs if found.epoch == wanted), None)
 
     def is_old(self, found: DataDir) -> bool:
         """Say whether an epoch is behind: engines that open the place are not given its chunks."""
         current = self.epoch
-        return current is not None and found.rank == 0 and found.epoch < current
+        return current is not None and found.epoch < current
 
     def users(self) -> dict[int, bool | None]:
         """Say for each epoch with a lock whether a living process uses it; None where that is unknown."""
@@ -224,15 +211,6 @@ class Namespace:
     def quarantine(self) -> list[str]:
         """Return the names of the files that were set aside."""
         return sorted(self._root.names(f"{self.name}/quarantine"))
-
-    @property
-    def is_known(self) -> bool:
-        """Whether it is a place of kvtier's or vLLM's at all: others keep a ``config.json``, too."""
-        return self.is_kvtiers or self.manifest.layout == "vllm"
-
-    def _holds_chunks_alone(self, found: DataDir) -> bool:
-        names = self._root.names(found.name)
-        return all(name == segments.FOLDER or _FIRST.fullmatch(name) for name in names)
 
     def _is_used(self, epoch: int) -> bool | None:
         # Openers take the epoch's lock first: they never meet the moment in which this one is held.
@@ -295,13 +273,12 @@ class Root:
         homes = []
         for name in self._directories():
             if found := _DATA_DIR.fullmatch(name):
-                its = DataDir(name, int(found[2]), int(found[3] or 0))
-                data_dirs.setdefault(found[1], []).append(its)
+                data_dirs.setdefault(found[1], []).append(DataDir(name, int(found[2] or 0)))
             elif _NAMESPACE.fullmatch(name) and self.is_home(name):
                 homes.append(name)
         wanted = sorted(name for name in {*homes, *data_dirs} if self._only is None or name in self._only)
         found_here = [Namespace(self, name, data_dirs.get(name, [])) for name in wanted]
-        return [one for one in found_here if one.data_dirs or one.is_known]
+        return [one for one in found_here if one.is_kvtiers or one.is_orphaned]
 
     def namespace(self, name: str) -> Namespace:
         """Return the cache whose directory is called ``name``.
@@ -322,8 +299,8 @@ class Root:
         mine |= {found.name for one in self.namespaces() for found in one.data_dirs}
         return sorted(set(self.names(".")) - mine - {ledger.FOLDER})
 
-    def chunks(self, data_dir: str, tick: Tick = no_tick) -> Iterator[ChunkFile | SegmentFile | Stray]:
-        """Yield the files of an epoch's chunks, of both formats, and what else is among them, in no order.
+    def chunks(self, data_dir: str, tick: Tick = no_tick) -> Iterator[ChunkFile | Stray]:
+        """Yield the files of an epoch's chunks, and what else is among them, in no order.
 
         What vanishes meanwhile is left out. A directory that cannot be read is yielded as a ``Stray``
         with a problem.
@@ -331,8 +308,6 @@ class Root:
         for first in self._entries(data_dir, tick):
             if isinstance(first, Stray):
                 yield first
-            elif first.name == segments.FOLDER and first.is_dir(follow_symlinks=False):
-                yield from self._segments(f"{data_dir}/{first.name}", tick)
             elif not _FIRST.fullmatch(first.name):
                 yield Stray(f"{data_dir}/{first.name}", _disk_bytes(first))
             else:
@@ -386,15 +361,16 @@ class Root:
 
     def is_home(self, name: str) -> bool:
         """Say whether a directory is that of a namespace."""
-        return any(self._exists(f"{name}/{sign}") for sign in (layout.MANIFEST, "epoch", "epoch.lock"))
+        return any(self.is_there(f"{name}/{sign}") for sign in (layout.MANIFEST, "epoch", "epoch.lock"))
 
-    def _exists(self, path: str) -> bool:
+    def is_there(self, path: str) -> bool:
+        """Say whether there is anything at a path, or something that cannot be looked into."""
         try:
             os.stat(path, dir_fd=self.fd, follow_symlinks=False)
         except FileNotFoundError:
             return False
         except OSError:
-            return True  # there is something that cannot be looked into
+            return True
         return True
 
     @contextmanager
@@ -426,20 +402,6 @@ class Root:
                 yield Stray(f"{folder}/{leaf.name}", _disk_bytes(leaf))
             else:
                 yield from self._files(f"{folder}/{leaf.name}", head + named[1], int(named[2]), tick)
-
-    def _segments(self, folder: str, tick: Tick) -> Iterator[SegmentFile | Stray]:
-        for entry in self._entries(folder, tick):
-            if isinstance(entry, Stray):
-                yield entry
-                continue
-            with suppress(OSError):  # it has vanished
-                found = entry.stat(follow_symlinks=False)
-                path, taken = f"{folder}/{entry.name}", found.st_blocks * 512
-                if stat.S_ISREG(found.st_mode) and segments.is_segment_name(entry.name):
-                    used = max(found.st_atime, found.st_mtime)
-                    yield SegmentFile(path, found.st_size, taken, found.st_mtime, used)
-                else:
-                    yield Stray(path, taken)
 
     def _files(self, folder: str, head: str, group: int, tick: Tick) -> Iterator[ChunkFile | Stray]:
         for entry in self._entries(folder, tick):
@@ -474,25 +436,13 @@ def _understood(name: str, text: bytes) -> Manifest:
     except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
-        return Manifest({}, None, "unknown", f"{layout.MANIFEST} is not readable JSON")
-    named = _NAMESPACE.fullmatch(name)
-    ends = named[1] if named else ""
-    if "kvtier_format" in fields:
-        digest = hashlib.sha256(text).digest()
-        if digest.hex().startswith(ends) and ends:
-            return Manifest(fields, digest, "kvtier", "")
-        return Manifest(fields, None, "kvtier", f"{layout.MANIFEST} belongs to another cache")
-    if fields.get("inference_engine") == "vllm":
-        return Manifest(fields, None, "vllm", _not_vllms(fields, ends))
-    return Manifest(fields, None, "unknown", f"{layout.MANIFEST} is not one of kvtier's")
-
-
-def _not_vllms(fields: dict[str, Any], ends: str) -> str:
-    """Say why the fields are not those that vLLM has named the directory after; "" where they are."""
-    spelled = json.dumps(fields, sort_keys=True, separators=(",", ":"))
-    if ends and hashlib.sha256(spelled.encode()).hexdigest().startswith(ends):
-        return ""
-    return f"{layout.MANIFEST} belongs to another cache"
+        return Manifest({}, None, f"{layout.MANIFEST} is not readable JSON")
+    if "kvtier_format" not in fields:
+        return Manifest(fields, None, f"{layout.MANIFEST} is not one of kvtier's")
+    named, digest = _NAMESPACE.fullmatch(name), hashlib.sha256(text).digest()
+    if named is None or not digest.hex().startswith(named[1]):
+        return Manifest(fields, None, f"{layout.MANIFEST} belongs to another cache")
+    return Manifest(fields, digest, "")
 
 
 __all__ = [
@@ -502,7 +452,6 @@ __all__ = [
     "Manifest",
     "Namespace",
     "Root",
-    "SegmentFile",
     "Stray",
     "Tick",
     "no_tick",

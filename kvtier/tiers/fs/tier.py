@@ -9,9 +9,9 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Final, cast
+from typing import ClassVar, Final
 
 import anyio
 
@@ -21,26 +21,24 @@ from kvtier.tiers.base import (
     Batch,
     Knowledge,
     Outcome,
+    SecondaryTier,
     Status,
     TierConfig,
     TierContext,
     Usage,
 )
-from kvtier.tiers.fs import formats, layout, manifest
-from kvtier.tiers.fs.accounts import FileSystem
-from kvtier.tiers.fs.bell import Begun, Bell
-from kvtier.tiers.fs.call import FileCall, Result, StopFlag, Verb
 from kvtier.tiers.fs.config import FsConfig
-from kvtier.tiers.fs.lanes import Lane, Run, join_all, run_alone, split, until_done
+from kvtier.tiers.fs.files import ChunkFiles, NativeFiles, make_files
+from kvtier.tiers.fs.files.base import most_bytes
+from kvtier.tiers.fs.files.call import FileCall, Result, StopFlag, Verb
+from kvtier.tiers.fs.files.completions import NativePool, TransferPool
+from kvtier.tiers.fs.files.workers import Jobs, ThreadPool, Workers, join_all, run, run_alone
 from kvtier.tiers.fs.layout import BLOCK_BYTES
-from kvtier.tiers.fs.ledger import FOLDER, Books, Ledger, PrivateBooks
-from kvtier.tiers.fs.manifest import LaneExecutor
+from kvtier.tiers.fs.maintenance.maintenance import Maintenance
+from kvtier.tiers.fs.maintenance.quarantine import Quarantine
 from kvtier.tiers.fs.namespace import Epoch, Namespace, errno_name
-from kvtier.tiers.fs.quarantine import Quarantine
-from kvtier.tiers.fs.space import Space, look_at
-from kvtier.tiers.fs.store import Store
-from kvtier.tiers.fs.striped import OneRoot, StripedFs
-from kvtier.tiers.fs.upkeep import Upkeep
+from kvtier.tiers.fs.quota.ledger import FOLDER, Ledger, PrivateLedger, SharedLedger
+from kvtier.tiers.fs.quota.quota import Quota, look_at
 
 _STATUSES: Final = {
     Result.OK: Status.OK,
@@ -73,7 +71,6 @@ _REASONS: Final = {
     "enotconn": "the file system is not mounted any more",
     "enolck": "the file system has no locks, so that engines could not keep one bound together",
     "etimedout": "the file system did not answer",
-    "root_down": "one of several roots could not be opened",
 }
 _KNOWLEDGE: Final = (Knowledge.UNKNOWN, Knowledge.PRESENT)
 _NO_ROOM: Final = frozenset({-errno.ENOSPC, -errno.EDQUOT})
@@ -84,6 +81,7 @@ _IS_NO_FILE: Final = frozenset({errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.
 _NO_LEDGER: Final = f": remove what is at {FOLDER}/ledger, which is no ledger; it is made anew"
 _FIRST_COUNT_PATIENCE_S: Final = 1.0
 _LOOKUP_THREADS: Final = 2
+_PUT_THREADS: Final = 2
 _LOOKUPS_A_JOB: Final = 256
 
 _log = logging.getLogger("kvtier.tiers.fs")
@@ -102,7 +100,7 @@ class FsStatistics:
         native: whether the native helper does the work.
         read_only: why nothing can be written, as an errno's name; None where all is well.
         known_chunks: chunks that the tier knows of without asking the disk.
-        evicted_units: files that were evicted by this process, of all namespaces.
+        evicted_chunks: chunks that were evicted by this process, of all namespaces.
         evicted_bytes: bytes that were removed by this process to make room, leftovers included.
     """
 
@@ -114,7 +112,7 @@ class FsStatistics:
     native: bool
     read_only: str | None
     known_chunks: int
-    evicted_units: int
+    evicted_chunks: int
     evicted_bytes: int
 
 
@@ -123,21 +121,20 @@ class _Opened:
     """What there is between opening and closing."""
 
     namespace: Namespace
-    store: Store
     quarantine: Quarantine
-    space: Space
-    ledger: Ledger | None
+    quota: Quota
+    ledger: Ledger
 
     @staticmethod
-    def make(config: FsConfig, context: TierContext, given: Store | None) -> tuple[_Opened, Epoch]:
-        """Open all of it. Blocks. The format depends on what is there, where no store is given."""
+    def make(config: FsConfig, context: TierContext) -> tuple[_Opened, Epoch]:
+        """Open all of it. Blocks."""
         namespace, epoch = Namespace.open(config, context)
         look = partial(look_at, namespace.root_fd)
-        ledger = None
+        ledger: Ledger | None = None
         try:
-            store = given or formats.make_store(config, epoch.place)
-            books, ledger = _books(namespace, look)
-            space = Space(config, store.most_bytes(context.chunk_bytes), books, look)
+            writable = namespace.read_only is None
+            ledger = SharedLedger(namespace.root_fd, look) if writable else PrivateLedger(look())
+            quota = Quota(config, most_bytes(context.chunk_bytes), ledger, look)
         except OSError as error:
             if ledger is not None:
                 ledger.close()
@@ -147,39 +144,30 @@ class _Opened:
             raise TierError(
                 f"tier {context.name}: {config.root_dir} cannot be measured ({name}){hint}"
             ) from error
-        quarantine = Quarantine(namespace.root_fd, namespace.name, store)
-        return _Opened(namespace, store, quarantine, space, ledger), epoch
+        quarantine = Quarantine(namespace.root_fd, namespace.name)
+        return _Opened(namespace, quarantine, quota, ledger), epoch
 
     def close(self) -> None:
         """Give back the lease and all that is open. Blocks."""
-        if self.ledger is not None:
-            with suppress(OSError):
-                self.space.refresh()
-            self.ledger.close()
+        with suppress(OSError):
+            self.quota.refresh()
+        self.ledger.close()
         self.namespace.close()
 
 
-def _books(namespace: Namespace, look: Callable[[], FileSystem]) -> tuple[Books, Ledger | None]:
-    if namespace.read_only is not None:
-        return PrivateBooks(look()), None
-    ledger = Ledger(namespace.root_fd, look)
-    return ledger, ledger
-
-
-class FsTier(OneRoot):
+class FsTier(SecondaryTier[FsConfig]):
     """Keeps chunks as files below one directory, which several engines may share.
 
-    How they lie there is the format's matter (``store``). A put leaves a chunk as it is that is there
-    already. A get reads the bytes into the slot and proves them by their trailer. What fails is moved
-    to the namespace's ``quarantine``. When a put or a get is cancelled, chunks that were not begun are
-    left, and it returns when those under way have ended.
+    A put leaves a chunk as it is that is there already. A get reads the bytes into the slot and proves
+    them by their trailer. What fails is moved to the namespace's ``quarantine``. When a put or a get is
+    cancelled, chunks that were not begun are left, and it returns when those under way have ended.
 
     A reset starts a new epoch (see ``namespace``). Other engines that have the same directory open
     go on with theirs until they reset or open again.
 
     Args:
         config: the settings.
-        work: what reads and writes files, in place of what ``format`` and the root's content ask for.
+        files: what reads and writes files, in place of the native helper or its fallback.
     """
 
     Config: ClassVar[type[TierConfig]] = FsConfig
@@ -187,23 +175,16 @@ class FsTier(OneRoot):
     medium = "disk"
     reasons: ClassVar[Mapping[str, str]] = _REASONS
 
-    def __new__(cls, config: FsConfig, work: Store | None = None) -> FsTier:
-        """Make a tier of one root, or where there are several one that spreads chunks over them."""
-        if config.more_root_dirs:
-            return cast(FsTier, StripedFs(config, partial(cls, work=work)))
-        return super().__new__(cls)
-
-    def __init__(self, config: FsConfig, work: Store | None = None) -> None:
+    def __init__(self, config: FsConfig, files: ChunkFiles | None = None) -> None:
         super().__init__(config)
-        self._given = work
+        self._files = files if files is not None else make_files()
         self._opened: _Opened | None = None
         self._epoch: Epoch | None = None
         self._serial = 0
-        self._pool = 0
-        self._bell: Bell | None = None
-        self._lanes: tuple[Lane, ...] = ()
+        self._pool: TransferPool | None = None
+        self._workers: tuple[Workers, ...] = ()
         self._closing = StopFlag()
-        self._upkeep: Upkeep | None = None
+        self._maintenance: Maintenance | None = None
         self._resetting = anyio.Lock()
 
     # --------------------------------------------------------------------- opening, closing
@@ -214,16 +195,17 @@ class FsTier(OneRoot):
             raise TierError(
                 f"tier {context.name}: chunk_bytes is {context.chunk_bytes}, not n * {BLOCK_BYTES}"
             )
-        context = _as_named_here(self.config, context)
         self._chunk_bytes = context.chunk_bytes
-        self._tell_removed = context.removed
-        self._tell_lost = context.lost
-        self._lookups = Lane(f"{context.name}-lookup", _LOOKUP_THREADS)
-        self._lanes = (self._lookups,)
+        self._lookups = Workers(f"{context.name}-lookup", _LOOKUP_THREADS)
+        self._puts = Workers(f"{context.name}-put", _PUT_THREADS)
+        self._workers = (self._lookups, self._puts)
         try:
-            await self._open_place(context)
-            self._start_lanes(context.name)
-            await self._begin_upkeep()
+            opened, cancelled = await run_alone(self._lookups, partial(_Opened.make, self.config, context))
+            self._opened, self._epoch = opened
+            if cancelled is not None:
+                raise cancelled
+            self._pool = self._make_pool(context.name)
+            await self._begin_maintenance(context)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await self.aclose()
@@ -232,80 +214,42 @@ class FsTier(OneRoot):
     async def aclose(self) -> None:
         """Wait until all threads have ended, and close what is open."""
         self._closing.set()
-        if self._upkeep is not None:
-            self._upkeep.stop()
+        if self._maintenance is not None:
+            self._maintenance.stop()
         if self._epoch is not None:
             self._epoch.retire()
             self._epoch = None
-        if not self._lanes:
+        if not self._workers:
             return
-        interrupted = await self._bell.silence() if self._bell is not None else None
-        self._bell = None
-        last = Lane(f"{self.config.type}-end", 1)  # the waiting blocks: a thread of its own
-        _, cancelled = await run_alone(last, self._end)
+        interrupted = await self._pool.drain() if self._pool is not None else None
+        last = Workers(f"{self.config.type}-close", 1)  # the waiting blocks: a thread of its own
+        _, cancelled = await run_alone(last, self._close)
         last.close()
         if cancelled is not None or interrupted is not None:
             raise cancelled or interrupted or asyncio.CancelledError
 
-    def _start_lanes(self, name: str) -> None:
+    def _close(self) -> None:
+        workers, self._workers = self._workers, ()
+        join_all(workers)
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+        if self._opened is not None:
+            self._opened.close()
+
+    def _make_pool(self, name: str) -> TransferPool:
         readers = self.config.n_read_threads or self.config.n_threads
         writers = self.config.n_write_threads or self.config.n_threads
-        self._pool = self._work.open_pool(readers, writers)
-        if self._pool:
-            with suppress(NotImplementedError):
-                self._bell = Bell(self._work, self._pool)
-        self._reads = Lane(f"{name}-read", readers, self._pool)
-        self._writes = Lane(f"{name}-write", writers, self._pool)
-        self._lanes += (self._reads, self._writes)
-
-    def _end(self) -> None:
-        lanes, self._lanes = self._lanes, ()
-        join_all(lanes)
-        if self._opened is None:
-            return
-        if self._pool:
-            self._work.close_pool(self._pool)
-            self._pool = 0
-        self._work.close()
-        self._opened.close()
-
-    async def _open_place(self, context: TierContext) -> None:
-        opened, cancelled = await run_alone(
-            self._lookups, partial(_Opened.make, self.config, context, self._given)
-        )
-        self._opened, self._epoch = opened
-        self._work = self._opened.store
-        if cancelled is not None:
-            raise cancelled
-        await self._agree_on_identity(self._opened.namespace, context)
-
-    async def _agree_on_identity(self, place: Namespace, context: TierContext) -> None:
-        """Compare or write the manifest; to the end, for a file that is being opened must be closed."""
-        folder = self.config.root_dir
-        agreeing = asyncio.ensure_future(
-            manifest.agree(
-                folder / place.name / layout.MANIFEST,
-                None if place.read_only else folder / place.tmp_dir / layout.MANIFEST,
-                context.identity,
-                context.name,
-                LaneExecutor(self._lookups),
-            )
-        )
-        cancelled = await until_done(agreeing)
-        error = agreeing.exception()
-        if cancelled is not None:
-            raise cancelled
-        if isinstance(error, OSError):
-            name = errno_name(error.errno or 0)
-            raise TierError(f"tier {context.name}: {place.name}/{layout.MANIFEST} ({name})") from error
-        if error is not None:
-            raise error
+        if isinstance(self._files, NativeFiles):
+            with suppress(NotImplementedError, OSError):
+                return NativePool(self._files.library, readers, writers)
+        return ThreadPool(self._files, name, readers, writers)
 
     @property
-    def _tended(self) -> Upkeep:
-        if self._upkeep is None:
+    def _maintained(self) -> Maintenance:
+        if self._maintenance is None:
             raise StateError("the file tier is not open")
-        return self._upkeep
+        return self._maintenance
 
     @property
     def _here(self) -> _Opened:
@@ -313,24 +257,25 @@ class FsTier(OneRoot):
             raise StateError("the file tier is not open")
         return self._opened
 
-    async def _begin_upkeep(self) -> None:
+    async def _begin_maintenance(self, context: TierContext) -> None:
         """Look after the root from now on, and wait a moment: what a small one holds is known at once."""
         here, epoch = self._here, self._epoch
         assert epoch is not None
-        self._upkeep = Upkeep(
+        self._tell_removed = context.removed
+        self._maintenance = Maintenance(
             self.config,
             here.namespace,
-            here.space,
-            self._work,
+            here.quota,
+            self._files,
             self._closing,
-            self._tell_removed,
-            self._tell_lost,
+            context.removed,
+            context.lost,
             epoch,
         )
-        self._lanes += self._upkeep.lanes
+        self._workers += self._maintenance.workers
         counted = asyncio.Event()
-        self._upkeep.begin(counted)
-        if here.space.used_bytes is None:
+        self._maintenance.begin(counted)
+        if here.quota.used_bytes is None:
             with anyio.move_on_after(_FIRST_COUNT_PATIENCE_S):
                 await counted.wait()
 
@@ -342,9 +287,9 @@ class FsTier(OneRoot):
         Another process may have removed them since, and then a get finds nothing. What was not heard of is
         UNKNOWN and never ABSENT: another process may have put it.
         """
-        if self._upkeep is None or self._epoch is None:
+        if self._maintenance is None or self._epoch is None:
             return (Knowledge.UNKNOWN,) * len(keys)
-        return [_KNOWLEDGE[found] for found in self._upkeep.index.known(keys)]
+        return [_KNOWLEDGE[found] for found in self._maintenance.index.known(keys)]
 
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         """Say which keys have a file. See ``SecondaryTier.contains``."""
@@ -353,7 +298,7 @@ class FsTier(OneRoot):
         with self._epoch.hold() as place:
             call = FileCall(place, keys)
             parts = [(i, min(i + _LOOKUPS_A_JOB, len(keys))) for i in range(0, len(keys), _LOOKUPS_A_JOB)]
-            await self._finish(self._lookups, call, parts, self._contains_job)
+            await self._do(self._lookups, call, self._look_up, parts)
         return [result == Result.OK for result in call.results]
 
     async def put(self, batch: Batch) -> Outcome:
@@ -364,10 +309,10 @@ class FsTier(OneRoot):
         if self._epoch is None:
             return Outcome.all(Status.REFUSED, len(batch), "reset_failed")
         with self._epoch.hold() as place:
-            call = FileCall(place, batch.keys, batch.slots, batch.memory, self._serial, self._writes.pool)
+            call = FileCall(place, batch.keys, batch.slots, batch.memory, self._serial)
             self._serial += len(batch)
-            if not await self._put_at_once(call):
-                await self._finish(self._writes, call, self._split(self._writes, len(batch)), self._put_job)
+            if len(batch):
+                await self._put(call)
         return _outcome(call.results)
 
     async def get(self, batch: Batch) -> Outcome:
@@ -376,15 +321,15 @@ class FsTier(OneRoot):
         if self._epoch is None:
             return Outcome.all(Status.ABSENT, len(batch))
         with self._epoch.hold() as place:
-            call = FileCall(place, batch.keys, batch.slots, batch.memory, pool=self._reads.pool)
-            if not await self._get_at_once(call):
-                await self._finish(self._reads, call, self._split(self._reads, len(batch)), self._get_job)
+            call = FileCall(place, batch.keys, batch.slots, batch.memory)
+            if len(batch):
+                await self._get(call)
         return _outcome(call.results)
 
     async def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Learn that ``keys`` were used. See ``SecondaryTier.touch``: their files are told later."""
-        if self._upkeep is not None and self._epoch is not None:
-            self._upkeep.note_used(keys)
+        if self._maintenance is not None and self._epoch is not None:
+            self._maintenance.note_used(keys)
 
     async def discard(self, keys: Sequence[OffloadKey]) -> None:
         """Remove the files of ``keys``. See ``SecondaryTier.discard``."""
@@ -392,7 +337,7 @@ class FsTier(OneRoot):
             return
         with self._epoch.hold() as place:
             call = FileCall(place, keys)
-            await self._finish(self._lookups, call, [(0, len(keys))], self._discard_job)
+            await self._do(self._lookups, call, self._remove, [(0, len(keys))])
         if failed := Counter(errno_name(-result) for result in call.results if result < 0):
             _log.warning("chunks could not be discarded: %s", dict(failed))
 
@@ -404,32 +349,19 @@ class FsTier(OneRoot):
                 reset succeeds or it is opened again. Where not even an empty file could be made in the
                 namespace, opening it again brings back what was put before: tell somebody.
         """
-        await self._begin_epoch(self._here.namespace.advance, "reset")
-
-    @property
-    def epoch(self) -> int | None:
-        """See ``OneRoot.epoch``."""
-        return self._epoch.number if self._epoch is not None else None
-
-    async def catch_up(self, number: int) -> None:
-        """See ``OneRoot.catch_up``."""
-        await self._begin_epoch(lambda _: self._here.namespace.catch_up(number), "new epoch")
-
-    async def _begin_epoch(self, begin: Callable[[int], Epoch], what: str) -> None:
-        """Leave the epoch, whose number ``begin`` is given, for another. TierError: then there is none."""
         async with self._resetting:
             old, self._epoch = self._epoch, None
-            beyond = old.number if old is not None else 0
             if old is not None:
                 old.retire()
+            advance = partial(self._here.namespace.advance, old.number if old is not None else 0)
             try:
-                new, cancelled = await run_alone(self._lookups, partial(begin, beyond))
+                new, cancelled = await run_alone(self._lookups, advance)
             except OSError as error:
                 where, name = self.config.root_dir, errno_name(error.errno or 0)
-                raise TierError(f"the file tier's {what} could not be stored in {where}: {name}") from error
+                raise TierError(f"the file tier's reset could not be stored in {where}: {name}") from error
             self._epoch = new
-            if self._upkeep is not None and not self._closing:
-                self._upkeep.follow(new)
+            if self._maintenance is not None and not self._closing:
+                self._maintenance.follow(new)
             if cancelled is not None:
                 raise cancelled
 
@@ -437,24 +369,24 @@ class FsTier(OneRoot):
         """Say how much of ``max_bytes`` is taken. See ``SecondaryTier.usage``."""
         if self._opened is None:
             return None
-        return Usage(self._opened.space.used_bytes, self._opened.space.limit_bytes)
+        return Usage(self._opened.quota.used_bytes, self._opened.quota.limit_bytes)
 
     def statistics(self) -> FsStatistics:
         """Return what the tier knows of itself. Does not block."""
         return FsStatistics(
             epoch=self._epoch.number if self._epoch is not None else None,
-            used_bytes=self._here.space.used_bytes,
-            limit_bytes=self._here.space.limit_bytes,
+            used_bytes=self._here.quota.used_bytes,
+            limit_bytes=self._here.quota.limit_bytes,
             quarantined=self._here.quarantine.counts(),
             direct_io=self._here.namespace.direct,
-            native=self._work.is_native,
+            native=self._files.is_native,
             read_only=self._here.namespace.read_only,
-            known_chunks=len(self._tended.index),
-            evicted_units=self._tended.evicted_units,
-            evicted_bytes=self._tended.evicted_bytes,
+            known_chunks=len(self._maintained.index),
+            evicted_chunks=self._maintained.evicted_chunks,
+            evicted_bytes=self._maintained.evicted_bytes,
         )
 
-    # ------------------------------------------------------------------------- jobs and waits
+    # ---------------------------------------------------------------------- transfers and jobs
 
     def _check(self, batch: Batch) -> None:
         memory = batch.memory
@@ -464,131 +396,116 @@ class FsTier(OneRoot):
                 f"{self._chunk_bytes} bytes, aligned to {BLOCK_BYTES}"
             )
 
-    def _split(self, lane: Lane, count: int) -> list[tuple[int, int]]:
-        """Cut a batch into jobs; a pool does that by itself, without the interpreter."""
-        if lane.pool:
-            return [(0, count)] if count else []
-        return split(count, self._chunk_bytes, lane.threads - lane.jobs)
-
-    async def _finish(
-        self,
-        lane: Lane,
-        call: FileCall,
-        parts: Sequence[tuple[int, int]],
-        job: Callable[[FileCall, int, int], object],
-    ) -> None:
-        """Do the call's jobs. Whatever happens, when it returns or raises none of them runs any more."""
-        if not parts:
-            return
-        run = Run(lane, [partial(job, call, first, end) for first, end in parts])
-        cancelled = await run.end(call.stop)
-        if cancelled is not None:
-            raise cancelled
-        run.results()
-
-    def _begin(self, call: FileCall, verb: Verb) -> Begun | None:
-        """Have the pool do a call and note what is there. None: it cannot."""
-        if self._bell is None:
-            return None
-        call.note_in(self._tended.index)
-        begun = self._bell.begin(call, verb)
-        if begun is None:
-            call.note_in(None)
-        return begun
-
-    async def _put_at_once(self, call: FileCall) -> bool:
-        """Put without a thread of Python's, where room is leased already. False: it was not begun."""
-        here, chunks = self._here, len(call)
-        if self._bell is None or not chunks or not here.space.reserve_at_once(chunks):
-            return False
-        if here.space.needs_renewal:
-            self._tended.renew_lease_soon()
-        begun = self._begin(call, Verb.PUT)
-        if begun is None:
-            here.space.settle(chunks, 0)
-            return False
-        cancelled = await begun.end()
-        here.space.settle(chunks, begun.total or 0)
-        if cancelled is not None:
-            raise cancelled
-        if _ill(call.results, 0, chunks):  # something else is where a file should be
-            await self._finish(self._writes, call, [(0, chunks)], self._put_again_job)
+    async def _put(self, call: FileCall) -> None:
+        """Put the chunks that there is room for, in no thread of Python's where room is leased already."""
+        quota, chunks = self._here.quota, len(call)
+        granted, reason = chunks, int(Result.OK)
+        if not quota.reserve_at_once(chunks):
+            (granted, reason), cancelled = await run_alone(self._puts, partial(self._reserve, chunks))
+            if cancelled is not None:
+                quota.settle(granted, 0)
+                raise cancelled
+        if quota.needs_renewal:
+            self._maintained.renew_lease_soon()
+        await self._put_granted(call, granted)
+        if ill := _ill(call.results, 0, granted):  # something else is where a file should be
+            await run(self._puts, partial(self._replace, call, ill))
+        if granted < chunks:
+            await run(self._puts, partial(self._refuse, call, granted, chunks, reason))
         self._learn(call, 0, chunks)
-        if here.space.excess_bytes:
-            self._tended.make_room_soon()
-        return True
+        if quota.excess_bytes:
+            self._maintained.make_room_soon()
 
-    async def _get_at_once(self, call: FileCall) -> bool:
-        """Get without a thread of Python's. False: it was not begun."""
-        begun = self._begin(call, Verb.GET) if len(call) else None
-        if begun is None:
-            return False
-        cancelled = await begun.end()
+    async def _get(self, call: FileCall) -> None:
+        _, cancelled = await self._transfer(call, Verb.GET, len(call))
         if cancelled is not None:
             raise cancelled
-        if _ill(call.results, 0, len(call)):
-            await self._finish(self._reads, call, [(0, len(call))], self._got_job)
-        else:
-            self._got(call, 0, len(call))
-        return True
+        self._maintained.note_used(self._learn(call, 0, len(call)))
+        if ill := _ill(call.results, 0, len(call)):
+            await run(self._lookups, partial(self._set_aside, call, ill))
 
-    def _put_again_job(self, call: FileCall, first: int, end: int) -> None:
-        for i in _ill(call.results, first, end):
-            self._here.quarantine.set_aside(call, i)
-            self._put_job(call, i, i + 1)
-
-    def _contains_job(self, call: FileCall, first: int, end: int) -> None:
-        self._work.contains(call, first, end)
-        self._learn(call, first, end)
-
-    def _put_job(self, call: FileCall, first: int, end: int) -> None:
+    async def _put_granted(self, call: FileCall, granted: int) -> None:
+        """Put the chunks that there is room for, and tell the quota what they took, cancelled or not."""
+        added, cancelled = 0, None
         try:
-            granted, reason = self._here.space.reserve(end - first)
-        except OSError as error:  # the file system cannot even say how much room there is
-            self._refuse(call, first, end, -(error.errno or errno.EIO))
-            return
-        added = 0
-        try:
-            added = self._work.put(call, first, first + granted)
-            for i in _ill(call.results, first, first + granted):
-                self._here.quarantine.set_aside(call, i)
-                added += self._work.put(call, i, i + 1)
+            if granted:
+                added, cancelled = await self._transfer(call, Verb.PUT, granted)
         finally:
-            self._here.space.settle(granted, added)
-        if first + granted < end:
-            self._refuse(call, first + granted, end, reason)
+            self._here.quota.settle(granted, added)
+        if cancelled is not None:
+            raise cancelled
+
+    async def _transfer(
+        self, call: FileCall, verb: Verb, end: int
+    ) -> tuple[int, asyncio.CancelledError | None]:
+        """Put or get the first ``end`` chunks. When it returns or raises nothing of it runs any more.
+
+        Returns:
+            The bytes that were added, and the cancellation to be raised.
+        """
+        assert self._pool is not None
+        transfer = self._pool.begin(call, verb, end, self._maintained.index)
+        cancelled = await transfer.end()
+        return transfer.added, cancelled
+
+    async def _do(
+        self,
+        workers: Workers,
+        call: FileCall,
+        work: Callable[[FileCall, int, int], object],
+        parts: Sequence[tuple[int, int]],
+    ) -> None:
+        """Do parts of a call in worker threads. When it returns or raises none of them runs any more."""
+        jobs = Jobs[object](workers, [partial(work, call, first, end) for first, end in parts], call.stop)
+        cancelled = await jobs.end()
+        if cancelled is not None:
+            raise cancelled
+        jobs.results()
+
+    def _reserve(self, chunks: int) -> tuple[int, int]:
+        """Reserve room. Returns for how many chunks, and the result of the others."""
+        try:
+            return self._here.quota.reserve(chunks)
+        except OSError as error:  # the file system cannot even say how much room there is
+            return 0, -(error.errno or errno.EIO)
+
+    def _look_up(self, call: FileCall, first: int, end: int) -> None:
+        self._files.contains(call, first, end)
         self._learn(call, first, end)
-        if self._here.space.excess_bytes:
-            self._tended.make_room_soon()
+
+    def _replace(self, call: FileCall, ill: Sequence[int]) -> None:
+        """Set aside what is in the place of chunks, and put these again."""
+        quota = self._here.quota
+        for i in ill:
+            self._here.quarantine.set_aside(call, i)
+            granted, reason = self._reserve(1)
+            added = 0
+            try:
+                if granted:
+                    added = self._files.put(call, i, i + 1)
+                else:
+                    call.results[i] = reason
+            finally:
+                quota.settle(granted, added)
 
     def _refuse(self, call: FileCall, first: int, end: int, reason: int) -> None:
         """Answer for chunks that cannot be written: those that are there already are well."""
-        self._work.contains(call, first, end)
+        self._files.contains(call, first, end)
         for i in range(first, end):
             if call.results[i] == Result.ABSENT:
                 call.results[i] = reason
 
-    def _get_job(self, call: FileCall, first: int, end: int) -> None:
-        self._work.get(call, first, end)
-        self._got_job(call, first, end)
-
-    def _got_job(self, call: FileCall, first: int, end: int) -> None:
-        ill = _ill(call.results, first, end)
+    def _set_aside(self, call: FileCall, ill: Sequence[int]) -> None:
         for i in ill:
             self._here.quarantine.set_aside(call, i)
-        self._got(call, first, end)
-        if ill:
-            self._tell_removed([call.keys[i] for i in ill])
+        self._tell_removed([call.keys[i] for i in ill])
 
-    def _got(self, call: FileCall, first: int, end: int) -> None:
-        self._tended.note_used(self._learn(call, first, end))
-
-    def _discard_job(self, call: FileCall, first: int, end: int) -> None:
-        since = self._here.space.mark()
-        removed = self._work.discard(call, first, end)
-        self._tended.learn(call.place, (), call.keys[first:end])
+    def _remove(self, call: FileCall, first: int, end: int) -> None:
+        since = self._here.quota.mark()
+        removed = self._files.discard(call, first, end)
+        self._maintained.learn(call.place, (), call.keys[first:end])
         try:
-            self._here.space.changed(-removed, since)
+            self._here.quota.changed(-removed, since)
         except OSError as error:  # then the root is taken to hold them until it is counted again
             _log.warning("%d bytes were removed, and the ledger cannot be told: %s", removed, error)
 
@@ -600,26 +517,8 @@ class FsTier(OneRoot):
         if any(results):
             there = tuple(key for key, result in zip(keys, results, strict=True) if result in _THERE)
             gone = tuple(key for key, result in zip(keys, results, strict=True) if result in _GONE)
-        self._tended.learn(call.place, () if call.is_noted else there, gone)
+        self._maintained.learn(call.place, () if call.is_noted else there, gone)
         return there
-
-
-def _as_named_here(config: FsConfig, context: TierContext) -> TierContext:
-    """Name the cache as vLLM's own fs tier does, where the root is shared with it."""
-    if config.layout == "kvtier":
-        return context
-    if context.identity.native is None:
-        raise TierError(
-            f"tier {context.name}: layout is 'vllm', but this is no engine of vLLM's that could say what "
-            "its own fs tier calls this cache: leave layout and integrity away"
-        )
-    _log.warning(
-        "%s: layout 'vllm' with integrity 'none': files have no checksum and no identity, as those of vLLM's "
-        "own fs tier. Damaged bytes, weights or quantisation that were changed under the same name, and "
-        "engines that vLLM's own names do not tell apart CAN GIVE WRONG TOKENS",
-        context.name,
-    )
-    return replace(context, identity=context.identity.native)
 
 
 def _ill(results: array[int], first: int, end: int) -> list[int]:

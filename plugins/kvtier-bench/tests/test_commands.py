@@ -51,7 +51,7 @@ def test_figures_are_shown_and_written(run: Run, calls: list[Any], tmp_path: Pat
         "fs", "/data", "--chunk-bytes", "4096", "--rounds", "2", "--json", str(tmp_path / "out.json")
     )
     assert result.exit_code == 0, result.output
-    assert calls == [((Path("/data"), [4096], 1.0, 2, "process"), {})]
+    assert calls == [((Path("/data"), [4096], 1.0, 2), {})]
     assert "12,346" in result.output
     assert json.loads((tmp_path / "out.json").read_text()) == {"Speed": [{"name": "put", "gb_s": 12345.6}]}
 

@@ -12,7 +12,7 @@ from kvtier.errors import KVTierError
 from kvtier.tiers.base import Batch, Outcome, Status
 from kvtier.tiers.fs import FsTier
 from kvtier_bench import disk, fs
-from kvtier_bench.fs import Isolation, Point
+from kvtier_bench.fs import Point
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +24,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fs, "VllmUnderTest", missing)
 
 
-@pytest.mark.parametrize("isolation", ["process", "thread"])
-def test_the_tier_is_measured_and_nothing_is_left(tmp_path: Path, isolation: Isolation) -> None:
-    result = fs.run(tmp_path, sizes=(4096,), seconds=0.05, rounds=1, isolation=isolation)
+def test_the_tier_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
+    result = fs.run(tmp_path, sizes=(4096,), seconds=0.05, rounds=1)
     points = [found for found in result if isinstance(found, Point)]
     assert {(found.path, found.verb, found.busy) for found in points} == {
         (fs.KVTIER, verb, busy) for verb in ("put", "get") for busy in (False, True)

@@ -11,12 +11,9 @@ from typing import Any
 import pytest
 
 from kvtier.errors import ConfigError, KVTierError
-from kvtier.memory.heap import HeapMemory
 from kvtier.tiers.base import TierConfig
-from kvtier.tiers.fs import FsConfig
 from kvtier_bench import tier as bench
 from kvtier_bench.bare import BareClient
-from kvtier_bench.plain_files import PlainFiles
 from kvtier_bench.tier import Latency, TierPoint
 
 SIZE = 4096
@@ -130,19 +127,3 @@ def test_settings_that_cannot_be_read_are_refused_in_words(tmp_path: Path) -> No
     path.write_text('type = "dummy"\nsed = 1\n')
     with pytest.raises(ConfigError, match=r"tier\.toml\.sed is not a setting; did you mean seed"):
         bench.read_config(path)
-
-
-async def test_of_plain_files_none_is_left(tmp_path: Path) -> None:
-    client = PlainFiles(FsConfig(root_dir=tmp_path), SIZE)
-    await client.open()
-    memory = HeapMemory(4, SIZE)
-    for slot in range(2):
-        memory.view(slot)[:] = bytes([slot]) * SIZE
-    await client.put(["a", "b"], [memory.view(0), memory.view(1)])
-    await client.get(["b", "a"], [memory.view(2), memory.view(3)])
-    assert [bytes(memory.view(slot)[:1]) for slot in (2, 3)] == [b"\1", b"\0"]
-    await client.discard(["a"])
-    with pytest.raises(FileNotFoundError):
-        await client.get(["a"], [memory.view(0)])
-    await client.aclose()
-    assert list(tmp_path.iterdir()) == []

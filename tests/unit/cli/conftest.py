@@ -61,9 +61,8 @@ def kvtier(monkeypatch: pytest.MonkeyPatch) -> Kvtier:
 class Cache:
     """One cache of a root, written as an engine writes it. Chunk ``n`` has the bytes ``content(n)``."""
 
-    def __init__(self, root: Path, model: str = "org/Model-7B", format: str = "files") -> None:
+    def __init__(self, root: Path, model: str = "org/Model-7B") -> None:
         self.root = root
-        self.format = format
         self.identity = Identity.make(model, {"dtype": "bfloat16"})
 
     @property
@@ -95,13 +94,7 @@ class Cache:
         return Batch([self.key(number) for number in wanted], range(len(wanted)), memory)
 
     async def open(self, **settings: object) -> FsTier:
-        given = {
-            "root_dir": self.root,
-            "n_threads": 2,
-            "min_free_bytes": 0,
-            "format": self.format,
-            **settings,
-        }
+        given = {"root_dir": self.root, "n_threads": 2, "min_free_bytes": 0, **settings}
         tier = FsTier(FsConfig.model_validate(given))
         await tier.open(TierContext("files", self.identity, CHUNK_BYTES))
         return tier
@@ -126,7 +119,7 @@ class Cache:
         wanted = list(numbers)
 
         async def do() -> list[int]:
-            tier = await self.open(format="auto")
+            tier = await self.open()
             try:
                 batch = self.batch(wanted, filled=False)
                 outcome = await tier.get(batch)
@@ -141,9 +134,6 @@ class Cache:
 
         return asyncio.run(do())
 
-    def segments(self) -> list[Path]:
-        return sorted(self.root.glob(f"{self.name}_r0*/segments/*.seg"))
-
     def quarantined(self) -> list[str]:
         folder = self.home / "quarantine"
         return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
@@ -151,11 +141,5 @@ class Cache:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Cache:
-    """A cache on a root that is not there yet, a file for each chunk."""
+    """A cache on a root that is not there yet."""
     return Cache(tmp_path / "root")
-
-
-@pytest.fixture
-def packed(tmp_path: Path) -> Cache:
-    """A cache on a root that is not there yet, many chunks in a file."""
-    return Cache(tmp_path / "root", format="segments")

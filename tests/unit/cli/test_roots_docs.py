@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.cli import archive, gc, ls, stat, verify
+from kvtier.cli import gc, ls, stat, verify
 
 PAGE = Path(__file__).parents[3] / "docs" / "fs.md"
 
@@ -24,8 +24,6 @@ DOCUMENTS: dict[str, Any] = {
     "of `verify`, a namespace": verify.Verified,
     "of `verify`, an ill file": verify.Ill,
     "`gc`": gc.Collected,
-    "`export`": archive.Exported,
-    "`import`": archive.Imported,
 }
 
 

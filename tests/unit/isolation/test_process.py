@@ -220,8 +220,8 @@ def test_a_tier_that_eats_memory_fails_within_its_limit(den: MakeDen) -> None:
 
 @pytest.mark.full
 def test_the_lowest_limit_of_memory_has_room_for_files(den: MakeDen, tmp_path: Path) -> None:
-    """Stacks of threads count, and each format has threads of its own."""
-    both = [make_tier("fs", root_dir=tmp_path / form, format=form, **MUCH) for form in ("files", "segments")]
+    """Stacks of threads count, and each tier has threads of its own."""
+    both = [make_tier("fs", root_dir=tmp_path / name, **MUCH) for name in ("one", "two")]
     it = den(*both, memory_limit_bytes=256 << 20)
     for number in range(SLOTS // 2):
         for tier in range(len(both)):

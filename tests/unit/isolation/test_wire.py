@@ -140,13 +140,9 @@ def test_a_frame_that_would_fill_the_memory_is_refused_at_once() -> None:
 
 
 def test_an_identity_comes_over_with_its_digest() -> None:
-    native = Identity("m", {"b": 2}, "a place")
     identity = Identity.make("org/model", {"dtype": "int8", "ratio": 0.1, "nested": {"z": [1, None, True]}})
-    identity = Identity(identity.model, identity.fields, "", native)
     it = wire.IdentityText.of(identity).read()
     assert (it.digest, it.namespace, it.model) == (identity.digest, identity.namespace, identity.model)
-    assert it.native is not None
-    assert (it.native.digest, it.native.namespace) == (native.digest, "a place")
 
 
 # --- what makes sense ----------------------------------------------------------------------------

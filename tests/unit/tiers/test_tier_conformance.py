@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 
@@ -15,9 +15,9 @@ from kvtier.keys import OffloadKey
 from kvtier.tiers.base import SecondaryTier
 from kvtier.tiers.dummy import DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
-from kvtier.tiers.fs.call import FileWork
-from kvtier.tiers.fs.native_files import NativeFiles
-from kvtier.tiers.fs.python_files import PythonFiles
+from kvtier.tiers.fs.files import ChunkFiles
+from kvtier.tiers.fs.files.native import NativeFiles
+from kvtier.tiers.fs.files.python import PythonFiles
 from kvtier_testing.tiers import Damage, TierConformance
 from tests.unit.tiers.fs.slow import FileConformance, SlowFiles
 
@@ -49,11 +49,11 @@ class TestDummy(TierConformance):
 class _OnFiles(FileConformance):
     """The file tier, with one way to work on files."""
 
-    work: ClassVar[FileWork]
+    work: ClassVar[ChunkFiles]
 
     def make_tier(self, place: Path) -> SecondaryTier[Any]:
         self.slow = SlowFiles(self.work)
-        return FsTier(FsConfig.model_validate(self.settings(place)), self.slow)
+        return FsTier(FsConfig.model_validate(self.settings(place)), cast(ChunkFiles, self.slow))
 
     def damage(self, tier: SecondaryTier[Any], place: Path, key: OffloadKey, damage: Damage) -> None:
         (file,) = place.rglob(f"{key[:-4].hex()}.bin")

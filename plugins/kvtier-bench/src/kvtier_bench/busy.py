@@ -14,24 +14,11 @@ from typing import Any
 _FIRST_LOOPS_S = 60.0
 
 
-class Busy(ABC):
-    """What computes while it is entered."""
-
+class _Busy(ABC):
     @property
     @abstractmethod
     def loops(self) -> int:
         """How far it has come."""
-
-    @property
-    @abstractmethod
-    def cpu_s(self) -> float:
-        """Processor seconds of this process that it has taken."""
-
-    @abstractmethod
-    def __enter__(self) -> Busy: ...
-
-    @abstractmethod
-    def __exit__(self, *_: object) -> None: ...
 
     async def rate_during(self, work: Awaitable[object]) -> float:
         """Return how many loops a second it does while something else is awaited."""
@@ -40,17 +27,19 @@ class Busy(ABC):
         return (self.loops - loops) / (time.perf_counter() - started)
 
 
-class BusyThread(Busy):
-    """A thread of this process, which never lets go of the interpreter by itself."""
+class BusyThread(_Busy):
+    """A thread of this process that computes while it is entered, and never lets go of the interpreter.
+
+    Attributes:
+        cpu_s: processor seconds of this process that it has taken.
+    """
+
+    loops = 0
+    cpu_s = 0.0
 
     def __init__(self) -> None:
-        self._loops = 0
-        self._cpu_s = 0.0
         self._stop = False
         self._thread = threading.Thread(target=self._compute, name="engine", daemon=True)
-
-    loops = property(lambda self: self._loops)
-    cpu_s = property(lambda self: self._cpu_s)
 
     def __enter__(self) -> BusyThread:
         self._thread.start()
@@ -65,21 +54,22 @@ class BusyThread(Busy):
         while not self._stop:
             for _ in range(1000):
                 loops += 1
-            self._loops = loops
-            self._cpu_s = time.thread_time()
+            self.loops = loops
+            self.cpu_s = time.thread_time()
 
 
-class BusyProcess(Busy):
-    """Another process, which shares nothing with this one but the processors."""
-
-    cpu_s = 0.0
+class BusyProcess(_Busy):
+    """Another process that computes while it is entered; it shares nothing but the processors."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._loops = RawValue(ctypes.c_uint64, 0)
         self._process = context.Process(target=_count, args=(self._loops,), name="engine", daemon=True)
 
-    loops = property(lambda self: int(self._loops.value))
+    @property
+    def loops(self) -> int:
+        """How far it has come."""
+        return int(self._loops.value)
 
     def __enter__(self) -> BusyProcess:
         self._process.start()

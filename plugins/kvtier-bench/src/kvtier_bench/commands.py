@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -94,15 +94,11 @@ def fs(
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.01, help="Length of each measured stretch.")] = 1.0,
     rounds: RoundsOption = 5,
-    isolation: Annotated[
-        Literal["process", "thread"],
-        typer.Option(help="Where the tier is, seen from the engine that computes beside it."),
-    ] = "process",
     json_file: JsonOption = None,
 ) -> None:
     """GB/s of the fs tier against the limit of its file system."""
     measure = _lazy("fs")
-    _report(measure.run(root, chunk_bytes or measure.SIZES, seconds, rounds, isolation), json_file)
+    _report(measure.run(root, chunk_bytes or measure.SIZES, seconds, rounds), json_file)
 
 
 @bench.command()

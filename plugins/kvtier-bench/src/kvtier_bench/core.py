@@ -74,10 +74,10 @@ class Driver(Protocol):
         """Unpin them."""
 
     def reserve(self, keys: Sequence[OffloadKey], request: Any) -> bool:
-        """Give slots to new chunks; say whether all of them got one."""
+        """Reserve slots for new chunks; return whether all of them got one."""
 
     def commit(self, keys: Sequence[OffloadKey], request: Any) -> None:
-        """Say that they are filled."""
+        """Report that they are filled."""
 
     def end_step(self) -> None:
         """End a step of the engine."""

@@ -29,8 +29,6 @@ SUBMISSIONS = (1, 16, 256, 4096)
 
 PLANNED_PAGES = (64, 256, 1024, 4096, 8192)
 PLANNED_TENSORS = 32
-MOST_US_A_PAGE = 1.0
-LEAST_PAGES = 256  # from so many pages on the time of a page counts, not that of a submission
 
 ROUNDS = 7
 _SETTLE_S = 120.0
@@ -112,22 +110,7 @@ class ComputeLoss:
     percent: float
 
 
-@dataclass(frozen=True)
-class Goal:
-    """What an accelerator should reach; a GPU of the H200's class for the copies.
-
-    Attributes:
-        goal: in words.
-        found: the figure.
-        verdict: pass, fail, or why it was not measured.
-    """
-
-    goal: str
-    found: str
-    verdict: str
-
-
-Figure = Machine | PlanCost | CopySpeed | ComputeLoss | Goal
+Figure = Machine | PlanCost | CopySpeed | ComputeLoss
 
 
 def run(backend: str | None = None, *, host_only: bool = False, mib: int | None = None) -> list[Figure]:
@@ -143,17 +126,14 @@ def run(backend: str | None = None, *, host_only: bool = False, mib: int | None 
     """
     costs = [_plan_cost(pages, scattered) for scattered in (True, False) for pages in PLANNED_PAGES]
     if host_only:
-        return [*costs, _plan_goal(costs)]
+        return list(costs)
     name = usable(backend)
     device = torch_device(name)
     is_host = device.type == "cpu"
     total = (mib or (64 if is_host else 2048)) * KIB * KIB
     with _one_thread(is_host):
         figures = _copies(name, device, total)
-    speeds = [figure for figure in figures if isinstance(figure, CopySpeed)]
-    losses = [figure for figure in figures if isinstance(figure, ComputeLoss)]
-    goals = _goals(speeds, losses, "no accelerator here" if is_host else None)
-    return [*costs, *figures, _plan_goal(costs), *goals]
+    return [*costs, *figures]
 
 
 @contextmanager
@@ -213,12 +193,6 @@ def _describe_page_by_page(
         for base, offset in zip(bases, layout.tensor_offsets, strict=True):
             copies.append((base + block * 64, start + offset, 64))
     return copies
-
-
-def _plan_goal(costs: Sequence[PlanCost]) -> Goal:
-    worst = max(cost.us_a_page for cost in costs if cost.pages >= LEAST_PAGES)
-    words = f"at most {MOST_US_A_PAGE:g} us a page to describe copies, from {LEAST_PAGES} pages on"
-    return Goal(words, f"{worst:.3f} us", _verdict(worst <= MOST_US_A_PAGE))
 
 
 # --- copies --------------------------------------------------------------------------------------
@@ -411,33 +385,6 @@ def _opened(name: str, device: torch.device, page_bytes: int, total: int) -> Ite
             yield _Bench(engine, memory, region)
         finally:
             engine.close()
-
-
-# --- goals ---------------------------------------------------------------------------------------
-
-
-def _goals(
-    speeds: Sequence[CopySpeed], losses: Sequence[ComputeLoss], unmeasured: str | None
-) -> Iterator[Goal]:
-    for page_kib, percent in ((2048, 97), (64, 90)):
-        words = f"{percent} % of a pinned copy at pages of {page_kib} KiB, each way"
-        most = max(speed.pages for speed in speeds if speed.page_kib == page_kib)
-        found = min(
-            speed.percent
-            for speed in speeds
-            if (speed.page_kib, speed.pages) == (page_kib, most) and speed.way != "both"
-        )
-        yield Goal(words, f"{found:.1f} %", unmeasured or _verdict(found >= percent))
-    worst = max(loss.percent for loss in losses if loss.page_kib >= 64)
-    yield Goal(
-        "less than 3 % of computing lost to copies of pages from 64 KiB on",
-        f"{worst:.1f} %",
-        unmeasured or _verdict(worst < 3),
-    )
-
-
-def _verdict(reached: bool) -> str:
-    return "pass" if reached else "fail"
 
 
 def _timed(action: Callable[[], object]) -> float:

@@ -5,8 +5,8 @@ tier, one after the other, so that a noisy machine changes all of them alike: tr
 large file on the same file system, written before, read and overwritten with direct I/O by several threads of
 another process from memory that is there already.
 
-Each point is measured twice: idle, and beside an engine that computes in pure Python without a pause, in a
-process of its own or in a thread of this one (``isolation``).
+Each point is measured twice: idle, and beside a process that computes in pure Python without a pause, as an
+engine does.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import shutil
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Final, Generic, Literal, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from kvtier import native
 from kvtier.errors import KVTierError
@@ -37,7 +37,7 @@ from kvtier.tiers.base import Batch, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier.tiers.fs.layout import BLOCK_BYTES
 from kvtier_bench import disk, machine
-from kvtier_bench.busy import Busy, BusyProcess, BusyThread
+from kvtier_bench.busy import BusyProcess
 from kvtier_bench.disk import RawLimit, fill, raw_limit
 from kvtier_bench.machine import Machine, open_folder, require_room
 
@@ -53,8 +53,6 @@ _GLANCE_S: Final = 0.2
 _UNBOUNDED: Final = 2**62
 _NO_ROOM: Final = frozenset({"max_bytes", "min_free", "enospc", "edquot"})
 
-Isolation = Literal["process", "thread"]
-BUSY: Final[Mapping[Isolation, type[Busy]]] = {"process": BusyProcess, "thread": BusyThread}
 SIZES: Final = (65536, 524288, 2097152)
 KVTIER: Final = "kvtier"
 VLLM: Final = "vllm"
@@ -75,10 +73,8 @@ class Point:
         tier_gb_s: what the tier did.
         ratio: median of the rounds' ratios of the two.
         spread: least and greatest of them.
-        cpu_us_chunk: processor time of this process for each chunk, the computing thread's left out.
+        cpu_us_chunk: processor time of this process for each chunk.
         bare_us_chunk: the same without the checksums, whose time is measured apart in each round.
-        held_share: processor time of the event loop's thread, which is when the tier has the interpreter,
-            for each second. None for vLLM's, whose threads have it and the file system in turns.
         slowdown: by what share the computing engine got slower; None where there is none.
         raw_slowdown: the same beside the bare disk work, which takes processor time of its own.
     """
@@ -93,7 +89,6 @@ class Point:
     spread: str
     cpu_us_chunk: float
     bare_us_chunk: float
-    held_share: float | None
     slowdown: float | None
     raw_slowdown: float | None
     raw_busy: float | None = None
@@ -101,13 +96,11 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measured stretch: bytes moved, wall and processor seconds, the computing thread's rate."""
+    """One measured stretch: bytes moved, wall and processor seconds."""
 
     nbytes: int
     wall_s: float
     cpu_s: float
-    loops_per_s: float | None = None
-    held_s: float | None = None
 
     @property
     def gb_s(self) -> float:
@@ -282,7 +275,6 @@ def run(
     sizes: Sequence[int] = SIZES,
     seconds: float = 1.0,
     rounds: int = 5,
-    isolation: Isolation = "process",
 ) -> list[Point | Machine]:
     """Measure. What is written below ``root`` is removed again.
 
@@ -291,8 +283,6 @@ def run(
         sizes: bytes of a chunk, multiples of 4096.
         seconds: length of each measured stretch.
         rounds: how often each is repeated; medians are given.
-        isolation: where the tier is, as an engine's setting says: in another process than what computes, or
-            in the same one.
 
     Returns:
         What was measured on, and a point for each path, size, verb and state of the interpreter.
@@ -307,7 +297,7 @@ def run(
             needed = _bytes_put(_measure_raw(limit, "put", _GLANCE_S).gb_s, sizes, seconds)
             require_room(root, needed, f"chunks put for {seconds:g} s at the disk's rate")
             for size in sizes:
-                points += asyncio.run(_measure_size(folder, size, seconds, rounds, limit, BUSY[isolation]))
+                points += asyncio.run(_measure_size(folder, size, seconds, rounds, limit))
         return [Machine.here(root), *points]
 
 
@@ -320,11 +310,12 @@ def _bytes_put(gb_s: float, sizes: Sequence[int], seconds: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What was measured together: disk and tier, and the computing thread alone and beside the disk."""
+    """What was measured together: disk and tier, and how fast the engine computed alone and beside each."""
 
     tier: Sample
     raw: Sample = Sample(0, 1, 0)
     alone: float | None = None
+    beside_tier: float | None = None
     beside_raw: float | None = None
     raw_busy: Sample | None = None
     checksum_us: float = 0.0
@@ -334,9 +325,7 @@ Rounds = dict[tuple[str, str, bool], list[Round]]
 """Rounds of each path, verb and state of the interpreter."""
 
 
-async def _measure_size(
-    root: Path, size: int, seconds: float, rounds: int, limit: RawLimit, engine: type[Busy]
-) -> list[Point]:
+async def _measure_size(root: Path, size: int, seconds: float, rounds: int, limit: RawLimit) -> list[Point]:
     memory = HeapMemory(BATCH_CHUNKS * BATCHES_IN_FLIGHT, size)
     await asyncio.to_thread(fill, memory)
     found: Rounds = {}
@@ -347,13 +336,13 @@ async def _measure_size(
             await under_test.discard_all()
         for _ in range(rounds):
             checksum_us = await asyncio.to_thread(_checksum_us, memory)
-            for busy in (None, engine):
+            for busy in (False, True):
                 for path, under_test in paths.items():
                     for verb in ("put", "get"):
                         one = await _measure_round(under_test, limit, verb, seconds, busy)
                         if under_test.checksums:
                             one = dataclasses.replace(one, checksum_us=checksum_us)
-                        found.setdefault((path, verb, busy is not None), []).append(one)
+                        found.setdefault((path, verb, busy), []).append(one)
                     await under_test.discard_all()
                     await asyncio.to_thread(_wait_until_swept, root)
     return [_point(size, *key, rows) for key, rows in sorted(found.items())]
@@ -386,17 +375,18 @@ def _wait_until_swept(root: Path) -> None:
 
 
 async def _measure_round(
-    under_test: UnderTest[Any], limit: RawLimit, verb: str, seconds: float, engine: type[Busy] | None
+    under_test: UnderTest[Any], limit: RawLimit, verb: str, seconds: float, busy: bool
 ) -> Round:
     """Measure the disk, the tier and the disk again: its rate changes within seconds."""
     if verb == "put":
         batch_bytes = BATCH_CHUNKS * under_test.chunk_bytes
         await asyncio.to_thread(under_test.prepare, int(seconds * MOST_GB_S * 1e9 / batch_bytes))
     before = await asyncio.to_thread(_measure_raw, limit, verb, seconds / 2)
-    if engine is None:
-        one = await _measure_idle(under_test, verb, seconds)
-    else:
-        one = await _measure_busy(under_test, limit, verb, seconds, engine)
+    one = (
+        await _measure_busy(under_test, limit, verb, seconds)
+        if busy
+        else Round(await _measure(under_test, verb, seconds))
+    )
     after = await asyncio.to_thread(_measure_raw, limit, verb, seconds / 2)
     return dataclasses.replace(one, raw=before + after)
 
@@ -406,36 +396,25 @@ def _measure_raw(limit: RawLimit, verb: str, seconds: float) -> Sample:
     return Sample(nbytes, took_s, 0.0)
 
 
-async def _measure_idle(under_test: UnderTest[Any], verb: str, seconds: float) -> Round:
-    wall, cpu, held = time.perf_counter(), time.process_time(), time.thread_time()
+async def _measure(under_test: UnderTest[Any], verb: str, seconds: float) -> Sample:
+    wall, cpu = time.perf_counter(), time.process_time()
     nbytes = await under_test.move_for(verb, seconds)
-    took, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
-    return Round(Sample(nbytes, took, cpu_s, held_s=time.thread_time() - held))
+    return Sample(nbytes, time.perf_counter() - wall, time.process_time() - cpu)
 
 
-async def _measure_busy(
-    under_test: UnderTest[Any], limit: RawLimit, verb: str, seconds: float, make: type[Busy]
-) -> Round:
-    engine = make()
+async def _measure_busy(under_test: UnderTest[Any], limit: RawLimit, verb: str, seconds: float) -> Round:
+    engine = BusyProcess()
     await asyncio.to_thread(engine.__enter__)
     try:
         alone = await engine.rate_during(asyncio.sleep(seconds / 4))
         raw = asyncio.ensure_future(asyncio.to_thread(_measure_raw, limit, verb, seconds / 2))
         beside_raw = await engine.rate_during(raw)
-        wall, cpu, engine_cpu = time.perf_counter(), time.process_time(), engine.cpu_s
-        held = time.thread_time()
-        loops, nbytes = engine.loops, await under_test.move_for(verb, seconds)
-        took, held = time.perf_counter() - wall, time.thread_time() - held
-        cpu_s = time.process_time() - cpu - (engine.cpu_s - engine_cpu)
-        beside_tier = (engine.loops - loops) / took
+        loops = engine.loops
+        moved = await _measure(under_test, verb, seconds)
+        beside_tier = (engine.loops - loops) / moved.wall_s
     finally:
         await asyncio.to_thread(engine.__exit__)
-    return Round(
-        Sample(nbytes, took, cpu_s, beside_tier, held),
-        alone=alone,
-        beside_raw=beside_raw,
-        raw_busy=raw.result(),
-    )
+    return Round(moved, alone=alone, beside_raw=beside_raw, raw_busy=raw.result(), beside_tier=beside_tier)
 
 
 def _checksum_us(memory: HeapMemory) -> float:
@@ -447,12 +426,11 @@ def _checksum_us(memory: HeapMemory) -> float:
 
 
 def _point(size: int, path: str, verb: str, busy: bool, rows: Sequence[Round]) -> Point:
-    beside_tier = [1 - row.tier.loops_per_s / row.alone for row in rows if row.tier.loops_per_s and row.alone]
+    beside_tier = [1 - row.beside_tier / row.alone for row in rows if row.beside_tier and row.alone]
     beside_raw = [1 - row.beside_raw / row.alone for row in rows if row.beside_raw and row.alone]
     raw_busy = [row.raw_busy.gb_s / row.raw.gb_s for row in rows if row.raw_busy is not None]
     ratios = [row.tier.gb_s / row.raw.gb_s for row in rows]
     cpu = statistics.median(row.tier.cpu_s / row.tier.nbytes * size * 1e6 for row in rows)
-    held = [row.tier.held_s / row.tier.wall_s for row in rows if row.tier.held_s is not None]
     return Point(
         path=path,
         chunk_bytes=size,
@@ -464,7 +442,6 @@ def _point(size: int, path: str, verb: str, busy: bool, rows: Sequence[Round]) -
         spread=f"{min(ratios):.2f}-{max(ratios):.2f}",
         cpu_us_chunk=cpu,
         bare_us_chunk=cpu - statistics.median(row.checksum_us for row in rows),
-        held_share=statistics.median(held) if path != VLLM else None,
         slowdown=statistics.median(beside_tier) if beside_tier else None,
         raw_slowdown=statistics.median(beside_raw) if beside_raw else None,
         raw_busy=statistics.median(raw_busy) if raw_busy else None,

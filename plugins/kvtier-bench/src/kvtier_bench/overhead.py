@@ -227,14 +227,14 @@ def _lost(rows: Sequence[Sample], plain: Sequence[Sample]) -> list[float]:
 
 
 def verdict(low: float, high: float, is_noisy: bool) -> str:
-    """Say whether the goal is met, as far as bounds of the loss tell it."""
+    """Return whether the goal is met, as far as bounds of the loss tell it."""
     if is_noisy or low <= GOAL_PERCENT < high:
         return "not told"
     return "met" if high <= GOAL_PERCENT else "missed"
 
 
 def part_of(thread: str) -> str | None:
-    """Say what a thread does for a connector; None for one of the engine's own."""
+    """Return what a thread does for a connector; None for one of the engine's own."""
     return next((part for beginning, part in PARTS if thread.startswith(beginning)), None)
 
 
@@ -264,7 +264,7 @@ def _ask(engine: Engine, work: Work, seed: str) -> Sample:
 def explain(
     engines: Mapping[str, Engine], work: Work, samples: Mapping[str, Sequence[Sample]]
 ) -> list[Share]:
-    """Say what the processor time of each connector is made of."""
+    """Return what the processor time of each connector is made of."""
     shares = []
     for name, engine in engines.items():
         if name in (PLAIN, CONTROL):

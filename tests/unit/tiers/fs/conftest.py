@@ -16,9 +16,9 @@ from kvtier.keys import OffloadKey, pack_key
 from kvtier.memory.heap import HeapMemory
 from kvtier.tiers.base import Batch, Outcome, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
-from kvtier.tiers.fs.native_files import NativeFiles
-from kvtier.tiers.fs.python_files import PythonFiles
-from kvtier.tiers.fs.store import Store
+from kvtier.tiers.fs.files import ChunkFiles
+from kvtier.tiers.fs.files.native import NativeFiles
+from kvtier.tiers.fs.files.python import PythonFiles
 
 SLOTS = 64
 
@@ -26,7 +26,7 @@ SLOTS = 64
 class World:
     """One root directory and what tests do with it. Chunk ``n`` has the bytes ``content(n)``."""
 
-    def __init__(self, root: Path, work: Store) -> None:
+    def __init__(self, root: Path, work: ChunkFiles) -> None:
         self.root = root
         self.work = work
         self.chunk_bytes = 16384
@@ -37,7 +37,7 @@ class World:
     def namespace(self) -> Path:
         return self.root / self.identity.namespace
 
-    async def open(self, work: Store | None = None, **settings: object) -> FsTier:
+    async def open(self, work: ChunkFiles | None = None, **settings: object) -> FsTier:
         """Open a tier on the root; it is closed when the test ends."""
         given = {"root_dir": self.root, "n_threads": 4, "min_free_bytes": 0, **settings}
         tier = FsTier(FsConfig.model_validate(given), work if work is not None else self.work)
@@ -110,7 +110,7 @@ class World:
 
 
 @pytest.fixture(params=["native", "python"])
-def work(request: pytest.FixtureRequest) -> Store:
+def work(request: pytest.FixtureRequest) -> ChunkFiles:
     """What does the work on files: each in turn."""
     if request.param == "python":
         return PythonFiles()
@@ -120,7 +120,7 @@ def work(request: pytest.FixtureRequest) -> Store:
 
 
 @pytest.fixture
-async def world(tmp_path: Path, work: Store) -> AsyncIterator[World]:
+async def world(tmp_path: Path, work: ChunkFiles) -> AsyncIterator[World]:
     """A world on an empty root."""
     here = World(tmp_path / "root", work)
     yield here

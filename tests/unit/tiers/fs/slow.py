@@ -1,4 +1,4 @@
-"""What the conformance suites of both formats share: a file tier that can be made slow."""
+"""A file tier for the conformance suite that can be made slow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import hypothesis
 
 from kvtier.tiers.base import SecondaryTier
 from kvtier.tiers.fs import FsTier
-from kvtier.tiers.fs.call import FileCall, FileWork
+from kvtier.tiers.fs.files import ChunkFiles
+from kvtier.tiers.fs.files.call import FileCall
 from kvtier_testing.tiers import TierConformance
 from tests.effort import effort
 
@@ -21,16 +22,13 @@ from tests.effort import effort
 class SlowFiles:
     """Work on files that takes longer while ``seconds`` is set."""
 
-    def __init__(self, inner: FileWork) -> None:
+    def __init__(self, inner: ChunkFiles) -> None:
         self._inner = inner
         self._waiting = threading.Condition()
         self.seconds = 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
-
-    def begin(self, *_: object) -> bool:
-        return False
 
     def put(self, call: FileCall, first: int, end: int) -> int:
         self._wait()

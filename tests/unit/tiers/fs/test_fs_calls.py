@@ -110,8 +110,8 @@ fault = Fault.in_dll(ctypes.CDLL(None), "fault")
 CALLS = (
     "openat preadv pwritev pread pwrite renameat fdatasync fsync mkdirat unlinkat fstatat utimensat".split()
 )
-root, format_ = Path(sys.argv[1]), sys.argv[2]
-assert native.available == (sys.argv[3] == "native")
+root = Path(sys.argv[1])
+assert native.available == (sys.argv[2] == "native")
 SIZE = 16384
 
 def key(number):
@@ -144,7 +144,7 @@ async def put(tier, numbers):
     return outcome
 
 async def open_tier(folder):
-    settings = dict(root_dir=root / folder, n_threads=2, min_free_bytes=0, max_bytes=10**9, format=format_)
+    settings = dict(root_dir=root / folder, n_threads=2, min_free_bytes=0, max_bytes=10**9)
     tier = FsTier(FsConfig(**settings, durability="full"))
     await tier.open(TierContext("files", Identity.make("m", {}), SIZE))
     return tier
@@ -228,9 +228,8 @@ def folder(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it stands in front of glibc")
-@pytest.mark.parametrize("format_", ["files", "segments"])
 @pytest.mark.parametrize("way", ["native", "python"])
-async def test_whatever_call_fails_is_a_reason_and_all_is_well_afterwards(shim, folder, format_, way):
+async def test_whatever_call_fails_is_a_reason_and_all_is_well_afterwards(shim, folder, way):
     if way == "native" and native.library is None:
         pytest.skip("the native helper is not built")
     environment = {
@@ -238,6 +237,6 @@ async def test_whatever_call_fails_is_a_reason_and_all_is_well_afterwards(shim, 
         "LD_PRELOAD": str(shim),
         "KVTIER_NATIVE": "1" if way == "native" else "0",
     }
-    command = [sys.executable, "-c", DRIVER, folder, format_, way]
+    command = [sys.executable, "-c", DRIVER, folder, way]
     done = await anyio.run_process(command, env=environment, check=False)
     assert done.returncode == 0, done.stderr.decode()[-4000:]

@@ -39,9 +39,6 @@ class GatedFiles:
                 self.running -= 1
                 self.done += list(call.results[first:end])
 
-    def begin(self, *_):
-        return False
-
     def put(self, call, first, end):
         return self._gated(self.inner.put, call, first, end)
 
@@ -156,8 +153,6 @@ async def test_an_error_in_a_job_is_raised_when_all_have_ended(world, gated):
     tier = await _open(world, gated)
 
     class Broken:
-        close_pool = world.work.close_pool
-
         def put(self, call, first, end):
             raise RuntimeError("broken helper")
 

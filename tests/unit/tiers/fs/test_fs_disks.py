@@ -1,4 +1,4 @@
-"""Real disks that lose power, die or go read-only under a tier, with every format and durability.
+"""Real disks that lose power, die or go read-only under a tier, with every durability.
 
 The kernel itself takes the disk away: a file system in an image is shut down by the call that testers of
 file systems use. What was not flushed is lost, what is asked afterwards fails, and when the image is
@@ -21,8 +21,8 @@ import anyio.lowlevel
 import pytest
 
 from kvtier.tiers.base import Status
-from kvtier.tiers.fs import FsTier, formats, upkeep
-from kvtier.tiers.fs.store import Store
+from kvtier.tiers.fs import FsTier
+from kvtier.tiers.fs.maintenance import maintenance
 
 pytestmark = pytest.mark.timeout(60)
 OK, ABSENT, REFUSED, FAILED, CORRUPT = (
@@ -103,11 +103,7 @@ def make_disk(tmp_path: Path) -> Iterator[Callable[..., Disk]]:
 
 @pytest.fixture
 def work() -> None:
-    """Stores are made by format, with the native helper where it is there."""
-
-
-def store(kind: str) -> Store:
-    return formats.segments() if kind == "segments" else formats.files()
+    """Chunks are written by the native helper where it is there."""
 
 
 async def put_until_it_fails(world, tier: FsTier, numbers: list[int], kept: set[int]) -> Counter[str]:
@@ -128,15 +124,14 @@ async def put_until_it_fails(world, tier: FsTier, numbers: list[int], kept: set[
 @pytest.mark.parametrize(
     ("kind", "durability"), [("ext4", "none"), ("ext4", "data"), ("ext4", "full"), ("xfs", "full")]
 )
-@pytest.mark.parametrize("format_", ["files", "segments"])
 async def test_a_power_cut_leaves_what_the_durability_promises(
-    world, make_disk, monkeypatch, kind, format_, durability
+    world, make_disk, monkeypatch, kind, durability
 ):
-    monkeypatch.setattr(upkeep, "TICK_S", 0.01)
+    monkeypatch.setattr(maintenance, "TICK_S", 0.01)
     disk = make_disk(kind)
     world.root = disk.point / "root"
     settings = {"durability": durability, "max_bytes": 10**9, "recount_s": 0.05}
-    tier = await world.open(store(format_), **settings)
+    tier = await world.open(**settings)
     numbers, reasons = list(range(MOST)), []
     kept: set[int] = set()
     enough = random.Random().randrange(8, 160)
@@ -161,7 +156,7 @@ async def test_a_power_cut_leaves_what_the_durability_promises(
     disk.unmount()
 
     disk.mount()
-    tier = await world.open(store(format_), **settings)
+    tier = await world.open(**settings)
     statuses = (await world.get(tier, range(begun))).statuses  # which looks at the bytes
     assert set(statuses) <= ({OK, ABSENT, CORRUPT} if durability == "none" else {OK, ABSENT})
     set_aside = await anyio.to_thread.run_sync(world.quarantined)
@@ -173,29 +168,27 @@ async def test_a_power_cut_leaves_what_the_durability_promises(
     await tier.aclose()
 
 
-@pytest.mark.parametrize("format_", ["files", "segments"])
-async def test_a_disk_that_the_kernel_makes_read_only_is_read(world, make_disk, monkeypatch, format_):
-    monkeypatch.setattr(upkeep, "TICK_S", 0.01)
+async def test_a_disk_that_the_kernel_makes_read_only_is_read(world, make_disk, monkeypatch):
+    monkeypatch.setattr(maintenance, "TICK_S", 0.01)
     disk = make_disk("ext4", "errors=remount-ro")
     world.root = disk.point / "root"
-    tier = await world.open(store(format_), max_bytes=10**9, recount_s=0.05)
+    tier = await world.open(max_bytes=10**9, recount_s=0.05)
     assert (await world.put(tier, range(20))).statuses == (OK,) * 20
     disk.fail()
     outcome = await world.put(tier, range(40))
     assert outcome.statuses == (OK,) * 20 + (FAILED,) * 20
     assert dict(outcome.reasons) == {"erofs": 20}
     assert (await world.get(tier, range(40))).statuses == (OK,) * 20 + (ABSENT,) * 20
-    await tier.discard(world.keys([1]))  # a file stays; of a segment this process forgets it at least
+    await tier.discard(world.keys([1]))  # the file stays
     await tier.touch(world.keys([2]))
-    assert (await world.get(tier, range(1, 3))).statuses == (OK if format_ == "files" else ABSENT, OK)
+    assert (await world.get(tier, range(1, 3))).statuses == (OK, OK)
     await tier.aclose()
 
 
-@pytest.mark.parametrize("format_", ["files", "segments"])
-async def test_directories_that_may_not_be_changed_are_read(world, make_disk, format_):
+async def test_directories_that_may_not_be_changed_are_read(world, make_disk):
     disk = make_disk("ext4")
     world.root = disk.point / "root"
-    tier = await world.open(store(format_), max_bytes=10**9)
+    tier = await world.open(max_bytes=10**9)
     await world.put(tier, range(20))
     (data_dir,) = world.root.glob("*_r0")
     folders = [data_dir, *(path for path in data_dir.rglob("*") if path.is_dir())]
@@ -206,8 +199,7 @@ async def test_directories_that_may_not_be_changed_are_read(world, make_disk, fo
     finally:
         await anyio.run_process(["chattr", "-i", *map(str, folders)])
     assert outcome.statuses[:20] == (OK,) * 20
-    if format_ == "files":  # a segment that is open already is written on
-        assert outcome.statuses[20:] == (FAILED,) * 20
-        assert set(outcome.reasons) <= {"eperm", "eacces"}
+    assert outcome.statuses[20:] == (FAILED,) * 20
+    assert set(outcome.reasons) <= {"eperm", "eacces"}
     assert (await world.put(tier, range(40))).statuses == (OK,) * 40
     await tier.aclose()

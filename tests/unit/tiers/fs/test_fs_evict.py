@@ -13,15 +13,17 @@ import pytest
 from kvtier import native
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.tiers.base import Knowledge, Status, TierContext
-from kvtier.tiers.fs import FsConfig, FsTier, ledger, recency, upkeep
-from kvtier.tiers.fs.ages import Cutoffs, Histogram
-from kvtier.tiers.fs.call import StopFlag
-from kvtier.tiers.fs.evict import Evictor
-from kvtier.tiers.fs.files import key_of
-from kvtier.tiers.fs.index import fingerprint
-from kvtier.tiers.fs.native_files import NativeFiles
-from kvtier.tiers.fs.python_files import PythonFiles
-from kvtier.tiers.fs.units import UnitScan
+from kvtier.tiers.fs import FsConfig, FsTier
+from kvtier.tiers.fs.files.base import key_of
+from kvtier.tiers.fs.files.call import StopFlag
+from kvtier.tiers.fs.files.index import fingerprint
+from kvtier.tiers.fs.files.native import NativeFiles
+from kvtier.tiers.fs.files.python import PythonFiles
+from kvtier.tiers.fs.maintenance import maintenance, recency
+from kvtier.tiers.fs.maintenance.ages import Cutoffs, Histogram
+from kvtier.tiers.fs.maintenance.evict import Evictor
+from kvtier.tiers.fs.maintenance.scan import ChunkScan
+from kvtier.tiers.fs.quota import ledger
 
 pytestmark = pytest.mark.timeout(60)
 OK, ABSENT, REFUSED = Status.OK, Status.ABSENT, Status.REFUSED
@@ -61,7 +63,7 @@ def evictor(world, in_python):
     world.root.mkdir(exist_ok=True)
     root_fd = os.open(world.root, os.O_RDONLY)
     gone: list[str] = []
-    made: Any = Evictor(root_fd, world.work, StopFlag(), lambda data_dir, units: gone.extend(units))
+    made: Any = Evictor(root_fd, world.work, StopFlag(), lambda data_dir, paths: gone.extend(paths))
     made.gone = gone
     yield made
     os.close(root_fd)
@@ -91,8 +93,8 @@ async def test_what_was_not_used_for_longest_leaves_first_and_no_more_than_is_ne
     one = world.file(0).stat().st_blocks * 512
     evicted = await anyio.to_thread.run_sync(evictor.make_room, 3 * one)
     assert left(world, 10) == list(range(7))
-    assert (evicted.is_mine, evicted.units, evicted.leftover_bytes) == (True, 3, 0)
-    assert evicted.unit_bytes >= 3 * one
+    assert (evicted.is_mine, evicted.chunks, evicted.leftover_bytes) == (True, 3, 0)
+    assert evicted.chunk_bytes >= 3 * one
     assert {key_of(path) for path in evictor.gone} == set(world.keys([7, 8, 9]))
 
 
@@ -123,7 +125,9 @@ async def test_directories_that_became_empty_go_and_their_bytes_are_told(world, 
 
 async def test_orphans_old_epochs_and_the_quarantine_go_before_any_chunk(world, evictor):
     tier = await filled(world, [(HOUR, None)] * 4)
-    await world.eventually(lambda: tier._upkeep._watched.listed >= 0)  # so it has swept, and does no more
+    await world.eventually(
+        lambda: tier._maintenance._watched.listed >= 0
+    )  # so it has swept, and does no more
     orphan = world.root / "model_0123456789abcdef_r0" / "abc" / "de_g0" / "abcdef.bin"
     orphan.parent.mkdir(parents=True)
     orphan.write_bytes(bytes(50_000))
@@ -137,7 +141,7 @@ async def test_orphans_old_epochs_and_the_quarantine_go_before_any_chunk(world, 
     assert not orphan.exists()
     assert not old.exists()
     assert world.quarantined() == []
-    assert evicted.units == 0
+    assert evicted.chunks == 0
     assert evicted.leftover_bytes >= 150_000
     assert left(world, 4) == [0, 1, 2, 3]  # of an epoch that is behind, but in use
     assert (await world.get(tier, [1])).statuses == (OK,)
@@ -200,12 +204,12 @@ async def test_one_process_evicts_and_others_leave_it_alone(world, evictor):
 
 
 async def test_a_sample_is_enough_where_there_is_much(world, evictor, monkeypatch):
-    monkeypatch.setattr("kvtier.tiers.fs.evict.SAMPLE_UNITS", 40)
+    monkeypatch.setattr("kvtier.tiers.fs.maintenance.evict.SAMPLE_FILES", 40)
     world.chunk_bytes = 4096
     await filled(world, [(60 * (number + 1), None) for number in range(400)])
     one = world.file(0).stat().st_blocks * 512
     evicted = await anyio.to_thread.run_sync(evictor.make_room, 80 * one)
-    assert evicted.unit_bytes >= 80 * one
+    assert evicted.chunk_bytes >= 80 * one
     stayed = left(world, 400)
     assert 300 <= len(stayed) <= 365  # most chunks are alone in two directories, which go as well
     assert set(range(200)) <= set(stayed)  # the younger half is safe even from a poor sample
@@ -221,11 +225,11 @@ async def test_helper_and_fallback_see_the_same(world, monkeypatch):
     try:
         for library in (native.library, None):
             monkeypatch.setattr(native, "library", library)
-            scan = UnitScan(now_ns, Histogram())
+            scan = ChunkScan(now_ns, Histogram())
             for folder in first_level(world):
                 assert await anyio.to_thread.run_sync(scan.look, root_fd, folder, StopFlag()) == []
             assert scan.histogram is not None
-            seen.append((scan.histogram.bytes.tobytes(), scan.seen_units))
+            seen.append((scan.histogram.bytes.tobytes(), scan.seen))
         assert seen[0] == seen[1]
         assert seen[0][1] == 39
         monkeypatch.undo()
@@ -245,7 +249,7 @@ async def test_helper_and_fallback_see_the_same(world, monkeypatch):
         os.close(root_fd)
 
 
-NO_UNITS = (
+NO_CHUNKS = (
     "abc/de_g0/notes.txt",
     "abc/de_g0/abcdef.bin.bak",
     "abc/de_g0/abcde.bin",
@@ -261,49 +265,42 @@ NO_UNITS = (
     "abc/x.seg",
     "notes/de_g0/abcdef.bin",
     "abcdef.bin",
-    "segments/model.safetensors",
-    "segments/abcdef.bin",
-    "segments/.x.seg",
-    "segments/deeper/x.seg",
-    f"segments/{'x' * 92}.seg",
+    "abc/de_g0/abcdef.bin_8423.tmp",
 )
-UNITS = (
+CHUNKS = (
     "abc/de_g0/abcdef.bin",
     "abc/de_g1234567890/abcdef.bin",
-    "abc/de_g0/abcdef.bin_8423.tmp",  # what a writer of vLLM's own tier has not finished
-    "segments/1-2-3.seg",
-    f"segments/{'x' * 91}.seg",
 )
 
 
-async def test_only_what_is_called_as_units_are_leaves(world, evictor):
+async def test_only_what_is_called_as_chunks_are_leaves(world, evictor):
     await filled(world, [(HOUR, None)])
     place = world.file(0).parents[2]
-    for name in (*NO_UNITS, *UNITS):
+    for name in (*NO_CHUNKS, *CHUNKS):
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_bytes(bytes(5000))
         set_times(place / name, HOUR)
     evicted = await anyio.to_thread.run_sync(evictor.make_room, 10**9)
-    assert evicted.units == 1 + len(UNITS)
-    assert [name for name in UNITS if (place / name).exists()] == []
-    assert [name for name in NO_UNITS if not (place / name).exists()] == []
+    assert evicted.chunks == 1 + len(CHUNKS)
+    assert [name for name in CHUNKS if (place / name).exists()] == []
+    assert [name for name in NO_CHUNKS if not (place / name).exists()] == []
 
 
 async def test_a_scan_removes_no_more_than_it_can_name(world, monkeypatch, in_python):
     if native.library is None:
         pytest.skip("in Python there is room for every name")
-    monkeypatch.setattr("kvtier.tiers.fs.units.NAMES_BYTES", 200)
+    monkeypatch.setattr("kvtier.tiers.fs.maintenance.scan.NAMES_BYTES", 200)
     (folder,) = await filled(world, [(HOUR, None)]) and first_level(world)
     leaf = world.file(0).parent
     for number in range(29):
         (leaf / f"{number:064x}.bin").touch()
     root_fd = os.open(world.root, os.O_RDONLY)
     try:
-        scan = UnitScan(time.time_ns(), cutoffs=Cutoffs(0, 0), want_bytes=10**9)
+        scan = ChunkScan(time.time_ns(), cutoffs=Cutoffs(0, 0), want_bytes=10**9)
         removed = scan.look(root_fd, folder, StopFlag())
     finally:
         os.close(root_fd)
-    assert 0 < len(removed) == scan.removed_units < 30
+    assert 0 < len(removed) == scan.removed < 30
     assert len(list(leaf.iterdir())) == 30 - len(removed)
 
 
@@ -325,7 +322,9 @@ async def test_a_full_tier_takes_new_chunks_in_place_of_old_ones(world, in_pytho
         def is_told():
             gone = set(every) - set(world.keys(left(world, 120)))
             known = {key for key, found in zip(every, tier.known(every), strict=True) if found == PRESENT}
-            return set(removed) == gone == set(every) - known and tier.statistics().evicted_units == len(gone)
+            return set(removed) == gone == set(every) - known and tier.statistics().evicted_chunks == len(
+                gone
+            )
 
         await world.eventually(is_told)  # room may be made still
         assert 10 < len(left(world, 120)) < 60
@@ -354,7 +353,7 @@ async def test_times_that_no_clock_shows_and_endless_ones_make_no_chunk_old(worl
 
 
 async def test_gets_and_touches_are_told_to_all_processes_through_the_files(world, monkeypatch):
-    monkeypatch.setattr(upkeep, "TICK_S", 0.02)
+    monkeypatch.setattr(maintenance, "TICK_S", 0.02)
     tier = await filled(world, [(HOUR, None)] * 4)
     written = [world.file(number).stat().st_mtime_ns for number in range(4)]
     await world.get(tier, [1])
@@ -387,7 +386,7 @@ def test_a_chunk_is_told_once_in_a_while_and_memory_is_bounded():
 
 
 async def test_a_root_full_of_what_may_not_leave_is_not_searched_again_and_again(world, monkeypatch, caplog):
-    monkeypatch.setattr(upkeep, "BARREN_S", (0.01, 0.04))
+    monkeypatch.setattr(maintenance, "BARREN_S", (0.01, 0.04))
     searched: list[int] = []
     make_room = Evictor.make_room
 
@@ -402,10 +401,10 @@ async def test_a_root_full_of_what_may_not_leave_is_not_searched_again_and_again
     began = time.monotonic()
     for number in range(200):
         assert (await world.put(tier, [number])).statuses == (REFUSED,)
-    await world.eventually(lambda: tier._upkeep._barren_s == 0.04 or tier._upkeep.make_room_soon())
+    await world.eventually(lambda: tier._maintenance._barren_s == 0.04 or tier._maintenance.make_room_soon())
     assert 1 <= len(searched) <= 6 + (time.monotonic() - began) / 0.04
     await world.eventually(
-        lambda: "nothing is left that could" in caplog.text or tier._upkeep.make_room_soon()
+        lambda: "nothing is left that could" in caplog.text or tier._maintenance.make_room_soon()
     )
     assert sum("nothing is left that could" in record.message for record in caplog.records) == 1
     assert (world.root / "ballast").exists()

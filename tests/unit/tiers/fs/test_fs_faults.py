@@ -12,8 +12,8 @@ import anyio
 import pytest
 
 from kvtier.tiers.base import Status
-from kvtier.tiers.fs import upkeep
-from kvtier.tiers.fs.python_files import PythonFiles
+from kvtier.tiers.fs.files.python import PythonFiles
+from kvtier.tiers.fs.maintenance import maintenance
 
 pytestmark = pytest.mark.timeout(60)
 OK, ABSENT, REFUSED, FAILED = Status.OK, Status.ABSENT, Status.REFUSED, Status.FAILED
@@ -52,7 +52,7 @@ def unfinished(world):
 
 
 async def test_a_full_inode_table_refuses_and_room_is_made(world, mounted, monkeypatch):
-    monkeypatch.setattr(upkeep, "TICK_S", 0.02)
+    monkeypatch.setattr(maintenance, "TICK_S", 0.02)
     world.root = mounted("size=64m,nr_inodes=120") / "root"
     tier = await world.open(max_bytes=10**9)
     outcome = await world.put(tier, range(60))
@@ -69,7 +69,7 @@ async def test_a_full_inode_table_refuses_and_room_is_made(world, mounted, monke
 
 
 async def test_a_file_system_that_others_fill_makes_the_tier_smaller(world, mounted, monkeypatch):
-    monkeypatch.setattr(upkeep, "TICK_S", 0.02)
+    monkeypatch.setattr(maintenance, "TICK_S", 0.02)
     point = mounted("size=8m")
     world.root = point / "root"
     tier = await world.open(max_bytes=10**9, min_free_bytes=2_000_000)
@@ -90,7 +90,7 @@ async def test_a_file_system_that_others_fill_makes_the_tier_smaller(world, moun
 async def test_a_file_system_that_becomes_read_only_is_read(world, monkeypatch):
     if not isinstance(world.work, PythonFiles):
         pytest.skip("faults are put into Python's calls")
-    monkeypatch.setattr(upkeep, "TICK_S", 0.02)
+    monkeypatch.setattr(maintenance, "TICK_S", 0.02)
     tier = await world.open(max_bytes=10**6, recount_s=0.05)
     await world.put(tier, range(4))
     real = os.open
@@ -136,21 +136,23 @@ async def test_a_full_file_system_at_the_start_is_read(world, mounted):
 
 
 async def test_a_root_that_is_removed_is_a_miss_and_a_counted_failure(world, monkeypatch):
-    monkeypatch.setattr(upkeep, "TICK_S", 1000.0)  # nobody puts a ledger into what is being removed
+    monkeypatch.setattr(maintenance, "TICK_S", 1000.0)  # nobody puts a ledger into what is being removed
     tier = await world.open(max_bytes=10**9)
     await world.put(tier, range(4))
-    await world.eventually(lambda: tier._upkeep._watched.listed >= 0)  # what opening has begun is over
+    await world.eventually(lambda: tier._maintenance._watched.listed >= 0)  # what opening has begun is over
     shutil.rmtree(world.root)
     assert (await world.get(tier, range(4))).statuses == (ABSENT,) * 4
     outcome = await world.put(tier, range(4))
     assert (outcome.statuses, dict(outcome.reasons)) == ((FAILED,) * 4, {"enoent": 4})
-    await anyio.to_thread.run_sync(tier._upkeep._do_tick, tier._epoch.place)
+    await anyio.to_thread.run_sync(tier._maintenance._do_tick, tier._epoch.place)
     await tier.discard(world.keys(range(4)))
     assert not any(await tier.contains(world.keys(range(4))))
 
 
 async def test_all_that_is_below_the_root_may_be_removed_at_any_time(world, monkeypatch):
-    monkeypatch.setattr(upkeep, "TICK_S", 1000.0)  # what is leased stays: a new ledger must be counted first
+    monkeypatch.setattr(
+        maintenance, "TICK_S", 1000.0
+    )  # what is leased stays: a new ledger must be counted first
     tier = await world.open(max_bytes=10**9)
     for round_ in range(3):
         await world.put(tier, range(10))

@@ -14,7 +14,7 @@ import pytest
 from kvtier import native
 from kvtier.keys import pack_key
 from kvtier.tiers.base import Knowledge, Status
-from kvtier.tiers.fs.index import Index, NativeIndex, PythonIndex, fingerprint
+from kvtier.tiers.fs.files.index import Index, NativeIndex, PythonIndex, fingerprint
 
 pytestmark = pytest.mark.timeout(60)
 PRESENT, UNKNOWN = Knowledge.PRESENT, Knowledge.UNKNOWN
@@ -154,7 +154,7 @@ async def test_what_leaves_while_it_is_listed_is_not_known_afterwards(world, unl
     await anyio.to_thread.run_sync(listed.wait, 20)
     await tier.discard(world.keys(range(4)))
     unlistable.may.set()
-    await world.eventually(lambda: tier._upkeep._watched.listed >= 0)
+    await world.eventually(lambda: tier._maintenance._watched.listed >= 0)
     assert list(tier.known(world.keys(range(4)))) == [UNKNOWN] * 4
 
 
@@ -183,37 +183,24 @@ async def test_what_is_known_to_be_there_and_is_not_is_a_miss_and_then_forgotten
 async def test_nothing_of_an_old_epoch_is_known(world):
     tier = await world.open()
     await world.put(tier, range(4))
-    place = tier._upkeep._watched.place
+    place = tier._maintenance._watched.place
     await tier.reset()
     assert list(tier.known(world.keys(range(4)))) == [UNKNOWN] * 4
-    tier._upkeep.learn(place, world.keys(range(4)))  # a put of before the reset that ends now
+    tier._maintenance.learn(place, world.keys(range(4)))  # a put of before the reset that ends now
     assert list(tier.known(world.keys(range(4)))) == [UNKNOWN] * 4
 
 
 async def test_an_old_epoch_that_is_listed_late_is_not_taken_for_the_new_one(world, unlistable):
-    unlistable.may.set()
-    begun, tended, listed = threading.Event(), threading.Event(), []
-    real = unlistable.fingerprints
-
-    def tend(place, stop):
-        begun.set()
-        tended.wait()
-        return 0
-
-    def fingerprints(place, part, stop):
-        listed.append(place)
-        return real(place, part, stop)
-
-    unlistable.fingerprints, unlistable.tend = fingerprints, tend
+    before = await world.open()
+    await world.put(before, range(4))
+    await before.aclose()
     tier = await world.open(unlistable)
-    # It has swept by then: a sweep after the reset would remove the old one.
-    assert await anyio.to_thread.run_sync(begun.wait, 20)
-    old = tier._upkeep._watched
-    await world.put(tier, range(4))
+    assert await anyio.to_thread.run_sync(unlistable.asked.wait, 20)
+    old = tier._maintenance._watched
     await tier.reset()
-    tended.set()  # only now is the old one's turn to be listed
-    await world.eventually(lambda: tier._upkeep._watched.listed >= 0)
-    assert old.place in listed
+    unlistable.may.set()  # only now is the old one listed
+    await world.eventually(lambda: tier._maintenance._watched.listed >= 0)
+    assert old.listed == 4
     assert list(tier.known(world.keys(range(4)))) == [UNKNOWN] * 4
 
 

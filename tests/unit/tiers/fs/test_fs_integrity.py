@@ -12,8 +12,8 @@ import pytest
 from kvtier.core import reasons
 from kvtier.tiers.base import Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
-from kvtier.tiers.fs.call import FileCall, Flag, Place, Result
-from kvtier.tiers.fs.quarantine import Quarantine
+from kvtier.tiers.fs.files.call import FileCall, Flag, Place, Result
+from kvtier.tiers.fs.maintenance.quarantine import Quarantine
 
 pytestmark = pytest.mark.timeout(60)
 OK, ABSENT, CORRUPT = Status.OK, Status.ABSENT, Status.CORRUPT

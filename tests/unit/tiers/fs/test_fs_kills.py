@@ -5,25 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from contextlib import suppress
 
 import anyio
 import pytest
 
-from kvtier import native
 from kvtier.cli.verify import verify
 from kvtier.tiers.base import Status
-from kvtier.tiers.fs import ledger
-from kvtier.tiers.fs.call import StopFlag
-from kvtier.tiers.fs.native_files import NativeFiles
-from kvtier.tiers.fs.root import Root
-from kvtier.tiers.fs.segments.native_segments import NativeSegments
-from kvtier.tiers.fs.segments.python_segments import PythonSegments
-from kvtier.tiers.fs.segments.scan import NoSegmentError, Segment
+from kvtier.tiers.fs.files.call import StopFlag
+from kvtier.tiers.fs.files.native import NativeFiles
+from kvtier.tiers.fs.quota import ledger
 from tests.effort import effort
 
 pytestmark = pytest.mark.timeout(400)  # a busy machine needs seconds for each kill
-KILLS = {"files": effort(25, 110), "segments": effort(15, 60)}  # with each way of working on files
+KILLS = effort(25, 110)  # with each way of working on files
 AT_ONCE = 5
 CHUNK_BYTES = 16_384
 NUMBERS = 400
@@ -38,11 +32,11 @@ from kvtier.keys import pack_key
 from kvtier.memory.heap import HeapMemory
 from kvtier.tiers.base import Batch, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
-from kvtier.tiers.fs.call import StopFlag
-from kvtier.tiers.fs.formats import files
+from kvtier.tiers.fs.files.call import StopFlag
+from kvtier.tiers.fs.files import make_files
 
-root, reports, format = sys.argv[1:4]
-kills, at_once, chunk_bytes, numbers, max_bytes = map(int, sys.argv[4:])
+root, reports = sys.argv[1:3]
+kills, at_once, chunk_bytes, numbers, max_bytes = map(int, sys.argv[3:])
 root, reports = Path(root), Path(reports)
 contents = [random.Random(n).randbytes(chunk_bytes) for n in range(numbers)]
 
@@ -53,7 +47,7 @@ async def write(told):
     choose = random.Random()
     settings = dict(root_dir=root, n_threads=2, min_free_bytes=0, max_bytes=max_bytes, recount_s=0.05)
     settings["direct_io"] = choose.choice(["auto", "never"])  # a kill tears what goes through the page cache
-    tier = FsTier(FsConfig(**settings, format=format))
+    tier = FsTier(FsConfig(**settings))
     identity = Identity.make("org/Model-7B", {"dtype": "bfloat16"})
     await tier.open(TierContext("files", identity, chunk_bytes))
     memory = HeapMemory(8, chunk_bytes)
@@ -91,7 +85,7 @@ def start():
 def bytes_below_root():
     fd = os.open(root, os.O_RDONLY)
     try:
-        return files().tree_bytes(fd, ".", StopFlag())
+        return make_files().tree_bytes(fd, ".", StopFlag())
     finally:
         os.close(fd)
 
@@ -118,18 +112,6 @@ print(most)
 """
 
 
-def left_unsealed(root):
-    """Return the segments of dead writers that nobody has sealed yet. One without a head is none."""
-    found = []
-    with Root(root) as opened:
-        for path in root.glob("*_r0*/segments/*.seg"):
-            name = str(path.relative_to(root))
-            with suppress(NoSegmentError, FileNotFoundError), Segment(opened.fd, name) as segment:
-                if not segment.is_sealed and not path.name.startswith(f"{os.getpid()}-"):
-                    found.append(name)
-    return found
-
-
 def check_well(root):
     """Have ``kvtier verify`` find all that is there sound."""
     (found,) = verify(root, repair=False, threads=2).namespaces
@@ -137,21 +119,10 @@ def check_well(root):
     assert found.sound == found.chunks - found.gone > 50, found
 
 
-def own_store(work, format):
-    """What the tier of this process works with: as the writers do, by the helper or without it."""
-    if format == "files":
-        return work
-    if not work.is_native:
-        return PythonSegments(MAX_BYTES)
-    assert native.library is not None
-    return NativeSegments(native.library, MAX_BYTES)
-
-
-@pytest.mark.parametrize("format", ["files", "segments"])
-async def test_writers_killed_at_random_points_leave_a_root_that_is_well(world, work, tmp_path, format):
+async def test_writers_killed_at_random_points_leave_a_root_that_is_well(world, work, tmp_path):
     reports = tmp_path / "reports"
     reports.mkdir()
-    given = (world.root, reports, format, KILLS[format], AT_ONCE, CHUNK_BYTES, NUMBERS, MAX_BYTES)
+    given = (world.root, reports, KILLS, AT_ONCE, CHUNK_BYTES, NUMBERS, MAX_BYTES)
     environment = {**os.environ, "KVTIER_NATIVE": "1" if isinstance(work, NativeFiles) else "0"}
     done = await anyio.to_thread.run_sync(
         lambda: subprocess.run(
@@ -168,21 +139,16 @@ async def test_writers_killed_at_random_points_leave_a_root_that_is_well(world, 
 
     await anyio.to_thread.run_sync(check_well, world.root)
     world.chunk_bytes = CHUNK_BYTES
-    world.work = own_store(work, format)
     tier = await world.open(max_bytes=MAX_BYTES, recount_s=0.05, eviction="none")
     await world.eventually(
         lambda: len(world.writers()) == 2 and len(list((world.root / ".kvtier").glob("*-*.lock"))) == 1
     )
-    with anyio.fail_after(60):
-        while await anyio.to_thread.run_sync(left_unsealed, world.root):  # noqa: ASYNC110 - by the upkeep
-            await anyio.sleep(0.02)
     outcome = await world.get(tier, range(NUMBERS))
     assert set(outcome.statuses) <= {Status.OK, Status.ABSENT}
     there = [number for number in range(NUMBERS) if outcome.statuses[number] == Status.OK]
     assert len(there) > 50
     assert world.quarantined() == []
-    files = sorted(map(world.file, there)) if format == "files" else []
-    assert sorted(world.root.rglob("*.bin")) == files
+    assert sorted(world.root.rglob("*.bin")) == sorted(map(world.file, there))
     await anyio.to_thread.run_sync(check_well, world.root)
 
     root_fd = os.open(world.root, os.O_RDONLY)

@@ -9,8 +9,9 @@ import anyio
 import pytest
 
 from kvtier.tiers.base import Status, TierContext
-from kvtier.tiers.fs import FsConfig, FsTier, upkeep
-from kvtier.tiers.fs.space import Space
+from kvtier.tiers.fs import FsConfig, FsTier
+from kvtier.tiers.fs.maintenance import maintenance
+from kvtier.tiers.fs.quota.quota import Quota
 
 OK = Status.OK
 
@@ -24,7 +25,7 @@ def told():
 @pytest.fixture
 async def tier(world, work, told, monkeypatch):
     """A tier that looks often."""
-    monkeypatch.setattr(upkeep, "TICK_S", 0.01)
+    monkeypatch.setattr(maintenance, "TICK_S", 0.01)
     tier = FsTier(FsConfig(root_dir=world.root, n_threads=2, min_free_bytes=0, max_bytes=2**50), work)
     await tier.open(TierContext("files", world.identity, world.chunk_bytes, lambda keys: None, told.append))
     yield tier
@@ -49,7 +50,7 @@ async def test_a_root_that_is_moved_away_is_not_told_of_and_is_of_use_where_it_i
 
 
 async def test_a_root_behind_a_link_is_the_directory_that_the_link_leads_to(world, work, told, monkeypatch):
-    monkeypatch.setattr(upkeep, "TICK_S", 0.01)
+    monkeypatch.setattr(maintenance, "TICK_S", 0.01)
     disks = [world.root.with_name(name) for name in ("disk-1", "disk-2")]
     for disk in disks:
         disk.mkdir()
@@ -85,7 +86,7 @@ def mounted(world):
 async def test_what_comes_to_light_when_it_is_unmounted_is_not_used(
     world, work, told, monkeypatch, mounted, below
 ):
-    monkeypatch.setattr(upkeep, "TICK_S", 0.01)
+    monkeypatch.setattr(maintenance, "TICK_S", 0.01)
     bare = mounted / below
     run("umount", str(mounted))
     bare.mkdir(parents=True, exist_ok=True)
@@ -112,7 +113,7 @@ async def test_what_fails_at_each_look_is_told_once_in_a_while(world, tier, monk
         raise OSError(errno.EIO, "the disk is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Space, "refresh", fail)
+        patch.setattr(Quota, "refresh", fail)
         await world.eventually(lambda: len(looks) > 5)
     assert caplog.text.count("could not be asked for its ledger") == 1
     assert "the disk is gone" in caplog.text

@@ -44,7 +44,7 @@ class Pool:
         function = Work(work)
         self._kept.append(function)
         pointer = ctypes.cast(function, ctypes.c_void_p)
-        assert not self.holding.kvt_pool_submit(self.address, pointer, None, 0, chunks, part, reading, token)
+        assert not self.holding.kvt_pool_submit(self.address, pointer, None, chunks, part, reading, token)
 
     def wait_begun(self, count):
         with self._lock:

@@ -15,10 +15,11 @@ import pytest
 
 from kvtier.errors import TierError
 from kvtier.tiers.base import Outcome, Status
-from kvtier.tiers.fs import ledger, upkeep
-from kvtier.tiers.fs.accounts import FileSystem
-from kvtier.tiers.fs.call import StopFlag
-from kvtier.tiers.fs.space import Space
+from kvtier.tiers.fs.files.call import StopFlag
+from kvtier.tiers.fs.maintenance import maintenance
+from kvtier.tiers.fs.quota import ledger
+from kvtier.tiers.fs.quota.accounts import FileSystem
+from kvtier.tiers.fs.quota.quota import Quota
 
 pytestmark = pytest.mark.timeout(60)
 OK, ABSENT, REFUSED, FAILED = Status.OK, Status.ABSENT, Status.REFUSED, Status.FAILED
@@ -72,7 +73,7 @@ async def test_several_engines_have_one_bound_and_can_use_nearly_all_of_it(world
 
 
 async def test_what_one_engine_does_not_use_others_get(world, monkeypatch):
-    monkeypatch.setattr(upkeep, "TICK_S", 0.02)
+    monkeypatch.setattr(maintenance, "TICK_S", 0.02)
     one, two = [await world.open(max_bytes=2_000_000, eviction="none") for _ in range(2)]
     await world.put(one, range(8))
     await world.eventually(lambda: accounts_of(world).leased == 0)
@@ -147,7 +148,7 @@ async def test_without_its_ledger_a_root_is_counted_again_and_never_passes_the_b
 
 @pytest.mark.parametrize("loss", ["ledger", "folder", "garbage"])
 async def test_a_ledger_lost_under_living_engines_does_no_harm(world, monkeypatch, loss):
-    monkeypatch.setattr(upkeep, "TICK_S", 0.02)
+    monkeypatch.setattr(maintenance, "TICK_S", 0.02)
     tiers = [await world.open(max_bytes=600_000, recount_s=0.05, eviction="none") for _ in range(2)]
     for tier in tiers:
         await world.put(tier, range(4))
@@ -168,7 +169,7 @@ async def test_a_ledger_lost_under_living_engines_does_no_harm(world, monkeypatc
 
 
 async def test_the_lease_of_a_dead_writer_counts_as_written_until_the_next_count(world, monkeypatch):
-    monkeypatch.setattr(upkeep, "TICK_S", 1000.0)  # which would have it counted
+    monkeypatch.setattr(maintenance, "TICK_S", 1000.0)  # which would have it counted
     tier = await world.open(max_bytes=10**9)
     root_fd = os.open(world.root, os.O_RDONLY)
     try:
@@ -177,16 +178,16 @@ async def test_the_lease_of_a_dead_writer_counts_as_written_until_the_next_count
             before = accounts.used
         (world.root / ".kvtier" / "1-0123456789abcdef.lock").touch()
         (world.root / ".kvtier" / "2-0123456789abcdef.lock").touch()
-        await anyio.to_thread.run_sync(tier._here.space.refresh)
+        await anyio.to_thread.run_sync(tier._here.quota.refresh)
         accounts = accounts_of(world)
         assert accounts.used == before + 77_000
         assert len(accounts.leases) == 1
         assert len(list((world.root / ".kvtier").glob("*-*.lock"))) == 1
         await anyio.to_thread.run_sync(
-            tier._here.space.count, lambda: world.work.tree_bytes(root_fd, ".", StopFlag())
+            tier._here.quota.count, lambda: world.work.tree_bytes(root_fd, ".", StopFlag())
         )
         assert accounts_of(world).used == await bytes_below(world)
-        assert not tier._here.space.supposed_bytes
+        assert not tier._here.quota.supposed_bytes
     finally:
         os.close(root_fd)
 
@@ -195,39 +196,39 @@ async def until_idle(tiers):
     """Wait for the background work that opening has begun."""
     for tier in tiers:
         ended = threading.Event()
-        tier._upkeep._slow.submit(ended.set)
+        tier._maintenance._slow.submit(ended.set)
         await anyio.to_thread.run_sync(ended.wait)
 
 
 @pytest.mark.parametrize("how", ["swept", "evicted", "discarded"])
 async def test_what_another_has_counted_when_it_is_told_leaves_no_hole_in_the_bound(world, monkeypatch, how):
     """Between a removal and its telling the root is counted, which is without these bytes already."""
-    monkeypatch.setattr(upkeep, "TICK_S", 1000.0)  # which would have it counted once more
+    monkeypatch.setattr(maintenance, "TICK_S", 1000.0)  # which would have it counted once more
     one, other = [await world.open(max_bytes=1_000_000) for _ in range(2)]
     await until_idle([one, other])
-    monkeypatch.setattr(upkeep.Upkeep, "_look_after", lambda *_: None)  # as would this
+    monkeypatch.setattr(maintenance.Maintenance, "_look_after", lambda *_: None)  # as would this
     await world.put(one, range(20))
-    await anyio.to_thread.run_sync(one._here.space.refresh)  # tells of the put
-    changed = Space.changed
+    await anyio.to_thread.run_sync(one._here.quota.refresh)  # tells of the put
+    changed = Quota.changed
     told: list[int] = []
 
     def count():
-        other._here.space.count(other._upkeep._add_up)
+        other._here.quota.count(other._maintenance._add_up)
 
-    def changed_late(space, nbytes, since):
+    def changed_late(quota, nbytes, since):
         if nbytes < 0 and not told:
             told.append(nbytes)
             count()
-        return changed(space, nbytes, since)
+        return changed(quota, nbytes, since)
 
-    monkeypatch.setattr(Space, "changed", changed_late)
+    monkeypatch.setattr(Quota, "changed", changed_late)
     if how == "swept":
         await one.reset()
         await other.reset()  # nobody uses the epoch any more
-        await anyio.to_thread.run_sync(one._upkeep._sweep)
+        await anyio.to_thread.run_sync(one._maintenance._sweep)
     elif how == "evicted":
-        freed = await anyio.to_thread.run_sync(one._upkeep._count_freed)
-        await anyio.to_thread.run_sync(one._upkeep._evictor.make_room, 100_000, freed)
+        freed = await anyio.to_thread.run_sync(one._maintenance._count_freed)
+        await anyio.to_thread.run_sync(one._maintenance._evictor.make_room, 100_000, freed)
     else:
         await one.discard(world.keys(range(10)))
     assert told
@@ -241,7 +242,7 @@ async def test_what_another_has_counted_when_it_is_told_leaves_no_hole_in_the_bo
 def die_with_a_lease(world, nbytes):
     root_fd = os.open(world.root, os.O_RDONLY)
     try:
-        one = ledger.Ledger(root_fd, lambda: FileSystem(10**12, 0, 10**12))
+        one = ledger.SharedLedger(root_fd, lambda: FileSystem(10**12, 0, 10**12))
         with one.change() as accounts:
             accounts.leases[one.writer] = nbytes
         one._die()  # as the kernel does it, without giving back
@@ -253,7 +254,7 @@ def die_with_a_lease(world, nbytes):
 @pytest.mark.parametrize("ends_meanwhile", [False, True], ids=["found at the start", "found by a tick"])
 async def test_nothing_is_evicted_for_what_dead_writers_may_have_written(world, monkeypatch, ends_meanwhile):
     """As engines that crash again and again leave it, each with a lease of an eighth of the room."""
-    monkeypatch.setattr(upkeep, "TICK_S", 0.05)
+    monkeypatch.setattr(maintenance, "TICK_S", 0.05)
     tier = await world.open(max_bytes=1_000_000)
     await world.put(tier, range(20))
     if not ends_meanwhile:
@@ -265,14 +266,14 @@ async def test_nothing_is_evicted_for_what_dead_writers_may_have_written(world, 
     await world.eventually(lambda: not accounts_of(world).supposed)
     assert (await world.get(tier, range(20))).statuses == (OK,) * 20
     assert (await world.put(tier, range(100, 110))).statuses == (OK,) * 10
-    assert tier.statistics().evicted_units == 0
+    assert tier.statistics().evicted_chunks == 0
 
 
 async def test_a_lock_that_a_stopped_process_holds_fails_puts_and_hangs_nothing(world, monkeypatch):
     monkeypatch.setattr(ledger, "_PATIENCE_S", 0.05)
     tier = await world.open(max_bytes=10**9)
     await world.put(tier, [1])
-    await anyio.to_thread.run_sync(tier._here.space.refresh)  # gives the lease back
+    await anyio.to_thread.run_sync(tier._here.quota.refresh)  # gives the lease back
     with (world.root / ".kvtier" / "ledger").open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         outcome = await world.put(tier, [2])
@@ -291,7 +292,7 @@ def written_bytes():
 async def test_the_second_writer_of_a_chunk_does_no_work(world, monkeypatch):
     if not Path("/proc/self/io").exists():
         pytest.skip("the kernel does not count written bytes")
-    monkeypatch.setattr(upkeep, "TICK_S", 1000.0)
+    monkeypatch.setattr(maintenance, "TICK_S", 1000.0)
     one, two = await world.open(), await world.open()
     await world.put(one, range(32))
     await world.put(two, [100])  # has its lease from now on

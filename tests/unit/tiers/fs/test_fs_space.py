@@ -12,11 +12,11 @@ import anyio
 import pytest
 
 from kvtier.tiers.base import Status
-from kvtier.tiers.fs.accounts import LEASE_BYTES, FileSystem
-from kvtier.tiers.fs.call import Result
 from kvtier.tiers.fs.config import FsConfig
-from kvtier.tiers.fs.ledger import PrivateBooks
-from kvtier.tiers.fs.space import Space
+from kvtier.tiers.fs.files.call import Result
+from kvtier.tiers.fs.quota.accounts import LEASE_BYTES, FileSystem
+from kvtier.tiers.fs.quota.ledger import PrivateLedger
+from kvtier.tiers.fs.quota.quota import Quota
 
 pytestmark = pytest.mark.timeout(60)
 OK, REFUSED = Status.OK, Status.REFUSED
@@ -24,13 +24,13 @@ FILE = 100
 
 
 class Disk:
-    """A file system and a clock that tests move, and the books that all spaces on it share."""
+    """A file system and a clock that tests move, and the books that all quotas on it share."""
 
     def __init__(self, used=0, free=10_000):
         self.used, self.free, self.now = used, free, 0.0
         self.looks = 0
         self.during_look = None
-        self.books: Any = PrivateBooks(self.look())
+        self.books: Any = PrivateLedger(self.look())
 
     def look(self):
         self.looks += 1
@@ -46,7 +46,7 @@ class Disk:
 
     def space(self, **settings):
         given = {"root_dir": "/nowhere", "min_free_bytes": 0, **settings}
-        return Space(FsConfig.model_validate(given), FILE, self.books, self.look, lambda: self.now)
+        return Quota(FsConfig.model_validate(given), FILE, self.books, self.look, lambda: self.now)
 
 
 def put(disk, space, chunks):
@@ -424,7 +424,7 @@ def test_the_default_of_min_free_is_a_share_and_bounded(total, kept):
 
 def test_a_file_system_with_hardly_an_inode_has_no_free_bytes(monkeypatch, tmp_path):
     """A chunk may need directories, too: with one inode left no put would end, and none make room."""
-    from kvtier.tiers.fs import space
+    from kvtier.tiers.fs.quota.quota import look_at
 
     real = os.statvfs(tmp_path)
     values = dict(
@@ -447,7 +447,7 @@ def test_a_file_system_with_hardly_an_inode_has_no_free_bytes(monkeypatch, tmp_p
     ):
         Found.f_files, Found.f_favail = files, left
         monkeypatch.setattr(os, "fstatvfs", lambda fd: Found)
-        assert (space.look_at(0).free > 0) == is_free
+        assert (look_at(0).free > 0) == is_free
 
 
 def test_more_is_asked_to_leave_only_above_the_high_watermark_or_where_a_put_was_refused():
@@ -521,25 +521,25 @@ async def test_min_free_refuses(world):
 
 
 async def test_puts_that_follow_one_another_find_a_lease_and_wait_for_no_ledger(world, monkeypatch):
-    monkeypatch.setattr("kvtier.tiers.fs.accounts.LEASE_BYTES", 16 * 2 * world.chunk_bytes)
-    monkeypatch.setattr("kvtier.tiers.fs.space.LOOK_EVERY_S", 1e9)
-    monkeypatch.setattr("kvtier.tiers.fs.upkeep.TICK_S", 1e9)
+    monkeypatch.setattr("kvtier.tiers.fs.quota.accounts.LEASE_BYTES", 16 * 2 * world.chunk_bytes)
+    monkeypatch.setattr("kvtier.tiers.fs.quota.quota.LOOK_EVERY_S", 1e9)
+    monkeypatch.setattr("kvtier.tiers.fs.maintenance.maintenance.TICK_S", 1e9)
     tier = await world.open()
     if not tier.statistics().native:
         pytest.skip("without the helper's threads a thread of Python's asks")
     await world.put(tier, [0])
-    spaces = []
-    real = Space.reserve_at_once
+    quotas = []
+    real = Quota.reserve_at_once
 
-    def reserve_at_once(space, chunks):
-        spaces.append(space)
-        return real(space, chunks)
+    def reserve_at_once(quota, chunks):
+        quotas.append(quota)
+        return real(quota, chunks)
 
-    monkeypatch.setattr(Space, "reserve_at_once", reserve_at_once)
-    monkeypatch.setattr(Space, "reserve", lambda *_: pytest.fail("a put has asked the ledger"))
+    monkeypatch.setattr(Quota, "reserve_at_once", reserve_at_once)
+    monkeypatch.setattr(Quota, "reserve", lambda *_: pytest.fail("a put has asked the ledger"))
     for number in range(1, 81):
         assert (await world.put(tier, [number])).statuses == (OK,)
-        await world.eventually(lambda: not spaces[-1].needs_renewal)
+        await world.eventually(lambda: not quotas[-1].needs_renewal)
 
 
 async def test_the_root_is_counted_again_from_time_to_time(world):
@@ -560,7 +560,7 @@ async def test_a_file_system_that_cannot_be_asked_is_a_failure_of_the_put(world,
         raise OSError(errno.EIO, "gone")
 
     monkeypatch.setattr(os, "fstatvfs", fail)
-    monkeypatch.setattr("kvtier.tiers.fs.space.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("kvtier.tiers.fs.quota.quota.LOOK_EVERY_S", 0.0)
     outcome = await world.put(tier, [1, 2])
     assert (outcome.statuses, dict(outcome.reasons)) == ((Status.FAILED,) * 2, {"eio": 2})
     monkeypatch.undo()

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import native
 from kvtier.errors import TierError
 from kvtier.tiers.base import Status
-from kvtier.tiers.fs import FsTier, formats
+from kvtier.tiers.fs import FsTier
 
 pytestmark = pytest.mark.timeout(60)  # a FIFO holds up for ever who opens it as if it were a file
 OK = Status.OK
@@ -49,20 +48,6 @@ async def test_in_a_chunks_place_it_is_a_miss(world, replace):
     assert [status for number, status in enumerate(outcome.statuses) if number != 3] == [OK] * 7
     await tier.discard(world.keys([3]))
     assert (await world.put(tier, range(8, 16))).statuses == (OK,) * 8
-
-
-async def test_in_a_segments_place_it_is_a_miss(world, replace, work, monkeypatch):
-    if type(work).__name__ == "PythonFiles":
-        monkeypatch.setattr(native, "library", None)
-    tier = await world.open(formats.segments(), format="segments")
-    await world.put(tier, range(8))
-    await tier.aclose()
-    (segment,) = world.root.rglob("*.seg")
-    replace(segment)
-    again = await world.open(formats.segments(), format="segments")
-    assert OK not in (await world.get(again, range(8))).statuses
-    assert (await world.put(again, range(8, 16))).statuses == (OK,) * 8
-    assert (await world.get(again, range(8, 16))).statuses == (OK,) * 8
 
 
 async def test_in_the_manifests_place_it_is_refused(world, replace):

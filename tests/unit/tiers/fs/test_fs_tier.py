@@ -15,11 +15,12 @@ from kvtier.errors import StateError, TierError
 from kvtier.keys import pack_key
 from kvtier.memory.heap import HeapMemory
 from kvtier.tiers.base import Batch, Knowledge, Status, TierContext
-from kvtier.tiers.fs import FsConfig, FsTier, space
-from kvtier.tiers.fs.call import FileWork
-from kvtier.tiers.fs.lanes import split
-from kvtier.tiers.fs.native_files import NativeFiles
-from kvtier.tiers.fs.python_files import PythonFiles
+from kvtier.tiers.fs import FsConfig, FsTier
+from kvtier.tiers.fs.files import ChunkFiles
+from kvtier.tiers.fs.files.native import NativeFiles
+from kvtier.tiers.fs.files.python import PythonFiles
+from kvtier.tiers.fs.files.workers import split
+from kvtier.tiers.fs.quota import quota
 
 pytestmark = pytest.mark.timeout(60)
 OK, ABSENT, REFUSED, FAILED = Status.OK, Status.ABSENT, Status.REFUSED, Status.FAILED
@@ -208,7 +209,7 @@ async def test_an_error_of_one_file_is_that_chunks_alone(world):
 async def test_helper_and_fallback_write_the_same_bytes_and_read_each_others(world, tmp_path, direct_io):
     if native.library is None:
         pytest.skip("the native helper is not built")
-    works: dict[str, FileWork] = {"c": NativeFiles(native.library), "python": PythonFiles()}
+    works: dict[str, ChunkFiles] = {"c": NativeFiles(native.library), "python": PythonFiles()}
     both = []
     for name, other in (("c", "python"), ("python", "c")):
         world.root = tmp_path / name
@@ -270,7 +271,7 @@ async def test_how_full_it_is_can_be_asked_while_the_file_system_hangs(world, mo
 
     real = os.fstatvfs
     monkeypatch.setattr(os, "fstatvfs", hang)
-    monkeypatch.setattr(space, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(quota, "LOOK_EVERY_S", 0.0)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(world.put, tier, [4])
         await anyio.to_thread.run_sync(asked.wait, 20)

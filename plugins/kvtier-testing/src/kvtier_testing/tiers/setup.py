@@ -130,8 +130,9 @@ class TierSetup:
             yield
             return
         package = self.tier.__module__.partition(".")[0]
-        # What awaits the file tier goes on within its bell.
-        with blockbuster_ctx(package, excluded_modules=["kvtier_testing", "kvtier.tiers.fs.bell"]):
+        # What awaits the file tier resumes within its completion callback.
+        resumed_within = "kvtier.tiers.fs.files.completions"
+        with blockbuster_ctx(package, excluded_modules=["kvtier_testing", resumed_within]):
             yield
 
     def _make(self, settings: Mapping[str, object]) -> SecondaryTier[Any]:

@@ -1,0 +1,347 @@
+"""Work on files in Python: what the tier does where the native helper is missing.
+
+The same system calls in the same order with the same results as in kvtier_native.c. It takes the
+interpreter lock several times for each chunk, which is slow beside a busy engine thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import ClassVar
+
+from kvtier.keys import GROUP_BYTES, MAX_KEY_BYTES
+from kvtier.tiers import seal
+from kvtier.tiers.fs.files.base import ChunkFiles, Failures, key_of, part_path
+from kvtier.tiers.fs.files.call import FileCall, Flag, Place, Result, StopFlag
+from kvtier.tiers.fs.files.index import fingerprint
+from kvtier.tiers.fs.layout import BLOCK_BYTES, CAREFULLY, DIRECTORY_MODE, FILE_MODE, chunk_path
+
+_PUBLISH_ATTEMPTS = 3
+_MAX_DEPTH = 16
+_RESULTS = {
+    seal.Verdict.GOOD: Result.OK,
+    seal.Verdict.TORN: Result.TORN,
+    seal.Verdict.FOREIGN: Result.FOREIGN,
+    seal.Verdict.CHECKSUM: Result.CHECKSUM,
+}
+_MISSING = (FileNotFoundError, NotADirectoryError)
+
+
+class PythonFiles(ChunkFiles):
+    """``ChunkFiles`` in Python."""
+
+    is_native: ClassVar[bool] = False
+
+    def put(self, call: FileCall, first: int, end: int) -> int:
+        """See ``ChunkFiles.put``."""
+        added = 0
+
+        def put_one(i: int) -> int:
+            nonlocal added
+            result, more = _put_chunk(call, i, block)
+            added += more
+            return result
+
+        with mmap.mmap(-1, BLOCK_BYTES) as block:
+            _each(call, first, end, put_one)
+        return added
+
+    def get(self, call: FileCall, first: int, end: int) -> None:
+        """See ``ChunkFiles.get``."""
+        with mmap.mmap(-1, BLOCK_BYTES) as block:
+            _each(call, first, end, lambda i: _get_chunk(call, i, block))
+
+    def contains(self, call: FileCall, first: int, end: int) -> None:
+        """See ``ChunkFiles.contains``."""
+
+        def look(i: int) -> int:
+            os.stat(chunk_path(call.place.data_dir, call.keys[i]), dir_fd=call.place.root_fd)
+            return Result.OK
+
+        _each(call, first, end, look)
+
+    def discard(self, call: FileCall, first: int, end: int) -> int:
+        """See ``ChunkFiles.discard``."""
+
+        def remove(i: int) -> int:
+            os.unlink(chunk_path(call.place.data_dir, call.keys[i]), dir_fd=call.place.root_fd)
+            return Result.OK
+
+        _each(call, first, end, remove)
+        return call.results[first:end].count(Result.OK) * call.place.file_bytes
+
+    def touch(self, call: FileCall, first: int, end: int) -> None:
+        """See ``ChunkFiles.touch``."""
+
+        def touch_one(i: int) -> int:
+            path, root_fd = chunk_path(call.place.data_dir, call.keys[i]), call.place.root_fd
+            found = os.stat(path, dir_fd=root_fd, follow_symlinks=False)
+            times = (time.time_ns(), found.st_mtime_ns)
+            os.utime(path, ns=times, dir_fd=root_fd, follow_symlinks=False)
+            return Result.OK
+
+        _each(call, first, end, touch_one)
+
+    def fingerprints(self, place: Place, part: int, stop: StopFlag) -> array[int]:
+        """See ``ChunkFiles.fingerprints``."""
+        marks = array("Q")
+        head = f"{part:03x}"
+        try:
+            folders = _names(place.root_fd, part_path(place, part))
+        except FileNotFoundError:
+            return marks
+        for folder in folders:
+            if stop:
+                raise InterruptedError(errno.EINTR, "stopped")
+            with suppress(OSError):
+                names = _names(place.root_fd, f"{part_path(place, part)}/{folder}")
+                keys = (key_of(f"{head}/{folder}/{name}") for name in names)
+                marks.extend(fingerprint(key) for key in keys if key is not None)
+        return marks
+
+    def tree_bytes(self, root_fd: int, path: str, stop: StopFlag, failures: Failures | None = None) -> int:
+        """See ``ChunkFiles.tree_bytes``."""
+        return _Walk(False, stop, failures).below(root_fd, path)
+
+    def tree_remove(self, root_fd: int, path: str, stop: StopFlag, failures: Failures | None = None) -> int:
+        """See ``ChunkFiles.tree_remove``."""
+        removed = _Walk(True, stop, failures).below(root_fd, path)
+        with suppress(FileNotFoundError):
+            os.rmdir(path, dir_fd=root_fd)
+        return removed
+
+
+def _names(root_fd: int, folder: str) -> list[str]:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root_fd)
+    try:
+        return os.listdir(fd)
+    finally:
+        os.close(fd)
+
+
+def _each(call: FileCall, first: int, end: int, work: Callable[[int], int]) -> None:
+    for i in range(first, end):
+        try:
+            if call.stop:
+                call.results[i] = -errno.ECANCELED
+            elif GROUP_BYTES < len(call.keys[i]) <= MAX_KEY_BYTES:
+                call.results[i] = work(i)
+            else:
+                call.results[i] = -errno.EINVAL
+        except _MISSING:  # a put names its own failures: here nothing was found
+            call.results[i] = Result.ABSENT
+        except OSError as error:
+            call.results[i] = -(error.errno or errno.EIO)
+
+
+def _put_chunk(call: FileCall, i: int, block: mmap.mmap) -> tuple[int, int]:
+    """Return the result and the bytes that the file system has got more."""
+    assert call.memory is not None
+    assert call.slots is not None
+    place, key = call.place, call.keys[i]
+    path = chunk_path(place.data_dir, key)
+    result = _existing(call, i, path)
+    if result != Result.ABSENT:
+        return result, 0
+    tmp = f"{place.tmp_dir}/{call.serial + i:x}"
+    with call.memory.view(call.slots[i]) as slot:
+        block[: seal.TRAILER_BYTES] = seal.seal(key, slot, place.digest)
+        try:
+            _write_temporary(call, tmp, slot, block)
+            made = _publish(call, tmp, path)
+        except OSError as error:
+            with suppress(OSError):
+                os.unlink(tmp, dir_fd=place.root_fd)
+            return -(error.errno or errno.EIO), 0
+    return Result.OK, place.file_bytes + BLOCK_BYTES * made
+
+
+def _existing(call: FileCall, i: int, path: str) -> int:
+    """Say whether the chunk is there already: its length is looked at and nothing else."""
+    try:
+        found = os.stat(path, dir_fd=call.place.root_fd, follow_symlinks=False)
+    except _MISSING:
+        return Result.ABSENT
+    if stat.S_ISREG(found.st_mode) and found.st_size == call.place.file_bytes:
+        return Result.EXISTS
+    call.inodes[i] = found.st_ino
+    return Result.TORN
+
+
+def _write_temporary(call: FileCall, tmp: str, slot: memoryview, block: mmap.mmap) -> None:
+    place = call.place
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW | _direct_flag(call)
+    try:
+        fd = os.open(tmp, flags, FILE_MODE, dir_fd=place.root_fd)
+    except FileNotFoundError:
+        make_parents(place.root_fd, tmp)
+        fd = os.open(tmp, flags, FILE_MODE, dir_fd=place.root_fd)
+    try:
+        _transfer(fd, slot, memoryview(block), os.pwritev, writing=True)
+        if place.flags & Flag.SYNC_DATA:
+            os.fdatasync(fd)
+    finally:
+        os.close(fd)
+
+
+def _publish(call: FileCall, tmp: str, path: str) -> int:
+    """Give a whole temporary file its name. Return how many directories were made for it."""
+    root_fd, made = call.place.root_fd, 0
+    for attempt in range(_PUBLISH_ATTEMPTS + 1):
+        try:
+            os.rename(tmp, path, src_dir_fd=root_fd, dst_dir_fd=root_fd)
+            break
+        except FileNotFoundError:
+            if attempt == _PUBLISH_ATTEMPTS:
+                raise
+            made += make_parents(root_fd, path)
+    if call.place.flags & Flag.SYNC_DIRECTORY:
+        sync_parents(root_fd, path, made)
+    return made
+
+
+def _get_chunk(call: FileCall, i: int, block: mmap.mmap) -> int:
+    assert call.memory is not None
+    assert call.slots is not None
+    place, key = call.place, call.keys[i]
+    flags = os.O_RDONLY | CAREFULLY | _direct_flag(call)
+    fd = os.open(chunk_path(place.data_dir, key), flags, dir_fd=place.root_fd)
+    try:
+        with call.memory.view(call.slots[i]) as slot:
+            moved = _transfer(fd, slot, memoryview(block), os.preadv, writing=False)
+            if moved < place.file_bytes:
+                result = Result.TORN
+            else:
+                result = _RESULTS[seal.check(block[: seal.TRAILER_BYTES], key, slot, place.digest)]
+        if result != Result.OK:
+            call.inodes[i] = os.fstat(fd).st_ino
+        return result
+    finally:
+        os.close(fd)
+
+
+def _transfer(
+    fd: int,
+    slot: memoryview,
+    tail: memoryview,
+    move: Callable[[int, list[memoryview], int], int],
+    *,
+    writing: bool,
+) -> int:
+    """Move the slot and its tail, which is released. Return the bytes moved before the end of the file."""
+    total, done = slot.nbytes + tail.nbytes, 0
+    with tail:
+        while done < total:
+            parts = [slot[done:], tail] if done < slot.nbytes else [tail[done - slot.nbytes :]]
+            try:
+                moved = move(fd, parts, done)
+            except OSError as error:  # the rest of a short file is not aligned: that is its end
+                if error.errno == errno.EINVAL and not writing and done:
+                    return done
+                raise
+            finally:
+                for part in parts:
+                    if part is not tail:
+                        part.release()
+            if moved == 0:
+                if writing:
+                    raise OSError(errno.EIO, "nothing was written")
+                return done
+            done += moved
+    return done
+
+
+def _direct_flag(call: FileCall) -> int:
+    return getattr(os, "O_DIRECT", 0) if call.place.flags & Flag.DIRECT else 0
+
+
+def make_parents(root_fd: int, path: str) -> int:
+    """Make the directories above ``path``, the root itself not. Return how many were made."""
+    parent = os.path.dirname(path)
+    if not parent:
+        return 0
+    made = 0
+    try:
+        os.mkdir(parent, DIRECTORY_MODE, dir_fd=root_fd)
+    except FileExistsError:
+        return 0
+    except FileNotFoundError:
+        made = make_parents(root_fd, parent)
+        try:
+            os.mkdir(parent, DIRECTORY_MODE, dir_fd=root_fd)
+        except FileExistsError:
+            return made
+    return made + 1
+
+
+def sync_parents(root_fd: int, path: str, made: int) -> None:
+    """Flush the directory that holds ``path``, and those that hold ``made`` new ones above it."""
+    while path := os.path.dirname(path):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root_fd)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        if made == 0:
+            return
+        made -= 1
+
+
+class _Walk:
+    """Adds up, or removes, what is in a directory. What vanishes meanwhile is no error."""
+
+    def __init__(self, removing: bool, stop: StopFlag, failures: Failures | None) -> None:
+        self._removing = removing
+        self._stop = stop
+        self._failures: Failures = Counter() if failures is None else failures
+
+    def below(self, parent_fd: int, name: str, depth: int = 0) -> int:
+        """Return the bytes. OSError where the directory itself cannot be read, or ``stop`` was set."""
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(name, flags, dir_fd=parent_fd)
+        total = 0
+        try:
+            device = os.fstat(fd).st_dev
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    if self._stop:
+                        break
+                    with suppress(OSError):
+                        total += self._entry(fd, entry.name, device, depth)
+        finally:
+            os.close(fd)
+        if self._stop:
+            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED), name)
+        return total
+
+    def _entry(self, fd: int, name: str, device: int, depth: int) -> int:
+        found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+        if found.st_dev != device:
+            return 0
+        below, remove = 0, os.unlink
+        if stat.S_ISDIR(found.st_mode) and depth < _MAX_DEPTH:
+            remove = os.rmdir
+            try:
+                below = self.below(fd, name, depth + 1)
+            except OSError as error:
+                self._note(error)
+        if self._removing:
+            try:
+                remove(name, dir_fd=fd)
+            except OSError as error:  # who has removed it counts it, and nobody else
+                if remove is os.unlink or error.errno != errno.ENOTEMPTY:  # what is in it was counted
+                    self._note(error)
+                return below
+        return below + found.st_blocks * 512
+
+    def _note(self, error: OSError) -> None:
+        if error.errno not in (errno.ENOENT, errno.ECANCELED):
+            self._failures[error.errno or errno.EIO] += 1

@@ -1,0 +1,117 @@
+"""Which chunks leave when room is needed: the planning, without a disk.
+
+Files are not sorted: a root may have a million, and to sort them holds the interpreter for a second.
+Their bytes are added up by age instead, in buckets that are a 256th as wide as they are old, once for
+chunks that were never used again after they were written and once for those that were. A plan is then
+two ages, and all chunks that are older leave.
+
+A chunk that was used again is taken for ``REUSE_WEIGHT`` times younger than it is. That protects
+prompts that come back from those that come once, as the second queue of ARC and S3-FIFO does, and
+is otherwise LRU, which is better for roots that hold much of what there is.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import Final
+
+NEVER: Final = 2**63 - 1
+"""An age that no chunk has."""
+
+REUSE_WEIGHT: Final = 2
+_SUB_BITS: Final = 8
+_SUB: Final = 1 << _SUB_BITS
+_AGE_BITS: Final = 50  # microseconds of 35 years
+BUCKETS: Final = (_AGE_BITS - _SUB_BITS + 1) * _SUB
+
+
+def bucket_of(age_us: int) -> int:
+    """Return the bucket of an age in microseconds. The native helper does the same."""
+    age = min(max(age_us, 0), (1 << _AGE_BITS) - 1)
+    shift = max(0, age.bit_length() - _SUB_BITS - 1)
+    return (shift << _SUB_BITS) + (age >> shift)
+
+
+def youngest_of(bucket: int) -> int:
+    """Return the least age of a bucket, in microseconds."""
+    shift = max(0, (bucket >> _SUB_BITS) - 1)
+    return (bucket - (shift << _SUB_BITS)) << shift
+
+
+@dataclass(frozen=True, slots=True)
+class Cutoffs:
+    """What leaves: chunks whose last use is so many microseconds ago, or more.
+
+    Attributes:
+        once_us: of those that were never used again after they were written.
+        reused_us: of the others.
+    """
+
+    once_us: int = NEVER
+    reused_us: int = NEVER
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where an age does not fit: the native helper would read it as another one."""
+        if not (0 <= self.once_us <= NEVER and 0 <= self.reused_us <= NEVER):
+            raise ValueError(f"an age of 0 to {NEVER} us is needed, not {self.once_us} and {self.reused_us}")
+
+    def and_older(self, other: Cutoffs) -> Cutoffs:
+        """Return what leaves by either."""
+        return Cutoffs(min(self.once_us, other.once_us), min(self.reused_us, other.reused_us))
+
+
+NOTHING: Final = Cutoffs()
+
+
+class Histogram:
+    """Bytes of chunks by age: those used once, then those used again. A plain array, for C too."""
+
+    def __init__(self) -> None:
+        self.bytes = array("Q", bytes(8 * 2 * BUCKETS))
+
+    def add(self, age_us: int, reused: bool, nbytes: int) -> None:
+        """Add a chunk."""
+        self.bytes[bucket_of(age_us) + (BUCKETS if reused else 0)] += nbytes
+
+    def total(self) -> int:
+        """Return the bytes of all chunks."""
+        return sum(self.bytes)
+
+
+def plan(histogram: Histogram, share: float, need_bytes: int) -> Cutoffs:
+    """Choose ages such that what is older makes up ``need_bytes``, or all of it where that is less.
+
+    Args:
+        histogram: bytes by age.
+        share: of all chunks the share that is in the histogram; they are taken to be like the others.
+        need_bytes: bytes that shall leave.
+    """
+    left = need_bytes * share
+    once_us = reused_us = NEVER
+    for age, reused, nbytes in _oldest_first(histogram):
+        if left <= 0:
+            break
+        left -= nbytes
+        if reused:
+            reused_us = age
+        else:
+            once_us = age
+    return Cutoffs(once_us, reused_us)
+
+
+def expired(ttl_s: float) -> Cutoffs:
+    """Return what leaves because it was not used for ``ttl_s``."""
+    age_us = int(min(ttl_s * 1e6, NEVER))
+    return Cutoffs(age_us, age_us)
+
+
+def _oldest_first(histogram: Histogram) -> list[tuple[int, bool, int]]:
+    """List buckets that hold something: least age, whether of chunks used again, bytes."""
+    found = [
+        (youngest_of(index % BUCKETS), index >= BUCKETS, nbytes)
+        for index, nbytes in enumerate(histogram.bytes)
+        if nbytes
+    ]
+    found.sort(key=lambda item: item[0] * (1 if item[1] else REUSE_WEIGHT), reverse=True)
+    return found

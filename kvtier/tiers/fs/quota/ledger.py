@@ -1,0 +1,346 @@
+"""The ledger of a root: one small file that all its writers share, however many processes they are.
+
+::
+
+    <root>/.kvtier/ledger           the accounts, with a checksum
+    <root>/.kvtier/<writer>.lock    held by a living writer, so that the leases of the dead are seen
+    <root>/.kvtier/evict.lock       held by the one process that evicts
+    <root>/.kvtier/count.lock       held by the one process that counts
+
+The ledger is read and written under its own lock, which is held for these two system calls and a
+question to the file system, and never while chunks are moved. It may be lost, damaged or out of date
+at any time: the root is then taken to hold all that the file system holds until it has been counted.
+It is out of date after a restart of the machine that nobody has survived, for it is not flushed.
+
+It is neither mapped into memory, for a file that is cut would then kill the process, nor kept open:
+that would hide from a process that the file was replaced, and on network file systems what others
+wrote.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import crc32c
+
+from kvtier.tiers.fs.layout import CAREFULLY, DIRECTORY_MODE, FILE_MODE
+from kvtier.tiers.fs.locks import is_there, let_go, make_lock, open_lock, patient_lock, try_lock
+from kvtier.tiers.fs.quota.accounts import Accounts, FileSystem
+
+FOLDER: Final = ".kvtier"
+EVICTING: Final = f"{FOLDER}/evict.lock"
+COUNTING: Final = f"{FOLDER}/count.lock"
+_LEDGER: Final = f"{FOLDER}/ledger"
+_FORMAT: Final = 1
+_PAGE_BYTES: Final = 4096
+_MOST_BYTES: Final = 1 << 20
+_PATIENCE_S: Final = 2.0
+_ATTEMPTS: Final = 5
+_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_WRITERS_LOCK: Final = re.compile(r"[0-9]+-[0-9a-f]{16}\.lock")
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_log = logging.getLogger("kvtier.tiers.fs")
+
+
+class Ledger(Protocol):
+    """Accounts that one writer may change. Blocks; any thread may call it."""
+
+    @property
+    def writer(self) -> str:
+        """The name that this writer's lease is under."""
+
+    def change(self) -> AbstractContextManager[Accounts]:
+        """Hold the accounts; what they are at the end is what others see then. OSError if it cannot."""
+
+    def bury_dead(self, accounts: Accounts) -> None:
+        """End the leases of dead writers in accounts that are held."""
+
+    def close(self) -> None:
+        """End this writer's lease. What was leased and not reported counts as written."""
+
+
+class PrivateLedger:
+    """Accounts of one process alone: for a root that cannot be written, and for tests."""
+
+    writer = "self"
+
+    def __init__(self, disk: FileSystem) -> None:
+        self.accounts = Accounts("private", "", disk.used)
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def change(self) -> Iterator[Accounts]:
+        """See ``Ledger.change``."""
+        with self._lock:
+            yield self.accounts
+
+    def bury_dead(self, accounts: Accounts) -> None:
+        """There is nobody else."""
+
+    def close(self) -> None:
+        """Nobody else has to know."""
+
+
+class SharedLedger:
+    """The shared accounts of a root, open for one writer.
+
+    Args:
+        root_fd: the root directory, open; it stays the caller's.
+        look: returns the file system's state; it blocks.
+
+    Raises:
+        OSError: the ledger cannot be made, or the file system has no locks.
+    """
+
+    def __init__(self, root_fd: int, look: Callable[[], FileSystem]) -> None:
+        self.writer = ""
+        self._root_fd = root_fd
+        self._look = look
+        self._fd: int | None = None
+        self._threads = threading.Lock()
+        with suppress(FileExistsError):
+            os.mkdir(FOLDER, DIRECTORY_MODE, dir_fd=root_fd)
+        self._be_alive()
+        try:
+            with self.change() as accounts:
+                self._join(accounts)
+        except BaseException:
+            self._die()
+            raise
+
+    def close(self) -> None:
+        """See ``Ledger.close``."""
+        with suppress(OSError), self.change() as accounts:
+            accounts.bury((self.writer,))
+        self._die()
+
+    @contextmanager
+    def change(self) -> Iterator[Accounts]:
+        """See ``Ledger.change``."""
+        with self._threads:
+            fd = self._open()
+            try:
+                patient_lock(fd, _LEDGER, _PATIENCE_S)
+                before = os.pread(fd, _MOST_BYTES, 0)
+                accounts = _parse(before) or self._new_accounts()
+                if self.writer not in accounts.leases:
+                    self._be_seen()
+                yield accounts
+                after = _spell(accounts)
+                if after != before:
+                    _write(fd, after)
+            finally:
+                os.close(fd)
+
+    def bury_dead(self, accounts: Accounts) -> None:
+        """See ``Ledger.bury_dead``; lock files of writers that died before they had a lease go too."""
+        known = {writer for writer in accounts.leases if writer != self.writer}
+        dead = {writer for writer in known | _writers_locks(self._root_fd) if not self._lives(writer)}
+        accounts.bury(dead & known)
+
+    def _open(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | CAREFULLY
+        try:
+            return os.open(_LEDGER, flags, FILE_MODE, dir_fd=self._root_fd)
+        except FileNotFoundError:  # somebody has removed the directory
+            with suppress(FileExistsError):
+                os.mkdir(FOLDER, DIRECTORY_MODE, dir_fd=self._root_fd)
+            return os.open(_LEDGER, flags, FILE_MODE, dir_fd=self._root_fd)
+
+    def _join(self, accounts: Accounts) -> None:
+        self.bury_dead(accounts)
+        boot = _boot()
+        if not accounts.leases and accounts.boot != boot:
+            fresh = self._new_accounts()
+            accounts.generation, accounts.boot, accounts.base = fresh.generation, fresh.boot, fresh.base
+            accounts.is_exact, accounts.added, accounts.removed, accounts.supposed = False, 0, 0, 0
+        accounts.leases[self.writer] = 0
+
+    def _new_accounts(self) -> Accounts:
+        return Accounts(secrets.token_hex(8), _boot(), self._look().used)
+
+    # ------------------------------------------------------------------------------ liveness
+
+    def _be_alive(self) -> None:
+        """Make a lock file that shows that this writer lives, under a name that nobody had before."""
+        for _ in range(_ATTEMPTS):
+            writer = f"{os.getpid()}-{secrets.token_hex(8)}"
+            fd = make_lock(self._root_fd, f"{FOLDER}/{writer}.lock")
+            locked = try_lock(fd)
+            if locked:
+                self.writer, self._fd = writer, fd
+                return
+            os.close(fd)
+            if locked is None:
+                with suppress(OSError):
+                    os.unlink(f"{FOLDER}/{writer}.lock", dir_fd=self._root_fd)
+                raise OSError(errno.ENOLCK, "the file system has no locks", FOLDER)
+        raise OSError(errno.EAGAIN, "sweeps took each new writer for a dead one", FOLDER)
+
+    def _be_seen(self) -> None:
+        """Where nobody can see any more that this writer lives, be another one."""
+        assert self._fd is not None
+        if is_there(self._root_fd, f"{FOLDER}/{self.writer}.lock", self._fd):
+            return
+        os.close(self._fd)
+        self._fd = None
+        self._be_alive()
+
+    def _die(self) -> None:
+        if self._fd is not None:
+            with suppress(OSError):
+                os.unlink(f"{FOLDER}/{self.writer}.lock", dir_fd=self._root_fd)
+            let_go(self._fd)
+            self._fd = None
+
+    def _lives(self, writer: str) -> bool:
+        """Say whether a writer lives, and remove the lock file of one that does not."""
+        if writer == self.writer:
+            return True
+        path = f"{FOLDER}/{writer}.lock"
+        try:
+            fd = open_lock(self._root_fd, path, create=False)
+        except FileNotFoundError:
+            return False
+        try:
+            if not try_lock(fd):
+                return True
+            with suppress(OSError):
+                os.unlink(path, dir_fd=self._root_fd)
+            return False
+        finally:
+            os.close(fd)
+
+
+@contextmanager
+def elected(root_fd: int, path: str) -> Iterator[int | None]:
+    """Be the one process that does something for the root, if nobody else is; nobody waits for it.
+
+    Yields:
+        The lock file, open, or None where another process does it.
+    """
+    try:
+        fd = open_lock(root_fd, path, create=True)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        # Where not even an empty file can be made, room is needed most: the directory is locked instead.
+        fd = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root_fd)
+    try:
+        yield fd if try_lock(fd) else None
+    finally:
+        os.close(fd)
+
+
+def has_writers(root_fd: int) -> bool:
+    """Say whether writers, living or dead, have left their locks. OSError where that cannot be said."""
+    return bool(_writers_locks(root_fd))
+
+
+def read(root_fd: int) -> Accounts | None:
+    """Read a root's accounts without a lock: for people who look. None where there are none.
+
+    They may have been read while they were written, or something else may be in their place; then there are
+    none either.
+    """
+    try:
+        fd = os.open(_LEDGER, os.O_RDONLY | CAREFULLY, dir_fd=root_fd)
+        try:
+            return _parse(os.pread(fd, _MOST_BYTES, 0))
+        finally:
+            os.close(fd)
+    except OSError:
+        return None
+
+
+def _writers_locks(root_fd: int) -> set[str]:
+    try:
+        fd = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root_fd)
+    except FileNotFoundError:
+        return set()
+    try:
+        names = os.listdir(fd)
+    finally:
+        os.close(fd)
+    return {name.removesuffix(".lock") for name in names if _WRITERS_LOCK.fullmatch(name)}
+
+
+def _boot() -> str:
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return "unknown"  # an orderly restart and a power cut cannot be told apart from none
+
+
+# ------------------------------------------------------------------------------------ the file
+
+
+def _spell(accounts: Accounts) -> bytes:
+    body = json.dumps(
+        {
+            "format": _FORMAT,
+            "generation": accounts.generation,
+            "boot": accounts.boot,
+            "base": accounts.base,
+            "is_exact": accounts.is_exact,
+            "added": accounts.added,
+            "removed": accounts.removed,
+            "counted_at": round(accounts.counted_at, 3),
+            "leases": accounts.leases,
+            "supposed": accounts.supposed,
+            "counts": accounts.counts,
+        }
+    ).encode()
+    text = b"%08x %s\n" % (crc32c.crc32c(body), body)
+    # In whole pages: a file that keeps its length needs no room on a full file system.
+    return text.ljust(-(-len(text) // _PAGE_BYTES) * _PAGE_BYTES)
+
+
+def _parse(text: bytes) -> Accounts | None:
+    """Return what ``_spell`` has made, or None where it is anything else."""
+    head, _, _ = text.partition(b"\n")
+    checksum, _, body = head.partition(b" ")
+    if checksum != b"%08x" % crc32c.crc32c(body):
+        return None
+    try:
+        return _accounts(json.loads(body))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _accounts(found: Mapping[str, Any]) -> Accounts | None:
+    if found["format"] != _FORMAT:
+        return None
+    return Accounts(
+        generation=str(found["generation"]),
+        boot=str(found["boot"]),
+        base=int(found["base"]),
+        is_exact=bool(found["is_exact"]),
+        added=int(found["added"]),
+        removed=int(found["removed"]),
+        counted_at=float(found["counted_at"]),
+        leases={str(writer): int(lease) for writer, lease in found["leases"].items()},
+        supposed=int(found.get("supposed", 0)),  # which older ones do not tell
+        counts=int(found.get("counts", 0)),
+    )
+
+
+def _write(fd: int, text: bytes) -> None:
+    if os.pwrite(fd, text, 0) != len(text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), _LEDGER)
+
+
+def now() -> float:
+    """Return seconds since 1970: what ``counted_at`` is in."""
+    return time.time()

@@ -1,1 +1,0 @@
-"""The format ``segments``: many chunks in one large file, for chunks that are too small for a file each."""
