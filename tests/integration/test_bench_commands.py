@@ -26,7 +26,7 @@ Report = Mapping[str, Sequence[Mapping[str, Any]]]
 def run(folder: Path, *arguments: str) -> Report:
     """Run a benchmark with its files below ``folder``, which it has to leave empty."""
     root, report = folder / "files", folder / "report.json"
-    command = [sys.executable, "-m", "kvtier.cli.main", "bench", *arguments]
+    command = [sys.executable, "-m", "kvtier", "bench", *arguments]
     done = subprocess.run(
         [*command, "--root", str(root), "--json", str(report)], capture_output=True, text=True, timeout=280
     )

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import ByteSize, Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
+from kvtier.quantities import Size
 from kvtier.tiers.base import TierConfig
 
 DEFAULT_PORT = 6379
@@ -99,8 +100,8 @@ class RedisConfig(TierConfig):
     connect_timeout_s: float = Field(
         default=2.0, gt=0, le=60, description="Seconds that connecting to a server may take."
     )
-    value_bytes: Annotated[ByteSize, Field(ge=4096, le=MOST_VALUE_BYTES)] = Field(
-        default=ByteSize(64 * 2**20),
+    value_bytes: Annotated[Size, Field(ge=4096, le=MOST_VALUE_BYTES)] = Field(
+        default=64 * 2**20,
         description="Bytes of a chunk under one key at most; longer ones are kept in parts.",
     )
     ttl_s: int = Field(
@@ -109,7 +110,7 @@ class RedisConfig(TierConfig):
         le=10 * 365 * 86_400,
         description="Seconds after which a chunk expires that was neither put nor used.",
     )
-    max_bytes: Annotated[ByteSize, Field(gt=0)] | None = Field(
+    max_bytes: Annotated[Size, Field(gt=0)] | None = Field(
         default=None,
         description="Puts are refused while a server uses more memory. Default: what the server says in "
         "maxmemory; where it has none, three quarters of its machine's memory.",

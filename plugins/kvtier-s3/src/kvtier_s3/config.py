@@ -9,8 +9,9 @@ from types import MappingProxyType
 from typing import Final, Literal
 from urllib.parse import urlsplit
 
-from pydantic import ByteSize, Field, SecretStr, StrictBool, field_validator, model_validator
+from pydantic import Field, SecretStr, StrictBool, field_validator, model_validator
 
+from kvtier.quantities import Size
 from kvtier.tiers.base import TierConfig
 
 Provider = Literal["s3", "gcs", "azure"]
@@ -118,8 +119,8 @@ class S3Config(TierConfig):
         le=1024,
         description="Requests that read which may be under way at once, and as many that write.",
     )
-    part_bytes: ByteSize = Field(
-        default=ByteSize(64 * 2**20),
+    part_bytes: Size = Field(
+        default=64 * 2**20,
         ge=_SMALLEST_PART,
         description="Chunks larger than this are put in parts of this size.",
     )
@@ -141,7 +142,7 @@ class S3Config(TierConfig):
         gt=0,
         description="Seconds between two listings, which learn what others put and what has expired.",
     )
-    max_bytes: ByteSize | None = Field(
+    max_bytes: Size | None = Field(
         default=None,
         ge=0,
         description="Bytes of chunks below prefix beyond which puts are refused. Default: no bound here; "
