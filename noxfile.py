@@ -92,7 +92,8 @@ def plugins(session: nox.Session) -> None:
         session.install("-e", f"plugins/{plugin}[tests]")
     for plugin in PLUGINS[:1] if session.posargs else PLUGINS:  # each has a configuration of its own
         tests = f"plugins/{plugin}/tests"
-        run_pytest(session, tests if session.python == PYTHONS[0] else f"{tests}/test_conformance.py")
+        chosen = tests if session.python == PYTHONS[0] else f"{tests}/test_conformance.py"
+        run_pytest(session, chosen, processes=0)  # they share the servers that one process has started
 
 
 @nox.session
@@ -353,3 +354,53 @@ def has_nvidia_gpu() -> bool:
         shutil.which("nvidia-smi") is not None
         and subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0
     )
+
+
+NATIVE_TESTS = (
+    "tests/unit/test_native.py",
+    *(f"tests/unit/tiers/fs/test_fs_{name}.py" for name in ("pool", "tier", "index", "evict", "integrity")),
+)
+NOT_UNDER = {
+    "address,undefined": "not python",
+    # Its madvise() ends where nothing can be mapped, which is what this test asks for.
+    "thread": "not python and not populate_says",
+}
+
+
+@nox.session
+def native(session: nox.Session) -> None:
+    """Can the C code be trusted? Its tests and a stress of several processes, under ASan, UBSan and TSan."""
+    install_kvtier(session, groups=["tests"])
+    stress_s = session.posargs[0] if session.posargs else "20"
+    strict = (
+        "-std=c11",
+        "-D_GNU_SOURCE",
+        "-O1",
+        "-g",
+        "-fno-omit-frame-pointer",
+        "-pthread",
+        "-Wall",
+        "-Wextra",
+    )
+    sources = sorted(map(str, Path("kvtier/native").glob("*.c")))
+    for sanitizers, chosen in NOT_UNDER.items():
+        built = Path(session.create_tmp()).absolute() / sanitizers.partition(",")[0]
+        shutil.rmtree(built, ignore_errors=True)
+        (built / "root").mkdir(parents=True)
+        cc = ("gcc", *strict, "-Werror", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=undefined")
+        stress = f"{built}/stress"
+        session.run(*cc, "-Ikvtier/native", "-o", stress, "tests/native/stress.c", *sources, external=True)
+        session.run(stress, f"{built}/root", stress_s, "3", external=True)
+        library = f"{built}/libkvtier_native.so"
+        session.run(*cc, "-fPIC", "-shared", "-o", library, *sources, external=True)
+        runtimes = [
+            str(session.run("gcc", f"-print-file-name=lib{name}.so", external=True, silent=True)).strip()
+            for name in {"address,undefined": ("asan", "ubsan"), "thread": ("tsan",)}[sanitizers]
+        ]
+        env = {
+            "LD_PRELOAD": " ".join(runtimes),
+            "KVTIER_NATIVE": library,
+            "ASAN_OPTIONS": "detect_leaks=0",  # of the interpreter
+            "TSAN_OPTIONS": "exitcode=66",
+        }
+        session.run("python", "-m", "pytest", "-k", chosen, *NATIVE_TESTS, env=env)

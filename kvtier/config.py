@@ -124,10 +124,11 @@ class TieringConfig(BaseModel):
         "`cpu_bytes_to_use` does not count. What goes beyond fails. Default: no limit.",
     )
     drain_on_shutdown_s: float = Field(
-        default=5.0,
+        default=3.0,
         ge=0,
         le=_LONGEST_WAIT_S,
-        description="Seconds a shutdown waits for puts that are under way.",
+        description="Seconds a shutdown waits for puts that are under way; 1.5 s later it has ended, "
+        "whatever hangs. vLLM kills an engine that takes longer than 5 s.",
     )
 
     @field_validator(

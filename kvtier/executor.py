@@ -11,6 +11,7 @@ import asyncio
 import logging
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -35,11 +36,15 @@ from kvtier.tiers.activity import NamedTier, TierActivity
 from kvtier.tiers.base import Custody, SlotMemory
 from kvtier.tiers.drain import until_done
 from kvtier.tiers.runner import Post, TierRunner, call_soon
+from kvtier.tiers.supervisor import Epoch
 
 logger = logging.getLogger("kvtier.executor")
 
 _SEAL_THREADS = 4
-_CLOSE_GRACE_S = 2.0
+CLOSE_S = 1.5
+"""Seconds after the drain by which a shutdown has ended, whatever hangs: vLLM kills an engine after 5."""
+
+_LAST_STEP_S = 0.2  # of a shutdown, for what follows when tiers are closed
 
 
 class Executor:
@@ -50,13 +55,15 @@ class Executor:
         identity: the cache that all chunks belong to.
         memory: where the slots are.
         post: called on the loop with each event.
-        close_s: seconds that a tier has to close.
+        close_s: seconds that the tiers have to close, all at once.
         chance: the source of chance, for pauses that differ from engine to engine.
         custody: what audited slots must hold; None where nothing is audited. Whoever submits a fetch has
             it forget the slots.
 
     Attributes:
         activity: what each tier is doing, in the core's order.
+        end_by_s: by when the tiers have to be closed, on the clock of ``time.monotonic``, in place of
+            ``close_s``. Set before the executor is left.
     """
 
     def __init__(
@@ -66,7 +73,7 @@ class Executor:
         memory: SlotMemory,
         post: Post,
         *,
-        close_s: float = 5.0,
+        close_s: float = CLOSE_S,
         chance: Chance = random.random,
         custody: Custody | None = None,
     ) -> None:
@@ -77,6 +84,7 @@ class Executor:
         ]
         self.activity = tuple(runner.activity for runner in self._runners)
         self._post = post
+        self.end_by_s: float | None = None
         self._close_s = close_s
         self._progress = anyio.Event()
         self._tasks: anyio.abc.TaskGroup | None = None
@@ -84,7 +92,7 @@ class Executor:
     async def __aenter__(self) -> Executor:
         self._tasks = await anyio.create_task_group().__aenter__()
         for runner in self._runners:
-            self._tasks.start_soon(runner.keep)
+            self._tasks.start_soon(runner.supervise)
             self._tasks.start_soon(runner.watch_usage)
         return self
 
@@ -97,8 +105,12 @@ class Executor:
             await until_done(asyncio.ensure_future(self._close_tiers()))
 
     async def _close_tiers(self) -> None:
-        for runner in self._runners:
-            await runner.close(self._close_s)
+        left_s = 0.0 if self.end_by_s is None else self.end_by_s - anyio.current_time()
+        if left_s <= 0:  # nobody waits any more
+            left_s = self._close_s
+        async with anyio.create_task_group() as tasks:
+            for runner in self._runners:
+                tasks.start_soon(runner.close, left_s)
 
     def submit(self, commands: Iterable[Command]) -> None:
         """Start commands. Called on the loop."""
@@ -107,10 +119,10 @@ class Executor:
             runner = self._runners[command.tier]
             if isinstance(command, Fetch):
                 runner.activity.gets.submitted += 1
-                self._tasks.start_soon(runner.fetch, command, runner.era)
+                self._tasks.start_soon(runner.fetch, command, runner.epoch)
             elif isinstance(command, Put):
                 runner.activity.puts.submitted += 1
-                self._tasks.start_soon(runner.put, command, runner.era)
+                self._tasks.start_soon(runner.put, command, runner.epoch)
             elif isinstance(command, Touch):
                 if runner.note_touched(command.keys):
                     self._tasks.start_soon(runner.tell_touched)
@@ -120,16 +132,16 @@ class Executor:
     async def comes_up(self, tier: int) -> bool:
         """Wait until a tier is open, and through with its resets, or given up; say whether it can be used."""
         runner = self._runners[tier]
-        era: anyio.Event | None = None
-        while era is not runner.era:
-            era = runner.era
-            await era.wait()
+        epoch: Epoch | None = None
+        while epoch is not runner.epoch:
+            epoch = runner.epoch
+            await epoch.settled.wait()
         return runner.is_usable
 
     async def settled(self) -> None:
         """Wait until every tier is open, and through with the resets submitted so far, or given up."""
         for runner in self._runners:
-            await runner.era.wait()
+            await runner.epoch.settled.wait()
 
     async def drained(self) -> None:
         """Wait until no put, no fetch and no reset is under way."""
@@ -161,8 +173,11 @@ class AnyExecutor(Protocol):
     def submit(self, commands: Sequence[Command]) -> None:
         """Hand commands over, without waiting for anything."""
 
-    def close(self, drain_s: float) -> bool:
-        """Let what runs end, for so many seconds, and close the tiers; say whether all has ended."""
+    def close(self, drain_s: float, close_s: float | None = None) -> bool:
+        """Let what runs end, for at most ``drain_s`` seconds, and close the tiers.
+
+        Returns within ``drain_s + close_s`` seconds, whatever hangs: whether all has ended.
+        """
 
 
 class ExecutorThread:
@@ -189,7 +204,7 @@ class ExecutorThread:
         self._woken = False
         self._closing = False
         self._ended = False
-        self._drain_s = 0.0
+        self._drain_by_s = self._end_by_s = 0.0
         self._wake: Callable[[], object] = lambda: None
         self._started = threading.Event()
         self._error: BaseException | None = None
@@ -211,8 +226,12 @@ class ExecutorThread:
             self._woken = True
             self._wake()
 
-    def close(self, drain_s: float) -> bool:
+    def close(self, drain_s: float, close_s: float | None = None) -> bool:
         """Let what runs end, for at most ``drain_s`` seconds, close the tiers, end the thread.
+
+        Args:
+            drain_s: seconds for what is under way.
+            close_s: seconds after these for everything else; default ``CLOSE_S``.
 
         Returns:
             Whether all has ended. Where it is false a tier hangs and may still touch slots: the
@@ -220,10 +239,12 @@ class ExecutorThread:
         """
         if not self._thread.is_alive():
             return True
-        self._drain_s = drain_s
+        close_s = CLOSE_S if close_s is None else close_s
+        self._drain_by_s = time.monotonic() + drain_s
+        self._end_by_s = self._drain_by_s + close_s
         self._closing = True
         self._wake()
-        self._thread.join(drain_s + _CLOSE_GRACE_S)
+        self._thread.join(drain_s + close_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -251,8 +272,9 @@ class ExecutorThread:
                 self._woken = False
                 while self._inbox:
                     executor.submit(self._inbox.popleft())
-            with anyio.move_on_after(self._drain_s):
+            with anyio.move_on_after(max(0.0, self._drain_by_s - time.monotonic())):
                 await executor.drained()
+            executor.end_by_s = self._end_by_s - _LAST_STEP_S
 
     def _refuse_inbox(self) -> None:
         """Answer what nobody takes any more. The two threads may both do this: a command is popped once."""
@@ -277,4 +299,13 @@ def failure_of(command: Command, reason: str) -> Sequence[Event]:
     return ()
 
 
-__all__ = ["AnyExecutor", "Executor", "ExecutorThread", "NamedTier", "Post", "TierActivity", "failure_of"]
+__all__ = [
+    "CLOSE_S",
+    "AnyExecutor",
+    "Executor",
+    "ExecutorThread",
+    "NamedTier",
+    "Post",
+    "TierActivity",
+    "failure_of",
+]

@@ -27,18 +27,19 @@ from kvtier.core.transfers import Pinned
 from kvtier.device.base import Blocks, Finished, TransferEngine
 from kvtier.driver import Driver
 from kvtier.errors import DeviceStuckError, StateError, TransferError
-from kvtier.executor import Executor, NamedTier, Post
+from kvtier.executor import CLOSE_S, Executor, NamedTier, Post
 from kvtier.identity import Identity
 from kvtier.isolation.remote import RemoteExecutor
 from kvtier.keys import OffloadKey, group_index
 from kvtier.memory.custody import Custody
 from kvtier.memory.region import Region
+from kvtier.telemetry.unwritten import UnwrittenPuts
 from kvtier.tiers.drain import until_done
 
 logger = logging.getLogger("kvtier.manager")
 
 _FIRST_SLOTS_S = 10.0
-_CLOSE_S = 10.0
+_LAST_STEP_S = 0.2  # of a shutdown, for what follows when tiers are closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ class TieringManager:
         blocks_per_chunk: int,
         groups: int,
         drain_s: float,
-        close_s: float = _CLOSE_S,
+        close_s: float = CLOSE_S,
         custody: Custody | None = None,
         make_executor: Callable[[Post], Executor | RemoteExecutor] | None = None,
     ) -> None:
@@ -196,10 +197,13 @@ class TieringManager:
         first_slots = anyio.Event()
 
         def slots_ready(slots: range) -> None:
-            loop.call_soon_threadsafe(self._on_event, SlotsReady(slots))
+            loop.call_soon_threadsafe(self._on_event, SlotsReady(slots, is_last=False))
             loop.call_soon_threadsafe(first_slots.set)
 
-        self._region.populate(slots_ready)  # raises where the manager was closed before
+        def slots_end() -> None:
+            loop.call_soon_threadsafe(self._on_event, SlotsReady(range(0)))
+
+        self._region.populate(slots_ready, on_end=slots_end)  # raises where the manager was closed before
         self._engine.set_wakeup(lambda: loop.call_soon_threadsafe(self._collect_copies))
         self._serving = asyncio.ensure_future(self._serve())
         self._is_open = True
@@ -354,6 +358,9 @@ class TieringManager:
         if not self._is_open:
             return
         self._is_open = False
+        end_by_s = time.monotonic() + self._drain_s + self._close_s
+        self._executor.end_by_s = end_by_s - _LAST_STEP_S
+        unwritten = UnwrittenPuts(self._core, self._drain_s)
         try:
             with anyio.move_on_after(self._drain_s):
                 await self.drain()
@@ -361,7 +368,10 @@ class TieringManager:
         finally:
             self._forget_tiers()
             self._closing.set()
-            await until_done(asyncio.ensure_future(self._close()))
+            try:
+                await until_done(asyncio.ensure_future(self._close(end_by_s)))
+            finally:
+                unwritten.warn(logger)
 
     # --- for Acquired ----------------------------------------------------------------------------
 
@@ -477,10 +487,10 @@ class TieringManager:
         for tier in range(len(self._core.ledger.tiers)):
             self._on_event(TierDown(tier, "closed"))
 
-    async def _close(self) -> None:
+    async def _close(self, end_by_s: float) -> None:
         """Wait for tiers and device copies under way, tell their tasks, and give the memory back."""
         assert self._serving is not None
-        await asyncio.wait((self._serving,), timeout=self._close_s)
+        await asyncio.wait((self._serving,), timeout=max(0.0, end_by_s - time.monotonic()))
         await anyio.to_thread.run_sync(self._engine.close)
         self._engine.set_wakeup(None)
         self._collect_copies()

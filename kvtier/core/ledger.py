@@ -47,11 +47,16 @@ class Ledger:
         self.limits = limits
         self.counts: defaultdict[Count, float] = defaultdict(int)
         self.transfers: dict[int, Transfer] = {}
+        self.is_starting = True  # more slots are on their way
         self.commands: list[Command] = []
         self.notices: list[Notice] = []
         self.announcements = Announcements(len(self.tiers), limits.max_announced, enabled=track_changes)
         self._earliest_s = inf  # no running transfer has an earlier deadline
         self._last_id = 0
+
+    def short_of(self, what: str) -> str:
+        """Return the reason to count where room is short: ``what``, unless slots are still on their way."""
+        return "starting" if self.is_starting else what
 
     def begin(
         self, tier: int, keys: Sequence[OffloadKey], chunks: list[Chunk], now_s: float, *, is_put: bool

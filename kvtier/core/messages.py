@@ -138,9 +138,15 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class SlotsReady:
-    """Slots of the primary tier may be used from now on."""
+    """Slots of the primary tier may be used from now on.
+
+    Attributes:
+        slots: which.
+        is_last: whether there will be no more of them.
+    """
 
     slots: range
+    is_last: bool = True
 
 
 @dataclass(frozen=True, slots=True)

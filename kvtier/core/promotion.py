@@ -317,7 +317,7 @@ class Promotions:
         under_way = [transfer for transfer in self._ledger.running if transfer.chunks and not transfer.is_put]
         if left and all(first in transfer.waiters for transfer in under_way):
             first.give_up(left)
-            self._ledger.counts["miss", "budget"] += len(left)
+            self._ledger.counts["miss", self._ledger.short_of("budget")] += len(left)
 
     def _fetch(
         self,

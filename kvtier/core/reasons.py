@@ -14,6 +14,7 @@ MISS: Mapping[str, str] = {
     "absent": "no tier has the chunk, or could give it",
     "deadline": "the request's deadline passed before the tiers answered",
     "budget": "the chunks to be brought for a request did not fit into the promotion budget",
+    "starting": "the primary tier still gets its memory: there was no room yet for the chunks to be brought",
     "filter": "the request may be served from the primary tier alone, which does not have it",
     "load_failed": "a load of the request has failed: it is computed",
     "device_lost": "a worker's device is lost: nothing is loaded any more",
@@ -21,6 +22,7 @@ MISS: Mapping[str, str] = {
 }
 STORE_REFUSED: Mapping[str, str] = {
     "no_slot": "every slot of the primary tier was pinned or being filled",
+    "starting": "the primary tier still gets its memory: no slot of it was free yet",
     "store_threshold": "the chunk was not offered often enough yet",
     "audit": "an audit has found a damaged chunk: nothing is stored any more",
 }

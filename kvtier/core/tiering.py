@@ -327,10 +327,10 @@ class Tiering:
         short = len(new) - len(free)
         evicted = self._make_room(short, keys) if short > 0 else []
         if new and not free:
-            self._counts["store_refused", "no_slot"] += len(new)
+            self._counts["store_refused", self.ledger.short_of("no_slot")] += len(new)
             return None
         if len(new) > len(free):
-            self._counts["store_refused", "no_slot"] += len(new) - len(free)
+            self._counts["store_refused", self.ledger.short_of("no_slot")] += len(new) - len(free)
             del new[len(free) :]
         reservation = Reservation(new, self.table.take(new, visible=True), evicted)
         self.reservations.add(reservation)
@@ -434,6 +434,7 @@ class Tiering:
             self._put_ended(event, now_s)
         elif isinstance(event, SlotsReady):
             self.table.add_slots(event.slots)
+            self.ledger.is_starting = self.ledger.is_starting and not event.is_last
             self.promotions.resize(len(self.table.all))
         elif isinstance(event, TierDown):
             self._tier_down(event)

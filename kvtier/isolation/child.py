@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +27,7 @@ import anyio.abc
 
 from kvtier.core.messages import Command, Event, Reset, TierUp
 from kvtier.executor import Executor, TierActivity
+from kvtier.forks import keep_fd_from_children
 from kvtier.isolation import settings, wire
 from kvtier.isolation.outbox import Outbox
 from kvtier.isolation.wire import Frames, Hello, Order, Report
@@ -40,6 +42,7 @@ _FULL = 1000
 _PR_SET_PDEATHSIG = 1
 _KILL_ME_BEFORE_THE_ENGINE = 500
 _LAST_WORDS_S = 1.0
+_LAST_STEP_S = 0.2  # of a shutdown, for what follows when tiers are closed
 _STACK_BYTES = 2**20
 _PTHREAD_ATTR_BYTES = 256  # more than any has
 
@@ -84,7 +87,7 @@ class Servant:
         self._said: list[wire.Activity] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._leaving = anyio.Event()
-        self._drain_s = 0.0
+        self._drain_by_s = self._end_by_s = 0.0
 
     async def serve(self) -> None:
         """Serve until the engine says that it is enough."""
@@ -101,8 +104,9 @@ class Servant:
                     tasks.start_soon(self._tell_when_up, executor, tier)
                 self._loop.add_reader(self._sock, self._hear, executor, tasks)
                 await self._leaving.wait()
-                with anyio.move_on_after(self._drain_s):
+                with anyio.move_on_after(max(0.0, self._drain_by_s - time.monotonic())):
                     await executor.drained()
+                executor.end_by_s = self._end_by_s - _LAST_STEP_S
             self._loop.remove_reader(self._sock)
             tasks.cancel_scope.cancel()
         self._flush()
@@ -137,7 +141,8 @@ class Servant:
             elif isinstance(order, wire.WhenSettled | wire.WhenDrained):
                 tasks.start_soon(self._tell_when, order, executor)
             elif isinstance(order, wire.Leave):
-                self._drain_s = order.drain_s
+                self._drain_by_s = time.monotonic() + order.drain_s
+                self._end_by_s = self._drain_by_s + order.close_s
                 self._leaving.set()
             else:
                 commands.append(wire.command_of(order))
@@ -198,6 +203,7 @@ def main(arguments: list[str]) -> int:
     sock, memory_fd = socket.socket(fileno=int(arguments[0])), int(arguments[1])
     for fd in (sock.fileno(), memory_fd):
         os.set_inheritable(fd, False)  # not for what a tier starts
+    keep_fd_from_children(sock.fileno())
     hello = wire.unpack_hello(_first_frame(sock))
     sock.setblocking(False)
     servant = Servant(sock, hello)

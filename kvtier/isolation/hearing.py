@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
 from kvtier.core import reasons
 from kvtier.core.messages import Event, TierDown, TierUp
@@ -108,6 +109,6 @@ def _note(report: wire.Activity, activity: TierActivity) -> None:
 
 
 def _log(line: wire.LogLine) -> None:
-    logging.getLogger(line.logger if line.logger.startswith(_OURS) else _OURS).log(
-        line.level, "%s", line.text
-    )
+    name = line.logger if line.logger.startswith(_OURS) else _OURS
+    with suppress(Exception):  # a handler of the engine's that fails costs a line, not the tiers
+        logging.getLogger(name).log(line.level, "%s", line.text)

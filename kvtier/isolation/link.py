@@ -13,6 +13,7 @@ from contextlib import suppress
 from enum import Enum
 
 from kvtier.core.messages import Fetch, Put
+from kvtier.forks import keep_fd_from_children
 from kvtier.isolation.outbox import Outbox
 from kvtier.isolation.wire import Frames, Hello, pack
 
@@ -32,7 +33,7 @@ class Voice(Enum):
 class Link:
     """A process and what it owes.
 
-    The owner of the executor gives it commands, its keeper hears it and ends it; each ``dict`` here is
+    The owner of the executor gives it commands, its supervisor hears it and ends it; each ``dict`` here is
     filled by the one and emptied by the other, an entry at a time.
 
     Args:
@@ -65,6 +66,7 @@ class Link:
                 self._sock.close()
                 raise
         self._sock.setblocking(False)
+        keep_fd_from_children(self._sock.fileno())  # or the process would not learn of the engine's end
         self.pid = self._process.pid
         self._end = select.poll()
         self._end.register(self._pidfd, select.POLLIN)

@@ -1,7 +1,7 @@
 """The executor in a process of its own, seen from the engine: commands go and events come, whatever happens.
 
-A thread of the engine, the keeper, starts the process, hears what it says, and starts another one when it
-has ended. A slot that the process was given is given to nobody else before it is certain that it is gone.
+A thread of the engine, the supervisor, starts the process, hears what it says, and starts another one when
+it has ended. A slot that the process was given is given to nobody else before it is certain that it is gone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from math import inf
 from kvtier.core.backoff import Backoff, Chance
 from kvtier.core.messages import Command, Event, Fetch, ProcessEnded, Put, Reset, TierDown
 from kvtier.errors import IsolationError, StateError
-from kvtier.executor import NamedTier, failure_of
+from kvtier.executor import CLOSE_S, NamedTier, failure_of
 from kvtier.identity import Identity
 from kvtier.isolation import settings, wire
 from kvtier.isolation.hearing import Hearing
@@ -36,9 +36,10 @@ from kvtier.memory.region import Region
 
 logger = logging.getLogger("kvtier.executor")
 
-_CLOSE_GRACE_S = 2.0
-_END_S = 5.0
-_LOOK_S = 0.2
+_KILL_S = 0.5  # of a shutdown, to end a process that does not end by itself
+_LAST_STEP_S = 0.2  # of these, for what follows
+_WARN_S = 5.0
+_LOOK_S = 0.05
 _OWN_FAULTS = frozenset(
     (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGSYS)
 )
@@ -115,11 +116,11 @@ class ExecutorProcess:
         self._last_wait = 0
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._forget_wakeup = weakref.finalize(self, os.close, self._wakeup)
-        self._forget_wakeup.atexit = False  # the keeper may wait for it still
+        self._forget_wakeup.atexit = False  # the supervisor may wait for it still
         self._closing = False
-        self._drain_s = 0.0
+        self._drain_by_s = self._end_by_s = inf
         self._has_begun = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvtier-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvtier-supervisor", daemon=True)
 
     @property
     def pid(self) -> int | None:
@@ -163,7 +164,7 @@ class ExecutorProcess:
                 link.owed[command.id] = command
         if missed or commands:
             link.outbox.add(wire.pack([wire.order_of(command) for command in (*missed, *commands)]))
-        if link.is_over:  # it has ended meanwhile, and the keeper may have missed these
+        if link.is_over:  # it has ended meanwhile, and the supervisor may have missed these
             self._answer_for(link, "process")
 
     def when_settled(self, done: Callable[[], object]) -> None:
@@ -174,8 +175,13 @@ class ExecutorProcess:
         """Have ``done`` called, by any thread, when no put, no fetch and no reset is under way."""
         self._when(wire.WhenDrained, done)
 
-    def close(self, drain_s: float) -> bool:
+    def close(self, drain_s: float, close_s: float | None = None) -> bool:
         """Let what runs end, for at most ``drain_s`` seconds, close the tiers, end the process.
+
+        Args:
+            drain_s: seconds for what is under way.
+            close_s: seconds after these for everything else, at whose end the process is killed; default
+                ``CLOSE_S``.
 
         Returns:
             Whether it has ended. Where it is false the system does not let go of it, and it may still
@@ -185,10 +191,12 @@ class ExecutorProcess:
             self._forget_wakeup()
             return self._link is None
         self.submit(())  # resets that it may have missed
-        self._drain_s = drain_s
+        close_s = CLOSE_S if close_s is None else close_s
+        self._drain_by_s = time.monotonic() + drain_s
+        self._end_by_s = self._drain_by_s + close_s
         self._closing = True
         self._wake()
-        self._thread.join(drain_s + _CLOSE_GRACE_S + 2 * _END_S)
+        self._thread.join(drain_s + close_s)
         if self._thread.is_alive():
             return False
         self._forget_wakeup()
@@ -216,17 +224,21 @@ class ExecutorProcess:
     def _wake(self) -> None:
         os.eventfd_write(self._wakeup, 1)
 
-    # --- the keeper ------------------------------------------------------------------------------
+    # --- the supervisor --------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._live()
+                try:
+                    self._live()
+                except Exception as error:  # of the owner's callbacks, or ours
+                    self._has_begun.set()
+                    if self._trial.decide(repr(error)):
+                        self._closing = True
+                    else:
+                        logger.exception("an error ended a process of the tiers; it is started anew")
                 if not self._closing:
                     self._sleep(self._backoff.next_s())
-        except BaseException as error:
-            if not self._trial.decide(repr(error)):
-                logger.exception("the keeper of the tiers' process has ended: they are not used any more")
         finally:
             self._closing = True
             self._has_begun.set()
@@ -244,7 +256,7 @@ class ExecutorProcess:
         self._has_begun.set()
         begun_s = time.monotonic()
         pulse = Pulse(self._pace, lambda: link.outbox.add(wire.pack([wire.Ping()])))
-        ending = _Ending("killed", "has lost its keeper")
+        ending = _Ending("killed", "it was ended after an error of its supervisor")
         try:
             ending = self._attend(link, pulse)
         finally:
@@ -269,17 +281,19 @@ class ExecutorProcess:
 
     def _attend(self, link: Link, pulse: Pulse) -> _Ending:
         """Take in what a process says, until it has ended or is to be ended; say why it is."""
-        leave_s: float | None = None
+        leave_by_s = inf
         try:
             while not link.is_gone():
-                if self._closing and leave_s is None:
-                    leave_s = time.monotonic() + self._drain_s + _CLOSE_GRACE_S
-                    link.outbox.add(wire.pack([wire.Leave(self._drain_s)]))
-                if leave_s is not None and time.monotonic() > leave_s:
+                now_s = time.monotonic()
+                if self._closing and leave_by_s == inf:
+                    leave_by_s = max(now_s, self._end_by_s - _KILL_S)
+                    drain_s = min(max(0.0, self._drain_by_s - now_s), leave_by_s - now_s)
+                    link.outbox.add(wire.pack([wire.Leave(drain_s, leave_by_s - now_s - drain_s)]))
+                if now_s >= leave_by_s:
                     return _Ending("silent", "has not ended in time")
                 if pulse.beat():
                     return self._silence(pulse)
-                link.wait(pulse.wait_s, self._wakeup)
+                link.wait(min(pulse.wait_s, leave_by_s - now_s), self._wakeup)
                 self._rest()
                 link.outbox.flush()
                 self._hear(link, pulse)
@@ -321,16 +335,14 @@ class ExecutorProcess:
 
     def _wait_for_end(self, link: Link) -> bool:
         """Wait until a process that was killed is gone, for as long as that takes, unless all is to end."""
-        warn_s = time.monotonic() + _END_S
-        give_up_s: float | None = None
+        warn_s = time.monotonic() + _WARN_S
         while not link.is_gone(_LOOK_S):
             now_s = time.monotonic()
-            if now_s > warn_s:
+            gives_up = self._closing and now_s > self._end_by_s - _LAST_STEP_S
+            if now_s > warn_s or gives_up:
                 warn_s = inf
                 logger.error("process %d of the tiers was killed, but the system does not end it", link.pid)
-            if self._closing and give_up_s is None:
-                give_up_s = now_s + _END_S
-            if give_up_s is not None and now_s > give_up_s:
+            if gives_up:
                 return False
         return True
 
@@ -358,7 +370,7 @@ class ExecutorProcess:
         self._notify()
 
     def _answer_for(self, link: Link, reason: str) -> None:
-        """Answer for what a process owes that is gone. Keeper and owner may both: each takes some."""
+        """Answer for what a process owes that is gone. Supervisor and owner may both: each takes some."""
         for transfer in list(link.owed):
             command = link.owed.pop(transfer, None)
             if command is not None:

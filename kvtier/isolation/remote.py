@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 
 import anyio
 import anyio.to_thread
 
 from kvtier.core.messages import Command
-from kvtier.executor import Post, TierActivity
+from kvtier.executor import CLOSE_S, Post, TierActivity
 from kvtier.isolation.process import ExecutorProcess
 from kvtier.tiers.drain import until_done
 from kvtier.tiers.runner import call_soon
@@ -24,10 +25,13 @@ class RemoteExecutor:
 
     Attributes:
         activity: what each tier was doing when it last said so.
+        end_by_s: by when the process has to have ended, on the clock of ``time.monotonic``. Set before the
+            executor is left.
     """
 
     def __init__(self, make: Callable[[Callable[[], object]], ExecutorProcess], post: Post) -> None:
         self._process = make(self._wake)
+        self.end_by_s: float | None = None
         self._post = post
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_woken = False
@@ -39,7 +43,8 @@ class RemoteExecutor:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await until_done(anyio.to_thread.run_sync(self._process.close, 0.0))
+        left_s = CLOSE_S if self.end_by_s is None else max(0.0, self.end_by_s - time.monotonic())
+        await until_done(anyio.to_thread.run_sync(self._process.close, 0.0, left_s))
         self._take()
 
     def submit(self, commands: Sequence[Command]) -> None:

@@ -8,7 +8,7 @@ import threading
 class Trial:
     """A question that is decided once, by whoever comes first.
 
-    The keeper decides it when the first process says that it runs, or has ended without a word; the owner
+    The supervisor decides it when the first process says that it runs, or has ended without a word; the owner
     when it waits no longer. From then on a process that ends is started anew.
 
     Args:
@@ -41,5 +41,5 @@ class Trial:
         """Wait for the decision; return the failure, empty where there was none in time."""
         self._decided.wait(self._patience_s)
         self.decide()
-        self._decided.wait()  # the keeper may be about to
+        self._decided.wait()  # the supervisor may be about to
         return self._failure

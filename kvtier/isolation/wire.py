@@ -105,9 +105,10 @@ class WhenDrained(Struct, array_like=True, frozen=True, tag=7):
 
 
 class Leave(Struct, array_like=True, frozen=True, tag=8):
-    """Let what runs end, for so many seconds; close the tiers; end."""
+    """Let what runs end, for ``drain_s`` seconds at most; close the tiers in ``close_s`` more; end."""
 
     drain_s: Annotated[float, Meta(ge=0)]
+    close_s: Annotated[float, Meta(ge=0)]
 
 
 Order = PutOrder | FetchOrder | TouchOrder | ResetOrder | Ping | WhenSettled | WhenDrained | Leave

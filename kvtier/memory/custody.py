@@ -12,7 +12,6 @@ differ in its last bits.
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
@@ -71,10 +70,7 @@ class Damage:
     def keep_evidence(self, tier: str) -> None:
         """Keep what a worker does not know, beside the bytes that it has kept. Does not wait."""
         facts = {"key": self.key.hex(), "slot": self.slot, "tier": tier, "origin": self.origin}
-        what = "an audit has found a chunk damaged"
-        threading.Thread(
-            target=evidence.keep, args=(what, facts), name="kvtier-evidence", daemon=True
-        ).start()
+        evidence.keep_soon("an audit has found a chunk damaged", facts)
 
 
 class Slots(Protocol):

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.errors import RegionError
+from kvtier.forks import keep_fd_from_children
 
 logger = logging.getLogger("kvtier.memory")
 
@@ -45,7 +46,7 @@ class HeldFile:
     Attributes:
         fd: the open file description that has the lock.
         path: the file's name; None where it has none, and ends with those who have it open.
-        pid: the process that took the lock; a forked child shares the description, not the duty.
+        pid: the process that took the lock; children forked from it do not have the file.
     """
 
     fd: int
@@ -89,6 +90,7 @@ def hold_unnamed(nbytes: int) -> HeldFile:
         os.ftruncate(fd, nbytes)
     except OSError as error:
         raise RegionError(f"{nbytes} bytes of shared memory cannot be had: {error.strerror}") from error
+    keep_fd_from_children(fd)
     return HeldFile(fd, None, os.getpid())
 
 
@@ -103,12 +105,13 @@ def borrow(fd: int, nbytes: int) -> HeldFile:
     found = os.fstat(fd).st_size
     if found < nbytes:
         raise RegionError(f"the primary tier has {found} bytes, but {nbytes} bytes are asked for")
+    keep_fd_from_children(fd)
     return HeldFile(fd, None, _NOBODY)
 
 
 def release(held: HeldFile) -> None:
     """Let go of the file; the last of its holders removes it. To be called once."""
-    if held.pid != os.getpid():  # a forked child: unlocking here would take the lock from the parent
+    if held.pid != os.getpid():  # borrowed, or a forked child: the lock is another process's
         os.close(held.fd)
         return
     try:
@@ -269,6 +272,7 @@ def _open_existing(path: Path) -> int | None:
 
 
 def _try_lock(fd: int, kind: int) -> bool:
+    keep_fd_from_children(fd)  # or a child would hold the lock of a parent that is dead
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:

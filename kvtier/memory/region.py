@@ -22,7 +22,8 @@ from pathlib import Path
 from types import TracebackType
 
 from kvtier.errors import RegionError, StateError
-from kvtier.memory import held, numa, pages
+from kvtier.forks import keep_fd_from_children, keep_memory_from_children
+from kvtier.memory import guard, held, numa, pages
 from kvtier.memory.held import PREFIX, HeldFile, sweep_ghosts
 
 logger = logging.getLogger("kvtier.memory")
@@ -84,8 +85,17 @@ class Region:
         self._file = file
         self._map: mmap.mmap | None = _map_bytes(slots * chunk_bytes + board_bytes, file)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._guard: Callable[[], object] | None = None
+        self._leftover: mmap.mmap | None = None  # of a closed region, until it is unmapped
+        self._forget_memory: Callable[[], object] = lambda: None
+        if file is not None:
+            self._forget_memory = keep_memory_from_children(self._address, len(self._map))
+            weakref.finalize(self._map, self._forget_memory)
         self._stopping = threading.Event()
         self._populating: list[threading.Thread] = []
+        self._lock = threading.Lock()  # of the two below
+        self._running = 0  # threads that populate
+        self._is_closed = False
         # Also runs at interpreter exit, so that a forgotten region does not hold memory till the next start.
         self._release = weakref.finalize(self, held.release, file) if file else None
 
@@ -227,8 +237,28 @@ class Region:
                 f"{self.path} belongs to another running engine: give each engine an id of its own"
             )
 
+    def start_guard(self) -> None:
+        """Have a process of its own remove the file when all who use it are gone, however they end.
+
+        Where no process can be started the log says so; the next start on this machine removes the file then.
+        """
+        self._require_open()
+        if self._file is None or self._file.path is None or self._guard is not None:
+            return
+        try:
+            fd = guard.start(str(self._file.path), self._file.fd)
+        except OSError as error:
+            logger.warning("%s; if the engine is killed the file stays until the next start", error)
+            return
+        keep_fd_from_children(fd)
+        self._guard = weakref.finalize(self, os.close, fd)
+
     def populate(
-        self, on_ready: Callable[[range], None], parts: Sequence[Part] = (), threads: int | None = None
+        self,
+        on_ready: Callable[[range], None],
+        parts: Sequence[Part] = (),
+        threads: int | None = None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """Start to back the slots with memory, in daemon threads, in pieces from slot 0 on.
 
@@ -243,30 +273,51 @@ class Region:
             parts: from which NUMA nodes the parts of each slot are to be taken; default: as the system
                 likes.
             threads: how many; default: one for each four CPUs, four at most. The engine starts meanwhile.
+            on_end: called in one of these threads when no more slots will be ready, unless the region is
+                closed before.
         """
         mapping = self._require_open()
         ask_for_huge = partial(pages.ask_for_huge, mapping, self.path, shared=self._file is not None)
-        filling = _Filling(self, on_ready, parts, ask_for_huge)
+        filling = _Filling(self, on_ready, on_end, parts, ask_for_huge)
         for _ in range(threads or default_threads()):
             thread = threading.Thread(target=self._populate, args=(filling,), name=POPULATING, daemon=True)
             self._populating.append(thread)
+            with self._lock:
+                self._running += 1
             thread.start()
 
-    def close(self) -> None:
+    def close(self, wait_s: float | None = None) -> None:
         """Give the region back; the last one who closes it removes the file. May be called again.
 
-        Memory that is still in use through views stays mapped until the last view is gone.
+        Memory that is still in use through views stays mapped until the last view is gone. A thread that
+        still populates a piece gives the region back when it has ended.
+
+        Args:
+            wait_s: seconds to wait for such threads; default: some.
         """
         self._stopping.set()
+        give_up_s = time.monotonic() + (_JOIN_S if wait_s is None else wait_s)
         for thread in self._populating:
             if thread is not threading.current_thread():
-                thread.join(_JOIN_S)
+                thread.join(max(0.0, give_up_s - time.monotonic()))
         self._populating.clear()
-        mapping, self._map = self._map, None
-        if mapping is not None:
-            _unmap(mapping)
+        if self._map is not None:
+            self._leftover, self._map = self._map, None
+        with self._lock:
+            self._is_closed = True
+            is_unused = not self._running
+        if is_unused:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        leftover, self._leftover = self._leftover, None
+        if leftover is not None:
+            self._forget_memory()
+            _unmap(leftover)
         if self._release is not None:
             self._release()
+        if self._guard is not None:
+            self._guard()
 
     def __enter__(self) -> Region:
         return self
@@ -283,6 +334,16 @@ class Region:
         return mapping
 
     def _populate(self, filling: _Filling) -> None:
+        try:
+            self._fill(filling)
+        finally:
+            with self._lock:
+                self._running -= 1
+                is_last_user = self._is_closed and not self._running
+            if is_last_user:
+                self._give_back()
+
+    def _fill(self, filling: _Filling) -> None:
         filling.prepare()
         while not self._stopping.is_set() and (piece := filling.take()) is not None:
             code = self._back(piece, filling)
@@ -328,6 +389,7 @@ class Region:
                 ready,
                 self.slots,
             )
+            filling.on_end()
 
 
 class _Filling:
@@ -335,6 +397,7 @@ class _Filling:
 
     Attributes:
         parts: the parts of each slot, and where they are to be taken from.
+        on_end: to be called when no more slots will be ready.
         huge: whether the memory comes in huge pages; known after ``prepare``.
     """
 
@@ -342,10 +405,12 @@ class _Filling:
         self,
         region: Region,
         on_ready: Callable[[range], None],
+        on_end: Callable[[], None],
         parts: Sequence[Part],
         ask_for_huge: Callable[[], bool],
     ) -> None:
         self.parts = parts or (Part(0, region.chunk_bytes, None),)
+        self.on_end = on_end
         self.huge = False
         self._ask_for_huge: Callable[[], bool] | None = ask_for_huge
         self._region = region
@@ -378,6 +443,7 @@ class _Filling:
             is_last = self._ready == self._region.slots
         if is_last:
             self._tell()
+            self.on_end()
 
     def give_up(self) -> tuple[int, bool]:
         """Leave the rest; return how many slots are ready, and whether this was called before."""

@@ -2,8 +2,9 @@
 
 The shared library beside this file is built by ``kvtier/native/build.py``. Where it is missing, of
 another version, or refused by ``KVTIER_NATIVE=0`` in the environment, the same functions work in
-pure Python. ``available`` says which it is; ``library`` is the loaded library or None, and ``holding``
-the same for the few functions that are called without releasing the interpreter lock.
+pure Python. ``KVTIER_NATIVE`` may also be the path of another build, such as one with sanitizers.
+``available`` says whether there is one; ``library`` is the loaded library or None, and ``holding`` the
+same for the few functions that are called without releasing the interpreter lock.
 
 Addresses are plain integers. Who calls keeps the memory behind them alive until the call returns.
 All calls release the interpreter lock for most of their time and can be made from any thread.
@@ -33,8 +34,9 @@ _log = logging.getLogger("kvtier.native")
 
 def _load() -> ctypes.CDLL | None:
     """Load the library, or say why not. The one place that reads KVTIER_NATIVE."""
-    path = Path(__file__).with_name(LIBRARY_NAME)
-    if os.environ.get("KVTIER_NATIVE", "1") == "0" or not path.exists():
+    wish = os.environ.get("KVTIER_NATIVE", "1")
+    path = Path(wish) if "/" in wish else Path(__file__).with_name(LIBRARY_NAME)
+    if wish == "0" or not path.exists():
         return None
     try:
         library = ctypes.CDLL(str(path))

@@ -51,8 +51,13 @@ def compiler() -> list[str]:
     raise BuildError("there is no C compiler (tried $CC, cc, gcc, clang)")
 
 
-def compile_library(folder: Path, extra_flags: tuple[str, ...] = ()) -> Path:
-    """Compile the helper beside its source and return the library's path.
+def compile_library(folder: Path, extra_flags: tuple[str, ...] = (), into: Path | None = None) -> Path:
+    """Compile the helper and return the library's path.
+
+    Args:
+        folder: where the sources are.
+        extra_flags: for the compiler.
+        into: where the library goes; None: beside the sources.
 
     The library appears under its name only when it is whole, so that a process that has the old one
     loaded keeps it.
@@ -60,8 +65,8 @@ def compile_library(folder: Path, extra_flags: tuple[str, ...] = ()) -> Path:
     Raises:
         BuildError: there is no compiler, or it failed.
     """
-    target = folder / LIBRARY
-    building = folder / f"{LIBRARY}.{os.getpid()}"
+    target = (into or folder) / LIBRARY
+    building = target.with_name(f"{LIBRARY}.{os.getpid()}")
     sources = [str(folder / name) for name in SOURCES]
     command = [*compiler(), *FLAGS, *extra_flags, "-o", str(building), *sources]
     try:

@@ -10,11 +10,15 @@ import logging
 import os
 import stat
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from queue import SimpleQueue
+
+from kvtier.telemetry.lines import Seldom
 
 logger = logging.getLogger("kvtier.audit")
 
@@ -23,11 +27,16 @@ MOST_BYTES = 8 * 2**20
 """Of each file: what surrounds the first byte that differs is kept."""
 
 _BEFORE_BYTES = 4096
+_LOG_EVERY_S = 60.0
 _numbers = count(1)
+_log_limit = Seldom(_LOG_EVERY_S)
+_queue: SimpleQueue[tuple[str, Mapping[str, object]]] = SimpleQueue()
+_starting = threading.Lock()
+_thread: threading.Thread | None = None
 
 
 def keep(what: str, facts: Mapping[str, object], **contents: bytes | memoryview) -> None:
-    """Keep facts and bytes, and say in the log where. Whatever fails there is said there, too.
+    """Keep facts and bytes in files, all or none of them, and log where, or why not.
 
     Args:
         what: it in one sentence.
@@ -37,18 +46,43 @@ def keep(what: str, facts: Mapping[str, object], **contents: bytes | memoryview)
     try:
         folder = _directory()
         if len(list(folder.iterdir())) + len(contents) >= MOST_FILES:
-            logger.error("%s: %s; no more evidence is kept in %s, empty it", what, dict(facts), folder)
+            added = _log_limit.lets("full", time.monotonic())
+            if added is not None:
+                logger.error(
+                    "%s: %s; evidence folder %s is full, empty it%s", what, dict(facts), folder, added
+                )
             return
         name = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-{next(_numbers)}"
         start = _first_difference(list(contents.values()))
         start -= min(start, _BEFORE_BYTES)
         text = json.dumps({"what": what, **facts, "files_begin_at_byte": start}, indent=2)
-        _write(folder / f"{name}.json", text.encode())
-        for kind, content in contents.items():
-            _write(folder / f"{name}.{kind}", content[start : start + MOST_BYTES])
+        parts = {kind: content[start : start + MOST_BYTES] for kind, content in contents.items()}
+        _write_all(folder, name, {"json": text.encode(), **parts})
         logger.error("%s: %s; the evidence is kept in %s, as %s.*", what, dict(facts), folder, name)
     except OSError as error:
         logger.error("%s: %s; the evidence cannot be kept: %s", what, dict(facts), error)
+
+
+def keep_soon(what: str, facts: Mapping[str, object]) -> None:
+    """Have ``keep`` called in a thread of this module's own, for callers that may not wait.
+
+    There is one such thread, and what comes faster than it can be written is left out: the folder holds
+    no more of it anyway.
+    """
+    global _thread
+    if _queue.qsize() >= MOST_FILES:
+        return
+    _queue.put((what, facts))
+    with _starting:
+        if _thread is None or not _thread.is_alive():  # it is gone in a forked child
+            _thread = threading.Thread(target=_serve, name="kvtier-evidence", daemon=True)
+            _thread.start()
+
+
+def _serve() -> None:
+    while True:
+        what, facts = _queue.get()
+        keep(what, facts)
 
 
 def _directory() -> Path:
@@ -66,6 +100,18 @@ def _own(folder: Path) -> Path:
         raise PermissionError(f"{folder} is not a directory of this user's own")
     folder.chmod(0o700)
     return folder
+
+
+def _write_all(folder: Path, name: str, parts: Mapping[str, bytes | memoryview]) -> None:
+    """Write one file for each part; where one of them fails leave none."""
+    try:
+        for kind, content in parts.items():
+            _write(folder / f"{name}.{kind}", content)
+    except BaseException:
+        for kind in parts:
+            with suppress(OSError):
+                (folder / f"{name}.{kind}").unlink(missing_ok=True)
+        raise
 
 
 def _write(path: Path, content: bytes | memoryview) -> None:

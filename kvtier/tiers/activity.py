@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import anyio
 
 from kvtier.tiers.base import Usage
-from kvtier.tiers.keeper import AnyTier
+from kvtier.tiers.supervisor import AnyTier
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,16 @@ from kvtier.validation import hide
 
 
 def require_fault(error: BaseException) -> None:
-    """Raise ``error`` unless it is a tier's fault; a cancellation that nobody asked for is one."""
+    """Raise ``error`` unless it is a tier's fault.
+
+    A fault is everything but a requested cancellation and what ends the program: an exit, a cancellation
+    that nobody requested, and bare ``BaseException`` classes such as the panic of a Rust extension included.
+    """
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise error
-    elif not isinstance(error, Exception | SystemExit):
+    elif isinstance(error, KeyboardInterrupt | GeneratorExit):
         raise error
 
 
@@ -27,5 +31,9 @@ def words_of(error: BaseException, settings: BaseModel) -> str:
         error: what the tier has raised.
         settings: the tier's; what is secret in them is not shown, though a client may repeat it.
     """
-    words = str(error) if isinstance(error, KVTierError) else f"{type(error).__name__}: {error}"
-    return hide(words, settings)
+    try:
+        text = str(error)
+    except BaseException as second:  # of a class of the plug-in's own
+        require_fault(second)
+        text = "its text cannot be had"
+    return hide(text if isinstance(error, KVTierError) else f"{type(error).__name__}: {text}", settings)

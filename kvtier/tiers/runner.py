@@ -44,8 +44,8 @@ from kvtier.tiers.base import (
 )
 from kvtier.tiers.drain import in_thread
 from kvtier.tiers.faults import require_fault, words_of
-from kvtier.tiers.keeper import AnyTier, Keeper
 from kvtier.tiers.seal import Verdict, check, seal
+from kvtier.tiers.supervisor import AnyTier, Epoch, TierSupervisor
 
 logger = logging.getLogger("kvtier.executor")
 
@@ -108,8 +108,8 @@ class TierRunner:
         self.index = index
         self.name = named.name
         self.activity = TierActivity(config.max_concurrency)
-        self._keeper = Keeper(
-            named.name, named.tier, named.again, self._tell_condition, chance, self._is_at_rest
+        self._supervisor = TierSupervisor(
+            named.name, named.tier, named.again, self._tell_condition, chance, self._is_idle
         )
         self._deadline_s = config.deadline_s
         self._budget = RetryBudget(config.retry_share)
@@ -133,14 +133,14 @@ class TierRunner:
 
     # --- its condition ---------------------------------------------------------------------------
 
-    async def keep(self) -> None:
+    async def supervise(self) -> None:
         """Open the tier and keep it usable. Where it cannot be opened the engine goes on without it."""
         self._loop = asyncio.get_running_loop()
-        await self._keeper.keep(self._context)
+        await self._supervisor.run(self._context)
 
     async def close(self, close_s: float) -> None:
         """Close the tier, where it is open, within ``close_s`` seconds."""
-        if not self._keeper.is_open:
+        if not self._supervisor.is_open:
             return
         with anyio.move_on_after(close_s) as scope:
             try:
@@ -153,46 +153,50 @@ class TierRunner:
             logger.error("tier %s: closing was given up after %g s", self.name, close_s)
 
     def reset(self, epoch: int) -> None:
-        """Begin a new era: the tier is reset, and what was submitted before is not begun any more."""
-        self._keeper.ask_for_reset(epoch)
+        """Start a new epoch: the tier is reset, and what was submitted before does not start any more."""
+        self._supervisor.request_reset(epoch)
 
     @property
-    def era(self) -> anyio.Event:
-        """The era that commands submitted now belong to. See ``Keeper``."""
-        return self._keeper.era
+    def epoch(self) -> Epoch:
+        """The epoch that commands submitted now belong to."""
+        return self._supervisor.epoch
 
     @property
     def is_usable(self) -> bool:
         """Whether the tier is open and not down."""
-        return self._keeper.is_open and self._keeper.down is None
+        return self._supervisor.is_open and self._supervisor.down is None
 
     async def resets_ended(self) -> None:
-        """Wait for the resets submitted so far, but not for the opening where there was none."""
-        if self.era is not self._keeper.first_era:
-            await self.era.wait()
+        """Wait for the resets submitted so far, but not for ``open`` where there was none."""
+        await self._supervisor.resets_ended()
 
     async def watch_usage(self) -> None:
-        """Look now and then how full the tier is."""
-        await self._keeper.first_era.wait()
+        """Ask the tier now and then how full it is, until this task is cancelled."""
+        await self._supervisor.opened()
+        while True:
+            self.activity.usage = self._usage() if self._supervisor.is_open else None
+            await anyio.sleep(_LOOK_EVERY_S)
+
+    def _usage(self) -> Usage | None:
+        """Return how full the tier is; None where it does not know, or fails to say."""
         try:
-            while True:
-                self.activity.usage = _in_integers(self._tier.usage()) if self._keeper.is_open else None
-                await anyio.sleep(_LOOK_EVERY_S)
+            return _in_integers(self._tier.usage())
         except BaseException as error:
             require_fault(error)
-            logger.warning("tier %s: it is not known how full it is: %s", self.name, self._words(error))
+            self._warn("usage", f"usage() failed, it is not known how full it is: {self._words(error)}")
+            return None
 
     @property
     def _tier(self) -> AnyTier:
-        return self._keeper.tier
+        return self._supervisor.tier
 
     def _tell_condition(self, down: str | None) -> None:
         self._post(TierUp(self.index) if down is None else TierDown(self.index, down))
 
-    def _require_usable(self, era: anyio.Event) -> None:
-        if self._keeper.down is not None:
+    def _require_usable(self, epoch: Epoch) -> None:
+        if self._supervisor.down is not None:
             raise _NotBegunError("down")
-        if era is not self.era:
+        if epoch is not self.epoch:
             raise _NotBegunError("reset")
 
     # --- what it has lost --------------------------------------------------------------------------
@@ -200,9 +204,9 @@ class TierRunner:
     def _note_lost(self, why: str) -> None:
         """Have the tier opened anew. Any thread."""
         if self._loop is not None:
-            call_soon(self._loop, partial(self._keeper.open_anew, why))
+            call_soon(self._loop, partial(self._supervisor.request_restart, why))
 
-    def _is_at_rest(self) -> bool:
+    def _is_idle(self) -> bool:
         """Say whether nothing of the tier is under way, which begins nothing while it is down."""
         return not (self.activity.puts.running or self.activity.gets.running or self._is_telling)
 
@@ -234,8 +238,8 @@ class TierRunner:
     async def tell_touched(self) -> None:
         """Tell the tier which chunks were used, all that have gathered meanwhile at once."""
         try:
-            await self._keeper.first_era.wait()
-            while self._touched and self._keeper.down is None:
+            await self._supervisor.opened()
+            while self._touched and self._supervisor.down is None:
                 keys, self._touched = list(self._touched), {}
                 async with asyncio.timeout(self._deadline_s):
                     await self._tier.touch(keys)
@@ -247,16 +251,16 @@ class TierRunner:
 
     # --- puts and fetches ------------------------------------------------------------------------
 
-    async def put(self, command: Put, era: anyio.Event) -> None:
+    async def put(self, command: Put, epoch: Epoch) -> None:
         """Run a put, when its turn comes."""
         effort = self._begin()
         outcome = Outcome.all(Status.FAILED, len(command.keys), "cancelled")
         try:
             async with effort.limit:
-                await era.wait()
+                await epoch.settled.wait()
                 async with self.activity.puts:
                     effort.has_begun = True
-                    outcome = await self._put(command, era, effort)
+                    outcome = await self._put(command, epoch, effort)
         except BaseException as error:
             outcome = self._end_badly("put", command.keys, error, effort)
         finally:
@@ -266,17 +270,17 @@ class TierRunner:
                 PutEnded(command.id, kept, outcome.reasons, effort.seconds, effort.proof, effort.retry)
             )
 
-    async def fetch(self, command: Fetch, era: anyio.Event) -> None:
+    async def fetch(self, command: Fetch, epoch: Epoch) -> None:
         """Run a fetch, when its turn comes."""
         effort = self._begin()
         answers: Sequence[Answer] = (Answer.MISSING,) * len(command.keys)
         outcome = Outcome((), {"cancelled": len(command.keys)})
         try:
             async with effort.limit:
-                await era.wait()
+                await epoch.settled.wait()
                 async with self.activity.gets:
                     effort.has_begun = True
-                    answers, outcome = await self._fetch(command, era, effort)
+                    answers, outcome = await self._fetch(command, epoch, effort)
         except BaseException as error:
             outcome = self._end_badly("get", command.keys, error, effort)
         finally:
@@ -289,33 +293,33 @@ class TierRunner:
         self._budget.earn()
         return _Effort(self._now_s() + self._deadline_s)
 
-    async def _put(self, command: Put, era: anyio.Event, effort: _Effort) -> Outcome:
-        self._require_usable(era)
-        await self._require_intact(command, era)
+    async def _put(self, command: Put, epoch: Epoch, effort: _Effort) -> Outcome:
+        self._require_usable(epoch)
+        await self._require_intact(command, epoch)
         batch = Batch(command.keys, command.slots, self._memory)
         if not self._tier.verifies:
             await self._in_thread(_seal_all, batch, self._digest)
-            self._require_usable(era)  # the tier would take what comes now for a put of the new era
-        return await self._attempts("put", self._put_once, batch, era, effort)
+            self._require_usable(epoch)  # the tier would take what comes now for a put of the new epoch
+        return await self._attempts("put", self._put_once, batch, epoch, effort)
 
-    async def _fetch(self, command: Fetch, era: anyio.Event, effort: _Effort) -> tuple[list[Answer], Outcome]:
-        self._require_usable(era)
+    async def _fetch(self, command: Fetch, epoch: Epoch, effort: _Effort) -> tuple[list[Answer], Outcome]:
+        self._require_usable(epoch)
         count = len(command.keys)
-        found = [True] * count if command.located else await self._find(command.keys, era, effort)
+        found = [True] * count if command.located else await self._find(command.keys, epoch, effort)
         answers = [Answer.LOCATED if there else Answer.MISSING for there in found]
         run = min(found.index(False) if False in found else count, len(command.slots))
         if not run:
             return answers, Outcome(())
-        self._require_usable(era)
+        self._require_usable(epoch)
         batch = Batch(command.keys[:run], command.slots[:run], self._memory)
-        outcome = await self._attempts("get", self._get_once, batch, era, effort)
+        outcome = await self._attempts("get", self._get_once, batch, epoch, effort)
         answers[:run] = [
             Answer.LANDED if status == Status.OK else Answer.MISSING for status in outcome.statuses
         ]
         await self._take_over(batch, outcome)
         return answers, outcome
 
-    async def _require_intact(self, command: Put, era: anyio.Event) -> None:
+    async def _require_intact(self, command: Put, epoch: Epoch) -> None:
         """Put nothing that is not what was stored: it would be sealed like that."""
         positions = [] if self._custody is None else self._custody.audited(command.slots)
         if self._custody is None or not positions:
@@ -323,7 +327,7 @@ class TierRunner:
         audited = [(command.keys[at], command.slots[at]) for at in positions]
         if not await self._in_thread(self._custody.are_intact, audited):
             raise _NotBegunError("audit")
-        self._require_usable(era)
+        self._require_usable(epoch)
 
     async def _take_over(self, batch: Batch, outcome: Outcome) -> None:
         """Have some of what was got audited: what is in its slots now is what the tier was given once."""
@@ -357,21 +361,19 @@ class TierRunner:
         await self._discard([key for key, _ in bad])
         return Outcome(statuses, counts)
 
-    async def _find(self, keys: Sequence[OffloadKey], era: anyio.Event, effort: _Effort) -> list[bool]:
+    async def _find(self, keys: Sequence[OffloadKey], epoch: Epoch, effort: _Effort) -> list[bool]:
         known = self._tier.known(keys)
         found = [knowledge == Knowledge.PRESENT for knowledge in known]
         unknown = [index for index, knowledge in enumerate(known) if knowledge == Knowledge.UNKNOWN]
         if len(found) != len(keys):
             raise TierError(f"known() answered {len(found)} of {len(keys)} keys")
         if unknown:
-            answers = await self._contains([keys[index] for index in unknown], era, effort)
+            answers = await self._contains([keys[index] for index in unknown], epoch, effort)
             for index, there in zip(unknown, answers, strict=True):
                 found[index] = bool(there)
         return found
 
-    async def _contains(
-        self, keys: Sequence[OffloadKey], era: anyio.Event, effort: _Effort
-    ) -> Sequence[bool]:
+    async def _contains(self, keys: Sequence[OffloadKey], epoch: Epoch, effort: _Effort) -> Sequence[bool]:
         begun_s = self._now_s()
         try:
             answers = await self._tier.contains(keys)
@@ -379,7 +381,7 @@ class TierRunner:
             require_fault(error)
             if not self._is_transient(error) or not await self._may_repeat(effort, self._now_s() - begun_s):
                 raise
-            self._require_usable(era)
+            self._require_usable(epoch)
             effort.retry = "failed"
             answers = await self._tier.contains(keys)
             effort.retry = "helped"
@@ -395,14 +397,14 @@ class TierRunner:
         verb: str,
         act: Callable[[Batch], Awaitable[Outcome]],
         batch: Batch,
-        era: anyio.Event,
+        epoch: Epoch,
         effort: _Effort,
     ) -> Outcome:
         """Do it, and a second time for what has failed in a way that may be over by then."""
         outcome = await self._attempt(verb, act, batch, effort)
         again = self._worth_repeating(outcome)
         if again and await self._may_repeat(effort, effort.seconds):
-            self._require_usable(era)  # a put of before a reset would be kept as one of after it
+            self._require_usable(epoch)  # a put of before a reset would be kept as one of after it
             second = await self._attempt(verb, act, batch.part(again), effort)
             effort.retry = "helped" if _proof_of(second) is Proof.GOOD else "failed"
             outcome = self._joined(outcome, again, second)

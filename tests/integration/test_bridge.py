@@ -47,7 +47,7 @@ from kvtier.keys import OffloadKey, pack_key
 from kvtier.memory.board import Board, Word, board_bytes
 from kvtier.memory.custody import Custody, Fault
 from kvtier.memory.region import Region
-from kvtier.tiers import keeper
+from kvtier.tiers import supervisor
 from kvtier.tiers.base import TRAILER_BYTES, Batch, Knowledge, Outcome, SecondaryTier, TierContext
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
@@ -215,7 +215,7 @@ def slots_of(spec: object) -> list[int]:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
-    monkeypatch.setattr("kvtier.executor._CLOSE_GRACE_S", PATIENCE_S)  # a machine may be busy at its end
+    monkeypatch.setattr("kvtier.executor.CLOSE_S", PATIENCE_S)  # a machine may be busy at its end
     made: list[World] = []
 
     def make(*tiers: AnyTier, **settings: Any) -> World:
@@ -525,7 +525,7 @@ def test_gets_that_hang_cost_one_request_a_wait_and_the_next_ones_none(make: Mak
 def test_a_tier_that_can_not_be_opened_joins_when_it_can_and_is_reset_before(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(keeper, "_FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.02)
     moody, resets = Moody(), []
     original = moody.reset
 
@@ -557,7 +557,7 @@ def test_a_tier_that_can_not_be_opened_joins_when_it_can_and_is_reset_before(
     it.settle()
     it.forget_primary()
     assert it.find(prompt(2, 2), it.request("c")) == 2
-    assert "tier dummy0 is not used, and tried again later: it cannot be opened" in caplog.text
+    assert "tier dummy0 disabled, retrying: it cannot be opened" in caplog.text
     assert "tier dummy0 is used again" in caplog.text
 
 
@@ -1172,7 +1172,6 @@ class Scheduler:
             time.sleep(0.0005)
 
 
-@pytest.mark.usefixtures("_strands")
 @pytest.mark.parametrize("version", ["0.33"] if TELLS_OF_FLUSHES else ["0.32", "0.33"])
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_happens_when_no_call_raises_and_no_byte_is_wrong(

@@ -106,6 +106,7 @@ def test_another_cache_of_the_same_model(
     assert len(namespaces(tmp_path / "root")) == 2
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("fill")
 @pytest.mark.parametrize(
     ("environment", "arguments"),

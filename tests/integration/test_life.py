@@ -229,6 +229,8 @@ def test_a_tier_that_hangs_holds_up_neither_the_shutdown_nor_the_other_tiers_put
         begin = time.monotonic()
         engine.stop()
         took_s = time.monotonic() - begin
+        log = engine.log()
+    assert f"tier dummy: {CHUNKS} of {CHUNKS} chunks in flight at the shutdown were not written" in log
     with forge.start(llama, settings) as engine:
         assert engine.served(*STORY) == (reference(*STORY), {"fs": CHUNKS})
     assert 3.0 <= took_s < 20.0  # the drain, and the end of the engine; what hangs does so for good

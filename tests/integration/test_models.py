@@ -166,6 +166,7 @@ def test_a_hit_equals_the_engines_own(
     assert all(wrong != right for wrong, right in zip(misled[1:], expected[1:], strict=True))
 
 
+@pytest.mark.full
 def test_latent_attention(forge: Forge, tmp_path: Path) -> None:
     # vLLM's kernels for latent attention on the CPU disagree with each other: a prompt and its last
     # token alone, over the same blocks, give other tokens (and it reuses no blocks itself). So a prompt

@@ -18,7 +18,7 @@ from kvtier.core.admission import Limits
 from kvtier.core.policies.lru import LRU
 from kvtier.keys import OffloadKey
 from kvtier.memory.board import Board, Row, Word, board_bytes
-from kvtier.tiers import keeper
+from kvtier.tiers import supervisor
 from kvtier.tiers.base import Batch, Outcome, TierContext
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 from tests.integration import test_bridge
@@ -248,7 +248,7 @@ def test_a_breaker_is_closed_open_and_half_open_in_numbers_and_its_moves_are_cou
 
 
 def test_a_tier_goes_down_once_however_often_it_is_tried(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "_FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.02)
     tier = Led()
     tier.is_away = True
     it, endpoint = make(tier, slots=32)

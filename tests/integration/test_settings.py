@@ -100,7 +100,7 @@ def test_a_root_that_cannot_be_written(
     assert loaded == {"cpu": len(STORY) * PROMPT_CHUNKS}
     assert metrics.value("kvtier_tier_up", tier="fs") == 0
     assert metrics.value("kvtier_put_dropped_chunks", tier="fs", reason="down") > 0
-    assert "tier fs is not used, and tried again later" in log
+    assert "tier fs disabled, retrying" in log
     assert str(root) in log
 
 

@@ -33,24 +33,25 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
-        "era_not_checked",
+        "epoch_not_checked",
         "A command that was submitted before a reset is begun after it.",
         "kvtier.tiers.runner:TierRunner._require_usable",
-        (("if era is not self.era:", "if False:"),),
+        (("if epoch is not self.epoch:", "if False:"),),
     ),
     Mutation(
         "put_does_not_wait_for_the_reset",
         "A put that was submitted after a reset is begun before the tier is through with it.",
         "kvtier.tiers.runner:TierRunner.put",
-        (("await era.wait()", "pass"),),
+        (("await epoch.settled.wait()", "pass"),),
     ),
     Mutation(
         "failed_reset_is_not_repeated",
         "A tier that could not be reset is used again with what it had before.",
-        "kvtier.tiers.keeper:Keeper._restore",
+        "kvtier.tiers.supervisor:TierSupervisor._bring_up",
         (
-            ("    _, era = self._owed[0]", "    _, era = self._owed.popleft()"),
-            ("        self._owed.popleft()\n        era.set()", "        era.set()"),
+            ("    epoch = self._pending[0]", "    epoch = self._pending.popleft()"),
+            ("self._pending[-1].number", "epoch.number"),
+            ("if self._pending[0] is epoch:", "if False:"),
         ),
     ),
     Mutation(
@@ -221,14 +222,14 @@ MUTATIONS = (
     Mutation(
         "tier_never_comes_back",
         "It is not told that a tier that was down can be used.",
-        "kvtier.tiers.keeper:Keeper._recover",
+        "kvtier.tiers.supervisor:TierSupervisor._come_up",
         (("self._tell(None)", "pass"),),
     ),
     Mutation(
         "second_attempt_after_a_reset",
         "A put that has failed is repeated though there was a reset since.",
         "kvtier.tiers.runner:TierRunner._attempts",
-        (("self._require_usable(era)", "pass"),),
+        (("self._require_usable(epoch)", "pass"),),
     ),
     Mutation(
         "cancelled_while_bytes_move",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import subprocess
 import sys
@@ -238,7 +239,7 @@ class Gated(DummyTier):
 @pytest.fixture(autouse=True)
 def _patience_with_threads_that_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that stands still for seconds is no tier that hangs."""
-    monkeypatch.setattr("kvtier.executor._CLOSE_GRACE_S", PATIENCE_S)
+    monkeypatch.setattr("kvtier.executor.CLOSE_S", PATIENCE_S)
 
 
 @pytest.fixture(params=["loop", "process"])
@@ -669,6 +670,51 @@ async def test_a_tier_that_fails_to_close_is_opened_anew_and_reset_all_the_same(
         assert (len(contexts), len(resets)) == (2, 2)
 
 
+async def test_an_executor_that_ends_while_a_lost_tier_is_being_closed_ends_in_order(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tier = Losing()
+    async with world(tier) as it:
+        it.put([1])
+        await tier.until(lambda: "put" in tier.begun)
+        tier.context.lost("the share was unmounted")
+        await it.until(lambda: it.downs)  # it waits for the put before it closes the tier
+    assert tier.begun == ["open", "put", "close"]
+    assert "CancelledError" not in caplog.text
+
+
+@pytest.mark.parametrize("step", ["open", "aclose"])
+async def test_a_shutdown_is_no_failure_of_the_step_that_it_interrupts(
+    step: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun = anyio.Event()
+
+    class Slow(Losing):
+        async def _reach(self, reached: str) -> None:
+            if reached == step:
+                begun.set()
+                await anyio.sleep_forever()
+
+        async def open(self, context: TierContext) -> None:
+            await self._reach("open")
+            await super().open(context)
+
+        async def aclose(self) -> None:
+            if not begun.is_set():
+                await self._reach("aclose")
+
+    tier = Slow()
+    tier.open_all()
+    async with world(tier) as it:
+        if step == "aclose":
+            await it.hold([1])
+            tier.context.lost("the share was unmounted")
+        with anyio.fail_after(PATIENCE_S):
+            await begun.wait()
+    lines = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [line for line in lines if "the share was unmounted" not in line] == []
+
+
 # --- faults --------------------------------------------------------------------------------------
 
 
@@ -730,12 +776,25 @@ def raises(error: BaseException) -> Callable[[], Any]:
     return act
 
 
+class Panic(BaseException):
+    """What extensions written in Rust raise where they have panicked: no ``Exception``."""
+
+
+class Unspeakable(Exception):
+    """Its text cannot be had."""
+
+    def __str__(self) -> str:
+        raise Panic("str")
+
+
 FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "an error": (raises(OSError("disk")), "error"),
     "a time-out": (raises(TimeoutError()), "timeout"),
     "a lost connection": (raises(ConnectionResetError()), "connection"),
     "a cancellation that nobody asked for": (raises(asyncio.CancelledError()), "error"),
     "an exit": (raises(SystemExit(3)), "error"),
+    "a panic": (raises(Panic("index out of bounds")), "error"),
+    "an error without words": (raises(Unspeakable()), "error"),
     "nothing": (lambda: None, "error"),
     "too few": (lambda: Outcome((Status.OK,)), "error"),
     "too many": (lambda: Outcome((Status.OK,) * 9), "error"),
@@ -769,6 +828,7 @@ async def test_a_get_that_goes_wrong_is_answered_once(fault: str) -> None:
     [
         raises(OSError("net")),
         raises(asyncio.CancelledError()),
+        raises(Panic("index out of bounds")),
         lambda: [True],
         list,
         lambda: None,
@@ -781,7 +841,9 @@ async def test_a_question_that_goes_wrong_is_answered_once(verb: str, act: Calla
         await it.hold([4], tier=1)
 
 
-@pytest.mark.parametrize("error", [TierError("no directory"), OSError("refused"), asyncio.CancelledError()])
+@pytest.mark.parametrize(
+    "error", [TierError("no directory"), OSError("refused"), asyncio.CancelledError(), Panic("no arena")]
+)
 async def test_a_tier_that_cannot_be_opened_is_down_and_the_others_are_not(error: BaseException) -> None:
     closed: list[str] = []
     tier = Rude(open=raises(error), aclose=lambda: closed.append("closed"))
@@ -827,16 +889,36 @@ async def test_a_reset_that_the_end_cuts_off_is_told_and_holds_up_nobody(
     with anyio.fail_after(10):
         await waiting
     assert not tier.was_reset
-    assert "cannot be reset to epoch 1" in caplog.text
+    assert "shut down before its reset to epoch 1 ended" in caplog.text
+    assert "CancelledError" not in caplog.text
 
 
-@pytest.mark.parametrize("error", [OSError("no"), SystemExit(1), asyncio.CancelledError()])
+@pytest.mark.parametrize(
+    "error", [OSError("no"), SystemExit(1), asyncio.CancelledError(), Panic("no"), Unspeakable()]
+)
 async def test_a_tier_that_fails_to_close_does_not_keep_the_next_one_open(error: BaseException) -> None:
     closed: list[str] = []
     first, second = Rude(aclose=raises(error)), Rude(aclose=lambda: closed.append("second"))
     async with world(first, second) as it:
         await it.hold([1])
     assert closed == ["second"]
+
+
+async def test_tiers_are_closed_together_not_one_after_the_other() -> None:
+    both = anyio.Event()
+    closing: list[int] = []
+
+    class Meeting(DummyTier):
+        async def aclose(self) -> None:
+            closing.append(1)
+            if len(closing) == 2:
+                both.set()
+            await both.wait()
+
+    with anyio.fail_after(20):
+        async with world(Meeting(DummyConfig()), Meeting(DummyConfig()), close_s=PATIENCE_S) as it:
+            await it.hold([1])
+            await it.hold([2], tier=1)
 
 
 async def test_a_tier_that_does_not_close_is_given_up() -> None:
@@ -1017,6 +1099,31 @@ async def test_how_full_a_tier_is_is_looked_at_now_and_then(monkeypatch: pytest.
                 await anyio.sleep(0.01)
         assert it.executor.activity[1].usage is None
         await it.hold([4], tier=1)  # a tier that fails at it goes on
+
+
+@pytest.mark.parametrize("error", [OSError("busy"), SystemExit(1), Panic("poisoned"), Unspeakable()])
+async def test_how_full_a_tier_is_is_asked_again_after_any_failure(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runners, "_LOOK_EVERY_S", 0.01)
+    answers = iter([Usage(1, 9), error, "odd", Usage(2, 9)])
+    last: Any = None
+
+    def usage() -> Any:
+        nonlocal last
+        last = next(answers, last)
+        if isinstance(last, BaseException):
+            raise last
+        return last
+
+    seen: list[Usage | None] = []
+    async with world(Rude(usage=usage)) as it:
+        activity = it.executor.activity[0]
+        with anyio.fail_after(20):
+            while activity.usage != Usage(2, 9):
+                seen.append(activity.usage)
+                await anyio.sleep(0.001)
+    assert seen[-1] is None  # what was known before is not told any more
 
 
 async def test_how_full_a_tier_is_is_told_in_plain_integers() -> None:

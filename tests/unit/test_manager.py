@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import random
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
@@ -791,6 +792,23 @@ async def test_a_tier_that_cannot_be_stopped_is_left_behind_and_its_memory_stays
             await anyio.sleep(0.005)
     assert [bytes(it.region.view(slot)) for slot in slots] == before
     await anyio.to_thread.run_sync(it.region.close)  # waits for the thread that has got the memory
+
+
+async def test_a_shutdown_that_drops_puts_says_how_many_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    slow = dummy(put_latency_s=600, deadline_s=600)
+    async with opened(slow, drain_s=0.01) as it:
+        await it.store(prompt(1, 3))
+    (line,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert (
+        "tier dummy0: 3 of 3 chunks in flight at the shutdown were not written (cancelled: 3)"
+        in line.getMessage()
+    )
+
+
+async def test_a_shutdown_that_drops_nothing_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async with opened(dummy(put_latency_s=0.05), drain_s=60.0) as it:
+        await it.store(prompt(1, 3))
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 async def test_a_copy_under_way_when_the_drain_time_is_over_ends_all_the_same() -> None:

@@ -6,9 +6,12 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import vllm
 
@@ -21,6 +24,26 @@ logger = logging.getLogger("kvtier.vllm")
 
 OLDEST, NEWEST = (0, 31), (0, 33)
 """The range that kvtier is tested with."""
+
+
+KV_FORMATS: Final = {"0.31.0": 1, "0.32.0": 1, "0.33.0": 1}
+"""The KV format generation of each release that was shown to write what the others of it can read.
+
+A release gets a number when ``tests/integration/test_generations.py`` passes with it: it reads and writes
+chunks of the others with the same tokens, and no default of a setting that counts has changed. Where either
+does not hold, it starts a generation. A patch release is a release: vLLM mends wrong numbers in those.
+"""
+
+
+def kv_format(version: str = vllm.__version__) -> str:
+    """Return the KV format generation of a version; one of its own for a version that is not known."""
+    known = KV_FORMATS.get(version.partition("+")[0])
+    return f"vllm {version}" if known is None else str(known)
+
+
+def is_reviewed(version: str = vllm.__version__) -> bool:
+    """Return whether people have looked at this version's settings."""
+    return version.partition("+")[0] in KV_FORMATS
 
 
 def release(version: str) -> tuple[int, int] | None:
@@ -104,14 +127,32 @@ class EngineContext:
         return not isinstance(self.spec_of(group), FullAttentionSpec)
 
 
-def engine_context() -> EngineContext | None:
-    """Find the configuration of the engine that is making the spec.
+_of_connector: ContextVar[EngineContext | None] = ContextVar("kvtier_engine", default=None)
 
-    The spec is given an extract that lacks the revision, the quantisation and the hash seed, and vLLM
-    has a "current" configuration only in the workers. The connector that makes the spec got both
-    configurations as arguments, so they are looked for among the callers.
+
+@contextmanager
+def making_spec_of(engine: EngineContext) -> Iterator[None]:
+    """Have ``engine_context`` return this engine meanwhile: for a connector that makes a spec."""
+    token = _of_connector.set(engine)
+    try:
+        yield
+    finally:
+        _of_connector.reset(token)
+
+
+def engine_context() -> EngineContext | None:
+    """Return the configuration of the engine that is making the spec; None where it cannot be found.
+
+    vLLM hands a spec an extract that lacks the model's configuration. ``KVTierConnector`` gives all of it
+    here. vLLM's own connector gives it to nobody: the spec's constructor has one argument, and vLLM has a
+    "current" configuration in the workers only, without that of the KV cache. It received both as
+    arguments, so they are looked for among the callers: the one place that reads frames.
     """
-    frame: FrameType | None = sys._getframe(1)
+    return _of_connector.get() or _of_caller()
+
+
+def _of_caller() -> EngineContext | None:
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         vllm_config = frame.f_locals.get("vllm_config")
         kv_cache_config = frame.f_locals.get("kv_cache_config")

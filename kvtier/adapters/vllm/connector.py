@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 # First: it refuses a vLLM that is too old, which might lack what is imported next.
-import kvtier.adapters.vllm.compat  # noqa: F401
+from kvtier.adapters.vllm.compat import EngineContext, making_spec_of
 
 # isort: split
 import torch
@@ -46,7 +46,8 @@ class KVTierConnector(OffloadingConnector):
                 f'KVTierConnector: kv_load_failure_policy is "{policy}", so requests would end with an error '
                 'where a load fails: set it to "recompute", or use the OffloadingConnector'
             )
-        super().__init__(vllm_config, role, kv_cache_config)
+        with making_spec_of(EngineContext(vllm_config, kv_cache_config)):
+            super().__init__(vllm_config, role, kv_cache_config)
         self._manager: KVTierManager | None = None
         self._worker: KVTierWorker | None = None
         if self.connector_scheduler is not None:

@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import logging
 import os
+import re
 import uuid
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-import vllm
-from vllm.config import VllmConfig
+from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from kvtier.adapters.vllm.compat import EngineContext, hash_seed
+from kvtier.adapters.vllm._spelling import spell, spell_environment, spell_settings
+from kvtier.adapters.vllm.compat import EngineContext, hash_seed, is_reviewed, kv_format
 from kvtier.adapters.vllm.parallel import SlotShape, pipeline_stages, total_kv_heads
-from kvtier.errors import IdentityError
-from kvtier.identity import Identity, canonical, canonical_dtype
+from kvtier.errors import ConfigError
+from kvtier.identity import Identity, canonical_dtype
 
 logger = logging.getLogger("kvtier.vllm")
 
-_NOT_THE_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
 _NOT_THE_BYTES = frozenset({"block_stride_alignment"})  # of a spec: how far apart blocks are on the device
 _OF_ONE_WORKER = frozenset({"num_kv_heads", "num_head_slots", "max_tp_shards", "page_size_padded"})
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
+_FILES_BESIDE = ("*.json", "*.py")
+_NOT_THE_WEIGHTS = re.compile(
+    r"config\.json|tokenizer|vocab|added_tokens|special_tokens_map|chat_template|merges", re.IGNORECASE
+)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _SAMPLES = 1024
 _SAMPLE_BYTES = 4096
 
@@ -46,61 +50,80 @@ def engine_identity(
         engine: the engine's own configuration, for what ``config`` lacks.
         shape: what a slot holds.
         namespace: the user's own part, for what no engine knows, such as adapters that were replaced.
+
+    Raises:
+        ConfigError: nothing tells the weights or a setting from others of the same name.
     """
     vllm_config = engine.vllm_config
     return Identity.make(
         config.model.name,
         {
             "namespace": namespace,
-            "engine": {"name": "vllm", "version": vllm.__version__.split("+")[0]},
+            "engine": {"name": "vllm", "kv_format": kv_format()},
             "device": current_platform.device_type,
-            "weights": _weights(vllm_config),
+            "weights": _weights(vllm_config, namespace),
             "kv_cache": _kv_cache(config, engine, shape),
             "parallel": _parallel(config, engine, shape),
             "hash": _hash(vllm_config),
-            "lora": vllm_config.lora_config is not None,
-            "speculative": _speculative(vllm_config),
+            "settings": spell_settings(vllm_config, is_reviewed=is_reviewed()),
+            "environment": spell_environment(),
         },
     )
 
 
-def _weights(vllm_config: VllmConfig) -> Mapping[str, object]:
-    model = vllm_config.model_config
-    return {
-        # A hub's revision is a name that moves, such as "main"; vLLM notes beside it what it stands for.
-        "revision": getattr(model.revision, "resolved", model.revision),
-        "files": weights_fingerprint(Path(model.model)),
-        "config": _digest(model.hf_config.to_dict()),
-        "dtype": canonical_dtype(str(model.dtype)),
-        "quantization": model.quantization,
-        "load_format": str(vllm_config.load_config.load_format),
-        "seed": model.seed if str(vllm_config.load_config.load_format) == "dummy" else None,
-    }
+def _weights(vllm_config: VllmConfig, namespace: str) -> Mapping[str, object]:
+    """Spell which weights the models have: the model's, and those of a draft model."""
+    weights = {"model": _weights_of(vllm_config.model_config, vllm_config.load_config, namespace)}
+    speculative = vllm_config.speculative_config
+    draft = None if speculative is None else speculative.draft_model_config
+    if draft is not None and draft is not vllm_config.model_config:
+        load = speculative.draft_load_config or vllm_config.load_config
+        weights["draft"] = _weights_of(draft, load, namespace)
+    return weights
+
+
+def _weights_of(model: ModelConfig, load: LoadConfig, namespace: str) -> Mapping[str, object]:
+    name = model.model_weights or model.model  # the first where they are streamed from an object store
+    # A hub's revision is a name that moves, such as "main"; vLLM notes beside it what it stands for.
+    revision = getattr(model.revision, "resolved", model.revision)
+    files = None if model.model_weights else weights_fingerprint(Path(model.model))
+    seed = model.seed if str(load.load_format) == "dummy" else None
+    is_commit = revision is not None and _COMMIT.fullmatch(revision)
+    if not namespace and not is_commit and files is None and seed is None:
+        raise ConfigError(
+            f"nothing tells the weights of {name} from others that replace them there: they are not in a "
+            "local directory, and no commit of a hub is known. Set `namespace` in kv_connector_extra_config "
+            "to a name that changes with the weights, or remove secondary_tiers"
+        )
+    return {"name": name, "revision": revision, "files": files, "seed": seed}
 
 
 def weights_fingerprint(model: Path) -> str | None:
-    """Return a digest of a model's weight files: their names, sizes and samples of their bytes.
+    """Return a digest of a model's files: their names, sizes and samples of their bytes.
 
     A model that was replaced at the same path must not be given the old one's chunks. Up to 1,024
     evenly spread samples of 4 KiB are read from each file, some milliseconds of work; a change that
     touches less than about half a percent of a file can go unseen, which is what the setting
-    ``namespace`` is for.
+    ``namespace`` is for. Beside the weights count the files that say how to use them: settings of the
+    quantisation, of image processors and of generation, and code. Those of the tokenizer do not, and
+    ``config.json`` is in the settings as vLLM has read it.
 
     Args:
         model: the directory that holds them, or the one file that is all of the model.
 
     Returns:
-        The digest; None where there is neither: then the revision names the weights.
+        The digest; None where there are no weights: then the revision names them.
     """
     digest = hashlib.sha256()
     if model.is_file():
         _add_samples(digest, model)
-    elif model.is_dir():
-        for pattern in _WEIGHT_FILES:
-            for path in sorted(model.glob(pattern)):
-                _add_samples(digest, path)
-    else:
+        return digest.hexdigest()[:32]
+    weights = [path for pattern in _WEIGHT_FILES for path in sorted(model.glob(pattern))]
+    if not weights:
         return None
+    beside = [path for pattern in _FILES_BESIDE for path in sorted(model.glob(pattern))]
+    for path in [*weights, *(path for path in beside if not _NOT_THE_WEIGHTS.match(path.name))]:
+        _add_samples(digest, path)
     return digest.hexdigest()[:32]
 
 
@@ -152,7 +175,7 @@ def _field(value: object) -> object:
         return spec_fields(value)
     if isinstance(value, Mapping):  # a group of layers that differ
         return {name: _field(item) for name, item in value.items()}
-    return _spelled(value)
+    return spell(value, "KVCacheSpec")
 
 
 def _canonical_spec(engine: EngineContext, spec: KVCacheSpec) -> Mapping[str, object]:
@@ -188,23 +211,3 @@ def _hash(vllm_config: VllmConfig) -> Mapping[str, object]:
         )
         seed = f"random {uuid.uuid4()}"
     return {"algorithm": algorithm, "seed": seed}
-
-
-def _speculative(vllm_config: VllmConfig) -> Mapping[str, object] | None:
-    config = vllm_config.speculative_config
-    if config is None:
-        return None
-    return {"method": config.method, "model": config.model, "revision": config.revision}
-
-
-def _digest(fields: Mapping[str, object]) -> str:
-    spelled = {name: _spelled(value) for name, value in fields.items() if name not in _NOT_THE_MODEL}
-    return hashlib.sha256(json.dumps(spelled, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _spelled(value: object) -> object:
-    """Spell a value of the engine's canonically; what has no canonical spelling is spelled as its repr."""
-    try:
-        return canonical(value)
-    except IdentityError:
-        return repr(value)

@@ -36,6 +36,7 @@ from kvtier.core.transfers import Pinned, Reservation
 from kvtier.driver import Driver
 from kvtier.executor import AnyExecutor
 from kvtier.memory.custody import Custody
+from kvtier.telemetry.unwritten import UnwrittenPuts
 
 logger = logging.getLogger("kvtier.vllm")
 
@@ -75,6 +76,7 @@ class KVTierManager(OffloadingManager):
         steps_ahead: steps that vLLM schedules before the first of them has ended, itself included.
         info: labels of the info metric.
         on_shutdown: gives back what the manager was made with.
+        drain_s: seconds that it waits for puts, for the log.
         workers: what is known of the workers; None where they tell nothing.
         custody: what audited slots must hold; None where nothing is audited.
         repeats_stores: whether vLLM may offer again, in later steps, what found no room. Of a window's
@@ -94,6 +96,7 @@ class KVTierManager(OffloadingManager):
         steps_ahead: int = 2,
         info: Mapping[str, str] | None = None,
         on_shutdown: Callable[[], None] = lambda: None,
+        drain_s: float = 0.0,
         workers: Workers | None = None,
         custody: Custody | None = None,
         repeats_stores: bool = True,
@@ -113,6 +116,7 @@ class KVTierManager(OffloadingManager):
         self._steps_ahead = steps_ahead
         self._info = info or {}
         self._on_shutdown = on_shutdown
+        self._drain_s = drain_s
         self._workers = workers
         self._repeats_stores = repeats_stores
         self._ask = core.lookup
@@ -271,9 +275,19 @@ class KVTierManager(OffloadingManager):
 
     def shutdown(self) -> None:
         """See vLLM. May be called again."""
-        if not self._closed:
-            self._closed = True
-            self._on_shutdown()
+        if self._closed:
+            return
+        self._closed = True
+        self._driver.take_in(self._events)
+        unwritten = UnwrittenPuts(self._core, self._drain_s)
+        if unconfirmed := sum(len(store.chunks) for store in self._stores.values()):
+            logger.warning(
+                "%d chunks were still being copied from the device at the shutdown: they are in no tier",
+                unconfirmed,
+            )
+        self._on_shutdown()
+        self._driver.take_in(self._events)
+        unwritten.warn(logger)
 
     # --- what is published -----------------------------------------------------------------------
 

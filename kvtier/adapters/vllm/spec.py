@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -34,9 +38,9 @@ from kvtier.adapters.vllm.worker import KVTierWorker, as_kv_caches, batched_copy
 from kvtier.adapters.vllm.workers import Workers
 from kvtier.build import make_core, make_tiers, slots_for, start_executor
 from kvtier.config import TieringConfig
-from kvtier.core.messages import SlotsReady
+from kvtier.core.messages import Event, SlotsReady
 from kvtier.errors import ConfigError
-from kvtier.executor import AnyExecutor, NamedTier
+from kvtier.executor import CLOSE_S, AnyExecutor, NamedTier
 from kvtier.identity import Identity
 from kvtier.memory import numa
 from kvtier.memory.board import Board, Row, Word, board_bytes
@@ -44,6 +48,9 @@ from kvtier.memory.custody import Custody, custody_bytes
 from kvtier.memory.region import Part, Region
 
 logger = logging.getLogger("kvtier.vllm")
+
+_FIRST_BYTES = 256 * 2**20
+_FIRST_SLOTS_S = 2.0
 
 
 class KVTierOffloadingSpec(OffloadingSpec):
@@ -89,6 +96,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         warn_if_untested()
         region = self._open_region()
         region.claim()
+        region.start_guard()
         windowed = _windowed_groups(self.config, self._engine)
         core = make_core(
             self._settings,
@@ -99,7 +107,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         custody = self._custody(region)
         executor = start_executor(self._settings, tiers, self._identity(tiers), region, custody)
         board = Board(region.board, region.slots, self.config.parallel.world_size)
-        region.populate(lambda slots: executor.events.append(SlotsReady(slots)), _parts(self._shape, board))
+        _populate(region, executor.events, _parts(self._shape, board))
         return KVTierManager(
             core,
             executor,
@@ -112,6 +120,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             workers=Workers(board),
             custody=custody,
             repeats_stores=not windowed or self.config.cache.blocks_per_chunk == 1,
+            drain_s=self._settings.drain_on_shutdown_s,
             on_shutdown=partial(_shut_down, executor, region, self._settings.drain_on_shutdown_s),
         )
 
@@ -163,14 +172,14 @@ class KVTierOffloadingSpec(OffloadingSpec):
         )
 
     def _identity(self, tiers: list[NamedTier]) -> Identity:
+        if not tiers:  # what is kept for this process alone is told apart from nothing
+            return Identity.make(self.config.model.name, {})
         if self._engine is not None:
             return engine_identity(self.config, self._engine, self._shape, self._settings.namespace)
-        if tiers:
-            raise ConfigError(
-                "this version of vLLM does not let kvtier see the model's revision and quantisation, so what "
-                "is kept in secondary tiers could not be told apart: remove secondary_tiers"
-            )
-        return Identity.make(self.config.model.name, {})
+        raise ConfigError(
+            "this version of vLLM does not let kvtier see the engine's settings, so what is kept in "
+            "secondary tiers could not be told apart: use KVTierConnector, or remove secondary_tiers"
+        )
 
     def _info(self) -> dict[str, str]:
         return {
@@ -196,12 +205,47 @@ def _parts(shape: SlotShape, board: Board) -> list[Part]:
     return [Part(rank * size, size, node) for rank, node in enumerate(nodes)]
 
 
+def _populate(region: Region, events: deque[Event], parts: Sequence[Part]) -> None:
+    """Start to get memory for the slots; return when the first of them are usable, or after two seconds.
+
+    The engine is ready when this returns: its first requests shall find slots. The rest arrives in the
+    background.
+    """
+    enough = threading.Event()
+    first = min(region.slots, max(1, _FIRST_BYTES // region.chunk_bytes))
+    ready = 0
+
+    def on_ready(slots: range) -> None:
+        nonlocal ready
+        events.append(SlotsReady(slots, is_last=False))
+        with lock:
+            ready += len(slots)
+            if ready >= first:
+                enough.set()
+
+    def on_end() -> None:
+        events.append(SlotsReady(range(0)))
+        enough.set()
+
+    lock = threading.Lock()
+    region.populate(on_ready, parts, on_end=on_end)
+    if not enough.wait(_FIRST_SLOTS_S):
+        logger.warning(
+            "the primary tier has %d of %d slots after %g s: until the rest has come, requests may miss and "
+            "stores be refused, counted as 'starting'",
+            ready,
+            region.slots,
+            _FIRST_SLOTS_S,
+        )
+
+
 def _source(tier: NamedTier) -> CacheHitSource:
     return CacheHitSource.DISK if tier.tier.medium == "disk" else CacheHitSource.EXTERNAL_UNSPECIFIED
 
 
 def _shut_down(executor: AnyExecutor, region: Region, drain_s: float) -> None:
+    end_by_s = time.monotonic() + drain_s + CLOSE_S
     if executor.close(drain_s):
-        region.close()
+        region.close(max(0.0, end_by_s - time.monotonic()))
     else:
         logger.error("a tier did not end within its time; its memory is left to the end of the process")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
+from kvtier.forks import keep_fd_from_children
 from kvtier.tiers.fs.layout import CAREFULLY, FILE_MODE
 
 _PATIENCE_S: Final = 5.0
@@ -49,6 +50,7 @@ def let_go(fd: int) -> None:
 
 def try_lock(fd: int, *, shared: bool = False) -> bool | None:
     """Lock an open file without waiting. None where the file system has no such locks."""
+    keep_fd_from_children(fd)  # or a child would hold the lock of a parent that is dead
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -248,6 +248,19 @@ def test_the_first_request_makes_do_with_what_fits_the_budget() -> None:
     assert list(turn.keys) == other[:4], "the budget is free again"
 
 
+def test_what_does_not_fit_while_memory_still_comes_is_no_matter_of_the_budget() -> None:
+    gates = [TierGate("t0", deadline_s=3.0)]
+    core = Tiering(LRU(), gates, Limits(request_deadline_s=5.0, promotion_budget=0.25, landing_reserve=0.0))
+    request, prompt = Request(), keys("long", 8)
+    core.on_event(SlotsReady(range(16), is_last=False), 0.0)
+    (fetch,) = step(core, request, prompt)
+    answer(core, fetch, [LANDED] * 4 + [LOCATED] * 4)
+    assert ask(core, request, prompt) == [HIT] * 4 + [MISS]
+    counts = core.take_counts()
+    assert counts["miss", "starting"] == 4
+    assert ("miss", "budget") not in counts
+
+
 def test_the_budget_that_others_fill_makes_way_for_the_first_in_line() -> None:
     core, first, second = make(slots=16, budget=0.25), Request(), Request()
     mine, other = keys("mine", 4), keys("other", 4)

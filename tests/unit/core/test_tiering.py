@@ -126,6 +126,20 @@ def test_where_room_is_short_a_prefix_is_stored_and_where_there_is_none_nothing(
     assert core.take_counts()["store_refused", "no_slot"] == 2 + 3
 
 
+def test_room_that_is_short_because_memory_still_comes_has_a_reason_of_its_own() -> None:
+    core = Tiering(LRU(), [], Limits(landing_reserve=0.0))
+    assert core.reserve(keys("a", 3)) is None
+    core.on_event(SlotsReady(range(2), is_last=False), 0.0)
+    reserve(core, keys("a", 3))
+    assert core.take_counts()["store_refused", "starting"] == 3 + 1
+    core.on_event(SlotsReady(range(0)), 0.0)
+    core.on_event(SlotsReady(range(2, 3), is_last=False), 0.0)  # two threads told of their ends at once
+    reserve(core, keys("b", 2))
+    counts = core.take_counts()
+    assert counts["store_refused", "no_slot"] == 1
+    assert ("store_refused", "starting") not in counts
+
+
 def test_a_full_tier_evicts_the_oldest_tail_first_and_says_so() -> None:
     core = make(slots=4)
     store(core, keys("old", 4))

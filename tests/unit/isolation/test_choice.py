@@ -37,7 +37,7 @@ Begin = Callable[..., AnyExecutor]
 @pytest.fixture
 def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
     """Start executors, with these settings, over a tier in memory; they are closed with the test."""
-    monkeypatch.setattr("kvtier.executor._CLOSE_GRACE_S", PATIENCE_S)  # a machine may stand still for seconds
+    monkeypatch.setattr("kvtier.executor.CLOSE_S", PATIENCE_S)  # a machine may stand still for seconds
     region, made = Region.unnamed(SLOTS, CHUNK_BYTES), []
 
     def start(*tiers: NamedTier, tier: str = "dummy", **settings: Any) -> AnyExecutor:

@@ -85,6 +85,44 @@ def test_its_log_is_written_by_the_engine(den: MakeDen, caplog: pytest.LogCaptur
 
 
 @pytest.mark.usefixtures("reckless")
+def test_whatever_the_engine_does_with_a_line_of_its_log_the_tiers_stay_in_use(den: MakeDen) -> None:
+    failed = threading.Event()
+
+    class Failing(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "a line with" in record.getMessage():
+                failed.set()
+                raise OSError("no space left on the log's device")
+
+    handler = Failing()
+    logging.getLogger("kvtier").addHandler(handler)
+    try:
+        it = den(make_tier("reckless", act="log"))
+        it.until(failed.is_set, "a line")
+        it.hold([1])
+        assert it.endings == []
+    finally:
+        logging.getLogger("kvtier").removeHandler(handler)
+
+
+def test_an_error_in_the_owners_own_callback_costs_the_process_and_not_the_tiers(
+    den: MakeDen, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors = iter([OSError("no memory for a callback")])
+
+    def notify() -> None:
+        for error in errors:
+            raise error
+
+    it = den(make_tier("dummy"), notify=notify)
+    it.put([1])
+    it.until(lambda: it.endings, "an end")
+    it.until_up()
+    it.hold([2])
+    assert "no memory for a callback" in caplog.text
+
+
+@pytest.mark.usefixtures("reckless")
 def test_settings_with_secrets_go_the_private_way(den: MakeDen) -> None:
     it = den(make_tier("reckless", password="correct-horse"))
     it.hold([1])
@@ -159,7 +197,7 @@ def test_while_it_is_gone_commands_fail_at_once_and_tiers_are_down_before(den: M
 def test_a_command_submitted_while_the_process_dies_is_answered(
     den: MakeDen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The keeper answers what it finds; what the owner adds a moment later the owner answers."""
+    """The supervisor answers what it finds; what the owner adds a moment later the owner answers."""
 
     class Slow(Link):
         """Dies, and is buried, when it is about to be given something."""
@@ -463,6 +501,26 @@ def test_close_ends_a_process_that_does_not_listen(den: MakeDen) -> None:
     it.close()
     assert not is_alive(pid)
     assert it.end_of(fetch).reasons == {"cancelled": 1}
+
+
+@pytest.mark.parametrize("how", ["stopped", "in an endless system call"])
+def test_a_shutdown_keeps_to_its_deadline_whatever_hangs(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Den(make_tier("dummy", hang_rate=1, deadline_s=600))
+    it.process.start()
+    put, pid = it.put([1]), it.pid()
+    it.until(lambda: it.process.activity[0].puts.running, "the put")
+    os.kill(pid, signal.SIGSTOP)
+    if how != "stopped":
+        monkeypatch.setattr(Link, "is_gone", lambda *_: False)
+    begun_s = time.monotonic()
+    has_ended = it.process.close(1.0)
+    assert time.monotonic() - begun_s < 3.0  # 2.5 is promised
+    assert has_ended == (how == "stopped")
+    if has_ended:
+        assert it.end_of(put).reasons == {"cancelled": 1}
+    else:
+        os.waitpid(pid, 0)
+    it.region.close()
 
 
 def test_close_between_two_processes_does_not_wait_for_the_next(den: MakeDen) -> None:

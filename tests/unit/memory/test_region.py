@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import logging
 import mmap
@@ -13,12 +14,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtier import native
 from kvtier.errors import RegionError, StateError
-from kvtier.memory import held
+from kvtier.memory import held, pages
+from kvtier.memory import region as regions
 from kvtier.memory.region import PIECE_BYTES, Region
 
 PAGE = mmap.PAGESIZE
@@ -277,6 +280,54 @@ def test_close_stops_population(shm: Path) -> None:
         region.populate(on_ready, threads=1)
         assert first.wait(30)
     assert seen == [range(1)]
+
+
+def test_memory_that_a_thread_still_populates_is_not_unmapped(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(regions, "_JOIN_S", 0.01)
+    begun, go_on = threading.Event(), threading.Event()
+    back = pages.back
+
+    def slow(*arguments: Any, **more: Any) -> int:
+        begun.set()
+        assert go_on.wait(30)
+        return back(*arguments, **more)
+
+    monkeypatch.setattr(pages, "back", slow)
+    region = Region.open("a", 1, PIECE_BYTES, shm)
+    pieces: list[range] = []
+    others = set(threading.enumerate())
+    region.populate(pieces.append, threads=1)
+    (thread,) = set(threading.enumerate()) - others
+    assert begun.wait(30)
+    region.close()
+    with pytest.raises(StateError):
+        region.view(0)
+    assert len(mapped(shm)) == 1
+    go_on.set()
+    thread.join(30)
+    assert mapped(shm) == []
+    assert os.listdir(shm) == []
+    assert pieces == []
+
+
+def mapped(folder: Path) -> list[str]:
+    """What this process has mapped of the files in a folder."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_end_of_population_is_told_once(fails: bool, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Semaphore(0)
+    if fails:
+        monkeypatch.setattr(pages, "back", lambda *_, **__: errno.ENOSPC)
+    pieces: list[range] = []
+    with Region.open("a", 3, PIECE_BYTES, shm) as region:
+        region.populate(pieces.append, threads=2, on_end=ended.release)
+        assert ended.acquire(timeout=30)
+        assert sorted(piece.start for piece in pieces) == ([] if fails else [0, 1, 2])
+    assert not ended.acquire(blocking=False)
 
 
 def test_where_memory_runs_out_there_are_fewer_slots(

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import stat
+import subprocess
+import sys
 import tempfile
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -51,7 +56,7 @@ def test_there_are_not_too_many_files_and_none_is_too_long(
     files = list(folder.iterdir())
     assert evidence.MOST_FILES - 3 <= len(files) <= evidence.MOST_FILES
     assert max(path.stat().st_size for path in files) == 5_000
-    assert "no more evidence is kept" in caplog.records[-1].getMessage()
+    assert "is full, empty it" in caplog.records[-1].getMessage()
 
 
 def test_without_a_home_that_can_be_written_it_is_kept_among_temporary_files(
@@ -102,3 +107,42 @@ def test_the_first_byte_that_differs_is_found(place: int) -> None:
     other[place] = 1
     other[8191] = 1
     assert evidence._first_difference([one, bytes(other)]) == place
+
+
+FULL = """
+import logging, resource, signal, sys
+from pathlib import Path
+from kvtier.telemetry import evidence
+
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+evidence.keep("it differs", {"slot": 3}, slot=bytes(20_000), device=bytes(20_000))
+"""
+
+
+def test_evidence_that_does_not_fit_is_not_left_in_pieces(folder: Path) -> None:
+    """The file size limit makes a write short, as a disk does that is about to be full."""
+    found = subprocess.run([sys.executable, "-c", FULL], capture_output=True, text=True, check=True)
+    assert "the evidence cannot be kept" in found.stdout
+    assert list(folder.iterdir()) == []
+
+
+def test_however_much_is_found_damaged_at_once_one_thread_keeps_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    go_on = threading.Event()
+    keep = evidence.keep
+
+    def slow(what: str, facts: Mapping[str, object]) -> None:
+        assert go_on.wait(30)
+        keep(what, facts)
+
+    monkeypatch.setattr(evidence, "keep", slow)
+    others = set(threading.enumerate())
+    for number in range(1000):
+        evidence.keep_soon("it differs", {"slot": number})
+    assert len(set(threading.enumerate()) - others) <= 1
+    go_on.set()
+    while len(list(folder.glob("*.json")) if folder.exists() else []) < evidence.MOST_FILES - 1:
+        os.sched_yield()
+    assert len(caplog.records) < 2 * evidence.MOST_FILES

@@ -1,37 +1,39 @@
-"""The kit for authors of tiers sees what is wrong: one bad tier for each rule, and the test that tells."""
+"""The conformance kit for tiers fails for every broken tier here, in the test and the words expected."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import anyio
 import hypothesis
 import pytest
 
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import Batch, Knowledge, Outcome, SecondaryTier, Status, TierConfig, TierContext
+from kvtier.tiers.base import Batch, Knowledge, Outcome, SecondaryTier, Status, TierConfig, TierContext, Usage
 from kvtier.tiers.drain import in_thread
 from kvtier_testing.tiers import TierConformance
-
-pytestmark = pytest.mark.blocking("bad tiers block, too")
 
 Store = dict[bytes, tuple[bytes, bytes]]
 
 
-class ShopConfig(TierConfig):
+class Config(TierConfig):
     place: str
 
 
-class Honest(SecondaryTier[ShopConfig]):
+class GoodTier(SecondaryTier[Config]):
     """A tier that keeps the contract: a dict for each place and identity, copied in threads."""
 
-    Config = ShopConfig
+    Config = Config
     stores: dict[tuple[str, object], Store] = {}  # what a disk or a server would be
 
     async def open(self, context: TierContext) -> None:
@@ -94,6 +96,10 @@ def blocking_call() -> None:
     time.sleep(0.15)
 
 
+HUNG = threading.Event()  # set when a test has ended
+OPENED: dict[str, int] = {}  # open files, closed when a test has ended
+
+
 async def abandoned(function: Callable[..., Any], *arguments: Any) -> Any:
     """Run a function in a thread as many clients do: a cancellation ends the waiting, not the work."""
     return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)
@@ -102,24 +108,24 @@ async def abandoned(function: Callable[..., Any], *arguments: Any) -> Any:
 # --- slots -------------------------------------------------------------------------------------------
 
 
-class LeavesAPutBehind(Honest):
+class LeavesAPutBehind(GoodTier):
     async def put(self, batch: Batch) -> Outcome:
         self.store.update(await abandoned(self.copies, batch))
         return Outcome.all(Status.OK, len(batch))
 
 
-class LeavesAPutBehindThatStores(Honest):
+class LeavesAPutBehindThatStores(GoodTier):
     async def put(self, batch: Batch) -> Outcome:
         await abandoned(lambda: self.store.update(self.copies(batch)))
         return Outcome.all(Status.OK, len(batch))
 
 
-class LeavesAGetBehind(Honest):
+class LeavesAGetBehind(GoodTier):
     async def get(self, batch: Batch) -> Outcome:
         return Outcome(await abandoned(self.fill, batch))
 
 
-class KeepsViews(Honest):
+class KeepsViews(GoodTier):
     """Answers at once and flushes later."""
 
     async def put(self, batch: Batch) -> Outcome:
@@ -128,7 +134,7 @@ class KeepsViews(Honest):
         return Outcome.all(Status.OK, len(batch))
 
 
-class FlushesWhenClosing(Honest):
+class FlushesWhenClosing(GoodTier):
     """Gives what it has not flushed yet from its buffer, which is the slots."""
 
     unflushed: list[Batch]
@@ -147,14 +153,14 @@ class FlushesWhenClosing(Honest):
             self.store.update(await in_thread(self.copies, batch))
 
 
-class WritesLater(Honest):
+class WritesLater(GoodTier):
     async def get(self, batch: Batch) -> Outcome:
         outcome = await super().get(batch)
         asyncio.get_running_loop().call_later(0.02, self.fill, batch)
         return outcome
 
 
-class ChangesSlots(Honest):
+class ChangesSlots(GoodTier):
     """Compresses in place."""
 
     async def put(self, batch: Batch) -> Outcome:
@@ -163,7 +169,7 @@ class ChangesSlots(Honest):
         return outcome
 
 
-class WritesBesideTheSlot(Honest):
+class WritesBesideTheSlot(GoodTier):
     def fill_one(self, batch: Batch, index: int) -> Status:
         batch.memory.view(batch.slots[index] + 1)[:1] = b"\0"
         return super().fill_one(batch, index)
@@ -172,7 +178,7 @@ class WritesBesideTheSlot(Honest):
 # --- bytes -------------------------------------------------------------------------------------------
 
 
-class StoresTornValues(Honest):
+class StoresTornValues(GoodTier):
     """Writes a value in pieces under its final name."""
 
     async def put(self, batch: Batch) -> Outcome:
@@ -191,19 +197,19 @@ class StoresTornValues(Honest):
         return Outcome(self.fill(batch))  # not in a thread, which may come when all is whole
 
 
-class LosesTrailers(Honest):
+class LosesTrailers(GoodTier):
     def fill_one(self, batch: Batch, index: int) -> Status:
         status = super().fill_one(batch, index)
         batch.trailers[index] = b""
         return status
 
 
-class ShortensKeys(Honest):
+class ShortensKeys(GoodTier):
     def name(self, key: OffloadKey) -> bytes:
         return key[:-4].rstrip(b"\0")
 
 
-class MixesUpABatch(Honest):
+class MixesUpABatch(GoodTier):
     """Answers in the order of its index."""
 
     def fill(self, batch: Batch) -> list[Status]:
@@ -212,7 +218,7 @@ class MixesUpABatch(Honest):
         return [Status.OK] * len(batch)
 
 
-class TrimsZeros(Honest):
+class TrimsZeros(GoodTier):
     def copies(self, batch: Batch) -> Store:
         return {
             key: (value.rstrip(b"\0"), trailer) for key, (value, trailer) in super().copies(batch).items()
@@ -229,13 +235,13 @@ class TrimsZeros(Honest):
 # --- answers -----------------------------------------------------------------------------------------
 
 
-class CountsWrong(Honest):
+class CountsWrong(GoodTier):
     async def get(self, batch: Batch) -> Outcome:
         outcome = await super().get(batch)
         return Outcome([status for status in outcome.statuses if status is Status.OK])
 
 
-class SaysNoMore(Honest):
+class SaysNoMore(GoodTier):
     """Raises where a key is not there."""
 
     def fill_one(self, batch: Batch, index: int) -> Status:
@@ -243,17 +249,17 @@ class SaysNoMore(Honest):
         return super().fill_one(batch, index)
 
 
-class SaysYes(Honest):
+class SaysYes(GoodTier):
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         return [True] * len(keys)
 
 
-class SaysNo(Honest):
+class SaysNo(GoodTier):
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         return [False] * len(keys)
 
 
-class KnowsWrong(Honest):
+class KnowsWrong(GoodTier):
     """An index that learns of puts and not of discards."""
 
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
@@ -269,13 +275,23 @@ class KnowsWrong(Honest):
         return outcome
 
 
-class SaysNothingOfReasons(Honest):
+class SaysNothingOfReasons(GoodTier):
     async def get(self, batch: Batch) -> Outcome:
         outcome = await super().get(batch)
         return Outcome(outcome.statuses, {"hit": len(batch)})
 
 
-class LosesChunks(Honest):
+class CountsNothing(GoodTier):
+    def usage(self) -> Usage:
+        return Usage(0, 2**30)
+
+
+class IsOverFull(GoodTier):
+    def usage(self) -> Usage:
+        return Usage(2, 1)
+
+
+class LosesChunks(GoodTier):
     def copies(self, batch: Batch) -> Store:
         return dict(list(super().copies(batch).items())[:3])
 
@@ -283,23 +299,23 @@ class LosesChunks(Honest):
 # --- forgetting --------------------------------------------------------------------------------------
 
 
-class IgnoresDiscard(Honest):
+class IgnoresDiscard(GoodTier):
     async def discard(self, keys: Sequence[OffloadKey]) -> None:
         pass
 
 
-class RaisesAtUnknownKeys(Honest):
+class RaisesAtUnknownKeys(GoodTier):
     async def discard(self, keys: Sequence[OffloadKey]) -> None:
         for key in keys:
             del self.store[key]
 
 
-class IgnoresReset(Honest):
+class IgnoresReset(GoodTier):
     async def reset(self) -> None:
         pass
 
 
-class ForgetsAReset(Honest):
+class ForgetsAReset(GoodTier):
     """Hides what was there until it is opened again."""
 
     async def reset(self) -> None:
@@ -307,20 +323,41 @@ class ForgetsAReset(Honest):
         self.store = {}
 
 
-class SharesWhatFollowsAReset(Honest):
+class SharesWhatFollowsAReset(GoodTier):
     async def reset(self) -> None:
         self.resets += 1
         self.store.clear()
 
 
-class ResetsWhatIsStoredOnly(Honest):
+class ResetsWhatIsStoredOnly(GoodTier):
     async def put(self, batch: Batch) -> Outcome:
         chunks = await in_thread(self.copies, batch)
         self.store.update(chunks)
         return Outcome.all(Status.OK, len(batch))
 
 
-class ResetsOthers(Honest):
+class ReadsTheCacheLate(GoodTier):
+    """Its thread looks up where the chunks belong when it comes to it, which may be after a reset."""
+
+    async def open(self, context: TierContext) -> None:
+        await super().open(context)
+        self.turn = anyio.CapacityLimiter(1)
+
+    async def put(self, batch: Batch) -> Outcome:
+        await in_thread(lambda: self.store.update(self.copies(batch)), limiter=self.turn)
+        return Outcome.all(Status.OK, len(batch))
+
+
+class WritesIntoTheCacheOfBefore(GoodTier):
+    """A put that crosses a reset goes where whoever opens later looks."""
+
+    async def put(self, batch: Batch) -> Outcome:
+        store = self.store
+        store.update(await in_thread(self.copies, batch))
+        return Outcome.all(Status.OK, len(batch))
+
+
+class ResetsOthers(GoodTier):
     async def reset(self) -> None:
         self.resets += 1
         for (place, _), store in self.stores.items():
@@ -328,12 +365,12 @@ class ResetsOthers(Honest):
                 store.clear()
 
 
-class IgnoresTheIdentity(Honest):
+class IgnoresTheIdentity(GoodTier):
     def partition(self, context: TierContext) -> object:
         return context.identity.model
 
 
-class DropsWhenClosing(Honest):
+class DropsWhenClosing(GoodTier):
     async def aclose(self) -> None:
         self.store.clear()
 
@@ -341,7 +378,7 @@ class DropsWhenClosing(Honest):
 # --- the loop ----------------------------------------------------------------------------------------
 
 
-class Swallows(Honest):
+class Swallows(GoodTier):
     """Goes on after a cancellation as if nothing had been."""
 
     async def put(self, batch: Batch) -> Outcome:
@@ -351,7 +388,7 @@ class Swallows(Honest):
             return Outcome.all(Status.FAILED, len(batch), "cancelled")
 
 
-class TurnsItIntoAnError(Honest):
+class TurnsItIntoAnError(GoodTier):
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         try:
             return await super().contains(keys)
@@ -359,41 +396,122 @@ class TurnsItIntoAnError(Honest):
             raise ConnectionError("interrupted") from None
 
 
-class Blocks(Honest):
+class Blocks(GoodTier):
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         blocking_call()
         return await super().contains(keys)
 
 
-class BlocksWhileOpening(Honest):
+class BlocksWhileOpening(GoodTier):
     async def open(self, context: TierContext) -> None:
         blocking_call()
         await super().open(context)
 
 
-class LeaksATask(Honest):
+class BlocksForManyKeys(GoodTier):
+    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        if len(keys) > 16:
+            blocking_call()
+        return await super().contains(keys)
+
+
+class NeverReturns(GoodTier):
+    async def get(self, batch: Batch) -> Outcome:
+        HUNG.wait()
+        return await super().get(batch)
+
+
+class NeverEnds(GoodTier):
+    async def get(self, batch: Batch) -> Outcome:
+        return await asyncio.get_running_loop().create_future()
+
+
+class IgnoresItsCancellation(GoodTier):
+    async def discard(self, keys: Sequence[OffloadKey]) -> None:
+        while not HUNG.is_set():
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.1)
+
+
+class LeavesAThreadThatHangs(GoodTier):
+    """A thread that asyncio waits for when its loop is closed."""
+
+    async def put(self, batch: Batch) -> Outcome:
+        asyncio.get_running_loop().run_in_executor(None, HUNG.wait)
+        return await super().put(batch)
+
+
+class ExitsInAThread(GoodTier):
+    def fill(self, batch: Batch) -> list[Status]:
+        sys.exit("no license")
+
+
+class Exits(GoodTier):
+    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        sys.exit("no license")
+
+
+class HoldsATransactionForEachGet(GoodTier):
+    async def open(self, context: TierContext) -> None:
+        await super().open(context)
+        self.transactions: list[object] = []
+
+    async def get(self, batch: Batch) -> Outcome:
+        self.transactions.append(object())
+        return await super().get(batch)
+
+
+class HoldsAFileForEachLookup(GoodTier):
+    async def open(self, context: TierContext) -> None:
+        await super().open(context)
+        self.files: list[int] = []
+
+    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        self.files.append(os.open(os.devnull, os.O_RDONLY))
+        return await super().contains(keys)
+
+    async def aclose(self) -> None:
+        for file in self.files:
+            os.close(file)
+
+
+class KeepsEnvironments(GoodTier):
+    """Opens what belongs to a place once, and never closes it."""
+
+    async def open(self, context: TierContext) -> None:
+        await super().open(context)
+        if self.config.place not in OPENED:
+            OPENED[self.config.place] = os.open(os.devnull, os.O_RDONLY)
+
+
+class LeavesAFileWhenItsOpeningIsCancelled(GoodTier):
+    async def open(self, context: TierContext) -> None:
+        self.file = OPENED[str(id(self))] = os.open(os.devnull, os.O_RDONLY)
+        await super().open(context)
+
+    async def aclose(self) -> None:
+        os.close(OPENED.pop(str(id(self))))
+
+
+class LeaksATask(GoodTier):
     async def open(self, context: TierContext) -> None:
         await super().open(context)
         self.task = asyncio.ensure_future(asyncio.sleep(60))
 
 
-class LeaksAThread(Honest):
-    ended = threading.Event()
-
+class LeaksAThread(GoodTier):
     async def open(self, context: TierContext) -> None:
         await super().open(context)
-        threading.Thread(target=self.ended.wait, args=(60,), daemon=True).start()
+        threading.Thread(target=HUNG.wait, args=(60,), daemon=True).start()
 
 
-class LeaksAFile(Honest):
-    opened: list[int] = []
-
+class LeaksAFile(GoodTier):
     async def open(self, context: TierContext) -> None:
         await super().open(context)
-        self.opened.append(os.open("/dev/null", os.O_RDONLY))
+        OPENED[str(len(OPENED))] = os.open(os.devnull, os.O_RDONLY)
 
 
-class LeaksWhenItsOpeningIsCutShort(Honest):
+class LeaksATaskWhenItsOpeningIsCancelled(GoodTier):
     async def open(self, context: TierContext) -> None:
         self.task = asyncio.ensure_future(asyncio.sleep(60))
         await super().open(context)
@@ -402,7 +520,7 @@ class LeaksWhenItsOpeningIsCutShort(Honest):
         self.task.cancel()
 
 
-class LetsOthersRead(Honest):
+class LetsOthersRead(GoodTier):
     """Keeps what it has in a file, too, with the mode that comes by default."""
 
     async def put(self, batch: Batch) -> Outcome:
@@ -412,7 +530,7 @@ class LetsOthersRead(Honest):
         return await super().put(batch)
 
 
-class BreaksWhenCutShort(Honest):
+class BreaksWhenCancelled(GoodTier):
     """Holds a lock by hand, and after a cancellation for ever."""
 
     async def open(self, context: TierContext) -> None:
@@ -430,7 +548,7 @@ class BreaksWhenCutShort(Honest):
             return await super().put(batch)
 
 
-class HasNoRoomForTwo(Honest):
+class HasNoRoomForTwo(GoodTier):
     """Uses one buffer for all."""
 
     buffer = b"", b""
@@ -443,29 +561,35 @@ class HasNoRoomForTwo(Honest):
         return Outcome.all(Status.OK, len(batch))
 
 
-CAUGHT: list[tuple[type[Honest], str, str]] = [
-    (LeavesAPutBehindThatStores, "a_put_that_is_cut_short_leaves_whole_chunks_or_none", "wrong bytes"),
-    (LeavesAPutBehindThatStores, "calls_may_be_cut_short_at_any_moment", "wrong bytes"),
+A_CANCELLED_OPEN = "a_cancelled_open_leaves_nothing_running_or_open"
+HANGING = (BreaksWhenCancelled, NeverReturns, NeverEnds, IgnoresItsCancellation, LeavesAThreadThatHangs)
+CAUGHT: list[tuple[type[GoodTier], str, str]] = [
+    (LeavesAPutBehindThatStores, "a_cancelled_put_leaves_whole_chunks_or_none", "wrong bytes"),
+    (LeavesAPutBehindThatStores, "calls_may_be_cancelled_at_any_moment", "wrong bytes"),
     (
         LeavesAGetBehind,
-        "a_get_that_is_cut_short_never_writes_into_the_slots_next_content",
+        "a_cancelled_get_never_writes_into_the_slots_next_content",
         "after it had ended",
     ),
-    (LeavesAGetBehind, "calls_may_be_cut_short_at_any_moment", "after it had ended"),
+    (LeavesAGetBehind, "calls_may_be_cancelled_at_any_moment", "after it had ended"),
     (LeavesAGetBehind, "closing_under_load_leaves_whole_chunks_or_none", "after it had|wrong bytes"),
     (KeepsViews, "the_slots_of_a_put_may_hold_something_else_when_it_has_ended", "of the slot's next owner"),
     (FlushesWhenClosing, "the_slots_of_a_put_may_hold_something_else_when_it_has_ended", "next owner"),
     (WritesLater, "the_slots_of_a_get_may_hold_something_else_when_it_has_ended", "after it had ended"),
     (ChangesSlots, "a_put_leaves_its_slots_as_they_are", "changed the bytes of a slot"),
     (WritesBesideTheSlot, "what_is_put_is_got", "not in its batch"),
-    (StoresTornValues, "a_put_that_is_cut_short_leaves_whole_chunks_or_none", "wrong bytes"),
+    (StoresTornValues, "a_cancelled_put_leaves_whole_chunks_or_none", "wrong bytes"),
     (StoresTornValues, "puts_gets_and_discards_of_one_key_at_once_never_show_other_bytes", "wrong bytes"),
     (LosesTrailers, "what_is_put_is_got", "not the trailer"),
     (ShortensKeys, "keys_of_every_length_are_told_apart", "wrong bytes"),
     (MixesUpABatch, "what_is_put_is_got", "wrong bytes"),
     (TrimsZeros, "bytes_of_every_pattern_come_back", "zeros has come back otherwise"),
     (CountsWrong, "a_batch_that_is_partly_there", "of 6 chunks answered with 3 statuses"),
-    (SaysNoMore, "what_was_never_put_is_absent", "KeyError"),
+    (
+        SaysNoMore,
+        "what_was_never_put_is_absent",
+        r"KeyError(.|\n)*get.. raised this. Its contract: Fill the slots",
+    ),
     (SaysYes, "what_was_never_put_is_absent", "says yes to what was never put"),
     (SaysYes, "contains_and_known_agree_with_what_a_get_finds", "a get finds"),
     (SaysNo, "a_batch_that_is_partly_there", "contains.. answered"),
@@ -473,24 +597,66 @@ CAUGHT: list[tuple[type[Honest], str, str]] = [
     (SaysNothingOfReasons, "what_is_put_is_got", "5 reasons for 0 chunks"),
     (LosesChunks, "what_is_put_is_got", "ABSENT"),
     (IgnoresDiscard, "discarded_chunks_are_gone_and_others_stay", "were discarded: OK"),
-    (RaisesAtUnknownKeys, "discarded_chunks_are_gone_and_others_stay", "KeyError"),
+    (
+        RaisesAtUnknownKeys,
+        "discarded_chunks_are_gone_and_others_stay",
+        r"KeyError(.|\n)*discard.. raised this",
+    ),
     (IgnoresReset, "a_reset_hides_everything", "after a reset: OK"),
     (ForgetsAReset, "a_reset_holds_after_opening_again", "opening again: OK"),
     (SharesWhatFollowsAReset, "a_reset_holds_after_opening_again", "given to one who opened later"),
-    (ResetsWhatIsStoredOnly, "a_put_under_way_at_a_reset_does_not_appear_after_it", "appeared after it"),
+    (
+        ResetsWhatIsStoredOnly,
+        "a_put_in_flight_at_a_reset_does_not_appear_after_it",
+        "the tier that was reset gives",
+    ),
     (ResetsOthers, "a_reset_of_one_cache_leaves_another_as_it_is", "ABSENT"),
     (IgnoresTheIdentity, "chunks_of_another_cache_are_not_given", "another identity: OK"),
     (DropsWhenClosing, "chunks_are_there_after_closing_and_opening_again", "ABSENT"),
-    (Swallows, "who_cancels_a_call_learns_of_it", "swallowed the cancellation"),
-    (TurnsItIntoAnError, "who_cancels_a_call_learns_of_it", "ConnectionError.* in place of"),
-    (Blocks, "no_call_holds_up_the_event_loop", "contains.. holds up the event loop"),
-    (BlocksWhileOpening, "no_call_holds_up_the_event_loop", "open.. holds up the event loop"),
+    (Swallows, "a_cancelled_call_raises_the_cancellation", "swallowed the cancellation"),
+    (TurnsItIntoAnError, "a_cancelled_call_raises_the_cancellation", "ConnectionError.* in place of"),
+    (Blocks, "no_call_blocks_the_event_loop", "contains.. of 64 chunks blocks"),
+    (BlocksWhileOpening, "no_call_blocks_the_event_loop", "open.. of 64 chunks blocks"),
     (LeaksATask, "nothing_is_left_running_or_open_after_closing", "left: .*Task"),
     (LeaksAThread, "nothing_is_left_running_or_open_after_closing", "left: .*Thread"),
-    (LeaksAFile, "nothing_is_left_running_or_open_after_closing", "2 more files are open"),
+    (LeaksAFile, "nothing_is_left_running_or_open_after_closing", "2 more open files"),
     (LetsOthersRead, "nobody_else_may_read_what_it_keeps_in_files", "others may read.*chunks 666"),
-    (LeaksWhenItsOpeningIsCutShort, "an_opening_that_is_cut_short_leaves_nothing_running", "left: .*Task"),
-    (BreaksWhenCutShort, "a_question_that_is_cut_short_harms_nothing", "has not ended|TimeoutError"),
+    (LeaksATaskWhenItsOpeningIsCancelled, A_CANCELLED_OPEN, "open.. gives back .* left: .*Task"),
+    (LeavesAFileWhenItsOpeningIsCancelled, A_CANCELLED_OPEN, "open.. gives back .* left: .*more open files"),
+    (
+        KeepsEnvironments,
+        "nothing_is_left_running_or_open_after_closing",
+        "aclose.. gives everything back.*2 more open files",
+    ),
+    (HoldsATransactionForEachGet, "repeated_calls_add_up_to_nothing", "each get.. holds something"),
+    (HoldsAFileForEachLookup, "repeated_calls_add_up_to_nothing", "each contains.. holds .* 40 open files"),
+    (BlocksForManyKeys, "no_call_blocks_the_event_loop", "contains.. of 64 chunks blocks the event loop"),
+    (
+        NeverReturns,
+        "what_was_never_put_is_absent",
+        r"get.. has not ended within 1 s.*blocks the event loop(.|\n)*HUNG.wait",
+    ),
+    (NeverReturns, "any_sequence_of_calls_agrees_with_a_dict", "get.. has not ended within 1 s"),
+    (NeverEnds, "what_was_never_put_is_absent", "get.. has not ended within 1 s"),
+    (IgnoresItsCancellation, "discarded_chunks_are_gone_and_others_stay", "discard.. has not .*swallows"),
+    (
+        LeavesAThreadThatHangs,
+        "what_was_never_put_is_absent",
+        "a task or thread that is left .* has not ended",
+    ),
+    (ExitsInAThread, "what_was_never_put_is_absent", "get.. raised SystemExit.*must not end the process"),
+    (ExitsInAThread, "any_sequence_of_calls_agrees_with_a_dict", "get.. raised SystemExit"),
+    (Exits, "what_was_never_put_is_absent", "contains.. raised SystemExit"),
+    (Exits, "any_sequence_of_calls_agrees_with_a_dict", "contains.. raised SystemExit"),
+    (
+        ReadsTheCacheLate,
+        "a_put_in_flight_at_a_reset_does_not_appear_after_it",
+        "the tier that was reset gives",
+    ),
+    (WritesIntoTheCacheOfBefore, "a_put_in_flight_at_a_reset_does_not_appear_after_it", "opened later gives"),
+    (CountsNothing, "usage_counts_the_bytes_that_are_kept", "usage.. says that 0 bytes are used"),
+    (IsOverFull, "usage_counts_the_bytes_that_are_kept", "usage.. is beyond its bound"),
+    (BreaksWhenCancelled, "a_cancelled_lookup_or_removal_leaves_a_usable_tier", "has not ended|TimeoutError"),
     (HasNoRoomForTwo, "puts_gets_and_discards_of_one_key_at_once_never_show_other_bytes", "wrong bytes"),
 ]
 BY_SEQUENCE = [
@@ -512,60 +678,66 @@ BY_SEQUENCE = [
 ENOUGH = 1000
 
 
-def kit(bad: type[Honest]) -> TierConformance:
+def kit(bad: type[GoodTier]) -> TierConformance:
     class Kit(TierConformance):
         tier = bad
         is_persistent = True
         is_shared = True
         settle_s = 0.05
-        patience_s = 5.0 if bad is BreaksWhenCutShort else 60.0  # that one hangs; others are slow at most
+        patience_s = 1.0 if bad in HANGING else 30.0
+
+        def around_test(self) -> AbstractContextManager[None]:
+            return nullcontext()  # bad tiers block, too
 
         def sequences(self) -> hypothesis.settings:
             return hypothesis.settings(
                 super().sequences(),
-                max_examples=20 if bad is Honest else ENOUGH,
+                max_examples=20 if bad is GoodTier else ENOUGH,
                 phases=[hypothesis.Phase.generate],
                 derandomize=True,
                 database=None,
             )
 
         def settings(self, place: Path) -> Mapping[str, object]:
-            return {"type": "shop", "place": str(place)}
+            return {"type": "good", "place": str(place)}
 
     return Kit()
 
 
-async def run(tier: type[Honest], test: str, place: Path) -> None:
+def run(tier: type[GoodTier], test: str, place: Path) -> None:
     """Run one test of the kit, in each way where it has several."""
-    function: Callable[..., Coroutine[Any, Any, None]] = getattr(kit(tier), f"test_{test}")
+    function: Callable[..., None] = getattr(kit(tier), f"test_{test}")
     parameters = [mark.args[1] for mark in getattr(function, "pytestmark", ()) if mark.name == "parametrize"]
     for number, parameter in enumerate(parameters[0] if parameters else [None]):
         here = place / str(number)
-        await (function(here) if parameter is None else function(here, parameter))
+        function(here, *(() if parameter is None else (parameter,)))
 
 
 @pytest.fixture(autouse=True)
-def _empty_shops():
-    Honest.stores.clear()
-    LeaksAThread.ended.clear()
+def _nothing_stored():
+    GoodTier.stores.clear()
+    HUNG.clear()
     yield
-    LeaksAThread.ended.set()
-    for file in LeaksAFile.opened:
+    HUNG.set()
+    for file in OPENED.values():
         os.close(file)
-    LeaksAFile.opened.clear()
+    OPENED.clear()
 
 
 @pytest.mark.parametrize(("tier", "test", "words"), CAUGHT, ids=lambda value: getattr(value, "__name__", ""))
-async def test_a_bad_tier_is_caught_by_the_test_that_names_what_is_wrong(tier, test, words, tmp_path):
+def test_a_bad_tier_is_caught_by_the_test_that_names_what_is_wrong(tier, test, words, tmp_path):
     with pytest.raises(BaseException) as caught:
-        await run(tier, test, tmp_path)
+        run(tier, test, tmp_path)
     errors = getattr(caught.value, "exceptions", (caught.value,))
-    assert any(re.search(words, f"{type(error).__name__}: {error}") for error in errors), errors
+    said = [
+        "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]) for error in errors
+    ]
+    assert any(re.search(words, one) for one in said), said
 
 
 @pytest.mark.parametrize("test", sorted({test for _, test, _ in CAUGHT}))
-async def test_a_good_tier_passes_the_tests_that_catch_bad_ones(test, tmp_path):
-    await run(Honest, test, tmp_path)
+def test_a_good_tier_passes_the_tests_that_catch_bad_ones(test, tmp_path):
+    run(GoodTier, test, tmp_path)
 
 
 @pytest.mark.parametrize("tier", BY_SEQUENCE, ids=lambda value: value.__name__)
@@ -575,4 +747,73 @@ def test_a_bad_tier_is_caught_by_some_sequence_of_calls(tier, tmp_path):
 
 
 def test_a_good_tier_agrees_with_a_dict(tmp_path):
-    kit(Honest).test_any_sequence_of_calls_agrees_with_a_dict(tmp_path / "place")
+    kit(GoodTier).test_any_sequence_of_calls_agrees_with_a_dict(tmp_path / "place")
+
+
+def test_blocking_calls_are_refused_where_blockbuster_is_installed(tmp_path):
+    blockbuster = pytest.importorskip("blockbuster")
+
+    class Kit(TierConformance):
+        tier = Blocks
+
+        def settings(self, place: Path) -> Mapping[str, object]:
+            return {"type": "good", "place": str(place)}
+
+    with pytest.raises(blockbuster.BlockingError, match=r"time\.sleep"):
+        Kit().test_what_was_never_put_is_absent(tmp_path)
+
+
+A_RUN = """
+import sys, threading
+from contextlib import nullcontext
+from kvtier.tiers.drain import in_thread
+from kvtier.tiers.dummy import DummyTier
+from kvtier_testing.tiers import TierConformance
+
+class Exits(DummyTier):
+    async def get(self, batch):
+        return await in_thread(sys.exit, 3)
+
+class Blocks(DummyTier):
+    async def get(self, batch):
+        threading.Event().wait()
+
+class HangsInAThread(DummyTier):
+    async def get(self, batch):
+        await in_thread(threading.Event().wait)
+
+class Kit(TierConformance):
+    patience_s = 2.0
+    def around_test(self):
+        return nullcontext()  # without blockbuster
+    def settings(self, place):
+        return {"type": "dummy"}
+
+class TestExits(Kit):
+    tier = Exits
+
+class TestBlocks(Kit):
+    tier = Blocks
+
+class TestHangsInAThread(Kit):
+    tier = HangsInAThread
+"""
+
+
+def test_a_run_of_the_kit_ends_whatever_a_tier_does(tmp_path):
+    (tmp_path / "test_bad.py").write_text(A_RUN)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "test_a_large_batch",
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path)
+    assert done.returncode == 1, done.stdout
+    assert "3 failed" in done.stdout
+    assert "get() raised SystemExit(3)" in done.stdout
+    assert done.stdout.count("AssertionError: get() has not ended within 2 s") == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from ctypes import CDLL
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -19,7 +20,7 @@ from kvtier.tiers.fs.files import ChunkFiles
 from kvtier.tiers.fs.files.native import NativeFiles
 from kvtier.tiers.fs.files.python import PythonFiles
 from kvtier_testing.tiers import Damage, TierConformance
-from tests.unit.tiers.fs.slow import FileConformance, SlowFiles
+from tests.unit.tiers.fs.slow import FileConformance, SlowFiles, SlowLibrary, Slowness
 
 
 class TestDummy(TierConformance):
@@ -52,8 +53,11 @@ class _OnFiles(FileConformance):
     work: ClassVar[ChunkFiles]
 
     def make_tier(self, place: Path) -> SecondaryTier[Any]:
-        self.slow = SlowFiles(self.work)
-        return FsTier(FsConfig.model_validate(self.settings(place)), cast(ChunkFiles, self.slow))
+        self.slow = Slowness()
+        files: Any = SlowFiles(self.work, self.slow)
+        if isinstance(self.work, NativeFiles):  # so that its own threads put and get
+            files = NativeFiles(cast(CDLL, SlowLibrary(self.work.library, self.slow)))
+        return FsTier(FsConfig.model_validate(self.settings(place)), files)
 
     def damage(self, tier: SecondaryTier[Any], place: Path, key: OffloadKey, damage: Damage) -> None:
         (file,) = place.rglob(f"{key[:-4].hex()}.bin")

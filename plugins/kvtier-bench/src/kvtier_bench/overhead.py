@@ -40,7 +40,7 @@ GOAL_PERCENT = 1.5
 
 PARTS = (
     ("kvtier-executor", "executor"),
-    ("kvtier-keeper", "executor"),
+    ("kvtier-supervisor", "executor"),
     ("tiers-process", "tiers' process"),
     ("kvtier-store", "copies"),
     ("kvtier-load", "copies"),

@@ -27,6 +27,7 @@ from kvtier.tiers.base import (
     Usage,
 )
 from kvtier.tiers.drain import until_done
+from kvtier.tiers.faults import require_fault
 from kvtier_redis import answers, exchange
 from kvtier_redis.answers import LATE, REASONS, TRANSIENT, Complaints, End
 from kvtier_redis.config import Address, RedisConfig
@@ -316,7 +317,8 @@ class RedisTier(SecondaryTier[RedisConfig]):
                 self._fill = await self._threads.aside(partial(control.fill, self._servers))
                 self._put_since -= put_before
                 await self._sweep(control, _SWEEP_S)
-            except Exception as error:  # the next look may go well
+            except BaseException as error:  # the next look may go well
+                require_fault(error)
                 self._complain(answers.word_for(error), error)
                 await asyncio.sleep(_LOOK_EVERY_S)
 

@@ -70,7 +70,7 @@ class Fault:
         return f"{self.word} ({self.detail})" if self.detail else self.word
 
 
-def fault_of(error: Exception) -> Fault:
+def fault_of(error: BaseException) -> Fault:
     """Say what an exception of the client means."""
     text = str(error)
     status, code = _first(_STATUS, text), _first(_CODE, text)

@@ -19,6 +19,7 @@ from kvtier.errors import StateError, TierError
 from kvtier.keys import OffloadKey
 from kvtier.tiers.base import Batch, Knowledge, Outcome, SecondaryTier, Status, TierContext, Usage
 from kvtier.tiers.drain import in_thread, until_done
+from kvtier.tiers.faults import require_fault
 from kvtier_s3.cache import Cache, Joined
 from kvtier_s3.config import S3Config
 from kvtier_s3.faults import REASONS, TRANSIENT, Fault, fault_of, is_conflict
@@ -345,7 +346,8 @@ class S3Tier(SecondaryTier[S3Config]):
             pause_s = self.config.list_every_s
             try:
                 await self._list()
-            except Exception as error:
+            except BaseException as error:  # a panic of the client's is no Exception
+                require_fault(error)
                 self._complain("a listing", fault_of(error))
                 pause_s = min(pause_s, _LIST_AGAIN_S)
             await asyncio.sleep(pause_s)

@@ -26,18 +26,20 @@ from hypothesis.stateful import (
 from kvtier.core.policies.base import EvictionPolicy
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.plugins import POLICIES, installed, load
+from kvtier_testing.limits import LimitedSuite
 
+_VERBS = ("resize", "add", "pin", "evict", "clear")
 _FEW, _MANY = 4_000, 64_000
 _MOST_TIMES_AS_LONG = 8  # where a call walked over all candidates it would be some 16 times
 _ATTEMPTS = 3
 
 
 def keys(first: int, count: int) -> list[OffloadKey]:
-    """Make offload keys; other numbers, other keys."""
+    """Return offload keys; other numbers, other keys."""
     return [pack_key(number.to_bytes(8, "big")) for number in range(first, first + count)]
 
 
-class PolicyConformance:
+class PolicyConformance(LimitedSuite):
     """What every ``EvictionPolicy`` must do. A subclass gives ``policy``.
 
     Attributes:
@@ -45,6 +47,8 @@ class PolicyConformance:
         capacity: chunks that the primary tier of most tests has room for.
         remembered_bytes: bytes that it may hold for each chunk of its capacity, for what it remembers of
             chunks that are gone.
+        patience_s: seconds after which a single call has to have ended.
+        limit_s: seconds after which a test has to have ended.
     """
 
     policy: ClassVar[type[EvictionPolicy]]
@@ -52,13 +56,14 @@ class PolicyConformance:
     remembered_bytes: ClassVar[int] = 1000
 
     def make(self, capacity: int | None = None) -> EvictionPolicy:
-        """Make a policy as kvtier does."""
+        """Make a policy as kvtier does. Its calls are watched."""
         policy = self.policy()
+        self.calls.watch(policy, _VERBS, EvictionPolicy)
         policy.resize(capacity or self.capacity)
         return policy
 
     def sequences(self) -> hypothesis.settings:
-        """Say how many sequences of calls are compared with a model, and how long they are."""
+        """Return how many sequences of calls are compared with a model, and how long they are."""
         return hypothesis.settings(
             max_examples=50,
             stateful_step_count=40,
@@ -75,59 +80,77 @@ class PolicyConformance:
 
     def test_without_candidates_nothing_is_evicted(self) -> None:
         policy = self.make()
-        assert (len(policy), policy.evict(3)) == (0, [])
+        _expect_evicted(policy, 3, [], "a new policy")
         policy.add([], used=False)
         policy.pin([])
-        assert (len(policy), policy.evict(0)) == (0, [])
+        _expect_evicted(policy, 0, [], "a policy that was given no keys")
         policy.add(keys(0, 2), used=False)
-        assert policy.evict(0) == []
-        assert len(policy) == 2
+        _expect_evicted(policy, 0, [], "a policy with two candidates")
+        _expect_count(policy, 2, "after evict(0) of two candidates")
 
-    def test_as_many_are_evicted_as_are_asked_for_or_are_there(self) -> None:
+    @pytest.mark.parametrize("candidates", [10, 10_000])
+    def test_as_many_are_evicted_as_are_asked_for_or_are_there(self, candidates: int) -> None:
         policy = self.make()
-        policy.add(keys(0, 10), used=False)
-        first = policy.evict(4)
-        assert len(first) == len(set(first)) == 4
-        assert len(policy) == 6
-        assert sorted(first + policy.evict(100)) == keys(0, 10)
-        assert len(policy) == 0
+        given, count = keys(0, candidates), 4 * candidates // 10
+        policy.add(given, used=False)
+        first = _evict(policy, count)
+        _expect(
+            len(first) == count,
+            f"evict({count}) of {candidates} candidates returned {len(first)} keys: while there "
+            "are candidates it returns as many as it is asked for, or a store finds no room",
+        )
+        _expect_count(policy, candidates - count, f"after {count} of {candidates} candidates were evicted")
+        _expect_evicted(
+            policy, 2 * candidates, sorted(set(given) - set(first)), "asked for more than there are, a policy"
+        )
+        _expect_count(policy, 0, "after all candidates were evicted")
 
     @pytest.mark.parametrize("used", [False, True])
     def test_of_keys_added_together_the_last_goes_first(self, used: bool) -> None:
         policy = self.make()
         prompt = keys(0, 12)
         policy.add(prompt, used=used)
-        evicted = [key for _ in range(6) for key in policy.evict(2)]
-        assert evicted == prompt[::-1], "a prompt whose front is gone serves nobody: the tail goes first"
+        evicted = [key for _ in range(6) for key in _evict(policy, 2)]
+        _expect(
+            evicted == prompt[::-1],
+            f"evict() chose the keys {[prompt.index(key) for key in evicted if key in prompt]} of a "
+            "prompt that was added with add(): the last goes first, because a prompt without its "
+            "front serves nobody",
+        )
 
     def test_pinned_keys_are_not_evicted_until_they_are_added_again(self) -> None:
         policy = self.make()
-        held, others = keys(0, 4), keys(4, 4)
-        policy.add(held + others, used=False)
-        policy.pin(held)
-        assert len(policy) == len(others)
-        assert not any(key in policy for key in held)
-        assert sorted(policy.evict(100)) == others
-        policy.add(held, used=True)
-        assert sorted(policy.evict(100)) == held
+        pinned, others = keys(0, 4), keys(4, 4)
+        policy.add(pinned + others, used=False)
+        policy.pin(pinned)
+        _expect_count(policy, len(others), "after pin() of four of eight candidates")
+        _expect(
+            not any(key in policy for key in pinned),
+            "__contains__() says that a key is a candidate after pin()",
+        )
+        _expect_evicted(policy, 100, others, "with pinned keys, whose bytes are being read, a policy")
+        policy.add(pinned, used=True)
+        _expect_evicted(policy, 100, pinned, "after add() of keys that were pinned, a policy")
 
-    def test_what_was_evicted_may_come_back_and_be_evicted_again(self) -> None:
+    def test_an_evicted_key_may_be_added_and_evicted_again(self) -> None:
         policy = self.make(4)
         for number in range(40):
-            policy.add(keys(number % 6, 1), used=number % 3 == 0)
-            assert keys(number % 6, 1)[0] in policy
-            evicted = policy.evict(1) if number % 2 else policy.evict(100)
-            assert len(set(evicted)) == len(evicted) > 0
-            policy.evict(100)
+            added = keys(number % 6, 1)
+            policy.add(added, used=number % 3 == 0)
+            _expect(added[0] in policy, "__contains__() says no after add() of a key that was evicted before")
+            _expect_evicted(
+                policy, 1 if number % 2 else 100, added, "after add() of an evicted key, a policy"
+            )
 
     def test_clear_forgets_candidates_and_pinned_ones(self) -> None:
         policy = self.make()
         policy.add(keys(0, 8), used=False)
         policy.pin(keys(0, 2))
         policy.clear()
-        assert (len(policy), policy.evict(5)) == (0, [])
-        policy.add(keys(0, 8), used=False)  # the pins of before are of no account
-        assert sorted(policy.evict(8)) == keys(0, 8)
+        _expect_count(policy, 0, "after clear()")
+        _expect_evicted(policy, 5, [], "after clear(), a policy")
+        policy.add(keys(0, 8), used=False)
+        _expect_evicted(policy, 8, keys(0, 8), "after clear() and add(), which end all pins, a policy")
 
     def test_it_may_have_more_candidates_than_its_capacity_and_learn_another_one(self) -> None:
         policy = self.make(2)
@@ -135,12 +158,13 @@ class PolicyConformance:
         policy.resize(20)
         policy.add(keys(10, 10), used=True)
         policy.resize(1)
-        assert sorted(policy.evict(100)) == keys(0, 20)
+        _expect_evicted(policy, 100, keys(0, 20), "with more candidates than resize() allows, a policy")
 
     def test_a_call_takes_no_longer_with_more_candidates(self) -> None:
         few, many = (min(self._seconds_of_calls(count) for _ in range(_ATTEMPTS)) for count in (_FEW, _MANY))
         assert many < _MOST_TIMES_AS_LONG * few, (
-            f"with {_MANY} candidates the same calls take {many / few:.0f} times as long as with {_FEW}"
+            f"with {_MANY} candidates add(), pin() and evict() take {many / few:.0f} times as long "
+            f"as with {_FEW}: their cost must not depend on the number of candidates"
         )
 
     def test_what_it_remembers_is_bounded(self) -> None:
@@ -154,8 +178,8 @@ class PolicyConformance:
         finally:
             tracemalloc.stop()
         assert after - before < 256 * self.remembered_bytes, (
-            f"20,000 chunks that came and went have left {after - before} bytes: what is remembered of "
-            "evicted chunks has to be bounded by the capacity"
+            f"after 20,000 keys were added with add() and evicted with evict() {after - before} more bytes "
+            "are held: what a policy remembers of evicted keys is bounded by its capacity"
         )
 
     def test_any_sequence_of_calls_agrees_with_a_model(self) -> None:
@@ -183,7 +207,7 @@ class PolicyConformance:
 
 
 class PolicyMachine(RuleBasedStateMachine):
-    """The truth: which keys are candidates and which are pinned. Who is evicted is the policy's choice.
+    """The model: which keys are candidates and which are pinned. The policy chooses whom to evict.
 
     Args:
         given: what the policy's author has given.
@@ -219,10 +243,13 @@ class PolicyMachine(RuleBasedStateMachine):
     def evict(self, count: int) -> None:
         """Evict some."""
         before = len(self.candidates)
-        evicted = self.policy.evict(count)
-        assert isinstance(evicted, list), f"evict() answered a {type(evicted).__name__}"
-        self._check_victims(evicted)
-        assert len(evicted) == min(count, before), f"evict({count}) of {before} answered {len(evicted)}"
+        evicted = _evict(self.policy, count)
+        _expect(not self.pinned & set(evicted), "evict() chose a pinned key, whose bytes are being read")
+        _expect(set(evicted) <= self.candidates, "evict() chose a key that is no candidate")
+        _expect(
+            len(evicted) == min(count, before),
+            f"evict({count}) of {before} candidates returned {len(evicted)} keys",
+        )
         self.candidates -= set(evicted)
 
     @precondition(lambda self: len(self.pinned) > 2)
@@ -235,19 +262,47 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(capacity=st.integers(1, 30))
     def resize(self, capacity: int) -> None:
-        """Say that there is more room, or less."""
+        """Change the capacity."""
         self.policy.resize(capacity)
 
     @invariant()
     def it_knows_its_candidates(self) -> None:
-        """Compare."""
-        assert len(self.policy) == len(self.candidates)
-        assert {key for key in self.world if key in self.policy} == self.candidates
+        """Compare the candidates."""
+        _expect_count(self.policy, len(self.candidates), "after these calls")
+        found = {key for key in self.world if key in self.policy}
+        _expect(
+            found == self.candidates,
+            f"__contains__() says yes to {len(found - self.candidates)} keys that are no candidates and "
+            f"no to {len(self.candidates - found)} that are",
+        )
 
-    def _check_victims(self, evicted: Sequence[OffloadKey]) -> None:
-        assert len(set(evicted)) == len(evicted), "evict() named a key twice"
-        assert not self.pinned & set(evicted), "evict() chose a pinned key: its bytes are being read"
-        assert set(evicted) <= self.candidates, "evict() chose a key that is no candidate"
+
+def _expect(condition: bool, message: str) -> None:
+    """Fail with ``message`` unless the condition holds."""
+    if not condition:
+        raise AssertionError(message)
+
+
+def _evict(policy: EvictionPolicy, count: int) -> list[OffloadKey]:
+    """Evict, and check that the answer is a list without duplicates."""
+    evicted = policy.evict(count)
+    _expect(isinstance(evicted, list), f"evict() returned a {type(evicted).__name__}; it returns a list")
+    _expect(len(set(evicted)) == len(evicted), "evict() returned a key twice")
+    return evicted
+
+
+def _expect_evicted(policy: EvictionPolicy, count: int, expected: Sequence[OffloadKey], who: str) -> None:
+    evicted = _evict(policy, count)
+    missing, extra = set(expected) - set(evicted), set(evicted) - set(expected)
+    _expect(
+        not missing and not extra,
+        f"{who} answered evict({count}) with {len(extra)} keys that it may not evict then and without "
+        f"{len(missing)} that it has to evict",
+    )
+
+
+def _expect_count(policy: EvictionPolicy, count: int, when: str) -> None:
+    _expect(len(policy) == count, f"__len__() is {len(policy)} {when}; there are {count} candidates")
 
 
 __all__ = ["PolicyConformance", "PolicyMachine"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,36 +19,65 @@ from kvtier.tiers.fs.files.call import FileCall
 from kvtier_testing.tiers import TierConformance
 from tests.effort import effort
 
+WORK = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
+
+
+class Slowness:
+    """Makes who waits wait for so many seconds."""
+
+    def __init__(self) -> None:
+        self._waiting = threading.Condition()
+        self._seconds = 0.0
+
+    def be(self, seconds: float) -> None:
+        with self._waiting:
+            self._seconds = seconds
+            self._waiting.notify_all()
+
+    def wait(self) -> None:
+        with self._waiting:
+            until = time.monotonic() + self._seconds
+            while self._seconds and time.monotonic() < until:
+                self._waiting.wait(min(1.0, max(0.0, until - time.monotonic())))
+
 
 class SlowFiles:
-    """Work on files that takes longer while ``seconds`` is set."""
+    """Work on files in Python's threads that can be made slow."""
 
-    def __init__(self, inner: ChunkFiles) -> None:
+    def __init__(self, inner: ChunkFiles, slow: Slowness) -> None:
         self._inner = inner
-        self._waiting = threading.Condition()
-        self.seconds = 0.0
+        self._slow = slow
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def put(self, call: FileCall, first: int, end: int) -> int:
-        self._wait()
+        self._slow.wait()
         return self._inner.put(call, first, end)
 
     def get(self, call: FileCall, first: int, end: int) -> None:
-        self._wait()
+        self._slow.wait()
         self._inner.get(call, first, end)
 
-    def be_slow(self, seconds: float) -> None:
-        with self._waiting:
-            self.seconds = seconds
-            self._waiting.notify_all()
 
-    def _wait(self) -> None:
-        with self._waiting:
-            until = time.monotonic() + self.seconds
-            while self.seconds and time.monotonic() < until:
-                self._waiting.wait(min(1.0, max(0.0, until - time.monotonic())))
+class SlowLibrary:
+    """The native helper, whose puts and gets can be made slow; its own threads do them."""
+
+    def __init__(self, library: ctypes.CDLL, slow: Slowness) -> None:
+        self._library = library
+
+        def slowed(work: Callable[[int, int, int], int]) -> Any:
+            def wait_and_do(call: int, first: int, end: int) -> int:
+                slow.wait()
+                return work(call, first, end)
+
+            return WORK(wait_and_do)
+
+        self.kvt_files_put = slowed(library.kvt_files_put)
+        self.kvt_files_get = slowed(library.kvt_files_get)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
 
 
 class FileConformance(TierConformance):
@@ -56,7 +86,7 @@ class FileConformance(TierConformance):
     tier = FsTier
     is_persistent = True
     is_shared = True
-    slow: SlowFiles
+    slow: Slowness
 
     def sequences(self) -> hypothesis.settings:
         usual = super().sequences()
@@ -70,8 +100,8 @@ class FileConformance(TierConformance):
 
     @contextmanager
     def slowed(self, tier: SecondaryTier[Any], seconds: float) -> Iterator[None]:
-        self.slow.be_slow(seconds)
+        self.slow.be(seconds)
         try:
             yield
         finally:
-            self.slow.be_slow(0.0)
+            self.slow.be(0.0)

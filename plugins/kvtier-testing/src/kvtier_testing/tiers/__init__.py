@@ -7,25 +7,23 @@
         def settings(self, place):
             return {"type": "shelf", "path": str(place)}
 
-Where blockbuster is installed, calls that block the event loop are refused in every test.
+Each test runs on an event loop and in a thread of its own, and has a limit. Where blockbuster is installed,
+blocking calls on the event loop raise.
 """
 
 from __future__ import annotations
 
-import pytest
-
-from kvtier_testing.tiers.agreement import AgreesWithADict
-from kvtier_testing.tiers.interruption import IsInterrupted
-from kvtier_testing.tiers.keeping import KeepsChunks
-from kvtier_testing.tiers.lifetime import ComesAndGoes
+from kvtier_testing.tiers.basics import BasicTests
+from kvtier_testing.tiers.cancellation import CancellationTests
+from kvtier_testing.tiers.lifecycle import LifecycleTests
+from kvtier_testing.tiers.resources import ResourceTests
 from kvtier_testing.tiers.rig import TierRig
 from kvtier_testing.tiers.setup import Damage, TierSetup
+from kvtier_testing.tiers.stateful import StatefulTests
 
 
-class TierConformance(AgreesWithADict, ComesAndGoes, IsInterrupted, KeepsChunks):
+class TierConformance(BasicTests, CancellationTests, LifecycleTests, ResourceTests, StatefulTests):
     """What every ``SecondaryTier`` must do. See ``TierSetup`` for what a subclass gives."""
-
-    pytestmark = pytest.mark.anyio
 
 
 __all__ = ["Damage", "TierConformance", "TierRig", "TierSetup"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import lru_cache
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 from kvtier.core.messages import Answer, Command, Event, Fetch, Fetched, Put, PutEnded
 from kvtier.core.reasons import TRANSFER
@@ -28,7 +28,12 @@ NEXT_OWNER = 0xEE
 def expect(condition: object, message: str) -> None:
     """Fail with ``message`` unless the condition holds."""
     if not condition:
-        raise AssertionError(message)
+        fail(message)
+
+
+def fail(message: str) -> NoReturn:
+    """Fail with ``message``."""
+    raise AssertionError(message)
 
 
 def key(number: int) -> OffloadKey:
@@ -205,16 +210,17 @@ class TierRig:
         allowed = {Status.OK, Status.ABSENT} if self._is_lossy else {Status.OK}
         expect(set(statuses) <= allowed, f"{what}: {names_of(statuses)}")
 
-    def check_usage(self) -> None:
-        """Check what the tier says of how full it is."""
+    def check_usage(self) -> int | None:
+        """Check that what ``usage`` answers is well formed; return the bytes that are used, if known."""
         usage = self.tier.usage()
         expect(usage is None or isinstance(usage, Usage), f"usage() answered {usage!r}, which is no Usage")
         if usage is None:
-            return
+            return None
         for amount in (usage.used_bytes, usage.capacity_bytes):
             expect(amount is None or amount >= 0, f"usage() answered {usage!r}")
         if usage.used_bytes is not None and usage.capacity_bytes is not None:
             expect(usage.used_bytes <= usage.capacity_bytes, f"usage() is beyond its bound: {usage!r}")
+        return usage.used_bytes
 
     def check_outcome(self, outcome: Outcome, batch: Batch, verb: str) -> None:
         """Check that an outcome is well formed."""
@@ -244,11 +250,11 @@ class TierRig:
 
 
 async def check_whole(it: TierRig, numbers: Sequence[int], versions: Sequence[int]) -> None:
-    """Check that of puts that were cut short whole chunks are there, or none."""
+    """Check that of puts that were cancelled whole chunks are there, or none."""
     statuses = await it.get(numbers, versions)  # checks the bytes of those that are there
     expect(
         set(statuses) <= {Status.OK, Status.ABSENT},
-        f"a put that was cut short has left what is no whole chunk: {names_of(statuses)}",
+        f"a put() that was cancelled has left a partial chunk: {names_of(statuses)}",
     )
 
 
@@ -275,8 +281,27 @@ def check_outcome(outcome: Outcome, batch: Batch, verb: str) -> None:
     expect(told <= failed, f"a {verb} gives {told} reasons for {failed} chunks that did not end OK")
 
 
+def calls_of(it: TierRig, chunks: int) -> dict[str, Callable[[], Coroutine[Any, Any, object]]]:
+    """Return a call for each verb of an open tier; all of them are of the same chunks."""
+    chosen = keys(range(chunks))
+    filled, empty = it.filled(range(chunks))[0], it.empty(range(chunks))[0]
+
+    async def known() -> object:
+        return it.tier.known(chosen)
+
+    return {
+        "put": lambda: it.tier.put(filled),
+        "get": lambda: it.tier.get(empty),
+        "contains": lambda: it.tier.contains(chosen),
+        "known": known,
+        "touch": lambda: it.tier.touch(chosen),
+        "discard": lambda: it.tier.discard(chosen),
+        "reset": lambda: it.tier.reset(),
+    }
+
+
 def names_of(statuses: Iterable[Status]) -> str:
-    """Statuses in words."""
+    """Return statuses in words."""
     return ", ".join(Status(status).name for status in statuses)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,13 +18,16 @@ from kvtier import validation
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey
 from kvtier.tiers.base import SecondaryTier, TierContext, tell_nobody
-from kvtier_testing.tiers.rig import Driver, TierRig, expect
+from kvtier_testing.limits import LimitedSuite
+from kvtier_testing.tiers.rig import Driver, TierRig
 
 Removed = Callable[[Sequence[OffloadKey]], None]
+FOREVER = math.inf
+VERBS = ("open", "put", "get", "contains", "touch", "discard", "reset", "aclose", "known", "usage")
 
 
 class Damage(Enum):
-    """What can become of a stored chunk."""
+    """Ways to damage a stored chunk."""
 
     FLIPPED = "one bit of its bytes is another"
     CUT = "the second half of it is missing"
@@ -32,7 +35,7 @@ class Damage(Enum):
     SWAPPED = "in its place is what was stored of another chunk"
 
 
-class TierSetup:
+class TierSetup(LimitedSuite):
     """The attributes and hooks of ``TierConformance``. A subclass gives ``tier`` and ``settings``.
 
     Attributes:
@@ -43,9 +46,10 @@ class TierSetup:
             at any time; a wrong byte it may not give either.
         chunk_bytes: length of the chunks of most tests.
         sizes: lengths of chunks that are tried besides.
-        settle_s: seconds after which a client or a thread that goes on in secret has shown itself.
-        pause_s: seconds that the tier may hold up the event loop at most.
-        patience_s: seconds after which what a test does with an open tier has to be done.
+        settle_s: seconds after which what a call has left running, such as a thread, has shown itself.
+        pause_s: seconds for which a call may block the event loop at most.
+        patience_s: seconds after which a single call has to have ended.
+        limit_s: seconds after which a test has to have ended.
     """
 
     tier: ClassVar[type[SecondaryTier[Any]]]
@@ -56,7 +60,6 @@ class TierSetup:
     sizes: ClassVar[tuple[int, ...]] = (4096, 3 * 4096, 2 * 2**20)
     settle_s: ClassVar[float] = 0.1
     pause_s: ClassVar[float] = 0.1
-    patience_s: ClassVar[float] = 60.0
 
     def settings(self, place: Path) -> Mapping[str, object]:
         """Return a configuration as a user writes it, ``type`` included.
@@ -91,7 +94,7 @@ class TierSetup:
         raise NotImplementedError
 
     def sequences(self) -> hypothesis.settings:
-        """Say how many sequences of calls are compared with a dict, and how long they are. Optional."""
+        """Return how many sequences of calls are compared with a dict, and how long they are. Optional."""
         return hypothesis.settings(
             max_examples=30,
             stateful_step_count=25,
@@ -105,25 +108,15 @@ class TierSetup:
     # ------------------------------------------------------------------------- what the tests use
 
     @pytest.fixture
-    def anyio_backend(self) -> Any:
-        """Where the tests run: asyncio. Return ``("asyncio", {"use_uvloop": True})`` for uvloop."""
-        return "asyncio"
-
-    @pytest.fixture
     def place(self, tmp_path: Path) -> Iterator[Path]:
-        """A place that nobody has used."""
+        """Return a place that was not used before."""
         here = tmp_path / f"kvtier-{secrets.token_hex(6)}"
         yield here
         self.wipe(here)
 
-    @pytest.fixture(autouse=True)
-    def _no_blocking_calls(self, request: pytest.FixtureRequest) -> Iterator[None]:
-        with self.refused_blocking_calls() if "anyio_backend" in request.fixturenames else nullcontext():
-            yield
-
     @contextmanager
-    def refused_blocking_calls(self) -> Iterator[None]:
-        """Let calls of the tier's package that block the event loop raise, where blockbuster is installed."""
+    def around_test(self) -> Iterator[None]:
+        """Have blocking calls of the tier's package on the event loop raise, if blockbuster is installed."""
         try:
             from blockbuster import blockbuster_ctx
         except ImportError:
@@ -160,8 +153,7 @@ class TierSetup:
     async def _open(self, rig: TierRig, removed: Removed) -> AsyncIterator[None]:
         await rig.tier.open(context_of(rig, removed))
         try:
-            with self._patience():
-                yield
+            yield
         finally:
             with anyio.CancelScope(shield=True):
                 await rig.tier.aclose()
@@ -174,39 +166,34 @@ class TierSetup:
         identity: Identity | None = None,
         chunk_bytes: int | None = None,
     ) -> TierRig:
-        """Make the rig of a tier that somebody else opens and closes."""
+        """Return the rig of a tier that the caller opens and closes. Its calls are watched from now on."""
+        self.calls.watch(tier, VERBS, SecondaryTier)
         mine = identity or Identity.make("kvtier/conformance", {"place": place.name})
         return TierRig(tier, mine, chunk_bytes or self.chunk_bytes, is_lossy=self.is_lossy)
 
     @asynccontextmanager
     async def driven(self, place: Path, *, slots: int = 32) -> AsyncIterator[Driver]:
-        """Have kvtier's executor open a tier, drive it and close it."""
+        """Open a tier, call it and close it through kvtier's executor."""
         tier = self.make_tier(place)
         driver = Driver(self.rig(tier, place), slots)
         async with driver.executor:
-            with self._patience():
-                yield driver
+            yield driver
 
-    @contextmanager
-    def _patience(self) -> Iterator[None]:
-        with anyio.move_on_after(self.patience_s) as scope:
-            yield
-        expect(not scope.cancelled_caught, f"a call of the tier has not ended within {self.patience_s:g} s")
+    def defines(self, hook: str) -> bool:
+        """Return whether the subclass defines a hook."""
+        return getattr(type(self), hook) is not getattr(TierSetup, hook)
 
     def require(self, hook: str, why: str) -> None:
         """Skip the test unless the subclass defines a hook."""
-        if getattr(type(self), hook) is getattr(TierSetup, hook):
+        if not self.defines(hook):
             pytest.skip(f"{type(self).__name__} does not define {hook}(): {why}")
 
     def require_persistence(self) -> None:
-        """Skip the test of a tier that forgets when it is closed."""
+        """Skip the test unless chunks outlive the tier."""
         if not self.is_persistent:
             pytest.skip(f"{type(self).__name__}.is_persistent is False: nothing outlives the tier")
 
 
 def context_of(rig: TierRig, removed: Removed = tell_nobody) -> TierContext:
-    """Make what a tier is told when it is opened."""
+    """Return the context that a tier is opened with."""
     return TierContext("tested", rig.identity, rig.chunk_bytes, removed)
-
-
-FOREVER = math.inf

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -17,12 +18,14 @@ from hypothesis.stateful import (
 )
 
 from kvtier.tiers.base import Status
+from kvtier_testing.limits import ended_process
 from kvtier_testing.tiers.rig import TierRig, expect, keys
 from kvtier_testing.tiers.setup import TierSetup, context_of
 
 if TYPE_CHECKING:
     from kvtier.tiers.base import SecondaryTier
 
+T = TypeVar("T")
 _CHUNKS = 6
 _CHUNK_BYTES = 4096
 _VERSIONS = 3
@@ -32,8 +35,8 @@ _versions = st.integers(0, _VERSIONS - 1)
 GONE = -1
 
 
-class AgreesWithADict(TierSetup):
-    """Every sequence of calls."""
+class StatefulTests(TierSetup):
+    """Sequences of calls that hypothesis makes up."""
 
     def test_any_sequence_of_calls_agrees_with_a_dict(self, place: Path) -> None:
         places = (place.with_name(f"{place.name}-{number}") for number in itertools.count())
@@ -45,7 +48,7 @@ class AgreesWithADict(TierSetup):
 
 
 class TierMachine(RuleBasedStateMachine):
-    """The truth is a dict: for each chunk the versions that the tier may answer with, ``GONE`` for ABSENT.
+    """The model is a dict: for each chunk the versions that the tier may answer with, ``GONE`` for ABSENT.
 
     Args:
         given: what the tier's author has given.
@@ -56,7 +59,7 @@ class TierMachine(RuleBasedStateMachine):
         super().__init__()
         self.given = given
         self.place = place
-        self.runner = asyncio.Runner()
+        self.runner = asyncio.Runner(loop_factory=given.event_loop)
         self.abandoned: list[SecondaryTier[Any]] = []
         self.was_reset = False
         self.possible: dict[int, set[int]] = {number: {GONE} for number in range(_CHUNKS)}
@@ -65,20 +68,27 @@ class TierMachine(RuleBasedStateMachine):
     def open(self) -> TierRig:
         """Open a tier on the place."""
         rig = self.given.rig(self.given.make_tier(self.place), self.place, chunk_bytes=_CHUNK_BYTES)
-        self.runner.run(rig.tier.open(context_of(rig)))
+        self.run(rig.tier.open(context_of(rig)))
         return rig
+
+    def run(self, call: Coroutine[Any, Any, T]) -> T:
+        """Run a call of the tier to its end."""
+        try:
+            return self.runner.run(call)
+        except SystemExit as error:  # from a thread or a task of the tier's own
+            raise ended_process(self.given.calls.names(), error) from error
 
     def teardown(self) -> None:
         """Close what is open."""
         for tier in (*self.abandoned, self.it.tier):
-            self.runner.run(tier.aclose())
+            self.run(tier.aclose())
         self.runner.close()
         self.given.wipe(self.place)
 
     @rule(chosen=_numbers, version=_versions)
     def put(self, chosen: list[int], version: int) -> None:
         """Put chunks; those that are there already may keep their bytes."""
-        statuses = self.runner.run(self.it.put(chosen, version))
+        statuses = self.run(self.it.put(chosen, version))
         for number, status in zip(chosen, statuses, strict=True):
             possible = self.possible[number]
             if status is Status.OK:
@@ -90,7 +100,7 @@ class TierMachine(RuleBasedStateMachine):
     def get(self, chosen: list[int]) -> None:
         """Get chunks. From an answer on, the tier has to stay with it."""
         batch, slots = self.it.empty(chosen)
-        outcome = self.runner.run(self.it.tier.get(batch))
+        outcome = self.run(self.it.tier.get(batch))
         self.it.check_outcome(outcome, batch, "get")
         slots.check_unused("a get")
         for index, (number, status) in enumerate(zip(chosen, outcome.statuses, strict=True)):
@@ -102,8 +112,8 @@ class TierMachine(RuleBasedStateMachine):
 
     @invariant()
     def contains(self) -> None:
-        """Ask for all chunks."""
-        answers = self.runner.run(self.it.contains(range(_CHUNKS)))
+        """Look all chunks up."""
+        answers = self.run(self.it.contains(range(_CHUNKS)))
         for number, there in enumerate(answers):
             if there:
                 expect(self.possible[number] != {GONE}, "contains() says yes to what is gone")
@@ -112,27 +122,27 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(chosen=_numbers)
     def touch(self, chosen: list[int]) -> None:
-        """Say that chunks were used; that changes no answer."""
-        self.runner.run(self.it.tier.touch(keys(chosen)))
+        """Touch chunks; that changes no answer."""
+        self.run(self.it.tier.touch(keys(chosen)))
 
     @rule(chosen=_numbers)
     def discard(self, chosen: list[int]) -> None:
         """Discard chunks."""
-        self.runner.run(self.it.tier.discard(keys(chosen)))
+        self.run(self.it.tier.discard(keys(chosen)))
         for number in chosen:
             self.possible[number] = {GONE}
 
     @rule()
     def reset(self) -> None:
         """Hide everything."""
-        self.runner.run(self.it.tier.reset())
+        self.run(self.it.tier.reset())
         self.was_reset = True
         self._forget()
 
     @rule()
     def reopen(self) -> None:
         """Close the tier and open it again."""
-        self.runner.run(self.it.tier.aclose())
+        self.run(self.it.tier.aclose())
         self._open_anew()
 
     @precondition(lambda self: self.given.is_shared or not self.given.is_persistent)

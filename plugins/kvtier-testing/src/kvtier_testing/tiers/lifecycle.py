@@ -1,16 +1,10 @@
-"""The contract of a tier, third part: opening, closing, other caches, damage, and the event loop."""
+"""The contract of a tier, third part: opening, closing, other caches, and damage."""
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import os
 import stat
-import threading
-import time
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pytest
@@ -18,19 +12,12 @@ import pytest
 from kvtier.core.messages import Answer
 from kvtier.identity import Identity
 from kvtier.tiers.base import Status
-from kvtier_testing.tiers.interrupts import Way, interrupted
-from kvtier_testing.tiers.rig import TierRig, aside, check_whole, expect, key, keys, names_of
-from kvtier_testing.tiers.setup import Damage, TierSetup, context_of
-
-_OTHERS_THREADS = ("AnyIO worker thread", "asyncio_")  # they are the loop's, and stay for the next one
-_OPEN_FILES = Path("/proc/self/fd")
-_SCHEDULED = Path("/proc/thread-self/schedstat")  # nanoseconds that it ran, that it wanted to run
-_GRACE = 50  # times settle_s
-_ATTEMPTS = 5
+from kvtier_testing.tiers.rig import aside, check_whole, expect, key, keys, names_of
+from kvtier_testing.tiers.setup import Damage, TierSetup
 
 
-class ComesAndGoes(TierSetup):
-    """Tiers that are opened, closed, damaged, and watched meanwhile."""
+class LifecycleTests(TierSetup):
+    """Tiers that are opened, closed, reset, shared and damaged."""
 
     async def test_chunks_are_there_after_closing_and_opening_again(self, place: Path) -> None:
         self.require_persistence()
@@ -159,139 +146,8 @@ class ComesAndGoes(TierSetup):
             not readable, f"others may read or write what it keeps; make it 0600, folders 0700: {readable}"
         )
 
-    async def test_nothing_is_left_running_or_open_after_closing(self, place: Path) -> None:
-        await self._open_use_and_close(place)  # what is made once for the process is there now
-        gc.collect()
-        await anyio.sleep(self.settle_s)
-        files = _open_files()
-        tasks, threads = asyncio.all_tasks(), set(threading.enumerate())
-        for _ in range(2):
-            await self._open_use_and_close(place)
-        left = await _left(tasks, threads, _GRACE * self.settle_s)
-        expect(not left, f"after the tier was closed there are left: {left}")
-        opened = await _opened(files, _GRACE * self.settle_s)
-        expect(opened <= 0, f"after the tier was opened and closed twice {opened} more files are open")
-
-    async def test_an_opening_that_is_cut_short_leaves_nothing_running(self, place: Path) -> None:
-        await self._open_use_and_close(place)
-        tasks, threads = asyncio.all_tasks(), set(threading.enumerate())
-
-        async def open_and_close() -> None:
-            async with self.opened(place):
-                pass
-
-        for at_wait in range(1, 1 + (await interrupted(open_and_close, None)).waits):
-            await interrupted(open_and_close, Way.CANCEL, at_wait=at_wait)
-        left = await _left(tasks, threads, _GRACE * self.settle_s)
-        expect(not left, f"after openings that were cancelled there are left: {left}")
-
-    async def test_no_call_holds_up_the_event_loop(self, place: Path) -> None:
-        pauses: dict[str, list[float]] = {}
-        for _ in range(_ATTEMPTS):  # the machine may be busy with something else: the best of some counts
-            tier = self.make_tier(place)
-            it = self.rig(tier, place)
-            calls = {"open": lambda: tier.open(context_of(it)), **_calls(it), "aclose": tier.aclose}  # noqa: B023
-            for verb, call in calls.items():
-                pauses.setdefault(verb, []).append(await _longest_pause(call))
-        for verb, found in pauses.items():
-            expect(
-                min(found) <= self.pause_s,
-                f"a call of {verb}() holds up the event loop for {min(found):.2f} s at least: what blocks "
-                "belongs into a thread (kvtier.tiers.drain.in_thread)",
-            )
-
-    async def _open_use_and_close(self, place: Path) -> None:
-        async with self.opened(place) as it:
-            for call in _calls(it).values():
-                await call()
-            await interrupted(_calls(it)["put"], Way.CANCEL, at_wait=1)
-            await interrupted(_calls(it)["get"], Way.CANCEL, at_wait=1)
-
-
-def _calls(it: TierRig) -> dict[str, Callable[[], Coroutine[Any, Any, object]]]:
-    chosen = keys(range(16))
-    batches = it.filled(range(16))[0], it.empty(range(16))[0]
-    return {
-        "put": lambda: it.tier.put(batches[0]),
-        "get": lambda: it.tier.get(batches[1]),
-        "contains": lambda: it.tier.contains(chosen),
-        "touch": lambda: it.tier.touch(chosen),
-        "discard": lambda: it.tier.discard(chosen),
-        "reset": it.tier.reset,
-    }
-
-
-async def _longest_pause(call: Callable[[], Coroutine[Any, Any, object]]) -> float:
-    """Make a call and return for how long the loop did nothing else at most, in seconds."""
-    longest, running = 0.0, True
-
-    async def tick() -> None:
-        nonlocal longest
-        before = _undisturbed_s()
-        while running:
-            await asyncio.sleep(0.001)
-            now = _undisturbed_s()
-            longest, before = max(longest, now - before), now
-
-    ticking = asyncio.ensure_future(tick())
-    await asyncio.sleep(0.005)
-    longest = 0.0
-    try:
-        await call()
-        await asyncio.sleep(0.002)
-    finally:
-        running = False
-        await ticking
-    return longest
-
-
-def _undisturbed_s() -> float:
-    """The time less that in which this thread wanted to run, but others had the processors."""
-    while True:
-        queued_s, now_s = _queued_s(), time.perf_counter()
-        if _queued_s() == queued_s:
-            return now_s - queued_s
-
-
-def _queued_s() -> float:
-    try:
-        return int(_SCHEDULED.read_text().split()[1]) / 1e9
-    except OSError:  # no Linux
-        return 0.0
-
-
-async def _left(
-    tasks: set[asyncio.Task[Any]], threads: set[threading.Thread], patience_s: float
-) -> list[str]:
-    """Wait a while for the end of what was not there before; name what is left."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        left = [repr(task) for task in asyncio.all_tasks() - tasks]
-        left += [
-            repr(thread)
-            for thread in set(threading.enumerate()) - threads
-            if not thread.name.startswith(_OTHERS_THREADS)
-        ]
-        if not left or time.monotonic() > deadline:
-            return left
-        await asyncio.sleep(0.01)
-
-
-async def _opened(files: int, patience_s: float) -> int:
-    """Wait a while for what a client closes in threads of its own; return how many more files are open."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        opened = _open_files() - files
-        if opened <= 0 or time.monotonic() > deadline:
-            return opened
-        await asyncio.sleep(0.01)
-
 
 def _readable_by_others(place: Path) -> list[str]:
     found = [path for beside in place.parent.glob(f"{place.name}*") for path in (beside, *beside.rglob("*"))]
     modes = {path: path.lstat().st_mode for path in found if not path.is_symlink()}
     return sorted(f"{path.name} {stat.S_IMODE(mode):o}" for path, mode in modes.items() if mode & 0o077)
-
-
-def _open_files() -> int:
-    return len(os.listdir(_OPEN_FILES)) if _OPEN_FILES.exists() else 0

@@ -1,4 +1,4 @@
-"""The contract of a tier, second part: calls that run at once, are cut short, or cross a reset.
+"""The contract of a tier, second part: calls that run at once, are cancelled, or cross a reset.
 
 The slots of a put or a get are given to other chunks the moment it has ended, however it ended. So
 each of these tests lets others move in at that very moment, and looks afterwards at two things: what is
@@ -12,18 +12,22 @@ import random
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
-from kvtier.tiers.base import Outcome, Status
-from kvtier_testing.tiers.interrupts import Ended, Way, interrupted, paused
-from kvtier_testing.tiers.rig import Slots, TierRig, check_whole, expect, keys, names_of
+from kvtier.tiers.base import Batch, Outcome, Status
+from kvtier_testing.tiers.rig import Slots, TierRig, calls_of, check_whole, expect, keys, names_of
 from kvtier_testing.tiers.setup import FOREVER, TierSetup, context_of
+from kvtier_testing.tiers.steps import Ended, Way, held, run_cancelled
 
 _MOST_WAITS = 24
+_MOST_RESETS = 8
+_MOST_PASSES = 8
 _TRIES = 3
 _CHUNKS = 4
 _CHUNK_BYTES = 256 * 1024
@@ -32,11 +36,11 @@ _BOTH = (0, 1)
 every_way = pytest.mark.parametrize("way", list(Way), ids=lambda way: way.name.lower())
 
 
-class IsInterrupted(TierSetup):
-    """Calls that are cut short at each of their waits, at any moment, and while others run."""
+class CancellationTests(TierSetup):
+    """Calls that are cancelled at each of their waits, at any moment, and while others run."""
 
     @every_way
-    async def test_a_put_that_is_cut_short_leaves_whole_chunks_or_none(self, place: Path, way: Way) -> None:
+    async def test_a_cancelled_put_leaves_whole_chunks_or_none(self, place: Path, way: Way) -> None:
         async with self.opened(place, chunk_bytes=_CHUNK_BYTES) as it:
             trials = _Trials(it)
             for at_wait in await trials.waits_of_a_put() * _TRIES:
@@ -45,7 +49,7 @@ class IsInterrupted(TierSetup):
         await self._check_stored_later(place, trials)
 
     @every_way
-    async def test_a_get_that_is_cut_short_never_writes_into_the_slots_next_content(
+    async def test_a_cancelled_get_never_writes_into_the_slots_next_content(
         self, place: Path, way: Way
     ) -> None:
         async with self.opened(place, chunk_bytes=_CHUNK_BYTES) as it:
@@ -57,21 +61,21 @@ class IsInterrupted(TierSetup):
         trials.check_next_owners()
 
     @every_way
-    async def test_calls_may_be_cut_short_at_any_moment(self, place: Path, way: Way) -> None:
-        dice = random.Random(way.name)
+    async def test_calls_may_be_cancelled_at_any_moment(self, place: Path, way: Way) -> None:
+        rng = random.Random(way.name)
         async with self.opened(place, chunk_bytes=_CHUNK_BYTES) as it:
             trials = _Trials(it)
             put_s, get_s = await _time_of(trials.put), await _time_of(trials.get)
             for _ in range(8):
-                await trials.put(way, after_s=dice.uniform(0, 1.2) * put_s)
-                await trials.get(way, after_s=dice.uniform(0, 1.2) * get_s)
+                await trials.put(way, after_s=rng.uniform(0, 1.2) * put_s)
+                await trials.get(way, after_s=rng.uniform(0, 1.2) * get_s)
             await self._check_stored(it, trials)
             trials.check_next_owners()
         trials.check_next_owners()
         await self._check_stored_later(place, trials)
 
     @every_way
-    async def test_a_put_that_is_cut_short_while_the_backend_is_slow(self, place: Path, way: Way) -> None:
+    async def test_a_put_cancelled_while_the_backend_is_slow(self, place: Path, way: Way) -> None:
         self.require("slowed", "the backend cannot be made slow")
         async with self.opened(place, chunk_bytes=_CHUNK_BYTES) as it:
             trials = _Trials(it)
@@ -82,7 +86,7 @@ class IsInterrupted(TierSetup):
         await self._check_stored_later(place, trials)
 
     @every_way
-    async def test_a_get_that_is_cut_short_while_the_backend_is_slow(self, place: Path, way: Way) -> None:
+    async def test_a_get_cancelled_while_the_backend_is_slow(self, place: Path, way: Way) -> None:
         self.require("slowed", "the backend cannot be made slow")
         async with self.opened(place, chunk_bytes=_CHUNK_BYTES) as it:
             trials = _Trials(it)
@@ -95,32 +99,32 @@ class IsInterrupted(TierSetup):
         trials.check_next_owners()
 
     @every_way
-    async def test_who_cancels_a_call_learns_of_it(self, place: Path, way: Way) -> None:
+    async def test_a_cancelled_call_raises_the_cancellation(self, place: Path, way: Way) -> None:
         async with self.opened(place) as it:
             await it.put(range(4))
-            for verb, call in _calls(it).items():
-                whole = await interrupted(call, None)
+            for verb, call in calls_of(it, 8).items():
+                whole = await run_cancelled(call, None)
                 for at_wait in _some(whole.waits) * _TRIES:
-                    _check_heard(verb, await interrupted(call, way, at_wait=at_wait), way)
+                    _check_cancellation(verb, await run_cancelled(call, way, at_wait=at_wait), way)
 
     @every_way
-    async def test_a_question_that_is_cut_short_harms_nothing(self, place: Path, way: Way) -> None:
+    async def test_a_cancelled_lookup_or_removal_leaves_a_usable_tier(self, place: Path, way: Way) -> None:
         async with self.opened(place) as it:
-            calls = _calls(it)
+            calls = calls_of(it, 8)
             for verb in ("contains", "touch", "discard", "reset"):
-                whole = await interrupted(calls[verb], None)
+                whole = await run_cancelled(calls[verb], None)
                 for at_wait in _some(whole.waits):
                     it.expect_kept(await it.put(range(4)), f"a put before a {verb}")
-                    await interrupted(calls[verb], way, at_wait=at_wait)
+                    await run_cancelled(calls[verb], way, at_wait=at_wait)
                     await it.get(range(4))  # whatever is there yet is whole
-                    it.expect_kept(await it.put([1, 5]), f"a put after a {verb} that was cut short")
-                    it.expect_kept(await it.get([1, 5]), f"what was put after a {verb} that was cut short")
+                    it.expect_kept(await it.put([1, 5]), f"a put after a {verb} that was cancelled")
+                    it.expect_kept(await it.get([1, 5]), f"what was put after a {verb} that was cancelled")
             await it.tier.reset()
             statuses = await it.get(range(6))
-            expect(set(statuses) == {Status.ABSENT}, f"a reset after one cut short: {names_of(statuses)}")
+            expect(set(statuses) == {Status.ABSENT}, f"a reset after one cancelled: {names_of(statuses)}")
 
     @every_way
-    async def test_an_opening_that_is_cut_short_can_be_repeated(self, place: Path, way: Way) -> None:
+    async def test_a_cancelled_open_can_be_repeated(self, place: Path, way: Way) -> None:
         async with self.opened(place) as it:
             await it.put([1])
 
@@ -130,24 +134,34 @@ class IsInterrupted(TierSetup):
             with anyio.CancelScope(shield=True):
                 await rig.tier.aclose()
 
-        whole = await interrupted(open_and_close, None)
+        whole = await run_cancelled(open_and_close, None)
         for at_wait in _some(whole.waits):
-            await interrupted(open_and_close, way, at_wait=at_wait)
+            await run_cancelled(open_and_close, way, at_wait=at_wait)
         async with self.opened(place) as it:
             if self.is_persistent:
-                it.expect_kept(await it.get([1]), "a chunk after openings that were cut short")
-            it.expect_kept(await it.put([2]), "a put after openings that were cut short")
-            it.expect_kept(await it.get([2]), "what was put after openings that were cut short")
+                it.expect_kept(await it.get([1]), "a chunk after openings that were cancelled")
+            it.expect_kept(await it.put([2]), "a put after openings that were cancelled")
+            it.expect_kept(await it.get([2]), "what was put after openings that were cancelled")
 
-    async def test_a_put_under_way_at_a_reset_does_not_appear_after_it(self, place: Path) -> None:
+    async def test_a_put_in_flight_at_a_reset_does_not_appear_after_it(self, place: Path) -> None:
         async with self.opened(place) as it:
-            waits = (await interrupted(lambda: it.put([0]), None)).waits
-            for number, at_wait in enumerate(_some(waits), start=1):
-                status, was_reset = await self._put_across_a_reset(it, number, at_wait)
-                expect(
-                    status is Status.ABSENT or not was_reset,  # this put may have waited less often
-                    f"a put that was at its wait {at_wait} of {waits} at a reset has appeared after it",
-                )
+            waits = (await run_cancelled(lambda: it.put([0]), None)).waits
+        moments: list[Callable[[TierRig, Batch], Coroutine[Any, Any, None]]] = [
+            *(partial(self._reset_at_wait, at_wait) for at_wait in _some(waits, _MOST_RESETS)),
+            *(partial(self._reset_after_passes, passes) for passes in range(1, _MOST_PASSES)),
+        ]
+        if self.defines("slowed"):
+            moments.append(self._reset_while_slow)
+        for first, moment in zip(count(100, _CHUNKS), moments, strict=False):
+            numbers = range(first, first + _CHUNKS)
+            async with self.opened(place) as it:
+                batch, slots = it.filled(numbers)
+                await moment(it, batch)
+                slots.move_in()
+                await _expect_hidden(it, numbers, "the tier that was reset gives them")
+            if self.is_persistent:
+                async with self.opened(place) as it:
+                    await _expect_hidden(it, numbers, "a tier that is opened later gives them")
 
     async def test_puts_gets_and_discards_of_one_key_at_once_never_show_other_bytes(
         self, place: Path
@@ -168,11 +182,9 @@ class IsInterrupted(TierSetup):
             it.expect_kept(await it.put(numbers), "a put beside others")
             it.expect_kept(await it.get(numbers), "a get beside others")
 
-        async with self.opened(place) as it:
-            with anyio.fail_after(60):
-                async with anyio.create_task_group() as tasks:
-                    for numbers in batches:
-                        tasks.start_soon(put_and_get, it, numbers)
+        async with self.opened(place) as it, anyio.create_task_group() as tasks:
+            for numbers in batches:
+                tasks.start_soon(put_and_get, it, numbers)
 
     async def test_transfers_that_hang_end_when_the_executor_does_and_leave_their_slots_alone(
         self, place: Path
@@ -196,12 +208,28 @@ class IsInterrupted(TierSetup):
         await anyio.sleep(self.settle_s)
         driver.check_next_owner(range(8, 16), "a transfer that hung")
 
-    async def _put_across_a_reset(self, it: TierRig, number: int, at_wait: int) -> tuple[Status, bool]:
-        batch, slots = it.filled([number])
-        _, was_reset = await paused(lambda: it.tier.put(batch), at_wait, it.tier.reset, self.settle_s)
-        slots.move_in()
-        (status,) = await it.get([number])
-        return status, was_reset
+    async def _reset_at_wait(self, at_wait: int, it: TierRig, batch: Batch) -> None:
+        """Put, and let a reset run while the put is held at one of its waits."""
+        _, was_reset = await held(lambda: it.tier.put(batch), at_wait, it.tier.reset, self.settle_s)
+        if not was_reset:  # this put has waited less often
+            await it.tier.reset()
+
+    async def _reset_after_passes(self, passes: int, it: TierRig, batch: Batch) -> None:
+        """Start puts that queue up for whatever they share, and reset after a few passes of the loop."""
+        async with anyio.create_task_group() as tasks:
+            for index in range(len(batch)):
+                tasks.start_soon(it.tier.put, batch.part([index]))
+            for _ in range(passes):
+                await asyncio.sleep(0)
+            await it.tier.reset()
+
+    async def _reset_while_slow(self, it: TierRig, batch: Batch) -> None:
+        """Reset while the backend takes its time with a put."""
+        with self.slowed(it.tier, self.settle_s):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(it.tier.put, batch)
+                await anyio.sleep(self.settle_s / 2)
+                await it.tier.reset()
 
     async def _check_stored(self, it: TierRig, trials: _Trials) -> None:
         await anyio.sleep(self.settle_s)
@@ -216,7 +244,7 @@ class IsInterrupted(TierSetup):
 
 
 class _Trials:
-    """Puts and gets that are cut short, each of chunks and slots of its own.
+    """Puts and gets that are cancelled, each of chunks and slots of its own.
 
     Attributes:
         stored: the chunks of each put. Of the first two of each version 0 was there before it.
@@ -229,11 +257,11 @@ class _Trials:
         self.stored: list[Sequence[int]] = []
 
     async def waits_of_a_put(self) -> list[int]:
-        """Put without being cut short, and say at which waits one can be."""
+        """Put without being cancelled, and say at which waits one can be."""
         return _some((await self.put(None)).waits)
 
     async def waits_of_a_get(self) -> list[int]:
-        """Get without being cut short, and say at which waits one can be."""
+        """Get without being cancelled, and say at which waits one can be."""
         return _some((await self.get(None)).waits)
 
     async def put(
@@ -244,7 +272,7 @@ class _Trials:
         await self._rig.put(numbers[:2])
         batch, slots = self._rig.filled(numbers, version=1)
         self.stored.append(numbers)
-        return await interrupted(
+        return await run_cancelled(
             lambda: self._rig.tier.put(batch), way, at_wait=at_wait, after_s=after_s, then=slots.move_in
         )
 
@@ -255,30 +283,27 @@ class _Trials:
             await self._rig.put(range(_CHUNKS))
         batch, slots = self._rig.empty(range(_CHUNKS))
         self._got.append(slots)
-        return await interrupted(
+        return await run_cancelled(
             lambda: self._rig.tier.get(batch), way, at_wait=at_wait, after_s=after_s, then=slots.move_in
         )
 
     def check_next_owners(self) -> None:
         """Check that nothing was written into slots after their get had ended."""
         for slots in self._got:
-            slots.check_next_owner("a get that was cut short")
+            slots.check_next_owner("a get that was cancelled")
 
 
-def _calls(it: TierRig) -> dict[str, Callable[[], Coroutine[Any, Any, object]]]:
-    """Every call of a tier."""
-    return {
-        "put": lambda: it.tier.put(it.filled(range(4, 12))[0]),
-        "get": lambda: it.tier.get(it.empty(range(8))[0]),
-        "contains": lambda: it.tier.contains(keys(range(8))),
-        "touch": lambda: it.tier.touch(keys(range(8))),
-        "discard": lambda: it.tier.discard(keys(range(2, 6))),
-        "reset": it.tier.reset,
-    }
+async def _expect_hidden(it: TierRig, numbers: Sequence[int], what: str) -> None:
+    statuses, found = await it.get(numbers), await it.contains(numbers)
+    expect(
+        set(statuses) == {Status.ABSENT} and not any(found),
+        f"chunks of a put() that was in flight at a reset() appear after it: {what} (get(): "
+        f"{names_of(statuses)}; contains(): {found}). A reset hides for ever what a put began before it",
+    )
 
 
-def _check_heard(verb: str, ended: Ended[object], way: Way) -> None:
-    if not ended.interrupted or ended.cancelled:
+def _check_cancellation(verb: str, ended: Ended[object], way: Way) -> None:
+    if not ended.was_cancelled or ended.raised_cancellation:
         return
     expect(
         ended.error is None,
@@ -299,8 +324,8 @@ async def _repeat(times: int, call: Callable[[], Coroutine[Any, Any, object]]) -
         await call()
 
 
-def _some(waits: int) -> list[int]:
-    """Choose waits from 1 on; of many some, evenly spread, the first and the last among them."""
-    if waits <= _MOST_WAITS:
+def _some(waits: int, most: int = _MOST_WAITS) -> list[int]:
+    """Return waits from 1 on; of many some, evenly spread, the first and the last among them."""
+    if waits <= most:
         return list(range(1, waits + 1))
-    return sorted({1 + round(index * (waits - 1) / (_MOST_WAITS - 1)) for index in range(_MOST_WAITS)})
+    return sorted({1 + round(index * (waits - 1) / (most - 1)) for index in range(most)})

@@ -1,0 +1,280 @@
+"""Spells the engine's configuration for identities: every setting, but for those that cannot matter.
+
+**Closed by default.** All fields of ``VllmConfig`` and of the configurations in it are walked, whatever a
+version of vLLM calls them; ``_without_effect`` lists what is left out, with the reasons.
+
+**Only what differs from its default is spelled.** A field that a newer vLLM adds then changes nothing as
+long as nobody sets it, nor does one that is removed, so versions of one KV format share a cache. The
+values are those that vLLM has worked out, not those that the user gave: what a platform or a model decides
+is seen. Left is a default that a newer version changes. That is for the KV format generation to tell apart
+(``compat``): it is given to releases whose defaults a test has compared field by field, never to a version
+that nobody has looked at.
+
+**A value is spelled the same in every process, or the engine is refused.** What has no spelling of its own
+is spelled by its type and its attributes; a memory address would split the cache at each start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from fnmatch import fnmatchcase
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, Final
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+from transformers import PretrainedConfig
+from vllm import envs
+from vllm.config import ModelConfig, VllmConfig
+
+from kvtier.adapters.vllm import _without_effect
+from kvtier.errors import ConfigError, IdentityError
+from kvtier.identity import canonical
+
+_ADDRESS: Final = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
+_SECRET: Final = re.compile(r"(^|_)(secret|password|token|credentials?|(api|access|secret)_key(_id)?)$", re.I)
+_OF_KUBERNETES: Final = re.compile(r"VLLM(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT|PORT)(_[A-Z0-9_]+)?$")
+_LONG: Final = 16_384  # characters of a value that is spelled out; the manifest is read whole at each opening
+_UNKNOWN: Final = object()
+
+
+def spell_settings(vllm_config: VllmConfig, *, is_reviewed: bool) -> Mapping[str, object]:
+    """Return every setting that may change the bytes of a chunk and is not at its default.
+
+    Args:
+        vllm_config: the engine's.
+        is_reviewed: whether people have looked at this version of vLLM; else the length that requests
+            may have counts, because nobody knows what is derived from it.
+
+    Raises:
+        ConfigError: a value is an object that cannot be spelled the same in each process.
+    """
+    settings = _Speller(is_reviewed).config(vllm_config)
+    del settings["kind"]
+    return settings
+
+
+def spell_environment() -> Mapping[str, str]:
+    """Return the environment variables that are set and may change the bytes of a chunk.
+
+    Of vLLM's all but those on the list, of other libraries' a few that are known to matter. Variables that
+    Kubernetes sets for a service named vllm are none of vLLM's.
+    """
+    return {name: value for name, value in os.environ.items() if _counts(name)}
+
+
+def _counts(variable: str) -> bool:
+    if not variable.startswith("VLLM_"):
+        return variable in _without_effect.OTHERS_VARIABLES
+    if variable in _without_effect.ENVIRONMENT or _SECRET.search(variable):
+        return False
+    return variable in envs.environment_variables or not _OF_KUBERNETES.fullmatch(variable)
+
+
+def spell(value: object, name: str = "value") -> object:
+    """Return a value as identities have it: the same in every process, and for every equal value.
+
+    Raises:
+        ConfigError: it cannot be; the message begins with ``name``.
+    """
+    return _Speller(is_reviewed=False).value(value, name)
+
+
+def field_default(field: dataclasses.Field[Any]) -> object:
+    """Return the default of a dataclass's field, of pydantic's too; a marker of its own where it has none."""
+    default = field.default
+    if isinstance(default, FieldInfo):
+        default = default.get_default(call_default_factory=True, validated_data={})
+        return _UNKNOWN if default is PydanticUndefined else default
+    if default is not dataclasses.MISSING:
+        return default
+    if field.default_factory is dataclasses.MISSING:
+        return _UNKNOWN
+    try:
+        return field.default_factory()
+    except Exception:  # such as a configuration that needs arguments: then all of it is spelled
+        return _UNKNOWN
+
+
+class _Speller:
+    """Spells one configuration; remembers what it is inside of, for what refers to itself."""
+
+    def __init__(self, is_reviewed: bool) -> None:
+        self._is_reviewed = is_reviewed
+        self._around: list[int] = []
+
+    def config(self, config: Any) -> dict[str, object]:
+        """Spell the fields of a dataclass that count and are not at their defaults, and its kind."""
+        kind = type(config).__name__
+        spelled: dict[str, object] = {"kind": kind}
+        for field in dataclasses.fields(config):
+            path = f"{kind}.{field.name}"
+            value = getattr(config, field.name, _UNKNOWN)
+            if value is _UNKNOWN or self._is_left_out(path, config):
+                continue
+            its = self.value(value, path)
+            if its != self._default(field, value, path):
+                spelled[field.name] = its
+        return spelled
+
+    def _default(self, field: dataclasses.Field[Any], value: object, path: str) -> object:
+        default = field_default(field)
+        if dataclasses.is_dataclass(value) and type(default) is type(value):
+            return {"kind": type(value).__name__}  # its own fields are compared with their own defaults
+        try:
+            return self.value(default, path)
+        except ConfigError:
+            return _UNKNOWN
+
+    def _is_left_out(self, path: str, config: object) -> bool:
+        if path in _without_effect.SETTINGS:
+            return True
+        if path in _without_effect.LENGTH_AND_GENERATION and isinstance(config, ModelConfig):
+            return self._is_reviewed and not computes_with_length(config)
+        return bool(_SECRET.search(path.rpartition(".")[2]))
+
+    def value(self, value: object, name: str) -> object:
+        """Spell any value; ``name`` is where it stands."""
+        if id(value) in self._around:
+            return {"kind": type(value).__name__, "is": "around this"}
+        self._around.append(id(value))
+        try:
+            return _shortened(self._value(value, name))
+        finally:
+            self._around.pop()
+
+    def _value(self, value: object, name: str) -> object:
+        match value:
+            case PretrainedConfig():
+                return self._of_transformers(value)
+            case Enum():
+                return self.value(value.value, name)
+            case Mapping():
+                return dict(self._items(value, name))
+            case set() | frozenset():
+                return sorted((self.value(item, name) for item in value), key=_sortable)
+            case list() | tuple():
+                return [self.value(item, name) for item in value]
+            case type() | FunctionType() | BuiltinFunctionType():
+                return f"{value.__module__}.{value.__qualname__}"
+            case MethodType():
+                return self.value(value.__func__, name)
+            case functools.partial():
+                parts = (value.func, value.args, value.keywords)
+                return {"partial": [self.value(part, name) for part in parts]}
+            case _ if dataclasses.is_dataclass(value):
+                return self.config(value)
+        try:
+            return canonical(value)
+        except IdentityError:
+            return self._object(value, name)
+
+    def _items(self, value: Mapping[Any, object], name: str) -> Iterator[tuple[str, object]]:
+        for key, item in value.items():
+            path = f"{name}.{key}"
+            if path not in _without_effect.SETTINGS and not _SECRET.search(str(key)):
+                yield str(key), self.value(item, path)
+
+    def _of_transformers(self, config: PretrainedConfig) -> object:
+        """Spell what differs from the defaults of the configuration's class.
+
+        Those are for ever: checkpoints leave out what is at its default. A later transformers adds fields.
+        """
+        fields, defaults = config.to_dict(), _defaults_of(type(config))
+        spelled: dict[str, object] = {"kind": type(config).__name__}
+        for key, value in fields.items():
+            inner = getattr(config, key, None)
+            if f"PretrainedConfig.{key}" in _without_effect.SETTINGS:
+                continue
+            if isinstance(inner, PretrainedConfig):
+                spelled[key] = self._of_transformers(inner)
+            elif key not in defaults or value != defaults[key]:
+                spelled[key] = self.value(value, key)
+        return spelled
+
+    def _object(self, value: object, name: str) -> object:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        for how in ("uuid", "compute_hash"):  # as vLLM itself tells such objects apart
+            if callable(tell := getattr(value, how, None)):
+                return {"kind": kind, how: str(_told(tell, name))}
+        if type(value).__repr__ is not object.__repr__ and not _ADDRESS.search(text := repr(value)):
+            return text
+        if state := getattr(value, "__dict__", None):
+            return {"kind": kind, **{key: self.value(item, f"{name}.{key}") for key, item in state.items()}}
+        raise ConfigError(
+            f"{name} is a {kind}, which kvtier cannot spell the same in every process, so what is kept in "
+            "secondary tiers could not be told apart: leave the setting away, or remove secondary_tiers"
+        )
+
+
+def computes_with_length(model: ModelConfig) -> bool:
+    """Return whether the model's numbers may depend on ``max_model_len`` or on the generation config.
+
+    They do where rotary embeddings are scaled by a length or in a way that nobody has looked at, where the
+    model is known to, where it takes images, whose size a processor may fit to the length, and where its
+    code is not vLLM's.
+    """
+    kinds = set(_rope_kinds(model.hf_config.to_dict()))
+    return (
+        not kinds <= _without_effect.ROPES_OF_ANY_LENGTH
+        or any(
+            fnmatchcase(architecture, pattern)
+            for architecture in (model.architecture, *model.architectures)
+            for pattern in _without_effect.MODELS_OF_A_LENGTH
+        )
+        or model.multimodal_config is not None
+        or bool(model.model_class_overrides)
+        or not _is_vllms(model)
+    )
+
+
+def _is_vllms(model: ModelConfig) -> bool:
+    registered = model.registry.models.get(model.architecture)
+    return str(getattr(registered, "module_name", "")).startswith("vllm.")
+
+
+def _rope_kinds(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the kinds of rotary embedding in a model's configuration, wherever they stand in it."""
+    for key, value in fields.items():
+        if not isinstance(value, Mapping):
+            continue
+        if "rope" in key or "rope_type" in value:
+            kind = value.get("rope_type", value.get("type"))
+            if kind is not None:
+                yield str(kind)
+            if not value.keys().isdisjoint(("long_factor", "short_factor")):
+                yield "longrope"
+        yield from _rope_kinds(value)
+
+
+def _defaults_of(kind: type[PretrainedConfig]) -> Mapping[str, Any]:
+    try:
+        return kind().to_dict()
+    except Exception:  # it cannot be made without arguments: then all of it is spelled
+        return {}
+
+
+def _told(tell: Callable[[], object], name: str) -> object:
+    try:
+        return tell()
+    except Exception as error:
+        raise ConfigError(f"{name} cannot be told from others like it: {error!r}") from error
+
+
+def _shortened(spelled: object) -> object:
+    """Return a digest in place of what is too long to read."""
+    if not isinstance(spelled, str | list):
+        return spelled
+    text = spelled if isinstance(spelled, str) else json.dumps(spelled, sort_keys=True)
+    return spelled if len(text) <= _LONG else f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _sortable(spelled: object) -> str:
+    return json.dumps(spelled, sort_keys=True)

@@ -1,0 +1,87 @@
+"""Descriptors and memory that end with this process, although it has forked.
+
+A forked child shares its parent's open files, so a ``flock`` of the parent, or its end of a socket, would
+live on in the child and tell others that the parent is alive. ``O_CLOEXEC`` helps only where the child
+executes another program.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable
+from contextlib import suppress
+
+_DELETED = " (deleted)"
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_PROT_NONE = 0
+_alone: dict[int, str] = {}
+_detached: dict[int, int] = {}
+_mmap: Callable[..., object] = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.argtypes = [  # type: ignore[attr-defined]
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+]
+_mmap.restype = ctypes.c_void_p  # type: ignore[attr-defined]
+
+
+def keep_fd_from_children(fd: int) -> None:
+    """Have children forked from now on hold ``/dev/null`` in place of this file, duplicates included.
+
+    It may be closed at any time, by any means. The number stays in use in the child, so that whoever
+    closes it there once more closes nothing else.
+    """
+    _alone[fd] = _name(fd)
+
+
+def keep_memory_from_children(address: int, nbytes: int) -> Callable[[], None]:
+    """Have children forked from now on find reserved, inaccessible addresses in place of a mapping.
+
+    Nothing else is mapped there in the child, which may still unmap it.
+
+    Returns:
+        What to call before the mapping ends.
+    """
+    _detached[address] = nbytes
+
+    def forget() -> None:
+        _detached.pop(address, None)
+
+    return forget
+
+
+def _name(fd: int) -> str:
+    """Return what tells this open file from another that gets its number later; asks no file system."""
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}").removesuffix(_DELETED)
+    except OSError:
+        return ""
+
+
+def _detach_child() -> None:
+    if _alone:
+        with suppress(OSError):
+            _replace_files({name for name in _alone.values() if name})
+        _alone.clear()
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+    for address, nbytes in _detached.items():
+        _mmap(address, nbytes, _PROT_NONE, flags, -1, 0)
+    _detached.clear()
+
+
+def _replace_files(names: set[str]) -> None:
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if _name(fd) in names:  # mmap objects, too, hold descriptors
+            os.dup2(null, fd, inheritable=False)
+    os.close(null)
+
+
+os.register_at_fork(after_in_child=_detach_child)
+
+__all__ = ["keep_fd_from_children", "keep_memory_from_children"]

@@ -1,0 +1,263 @@
+"""Conformance tests that always end, each in a thread of its own, watched from outside.
+
+A call that never returns, or that blocks the event loop, cannot be interrupted from within the loop. So the
+test runs in a thread, and pytest's thread waits for it: it fails the test, names the call that is in flight,
+and shows where the threads are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import functools
+import inspect
+import itertools
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import copy_context
+from typing import Any, ClassVar
+
+_LOOK_S = 0.05
+_STOP_S = 2.0
+_FRAMES = 5
+_EXITS = (SystemExit, KeyboardInterrupt)
+
+
+class Calls:
+    """The calls in flight of what a suite tests, and for how long each has been. Any thread may ask."""
+
+    def __init__(self) -> None:
+        self._ages: dict[int, tuple[str, float]] = {}
+        self._ids = itertools.count()
+
+    @contextmanager
+    def in_flight(self, name: str) -> Iterator[None]:
+        """Count a call as in flight while the context is entered."""
+        number = next(self._ids)
+        self._ages[number] = (name, 0.0)
+        try:
+            yield
+        finally:
+            del self._ages[number]
+
+    def watch(self, subject: object, verbs: Sequence[str], contract: type) -> None:
+        """Replace methods of ``subject`` by ones that are in flight while they run.
+
+        Args:
+            subject: a tier or a policy.
+            verbs: names of its methods.
+            contract: the abstract class; what a method raises gets its docstring as a note.
+        """
+        for verb in verbs:
+            summary = (inspect.getdoc(getattr(contract, verb)) or "").partition("\n")[0]
+            note = f"{verb}() raised this. Its contract: {summary}"
+            setattr(subject, verb, self._watched(f"{verb}()", getattr(subject, verb), note))
+
+    def grow_older(self, seconds: float) -> None:
+        """Add to the age of every call. A process that is stopped for a while does not age its calls."""
+        for number, (name, age_s) in list(self._ages.items()):
+            if number in self._ages:
+                self._ages[number] = (name, age_s + seconds)
+
+    def older_than(self, seconds: float) -> list[str]:
+        """Return the names of the calls that have been in flight for longer."""
+        return [name for name, age_s in list(self._ages.values()) if age_s > seconds]
+
+    def names(self) -> str:
+        """Return the names of all calls in flight."""
+        return ", ".join(name for name, _ in list(self._ages.values())) or "no call"
+
+    def _watched(self, name: str, call: Callable[..., Any], note: str) -> Callable[..., Any]:
+        @contextmanager
+        def watched() -> Iterator[None]:
+            with self.in_flight(name):
+                try:
+                    yield
+                except _EXITS as error:
+                    raise ended_process(name, error) from error
+                except Exception as error:
+                    error.add_note(note)
+                    raise
+
+        @functools.wraps(call)
+        def plain(*arguments: Any, **options: Any) -> Any:
+            with watched():
+                return call(*arguments, **options)
+
+        @functools.wraps(call)
+        async def awaited(*arguments: Any, **options: Any) -> Any:
+            with watched():
+                return await call(*arguments, **options)
+
+        return awaited if inspect.iscoroutinefunction(call) else plain
+
+
+class LimitedSuite:
+    """A conformance suite whose tests cannot hang, those that a subclass adds included.
+
+    Attributes:
+        patience_s: seconds after which a single call has to have ended.
+        limit_s: seconds after which a test has to have ended.
+    """
+
+    patience_s: ClassVar[float] = 30.0
+    limit_s: ClassVar[float] = 100.0
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name, test in list(vars(cls).items()):
+            if name.startswith("test_"):
+                setattr(cls, name, _limited(test))
+
+    @functools.cached_property
+    def calls(self) -> Calls:
+        """The calls of this test that are in flight."""
+        return Calls()
+
+    def event_loop(self) -> asyncio.AbstractEventLoop:
+        """Return the event loop of one test, such as ``uvloop.new_event_loop()``. Optional."""
+        return asyncio.new_event_loop()
+
+    def around_test(self) -> AbstractContextManager[None]:
+        """Return a context for a coroutine test, entered in the thread of its event loop."""
+        return nullcontext()
+
+
+def ended_process(names: str, error: BaseException) -> AssertionError:
+    """Return the failure of a call that would have ended the process."""
+    return AssertionError(
+        f"{names} raised {error!r}: a tier or a policy must not end the process, whatever thread it raises "
+        "in; it raises TierError or another Exception"
+    )
+
+
+def _limited(test: Callable[..., Any]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(self: LimitedSuite, *arguments: Any, **options: Any) -> None:
+        _Run(self, functools.partial(test, self, *arguments, **options)).run()
+
+    return run
+
+
+class _Run:
+    """One test in its thread."""
+
+    def __init__(self, suite: LimitedSuite, test: Callable[[], Any]) -> None:
+        self._suite = suite
+        self._test = test
+        self._error: BaseException | None = None
+        self._cancel: Callable[[], object] = lambda: None
+        self._ended = threading.Event()
+        context = copy_context()
+        self._thread = threading.Thread(
+            target=context.run, args=(self._body,), name="conformance test", daemon=True
+        )
+
+    def run(self) -> None:
+        """Run the test and raise what it raised.
+
+        Raises:
+            AssertionError: the test, or a call in it, has not ended in time.
+        """
+        self._thread.start()
+        late = self._wait()
+        if late is not None:
+            where = _stacks(self._thread)
+            late += self._stop()
+            if self._error is None or isinstance(self._error, asyncio.CancelledError | SystemExit):
+                raise AssertionError(f"{late}\n{where}")
+            self._error.add_note(f"{late}\n{where}")
+        if self._error is not None:
+            raise self._error
+
+    def _body(self) -> None:
+        try:
+            if not inspect.iscoroutinefunction(self._test):
+                self._test()
+                return
+            with self._suite.around_test():
+                self._run_loop()
+        except _EXITS as error:
+            self._error = self._error or ended_process(self._suite.calls.names(), error)
+        except BaseException as error:
+            self._error = self._error or error
+        finally:
+            self._ended.set()
+
+    def _run_loop(self) -> None:
+        runner = asyncio.Runner(loop_factory=self._suite.event_loop)
+        try:
+            runner.run(self._cancellable())
+        except _EXITS as error:  # from a task or thread of the tier's own: it has stopped the loop
+            self._error = ended_process(self._suite.calls.names(), error)
+        except BaseException as error:
+            self._error = error
+        with self._suite.calls.in_flight("a task or thread that is left when the test ends"):
+            runner.close()
+
+    async def _cancellable(self) -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
+        await self._test()
+
+    def _wait(self) -> str | None:
+        calls, left_s = self._suite.calls, self._suite.limit_s
+        while not self._ended.wait(_LOOK_S):
+            calls.grow_older(_LOOK_S)
+            left_s -= _LOOK_S
+            if late := calls.older_than(self._suite.patience_s):
+                return f"{late[0]} has not ended within {self._suite.patience_s:g} s"
+            if left_s < 0:
+                return f"the test has not ended within {self._suite.limit_s:g} s; in flight: {calls.names()}"
+        return None
+
+    def _stop(self) -> str:
+        """End the thread if that is possible; return what to say of one that goes on."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._cancel()
+        if self._ended.wait(_STOP_S):
+            return ""
+        assert self._thread.ident is not None
+        thread, error = ctypes.c_ulong(self._thread.ident), ctypes.py_object(SystemExit)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)  # ends loops in Python, not calls into C
+        _exit_after_main_thread()
+        self._ended.wait(_STOP_S)
+        if not inspect.iscoroutinefunction(self._test):
+            return ""
+        return (
+            ", and cancelling it has no effect: it blocks the event loop or swallows the cancellation. A "
+            "call that blocks belongs in a thread (kvtier.tiers.drain.in_thread)"
+        )
+
+
+@functools.cache
+def _exit_after_main_thread() -> None:
+    """Exit when the main thread has ended: the interpreter would wait for threads that hang."""
+
+    def wait_and_exit() -> None:
+        threading.main_thread().join()
+        time.sleep(_STOP_S)
+        os._exit(1)
+
+    threading.Thread(target=wait_and_exit, name="exit", daemon=True).start()
+
+
+def _stacks(first: threading.Thread) -> str:
+    """Return where threads are, ``first`` in front, the calling one left out."""
+    frames = sys._current_frames()
+    others = [thread for thread in threading.enumerate() if thread not in (first, threading.current_thread())]
+    parts = []
+    for thread in (first, *others):
+        if frame := frames.get(thread.ident or 0):
+            stack = "".join(traceback.format_stack(frame)[-_FRAMES:])
+            parts.append(f"thread {thread.name!r} is at\n{stack}")
+    return "".join(parts)
+
+
+__all__ = ["Calls", "LimitedSuite", "ended_process"]

@@ -1,0 +1,207 @@
+"""The contract of a tier, fourth part: it gives back what it takes, and never blocks the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from kvtier_testing.tiers.rig import calls_of, expect, fail
+from kvtier_testing.tiers.setup import TierSetup, context_of
+from kvtier_testing.tiers.steps import Way, run_cancelled
+
+_LOOP_THREADS = ("AnyIO worker thread", "asyncio_")  # they belong to the loop and outlive a tier
+_OPEN_FILES = next((path for path in (Path("/proc/self/fd"), Path("/dev/fd")) if path.exists()), None)
+_SCHEDULED = Path("/proc/thread-self/schedstat")  # nanoseconds that it ran, that it wanted to run
+_GRACE = 50  # times settle_s
+_ATTEMPTS = 5
+_REPEATED_CALLS = 40
+_ROUNDS = 9
+_MANY_CHUNKS = 64
+
+
+class ResourceTests(TierSetup):
+    """Tasks, threads, open files, memory, and the event loop's time."""
+
+    async def test_nothing_is_left_running_or_open_after_closing(self, place: Path) -> None:
+        # A place for each: what is kept for a place and never closed adds up.
+        places = (place.with_name(f"{place.name}-{number}") for number in count())
+        await self._open_use_and_close(
+            next(places)
+        )  # now everything exists that is made once for the process
+        before = _Resources()
+        for _ in range(2):
+            await self._open_use_and_close(next(places))
+        left = await before.added(_GRACE * self.settle_s)
+        expect(not left, f"aclose() gives everything back, but two openings have left: {left}")
+
+    async def test_a_cancelled_open_leaves_nothing_running_or_open(self, place: Path) -> None:
+        await self._open_use_and_close(place)
+        waits = (await self._cancel_an_opening(place, None))[1]
+        before = _Resources()
+        # Their tiers stay referenced: the garbage collector must not be what closes their files.
+        tiers = [(await self._cancel_an_opening(place, at_wait))[0] for at_wait in range(1, 1 + waits)]
+        left = await before.added(_GRACE * self.settle_s)
+        expect(
+            not left,
+            f"open() gives back what it began when it is cancelled, because nobody calls aclose() then; "
+            f"{len(tiers)} cancelled openings have left: {left}",
+        )
+
+    async def test_repeated_calls_add_up_to_nothing(self, place: Path) -> None:
+        async with self.opened(place, chunk_bytes=4096) as it:
+            for verb, call in calls_of(it, 2).items():
+                if verb == "reset":
+                    continue  # a tier may remember its epochs
+                for _ in range(_ROUNDS):  # the first ones fill caches, and a client may tidy up now and then
+                    objects, files = await _added_by(call)
+                    if max(objects, files) < _REPEATED_CALLS // 2:
+                        break
+                else:
+                    fail(
+                        f"each {verb}() holds something that it never gives back: {_REPEATED_CALLS} calls "
+                        f"with the same chunks left {objects} objects and {files} open files more"
+                    )
+
+    async def test_no_call_blocks_the_event_loop(self, place: Path) -> None:
+        pauses: dict[str, float] = {}
+        for _ in range(_ATTEMPTS):  # the machine may be busy with something else: the best attempt counts
+            tier = self.make_tier(place)
+            it = self.rig(tier, place)
+
+            async def at_once(call: Callable[[], object]) -> None:
+                call()
+
+            calls: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
+                "open": lambda: tier.open(context_of(it)),  # noqa: B023
+                **calls_of(it, _MANY_CHUNKS),
+                "usage": lambda: at_once(tier.usage),  # noqa: B023
+                "aclose": tier.aclose,
+            }
+            for verb, call in calls.items():
+                pauses[verb] = min(pauses.get(verb, 1e9), await _longest_pause(call))
+            if max(pauses.values()) <= self.pause_s:
+                return
+        verb = max(pauses, key=lambda verb: pauses[verb])
+        fail(
+            f"{verb}() of {_MANY_CHUNKS} chunks blocks the event loop for {pauses[verb]:.2f} s: a call that "
+            "blocks belongs in a thread (kvtier.tiers.drain.in_thread)",
+        )
+
+    async def _open_use_and_close(self, place: Path) -> None:
+        async with self.opened(place) as it:
+            for call in calls_of(it, 8).values():
+                await call()
+            for verb in ("put", "get"):
+                await run_cancelled(calls_of(it, 8)[verb], Way.CANCEL, at_wait=1)
+
+    async def _cancel_an_opening(self, place: Path, at_wait: int | None) -> tuple[object, int]:
+        """Open a tier and cancel that at one of its waits; return the tier and how often it has waited."""
+        tier = self.make_tier(place)
+        context = context_of(self.rig(tier, place))
+        ended = await run_cancelled(
+            lambda: tier.open(context), Way.CANCEL if at_wait else None, at_wait=at_wait
+        )
+        if not ended.raised_cancellation and ended.error is None:
+            await tier.aclose()
+        return tier, ended.waits
+
+
+class _Resources:
+    """The tasks, threads and open files of one moment."""
+
+    def __init__(self) -> None:
+        self._tasks = asyncio.all_tasks()
+        self._threads = set(threading.enumerate())
+        gc.collect()
+        self._files = _open_files()
+
+    async def added(self, patience_s: float) -> list[str]:
+        """Wait a while for the end of what was not there then; return what is left."""
+        deadline = time.monotonic() + patience_s
+        while (left := self._added()) and time.monotonic() < deadline:  # noqa: ASYNC110 - nothing tells of it
+            await anyio.sleep(0.01)
+        return left
+
+    def _added(self) -> list[str]:
+        threads = set(threading.enumerate()) - self._threads
+        files = _open_files()
+        added = [repr(task) for task in asyncio.all_tasks() - self._tasks]
+        added += [repr(thread) for thread in threads if not thread.name.startswith(_LOOP_THREADS)]
+        if len(files) > len(self._files):
+            names = sorted(files[number] for number in files.keys() - self._files.keys())
+            added.append(f"{len(files) - len(self._files)} more open files ({', '.join(names)})")
+        return added
+
+
+async def _added_by(call: Callable[[], Coroutine[Any, Any, object]]) -> tuple[int, int]:
+    """Make many calls; return how many more objects and open files there are afterwards."""
+    objects, files = sys.getallocatedblocks(), len(_open_files())
+    for _ in range(_REPEATED_CALLS):
+        await call()
+    if sys.getallocatedblocks() - objects >= _REPEATED_CALLS // 2:
+        gc.collect()
+    return sys.getallocatedblocks() - objects, len(_open_files()) - files
+
+
+async def _longest_pause(call: Callable[[], Coroutine[Any, Any, object]]) -> float:
+    """Make a call and return for how long the loop did nothing else at most, in seconds."""
+    longest, running = 0.0, True
+
+    async def tick() -> None:
+        nonlocal longest
+        before = _undisturbed_s()
+        while running:
+            await asyncio.sleep(0.001)
+            now = _undisturbed_s()
+            longest, before = max(longest, now - before), now
+
+    ticking = asyncio.ensure_future(tick())
+    await asyncio.sleep(0.005)
+    longest = 0.0
+    try:
+        await call()
+        await asyncio.sleep(0.002)
+    finally:
+        running = False
+        await ticking
+    return longest
+
+
+def _undisturbed_s() -> float:
+    """Return the time less that in which this thread wanted to run, but others had the processors."""
+    while True:
+        queued_s, now_s = _queued_s(), time.perf_counter()
+        if _queued_s() == queued_s:
+            return now_s - queued_s
+
+
+def _queued_s() -> float:
+    try:
+        return int(_SCHEDULED.read_text().split()[1]) / 1e9
+    except OSError:  # no Linux
+        return 0.0
+
+
+def _open_files() -> dict[str, str]:
+    """Return the open file descriptors and what each of them is."""
+    if _OPEN_FILES is None:
+        return {}
+    found = {}
+    for number in os.listdir(_OPEN_FILES):
+        try:
+            found[number] = os.readlink(_OPEN_FILES / number)
+        except FileNotFoundError:  # that of the listing itself
+            continue
+        except OSError:  # no links, as on macOS
+            found[number] = number
+    return found

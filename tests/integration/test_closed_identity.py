@@ -1,0 +1,443 @@
+"""The identity is closed: each setting of an engine counts, unless it was reviewed and cannot matter."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.config import ModelConfig, MultiModalConfig, VllmConfig
+
+from kvtier.adapters.vllm import _without_effect
+from kvtier.adapters.vllm._spelling import spell, spell_environment, spell_settings
+from kvtier.errors import ConfigError
+from tests.integration.configurations import MODELS, configure, identity_of, make_model
+from tests.integration.harness import PROJECT
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
+        patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+        yield
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the directory of a model's configuration."""
+    directory = tmp_path_factory.mktemp("models")
+    return functools.cache(lambda name: make_model(directory / name, name))
+
+
+def is_shared(model: Path, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether engines with these arguments have one cache."""
+    return identity_of(configure(model, **one)).digest == identity_of(configure(model, **other)).digest
+
+
+# --- what splits a cache, and what does not ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "short", "long", "shared"),
+    [
+        ("llama", 1024, 4096, True),
+        ("yarn", 1024, 8192, True),
+        ("mixtral", 1024, 4096, True),
+        ("longrope", 1024, 4096, False),
+        ("dynamic", 1024, 4096, False),
+        ("llama4", 32768, 32769, False),
+    ],
+)
+def test_the_length_of_requests_counts_where_the_model_computes_with_it(
+    models: Callable[[str], Path], model: str, short: int, long: int, shared: bool
+) -> None:
+    assert is_shared(models(model), {"max_model_len": short}, {"max_model_len": long}) is shared
+
+
+def test_the_length_of_requests_counts_in_a_version_that_nobody_has_looked_at(
+    models: Callable[[str], Path],
+) -> None:
+    short, long = (configure(models("llama"), max_model_len=tokens) for tokens in (1024, 4096))
+    assert spell_settings(short, is_reviewed=True) == spell_settings(long, is_reviewed=True)
+    assert spell_settings(short, is_reviewed=False) != spell_settings(long, is_reviewed=False)
+
+
+def test_what_online_quantisation_leaves_out_counts(models: Callable[[str], Path]) -> None:
+    def online(**more: object) -> dict[str, Any]:
+        quantization = {"linear": "fp8_per_channel", **more}
+        return {"dtype": "bfloat16", "quantization": "online", "quantization_config": quantization}
+
+    assert not is_shared(models("llama"), online(), online(ignore=["re:.*self_attn.*"]))
+    assert is_shared(models("llama"), online(), online())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"dtype": "bfloat16"},
+        {"hf_overrides": {"rope_theta": 500.0}},
+        {"hf_overrides": {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}},
+        {"hf_overrides": {"nobody_knows": 1}},
+        {"additional_config": {"nobody_knows": 1}},
+        {
+            "model_class_overrides": {
+                "LlamaForCausalLM": "vllm.model_executor.models.mistral:MistralForCausalLM"
+            }
+        },
+        {"dtype": "bfloat16", "quantization": "fp8"},
+        {"load_format": "dummy"},
+        {"attention_config": {"backend": "CPU_ATTN"}},
+        {"kv_sharing_fast_prefill": True},
+        {"disable_sliding_window": True},
+        {"compilation_config": {"custom_ops": ["+rms_norm"]}},
+        {"enforce_eager": True},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+        {"enable_lora": True},
+    ],
+    ids=lambda arguments: "-".join(arguments),
+)
+def test_a_setting_that_changes_numbers_splits(
+    models: Callable[[str], Path], arguments: dict[str, Any]
+) -> None:
+    assert not is_shared(models("llama"), {}, arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"max_num_seqs": 3, "max_num_batched_tokens": 4096, "enable_chunked_prefill": False},
+        {"gpu_memory_utilization": 0.5, "num_gpu_blocks_override": 17},
+        {"scheduling_policy": "priority", "async_scheduling": False, "stream_interval": 4},
+        {"served_model_name": ["a", "b"], "seed": 7, "max_logprobs": 3, "logprobs_mode": "raw_logits"},
+        {"tokenizer_mode": "slow", "hf_token": "hf_0123456789", "override_generation_config": {"top_k": 3}},
+        {"disable_log_stats": True, "show_hidden_metrics_for_version": "0.31", "kv_cache_metrics": True},
+        {"distributed_executor_backend": "mp", "enable_prefix_caching": False},
+        {"compilation_config": {"cudagraph_capture_sizes": [1, 2], "compile_sizes": [1]}},
+        {"structured_outputs_config": {"backend": "xgrammar"}, "kv_offloading_size": 1.0},
+    ],
+    ids=lambda arguments: "-".join(arguments),
+)
+def test_a_setting_without_effect_does_not_split(
+    models: Callable[[str], Path], arguments: dict[str, Any]
+) -> None:
+    assert is_shared(models("llama"), {}, arguments)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mm_processor_kwargs": {"max_pixels": 1000}},
+        {"video_pruning_rate": 0.5, "video_pruning_method": "evs"},
+        {"video_pruning_rate": 0.25},
+        {"media_io_kwargs": {"video": {"num_frames": 4}}},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_settings_of_images_and_videos_split(models: Callable[[str], Path], options: dict[str, Any]) -> None:
+    def spelled(**options: Any) -> object:
+        config = configure(models("llama"))
+        config.model_config.multimodal_config = MultiModalConfig(**options)
+        return spell_settings(config, is_reviewed=True)
+
+    assert spelled() == spelled(mm_processor_cache_gb=1)
+    assert spelled() != spelled(**options)
+
+
+def test_a_secret_is_never_spelled(models: Callable[[str], Path]) -> None:
+    config = configure(
+        models("llama"),
+        hf_token="hf_0123456789",
+        model_loader_extra_config={"s3_secret_access_key": "hf_0123456789", "concurrency": 3},
+        additional_config={"nested": {"api_key": "hf_0123456789"}},
+    )
+    manifest = identity_of(config).manifest
+    assert "hf_0123456789" not in manifest
+    assert '"concurrency": 3' in manifest
+
+
+# --- every field -------------------------------------------------------------------------------------
+
+ARGUMENTS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("llama", {}),
+    "longrope": ("longrope", {}),
+    "moe": ("mixtral", {"enable_lora": True}),
+    "ngram": (
+        "llama",
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+    ),
+    "online": (
+        "llama",
+        {
+            "dtype": "bfloat16",
+            "quantization": "online",
+            "quantization_config": {"linear": "fp8_per_channel"},
+        },
+    ),
+}
+
+
+def _fields(config: Any, around: tuple[Any, ...] = ()) -> Iterator[tuple[Any, str]]:
+    """Yield every field of every configuration, and the configuration that it is in."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name, None)
+        if dataclasses.is_dataclass(value) and not hasattr(value, "to_diff_dict"):
+            if not any(value is one for one in around):
+                yield from _fields(value, (*around, config))
+        else:
+            yield config, field.name
+
+
+def _reasons(config: VllmConfig) -> Mapping[int, bool]:
+    """Say of each configuration, by its id, whether a field that holds it is on the list."""
+    left: dict[int, bool] = {id(config): False}
+
+    def visit(one: Any) -> None:
+        for field in dataclasses.fields(one):
+            value = getattr(one, field.name, None)
+            if dataclasses.is_dataclass(value) and not hasattr(value, "to_diff_dict"):
+                here = left[id(one)] or f"{type(one).__name__}.{field.name}" in _without_effect.SETTINGS
+                if left.get(id(value), True):  # not seen, or only where it does not count
+                    fresh = id(value) not in left or left[id(value)] != here
+                    left[id(value)] = here
+                    if fresh:
+                        visit(value)
+
+    visit(config)
+    return left
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_a_change_of_any_field_changes_the_digest_or_the_field_is_on_the_list(
+    models: Callable[[str], Path], kind: str
+) -> None:
+    model, arguments = ARGUMENTS[kind]
+    config = configure(models(model), **arguments)
+    left = _reasons(config)
+    before = spell_settings(config, is_reviewed=True)
+    wrong = []
+    seen = 0
+    for owner, name in _fields(config):
+        path = f"{type(owner).__name__}.{name}"
+        was = getattr(owner, name, None)
+        try:
+            object.__setattr__(owner, name, "another value")
+            after = _without_that(config, path)
+        finally:
+            object.__setattr__(owner, name, was)
+        is_listed = path in _without_effect.SETTINGS or left[id(owner)] or _is_conditional(path, config)
+        seen += 1
+        if (after != before) is is_listed and not name.endswith("token"):
+            wrong.append(path)
+    assert seen > 250
+    assert wrong == []
+    assert spell_settings(config, is_reviewed=True) == before
+
+
+def _without_that(config: VllmConfig, path: str) -> object:
+    if path == "ModelConfig.hf_config":  # what is derived from it cannot be worked out any more
+        return "changed"
+    return spell_settings(config, is_reviewed=True)
+
+
+def _is_conditional(path: str, config: VllmConfig) -> bool:
+    is_plain = config.model_config.architecture != "Phi3ForCausalLM"
+    return path in _without_effect.LENGTH_AND_GENERATION and is_plain
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_change_of_any_value_in_the_models_configuration_changes_the_digest(
+    models: Callable[[str], Path], model: str
+) -> None:
+    config = configure(models(model))
+    hf_config = config.model_config.hf_config
+    before = spell_settings(config, is_reviewed=True)
+    unseen = []
+    for key, value in hf_config.to_dict().items():
+        other = {**value, "more": 1} if isinstance(value, dict) else "another value"
+        changed = copy.deepcopy(hf_config)
+        changed.__dict__[key] = other
+        config.model_config.hf_config = changed
+        if spell_settings(config, is_reviewed=True) == before:
+            unseen.append(key)
+    # "kind" tells the model type; what is called output_attentions is another attribute, which vLLM ignores.
+    without = {"_name_or_path", "transformers_version", "dtype", "model_type", "output_attentions"}
+    assert set(unseen) <= without
+
+
+def test_a_field_that_nobody_knows_counts_when_it_is_set(models: Callable[[str], Path]) -> None:
+    @dataclasses.dataclass
+    class Newer(ModelConfig):
+        new_in_the_next_version: int = 0
+
+    config = configure(models("llama"))
+    before = spell_settings(config, is_reviewed=True)
+    newer = object.__new__(Newer)
+    newer.__dict__.update(config.model_config.__dict__, new_in_the_next_version=0)
+    Newer.__name__ = "ModelConfig"
+    config.model_config = newer
+    assert spell_settings(config, is_reviewed=True) == before
+    newer.__dict__["new_in_the_next_version"] = 1
+    assert spell_settings(config, is_reviewed=True) != before
+
+
+def test_no_supported_engine_works_out_kv_scales_from_its_first_batch() -> None:
+    # They would be others after a restart, and what was stored with the old ones would be read with them.
+    names = {field.name for field in dataclasses.fields(VllmConfig)}
+    assert "cache_config" in names
+    cache = {field.name for field in dataclasses.fields(VllmConfig().cache_config)}
+    assert "cache_dtype" in cache
+    assert "calculate_kv_scales" not in cache
+
+
+# --- spelling ----------------------------------------------------------------------------------------
+
+
+class _Opaque:
+    __slots__ = ()
+
+
+class _WithState:
+    def __init__(self, state: object) -> None:
+        self.state = state
+
+
+class _Talkative(_WithState):
+    def __repr__(self) -> str:
+        return f"<talkative at {id(self):#014x}>"
+
+
+def test_an_object_is_spelled_by_its_type_and_state_and_never_by_its_address() -> None:
+    for kind in (_WithState, _Talkative):
+        one, same, other = kind(1), kind(1), kind(2)
+        assert spell(one) == spell(same) != spell(other)
+        assert "0x" not in json.dumps(spell(one))
+    assert spell(_WithState(1)) != spell(_Talkative(1))
+    assert spell(Fraction(1, 2)) != spell(Fraction(1, 3))
+
+
+def test_an_object_that_holds_itself_ends() -> None:
+    one = _WithState(None)
+    one.state = [one]
+    assert "around" in json.dumps(spell(one))
+
+
+def test_an_object_that_cannot_be_told_from_others_is_refused() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        spell({"knob": _Opaque()}, "VllmConfig.additional_config")
+    words = ["VllmConfig.additional_config.knob", "_Opaque", "secondary_tiers"]
+    assert [word for word in words if word not in str(refusal.value)] == []
+
+
+def test_functions_and_classes_are_spelled_by_their_names() -> None:
+    partial = functools.partial(make_model, name="llama")
+    assert "make_model" in json.dumps(spell(partial))
+    assert spell(make_model) != spell(configure) != spell(_Opaque)
+    assert "0x" not in json.dumps(spell([partial, make_model, _Opaque, _WithState(1).__init__]))
+
+
+def test_what_is_long_is_told_by_its_digest() -> None:
+    long, other = ([f"layer.{number}" for number in range(start, 9000)] for start in (0, 1))
+    assert len(json.dumps(spell(long))) < 100
+    assert spell(long) != spell(other)
+
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from kvtier.adapters.vllm._spelling import spell_settings
+from tests.integration.configurations import configure
+config = configure(Path(sys.argv[1]), additional_config={"names": {"a", "b", "c", "d", "e"}})
+print("spelled", json.dumps(spell_settings(config, is_reviewed=True)))
+"""
+
+
+def test_every_process_spells_the_same(models: Callable[[str], Path]) -> None:
+    found = set()
+    for seed in (
+        "1",
+        "2",
+    ):  # the order of sets follows it; it seeds vLLM's hashes too, which is spelled apart
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "HF_HUB_OFFLINE": "1"}
+        ended = subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(models("llama"))],
+            cwd=PROJECT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        found |= {line for line in ended.stdout.splitlines() if line.startswith("spelled ")}
+    assert len(found) == 1
+    assert '["a", "b", "c", "d", "e"]' in found.pop()
+
+
+# --- weights and environment -------------------------------------------------------------------------
+
+
+def test_weights_of_which_only_a_name_is_known_are_refused_without_a_namespace(
+    models: Callable[[str], Path],
+) -> None:
+    config = configure(models("llama"))
+    config.model_config.model_weights = "s3://bucket/model"
+    with pytest.raises(ConfigError) as refusal:
+        identity_of(config)
+    words = ["s3://bucket/model", "namespace", "secondary_tiers"]
+    assert [word for word in words if word not in str(refusal.value)] == []
+    assert identity_of(config, "v1").digest != identity_of(config, "v2").digest
+
+
+def test_a_name_on_a_hub_needs_the_commit_that_it_stands_for(models: Callable[[str], Path]) -> None:
+    config = configure(models("llama"))
+    config.model_config.model = "organisation/model"
+    for revision in (None, "main"):
+        config.model_config.revision = revision
+        with pytest.raises(ConfigError):
+            identity_of(config)
+    found = []
+    for commit in ("1" * 40, "2" * 40):
+        config.model_config.revision = commit
+        found.append(identity_of(config).digest)
+    assert len(set(found)) == 2
+
+
+def test_dummy_weights_are_told_apart_by_their_seed(models: Callable[[str], Path]) -> None:
+    dummy = {"load_format": "dummy"}
+    assert not is_shared(models("llama"), {**dummy, "seed": 1}, {**dummy, "seed": 2})
+    assert is_shared(models("llama"), {"seed": 1}, {"seed": 2})
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("VLLM_FLOAT32_MATMUL_PRECISION", True),
+        ("VLLM_MLA_DISABLE", True),
+        ("VLLM_OF_A_PLUGIN_OR_OF_THE_NEXT_VERSION", True),
+        ("NVIDIA_TF32_OVERRIDE", True),
+        ("VLLM_LOGGING_LEVEL", False),
+        ("VLLM_HOST_IP", False),
+        ("VLLM_API_KEY", False),
+        ("VLLM_OF_A_PLUGIN_API_KEY", False),
+        ("VLLM_SERVICE_HOST", False),  # by Kubernetes, for a service named vllm
+        ("VLLM_PORT_8000_TCP_ADDR", False),
+        ("VLLM_ROUTER_SERVICE_PORT", False),
+        ("HOME_OF_SOMETHING", False),
+    ],
+)
+def test_which_environment_variables_count(monkeypatch: pytest.MonkeyPatch, name: str, counts: bool) -> None:
+    monkeypatch.setenv(name, "1")
+    assert (name in spell_environment()) is counts
