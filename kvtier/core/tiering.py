@@ -529,7 +529,7 @@ class Tiering:
         transfer, _ = self.ledger.end(event, now_s)
         gate = self.ledger.tiers[transfer.tier]
         gate.backlog -= len(transfer.chunks)
-        gate.put_ended(len(transfer.chunks), event.proof, event.seconds)
+        gate.put_ended(len(transfer.chunks), event.health, event.seconds)
         self._counts["put", gate.name] += sum(event.kept)
         self._counts["put_seconds", gate.name] += event.seconds
         for reason, count in event.reasons.items():

@@ -15,11 +15,11 @@ from kvtier.core.messages import (
     Event,
     Fetch,
     Fetched,
-    Proof,
     Put,
     PutEnded,
     Reset,
     SlotsReady,
+    TransferHealth,
 )
 from kvtier.core.policies.lru import LRU
 from kvtier.core.requests import Request
@@ -142,7 +142,7 @@ def test_a_change_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(6):  # failures in a row: the breaker opens at the fifth
         for put in [command for command in it.submitted if isinstance(command, Put)]:
             it.submitted.remove(put)
-            it.driver.on_event(PutEnded(put.id, [False] * 3, {"error": 3}, 0.1, Proof.BAD))
+            it.driver.on_event(PutEnded(put.id, [False] * 3, {"error": 3}, 0.1, TransferHealth.BAD))
         it.driver.reset()
         it.store()
     lines = [record.message for record in caplog.records if "tier one" in record.message]
