@@ -10,7 +10,7 @@ from math import inf
 from kvtier.core.admission import Limits, TierGate
 from kvtier.core.announcements import Announcements
 from kvtier.core.chunks import Chunk, ChunkTable
-from kvtier.core.messages import Command, Fetched, Proof, PutEnded
+from kvtier.core.messages import Command, Fetched, PutEnded, TransferHealth
 from kvtier.core.reasons import BREAKER_OPENED, POLICY_REPLACED
 from kvtier.core.states import TransferEvent, TransferState
 from kvtier.core.transfers import Transfer
@@ -78,10 +78,10 @@ class Ledger:
         in_time = transfer.state is TransferState.RUNNING
         transfer.move(TransferEvent.ENDED)
         gate = self.tiers[transfer.tier]
-        proof = gate.judge(event.proof, event.seconds, is_put=transfer.is_put)
-        change = gate.of(puts=transfer.is_put).end(transfer.id, proof, now_s, in_time=in_time)
+        health = gate.judge(event.health, event.seconds, is_put=transfer.is_put)
+        change = gate.of(puts=transfer.is_put).end(transfer.id, health, now_s, in_time=in_time)
         self._note_change(transfer, change)
-        if in_time and proof is Proof.LATE:  # the tier's clock has seen it first
+        if in_time and health is TransferHealth.LATE:  # the tier's clock has seen it first
             self.counts["overdue", gate.name, transfer.verb] += 1
         if event.retry:
             self.counts["retries", gate.name, transfer.verb, event.retry] += 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from kvtier.core.chunks import Chunk
 from kvtier.core.ledger import Ledger
@@ -378,7 +379,7 @@ class Promotions:
 
     def _count(self, transfer: Transfer, event: Fetched, now_s: float) -> None:
         gate = self._ledger.tiers[transfer.tier]
-        gate.get_ended(event.answers.count(Answer.LANDED), event.proof, event.seconds, now_s)
+        gate.get_ended(event.answers.count(Answer.LANDED), event.health, event.seconds, now_s)
         counts, name = self._ledger.counts, gate.name
         missing = event.answers.count(Answer.MISSING)
         if not transfer.located:

@@ -109,6 +109,11 @@ class Tiering:
             return _HIT
         return self._unready(key, request, chunk)
 
+    def refuse(self, reason: str) -> Lookup:
+        """Answer MISS for a reason that the owner has, a word of ``reasons.MISS``."""
+        self._counts["miss", reason] += 1
+        return _MISS
+
     def repeat(self, key: OffloadKey, request: Request) -> Lookup | None:
         """Answer the questions of a scan in short where its last answers stand: it is deferred again.
 
@@ -354,8 +359,12 @@ class Tiering:
 
     def fail_store(self, reservation: Reservation) -> None:
         """End a store whose copies failed: its chunks are dropped."""
-        self._counts["dropped", "store"] += len(reservation.chunks)
+        self.abandon(reservation)
         self.abort(reservation)
+
+    def abandon(self, reservation: Reservation) -> None:
+        """Count a failed store as dropped, but keep its slots: a copy that never ended may write to them."""
+        self._counts["dropped", "store"] += len(reservation.chunks)
 
     def _make_room(self, count: int, offered: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Evict for a store, but neither this round's hits nor the chunks that the new ones continue."""
@@ -520,7 +529,7 @@ class Tiering:
         transfer, _ = self.ledger.end(event, now_s)
         gate = self.ledger.tiers[transfer.tier]
         gate.backlog -= len(transfer.chunks)
-        gate.put_ended(len(transfer.chunks), event.proof, event.seconds)
+        gate.put_ended(len(transfer.chunks), event.health, event.seconds)
         self._counts["put", gate.name] += sum(event.kept)
         self._counts["put_seconds", gate.name] += event.seconds
         for reason, count in event.reasons.items():

@@ -163,7 +163,7 @@ class ExecutorProcess:
             if isinstance(command, Put | Fetch):
                 link.owed[command.id] = command
         if missed or commands:
-            link.outbox.add(wire.pack([wire.order_of(command) for command in (*missed, *commands)]))
+            link.outbox.add(wire.pack((*missed, *commands)))
         if link.is_over:  # it has ended meanwhile, and the supervisor may have missed these
             self._answer_for(link, "process")
 

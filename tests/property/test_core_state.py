@@ -22,7 +22,6 @@ from kvtier.core.messages import (
     Answer,
     Fetch,
     Fetched,
-    Proof,
     Put,
     PutEnded,
     Removed,
@@ -31,6 +30,7 @@ from kvtier.core.messages import (
     TierDown,
     TierUp,
     Touch,
+    TransferHealth,
 )
 from kvtier.core.policies.arc import ARC
 from kvtier.core.policies.lru import LRU
@@ -83,7 +83,9 @@ filters = st.sampled_from(
     [None, None, None, frozenset[int](), frozenset({0}), frozenset({1}), frozenset({0, 2})]
 )
 # What an answer says of its tier; mostly nothing bad, or breakers would be open most of the time.
-proofs = st.sampled_from([Proof.NONE, *[Proof.GOOD] * 6, Proof.BAD, Proof.LATE])
+healths = st.sampled_from(
+    [TransferHealth.NONE, *[TransferHealth.GOOD] * 6, TransferHealth.BAD, TransferHealth.LATE]
+)
 # How long a tier says that it has taken.
 tooks_s = st.sampled_from([0.0, 0.001, 0.05, 0.5, 2.0])
 # What a tier answers, key by key, where it has the chunk: everything, or anything.
@@ -389,17 +391,17 @@ class CoreMachine(RuleBasedStateMachine):
     # --- what tiers do ---------------------------------------------------------------------------
 
     @precondition(lambda self: any(isinstance(job.command, Put) for job in self.jobs))
-    @rule(pick=picks, kept=st.integers(0, 30).map(_kept), proof=proofs, took_s=tooks_s)
-    def put_ends(self, pick: int, kept: list[bool], proof: Proof, took_s: float) -> None:
+    @rule(pick=picks, kept=st.integers(0, 30).map(_kept), health=healths, took_s=tooks_s)
+    def put_ends(self, pick: int, kept: list[bool], health: TransferHealth, took_s: float) -> None:
         job = _pick([job for job in self.jobs if isinstance(job.command, Put)], pick)
-        self._end_put(job, kept, proof, took_s)
+        self._end_put(job, kept, health, took_s)
 
     @precondition(lambda self: any(isinstance(job.command, Fetch) for job in self.jobs))
-    @rule(pick=picks, answers=wishes, proof=proofs, took_s=tooks_s)
-    def fetch_ends(self, pick: int, answers: list[Answer], proof: Proof, took_s: float) -> None:
+    @rule(pick=picks, answers=wishes, health=healths, took_s=tooks_s)
+    def fetch_ends(self, pick: int, answers: list[Answer], health: TransferHealth, took_s: float) -> None:
         """The tier gives what it has, or less: any mix that the contract allows."""
         job = _pick([job for job in self.jobs if isinstance(job.command, Fetch)], pick)
-        self._end_fetch(job, answers, proof, took_s)
+        self._end_fetch(job, answers, health, took_s)
 
     @precondition(lambda self: self.stored)
     @rule(pick=picks)
@@ -445,7 +447,9 @@ class CoreMachine(RuleBasedStateMachine):
         if self.stored:
             _pick(self.stored, pick).update(prompt[: pick % 13])
 
-    def _end_put(self, job: Job, kept: list[bool], proof: Proof = Proof.GOOD, took_s: float = 0.001) -> None:
+    def _end_put(
+        self, job: Job, kept: list[bool], health: TransferHealth = TransferHealth.GOOD, took_s: float = 0.001
+    ) -> None:
         self.jobs.remove(job)
         command = job.command
         for key, slot in zip(command.keys, command.slots, strict=True):
@@ -454,12 +458,16 @@ class CoreMachine(RuleBasedStateMachine):
         kept = kept[: len(command.keys)]
         if job.epoch == self.epoch and not job.is_written:
             self.stored[command.tier].update(key for key, ok in zip(command.keys, kept, strict=True) if ok)
-        event = PutEnded(command.id, kept, {"error": kept.count(False)}, took_s, proof, "helped")
+        event = PutEnded(command.id, kept, {"error": kept.count(False)}, took_s, health, "helped")
         self.core.on_event(event, self.now_s)
         self._take_commands()
 
     def _end_fetch(
-        self, job: Job, wishes: list[Answer], proof: Proof = Proof.GOOD, took_s: float = 0.001
+        self,
+        job: Job,
+        wishes: list[Answer],
+        health: TransferHealth = TransferHealth.GOOD,
+        took_s: float = 0.001,
     ) -> None:
         assert isinstance(job.command, Fetch)
         self.jobs.remove(job)
@@ -472,7 +480,7 @@ class CoreMachine(RuleBasedStateMachine):
             elif answer is Answer.LANDED:
                 answer = Answer.LOCATED
             answers.append(answer)
-        event = Fetched(command.id, answers, {"error": 1}, took_s, proof, "no_time")
+        event = Fetched(command.id, answers, {"error": 1}, took_s, health, "no_time")
         self.core.on_event(event, self.now_s)
         self._take_commands()
 

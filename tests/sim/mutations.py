@@ -217,7 +217,7 @@ MUTATIONS = (
         "breaker_never_closes",
         "A tier that has failed often enough is not used again, however well it is.",
         "kvtier.core.breaker:Breaker._end_probe",
-        (("if proof is not Proof.GOOD:", "if True:"),),
+        (("if health is not TransferHealth.GOOD:", "if True:"),),
     ),
     Mutation(
         "tier_never_comes_back",

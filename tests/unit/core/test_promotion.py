@@ -8,7 +8,17 @@ import pytest
 
 from kvtier.core import invariants
 from kvtier.core.admission import Limits, TierGate
-from kvtier.core.messages import Answer, Fetch, Fetched, Proof, Put, PutEnded, Reset, SlotsReady, TierDown
+from kvtier.core.messages import (
+    Answer,
+    Fetch,
+    Fetched,
+    Put,
+    PutEnded,
+    Reset,
+    SlotsReady,
+    TierDown,
+    TransferHealth,
+)
 from kvtier.core.policies.lru import LRU
 from kvtier.core.requests import Request
 from kvtier.core.states import Lookup, RequestState
@@ -514,7 +524,7 @@ def test_an_overdue_get_keeps_a_tier_from_gets_until_a_probe_is_answered() -> No
     (probe,) = step(core, Request(), keys("d", 1), now_s=4.0)
     assert probe.tier == 0
     assert [each.tier for each in step(core, Request(), keys("e", 1), now_s=4.0)] == [1], "one at a time"
-    core.on_event(Fetched(probe.id, [LANDED], seconds=0.1, proof=Proof.GOOD), 4.1)
+    core.on_event(Fetched(probe.id, [LANDED], seconds=0.1, health=TransferHealth.GOOD), 4.1)
     assert [each.tier for each in step(core, Request(), keys("f", 1), now_s=4.1)] == [0]
 
 
