@@ -15,7 +15,7 @@ import sys
 import textwrap
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -460,7 +460,7 @@ def test_a_cache_of_vllms_own_tier_is_left_alone(kvtier, cache) -> None:
 # ----------------------------------------------------------------------------------------- gc
 
 
-def age(cache, numbers: range, seconds: float) -> None:
+def age(cache, numbers: Iterable[int], seconds: float) -> None:
     """Make chunks look as if they had been written so long ago, and never used since."""
     for number in numbers:
         when = time.time() - seconds
