@@ -195,6 +195,7 @@ async def test_unfinished_files_of_the_living_stay_and_open_files_are_read_to_th
     assert (mine / "5").exists()
 
 
+@pytest.mark.blocking(reason="takes the lock of another process on the loop")
 async def test_one_process_evicts_and_others_leave_it_alone(world, evictor):
     await filled(world, [(HOUR, None)] * 3)
     with ledger.elected(evictor._root_fd, ledger.EVICTING) as lock:
