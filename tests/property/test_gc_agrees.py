@@ -16,7 +16,7 @@ from kvtier import native
 from kvtier.cli import gc
 from kvtier.cli.gc import Wish
 from kvtier.identity import Identity
-from kvtier.keys import pack_key
+from kvtier.keys import OffloadKey, pack_key
 from kvtier.memory.heap import HeapMemory
 from kvtier.quantities import MOST_SECONDS
 from kvtier.tiers.base import Batch, Status, TierContext
@@ -43,7 +43,7 @@ wishes = st.builds(
 )
 
 
-def key(first: int, number: int) -> bytes:
+def key(first: int, number: int) -> OffloadKey:
     """A chunk's key. Few beginnings: directories hold several chunks, and become empty."""
     return pack_key(bytes([first, 0x10 * (number % 2), number]) + bytes(29))
 

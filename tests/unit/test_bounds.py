@@ -18,8 +18,8 @@ from kvtier.errors import ConfigError, KVTierError
 from kvtier.quantities import MOST_BYTES, MOST_SECONDS, duration, size
 from kvtier.tiers import registry
 from kvtier.tiers.base import TierConfig
-from kvtier.tiers.fs import ages
-from kvtier.tiers.fs.ages import Cutoffs
+from kvtier.tiers.fs.maintenance import ages
+from kvtier.tiers.fs.maintenance.ages import Cutoffs
 
 ABSURD = [math.inf, -math.inf, math.nan, -1, -0.5, 1e300, 10**30, "99999999999TiB", "1e300", "Infinity"]
 
