@@ -218,7 +218,7 @@ def test_no_tier_may_count_as_the_primary_one():
     )
 
 
-@pytest.mark.parametrize("paths", ["", ["", "/a"], ["/a", ""], "/a\0b"])
+@pytest.mark.parametrize("paths", ["", "/a\0b"])
 def test_a_root_without_a_name_is_refused_and_not_the_working_directory(paths):
     message = refusal(secondary_tiers=[{"type": "fs", "root_dir": paths}])
     assert "secondary_tiers[0]." in message
@@ -269,7 +269,6 @@ def test_all_that_is_wrong_is_told_at_once_of_the_tiers_and_beside_them(install_
         ["/a/b/c", "/a"],
         ["/a/../b", "/b"],
         ["/", "/a"],
-        [["/x", "/a"], ["/y", "/a/b"]],
     ],
 )
 def test_two_tiers_on_one_root_or_one_inside_the_other_are_refused(roots):
@@ -282,11 +281,6 @@ def test_two_tiers_on_one_root_or_one_inside_the_other_are_refused(roots):
 
 def test_roots_beside_each_other_are_no_nested_ones():
     assert config(secondary_tiers=[{"type": "fs", "root_dir": root} for root in ("/a/b", "/a/bc", "/a/c")])
-
-
-@pytest.mark.parametrize("roots", [["/a", "/a"], ["/a", "/b", "/a/b"], ["/a/b", "/c/../a"]])
-def test_roots_of_one_tier_are_different_ones_too(roots):
-    assert "one inside the other" in refusal(secondary_tiers=[{"type": "fs", "root_dir": roots}])
 
 
 @pytest.mark.parametrize(

@@ -806,7 +806,7 @@ def test_a_directory_that_cannot_be_read_is_said_by_what_adds_up(
 
 def test_stat_of_a_chunk_does_not_count_as_a_use(kvtier, cache) -> None:
     cache.put([0])
-    age(cache, [0], 10 * 86_400)
+    age(cache, range(1), 10 * 86_400)
     before = cache.file(0).stat()
     said = kvtier("stat", cache.file(0), "--json")
     assert (said.status, said.json["finding"]) == (0, "sound")
