@@ -25,9 +25,11 @@ pytest.importorskip("vllm")
 
 import vllm
 from vllm.config import VllmConfig
+from vllm.v1 import kv_cache_interface
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from kvtier.adapters.vllm import _without_effect
-from kvtier.adapters.vllm._spelling import field_default, spell
+from kvtier.adapters.vllm._spelling import NO_DEFAULT, field_default, spell
 from kvtier.adapters.vllm.compat import is_reviewed
 
 pytestmark = pytest.mark.releases
@@ -62,7 +64,7 @@ def _classes(hint: Any) -> Iterator[type]:
 def counted_defaults() -> Mapping[str, object]:
     """Return the default of each setting that counts."""
     found: dict[str, object] = {}
-    for kind in _configurations(VllmConfig, set()):
+    for kind in [*_configurations(VllmConfig, set()), *_specs()]:
         for field in dataclasses.fields(kind):
             path = f"{kind.__name__}.{field.name}"
             if path not in {*_without_effect.SETTINGS, *_without_effect.LENGTH_AND_GENERATION}:
@@ -70,9 +72,15 @@ def counted_defaults() -> Mapping[str, object]:
     return found
 
 
+def _specs() -> list[type]:
+    """Return the kinds of KV cache groups, whose fields are spelled as those of configurations are."""
+    found = vars(kv_cache_interface).values()
+    return [one for one in found if isinstance(one, type) and issubclass(one, KVCacheSpec)]
+
+
 def _told(field: dataclasses.Field[Any]) -> object:
     default = field_default(field)
-    if type(default) is object:
+    if default is NO_DEFAULT:
         return COMPUTED
     spelled = spell(default)
     return spelled if not isinstance(spelled, dict) or "kind" not in spelled else {"kind": spelled["kind"]}
