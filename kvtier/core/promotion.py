@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec.structs import replace
 
 from kvtier.core.chunks import Chunk
-from kvtier.core.ledger import Ledger
 from kvtier.core.messages import Answer, Fetch, Fetched
 from kvtier.core.requests import Request
+from kvtier.core.shared import SharedState
 from kvtier.core.states import ChunkEvent, ChunkState
 from kvtier.core.transfers import Bring, Transfer
 from kvtier.keys import OffloadKey, group_index
@@ -34,19 +34,19 @@ class Promotions:
         reserve: slots to keep free, for chunks that may land.
     """
 
-    def __init__(self, ledger: Ledger, windowed_groups: frozenset[int]) -> None:
+    def __init__(self, shared: SharedState, windowed_groups: frozenset[int]) -> None:
         self.landing: set[Chunk] = set()
         self.holders: dict[Request, None] = {}
-        self._ledger = ledger
+        self._shared = shared
         self._windowed = windowed_groups
         self._fetching: defaultdict[frozenset[int] | None, dict[OffloadKey, Transfer]] = defaultdict(dict)
         self.resize(0)
 
     def resize(self, slots: int) -> None:
         """Learn how many slots there are."""
-        limits = self._ledger.limits
+        limits = self._shared.limits
         self.budget = max(1, int(slots * limits.promotion_budget))
-        self.reserve = min(self.budget, int(slots * limits.landing_reserve)) if self._ledger.tiers else 0
+        self.reserve = min(self.budget, int(slots * limits.landing_reserve)) if self._shared.tiers else 0
 
     @property
     def _room(self) -> int:
@@ -55,11 +55,11 @@ class Promotions:
     def hold(self, request: Request) -> None:
         """Pin what a request was told is there, until it is served."""
         self.holders[request] = None
-        visible, held = self._ledger.table.visible, request.held
+        visible, held = self._shared.table.visible, request.held
         hits = [chunk for key in request.hits if (chunk := visible.get(key)) and chunk.state is _READY]
         added = [chunk for chunk in dict.fromkeys(hits) if chunk not in held]
         request.hits.clear()
-        self._ledger.table.pin(added)
+        self._shared.table.pin(added)
         held.update(dict.fromkeys(hits, request.round))
 
     def unhold(self, request: Request) -> None:
@@ -68,7 +68,7 @@ class Promotions:
         request.stands = False
         if request.held:
             chunks, request.held = request.held, {}
-            self._ledger.table.unpin(chunks)
+            self._shared.table.unpin(chunks)
             self.let_go(chunks)
 
     def keep_asked(self, request: Request) -> None:
@@ -83,7 +83,7 @@ class Promotions:
         gone = [chunk for chunk, when in request.held.items() if when is not now and chunk.key != first]
         for chunk in gone:
             del request.held[chunk]
-        self._ledger.table.unpin(gone)
+        self._shared.table.unpin(gone)
         self.let_go(gone)
 
     def let_go(self, chunks: Iterable[Chunk]) -> None:
@@ -96,7 +96,7 @@ class Promotions:
         Nothing is evicted for keys behind one of which it is not known yet whether it is anywhere, and
         nothing is fetched behind one that is nowhere.
         """
-        fetching, visible = self._fetching[request.tiers], self._ledger.table.visible
+        fetching, visible = self._fetching[request.tiers], self._shared.table.visible
         located = request.located
         known: list[OffloadKey] = []
         unknown: list[OffloadKey] = []
@@ -122,8 +122,8 @@ class Promotions:
 
     def fetched(self, event: Fetched, now_s: float) -> list[Chunk]:
         """Take in what a fetch has brought and learned, and go on from there. Return what it brought."""
-        transfer, in_time = self._ledger.end(event, now_s)
-        if self._ledger.tiers[transfer.tier].distrusted:
+        transfer, in_time = self._shared.end(event, now_s)
+        if self._shared.tiers[transfer.tier].distrusted:
             event = replace(event, answers=(Answer.MISSING,) * len(event.answers))
         self._stop_expecting(transfer)
         waiters = _waiting(transfer) if in_time else {}
@@ -142,7 +142,7 @@ class Promotions:
         located = _select(transfer.keys, event.answers, Answer.LOCATED)
         for request in waiters:
             request.located.update(dict.fromkeys(located, transfer.tier))
-        visible = self._ledger.table.visible
+        visible = self._shared.table.visible
         self._ask(
             [key for key in missing if key not in visible],
             waiters,
@@ -164,7 +164,7 @@ class Promotions:
         self.landing.difference_update(transfer.chunks)
         waiters = _waiting(transfer)
         if waiters:
-            visible = self._ledger.table.visible
+            visible = self._shared.table.visible
             keys = [key for key in transfer.keys if key not in visible]
             self._ask(keys, waiters, now_s, first_tier=transfer.tier + 1, bring=transfer.bring)
 
@@ -173,14 +173,14 @@ class Promotions:
 
         They come back where the keys are nowhere: asking for what is not there evicts nothing.
         """
-        short = self.reserve - len(self._ledger.table.free)
+        short = self.reserve - len(self._shared.table.free)
         if short > 0:
-            lent = sum(len(transfer.chunks) for transfer in self._ledger.running if not transfer.is_put)
-            self._ledger.evict(short - lent)
+            lent = sum(len(transfer.chunks) for transfer in self._shared.running if not transfer.is_put)
+            self._shared.evict(short - lent)
 
     def reset(self) -> None:
         """Let nothing that is being fetched or held be seen again."""
-        for transfer in self._ledger.transfers.values():
+        for transfer in self._shared.transfers.values():
             if not transfer.is_put:
                 for chunk in transfer.chunks:
                     chunk.move(ChunkEvent.RESET)
@@ -237,16 +237,16 @@ class Promotions:
         """Look for keys in the next tier that may be asked; where there is none they are absent."""
         if not keys:
             return
-        ledger, allowed = self._ledger, _allowed(waiters)
-        for tier in range(first_tier, len(ledger.tiers)):
-            gate = ledger.tiers[tier]
+        shared, allowed = self._shared, _allowed(waiters)
+        for tier in range(first_tier, len(shared.tiers)):
+            gate = shared.tiers[tier]
             closed = gate.get_refusal(now_s) if allowed is None or tier in allowed else "filter"
             if closed is None:
-                count = min(len(keys), self._room, len(ledger.table.free)) if bring else 0
+                count = min(len(keys), self._room, len(shared.table.free)) if bring else 0
                 transfer = self._fetch(tier, keys, keys[:count], waiters, now_s, located=False)
                 transfer.bring = bring
                 return
-            ledger.counts["skipped", gate.name, closed] += len(keys)
+            shared.counts["skipped", gate.name, closed] += len(keys)
         for request in waiters:
             request.give_up(keys)
 
@@ -254,17 +254,17 @@ class Promotions:
         """Fetch keys that are known to be in a tier; evict for them, within the budget."""
         if not keys:
             return
-        ledger, first = self._ledger, next(iter(waiters))
+        shared, first = self._shared, next(iter(waiters))
         room = min(len(keys), self._room)
-        ledger.evict(room - len(ledger.table.free))
-        room = min(room, len(ledger.table.free))
+        shared.evict(room - len(shared.table.free))
+        room = min(room, len(shared.table.free))
         by_tier: dict[int, list[OffloadKey]] = {}
         for key in keys[:room]:
             by_tier.setdefault(first.located[key], []).append(key)
         while refused := self._refused(by_tier, now_s):
             tier, reason = refused
             found = by_tier.pop(tier)
-            ledger.counts["skipped", ledger.tiers[tier].name, reason] += len(found)
+            shared.counts["skipped", shared.tiers[tier].name, reason] += len(found)
             self._ask(found, waiters, now_s, first_tier=tier + 1, bring=Bring.NOTHING)
         for tier, found in by_tier.items():
             if of_use := self._of_use(found, waiters):
@@ -272,7 +272,7 @@ class Promotions:
 
     def _refused(self, tiers: Iterable[int], now_s: float) -> tuple[int, str] | None:
         """Return one of the tiers that may not be asked now, and why."""
-        reasons = ((tier, self._ledger.tiers[tier].get_refusal(now_s)) for tier in tiers)
+        reasons = ((tier, self._shared.tiers[tier].get_refusal(now_s)) for tier in tiers)
         return next(((tier, reason) for tier, reason in reasons if reason), None)
 
     def _fetch_for(self, request: Request, keys: Sequence[OffloadKey], now_s: float) -> None:
@@ -290,7 +290,7 @@ class Promotions:
         Their share of the budget, and where no slot is left their slots: whose turn comes last loses
         first. Only between two rounds, for what was answered HIT in a round is there to its end.
         """
-        table, landing = self._ledger.table, self.landing
+        table, landing = self._shared.table, self.landing
         behind = [holder for holder in reversed(self.holders) if holder is not first]
         if count > self._room:
             held = dict.fromkeys(chunk for holder in behind for chunk in holder.held)
@@ -301,7 +301,7 @@ class Promotions:
             return
         for holder in behind:
             table.unpin(holder.held)
-        self._ledger.evict(count)
+        self._shared.evict(count)
         for holder in behind:
             holder.held = {chunk: when for chunk, when in holder.held.items() if chunk.state is _READY}
             holder.stands = False
@@ -315,10 +315,10 @@ class Promotions:
         """
         fetching = self._fetching[first.tiers]
         left = [key for key in keys if key not in fetching]
-        under_way = [transfer for transfer in self._ledger.running if transfer.chunks and not transfer.is_put]
+        under_way = [transfer for transfer in self._shared.running if transfer.chunks and not transfer.is_put]
         if left and all(first in transfer.waiters for transfer in under_way):
             first.give_up(left)
-            self._ledger.counts["miss", self._ledger.short_of("budget")] += len(left)
+            self._shared.counts["miss", self._shared.short_of("budget")] += len(left)
 
     def _fetch(
         self,
@@ -330,14 +330,14 @@ class Promotions:
         *,
         located: bool,
     ) -> Transfer:
-        chunks = self._ledger.table.take(landing, visible=False)
+        chunks = self._shared.table.take(landing, visible=False)
         self.landing.update(chunks)
-        transfer = self._ledger.begin(tier, keys, chunks, now_s, is_put=False)
+        transfer = self._shared.begin(tier, keys, chunks, now_s, is_put=False)
         transfer.located = located
         transfer.waiters.update(waiters)
         transfer.allowed = _allowed(waiters)
         self._fetching[transfer.allowed].update(dict.fromkeys(keys, transfer))
-        self._ledger.commands.append(
+        self._shared.commands.append(
             Fetch(transfer.id, tier, keys, [chunk.slot for chunk in chunks], located)
         )
         return transfer
@@ -350,7 +350,7 @@ class Promotions:
 
     def _land(self, transfer: Transfer, answers: Sequence[Answer], waiters: Waiters) -> list[Chunk]:
         """Show the chunks that have landed, unless their key got here another way; free the others."""
-        table = self._ledger.table
+        table = self._shared.table
         good: list[Chunk] = []
         bad: list[Chunk] = []
         for chunk, answer in zip(transfer.chunks, answers, strict=False):
@@ -365,22 +365,22 @@ class Promotions:
             request.held.update(dict.fromkeys(landed, request.round))
             self.holders[request] = None
         self.let_go(transfer.chunks)
-        self._ledger.announcements.stored([chunk.key for chunk in landed], found=True)
+        self._shared.announcements.stored([chunk.key for chunk in landed], found=True)
         return landed
 
     def _announce(self, transfer: Transfer, answers: Sequence[Answer]) -> None:
         """Announce what the tier turned out to have, and not to have any more."""
-        if self._ledger.announcements.enabled:
+        if self._shared.announcements.enabled:
             missing = _select(transfer.keys, answers, Answer.MISSING)
-            self._ledger.announcements.removed(missing, transfer.tier)
+            self._shared.announcements.removed(missing, transfer.tier)
             absent = frozenset(missing)
             there = [key for key in transfer.keys if key not in absent]
-            self._ledger.announce_kept(transfer, there, found=True)
+            self._shared.announce_kept(transfer, there, found=True)
 
     def _count(self, transfer: Transfer, event: Fetched, now_s: float) -> None:
-        gate = self._ledger.tiers[transfer.tier]
+        gate = self._shared.tiers[transfer.tier]
         gate.get_ended(event.answers.count(Answer.LANDED), event.health, event.seconds, now_s)
-        counts, name = self._ledger.counts, gate.name
+        counts, name = self._shared.counts, gate.name
         missing = event.answers.count(Answer.MISSING)
         if not transfer.located:
             counts["asked", name] += len(event.answers)
