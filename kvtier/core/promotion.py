@@ -15,6 +15,7 @@ from kvtier.core.states import ChunkEvent, ChunkState
 from kvtier.core.transfers import Bring, Transfer
 from kvtier.keys import OffloadKey, group_index
 
+Keys = Sequence[OffloadKey]
 Waiters = Mapping[Request, None]
 
 _READY = ChunkState.READY
@@ -43,7 +44,7 @@ class Promotions:
         self.resize(0)
 
     def resize(self, slots: int) -> None:
-        """Learn how many slots there are."""
+        """Fit the budget and the reserve to the number of slots."""
         limits = self._shared.limits
         self.budget = max(1, int(slots * limits.promotion_budget))
         self.reserve = min(self.budget, int(slots * limits.landing_reserve)) if self._shared.tiers else 0
@@ -143,13 +144,8 @@ class Promotions:
         for request in waiters:
             request.located.update(dict.fromkeys(located, transfer.tier))
         visible = self._shared.table.visible
-        self._ask(
-            [key for key in missing if key not in visible],
-            waiters,
-            now_s,
-            first_tier=transfer.tier + 1,
-            bring=transfer.bring,
-        )
+        unseen = [key for key in missing if key not in visible]
+        self._ask(unseen, waiters, now_s, transfer.tier + 1, transfer.bring)
         if transfer.bring is Bring.ALL:
             run = [key for key in _run_after_landed(transfer.keys, event.answers) if key not in visible]
             run = self._of_use(run, waiters)
@@ -166,7 +162,7 @@ class Promotions:
         if waiters:
             visible = self._shared.table.visible
             keys = [key for key in transfer.keys if key not in visible]
-            self._ask(keys, waiters, now_s, first_tier=transfer.tier + 1, bring=transfer.bring)
+            self._ask(keys, waiters, now_s, transfer.tier + 1, transfer.bring)
 
     def keep_reserve(self) -> None:
         """Evict until slots are free for chunks that may land, counting those lent to fetches under way.
@@ -222,18 +218,11 @@ class Promotions:
     def _is_windowed(self, key: OffloadKey) -> bool:
         return bool(self._windowed) and group_index(key) in self._windowed
 
-    def _ask_grouped(self, keys: Sequence[OffloadKey], waiters: Waiters, now_s: float, bring: Bring) -> None:
-        if not self._windowed:
-            self._ask(keys, waiters, now_s, first_tier=0, bring=bring)
-            return
-        windowed = [key for key in keys if self._is_windowed(key)]
-        others = [key for key in keys if not self._is_windowed(key)]
-        self._ask(others, waiters, now_s, first_tier=0, bring=bring)
-        self._ask(windowed, waiters, now_s, first_tier=0, bring=Bring.NOTHING)
+    def _ask_grouped(self, keys: Keys, waiters: Waiters, now_s: float, bring: Bring) -> None:
+        self._ask([key for key in keys if not self._is_windowed(key)], waiters, now_s, 0, bring)
+        self._ask([key for key in keys if self._is_windowed(key)], waiters, now_s, 0, Bring.NOTHING)
 
-    def _ask(
-        self, keys: Sequence[OffloadKey], waiters: Waiters, now_s: float, *, first_tier: int, bring: Bring
-    ) -> None:
+    def _ask(self, keys: Keys, waiters: Waiters, now_s: float, first_tier: int, bring: Bring) -> None:
         """Look for keys in the next tier that may be asked; where there is none they are absent."""
         if not keys:
             return
@@ -243,14 +232,13 @@ class Promotions:
             closed = gate.get_refusal(now_s) if allowed is None or tier in allowed else "filter"
             if closed is None:
                 count = min(len(keys), self._room, len(shared.table.free)) if bring else 0
-                transfer = self._fetch(tier, keys, keys[:count], waiters, now_s, located=False)
-                transfer.bring = bring
+                self._fetch(tier, keys, count, waiters, now_s).bring = bring
                 return
             shared.counts["skipped", gate.name, closed] += len(keys)
         for request in waiters:
             request.give_up(keys)
 
-    def _fetch_located(self, keys: Sequence[OffloadKey], waiters: Waiters, now_s: float) -> None:
+    def _fetch_located(self, keys: Keys, waiters: Waiters, now_s: float) -> None:
         """Fetch keys that are known to be in a tier; evict for them, within the budget."""
         if not keys:
             return
@@ -265,17 +253,17 @@ class Promotions:
             tier, reason = refused
             found = by_tier.pop(tier)
             shared.counts["skipped", shared.tiers[tier].name, reason] += len(found)
-            self._ask(found, waiters, now_s, first_tier=tier + 1, bring=Bring.NOTHING)
+            self._ask(found, waiters, now_s, tier + 1, Bring.NOTHING)
         for tier, found in by_tier.items():
             if of_use := self._of_use(found, waiters):
-                self._fetch(tier, of_use, of_use, waiters, now_s, located=True)
+                self._fetch(tier, of_use, len(of_use), waiters, now_s, located=True)
 
     def _refused(self, tiers: Iterable[int], now_s: float) -> tuple[int, str] | None:
         """Return one of the tiers that may not be asked now, and why."""
         reasons = ((tier, self._shared.tiers[tier].get_refusal(now_s)) for tier in tiers)
         return next(((tier, reason) for tier, reason in reasons if reason), None)
 
-    def _fetch_for(self, request: Request, keys: Sequence[OffloadKey], now_s: float) -> None:
+    def _fetch_for(self, request: Request, keys: Keys, now_s: float) -> None:
         """Fetch located keys for a request in its turn. Whoever is first in line gets all it can."""
         is_first = next(iter(self.holders), request) is request
         if is_first:
@@ -308,7 +296,7 @@ class Promotions:
             table.pin(holder.held)
         self.let_go(list(landing))
 
-    def _make_do(self, first: Request, keys: Sequence[OffloadKey]) -> None:
+    def _make_do(self, first: Request, keys: Keys) -> None:
         """Let the request that is first in line go without what does not fit, or all would wait for ever.
 
         What is on its way for others is waited for: when it has landed, it makes way.
@@ -321,25 +309,18 @@ class Promotions:
             self._shared.counts["miss", self._shared.short_of("budget")] += len(left)
 
     def _fetch(
-        self,
-        tier: int,
-        keys: Sequence[OffloadKey],
-        landing: Sequence[OffloadKey],
-        waiters: Waiters,
-        now_s: float,
-        *,
-        located: bool,
+        self, tier: int, keys: Keys, count: int, waiters: Waiters, now_s: float, *, located: bool = False
     ) -> Transfer:
-        chunks = self._shared.table.take(landing, visible=False)
+        """Fetch keys from a tier, the first ``count`` of them into free slots."""
+        chunks = self._shared.table.take(keys[:count], visible=False)
         self.landing.update(chunks)
         transfer = self._shared.begin(tier, keys, chunks, now_s, is_put=False)
         transfer.located = located
         transfer.waiters.update(waiters)
         transfer.allowed = _allowed(waiters)
         self._fetching[transfer.allowed].update(dict.fromkeys(keys, transfer))
-        self._shared.commands.append(
-            Fetch(transfer.id, tier, keys, [chunk.slot for chunk in chunks], located)
-        )
+        slots = [chunk.slot for chunk in chunks]
+        self._shared.commands.append(Fetch(transfer.id, tier, keys, slots, located))
         return transfer
 
     def _stop_expecting(self, transfer: Transfer) -> None:
@@ -401,11 +382,11 @@ def _waiting(transfer: Transfer) -> dict[Request, None]:
     return {request: None for request in transfer.waiters if request.is_waiting}
 
 
-def _select(keys: Sequence[OffloadKey], answers: Sequence[Answer], wanted: Answer) -> list[OffloadKey]:
+def _select(keys: Keys, answers: Sequence[Answer], wanted: Answer) -> list[OffloadKey]:
     return [key for key, answer in zip(keys, answers, strict=True) if answer is wanted]
 
 
-def _run_after_landed(keys: Sequence[OffloadKey], answers: Sequence[Answer]) -> list[OffloadKey]:
+def _run_after_landed(keys: Keys, answers: Sequence[Answer]) -> list[OffloadKey]:
     """Return the located keys that directly follow the landed ones at the front."""
     run: list[OffloadKey] = []
     for key, answer in zip(keys, answers, strict=True):

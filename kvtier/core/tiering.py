@@ -14,23 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from kvtier.core import messages
 from kvtier.core.admission import Limits, ReuseTracker, TierGate
 from kvtier.core.announcements import Change
 from kvtier.core.chunks import Chunk, ChunkTable
-from kvtier.core.messages import (
-    Command,
-    Event,
-    Fetched,
-    ProcessEnded,
-    Put,
-    PutEnded,
-    Removed,
-    Reset,
-    SlotsReady,
-    TierDown,
-    TierUp,
-    Touch,
-)
 from kvtier.core.policies.base import EvictionPolicy
 from kvtier.core.promotion import Promotions
 from kvtier.core.requests import Request
@@ -88,15 +75,12 @@ class Tiering:
         self._round: object = object()
         self._has_damage = False
         self.is_distrusted = False
-        tracks_reuse = limits.store_threshold > 1
-        self._tracker = (
-            ReuseTracker(limits.store_threshold, limits.max_tracker_size) if tracks_reuse else None
-        )
+        self._tracker = ReuseTracker(limits.store_threshold, limits.max_tracker_size)
 
     # --- lookup ----------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, request: Request) -> Lookup:
-        """Say whether the chunk is there. Notes what a following ``settle`` will act upon."""
+        """Return whether the chunk is there. Notes what a following ``settle`` will act upon."""
         if request.round is not self._round:
             if request.state is RequestState.COMPUTED:
                 self._counts["miss", "load_failed"] += 1
@@ -179,7 +163,7 @@ class Tiering:
             self.distrust(None, "when it was about to be put into a tier")
 
     def next_deadline_s(self) -> float | None:
-        """Say when ``settle`` has to be called at the latest, where anything is pending."""
+        """Return when ``settle`` has to be called at the latest, where anything is pending."""
         deadlines = [transfer.deadline_s for transfer in self.shared.running]
         deadlines += [
             holder.deadline_s for holder in self.promotions.holders if holder.deadline_s is not None
@@ -187,7 +171,7 @@ class Tiering:
         return min(deadlines, default=None)
 
     def served(self, request: Request) -> None:
-        """Learn that the request waits for nothing now: what was held for it is given back.
+        """Give back what is held for a request that waits for nothing now.
 
         A request whose deadline has passed stays EXPIRED until it is served, or every scan of it would
         wait once more.
@@ -198,7 +182,7 @@ class Tiering:
             self.promotions.unhold(request)
 
     def scheduled(self, request: Request) -> None:
-        """Learn that the engine computes the request from now on: it is served, whatever it has asked for.
+        """Note that the engine computes the request from now on: it is served, whatever it has asked for.
 
         Where one group of blocks has nothing the engine goes on without, though for others something may
         be pending still.
@@ -207,10 +191,10 @@ class Tiering:
         self.served(request)
 
     def restart(self, request: Request) -> None:
-        """Learn that the request was preempted: it is looked up anew, from what is known by then.
+        """Note that the request was preempted: it is looked up anew, from what is known by then.
 
-        It was served long before, so what was learned for it since is old, a deadline that passed too. What
-        it was told is there in the round under way is there to its end all the same.
+        It was served long before, so what was learned for it since is old, a deadline that passed too. Hits
+        reported in this round stay valid until the round ends.
         """
         told = [chunk.key for chunk, when in request.held.items() if when is self._round]
         self.served(request)
@@ -283,16 +267,19 @@ class Tiering:
         hold any more: an engine is told of its copies between rounds.
         """
         self._strike(self.pinned, pinned)
-        ready = [chunk.key for chunk in pinned.chunks if chunk.state is _READY]
-        self._counts["dropped", "load"] += len(ready)
-        self.shared.announcements.removed(ready)
-        self.table.drop(pinned.chunks)
-        self.table.unpin(pinned.chunks)
+        self._counts["dropped", "load"] += sum(chunk.state is _READY for chunk in pinned.chunks)
+        self._drop(pinned.chunks)
         if request is not None:
             self.served(request)
             request.forget_answers()
             request.round = None  # what it is told is not that of the round under way
             request.move(RequestEvent.LOAD_FAILED)
+
+    def _drop(self, chunks: Sequence[Chunk]) -> None:
+        """Hide chunks for ever and take a pin from each."""
+        self.shared.announcements.removed([chunk.key for chunk in chunks if chunk.state is _READY])
+        self.table.drop(chunks)
+        self.table.unpin(chunks)
 
     def _ready(self, key: OffloadKey) -> Chunk:
         chunk = self._visible.get(key)
@@ -322,15 +309,16 @@ class Tiering:
             return None
         visible, free = self._visible, self.table.free
         new = list(dict.fromkeys([key for key in keys if key not in visible]))
-        if new and self._tracker is not None:
-            new = self._admitted(new)
+        admitted = self._tracker.admit(new)
+        if len(admitted) < len(new):
+            self._counts["store_refused", "store_threshold"] += len(new) - len(admitted)
+            new = admitted
         short = len(new) - len(free)
         evicted = self._make_room(short, keys) if short > 0 else []
-        if new and not free:
-            self._counts["store_refused", self.shared.short_of("no_slot")] += len(new)
-            return None
         if len(new) > len(free):
             self._counts["store_refused", self.shared.short_of("no_slot")] += len(new) - len(free)
+            if not free:
+                return None
             del new[len(free) :]
         reservation = Reservation(new, self.table.take(new, visible=True), evicted)
         self.reservations.add(reservation)
@@ -375,14 +363,8 @@ class Tiering:
         self.table.unpin(kept)
         return evicted
 
-    def _admitted(self, keys: list[OffloadKey]) -> list[OffloadKey]:
-        assert self._tracker is not None
-        admitted = self._tracker.admit(keys)
-        self._counts["store_refused", "store_threshold"] += len(keys) - len(admitted)
-        return admitted
-
     def _takers(self, count: int, tiers: Iterable[int], now_s: float) -> list[tuple[int, int]]:
-        """Say which of the tiers take how many of the next chunks."""
+        """Return which of the tiers take how many of the next chunks."""
         takers = []
         gates = self.shared.tiers
         most = max(1, int(len(self.table.all) * self._limits.put_backlog))
@@ -403,7 +385,7 @@ class Tiering:
         keys = [chunk.key for chunk in chunks]
         transfer = self.shared.begin(tier, keys, chunks, now_s, is_put=True)
         self.shared.tiers[tier].backlog += len(chunks)
-        self.shared.commands.append(Put(transfer.id, tier, keys, [chunk.slot for chunk in chunks]))
+        self.shared.commands.append(messages.Put(transfer.id, tier, keys, [chunk.slot for chunk in chunks]))
 
     def _lift(self, chunks: Sequence[Chunk], now_s: float) -> None:
         """Put what a tier gave into the tiers before it, which did not: the next time they may be asked."""
@@ -420,32 +402,32 @@ class Tiering:
         keys = list(self._reused)
         self._reused.clear()
         self.shared.commands += [
-            Touch(tier, keys) for tier, gate in enumerate(self.shared.tiers) if gate.works
+            messages.Touch(tier, keys) for tier, gate in enumerate(self.shared.tiers) if gate.works
         ]
 
     # --- what happened, what to do ----------------------------------------------------------------
 
-    def on_event(self, event: Event, now_s: float) -> None:
+    def on_event(self, event: messages.Event, now_s: float) -> None:
         """Take in what has happened."""
-        if isinstance(event, Fetched):
+        if isinstance(event, messages.Fetched):
             self._hold_hits()
             self._lift(self.promotions.fetched(event, now_s), now_s)
-        elif isinstance(event, PutEnded):
+        elif isinstance(event, messages.PutEnded):
             self._put_ended(event, now_s)
-        elif isinstance(event, SlotsReady):
+        elif isinstance(event, messages.SlotsReady):
             self.table.add_slots(event.slots)
             self.shared.is_starting = self.shared.is_starting and not event.is_last
             self.promotions.resize(len(self.table.all))
-        elif isinstance(event, TierDown):
+        elif isinstance(event, messages.TierDown):
             self._tier_down(event)
-        elif isinstance(event, TierUp):
+        elif isinstance(event, messages.TierUp):
             self.shared.tiers[event.tier].down = None
-        elif isinstance(event, Removed):
+        elif isinstance(event, messages.Removed):
             self.shared.announce_left(event.tier, event.keys)
-        elif isinstance(event, ProcessEnded):
+        elif isinstance(event, messages.ProcessEnded):
             self._counts["process_ended", event.reason] += 1
 
-    def take_commands(self) -> list[Command]:
+    def take_commands(self) -> list[messages.Command]:
         """Take what is to be done since the last call, in this order."""
         commands, self.shared.commands = self.shared.commands, []
         return commands
@@ -480,7 +462,7 @@ class Tiering:
         self.shared.announcements.removed(ready)
         self.shared.announce_reset()
         self.table.reset()
-        self.shared.commands += [Reset(tier, self.epoch) for tier in range(len(self.shared.tiers))]
+        self.shared.commands += [messages.Reset(tier, self.epoch) for tier in range(len(self.shared.tiers))]
 
     def distrust(self, tier: int | None, where: str) -> str:
         """Use a tier no more: an audit has found a chunk damaged that came from it.
@@ -504,10 +486,8 @@ class Tiering:
                 gate.distrusted = True
                 self.shared.announcements.clear(index)
         given = [chunk for chunk in self.table if chunk.state is _READY and tier in (None, chunk.origin)]
-        self.shared.announcements.removed([chunk.key for chunk in given])
         self.table.pin(given)
-        self.table.drop(given)
-        self.table.unpin(given)
+        self._drop(given)
         what = "nothing is stored or loaded" if tier is None else "it is not used"
         text = f"an audit has found a chunk damaged, {where}: {what} any more until a restart"
         self.shared.notices.append(Notice(f"tier {name}", text, is_good=False))
@@ -518,14 +498,14 @@ class Tiering:
         """Whether no tier has anything to do."""
         return not self.shared.transfers and not self.shared.commands
 
-    def _tier_down(self, event: TierDown) -> None:
+    def _tier_down(self, event: messages.TierDown) -> None:
         gate = self.shared.tiers[event.tier]
         if gate.down is None:
             self._counts["tier_down", gate.name] += 1
         gate.down = event.reason
         self.shared.announcements.clear(event.tier)
 
-    def _put_ended(self, event: PutEnded, now_s: float) -> None:
+    def _put_ended(self, event: messages.PutEnded, now_s: float) -> None:
         transfer, _ = self.shared.end(event, now_s)
         gate = self.shared.tiers[transfer.tier]
         gate.backlog -= len(transfer.chunks)
