@@ -337,7 +337,7 @@ class TieringManager:
             ready_chunks=sum(chunk.state is ChunkState.READY for chunk in table.all),
             pinned_chunks=sum(chunk.pins > 0 for chunk in table.all),
             counts=dict(self._counts),
-            tiers=tuple(map(TierStatistics.of, self._core.ledger.tiers)),
+            tiers=tuple(map(TierStatistics.of, self._core.shared.tiers)),
         )
 
     async def drain(self) -> None:
@@ -484,7 +484,7 @@ class TieringManager:
 
     def _forget_tiers(self) -> None:
         """Take all tiers for down, so that nothing more is asked of them."""
-        for tier in range(len(self._core.ledger.tiers)):
+        for tier in range(len(self._core.shared.tiers)):
             self._on_event(TierDown(tier, "closed"))
 
     async def _close(self, end_by_s: float) -> None:

@@ -23,10 +23,9 @@ from typing import Annotated, Any
 import anyio
 import typer
 
-from kvtier import build
+from kvtier import build, reasons
 from kvtier.cli import report
 from kvtier.config import TieringConfig
-from kvtier.core import reasons
 from kvtier.core.tiering import PRIMARY
 from kvtier.errors import ConfigError, TierError
 from kvtier.executor import NamedTier

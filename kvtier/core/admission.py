@@ -111,7 +111,7 @@ class TierGate:
         return self.unusable or self.gets.refusal(now_s)
 
     def put_room(self, count: int, most_backlog: int, now_s: float) -> tuple[int, str]:
-        """Say how many of ``count`` chunks are put now, and why not the others.
+        """Return how many of ``count`` chunks are put now, and why not the others.
 
         Args:
             count: chunks that there are to be put.
@@ -130,12 +130,12 @@ class TierGate:
         return min(count, room), "backlog"
 
     def put_ended(self, chunks: int, health: TransferHealth, seconds: float) -> None:
-        """Learn how fast it is: of a put that failed at once nothing follows."""
+        """Take the time of a put into account: of one that failed at once nothing follows."""
         if health in (TransferHealth.GOOD, TransferHealth.LATE) and seconds:
             self._pressure.put_ended(chunks, seconds)
 
     def get_ended(self, chunks: int, health: TransferHealth, seconds: float, now_s: float) -> None:
-        """Learn whether gets are slower while puts are under way."""
+        """Take the time of a get into account: gets may be slower while puts are under way."""
         if health is TransferHealth.GOOD and seconds and chunks:
             self._pressure.get_ended(chunks, seconds, now_s, beside_puts=self.backlog > 0)
 
@@ -155,6 +155,8 @@ class ReuseTracker:
 
     def admit(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Count an offer of each key; return the leading ones that were offered often enough."""
+        if self._threshold < 2:
+            return list(keys)
         offers = self._offers
         admitted: list[OffloadKey] = []
         for position, key in enumerate(keys):

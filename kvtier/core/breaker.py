@@ -12,7 +12,7 @@ from math import inf
 
 from kvtier.core.backoff import Backoff, Chance, even
 from kvtier.core.messages import TransferHealth
-from kvtier.core.states import BREAKER_MOVES, BreakerEvent, BreakerState, forbidden
+from kvtier.core.states import BREAKER_MOVES, BreakerEvent, BreakerState, Stateful
 
 _CLOSED, _HALF_OPEN, _OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN
 _RELAPSE_PAUSES = 4
@@ -37,8 +37,8 @@ class BreakerRules:
     longest_pause_s: float = 60.0
 
 
-class Breaker:
-    """Says whether a tier is given transfers of one verb now.
+class Breaker(Stateful):
+    """Decides whether a tier is given transfers of one verb now.
 
     Attributes:
         state: see ``BreakerState``.
@@ -48,18 +48,8 @@ class Breaker:
         health: what the last transfer that said anything of the tier said.
     """
 
-    __slots__ = (
-        "_backoff",
-        "_closed_s",
-        "_in_a_row",
-        "_recent",
-        "_rules",
-        "_until_s",
-        "health",
-        "overdue",
-        "probe",
-        "state",
-    )
+    MOVES = BREAKER_MOVES
+    state: BreakerState
 
     def __init__(self, rules: BreakerRules | None = None, chance: Chance = even) -> None:
         rules = rules or BreakerRules()
@@ -75,7 +65,7 @@ class Breaker:
         self._recent: deque[bool] = deque(maxlen=rules.window)
 
     def __repr__(self) -> str:
-        return f"<breaker {self.state.name}, {self.overdue} overdue>"
+        return f"a breaker with {self.overdue} overdue"
 
     @property
     def is_closed(self) -> bool:
@@ -91,18 +81,18 @@ class Breaker:
         return "breaker_open"
 
     def begin(self, transfer_id: int) -> None:
-        """Learn that a transfer was begun."""
+        """Note that a transfer was begun."""
         if self.state is _OPEN:
             self.move(BreakerEvent.PROBED)
             self.probe = transfer_id
 
     def late(self, transfer_id: int, now_s: float) -> str | None:
-        """Learn that a transfer has passed its deadline. Returns what ``end`` does."""
+        """Note that a transfer has passed its deadline. Returns what ``end`` does."""
         self.overdue += 1
         return self._judge(transfer_id, TransferHealth.LATE, now_s)
 
     def end(self, transfer_id: int, health: TransferHealth, now_s: float, *, in_time: bool) -> str | None:
-        """Learn that a transfer has ended.
+        """Note that a transfer has ended.
 
         Returns:
             Where that has changed anything: ``"closed"``, or the reason for opening.
@@ -154,10 +144,3 @@ class Breaker:
         self.move(BreakerEvent.TRIPPED)
         self._until_s = now_s + self._backoff.next_s()
         return reason
-
-    def move(self, event: BreakerEvent) -> None:
-        """Change the state as the table says."""
-        try:
-            self.state = BREAKER_MOVES[event][self.state]
-        except KeyError:
-            forbidden(self, self.state, event)

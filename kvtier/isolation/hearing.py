@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
-from kvtier.core import reasons
+from kvtier import reasons
 from kvtier.core.messages import (
     Answer,
     Event,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from kvtier.core.ledger import Notice
+from kvtier.core.shared import Notice
 
 _CHANGES_EVERY_S = 30.0
 

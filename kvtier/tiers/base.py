@@ -52,7 +52,7 @@ class Outcome:
     Attributes:
         statuses: one for each key of the batch, in its order.
         reasons: why chunks did not end OK, counted by a short word such as ``"enospc"`` or
-            ``"checksum"``; it becomes a label of a metric. ``kvtier.core.reasons.TRANSFER`` has the words
+            ``"checksum"``; it becomes a label of a metric. ``kvtier.reasons.TRANSFER`` has the words
             that every tier may use, ``SecondaryTier.reasons`` this tier's own; any other becomes
             ``"error"``. What the tier does not have (ABSENT) needs no reason.
     """

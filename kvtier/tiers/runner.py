@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import anyio
 
-from kvtier.core import reasons
+from kvtier import reasons
 from kvtier.core.backoff import Chance
 from kvtier.core.messages import (
     Answer,
@@ -25,7 +25,6 @@ from kvtier.core.messages import (
     TierUp,
     TransferHealth,
 )
-from kvtier.core.retries import RetryBudget
 from kvtier.errors import TierError
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey
@@ -44,6 +43,7 @@ from kvtier.tiers.base import (
 )
 from kvtier.tiers.drain import in_thread
 from kvtier.tiers.faults import require_fault, words_of
+from kvtier.tiers.retries import RetryBudget
 from kvtier.tiers.seal import Verdict, check, seal
 from kvtier.tiers.supervisor import AnyTier, Epoch, TierSupervisor
 

@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.core import invariants
 from kvtier.core.admission import Limits, TierGate
 from kvtier.core.messages import (
     Answer,
@@ -39,6 +38,7 @@ from kvtier.core.states import BreakerState, ChunkState, Lookup, RequestState
 from kvtier.core.transfers import Pinned, Reservation
 from kvtier.keys import OffloadKey, group_index, pack_key
 from kvtier.telemetry.catalogue import COUNTERS
+from kvtier_testing import invariants
 from kvtier_testing.sim.frugal import FrugalTiering
 from tests.effort import effort
 
@@ -351,7 +351,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.settle(self.now_s)
         for asker in self.askers:
             self._end_round(asker)
-        for tier, gate in enumerate(self.core.ledger.tiers):
+        for tier, gate in enumerate(self.core.shared.tiers):
             begun_s = [job.begun_s for job in self.jobs if job.command.tier == tier]
             assert gate.overdue == sum(when + TIER_DEADLINE_S <= self.now_s for when in begun_s)
         self._take_commands()
@@ -409,10 +409,10 @@ class CoreMachine(RuleBasedStateMachine):
         if pick % 8 == 0:  # seldom: a machine whose tiers are all down shows little
             self.core.on_event(TierDown(pick // 8 % len(self.stored), "test"), self.now_s)
 
-    @precondition(lambda self: any(gate.down for gate in self.core.ledger.tiers))
+    @precondition(lambda self: any(gate.down for gate in self.core.shared.tiers))
     @rule(pick=picks)
     def tier_up(self, pick: int) -> None:
-        down = [tier for tier, gate in enumerate(self.core.ledger.tiers) if gate.down]
+        down = [tier for tier, gate in enumerate(self.core.shared.tiers) if gate.down]
         self.core.on_event(TierUp(_pick(down, pick)), self.now_s)
 
     @precondition(lambda self: self.stored)
@@ -492,7 +492,7 @@ class CoreMachine(RuleBasedStateMachine):
                 self.untold[command.tier].clear()
                 continue
             if isinstance(command, Touch):
-                assert self.core.ledger.tiers[command.tier].works
+                assert self.core.shared.tiers[command.tier].works
                 continue
             self._require_given_work(command)
             job = Job(command, self.now_s, self.epoch, frozenset(self.stored[command.tier]))
@@ -510,7 +510,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def _require_given_work(self, command: Put | Fetch) -> None:
         """A tier that is down gets nothing, one that fails one transfer of a verb at a time."""
-        gate = self.core.ledger.tiers[command.tier]
+        gate = self.core.shared.tiers[command.tier]
         assert gate.down is None
         breaker = gate.of(puts=isinstance(command, Put))
         assert not breaker.overdue
@@ -520,7 +520,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def _require_wanted(self, command: Fetch) -> None:
         """A tier is asked for a request only where that may be served from it."""
-        transfer = self.core.ledger.transfers[command.id]
+        transfer = self.core.shared.transfers[command.id]
         assert transfer.waiters
         assert all(request.tiers is None or command.tier in request.tiers for request in transfer.waiters)
 
@@ -560,9 +560,9 @@ class CoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def puts_leave_slots_to_others(self) -> None:
-        core, tiers = self.core, len(self.core.ledger.tiers)
-        held = {chunk for job in self.core.ledger.transfers.values() if job.is_put for chunk in job.chunks}
-        most = max(1, int(len(core.table.all) * core.ledger.limits.put_backlog))
+        core, tiers = self.core, len(self.core.shared.tiers)
+        held = {chunk for job in self.core.shared.transfers.values() if job.is_put for chunk in job.chunks}
+        most = max(1, int(len(core.table.all) * core.shared.limits.put_backlog))
         assert len(held) <= most + max(0, tiers - 1) * max(1, most // max(1, tiers))
 
     @invariant()
@@ -583,9 +583,9 @@ class CoreMachine(RuleBasedStateMachine):
             else:
                 assert believed.isdisjoint(change.keys), "nothing is announced twice"
                 believed.update(change.keys)
-        for tier, gate in enumerate(self.core.ledger.tiers):
+        for tier, gate in enumerate(self.core.shared.tiers):
             assert self.believed[tier] <= self.stored[tier] | self.untold[tier], "never more than there is"
-            assert len(self.believed[tier]) <= self.core.ledger.limits.max_announced
+            assert len(self.believed[tier]) <= self.core.shared.limits.max_announced
             assert not (gate.down and self.believed[tier])
         visible = self.core.table.visible.items()
         assert self.announced == {key for key, chunk in visible if chunk.state is ChunkState.READY}

@@ -129,7 +129,7 @@ class KVTierManager(OffloadingManager):
         self._flushing: list[_Flushing] = []
         self._chunk_bytes = chunk_bytes
         self._gauges = GaugeReader(core, executor.activity, chunk_bytes)
-        names = [gate.name for gate in core.ledger.tiers]
+        names = [gate.name for gate in core.shared.tiers]
         self._stream = EventStream(names, places, self_describing=self_describing)
         self._closed = False
         self._stopped: str | None = None  # why nothing is copied any more

@@ -14,8 +14,8 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from proxy import Faults, Proxy
 
 from kvtier.config import TieringConfig
-from kvtier.core.reasons import TRANSFER
 from kvtier.errors import ConfigError, TierError
+from kvtier.reasons import TRANSFER
 from kvtier.tiers import registry
 from kvtier.tiers.base import TierConfig
 from kvtier_s3 import S3Config

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvtier.core import invariants
 from kvtier.core.admission import Limits, TierGate
 from kvtier.core.messages import (
     Answer,
@@ -24,6 +23,7 @@ from kvtier.core.requests import Request
 from kvtier.core.states import Lookup
 from kvtier.core.tiering import Tiering
 from kvtier.keys import OffloadKey, pack_key
+from kvtier_testing import invariants
 
 KEYS = [pack_key(f"k{index}".encode()) for index in range(4)]
 OTHERS = [pack_key(f"o{index}".encode()) for index in range(2)]
@@ -126,7 +126,7 @@ def test_it_gets_no_work_any_more_and_says_why_even_when_it_comes_up() -> None:
     assert counts["audit_failed", "near"] == 1
     assert ("put", "near") not in counts
     assert counts["put", "far"] == 2
-    assert core.ledger.tiers[0].is_healthy is False
+    assert core.shared.tiers[0].is_healthy is False
     (notice,) = core.take_notices()
     assert (notice.subject, notice.is_good) == ("tier near", False)
     assert "somewhere" in notice.text

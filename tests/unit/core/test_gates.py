@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.core import invariants
 from kvtier.core.admission import Limits, TierGate
 from kvtier.core.messages import (
     Answer,
@@ -24,6 +23,7 @@ from kvtier.core.requests import Request
 from kvtier.core.states import BreakerState, Lookup
 from kvtier.core.tiering import Tiering
 from kvtier.keys import OffloadKey, pack_key
+from kvtier_testing import invariants
 
 GOOD, BAD, LATE = TransferHealth.GOOD, TransferHealth.BAD, TransferHealth.LATE
 

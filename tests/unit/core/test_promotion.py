@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvtier.core import invariants
 from kvtier.core.admission import Limits, TierGate
 from kvtier.core.messages import (
     Answer,
@@ -25,6 +24,7 @@ from kvtier.core.states import Lookup, RequestState
 from kvtier.core.tiering import Tiering
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey, pack_key
+from kvtier_testing import invariants
 
 HIT, MISS, PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.PENDING, Lookup.RETRY
 LANDED, LOCATED, MISSING = Answer.LANDED, Answer.LOCATED, Answer.MISSING
@@ -550,7 +550,7 @@ def test_deadlines_of_tiers_are_their_own_whatever_the_order() -> None:
     (quick,) = answer(core, slow, [MISSING])
     (slow,) = step(core, Request(), keys("b", 1))
     core.settle(1.0)
-    gates = core.ledger.tiers
+    gates = core.shared.tiers
     assert [gate.overdue for gate in gates] == [0, 1]
     core.settle(10.0)
     assert [gate.overdue for gate in gates] == [1, 1]
@@ -769,7 +769,7 @@ def test_what_a_later_tier_brings_is_put_into_the_earlier_ones() -> None:
     core, request, prompt = make(tiers=3), Request(), keys("a", 2)
     for _ in range(2):
         step(core, request, prompt)
-    first = next(iter(core.ledger.transfers.values()))
+    first = next(iter(core.shared.transfers.values()))
     core.on_event(Fetched(first.id, [LANDED, MISSING]), 0.0)
     (second,) = fetches(core)
     core.on_event(Fetched(second.id, [MISSING]), 0.0)

@@ -32,7 +32,7 @@ REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "read_only": "the credentials may read, but not write",
     }
 )
-"""Words beside ``kvtier.core.reasons.TRANSFER``."""
+"""Words beside ``kvtier.reasons.TRANSFER``."""
 
 TRANSIENT: Final = frozenset({"throttled", "server", "conflict"})
 """Those of them that may be over a moment later."""

@@ -9,7 +9,7 @@ import shutil
 import anyio
 import pytest
 
-from kvtier.core import reasons
+from kvtier import reasons
 from kvtier.tiers.base import Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier.tiers.fs.files.call import FileCall, Flag, Place, Result

@@ -61,7 +61,7 @@ class Bridge:
     @property
     def is_busy(self) -> bool:
         """Whether a tier is at work."""
-        return bool(self.core.ledger.running)
+        return bool(self.core.shared.running)
 
     def slots_ready(self, slots: range) -> None:
         """Slots of the primary tier can be used."""

@@ -11,11 +11,11 @@ from itertools import count
 from typing import Any, NoReturn
 
 from kvtier.core.messages import Answer, Command, Event, Fetch, Fetched, Put, PutEnded
-from kvtier.core.reasons import TRANSFER
 from kvtier.executor import Executor, NamedTier
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.memory.heap import HeapMemory
+from kvtier.reasons import TRANSFER
 from kvtier.tiers.base import Batch, Knowledge, Outcome, SecondaryTier, Status, Usage
 from kvtier.tiers.drain import in_thread
 from kvtier.tiers.seal import Verdict, check, seal
@@ -228,7 +228,7 @@ class TierRig:
         unknown = set(outcome.reasons) - set(TRANSFER) - set(self.tier.reasons)
         expect(
             not unknown,
-            f"a {verb} gave the reasons {sorted(unknown)}, which are neither in kvtier.core.reasons.TRANSFER "
+            f"a {verb} gave the reasons {sorted(unknown)}, which are neither in kvtier.reasons.TRANSFER "
             "nor in the tier's own reasons: they would be counted as 'error'",
         )
 

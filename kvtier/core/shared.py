@@ -11,11 +11,11 @@ from kvtier.core.admission import Limits, TierGate
 from kvtier.core.announcements import Announcements
 from kvtier.core.chunks import Chunk, ChunkTable
 from kvtier.core.messages import Command, Fetched, PutEnded, TransferHealth
-from kvtier.core.reasons import BREAKER_OPENED, POLICY_REPLACED
 from kvtier.core.states import TransferEvent, TransferState
 from kvtier.core.transfers import Transfer
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey
+from kvtier.reasons import BREAKER_OPENED, POLICY_REPLACED
 
 Count = tuple[str, ...]
 """What is counted: the occurrence, then the tier where there is one, then the reason where there is one."""
@@ -36,7 +36,7 @@ class Notice:
     is_good: bool
 
 
-class Ledger:
+class SharedState:
     """The slots, the tiers and the transfers, and the messages that are on their way out."""
 
     def __init__(

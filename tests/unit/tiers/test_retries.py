@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.core.retries import RetryBudget
+from kvtier.tiers.retries import RetryBudget
 
 
 @given(share=st.floats(0, 1), wanted=st.lists(st.booleans(), max_size=300))

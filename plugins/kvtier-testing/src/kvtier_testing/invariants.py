@@ -58,7 +58,7 @@ def _expected_pins(core: Tiering) -> Counter[Chunk]:
         pins.update(reservation.chunks)
     for pinned in core.pinned:
         pins.update(pinned.chunks)
-    for transfer in core.ledger.transfers.values():
+    for transfer in core.shared.transfers.values():
         pins.update(transfer.chunks)
     for request in core.promotions.holders:
         pins.update(list(request.held))
@@ -66,8 +66,8 @@ def _expected_pins(core: Tiering) -> Counter[Chunk]:
 
 
 def _check_gates(core: Tiering) -> None:
-    for index, gate in enumerate(core.ledger.tiers):
-        mine = [transfer for transfer in core.ledger.transfers.values() if transfer.tier == index]
+    for index, gate in enumerate(core.shared.tiers):
+        mine = [transfer for transfer in core.shared.transfers.values() if transfer.tier == index]
         backlog = sum(len(transfer.chunks) for transfer in mine if transfer.is_put)
         _require(gate.backlog == backlog, f"the backlog of {gate.name} is that of its puts")
         for verb, breaker in (("put", gate.puts), ("get", gate.gets)):

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtier.core import invariants
 from kvtier.core.admission import Limits, TierGate
 from kvtier.core.chunks import Chunk
 from kvtier.core.messages import Fetch, PutEnded, SlotsReady
@@ -15,6 +14,7 @@ from kvtier.core.requests import Request
 from kvtier.core.states import BreakerState, ChunkState, RequestState
 from kvtier.core.tiering import Tiering
 from kvtier.keys import pack_key
+from kvtier_testing import invariants
 
 READY, PUT, FETCHED = pack_key(b"ready"), pack_key(b"put"), pack_key(b"fetched")
 
@@ -72,7 +72,7 @@ def _ready_but_hidden(core: Tiering) -> None:
 
 def _filling_for_ever(core: Tiering) -> None:
     chunk_of(core, ChunkState.FILLING).pins = 0
-    for transfer in core.ledger.transfers.values():
+    for transfer in core.shared.transfers.values():
         if not transfer.is_put:
             transfer.chunks.clear()
 
@@ -102,15 +102,15 @@ def _held_for_the_dead(core: Tiering) -> None:
 
 
 def _wrong_backlog(core: Tiering) -> None:
-    core.ledger.tiers[0].backlog += 1
+    core.shared.tiers[0].backlog += 1
 
 
 def _wrong_overdue(core: Tiering) -> None:
-    core.ledger.tiers[0].puts.overdue += 1
+    core.shared.tiers[0].puts.overdue += 1
 
 
 def _lost_probe(core: Tiering) -> None:
-    core.ledger.tiers[0].gets.state = BreakerState.HALF_OPEN
+    core.shared.tiers[0].gets.state = BreakerState.HALF_OPEN
 
 
 @pytest.mark.parametrize(

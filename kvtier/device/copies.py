@@ -11,7 +11,7 @@ from kvtier.device.base import Finished
 logger = logging.getLogger("kvtier.device")
 
 
-class Ledger:
+class CopyTable:
     """A thread-safe list of transfers."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from kvtier.core import reasons
+from kvtier import reasons
 
 
 @pytest.mark.parametrize(
