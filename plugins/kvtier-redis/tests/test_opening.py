@@ -22,7 +22,7 @@ from kvtier.identity import Identity
 from kvtier.tiers import registry
 from kvtier.tiers.base import Status, TierConfig, TierContext
 from kvtier_redis import RedisConfig, RedisTier
-from kvtier_redis.answers import REASONS
+from kvtier_redis._reasons import REASONS
 from kvtier_testing.tiers.rig import TierRig
 
 pytestmark = pytest.mark.anyio
@@ -244,7 +244,7 @@ async def test_what_was_put_after_a_reset_is_removed_when_it_can_be_of_no_use(
     own_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Else what a busy machine does not remove in a moment is left to expire.
-    monkeypatch.setattr("kvtier_redis.tier._LAST_SWEEP_S", 60.0)
+    monkeypatch.setattr("kvtier_redis.tier._CLOSING_CLEANUP_S", 60.0)
     async with opened(own_server) as it:
         await it.put(range(3))
         await it.tier.reset()
