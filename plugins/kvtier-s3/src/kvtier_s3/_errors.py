@@ -69,7 +69,7 @@ class Failure:
         return f"{self.reason} ({self.detail})" if self.detail else self.reason
 
 
-def classify(error: Exception) -> Failure:
+def classify(error: BaseException) -> Failure:
     """Return what an exception of obstore means."""
     text = str(error)
     status, code = _first(_STATUS, text), _first(_CODE, text)
