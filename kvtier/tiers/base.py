@@ -16,12 +16,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from pathlib import Path
 from typing import ClassVar, Generic, Literal, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey
+from kvtier.quantities import Settings
 from kvtier.tiers.seal import TRAILER_BYTES
 
 
@@ -159,11 +161,8 @@ class Batch:
         return len(self.keys) * self.memory.chunk_bytes
 
 
-class TierConfig(BaseModel):
+class TierConfig(Settings):
     """Settings that every tier has. A tier's own model subclasses this one."""
-
-    # Without inputs in errors: a tier's settings may hold secrets.
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     type: str = Field(description="Name of the tier's entry point in the group kvtier.tiers.")
     name: str | None = Field(
@@ -205,6 +204,10 @@ class TierConfig(BaseModel):
         le=1,
         description="Share of puts and gets that may be tried a second time; 0 for none.",
     )
+
+    def own_directories(self) -> Sequence[Path]:
+        """Return the directories that the tier writes into, which no other tier of an engine may share."""
+        return ()
 
 
 def tell_nobody(keys: Sequence[OffloadKey]) -> None:

@@ -27,6 +27,7 @@ from kvtier.tiers.fs.files.index import Index, make_index
 from kvtier.tiers.fs.files.workers import Workers, post
 from kvtier.tiers.fs.maintenance.evict import Evictor, Freed
 from kvtier.tiers.fs.maintenance.recency import Recency
+from kvtier.tiers.fs.maintenance.removal import Removal
 from kvtier.tiers.fs.maintenance.sweep import Sweeper
 from kvtier.tiers.fs.namespace import Epoch, Namespace
 from kvtier.tiers.fs.quota import ledger
@@ -243,7 +244,8 @@ class Maintenance:
         with Root.at(self._namespace.root_fd) as root:
             ours = frozenset({self._namespace.writer})
             freed = self._count_freed()
-            freed(Sweeper(root, self._files, self._closing, ours).sweep())
+            removal = Removal(root.fd, self._files, self._closing)
+            freed(Sweeper(root, removal, ours).sweep())
 
     def _expire(self, ttl_s: float) -> None:
         self.evicted_chunks += self._evictor.expire(ttl_s, self._count_freed()).chunks

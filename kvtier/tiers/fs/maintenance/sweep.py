@@ -6,14 +6,14 @@ it is behind and nobody holds its users' lock.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import suppress
 
 from kvtier.tiers.fs import layout
 from kvtier.tiers.fs.files import ChunkFiles
 from kvtier.tiers.fs.files.call import StopFlag
-from kvtier.tiers.fs.locks import only_user, short_lock
+from kvtier.tiers.fs.locks import short_lock
+from kvtier.tiers.fs.maintenance.removal import Removal
 from kvtier.tiers.fs.root import Namespace, Root
 
 
@@ -49,18 +49,15 @@ class Sweeper:
 
     Args:
         root: the root, open.
-        files: what removes directories.
-        stop: set where it shall end soon.
+        removal: what removes, or counts.
         ours: writers that live in this process: with some network file systems a lock does not tell two
             users in one process apart.
     """
 
-    def __init__(
-        self, root: Root, files: ChunkFiles, stop: StopFlag, ours: frozenset[str] = frozenset()
-    ) -> None:
+    def __init__(self, root: Root, removal: Removal, ours: frozenset[str] = frozenset()) -> None:
         self._root = root
-        self._files = files
-        self._stop = stop
+        self._removal = removal
+        self._stop = removal.stop
         self._ours = ours
 
     def sweep(self) -> int:
@@ -79,13 +76,12 @@ class Sweeper:
             if self._stop:
                 break
             lock = f"{folder}/{writer}.lock"
-            with suppress(OSError), only_user(self._root.fd, lock, create=False) as alone:
+            with suppress(OSError), self._removal.alone(lock, create=False) as alone:
                 if alone:
-                    removed += self._remove(f"{folder}/{writer}")
-                    os.unlink(lock, dir_fd=self._root.fd)
+                    removed += self._removal.tree(f"{folder}/{writer}")
             # The lock is there before the directory and goes after it.
             if f"{writer}.lock" not in names and not self._root.is_file(lock):
-                removed += self._remove(f"{folder}/{writer}")
+                removed += self._removal.tree(f"{folder}/{writer}")
         return removed
 
     def sweep_epochs(self, namespace: Namespace) -> int:
@@ -104,10 +100,9 @@ class Sweeper:
             if self._stop:
                 break
             lock = layout.users_lock(namespace.name, number)
-            with suppress(OSError), only_user(self._root.fd, lock, create=True) as alone:
+            with suppress(OSError), self._removal.alone(lock, create=True) as alone:
                 if alone:
-                    removed += self._remove(layout.data_dir(namespace.name, number))
-                    os.unlink(lock, dir_fd=self._root.fd)
+                    removed += self._removal.tree(layout.data_dir(namespace.name, number))
         return removed
 
     def sweep_orphans(self, is_enough: Callable[[int], bool]) -> int:
@@ -115,7 +110,7 @@ class Sweeper:
         removed = 0
         for namespace in self._root.namespaces():
             if not is_enough(removed) and namespace.is_orphaned:
-                removed += sum(self._remove(found.name) for found in namespace.data_dirs)
+                removed += sum(self._removal.tree(found.name) for found in namespace.data_dirs)
         return removed
 
     def sweep_quarantines(self, is_enough: Callable[[int], bool]) -> int:
@@ -125,15 +120,5 @@ class Sweeper:
             for name in namespace.quarantine():
                 if self._stop or is_enough(removed):
                     return removed
-                path = f"{namespace.name}/quarantine/{name}"
-                with suppress(OSError):
-                    found = os.stat(path, dir_fd=self._root.fd, follow_symlinks=False)
-                    os.unlink(path, dir_fd=self._root.fd)
-                    removed += found.st_blocks * 512
+                removed += self._removal.file(f"{namespace.name}/quarantine/{name}")
         return removed
-
-    def _remove(self, path: str) -> int:
-        try:
-            return self._files.tree_remove(self._root.fd, path, self._stop)
-        except OSError:
-            return 0  # it stays for the next time

@@ -1,4 +1,4 @@
-"""The client without the tier, for ``kvtier bench tier``."""
+"""The reference client of ``kvtier bench tier``: obstore without the tier."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ import obstore
 
 from kvtier.tiers.drain import in_thread
 from kvtier_bench.bare import BareClient
+from kvtier_s3._store import make_store
 from kvtier_s3.config import S3Config
-from kvtier_s3.stores import make_store
 
 
-class BareS3(BareClient[S3Config]):
+class ObstoreClient(BareClient[S3Config]):
     """obstore as its documentation shows it: one task for each object, all of them at once."""
 
     async def open(self) -> None:
-        """Make the client, with the tier's own settings of it."""
+        """Make the store, with the tier's settings. See ``BareClient.open``."""
         self._store = await in_thread(make_store, self.config)
 
     async def put(self, names: Sequence[str], chunks: Sequence[memoryview]) -> None:
-        """Put each chunk as an object."""
-        pairs = zip(names, chunks, strict=True)
-        await asyncio.gather(*(self._put(name, chunk) for name, chunk in pairs))
+        """Put each chunk as an object. See ``BareClient.put``."""
+        await asyncio.gather(
+            *(
+                obstore.put_async(self._store, self._path(name), chunk, use_multipart=False)
+                for name, chunk in zip(names, chunks, strict=True)
+            )
+        )
 
     async def get(self, names: Sequence[str], chunks: Sequence[memoryview]) -> None:
-        """Get each object and copy it to where it is wanted."""
-        pairs = zip(names, chunks, strict=True)
-        await asyncio.gather(*(self._get(name, chunk) for name, chunk in pairs))
+        """Get each object and copy it into its chunk. See ``BareClient.get``."""
+        await asyncio.gather(*(self._get(name, chunk) for name, chunk in zip(names, chunks, strict=True)))
 
     async def discard(self, names: Sequence[str]) -> None:
-        """Delete the objects."""
+        """Delete the objects. See ``BareClient.discard``."""
         await obstore.delete_async(self._store, [self._path(name) for name in names])
-
-    async def _put(self, name: str, chunk: memoryview) -> None:
-        await obstore.put_async(self._store, self._path(name), chunk, use_multipart=False)
 
     async def _get(self, name: str, chunk: memoryview) -> None:
         result = await obstore.get_async(self._store, self._path(name))

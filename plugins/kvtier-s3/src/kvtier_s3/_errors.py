@@ -1,8 +1,7 @@
-"""What went wrong, in words: from what the client raises to a reason, and to what an operator can do.
+"""Exceptions of obstore, classified into reasons.
 
-The client's own messages are never shown. They repeat what the store says, which may name keys, and URLs,
-which may carry a signature. What is taken from them is the HTTP status, the store's error code and the
-kind of the failure.
+The exceptions' own messages are never shown: they repeat what the store says, which may name keys, and URLs,
+which may carry a signature. Used of them are the HTTP status, the store's error code and the kind of failure.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from obstore.exceptions import BaseError
 
 REASONS: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "throttled": "the store asked for fewer requests (503, 429)",
-        "forbidden": "the store refused the credentials, or they may not do that (401, 403)",
-        "clock": "the store refused the request's time: this machine's clock is wrong",
-        "no_bucket": "the bucket is not there any more",
-        "region": "the store sent the request elsewhere: region or endpoint is wrong",
-        "tls": "the store's certificate was not accepted, or it does not speak TLS",
-        "credentials": "no credentials could be had",
+        "throttled": "the store limits the request rate (503, 429)",
+        "forbidden": "the store rejected the credentials, or they lack a permission (401, 403)",
+        "clock": "the store rejected the request's time: this machine's clock is wrong",
+        "no_bucket": "the bucket does not exist",
+        "region": "the store redirected the request: region or endpoint is wrong",
+        "tls": "the store's certificate is not trusted, or it does not speak TLS",
+        "credentials": "no credentials were found",
         "server": "the store failed (5xx)",
-        "request": "the store did not understand the request (4xx)",
-        "conflict": "another request for the same object was under way",
+        "request": "the store rejected the request (4xx)",
+        "conflict": "another request for the same object was in progress",
         "max_bytes": "max_bytes is reached",
-        "counting": "it is not known yet how many bytes the bucket holds",
-        "read_only": "the credentials may read, but not write",
+        "counting": "the bytes in the bucket are not counted yet",
+        "read_only": "the credentials allow reading only",
     }
 )
-"""Words beside ``kvtier.reasons.TRANSFER``."""
+"""Reasons beside ``kvtier.reasons.TRANSFER``."""
 
 TRANSIENT: Final = frozenset({"throttled", "server", "conflict"})
 """Those of them that may be over a moment later."""
@@ -55,38 +54,43 @@ _CONFLICT: Final = frozenset({"ConditionalRequestConflict", "OperationAborted"})
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """Something that went wrong.
+class Failure:
+    """A classified exception.
 
     Attributes:
-        word: the reason that is counted.
-        detail: the status and code that the store answered with, or the kind of failure; no secret.
+        reason: what is counted.
+        detail: the store's status and error code, or the kind of failure; no secret.
     """
 
-    word: str
-    detail: str
+    reason: str
+    detail: str = ""
 
     def __str__(self) -> str:
-        return f"{self.word} ({self.detail})" if self.detail else self.word
+        return f"{self.reason} ({self.detail})" if self.detail else self.reason
 
 
-def fault_of(error: BaseException) -> Fault:
-    """Say what an exception of the client means."""
+def classify(error: Exception) -> Failure:
+    """Return what an exception of obstore means."""
     text = str(error)
     status, code = _first(_STATUS, text), _first(_CODE, text)
     if isinstance(error, TimeoutError):
-        return Fault("timeout", "")
+        return Failure("timeout")
     if status:
-        return Fault(_of_status(int(status), code, text), f"{status} {code}".strip())
+        return Failure(_of_status(int(status), code, text), f"{status} {code}".strip())
     if isinstance(error, FileNotFoundError):
-        return Fault("request", "404")
+        return Failure("request", "404")
     if isinstance(error, BaseError | OSError | ValueError):
         return _of_transport(text)
-    return Fault("error", type(error).__name__)
+    return Failure("error", type(error).__name__)
+
+
+def is_conflict(error: Exception) -> bool:
+    """Return whether an object exists only because another request for it is in progress."""
+    return _first(_CODE, str(error)) in _CONFLICT
 
 
 def _of_status(status: int, code: str, text: str) -> str:
-    words = {
+    reasons = {
         "clock": code in _CLOCK,
         "full": code in _FULL or status == 507,
         "throttled": code in _THROTTLES or status in (429, 503),
@@ -98,31 +102,24 @@ def _of_status(status: int, code: str, text: str) -> str:
         "timeout": status == 408,
         "server": status >= 500,
     }
-    return next((word for word, applies in words.items() if applies), "request")
+    return next((reason for reason, applies in reasons.items() if applies), "request")
 
 
-def _of_transport(text: str) -> Fault:
+def _of_transport(text: str) -> Failure:
     if "incorrectly configured region" in text:
-        return Fault("region", "redirect")
+        return Failure("region", "redirect")
     if _TOKENS.search(text):
-        return Fault("credentials", "")
+        return Failure("credentials")
     if found := _TLS.search(text):
-        return Fault("tls", found[1] or "")
+        return Failure("tls", found[1] or "")
     kind = _first(_KIND, text)
     if kind == "Timeout":
-        return Fault("timeout", "")
+        return Failure("timeout")
     if "dns error" in text:
-        return Fault("connection", "the name is not known")
+        return Failure("connection", "unknown host name")
     if "ConnectionRefused" in text:
-        return Fault("connection", "refused")
-    if kind:
-        return Fault("connection", kind.lower())
-    return Fault("error", "")
-
-
-def is_conflict(error: Exception) -> bool:
-    """Whether an object is said to exist only because another request for it is under way."""
-    return _first(_CODE, str(error)) in _CONFLICT
+        return Failure("connection", "refused")
+    return Failure("connection", kind.lower()) if kind else Failure("error")
 
 
 def _first(pattern: re.Pattern[str], text: str) -> str:

@@ -1,8 +1,8 @@
-"""Redis' protocol on a socket, for bytes that go from slots and into slots without a copy.
+"""The Redis protocol on a socket, without copies between the socket and a slot.
 
-A client library reads a value into a buffer of its own, makes an object of it, and that is copied into the
-slot: three times the bytes. Here the kernel writes into the slot. Everything blocks: the calls are made in
-a thread, and give the interpreter back once a value and not once a packet.
+A client library reads a value into a buffer of its own, makes an object of it and copies that into the slot:
+three times the bytes. Here the kernel reads and writes the slot itself. All calls block: they run in a worker
+thread and release the interpreter lock for a whole value, not for one packet.
 """
 
 from __future__ import annotations
@@ -11,32 +11,31 @@ import socket
 import ssl
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 Buffer = bytes | bytearray | memoryview
 Arg = bytes | int
 
-_MOST_BUFFERS = 1024  # IOV_MAX
+_IOV_MAX = 1024
 _READ_BYTES = 64 * 1024
-_HEADER_BYTES = 16  # no longer than the shortest value's header and value: what is read too much is copied
+_HEADER_BYTES = 16  # no longer than the shortest value with its header: what is read beyond it is copied
 _SCRATCH_BYTES = 1024 * 1024
 
 
 class ProtocolError(ConnectionError):
-    """The other end does not speak as expected: the connection is of no use any more."""
+    """The server sent something that is not the expected reply; the connection must be closed."""
 
 
-class Refused(str):
-    """What a server answered instead of doing what it was told, such as ``OOM command not allowed``."""
+class ErrorReply(str):
+    """An error reply of the server, such as ``OOM command not allowed``."""
 
     __slots__ = ()
 
 
-Reply = bytes | int | None | Refused
+Reply = bytes | int | None | ErrorReply
 
 
 def command(*args: Arg) -> bytes:
-    """Make one command."""
+    """Return one encoded command."""
     parts = [b"*%d\r\n" % len(args)]
     for arg in args:
         text = b"%d" % arg if isinstance(arg, int) else arg
@@ -45,72 +44,38 @@ def command(*args: Arg) -> bytes:
 
 
 def set_command(key: bytes, value: Sequence[Buffer], ttl_s: int) -> list[Buffer]:
-    """Make the command that sets a key to a value of several parts, none of which is copied."""
+    """Return the buffers of a SET with expiry. The parts of ``value`` are not copied."""
     length = sum(len(part) for part in value)
     head = b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, length)
     ttl = b"%d" % ttl_s
     return [head, *value, b"\r\n$2\r\nEX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl)]
 
 
-class Medium(Protocol):
-    """How bytes get through a socket. Returns how many did."""
-
-    def send(self, buffers: list[memoryview]) -> int: ...
-
-    def receive(self, buffers: list[memoryview]) -> int: ...
-
-
-class Plain:
-    """TCP without TLS, or a Unix socket: many buffers in one call, each filled to its end."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-
-    def send(self, buffers: list[memoryview]) -> int:
-        return self._sock.sendmsg(buffers[:_MOST_BUFFERS])
-
-    def receive(self, buffers: list[memoryview]) -> int:
-        return self._sock.recvmsg_into(buffers[:_MOST_BUFFERS], 0, socket.MSG_WAITALL)[0]
-
-
-class Tls:
-    """TLS: one buffer a call; reading gives what one record has."""
-
-    def __init__(self, sock: ssl.SSLSocket) -> None:
-        self._sock = sock
-
-    def send(self, buffers: list[memoryview]) -> int:
-        return self._sock.send(buffers[0])
-
-    def receive(self, buffers: list[memoryview]) -> int:
-        return self._sock.recv_into(buffers[0])
-
-
-class Wire:
-    """One connection. Its calls block, and are made by one thread at a time; ``cut`` by any.
+class RespSocket:
+    """A connected socket that speaks RESP 2. One thread uses it at a time; any thread may call ``cut``.
 
     Args:
-        sock: connected, logged in, and without an answer that was not read.
+        sock: connected and logged in, without an unread reply.
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        sock.settimeout(None)  # blocking for the kernel, too: only then is a buffer filled in one call
+        sock.settimeout(None)  # blocking for the kernel, too: only then does one call fill a buffer
         self._sock = sock
-        self._medium: Medium = Tls(sock) if isinstance(sock, ssl.SSLSocket) else Plain(sock)
+        self._is_tls = isinstance(sock, ssl.SSLSocket)
         self._inbox = bytearray()
 
     def cut(self) -> None:
-        """End every call that is under way: each raises ConnectionError soon."""
+        """Shut the socket down: every blocked call raises ConnectionError soon."""
         with suppress(OSError):  # not connected any more
-            # Of the socket itself: TLS would take its state away from under the other thread.
+            # On the plain socket: SSLSocket.shutdown would free the state that the other thread is using.
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def is_idle(self) -> bool:
-        """Say whether the other end has neither hung up nor said anything unasked. Does not block."""
+        """Return whether the connection is open and nothing was received. Does not block."""
         if self._inbox:
             return False
         try:
-            # Underneath TLS, too: what is there, if only the notice of its end, was not asked for.
+            # Below TLS, too: any byte means an alert or an unexpected reply.
             socket.socket.recv(self._sock, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
@@ -119,13 +84,14 @@ class Wire:
         return False
 
     def send(self, buffers: Iterable[Buffer]) -> None:
-        """Send everything."""
+        """Send all buffers."""
         left = [memoryview(buffer) for buffer in buffers]
         while left:
-            left = _after(left, self._medium.send(left))
+            sent = self._sock.send(left[0]) if self._is_tls else self._sock.sendmsg(left[:_IOV_MAX])
+            left = _after(left, sent)
 
     def reply(self, read_bytes: int = _READ_BYTES) -> Reply:
-        """Read one answer that is short."""
+        """Read one short reply."""
         line = self._line(read_bytes)
         kind, rest = line[:1], line[1:]
         if kind == b"+":
@@ -133,23 +99,23 @@ class Wire:
         if kind == b":":
             return int(rest)
         if kind == b"-":
-            return Refused(rest.decode(errors="replace"))
+            return ErrorReply(rest.decode(errors="replace"))
         if kind == b"$":
             return self._bulk(int(rest))
-        raise ProtocolError(f"an answer begins with {line[:16]!r}")
+        raise ProtocolError(f"not a Redis reply: {line[:16]!r}")
 
     def value_into(self, buffers: Sequence[memoryview]) -> Reply | bool:
-        """Read an answer that is a value into buffers which it should fill exactly.
+        """Read a value into ``buffers``, which it must fill exactly.
 
         Returns:
-            True where it did, False where the value has another length and was left out, None where there
-            is no value, or the server's refusal.
+            True if it did; False if the value has another length and was skipped; None if the key does not
+            exist; otherwise the error reply.
         """
         line = self._line(_HEADER_BYTES)
         if line[:1] == b"-":
-            return Refused(line[1:].decode(errors="replace"))
+            return ErrorReply(line[1:].decode(errors="replace"))
         if line[:1] != b"$":
-            raise ProtocolError(f"in place of a value there is {line[:16]!r}")
+            raise ProtocolError(f"not a Redis value: {line[:16]!r}")
         length = int(line[1:])
         if length < 0:
             return None
@@ -171,7 +137,7 @@ class Wire:
         while (end := self._inbox.find(b"\r\n")) < 0:
             data = self._sock.recv(read_bytes)
             if not data:
-                raise ConnectionResetError("the server has closed the connection")
+                raise ConnectionResetError("the server closed the connection")
             self._inbox += data
         line = bytes(self._inbox[:end])
         del self._inbox[: end + 2]
@@ -185,10 +151,15 @@ class Wire:
             del self._inbox[:taken]
             left = _after(left, taken)
         while left:
-            count = self._medium.receive(left)
-            if not count:
-                raise ConnectionResetError("the server has closed the connection")
-            left = _after(left, count)
+            received = self._receive(left)
+            if not received:
+                raise ConnectionResetError("the server closed the connection")
+            left = _after(left, received)
+
+    def _receive(self, buffers: list[memoryview]) -> int:
+        if self._is_tls:  # at most one record
+            return self._sock.recv_into(buffers[0])
+        return self._sock.recvmsg_into(buffers[:_IOV_MAX], 0, socket.MSG_WAITALL)[0]
 
     def _skip(self, length: int) -> None:
         scratch = memoryview(bytearray(min(length, _SCRATCH_BYTES)))
@@ -199,7 +170,7 @@ class Wire:
 
 
 def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """Return what is left of buffers when their first ``count`` bytes are done."""
+    """Return what remains of ``buffers`` after their first ``count`` bytes."""
     for index, buffer in enumerate(buffers):
         if count < len(buffer):
             return [buffer[count:], *buffers[index + 1 :]]

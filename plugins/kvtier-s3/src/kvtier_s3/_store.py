@@ -1,17 +1,17 @@
-"""From the settings to the client's store, and to words about them for whoever has to mend them."""
+"""obstore's store, made from the settings, and the settings named in error messages."""
 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from obstore.store import AzureStore, GCSStore, S3Store
 from pydantic import SecretStr
 
 from kvtier.errors import TierError
+from kvtier_s3._errors import Failure
 from kvtier_s3.config import S3Config
-from kvtier_s3.faults import Fault
 
 if TYPE_CHECKING:
     from obstore.store import AzureConfig, ClientConfig, GCSConfig, RetryConfig, S3CredentialProvider
@@ -19,39 +19,34 @@ if TYPE_CHECKING:
 
 Store = S3Store | GCSStore | AzureStore
 
-_NO_RETRIES: Final[RetryConfig] = {"max_retries": 0, "retry_timeout": timedelta(0)}  # they are kvtier's
+_NO_RETRIES: Final[RetryConfig] = {"max_retries": 0, "retry_timeout": timedelta(0)}  # kvtier retries
 _IDLE_S: Final = 60.0
 
 
 def make_store(config: S3Config) -> Store:
-    """Make the client's store. Reads files, so it belongs into a thread.
+    """Return the store. Blocks: it reads files.
 
     Raises:
-        TierError: a file cannot be read, boto3 is missing, or the client refuses a setting.
+        TierError: a file cannot be read, boto3 is missing, or obstore rejects a setting.
     """
     try:
-        client = _client(config)
+        common: dict[str, Any] = {"client_options": _client(config), "retry_config": _NO_RETRIES}
         if config.provider == "s3":
-            return S3Store(
-                config.bucket,
-                config=_s3(config),
-                client_options=client,
-                retry_config=_NO_RETRIES,
-                credential_provider=_profile(config),
-            )
+            credentials = _profile(config)
+            return S3Store(config.bucket, config=_s3(config), credential_provider=credentials, **common)
         if config.provider == "gcs":
-            return GCSStore(
-                config.bucket, config=_gcs(config), client_options=client, retry_config=_NO_RETRIES
-            )
-        return AzureStore(
-            config.bucket, config=_azure(config), client_options=client, retry_config=_NO_RETRIES
-        )
+            return GCSStore(config.bucket, config=_gcs(config), **common)
+        return AzureStore(config.bucket, config=_azure(config), **common)
     except TierError:
         raise
     except Exception as error:
-        # Without its text and without its cause: they may show what was given as a key.
-        refusal = type(error).__name__
-    raise TierError(f"the client refuses the settings ({refusal}): {_suspects(config)}")
+        # Neither its text nor its cause are shown: they may contain what was given as a key.
+        kind = type(error).__name__
+    suspects = ("ca_file", "endpoint", "service_account_file", *_secret_names(config))
+    given = ", ".join(name for name in suspects if getattr(config, name) is not None)
+    raise TierError(
+        f"obstore rejects the settings ({kind}): check {given or 'the environment variables of the provider'}"
+    )
 
 
 def _client(config: S3Config) -> ClientConfig:
@@ -72,8 +67,8 @@ def _client(config: S3Config) -> ClientConfig:
 
 
 def _s3(config: S3Config) -> ClientS3Config:
-    # What a put sends is signed with its digest. A store then refuses bytes that changed on their way:
-    # those of a slot that was given away, should the client ever read it after it gave up.
+    # A put is signed with the digest of its bytes: the store rejects it if they changed on the way, as when
+    # obstore still reads a slot that was reused.
     settings: ClientS3Config = {
         "unsigned_payload": False,
         "virtual_hosted_style_request": config.addressing == "virtual",
@@ -81,19 +76,18 @@ def _s3(config: S3Config) -> ClientS3Config:
     }
     if config.endpoint is not None:
         settings["endpoint"] = _endpoint(config, config.endpoint)
-        settings["aws_endpoint_url_s3"] = settings["endpoint"]  # or AWS_ENDPOINT_URL_S3 would go before it
+        settings["aws_endpoint_url_s3"] = settings["endpoint"]  # else AWS_ENDPOINT_URL_S3 takes precedence
     if config.region is not None:
         settings["region"] = config.region
-    if config.access_key_id is not None and config.secret_access_key is not None:
-        settings["access_key_id"] = config.access_key_id.get_secret_value()
-        settings["secret_access_key"] = config.secret_access_key.get_secret_value()
-    if config.session_token is not None:
-        settings["session_token"] = config.session_token.get_secret_value()
+    for name in ("access_key_id", "secret_access_key", "session_token"):
+        secret: SecretStr | None = getattr(config, name)
+        if secret is not None:
+            settings[name] = secret.get_secret_value()
     return settings
 
 
 def _endpoint(config: S3Config, endpoint: str) -> str:
-    """The client wants the bucket in the host's name where it is to be addressed there."""
+    """Return the endpoint, with the bucket in the host name for virtual addressing."""
     parts = urlsplit(endpoint)
     if config.addressing == "path" or parts.netloc.startswith(f"{config.bucket}."):
         return endpoint
@@ -110,9 +104,9 @@ def _profile(config: S3Config) -> S3CredentialProvider | None:
         raise TierError("profile needs boto3: pip install kvtier-s3[profiles]") from error
     try:
         return Boto3CredentialProvider(boto3.Session(profile_name=config.profile))
-    except Exception as error:  # boto3 has many, and a provider of a profile may raise anything
+    except Exception as error:  # of boto3, or anything that a credential process raises
         raise TierError(
-            f"profile {config.profile!r} has no credentials that can be used ({type(error).__name__}): see "
+            f"profile {config.profile!r} has no usable credentials ({type(error).__name__}): see "
             "`aws configure list`"
         ) from error
 
@@ -123,7 +117,7 @@ def _gcs(config: S3Config) -> GCSConfig:
         settings["base_url"] = config.endpoint
     if config.service_account_file is not None:
         if not config.service_account_file.is_file():
-            raise TierError(f"service_account_file {config.service_account_file} is not there")
+            raise TierError(f"service_account_file {config.service_account_file} does not exist")
         settings["service_account"] = str(config.service_account_file)
     return settings
 
@@ -141,40 +135,37 @@ def _azure(config: S3Config) -> AzureConfig:
     return settings
 
 
-def where(config: S3Config) -> str:
-    """Name the place that the settings lead to."""
+def describe(config: S3Config) -> str:
+    """Return the bucket and the endpoint, for messages."""
     at = f" at {config.endpoint}" if config.endpoint else ""
     return f"{config.provider} bucket {config.bucket}{at}"
 
 
-def remedy(config: S3Config, fault: Fault) -> str:
-    """Say which setting to look at, and what to do."""
-    own = f"endpoint is {config.endpoint or 'not set, so it is the provider itself'}"
+def remedy(config: S3Config, failure: Failure) -> str:
+    """Return which setting to look at after a failure, and what to do."""
+    endpoint = f"endpoint is {config.endpoint or 'not set, so it is the provider itself'}"
     return {
-        "forbidden": f"{_credentials(config)}, and that they may list, read and write below prefix "
+        "forbidden": f"{_credentials(config)}, and that they allow to list, read and write below prefix "
         f"{config.prefix!r}",
         "clock": "set this machine's clock (NTP): requests are signed with the time",
-        "no_bucket": f"make the bucket, or correct bucket ({config.bucket}) or endpoint",
+        "no_bucket": f"create the bucket, or correct bucket ({config.bucket}) or endpoint",
         "region": f"correct region ({config.region or 'not set'}) or endpoint",
-        "tls": f"{own}; give the store's authority in ca_file, or correct https:// in endpoint",
-        "credentials": f"no credentials were found: give {_credential_names(config)}",
-        "timeout": f"{own}; see that it can be reached from here, or raise connect_timeout_s "
+        "tls": f"{endpoint}; set ca_file to the store's authority, or correct https:// in endpoint",
+        "credentials": f"set {_credential_names(config)}",
+        "timeout": f"{endpoint}; check that it can be reached from here, or raise connect_timeout_s "
         f"({config.connect_timeout_s:g}) or timeout_s ({config.timeout_s:g})",
-        "connection": f"{own}; see that it is right and can be reached from here",
+        "connection": f"{endpoint}; check that it is correct and can be reached from here",
         "throttled": "the store is overloaded or limits this account: try again later",
         "server": "see the store's own log",
-    }.get(fault.word, f"{own}; see that it is a store of provider {config.provider}")
+    }.get(failure.reason, f"{endpoint}; check that it is a store of provider {config.provider}")
 
 
 def _credentials(config: S3Config) -> str:
-    given = [
-        name
-        for name in ("access_key_id", "profile", "service_account_file", "account_key", "sas_token")
-        if getattr(config, name) is not None
-    ]
+    names = ("access_key_id", "profile", "service_account_file", "account_key", "sas_token")
+    given = [name for name in names if getattr(config, name) is not None]
     if given:
         return f"check {' and '.join(given)}"
-    return f"check the credentials of the environment, or give {_credential_names(config)}"
+    return f"check the credentials of the environment, or set {_credential_names(config)}"
 
 
 def _credential_names(config: S3Config) -> str:
@@ -183,12 +174,6 @@ def _credential_names(config: S3Config) -> str:
         "gcs": "service_account_file (or GOOGLE_APPLICATION_CREDENTIALS)",
         "azure": "account_key or sas_token (or AZURE_STORAGE_ACCOUNT_KEY)",
     }[config.provider]
-
-
-def _suspects(config: S3Config) -> str:
-    names = ("ca_file", "endpoint", "service_account_file", *_secret_names(config))
-    given = [name for name in names if getattr(config, name) is not None]
-    return f"check {', '.join(given)}" if given else "check the environment variables of the provider"
 
 
 def _secret_names(config: S3Config) -> list[str]:

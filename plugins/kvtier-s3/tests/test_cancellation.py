@@ -1,4 +1,4 @@
-"""Calls that are cancelled while the server is slow: what may still act on slots or objects is waited for."""
+"""Calls cancelled while the server is slow: what may still touch slots or objects is awaited."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNLISTED: dict[str, Any] = {"index_keys": 0, "timeout_s": 60.0}
 async def cancelled(
     proxy: Proxy, call: Coroutine[Any, Any, object], methods: tuple[str, ...], held: int
 ) -> AsyncIterator[asyncio.Future[object]]:
-    """Cancel a call when so many of its requests are held back. At the end they are passed on."""
+    """Cancel a call when so many of its requests are held back; release them at the end."""
     with proxy.faulty(Faults(delay_s=UNTIL_RELEASED_S, methods=methods)):
         task = asyncio.ensure_future(call)
         await wait_until(lambda: proxy.held() == held)
@@ -37,14 +37,14 @@ async def cancelled(
     assert task.cancelled()
 
 
-async def test_a_put_holds_its_slots_until_the_client_has_done_with_them(place: Place, proxy: Proxy) -> None:
+async def test_a_put_holds_its_slots_until_its_requests_end(place: Place, proxy: Proxy) -> None:
     async with place.opened(**UNLISTED) as it:
         async with cancelled(proxy, it.tier.put(it.filled(range(3))[0]), ("PUT",), held=3) as put:
             assert not put.done()
         assert await it.get(range(3)) == [Status.OK] * 3
 
 
-async def test_chunks_whose_put_had_not_begun_are_not_put(place: Place, proxy: Proxy) -> None:
+async def test_requests_of_a_put_that_were_not_sent_are_dropped(place: Place, proxy: Proxy) -> None:
     async with place.opened(max_requests=2, **UNLISTED) as it:
         async with cancelled(proxy, it.tier.put(it.filled(range(20))[0]), ("PUT",), held=2) as put:
             assert not put.done()
@@ -58,9 +58,9 @@ async def test_a_get_ends_at_once_and_writes_nothing_more(place: Place, proxy: P
         async with cancelled(proxy, it.tier.get(batch), ("GET",), held=3) as get:
             await asyncio.wait((get,), timeout=PATIENCE_S)
             assert get.done()
-            slots.move_in()
+            slots.reuse()
         await asyncio.sleep(SETTLE_S)
-        slots.check_next_owner("a get that was cancelled")
+        slots.check_reused("a cancelled get")
 
 
 async def test_a_discard_does_not_delete_what_is_put_after_it(place: Place, proxy: Proxy) -> None:
@@ -73,7 +73,7 @@ async def test_a_discard_does_not_delete_what_is_put_after_it(place: Place, prox
         assert await it.get(range(3)) == [Status.OK] * 3
 
 
-async def test_a_reset_that_is_cancelled_is_a_reset(place: Place, proxy: Proxy) -> None:
+async def test_a_cancelled_reset_is_a_reset(place: Place, proxy: Proxy) -> None:
     async with place.opened(**UNLISTED) as it:
         await it.put(range(3))
         async with cancelled(proxy, it.tier.reset(), ("PUT",), held=1) as reset:
