@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
+from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -123,11 +124,11 @@ class Server:
             self._process = None
 
     @contextmanager
-    def stopped(self, seconds: float = 3600.0) -> Iterator[None]:
+    def stopped(self, seconds: float = inf) -> Iterator[None]:
         """Stop the process, as on a machine that hangs, until the context is left or the time is over."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
-        timer = threading.Timer(seconds, self._process.send_signal, (signal.SIGCONT,))
+        timer = threading.Timer(min(seconds, 3600.0), self._process.send_signal, (signal.SIGCONT,))
         timer.start()
         try:
             yield

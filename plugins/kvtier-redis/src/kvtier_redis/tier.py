@@ -117,11 +117,11 @@ class RedisTier(SecondaryTier[RedisConfig]):
 
     async def aclose(self) -> None:
         """Disconnect. Removes what was put after a reset as far as a short time allows; the rest expires."""
-        if self._maintenance is not None:
-            self._maintenance.cancel()
-            await asyncio.wait((self._maintenance,))
-        self._leave_epoch()
         try:
+            if self._maintenance is not None:
+                self._maintenance.cancel()
+                await asyncio.wait((self._maintenance,))
+            self._leave_epoch()
             if self._control is not None and self._abandoned:
                 with anyio.move_on_after(_CLOSING_CLEANUP_S):
                     await self._remove_abandoned(self._control, _CLOSING_CLEANUP_S)
@@ -129,9 +129,11 @@ class RedisTier(SecondaryTier[RedisConfig]):
             for server in self._servers.values():
                 server.close()
             self._servers.clear()
-            await self._threads.close(_THREADS_CLOSE_S)
-            if self._control is not None:
-                self._control.close()
+            try:
+                await self._threads.close(_THREADS_CLOSE_S)
+            finally:
+                if self._control is not None:
+                    self._control.close()
 
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         """Return which keys exist. See ``SecondaryTier.contains``."""
