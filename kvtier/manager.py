@@ -224,7 +224,7 @@ class TieringManager:
     # --- what engines call -----------------------------------------------------------------------
 
     async def lookup(self, keys: Sequence[OffloadKey]) -> int:
-        """Say how many of the leading ``keys`` a load would find.
+        """Return how many of the leading ``keys`` a load would find.
 
         What other tiers have is brought to the primary tier on the way, as far as the promotion
         budget goes. Ends by the request deadline, with what has arrived by then.

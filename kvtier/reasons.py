@@ -87,7 +87,7 @@ TRANSIENT = frozenset({"timeout", "connection"})
 
 
 def word_for(error: BaseException) -> str:
-    """Say an exception in one of the words of ``TRANSFER``."""
+    """Return the word of ``TRANSFER`` that an exception is counted as."""
     if isinstance(error, TimeoutError):
         return "timeout"
     return "connection" if isinstance(error, ConnectionError) else UNKNOWN

@@ -37,7 +37,7 @@ class Notice:
 
 
 class SharedState:
-    """The slots, the tiers and the transfers, and the messages that are on their way out."""
+    """The slots, tiers and transfers that all parts of the core work on, and its output until it is taken."""
 
     def __init__(
         self, table: ChunkTable, tiers: Sequence[TierGate], limits: Limits, *, track_changes: bool
@@ -71,7 +71,7 @@ class SharedState:
         return transfer
 
     def end(self, event: PutEnded | Fetched, now_s: float) -> tuple[Transfer, bool]:
-        """Strike a transfer that has ended; say too whether it was in time."""
+        """Remove a transfer that has ended; return it, and whether it ended in time."""
         transfer = self.transfers.pop(event.id, None)
         if transfer is None:
             raise StateError(f"transfer {event.id} has ended already or never began")

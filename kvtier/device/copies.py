@@ -12,7 +12,7 @@ logger = logging.getLogger("kvtier.device")
 
 
 class CopyTable:
-    """A thread-safe list of transfers."""
+    """The copies in flight and those that have ended; thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

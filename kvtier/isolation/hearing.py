@@ -49,7 +49,7 @@ class Hearing:
         self._words = [frozenset(reasons.TRANSFER).union(named.tier.reasons) for named in tiers]
 
     def take(self, frame: bytes, link: Link, *, last: bool = False) -> bool:
-        """Take in a frame; say whether it answers a question whether the loop runs.
+        """Take in a frame; return whether it answers a ``Ping``: the loop runs.
 
         Args:
             frame: what ``link`` has said.

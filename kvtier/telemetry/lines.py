@@ -22,7 +22,7 @@ class Seldom:
         self._last: dict[str, tuple[float, int]] = {}
 
     def lets(self, subject: str, now_s: float) -> str | None:
-        """Say what to add to a line about ``subject``, or None where it is not to be written.
+        """Return what to add to a line about ``subject``, or None where it is not to be written.
 
         Args:
             subject: one of few.

@@ -179,14 +179,16 @@ class KVTierManager(OffloadingManager):
         """See vLLM. Can come after the request's end."""
         pinned = self._loads.pop(req_context.req_id, None)
         if pinned is None:
-            logger.error("request %s has no load of %d chunks to end", req_context.req_id, len(keys))
+            logger.error(
+                "complete_load(%s): no load of %d chunks is in flight", req_context.req_id, len(keys)
+            )
             return
         failed = req_context.req_id in self._failed_loads
         self._failed_loads.discard(req_context.req_id)
         self._driver.end_load(pinned, self._requests.get(req_context.req_id), failed=failed)
 
     def fail_loads(self, req_ids: Iterable[str]) -> None:
-        """Learn that the loads of these requests, about to be completed, did not bring their bytes.
+        """Note that the loads of these requests, about to be completed, did not bring their bytes.
 
         ``KVTierConnector`` says so. The requests are computed by the engine and not loaded again.
         """
@@ -223,7 +225,9 @@ class KVTierManager(OffloadingManager):
         stores = self._stores
         reservation = next((stores.pop(key) for key in keys if key in stores), None)
         if reservation is None:
-            logger.error("request %s has no store of these %d chunks to end", req_context.req_id, len(keys))
+            logger.error(
+                "complete_store(%s): no store of %d chunks is in flight", req_context.req_id, len(keys)
+            )
             return
         self._driver.inspect(reservation)
         if self._workers is not None and self._workers.failed_to_store(reservation.slots):
