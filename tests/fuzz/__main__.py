@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
 import atheris
@@ -9,6 +10,7 @@ import atheris
 with atheris.instrument_imports(include=["kvtier"]):
     from tests.fuzz.parsers import PARSERS
 
+logging.disable()  # each input that is refused is told
 name = sys.argv.pop(1)
 atheris.Setup(sys.argv, PARSERS[name])
 atheris.Fuzz()

@@ -209,11 +209,7 @@ PARSERS: Mapping[str, Callable[[bytes], None]] = {
 
 @functools.cache
 def _scratch_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder in memory where there is such a file system: what is tried here is no disk."""
-    shm = "/dev/shm"
-    return tempfile.TemporaryDirectory(
-        prefix="kvtier-fuzz-", dir=shm if os.access(shm, os.W_OK) else None, ignore_cleanup_errors=True
-    )
+    return tempfile.TemporaryDirectory(prefix="kvtier-fuzz-", ignore_cleanup_errors=True)
 
 
 def _scratch() -> Path:
