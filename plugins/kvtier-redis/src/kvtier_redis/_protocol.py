@@ -7,6 +7,7 @@ thread and release the interpreter lock for a whole value, not for one packet.
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,9 @@ Arg = bytes | int
 _IOV_MAX = 1024
 _READ_BYTES = 64 * 1024
 _HEADER_BYTES = 16  # no longer than the shortest value with its header: what is read beyond it is copied
+_MAX_LINE_BYTES = 2 * _READ_BYTES
+_MAX_REPLY_BYTES = 64 * 1024 * 1024  # of what is no chunk: answers to SCAN and INFO are shorter
+_NUMBER = re.compile(rb"[+-]?[0-9]{1,19}")
 _SCRATCH_BYTES = 1024 * 1024
 
 
@@ -97,11 +101,11 @@ class RespSocket:
         if kind == b"+":
             return rest
         if kind == b":":
-            return int(rest)
+            return _number(rest)
         if kind == b"-":
             return ErrorReply(rest.decode(errors="replace"))
         if kind == b"$":
-            return self._bulk(int(rest))
+            return self._bulk(_number(rest))
         raise ProtocolError(f"not a Redis reply: {line[:16]!r}")
 
     def value_into(self, buffers: Sequence[memoryview]) -> Reply | bool:
@@ -116,22 +120,26 @@ class RespSocket:
             return ErrorReply(line[1:].decode(errors="replace"))
         if line[:1] != b"$":
             raise ProtocolError(f"not a Redis value: {line[:16]!r}")
-        length = int(line[1:])
+        length = _number(line[1:])
         if length < 0:
             return None
         fits = length == sum(len(buffer) for buffer in buffers)
-        if fits:
-            self._fill([*buffers, memoryview(bytearray(2))])
-        else:
-            self._skip(length + 2)
+        end = bytearray(2)
+        if not fits:
+            self._skip(length)
+        self._fill([*(buffers if fits else ()), memoryview(end)])
+        _require_end(end)
         return fits
 
     def _bulk(self, length: int) -> bytes | None:
         if length < 0:
             return None
-        value = bytearray(length + 2)
-        self._fill([memoryview(value)])
-        return bytes(value[:-2])
+        if length > _MAX_REPLY_BYTES:
+            raise ProtocolError(f"a reply has {length} bytes; {_MAX_REPLY_BYTES} are possible")
+        value, end = bytearray(length), bytearray(2)
+        self._fill([memoryview(value), memoryview(end)])
+        _require_end(end)
+        return bytes(value)
 
     def _line(self, read_bytes: int) -> bytes:
         while (end := self._inbox.find(b"\r\n")) < 0:
@@ -139,6 +147,8 @@ class RespSocket:
             if not data:
                 raise ConnectionResetError("the server closed the connection")
             self._inbox += data
+            if len(self._inbox) > _MAX_LINE_BYTES and b"\r\n" not in self._inbox:
+                raise ProtocolError(f"no line ends within {len(self._inbox)} bytes")
         line = bytes(self._inbox[:end])
         del self._inbox[: end + 2]
         return line
@@ -167,6 +177,18 @@ class RespSocket:
             part = scratch[: min(length, len(scratch))]
             self._fill([part])
             length -= len(part)
+
+
+def _number(text: bytes) -> int:
+    """Return a number, which has no more than 64 bits."""
+    if not _NUMBER.fullmatch(text):
+        raise ProtocolError(f"not a number: {text[:16]!r}")
+    return int(text)
+
+
+def _require_end(end: bytearray) -> None:
+    if end != b"\r\n":
+        raise ProtocolError(f"a value ends with {bytes(end)!r}")
 
 
 def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
