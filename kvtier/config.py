@@ -5,13 +5,12 @@ The names are those that vLLM's users know from ``kv_connector_extra_config``, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import (
-    BaseModel,
-    ByteSize,
-    ConfigDict,
     Field,
     SerializeAsAny,
     StrictBool,
@@ -21,7 +20,8 @@ from pydantic import (
 
 from kvtier import plugins, validation
 from kvtier.core.tiering import PRIMARY
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KVTierError
+from kvtier.quantities import Settings, Size
 from kvtier.tiers import registry
 from kvtier.tiers.base import TierConfig
 
@@ -40,17 +40,14 @@ _OTHER_SPECS = {
 }
 
 
-class TieringConfig(BaseModel):
+class TieringConfig(Settings):
     """Settings of the primary tier, of the secondary tiers and of what goes on between them.
 
     Built by ``from_mapping`` or ``from_extra_config``, what is wrong is told in one ConfigError. The
     constructor raises pydantic's ValidationError, as every model does.
     """
 
-    # Without inputs in messages: a tier's settings may hold secrets.
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
-
-    cpu_bytes_to_use: Annotated[ByteSize, Field(gt=0)] = Field(
+    cpu_bytes_to_use: Annotated[Size, Field(gt=0)] = Field(
         description="Size of the primary tier in host memory, over all workers: bytes, or text like `8GiB`."
     )
     block_size: int | None = Field(
@@ -118,7 +115,7 @@ class TieringConfig(BaseModel):
         "else; `thread`, in the engine's; `auto`, in a process where one can be started (with "
         "`TieringManager` in a thread).",
     )
-    isolation_memory_limit: Annotated[ByteSize, Field(ge=_LEAST_MEMORY)] | None = Field(
+    isolation_memory_limit: Annotated[Size, Field(ge=_LEAST_MEMORY)] | None = Field(
         default=None,
         description="Memory of its own that the process of the tiers may have, 256MiB at least; "
         "`cpu_bytes_to_use` does not count. What goes beyond fails. Default: no limit.",
@@ -132,7 +129,6 @@ class TieringConfig(BaseModel):
     )
 
     @field_validator(
-        "cpu_bytes_to_use",
         "block_size",
         "blocks_per_chunk",
         "store_threshold",
@@ -141,7 +137,6 @@ class TieringConfig(BaseModel):
         "request_deadline_s",
         "copy_deadline_s",
         "audit_rate",
-        "isolation_memory_limit",
         "drain_on_shutdown_s",
         mode="before",
     )
@@ -156,7 +151,15 @@ class TieringConfig(BaseModel):
     def _load_tiers(cls, value: object) -> object:
         if not isinstance(value, list | tuple):
             raise ValueError("a list of tiers is needed, which may be empty")
-        return tuple(_tier(item, f"secondary_tiers[{index}]") for index, item in enumerate(value))
+        tiers, problems = [], []
+        for index, item in enumerate(value):
+            try:
+                tiers.append(_tier(item, f"secondary_tiers[{index}]"))
+            except KVTierError as error:
+                problems.append(str(error))
+        if problems:  # all of them, and beside them what is wrong elsewhere
+            raise validation.explained(problems)
+        return tuple(tiers)
 
     @field_validator("eviction_policy")
     @classmethod
@@ -173,11 +176,27 @@ class TieringConfig(BaseModel):
         given = [tier.name for tier in self.secondary_tiers if tier.name is not None]
         if twice := sorted({name for name in given if given.count(name) > 1}):
             raise ValueError(f"secondary_tiers: two tiers have the name {', '.join(twice)}")
+        if problem := self.shared_directory():
+            raise ValueError(f"secondary_tiers: {problem}: give each a directory of its own")
         if PRIMARY in self.tier_names:
             raise ValueError(
                 f"secondary_tiers: {PRIMARY!r} is the name of the primary tier: give that tier another"
             )
         return self
+
+    def shared_directory(self, normal: Callable[[Path], str] = os.path.normpath) -> str:
+        """Return which tiers would write into one directory, in words; "" where none would.
+
+        Args:
+            normal: spells a path in the one way in which it is compared. The default asks no file system,
+                which may hang.
+        """
+        owners = [
+            (normal(path), f"{name} ({path})")
+            for name, tier in zip(self.tier_names, self.secondary_tiers, strict=True)
+            for path in tier.own_directories()
+        ]
+        return validation.nesting(owners)
 
     @property
     def tier_names(self) -> tuple[str, ...]:
@@ -198,8 +217,8 @@ class TieringConfig(BaseModel):
         """Validate what a user wrote.
 
         Raises:
-            ConfigError: a setting is unknown, missing or wrong; the message names it.
-            TierError: a tier's plug-in cannot be used.
+            ConfigError: settings are unknown, missing or wrong, or a tier's plug-in cannot be used; the
+                message names each of them.
         """
         return validation.build(cls, raw)
 
@@ -208,8 +227,8 @@ class TieringConfig(BaseModel):
         """Validate vLLM's ``kv_connector_extra_config``, in which some keys are vLLM's own.
 
         Raises:
-            ConfigError: a setting is unknown, missing or wrong; the message names it.
-            TierError: a tier's plug-in cannot be used.
+            ConfigError: settings are unknown, missing or wrong, or a tier's plug-in cannot be used; the
+                message names each of them.
         """
         if foreign := sorted(_OTHER_SPECS.keys() & raw.keys()):
             raise ConfigError("; ".join(f"remove {key}: {_OTHER_SPECS[key]}" for key in foreign))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from pathlib import PurePath
+from typing import Final
 
 from kvtier.errors import IdentityError
 
@@ -114,36 +115,62 @@ class Identity:
             IdentityError: it cannot be read, or it differs; the message lists what differs.
         """
         try:
-            differences = difference(json.loads(manifest), dict(self.fields))
+            found = differences(json.loads(manifest), dict(self.fields))
         except (ValueError, RecursionError) as error:
             raise IdentityError(
                 f"{where} is not readable JSON ({error}); move it away to start anew"
             ) from None
-        if differences:
-            raise IdentityError(f"{where} belongs to another cache: " + _listed(differences))
+        if found:
+            lines = [_in_words(difference) for difference in found]
+            raise IdentityError(f"{where} belongs to another cache: " + _listed(lines))
 
 
-def _listed(differences: Sequence[str]) -> str:
+def _listed(lines: Sequence[str]) -> str:
     """Join differences to one message, which stays readable whatever was found."""
-    shown = [line if len(line) <= _LINE else f"{line[:_LINE]}..." for line in differences[:_LINES]]
-    more = [f"and {len(differences) - _LINES} more"] if len(differences) > _LINES else []
+    shown = [line if len(line) <= _LINE else f"{line[:_LINE]}..." for line in lines[:_LINES]]
+    more = [f"and {len(lines) - _LINES} more"] if len(lines) > _LINES else []
     text = "; ".join(shown + more)
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)  # it goes to logs and terminals
 
 
-def difference(found: object, expected: object, path: str = "") -> list[str]:
-    """List in words what differs between two canonical values."""
-    if isinstance(found, Mapping) and isinstance(expected, Mapping):
-        lines: list[str] = []
-        for name in sorted({*found, *expected}):
-            inner = f"{path}.{name}" if path else str(name)
-            if name not in expected:
-                lines.append(f"{inner} is {found[name]!r} there and not set here")
-            elif name not in found:
-                lines.append(f"{inner} is not set there and {expected[name]!r} here")
-            else:
-                lines += difference(found[name], expected[name], inner)
-        return lines
+@dataclass(frozen=True)
+class Difference:
+    """A value that two identities do not have in common.
+
+    Attributes:
+        path: where it stands, names joined by dots.
+        one: what the first has there; ``ABSENT`` where it has nothing.
+        other: what the second has there.
+    """
+
+    path: str
+    one: object
+    other: object
+
+
+ABSENT: Final = object()
+"""What stands for a value that is not there: for a setting that is at its default, say."""
+
+
+def differences(one: object, other: object, path: str = "") -> list[Difference]:
+    """Return what differs between two canonical values, mappings compared name by name."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return [
+            found
+            for name in sorted({*one, *other})
+            for found in differences(
+                one.get(name, ABSENT), other.get(name, ABSENT), f"{path}.{name}" if path else str(name)
+            )
+        ]
+    if ABSENT in (one, other):
+        return [Difference(path, one, other)]
     # Compared as spelled: the digest tells 1 from 1.0 and from true, which Python's equality does not.
-    same = json.dumps(found, sort_keys=True) == json.dumps(expected, sort_keys=True)
-    return [] if same else [f"{path} is {found!r} there and {expected!r} here"]
+    same = json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+    return [] if same else [Difference(path, one, other)]
+
+
+def _in_words(difference: Difference) -> str:
+    there, here = (
+        "not set" if value is ABSENT else repr(value) for value in (difference.one, difference.other)
+    )
+    return f"{difference.path} is {there} there and {here} here"

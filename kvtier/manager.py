@@ -19,21 +19,20 @@ import anyio
 import anyio.to_thread
 
 from kvtier.core.admission import TierGate
-from kvtier.core.chunks import Chunk
 from kvtier.core.messages import Event, SlotsReady, TierDown
 from kvtier.core.requests import Request
 from kvtier.core.states import BreakerState, ChunkState, Lookup
 from kvtier.core.tiering import Tiering
 from kvtier.core.transfers import Pinned
 from kvtier.device.base import Blocks, Finished, TransferEngine
+from kvtier.driver import Driver
 from kvtier.errors import DeviceStuckError, StateError, TransferError
 from kvtier.executor import CLOSE_S, Executor, NamedTier, Post
 from kvtier.identity import Identity
 from kvtier.isolation.remote import RemoteExecutor
 from kvtier.keys import OffloadKey, group_index
-from kvtier.memory.custody import Custody, Damage
+from kvtier.memory.custody import Custody
 from kvtier.memory.region import Region
-from kvtier.telemetry.lines import ChangeLog
 from kvtier.telemetry.unwritten import UnwrittenPuts
 from kvtier.tiers.drain import until_done
 
@@ -177,6 +176,13 @@ class TieringManager:
         self._custody = custody
         make = make_executor or partial(Executor, tiers, identity, region, custody=custody)
         self._executor = make(self._on_event)
+        self._driver = Driver(
+            core,
+            self._executor,
+            logger,
+            custody=custody,
+            has_damage=lambda: engine.audits.failed > 0,
+        )
         self._serving: asyncio.Future[None] | None = None
         self._serves = anyio.Event()
         self._closing = anyio.Event()
@@ -185,7 +191,6 @@ class TieringManager:
         self._copies: dict[int, asyncio.Future[Finished]] = {}
         self._last_copy = 0
         self._counts: dict[tuple[str, ...], float] = {}
-        self._changes = ChangeLog(logger)
 
     async def __aenter__(self) -> TieringManager:
         loop = asyncio.get_running_loop()
@@ -219,7 +224,7 @@ class TieringManager:
     # --- what engines call -----------------------------------------------------------------------
 
     async def lookup(self, keys: Sequence[OffloadKey]) -> int:
-        """Say how many of the leading ``keys`` a load would find.
+        """Return how many of the leading ``keys`` a load would find.
 
         What other tiers have is brought to the primary tier on the way, as far as the promotion
         budget goes. Ends by the request deadline, with what has arrived by then.
@@ -234,12 +239,12 @@ class TieringManager:
             count = await self._find(keys, request)
             pinned = self._core.acquire(keys[:count], request)
             acquired = Acquired(self, keys[:count], pinned)
-            self._settle()
+            self._driver.settle()
             try:
                 yield acquired
             finally:
                 acquired.give_back()
-                self._end_load(pinned)
+                self._driver.end_load(pinned)
 
     async def load(self, keys: Sequence[OffloadKey], blocks: Sequence[int]) -> int:
         """Copy the leading ``keys`` that can be had to the device.
@@ -294,9 +299,9 @@ class TieringManager:
             try:
                 await self._copy(self._engine.submit_store, reservation.keys, mine, reservation.slots)
             finally:
-                self._look_into(reservation.chunks)
-            self._core.settle(time.monotonic())  # a tier whose puts are overdue is given no more
-            self._core.commit(reservation, time.monotonic())
+                self._driver.inspect(reservation)
+            self._driver.settle()  # a tier whose puts are overdue is given no more
+            self._driver.commit(reservation)
             is_settled = True
         except DeviceStuckError:
             is_settled = True  # never: whatever came into these slots now could be written over
@@ -304,7 +309,7 @@ class TieringManager:
         finally:
             if not is_settled:
                 self._core.abort(reservation)
-            self._dispatch()
+            self._driver.dispatch()
             self._notify()
         return 0 if self._core.is_distrusted else len(reservation.keys)
 
@@ -315,8 +320,7 @@ class TieringManager:
         ``deadline_s``, is not used until it has.
         """
         self._require_open()
-        self._core.reset()
-        self._dispatch()
+        self._driver.reset()
         self._notify()
         await self._executor.settled()
 
@@ -333,7 +337,7 @@ class TieringManager:
             ready_chunks=sum(chunk.state is ChunkState.READY for chunk in table.all),
             pinned_chunks=sum(chunk.pins > 0 for chunk in table.all),
             counts=dict(self._counts),
-            tiers=tuple(map(TierStatistics.of, self._core.ledger.tiers)),
+            tiers=tuple(map(TierStatistics.of, self._core.shared.tiers)),
         )
 
     async def drain(self) -> None:
@@ -392,35 +396,14 @@ class TieringManager:
             yield request
         finally:
             self._core.close(request)
-            self._settle()
+            self._driver.settle()
             self._notify()  # what was held for this request is there for others
-
-    def _end_load(self, pinned: Pinned) -> None:
-        """Give chunks back; what an audit has found damaged is dropped."""
-        damage = self._damage(pinned.chunks, pinned.origins)
-        if damage:
-            self._core.fail_load(pinned)
-        else:
-            self._core.release(pinned)
-        self._distrust(damage)
-
-    def _damage(self, chunks: Sequence[Chunk], origins: Sequence[int | None]) -> list[Damage]:
-        if self._custody is None or not self._engine.audits.failed:
-            return []
-        return self._custody.take_damage(chunks, origins)
-
-    def _look_into(self, stored: Sequence[Chunk]) -> None:
-        self._distrust(self._damage(stored, [None] * len(stored)))
-
-    def _distrust(self, damage: Sequence[Damage]) -> None:
-        for it in damage:
-            it.keep_evidence(self._core.distrust(it.tier, str(it)))
 
     async def _find(self, keys: Sequence[OffloadKey], request: Request) -> int:
         """Look up until nothing is pending; return how many leading keys are HIT in this very round."""
         hits, pending = self._scan(keys, request)
         while pending:
-            self._settle()
+            self._driver.settle()
             hits, pending = self._scan(keys, request)  # a deadline, or a tier that is down, answers at once
             if pending:
                 await self._next_change()
@@ -501,7 +484,7 @@ class TieringManager:
 
     def _forget_tiers(self) -> None:
         """Take all tiers for down, so that nothing more is asked of them."""
-        for tier in range(len(self._core.ledger.tiers)):
+        for tier in range(len(self._core.shared.tiers)):
             self._on_event(TierDown(tier, "closed"))
 
     async def _close(self, end_by_s: float) -> None:
@@ -517,22 +500,8 @@ class TieringManager:
         else:
             logger.error("a tier does not end: the primary tier's memory stays as long as the process")
 
-    def _settle(self) -> None:
-        self._core.settle(time.monotonic())
-        self._dispatch()
-
-    def _dispatch(self) -> None:
-        commands = self._core.take_commands()
-        if commands:
-            if self._custody is not None:
-                self._custody.forget_fetched(commands)
-            self._executor.submit(commands)
-        if self._core.ledger.notices:
-            self._changes.tell(self._core.take_notices(), time.monotonic())
-
     def _on_event(self, event: Event) -> None:
-        self._core.on_event(event, time.monotonic())
-        self._dispatch()
+        self._driver.on_event(event)
         self._notify()
 
     def _collect_copies(self) -> None:

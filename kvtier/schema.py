@@ -6,13 +6,23 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from pydantic import ByteSize, TypeAdapter
+
 from kvtier.config import TieringConfig
 from kvtier.errors import KVTierError
+from kvtier.quantities import SIZE_PATTERN
 from kvtier.tiers import registry
 from kvtier.tiers.base import TierConfig
 
 Schema = dict[str, Any]
 
+_BYTE_SIZE = TypeAdapter(ByteSize).json_schema()["anyOf"][0]["pattern"]  # other distributions have it
+_SIZES = (SIZE_PATTERN, _BYTE_SIZE)
+
+_LEGEND = (
+    "A *size* is a number of bytes, or text with a unit: `64GiB` (1024), `64GB` (1000). What ends in `_s` is "
+    "in seconds."
+)
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
@@ -37,13 +47,20 @@ def json_schema() -> Schema:
 
 def table() -> str:
     """Return all settings as Markdown: a table for kvtier's own and one for each installed tier."""
+    own, *others = tables().items()
+    parts = [f"{_LEGEND}\n\n{own[1]}"]
+    parts += [f"Settings of a tier of type `{kind}`:\n\n{rows}" for kind, rows in others]
+    return "\n".join(parts)
+
+
+def tables() -> dict[str, str]:
+    """Return a Markdown table for kvtier's own settings, under "", and one for each installed tier."""
     schema = json_schema()
-    parts = [_table(schema)]
+    found = {"": _table(schema)}
     for name, definition in sorted(schema["$defs"].items()):
         if "type" in definition.get("properties", {}) and name.startswith("tier-"):
-            kind = name.removeprefix("tier-")
-            parts.append(f"Settings of a tier of type `{kind}`:\n\n{_table(definition)}")
-    return "\n".join(parts)
+            found[name.removeprefix("tier-")] = _table(definition)
+    return found
 
 
 def _models() -> tuple[dict[str, type[TierConfig]], list[str]]:
@@ -87,7 +104,9 @@ def _table(schema: Schema) -> str:
 
 
 def _types(field: Schema) -> Iterator[str]:
-    if "$ref" in field:
+    if any(option.get("pattern") in _SIZES for option in field.get("anyOf", ())):
+        yield "size"
+    elif "$ref" in field:
         yield "object"
     elif "enum" in field:
         yield from (f"`{value}`" for value in field["enum"])

@@ -8,19 +8,29 @@ and what to do.
 from __future__ import annotations
 
 import difflib
+import itertools
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar, get_args
 
 from pydantic import BaseModel, SecretBytes, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from kvtier.errors import ConfigError
+from kvtier.quantities import SIZE_NEEDED
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 Loc = tuple[int | str, ...]
 
+_EXPLAINED = "explained"
+_IN_WORDS = {  # where pydantic's own words are of its types, not of settings
+    "byte_size": SIZE_NEEDED,
+    "byte_size_unit": SIZE_NEEDED,
+    "path_type": "a path is needed, as text",
+    "finite_number": "a finite number is needed",
+}
 _HIDDEN = "**********"
 _SHORTEST_HIDDEN = 4
 _LOGIN_IN_URL = re.compile(r"(?<=://)[^\s'\"]*@")
@@ -55,6 +65,11 @@ def explain(
     return _without_logins("; ".join(dict.fromkeys(problems)))
 
 
+def explained(problems: Iterable[str]) -> PydanticCustomError:
+    """Return an error for a validator to raise whose problems have their paths and words already."""
+    return PydanticCustomError(_EXPLAINED, "{problems}", {"problems": "; ".join(problems)})
+
+
 def hide(text: str, settings: BaseModel) -> str:
     """Take secrets out of what a backend or a client has said: those of ``settings``, and what URLs hold.
 
@@ -81,6 +96,18 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {by_lower[close[0]]}?" if close else ""
 
 
+def nesting(paths: Iterable[tuple[str, str]]) -> str:
+    """Return which two of ``paths`` are one directory, or one inside the other, in words; "" where none are.
+
+    Args:
+        paths: absolute paths, and what each is called in the answer.
+    """
+    for (one, its_name), (other, others_name) in itertools.combinations(paths, 2):
+        if os.path.commonpath((one, other)) in (one, other):
+            return f"{its_name} and {others_name} are one directory, or one inside the other"
+    return ""
+
+
 def _without_logins(text: str) -> str:
     return _QUERY_IN_URL.sub(rf"\1{_HIDDEN}", _LOGIN_IN_URL.sub(f"{_HIDDEN}@", text))
 
@@ -102,6 +129,8 @@ def _held(value: object) -> Iterator[str]:
 def _problem(detail: ErrorDetails, model: type[BaseModel], where: str, secrets: list[str]) -> str:
     loc = detail["loc"]
     path = _path(where, loc)
+    if detail["type"] == _EXPLAINED:
+        return detail["msg"]
     if detail["type"] == "extra_forbidden":
         # No value: it belongs to a setting that is not known, and could be a misspelled secret.
         names = _fields(_owner(model, loc))
@@ -121,7 +150,8 @@ def _path(where: str, loc: Loc) -> str:
 
 
 def _reason(detail: ErrorDetails, secrets: list[str]) -> str:
-    text = detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    text = _IN_WORDS.get(detail["type"], detail["msg"])
+    text = text.removeprefix("Value error, ").removeprefix("Assertion failed, ")
     text = conceal(text, secrets)  # a validator's author may have put the value into the message
     return text[:1].lower() + text[1:]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import time
 import tomllib
@@ -16,15 +17,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import TracebackType
 from typing import Annotated, Any
 
 import anyio
 import typer
 
-from kvtier import build
+from kvtier import build, native, reasons
 from kvtier.cli import report
 from kvtier.config import TieringConfig
-from kvtier.core import reasons
+from kvtier.core.tiering import PRIMARY
 from kvtier.errors import ConfigError, TierError
 from kvtier.executor import NamedTier
 from kvtier.identity import Identity
@@ -37,10 +39,16 @@ from kvtier.tiers.fs.files import make_files
 from kvtier.tiers.fs.files.call import StopFlag
 from kvtier.tiers.fs.maintenance.sweep import remove_cache
 from kvtier.tiers.fs.quota import ledger
-from kvtier.tiers.fs.root import Root
+from kvtier.tiers.fs.root import Root, Tick
 from kvtier.tiers.seal import seal
+from kvtier.validation import did_you_mean
 
 OPEN_AT_MOST_S = 60.0
+_STEPS = 5  # of each tier
+_LOGGERS = ("kvtier", "asyncio")
+_INNERMOST = "kv_connector_extra_config"
+_NO_TIERS = "there is no secondary tier to check: name a file that has some, or give --tier"
+_SEE_LOG = "this goes on in engines, and is told in their log"
 
 IDENTITY = Identity.make("kvtier-doctor", {"purpose": "a probe; may be deleted"})
 _NO_ROOM = "give the tier more room, or wait until it has some: an engine goes on without it meanwhile"
@@ -48,7 +56,7 @@ _REMEDIES: Mapping[Status, str] = {
     Status.ABSENT: "it was put and is not there: see what else deletes there, and that a chunk fits in",
     Status.CORRUPT: "do not use it: the medium, or something in between, changes bytes",
     Status.REFUSED: _NO_ROOM,
-    Status.FAILED: "see the backend's own log, and the tier's settings",
+    Status.FAILED: "see the tier's settings, and the backend's own log",
 }
 
 
@@ -103,23 +111,30 @@ def command(
         typer.Option(metavar="JSON", help="Settings of one tier, in place of a file; may be given again."),
     ] = None,
     chunk_bytes: Annotated[
-        int, typer.Option(min=4096, help="Length of the chunk, a multiple of 4096.")
+        int, typer.Option(min=4096, max=2**30, help="Length of the chunk, a multiple of 4096.")
     ] = 1_048_576,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on standard output instead of a table.")
-    ] = False,
+    as_json: report.JsonFlag = False,
 ) -> None:
     """Put a chunk into each tier, get it back, discard it, and say what is wrong. Status 1 if anything is."""
     checks = run(config, tier or [], chunk_bytes)
     ill = list(dict.fromkeys(check.tier for check in checks if not check.is_ok))
     if as_json:
-        typer.echo(json.dumps({"not_well": ill, "checks": [asdict(check) for check in checks]}, indent=2))
+        found = [asdict(check) for check in checks]
+        typer.echo(json.dumps({"not_well": ill, "checks": found, "file_work": file_work()}, indent=2))
     else:
         rows = [(c.tier, c.step, c.result, f"{c.milliseconds:.3g}", c.remedy) for c in checks]
         columns = [field.name for field in fields(Check)]
         report.table("What became of a chunk in each tier", columns, rows)
+        typer.echo(f"file work: {file_work()}")
         typer.echo(f"not well: {', '.join(ill)}" if ill else "all tiers are well")
     raise typer.Exit(1 if ill else 0)
+
+
+def file_work() -> str:
+    """Return whether the native helper or Python reads and writes chunks' files, and why."""
+    if native.library is not None:
+        return f"native ({native.library._name})"
+    return f"Python, slower ({native.missing_because})"
 
 
 def run(config: Path | None, tiers: Sequence[str], chunk_bytes: int) -> list[Check]:
@@ -131,19 +146,46 @@ def run(config: Path | None, tiers: Sequence[str], chunk_bytes: int) -> list[Che
         chunk_bytes: length of the chunk.
 
     Raises:
-        ConfigError: what is given is no configuration.
+        ConfigError: what is given is no configuration; the message names all that is wrong with it.
         TierError: a tier's plug-in cannot be used.
     """
-    settings = _settings(config) if config is not None else {}
+    settings = _checked(config, tiers, chunk_bytes)
+    memory = [] if tiers else [_memory(settings.cpu_bytes_to_use)]
+    return memory + _probe(build.make_tiers(settings), chunk_bytes)
+
+
+def _checked(config: Path | None, tiers: Sequence[str], chunk_bytes: int) -> TieringConfig:
+    if config is None and not tiers:
+        raise ConfigError(_NO_TIERS)
+    given = _settings(config) if config is not None else {}
     if tiers:
-        given = [_json(text, f"--tier {number}") for number, text in enumerate(tiers, start=1)]
-        settings = {"cpu_bytes_to_use": chunk_bytes, "secondary_tiers": given}
-    if not settings.get("secondary_tiers"):
-        raise ConfigError("there is no secondary tier to check: name a file that has some, or give --tier")
-    named = build.make_tiers(TieringConfig.from_extra_config(settings))
+        parsed = [_json(text, f"--tier {number}") for number, text in enumerate(tiers, start=1)]
+        given = {"cpu_bytes_to_use": chunk_bytes, "secondary_tiers": parsed}
+    settings = TieringConfig.from_extra_config(given)
+    if not settings.secondary_tiers:
+        raise ConfigError(_NO_TIERS)
+    if problem := settings.shared_directory(os.path.realpath):  # here it may ask a file system
+        raise ConfigError(f"secondary_tiers: {problem}: give each a directory of its own")
+    return settings
+
+
+def _memory(wanted_bytes: int) -> Check:
+    """Check that the primary tier can be as large as the settings say, on this machine."""
+    has_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if wanted_bytes <= has_bytes:
+        return Check(PRIMARY, "memory", "ok", 0.0)
+    wanted, has = report.Bytes(wanted_bytes), report.Bytes(has_bytes)
+    result = f"cpu_bytes_to_use is {wanted}, and this machine has {has} of memory"
+    return Check(
+        PRIMARY, "memory", result, 0.0, "set cpu_bytes_to_use to less, or run this on the engine's machine"
+    )
+
+
+def _probe(named: Sequence[NamedTier], chunk_bytes: int) -> list[Check]:
+    """Examine each tier, and remove what that has left in roots of files."""
     roots = [root for one in named for root in _roots_of(one)]
     folders = [folder for root in roots for folder in (root / ledger.FOLDER, root, *root.parents)]
-    missing = [folder for folder in folders if not folder.exists()]
+    missing = [folder for folder in folders if _is_missing(folder)]
     try:
         return anyio.run(_check_all, named, chunk_bytes)
     finally:
@@ -155,6 +197,13 @@ def run(config: Path | None, tiers: Sequence[str], chunk_bytes: int) -> list[Che
         for folder in missing:
             with suppress(OSError):
                 folder.rmdir()
+
+
+def _is_missing(folder: Path) -> bool:
+    try:
+        return not folder.exists()
+    except OSError:  # it cannot be looked at: what opens it says so
+        return False
 
 
 def _roots_of(named: NamedTier) -> tuple[Path, ...]:
@@ -171,9 +220,13 @@ def _settings(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:  # bytes that are no text, too
         raise ConfigError(f"{path} is neither JSON nor, named *.toml, TOML: {error}") from None
-    for outer in ("kv_transfer_config", "kv-transfer-config", "kv_connector_extra_config"):
+    for outer in ("kv_transfer_config", "kv-transfer-config", _INNERMOST):
         if isinstance(found, dict) and outer in found:
             found = found[outer]
+    if isinstance(found, dict) and "kv_connector" in found:
+        others = [key for key in found if key != "kv_connector" and did_you_mean(key, [_INNERMOST])]
+        hint = f"; {others[0]} is probably misspelled" if others else ""
+        raise ConfigError(f"{path} has kv_connector, but no {_INNERMOST}{hint}")
     if not isinstance(found, dict):
         raise ConfigError(f"{path} has no settings: a mapping with the key secondary_tiers is needed")
     return found
@@ -188,9 +241,44 @@ def _json(text: str, where: str) -> object:
 
 async def _check_all(named: Sequence[NamedTier], chunk_bytes: int) -> list[Check]:
     checks = []
-    for one in named:
-        checks += await Examination(one, chunk_bytes).run()
+    with report.progress("steps", len(named) * _STEPS) as tick:
+        for one in named:
+            with _Background() as background:
+                done = await Examination(one, chunk_bytes, tick).run()
+            checks += done
+            if all(check.is_ok for check in done):
+                checks += [Check(one.name, "background", said, 0.0, _SEE_LOG) for said in background.errors]
     return checks
+
+
+class _Background(logging.Handler):
+    """Gathers the errors that are logged meanwhile: what fails beside the calls fails none of them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.errors: list[str] = []
+
+    def __enter__(self) -> _Background:
+        for name in _LOGGERS:
+            logging.getLogger(name).addHandler(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name in _LOGGERS:
+            logging.getLogger(name).removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep an error, without its traceback, and pass a warning on."""
+        said = record.getMessage()
+        if record.levelno < logging.ERROR:
+            typer.echo(f"kvtier: {said}", err=True)
+            return
+        cause = record.exc_info[1] if record.exc_info else None
+        text = said if cause is None else f"{said}: {type(cause).__name__}: {cause}"
+        if text not in self.errors:
+            self.errors.append(text)
 
 
 class Examination:
@@ -199,9 +287,11 @@ class Examination:
     Args:
         named: the tier, not opened yet.
         chunk_bytes: length of the probe.
+        tick: is told of each step that has ended.
     """
 
-    def __init__(self, named: NamedTier, chunk_bytes: int) -> None:
+    def __init__(self, named: NamedTier, chunk_bytes: int, tick: Tick) -> None:
+        self._tick = tick
         self._name = named.name
         self._tier: SecondaryTier[Any] = named.tier
         self._memory = HeapMemory(2, chunk_bytes)
@@ -231,6 +321,7 @@ class Examination:
             result, remedy = _described(error, limit_s, self._tier.config)
         milliseconds = (time.perf_counter() - begun_s) * 1e3
         self._checks.append(Check(self._name, name, result, milliseconds, remedy))
+        self._tick(1)
         return result == "ok"
 
     async def _open(self) -> None:
@@ -272,15 +363,20 @@ class Examination:
 
 
 def _described(error: BaseException, limit_s: float, settings: TierConfig) -> tuple[str, str]:
-    """Return what went wrong, and what to do about it."""
+    """Say what went wrong, and what to do about it."""
     if isinstance(error, _Ill):
         return str(error), error.remedy
     if isinstance(error, TimeoutError):
         return f"no answer in {limit_s:g} s", "see that it is up and not overloaded; else raise deadline_s"
-    if isinstance(error, TierError):
-        return words_of(error, settings), "as the message says"
+    return words_of(error, settings), _remedy(error)
+
+
+def _remedy(error: BaseException | None) -> str:
+    """Return what to do about an error, by its kind or by that of its cause."""
     if isinstance(error, ConnectionError):
-        return words_of(error, settings), "see that the server runs, and can be reached from this machine"
+        return "see that the server runs, and can be reached from this machine"
     if isinstance(error, PermissionError):
-        return words_of(error, settings), "give this user the permission"
-    return words_of(error, settings), "see the backend's own log, and the tier's settings"
+        return "give this user the permission"
+    if isinstance(error, TierError) and error.__cause__ is not None:
+        return _remedy(error.__cause__)
+    return "see the tier's settings, and the backend's own log"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import random
 import time
-from collections.abc import Container, Iterator
+from collections import Counter
+from collections.abc import Container
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,16 +17,16 @@ from typing import Final
 from kvtier.cli.report import Bytes, progress, say
 from kvtier.errors import TierError
 from kvtier.tiers.fs.files import make_files
+from kvtier.tiers.fs.files.base import Failures
 from kvtier.tiers.fs.files.call import StopFlag
 from kvtier.tiers.fs.layout import DIRECTORY_MODE
-from kvtier.tiers.fs.maintenance import ages
-from kvtier.tiers.fs.maintenance.ages import Cutoffs, Histogram
 from kvtier.tiers.fs.maintenance.evict import Evicted, Evictor
+from kvtier.tiers.fs.maintenance.removal import Removal
 from kvtier.tiers.fs.maintenance.sweep import Sweeper
 from kvtier.tiers.fs.quota import ledger
 from kvtier.tiers.fs.quota.accounts import UNKNOWN, Mark
 from kvtier.tiers.fs.quota.quota import look_at
-from kvtier.tiers.fs.root import ChunkFile, Namespace, Root, Stray, Tick
+from kvtier.tiers.fs.root import Namespace, Root, Tick
 
 _PATIENCE_S: Final = 10.0
 
@@ -43,6 +46,8 @@ class Collected:
         expired_bytes: their bytes.
         evicted_files: files that had to make room, those not used for longest first.
         evicted_bytes: their bytes.
+        failed: files that could not be removed and directories that could not be read, by the name of the
+            errno, such as ``eperm``.
     """
 
     root: str
@@ -55,11 +60,17 @@ class Collected:
     expired_bytes: int
     evicted_files: int
     evicted_bytes: int
+    failed: dict[str, int]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the root takes no more than was asked for."""
+        return self.max_bytes is None or self.bytes_after <= self.max_bytes
 
     @property
     def is_well(self) -> bool:
-        """Whether the root takes no more than was asked for."""
-        return self.max_bytes is None or self.bytes_after <= self.max_bytes
+        """Whether all was done, or with ``dry_run`` all could be looked at."""
+        return not self.failed and (self.dry_run or self.fits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +100,8 @@ def collect(path: Path, wish: Wish, *, namespace: str | None = None, dry_run: bo
     """
     with Root(path) as root:
         only = None if namespace is None else frozenset((root.namespace(namespace).name,))
-        what, kind = ("files", _Rehearsal) if dry_run else ("files removed", _Collector)
-        with Root.at(root.fd, only) as narrow, progress(what) as tick:
-            return kind(narrow, only, tick).run(str(path), wish)
+        with Root.at(root.fd, only) as narrow, progress("files" if dry_run else "files removed") as tick:
+            return _Collector(narrow, only, tick, dry_run).run(str(path), wish)
 
 
 def show(collected: Collected) -> None:
@@ -106,14 +116,18 @@ def show(collected: Collected) -> None:
         if files:
             say(f"{files:,} files of chunks, {Bytes(size)}, {verb}: {word}")
     say(f"{one.root}: {Bytes(one.bytes_before)} before, {Bytes(one.bytes_after)} after")
-    if not one.is_well:
-        say(f"that is more than {Bytes(one.max_bytes or 0)}: what is left are no chunks of kvtier's")
+    for word, count in one.failed.items():
+        reason = os.strerror(getattr(errno, word.upper(), 0))
+        say(f"{count:,} files or directories could not be removed or read: {reason}: run this as their owner")
+    if not one.fits:
+        others = "" if one.failed else ": what is left are no chunks of kvtier's"
+        say(f"that is more than {Bytes(one.max_bytes or 0)}{others}")
 
 
 def remove_leftovers(root: Root, namespace: Namespace) -> int:
     """Remove what dead writers and old epochs left in one namespace. Returns the bytes removed, about."""
     with Root.at(root.fd, (namespace.name,)) as narrow:
-        return Sweeper(narrow, make_files(), StopFlag()).sweep()
+        return Sweeper(narrow, Removal(root.fd, make_files(), StopFlag())).sweep()
 
 
 def mark_ledger(root: Root) -> Mark:
@@ -138,43 +152,50 @@ def correct_ledger(root: Root, removed_bytes: int, since: Mark) -> None:
 
 
 class _Collector:
-    """Removes."""
+    """Removes, or in a dry run counts: the evictor knows which, and all else is the same."""
 
-    dry_run = False
-
-    def __init__(self, root: Root, only: Container[str] | None, tick: Tick) -> None:
+    def __init__(self, root: Root, only: Container[str] | None, tick: Tick, dry_run: bool) -> None:
         self._root = root
-        self._tick = tick
+        self._dry_run = dry_run
         self._files = make_files()
         self._stop = StopFlag()
         self._evictor = Evictor(
-            root.fd, self._files, self._stop, lambda _, units: tick(len(units)), only=only
+            root.fd,
+            self._files,
+            self._stop,
+            lambda _, paths: tick(len(paths)),
+            only=only,
+            dry_run=dry_run,
+            chance=random.Random(0),  # so that a run after a dry one does what that has said
         )
         self._is_narrow = only is not None
+        self._failures: Failures = Counter()
 
     def run(self, path: str, wish: Wish) -> Collected:
         since, before = mark_ledger(self._root), self._taken()
-        leftover = self._sweep()
-        expired = self._expire(wish.older_than_s) if wish.older_than_s is not None else _NOTHING
-        evicted = _NOTHING
-        if wish.max_bytes is not None:
-            need = before - leftover - expired.bytes - wish.max_bytes
-            evicted = self._make_room(need) if need > 0 else _NOTHING
-        leftover += expired.leftover_bytes + evicted.leftover_bytes
-        removed = leftover + expired.chunk_bytes + evicted.chunk_bytes
-        if not self.dry_run:
+        swept = self._evictor.sweep()
+        leftover = swept.bytes
+        expired = evicted = _NOTHING
+        if wish.older_than_s is not None:
+            expired = self._alone(partial(self._evictor.expire, wish.older_than_s))
+        removed = leftover + expired.bytes
+        if wish.max_bytes is not None and before - removed > wish.max_bytes:
+            evicted = self._alone(partial(self._evictor.make_room, before - removed - wish.max_bytes))
+        removed += evicted.bytes
+        if not self._dry_run:
             correct_ledger(self._root, removed, since)
         return Collected(
             root=path,
-            dry_run=self.dry_run,
+            dry_run=self._dry_run,
             bytes_before=before,
-            bytes_after=before - removed if self.dry_run else self._taken(),
+            bytes_after=before - removed if self._dry_run else self._taken(),
             max_bytes=wish.max_bytes,
-            leftover_bytes=leftover,
+            leftover_bytes=leftover + evicted.leftover_bytes,
             expired_files=expired.chunks,
             expired_bytes=expired.chunk_bytes,
             evicted_files=evicted.chunks,
             evicted_bytes=evicted.chunk_bytes,
+            failed=_named(self._failures | swept.failures | expired.failures | evicted.failures),
         )
 
     def _taken(self) -> int:
@@ -188,27 +209,21 @@ class _Collector:
         )
 
     def _tree_bytes(self, name: str) -> int:
+        failures: Failures = Counter()
         try:
-            return self._files.tree_bytes(self._root.fd, name, self._stop)
+            return self._files.tree_bytes(self._root.fd, name, self._stop, failures)
         except OSError:
             return 0
-
-    def _sweep(self) -> int:
-        sweeper = Sweeper(self._root, self._files, self._stop)
-        return sweeper.sweep() + sweeper.sweep_orphans(lambda _: False)
-
-    def _expire(self, older_than_s: float) -> Evicted:
-        return self._alone(partial(self._evictor.expire, older_than_s))
-
-    def _make_room(self, need_bytes: int) -> Evicted:
-        return self._alone(partial(self._evictor.make_room, need_bytes))
+        finally:
+            self._failures |= failures
 
     def _alone(self, work: partial[Evicted]) -> Evicted:
         """Do what one process at a time may do; wait a little for one that does it now."""
         if not any(one.is_kvtiers for one in self._root.namespaces()):
             return _NOTHING
-        with suppress(OSError):  # then it is there, or cannot be, which is told below
-            os.mkdir(ledger.FOLDER, DIRECTORY_MODE, dir_fd=self._root.fd)
+        if not self._dry_run:
+            with suppress(OSError):  # then it is there, or cannot be, which is told below
+                os.mkdir(ledger.FOLDER, DIRECTORY_MODE, dir_fd=self._root.fd)
         give_up_at = time.monotonic() + _PATIENCE_S
         while True:
             try:
@@ -222,71 +237,8 @@ class _Collector:
             time.sleep(0.1)
 
 
-class _Rehearsal(_Collector):
-    """Says what would be removed, and removes nothing."""
-
-    dry_run = True
-
-    def _sweep(self) -> int:
-        return sum(self._tree_bytes(path) for one in self._root.namespaces() for path in _useless(one))
-
-    def _expire(self, older_than_s: float) -> Evicted:
-        self._expired = ages.expired(older_than_s)
-        return self._count(self._expired)
-
-    def _make_room(self, need_bytes: int) -> Evicted:
-        quarantined = sum(self._tree_bytes(f"{one.name}/quarantine") for one in self._root.namespaces())
-        histogram = Histogram()
-        for chunk in self._chunks():
-            if not _is_older(chunk, self._expired):
-                histogram.add(_age_us(chunk), _is_reused(chunk), chunk.disk_bytes)
-        wanted = max(0, need_bytes - quarantined)
-        cutoffs = ages.plan(histogram, 1.0, wanted) if wanted else ages.NOTHING
-        counted = self._count(cutoffs, self._expired)
-        return Evicted(True, min(quarantined, need_bytes), counted.chunks, counted.chunk_bytes)
-
-    _expired: Cutoffs = ages.NOTHING
-
-    def _count(self, cutoffs: Cutoffs, without: Cutoffs = ages.NOTHING) -> Evicted:
-        files = taken = 0
-        for chunk in self._chunks():
-            if _is_older(chunk, cutoffs) and not _is_older(chunk, without):
-                files, taken = files + 1, taken + chunk.disk_bytes
-        return Evicted(True, 0, files, taken)
-
-    def _chunks(self) -> Iterator[ChunkFile]:
-        for one in self._root.namespaces():
-            for place in one.data_dirs if one.is_kvtiers else ():
-                if not one.is_old(place):
-                    for found in self._root.chunks(place.name, self._tick):
-                        if not isinstance(found, Stray):
-                            yield found
-
-
 _NOTHING: Final = Evicted(True)
 
 
-def _useless(one: Namespace) -> Iterator[str]:
-    """Yield the directories of a namespace that nobody can use."""
-    if one.is_orphaned:
-        yield from (found.name for found in one.data_dirs)
-        return
-    for writer, lives in one.writers().items():
-        if lives is False:
-            yield f"{one.name}/.tmp/{writer}"
-    users = one.users()
-    for found in one.data_dirs:
-        if one.is_old(found) and not users.get(found.epoch, False):
-            yield found.name
-
-
-def _age_us(chunk: ChunkFile) -> int:
-    return int((time.time() - chunk.used) * 1e6)
-
-
-def _is_reused(chunk: ChunkFile) -> bool:
-    return chunk.used > chunk.written
-
-
-def _is_older(chunk: ChunkFile, cutoffs: Cutoffs) -> bool:
-    return _age_us(chunk) >= (cutoffs.reused_us if _is_reused(chunk) else cutoffs.once_us)
+def _named(failures: Failures) -> dict[str, int]:
+    return {errno.errorcode.get(number, "EIO").lower(): count for number, count in sorted(failures.items())}

@@ -217,6 +217,8 @@ def show_usage(usage: Usage) -> None:
     rows = [(part.namespace, part.part, part.files, Bytes(part.bytes)) for part in usage.parts]
     rows.append(("", "in all", sum(part.files for part in usage.parts), Bytes(usage.bytes)))
     table(usage.root, ("namespace", "part", "files", "bytes"), rows)
+    if usage.unreadable:
+        say(f"the sums are too small: {usage.unreadable:,} directories cannot be read; ask their owner")
 
 
 def _parts(walk: _Walk, one: Namespace) -> Iterator[Part]:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from kvtier import schema
 from kvtier.cli import doctor, ending, extensions, new_tier, roots, tiers
+from kvtier.cli.report import JsonFlag
 from kvtier.errors import KVTierError
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -59,8 +61,11 @@ def _schema(
     table: Annotated[
         bool, typer.Option("--table", help="Print Markdown tables instead of a JSON schema.")
     ] = False,
+    as_json: JsonFlag = False,
 ) -> None:
-    """Print every setting, those of the installed tiers included."""
+    """Print every setting, those of the installed tiers included: as a JSON schema, or as tables."""
+    if table and as_json:
+        raise typer.BadParameter("--table and --json exclude each other: give one of them, or none")
     typer.echo(schema.table() if table else json.dumps(schema.json_schema(), indent=2))
 
 
@@ -69,7 +74,3 @@ app.command(name="doctor")(doctor.command)
 app.command(name="new-tier")(new_tier.command)
 app.command(name="schema")(_schema)
 roots.add_to(app)
-
-
-if __name__ == "__main__":
-    main()

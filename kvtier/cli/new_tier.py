@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from importlib.resources import files
@@ -11,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from kvtier.cli.report import JsonFlag
 from kvtier.errors import ConfigError
 from kvtier.tiers import registry
 
@@ -21,9 +23,13 @@ _PREFIX = "kvtier-"
 def command(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The tier's type in configurations.")],
     directory: Annotated[Path, typer.Option(help="Where the folder kvtier-NAME is made.")] = Path(),
+    as_json: JsonFlag = False,
 ) -> None:
     """Make a distribution with a tier that works, and its tests, to be turned into one's own."""
     folder = create(name, directory)
+    if as_json:
+        typer.echo(json.dumps({"folder": str(folder)}))
+        return
     typer.echo(f"made {folder}; next: pip install -e '{folder}[tests]' && pytest {folder}")
 
 

@@ -1,13 +1,14 @@
-"""What the tools for roots have in common: tables for people, JSON for programs, progress on a terminal."""
+"""What the commands have in common: tables for people, JSON for programs, progress for who waits."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console, JustifyMethod
@@ -22,7 +23,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.tiers.fs.root import Tick, no_tick
+from kvtier.tiers.fs.root import Tick
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -31,6 +32,12 @@ OK: Final = 0
 PROBLEMS: Final = 1
 """Exit status where something is wrong with the data; 2 is a wrong use or what cannot be done at all."""
 
+JsonFlag = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document on standard output instead of text.")
+]
+"""The option of every command: what programs read."""
+
+LINE_EVERY_S: Final = 10.0
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _EVERY_S: Final = 0.1
 _WIDE: Final = 130
@@ -38,16 +45,19 @@ _WIDE: Final = 130
 
 @contextmanager
 def progress(what: str, total: int | None = None) -> Iterator[Tick]:
-    """Show on standard error how far long work is; nothing where that is no terminal.
+    """Show on standard error how far long work is: on a terminal a bar, else a line every 10 seconds.
 
     Args:
         what: what is counted, such as ``"files"``.
         total: how many there are, where that is known.
     """
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield no_tick
-        return
+    with _bar(console, what, total) if console.is_terminal else _lines(what, total) as tick:
+        yield tick
+
+
+@contextmanager
+def _bar(console: Console, what: str, total: int | None) -> Iterator[Tick]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
         task = bar.add_task(what, total=total)
@@ -61,6 +71,32 @@ def progress(what: str, total: int | None = None) -> Iterator[Tick]:
                 told_at = now
 
         yield tick
+
+
+@contextmanager
+def _lines(what: str, total: int | None) -> Iterator[Tick]:
+    """Print lines from a thread of their own: what is counted may stand still for long."""
+    counted, begun_at, ended = 0, time.monotonic(), threading.Event()
+    of_all = "" if total is None else f" of {total:,}"
+
+    def tick(count: int) -> None:
+        nonlocal counted
+        counted += count
+
+    def tell() -> None:
+        while not ended.wait(LINE_EVERY_S):
+            with suppress(OSError):  # nobody reads it any more
+                typer.echo(
+                    f"kvtier: {counted:,}{of_all} {what}, {time.monotonic() - begun_at:.0f} s", err=True
+                )
+
+    teller = threading.Thread(target=tell, name="kvtier-progress", daemon=True)
+    teller.start()
+    try:
+        yield tick
+    finally:
+        ended.set()
+        teller.join()
 
 
 def as_json(record: DataclassInstance) -> None:

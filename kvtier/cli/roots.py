@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
-from kvtier.cli import gc, ls, stat, verify
-from kvtier.cli.report import OK, PROBLEMS, as_json
+from kvtier.cli import compare, gc, ls, stat, verify
+from kvtier.cli.report import OK, PROBLEMS, JsonFlag, as_json
 from kvtier.errors import TierError
+from kvtier.quantities import duration, size
 from kvtier.tiers.fs.quota import ledger
 from kvtier.tiers.fs.root import Root
 
 RootArgument = Annotated[Path, typer.Argument(metavar="ROOT", help="The root_dir of a file tier.")]
-JsonFlag = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document on standard output instead of tables.")
-]
 NamespaceOption = Annotated[
     str | None, typer.Option(metavar="NAME", help="This cache alone; `kvtier ls` has the names.")
 ]
 
 _OF_FILE_SYSTEMS: Final = {"lost+found"}
-_UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-_SPANS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 def add_to(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    for command in (_ls, _stat, _verify, _gc, _du):
+    for command in (_ls, _compare, _stat, _verify, _gc, _du):
         app.command(name=command.__name__.removeprefix("_"))(command)
 
 
@@ -46,13 +41,28 @@ def _ls(root: RootArgument, json: JsonFlag = False) -> None:
     _end(not any(one.problem for one in found.namespaces))
 
 
+def _compare(
+    root: RootArgument,
+    one: Annotated[str, typer.Argument(metavar="NAMESPACE", help="A name that `kvtier ls` has.")],
+    other: Annotated[str, typer.Argument(metavar="NAMESPACE", help="Another one.")],
+    json: JsonFlag = False,
+) -> None:
+    """Show why two caches share nothing: the settings of their engines that differ.
+
+    Exit status 1 where any does.
+    """
+    found = compare.compare(root, one, other)
+    as_json(found) if json else compare.show(found)
+    _end(not found.differing)
+
+
 def _stat(
     path: Annotated[Path, typer.Argument(metavar="ROOT|CHUNK", help="A root, or one chunk's file.")],
     json: JsonFlag = False,
 ) -> None:
     """Show a root in a few numbers, or all that can be said of one chunk's file.
 
-    Exit status 1 where something is wrong with it.
+    Exit status 1 where something is wrong with it, or nothing can be proven.
     """
     if path.is_dir():
         _require_root(path)
@@ -61,7 +71,7 @@ def _stat(
         _end(not state.problems)
     chunk = stat.of_chunk(path)
     as_json(chunk) if json else stat.show_chunk(chunk)
-    _end(chunk.finding in ("sound", "unproven"))
+    _end(chunk.finding == "sound")
 
 
 def _verify(
@@ -94,7 +104,7 @@ def _gc(
     root: RootArgument,
     max_bytes: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Remove chunks until no more is left, such as 200G; else none."),
+        typer.Option(metavar="SIZE", help="Remove chunks until no more is left, such as 200GiB; else none."),
     ] = None,
     older_than: Annotated[
         str | None,
@@ -106,16 +116,16 @@ def _gc(
 ) -> None:
     """Remove what nobody can use any more, and what is too much or too old.
 
-    Exit status 1 where more than --max-bytes is left.
+    Exit status 1 where more than --max-bytes is left, or something could not be removed or read.
     """
     _require_root(root)
     wish = gc.Wish(
         max_bytes=None if max_bytes is None else _size(max_bytes),
-        older_than_s=None if older_than is None else _span(older_than),
+        older_than_s=None if older_than is None else _duration(older_than),
     )
     done = gc.collect(root, wish, namespace=namespace, dry_run=dry_run)
     as_json(done) if json else gc.show(done)
-    _end(done.is_well or dry_run)
+    _end(done.is_well)
 
 
 def _du(root: RootArgument, json: JsonFlag = False) -> None:
@@ -148,14 +158,14 @@ def _require_root(path: Path) -> None:
 
 
 def _size(text: str) -> int:
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
-    if found is None:
-        raise typer.BadParameter(f"{text!r} is no number of bytes: write 200G, 512MiB or 1000000")
-    return int(float(found[1]) * _UNITS[found[2]])
+    try:
+        return size(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r}: {error}", param_hint="--max-bytes") from None
 
 
-def _span(text: str) -> float:
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([smhd])", text.strip().lower())
-    if found is None:
-        raise typer.BadParameter(f"{text!r} is no time: write 90s, 15m, 12h or 30d")
-    return float(found[1]) * _SPANS[found[2]]
+def _duration(text: str) -> float:
+    try:
+        return duration(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r}: {error}", param_hint="--older-than") from None

@@ -14,7 +14,7 @@ from kvtier.errors import TierError
 from kvtier.tiers import seal
 from kvtier.tiers.fs.files.base import key_of
 from kvtier.tiers.fs.layout import BLOCK_BYTES
-from kvtier.tiers.fs.proof import Finding, Prover
+from kvtier.tiers.fs.proof import Finding, Prover, open_quietly
 from kvtier.tiers.fs.quota import ledger
 from kvtier.tiers.fs.root import Root
 
@@ -138,19 +138,22 @@ def show_root(state: RootState) -> None:
 def of_chunk(path: Path) -> ChunkState:
     """Look at the file of a chunk, wherever it is: in its place, in the quarantine, or a copy.
 
+    That does not count as a use of the chunk, where the file is this user's or this user is root.
+
     Raises:
-        TierError: it cannot be read.
+        TierError: it cannot be read, or is no chunk's file.
     """
     try:
         found = os.stat(path, follow_symlinks=False)
         if not stat.S_ISREG(found.st_mode):
             raise TierError(f"{path} is neither a directory nor a chunk's file")
         sealed = _sealed(path, found.st_size)
+        finding = _finding(path.absolute(), sealed)
     except OSError as error:
         raise TierError(f"{path} cannot be read: {error.strerror}") from error
     return ChunkState(
         path=str(path),
-        finding=_finding(path.absolute(), sealed),
+        finding=finding,
         hash=sealed.key[:-4].hex() if sealed else None,
         group=int.from_bytes(sealed.key[-4:], "big") if sealed else None,
         digest=sealed.digest.hex() if sealed else None,
@@ -177,9 +180,11 @@ def show_chunk(state: ChunkState) -> None:
 
 
 def _sealed(path: Path, length: int) -> seal.Sealed | None:
-    with path.open("rb") as file:
-        file.seek(max(0, length - BLOCK_BYTES))
-        return seal.read(file.read(seal.TRAILER_BYTES))
+    fd = open_quietly(path)
+    try:
+        return seal.read(os.pread(fd, seal.TRAILER_BYTES, max(0, length - BLOCK_BYTES)))
+    finally:
+        os.close(fd)
 
 
 def _finding(path: Path, sealed: seal.Sealed | None) -> Finding:
@@ -187,6 +192,8 @@ def _finding(path: Path, sealed: seal.Sealed | None) -> Finding:
     key = key_of("/".join(path.parts[-3:]))
     whose = path.parts[-4].rpartition("_r")[0].rpartition("_")[2] if key is not None else ""
     if key is None:
+        if sealed is None and path.parent.name != "quarantine":
+            raise TierError(f"{path} is no chunk's file: neither its name nor a trailer says so")
         if sealed is None:
             return Finding.UNPROVEN
         key = sealed.key

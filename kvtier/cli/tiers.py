@@ -2,38 +2,85 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from dataclasses import dataclass
+
+import typer
 
 from kvtier import plugins
+from kvtier.cli import report
 from kvtier.core.policies.base import EvictionPolicy
 from kvtier.errors import KVTierError
 from kvtier.plugins import Group
 from kvtier.tiers import registry
-from kvtier.tiers.base import SecondaryTier
 
 
-def command() -> None:
-    """List the installed tiers and eviction policies, and whether each one loads."""
-    console = Console()
-    console.print(_plugin_table(plugins.TIERS, "Tiers", SecondaryTier))
-    console.print(_plugin_table(plugins.POLICIES, "Eviction policies", EvictionPolicy))
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """An installed tier or policy.
+
+    Attributes:
+        name: of its entry point.
+        distribution: that brings it.
+        version: of that distribution.
+        problem: why it cannot be loaded; "" where it can.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    problem: str
 
 
-def _plugin_table(group: Group, title: str, base: type) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in ("name", "distribution", "version", "loads"):
-        table.add_column(column, overflow="fold")
-    for info in plugins.installed(group):
-        cells = (info.name, info.distribution, info.version, _loads(group, info.name, base))
-        table.add_row(*map(Text, cells))  # as text: what another distribution says is no markup
-    return table
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """What is installed.
+
+    Attributes:
+        tiers: the tiers.
+        policies: the eviction policies.
+    """
+
+    tiers: list[Plugin]
+    policies: list[Plugin]
+
+    @property
+    def is_well(self) -> bool:
+        """Whether all of them load."""
+        return not any(plugin.problem for plugin in (*self.tiers, *self.policies))
 
 
-def _loads(group: Group, name: str, base: type) -> str:
+def command(as_json: report.JsonFlag = False) -> None:
+    """List the installed tiers and eviction policies, and whether each one loads.
+
+    Exit status 1 where one does not.
+    """
+    found = Installed(_plugins(plugins.TIERS), _plugins(plugins.POLICIES))
+    report.as_json(found) if as_json else _show(found)
+    raise typer.Exit(report.OK if found.is_well else report.PROBLEMS)
+
+
+def _show(found: Installed) -> None:
+    for title, listed in (("Tiers", found.tiers), ("Eviction policies", found.policies)):
+        rows = [
+            (one.name, one.distribution, one.version, f"no: {one.problem}" if one.problem else "yes")
+            for one in listed
+        ]
+        report.table(title, ("name", "distribution", "version", "loads"), rows)
+
+
+def _plugins(group: Group) -> list[Plugin]:
+    return [
+        Plugin(info.name, info.distribution, info.version, _problem(group, info.name))
+        for info in plugins.installed(group)
+    ]
+
+
+def _problem(group: Group, name: str) -> str:
     try:
-        registry.load(name) if group is plugins.TIERS else plugins.load(group, name, base, "name")
+        if group is plugins.TIERS:
+            registry.load(name)
+        else:
+            plugins.load(group, name, EvictionPolicy, "name")
     except KVTierError as error:
-        return f"no: {error}"
-    return "yes"
+        return str(error)
+    return ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvtier.core.backoff import Chance, even
 from kvtier.core.breaker import Breaker, BreakerRules
-from kvtier.core.messages import Proof
+from kvtier.core.messages import TransferHealth
 from kvtier.core.pressure import PutPressure
 from kvtier.core.states import BreakerState
 from kvtier.keys import OffloadKey
@@ -97,10 +97,10 @@ class TierGate:
     @property
     def is_healthy(self) -> bool | None:
         """Whether its last real put and get were answered in time; None where there was none yet."""
-        proofs = {self.puts.proof, self.gets.proof}
-        if self.unusable is not None or not proofs.isdisjoint((Proof.BAD, Proof.LATE)):
+        known = {self.puts.health, self.gets.health}
+        if self.unusable is not None or not known.isdisjoint((TransferHealth.BAD, TransferHealth.LATE)):
             return False
-        return True if Proof.GOOD in proofs else None
+        return True if TransferHealth.GOOD in known else None
 
     def of(self, *, puts: bool) -> Breaker:
         """Return the breaker of the puts, or of the gets."""
@@ -111,7 +111,7 @@ class TierGate:
         return self.unusable or self.gets.refusal(now_s)
 
     def put_room(self, count: int, most_backlog: int, now_s: float) -> tuple[int, str]:
-        """Say how many of ``count`` chunks are put now, and why not the others.
+        """Return how many of ``count`` chunks are put now, and why not the others.
 
         Args:
             count: chunks that there are to be put.
@@ -129,20 +129,20 @@ class TierGate:
             return min(count, int(allowed)), "back_pressure"
         return min(count, room), "backlog"
 
-    def put_ended(self, chunks: int, proof: Proof, seconds: float) -> None:
-        """Learn how fast it is: of a put that failed at once nothing follows."""
-        if proof in (Proof.GOOD, Proof.LATE) and seconds:
+    def put_ended(self, chunks: int, health: TransferHealth, seconds: float) -> None:
+        """Take the time of a put into account: of one that failed at once nothing follows."""
+        if health in (TransferHealth.GOOD, TransferHealth.LATE) and seconds:
             self._pressure.put_ended(chunks, seconds)
 
-    def get_ended(self, chunks: int, proof: Proof, seconds: float, now_s: float) -> None:
-        """Learn whether gets are slower while puts are under way."""
-        if proof is Proof.GOOD and seconds and chunks:
+    def get_ended(self, chunks: int, health: TransferHealth, seconds: float, now_s: float) -> None:
+        """Take the time of a get into account: gets may be slower while puts are under way."""
+        if health is TransferHealth.GOOD and seconds and chunks:
             self._pressure.get_ended(chunks, seconds, now_s, beside_puts=self.backlog > 0)
 
-    def judge(self, proof: Proof, seconds: float, *, is_put: bool) -> Proof:
+    def judge(self, health: TransferHealth, seconds: float, *, is_put: bool) -> TransferHealth:
         """Take a get that was nearly too late to be of use as one that failed. Nobody waits for a put."""
-        is_slow = proof is Proof.GOOD and not is_put and seconds > self.deadline_s * _SLOW_SHARE
-        return Proof.BAD if is_slow else proof
+        is_slow = health is TransferHealth.GOOD and not is_put and seconds > self.deadline_s * _SLOW_SHARE
+        return TransferHealth.BAD if is_slow else health
 
 
 class ReuseTracker:
@@ -155,6 +155,8 @@ class ReuseTracker:
 
     def admit(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Count an offer of each key; return the leading ones that were offered often enough."""
+        if self._threshold < 2:
+            return list(keys)
         offers = self._offers
         admitted: list[OffloadKey] = []
         for position, key in enumerate(keys):

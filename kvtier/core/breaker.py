@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from math import inf
 
 from kvtier.core.backoff import Backoff, Chance, even
-from kvtier.core.messages import Proof
-from kvtier.core.states import BREAKER_MOVES, BreakerEvent, BreakerState, forbidden
+from kvtier.core.messages import TransferHealth
+from kvtier.core.states import BREAKER_MOVES, BreakerEvent, BreakerState, Stateful
 
 _CLOSED, _HALF_OPEN, _OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN
 _RELAPSE_PAUSES = 4
@@ -37,35 +37,25 @@ class BreakerRules:
     longest_pause_s: float = 60.0
 
 
-class Breaker:
-    """Says whether a tier is given transfers of one verb now.
+class Breaker(Stateful):
+    """Decides whether a tier is given transfers of one verb now.
 
     Attributes:
         state: see ``BreakerState``.
         overdue: transfers that have passed their deadline and not ended. While there is one the tier
             gets no other: it would only tie up more slots.
         probe: the transfer that is to show how things are, while it is HALF_OPEN.
-        proof: what the last transfer that said anything of the tier said.
+        health: what the last transfer that said anything of the tier said.
     """
 
-    __slots__ = (
-        "_backoff",
-        "_closed_s",
-        "_in_a_row",
-        "_recent",
-        "_rules",
-        "_until_s",
-        "overdue",
-        "probe",
-        "proof",
-        "state",
-    )
+    MOVES = BREAKER_MOVES
+    state: BreakerState
 
     def __init__(self, rules: BreakerRules | None = None, chance: Chance = even) -> None:
         rules = rules or BreakerRules()
         self.state = _CLOSED
         self.overdue = 0
-        self.proof = Proof.NONE
+        self.health = TransferHealth.NONE
         self._rules = rules
         self._backoff = Backoff(rules.pause_s, rules.longest_pause_s, chance)
         self._until_s = -inf
@@ -75,7 +65,7 @@ class Breaker:
         self._recent: deque[bool] = deque(maxlen=rules.window)
 
     def __repr__(self) -> str:
-        return f"<breaker {self.state.name}, {self.overdue} overdue>"
+        return f"a breaker with {self.overdue} overdue"
 
     @property
     def is_closed(self) -> bool:
@@ -91,42 +81,42 @@ class Breaker:
         return "breaker_open"
 
     def begin(self, transfer_id: int) -> None:
-        """Learn that a transfer was begun."""
+        """Note that a transfer was begun."""
         if self.state is _OPEN:
             self.move(BreakerEvent.PROBED)
             self.probe = transfer_id
 
     def late(self, transfer_id: int, now_s: float) -> str | None:
-        """Learn that a transfer has passed its deadline. Returns what ``end`` does."""
+        """Note that a transfer has passed its deadline. Returns what ``end`` does."""
         self.overdue += 1
-        return self._judge(transfer_id, Proof.LATE, now_s)
+        return self._judge(transfer_id, TransferHealth.LATE, now_s)
 
-    def end(self, transfer_id: int, proof: Proof, now_s: float, *, in_time: bool) -> str | None:
-        """Learn that a transfer has ended.
+    def end(self, transfer_id: int, health: TransferHealth, now_s: float, *, in_time: bool) -> str | None:
+        """Note that a transfer has ended.
 
         Returns:
             Where that has changed anything: ``"closed"``, or the reason for opening.
         """
         if in_time:
-            return self._judge(transfer_id, proof, now_s)
+            return self._judge(transfer_id, health, now_s)
         self.overdue -= 1  # that it was late is known already
         return None
 
-    def _judge(self, transfer_id: int, proof: Proof, now_s: float) -> str | None:
-        if proof is not Proof.NONE:
-            self.proof = proof
+    def _judge(self, transfer_id: int, health: TransferHealth, now_s: float) -> str | None:
+        if health is not TransferHealth.NONE:
+            self.health = health
         if self.state is _HALF_OPEN and transfer_id == self.probe:
-            return self._end_probe(proof, now_s)
-        if self.state is not _CLOSED or proof is Proof.NONE:
+            return self._end_probe(health, now_s)
+        if self.state is not _CLOSED or health is TransferHealth.NONE:
             return None  # what was begun before it opened says nothing new
-        return self._count(proof, now_s)
+        return self._count(health, now_s)
 
-    def _end_probe(self, proof: Proof, now_s: float) -> str | None:
+    def _end_probe(self, health: TransferHealth, now_s: float) -> str | None:
         self.probe = None
-        if proof is Proof.NONE:
+        if health is TransferHealth.NONE:
             self.move(BreakerEvent.UNPROVEN)  # the pause is over: the next one is a probe again
             return None
-        if proof is not Proof.GOOD:
+        if health is not TransferHealth.GOOD:
             return self._trip("probe", now_s)
         self.move(BreakerEvent.PROVEN)
         self._closed_s = now_s
@@ -134,11 +124,11 @@ class Breaker:
         self._recent.clear()
         return "closed"
 
-    def _count(self, proof: Proof, now_s: float) -> str | None:
-        failed = proof is not Proof.GOOD
+    def _count(self, health: TransferHealth, now_s: float) -> str | None:
+        failed = health is not TransferHealth.GOOD
         self._in_a_row = self._in_a_row + 1 if failed else 0
         self._recent.append(failed)
-        if proof is Proof.LATE:
+        if health is TransferHealth.LATE:
             return self._trip("overdue", now_s)
         if self._in_a_row >= self._rules.failures:
             return self._trip("failures", now_s)
@@ -154,10 +144,3 @@ class Breaker:
         self.move(BreakerEvent.TRIPPED)
         self._until_s = now_s + self._backoff.next_s()
         return reason
-
-    def move(self, event: BreakerEvent) -> None:
-        """Change the state as the table says."""
-        try:
-            self.state = BREAKER_MOVES[event][self.state]
-        except KeyError:
-            forbidden(self, self.state, event)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 from kvtier.core.policies.base import EvictionPolicy
 from kvtier.core.policies.lru import LRU
-from kvtier.core.states import CHUNK_MOVES, ChunkEvent, ChunkState, forbidden
+from kvtier.core.states import CHUNK_MOVES, ChunkEvent, ChunkState, Stateful
 from kvtier.keys import OffloadKey
 
 NO_KEY = OffloadKey(b"")
-_READY = ChunkState.READY
+_FILLING, _READY = ChunkState.FILLING, ChunkState.READY
 _AFTER_EVICTION = CHUNK_MOVES[ChunkEvent.EVICTED][_READY]  # the one state that this is allowed in
-_FILLED = CHUNK_MOVES[ChunkEvent.FILLED]
-_FAILED = CHUNK_MOVES[ChunkEvent.FAILED]
-_FREED = CHUNK_MOVES[ChunkEvent.FREED]
 
 
-class Chunk:
+@dataclass(slots=True, eq=False, repr=False)
+class Chunk(Stateful):
     """What one slot holds now. There is one such record for each slot, used again and again.
 
     Attributes:
@@ -28,24 +28,16 @@ class Chunk:
         origin: index of the tier that it was promoted from and not yet loaded, else None.
     """
 
-    __slots__ = ("key", "origin", "pins", "slot", "state")
+    MOVES: ClassVar = CHUNK_MOVES
 
-    def __init__(self, slot: int) -> None:
-        self.slot = slot
-        self.key = NO_KEY
-        self.state = ChunkState.ABSENT
-        self.pins = 0
-        self.origin: int | None = None
+    slot: int
+    key: OffloadKey = NO_KEY
+    state: ChunkState = ChunkState.ABSENT
+    pins: int = 0
+    origin: int | None = None
 
     def __repr__(self) -> str:
         return f"<chunk {self.key.hex()[:16]} in slot {self.slot}, {self.state.name}, {self.pins} pins>"
-
-    def move(self, event: ChunkEvent) -> None:
-        """Change the state as the table says."""
-        try:
-            self.state = CHUNK_MOVES[event][self.state]
-        except KeyError:
-            forbidden(self, self.state, event)
 
 
 class ChunkTable:
@@ -78,10 +70,7 @@ class ChunkTable:
         added = [Chunk(slot) for slot in slots]
         self.all += added
         self.free[:0] = reversed(added)
-        try:
-            self.policy.resize(len(self.all))
-        except Exception:
-            self._replace_policy("raised")
+        self._tell(lambda policy: policy.resize(len(self.all)))
 
     @property
     def evictable(self) -> int:
@@ -135,9 +124,10 @@ class ChunkTable:
         candidates = [chunk.key for chunk in chunks if chunk.state is _READY and not chunk.pins]
         self.policy.add(candidates[::-1], used=False)  # what came first goes first
 
-    def _make_candidates(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
+    def _tell(self, act: Callable[[EvictionPolicy], object]) -> None:
+        """Tell the policy something. One that raises is replaced by one that knows the chunks as they are."""
         try:
-            self.policy.add(keys, used=used)
+            act(self.policy)
         except Exception:
             self._replace_policy("raised")
 
@@ -146,10 +136,9 @@ class ChunkTable:
         count = len(keys)
         chunks = self.free[-count:][::-1] if count else []
         del self.free[len(self.free) - count :]
-        filling = ChunkState.FILLING  # free slots are ABSENT: the table's one move from there
         for chunk, key in zip(chunks, keys, strict=True):
             chunk.key = key
-            chunk.state = filling
+            chunk.state = _FILLING  # free slots are ABSENT: the table's one move from there
             chunk.pins = 1
             chunk.origin = None
         if visible:
@@ -163,17 +152,16 @@ class ChunkTable:
         """
         ready = []
         for chunk in chunks:
-            try:
-                state = chunk.state = _FILLED[chunk.state]
-            except KeyError:
-                forbidden(chunk, chunk.state, ChunkEvent.FILLED)
-            if state is ChunkState.READY:
+            if chunk.state is _FILLING:
+                chunk.state = _READY  # as the table says
                 chunk.pins = pins
                 ready.append(chunk)
             else:
+                chunk.move(ChunkEvent.FILLED)
                 self._drop_pin(chunk)
         if not pins:
-            self._make_candidates([chunk.key for chunk in ready], used=False)
+            keys = [chunk.key for chunk in ready]
+            self._tell(lambda policy: policy.add(keys, used=False))
         return ready
 
     def failed(self, chunks: Iterable[Chunk]) -> None:
@@ -182,13 +170,8 @@ class ChunkTable:
         for chunk in chunks:
             if visible.get(chunk.key) is chunk:
                 del visible[chunk.key]
-            try:
-                chunk.state = _FAILED[chunk.state]
-            except KeyError:
-                forbidden(chunk, chunk.state, ChunkEvent.FAILED)
-            chunk.pins -= 1
-            if not chunk.pins:
-                self._free(chunk)
+            chunk.move(ChunkEvent.FAILED)
+            self._drop_pin(chunk)
 
     def show(self, chunk: Chunk) -> None:
         """Let a landed chunk be found by its key."""
@@ -202,23 +185,20 @@ class ChunkTable:
                 held.append(chunk.key)
             chunk.pins += 1
         if held:
-            try:
-                self.policy.pin(held)
-            except Exception:
-                self._replace_policy("raised")
+            self._tell(lambda policy: policy.pin(held))
 
     def unpin(self, chunks: Iterable[Chunk], *, used: bool = False) -> None:
         """Take a pin from chunks, prefix first; ``used`` says that a request has read them."""
         candidates = []
         for chunk in chunks:
-            if chunk.state is not ChunkState.READY:
+            if chunk.state is not _READY:
                 self._drop_pin(chunk)
                 continue
             chunk.pins -= 1
             if not chunk.pins:
                 candidates.append(chunk.key)
         if candidates:
-            self._make_candidates(candidates, used=used)
+            self._tell(lambda policy: policy.add(candidates, used=used))
 
     def drop(self, chunks: Iterable[Chunk]) -> None:
         """Hide chunks that are pinned for ever; their slots are free when the last pin is gone."""
@@ -229,16 +209,12 @@ class ChunkTable:
 
     def reset(self) -> None:
         """Hide every visible chunk for ever; slots without a pin are free at once."""
-        try:
-            self.policy.clear()
-        except Exception:
-            self._replace_policy("raised")
-            self.policy.clear()
         for chunk in self.visible.values():
             chunk.move(ChunkEvent.RESET)
             if not chunk.pins:
                 self._free(chunk)
         self.visible.clear()
+        self._tell(lambda policy: policy.clear())
 
     def _drop_pin(self, chunk: Chunk) -> None:
         chunk.pins -= 1
@@ -246,9 +222,6 @@ class ChunkTable:
             self._free(chunk)
 
     def _free(self, chunk: Chunk) -> None:
-        try:
-            chunk.state = _FREED[chunk.state]
-        except KeyError:
-            forbidden(chunk, chunk.state, ChunkEvent.FREED)
+        chunk.move(ChunkEvent.FREED)
         chunk.key, chunk.origin = NO_KEY, None
         self.free.append(chunk)

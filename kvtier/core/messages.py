@@ -1,26 +1,38 @@
-"""What the core tells its owner to do (commands) and what the owner tells the core (events)."""
+"""The messages between the core and its owner: commands say what to do, events what has happened.
+
+Commands and the events of tiers travel as they are, in a thread and over the socket of the tier process.
+The bounds that are given here are checked where a message is decoded, not where it is made.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Annotated
 
-from kvtier.keys import OffloadKey
+from msgspec import Meta, Struct, field
+
+from kvtier.keys import MAX_KEY_BYTES, OffloadKey
+
+MAX_TEXT = 16_384
+
+Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Seconds = Annotated[float, Meta(ge=0)]
+Key = Annotated[OffloadKey, Meta(min_length=1, max_length=MAX_KEY_BYTES)]
+Word = Annotated[str, Meta(max_length=64)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 
 
-@dataclass(frozen=True, slots=True)
-class Put:
+class Put(Struct, array_like=True, frozen=True, gc=False, tag=1):
     """Put chunks into a tier. Ends with ``PutEnded``."""
 
-    id: int
-    tier: int
-    keys: Sequence[OffloadKey]
-    slots: Sequence[int]
+    id: Number
+    tier: Number
+    keys: Sequence[Key]
+    slots: Sequence[Number]
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(Struct, array_like=True, frozen=True, gc=False, tag=2):
     """Find chunks in a tier and get the leading ones. Ends with ``Fetched``.
 
     The key at each index belongs to the slot at that index; there are at most as many slots as keys.
@@ -28,33 +40,31 @@ class Fetch:
     is true the keys are known to be there and need not be looked for.
     """
 
-    id: int
-    tier: int
-    keys: Sequence[OffloadKey]
-    slots: Sequence[int]
+    id: Number
+    tier: Number
+    keys: Sequence[Key]
+    slots: Sequence[Number]
     located: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Touch:
+class Touch(Struct, array_like=True, frozen=True, gc=False, tag=3):
     """Tell a tier that chunks were used which it may have. Nothing comes back."""
 
-    tier: int
-    keys: Sequence[OffloadKey]
+    tier: Number
+    keys: Sequence[Key]
 
 
-@dataclass(frozen=True, slots=True)
-class Reset:
+class Reset(Struct, array_like=True, frozen=True, gc=False, tag=4):
     """Make all that the tier has invisible for ever. Commands that follow wait for it."""
 
-    tier: int
-    epoch: int
+    tier: Number
+    epoch: Number
 
 
 Command = Put | Fetch | Touch | Reset
 
 
-class Proof(IntEnum):
+class TransferHealth(IntEnum):
     """What a transfer that has ended says of its tier's health. Only real puts and gets say anything."""
 
     NONE = 0  # nothing: it was not begun, or the tier's index alone answered it
@@ -63,25 +73,24 @@ class Proof(IntEnum):
     LATE = 3  # it did not end by its deadline
 
 
-@dataclass(frozen=True, slots=True)
-class PutEnded:
+class PutEnded(Struct, array_like=True, frozen=True, gc=False, tag=1):
     """A put has ended: its slots are no longer read.
 
     Attributes:
         kept: for each key, whether the tier has it now.
         reasons: why chunks were not kept, counted.
         seconds: how long the tier took.
-        proof: what it says of the tier.
+        health: what it says of the tier.
         retry: what came of a second attempt, in a word of ``reasons.RETRY``; empty where there was no
             cause for one.
     """
 
-    id: int
+    id: Number
     kept: Sequence[bool]
-    reasons: Mapping[str, int] = field(default_factory=dict)
-    seconds: float = 0.0
-    proof: Proof = Proof.NONE
-    retry: str = ""
+    reasons: Mapping[Word, Number] = field(default_factory=dict)
+    seconds: Seconds = 0.0
+    health: TransferHealth = TransferHealth.NONE
+    retry: Word = ""
 
 
 class Answer(IntEnum):
@@ -92,52 +101,43 @@ class Answer(IntEnum):
     LANDED = 2  # its proven bytes are in its slot
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """A fetch has ended: its slots are no longer written.
+class Fetched(Struct, array_like=True, frozen=True, gc=False, tag=2):
+    """A fetch has ended: its slots are no longer written. ``PutEnded`` has the other attributes.
 
     Attributes:
         answers: one for each key. Only keys that were given a slot can be LANDED.
         reasons: why keys that the tier has were not given, counted.
-        seconds: how long the tier took.
-        proof: what it says of the tier.
-        retry: what came of a second attempt, in a word of ``reasons.RETRY``; empty where there was no
-            cause for one.
     """
 
-    id: int
+    id: Number
     answers: Sequence[Answer]
-    reasons: Mapping[str, int] = field(default_factory=dict)
-    seconds: float = 0.0
-    proof: Proof = Proof.NONE
-    retry: str = ""
+    reasons: Mapping[Word, Number] = field(default_factory=dict)
+    seconds: Seconds = 0.0
+    health: TransferHealth = TransferHealth.NONE
+    retry: Word = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TierDown:
+class TierDown(Struct, array_like=True, frozen=True, tag=3):
     """A tier can not be used, for the reason given, until ``TierUp``."""
 
-    tier: int
-    reason: str
+    tier: Number
+    reason: Text
 
 
-@dataclass(frozen=True, slots=True)
-class TierUp:
+class TierUp(Struct, array_like=True, frozen=True, tag=4):
     """A tier that was down can be used. It is open, and through with every reset it was told to do."""
 
-    tier: int
+    tier: Number
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
+class Removed(Struct, array_like=True, frozen=True, tag=5):
     """Chunks have left a tier without having been told to: evicted, expired or set aside."""
 
-    tier: int
-    keys: Sequence[OffloadKey]
+    tier: Number
+    keys: Sequence[Key]
 
 
-@dataclass(frozen=True, slots=True)
-class SlotsReady:
+class SlotsReady(Struct, frozen=True):
     """Slots of the primary tier may be used from now on.
 
     Attributes:
@@ -149,8 +149,7 @@ class SlotsReady:
     is_last: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessEnded:
+class ProcessEnded(Struct, frozen=True):
     """The process of the tiers has ended, and not because it was told to.
 
     Attributes:
@@ -160,4 +159,5 @@ class ProcessEnded:
     reason: str
 
 
-Event = PutEnded | Fetched | TierDown | TierUp | Removed | SlotsReady | ProcessEnded
+TierEvent = PutEnded | Fetched | TierDown | TierUp | Removed
+Event = TierEvent | SlotsReady | ProcessEnded

@@ -42,7 +42,7 @@ class PutPressure:
         self._halved_s = -inf
 
     def room(self, backlog: int) -> float:
-        """Say how many chunks more may be put at once while ``backlog`` of them are on their way.
+        """Return how many chunks more may be put at once while ``backlog`` of them are on their way.
 
         One is let in whenever nothing is under way, or nobody would find out that the tier is fast again.
         """
@@ -52,14 +52,14 @@ class PutPressure:
         return max(0.0, min(of_one_put, self._width * of_one_put - backlog), 0.0 if backlog else 1.0)
 
     def put_ended(self, chunks: int, seconds: float) -> None:
-        """Learn how long a put has taken that was answered, or given up."""
+        """Take in how long a put has taken that was answered, or given up."""
         chunk_s = max(seconds, _QUICKEST_S) / chunks
         before_s = self._chunk_s
         self._chunk_s = chunk_s if before_s is None else before_s + _WEIGHT * (chunk_s - before_s)
         self.share = min(1.0, self.share + _RECOVERY_BY_PUT)
 
     def get_ended(self, chunks: int, seconds: float, now_s: float, *, beside_puts: bool) -> None:
-        """Learn how long a get has taken, and whether puts were under way."""
+        """Take in how long a get has taken, and whether puts were under way."""
         size = chunks.bit_length()
         usual_s = self._usual_s.setdefault(size, seconds)
         if seconds <= _SLOWED * usual_s or seconds - usual_s < _NOTICEABLE_S:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from kvtier.core.chunks import Chunk
-from kvtier.core.ledger import Ledger
 from kvtier.core.messages import Answer, Fetch, Fetched
 from kvtier.core.requests import Request
+from kvtier.core.shared import SharedState
 from kvtier.core.states import ChunkEvent, ChunkState
 from kvtier.core.transfers import Bring, Transfer
 from kvtier.keys import OffloadKey, group_index
 
+Keys = Sequence[OffloadKey]
 Waiters = Mapping[Request, None]
 
 _READY = ChunkState.READY
@@ -33,19 +35,19 @@ class Promotions:
         reserve: slots to keep free, for chunks that may land.
     """
 
-    def __init__(self, ledger: Ledger, windowed_groups: frozenset[int]) -> None:
+    def __init__(self, shared: SharedState, windowed_groups: frozenset[int]) -> None:
         self.landing: set[Chunk] = set()
         self.holders: dict[Request, None] = {}
-        self._ledger = ledger
+        self._shared = shared
         self._windowed = windowed_groups
         self._fetching: defaultdict[frozenset[int] | None, dict[OffloadKey, Transfer]] = defaultdict(dict)
         self.resize(0)
 
     def resize(self, slots: int) -> None:
-        """Learn how many slots there are."""
-        limits = self._ledger.limits
+        """Fit the budget and the reserve to the number of slots."""
+        limits = self._shared.limits
         self.budget = max(1, int(slots * limits.promotion_budget))
-        self.reserve = min(self.budget, int(slots * limits.landing_reserve)) if self._ledger.tiers else 0
+        self.reserve = min(self.budget, int(slots * limits.landing_reserve)) if self._shared.tiers else 0
 
     @property
     def _room(self) -> int:
@@ -54,11 +56,11 @@ class Promotions:
     def hold(self, request: Request) -> None:
         """Pin what a request was told is there, until it is served."""
         self.holders[request] = None
-        visible, held = self._ledger.table.visible, request.held
+        visible, held = self._shared.table.visible, request.held
         hits = [chunk for key in request.hits if (chunk := visible.get(key)) and chunk.state is _READY]
         added = [chunk for chunk in dict.fromkeys(hits) if chunk not in held]
         request.hits.clear()
-        self._ledger.table.pin(added)
+        self._shared.table.pin(added)
         held.update(dict.fromkeys(hits, request.round))
 
     def unhold(self, request: Request) -> None:
@@ -67,7 +69,7 @@ class Promotions:
         request.stands = False
         if request.held:
             chunks, request.held = request.held, {}
-            self._ledger.table.unpin(chunks)
+            self._shared.table.unpin(chunks)
             self.let_go(chunks)
 
     def keep_asked(self, request: Request) -> None:
@@ -82,7 +84,7 @@ class Promotions:
         gone = [chunk for chunk, when in request.held.items() if when is not now and chunk.key != first]
         for chunk in gone:
             del request.held[chunk]
-        self._ledger.table.unpin(gone)
+        self._shared.table.unpin(gone)
         self.let_go(gone)
 
     def let_go(self, chunks: Iterable[Chunk]) -> None:
@@ -95,7 +97,7 @@ class Promotions:
         Nothing is evicted for keys behind one of which it is not known yet whether it is anywhere, and
         nothing is fetched behind one that is nowhere.
         """
-        fetching, visible = self._fetching[request.tiers], self._ledger.table.visible
+        fetching, visible = self._fetching[request.tiers], self._shared.table.visible
         located = request.located
         known: list[OffloadKey] = []
         unknown: list[OffloadKey] = []
@@ -121,8 +123,8 @@ class Promotions:
 
     def fetched(self, event: Fetched, now_s: float) -> list[Chunk]:
         """Take in what a fetch has brought and learned, and go on from there. Return what it brought."""
-        transfer, in_time = self._ledger.end(event, now_s)
-        if self._ledger.tiers[transfer.tier].distrusted:
+        transfer, in_time = self._shared.end(event, now_s)
+        if self._shared.tiers[transfer.tier].distrusted:
             event = replace(event, answers=(Answer.MISSING,) * len(event.answers))
         self._stop_expecting(transfer)
         waiters = _waiting(transfer) if in_time else {}
@@ -141,14 +143,9 @@ class Promotions:
         located = _select(transfer.keys, event.answers, Answer.LOCATED)
         for request in waiters:
             request.located.update(dict.fromkeys(located, transfer.tier))
-        visible = self._ledger.table.visible
-        self._ask(
-            [key for key in missing if key not in visible],
-            waiters,
-            now_s,
-            first_tier=transfer.tier + 1,
-            bring=transfer.bring,
-        )
+        visible = self._shared.table.visible
+        unseen = [key for key in missing if key not in visible]
+        self._ask(unseen, waiters, now_s, transfer.tier + 1, transfer.bring)
         if transfer.bring is Bring.ALL:
             run = [key for key in _run_after_landed(transfer.keys, event.answers) if key not in visible]
             run = self._of_use(run, waiters)
@@ -163,23 +160,23 @@ class Promotions:
         self.landing.difference_update(transfer.chunks)
         waiters = _waiting(transfer)
         if waiters:
-            visible = self._ledger.table.visible
+            visible = self._shared.table.visible
             keys = [key for key in transfer.keys if key not in visible]
-            self._ask(keys, waiters, now_s, first_tier=transfer.tier + 1, bring=transfer.bring)
+            self._ask(keys, waiters, now_s, transfer.tier + 1, transfer.bring)
 
     def keep_reserve(self) -> None:
         """Evict until slots are free for chunks that may land, counting those lent to fetches under way.
 
         They come back where the keys are nowhere: asking for what is not there evicts nothing.
         """
-        short = self.reserve - len(self._ledger.table.free)
+        short = self.reserve - len(self._shared.table.free)
         if short > 0:
-            lent = sum(len(transfer.chunks) for transfer in self._ledger.running if not transfer.is_put)
-            self._ledger.evict(short - lent)
+            lent = sum(len(transfer.chunks) for transfer in self._shared.running if not transfer.is_put)
+            self._shared.evict(short - lent)
 
     def reset(self) -> None:
         """Let nothing that is being fetched or held be seen again."""
-        for transfer in self._ledger.transfers.values():
+        for transfer in self._shared.transfers.values():
             if not transfer.is_put:
                 for chunk in transfer.chunks:
                     chunk.move(ChunkEvent.RESET)
@@ -221,60 +218,52 @@ class Promotions:
     def _is_windowed(self, key: OffloadKey) -> bool:
         return bool(self._windowed) and group_index(key) in self._windowed
 
-    def _ask_grouped(self, keys: Sequence[OffloadKey], waiters: Waiters, now_s: float, bring: Bring) -> None:
-        if not self._windowed:
-            self._ask(keys, waiters, now_s, first_tier=0, bring=bring)
-            return
-        windowed = [key for key in keys if self._is_windowed(key)]
-        others = [key for key in keys if not self._is_windowed(key)]
-        self._ask(others, waiters, now_s, first_tier=0, bring=bring)
-        self._ask(windowed, waiters, now_s, first_tier=0, bring=Bring.NOTHING)
+    def _ask_grouped(self, keys: Keys, waiters: Waiters, now_s: float, bring: Bring) -> None:
+        self._ask([key for key in keys if not self._is_windowed(key)], waiters, now_s, 0, bring)
+        self._ask([key for key in keys if self._is_windowed(key)], waiters, now_s, 0, Bring.NOTHING)
 
-    def _ask(
-        self, keys: Sequence[OffloadKey], waiters: Waiters, now_s: float, *, first_tier: int, bring: Bring
-    ) -> None:
+    def _ask(self, keys: Keys, waiters: Waiters, now_s: float, first_tier: int, bring: Bring) -> None:
         """Look for keys in the next tier that may be asked; where there is none they are absent."""
         if not keys:
             return
-        ledger, allowed = self._ledger, _allowed(waiters)
-        for tier in range(first_tier, len(ledger.tiers)):
-            gate = ledger.tiers[tier]
+        shared, allowed = self._shared, _allowed(waiters)
+        for tier in range(first_tier, len(shared.tiers)):
+            gate = shared.tiers[tier]
             closed = gate.get_refusal(now_s) if allowed is None or tier in allowed else "filter"
             if closed is None:
-                count = min(len(keys), self._room, len(ledger.table.free)) if bring else 0
-                transfer = self._fetch(tier, keys, keys[:count], waiters, now_s, located=False)
-                transfer.bring = bring
+                count = min(len(keys), self._room, len(shared.table.free)) if bring else 0
+                self._fetch(tier, keys, count, waiters, now_s).bring = bring
                 return
-            ledger.counts["skipped", gate.name, closed] += len(keys)
+            shared.counts["skipped", gate.name, closed] += len(keys)
         for request in waiters:
             request.give_up(keys)
 
-    def _fetch_located(self, keys: Sequence[OffloadKey], waiters: Waiters, now_s: float) -> None:
+    def _fetch_located(self, keys: Keys, waiters: Waiters, now_s: float) -> None:
         """Fetch keys that are known to be in a tier; evict for them, within the budget."""
         if not keys:
             return
-        ledger, first = self._ledger, next(iter(waiters))
+        shared, first = self._shared, next(iter(waiters))
         room = min(len(keys), self._room)
-        ledger.evict(room - len(ledger.table.free))
-        room = min(room, len(ledger.table.free))
+        shared.evict(room - len(shared.table.free))
+        room = min(room, len(shared.table.free))
         by_tier: dict[int, list[OffloadKey]] = {}
         for key in keys[:room]:
             by_tier.setdefault(first.located[key], []).append(key)
         while refused := self._refused(by_tier, now_s):
             tier, reason = refused
             found = by_tier.pop(tier)
-            ledger.counts["skipped", ledger.tiers[tier].name, reason] += len(found)
-            self._ask(found, waiters, now_s, first_tier=tier + 1, bring=Bring.NOTHING)
+            shared.counts["skipped", shared.tiers[tier].name, reason] += len(found)
+            self._ask(found, waiters, now_s, tier + 1, Bring.NOTHING)
         for tier, found in by_tier.items():
             if of_use := self._of_use(found, waiters):
-                self._fetch(tier, of_use, of_use, waiters, now_s, located=True)
+                self._fetch(tier, of_use, len(of_use), waiters, now_s, located=True)
 
     def _refused(self, tiers: Iterable[int], now_s: float) -> tuple[int, str] | None:
         """Return one of the tiers that may not be asked now, and why."""
-        reasons = ((tier, self._ledger.tiers[tier].get_refusal(now_s)) for tier in tiers)
+        reasons = ((tier, self._shared.tiers[tier].get_refusal(now_s)) for tier in tiers)
         return next(((tier, reason) for tier, reason in reasons if reason), None)
 
-    def _fetch_for(self, request: Request, keys: Sequence[OffloadKey], now_s: float) -> None:
+    def _fetch_for(self, request: Request, keys: Keys, now_s: float) -> None:
         """Fetch located keys for a request in its turn. Whoever is first in line gets all it can."""
         is_first = next(iter(self.holders), request) is request
         if is_first:
@@ -289,7 +278,7 @@ class Promotions:
         Their share of the budget, and where no slot is left their slots: whose turn comes last loses
         first. Only between two rounds, for what was answered HIT in a round is there to its end.
         """
-        table, landing = self._ledger.table, self.landing
+        table, landing = self._shared.table, self.landing
         behind = [holder for holder in reversed(self.holders) if holder is not first]
         if count > self._room:
             held = dict.fromkeys(chunk for holder in behind for chunk in holder.held)
@@ -300,45 +289,38 @@ class Promotions:
             return
         for holder in behind:
             table.unpin(holder.held)
-        self._ledger.evict(count)
+        self._shared.evict(count)
         for holder in behind:
             holder.held = {chunk: when for chunk, when in holder.held.items() if chunk.state is _READY}
             holder.stands = False
             table.pin(holder.held)
         self.let_go(list(landing))
 
-    def _make_do(self, first: Request, keys: Sequence[OffloadKey]) -> None:
+    def _make_do(self, first: Request, keys: Keys) -> None:
         """Let the request that is first in line go without what does not fit, or all would wait for ever.
 
         What is on its way for others is waited for: when it has landed, it makes way.
         """
         fetching = self._fetching[first.tiers]
         left = [key for key in keys if key not in fetching]
-        under_way = [transfer for transfer in self._ledger.running if transfer.chunks and not transfer.is_put]
+        under_way = [transfer for transfer in self._shared.running if transfer.chunks and not transfer.is_put]
         if left and all(first in transfer.waiters for transfer in under_way):
             first.give_up(left)
-            self._ledger.counts["miss", self._ledger.short_of("budget")] += len(left)
+            self._shared.counts["miss", self._shared.short_of("budget")] += len(left)
 
     def _fetch(
-        self,
-        tier: int,
-        keys: Sequence[OffloadKey],
-        landing: Sequence[OffloadKey],
-        waiters: Waiters,
-        now_s: float,
-        *,
-        located: bool,
+        self, tier: int, keys: Keys, count: int, waiters: Waiters, now_s: float, *, located: bool = False
     ) -> Transfer:
-        chunks = self._ledger.table.take(landing, visible=False)
+        """Fetch keys from a tier, the first ``count`` of them into free slots."""
+        chunks = self._shared.table.take(keys[:count], visible=False)
         self.landing.update(chunks)
-        transfer = self._ledger.begin(tier, keys, chunks, now_s, is_put=False)
+        transfer = self._shared.begin(tier, keys, chunks, now_s, is_put=False)
         transfer.located = located
         transfer.waiters.update(waiters)
         transfer.allowed = _allowed(waiters)
         self._fetching[transfer.allowed].update(dict.fromkeys(keys, transfer))
-        self._ledger.commands.append(
-            Fetch(transfer.id, tier, keys, [chunk.slot for chunk in chunks], located)
-        )
+        slots = [chunk.slot for chunk in chunks]
+        self._shared.commands.append(Fetch(transfer.id, tier, keys, slots, located))
         return transfer
 
     def _stop_expecting(self, transfer: Transfer) -> None:
@@ -349,7 +331,7 @@ class Promotions:
 
     def _land(self, transfer: Transfer, answers: Sequence[Answer], waiters: Waiters) -> list[Chunk]:
         """Show the chunks that have landed, unless their key got here another way; free the others."""
-        table = self._ledger.table
+        table = self._shared.table
         good: list[Chunk] = []
         bad: list[Chunk] = []
         for chunk, answer in zip(transfer.chunks, answers, strict=False):
@@ -364,22 +346,22 @@ class Promotions:
             request.held.update(dict.fromkeys(landed, request.round))
             self.holders[request] = None
         self.let_go(transfer.chunks)
-        self._ledger.announcements.stored([chunk.key for chunk in landed], found=True)
+        self._shared.announcements.stored([chunk.key for chunk in landed], found=True)
         return landed
 
     def _announce(self, transfer: Transfer, answers: Sequence[Answer]) -> None:
         """Announce what the tier turned out to have, and not to have any more."""
-        if self._ledger.announcements.enabled:
+        if self._shared.announcements.enabled:
             missing = _select(transfer.keys, answers, Answer.MISSING)
-            self._ledger.announcements.removed(missing, transfer.tier)
+            self._shared.announcements.removed(missing, transfer.tier)
             absent = frozenset(missing)
             there = [key for key in transfer.keys if key not in absent]
-            self._ledger.announce_kept(transfer, there, found=True)
+            self._shared.announce_kept(transfer, there, found=True)
 
     def _count(self, transfer: Transfer, event: Fetched, now_s: float) -> None:
-        gate = self._ledger.tiers[transfer.tier]
-        gate.get_ended(event.answers.count(Answer.LANDED), event.proof, event.seconds, now_s)
-        counts, name = self._ledger.counts, gate.name
+        gate = self._shared.tiers[transfer.tier]
+        gate.get_ended(event.answers.count(Answer.LANDED), event.health, event.seconds, now_s)
+        counts, name = self._shared.counts, gate.name
         missing = event.answers.count(Answer.MISSING)
         if not transfer.located:
             counts["asked", name] += len(event.answers)
@@ -400,11 +382,11 @@ def _waiting(transfer: Transfer) -> dict[Request, None]:
     return {request: None for request in transfer.waiters if request.is_waiting}
 
 
-def _select(keys: Sequence[OffloadKey], answers: Sequence[Answer], wanted: Answer) -> list[OffloadKey]:
+def _select(keys: Keys, answers: Sequence[Answer], wanted: Answer) -> list[OffloadKey]:
     return [key for key, answer in zip(keys, answers, strict=True) if answer is wanted]
 
 
-def _run_after_landed(keys: Sequence[OffloadKey], answers: Sequence[Answer]) -> list[OffloadKey]:
+def _run_after_landed(keys: Keys, answers: Sequence[Answer]) -> list[OffloadKey]:
     """Return the located keys that directly follow the landed ones at the front."""
     run: list[OffloadKey] = []
     for key, answer in zip(keys, answers, strict=True):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from kvtier.core.chunks import Chunk
-from kvtier.core.states import REQUEST_MOVES, RequestEvent, RequestState, forbidden
+from kvtier.core.states import REQUEST_MOVES, RequestState, Stateful
 from kvtier.keys import OffloadKey
 
 
-class Request:
+@dataclass(slots=True, eq=False, repr=False)
+class Request(Stateful):
     """One request of the engine, from its first lookup to its end.
 
     What is learned about a key (absent, or located in a tier) holds for the scan under way, so that
@@ -31,41 +34,23 @@ class Request:
             questions would be answered alike.
     """
 
-    __slots__ = (
-        "absent",
-        "deadline_s",
-        "first",
-        "held",
-        "hits",
-        "located",
-        "name",
-        "round",
-        "stands",
-        "state",
-        "tiers",
-        "wanted",
-    )
+    MOVES: ClassVar = REQUEST_MOVES
 
-    def __init__(self, name: str = "", tiers: frozenset[int] | None = None) -> None:
-        self.name = name
-        self.tiers = tiers
-        self.state = RequestState.IDLE
-        self.deadline_s: float | None = None
-        self.round: object = None
-        self.first: OffloadKey | None = None
-        self.hits: list[OffloadKey] = []
-        self.wanted: list[OffloadKey] = []
-        self.held: dict[Chunk, object] = {}
-        self.absent: set[OffloadKey] = set()
-        self.located: dict[OffloadKey, int] = {}
-        self.stands = False
+    name: str = ""
+    tiers: frozenset[int] | None = None
+    state: RequestState = RequestState.IDLE
+    deadline_s: float | None = None
+    round: object = None
+    first: OffloadKey | None = None
+    hits: list[OffloadKey] = field(default_factory=list)
+    wanted: list[OffloadKey] = field(default_factory=list)
+    held: dict[Chunk, object] = field(default_factory=dict)
+    absent: set[OffloadKey] = field(default_factory=set)
+    located: dict[OffloadKey, int] = field(default_factory=dict)
+    stands: bool = False
 
-    def move(self, event: RequestEvent) -> None:
-        """Change the state as the table says."""
-        try:
-            self.state = REQUEST_MOVES[event][self.state]
-        except KeyError:
-            forbidden(f"request {self.name}", self.state, event)
+    def __str__(self) -> str:
+        return f"request {self.name}"
 
     @property
     def is_waiting(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import NoReturn
+from typing import Any, ClassVar
 
 from kvtier.errors import StateError
 
@@ -43,18 +43,15 @@ class ChunkEvent(IntEnum):
     DROPPED = 6
 
 
+_FILLING, _READY, _DOOMED = ChunkState.FILLING, ChunkState.READY, ChunkState.DOOMED
 CHUNK_MOVES: Mapping[ChunkEvent, Mapping[ChunkState, ChunkState]] = {
-    ChunkEvent.RESERVED: {ChunkState.ABSENT: ChunkState.FILLING},
-    ChunkEvent.FILLED: {ChunkState.FILLING: ChunkState.READY, ChunkState.DOOMED: ChunkState.DOOMED},
-    ChunkEvent.FAILED: {ChunkState.FILLING: ChunkState.DOOMED, ChunkState.DOOMED: ChunkState.DOOMED},
-    ChunkEvent.EVICTED: {ChunkState.READY: ChunkState.ABSENT},
-    ChunkEvent.RESET: {
-        ChunkState.FILLING: ChunkState.DOOMED,
-        ChunkState.READY: ChunkState.DOOMED,
-        ChunkState.DOOMED: ChunkState.DOOMED,
-    },
-    ChunkEvent.DROPPED: {ChunkState.READY: ChunkState.DOOMED, ChunkState.DOOMED: ChunkState.DOOMED},
-    ChunkEvent.FREED: {ChunkState.DOOMED: ChunkState.ABSENT},
+    ChunkEvent.RESERVED: {ChunkState.ABSENT: _FILLING},
+    ChunkEvent.FILLED: {_FILLING: _READY, _DOOMED: _DOOMED},
+    ChunkEvent.FAILED: dict.fromkeys((_FILLING, _DOOMED), _DOOMED),
+    ChunkEvent.EVICTED: {_READY: ChunkState.ABSENT},
+    ChunkEvent.RESET: dict.fromkeys((_FILLING, _READY, _DOOMED), _DOOMED),
+    ChunkEvent.DROPPED: dict.fromkeys((_READY, _DOOMED), _DOOMED),
+    ChunkEvent.FREED: {_DOOMED: ChunkState.ABSENT},
 }
 
 
@@ -78,28 +75,14 @@ class RequestEvent(IntEnum):
     LOAD_FAILED = 4
 
 
+_IDLE, _WAITING, _EXPIRED = RequestState.IDLE, RequestState.WAITING, RequestState.EXPIRED
+_COMPUTED = RequestState.COMPUTED
 REQUEST_MOVES: Mapping[RequestEvent, Mapping[RequestState, RequestState]] = {
-    RequestEvent.DEFERRED: {
-        RequestState.IDLE: RequestState.WAITING,
-        RequestState.WAITING: RequestState.WAITING,
-    },
-    RequestEvent.SERVED: {
-        RequestState.IDLE: RequestState.IDLE,
-        RequestState.WAITING: RequestState.IDLE,
-        RequestState.EXPIRED: RequestState.IDLE,
-        RequestState.COMPUTED: RequestState.COMPUTED,
-    },
-    RequestEvent.OVERDUE: {RequestState.WAITING: RequestState.EXPIRED},
-    RequestEvent.ENDED: {
-        RequestState.IDLE: RequestState.CLOSED,
-        RequestState.WAITING: RequestState.CLOSED,
-        RequestState.EXPIRED: RequestState.CLOSED,
-        RequestState.COMPUTED: RequestState.CLOSED,
-    },
-    RequestEvent.LOAD_FAILED: {
-        RequestState.IDLE: RequestState.COMPUTED,
-        RequestState.COMPUTED: RequestState.COMPUTED,
-    },
+    RequestEvent.DEFERRED: dict.fromkeys((_IDLE, _WAITING), _WAITING),
+    RequestEvent.SERVED: {**dict.fromkeys((_IDLE, _WAITING, _EXPIRED), _IDLE), _COMPUTED: _COMPUTED},
+    RequestEvent.OVERDUE: {_WAITING: _EXPIRED},
+    RequestEvent.ENDED: dict.fromkeys((_IDLE, _WAITING, _EXPIRED, _COMPUTED), RequestState.CLOSED),
+    RequestEvent.LOAD_FAILED: dict.fromkeys((_IDLE, _COMPUTED), _COMPUTED),
 }
 
 
@@ -120,10 +103,7 @@ class TransferEvent(IntEnum):
 
 TRANSFER_MOVES: Mapping[TransferEvent, Mapping[TransferState, TransferState]] = {
     TransferEvent.DEADLINE: {TransferState.RUNNING: TransferState.OVERDUE},
-    TransferEvent.ENDED: {
-        TransferState.RUNNING: TransferState.ENDED,
-        TransferState.OVERDUE: TransferState.ENDED,
-    },
+    TransferEvent.ENDED: dict.fromkeys((TransferState.RUNNING, TransferState.OVERDUE), TransferState.ENDED),
 }
 
 
@@ -145,16 +125,28 @@ class BreakerEvent(IntEnum):
 
 
 BREAKER_MOVES: Mapping[BreakerEvent, Mapping[BreakerState, BreakerState]] = {
-    BreakerEvent.TRIPPED: {
-        BreakerState.CLOSED: BreakerState.OPEN,
-        BreakerState.HALF_OPEN: BreakerState.OPEN,
-    },
+    BreakerEvent.TRIPPED: dict.fromkeys((BreakerState.CLOSED, BreakerState.HALF_OPEN), BreakerState.OPEN),
     BreakerEvent.PROBED: {BreakerState.OPEN: BreakerState.HALF_OPEN},
     BreakerEvent.PROVEN: {BreakerState.HALF_OPEN: BreakerState.CLOSED},
     BreakerEvent.UNPROVEN: {BreakerState.HALF_OPEN: BreakerState.OPEN},
 }
 
 
-def forbidden(what: object, state: IntEnum, event: IntEnum) -> NoReturn:
-    """Raise for a move that is in no table."""
-    raise StateError(f"{what} is {state.name}: {event.name} is not possible there")
+class Stateful:
+    """What has a state that changes as a table says."""
+
+    __slots__ = ()
+    MOVES: ClassVar[Mapping[Any, Mapping[Any, Any]]]
+    state: Any
+
+    def move(self, event: IntEnum) -> None:
+        """Change the state as the table says.
+
+        Raises:
+            StateError: the event is not possible in this state.
+        """
+        try:
+            self.state = self.MOVES[event][self.state]
+        except KeyError:
+            text = f"{self} is {self.state.name}: {event.name} is not possible there"
+            raise StateError(text) from None

@@ -14,27 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from kvtier.core import messages
 from kvtier.core.admission import Limits, ReuseTracker, TierGate
 from kvtier.core.announcements import Change
 from kvtier.core.chunks import Chunk, ChunkTable
-from kvtier.core.ledger import Count, Ledger, Notice
-from kvtier.core.messages import (
-    Command,
-    Event,
-    Fetched,
-    ProcessEnded,
-    Put,
-    PutEnded,
-    Removed,
-    Reset,
-    SlotsReady,
-    TierDown,
-    TierUp,
-    Touch,
-)
 from kvtier.core.policies.base import EvictionPolicy
 from kvtier.core.promotion import Promotions
 from kvtier.core.requests import Request
+from kvtier.core.shared import Count, Notice, SharedState
 from kvtier.core.states import ChunkState, Lookup, RequestEvent, RequestState
 from kvtier.core.transfers import Pinned, Reservation
 from kvtier.errors import StateError
@@ -73,8 +60,8 @@ class Tiering:
     ) -> None:
         limits = limits or Limits()
         self.table = ChunkTable(policy)
-        self.ledger = Ledger(self.table, tiers, limits, track_changes=track_changes)
-        self.promotions = Promotions(self.ledger, windowed_groups)
+        self.shared = SharedState(self.table, tiers, limits, track_changes=track_changes)
+        self.promotions = Promotions(self.shared, windowed_groups)
         self.epoch = 0
         self.reservations: set[Reservation] = set()
         self.pinned: set[Pinned] = set()
@@ -82,21 +69,18 @@ class Tiering:
         self._tiered = bool(tiers)
         self._names = [gate.name for gate in tiers]
         self._visible = self.table.visible
-        self._counts = self.ledger.counts
+        self._counts = self.shared.counts
         self._asked: list[Request] = []
         self._reused: dict[OffloadKey, None] = {}  # loaded from the primary tier since the last round
         self._round: object = object()
         self._has_damage = False
         self.is_distrusted = False
-        tracks_reuse = limits.store_threshold > 1
-        self._tracker = (
-            ReuseTracker(limits.store_threshold, limits.max_tracker_size) if tracks_reuse else None
-        )
+        self._tracker = ReuseTracker(limits.store_threshold, limits.max_tracker_size)
 
     # --- lookup ----------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, request: Request) -> Lookup:
-        """Say whether the chunk is there. Notes what a following ``settle`` will act upon."""
+        """Return whether the chunk is there. Notes what a following ``settle`` will act upon."""
         if request.round is not self._round:
             if request.state is RequestState.COMPUTED:
                 self._counts["miss", "load_failed"] += 1
@@ -108,6 +92,11 @@ class Tiering:
             request.hits.append(key)
             return _HIT
         return self._unready(key, request, chunk)
+
+    def refuse(self, reason: str) -> Lookup:
+        """Answer MISS for a reason that the owner has, a word of ``reasons.MISS``."""
+        self._counts["miss", reason] += 1
+        return _MISS
 
     def repeat(self, key: OffloadKey, request: Request) -> Lookup | None:
         """Answer the questions of a scan in short where its last answers stand: it is deferred again.
@@ -147,7 +136,7 @@ class Tiering:
         """End a round of questions: fetch what is wanted, keep the deadlines, keep the reserve free."""
         asked, self._asked = self._asked, []
         self._round = object()
-        for transfer in self.ledger.overdue(now_s):
+        for transfer in self.shared.overdue(now_s):
             if not transfer.is_put:
                 self.promotions.give_up(transfer, now_s)
         for request in asked:
@@ -168,21 +157,21 @@ class Tiering:
         if self._reused:
             self._touch_tiers()
         if self.table.faults:
-            self.ledger.note_policy()
+            self.shared.note_policy()
         if self._has_damage:
             self._has_damage = False
             self.distrust(None, "when it was about to be put into a tier")
 
     def next_deadline_s(self) -> float | None:
-        """Say when ``settle`` has to be called at the latest, where anything is pending."""
-        deadlines = [transfer.deadline_s for transfer in self.ledger.running]
+        """Return when ``settle`` has to be called at the latest, where anything is pending."""
+        deadlines = [transfer.deadline_s for transfer in self.shared.running]
         deadlines += [
             holder.deadline_s for holder in self.promotions.holders if holder.deadline_s is not None
         ]
         return min(deadlines, default=None)
 
     def served(self, request: Request) -> None:
-        """Learn that the request waits for nothing now: what was held for it is given back.
+        """Give back what is held for a request that waits for nothing now.
 
         A request whose deadline has passed stays EXPIRED until it is served, or every scan of it would
         wait once more.
@@ -193,7 +182,7 @@ class Tiering:
             self.promotions.unhold(request)
 
     def scheduled(self, request: Request) -> None:
-        """Learn that the engine computes the request from now on: it is served, whatever it has asked for.
+        """Note that the engine computes the request from now on: it is served, whatever it has asked for.
 
         Where one group of blocks has nothing the engine goes on without, though for others something may
         be pending still.
@@ -202,10 +191,10 @@ class Tiering:
         self.served(request)
 
     def restart(self, request: Request) -> None:
-        """Learn that the request was preempted: it is looked up anew, from what is known by then.
+        """Note that the request was preempted: it is looked up anew, from what is known by then.
 
-        It was served long before, so what was learned for it since is old, a deadline that passed too. What
-        it was told is there in the round under way is there to its end all the same.
+        It was served long before, so what was learned for it since is old, a deadline that passed too. Hits
+        reported in this round stay valid until the round ends.
         """
         told = [chunk.key for chunk, when in request.held.items() if when is self._round]
         self.served(request)
@@ -278,16 +267,19 @@ class Tiering:
         hold any more: an engine is told of its copies between rounds.
         """
         self._strike(self.pinned, pinned)
-        ready = [chunk.key for chunk in pinned.chunks if chunk.state is _READY]
-        self._counts["dropped", "load"] += len(ready)
-        self.ledger.announcements.removed(ready)
-        self.table.drop(pinned.chunks)
-        self.table.unpin(pinned.chunks)
+        self._counts["dropped", "load"] += sum(chunk.state is _READY for chunk in pinned.chunks)
+        self._drop(pinned.chunks)
         if request is not None:
             self.served(request)
             request.forget_answers()
             request.round = None  # what it is told is not that of the round under way
             request.move(RequestEvent.LOAD_FAILED)
+
+    def _drop(self, chunks: Sequence[Chunk]) -> None:
+        """Hide chunks for ever and take a pin from each."""
+        self.shared.announcements.removed([chunk.key for chunk in chunks if chunk.state is _READY])
+        self.table.drop(chunks)
+        self.table.unpin(chunks)
 
     def _ready(self, key: OffloadKey) -> Chunk:
         chunk = self._visible.get(key)
@@ -317,15 +309,16 @@ class Tiering:
             return None
         visible, free = self._visible, self.table.free
         new = list(dict.fromkeys([key for key in keys if key not in visible]))
-        if new and self._tracker is not None:
-            new = self._admitted(new)
+        admitted = self._tracker.admit(new)
+        if len(admitted) < len(new):
+            self._counts["store_refused", "store_threshold"] += len(new) - len(admitted)
+            new = admitted
         short = len(new) - len(free)
         evicted = self._make_room(short, keys) if short > 0 else []
-        if new and not free:
-            self._counts["store_refused", self.ledger.short_of("no_slot")] += len(new)
-            return None
         if len(new) > len(free):
-            self._counts["store_refused", self.ledger.short_of("no_slot")] += len(new) - len(free)
+            self._counts["store_refused", self.shared.short_of("no_slot")] += len(new) - len(free)
+            if not free:
+                return None
             del new[len(free) :]
         reservation = Reservation(new, self.table.take(new, visible=True), evicted)
         self.reservations.add(reservation)
@@ -341,8 +334,8 @@ class Tiering:
         takers = self._takers(len(chunks), range(len(self._names)), now_s)
         ready = self.table.filled(chunks, pins=len(takers))
         self._counts["stored",] += len(ready)
-        if self.ledger.announcements.enabled:
-            self.ledger.announcements.stored([chunk.key for chunk in ready])
+        if self.shared.announcements.enabled:
+            self.shared.announcements.stored([chunk.key for chunk in ready])
         for tier, count in takers:
             self._cascade(tier, ready[:count], now_s)
             self.table.unpin(ready[count:])
@@ -354,28 +347,26 @@ class Tiering:
 
     def fail_store(self, reservation: Reservation) -> None:
         """End a store whose copies failed: its chunks are dropped."""
-        self._counts["dropped", "store"] += len(reservation.chunks)
+        self.abandon(reservation)
         self.abort(reservation)
+
+    def abandon(self, reservation: Reservation) -> None:
+        """Count a failed store as dropped, but keep its slots: a copy that never ended may write to them."""
+        self._counts["dropped", "store"] += len(reservation.chunks)
 
     def _make_room(self, count: int, offered: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Evict for a store, but neither this round's hits nor the chunks that the new ones continue."""
         self._hold_hits()
         kept = [chunk for key in offered if (chunk := self._visible.get(key)) and chunk.state is _READY]
         self.table.pin(kept)
-        evicted = self.ledger.evict(count)
+        evicted = self.shared.evict(count)
         self.table.unpin(kept)
         return evicted
 
-    def _admitted(self, keys: list[OffloadKey]) -> list[OffloadKey]:
-        assert self._tracker is not None
-        admitted = self._tracker.admit(keys)
-        self._counts["store_refused", "store_threshold"] += len(keys) - len(admitted)
-        return admitted
-
     def _takers(self, count: int, tiers: Iterable[int], now_s: float) -> list[tuple[int, int]]:
-        """Say which of the tiers take how many of the next chunks."""
+        """Return which of the tiers take how many of the next chunks."""
         takers = []
-        gates = self.ledger.tiers
+        gates = self.shared.tiers
         most = max(1, int(len(self.table.all) * self._limits.put_backlog))
         unused = most - sum(gate.backlog for gate in gates)
         for index in tiers:
@@ -392,9 +383,9 @@ class Tiering:
         if not chunks:
             return
         keys = [chunk.key for chunk in chunks]
-        transfer = self.ledger.begin(tier, keys, chunks, now_s, is_put=True)
-        self.ledger.tiers[tier].backlog += len(chunks)
-        self.ledger.commands.append(Put(transfer.id, tier, keys, [chunk.slot for chunk in chunks]))
+        transfer = self.shared.begin(tier, keys, chunks, now_s, is_put=True)
+        self.shared.tiers[tier].backlog += len(chunks)
+        self.shared.commands.append(messages.Put(transfer.id, tier, keys, [chunk.slot for chunk in chunks]))
 
     def _lift(self, chunks: Sequence[Chunk], now_s: float) -> None:
         """Put what a tier gave into the tiers before it, which did not: the next time they may be asked."""
@@ -410,45 +401,45 @@ class Tiering:
         """Tell the tiers what was used without them, or they would think it was not used at all."""
         keys = list(self._reused)
         self._reused.clear()
-        self.ledger.commands += [
-            Touch(tier, keys) for tier, gate in enumerate(self.ledger.tiers) if gate.works
+        self.shared.commands += [
+            messages.Touch(tier, keys) for tier, gate in enumerate(self.shared.tiers) if gate.works
         ]
 
     # --- what happened, what to do ----------------------------------------------------------------
 
-    def on_event(self, event: Event, now_s: float) -> None:
+    def on_event(self, event: messages.Event, now_s: float) -> None:
         """Take in what has happened."""
-        if isinstance(event, Fetched):
+        if isinstance(event, messages.Fetched):
             self._hold_hits()
             self._lift(self.promotions.fetched(event, now_s), now_s)
-        elif isinstance(event, PutEnded):
+        elif isinstance(event, messages.PutEnded):
             self._put_ended(event, now_s)
-        elif isinstance(event, SlotsReady):
+        elif isinstance(event, messages.SlotsReady):
             self.table.add_slots(event.slots)
-            self.ledger.is_starting = self.ledger.is_starting and not event.is_last
+            self.shared.is_starting = self.shared.is_starting and not event.is_last
             self.promotions.resize(len(self.table.all))
-        elif isinstance(event, TierDown):
+        elif isinstance(event, messages.TierDown):
             self._tier_down(event)
-        elif isinstance(event, TierUp):
-            self.ledger.tiers[event.tier].down = None
-        elif isinstance(event, Removed):
-            self.ledger.announce_left(event.tier, event.keys)
-        elif isinstance(event, ProcessEnded):
+        elif isinstance(event, messages.TierUp):
+            self.shared.tiers[event.tier].down = None
+        elif isinstance(event, messages.Removed):
+            self.shared.announce_left(event.tier, event.keys)
+        elif isinstance(event, messages.ProcessEnded):
             self._counts["process_ended", event.reason] += 1
 
-    def take_commands(self) -> list[Command]:
+    def take_commands(self) -> list[messages.Command]:
         """Take what is to be done since the last call, in this order."""
-        commands, self.ledger.commands = self.ledger.commands, []
+        commands, self.shared.commands = self.shared.commands, []
         return commands
 
     def take_notices(self) -> list[Notice]:
         """Take what the log should have lines of, since the last call."""
-        notices, self.ledger.notices = self.ledger.notices, []
+        notices, self.shared.notices = self.shared.notices, []
         return notices
 
     def take_changes(self) -> list[Change]:
         """Take what has become available, or ceased to be, since the last call."""
-        return self.ledger.announcements.take()
+        return self.shared.announcements.take()
 
     def take_counts(self) -> dict[Count, float]:
         """Take what was counted since the last call."""
@@ -468,10 +459,10 @@ class Tiering:
         self._round = object()
         self.promotions.reset()
         ready = [key for key, chunk in self._visible.items() if chunk.state is _READY]
-        self.ledger.announcements.removed(ready)
-        self.ledger.announce_reset()
+        self.shared.announcements.removed(ready)
+        self.shared.announce_reset()
         self.table.reset()
-        self.ledger.commands += [Reset(tier, self.epoch) for tier in range(len(self.ledger.tiers))]
+        self.shared.commands += [messages.Reset(tier, self.epoch) for tier in range(len(self.shared.tiers))]
 
     def distrust(self, tier: int | None, where: str) -> str:
         """Use a tier no more: an audit has found a chunk damaged that came from it.
@@ -490,44 +481,42 @@ class Tiering:
         name = PRIMARY if tier is None else self._names[tier]
         self._counts["audit_failed", name] += 1
         self.is_distrusted = self.is_distrusted or tier is None
-        for index, gate in enumerate(self.ledger.tiers):
+        for index, gate in enumerate(self.shared.tiers):
             if tier in (None, index) and not gate.distrusted:
                 gate.distrusted = True
-                self.ledger.announcements.clear(index)
+                self.shared.announcements.clear(index)
         given = [chunk for chunk in self.table if chunk.state is _READY and tier in (None, chunk.origin)]
-        self.ledger.announcements.removed([chunk.key for chunk in given])
         self.table.pin(given)
-        self.table.drop(given)
-        self.table.unpin(given)
+        self._drop(given)
         what = "nothing is stored or loaded" if tier is None else "it is not used"
         text = f"an audit has found a chunk damaged, {where}: {what} any more until a restart"
-        self.ledger.notices.append(Notice(f"tier {name}", text, is_good=False))
+        self.shared.notices.append(Notice(f"tier {name}", text, is_good=False))
         return name
 
     @property
     def is_idle(self) -> bool:
         """Whether no tier has anything to do."""
-        return not self.ledger.transfers and not self.ledger.commands
+        return not self.shared.transfers and not self.shared.commands
 
-    def _tier_down(self, event: TierDown) -> None:
-        gate = self.ledger.tiers[event.tier]
+    def _tier_down(self, event: messages.TierDown) -> None:
+        gate = self.shared.tiers[event.tier]
         if gate.down is None:
             self._counts["tier_down", gate.name] += 1
         gate.down = event.reason
-        self.ledger.announcements.clear(event.tier)
+        self.shared.announcements.clear(event.tier)
 
-    def _put_ended(self, event: PutEnded, now_s: float) -> None:
-        transfer, _ = self.ledger.end(event, now_s)
-        gate = self.ledger.tiers[transfer.tier]
+    def _put_ended(self, event: messages.PutEnded, now_s: float) -> None:
+        transfer, _ = self.shared.end(event, now_s)
+        gate = self.shared.tiers[transfer.tier]
         gate.backlog -= len(transfer.chunks)
-        gate.put_ended(len(transfer.chunks), event.proof, event.seconds)
+        gate.put_ended(len(transfer.chunks), event.health, event.seconds)
         self._counts["put", gate.name] += sum(event.kept)
         self._counts["put_seconds", gate.name] += event.seconds
         for reason, count in event.reasons.items():
             self._counts["put_failed", gate.name, reason] += count
         self._has_damage = self._has_damage or "audit" in event.reasons
-        if self.ledger.announcements.enabled:
+        if self.shared.announcements.enabled:
             kept = [key for key, ok in zip(transfer.keys, event.kept, strict=True) if ok]
-            self.ledger.announce_kept(transfer, kept, found=False)
+            self.shared.announce_kept(transfer, kept, found=False)
         self.table.unpin(transfer.chunks)
         self.promotions.let_go(transfer.chunks)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import ClassVar
 
 from kvtier.core.chunks import Chunk
 from kvtier.core.requests import Request
-from kvtier.core.states import TRANSFER_MOVES, TransferEvent, TransferState, forbidden
+from kvtier.core.states import TRANSFER_MOVES, Stateful, TransferState
 from kvtier.keys import OffloadKey
 
 
@@ -21,7 +22,7 @@ class Bring(IntEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
+class Transfer(Stateful):
     """A put or a fetch that a tier has been told to do.
 
     Attributes:
@@ -35,6 +36,8 @@ class Transfer:
         left: keys that have left the tier since it began, where that is of interest.
         outdated: whether there was a reset since it began.
     """
+
+    MOVES: ClassVar = TRANSFER_MOVES
 
     id: int
     tier: int
@@ -55,12 +58,8 @@ class Transfer:
         """How metrics and logs name what the tier does."""
         return "put" if self.is_put else "get"
 
-    def move(self, event: TransferEvent) -> None:
-        """Change the state as the table says."""
-        try:
-            self.state = TRANSFER_MOVES[event][self.state]
-        except KeyError:
-            forbidden(f"transfer {self.id}", self.state, event)
+    def __str__(self) -> str:
+        return f"transfer {self.id}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

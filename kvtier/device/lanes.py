@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from kvtier.device.audit import Auditor, Check
 from kvtier.device.base import DEADLINE_S, Attempt, Audits, Blocks, Finished, KVCaches, TransferEngine
-from kvtier.device.ledger import Ledger
+from kvtier.device.copies import CopyTable
 from kvtier.device.plan import CopyPlan, CopyPlanner
 from kvtier.errors import (
     AuditError,
@@ -111,12 +111,12 @@ class LaneEngine(TransferEngine):
         self._address = region.address
         self._auditor: Auditor | None = None
         self._memory: tuple[object, ...] = (kv_caches, region.view(0))  # keeps what the copies touch mapped
-        self._ledger = Ledger()
+        self._copies = CopyTable()
         self._closed = False
         self._submitting = threading.Lock()  # so that nothing is submitted behind the end of the lanes
         health = _Health()
         busy = threading.Event()
-        self._lanes = {way: _Lane(way, open_lane(way), at_once, self._ledger, health, busy) for way in Way}
+        self._lanes = {way: _Lane(way, open_lane(way), at_once, self._copies, health, busy) for way in Way}
         self._watch = _Watch(tuple(self._lanes.values()), deadline_s, busy)
 
     def submit_store(self, transfer_id: int, blocks: Blocks, slots: Sequence[int]) -> None:
@@ -153,19 +153,19 @@ class LaneEngine(TransferEngine):
 
     def finished(self) -> list[Finished]:
         """See ``TransferEngine.finished``."""
-        return self._ledger.take()
+        return self._copies.take()
 
     def wait(self, transfer_ids: Iterable[int]) -> None:
         """See ``TransferEngine.wait``."""
-        self._ledger.wait(transfer_ids)
+        self._copies.wait(transfer_ids)
 
     def drain(self) -> None:
         """See ``TransferEngine.drain``."""
-        self._ledger.drain()
+        self._copies.drain()
 
     def set_wakeup(self, wakeup: Callable[[], object] | None) -> None:
         """See ``TransferEngine.set_wakeup``."""
-        self._ledger.set_wakeup(wakeup)
+        self._copies.set_wakeup(wakeup)
 
     @property
     def is_stuck(self) -> bool:
@@ -252,7 +252,7 @@ class _Lane:
         name: str,
         prepare: Prepare,
         at_once: int,
-        ledger: Ledger,
+        copies: CopyTable,
         health: _Health,
         busy: threading.Event,
     ) -> None:
@@ -262,7 +262,7 @@ class _Lane:
         self._at_once = at_once
         self._begun: deque[_Job] = deque()
         self._outcomes: deque[Finish | BaseException | None] = deque()  # of their first attempts
-        self._ledger = ledger
+        self._copies = copies
         self._health = health
         self._busy = busy
         self._lock = threading.Lock()  # of what is begun and queued, for the moment a copy is given up
@@ -272,7 +272,7 @@ class _Lane:
     def submit(
         self, transfer_id: int, plan: CopyPlan, attempts: tuple[Attempt, ...], check: Check | None
     ) -> None:
-        self._ledger.begin(transfer_id)
+        self._copies.begin(transfer_id)
         try:
             begin = self._prepare(plan)
         except Exception as error:  # a device that has failed must not fail the caller's own work
@@ -284,7 +284,7 @@ class _Lane:
                 self._jobs.put(job)
         if is_stuck:
             assert self._health.lost is not None
-            self._ledger.end(job.failed(self._health.lost))
+            self._copies.end(job.failed(self._health.lost))
         elif self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
@@ -312,9 +312,9 @@ class _Lane:
         text = f"a copy of {job.nbytes} bytes has not ended within {deadline_s:g} s ({self._name})"
         lost = self._health.lose(DeviceLostError(text))
         for moving in begun:
-            self._ledger.end(moving.failed(DeviceStuckError(text)))
+            self._copies.end(moving.failed(DeviceStuckError(text)))
         for waiting in behind:
-            self._ledger.end(waiting.failed(lost))
+            self._copies.end(waiting.failed(lost))
 
     def _work(self) -> None:
         is_ending = False
@@ -354,7 +354,7 @@ class _Lane:
             if self.is_stuck:
                 return False  # too late: others were told that it has not ended
             self._begun.popleft()
-        self._ledger.end(finished)
+        self._copies.end(finished)
         return True
 
     def _finish(self, job: _Job, begun: Finish | BaseException | None) -> Finished:

@@ -25,7 +25,16 @@ from pathlib import Path
 import anyio
 import anyio.abc
 
-from kvtier.core.messages import Command, Event, Reset, TierUp
+from kvtier.core.messages import (
+    MAX_TEXT,
+    Command,
+    Event,
+    ProcessEnded,
+    Reset,
+    SlotsReady,
+    TierDown,
+    TierUp,
+)
 from kvtier.executor import Executor, TierActivity
 from kvtier.forks import keep_fd_from_children
 from kvtier.isolation import settings, wire
@@ -145,7 +154,7 @@ class Servant:
                 self._end_by_s = self._drain_by_s + order.close_s
                 self._leaving.set()
             else:
-                commands.append(wire.command_of(order))
+                commands.append(order)
         executor.submit(commands)
 
     async def _tell_when(self, order: wire.WhenSettled | wire.WhenDrained, executor: Executor) -> None:
@@ -163,7 +172,10 @@ class Servant:
     # --- what it is told -------------------------------------------------------------------------
 
     def _post(self, event: Event) -> None:
-        self._say(wire.report_of(event))
+        assert not isinstance(event, SlotsReady | ProcessEnded), event
+        if isinstance(event, TierDown):
+            event = TierDown(event.tier, event.reason[:MAX_TEXT])
+        self._say(event)
 
     def _say(self, report: Report) -> None:
         """Say it in a moment, with all that comes until then."""

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
-from kvtier.core import reasons
-from kvtier.core.messages import Event, TierDown, TierUp
+from kvtier import reasons
+from kvtier.core.messages import (
+    Answer,
+    Event,
+    Fetch,
+    Fetched,
+    Put,
+    PutEnded,
+    Removed,
+    TierDown,
+    TierUp,
+)
 from kvtier.executor import NamedTier, TierActivity
 from kvtier.isolation import wire
 from kvtier.isolation.link import Link
@@ -35,10 +46,10 @@ class Hearing:
     def __init__(self, tiers: Sequence[NamedTier]) -> None:
         self.events: deque[Event] = deque()
         self.activity = tuple(TierActivity(named.tier.config.max_concurrency) for named in tiers)
-        self._words = [reasons.TRANSFER.keys() | named.tier.reasons.keys() for named in tiers]
+        self._words = [frozenset(reasons.TRANSFER).union(named.tier.reasons) for named in tiers]
 
     def take(self, frame: bytes, link: Link, *, last: bool = False) -> bool:
-        """Take in a frame; say whether it answers a question whether the loop runs.
+        """Take in a frame; return whether it answers a ``Ping``: the loop runs.
 
         Args:
             frame: what ``link`` has said.
@@ -50,7 +61,7 @@ class Hearing:
         """
         answers = False
         for report in wire.unpack_reports(frame):
-            if isinstance(report, wire.PutReport | wire.FetchReport):
+            if isinstance(report, PutEnded | Fetched):
                 self._end(report, link)
             elif isinstance(report, wire.Pong):
                 answers = True
@@ -70,36 +81,39 @@ class Hearing:
             for turns in (activity.puts, activity.gets):
                 turns.submitted = turns.running = 0
 
-    def _end(self, report: wire.PutReport | wire.FetchReport, link: Link) -> None:
-        owed = link.owed.get(report.id)
+    def _end(self, event: PutEnded | Fetched, link: Link) -> None:
+        owed = link.owed.get(event.id)
         if owed is None:
-            raise WireError(f"transfer {report.id} is not under way")
-        event = wire.read_end(report, owed)
-        if not event.reasons.keys() <= self._words[owed.tier] or sum(event.reasons.values()) > len(owed.keys):
-            raise WireError(f"transfer {report.id} has failed for reasons that there are not")
-        if event.retry and event.retry not in reasons.RETRY:
-            raise WireError(f"transfer {report.id} was repeated in a way that there is not")
-        del link.owed[report.id]
+            raise WireError(f"transfer {event.id} is not under way")
+        _require_answer(event, owed, self._words[owed.tier])
+        del link.owed[event.id]
         self.events.append(event)
 
-    def _hear_of_tier(
-        self,
-        report: wire.DownReport | wire.UpReport | wire.RemovedReport | wire.Activity,
-        *,
-        last: bool,
-    ) -> None:
+    def _hear_of_tier(self, report: TierDown | TierUp | Removed | wire.Activity, *, last: bool) -> None:
         if report.tier >= len(self.activity):
             raise WireError(f"there is no tier {report.tier}")
         if isinstance(report, wire.Activity):
             _note(report, self.activity[report.tier])
-        elif isinstance(report, wire.RemovedReport):
-            self.events.append(wire.read_removed(report))
-        elif last:
-            pass
-        elif isinstance(report, wire.UpReport):
-            self.events.append(TierUp(report.tier))
-        else:
-            self.events.append(TierDown(report.tier, report.reason))
+        elif isinstance(report, Removed) or not last:
+            self.events.append(report)
+
+
+def _require_answer(event: PutEnded | Fetched, owed: Put | Fetch, words: frozenset[str]) -> None:
+    """Raise WireError where an end is none of the command with its id, or says what cannot be."""
+    if isinstance(event, PutEnded):
+        answers = isinstance(owed, Put) and len(event.kept) == len(owed.keys)
+    else:
+        landed = [index for index, answer in enumerate(event.answers) if answer is Answer.LANDED]
+        answers = isinstance(owed, Fetch) and len(event.answers) == len(owed.keys)
+        answers = answers and (not landed or landed[-1] < len(owed.slots))
+    if not answers:
+        raise WireError(f"the answer to transfer {owed.id} is none to {type(owed).__name__}")
+    if not math.isfinite(event.seconds):
+        raise WireError(f"transfer {event.id} took {event.seconds} s")
+    if not words.issuperset(event.reasons) or sum(event.reasons.values()) > len(owed.keys):
+        raise WireError(f"transfer {event.id} failed for reasons that do not exist")
+    if event.retry and event.retry not in reasons.RETRY:
+        raise WireError(f"transfer {event.id} was repeated in a way that does not exist")
 
 
 def _note(report: wire.Activity, activity: TierActivity) -> None:

@@ -36,7 +36,7 @@ from kvtier.memory.region import Region
 
 logger = logging.getLogger("kvtier.executor")
 
-_KILL_S = 0.5  # of a shutdown, to end a process that does not end by itself
+_KILL_SHARE = 1 / 3  # of the seconds after the drain, to end a process that does not end by itself
 _LAST_STEP_S = 0.2  # of these, for what follows
 _WARN_S = 5.0
 _LOOK_S = 0.05
@@ -118,7 +118,7 @@ class ExecutorProcess:
         self._forget_wakeup = weakref.finalize(self, os.close, self._wakeup)
         self._forget_wakeup.atexit = False  # the supervisor may wait for it still
         self._closing = False
-        self._drain_by_s = self._end_by_s = inf
+        self._drain_by_s = self._leave_by_s = self._end_by_s = inf
         self._has_begun = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtier-supervisor", daemon=True)
 
@@ -163,7 +163,7 @@ class ExecutorProcess:
             if isinstance(command, Put | Fetch):
                 link.owed[command.id] = command
         if missed or commands:
-            link.outbox.add(wire.pack([wire.order_of(command) for command in (*missed, *commands)]))
+            link.outbox.add(wire.pack((*missed, *commands)))
         if link.is_over:  # it has ended meanwhile, and the supervisor may have missed these
             self._answer_for(link, "process")
 
@@ -194,6 +194,7 @@ class ExecutorProcess:
         close_s = CLOSE_S if close_s is None else close_s
         self._drain_by_s = time.monotonic() + drain_s
         self._end_by_s = self._drain_by_s + close_s
+        self._leave_by_s = self._end_by_s - _KILL_SHARE * close_s
         self._closing = True
         self._wake()
         self._thread.join(drain_s + close_s)
@@ -286,7 +287,7 @@ class ExecutorProcess:
             while not link.is_gone():
                 now_s = time.monotonic()
                 if self._closing and leave_by_s == inf:
-                    leave_by_s = max(now_s, self._end_by_s - _KILL_S)
+                    leave_by_s = max(now_s, self._leave_by_s)
                     drain_s = min(max(0.0, self._drain_by_s - now_s), leave_by_s - now_s)
                     link.outbox.add(wire.pack([wire.Leave(drain_s, leave_by_s - now_s - drain_s)]))
                 if now_s >= leave_by_s:

@@ -8,44 +8,21 @@ here is refused.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, cast
 
 import msgspec
 from msgspec import Meta, Struct
 
-from kvtier.core.messages import (
-    Answer,
-    Command,
-    Event,
-    Fetch,
-    Fetched,
-    Proof,
-    Put,
-    PutEnded,
-    Removed,
-    Reset,
-    TierDown,
-    TierUp,
-    Touch,
-)
+from kvtier.core.messages import MAX_TEXT, Command, Number, Seconds, Text, TierEvent
 from kvtier.errors import KVTierError
 from kvtier.identity import Identity
-from kvtier.keys import MAX_KEY_BYTES, OffloadKey
 from kvtier.tiers.activity import TierActivity
 
 MAX_FRAME_BYTES = 256 * 2**20
 LENGTH_BYTES = 4
 AT_WORK = 0
 """The id of the ``Reached`` that a process says unasked: it runs, and has touched no tier so far."""
-_MAX_NUMBER = 2**63 - 1
-_MAX_TEXT = 16_384
-
-Number = Annotated[int, Meta(ge=0, le=_MAX_NUMBER)]
-Key = Annotated[bytes, Meta(min_length=1, max_length=MAX_KEY_BYTES)]
-Word = Annotated[str, Meta(max_length=64)]
-Text = Annotated[str, Meta(max_length=_MAX_TEXT)]
 
 
 class WireError(KVTierError):
@@ -53,39 +30,6 @@ class WireError(KVTierError):
 
 
 # --- what the engine says --------------------------------------------------------------------------
-
-
-class PutOrder(Struct, array_like=True, frozen=True, tag=1):
-    """A ``Put``."""
-
-    id: Number
-    tier: Number
-    keys: list[Key]
-    slots: list[Number]
-
-
-class FetchOrder(Struct, array_like=True, frozen=True, tag=2):
-    """A ``Fetch``."""
-
-    id: Number
-    tier: Number
-    keys: list[Key]
-    slots: list[Number]
-    located: bool
-
-
-class TouchOrder(Struct, array_like=True, frozen=True, tag=3):
-    """A ``Touch``."""
-
-    tier: Number
-    keys: list[Key]
-
-
-class ResetOrder(Struct, array_like=True, frozen=True, tag=4):
-    """A ``Reset``."""
-
-    tier: Number
-    epoch: Number
 
 
 class Ping(Struct, array_like=True, frozen=True, tag=5):
@@ -107,11 +51,11 @@ class WhenDrained(Struct, array_like=True, frozen=True, tag=7):
 class Leave(Struct, array_like=True, frozen=True, tag=8):
     """Let what runs end, for ``drain_s`` seconds at most; close the tiers in ``close_s`` more; end."""
 
-    drain_s: Annotated[float, Meta(ge=0)]
-    close_s: Annotated[float, Meta(ge=0)]
+    drain_s: Seconds
+    close_s: Seconds
 
 
-Order = PutOrder | FetchOrder | TouchOrder | ResetOrder | Ping | WhenSettled | WhenDrained | Leave
+Order = Command | Ping | WhenSettled | WhenDrained | Leave
 
 
 class TierSettings(Struct, frozen=True):
@@ -166,48 +110,6 @@ class Hello(Struct, frozen=True, kw_only=True):
 # --- what the process of the tiers says ------------------------------------------------------------
 
 
-class PutReport(Struct, array_like=True, frozen=True, tag=1):
-    """A ``PutEnded``."""
-
-    id: Number
-    kept: list[bool]
-    reasons: dict[Word, Number]
-    seconds: Annotated[float, Meta(ge=0)]
-    proof: Proof
-    retry: Word
-
-
-class FetchReport(Struct, array_like=True, frozen=True, tag=2):
-    """A ``Fetched``."""
-
-    id: Number
-    answers: list[Answer]
-    reasons: dict[Word, Number]
-    seconds: Annotated[float, Meta(ge=0)]
-    proof: Proof
-    retry: Word
-
-
-class DownReport(Struct, array_like=True, frozen=True, tag=3):
-    """A ``TierDown``."""
-
-    tier: Number
-    reason: Text
-
-
-class UpReport(Struct, array_like=True, frozen=True, tag=4):
-    """A ``TierUp``."""
-
-    tier: Number
-
-
-class RemovedReport(Struct, array_like=True, frozen=True, tag=5):
-    """A ``Removed``."""
-
-    tier: Number
-    keys: list[Key]
-
-
 class Pong(Struct, array_like=True, frozen=True, tag=6):
     """The answer to ``Ping``."""
 
@@ -239,7 +141,7 @@ class LogLine(Struct, array_like=True, frozen=True, tag=9):
     text: Text
 
 
-Report = PutReport | FetchReport | DownReport | UpReport | RemovedReport | Pong | Reached | Activity | LogLine
+Report = TierEvent | Pong | Reached | Activity | LogLine
 
 
 def _plain(value: object) -> object:
@@ -254,46 +156,6 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 _orders = msgspec.msgpack.Decoder(list[Order])
 _reports = msgspec.msgpack.Decoder(list[Report])
 _hello = msgspec.msgpack.Decoder(Hello)
-
-
-def order_of(command: Command) -> Order:
-    """Spell a command."""
-    if isinstance(command, Put):
-        return PutOrder(command.id, command.tier, list(command.keys), list(command.slots))
-    if isinstance(command, Fetch):
-        return FetchOrder(command.id, command.tier, list(command.keys), list(command.slots), command.located)
-    if isinstance(command, Touch):
-        return TouchOrder(command.tier, list(command.keys))
-    return ResetOrder(command.tier, command.epoch)
-
-
-def command_of(order: PutOrder | FetchOrder | TouchOrder | ResetOrder) -> Command:
-    """Read a command."""
-    if isinstance(order, PutOrder):
-        return Put(order.id, order.tier, _keys(order.keys), order.slots)
-    if isinstance(order, FetchOrder):
-        return Fetch(order.id, order.tier, _keys(order.keys), order.slots, order.located)
-    if isinstance(order, TouchOrder):
-        return Touch(order.tier, _keys(order.keys))
-    return Reset(order.tier, order.epoch)
-
-
-def report_of(event: Event) -> Report:
-    """Spell what has happened."""
-    if isinstance(event, PutEnded):
-        return PutReport(
-            event.id, list(event.kept), dict(event.reasons), event.seconds, event.proof, event.retry
-        )
-    if isinstance(event, Fetched):
-        return FetchReport(
-            event.id, list(event.answers), dict(event.reasons), event.seconds, event.proof, event.retry
-        )
-    if isinstance(event, TierDown):
-        return DownReport(event.tier, event.reason[:_MAX_TEXT])
-    if isinstance(event, TierUp):
-        return UpReport(event.tier)
-    assert isinstance(event, Removed), event
-    return RemovedReport(event.tier, list(event.keys))
 
 
 def activity_of(tier: int, activity: TierActivity) -> Activity:
@@ -313,32 +175,7 @@ def activity_of(tier: int, activity: TierActivity) -> Activity:
 
 def log_line(level: int, logger: str, text: str) -> LogLine:
     """Make a line for the log, of a length that can be sent."""
-    return LogLine(min(100, max(0, level)), logger[:256], text[:_MAX_TEXT])
-
-
-def read_removed(report: RemovedReport) -> Removed:
-    """Read which chunks have left a tier."""
-    return Removed(report.tier, _keys(report.keys))
-
-
-def read_end(report: PutReport | FetchReport, owed: Put | Fetch) -> PutEnded | Fetched:
-    """Read the end of a command.
-
-    Raises:
-        WireError: this is no answer to that command.
-    """
-    if not math.isfinite(report.seconds):
-        raise WireError(f"transfer {report.id} took {report.seconds} s")
-    if isinstance(report, PutReport) and isinstance(owed, Put):
-        if len(report.kept) == len(owed.keys):
-            return PutEnded(owed.id, report.kept, report.reasons, report.seconds, report.proof, report.retry)
-    elif isinstance(report, FetchReport) and isinstance(owed, Fetch):
-        landed = [index for index, answer in enumerate(report.answers) if answer is Answer.LANDED]
-        if len(report.answers) == len(owed.keys) and (not landed or landed[-1] < len(owed.slots)):
-            return Fetched(
-                owed.id, report.answers, report.reasons, report.seconds, report.proof, report.retry
-            )
-    raise WireError(f"the answer to transfer {owed.id} is none to {type(owed).__name__}")
+    return LogLine(min(100, max(0, level)), logger[:256], text[:MAX_TEXT])
 
 
 def pack(messages: Iterable[Order | Report] | Hello) -> bytes:
@@ -377,7 +214,7 @@ def unpack_hello(frame: bytes) -> Hello:
 def _unpack(decoder: msgspec.msgpack.Decoder[Any], frame: bytes) -> object:
     try:
         return decoder.decode(frame)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"{len(frame)} bytes cannot be understood: {error}") from None
 
 
@@ -418,7 +255,3 @@ class Frames:
                 yield bytes(rest[body:end])
         finally:
             del rest[:start]
-
-
-def _keys(keys: list[bytes]) -> list[OffloadKey]:
-    return cast("list[OffloadKey]", keys)

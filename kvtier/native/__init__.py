@@ -3,8 +3,8 @@
 The shared library beside this file is built by ``kvtier/native/build.py``. Where it is missing, of
 another version, or refused by ``KVTIER_NATIVE=0`` in the environment, the same functions work in
 pure Python. ``KVTIER_NATIVE`` may also be the path of another build, such as one with sanitizers.
-``available`` says whether there is one; ``library`` is the loaded library or None, and ``holding`` the
-same for the few functions that are called without releasing the interpreter lock.
+``available`` says whether there is one, and ``missing_because`` why not; ``library`` is the loaded library or
+None, and ``holding`` the same for the few functions that are called without releasing the interpreter lock.
 
 Addresses are plain integers. Who calls keeps the memory behind them alive until the call returns.
 All calls release the interpreter lock for most of their time and can be made from any thread.
@@ -23,7 +23,7 @@ import crc32c as _crc32c
 
 from kvtier.native import layouts
 
-ABI: Final = 9  # KVT_ABI in kvtier_native.c
+ABI: Final = 10  # KVT_ABI in kvtier_native.c
 LIBRARY_NAME: Final = "libkvtier_native.so"
 _MADV_POPULATE_WRITE: Final = 23
 _COPY_EITHER_WAY: Final = 4  # as in kvtier_native.c
@@ -34,22 +34,25 @@ _CopyAsync: Final = ctypes.CFUNCTYPE(
 _log = logging.getLogger("kvtier.native")
 
 
-def _load() -> ctypes.CDLL | None:
-    """Load the library, or say why not. The one place that reads KVTIER_NATIVE."""
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    """Return the loaded library, or None and why. The one place that reads KVTIER_NATIVE."""
     wish = os.environ.get("KVTIER_NATIVE", "1")
     path = Path(wish) if "/" in wish else Path(__file__).with_name(LIBRARY_NAME)
-    if wish == "0" or not path.exists():
-        return None
+    if wish == "0":
+        return None, "KVTIER_NATIVE=0 is set in the environment"
+    if not path.exists():
+        return None, f"{path} does not exist: kvtier was installed without a wheel for this platform"
     try:
         library = ctypes.CDLL(str(path))
         wrong = _why_unfit(library)
         if wrong is None:
             _declare(library)
-            return library
+            return library, ""
+        reason = f"{path}: {wrong}"
     except (OSError, AttributeError) as error:
-        wrong = f"it cannot be loaded: {error}"
-    _log.warning("native helper %s refused (%s); Python does its work", path, wrong)
-    return None
+        reason = f"{path} cannot be loaded: {error}"
+    _log.warning("native helper not used (%s); Python does its work", reason)
+    return None, reason
 
 
 def _why_unfit(library: ctypes.CDLL) -> str | None:
@@ -79,7 +82,7 @@ def _declare(library: ctypes.CDLL) -> None:
     library.kvt_pool_fd.argtypes = [address]
     library.kvt_pool_fd.restype = ctypes.c_int
     for name in ("kvt_tree_bytes", "kvt_tree_remove"):
-        getattr(library, name).argtypes = [ctypes.c_int, ctypes.c_char_p, address]
+        getattr(library, name).argtypes = [ctypes.c_int, ctypes.c_char_p, address, address]
         getattr(library, name).restype = ctypes.c_int64
     library.kvt_files_touch.argtypes = [address, size, size]
     library.kvt_files_touch.restype = None
@@ -121,7 +124,9 @@ def _load_holding() -> ctypes.PyDLL | None:
     return holding
 
 
-library: Final = _load()
+_loaded: Final = _load()
+library: Final = _loaded[0]
+missing_because: Final = _loaded[1]
 holding: Final = _load_holding()
 available: Final[bool] = library is not None
 
@@ -205,5 +210,6 @@ __all__ = [
     "crc32c",
     "holding",
     "library",
+    "missing_because",
     "populate",
 ]

@@ -37,7 +37,7 @@
 
 /* Raised with every change of a signature or a structure: a library left over from another version
  * of the source is then not used. */
-#define KVT_ABI 9
+#define KVT_ABI 10
 
 uint32_t kvt_abi(void) { return KVT_ABI; }
 
@@ -175,7 +175,12 @@ static uint32_t crc_portable(uint32_t crc, const uint8_t *at, size_t length)
     }
 
 #if defined(__x86_64__)
-CRC_WITH_INSTRUCTION(crc_instruction, __attribute__((target("sse4.2"))), _mm_crc32_u64, _mm_crc32_u8)
+#if defined(__clang__) && __clang_major__ >= 14 /* to which the instruction is a feature of its own */
+#define CRC_TARGET __attribute__((target("sse4.2,crc32")))
+#else
+#define CRC_TARGET __attribute__((target("sse4.2")))
+#endif
+CRC_WITH_INSTRUCTION(crc_instruction, CRC_TARGET, _mm_crc32_u64, _mm_crc32_u8)
 static bool has_instruction(void)
 {
     __builtin_cpu_init();
@@ -241,7 +246,8 @@ bool kvt_is_sealed(const uint8_t *trailer)
 {
     return get_number(trailer + SEAL_OWN_CHECKSUM, 4) == kvt_crc32c(0, trailer, SEAL_OWN_CHECKSUM) &&
            memcmp(trailer + SEAL_MAGIC, magic, sizeof magic) == 0 &&
-           get_number(trailer + SEAL_VERSION, 2) == FORMAT_VERSION;
+           get_number(trailer + SEAL_VERSION, 2) == FORMAT_VERSION &&
+           get_number(trailer + SEAL_KEY_BYTES, 2) <= MAX_KEY_BYTES;
 }
 
 /* -------------------------------------------------------------------------------- chunk files */
@@ -541,26 +547,47 @@ void kvt_files_touch(const struct call *call, size_t first, size_t end)
 
 #define MAX_DEPTH 16
 
-static int walk(int parent_fd, const char *name, bool removing, const uint32_t *stop, int depth, int64_t *bytes);
+/* Mirrored in layouts.py. */
+struct tree_sums {
+    int64_t bytes;
+    int64_t failed; /* directories that cannot be read, and what cannot be removed */
+    int64_t error;  /* errno of the last of them */
+};
+
+static int walk(int parent_fd, const char *name, bool removing, const uint32_t *stop, int depth,
+                struct tree_sums *sums);
+
+static void note_failure(int error, struct tree_sums *sums)
+{
+    if (error == ENOENT || error == ECANCELED) /* others may be removing the same */
+        return;
+    sums->failed++;
+    sums->error = error;
+}
 
 static void walk_entry(int fd, const char *name, dev_t device, bool removing, const uint32_t *stop, int depth,
-                       int64_t *bytes)
+                       struct tree_sums *sums)
 {
     struct stat found;
     if (fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) || found.st_dev != device)
         return;
     int flags = 0;
     if (S_ISDIR(found.st_mode) && depth < MAX_DEPTH) {
-        walk(fd, name, removing, stop, depth + 1, bytes);
+        int error = walk(fd, name, removing, stop, depth + 1, sums);
+        if (error)
+            note_failure(-error, sums);
         flags = AT_REMOVEDIR;
     }
     /* Others may be removing the same: who has removed it counts it, and nobody else. */
     if (!removing || unlinkat(fd, name, flags) == 0)
-        *bytes += (int64_t)found.st_blocks * 512;
+        sums->bytes += (int64_t)found.st_blocks * 512;
+    else if (!flags || errno != ENOTEMPTY) /* what is in it was counted */
+        note_failure(errno, sums);
 }
 
 /* Add up, or remove, what is in a directory. What vanishes meanwhile is no error. Returns 0 or -errno. */
-static int walk(int parent_fd, const char *name, bool removing, const uint32_t *stop, int depth, int64_t *bytes)
+static int walk(int parent_fd, const char *name, bool removing, const uint32_t *stop, int depth,
+                struct tree_sums *sums)
 {
     int fd = openat(parent_fd, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (fd < 0)
@@ -574,27 +601,24 @@ static int walk(int parent_fd, const char *name, bool removing, const uint32_t *
     }
     for (struct dirent *entry; !stopped(stop) && (entry = readdir(entries)) != NULL;)
         if (strcmp(entry->d_name, ".") && strcmp(entry->d_name, ".."))
-            walk_entry(fd, entry->d_name, here.st_dev, removing, stop, depth, bytes);
+            walk_entry(fd, entry->d_name, here.st_dev, removing, stop, depth, sums);
     closedir(entries);
     return stopped(stop) ? -ECANCELED : 0;
 }
 
-/* Bytes on disk below a directory of this file system, or -errno. */
-int64_t kvt_tree_bytes(int root_fd, const char *path, const uint32_t *stop)
+/* Add up what is below a directory of this file system. Returns 0 or -errno. */
+int64_t kvt_tree_bytes(int root_fd, const char *path, const uint32_t *stop, struct tree_sums *sums)
 {
-    int64_t bytes = 0;
-    int error = walk(root_fd, path, false, stop, 0, &bytes);
-    return error ? error : bytes;
+    return walk(root_fd, path, false, stop, 0, sums);
 }
 
-/* Remove a directory and all below it. Returns the bytes removed, or -errno. */
-int64_t kvt_tree_remove(int root_fd, const char *path, const uint32_t *stop)
+/* Remove a directory and all below it, and add up what was removed. Returns 0 or -errno. */
+int64_t kvt_tree_remove(int root_fd, const char *path, const uint32_t *stop, struct tree_sums *sums)
 {
-    int64_t bytes = 0;
-    int error = walk(root_fd, path, true, stop, 0, &bytes);
+    int error = walk(root_fd, path, true, stop, 0, sums);
     if (!error && unlinkat(root_fd, path, AT_REMOVEDIR) && errno != ENOENT)
         error = -errno;
-    return error ? error : bytes;
+    return error;
 }
 
 /* See kvtier/native/layouts.py. */
@@ -607,6 +631,15 @@ size_t kvt_layout_call(uint32_t *out, size_t room)
         FIELD(call, results), FIELD(call, inodes), FIELD(call, base),
         FIELD(call, chunk_bytes), FIELD(call, serial), FIELD(call, root_fd),
         FIELD(call, flags), FIELD(call, digest), FIELD(call, index),
+    };
+    return kvt_layout(table, sizeof table / sizeof table[0], out, room);
+}
+
+size_t kvt_layout_tree_sums(uint32_t *out, size_t room)
+{
+    static const uint32_t table[] = {
+        sizeof(struct tree_sums),
+        FIELD(tree_sums, bytes), FIELD(tree_sums, failed), FIELD(tree_sums, error),
     };
     return kvt_layout(table, sizeof table / sizeof table[0], out, room);
 }

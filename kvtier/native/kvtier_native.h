@@ -55,7 +55,7 @@ uint32_t kvt_crc32c(uint32_t value, const void *data, size_t length);
 void kvt_seal(uint8_t *trailer, const uint8_t *key, size_t key_bytes, uint32_t checksum, uint64_t length,
               const uint8_t *digest);
 
-/* Whether a trailer is one at all: its magic, version and own checksum. */
+/* Whether a trailer is one at all: its magic, version, key length and own checksum. */
 bool kvt_is_sealed(const uint8_t *trailer);
 
 /* -------------------------------------------------------------------------------------- calls */

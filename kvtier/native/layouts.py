@@ -35,21 +35,31 @@ class ChunkScan(ctypes.Structure):
         ("now_ns", ctypes.c_int64),
         ("once_us", ctypes.c_int64),
         ("reused_us", ctypes.c_int64),
+        ("gone_once_us", ctypes.c_int64),
+        ("gone_reused_us", ctypes.c_int64),
         ("want_bytes", ctypes.c_int64),
         ("histogram", ctypes.c_void_p),
         ("names", ctypes.c_void_p),
         ("names_room", ctypes.c_uint64),
         ("names_bytes", ctypes.c_uint64),
+        ("dry_run", ctypes.c_uint64),
         ("seen", ctypes.c_uint64),
         ("removed", ctypes.c_uint64),
         ("removed_bytes", ctypes.c_int64),
-        ("stuck", ctypes.c_uint64),
-        ("stuck_bytes", ctypes.c_int64),
+        ("left", ctypes.c_uint64),
+        ("failed", ctypes.c_uint64),
+        ("failed_bytes", ctypes.c_int64),
         ("error", ctypes.c_int64),
     )
 
 
-_SHARED: Final = {"call": Call, "chunk_scan": ChunkScan}
+class TreeSums(ctypes.Structure):
+    """``struct tree_sums`` of kvtier_native.c."""
+
+    _fields_ = (("bytes", ctypes.c_int64), ("failed", ctypes.c_int64), ("error", ctypes.c_int64))
+
+
+_SHARED: Final = {"call": Call, "chunk_scan": ChunkScan, "tree_sums": TreeSums}
 _MOST_NUMBERS: Final = 64
 
 

@@ -18,6 +18,7 @@
 #define LEAF_BYTES 16 /* <hh>_g<group>, of ten digits at most */
 #define SUB_BITS 8
 #define AGE_BITS 50 /* microseconds of 35 years */
+#define MOST_AGE (INT64_MAX - 1) /* less than ages.NEVER */
 #define BUCKETS ((AGE_BITS - SUB_BITS + 1) << SUB_BITS)
 
 /* Mirrored in kvtier/native/layouts.py. */
@@ -25,17 +26,21 @@ struct chunk_scan {
     int64_t now_ns;      /* what ages are counted from */
     int64_t once_us;     /* files this old are removed that were not used again after they were written */
     int64_t reused_us;   /* and of the others those that are this old */
+    int64_t gone_once_us; /* files this old are taken to be gone: what a dry run has counted already */
+    int64_t gone_reused_us;
     int64_t want_bytes;  /* removing stops when so many were removed */
     uint64_t *histogram; /* bytes by age, 2 * BUCKETS numbers, or NULL */
     char *names;         /* paths of what was removed, each with a 0 behind it */
     uint64_t names_room;
     uint64_t names_bytes;
+    uint64_t dry_run; /* nothing is removed, and everything counted as if it were */
     uint64_t seen;
     uint64_t removed;
     int64_t removed_bytes; /* directories that became empty included */
-    uint64_t stuck;        /* files that are old enough and cannot be removed */
-    int64_t stuck_bytes;
-    int64_t error; /* the errno of one of them */
+    uint64_t left;         /* entries that the folder still has, or would have */
+    uint64_t failed;       /* files that cannot be removed, and directories that cannot be read */
+    int64_t failed_bytes;  /* of these files */
+    int64_t error;         /* errno of the last of them */
 };
 
 /* The bucket of an age, as ages.bucket_of does it. */
@@ -81,8 +86,11 @@ static DIR *open_folder(int parent_fd, const char *name)
 /* What is done with one directory of chunks' files; see each_leaf. */
 typedef void do_leaf(int parent_fd, const char *name, const uint32_t *stop, void *state);
 
-/* Do something with each <hh>_g<group>/ of a folder. Returns 0 or -errno. */
-static int each_leaf(int root_fd, const char *folder, const uint32_t *stop, do_leaf *work, void *state)
+static bool is_dot(const char *name) { return !strcmp(name, ".") || !strcmp(name, ".."); }
+
+/* Do something with each <hh>_g<group>/ of a folder, and count its other entries. Returns 0 or -errno. */
+static int each_leaf(int root_fd, const char *folder, const uint32_t *stop, do_leaf *work, void *state,
+                     uint64_t *others)
 {
     DIR *entries = open_folder(root_fd, folder);
     if (entries == NULL)
@@ -90,13 +98,33 @@ static int each_leaf(int root_fd, const char *folder, const uint32_t *stop, do_l
     for (struct dirent *entry; !stopped(stop) && (entry = readdir(entries)) != NULL;)
         if (is_leaf(entry->d_name))
             work(dirfd(entries), entry->d_name, stop, state);
+        else if (others != NULL && !is_dot(entry->d_name))
+            ++*others;
     closedir(entries);
     return stopped(stop) ? -ECANCELED : 0;
 }
 
 /* --------------------------------------------------------------------------------------- ages */
 
-static int64_t nanoseconds(struct timespec time) { return time.tv_sec * INT64_C(1000000000) + time.tv_nsec; }
+static bool is_later(struct timespec one, struct timespec other)
+{
+    return one.tv_sec != other.tv_sec ? one.tv_sec > other.tv_sec : one.tv_nsec > other.tv_nsec;
+}
+
+/* Microseconds since a time. In 128 bits: a file system keeps times whose nanoseconds have more than 64. */
+static int64_t age_of(struct timespec used, int64_t now_ns)
+{
+    __int128 age = ((__int128)now_ns - (__int128)used.tv_sec * 1000000000 - used.tv_nsec) / 1000;
+    return age > MOST_AGE ? MOST_AGE : age < -MOST_AGE ? -MOST_AGE : (int64_t)age;
+}
+
+static void note_failure(int error, struct chunk_scan *scan)
+{
+    if (error == ENOENT) /* somebody else has removed it */
+        return;
+    scan->failed++;
+    scan->error = error;
+}
 
 /* Remove a file and write down its path. Where there is no room to write it stays for the next time. */
 static bool remove_file(int fd, const char *leaf, const char *name, int64_t bytes, struct chunk_scan *scan)
@@ -104,12 +132,10 @@ static bool remove_file(int fd, const char *leaf, const char *name, int64_t byte
     size_t leaf_length = strlen(leaf), length = leaf_length + 1 + strlen(name) + 1;
     if (scan->names_room - scan->names_bytes < length)
         return false;
-    if (unlinkat(fd, name, 0)) {
-        if (errno != ENOENT) {
-            scan->stuck++;
-            scan->stuck_bytes += bytes;
-            scan->error = errno;
-        }
+    if (!scan->dry_run && unlinkat(fd, name, 0)) {
+        if (errno != ENOENT)
+            scan->failed_bytes += bytes;
+        note_failure(errno, scan);
         return false;
     }
     char *at = scan->names + scan->names_bytes;
@@ -120,48 +146,69 @@ static bool remove_file(int fd, const char *leaf, const char *name, int64_t byte
     return true;
 }
 
-/* Look at a file's age. Returns whether it was removed. */
-static bool look_at(int fd, const char *leaf, const char *name, const struct stat *found, struct chunk_scan *scan)
+/* What has become of an entry of a directory of chunks. */
+enum fate { STAYS, REMOVED, GONE };
+
+/* Look at a file's age, and remove it where it is too old. */
+static enum fate look_at(int fd, const char *leaf, const char *name, const struct stat *found, struct chunk_scan *scan)
 {
-    int64_t written = nanoseconds(found->st_mtim), used = nanoseconds(found->st_atim);
-    bool reused = used > written;
-    int64_t age_us = (scan->now_ns - (reused ? used : written)) / 1000, bytes = (int64_t)found->st_blocks * 512;
+    bool reused = is_later(found->st_atim, found->st_mtim);
+    int64_t age_us = age_of(reused ? found->st_atim : found->st_mtim, scan->now_ns);
+    int64_t bytes = (int64_t)found->st_blocks * 512;
+    if (age_us >= (reused ? scan->gone_reused_us : scan->gone_once_us))
+        return GONE;
     scan->seen++;
     if (scan->histogram != NULL)
         scan->histogram[bucket_of(age_us) + (reused ? BUCKETS : 0)] += (uint64_t)bytes;
     if (age_us < (reused ? scan->reused_us : scan->once_us) || scan->removed_bytes >= scan->want_bytes ||
         !remove_file(fd, leaf, name, bytes, scan))
-        return false;
+        return STAYS;
     scan->removed++;
     scan->removed_bytes += bytes;
-    return true;
+    return REMOVED;
+}
+
+static enum fate scan_entry(int fd, const char *leaf, const char *name, dev_t device, struct chunk_scan *scan)
+{
+    struct stat found;
+    if (!is_chunk(name) || fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) || !S_ISREG(found.st_mode) ||
+        found.st_dev != device)
+        return STAYS;
+    return look_at(fd, leaf, name, &found, scan);
 }
 
 static void scan_leaf(int parent_fd, const char *leaf, const uint32_t *stop, void *state)
 {
     struct chunk_scan *scan = state;
-    struct stat found, here;
+    struct stat here = {0};
     DIR *entries = open_folder(parent_fd, leaf);
-    if (entries == NULL)
+    scan->left++;
+    if (entries == NULL || fstat(dirfd(entries), &here)) {
+        note_failure(errno, scan);
+        if (entries != NULL)
+            closedir(entries);
         return;
-    int fd = dirfd(entries);
-    bool removed = false;
-    if (fstat(fd, &here) == 0)
-        for (struct dirent *entry; !stopped(stop) && (entry = readdir(entries)) != NULL;)
-            if (is_chunk(entry->d_name) && fstatat(fd, entry->d_name, &found, AT_SYMLINK_NOFOLLOW) == 0 &&
-                S_ISREG(found.st_mode) && found.st_dev == here.st_dev)
-                removed |= look_at(fd, leaf, entry->d_name, &found, scan);
-    bool is_known = removed && fstat(fd, &here) == 0; /* emptied it may take less than before */
+    }
+    uint64_t fates[3] = {0};
+    for (struct dirent *entry; !stopped(stop) && (entry = readdir(entries)) != NULL;)
+        if (!is_dot(entry->d_name))
+            fates[scan_entry(dirfd(entries), leaf, entry->d_name, here.st_dev, scan)]++;
+    /* Emptied it may take less than before. */
+    bool is_known = fates[REMOVED] && fstat(dirfd(entries), &here) == 0;
     closedir(entries);
     /* An empty directory is made again by whoever puts something into it. */
-    if (is_known && unlinkat(parent_fd, leaf, AT_REMOVEDIR) == 0)
+    bool emptied = scan->dry_run ? !fates[STAYS] && (fates[REMOVED] || fates[GONE])
+                                 : is_known && unlinkat(parent_fd, leaf, AT_REMOVEDIR) == 0;
+    if (emptied)
+        scan->left--;
+    if (emptied && is_known)
         scan->removed_bytes += (int64_t)here.st_blocks * 512;
 }
 
 /* Look at all chunks' files of a directory of the first level. Names are relative to it. Returns 0 or -errno. */
 int64_t kvt_chunks_scan(int root_fd, const char *folder, const uint32_t *stop, struct chunk_scan *scan)
 {
-    return each_leaf(root_fd, folder, stop, scan_leaf, scan);
+    return each_leaf(root_fd, folder, stop, scan_leaf, scan, &scan->left);
 }
 
 /* ------------------------------------------------------------------------------- fingerprints */
@@ -206,7 +253,7 @@ static void list_leaf(int parent_fd, const char *leaf, const uint32_t *stop, voi
 int64_t kvt_chunks_list(int root_fd, const char *folder, const uint32_t *stop, uint64_t *out, uint64_t room)
 {
     struct listing list = {out, room, 0};
-    int error = each_leaf(root_fd, folder, stop, list_leaf, &list);
+    int error = each_leaf(root_fd, folder, stop, list_leaf, &list, NULL);
     return error ? error : (int64_t)list.count;
 }
 
@@ -216,10 +263,12 @@ size_t kvt_layout_chunk_scan(uint32_t *out, size_t room)
     static const uint32_t table[] = {
         sizeof(struct chunk_scan),
         FIELD(chunk_scan, now_ns), FIELD(chunk_scan, once_us), FIELD(chunk_scan, reused_us),
+        FIELD(chunk_scan, gone_once_us), FIELD(chunk_scan, gone_reused_us),
         FIELD(chunk_scan, want_bytes), FIELD(chunk_scan, histogram), FIELD(chunk_scan, names),
-        FIELD(chunk_scan, names_room), FIELD(chunk_scan, names_bytes), FIELD(chunk_scan, seen),
-        FIELD(chunk_scan, removed), FIELD(chunk_scan, removed_bytes), FIELD(chunk_scan, stuck),
-        FIELD(chunk_scan, stuck_bytes), FIELD(chunk_scan, error),
+        FIELD(chunk_scan, names_room), FIELD(chunk_scan, names_bytes), FIELD(chunk_scan, dry_run),
+        FIELD(chunk_scan, seen), FIELD(chunk_scan, removed), FIELD(chunk_scan, removed_bytes),
+        FIELD(chunk_scan, left), FIELD(chunk_scan, failed), FIELD(chunk_scan, failed_bytes),
+        FIELD(chunk_scan, error),
     };
     return kvt_layout(table, sizeof table / sizeof table[0], out, room);
 }

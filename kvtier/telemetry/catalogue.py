@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvtier.core import reasons
+from kvtier import reasons
 
 
 @dataclass(frozen=True, slots=True)

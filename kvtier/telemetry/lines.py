@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from kvtier.core.ledger import Notice
+from kvtier.core.shared import Notice
 
 _CHANGES_EVERY_S = 30.0
 
@@ -22,7 +22,7 @@ class Seldom:
         self._last: dict[str, tuple[float, int]] = {}
 
     def lets(self, subject: str, now_s: float) -> str | None:
-        """Say what to add to a line about ``subject``, or None where it is not to be written.
+        """Return what to add to a line about ``subject``, or None where it is not to be written.
 
         Args:
             subject: one of few.

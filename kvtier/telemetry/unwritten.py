@@ -45,16 +45,16 @@ class UnwrittenPuts:
                 )
 
     def _count_puts(self) -> Counter[str]:
-        tiers = self._core.ledger.tiers
+        tiers = self._core.shared.tiers
         puts: Counter[str] = Counter()
-        for transfer in self._core.ledger.transfers.values():
+        for transfer in self._core.shared.transfers.values():
             if transfer.is_put:
                 puts[tiers[transfer.tier].name] += len(transfer.chunks)
         return puts
 
     def _count_failures(self) -> Counter[tuple[str, str]]:
         failures: Counter[tuple[str, str]] = Counter()
-        for (what, *labels), count in self._core.ledger.counts.items():
+        for (what, *labels), count in self._core.shared.counts.items():
             if what == "put_failed":
                 failures[labels[0], labels[1]] = int(count)
         return failures

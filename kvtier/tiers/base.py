@@ -16,12 +16,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from pathlib import Path
 from typing import ClassVar, Generic, Literal, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey
+from kvtier.quantities import Settings
 from kvtier.tiers.seal import TRAILER_BYTES
 
 
@@ -50,7 +52,7 @@ class Outcome:
     Attributes:
         statuses: one for each key of the batch, in its order.
         reasons: why chunks did not end OK, counted by a short word such as ``"enospc"`` or
-            ``"checksum"``; it becomes a label of a metric. ``kvtier.core.reasons.TRANSFER`` has the words
+            ``"checksum"``; it becomes a label of a metric. ``kvtier.reasons.TRANSFER`` has the words
             that every tier may use, ``SecondaryTier.reasons`` this tier's own; any other becomes
             ``"error"``. What the tier does not have (ABSENT) needs no reason.
     """
@@ -159,11 +161,8 @@ class Batch:
         return len(self.keys) * self.memory.chunk_bytes
 
 
-class TierConfig(BaseModel):
+class TierConfig(Settings):
     """Settings that every tier has. A tier's own model subclasses this one."""
-
-    # Without inputs in errors: a tier's settings may hold secrets.
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     type: str = Field(description="Name of the tier's entry point in the group kvtier.tiers.")
     name: str | None = Field(
@@ -205,6 +204,10 @@ class TierConfig(BaseModel):
         le=1,
         description="Share of puts and gets that may be tried a second time; 0 for none.",
     )
+
+    def own_directories(self) -> Sequence[Path]:
+        """Return the directories that the tier writes into, which no other tier of an engine may share."""
+        return ()
 
 
 def tell_nobody(keys: Sequence[OffloadKey]) -> None:

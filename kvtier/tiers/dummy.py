@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from types import MappingProxyType
 
 import anyio
-from pydantic import ByteSize, Field
+from pydantic import Field
 
 from kvtier.keys import OffloadKey
+from kvtier.quantities import Size
 from kvtier.tiers.base import (
     Batch,
     Knowledge,
@@ -36,8 +37,8 @@ class DummyConfig(TierConfig):
     type: str = Field(
         default="dummy", description="Name of the tier's entry point in the group kvtier.tiers."
     )
-    capacity_bytes: ByteSize = Field(
-        default=ByteSize(256 * 2**20), description="Bytes kept at most; the least recently used leave first."
+    capacity_bytes: Size = Field(
+        default=256 * 2**20, description="Bytes kept at most; the least recently used leave first."
     )
     put_latency_s: float = Field(default=0.0, ge=0, description="Seconds that each put takes.")
     get_latency_s: float = Field(default=0.0, ge=0, description="Seconds that each get or question takes.")

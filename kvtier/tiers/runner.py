@@ -11,21 +11,20 @@ from typing import TypeVar
 
 import anyio
 
-from kvtier.core import reasons
+from kvtier import reasons
 from kvtier.core.backoff import Chance
 from kvtier.core.messages import (
     Answer,
     Event,
     Fetch,
     Fetched,
-    Proof,
     Put,
     PutEnded,
     Removed,
     TierDown,
     TierUp,
+    TransferHealth,
 )
-from kvtier.core.retries import RetryBudget
 from kvtier.errors import TierError
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey
@@ -44,6 +43,7 @@ from kvtier.tiers.base import (
 )
 from kvtier.tiers.drain import in_thread
 from kvtier.tiers.faults import require_fault, words_of
+from kvtier.tiers.retries import RetryBudget
 from kvtier.tiers.seal import Verdict, check, seal
 from kvtier.tiers.supervisor import AnyTier, Epoch, TierSupervisor
 
@@ -77,13 +77,13 @@ class _Effort:
         self.limit = asyncio.timeout_at(deadline_s)
         self.has_begun = False
         self.seconds = 0.0
-        self.answered = Proof.NONE
+        self.answered = TransferHealth.NONE
         self.retry = ""
 
     @property
-    def proof(self) -> Proof:
+    def health(self) -> TransferHealth:
         """What it says of the tier."""
-        return Proof.LATE if self.has_begun and self.limit.expired() else self.answered
+        return TransferHealth.LATE if self.has_begun and self.limit.expired() else self.answered
 
 
 class TierRunner:
@@ -267,7 +267,7 @@ class TierRunner:
             self.activity.puts.submitted -= 1
             kept = [status == Status.OK for status in outcome.statuses]
             self._post(
-                PutEnded(command.id, kept, outcome.reasons, effort.seconds, effort.proof, effort.retry)
+                PutEnded(command.id, kept, outcome.reasons, effort.seconds, effort.health, effort.retry)
             )
 
     async def fetch(self, command: Fetch, epoch: Epoch) -> None:
@@ -286,7 +286,7 @@ class TierRunner:
         finally:
             self.activity.gets.submitted -= 1
             self._post(
-                Fetched(command.id, answers, outcome.reasons, effort.seconds, effort.proof, effort.retry)
+                Fetched(command.id, answers, outcome.reasons, effort.seconds, effort.health, effort.retry)
             )
 
     def _begin(self) -> _Effort:
@@ -387,7 +387,7 @@ class TierRunner:
             effort.retry = "helped"
         if len(answers) != len(keys):
             raise TierError(f"contains() answered {len(answers)} of {len(keys)} keys")
-        effort.answered = Proof.GOOD
+        effort.answered = TransferHealth.GOOD
         return answers
 
     # --- attempts --------------------------------------------------------------------------------
@@ -406,9 +406,9 @@ class TierRunner:
         if again and await self._may_repeat(effort, effort.seconds):
             self._require_usable(epoch)  # a put of before a reset would be kept as one of after it
             second = await self._attempt(verb, act, batch.part(again), effort)
-            effort.retry = "helped" if _proof_of(second) is Proof.GOOD else "failed"
+            effort.retry = "helped" if _health_of(second) is TransferHealth.GOOD else "failed"
             outcome = self._joined(outcome, again, second)
-        effort.answered = _proof_of(outcome)
+        effort.answered = _health_of(outcome)
         return outcome
 
     async def _attempt(
@@ -480,7 +480,7 @@ class TierRunner:
             return Outcome.all(Status.FAILED, len(keys), str(error))
         if not effort.has_begun:
             return Outcome.all(Status.FAILED, len(keys), "late")
-        effort.answered = Proof.BAD
+        effort.answered = TransferHealth.BAD
         return self._failure(verb, keys, error)
 
     def _failure(self, verb: str, keys: Sequence[OffloadKey], error: BaseException) -> Outcome:
@@ -519,13 +519,13 @@ def _in_integers(usage: Usage | None) -> Usage | None:
     return Usage(used, capacity)
 
 
-def _proof_of(outcome: Outcome) -> Proof:
+def _health_of(outcome: Outcome) -> TransferHealth:
     """Say what an outcome says of the tier: bad where most chunks failed, or came with wrong bytes.
 
     That a tier has no room, or does not have a chunk, is an answer as good as any.
     """
     bad = sum(status in (Status.FAILED, Status.CORRUPT) for status in outcome.statuses)
-    return Proof.BAD if 2 * bad > len(outcome.statuses) else Proof.GOOD
+    return TransferHealth.BAD if 2 * bad > len(outcome.statuses) else TransferHealth.GOOD
 
 
 def _seal_all(batch: Batch, digest: bytes) -> None:

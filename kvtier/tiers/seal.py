@@ -74,7 +74,7 @@ def read(trailer: bytes | memoryview) -> Sealed | None:
     if len(trailer) < TRAILER_BYTES or _CRC.unpack(trailer[-4:])[0] != crc32c.crc32c(trailer[:-4]):
         return None
     magic, version, key_bytes, checksum, payload_bytes, digest, key = _RECORD.unpack(trailer[:-4])
-    if magic != MAGIC or version != VERSION:
+    if magic != MAGIC or version != VERSION or key_bytes > MAX_KEY_BYTES:
         return None
     return Sealed(OffloadKey(key[:key_bytes]), digest, payload_bytes, checksum)
 

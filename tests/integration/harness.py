@@ -119,12 +119,13 @@ class Forge:
     Args:
         directory: for logs.
         environment: what differs from this process's environment.
+        python: the interpreter, of another environment where another version of the engine is meant.
 
     Attributes:
         engines: all that were started, in this order.
     """
 
-    def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, directory: Path, environment: Mapping[str, str], python: str = sys.executable) -> None:
         self._directory = directory
         self._started = 0
         self.engines: list[Engine] = []
@@ -132,7 +133,7 @@ class Forge:
         self._log = (directory / "forge.log").open("w")
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.integration.forge"],
+                [python, "-m", "tests.integration.forge"],
                 stdin=theirs.fileno(),
                 stdout=self._log,
                 stderr=subprocess.STDOUT,

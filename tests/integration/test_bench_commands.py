@@ -25,14 +25,14 @@ Report = Mapping[str, Sequence[Mapping[str, Any]]]
 
 def run(folder: Path, *arguments: str) -> Report:
     """Run a benchmark with its files below ``folder``, which it has to leave empty."""
-    root, report = folder / "files", folder / "report.json"
-    command = [sys.executable, "-m", "kvtier.cli.main", "bench", *arguments]
+    root = folder / "files"
+    command = [sys.executable, "-m", "kvtier", "bench", *arguments]
     done = subprocess.run(
-        [*command, "--root", str(root), "--json", str(report)], capture_output=True, text=True, timeout=280
+        [*command, "--root", str(root), "--json"], capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert list(root.iterdir()) == []
-    found: Report = json.loads(report.read_text())
+    found: Report = json.loads(done.stdout)
     return found
 
 

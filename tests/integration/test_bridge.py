@@ -34,7 +34,6 @@ from kvtier.adapters.vllm.manager import KVTierManager, Slots
 from kvtier.adapters.vllm.places import place_of
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
 from kvtier.adapters.vllm.workers import Workers
-from kvtier.core import invariants
 from kvtier.core.admission import Limits, TierGate
 from kvtier.core.breaker import BreakerRules
 from kvtier.core.messages import SlotsReady
@@ -51,6 +50,7 @@ from kvtier.tiers import supervisor
 from kvtier.tiers.base import TRAILER_BYTES, Batch, Knowledge, Outcome, SecondaryTier, TierContext
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
+from kvtier_testing import invariants
 from tests.integration.harness import PATIENCE_S
 
 pytestmark = pytest.mark.releases
@@ -571,7 +571,7 @@ def test_what_ended_while_the_engine_slept_is_not_overdue(make: Make) -> None:
         time.sleep(0.001)
     clock.now += 3600
     it.step()
-    assert it.core.ledger.tiers[0].works
+    assert it.core.shared.tiers[0].works
     assert ("overdue", "dummy0", "put") not in it.core.take_counts()
 
 
@@ -703,7 +703,7 @@ def test_slots_of_a_failed_store_are_given_on_unless_the_device_may_still_write_
         it.manager.complete_store(set(prompt(1, 8)), context)
     assert len(it.core.table.free) == (0 if is_lost else 8)
     assert it.find(prompt(1, 8), context) == 0
-    assert it.core.ledger.counts["dropped", "store"] == 8
+    assert it.core.shared.counts["dropped", "store"] == 8
 
 
 # --- audits --------------------------------------------------------------------------------------
@@ -749,9 +749,9 @@ def test_a_tier_whose_chunk_has_changed_since_it_was_brought_is_not_used_any_mor
         it.manager.fail_loads(["b"])
         it.manager.complete_load(set(keys), context)
     it.step()
-    first, second = it.core.ledger.tiers
+    first, second = it.core.shared.tiers
     assert (first.distrusted, second.distrusted, it.core.is_distrusted) == (True, False, False)
-    assert it.core.ledger.counts["audit_failed", first.name] == 1
+    assert it.core.shared.counts["audit_failed", first.name] == 1
     if not is_reset:
         assert it.scan(keys, context) == (0, False)  # it is computed
     other = it.request("c")
@@ -782,8 +782,8 @@ def test_damage_in_the_primary_tier_ends_all_that_goes_through_it(make: Make, of
     it.step()
     assert it.find(keys, it.request("b")) == 0
     assert it.store(prompt(2, 2), context) == []
-    assert it.core.ledger.counts["audit_failed", "cpu"] == 1
-    assert it.core.ledger.counts["miss", "audit"] >= 1
+    assert it.core.shared.counts["audit_failed", "cpu"] == 1
+    assert it.core.shared.counts["miss", "audit"] >= 1
     it.check_idle()
     assert len(it.core.table.free) == 8
 

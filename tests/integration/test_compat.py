@@ -1,4 +1,4 @@
-"""A vLLM that is too old is refused in words, an unknown one is warned of."""
+"""Versions: too old ones are refused, unknown ones warned of and kept apart; how a spec finds its engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,19 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvtier.adapters.vllm.compat import refuse_too_old, release, warn_if_untested
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvtier.adapters.vllm.compat import (
+    EngineContext,
+    engine_context,
+    is_reviewed,
+    kv_format,
+    making_spec_of,
+    refuse_too_old,
+    release,
+    warn_if_untested,
+)
 from kvtier.errors import ConfigError
 
 pytestmark = pytest.mark.releases
@@ -55,3 +67,33 @@ def test_what_is_untested_is_warned_of_once(
     warn_if_untested(version)
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert [version in warning for warning in warnings] == [True] * warned
+
+
+def test_releases_that_read_each_other_have_one_kv_format() -> None:
+    assert kv_format("0.31.0") == kv_format("0.32.0+cpu") == kv_format("0.33.0+cu130")
+    assert is_reviewed("0.32.0+cpu")
+
+
+@pytest.mark.parametrize("version", ["0.33.1", "0.34.0", "0.33.0rc1", "0.34.0.dev12+g1a2b3c4d5", "dev"])
+def test_a_version_that_nobody_has_looked_at_has_a_kv_format_of_its_own(version: str) -> None:
+    known = {kv_format("0.33.0"), kv_format("0.34.0.dev12+g000000000"), kv_format("0.35.0")}
+    assert kv_format(version) not in known
+    assert not is_reviewed(version)
+
+
+def test_a_connector_gives_the_engine_to_its_spec() -> None:
+    engine = EngineContext(object(), object())
+    with making_spec_of(engine):
+        assert engine_context() is engine
+    assert engine_context() is None
+
+
+def test_the_engine_of_vllms_own_connector_is_found_among_the_callers() -> None:
+    found: list[EngineContext | None] = []
+
+    def connector(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        found.append(engine_context())
+
+    its, cache = object.__new__(VllmConfig), KVCacheConfig(1, [], [])
+    connector(its, cache)
+    assert found == [EngineContext(its, cache)]

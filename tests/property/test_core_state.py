@@ -16,13 +16,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.core import invariants
 from kvtier.core.admission import Limits, TierGate
 from kvtier.core.messages import (
     Answer,
     Fetch,
     Fetched,
-    Proof,
     Put,
     PutEnded,
     Removed,
@@ -31,6 +29,7 @@ from kvtier.core.messages import (
     TierDown,
     TierUp,
     Touch,
+    TransferHealth,
 )
 from kvtier.core.policies.arc import ARC
 from kvtier.core.policies.lru import LRU
@@ -39,6 +38,7 @@ from kvtier.core.states import BreakerState, ChunkState, Lookup, RequestState
 from kvtier.core.transfers import Pinned, Reservation
 from kvtier.keys import OffloadKey, group_index, pack_key
 from kvtier.telemetry.catalogue import COUNTERS
+from kvtier_testing import invariants
 from kvtier_testing.sim.frugal import FrugalTiering
 from tests.effort import effort
 
@@ -83,7 +83,9 @@ filters = st.sampled_from(
     [None, None, None, frozenset[int](), frozenset({0}), frozenset({1}), frozenset({0, 2})]
 )
 # What an answer says of its tier; mostly nothing bad, or breakers would be open most of the time.
-proofs = st.sampled_from([Proof.NONE, *[Proof.GOOD] * 6, Proof.BAD, Proof.LATE])
+healths = st.sampled_from(
+    [TransferHealth.NONE, *[TransferHealth.GOOD] * 6, TransferHealth.BAD, TransferHealth.LATE]
+)
 # How long a tier says that it has taken.
 tooks_s = st.sampled_from([0.0, 0.001, 0.05, 0.5, 2.0])
 # What a tier answers, key by key, where it has the chunk: everything, or anything.
@@ -349,7 +351,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.settle(self.now_s)
         for asker in self.askers:
             self._end_round(asker)
-        for tier, gate in enumerate(self.core.ledger.tiers):
+        for tier, gate in enumerate(self.core.shared.tiers):
             begun_s = [job.begun_s for job in self.jobs if job.command.tier == tier]
             assert gate.overdue == sum(when + TIER_DEADLINE_S <= self.now_s for when in begun_s)
         self._take_commands()
@@ -389,17 +391,17 @@ class CoreMachine(RuleBasedStateMachine):
     # --- what tiers do ---------------------------------------------------------------------------
 
     @precondition(lambda self: any(isinstance(job.command, Put) for job in self.jobs))
-    @rule(pick=picks, kept=st.integers(0, 30).map(_kept), proof=proofs, took_s=tooks_s)
-    def put_ends(self, pick: int, kept: list[bool], proof: Proof, took_s: float) -> None:
+    @rule(pick=picks, kept=st.integers(0, 30).map(_kept), health=healths, took_s=tooks_s)
+    def put_ends(self, pick: int, kept: list[bool], health: TransferHealth, took_s: float) -> None:
         job = _pick([job for job in self.jobs if isinstance(job.command, Put)], pick)
-        self._end_put(job, kept, proof, took_s)
+        self._end_put(job, kept, health, took_s)
 
     @precondition(lambda self: any(isinstance(job.command, Fetch) for job in self.jobs))
-    @rule(pick=picks, answers=wishes, proof=proofs, took_s=tooks_s)
-    def fetch_ends(self, pick: int, answers: list[Answer], proof: Proof, took_s: float) -> None:
+    @rule(pick=picks, answers=wishes, health=healths, took_s=tooks_s)
+    def fetch_ends(self, pick: int, answers: list[Answer], health: TransferHealth, took_s: float) -> None:
         """The tier gives what it has, or less: any mix that the contract allows."""
         job = _pick([job for job in self.jobs if isinstance(job.command, Fetch)], pick)
-        self._end_fetch(job, answers, proof, took_s)
+        self._end_fetch(job, answers, health, took_s)
 
     @precondition(lambda self: self.stored)
     @rule(pick=picks)
@@ -407,10 +409,10 @@ class CoreMachine(RuleBasedStateMachine):
         if pick % 8 == 0:  # seldom: a machine whose tiers are all down shows little
             self.core.on_event(TierDown(pick // 8 % len(self.stored), "test"), self.now_s)
 
-    @precondition(lambda self: any(gate.down for gate in self.core.ledger.tiers))
+    @precondition(lambda self: any(gate.down for gate in self.core.shared.tiers))
     @rule(pick=picks)
     def tier_up(self, pick: int) -> None:
-        down = [tier for tier, gate in enumerate(self.core.ledger.tiers) if gate.down]
+        down = [tier for tier, gate in enumerate(self.core.shared.tiers) if gate.down]
         self.core.on_event(TierUp(_pick(down, pick)), self.now_s)
 
     @precondition(lambda self: self.stored)
@@ -445,7 +447,9 @@ class CoreMachine(RuleBasedStateMachine):
         if self.stored:
             _pick(self.stored, pick).update(prompt[: pick % 13])
 
-    def _end_put(self, job: Job, kept: list[bool], proof: Proof = Proof.GOOD, took_s: float = 0.001) -> None:
+    def _end_put(
+        self, job: Job, kept: list[bool], health: TransferHealth = TransferHealth.GOOD, took_s: float = 0.001
+    ) -> None:
         self.jobs.remove(job)
         command = job.command
         for key, slot in zip(command.keys, command.slots, strict=True):
@@ -454,12 +458,16 @@ class CoreMachine(RuleBasedStateMachine):
         kept = kept[: len(command.keys)]
         if job.epoch == self.epoch and not job.is_written:
             self.stored[command.tier].update(key for key, ok in zip(command.keys, kept, strict=True) if ok)
-        event = PutEnded(command.id, kept, {"error": kept.count(False)}, took_s, proof, "helped")
+        event = PutEnded(command.id, kept, {"error": kept.count(False)}, took_s, health, "helped")
         self.core.on_event(event, self.now_s)
         self._take_commands()
 
     def _end_fetch(
-        self, job: Job, wishes: list[Answer], proof: Proof = Proof.GOOD, took_s: float = 0.001
+        self,
+        job: Job,
+        wishes: list[Answer],
+        health: TransferHealth = TransferHealth.GOOD,
+        took_s: float = 0.001,
     ) -> None:
         assert isinstance(job.command, Fetch)
         self.jobs.remove(job)
@@ -472,7 +480,7 @@ class CoreMachine(RuleBasedStateMachine):
             elif answer is Answer.LANDED:
                 answer = Answer.LOCATED
             answers.append(answer)
-        event = Fetched(command.id, answers, {"error": 1}, took_s, proof, "no_time")
+        event = Fetched(command.id, answers, {"error": 1}, took_s, health, "no_time")
         self.core.on_event(event, self.now_s)
         self._take_commands()
 
@@ -484,7 +492,7 @@ class CoreMachine(RuleBasedStateMachine):
                 self.untold[command.tier].clear()
                 continue
             if isinstance(command, Touch):
-                assert self.core.ledger.tiers[command.tier].works
+                assert self.core.shared.tiers[command.tier].works
                 continue
             self._require_given_work(command)
             job = Job(command, self.now_s, self.epoch, frozenset(self.stored[command.tier]))
@@ -502,7 +510,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def _require_given_work(self, command: Put | Fetch) -> None:
         """A tier that is down gets nothing, one that fails one transfer of a verb at a time."""
-        gate = self.core.ledger.tiers[command.tier]
+        gate = self.core.shared.tiers[command.tier]
         assert gate.down is None
         breaker = gate.of(puts=isinstance(command, Put))
         assert not breaker.overdue
@@ -512,7 +520,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def _require_wanted(self, command: Fetch) -> None:
         """A tier is asked for a request only where that may be served from it."""
-        transfer = self.core.ledger.transfers[command.id]
+        transfer = self.core.shared.transfers[command.id]
         assert transfer.waiters
         assert all(request.tiers is None or command.tier in request.tiers for request in transfer.waiters)
 
@@ -552,9 +560,9 @@ class CoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def puts_leave_slots_to_others(self) -> None:
-        core, tiers = self.core, len(self.core.ledger.tiers)
-        held = {chunk for job in self.core.ledger.transfers.values() if job.is_put for chunk in job.chunks}
-        most = max(1, int(len(core.table.all) * core.ledger.limits.put_backlog))
+        core, tiers = self.core, len(self.core.shared.tiers)
+        held = {chunk for job in self.core.shared.transfers.values() if job.is_put for chunk in job.chunks}
+        most = max(1, int(len(core.table.all) * core.shared.limits.put_backlog))
         assert len(held) <= most + max(0, tiers - 1) * max(1, most // max(1, tiers))
 
     @invariant()
@@ -575,9 +583,9 @@ class CoreMachine(RuleBasedStateMachine):
             else:
                 assert believed.isdisjoint(change.keys), "nothing is announced twice"
                 believed.update(change.keys)
-        for tier, gate in enumerate(self.core.ledger.tiers):
+        for tier, gate in enumerate(self.core.shared.tiers):
             assert self.believed[tier] <= self.stored[tier] | self.untold[tier], "never more than there is"
-            assert len(self.believed[tier]) <= self.core.ledger.limits.max_announced
+            assert len(self.believed[tier]) <= self.core.shared.limits.max_announced
             assert not (gate.down and self.believed[tier])
         visible = self.core.table.visible.items()
         assert self.announced == {key for key, chunk in visible if chunk.state is ChunkState.READY}

@@ -62,7 +62,7 @@ MUTATIONS = (
             (
                 "self.landing.difference_update(transfer.chunks)",
                 "self.landing.difference_update(transfer.chunks);"
-                "self._ledger.table.failed(transfer.chunks); transfer.chunks.clear()",
+                "self._shared.table.failed(transfer.chunks); transfer.chunks.clear()",
             ),
         ),
     ),
@@ -70,7 +70,7 @@ MUTATIONS = (
         "pin_is_kept_after_a_request",
         "What was held for a request stays pinned when the request is served or has ended.",
         "kvtier.core.promotion:Promotions.unhold",
-        (("self._ledger.table.unpin(chunks)", "pass"),),
+        (("self._shared.table.unpin(chunks)", "pass"),),
     ),
     Mutation(
         "aborted_store_keeps_its_slots",
@@ -100,7 +100,7 @@ MUTATIONS = (
         "reset_does_not_reach_tiers",
         "The secondary tiers are not told of a reset.",
         "kvtier.core.tiering:Tiering.reset",
-        (("for tier in range(len(self.ledger.tiers))]", "for tier in range(0)]"),),
+        (("for tier in range(len(self.shared.tiers))]", "for tier in range(0)]"),),
     ),
     Mutation(
         "reset_forgets_stores_under_way",
@@ -135,7 +135,7 @@ MUTATIONS = (
         "pinned_chunks_are_evicted",
         "The policy is not told what is pinned.",
         "kvtier.core.chunks:ChunkTable.pin",
-        (("self.policy.pin(held)", "pass"),),
+        (("policy.pin(held)", "None"),),
     ),
     Mutation(
         "answers_in_the_wrong_order",
@@ -217,7 +217,7 @@ MUTATIONS = (
         "breaker_never_closes",
         "A tier that has failed often enough is not used again, however well it is.",
         "kvtier.core.breaker:Breaker._end_probe",
-        (("if proof is not Proof.GOOD:", "if True:"),),
+        (("if health is not TransferHealth.GOOD:", "if True:"),),
     ),
     Mutation(
         "tier_never_comes_back",

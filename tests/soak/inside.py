@@ -18,8 +18,8 @@ from functools import partial
 from multiprocessing import shared_memory
 from typing import Any
 
-from kvtier.core import invariants
 from kvtier.core.requests import Request
+from kvtier_testing import invariants
 
 Tokens = list[int]
 
@@ -98,7 +98,7 @@ def look(llm: Any) -> dict[str, float]:
 
 def transfers(llm: Any) -> dict[str, float]:
     """Return how many puts and fetches are under way, those that only ask included."""
-    return {"transfers": len(_core(llm).ledger.transfers)}
+    return {"transfers": len(_core(llm).shared.transfers)}
 
 
 def _core(llm: Any) -> Any:

@@ -14,7 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import IdentityError
-from kvtier.identity import FORMAT_VERSION, Identity, canonical, canonical_dtype, difference
+from kvtier.identity import (
+    ABSENT,
+    FORMAT_VERSION,
+    Difference,
+    Identity,
+    canonical,
+    canonical_dtype,
+    differences,
+)
 
 
 class Layout(enum.Enum):
@@ -202,15 +210,16 @@ def test_manifest_of_another_shape_is_refused(text):
     ("found", "expected", "lines"),
     [
         ({"a": 1}, {"a": 1}, []),
-        ({"a": {"b": 1}}, {"a": {"b": 2}}, ["a.b is 1 there and 2 here"]),
-        ({"a": {"b": 1}}, {"a": 3}, ["a is {'b': 1} there and 3 here"]),
-        ({"a": {}}, {"a": {"b": None}}, ["a.b is not set there and None here"]),
-        ({"a": {"b": 1}}, {"a": {}}, ["a.b is 1 there and not set here"]),
+        ({"a": {"b": 1}}, {"a": {"b": 2}}, [Difference("a.b", 1, 2)]),
+        ({"a": {"b": 1}}, {"a": 3}, [Difference("a", {"b": 1}, 3)]),
+        ({"a": {}}, {"a": {"b": None}}, [Difference("a.b", ABSENT, None)]),
+        ({"a": {"b": 1}}, {"a": {}}, [Difference("a.b", 1, ABSENT)]),
+        ({"a": {"b": 1}}, {"c": 0}, [Difference("a", {"b": 1}, ABSENT), Difference("c", ABSENT, 0)]),
     ],
 )
-def test_difference_of_values(found, expected, lines):
-    assert difference(found, expected) == lines
+def test_differences_of_values(found, expected, lines):
+    assert differences(found, expected) == lines
 
 
 def test_difference_tells_truth_values_from_numbers():
-    assert difference({"a": True}, {"a": 1}) == ["a is True there and 1 here"]
+    assert differences({"a": True}, {"a": 1}) == [Difference("a", True, 1)]

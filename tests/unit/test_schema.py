@@ -79,7 +79,7 @@ def test_table_has_a_row_for_each_setting_and_a_part_for_each_tier(acme):
 
 def test_table_shows_types_and_defaults(acme):
     lines = schema.table().splitlines()
-    assert any(line.startswith("| `cpu_bytes_to_use` | string or integer | required | ") for line in lines)
+    assert any(line.startswith("| `cpu_bytes_to_use` | size | required | ") for line in lines)
     assert any(line.startswith("| `offload_prompt_only` | boolean | `true` | ") for line in lines)
     assert any(line.startswith("| `block_size` | integer | none | ") for line in lines)
     assert any(line.startswith("| `mode` | `fast` or `safe` | `safe` | ") for line in lines)

@@ -42,7 +42,7 @@ _ADDRESS: Final = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 _SECRET: Final = re.compile(r"(^|_)(secret|password|token|credentials?|(api|access|secret)_key(_id)?)$", re.I)
 _OF_KUBERNETES: Final = re.compile(r"VLLM(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT|PORT)(_[A-Z0-9_]+)?$")
 _LONG: Final = 16_384  # characters of a value that is spelled out; the manifest is read whole at each opening
-_UNKNOWN: Final = object()
+NO_DEFAULT: Final = object()
 
 
 def spell_settings(vllm_config: VllmConfig, *, is_reviewed: bool) -> Mapping[str, object]:
@@ -88,19 +88,19 @@ def spell(value: object, name: str = "value") -> object:
 
 
 def field_default(field: dataclasses.Field[Any]) -> object:
-    """Return the default of a dataclass's field, of pydantic's too; a marker of its own where it has none."""
+    """Return the default of a dataclass's field, of pydantic's too; ``NO_DEFAULT`` where it has none."""
     default = field.default
     if isinstance(default, FieldInfo):
         default = default.get_default(call_default_factory=True, validated_data={})
-        return _UNKNOWN if default is PydanticUndefined else default
+        return NO_DEFAULT if default is PydanticUndefined else default
     if default is not dataclasses.MISSING:
         return default
     if field.default_factory is dataclasses.MISSING:
-        return _UNKNOWN
+        return NO_DEFAULT
     try:
         return field.default_factory()
     except Exception:  # such as a configuration that needs arguments: then all of it is spelled
-        return _UNKNOWN
+        return NO_DEFAULT
 
 
 class _Speller:
@@ -116,8 +116,8 @@ class _Speller:
         spelled: dict[str, object] = {"kind": kind}
         for field in dataclasses.fields(config):
             path = f"{kind}.{field.name}"
-            value = getattr(config, field.name, _UNKNOWN)
-            if value is _UNKNOWN or self._is_left_out(path, config):
+            value = getattr(config, field.name, NO_DEFAULT)
+            if value is NO_DEFAULT or self._is_left_out(path, config):
                 continue
             its = self.value(value, path)
             if its != self._default(field, value, path):
@@ -126,12 +126,14 @@ class _Speller:
 
     def _default(self, field: dataclasses.Field[Any], value: object, path: str) -> object:
         default = field_default(field)
+        if default is NO_DEFAULT:
+            return NO_DEFAULT
         if dataclasses.is_dataclass(value) and type(default) is type(value):
             return {"kind": type(value).__name__}  # its own fields are compared with their own defaults
         try:
             return self.value(default, path)
         except ConfigError:
-            return _UNKNOWN
+            return NO_DEFAULT
 
     def _is_left_out(self, path: str, config: object) -> bool:
         if path in _without_effect.SETTINGS:

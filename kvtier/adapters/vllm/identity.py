@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from kvtier.adapters.vllm._spelling import spell, spell_environment, spell_settings
+from kvtier.adapters.vllm._spelling import NO_DEFAULT, field_default, spell, spell_environment, spell_settings
 from kvtier.adapters.vllm.compat import EngineContext, hash_seed, is_reviewed, kv_format
 from kvtier.adapters.vllm.parallel import SlotShape, pipeline_stages, total_kv_heads
 from kvtier.errors import ConfigError
@@ -160,14 +160,17 @@ def _kv_cache(config: OffloadingConfig, engine: EngineContext, shape: SlotShape)
 
 
 def spec_fields(spec: KVCacheSpec) -> Mapping[str, object]:
-    """Spell out how the blocks of one KV cache group are laid out: the kind and all fields that are set.
+    """Return how the blocks of one KV cache group are laid out: the kind and all fields not at their default.
 
     The fields are those that the spec has, and not a list of ours: one that a new version of vLLM adds
-    tells caches apart from its first day.
+    tells caches apart where it says anything.
     """
-    fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-    told = {name: value for name, value in fields.items() if name not in _NOT_THE_BYTES and value is not None}
-    return {"kind": type(spec).__name__, **{name: _field(value) for name, value in told.items()}}
+    told: dict[str, object] = {"kind": type(spec).__name__}
+    for field in dataclasses.fields(spec):
+        value, default = _field(getattr(spec, field.name)), field_default(field)
+        if field.name not in _NOT_THE_BYTES and (default is NO_DEFAULT or value != _field(default)):
+            told[field.name] = value
+    return told
 
 
 def _field(value: object) -> object:

@@ -33,9 +33,9 @@ from kvtier.core.requests import Request
 from kvtier.core.states import Lookup
 from kvtier.core.tiering import Tiering
 from kvtier.core.transfers import Pinned, Reservation
+from kvtier.driver import Driver
 from kvtier.executor import AnyExecutor
-from kvtier.memory.custody import Custody, Damage
-from kvtier.telemetry.lines import ChangeLog
+from kvtier.memory.custody import Custody
 from kvtier.telemetry.unwritten import UnwrittenPuts
 
 logger = logging.getLogger("kvtier.vllm")
@@ -103,7 +103,14 @@ class KVTierManager(OffloadingManager):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
-        self._executor = executor
+        self._driver = Driver(
+            core,
+            executor,
+            logger,
+            custody=custody,
+            has_damage=lambda: workers is not None and workers.have_found_damage,
+            clock=clock,
+        )
         self._sources = sources
         self._places = places
         self._steps_ahead = steps_ahead
@@ -111,9 +118,7 @@ class KVTierManager(OffloadingManager):
         self._on_shutdown = on_shutdown
         self._drain_s = drain_s
         self._workers = workers
-        self._custody = custody
         self._repeats_stores = repeats_stores
-        self._clock = clock
         self._ask = core.lookup
         self._events = executor.events
         self._requests: dict[str, Request] = {}
@@ -124,9 +129,8 @@ class KVTierManager(OffloadingManager):
         self._flushing: list[_Flushing] = []
         self._chunk_bytes = chunk_bytes
         self._gauges = GaugeReader(core, executor.activity, chunk_bytes)
-        names = [gate.name for gate in core.ledger.tiers]
+        names = [gate.name for gate in core.shared.tiers]
         self._stream = EventStream(names, places, self_describing=self_describing)
-        self._changes = ChangeLog(logger)
         self._closed = False
         self._stopped: str | None = None  # why nothing is copied any more
 
@@ -149,7 +153,7 @@ class KVTierManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """See vLLM. Asked for each key of each waiting request in each step."""
         if self._events:
-            self._take_in(self._clock())
+            self._driver.take_in(self._events)
         request = self._requests[req_context.req_id]
         answer = self._core.repeat(key, request) if request.stands else None
         if answer is None:
@@ -175,18 +179,16 @@ class KVTierManager(OffloadingManager):
         """See vLLM. Can come after the request's end."""
         pinned = self._loads.pop(req_context.req_id, None)
         if pinned is None:
-            logger.error("request %s has no load of %d chunks to end", req_context.req_id, len(keys))
+            logger.error(
+                "complete_load(%s): no load of %d chunks is in flight", req_context.req_id, len(keys)
+            )
             return
-        damage = self._damage(pinned)
-        if req_context.req_id in self._failed_loads:
-            self._failed_loads.discard(req_context.req_id)
-            self._core.fail_load(pinned, self._requests.get(req_context.req_id))
-        else:
-            self._core.release(pinned)
-        self._distrust(damage)
+        failed = req_context.req_id in self._failed_loads
+        self._failed_loads.discard(req_context.req_id)
+        self._driver.end_load(pinned, self._requests.get(req_context.req_id), failed=failed)
 
     def fail_loads(self, req_ids: Iterable[str]) -> None:
-        """Learn that the loads of these requests, about to be completed, did not bring their bytes.
+        """Note that the loads of these requests, about to be completed, did not bring their bytes.
 
         ``KVTierConnector`` says so. The requests are computed by the engine and not loaded again.
         """
@@ -223,14 +225,15 @@ class KVTierManager(OffloadingManager):
         stores = self._stores
         reservation = next((stores.pop(key) for key in keys if key in stores), None)
         if reservation is None:
-            logger.error("request %s has no store of these %d chunks to end", req_context.req_id, len(keys))
+            logger.error(
+                "complete_store(%s): no store of %d chunks is in flight", req_context.req_id, len(keys)
+            )
             return
-        self._distrust(self._damage(reservation))
+        self._driver.inspect(reservation)
         if self._workers is not None and self._workers.failed_to_store(reservation.slots):
             self._fail_store(reservation)
         elif success:
-            self._core.commit(reservation, self._clock())
-            self._dispatch()
+            self._driver.commit(reservation)
         else:
             self._core.abort(reservation)
 
@@ -244,10 +247,8 @@ class KVTierManager(OffloadingManager):
         for req_id in context.preempted_req_ids:
             if req_id in self._requests:
                 self._core.restart(self._requests[req_id])
-        now_s = self._clock()
-        self._take_in(now_s)  # first: what has ended while the engine slept is not overdue
-        self._core.settle(now_s)
-        self._dispatch()
+        self._driver.take_in(self._events)  # first: what has ended while the engine slept is not overdue
+        self._driver.settle()
         if self._flushing:
             self._count_down()
         if self._core.is_distrusted:
@@ -269,8 +270,7 @@ class KVTierManager(OffloadingManager):
         self._stores.clear()
         self._loads.clear()
         self._failed_loads.clear()
-        self._core.reset()
-        self._dispatch()
+        self._driver.reset()
 
     def on_reset_flushed(self) -> None:
         """See vLLM 0.33: workers have stopped writing to what the last reset cut off."""
@@ -282,7 +282,7 @@ class KVTierManager(OffloadingManager):
         if self._closed:
             return
         self._closed = True
-        self._take_in(self._clock())
+        self._driver.take_in(self._events)
         unwritten = UnwrittenPuts(self._core, self._drain_s)
         if unconfirmed := sum(len(store.chunks) for store in self._stores.values()):
             logger.warning(
@@ -290,8 +290,7 @@ class KVTierManager(OffloadingManager):
                 unconfirmed,
             )
         self._on_shutdown()
-        while self._events:
-            self._core.on_event(self._events.popleft(), self._clock())
+        self._driver.take_in(self._events)
         unwritten.warn(logger)
 
     # --- what is published -----------------------------------------------------------------------
@@ -321,31 +320,6 @@ class KVTierManager(OffloadingManager):
         """Answer that vLLM never offers again."""
         return PrepareStoreOutput(keys_to_store=[], store_spec=Slots([]), evicted_keys=[])
 
-    def _take_in(self, now_s: float) -> None:
-        while self._events:
-            self._core.on_event(self._events.popleft(), now_s)
-        self._dispatch()
-
-    def _dispatch(self) -> None:
-        commands = self._core.take_commands()
-        if commands:
-            if self._custody is not None:
-                self._custody.forget_fetched(commands)
-            self._executor.submit(commands)
-        if self._core.ledger.notices:
-            self._changes.tell(self._core.take_notices(), self._clock())
-
-    def _damage(self, handle: Pinned | Reservation) -> list[Damage]:
-        """Return what audits have found of a load or a store that is about to be ended; mostly nothing."""
-        if self._custody is None or self._workers is None or not self._workers.have_found_damage:
-            return []
-        origins = handle.origins if isinstance(handle, Pinned) else [None] * len(handle.chunks)
-        return self._custody.take_damage(handle.chunks, origins)
-
-    def _distrust(self, damage: Iterable[Damage]) -> None:
-        for it in damage:
-            it.keep_evidence(self._core.distrust(it.tier, str(it)))
-
     def _stop_copying(self, reason: str, text: str) -> None:
         """Give workers no more work. The engine goes on, or ends, as it sees fit."""
         if self._stopped is None:
@@ -361,13 +335,12 @@ class KVTierManager(OffloadingManager):
         """
         if self._workers is not None and self._workers.have_lost_device:
             self._stop_copying("device_lost", "a worker's device is lost")
-            self._core.ledger.counts["dropped", "store"] += len(reservation.chunks)
+            self._core.abandon(reservation)
         else:
             self._core.fail_store(reservation)
 
     def _miss(self, key: OffloadKey, request: Request) -> Lookup:  # noqa: ARG002
-        self._core.ledger.counts["miss", self._stopped or "device_lost"] += 1
-        return Lookup.MISS
+        return self._core.refuse(self._stopped or "device_lost")
 
     def _count_down(self) -> None:
         if TELLS_OF_FLUSHES:
@@ -379,12 +352,10 @@ class KVTierManager(OffloadingManager):
 
     def _flush(self, flushing: _Flushing) -> None:
         for reservation in flushing.reservations:
-            self._distrust(self._damage(reservation))
+            self._driver.inspect(reservation)
             if self._workers is not None and self._workers.failed_to_store(reservation.slots):
                 self._fail_store(reservation)
             else:
                 self._core.abort(reservation)
         for pinned in flushing.loads:
-            damage = self._damage(pinned)
-            self._core.release(pinned)
-            self._distrust(damage)
+            self._driver.end_load(pinned)

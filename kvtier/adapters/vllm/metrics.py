@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.base import (
 
 from kvtier.core.admission import TierGate
 from kvtier.core.breaker import Breaker
-from kvtier.core.ledger import Count
+from kvtier.core.shared import Count
 from kvtier.core.states import BreakerState
 from kvtier.core.tiering import PRIMARY, Tiering
 from kvtier.executor import TierActivity
@@ -94,7 +94,7 @@ class GaugeReader:
 
     def __init__(self, core: Tiering, activity: Sequence[TierActivity], chunk_bytes: int) -> None:
         self._table = core.table
-        self._tiers = list(zip(core.ledger.tiers, activity, strict=True))
+        self._tiers = list(zip(core.shared.tiers, activity, strict=True))
         self._chunk_bytes = chunk_bytes
         self._gauges = [*_PRIMARY_GAUGES]
         for gate, _ in self._tiers:

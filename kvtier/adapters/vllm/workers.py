@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvtier.adapters.vllm.metrics import DEVICE_UP, PINNED_BYTES, PINNING_FAILED, Gauges
-from kvtier.core.ledger import Count
+from kvtier.core.shared import Count
 from kvtier.memory.board import Board, Word
 
 _COUNTED: Mapping[Word, Count] = {

@@ -21,7 +21,7 @@ class EvictionPolicy(ABC):
         self.capacity = capacity
 
     def resize(self, capacity: int) -> None:
-        """Learn how many chunks the primary tier has room for."""
+        """Set how many chunks the primary tier has room for."""
         self.capacity = capacity
 
     @abstractmethod

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import ByteSize, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from kvtier.quantities import Size
 from kvtier.tiers.base import TierConfig
-
-if TYPE_CHECKING:
-    Bytes = int  # as which it is used, and may be given
-else:
-    Bytes = Annotated[ByteSize, Field(ge=0, le=2**60)]
-
-_MOST_S = 100 * 365 * 86_400.0
 
 
 class FsConfig(TierConfig):
@@ -55,12 +50,12 @@ class FsConfig(TierConfig):
         description="What has reached the device when a put ends. 'none': nothing need have; what a power "
         "cut tears is found by its checksum. 'data': the file's bytes. 'full': its name as well.",
     )
-    max_bytes: Bytes | None = Field(
+    max_bytes: Size | None = Field(
         default=None,
         description="Bytes, such as 100GiB, that everything below root_dir may take, all engines that use it "
         "together; puts beyond are refused. Default: 80 % of what is free and what root_dir already holds.",
     )
-    min_free_bytes: Bytes | None = Field(
+    min_free_bytes: Size | None = Field(
         default=None,
         description="Bytes of the file system, such as 10GiB, that stay free; puts are refused below. "
         "Default: 5 % of it, and at most 32 GiB.",
@@ -85,14 +80,12 @@ class FsConfig(TierConfig):
     ttl_s: float | None = Field(
         default=None,
         gt=0,
-        le=_MOST_S,
         description="Seconds after which a chunk that was not used is removed. It is looked for every "
         "`recount_s` seconds, or every `ttl_s` where that is less. Default: never.",
     )
     recount_s: float = Field(
         default=600.0,
         gt=0,
-        le=_MOST_S,
         description="Seconds between two counts of root_dir's bytes, which learn what was written and "
         "removed past the engines; what is left over is swept then, too. One engine counts for all.",
     )
@@ -110,6 +103,10 @@ class FsConfig(TierConfig):
     @classmethod
     def _absolute(cls, value: Path) -> Path:
         return value.expanduser().absolute()
+
+    def own_directories(self) -> Sequence[Path]:
+        """Return the root."""
+        return (self.root_dir,)
 
     @model_validator(mode="after")
     def _marks_in_order(self) -> FsConfig:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from types import TracebackType
 from typing import Final
 
@@ -136,16 +137,24 @@ class Prover:
 @contextmanager
 def opened(root_fd: int, path: str) -> Iterator[int]:
     """Open a file for reading without a trace, as far as the file system and its owner allow. OSError."""
-    fd = -1
-    for extra in (_QUIET | _DIRECT, _QUIET, _DIRECT, 0):
-        try:
-            flags = os.O_RDONLY | CAREFULLY | extra
-            fd = os.open(path, flags, dir_fd=root_fd)
-            break
-        except OSError as error:
-            if not extra or error.errno not in (errno.EINVAL, errno.EPERM):
-                raise
+    fd = _open_first(path, (_QUIET | _DIRECT, _QUIET, _DIRECT, 0), root_fd)
     try:
         yield fd
     finally:
         os.close(fd)
+
+
+def open_quietly(path: Path) -> int:
+    """Open a file for reading that keeps the time of its last use, where it is this user's. OSError."""
+    return _open_first(path, (_QUIET, 0))
+
+
+def _open_first(path: str | Path, ways: Sequence[int], root_fd: int | None = None) -> int:
+    """Open a file in the first way that its file system and its owner allow."""
+    for extra in ways[:-1]:
+        try:
+            return os.open(path, os.O_RDONLY | CAREFULLY | extra, dir_fd=root_fd)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EPERM):
+                raise
+    return os.open(path, os.O_RDONLY | CAREFULLY | ways[-1], dir_fd=root_fd)

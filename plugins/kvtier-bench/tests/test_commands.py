@@ -46,20 +46,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_figures_are_shown_and_written(run: Run, calls: list[Any], tmp_path: Path) -> None:
-    result = run(
-        "fs", "/data", "--chunk-bytes", "4096", "--rounds", "2", "--json", str(tmp_path / "out.json")
-    )
+def test_figures_are_shown_and_as_json_printed(run: Run, calls: list[Any]) -> None:
+    result = run("fs", "/data", "--chunk-bytes", "4096", "--rounds", "2")
     assert result.exit_code == 0, result.output
     assert calls == [((Path("/data"), [4096], 1.0, 2), {})]
     assert "12,346" in result.output
-    assert json.loads((tmp_path / "out.json").read_text()) == {"Speed": [{"name": "put", "gb_s": 12345.6}]}
+    result = run("fs", "/data", "--json")
+    assert json.loads(result.stdout) == {"Speed": [{"name": "put", "gb_s": 12345.6}]}
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["core", "--json", "/nowhere/figures.json"], "/nowhere/figures.json cannot be written"),
         (["overhead", "--model", "huge"], "'huge' is none of tiny, small, medium"),
         (["overhead", "--prompt-tokens", "31"], "--prompt-tokens"),
         (["convoy", "--chunk-tokens", "48"], "48 is no multiple of 32"),

@@ -1,4 +1,4 @@
-"""Real servers, started once and shared by tests that do them no harm."""
+"""Real servers; those of session scope are shared and must not be harmed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that keeps what it has."""
     folder = tmp_path_factory.mktemp("redis")
     with Server(folder, ("unixsocket", str(folder / "socket")), ("maxmemory", "2gb")) as server:
         yield server
@@ -31,20 +30,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    """A cluster of three."""
     with redis_servers.cluster(tmp_path_factory.mktemp("cluster")) as servers:
         yield servers
 
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[Server]:
-    """A server for one test, which may kill it."""
+    """A server of one test, which may harm it."""
     with Server(tmp_path / "own") as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def tls_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsServer]:
-    """A server that speaks TLS alone."""
     with TlsServer(tmp_path_factory.mktemp("tls")) as server:
         yield server

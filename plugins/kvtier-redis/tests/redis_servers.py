@@ -10,8 +10,9 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
+from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,18 +22,22 @@ import trustme
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from kvtier.identity import Identity
+from kvtier.tiers.base import TierContext
+from kvtier_redis import RedisConfig, RedisTier
+from kvtier_testing.tiers import TierRig
+
 PROGRAMS = ("redis-server", "valkey-server")
 START_S = 60.0
 SOON_MS = 500
 PATIENT_MS = 60_000
+GENEROUS_S = 30.0  # a deadline that a busy machine keeps
+IDENTITY = Identity.make("tests", {"dtype": "float16"})
 _given: set[int] = set()
 
 
 def program() -> str:
-    """Return the server, which is a sentinel with ``--sentinel``; skip where there is none, but on CI fail.
-
-    ``KVTIER_REDIS_SERVER`` names another one, or gives its path.
-    """
+    """Return the server program: ``KVTIER_REDIS_SERVER``, or the installed one. Skip if there is none."""
     chosen = os.environ.get("KVTIER_REDIS_SERVER")
     found = next(filter(shutil.which, [chosen] if chosen else PROGRAMS), None)
     return found or cannot(
@@ -41,17 +46,16 @@ def program() -> str:
 
 
 def cannot(why: str) -> NoReturn:
-    """Skip, but on CI fail."""
+    """Skip; on CI fail."""
     if os.environ.get("CI", "").lower() == "true":
         pytest.fail(why)
     pytest.skip(why)
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on, nor on the one of the cluster bus above it.
+    """Return a port that is free, as is that of the cluster bus above it.
 
-    Not one that the kernel gives to whoever connects: somebody may have it by the time the server starts.
-    Nor one that was returned before: whoever got it may not listen yet.
+    It is below the ephemeral ports, and was not returned before: its server may not listen yet.
     """
     while True:
         port = random.SystemRandom().randrange(12_000, 20_000)
@@ -65,17 +69,13 @@ def free_port() -> int:
 
 
 class Server:
-    """One server that runs. ``kill`` and ``start`` may be called any number of times.
+    """A server process. ``kill`` and ``start`` may be called any number of times.
 
     Args:
         directory: for its files.
         options: options of its command line, without the dashes.
-        port: 0 for none; chosen where none is given.
-        tls_port: where it listens for TLS, where that is an option.
-        login: how ``client`` logs in.
-
-    Attributes:
-        port: where it listens.
+        port: chosen where none is given; 0 where ``tls_port`` is given.
+        login: options of ``client``.
     """
 
     def __init__(
@@ -87,58 +87,34 @@ class Server:
         **login: Any,
     ) -> None:
         self.directory = directory
-        self.listen_port = free_port() if port is None else port
-        self.port = self.listen_port or tls_port
-        self.login = login
-        self._options = options
+        self._listen_port = free_port() if port is None else port
+        self.port = self._listen_port or tls_port
+        self._login = login
+        self._options = {"save": [""], "appendonly": ["no"], "repl-diskless-sync-delay": ["0"]}
+        self._options |= {name: list(values) for name, *values in options}
         self._process: subprocess.Popen[bytes] | None = None
         directory.mkdir(parents=True, exist_ok=True)
 
     def start(self) -> Server:
         """Start it and wait until it answers."""
-        command = [
-            program(),
-            "--port",
-            str(self.listen_port),
-            "--bind",
-            "127.0.0.1",
-            "--dir",
-            str(self.directory),
-        ]
-        given = {name for name, *_ in self._options}
-        defaults = (("save", ""), ("appendonly", "no"), ("repl-diskless-sync-delay", "0"))
-        for name, *values in (*(one for one in defaults if one[0] not in given), *self._options):
+        command = [program(), "--port", str(self._listen_port), "--bind", "127.0.0.1"]
+        command += ["--dir", str(self.directory)]
+        for name, values in self._options.items():
             command += [f"--{name}", *values]
         with (self.directory / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
-        wait_for(self.answers, "the server answers")
+        wait_for(self._answers, "the server answers")
         return self
 
-    def answers(self) -> bool:
-        """Whether it answers."""
-        assert self._process is not None
-        if self._process.poll() is not None:
-            raise AssertionError((self.directory / "log").read_text()[-2000:])
-        try:
-            with self.client() as client:
-                return bool(client.ping())
-        except redis.RedisError:
-            return False
-
     def client(self, **options: Any) -> redis.Redis:
-        """Return a client that tries nothing twice."""
-        options = {"retry": Retry(NoBackoff(), 0), "socket_timeout": 10.0, **self.login, **options}
-        if "unix_socket_path" not in options:
-            options |= {"host": "127.0.0.1", "port": self.port}
-        return redis.Redis(**options)
-
-    def stop(self) -> None:
-        """Let it do nothing until ``go_on``, as on a machine that hangs."""
-        self._signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        """Undo ``stop``."""
-        self._signal(signal.SIGCONT)
+        """Return a client that never retries."""
+        defaults = {
+            "host": "127.0.0.1",
+            "port": self.port,
+            "retry": Retry(NoBackoff(), 0),
+            "socket_timeout": 10.0,
+        }
+        return redis.Redis(**{**defaults, **self._login, **options})
 
     def kill(self) -> None:
         """Kill it."""
@@ -148,17 +124,18 @@ class Server:
             self._process = None
 
     @contextmanager
-    def stopped(self, seconds: float = float("inf")) -> Iterator[None]:
-        """Let it do nothing for so many seconds, at most until the context is left."""
-        self.stop()
-        timer = threading.Timer(min(seconds, 3600.0), self.go_on)
+    def stopped(self, seconds: float = inf) -> Iterator[None]:
+        """Stop the process, as on a machine that hangs, until the context is left or the time is over."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        timer = threading.Timer(min(seconds, 3600.0), self._process.send_signal, (signal.SIGCONT,))
         timer.start()
         try:
             yield
         finally:
             timer.cancel()
             timer.join()
-            self.go_on()
+            self._process.send_signal(signal.SIGCONT)
 
     def __enter__(self) -> Server:
         return self.start()
@@ -166,25 +143,44 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
-    def _signal(self, number: signal.Signals) -> None:
-        if self._process is not None:
-            self._process.send_signal(number)
+    def _answers(self) -> bool:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise AssertionError((self.directory / "log").read_text()[-2000:])
+        try:
+            with self.client() as client:
+                return bool(client.ping())
+        except redis.RedisError:
+            return False
+
+
+@asynccontextmanager
+async def opened(
+    *servers: Server,
+    name: str = "cache",
+    identity: Identity = IDENTITY,
+    chunk_bytes: int = 4096,
+    **settings: Any,
+) -> AsyncIterator[TierRig]:
+    """Open a tier on servers, and close it at the end."""
+    addresses = [f"127.0.0.1:{server.port}" for server in servers]
+    tier = RedisTier(RedisConfig(**{"addresses": addresses, "deadline_s": GENEROUS_S, **settings}))
+    await tier.open(TierContext(name, identity, chunk_bytes))
+    try:
+        yield TierRig(tier, identity, chunk_bytes, is_lossy=False)
+    finally:
+        await tier.aclose()
 
 
 ACL = (
     "+get +set +exists +expire +unlink +getrange +touch +scan +info +role +ping +select +wait "
     "+client|setname +cluster|slots"
 )
-"""What the tier's user has to be allowed."""
+"""Permissions of the tier's user, as in the README."""
 
 
 class TlsServer:
-    """A server that speaks TLS alone, wants certificates of its clients, and knows a user ``kv``.
-
-    Attributes:
-        server: the server.
-        settings: how the tier is told of it, its address apart.
-    """
+    """A server with TLS only, client certificates and an ACL user ``kv``; ``settings`` are the tier's."""
 
     PASSWORD = "correct horse"
 
@@ -197,8 +193,7 @@ class TlsServer:
         issued.private_key_pem.write_to_path(str(key))
         issued.cert_chain_pems[0].write_to_path(str(cert))
         port = free_port()
-        files = {"ca_file": str(ca), "cert_file": str(cert), "key_file": str(key)}
-        login = {"ssl": True, "ssl_ca_certs": str(ca), "ssl_certfile": str(cert), "ssl_keyfile": str(key)}
+        files = {"tls_ca_file": str(ca), "tls_cert_file": str(cert), "tls_key_file": str(key)}
         self.server = Server(
             directory,
             ("tls-port", str(port)),
@@ -208,14 +203,12 @@ class TlsServer:
             ("maxmemory", "2gb"),
             port=0,
             tls_port=port,
-            **login,
+            ssl=True,
+            ssl_ca_certs=str(ca),
+            ssl_certfile=str(cert),
+            ssl_keyfile=str(key),
         )
-        self.settings = {
-            "tls": True,
-            "username": "kv",
-            "password": self.PASSWORD,
-            **{f"tls_{name}": path for name, path in files.items()},
-        }
+        self.settings = {"tls": True, "username": "kv", "password": self.PASSWORD, **files}
 
     def __enter__(self) -> TlsServer:
         try:
@@ -234,14 +227,7 @@ class TlsServer:
 
 @contextmanager
 def cluster(directory: Path, nodes: int = 3) -> Iterator[list[Server]]:
-    """A cluster of primaries that share all slots.
-
-    They give one up that is silent for a minute, not when the machine is busy: see ``give_up_after``.
-
-    Args:
-        directory: for the servers' files.
-        nodes: how many there are.
-    """
+    """A cluster of primaries. They mark one as failed after a minute of silence: see ``set_node_timeout``."""
     with ExitStack() as stack:
         servers = [
             stack.enter_context(
@@ -264,15 +250,15 @@ def cluster(directory: Path, nodes: int = 3) -> Iterator[list[Server]]:
         yield servers
 
 
-def give_up_after(silent_ms: int, servers: Sequence[Server]) -> None:
-    """Let nodes of a cluster give up others that are silent for so long."""
+def set_node_timeout(silent_ms: int, servers: Sequence[Server]) -> None:
+    """Set after how much silence nodes of a cluster mark others as failed."""
     for server in servers:
         with server.client() as client:
             client.config_set("cluster-node-timeout", silent_ms)
 
 
 def is_complete(server: Server) -> bool:
-    """Whether a node of a cluster knows who serves each slot."""
+    """Return whether a node of a cluster knows the server of each slot."""
     with server.client() as client:
         info = client.execute_command("CLUSTER", "INFO").decode()
     return "cluster_state:ok" in info and "cluster_slots_assigned:16384" in info
@@ -280,9 +266,9 @@ def is_complete(server: Server) -> bool:
 
 @contextmanager
 def sentinels(directory: Path, primary: Server, count: int = 3) -> Iterator[list[int]]:
-    """Sentinels that watch over a primary called ``kv``. Yields their ports.
+    """Sentinels of a primary called ``kv``; yields their ports.
 
-    They take it for dead when it is silent for a minute, not when the machine is busy: see ``notice_soon``.
+    They mark it as down after a minute of silence: see ``mark_down_soon``.
     """
     ports, processes = [], []
     try:
@@ -308,15 +294,15 @@ def sentinels(directory: Path, primary: Server, count: int = 3) -> Iterator[list
             process.wait()
 
 
-def notice_soon(ports: Sequence[int]) -> None:
-    """Let sentinels take their primary for dead after a moment."""
+def mark_down_soon(ports: Sequence[int]) -> None:
+    """Let sentinels mark their primary as down after a moment of silence."""
     for port in ports:
         with redis.Redis(port=port, retry=Retry(NoBackoff(), 0)) as client:
             client.execute_command("SENTINEL", "SET", "kv", "down-after-milliseconds", SOON_MS)
 
 
 def others_known(port: int) -> int:
-    """How many other sentinels one has heard of, -1 where it does not answer or has found no replica yet."""
+    """Return how many other sentinels one knows; -1 if it does not answer or knows no replica yet."""
     try:
         with redis.Redis(port=port, retry=Retry(NoBackoff(), 0), decode_responses=True) as client:
             state: Any = client.sentinel_master("kv")

@@ -1,4 +1,4 @@
-"""The tier keeps kvtier's contract on real servers, reached in every way."""
+"""The tier passes kvtier's conformance tests on every kind of server and connection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from redis_servers import Server, TlsServer
+from redis_servers import GENEROUS_S, Server, TlsServer
 
 from kvtier.keys import OffloadKey
 from kvtier.tiers.base import SecondaryTier
@@ -30,8 +30,7 @@ class _OnServers(TierConformance):
 
     def settings(self, place: Path) -> Mapping[str, object]:
         addresses = [f"127.0.0.1:{server.port}" for server in self.servers]
-        # A deadline that a machine does not miss which is busy with something else.
-        return {"type": "redis", "addresses": addresses, "key_prefix": place.name, "deadline_s": 30}
+        return {"type": "redis", "addresses": addresses, "key_prefix": place.name, "deadline_s": GENEROUS_S}
 
     def damage(self, tier: SecondaryTier[Any], place: Path, key: OffloadKey, damage: Damage) -> None:
         found = {}
@@ -65,11 +64,11 @@ class _OnServers(TierConformance):
 
 
 class TestOneServer(_OnServers):
-    """TCP, one key a chunk."""
+    """TCP, one key for each chunk."""
 
 
-class TestChunksInParts(_OnServers):
-    """Unix socket; chunks are longer than a value may be."""
+class TestSplitChunks(_OnServers):
+    """A Unix socket; chunks are longer than a value may be."""
 
     def settings(self, place: Path) -> Mapping[str, object]:
         socket = str(self.servers[0].directory / "socket")
@@ -77,7 +76,7 @@ class TestChunksInParts(_OnServers):
 
 
 class TestCluster(_OnServers):
-    """Three servers that share the keys."""
+    """A cluster of three."""
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
@@ -89,14 +88,14 @@ class TestCluster(_OnServers):
 
 
 class TestTls(_OnServers):
-    """TLS, and a user who may do what the README names."""
+    """TLS, and an ACL user with the permissions that the README lists."""
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def _started(cls, tls_server: TlsServer) -> Iterator[None]:
         cls.servers, cls.tls = [tls_server.server], tls_server
         with pytest.MonkeyPatch.context() as patch:
-            # Most of what a connection costs is to read all authorities that the machine trusts besides.
+            # Loading the system's authorities would take most of the time of a connection.
             for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
                 patch.setenv(name, os.devnull)
             yield

@@ -1,48 +1,41 @@
-"""Servers that hang, die, are full, move their keys or refuse: misses with a reason, in time."""
+"""Servers that hang, die, are full, move their keys or refuse: a miss with a reason, by the deadline."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 import redis_servers
-from redis_servers import Server, wait_for
+from redis_servers import GENEROUS_S, Server, wait_for
 
-from kvtier.identity import Identity
-from kvtier.tiers.base import Outcome, Status, TierContext
-from kvtier_redis import RedisConfig, RedisTier
-from kvtier_testing.tiers.rig import Slots, TierRig, key, keys
+from kvtier.tiers.base import Outcome, Status
+from kvtier_testing.tiers import TierRig
+from kvtier_testing.tiers.rig import Slots, key, keys
 
 pytestmark = pytest.mark.anyio
-CHUNK_BYTES = 256 * 1024
-IDENTITY = Identity.make("faults", {})
 DEADLINE_S = 1.0
 GRACE_S = 9.0
 HANGING: dict[str, Any] = {"deadline_s": DEADLINE_S, "connect_timeout_s": 30.0}
-"""What has another bound than the deadline takes far longer than the grace."""
-
-AT_EASE_S = 30.0
-"""A deadline that a machine does not miss which is busy with something else."""
+"""Anything but the deadline takes far longer than the grace."""
 
 
 @asynccontextmanager
-async def opened(*servers: Server | int, **settings: Any) -> AsyncIterator[TierRig]:
-    """Open a tier on servers, or on the ports of sentinels."""
-    ports = [server.port if isinstance(server, Server) else server for server in servers]
-    addresses = [f"127.0.0.1:{port}" for port in ports]
-    config = RedisConfig(**{"addresses": addresses, "deadline_s": AT_EASE_S, **settings})
-    tier = RedisTier(config)
-    await tier.open(TierContext("tested", IDENTITY, CHUNK_BYTES))
-    try:
-        yield TierRig(tier, IDENTITY, CHUNK_BYTES, is_lossy=False)
-    finally:
-        await tier.aclose()
+async def opened(*servers: Server, **settings: Any) -> AsyncIterator[TierRig]:
+    async with redis_servers.opened(*servers, chunk_bytes=256 * 1024, **settings) as it:
+        yield it
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    started = time.monotonic()
+    yield
+    assert time.monotonic() - started < seconds
 
 
 async def put(it: TierRig, numbers: range) -> Outcome:
@@ -53,58 +46,59 @@ async def put(it: TierRig, numbers: range) -> Outcome:
 
 
 async def get(it: TierRig, numbers: Sequence[int]) -> tuple[Outcome, Slots]:
-    """Get chunks; check the bytes of those that are there, and let others move into their slots."""
+    """Get chunks, check the bytes of those that are there, and give the slots to other chunks."""
     batch, slots = it.empty(numbers)
     outcome = await it.tier.get(batch)
     it.check_outcome(outcome, batch, "get")
     it.check_given(list(numbers), batch, outcome, (0,))
-    slots.move_in()
+    slots.reuse()
     return outcome, slots
 
 
-async def until_put(it: TierRig, numbers: range, seconds: float = 20.0) -> None:
-    """Put until all are kept."""
+async def until_ok(call: Callable[[], Awaitable[Outcome]], seconds: float = 20.0) -> None:
+    """Repeat a put or a get until all chunks are OK."""
     deadline = time.monotonic() + seconds
-    while set((outcome := await put(it, numbers)).statuses) != {Status.OK}:
+    while set((outcome := await call()).statuses) != {Status.OK}:
         assert time.monotonic() < deadline, outcome.reasons
         await anyio.sleep(0.05)
+
+
+async def until_put(it: TierRig, numbers: range, seconds: float = 20.0) -> None:
+    await until_ok(lambda: put(it, numbers), seconds)
+
+
+async def all_ok(it: TierRig, numbers: Sequence[int]) -> bool:
+    return set((await get(it, numbers))[0].statuses) == {Status.OK}
 
 
 async def in_thread(function: Any, *arguments: Any) -> Any:
     return await anyio.to_thread.run_sync(function, *arguments)
 
 
-# ------------------------------------------------------------------------------- hangs and deaths
-
-
 @pytest.mark.parametrize("verb", ["put", "get"])
-async def test_a_server_that_hangs_is_a_miss_by_the_deadline_and_its_slots_are_free_then(
+async def test_a_hanging_server_is_a_miss_by_the_deadline_and_the_slots_are_free_then(
     own_server: Server, verb: str
 ) -> None:
     async with opened(own_server, **HANGING) as it:
         await put(it, range(16))
-        own_server.stop()
-        started = time.monotonic()
-        if verb == "put":
-            outcome = await put(it, range(100, 116))
-            slots = None
-        else:
-            outcome, slots = await get(it, range(16))
-        took = time.monotonic() - started
-        assert took < DEADLINE_S + GRACE_S
+        slots: Slots | None = None
+        with own_server.stopped(), within(DEADLINE_S + GRACE_S):
+            if verb == "put":
+                outcome = await put(it, range(100, 116))
+            else:
+                outcome, slots = await get(it, range(16))
         assert set(outcome.statuses) == {Status.FAILED}
         assert outcome.reasons == {"timeout": 16}
-        own_server.go_on()
         await anyio.sleep(0.3)
         if slots is not None:
-            slots.check_next_owner("a get of a server that hung")
+            slots.check_reused("a get from a hanging server")
         await until_put(it, range(200, 204))
     async with opened(own_server) as it:
         stored, _ = await get(it, range(100, 116))
         assert set(stored.statuses) <= {Status.OK, Status.ABSENT}
 
 
-async def test_a_transfer_that_is_cut_short_in_its_midst_by_a_server_that_hangs_stores_no_torn_value(
+async def test_a_put_interrupted_by_a_hanging_server_stores_no_torn_value(
     own_server: Server,
 ) -> None:
     async with opened(own_server, deadline_s=0.4) as it:
@@ -113,39 +107,34 @@ async def test_a_transfer_that_is_cut_short_in_its_midst_by_a_server_that_hangs_
             batch, slots = it.filled(numbers)
             putting = asyncio.ensure_future(it.tier.put(batch))
             await anyio.sleep(0.002 * attempt)
-            own_server.stop()
-            outcome = await putting
-            slots.move_in()
-            own_server.go_on()
+            with own_server.stopped():
+                outcome = await putting
+                slots.reuse()
             assert set(outcome.statuses) <= {Status.OK, Status.FAILED}
             await anyio.sleep(0.05)
             stored, _ = await get(it, numbers)  # checks the bytes and the trailers
             assert set(stored.statuses) <= {Status.OK, Status.ABSENT, Status.FAILED}
 
 
-async def test_questions_to_a_server_that_hangs_are_answered_no_by_the_deadline(own_server: Server) -> None:
+async def test_small_calls_to_a_hanging_server_end_by_the_deadline(own_server: Server) -> None:
     async with opened(own_server, **HANGING) as it:
         await put(it, range(4))
-        own_server.stop()
-        started = time.monotonic()
-        assert not any(await it.tier.contains(keys(range(4))))
-        await it.tier.touch(keys(range(4)))
-        await it.tier.discard(keys(range(4)))
-        assert time.monotonic() - started < 3 * DEADLINE_S + GRACE_S
-        own_server.go_on()
+        with own_server.stopped(), within(3 * DEADLINE_S + GRACE_S):
+            assert not any(await it.tier.contains(keys(range(4))))
+            await it.tier.touch(keys(range(4)))
+            await it.tier.discard(keys(range(4)))
 
 
-async def test_closing_does_not_wait_for_a_server_that_hangs(own_server: Server) -> None:
-    async with opened(own_server) as it:
-        await it.tier.reset()
-        await put(it, range(4))  # to be removed when the tier is closed
-        own_server.stop()
-        started = time.monotonic()
-    assert time.monotonic() - started < AT_EASE_S / 3
-    own_server.go_on()
+async def test_closing_does_not_wait_for_a_hanging_server(own_server: Server) -> None:
+    tier = opened(own_server)
+    it = await tier.__aenter__()
+    await it.tier.reset()
+    await put(it, range(4))  # to be removed when the tier is closed
+    with own_server.stopped(), within(GENEROUS_S / 3):
+        await tier.__aexit__(None, None, None)
 
 
-async def test_a_server_that_dies_is_a_miss_and_is_used_again_when_it_is_back(own_server: Server) -> None:
+async def test_a_killed_server_is_a_miss_and_is_used_again_after_a_restart(own_server: Server) -> None:
     async with opened(own_server) as it:
         await put(it, range(8))
         await in_thread(own_server.kill)
@@ -155,11 +144,10 @@ async def test_a_server_that_dies_is_a_miss_and_is_used_again_when_it_is_back(ow
         assert not any(await it.tier.contains(keys(range(8))))
         await in_thread(own_server.start)
         await until_put(it, range(8))
-        outcome, _ = await get(it, range(8))
-        assert set(outcome.statuses) == {Status.OK}
+        assert await all_ok(it, range(8))
 
 
-async def test_a_server_that_was_restarted_between_two_calls_is_no_failure(own_server: Server) -> None:
+async def test_a_server_restarted_between_two_calls_is_no_failure(own_server: Server) -> None:
     async with opened(own_server) as it:
         await put(it, range(8))
         await in_thread(own_server.kill)
@@ -167,7 +155,7 @@ async def test_a_server_that_was_restarted_between_two_calls_is_no_failure(own_s
         assert set((await put(it, range(8))).statuses) == {Status.OK}
 
 
-async def test_a_server_that_dies_in_the_midst_of_puts_and_gets(own_server: Server) -> None:
+async def test_a_server_killed_during_puts_and_gets(own_server: Server) -> None:
     async with opened(own_server) as it:
         await put(it, range(32))
         async with anyio.create_task_group() as tasks:
@@ -177,9 +165,6 @@ async def test_a_server_that_dies_in_the_midst_of_puts_and_gets(own_server: Serv
             await anyio.sleep(0.02)
             tasks.start_soon(in_thread, own_server.kill)
         assert set((await put(it, range(4))).statuses) == {Status.FAILED}
-
-
-# ------------------------------------------------------------------------------------ full servers
 
 
 async def test_a_full_server_that_evicts_nothing_refuses_puts_and_serves_gets(tmp_path: Path) -> None:
@@ -193,27 +178,25 @@ async def test_a_full_server_that_evicts_nothing_refuses_puts_and_serves_gets(tm
             assert statuses[0] is Status.OK
             assert set(statuses[-8:]) == {Status.REFUSED}
             there = [number for number, status in enumerate(statuses) if status is Status.OK]
-            outcome, _ = await get(it, there)
-            assert set(outcome.statuses) == {Status.OK}
+            assert await all_ok(it, there)
             usage = it.tier.usage()
             assert usage is not None
             assert usage.capacity_bytes == 12 * 2**20
-        async with opened(server) as it:  # a full server can be opened
-            outcome, _ = await get(it, range(4))
-            assert set(outcome.statuses) == {Status.OK}
+        async with opened(server) as it:  # it opens although it is full
+            assert await all_ok(it, range(4))
 
 
-async def test_the_servers_own_refusal_for_want_of_memory_is_a_refusal(own_server: Server) -> None:
+async def test_an_out_of_memory_error_is_a_refusal(own_server: Server) -> None:
     async with opened(own_server) as it:
         await put(it, range(4))
         with own_server.client() as client:
-            client.config_set("maxmemory", "1")  # unknown to the tier, which asks once a second
+            client.config_set("maxmemory", "1")  # before the tier asks again, once a second
         outcome = await put(it, range(100, 104))
         assert set(outcome.statuses) == {Status.REFUSED}
         assert outcome.reasons == {"full": 4}
 
 
-async def test_what_the_server_evicts_is_a_miss(tmp_path: Path) -> None:
+async def test_an_evicted_chunk_is_a_miss(tmp_path: Path) -> None:
     with Server(tmp_path, ("maxmemory", "12mb"), ("maxmemory-policy", "allkeys-lru")) as server:
         async with opened(server) as it:
             for first in range(0, 128, 8):
@@ -226,7 +209,7 @@ async def test_what_the_server_evicts_is_a_miss(tmp_path: Path) -> None:
             assert {Status.ABSENT, Status.OK} == set(statuses)
 
 
-async def test_a_part_that_the_server_evicted_makes_the_chunk_a_miss_that_can_be_put_again(
+async def test_a_chunk_with_an_evicted_part_is_a_miss_and_can_be_put_again(
     own_server: Server,
 ) -> None:
     async with opened(own_server, value_bytes=64 * 1024) as it:
@@ -238,8 +221,7 @@ async def test_a_part_that_the_server_evicted_makes_the_chunk_a_miss_that_can_be
         assert list(outcome.statuses) == [Status.OK, Status.ABSENT, Status.OK]
         assert await it.contains(range(3)) == [True, False, True]
         assert set((await put(it, range(3))).statuses) == {Status.OK}
-        outcome, _ = await get(it, range(3))
-        assert set(outcome.statuses) == {Status.OK}
+        assert await all_ok(it, range(3))
 
 
 async def test_more_than_max_bytes_is_refused(own_server: Server) -> None:
@@ -255,7 +237,7 @@ async def test_more_than_max_bytes_is_refused(own_server: Server) -> None:
             assert client.info("memory")["used_memory"] < 16 * 2**20
 
 
-async def test_chunks_expire_that_are_not_used_and_live_on_when_they_are(own_server: Server) -> None:
+async def test_puts_and_touches_restart_the_expiry(own_server: Server) -> None:
     async with opened(own_server, ttl_s=1000) as it:
         await put(it, range(3))
         with own_server.client() as client:
@@ -268,38 +250,50 @@ async def test_chunks_expire_that_are_not_used_and_live_on_when_they_are(own_ser
             assert [client.ttl(names[number]) > 900 for number in range(3)] == [True, True, False]
 
 
-# --------------------------------------------------------------------------------------- refusals
-
-
-async def test_a_primary_that_has_become_a_replica_takes_no_puts(own_server: Server, server: Server) -> None:
+@pytest.mark.parametrize(
+    ("refuse", "reason", "accept"),
+    [
+        (("REPLICAOF", "127.0.0.1", "1"), "readonly", ("REPLICAOF", "NO", "ONE")),
+        (
+            ("CONFIG", "SET", "min-replicas-to-write", "1"),
+            "misconf",
+            ("CONFIG", "SET", "min-replicas-to-write", "0"),
+        ),
+    ],
+)
+async def test_a_server_that_takes_no_writes_fails_puts_until_it_does(
+    own_server: Server, refuse: Sequence[str], reason: str, accept: Sequence[str]
+) -> None:
     async with opened(own_server) as it:
         await put(it, range(2))
         with own_server.client() as client:
-            client.replicaof("127.0.0.1", server.port)
-            outcome = await put(it, range(10, 12))
-            assert outcome.reasons == {"readonly": 2}
-            client.replicaof("NO", "ONE")
+            client.execute_command(*refuse)
+            assert (await put(it, range(10, 12))).reasons == {reason: 2}
+            client.execute_command(*accept)
         await until_put(it, range(10, 12))
 
 
-async def test_a_user_who_loses_permissions_is_refused_and_goes_on_when_they_are_back(
-    own_server: Server,
+async def test_a_user_who_loses_permissions_or_the_password_is_denied(
+    own_server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("DEBUG")
     with own_server.client() as client:
-        client.execute_command("ACL", "SETUSER", "kv", "on", ">secret", "~*", *redis_servers.ACL.split())
-        async with opened(own_server, username="kv", password="secret") as it:
+        client.execute_command("ACL", "SETUSER", "kv", "on", ">hunter2", "~*", *redis_servers.ACL.split())
+        async with opened(own_server, username="kv", password="hunter2") as it:
             await put(it, range(2))
             client.execute_command("ACL", "SETUSER", "kv", "-set", "-get", "-exists")
             assert (await put(it, range(4, 6))).reasons == {"denied": 2}
             assert (await get(it, range(2)))[0].reasons == {"denied": 2}
             assert not any(await it.tier.contains(keys(range(2))))
-            client.execute_command("ACL", "SETUSER", "kv", ">other", "<secret")
+            client.execute_command("ACL", "SETUSER", "kv", ">other", "<hunter2")
             client.execute_command("CLIENT", "KILL", "USER", "kv")
             assert (await get(it, range(2)))[0].reasons == {"denied": 2}
+    assert "denied" in caplog.text
+    assert "hunter2" not in caplog.text + repr(it.tier.config)
 
 
-async def test_a_server_that_is_loading_its_data_is_a_miss(tmp_path: Path) -> None:
-    # It sleeps after each key, and answers now and then, until it is told to make haste.
+async def test_a_server_that_loads_its_data_set_is_a_miss(tmp_path: Path) -> None:
+    # It sleeps after each key, until key-load-delay is 0, and answers in between.
     with Server(
         tmp_path, ("key-load-delay", "400000"), ("loading-process-events-interval-bytes", "1024")
     ) as server:
@@ -318,22 +312,7 @@ async def test_a_server_that_is_loading_its_data_is_a_miss(tmp_path: Path) -> No
                     await anyio.sleep(0.02)
             assert reasons <= {"loading", "connection"}
             assert "loading" in reasons
-            outcome, _ = await get(it, range(4))
-            assert set(outcome.statuses) == {Status.OK}
-
-
-async def test_a_server_without_the_replicas_that_it_has_to_reach_takes_no_puts(own_server: Server) -> None:
-    async with opened(own_server) as it:
-        await put(it, range(2))
-        with own_server.client() as client:
-            client.config_set("min-replicas-to-write", "1")
-            outcome = await put(it, range(10, 12))
-            assert outcome.reasons == {"misconf": 2}
-            client.config_set("min-replicas-to-write", "0")
-        await until_put(it, range(10, 12))
-
-
-# ------------------------------------------------------------------------------------ the cluster
+            assert await all_ok(it, range(4))
 
 
 @pytest.fixture
@@ -342,7 +321,7 @@ def own_cluster(tmp_path: Path) -> Iterator[list[Server]]:
         yield servers
 
 
-async def test_chunks_are_spread_over_the_cluster_and_parts_of_one_stay_together(
+async def test_a_cluster_shares_the_chunks_and_keeps_the_parts_of_each_together(
     cluster: list[Server],
 ) -> None:
     async with opened(*cluster, mode="cluster", key_prefix="spread", value_bytes=64 * 1024) as it:
@@ -358,10 +337,10 @@ async def test_chunks_are_spread_over_the_cluster_and_parts_of_one_stay_together
         assert min(found) > 0
 
 
-async def test_keys_that_are_moved_to_another_server_are_found_there(own_cluster: list[Server]) -> None:
+async def test_keys_moved_to_another_server_are_found_there(own_cluster: list[Server]) -> None:
     async with opened(own_cluster[0], mode="cluster") as it:
         await put(it, range(24))
-        home, name = next(found for server in own_cluster for found in chunks_on(server, key(0)))
+        home, name = next(found for server in own_cluster for found in redis_keys(server, key(0)))
         target = next(server for server in own_cluster if server is not home)
         with home.client() as client:
             slot = client.execute_command("CLUSTER", "KEYSLOT", name)
@@ -372,7 +351,7 @@ async def test_keys_that_are_moved_to_another_server_are_found_there(own_cluster
             ]
             other.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", names[0])
             source.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", names[1])
-            # Not there any more, and not to be asked for there without ASKING.
+            # The source has it no more, and the target serves it only after ASKING.
             source.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", name)
             outcome, _ = await get(it, range(24))
             assert outcome.statuses[0] is Status.FAILED
@@ -380,19 +359,16 @@ async def test_keys_that_are_moved_to_another_server_are_found_there(own_cluster
             assert set(outcome.statuses[1:]) == {Status.OK}
             for client in (other, source):
                 client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", names[1])
-        await until_got(it, range(24))
+
+        async def get_all() -> Outcome:
+            return (await get(it, range(24)))[0]
+
+        await until_ok(get_all)
 
 
-def chunks_on(server: Server, wanted: bytes) -> list[tuple[Server, bytes]]:
+def redis_keys(server: Server, wanted: bytes) -> list[tuple[Server, bytes]]:
     with server.client() as client:
         return [(server, name) for name in client.keys(f"*{wanted.hex()}*")]
-
-
-async def until_got(it: TierRig, numbers: range, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while set((outcome := (await get(it, numbers))[0]).statuses) != {Status.OK}:
-        assert time.monotonic() < deadline, outcome.reasons
-        await anyio.sleep(0.05)
 
 
 async def test_a_cluster_that_loses_a_server_serves_what_the_others_have(own_cluster: list[Server]) -> None:
@@ -405,42 +381,39 @@ async def test_a_cluster_that_loses_a_server_serves_what_the_others_have(own_clu
         found = await it.tier.contains(keys(range(48)))
         assert 0 < sum(found) < 48
         others = own_cluster[::2]
-        await in_thread(redis_servers.give_up_after, 2000, others)
-        await in_thread(wait_for, lambda: not any(map(all_ok, others)), "the others have noticed")
-        await in_thread(redis_servers.give_up_after, redis_servers.PATIENT_MS, others)
-        await in_thread(wait_for, lambda: all(map(goes_on, others)), "they go on without it")
+        await in_thread(redis_servers.set_node_timeout, 2000, others)
+        await in_thread(wait_for, lambda: not any(map(sees_no_failure, others)), "the others have noticed")
+        await in_thread(redis_servers.set_node_timeout, redis_servers.PATIENT_MS, others)
+        await in_thread(wait_for, lambda: all(map(is_up, others)), "they continue without it")
         outcome, _ = await get(it, range(48))
         assert set(outcome.statuses) == {Status.OK, Status.FAILED}
         assert set(outcome.reasons) <= {"connection", "timeout", "clusterdown"}
 
 
-def all_ok(server: Server) -> bool:
+def sees_no_failure(server: Server) -> bool:
     with server.client() as client:
         return b",fail " not in client.execute_command("CLUSTER", "NODES").replace(b"fail,", b"fail ")
 
 
-def goes_on(server: Server) -> bool:
+def is_up(server: Server) -> bool:
     with server.client() as client:
         return b"cluster_state:ok" in client.execute_command("CLUSTER", "INFO")
 
 
-# ------------------------------------------------------------------------------------- sentinels
-
-
-async def test_a_failover_is_followed(tmp_path: Path) -> None:
+async def test_the_tier_follows_a_failover(tmp_path: Path) -> None:
     with (
         Server(tmp_path / "one") as one,
         Server(tmp_path / "two", ("replicaof", "127.0.0.1", str(one.port))) as two,
         redis_servers.sentinels(tmp_path, one) as ports,
     ):
-        async with opened(*ports, mode="sentinel", sentinel_master="kv") as it:
+        addresses = [f"127.0.0.1:{port}" for port in ports]
+        async with opened(addresses=addresses, mode="sentinel", sentinel_master="kv") as it:
             assert set((await put(it, range(8))).statuses) == {Status.OK}
             with one.client(socket_timeout=30.0) as client:
                 assert client.wait(1, 20_000) == 1
             await in_thread(one.kill)
-            await in_thread(redis_servers.notice_soon, ports)
+            await in_thread(redis_servers.mark_down_soon, ports)
             await until_put(it, range(100, 104), 80.0)
-            outcome, _ = await get(it, range(8))
-            assert set(outcome.statuses) == {Status.OK}  # the replica has them
+            assert await all_ok(it, range(8))  # the replica has them
             with two.client() as client:
                 assert client.role()[0] == b"master"

@@ -1,7 +1,6 @@
-"""A real S3 server for the tests: Ceph's object gateway with one monitor and one store in memory.
+"""A real S3 server for the tests: Ceph's object gateway with one monitor and one OSD in memory.
 
-Started in a fresh directory, on the loopback interface, without root's files and without authentication
-inside of the cluster. Requests of S3 are authenticated as anywhere.
+It runs in a fresh directory on the loopback interface, without root. S3 requests are authenticated.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -37,45 +36,43 @@ POOLS = (
     *(f"default.rgw.buckets.{name}" for name in ("index", "data", "non-ec")),
 )
 
-SETTINGS: Mapping[str, Mapping[str, object]] = {
-    "nobody has to prove who they are inside of the cluster": {
-        "auth cluster required": "none",
-        "auth service required": "none",
-        "auth client required": "none",
-        "ms mon client mode": "crc",
-        "ms cluster mode": "crc",
-        "ms service mode": "crc",
-        "ms client mode": "crc",
-    },
-    "one of each is enough": {
-        "osd pool default size": 1,
-        "osd pool default min size": 1,
-        "osd pool default pg num": 1,
-        "osd pool default pgp num": 1,
-        "osd pool default pg autoscale mode": "off",
-        "mon allow pool size one": "true",
-        "mon warn on pool no redundancy": "false",
-        "mon max pg per osd": 1000,
-        "osd crush chooseleaf type": 0,
-        "osd crush update on start": "true",
-    },
-    "in memory": {
-        "osd objectstore": "memstore",
-        "memstore device bytes": MEMORY_BYTES,
-        "mon data avail crit": 1,
-        "mon data avail warn": 1,
-    },
-    "quick to start": {
-        "paxos propose interval": 0.02,
-        "paxos min wait": 0.01,
-        "mon election timeout": 0.5,
-    },
-    "quiet": {"debug ms": "0/0", "rgw enable usage log": "false"},
-}
+SETTINGS = f"""
+# no authentication within the cluster
+auth cluster required = none
+auth service required = none
+auth client required = none
+ms mon client mode = crc
+ms cluster mode = crc
+ms service mode = crc
+ms client mode = crc
+# one of each is enough
+osd pool default size = 1
+osd pool default min size = 1
+osd pool default pg num = 1
+osd pool default pgp num = 1
+osd pool default pg autoscale mode = off
+mon allow pool size one = true
+mon warn on pool no redundancy = false
+mon max pg per osd = 1000
+osd crush chooseleaf type = 0
+osd crush update on start = true
+# in memory
+osd objectstore = memstore
+memstore device bytes = {MEMORY_BYTES}
+mon data avail crit = 1
+mon data avail warn = 1
+# quick to start
+paxos propose interval = 0.02
+paxos min wait = 0.01
+mon election timeout = 0.5
+# quiet
+debug ms = 0/0
+rgw enable usage log = false
+"""
 
 
 class CephError(Exception):
-    """A part of the server did not come up; with the end of the logs."""
+    """A part of the server did not start; with the end of the logs."""
 
 
 def missing() -> list[str]:
@@ -84,9 +81,9 @@ def missing() -> list[str]:
 
 
 def install() -> None:
-    """Install what is missing, on a machine of which nothing else is wanted."""
+    """Install the packages."""
     apt = ["apt-get", "-qq", "-y", "--no-install-recommends", "-o", "Dpkg::Use-Pty=0"]
-    apt += ["-o", "DPkg::Lock::Timeout=300"]  # somebody else may be installing something
+    apt += ["-o", "DPkg::Lock::Timeout=300"]
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     subprocess.run([*apt, "update"], check=True, env=environment)
     subprocess.run([*apt, "install", *PACKAGES], check=True, env=environment)
@@ -100,7 +97,7 @@ class Ceph:
 
     Attributes:
         endpoint: its URL.
-        access_key_id, secret_access_key: of a user that may make buckets.
+        access_key_id, secret_access_key: of a user who may make buckets.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -130,7 +127,7 @@ class Ceph:
         self.stop()
 
     def store(self, bucket: str) -> S3Store:
-        """Make a client of the tests' own."""
+        """Return a client besides the tier's."""
         return S3Store(
             bucket,
             endpoint=self.endpoint,
@@ -141,10 +138,8 @@ class Ceph:
         )
 
     def make_bucket(self, name: str) -> None:
-        """Make a bucket. The client has no call for that, but it can sign the request."""
-        url = obstore.sign(self.store(name), "PUT", "", timedelta(minutes=1))
-        with urlopen(Request(url, method="PUT"), timeout=10):
-            pass
+        """Make a bucket."""
+        make_bucket(self.store(name))
 
     def start_gateway(self) -> None:
         """Start the gateway, at the beginning or after ``kill_gateway``, and wait until it answers."""
@@ -158,7 +153,7 @@ class Ceph:
         _end(int((self._directory / "run" / "client.rgw.pid").read_text()), signal.SIGKILL)
 
     def stop(self) -> None:
-        """End the processes that were started, the gateway first: it hangs without the store."""
+        """End the processes, the gateway first: it hangs without the store."""
         for name in reversed(self._running):
             with suppress(OSError, ValueError):
                 _end(int((self._directory / "run" / f"{name}.pid").read_text()))
@@ -168,26 +163,22 @@ class Ceph:
     def _write_settings(self) -> None:
         here = self._directory
         self._cluster = str(uuid.uuid4())
-        places: dict[str, object] = {
-            "fsid": self._cluster,
-            "mon host": f"v2:127.0.0.1:{self._mon_port}",
-            "mon initial members": "a",
-            "public addr": "127.0.0.1",
-            "ms bind msgr1": "false",
-            "ms bind ipv6": "false",
-            "run dir": here / "run",
-            "pid file": here / "run" / "$name.pid",
-            "admin socket": here / "run" / "$name.asok",
-            "log file": here / "log" / "$name.log",
-            "mon data": here / "mon",
-            "osd data": here / "osd",
-            "keyring": "/dev/null",
-            "rgw dns name": "localhost",
-        }
-        lines = ["[global]", *(f"{name} = {value}" for name, value in places.items())]
-        for why, settings in SETTINGS.items():
-            lines += [f"# {why}", *(f"{name} = {value}" for name, value in settings.items())]
-        self._settings.write_text("\n".join(lines) + "\n")
+        self._settings.write_text(f"""[global]
+fsid = {self._cluster}
+mon host = v2:127.0.0.1:{self._mon_port}
+mon initial members = a
+public addr = 127.0.0.1
+ms bind msgr1 = false
+ms bind ipv6 = false
+run dir = {here}/run
+pid file = {here}/run/$name.pid
+admin socket = {here}/run/$name.asok
+log file = {here}/log/$name.log
+mon data = {here}/mon
+osd data = {here}/osd
+keyring = /dev/null
+rgw dns name = localhost
+{SETTINGS}""")
 
     @property
     def _settings(self) -> Path:
@@ -211,7 +202,7 @@ class Ceph:
         self._wait("the store", lambda: self._says("1 up", "ceph", "osd", "stat"))
 
     def _make_pools(self) -> None:
-        """Make what the gateway would make: while it does that it gives up or crashes now and then (16.2)."""
+        """Make the pools: when the gateway does that by itself, it sometimes crashes (16.2)."""
         self._run("ceph", given="".join(f"osd pool create {pool}\n" for pool in POOLS))
 
     def _make_user(self) -> None:
@@ -261,12 +252,15 @@ class Ceph:
         return "\n".join(f"{log.name}: {log.read_text(errors='replace')[-1500:]}" for log in logs)
 
 
-def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on.
+def make_bucket(store: S3Store) -> None:
+    """Make a bucket. obstore has no call for that, but it can sign the request."""
+    url = obstore.sign(store, "PUT", "", timedelta(minutes=1))
+    with urlopen(Request(url, method="PUT"), timeout=10):
+        pass
 
-    Not of those that the kernel gives to whoever connects: somebody may have them by the time the server
-    starts.
-    """
+
+def free_ports(count: int) -> list[int]:
+    """Return free ports below the ephemeral ones."""
     while True:
         ports = random.SystemRandom().sample(range(*PORTS), count)
         with ExitStack() as stack, suppress(OSError):
@@ -276,7 +270,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def _end(pid: int, first: signal.Signals = signal.SIGTERM) -> None:
-    """End a process, and wait until it has: its port may be wanted again."""
+    """End a process and wait for its end: its port may be used again."""
     for number, patience_s in ((first, STOP_S), (signal.SIGKILL, START_S)):
         deadline = time.monotonic() + patience_s
         if _runs(pid):
@@ -287,7 +281,7 @@ def _end(pid: int, first: signal.Signals = signal.SIGTERM) -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process runs; one that has ended may be listed still, for its parent."""
+    """Return whether a process runs; a zombie does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,4 +1,4 @@
-"""A real server for the whole session, a bucket in it, and a proxy that makes trouble."""
+"""A real server for the whole session, a bucket, and a proxy that injects faults."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from rigs import Place
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
-    """Coroutine tests run on asyncio."""
     return "asyncio"
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ceph.Ceph]:
-    """Ceph's object gateway. On CI it is installed, and where that fails the tests fail; else they skip."""
+    """Ceph's object gateway. CI installs it; elsewhere the tests skip if it is missing."""
     if ceph.missing():
         if os.environ.get("CI") != "true":
             pytest.skip(
@@ -35,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ceph.Ceph]:
 
 @pytest.fixture(scope="session")
 def bucket(server: ceph.Ceph) -> str:
-    """A bucket that all tests share; each has a prefix of its own in it."""
+    """A bucket for all tests; each has its own prefix."""
     name = f"tests-{uuid.uuid4().hex[:12]}"
     server.make_bucket(name)
     return name
@@ -43,14 +42,13 @@ def bucket(server: ceph.Ceph) -> str:
 
 @pytest.fixture(scope="session")
 def proxy(server: ceph.Ceph) -> Iterator[Proxy]:
-    """A proxy before the server."""
     with Proxy(int(server.endpoint.rpartition(":")[2])) as proxy:
         yield proxy
 
 
 @pytest.fixture
 def place(server: ceph.Ceph, bucket: str, proxy: Proxy) -> Iterator[Place]:
-    """A prefix that nobody has used; the proxy makes no trouble afterwards."""
+    """An unused prefix. Afterwards the proxy injects no faults."""
     place = Place(server, bucket, uuid.uuid4().hex[:12], proxy)
     yield place
     proxy.be(Faults())

@@ -1,4 +1,4 @@
-"""Tiers on the test server, opened and closed."""
+"""Tiers on the test server."""
 
 from __future__ import annotations
 
@@ -20,23 +20,19 @@ from kvtier_testing.tiers import TierRig
 
 CHUNK_BYTES = 64 * 1024
 IDENTITY = Identity.make("kvtier/tests", {"dtype": "float32"})
+GENEROUS = {"connect_timeout_s": 30.0, "timeout_s": 30.0, "open_timeout_s": 60.0}  # for a busy machine
 Removed = Callable[[Sequence[OffloadKey]], None]
 
 
 async def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait for what happens in the background, or at the proxy."""
+    """Wait for something in the background, or at the proxy."""
     with anyio.fail_after(60):
-        while not holds():  # noqa: ASYNC110 - nothing tells of it
+        while not holds():  # noqa: ASYNC110 - there is no event
             await anyio.sleep(0.02)
 
 
 class Place:
-    """A prefix of its own on the test server.
-
-    Attributes:
-        settings: of a tier there, behind the proxy.
-        store: a client beside the tier.
-    """
+    """An unused prefix on the test server, the settings of a tier there, and a client besides the tier's."""
 
     def __init__(self, server: ceph.Ceph, bucket: str, prefix: str, proxy: Proxy) -> None:
         self.server, self.proxy, self.prefix = server, proxy, prefix
@@ -49,16 +45,12 @@ class Place:
             "allow_http": True,
             "access_key_id": server.access_key_id,
             "secret_access_key": server.secret_access_key,
-            # Times that a machine does not miss which is busy with something else.
-            "connect_timeout_s": 30.0,
-            "timeout_s": 30.0,
-            "open_timeout_s": 60.0,
+            **GENEROUS,
         }
 
     def tier(self, **more: object) -> S3Tier:
-        """Make a tier that is not open yet."""
-        config = validation.build(S3Tier.Config, {**self.settings, **more})
-        return S3Tier(config)
+        """Return a tier that is not open."""
+        return S3Tier(validation.build(S3Tier.Config, {**self.settings, **more}))
 
     @asynccontextmanager
     async def opened(
@@ -73,5 +65,5 @@ class Place:
             await tier.aclose()
 
     def paths(self, under: str = "") -> list[str]:
-        """List the names of objects."""
+        """Return the paths of objects."""
         return sorted(found["path"] for found in obstore.list(self.store, f"{self.prefix}/{under}").collect())

@@ -1,56 +1,42 @@
-"""The tier keeps kvtier's contract, on a real server."""
+"""The tier passes kvtier's conformance tests on Ceph's object gateway."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import ClassVar
 
 import ceph
 import pytest
-from objects import OnObjects
+from objects import InParts, OnObjectStore
 from proxy import Proxy
+from rigs import GENEROUS
 
 
-class _OnCeph(OnObjects):
-    more: ClassVar[Mapping[str, object]] = {}
-
+class _OnCeph(OnObjectStore):
     @pytest.fixture(autouse=True)
-    def _meet(self, server: ceph.Ceph, bucket: str, proxy: Proxy) -> None:
-        self.server, self.bucket, self.proxy = server, bucket, proxy
-        self.store = server.store(bucket)
-
-    def settings(self, place: Path) -> Mapping[str, object]:
-        return {
+    def _connect(self, server: ceph.Ceph, bucket: str, proxy: Proxy) -> None:
+        self.store, self.proxy = server.store(bucket), proxy
+        self.base = {
+            **GENEROUS,
             "type": "s3",
-            "bucket": self.bucket,
-            "prefix": place.name,
-            "endpoint": self.proxy.endpoint,
+            "bucket": bucket,
+            "endpoint": proxy.endpoint,
             "allow_http": True,
-            "access_key_id": self.server.access_key_id,
-            "secret_access_key": self.server.secret_access_key,
-            # Times that a machine does not miss which is busy with something else.
-            "timeout_s": 30.0,
+            "access_key_id": server.access_key_id,
+            "secret_access_key": server.secret_access_key,
             "deadline_s": 30.0,
-            **self.more,
         }
-
-    def bounded(self, place: Path, capacity_bytes: int) -> Mapping[str, object]:
-        return {**self.settings(place), "max_bytes": capacity_bytes}
 
 
 class TestS3(_OnCeph):
-    """As it comes."""
+    """With default settings."""
 
 
 class TestWithoutConditionalPuts(_OnCeph):
-    """As on a store that does not know them: what is put twice is replaced."""
+    """As on a store that supports neither conditional puts nor bulk deletes."""
 
     more: ClassVar[Mapping[str, object]] = {"conditional_puts": False, "bulk_delete": False}
 
 
-class TestInParts(_OnCeph):
-    """Chunks in parts, and nothing known beforehand."""
-
-    more: ClassVar[Mapping[str, object]] = {"index_keys": 0, "part_bytes": "5MiB"}
-    sizes = (4096, 12 * 2**20)
+class TestInParts(_OnCeph, InParts):
+    """In parts."""

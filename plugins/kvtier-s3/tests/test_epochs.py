@@ -1,4 +1,4 @@
-"""Resets: durable in the bucket, for this opener alone, and never undone by the order of events."""
+"""Resets: durable in the bucket, private to their tier, and independent of the order of events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GONE = [Status.ABSENT] * 3
 KEPT = [Status.OK] * 3
 
 
-async def test_who_opened_before_a_reset_keeps_what_it_has(place: Place) -> None:
+async def test_tiers_that_were_open_before_a_reset_keep_their_epoch(place: Place) -> None:
     async with place.opened() as first, place.opened() as second:
         await first.put(range(3))
         await second.tier.reset()
@@ -30,7 +30,7 @@ async def test_who_opened_before_a_reset_keeps_what_it_has(place: Place) -> None
             assert await third.get(range(3)) == GONE
 
 
-async def test_what_is_put_after_a_reset_is_found_by_nobody_else(place: Place) -> None:
+async def test_puts_after_a_reset_are_private(place: Place) -> None:
     async with place.opened() as first:
         await first.tier.reset()
         assert await first.put(range(3)) == KEPT
@@ -42,7 +42,7 @@ async def test_what_is_put_after_a_reset_is_found_by_nobody_else(place: Place) -
         assert await third.get(range(3), versions=(1,)) == KEPT
 
 
-async def test_each_of_many_resets_at_once_hides_what_was_put_before_it(place: Place) -> None:
+async def test_each_of_many_concurrent_resets_hides_earlier_puts(place: Place) -> None:
     async with place.opened() as first:
         await first.put(range(3))
     rigs = [place.opened() for _ in range(6)]
@@ -59,10 +59,10 @@ async def test_each_of_many_resets_at_once_hides_what_was_put_before_it(place: P
         await rig.__aexit__(None, None, None)
 
 
-async def test_a_slow_reset_hides_what_others_put_while_it_was_under_way(place: Place, proxy: Proxy) -> None:
+async def test_a_slow_reset_hides_concurrent_puts_of_others(place: Place, proxy: Proxy) -> None:
     direct: dict[str, Any] = {"endpoint": place.server.endpoint}
     async with place.opened(timeout_s=60.0) as slow, place.opened(**direct) as quick:
-        for _ in range(6):  # which of two markers of one number is the greater is a matter of luck
+        for _ in range(6):  # which of two markers of one number is greater is random
             async with anyio.create_task_group() as tasks:
                 with proxy.faulty(Faults(delay_s=inf, methods=("PUT",))):
                     tasks.start_soon(slow.tier.reset)
@@ -91,7 +91,7 @@ async def test_an_epoch_whose_marker_is_lost_does_not_come_back(place: Place) ->
 
 
 @pytest.mark.parametrize("refused", [("PUT",), ("GET",)])
-async def test_a_reset_that_cannot_be_written_down_is_told_and_hides_everything(
+async def test_a_reset_that_cannot_be_stored_raises_and_hides_everything(
     place: Place, proxy: Proxy, refused: tuple[str, ...]
 ) -> None:
     async with place.opened() as it:
@@ -111,7 +111,7 @@ async def test_a_reset_that_cannot_be_written_down_is_told_and_hides_everything(
         assert await it.put(range(3)) == KEPT
 
 
-async def test_other_objects_below_the_prefix_do_no_harm(place: Place) -> None:
+async def test_foreign_objects_below_the_prefix_are_ignored(place: Place) -> None:
     async with place.opened() as it:
         await it.put(range(3))
         markers = [path for path in place.paths("caches") if "/epochs/" in path]

@@ -1,4 +1,4 @@
-"""Opening: what cannot work is refused in one sentence that names the setting and what to do."""
+"""Opening: what cannot work is refused in one line that names the setting and the remedy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUICK: dict[str, Any] = {"timeout_s": 1.0, "connect_timeout_s": 1.0}
 
 
 async def refusal(place: Place, identity: Identity = IDENTITY, **settings: Any) -> str:
-    """Open a tier that cannot work; return what it says, in which there is no secret."""
+    """Return the error of a tier that cannot be opened, which contains no secret."""
     started = time.monotonic()
     with pytest.raises(TierError) as caught:
         await place.tier(**settings).open(TierContext("tested", identity, CHUNK_BYTES))
@@ -48,28 +48,29 @@ async def check_round_trip(place: Place, **settings: Any) -> None:
         it.expect_kept(await it.get(range(3)), "a get")
 
 
-async def test_a_wrong_secret_is_named(place: Place) -> None:
-    message = await refusal(place, secret_access_key="wrong-secret")
-    assert "SignatureDoesNotMatch" in message
-    assert "check access_key_id" in message
-
-
-async def test_a_key_that_nobody_has_is_named(place: Place) -> None:
-    message = await refusal(place, access_key_id="nobody")
-    assert "InvalidAccessKeyId" in message
-    assert "check access_key_id" in message
-
-
-async def test_a_missing_bucket_is_named(place: Place) -> None:
-    message = await refusal(place, bucket="not-there")
-    assert "NoSuchBucket" in message
-    assert "correct bucket (not-there)" in message
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"secret_access_key": "wrong-secret"}, ["SignatureDoesNotMatch", "check access_key_id"]),
+        ({"access_key_id": "nobody"}, ["InvalidAccessKeyId", "check access_key_id"]),
+        ({"bucket": "not-there"}, ["NoSuchBucket", "correct bucket (not-there)"]),
+        (
+            {"endpoint": "http://127.0.0.1:1"},
+            ["connection (refused)", "endpoint is http://127.0.0.1:1"],
+        ),
+        ({"endpoint": "http://nowhere.invalid", **QUICK}, ["endpoint is http://nowhere.invalid"]),
+    ],
+    ids=str,
+)
+async def test_wrong_settings_are_named(place: Place, settings: dict[str, Any], words: list[str]) -> None:
+    message = await refusal(place, **settings)
+    assert not [word for word in words if word not in message], message
 
 
 async def test_missing_credentials_are_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name, raising=False)
-    # The last of the chain, an instance's role, is asked for at an address where nobody answers.
+    # The last source, the instance's role, is not reachable.
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
     message = await refusal(place, access_key_id=None, secret_access_key=None)
     assert "AWS_ACCESS_KEY_ID" in message
@@ -94,23 +95,12 @@ async def test_credentials_of_a_profile_are_used(
     assert "profile 'other'" in message
 
 
-async def test_the_configured_endpoint_goes_before_the_environments(
+async def test_the_configured_endpoint_takes_precedence_over_the_environment(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     await check_round_trip(place)
-
-
-async def test_an_endpoint_that_refuses_is_named(place: Place) -> None:
-    message = await refusal(place, endpoint="http://127.0.0.1:1")
-    assert "connection (refused)" in message
-    assert "endpoint is http://127.0.0.1:1" in message
-
-
-async def test_a_name_that_nobody_knows_is_named(place: Place) -> None:
-    message = await refusal(place, endpoint="http://nowhere.invalid", **QUICK)
-    assert "endpoint is http://nowhere.invalid" in message
 
 
 @pytest.mark.parametrize("faults", [Faults(deaf=True), Faults(delay_s=inf)], ids=["deaf", "hangs"])
@@ -123,7 +113,7 @@ async def test_an_endpoint_that_does_not_answer_is_named_in_time(
     assert "endpoint is" in message
 
 
-async def test_a_start_that_takes_too_long_in_total_is_given_up(place: Place, proxy: Proxy) -> None:
+async def test_opening_has_a_timeout_in_total(place: Place, proxy: Proxy) -> None:
     with proxy.faulty(Faults(delay_s=0.4)):
         message = await refusal(place, open_timeout_s=1.0)
     assert "open_timeout_s (1)" in message
@@ -149,12 +139,12 @@ try:
     asyncio.run(tier.open(TierContext("tested", Identity.make("m", {}), 4096)))
 except TierError as error:
     print(error, flush=True)
-    os._exit(0)  # libfaketime may abort where threads go on while the process ends
+    os._exit(0)  # libfaketime may abort if threads run while the process ends
 """
 
 
 class TestTLS:
-    """A proxy with a certificate of its own before the server."""
+    """A proxy with a certificate in front of the server."""
 
     @pytest.fixture(scope="class")
     @staticmethod
@@ -163,19 +153,9 @@ class TestTLS:
         certificate, key = folder / "certificate.pem", folder / "key.pem"
         subprocess.run(
             [
-                *(
-                    "openssl",
-                    "req",
-                    "-x509",
-                    "-newkey",
-                    "rsa:2048",
-                    "-nodes",
-                    "-days",
-                    "2",
-                    "-subj",
-                    "/CN=tests",
-                ),
-                *("-addext", "subjectAltName=IP:127.0.0.1", "-addext", "basicConstraints=critical,CA:FALSE"),
+                *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
+                *("-subj", "/CN=tests", "-addext", "subjectAltName=IP:127.0.0.1"),
+                *("-addext", "basicConstraints=critical,CA:FALSE"),
                 *("-out", str(certificate), "-keyout", str(key)),
             ],
             check=True,
@@ -189,17 +169,17 @@ class TestTLS:
             place.settings |= {"endpoint": proxy.endpoint, "allow_http": False}
             yield place
 
-    async def test_a_certificate_that_nobody_vouches_for_is_refused(self, secure: Place) -> None:
+    async def test_an_untrusted_certificate_is_refused(self, secure: Place) -> None:
         message = await refusal(secure)
         assert "tls (UnknownIssuer)" in message
         assert "ca_file" in message
 
-    async def test_an_authority_that_is_given_is_trusted(
+    async def test_a_configured_authority_is_trusted(
         self, secure: Place, certificate: tuple[Path, Path]
     ) -> None:
         await check_round_trip(secure, ca_file=str(certificate[0]))
 
-    async def test_verification_can_be_turned_off(self, secure: Place) -> None:
+    async def test_verification_can_be_disabled(self, secure: Place) -> None:
         await check_round_trip(secure, verify=False)
 
     async def test_a_server_without_tls_is_named(self, place: Place, proxy: Proxy) -> None:
@@ -207,16 +187,14 @@ class TestTLS:
         message = await refusal(place, endpoint=endpoint, allow_http=False, **QUICK)
         assert f"endpoint is {endpoint}" in message
 
-    async def test_an_authority_file_that_is_missing_or_none_is_named(
-        self, place: Place, tmp_path: Path
-    ) -> None:
+    async def test_an_invalid_authority_file_is_named(self, place: Place, tmp_path: Path) -> None:
         file = tmp_path / "ca.pem"
         assert f"ca_file {file} cannot be read" in await refusal(place, ca_file=str(file))
         file.write_text("nothing of the kind")
         assert "check ca_file" in await refusal(place, ca_file=str(file))
 
 
-async def test_another_caches_place_is_refused_with_the_difference(place: Place) -> None:
+async def test_a_manifest_of_another_cache_is_refused(place: Place) -> None:
     async with place.opened():
         (manifest,) = [path for path in place.paths("caches") if path.endswith("config.json")]
     assert bytes(obstore.get(place.store, manifest).bytes()).decode() == IDENTITY.manifest
@@ -225,7 +203,7 @@ async def test_another_caches_place_is_refused_with_the_difference(place: Place)
     assert "dtype is 'float16' there and 'float32' here" in message
 
 
-async def test_what_cannot_be_written_and_is_not_there_is_refused(place: Place, proxy: Proxy) -> None:
+async def test_a_new_cache_needs_write_permission(place: Place, proxy: Proxy) -> None:
     with proxy.faulty(Faults(refused=-1, status=403, code="AccessDenied", methods=("PUT",))):
         message = await refusal(place)
     assert "AccessDenied" in message
@@ -235,7 +213,7 @@ async def test_what_cannot_be_written_and_is_not_there_is_refused(place: Place, 
 async def test_the_bucket_may_be_named_in_the_host(
     place: Place, server: ceph.Ceph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Names below localhost are not known everywhere; a proxy of HTTP's own kind is asked for them instead.
+    # Not every system resolves names below localhost: an HTTP proxy does it instead.
     monkeypatch.setenv("http_proxy", place.proxy.endpoint)
     endpoint = f"http://localhost:{server.endpoint.rpartition(':')[2]}"
     await check_round_trip(place, endpoint=endpoint, addressing="virtual")
@@ -243,13 +221,13 @@ async def test_the_bucket_may_be_named_in_the_host(
     assert len(chunks) == 3
 
 
-async def test_a_store_that_does_not_know_conditional_puts_is_found_out(place: Place, proxy: Proxy) -> None:
+async def test_missing_support_of_conditional_puts_is_detected(place: Place, proxy: Proxy) -> None:
     refuse = Faults(refused=-1, status=501, code="NotImplemented", header="if-none-match")
     for number, (faults, versions) in enumerate([(Faults(), (0,)), (refuse, (1,))]):
         proxy.be(faults)
-        # Without a listing, for who knows of a chunk does not put it.
+        # Without an index: a known chunk is not put.
         settings: dict[str, Any] = {"prefix": f"{place.prefix}/{number}", "index_keys": 0}
         async with place.opened(**settings) as one, place.opened(**settings) as two:
             one.expect_kept(await one.put([1], version=0), "a put")
-            two.expect_kept(await two.put([1], version=1), "a put of what is there")
-            one.expect_kept(await one.get([1], versions=versions), "what was put twice")
+            two.expect_kept(await two.put([1], version=1), "a second put")
+            one.expect_kept(await one.get([1], versions=versions), "a get after two puts")

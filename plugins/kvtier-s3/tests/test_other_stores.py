@@ -1,4 +1,4 @@
-"""The tier keeps kvtier's contract on other servers than Ceph's, where they are installed.
+"""The tier passes kvtier's conformance tests on other servers, if they are installed.
 
 Azurite, for the protocol of Azure Blob: ``azurite-blob`` on the path, or its path in ``KVTIER_AZURITE``.
 SeaweedFS, for S3's: ``weed`` on the path, or its path in ``KVTIER_WEED``.
@@ -17,25 +17,24 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 from urllib.request import Request, urlopen
 
 import ceph
-import obstore
 import pytest
-from objects import OnObjects
+from objects import InParts, OnObjectStore
 from obstore.store import AzureStore, S3Store
-from proxy import Faults, Proxy
+from proxy import Proxy
 
-from kvtier_s3.stores import Store
+from kvtier_s3._store import Store
 
 BUCKET = "kvtier-tests"
 ACCOUNT = "acme"
 AZURE_VERSION = "2021-08-06"
 START_S = 60.0
-# Times that a machine does not miss which is busy with something else.
+# Timeouts for a busy machine.
 PATIENT: Mapping[str, object] = {
     "type": "s3",
     "bucket": BUCKET,
@@ -45,72 +44,40 @@ PATIENT: Mapping[str, object] = {
 }
 
 
-class Started:
-    """A server that runs, with a bucket, and a proxy before it.
+class Started(NamedTuple):
+    """A server with a bucket: a client besides the tier's, settings without ``prefix``, and a proxy."""
 
-    Attributes:
-        store: a client of the tests' own.
-        settings: of a tier behind the proxy, ``prefix`` apart.
-        proxy: the proxy.
-    """
-
-    def __init__(self, store: Store, settings: Mapping[str, object], proxy: Proxy) -> None:
-        self.store, self.settings, self.proxy = store, settings, proxy
+    store: Store
+    settings: Mapping[str, object]
+    proxy: Proxy
 
 
-class _OnAnother(OnObjects):
-    more: ClassVar[Mapping[str, object]] = {}
-    started: Started
-
-    def settings(self, place: Path) -> Mapping[str, object]:
-        return {**self.started.settings, "prefix": place.name, **self.more}
-
-    def bounded(self, place: Path, capacity_bytes: int) -> Mapping[str, object]:
-        return {**self.settings(place), "max_bytes": capacity_bytes}
-
-    def _use(self, started: Started) -> None:
-        self.started, self.store, self.proxy = started, started.store, started.proxy
-
-
-class _OnAzurite(_OnAnother):
+class _OnAzurite(OnObjectStore):
     @pytest.fixture(autouse=True)
-    def _meet(self, azurite: Started) -> Iterator[None]:
-        self._use(azurite)
-        yield
-        azurite.proxy.be(Faults())
+    def _connect(self, azurite: Started) -> None:
+        self.store, self.base, self.proxy = azurite
+
+
+class _OnSeaweed(OnObjectStore):
+    @pytest.fixture(autouse=True)
+    def _connect(self, seaweed: Started) -> None:
+        self.store, self.base, self.proxy = seaweed
 
 
 class TestAzurite(_OnAzurite):
-    """As it comes."""
+    """With default settings."""
 
 
-class TestAzuriteInParts(_OnAzurite):
-    """Chunks in parts, and nothing known beforehand."""
-
-    more: ClassVar[Mapping[str, object]] = {"index_keys": 0, "part_bytes": "5MiB"}
-    sizes = (4096, 12 * 2**20)
-
-
-class _OnSeaweed(_OnAnother):
-    @pytest.fixture(autouse=True)
-    def _meet(self, seaweed: Started) -> Iterator[None]:
-        self._use(seaweed)
-        yield
-        seaweed.proxy.be(Faults())
+class TestAzuriteInParts(_OnAzurite, InParts):
+    """In parts."""
 
 
 class TestSeaweed(_OnSeaweed):
-    """As it comes."""
+    """With default settings."""
 
 
-class TestSeaweedInParts(_OnSeaweed):
-    """Chunks in parts, and nothing known beforehand."""
-
-    more: ClassVar[Mapping[str, object]] = {"index_keys": 0, "part_bytes": "5MiB"}
-    sizes = (4096, 12 * 2**20)
-
-
-# ------------------------------------------------------------------------------------- the servers
+class TestSeaweedInParts(_OnSeaweed, InParts):
+    """In parts."""
 
 
 @pytest.fixture(scope="module")
@@ -163,11 +130,11 @@ def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     here = f"http://127.0.0.1:{options['s3.port']}"
     store = S3Store(BUCKET, endpoint=here, region="us-east-1", client_options={"allow_http": True}, **keys)
     with (
-        _running(command, directory, lambda: _make_bucket(store)),
+        _running(command, directory, lambda: ceph.make_bucket(store)),
         Proxy(int(str(options["s3.port"]))) as proxy,
     ):
         yield Started(store, {**PATIENT, **keys, "endpoint": proxy.endpoint, "allow_http": True}, proxy)
-    for port in ports:  # it makes them there alone, and was killed
+    for port in ports:  # left behind by the killed server
         for socket in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
             socket.unlink(missing_ok=True)
 
@@ -183,7 +150,7 @@ def _program(variable: str, name: str, remedy: str) -> str:
 def _running(
     command: list[str], directory: Path, make_bucket: Callable[[], None], **more: str
 ) -> Iterator[None]:
-    """Start a server, and wait until a bucket could be made."""
+    """Start a server and wait until a bucket can be made."""
     log = directory / "log"
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -195,7 +162,7 @@ def _running(
             try:
                 make_bucket()
                 break
-            except OSError as error:  # it does not listen yet, or its parts do not know each other yet
+            except OSError as error:  # not ready yet
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise AssertionError(f"{command[0]}: {error}\n{log.read_text()[-2000:]}") from error
                 time.sleep(0.2)
@@ -205,14 +172,8 @@ def _running(
         process.wait()
 
 
-def _make_bucket(store: S3Store) -> None:
-    url = obstore.sign(store, "PUT", "", timedelta(minutes=1))
-    with urlopen(Request(url, method="PUT"), timeout=10):
-        pass
-
-
 def _make_container(endpoint: str, key: str) -> None:
-    """Make a container. The client has no call for that, and no signature that allows it."""
+    """Make a container. obstore can neither do that nor sign the request."""
     headers = {
         "x-ms-date": datetime.now(UTC).strftime("%a, %d %b %Y %H:%M:%S GMT"),
         "x-ms-version": AZURE_VERSION,

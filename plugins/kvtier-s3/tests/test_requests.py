@@ -1,14 +1,14 @@
-"""What a call costs in requests, what is known without one, and what an object looks like."""
+"""How many requests a call takes, what is known without one, and the content of an object."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-import anyio
 import boto3
 import obstore
 import pytest
@@ -19,7 +19,7 @@ from kvtier.keys import OffloadKey
 from kvtier.tiers.base import Knowledge, Status
 from kvtier.tiers.seal import Verdict, check
 from kvtier_s3 import S3Config
-from kvtier_s3.layout import Layout
+from kvtier_s3._layout import Layout
 from kvtier_testing.tiers import TierRig
 from kvtier_testing.tiers.rig import key, keys
 
@@ -29,11 +29,11 @@ UNLISTED: dict[str, Any] = {"index_keys": 0}
 
 
 async def wait_until_known(it: TierRig, numbers: range) -> None:
-    """Wait for a listing to learn of all of them."""
+    """Wait until a listing has found all of them."""
     await wait_until(lambda: set(it.tier.known(keys(numbers))) == {Knowledge.PRESENT})
 
 
-async def test_an_object_is_the_chunk_and_its_metadata_prove_it(place: Place) -> None:
+async def test_an_object_is_the_chunk_with_the_trailer_in_its_metadata(place: Place) -> None:
     async with place.opened() as it:
         await it.put([1])
     (path,) = place.paths("chunks")
@@ -45,7 +45,7 @@ async def test_an_object_is_the_chunk_and_its_metadata_prove_it(place: Place) ->
     assert Path(path).name == f"{key(1)[:-4].hex()}_g1"
 
 
-async def test_a_chunk_costs_one_request_to_put_and_one_to_get(place: Place, proxy: Proxy) -> None:
+async def test_a_put_and_a_get_take_one_request_for_each_chunk(place: Place, proxy: Proxy) -> None:
     async with place.opened(**UNLISTED) as it:
         before = proxy.requests()
         await it.put(range(20))
@@ -57,7 +57,7 @@ async def test_a_chunk_costs_one_request_to_put_and_one_to_get(place: Place, pro
     assert (after_put - before, after_get - after_put, after_discard - after_get) == (20, 20, 1)
 
 
-async def test_what_is_known_costs_no_request(place: Place, proxy: Proxy) -> None:
+async def test_known_chunks_take_no_request(place: Place, proxy: Proxy) -> None:
     async with place.opened() as it:
         await it.put(range(20))
     async with place.opened() as it:
@@ -68,47 +68,33 @@ async def test_what_is_known_costs_no_request(place: Place, proxy: Proxy) -> Non
         assert proxy.requests() == before
 
 
-async def test_few_unknown_chunks_are_asked_for_one_by_one(place: Place, proxy: Proxy) -> None:
+@pytest.mark.parametrize(("count", "requests"), [(20, 20), (400, 1)])
+async def test_few_unknown_chunks_take_a_request_each_and_many_a_listing(
+    place: Place, proxy: Proxy, count: int, requests: int
+) -> None:
     async with place.opened(**UNLISTED) as it:
-        await it.put(range(0, 20, 2))
+        await it.put(range(0, count, 2))
         before = proxy.requests()
-        assert await it.contains(range(20)) == [number % 2 == 0 for number in range(20)]
-        assert proxy.requests() - before == 20
+        assert await it.contains(range(count)) == [number % 2 == 0 for number in range(count)]
+        assert proxy.requests() - before == requests
 
 
-async def test_many_unknown_chunks_are_looked_for_in_a_listing(place: Place, proxy: Proxy) -> None:
+async def test_a_listing_that_gets_too_long_is_abandoned(place: Place, proxy: Proxy) -> None:
     async with place.opened(**UNLISTED) as it:
-        await it.put(range(0, 400, 2))
-        before = proxy.requests()
-        assert await it.contains(range(400)) == [number % 2 == 0 for number in range(400)]
-        assert proxy.requests() - before == 1
-
-
-async def test_a_listing_that_gets_too_long_is_given_up(place: Place, proxy: Proxy) -> None:
-    async with place.opened(**UNLISTED) as it:
-        (epoch,) = {str(Path(path).parent) for path in await _put_and_list(it, place)}
-        # As another engine's: more than a page of them, and this tier does not know it.
+        await it.put([1])
+        (epoch,) = {str(Path(path).parent) for path in place.paths("chunks")}
+        # As if another engine had put more than a page of them.
         for first in range(0, 1200, 100):
-            async with anyio.create_task_group() as tasks:
-                for number in range(first, first + 100):
-                    tasks.start_soon(_make_empty, place, f"{epoch}/{number:08x}_g0")
+            paths = [f"{epoch}/{number:08x}_g0" for number in range(first, first + 100)]
+            await asyncio.gather(*(obstore.put_async(place.store, path, b"") for path in paths))
         before = proxy.requests()
         found = await it.contains([1, *range(1000, 1110)])
         assert found == [True] + [False] * 110
-        # The one that is there comes last, so all are asked for. The server may make two pages of the first.
+        # The one that is there comes last, so each takes a HEAD. The server may split the first page.
         assert 112 <= proxy.requests() - before <= 113
 
 
-async def _put_and_list(it: TierRig, place: Place) -> list[str]:
-    await it.put([1])
-    return place.paths("chunks")
-
-
-async def _make_empty(place: Place, path: str) -> None:
-    await obstore.put_async(place.store, path, b"")
-
-
-async def test_what_others_put_and_what_expires_is_learnt_by_listing(place: Place) -> None:
+async def test_a_listing_finds_what_others_put_and_what_has_expired(place: Place) -> None:
     told: list[OffloadKey] = []
     async with place.opened(told.extend, list_every_s=0.05) as it, place.opened() as other:
         await other.put(range(8))
@@ -119,7 +105,7 @@ async def test_what_others_put_and_what_expires_is_learnt_by_listing(place: Plac
         left = [number for number in range(8) if key(number) not in told]
         assert (len(told), len(left)) == (3, 5)
         assert set(it.tier.known(told)) == {Knowledge.UNKNOWN}
-        it.expect_kept(await it.get(left), "what has not expired")
+        it.expect_kept(await it.get(left), "chunks that have not expired")
 
 
 def test_the_readmes_lifecycle_rules_are_accepted_and_name_chunks_alone(place: Place) -> None:
@@ -142,14 +128,14 @@ def test_the_readmes_lifecycle_rules_are_accepted_and_name_chunks_alone(place: P
     assert {key for rule in accepted for key in rule} >= {"Expiration", "AbortIncompleteMultipartUpload"}
 
 
-async def test_an_index_remembers_no_more_than_it_may(place: Place) -> None:
+async def test_the_index_is_bounded(place: Place) -> None:
     async with place.opened(index_keys=5) as it:
         await it.put(range(20))
         assert sum(it.tier.known(keys(range(20)))) == 5 * Knowledge.PRESENT
         assert all(await it.contains(range(20)))
 
 
-async def test_a_bound_counts_what_was_there_before_of_every_cache(place: Place) -> None:
+async def test_max_bytes_counts_earlier_chunks_of_every_cache(place: Place) -> None:
     async with place.opened() as it:
         await it.put(range(6))
         before = it.tier.usage()
@@ -164,7 +150,7 @@ async def test_a_bound_counts_what_was_there_before_of_every_cache(place: Place)
     assert (usage.used_bytes, usage.capacity_bytes) == (8 * CHUNK_BYTES, 8 * CHUNK_BYTES)
 
 
-async def test_discarded_chunks_make_room(place: Place) -> None:
+async def test_discards_free_bytes(place: Place) -> None:
     async with place.opened(max_bytes=2 * CHUNK_BYTES) as it:
         await wait_until(lambda: it.tier.usage() is not None)
         assert await it.put([1]) == [Status.OK]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -80,7 +82,7 @@ def test_what_is_wrong_is_found_by_a_real_put_and_get_and_has_a_remedy(run, sett
         (
             TierError("bucket b is not there: make it"),
             "bucket b is not there: make it",
-            "as the message says",
+            "see the tier's settings",
         ),
         (PermissionError("/data"), "PermissionError: /data", "permission"),
         (RuntimeError("odd"), "RuntimeError: odd", "backend's own log"),
@@ -129,7 +131,7 @@ def test_settings_are_found_in_a_file_as_engines_have_them(run, tmp_path: Path, 
     result = run(file, "--json", "--chunk-bytes", 8192)
     assert result.exit_code == 0
     rows = json.loads(result.stdout)["checks"]
-    assert [row["tier"] for row in rows] == ["dummy"] * 5 + ["dummy-2"] * 5
+    assert [row["tier"] for row in rows] == ["cpu"] + ["dummy"] * 5 + ["dummy-2"] * 5
 
 
 def test_settings_may_be_toml(run, tmp_path: Path):
@@ -198,3 +200,123 @@ def test_a_probe_beside_another_one_leaves_that_ones_place(run, tmp_path: Path):
         assert (home / "config.json").exists()
     assert run("--tier", json.dumps(settings)).exit_code == 0
     assert below(tmp_path) == []
+
+
+# --------------------------------------------------------- what an operator must not be told is well
+
+
+def fs(root: Path, **settings: object) -> dict[str, object]:
+    return {"type": "fs", "root_dir": str(root), "min_free_bytes": 0, **settings}
+
+
+def written(tmp_path: Path, content: object) -> Path:
+    file = tmp_path / "engine.json"
+    file.write_text(json.dumps(content))
+    return file
+
+
+def refused(result) -> str:
+    assert isinstance(result.exception, ConfigError), result.output
+    return str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"cpu_bytes_to_use": "1GiB", "secondary_tier": TIERS}, "did you mean secondary_tiers?"),
+        (
+            {"kv_connector": "OffloadingConnector", "kv_connector_extra_confg": SETTINGS},
+            "kv_connector_extra_confg is probably misspelled",
+        ),
+        (
+            {"cpu_bytes_to_use": "99999999999TiB", "secondary_tiers": TIERS},
+            "cpu_bytes_to_use = '99999999999TiB'",
+        ),
+        (
+            {"cpu_bytes_to_use": "1GiB", "secondary_tiers": [fs(Path("/x"), ttl_s=float("inf"))]},
+            "ttl_s = inf",
+        ),
+    ],
+)
+def test_what_is_misspelled_or_absurd_is_named(run, tmp_path: Path, content, words: str):
+    assert words in refused(run(written(tmp_path, content)))
+
+
+def test_all_that_is_wrong_is_told_at_once(run, tmp_path: Path):
+    bad = {"cpu_bytes_to_use": -1, "block_sise": 1, "secondary_tiers": [{"type": "dummy", "sed": 1}, {}]}
+    message = refused(run(written(tmp_path, bad)))
+    for words in ("cpu_bytes_to_use = -1", "block_sise", "secondary_tiers[0].sed", "secondary_tiers[1].type"):
+        assert words in message
+
+
+def test_a_primary_tier_larger_than_the_machine_is_not_well(run, tmp_path: Path):
+    file = written(tmp_path, {"cpu_bytes_to_use": "1EiB", "secondary_tiers": [{"type": "dummy"}]})
+    result = run(file, "--json")
+    assert result.exit_code == 1
+    row = ill_step(result)
+    assert (row["tier"], row["step"]) == ("cpu", "memory")
+    assert "this machine has" in row["result"]
+    assert json.loads(result.stdout)["not_well"] == ["cpu"]
+
+
+def test_roots_that_are_one_by_a_link_are_refused(run, tmp_path: Path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    tiers = [fs(tmp_path / "real"), fs(tmp_path / "link" / "below")]
+    message = refused(run(written(tmp_path, {"cpu_bytes_to_use": 1, "secondary_tiers": tiers})))
+    assert "one inside the other" in message
+    assert below(tmp_path / "real") == []
+
+
+def test_a_root_that_cannot_be_looked_at_is_told_in_the_table_and_in_json(run, tmp_path: Path, monkeypatch):
+    def refusing(function):
+        def call(path, *rest, **more):
+            if isinstance(path, str | os.PathLike) and str(path).startswith(str(tmp_path / "locked")):
+                raise PermissionError(13, "Permission denied", str(path))
+            return function(path, *rest, **more)
+
+        return call
+
+    for name in ("stat", "mkdir", "open"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    tiers = ["--tier", json.dumps(fs(tmp_path / "locked" / "root")), "--tier", tier()]
+    result = run(*tiers, "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["not_well"] == ["fs"]
+    assert ill_step(result)["remedy"] == "give this user the permission"
+    assert [row for row in checks(result) if row[1] == "ok"] == [(step, "ok") for step in STEPS]
+    assert "not well: fs" in run(*tiers).output
+
+
+def test_what_fails_in_the_background_is_not_well_and_no_traceback(run, monkeypatch):
+    async def put(self, batch):
+        try:
+            raise OverflowError("too far")
+        except OverflowError:
+            logging.getLogger("kvtier.tiers.dummy").exception("the shelf could not be looked through")
+        return await real(self, batch)
+
+    real = DummyTier.put
+    monkeypatch.setattr(DummyTier, "put", put)
+    result = run("--tier", tier(), "--tier", tier(name="other", failure_rate=1), "--json")
+    assert result.exit_code == 1
+    rows = [row for row in json.loads(result.stdout)["checks"] if row["result"] != "ok"]
+    assert [(row["tier"], row["step"]) for row in rows] == [("dummy", "background"), ("other", "put")]
+    assert rows[0]["result"] == "the shelf could not be looked through: OverflowError: too far"
+    assert "Traceback" not in result.output
+
+
+def test_warnings_of_a_tier_are_shown_and_harm_nothing(run, monkeypatch):
+    async def put(self, batch):
+        logging.getLogger("kvtier.tiers.dummy").warning("nearly full")
+        return await real(self, batch)
+
+    real = DummyTier.put
+    monkeypatch.setattr(DummyTier, "put", put)
+    result = run("--tier", tier(), "--json")
+    assert result.exit_code == 0
+    assert result.stderr == "kvtier: nearly full\n"
+
+
+def test_no_configuration_at_all_is_said(run):
+    assert "no secondary tier to check" in refused(run())

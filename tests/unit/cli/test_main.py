@@ -37,7 +37,7 @@ def test_without_a_command_the_help_is_shown(run):
 def test_tiers_lists_tiers_and_policies_and_whether_they_load(run, acme, install_distribution):
     install_distribution("acme-broken", "raise RuntimeError('[red]no luck[/red]')", {"broken": "Tier"}, "0.3")
     result = run("tiers")
-    assert result.exit_code == 0
+    assert result.exit_code == 1
     rows = {}
     for line in result.output.splitlines():
         cells = [cell.strip() for cell in line.strip("│").split("│")]

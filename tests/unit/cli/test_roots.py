@@ -15,12 +15,13 @@ import sys
 import textwrap
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvtier import native
 from kvtier.cli.report import Bytes, ago
 from kvtier.identity import Identity
 from kvtier.tiers.fs.layout import BLOCK_BYTES
@@ -459,7 +460,7 @@ def test_a_cache_of_vllms_own_tier_is_left_alone(kvtier, cache) -> None:
 # ----------------------------------------------------------------------------------------- gc
 
 
-def age(cache, numbers: range, seconds: float) -> None:
+def age(cache, numbers: Iterable[int], seconds: float) -> None:
     """Make chunks look as if they had been written so long ago, and never used since."""
     for number in numbers:
         when = time.time() - seconds
@@ -735,3 +736,87 @@ def test_names_of_others_do_not_command_the_terminal(kvtier, cache) -> None:
     assert said.status == 0
     assert "\\x1b[31mred" in said.out
     assert said.out.replace("\n", "").isprintable()
+
+
+# ------------------------------------------------------------------- what operators must be told
+
+
+@pytest.mark.parametrize("span", ["99999999999999999d", "1000000000d", "1e300s", "-1d", "nan", "inf"])
+def test_gc_refuses_an_absurd_age_and_removes_nothing(kvtier, cache, span: str) -> None:
+    cache.put(range(3))
+    for dry_run in ([], ["--dry-run"]):
+        said = kvtier("gc", cache.root, "--older-than", span, *dry_run)
+        assert said.status == 2
+        assert "--older-than" in said.err
+    assert cache.had(range(3)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("amount", ["99999999999TiB", "-1", "nan", "1e9", "9223372036854775808"])
+def test_gc_refuses_an_absurd_size(kvtier, cache, amount: str) -> None:
+    cache.put(range(3))
+    said = kvtier("gc", cache.root, f"--max-bytes={amount}")
+    assert said.status == 2
+    assert "--max-bytes" in said.err
+
+
+@pytest.mark.parametrize("native_helper", [True, False])
+def test_gc_says_how_many_chunks_it_may_not_remove_and_why(
+    kvtier, cache, monkeypatch: pytest.MonkeyPatch, native_helper: bool
+) -> None:
+    if native_helper and (native.library is None or shutil.which("chattr") is None):
+        pytest.skip("the native helper or chattr is not there")
+    cache.put(range(10))
+    kept = [cache.file(number) for number in (1, 2, 3)]
+    if native_helper:
+        if subprocess.run(["chattr", "+i", *kept], capture_output=True).returncode:
+            pytest.skip("no file can be made immutable here")
+    else:
+        monkeypatch.setattr(native, "library", None)
+        real = os.unlink
+
+        def unlink(path: Any, **more: Any) -> None:
+            if str(path) in {file.name for file in kept}:
+                raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+            real(path, **more)
+
+        monkeypatch.setattr(os, "unlink", unlink)
+    try:
+        said = kvtier("gc", cache.root, "--max-bytes", "0")
+    finally:
+        if native_helper:
+            subprocess.run(["chattr", "-i", *kept], check=True)
+    assert said.status == 1
+    assert "3 files or directories could not be removed or read: Operation not permitted" in said.out
+    assert "no chunks of kvtier's" not in said.out
+    assert [number for number in range(10) if cache.file(number).exists()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("command", [["du"], ["gc"], ["gc", "--dry-run"], ["gc", "--older-than", "1d"]])
+def test_a_directory_that_cannot_be_read_is_said_by_what_adds_up(
+    kvtier, cache, locked_out, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setattr(native, "library", None)  # refusals of the helper's own calls cannot be played
+    cache.put(range(3))
+    locked_out(cache.file(1).parent)
+    said = kvtier(command[0], cache.root, *command[1:])
+    assert said.status == 1
+    assert "1 " in said.out
+    assert "cannot be read" in said.out or "Permission denied" in said.out
+
+
+def test_stat_of_a_chunk_does_not_count_as_a_use(kvtier, cache) -> None:
+    cache.put([0])
+    age(cache, range(1), 10 * 86_400)
+    before = cache.file(0).stat()
+    said = kvtier("stat", cache.file(0), "--json")
+    assert (said.status, said.json["finding"]) == (0, "sound")
+    after = cache.file(0).stat()
+    assert (after.st_atime_ns, after.st_mtime_ns) == (before.st_atime_ns, before.st_mtime_ns)
+
+
+def test_stat_of_what_is_no_chunk_is_refused(kvtier, tmp_path: Path) -> None:
+    file = tmp_path / "passwd"
+    file.write_text("root:x:0:0\n" * 1000)
+    said = kvtier("stat", file)
+    assert (said.status, said.out) == (2, "")
+    assert "is no chunk's file" in said.err

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-from kvtier.cli import gc, ls, stat, verify
+from kvtier.cli import compare, gc, ls, stat, verify
 
 PAGE = Path(__file__).parents[3] / "docs" / "fs.md"
 
 DOCUMENTS: dict[str, Any] = {
     "`ls`": ls.Listing,
     "of `ls`, a namespace": ls.Listed,
+    "`compare`": compare.Comparison,
+    "of `compare`, a setting": compare.Differing,
     "`stat ROOT`": stat.RootState,
     "`stat FILE`": stat.ChunkState,
     "`du`": ls.Usage,

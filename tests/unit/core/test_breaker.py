@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtier.core.breaker import Breaker, BreakerRules
-from kvtier.core.messages import Proof
+from kvtier.core.messages import TransferHealth
 from kvtier.core.states import BreakerState
 
-GOOD, BAD, LATE, NONE = Proof.GOOD, Proof.BAD, Proof.LATE, Proof.NONE
+GOOD, BAD, LATE, NONE = TransferHealth.GOOD, TransferHealth.BAD, TransferHealth.LATE, TransferHealth.NONE
 CLOSED, HALF_OPEN, OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN
 
 
@@ -25,13 +25,13 @@ class Driven(Breaker):
         super().__init__(rules)
         self.last = 0
 
-    def ends(self, *proofs: Proof, now_s: float = 0.0) -> list[str | None]:
+    def ends(self, *healths: TransferHealth, now_s: float = 0.0) -> list[str | None]:
         changes = []
-        for proof in proofs:
+        for health in healths:
             assert self.refusal(now_s) is None
             self.last += 1
             self.begin(self.last)
-            changes.append(self.end(self.last, proof, now_s, in_time=True))
+            changes.append(self.end(self.last, health, now_s, in_time=True))
         return changes
 
 
@@ -137,15 +137,15 @@ def test_an_overdue_probe_opens_it_again() -> None:
     assert breaker.refusal(7.0) is None
 
 
-@pytest.mark.parametrize("proof", [GOOD, BAD])
-def test_what_was_begun_before_it_opened_neither_closes_it_nor_counts(proof: Proof) -> None:
+@pytest.mark.parametrize("health", [GOOD, BAD])
+def test_what_was_begun_before_it_opened_neither_closes_it_nor_counts(health: TransferHealth) -> None:
     breaker = Driven()
     breaker.begin(100)
     breaker.begin(101)
     breaker.ends(*[BAD] * 5)
-    assert breaker.end(100, proof, 0.1, in_time=True) is None
+    assert breaker.end(100, health, 0.1, in_time=True) is None
     breaker.begin(200)
-    assert breaker.end(101, proof, 1.0, in_time=True) is None
+    assert breaker.end(101, health, 1.0, in_time=True) is None
     assert breaker.state is HALF_OPEN
 
 
@@ -194,14 +194,14 @@ class BreakerMachine(RuleBasedStateMachine):
         assert self.breaker.refusal(self.now_s + 1e6) == "unresponsive"
 
     @precondition(lambda self: self.under_way)
-    @rule(pick=st.integers(0, 99), proof=st.sampled_from(Proof))
-    def end(self, pick: int, proof: Proof) -> None:
+    @rule(pick=st.integers(0, 99), health=st.sampled_from(TransferHealth))
+    def end(self, pick: int, health: TransferHealth) -> None:
         one = self.under_way.pop(pick % len(self.under_way))
         before = self.breaker.state
-        change = self.breaker.end(one.id, proof, self.now_s, in_time=not one.is_late)
+        change = self.breaker.end(one.id, health, self.now_s, in_time=not one.is_late)
         if change == "closed":
             assert before is HALF_OPEN
-            assert proof is GOOD, "only a probe that was answered closes it"
+            assert health is GOOD, "only a probe that was answered closes it"
         self._note(change)
 
     def _note(self, change: str | None) -> None:

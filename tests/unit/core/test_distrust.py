@@ -6,14 +6,24 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvtier.core import invariants
 from kvtier.core.admission import Limits, TierGate
-from kvtier.core.messages import Answer, Fetch, Fetched, Proof, Put, PutEnded, Reset, SlotsReady, TierUp
+from kvtier.core.messages import (
+    Answer,
+    Fetch,
+    Fetched,
+    Put,
+    PutEnded,
+    Reset,
+    SlotsReady,
+    TierUp,
+    TransferHealth,
+)
 from kvtier.core.policies.arc import ARC
 from kvtier.core.requests import Request
 from kvtier.core.states import Lookup
 from kvtier.core.tiering import Tiering
 from kvtier.keys import OffloadKey, pack_key
+from kvtier_testing import invariants
 
 KEYS = [pack_key(f"k{index}".encode()) for index in range(4)]
 OTHERS = [pack_key(f"o{index}".encode()) for index in range(2)]
@@ -38,7 +48,7 @@ def store(core: Tiering, keys: Sequence[OffloadKey]) -> None:
     core.commit(reservation, 0.0)
     for command in core.take_commands():
         assert isinstance(command, Put)
-        core.on_event(PutEnded(command.id, [True] * len(keys), proof=Proof.GOOD), 0.0)
+        core.on_event(PutEnded(command.id, [True] * len(keys), health=TransferHealth.GOOD), 0.0)
 
 
 def fetch(core: Tiering, request: Request, keys: Sequence[OffloadKey], tier: int) -> Fetch:
@@ -48,7 +58,7 @@ def fetch(core: Tiering, request: Request, keys: Sequence[OffloadKey], tier: int
     for _ in range(tier):
         (command,) = core.take_commands()
         assert isinstance(command, Fetch)
-        core.on_event(Fetched(command.id, [Answer.MISSING] * len(keys), proof=Proof.GOOD), 0.0)
+        core.on_event(Fetched(command.id, [Answer.MISSING] * len(keys), health=TransferHealth.GOOD), 0.0)
     (command,) = core.take_commands()
     assert isinstance(command, Fetch)
     assert command.tier == tier
@@ -57,7 +67,7 @@ def fetch(core: Tiering, request: Request, keys: Sequence[OffloadKey], tier: int
 
 def bring(core: Tiering, request: Request, keys: Sequence[OffloadKey], tier: int = 0) -> None:
     command = fetch(core, request, keys, tier)
-    core.on_event(Fetched(command.id, [Answer.LANDED] * len(keys), proof=Proof.GOOD), 0.0)
+    core.on_event(Fetched(command.id, [Answer.LANDED] * len(keys), health=TransferHealth.GOOD), 0.0)
     core.take_commands()  # puts into the tiers before it
 
 
@@ -68,7 +78,9 @@ def outcome(core: Tiering, request: Request, keys: Sequence[OffloadKey]) -> list
         core.settle(0.0)
         for command in core.take_commands():
             assert isinstance(command, Fetch)
-            core.on_event(Fetched(command.id, [Answer.MISSING] * len(command.keys), proof=Proof.GOOD), 0.0)
+            core.on_event(
+                Fetched(command.id, [Answer.MISSING] * len(command.keys), health=TransferHealth.GOOD), 0.0
+            )
         if Lookup.RETRY not in answers:
             return answers
     raise AssertionError("no end")
@@ -114,7 +126,7 @@ def test_it_gets_no_work_any_more_and_says_why_even_when_it_comes_up() -> None:
     assert counts["audit_failed", "near"] == 1
     assert ("put", "near") not in counts
     assert counts["put", "far"] == 2
-    assert core.ledger.tiers[0].is_healthy is False
+    assert core.shared.tiers[0].is_healthy is False
     (notice,) = core.take_notices()
     assert (notice.subject, notice.is_good) == ("tier near", False)
     assert "somewhere" in notice.text
@@ -131,7 +143,7 @@ def test_what_it_is_about_to_bring_does_not_land() -> None:
     core, request = make(), Request()
     command = fetch(core, request, KEYS, 0)
     core.distrust(0, "somewhere")
-    core.on_event(Fetched(command.id, [Answer.LANDED] * 4, proof=Proof.GOOD), 0.0)
+    core.on_event(Fetched(command.id, [Answer.LANDED] * 4, health=TransferHealth.GOOD), 0.0)
     invariants.check(core)
     (other,) = core.take_commands()
     assert isinstance(other, Fetch)
@@ -149,7 +161,7 @@ def test_where_the_primary_tier_is_damaged_nothing_is_there_and_nothing_comes() 
     assert under_way is not None
     assert core.distrust(None, "somewhere") == "cpu"
 
-    core.on_event(Fetched(command.id, [Answer.LANDED] * 2, proof=Proof.GOOD), 0.0)
+    core.on_event(Fetched(command.id, [Answer.LANDED] * 2, health=TransferHealth.GOOD), 0.0)
     core.commit(under_way, 0.0)
     core.release(loaded)
     invariants.check(core)

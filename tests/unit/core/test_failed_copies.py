@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.core import invariants
 from kvtier.core.admission import Limits, TierGate
 from kvtier.core.announcements import Change
 from kvtier.core.messages import Answer, Fetch, Fetched, Put, PutEnded, SlotsReady
@@ -14,6 +13,7 @@ from kvtier.core.states import Lookup
 from kvtier.core.tiering import Tiering
 from kvtier.core.transfers import Pinned
 from kvtier.keys import OffloadKey, pack_key
+from kvtier_testing import invariants
 
 KEYS = [pack_key(f"k{index}".encode()) for index in range(4)]
 

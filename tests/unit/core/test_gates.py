@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.core import invariants
 from kvtier.core.admission import Limits, TierGate
 from kvtier.core.messages import (
     Answer,
     Command,
     Fetch,
     Fetched,
-    Proof,
     Put,
     PutEnded,
     SlotsReady,
     TierDown,
     TierUp,
     Touch,
+    TransferHealth,
 )
 from kvtier.core.policies.lru import LRU
 from kvtier.core.requests import Request
 from kvtier.core.states import BreakerState, Lookup
 from kvtier.core.tiering import Tiering
 from kvtier.keys import OffloadKey, pack_key
+from kvtier_testing import invariants
 
-GOOD, BAD, LATE = Proof.GOOD, Proof.BAD, Proof.LATE
+GOOD, BAD, LATE = TransferHealth.GOOD, TransferHealth.BAD, TransferHealth.LATE
 
 
 def keys(name: str, count: int = 1) -> list[OffloadKey]:
@@ -56,16 +56,16 @@ class World:
         invariants.check(self.core)
         return self.core.take_commands()
 
-    def end(self, put: Put, proof: Proof, seconds: float = 0.1, retry: str = "") -> None:
-        kept = [proof is GOOD] * len(put.keys)
-        self.core.on_event(PutEnded(put.id, kept, {}, seconds, proof, retry), self.now_s)
+    def end(self, put: Put, health: TransferHealth, seconds: float = 0.1, retry: str = "") -> None:
+        kept = [health is GOOD] * len(put.keys)
+        self.core.on_event(PutEnded(put.id, kept, {}, seconds, health, retry), self.now_s)
         invariants.check(self.core)
 
-    def puts_end(self, *proofs: Proof) -> None:
+    def puts_end(self, *healths: TransferHealth) -> None:
         """Make as many puts, one after the other, and end them."""
-        for proof in proofs:
+        for health in healths:
             (put,) = self.store()
-            self.end(put, proof)
+            self.end(put, health)
 
     def ask(self, wanted: Sequence[OffloadKey], request: Request | None = None) -> list[Fetch]:
         request = request or Request()
@@ -75,9 +75,9 @@ class World:
         self.core.settle(self.now_s)
         return [command for command in self.take() if isinstance(command, Fetch)]
 
-    def fetched(self, fetch: Fetch, proof: Proof, answer: Answer, seconds: float = 0.1) -> None:
+    def fetched(self, fetch: Fetch, health: TransferHealth, answer: Answer, seconds: float = 0.1) -> None:
         landed = answer if len(fetch.slots) == len(fetch.keys) else Answer.LOCATED
-        event = Fetched(fetch.id, [landed] * len(fetch.keys), {}, seconds, proof)
+        event = Fetched(fetch.id, [landed] * len(fetch.keys), {}, seconds, health)
         self.core.on_event(event, self.now_s)
         invariants.check(self.core)
 
@@ -205,7 +205,7 @@ def test_health_is_that_of_the_last_real_put_and_get() -> None:
     it.fetched(fetch, BAD, Answer.MISSING)
     assert gate.is_healthy is False
     (fetch,) = it.ask(keys("b"))
-    it.fetched(fetch, Proof.NONE, Answer.MISSING)
+    it.fetched(fetch, TransferHealth.NONE, Answer.MISSING)
     assert gate.is_healthy is False, "the index alone says nothing"
     (fetch,) = it.ask(keys("c"))
     it.fetched(fetch, GOOD, Answer.LANDED)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvtier.core import invariants
 from kvtier.core.admission import Limits
 from kvtier.core.messages import SlotsReady
 from kvtier.core.policies.lru import LRU
@@ -16,6 +15,7 @@ from kvtier.core.requests import Request
 from kvtier.core.states import Lookup
 from kvtier.core.tiering import Tiering
 from kvtier.keys import OffloadKey, pack_key
+from kvtier_testing import invariants
 
 
 def keys(name: str, count: int) -> list[OffloadKey]:

@@ -6,15 +6,25 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvtier.core import invariants
 from kvtier.core.admission import Limits, TierGate
-from kvtier.core.messages import Answer, Fetch, Fetched, Proof, Put, PutEnded, Reset, SlotsReady, TierDown
+from kvtier.core.messages import (
+    Answer,
+    Fetch,
+    Fetched,
+    Put,
+    PutEnded,
+    Reset,
+    SlotsReady,
+    TierDown,
+    TransferHealth,
+)
 from kvtier.core.policies.lru import LRU
 from kvtier.core.requests import Request
 from kvtier.core.states import Lookup, RequestState
 from kvtier.core.tiering import Tiering
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey, pack_key
+from kvtier_testing import invariants
 
 HIT, MISS, PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.PENDING, Lookup.RETRY
 LANDED, LOCATED, MISSING = Answer.LANDED, Answer.LOCATED, Answer.MISSING
@@ -514,7 +524,7 @@ def test_an_overdue_get_keeps_a_tier_from_gets_until_a_probe_is_answered() -> No
     (probe,) = step(core, Request(), keys("d", 1), now_s=4.0)
     assert probe.tier == 0
     assert [each.tier for each in step(core, Request(), keys("e", 1), now_s=4.0)] == [1], "one at a time"
-    core.on_event(Fetched(probe.id, [LANDED], seconds=0.1, proof=Proof.GOOD), 4.1)
+    core.on_event(Fetched(probe.id, [LANDED], seconds=0.1, health=TransferHealth.GOOD), 4.1)
     assert [each.tier for each in step(core, Request(), keys("f", 1), now_s=4.1)] == [0]
 
 
@@ -540,7 +550,7 @@ def test_deadlines_of_tiers_are_their_own_whatever_the_order() -> None:
     (quick,) = answer(core, slow, [MISSING])
     (slow,) = step(core, Request(), keys("b", 1))
     core.settle(1.0)
-    gates = core.ledger.tiers
+    gates = core.shared.tiers
     assert [gate.overdue for gate in gates] == [0, 1]
     core.settle(10.0)
     assert [gate.overdue for gate in gates] == [1, 1]
@@ -759,7 +769,7 @@ def test_what_a_later_tier_brings_is_put_into_the_earlier_ones() -> None:
     core, request, prompt = make(tiers=3), Request(), keys("a", 2)
     for _ in range(2):
         step(core, request, prompt)
-    first = next(iter(core.ledger.transfers.values()))
+    first = next(iter(core.shared.transfers.values()))
     core.on_event(Fetched(first.id, [LANDED, MISSING]), 0.0)
     (second,) = fetches(core)
     core.on_event(Fetched(second.id, [MISSING]), 0.0)

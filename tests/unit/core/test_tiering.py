@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvtier.core import invariants
 from kvtier.core.admission import Limits, TierGate
 from kvtier.core.announcements import Change
 from kvtier.core.messages import (
@@ -28,6 +27,7 @@ from kvtier.core.tiering import Tiering
 from kvtier.core.transfers import Reservation
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey, pack_key
+from kvtier_testing import invariants
 
 
 def keys(name: str, count: int) -> list[OffloadKey]:
@@ -259,7 +259,7 @@ def test_what_exceeds_the_backlog_of_a_tier_is_dropped_for_it_and_counted() -> N
     assert counts["put_dropped", "t0", "backlog"] == 2
     assert counts["put_dropped", "t1", "backlog"] == 1
     core.on_event(PutEnded(first.id, [True] * 3), 0.0)
-    assert [gate.backlog for gate in core.ledger.tiers] == [1, 2]
+    assert [gate.backlog for gate in core.shared.tiers] == [1, 2]
 
 
 def test_a_tier_that_is_down_takes_no_puts() -> None:
@@ -278,7 +278,7 @@ def test_an_overdue_put_keeps_its_slots_until_it_ends() -> None:
     assert core.reserve(keys("b", 1)) is None
     core.on_event(PutEnded(put.id, [True, True]), 9.0)
     assert reserve(core, keys("b", 1)).keys == keys("b", 1)
-    assert core.ledger.tiers[0].overdue == 0
+    assert core.shared.tiers[0].overdue == 0
 
 
 def test_it_is_idle_when_no_tier_has_anything_to_do() -> None:

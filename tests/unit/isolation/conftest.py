@@ -25,6 +25,7 @@ IDENTITY = Identity.make("model", {"dtype": "int8"})
 CHUNK_BYTES = 4096
 SLOTS = 64
 PATIENCE_S = 60.0
+CLOSE_S = 9.0  # a third of it is for the end of a process that was killed
 
 SWIFT = Pace(beat_s=0.1, silent_s=60.0, first_pause_s=0.05, longest_pause_s=0.2)
 """Restarts come soon; nothing is taken for silent, however busy the machine is."""
@@ -244,7 +245,7 @@ class Den:
         return bytes(self.region.view(slot))
 
     def close(self, drain_s: float = 0.0) -> None:
-        assert self.process.close(drain_s)
+        assert self.process.close(drain_s, CLOSE_S)
         self.take()
         self.region.close()
 

@@ -79,10 +79,8 @@ def test_settings_of_every_kind_are_made_again(install_distribution: Any) -> Non
     assert isinstance(password, SecretStr)
 
 
-@pytest.mark.parametrize("roots", [["a"], ["a", "b"]])
-def test_settings_of_files_are_made_again(tmp_path: Path, roots: list[str]) -> None:
-    paths = [str(tmp_path / root) for root in roots]
-    config = registry.validate({"type": "fs", "root_dir": paths, "max_bytes": 1 << 20})
+def test_settings_of_files_are_made_again(tmp_path: Path) -> None:
+    config = registry.validate({"type": "fs", "root_dir": str(tmp_path), "max_bytes": 1 << 20})
     tier: Any = registry.load("fs")(config)
     assert settings.unpack(settings.pack(NamedTier("fs", tier))).tier.config == config
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -503,12 +504,14 @@ def test_close_ends_a_process_that_does_not_listen(den: MakeDen) -> None:
     assert it.end_of(fetch).reasons == {"cancelled": 1}
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("how", ["stopped", "in an endless system call"])
 def test_a_shutdown_keeps_to_its_deadline_whatever_hangs(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     it = Den(make_tier("dummy", hang_rate=1, deadline_s=600))
     it.process.start()
     put, pid = it.put([1]), it.pid()
-    it.until(lambda: it.process.activity[0].puts.running, "the put")
+    activity = it.process.activity[0]
+    it.until(lambda: activity.puts.running, "the put")
     os.kill(pid, signal.SIGSTOP)
     if how != "stopped":
         monkeypatch.setattr(Link, "is_gone", lambda *_: False)
@@ -521,6 +524,8 @@ def test_a_shutdown_keeps_to_its_deadline_whatever_hangs(how: str, monkeypatch: 
     else:
         os.waitpid(pid, 0)
     it.region.close()
+    del it
+    gc.collect()  # what was given up with the process
 
 
 def test_close_between_two_processes_does_not_wait_for_the_next(den: MakeDen) -> None:

@@ -14,17 +14,17 @@ from pydantic import ByteSize
 from kvtier.core.messages import (
     Answer,
     Command,
-    Event,
     Fetch,
     Fetched,
-    Proof,
     Put,
     PutEnded,
     Removed,
     Reset,
     TierDown,
+    TierEvent,
     TierUp,
     Touch,
+    TransferHealth,
 )
 from kvtier.executor import NamedTier
 from kvtier.identity import Identity
@@ -52,45 +52,32 @@ told = st.one_of(
 
 @given(st.lists(commands, max_size=5))
 def test_commands_come_over_as_they_are(given_: list[Command]) -> None:
-    (frame,) = Frames().feed(wire.pack([wire.order_of(command) for command in given_]))
-    assert [wire.command_of(order) for order in wire.unpack_orders(frame)] == given_  # type: ignore[arg-type]
+    (frame,) = Frames().feed(wire.pack(given_))
+    assert wire.unpack_orders(frame) == given_
 
 
 @given(
     st.lists(st.booleans(), min_size=1, max_size=5),
     st.dictionaries(st.sampled_from(["full", "down"]), st.integers(0, 9)),
     st.floats(0, 1e9),
-    st.sampled_from(Proof),
+    st.sampled_from(TransferHealth),
 )
 def test_ends_come_over_as_they_are(
-    kept: list[bool], reasons: dict[str, int], seconds: float, proof: Proof
+    kept: list[bool], reasons: dict[str, int], seconds: float, health: TransferHealth
 ) -> None:
-    names = [OffloadKey(bytes([number, 1])) for number in range(len(kept))]
-    owed: list[Put | Fetch] = [
-        Put(1, 0, names, [0] * len(kept)),
-        Fetch(2, 0, names, [0] * len(kept), False),
-    ]
     answers = [Answer.LANDED if ok else Answer.MISSING for ok in kept]
     ends: list[PutEnded | Fetched] = [
-        PutEnded(1, kept, reasons, seconds, proof, "helped"),
-        Fetched(2, answers, reasons, seconds, proof, ""),
+        PutEnded(1, kept, reasons, seconds, health, "helped"),
+        Fetched(2, answers, reasons, seconds, health, ""),
     ]
-    (frame,) = Frames().feed(wire.pack([wire.report_of(end) for end in ends]))
-    reports: list[Any] = wire.unpack_reports(frame)
-    assert [wire.read_end(it, command) for it, command in zip(reports, owed, strict=True)] == ends
+    (frame,) = Frames().feed(wire.pack(ends))
+    assert wire.unpack_reports(frame) == ends
 
 
 @given(told)
-def test_what_is_told_of_a_tier_comes_over_as_it_is(event: Event) -> None:
-    (frame,) = Frames().feed(wire.pack([wire.report_of(event)]))
-    (report,) = wire.unpack_reports(frame)
-    if isinstance(report, wire.RemovedReport):
-        assert wire.read_removed(report) == event
-    elif isinstance(report, wire.DownReport):
-        assert TierDown(report.tier, report.reason) == event
-    else:
-        assert isinstance(report, wire.UpReport)
-        assert TierUp(report.tier) == event
+def test_what_is_told_of_a_tier_comes_over_as_it_is(event: TierEvent) -> None:
+    (frame,) = Frames().feed(wire.pack([event]))
+    assert wire.unpack_reports(frame) == [event]
 
 
 @given(st.lists(st.binary(max_size=20), max_size=5), st.lists(st.integers(1, 30), min_size=1))
@@ -168,31 +155,26 @@ def hear(hearing: Hearing, link: Owes, *reports: wire.Report) -> bool:
     return hearing.take(frame, link)  # type: ignore[arg-type]
 
 
-def put_report(id_: int = 1, kept: int = 2, **fields: Any) -> wire.PutReport:
-    given_ = {"reasons": {}, "seconds": 0.0, "proof": Proof.NONE, "retry": "", **fields}
-    return wire.PutReport(id=id_, kept=[True] * kept, **given_)
-
-
-def fetch_report(answers: list[Answer]) -> wire.FetchReport:
-    return wire.FetchReport(2, answers, {}, 0.0, Proof.NONE, "")
+def put_ended(id_: int = 1, kept: int = 2, **fields: Any) -> PutEnded:
+    return PutEnded(id_, [True] * kept, **fields)
 
 
 @pytest.mark.parametrize(
     "report",
     [
-        put_report(3),
-        put_report(2),
-        put_report(kept=1),
-        put_report(reasons={"a word of nobody": 1}),
-        put_report(reasons={"full": 3}),
-        put_report(retry="perhaps"),
-        put_report(seconds=float("nan")),
-        put_report(seconds=float("inf")),
-        fetch_report([Answer.LANDED]),
-        fetch_report([Answer.MISSING, Answer.LANDED]),  # into which slot?
-        wire.UpReport(1),
-        wire.DownReport(1, "x"),
-        wire.RemovedReport(1, []),
+        put_ended(3),
+        put_ended(2),
+        put_ended(kept=1),
+        put_ended(reasons={"a word of nobody": 1}),
+        put_ended(reasons={"full": 3}),
+        put_ended(retry="perhaps"),
+        put_ended(seconds=float("nan")),
+        put_ended(seconds=float("inf")),
+        Fetched(2, [Answer.LANDED]),
+        Fetched(2, [Answer.MISSING, Answer.LANDED]),  # into which slot?
+        TierUp(1),
+        TierDown(1, "x"),
+        Removed(1, []),
         wire.Activity(1, 0, 0, 0, 0, None, None, False),
     ],
 )
@@ -206,10 +188,10 @@ def test_numbers_and_words_of_a_tiers_own_kinds_come_over_as_what_they_are_benea
     class Word(str):
         __slots__ = ()
 
-    said = wire.PutReport(1, [True], {Word("full"): ByteSize(1)}, 0.5, Proof.GOOD, "")
+    said = PutEnded(1, [True], {Word("full"): ByteSize(1)}, 0.5, TransferHealth.GOOD, "")
     (frame,) = Frames().feed(wire.pack([said, wire.Activity(0, 0, 0, 0, 0, ByteSize(5), ByteSize(7), True)]))
     put, activity = wire.unpack_reports(frame)
-    assert isinstance(put, wire.PutReport)
+    assert isinstance(put, PutEnded)
     assert isinstance(activity, wire.Activity)
     assert (put.reasons, activity.used_bytes, activity.capacity_bytes) == ({"full": 1}, 5, 7)
     assert type(activity.used_bytes) is int
@@ -217,13 +199,13 @@ def test_numbers_and_words_of_a_tiers_own_kinds_come_over_as_what_they_are_benea
 
 def test_a_command_ends_once(hearing: Hearing) -> None:
     link = Owes()
-    hear(hearing, link, put_report())
+    hear(hearing, link, put_ended())
     with pytest.raises(WireError, match="not under way"):
-        hear(hearing, link, put_report())
+        hear(hearing, link, put_ended())
     assert [type(event) for event in hearing.events] == [PutEnded]
 
 
 def test_a_process_that_was_given_up_says_nothing_of_its_tiers_any_more(hearing: Hearing) -> None:
-    (frame,) = Frames().feed(wire.pack([wire.UpReport(0), wire.DownReport(0, "x"), put_report()]))
+    (frame,) = Frames().feed(wire.pack([TierUp(0), TierDown(0, "x"), put_ended()]))
     hearing.take(frame, Owes(), last=True)  # type: ignore[arg-type]
     assert [type(event) for event in hearing.events] == [PutEnded]

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from kvtier.core.ledger import Notice
+from kvtier.core.shared import Notice
 from kvtier.telemetry.lines import ChangeLog, Seldom
 
 

@@ -18,13 +18,13 @@ from kvtier.core.messages import (
     Event,
     Fetch,
     Fetched,
-    Proof,
     Put,
     PutEnded,
     Reset,
     TierDown,
     TierUp,
     Touch,
+    TransferHealth,
 )
 from kvtier.errors import TierError
 from kvtier.executor import Executor, NamedTier
@@ -213,7 +213,7 @@ async def test_what_hangs_is_cut_off_at_its_deadline_and_the_next_goes_well(verb
     async with world(tier) as it:
         event = await it.ended(it.put(1) if verb == "put" else it.fetch(1, located=verb == "get"))
         assert now_s() == pytest.approx(3.0, abs=0.02)
-        assert (event.proof, event.reasons) == (Proof.LATE, {"timeout": 1})
+        assert (event.health, event.reasons) == (TransferHealth.LATE, {"timeout": 1})
         assert (await it.ended(it.put(1))).kept == [True]
         assert (await it.ended(it.fetch(1))).answers == [Answer.LANDED]
 
@@ -226,7 +226,7 @@ async def test_slots_are_not_given_back_before_a_tier_that_can_not_be_stopped_ha
     async with world(tier) as it:
         event = await it.ended(it.put(1))
         assert now_s() == pytest.approx(10.0, abs=0.02)
-        assert (event.kept, event.proof) == ([False], Proof.LATE)
+        assert (event.kept, event.health) == ([False], TransferHealth.LATE)
 
 
 async def test_what_waits_for_its_turn_beyond_its_deadline_is_not_begun() -> None:
@@ -234,8 +234,8 @@ async def test_what_waits_for_its_turn_beyond_its_deadline_is_not_begun() -> Non
     async with world(tier) as it:
         first, second = it.put(1), it.put(2)
         late = await it.ended(second)
-        assert (late.proof, late.reasons) == (Proof.NONE, {"late": 1})
-        assert (await it.ended(first)).proof is Proof.LATE
+        assert (late.health, late.reasons) == (TransferHealth.NONE, {"late": 1})
+        assert (await it.ended(first)).health is TransferHealth.LATE
         assert len(tier.of("put")) == 1
         assert now_s() == pytest.approx(2.0, abs=0.02)
 
@@ -293,7 +293,7 @@ async def test_what_may_be_over_a_moment_later_is_tried_once_more(verb: str, fau
             event = await it.ended(it.fetch(1, 2))
             assert event.answers == [Answer.LANDED] * 2
             assert bytes(it.memory.view(31)) == content(1)
-        assert (event.retry, event.proof, event.reasons) == ("helped", Proof.GOOD, {})
+        assert (event.retry, event.health, event.reasons) == ("helped", TransferHealth.GOOD, {})
         first_s, second_s = tier.of(verb)
         assert 0.025 <= second_s - first_s <= 0.075
 
@@ -307,7 +307,7 @@ async def test_a_question_that_lost_its_connection_is_asked_once_more() -> None:
     tier = Scripted(contains=[raises(ConnectionResetError())] * 2)
     async with world(tier) as it:
         event = await it.ended(it.fetch(1))
-        assert (event.retry, event.proof, event.reasons) == ("failed", Proof.BAD, {"connection": 1})
+        assert (event.retry, event.health, event.reasons) == ("failed", TransferHealth.BAD, {"connection": 1})
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ async def test_a_second_attempt_that_fails_is_the_last() -> None:
     tier = Scripted(put=[raises(ConnectionResetError())] * 9)
     async with world(tier) as it:
         event = await it.ended(it.put(1))
-        assert (event.retry, event.proof, event.reasons) == ("failed", Proof.BAD, {"connection": 1})
+        assert (event.retry, event.health, event.reasons) == ("failed", TransferHealth.BAD, {"connection": 1})
         assert len(tier.of("put")) == 2
 
 
@@ -388,27 +388,27 @@ async def test_a_reset_between_two_attempts_keeps_the_second_from_being_made() -
 
 
 @pytest.mark.parametrize(
-    ("act", "proof"),
+    ("act", "health"),
     [
-        (returns(Status.OK, Status.OK, Status.FAILED, sad=1), Proof.GOOD),
-        (returns(Status.OK, Status.FAILED, Status.FAILED, sad=2), Proof.BAD),
-        (returns(Status.REFUSED, Status.REFUSED, Status.REFUSED, full=3), Proof.GOOD),
-        (returns(Status.ABSENT, Status.ABSENT, Status.ABSENT), Proof.GOOD),
-        (returns(Status.CORRUPT, Status.OK, Status.OK, checksum=1), Proof.GOOD),
-        (returns(Status.CORRUPT, Status.CORRUPT, Status.CORRUPT, checksum=3), Proof.BAD),
-        (raises(OSError("disk")), Proof.BAD),
+        (returns(Status.OK, Status.OK, Status.FAILED, sad=1), TransferHealth.GOOD),
+        (returns(Status.OK, Status.FAILED, Status.FAILED, sad=2), TransferHealth.BAD),
+        (returns(Status.REFUSED, Status.REFUSED, Status.REFUSED, full=3), TransferHealth.GOOD),
+        (returns(Status.ABSENT, Status.ABSENT, Status.ABSENT), TransferHealth.GOOD),
+        (returns(Status.CORRUPT, Status.OK, Status.OK, checksum=1), TransferHealth.GOOD),
+        (returns(Status.CORRUPT, Status.CORRUPT, Status.CORRUPT, checksum=3), TransferHealth.BAD),
+        (raises(OSError("disk")), TransferHealth.BAD),
     ],
 )
-async def test_most_of_the_chunks_decide_what_it_says(act: Act, proof: Proof) -> None:
+async def test_most_of_the_chunks_decide_what_it_says(act: Act, health: TransferHealth) -> None:
     async with world(Scripted(get=[act])) as it:
-        assert (await it.ended(it.fetch(1, 2, 3, located=True))).proof is proof
+        assert (await it.ended(it.fetch(1, 2, 3, located=True))).health is health
 
 
 async def test_what_the_index_alone_has_answered_says_nothing() -> None:
     async with world(Scripted(DummyConfig(complete_index=True))) as it:
-        assert (await it.ended(it.fetch(1))).proof is Proof.NONE
+        assert (await it.ended(it.fetch(1))).health is TransferHealth.NONE
     async with world(Scripted(DummyConfig(complete_index=False))) as it:
-        assert (await it.ended(it.fetch(1))).proof is Proof.GOOD
+        assert (await it.ended(it.fetch(1))).health is TransferHealth.GOOD
 
 
 # --- a tier that does not open, or does not reset --------------------------------------------------

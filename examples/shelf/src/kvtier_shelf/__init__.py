@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
-from pydantic import ByteSize, Field
+from pydantic import Field
 
 from kvtier.errors import TierError
 from kvtier.keys import OffloadKey
+from kvtier.quantities import Size
 from kvtier.tiers.base import TRAILER_BYTES, Batch, Outcome, SecondaryTier, Status, TierConfig, TierContext
 from kvtier.tiers.drain import in_thread
 
 
 class ShelfConfig(TierConfig):
     path: Path = Field(description="The SQLite file. It is made where it is missing.")
-    max_bytes: ByteSize = Field(
-        default=ByteSize(2**30), description="Bytes of chunks that are kept at most; the oldest leave first."
+    max_bytes: Size = Field(
+        default=2**30, description="Bytes of chunks that are kept at most; the oldest leave first."
     )
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from array import array
-from typing import ClassVar, Final
+from collections import Counter
+from typing import ClassVar, Final, TypeAlias
 
 from kvtier.keys import MAX_KEY_BYTES, OffloadKey, pack_key
 from kvtier.tiers.fs.files.call import FileCall, Place, StopFlag
 from kvtier.tiers.fs.layout import BLOCK_BYTES, CHUNK_DIRECTORIES
+
+Failures: TypeAlias = Counter[int]
+"""Files and directories that could not be removed or looked into, by errno."""
 
 PARTS: Final = 4096
 """Directories of the first level of an epoch: what is listed at once."""
@@ -65,12 +69,18 @@ class ChunkFiles(ABC):
         """
 
     @abstractmethod
-    def tree_bytes(self, root_fd: int, path: str, stop: StopFlag) -> int:
-        """Return the bytes on disk below a directory. OSError where it cannot be read."""
+    def tree_bytes(self, root_fd: int, path: str, stop: StopFlag, failures: Failures | None = None) -> int:
+        """Return the bytes on disk below a directory. OSError where it cannot be read.
+
+        Directories below it that cannot be read are left out, and added to ``failures``.
+        """
 
     @abstractmethod
-    def tree_remove(self, root_fd: int, path: str, stop: StopFlag) -> int:
-        """Remove a directory. Returns the bytes removed. OSError where it cannot be removed."""
+    def tree_remove(self, root_fd: int, path: str, stop: StopFlag, failures: Failures | None = None) -> int:
+        """Remove a directory. Returns the bytes removed. OSError where it cannot be removed.
+
+        What is below it and cannot be removed is added to ``failures``.
+        """
 
 
 def most_bytes(chunk_bytes: int) -> int:

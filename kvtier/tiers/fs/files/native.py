@@ -6,9 +6,11 @@ import ctypes
 import errno
 import os
 from array import array
+from collections.abc import Callable
 from typing import ClassVar, Final
 
-from kvtier.tiers.fs.files.base import ChunkFiles, part_path
+from kvtier.native.layouts import TreeSums
+from kvtier.tiers.fs.files.base import ChunkFiles, Failures, part_path
 from kvtier.tiers.fs.files.call import FileCall, Place, StopFlag
 
 _LISTED_AT_ONCE: Final = 1024
@@ -61,16 +63,22 @@ class NativeFiles(ChunkFiles):
             raise OSError(-count, os.strerror(-count), path)
         return marks[: max(0, count)]
 
-    def tree_bytes(self, root_fd: int, path: str, stop: StopFlag) -> int:
+    def tree_bytes(self, root_fd: int, path: str, stop: StopFlag, failures: Failures | None = None) -> int:
         """See ``ChunkFiles.tree_bytes``."""
-        return _bytes_or_raise(self.library.kvt_tree_bytes(root_fd, path.encode(), stop.address), path)
+        return _walk(self.library.kvt_tree_bytes, root_fd, path, stop, failures)
 
-    def tree_remove(self, root_fd: int, path: str, stop: StopFlag) -> int:
+    def tree_remove(self, root_fd: int, path: str, stop: StopFlag, failures: Failures | None = None) -> int:
         """See ``ChunkFiles.tree_remove``."""
-        return _bytes_or_raise(self.library.kvt_tree_remove(root_fd, path.encode(), stop.address), path)
+        return _walk(self.library.kvt_tree_remove, root_fd, path, stop, failures)
 
 
-def _bytes_or_raise(result: int, path: str) -> int:
+def _walk(
+    function: Callable[..., int], root_fd: int, path: str, stop: StopFlag, failures: Failures | None
+) -> int:
+    sums = TreeSums()
+    result = function(root_fd, path.encode(), stop.address, ctypes.byref(sums))
+    if failures is not None and sums.failed:
+        failures[sums.error] += sums.failed
     if result < 0:
         raise OSError(-result, os.strerror(-result), path)
-    return result
+    return int(sums.bytes)

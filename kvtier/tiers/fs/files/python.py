@@ -12,13 +12,14 @@ import os
 import stat
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import ClassVar
 
 from kvtier.keys import GROUP_BYTES, MAX_KEY_BYTES
 from kvtier.tiers import seal
-from kvtier.tiers.fs.files.base import ChunkFiles, key_of, part_path
+from kvtier.tiers.fs.files.base import ChunkFiles, Failures, key_of, part_path
 from kvtier.tiers.fs.files.call import FileCall, Flag, Place, Result, StopFlag
 from kvtier.tiers.fs.files.index import fingerprint
 from kvtier.tiers.fs.layout import BLOCK_BYTES, CAREFULLY, DIRECTORY_MODE, FILE_MODE, chunk_path
@@ -106,13 +107,13 @@ class PythonFiles(ChunkFiles):
                 marks.extend(fingerprint(key) for key in keys if key is not None)
         return marks
 
-    def tree_bytes(self, root_fd: int, path: str, stop: StopFlag) -> int:
+    def tree_bytes(self, root_fd: int, path: str, stop: StopFlag, failures: Failures | None = None) -> int:
         """See ``ChunkFiles.tree_bytes``."""
-        return _walk(root_fd, path, False, stop)
+        return _Walk(False, stop, failures).below(root_fd, path)
 
-    def tree_remove(self, root_fd: int, path: str, stop: StopFlag) -> int:
+    def tree_remove(self, root_fd: int, path: str, stop: StopFlag, failures: Failures | None = None) -> int:
         """See ``ChunkFiles.tree_remove``."""
-        removed = _walk(root_fd, path, True, stop)
+        removed = _Walk(True, stop, failures).below(root_fd, path)
         with suppress(FileNotFoundError):
             os.rmdir(path, dir_fd=root_fd)
         return removed
@@ -302,38 +303,53 @@ def sync_parents(root_fd: int, path: str, made: int) -> None:
         made -= 1
 
 
-def _walk(parent_fd: int, name: str, removing: bool, stop: StopFlag, depth: int = 0) -> int:
-    """Add up, or remove, what is in a directory. What vanishes meanwhile is no error."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(name, flags, dir_fd=parent_fd)
-    total = 0
-    try:
-        device = os.fstat(fd).st_dev
-        with os.scandir(fd) as entries:
-            for entry in entries:
-                if stop:
-                    break
-                with suppress(OSError):
-                    total += _walk_entry(fd, entry.name, device, removing, stop, depth)
-    finally:
-        os.close(fd)
-    if stop:
-        raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED), name)
-    return total
+class _Walk:
+    """Adds up, or removes, what is in a directory. What vanishes meanwhile is no error."""
 
+    def __init__(self, removing: bool, stop: StopFlag, failures: Failures | None) -> None:
+        self._removing = removing
+        self._stop = stop
+        self._failures: Failures = Counter() if failures is None else failures
 
-def _walk_entry(fd: int, name: str, device: int, removing: bool, stop: StopFlag, depth: int) -> int:
-    found = os.stat(name, dir_fd=fd, follow_symlinks=False)
-    if found.st_dev != device:
-        return 0
-    below, remove = 0, os.unlink
-    if stat.S_ISDIR(found.st_mode) and depth < _MAX_DEPTH:
-        remove = os.rmdir
-        with suppress(OSError):
-            below = _walk(fd, name, removing, stop, depth + 1)
-    if removing:
+    def below(self, parent_fd: int, name: str, depth: int = 0) -> int:
+        """Return the bytes. OSError where the directory itself cannot be read, or ``stop`` was set."""
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(name, flags, dir_fd=parent_fd)
+        total = 0
         try:
-            remove(name, dir_fd=fd)
-        except OSError:  # others may be removing the same: who has removed it counts it, and nobody else
-            return below
-    return below + found.st_blocks * 512
+            device = os.fstat(fd).st_dev
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    if self._stop:
+                        break
+                    with suppress(OSError):
+                        total += self._entry(fd, entry.name, device, depth)
+        finally:
+            os.close(fd)
+        if self._stop:
+            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED), name)
+        return total
+
+    def _entry(self, fd: int, name: str, device: int, depth: int) -> int:
+        found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+        if found.st_dev != device:
+            return 0
+        below, remove = 0, os.unlink
+        if stat.S_ISDIR(found.st_mode) and depth < _MAX_DEPTH:
+            remove = os.rmdir
+            try:
+                below = self.below(fd, name, depth + 1)
+            except OSError as error:
+                self._note(error)
+        if self._removing:
+            try:
+                remove(name, dir_fd=fd)
+            except OSError as error:  # who has removed it counts it, and nobody else
+                if remove is os.unlink or error.errno != errno.ENOTEMPTY:  # what is in it was counted
+                    self._note(error)
+                return below
+        return below + found.st_blocks * 512
+
+    def _note(self, error: OSError) -> None:
+        if error.errno not in (errno.ENOENT, errno.ECANCELED):
+            self._failures[error.errno or errno.EIO] += 1

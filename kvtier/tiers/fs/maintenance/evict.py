@@ -17,15 +17,19 @@ import logging
 import os
 import random
 import re
-from collections.abc import Callable, Container, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvtier.tiers.fs.files import ChunkFiles
+from kvtier.tiers.fs.files.base import Failures
 from kvtier.tiers.fs.files.call import StopFlag
 from kvtier.tiers.fs.maintenance import ages
 from kvtier.tiers.fs.maintenance.ages import Cutoffs, Histogram
+from kvtier.tiers.fs.maintenance.removal import Removal
 from kvtier.tiers.fs.maintenance.scan import ChunkScan
 from kvtier.tiers.fs.maintenance.sweep import Sweeper
 from kvtier.tiers.fs.quota import ledger
@@ -63,18 +67,14 @@ class Evicted:
         leftover_bytes: removed of what nobody could use any more.
         chunks: removed by age, or because they were not used for ``ttl_s``.
         chunk_bytes: of these, with directories that became empty.
-        stuck: chunks that had to leave and could not be removed.
-        stuck_bytes: their bytes.
-        error: the errno of one of them; 0 where there are none.
+        failures: what could not be removed or looked into.
     """
 
     is_mine: bool
     leftover_bytes: int = 0
     chunks: int = 0
     chunk_bytes: int = 0
-    stuck: int = 0
-    stuck_bytes: int = 0
-    error: int = 0
+    failures: Failures = field(default_factory=Counter)
 
     @property
     def bytes(self) -> int:
@@ -100,6 +100,9 @@ class Evictor:
         gone: is told what was removed.
         ours: writers that live in this process.
         only: names of the namespaces that are looked at; None for all.
+        dry_run: remove nothing, and answer what would be removed. What one call has counted is gone for the
+            next one. No lock is taken, and nothing is written.
+        chance: in which order directories are looked at; a dry run and a run agree where it is the same.
     """
 
     def __init__(
@@ -110,14 +113,29 @@ class Evictor:
         gone: Gone = tell_nobody,
         ours: frozenset[str] = frozenset(),
         only: Container[str] | None = None,
+        *,
+        dry_run: bool = False,
+        chance: random.Random | None = None,
     ) -> None:
         self._only = only
         self._root_fd = root_fd
-        self._files = files
+        self._removal = Removal(root_fd, files, stop, dry_run=dry_run)
         self._stop = stop
         self._gone = gone
         self._ours = ours
-        self._random = random.Random()
+        self._random = chance or random.Random()
+        self._counted = ages.NOTHING if dry_run else None
+
+    def sweep(self) -> Evicted:
+        """Remove what nobody can use any more, and of the quarantine what is beyond its bound. Blocks.
+
+        Raises:
+            OSError: the root cannot be looked at.
+        """
+        with Root.at(self._root_fd, self._only) as root:
+            sweeper = self._sweeper(root)
+            removed = sweeper.sweep() + sweeper.sweep_orphans(lambda _: False)
+        return Evicted(True, removed, failures=self._removal.take_failures())
 
     def make_room(self, need_bytes: int, freed: Freed = count_nothing) -> Evicted:
         """Remove ``need_bytes``, or all there is where that is less, and tell ``freed`` of each part. Blocks.
@@ -125,16 +143,13 @@ class Evictor:
         Raises:
             OSError: the root cannot be looked at.
         """
-        with (
-            ledger.elected(self._root_fd, ledger.EVICTING) as lock,
-            Root.at(self._root_fd, self._only) as root,
-        ):
-            if lock is None:
+        with self._elected() as now_ns, Root.at(self._root_fd, self._only) as root:
+            if now_ns is None:
                 return Evicted(is_mine=False)
             leftover = self._remove_leftovers(root, need_bytes)
             freed(leftover)
-            scan = self._remove_by_age(root, _clock(lock), need_bytes - leftover, freed)
-        return _evicted(leftover, scan)
+            scan = self._remove_by_age(root, now_ns, need_bytes - leftover, freed)
+        return self._evicted(scan, leftover)
 
     def expire(self, ttl_s: float, freed: Freed = count_nothing) -> Evicted:
         """Remove what was not used for ``ttl_s``, and tell ``freed``. Blocks.
@@ -142,18 +157,52 @@ class Evictor:
         Raises:
             OSError: the root cannot be looked at.
         """
-        with (
-            ledger.elected(self._root_fd, ledger.EVICTING) as lock,
-            Root.at(self._root_fd, self._only) as root,
-        ):
-            if lock is None:
+        with self._elected() as now_ns, Root.at(self._root_fd, self._only) as root:
+            if now_ns is None:
                 return Evicted(is_mine=False)
-            scan = ChunkScan(_clock(lock), cutoffs=ages.expired(ttl_s), want_bytes=ages.NEVER)
-            self._look_at(_parts(root), scan, freed)
-        return _evicted(0, scan)
+            scan = self._scan(now_ns, cutoffs=ages.expired(ttl_s), want_bytes=ages.NEVER)
+            self._carry_out(self._parts(root), scan, freed)
+        return self._evicted(scan)
+
+    @contextmanager
+    def _elected(self) -> Iterator[int | None]:
+        """Be the one who removes. Yields the time that ages are counted from; None: another one does it."""
+        if self._removal.dry_run:
+            yield _clock(None)
+            return
+        with ledger.elected(self._root_fd, ledger.EVICTING) as lock:
+            yield None if lock is None else _clock(lock)
+
+    def _scan(
+        self,
+        now_ns: int,
+        histogram: Histogram | None = None,
+        cutoffs: Cutoffs = ages.NOTHING,
+        want_bytes: int = 0,
+    ) -> ChunkScan:
+        return ChunkScan(now_ns, histogram, cutoffs, want_bytes, gone=self._counted)
+
+    def _parts(self, root: Root) -> list[_Part]:
+        """List the directories with chunks, of all namespaces that kvtier has made."""
+        return [
+            _Part(found.name, name)
+            for namespace in root.namespaces()
+            if namespace.is_kvtiers
+            for found in namespace.data_dirs
+            if not self._removal.is_gone(found.name)
+            for name in root.names(found.name)
+            if _PART.fullmatch(name)
+        ]
+
+    def _sweeper(self, root: Root) -> Sweeper:
+        return Sweeper(root, self._removal, self._ours)
+
+    def _evicted(self, scan: ChunkScan, leftover_bytes: int = 0) -> Evicted:
+        failures = self._removal.take_failures() + scan.failures
+        return Evicted(True, leftover_bytes, scan.removed, scan.removed_bytes, failures)
 
     def _remove_leftovers(self, root: Root, need_bytes: int) -> int:
-        sweeper = Sweeper(root, self._files, self._stop, self._ours)
+        sweeper = self._sweeper(root)
         removed = 0
         removed += sweeper.sweep_orphans(lambda done: done >= need_bytes)
         if removed < need_bytes:
@@ -162,22 +211,30 @@ class Evictor:
         return removed + sweeper.sweep_quarantines(lambda done: done >= left)
 
     def _remove_by_age(self, root: Root, now_ns: int, need_bytes: int, freed: Freed) -> ChunkScan:
-        scan = ChunkScan(now_ns, want_bytes=max(0, need_bytes))
-        parts = _parts(root)
+        scan = self._scan(now_ns, want_bytes=max(0, need_bytes))
+        parts = self._parts(root)
         for _ in range(_ROUNDS):  # what the sample says of the whole can be a little too young
             if scan.is_done or self._stop:
                 break
             self._random.shuffle(parts)
             # What cannot be removed is among the oldest again: as much of what is younger leaves instead.
-            cutoffs = self._plan(parts, now_ns, scan.want_bytes - scan.removed_bytes + scan.stuck_bytes)
+            cutoffs = self._plan(parts, now_ns, scan.want_bytes - scan.removed_bytes + scan.failed_bytes)
             if cutoffs == ages.NOTHING:
                 break
-            scan.cutoffs, scan.stuck, scan.stuck_bytes = cutoffs, 0, 0
-            self._look_at(parts, scan, freed)
+            scan.cutoffs = cutoffs
+            self._carry_out(parts, scan, freed)
         return scan
 
+    def _carry_out(self, parts: Sequence[_Part], scan: ChunkScan, freed: Freed) -> None:
+        """Remove what is older than the cutoffs. Of several rounds the failures of the last one count."""
+        scan.failures.clear()
+        scan.failed_bytes = 0
+        self._look_at(parts, scan, freed)
+        if self._counted is not None:
+            self._counted = scan.gone = self._counted.and_older(scan.cutoffs)
+
     def _plan(self, parts: Sequence[_Part], now_ns: int, need_bytes: int) -> Cutoffs:
-        sample, looked_at = ChunkScan(now_ns, Histogram()), 0
+        sample, looked_at = self._scan(now_ns, Histogram()), 0
         for part in parts:
             if sample.seen >= SAMPLE_FILES or self._stop:
                 break
@@ -192,41 +249,19 @@ class Evictor:
                 break
             before, path = scan.removed_bytes, f"{part.data_dir}/{part.name}"
             removed: list[str] = []
-            with suppress(OSError):  # it has vanished, or cannot be read: then the others
+            try:
                 removed = scan.look(self._root_fd, path, self._stop)
+            except OSError as error:  # it has vanished, or cannot be read: then the others
+                scan.note(error)
             if removed:
-                scan.removed_bytes += self._remove_if_empty(path)
+                scan.removed_bytes += self._removal.folder(path, is_empty=not scan.left)
                 freed(scan.removed_bytes - before)
                 self._gone(part.data_dir, [f"{part.name}/{path}" for path in removed])
 
-    def _remove_if_empty(self, path: str) -> int:
-        """Remove a directory that holds nothing any more. Returns its bytes."""
-        try:
-            found = os.stat(path, dir_fd=self._root_fd, follow_symlinks=False)
-            os.rmdir(path, dir_fd=self._root_fd)
-        except OSError:
-            return 0
-        return found.st_blocks * 512
 
-
-def _evicted(leftover_bytes: int, scan: ChunkScan) -> Evicted:
-    counts = scan.stuck, scan.stuck_bytes, scan.error
-    return Evicted(True, leftover_bytes, scan.removed, scan.removed_bytes, *counts)
-
-
-def _parts(root: Root) -> list[_Part]:
-    """List the directories with chunks, of all namespaces that kvtier has made."""
-    return [
-        _Part(found.name, name)
-        for namespace in root.namespaces()
-        if namespace.is_kvtiers
-        for found in namespace.data_dirs
-        for name in root.names(found.name)
-        if _PART.fullmatch(name)
-    ]
-
-
-def _clock(lock: int) -> int:
-    """Return the time by the file system's own clock, which a server may have, in ns."""
+def _clock(lock: int | None) -> int:
+    """Return the time in ns: of an open file by its file system's clock, which a server may have."""
+    if lock is None:
+        return time.time_ns()
     os.utime(lock)
     return os.fstat(lock).st_mtime_ns

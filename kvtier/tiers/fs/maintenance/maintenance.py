@@ -30,6 +30,7 @@ from kvtier.tiers.fs.files.index import Index, make_index
 from kvtier.tiers.fs.files.workers import Workers, post
 from kvtier.tiers.fs.maintenance.evict import Evictor, Freed
 from kvtier.tiers.fs.maintenance.recency import Recency
+from kvtier.tiers.fs.maintenance.removal import Removal
 from kvtier.tiers.fs.maintenance.sweep import Sweeper
 from kvtier.tiers.fs.namespace import Epoch, Namespace
 from kvtier.tiers.fs.quota import ledger
@@ -282,7 +283,8 @@ class Maintenance:
         with Root.at(self._namespace.root_fd) as root:
             ours = frozenset({self._namespace.writer})
             freed = self._count_freed()
-            sweeper = Sweeper(root, self._files, self._closing, ours)
+            removal = Removal(root.fd, self._files, self._closing)
+            sweeper = Sweeper(root, removal, ours)
             freed(sweeper.sweep())
             for problem in sweeper.problems:
                 self.warn("quarantine", problem)
@@ -325,9 +327,9 @@ class Maintenance:
             return
         evicted = self._evictor.make_room(need, self._count_freed())
         self.evicted_chunks += evicted.chunks
-        if evicted.stuck:
-            error = os.strerror(evicted.error)
-            self.warn("stuck", f"{evicted.stuck} chunks should leave and cannot be removed: {error}")
+        if evicted.failures:
+            reasons = ", ".join(f"{os.strerror(n)} ({count})" for n, count in evicted.failures.items())
+            self.warn("failures", f"files or directories could not be removed or read: {reasons}")
         if evicted.is_mine:
             self._rest_if_barren(need, evicted.bytes)
 

@@ -11,19 +11,19 @@ import errno
 import logging
 import os
 import re
-import stat
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvtier.keys import OffloadKey, content_hash, group_index
 from kvtier.telemetry.lines import Seldom
 from kvtier.tiers.fs.files import make_files
 from kvtier.tiers.fs.files.call import FileCall, Result, StopFlag
 from kvtier.tiers.fs.layout import DIRECTORY_MODE, chunk_path
+from kvtier.tiers.fs.maintenance.removal import Removal
 
 MAX_FILES: Final = 128
 """Entries in the quarantine of one namespace, of whatever kind."""
@@ -49,6 +49,7 @@ class Quarantine:
     def __init__(self, root_fd: int, namespace: str) -> None:
         self._root_fd = root_fd
         self._folder = f"{namespace}/quarantine"
+        self._removal = Removal(root_fd, make_files(), StopFlag())
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._told: set[tuple[str, int]] = set()
@@ -111,15 +112,15 @@ class Quarantine:
     def _require_place(self) -> None:
         """Remove the oldest entries until there is a place for one more. OSError where there is none."""
         if time.monotonic() >= self._full_until:
-            removed, problem = prune(self._root_fd, self._folder, MAX_FILES - 1)
-            if removed:
+            pruned = prune(self._removal, self._folder, MAX_FILES - 1)
+            if pruned.entries:
                 what = "%s has no more than %d places, of the oldest entries %d were removed"
-                self._log(logging.WARNING, what, self._folder, MAX_FILES, removed)
-            if problem is None:
+                self._log(logging.WARNING, what, self._folder, MAX_FILES, pruned.entries)
+            if pruned.problem is None:
                 return
             self._full_until = time.monotonic() + FULL_S
             what = "%s is full and nothing more is moved there: its entries cannot be removed (%s)"
-            self._log(logging.WARNING, what, self._folder, problem)
+            self._log(logging.WARNING, what, self._folder, pruned.problem)
         raise OSError(errno.ENOSPC, "the quarantine is full of what cannot be removed")
 
     def _log(self, level: int, what: str, *details: object) -> None:
@@ -129,52 +130,41 @@ class Quarantine:
             _log.log(level, what + "%s", *details, added)
 
 
-def prune(root_fd: int, folder: str, keep: int) -> tuple[int, str | None]:
-    """Remove the oldest entries of a quarantine, until there are ``keep``.
+class Pruned(NamedTuple):
+    """What ``prune`` has done.
 
-    Returns:
-        How many were removed, and why there are still more than ``keep``; None where there are not.
+    Attributes:
+        entries: how many are gone.
+        bytes: that they took.
+        problem: why there are still too many; None where there are not.
     """
+
+    entries: int
+    bytes: int
+    problem: str | None
+
+
+def prune(removal: Removal, folder: str, keep: int) -> Pruned:
+    """Remove the oldest entries of a quarantine, until there are ``keep``."""
     try:
-        names = _names(root_fd, folder)
+        names = removal.names(folder)
     except OSError as error:
-        return 0, error.strerror
-    removed, problem = 0, "not kvtier's"
+        return Pruned(0, 0, error.strerror)
+    entries, removed_bytes, problem = 0, 0, "not kvtier's"
     for name in by_age(names):
-        if len(names) - removed <= keep:
+        if len(names) - entries <= keep:
             break
         try:
-            remove_entry(root_fd, f"{folder}/{name}")
-            removed += 1
+            removed_bytes += removal.entry(f"{folder}/{name}")
+            entries += 1
         except FileNotFoundError:
-            removed += 1
+            entries += 1
         except OSError as error:
             problem = error.strerror or problem
-    return removed, None if len(names) - removed <= keep else problem
+    return Pruned(entries, removed_bytes, None if len(names) - entries <= keep else problem)
 
 
 def by_age(names: Iterable[str]) -> list[str]:
     """Return the names of entries that were set aside, the oldest first, and no other names."""
     aged = [(int(found[1]), name) for name in names if (found := _OURS.fullmatch(name))]
     return [name for _, name in sorted(aged)]
-
-
-def remove_entry(root_fd: int, path: str) -> int:
-    """Remove what was set aside, a directory with all that is in it. OSError where something of it stays.
-
-    Returns:
-        The bytes removed.
-    """
-    found = os.stat(path, dir_fd=root_fd, follow_symlinks=False)
-    if stat.S_ISDIR(found.st_mode):
-        return make_files().tree_remove(root_fd, path, StopFlag()) + found.st_blocks * 512
-    os.unlink(path, dir_fd=root_fd)
-    return found.st_blocks * 512
-
-
-def _names(root_fd: int, folder: str) -> list[str]:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root_fd)
-    try:
-        return os.listdir(fd)
-    finally:
-        os.close(fd)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import re
 import stat
+from collections import Counter
 from contextlib import suppress
+from enum import IntEnum
 from typing import Final
 
 from kvtier import native
 from kvtier.native import layouts
+from kvtier.tiers.fs.files.base import Failures
 from kvtier.tiers.fs.files.call import StopFlag
-from kvtier.tiers.fs.maintenance.ages import NOTHING, Cutoffs, Histogram
+from kvtier.tiers.fs.maintenance.ages import NEVER, NOTHING, Cutoffs, Histogram
 
 NAMES_BYTES: Final = 1 << 20
 """Room for the paths of what one scan removes; what has none stays for the next one."""
@@ -20,6 +24,14 @@ NAMES_BYTES: Final = 1 << 20
 _LEAF: Final = re.compile(r"[0-9a-f]{2}_g[0-9]{1,10}")
 _CHUNK: Final = re.compile(r"(?:[0-9a-f]{2})+\.bin")
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class _Fate(IntEnum):
+    """What has become of an entry of a directory of chunks."""
+
+    STAYS = 0
+    REMOVED = 1
+    GONE = 2
 
 
 class ChunkScan:
@@ -33,14 +45,15 @@ class ChunkScan:
         histogram: gets the files' bytes by age; None: they are not added up.
         cutoffs: which files are removed.
         want_bytes: removing stops when so many bytes were removed.
+        gone: in a dry run the files that it takes to be gone; None: files are removed.
 
     Attributes:
         seen: files looked at.
         removed: files removed.
         removed_bytes: bytes removed, directories that became empty included.
-        stuck: files that are old enough and could not be removed.
-        stuck_bytes: their bytes.
-        error: the errno of one of them.
+        left: entries that the directory looked at last still has, or would have.
+        failures: what could not be removed or looked into.
+        failed_bytes: of the files that could not be removed.
     """
 
     def __init__(
@@ -49,6 +62,7 @@ class ChunkScan:
         histogram: Histogram | None = None,
         cutoffs: Cutoffs = NOTHING,
         want_bytes: int = 0,
+        gone: Cutoffs | None = None,
     ) -> None:
         self.now_ns = now_ns
         self.histogram = histogram
@@ -57,9 +71,10 @@ class ChunkScan:
         self.seen = 0
         self.removed = 0
         self.removed_bytes = 0
-        self.stuck = 0
-        self.stuck_bytes = 0
-        self.error = 0
+        self.left = 0
+        self.failures: Failures = Counter()
+        self.failed_bytes = 0
+        self.gone = gone
         self._names = ctypes.create_string_buffer(NAMES_BYTES if want_bytes else 1)
 
     @property
@@ -76,14 +91,19 @@ class ChunkScan:
         Raises:
             OSError: the directory cannot be read, or ``stop`` was set.
         """
+        self.left = 0
         if native.library is not None:
             return self._look_natively(native.library, root_fd, folder, stop)
         removed: list[str] = []
         fd = os.open(folder, _FOLDER, dir_fd=root_fd)
         try:
-            for leaf in filter(_LEAF.fullmatch, os.listdir(fd)):
-                with suppress(OSError):
-                    removed += self._look_into(fd, leaf, stop)
+            for leaf in os.listdir(fd):
+                self.left += 1
+                if _LEAF.fullmatch(leaf):
+                    try:
+                        removed += self._look_into(fd, leaf, stop)
+                    except OSError as error:
+                        self.note(error)
         finally:
             os.close(fd)
         if stop:
@@ -95,66 +115,107 @@ class ChunkScan:
             self.now_ns,
             self.cutoffs.once_us,
             self.cutoffs.reused_us,
+            self._taken_as_gone.once_us,
+            self._taken_as_gone.reused_us,
             self.want_bytes - self.removed_bytes,
             self.histogram.bytes.buffer_info()[0] if self.histogram is not None else None,
             ctypes.addressof(self._names),
             len(self._names),
+            dry_run=self.gone is not None,
         )
         result = library.kvt_chunks_scan(root_fd, folder.encode(), stop.address, ctypes.byref(record))
         self.seen += record.seen
         self.removed += record.removed
         self.removed_bytes += record.removed_bytes
-        self.stuck += record.stuck
-        self.stuck_bytes += record.stuck_bytes
-        self.error = record.error or self.error
+        self.left = record.left
+        self.failed_bytes += record.failed_bytes
+        if record.failed:
+            self.failures[record.error] += record.failed
         if result < 0:
             raise OSError(-result, os.strerror(-result), folder)
         return [name.decode() for name in self._names.raw[: record.names_bytes].split(b"\0")[:-1]]
 
+    @property
+    def _taken_as_gone(self) -> Cutoffs:
+        return NOTHING if self.gone is None else self.gone
+
     def _look_into(self, parent_fd: int, leaf: str, stop: StopFlag) -> list[str]:
         """Look at the files of one directory. Returns the paths of what was removed."""
         removed: list[str] = []
+        fates: Counter[_Fate] = Counter()
         fd = os.open(leaf, _FOLDER, dir_fd=parent_fd)
         try:
             here = os.fstat(fd)
-            for name in filter(_CHUNK.fullmatch, os.listdir(fd)):
+            for name in os.listdir(fd):
                 if stop:
                     break
-                with suppress(OSError):
-                    if self._removes(fd, name, here.st_dev):
-                        removed.append(f"{leaf}/{name}")
-            here = os.fstat(fd)  # emptied it may take less than before
+                fate = self._fate(fd, name, here.st_dev)
+                fates[fate] += 1
+                if fate is _Fate.REMOVED:
+                    removed.append(f"{leaf}/{name}")
+            if removed:
+                here = os.fstat(fd)  # emptied it may take less than before
         finally:
             os.close(fd)
-        if removed:  # an empty directory is made again by whoever puts something into it
-            with suppress(OSError):
-                os.rmdir(leaf, dir_fd=parent_fd)
-                self.removed_bytes += here.st_blocks * 512
+        if self._is_emptied(parent_fd, leaf, fates):
+            self.left -= 1
+            self.removed_bytes += here.st_blocks * 512 if removed else 0
         return removed
 
-    def _removes(self, fd: int, name: str, device: int) -> bool:
-        """Look at a file, and remove it where it is too old."""
-        found = os.stat(name, dir_fd=fd, follow_symlinks=False)
-        if not stat.S_ISREG(found.st_mode) or found.st_dev != device or not self._is_too_old(found):
+    def _is_emptied(self, parent_fd: int, leaf: str, fates: Counter[_Fate]) -> bool:
+        """Remove a directory that became empty: it is made again by whoever puts something into it."""
+        if self.gone is not None:
+            return not fates[_Fate.STAYS] and bool(fates)
+        if not fates[_Fate.REMOVED]:
             return False
-        try:
-            os.unlink(name, dir_fd=fd)
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            self.stuck += 1
-            self.stuck_bytes += found.st_blocks * 512
-            self.error = error.errno or self.error
-            return False
-        self.removed += 1
-        self.removed_bytes += found.st_blocks * 512
-        return True
+        with suppress(OSError):
+            os.rmdir(leaf, dir_fd=parent_fd)
+            return True
+        return False
 
-    def _is_too_old(self, found: os.stat_result) -> bool:
+    def _fate(self, fd: int, name: str, device: int) -> _Fate:
+        """Look at an entry, and remove it where it is a chunk's file that is too old."""
+        try:
+            if not _CHUNK.fullmatch(name):
+                return _Fate.STAYS
+            found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            if not stat.S_ISREG(found.st_mode) or found.st_dev != device:
+                return _Fate.STAYS
+            return self._removed(fd, name, found)
+        except OSError as error:
+            self.note(error)
+            return _Fate.STAYS
+
+    def _removed(self, fd: int, name: str, found: os.stat_result) -> _Fate:
         reused = found.st_atime_ns > found.st_mtime_ns
-        age_us = (self.now_ns - max(found.st_atime_ns, found.st_mtime_ns)) // 1000
+        age_us = min(NEVER - 1, (self.now_ns - max(found.st_atime_ns, found.st_mtime_ns)) // 1000)
+        if age_us >= _of(self._taken_as_gone, reused):
+            return _Fate.GONE
         self.seen += 1
         if self.histogram is not None:
             self.histogram.add(age_us, reused, found.st_blocks * 512)
-        cutoff = self.cutoffs.reused_us if reused else self.cutoffs.once_us
-        return age_us >= cutoff and not self.is_done
+        if age_us < _of(self.cutoffs, reused) or self.is_done:
+            return _Fate.STAYS
+        if self.gone is None:
+            self._unlink(fd, name, found)
+        self.removed += 1
+        self.removed_bytes += found.st_blocks * 512
+        return _Fate.REMOVED
+
+    def _unlink(self, fd: int, name: str, found: os.stat_result) -> None:
+        try:
+            os.unlink(name, dir_fd=fd)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            self.failed_bytes += found.st_blocks * 512
+            raise
+
+    def note(self, error: OSError) -> None:
+        """Count a failure; what somebody else has removed, and being stopped, are none."""
+        if error.errno not in (errno.ENOENT, errno.ECANCELED) and not isinstance(error, InterruptedError):
+            self.failures[error.errno or errno.EIO] += 1
+
+
+def _of(cutoffs: Cutoffs, reused: bool) -> int:
+    return cutoffs.reused_us if reused else cutoffs.once_us

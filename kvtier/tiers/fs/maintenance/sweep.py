@@ -6,15 +6,15 @@ it is behind and nobody holds its users' lock.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import suppress
 
 from kvtier.tiers.fs import layout
 from kvtier.tiers.fs.files import ChunkFiles
 from kvtier.tiers.fs.files.call import StopFlag
-from kvtier.tiers.fs.locks import only_user, short_lock
-from kvtier.tiers.fs.maintenance.quarantine import MAX_FILES, by_age, prune, remove_entry
+from kvtier.tiers.fs.locks import short_lock
+from kvtier.tiers.fs.maintenance.quarantine import MAX_FILES, by_age, prune
+from kvtier.tiers.fs.maintenance.removal import Removal
 from kvtier.tiers.fs.root import Namespace, Root
 
 
@@ -50,8 +50,7 @@ class Sweeper:
 
     Args:
         root: the root, open.
-        files: what removes directories.
-        stop: set where it shall end soon.
+        removal: what removes, or counts.
         ours: writers that live in this process: with some network file systems a lock does not tell two
             users in one process apart.
 
@@ -59,12 +58,10 @@ class Sweeper:
         problems: what should have been removed and could not be, and why.
     """
 
-    def __init__(
-        self, root: Root, files: ChunkFiles, stop: StopFlag, ours: frozenset[str] = frozenset()
-    ) -> None:
+    def __init__(self, root: Root, removal: Removal, ours: frozenset[str] = frozenset()) -> None:
         self._root = root
-        self._files = files
-        self._stop = stop
+        self._removal = removal
+        self._stop = removal.stop
         self._ours = ours
         self.problems: list[str] = []
 
@@ -74,7 +71,7 @@ class Sweeper:
         for namespace in self._root.namespaces():
             removed += self.sweep_writers(namespace) + self.sweep_epochs(namespace)
             if namespace.is_kvtiers:
-                self._prune_quarantine(namespace)
+                removed += self._prune_quarantine(namespace)
         return removed
 
     def sweep_writers(self, namespace: Namespace) -> int:
@@ -86,13 +83,12 @@ class Sweeper:
             if self._stop:
                 break
             lock = f"{folder}/{writer}.lock"
-            with suppress(OSError), only_user(self._root.fd, lock, create=False) as alone:
+            with suppress(OSError), self._removal.alone(lock, create=False) as alone:
                 if alone:
-                    removed += self._remove(f"{folder}/{writer}")
-                    os.unlink(lock, dir_fd=self._root.fd)
+                    removed += self._removal.tree(f"{folder}/{writer}")
             # The lock is there before the directory and goes after it.
             if f"{writer}.lock" not in names and not self._root.is_file(lock):
-                removed += self._remove(f"{folder}/{writer}")
+                removed += self._removal.tree(f"{folder}/{writer}")
         return removed
 
     def sweep_epochs(self, namespace: Namespace) -> int:
@@ -111,10 +107,9 @@ class Sweeper:
             if self._stop:
                 break
             lock = layout.users_lock(namespace.name, number)
-            with suppress(OSError), only_user(self._root.fd, lock, create=True) as alone:
+            with suppress(OSError), self._removal.alone(lock, create=True) as alone:
                 if alone:
-                    removed += self._remove(layout.data_dir(namespace.name, number))
-                    os.unlink(lock, dir_fd=self._root.fd)
+                    removed += self._removal.tree(layout.data_dir(namespace.name, number))
         return removed
 
     def sweep_orphans(self, is_enough: Callable[[int], bool]) -> int:
@@ -122,7 +117,7 @@ class Sweeper:
         removed = 0
         for namespace in self._root.namespaces():
             if not is_enough(removed) and namespace.is_orphaned:
-                removed += sum(self._remove(found.name) for found in namespace.data_dirs)
+                removed += sum(self._removal.tree(found.name) for found in namespace.data_dirs)
         return removed
 
     def sweep_quarantines(self, is_enough: Callable[[int], bool]) -> int:
@@ -133,18 +128,15 @@ class Sweeper:
                 if self._stop or is_enough(removed):
                     return removed
                 with suppress(OSError):
-                    removed += remove_entry(self._root.fd, f"{namespace.name}/quarantine/{name}")
+                    removed += self._removal.entry(f"{namespace.name}/quarantine/{name}")
         return removed
 
-    def _prune_quarantine(self, namespace: Namespace) -> None:
+    def _prune_quarantine(self, namespace: Namespace) -> int:
+        if self._stop:
+            return 0
         folder = f"{namespace.name}/quarantine"
-        _, problem = prune(self._root.fd, folder, MAX_FILES)
-        if problem is not None and self._root.is_there(folder):
+        pruned = prune(self._removal, folder, MAX_FILES)
+        if pruned.problem is not None and not self._stop and self._root.is_there(folder):
             what = f"{folder} holds more than {MAX_FILES} entries, which cannot be removed"
-            self.problems.append(f"{what}: {problem}")
-
-    def _remove(self, path: str) -> int:
-        try:
-            return self._files.tree_remove(self._root.fd, path, self._stop)
-        except OSError:
-            return 0  # it stays for the next time
+            self.problems.append(f"{what}: {pruned.problem}")
+        return pruned.bytes

@@ -27,12 +27,14 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Annotated, Final, Protocol
 
 import crc32c
+import msgspec
+from msgspec import Meta
 
 from kvtier.tiers.fs.layout import CAREFULLY, DIRECTORY_MODE, FILE_MODE
 from kvtier.tiers.fs.locks import is_there, let_go, make_lock, open_lock, patient_lock, try_lock
@@ -286,6 +288,29 @@ def _boot() -> str:
 # ------------------------------------------------------------------------------------ the file
 
 
+_Bytes = Annotated[int, Meta(ge=-(2**62), le=2**62)]
+_Count = Annotated[int, Meta(ge=0, le=2**62)]
+
+
+class _Stored(msgspec.Struct):
+    """The ledger as it is written: ``Accounts`` and the format. Numbers out of bounds are damage."""
+
+    format: int
+    generation: str
+    boot: str
+    base: _Bytes
+    is_exact: bool
+    added: _Bytes  # less than 0 where writers have removed more again
+    removed: _Count
+    counted_at: Annotated[float, Meta(ge=0)]
+    leases: dict[str, _Bytes]
+    supposed: _Count
+    counts: _Count
+
+
+_stored = msgspec.json.Decoder(_Stored)
+
+
 def _spell(accounts: Accounts) -> bytes:
     body = json.dumps(
         {
@@ -314,26 +339,11 @@ def _parse(text: bytes) -> Accounts | None:
     if checksum != b"%08x" % crc32c.crc32c(body):
         return None
     try:
-        return _accounts(json.loads(body))
-    except (ValueError, KeyError, TypeError, AttributeError):
+        found = _stored.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-
-
-def _accounts(found: Mapping[str, Any]) -> Accounts | None:
-    if found["format"] != _FORMAT:
-        return None
-    return Accounts(
-        generation=str(found["generation"]),
-        boot=str(found["boot"]),
-        base=int(found["base"]),
-        is_exact=bool(found["is_exact"]),
-        added=int(found["added"]),
-        removed=int(found["removed"]),
-        counted_at=float(found["counted_at"]),
-        leases={str(writer): int(lease) for writer, lease in found["leases"].items()},
-        supposed=int(found.get("supposed", 0)),  # which older ones do not tell
-        counts=int(found.get("counts", 0)),
-    )
+    fields = msgspec.structs.asdict(found)
+    return Accounts(**fields) if fields.pop("format") == _FORMAT else None
 
 
 def _write(fd: int, text: bytes) -> None:

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from kvtier.cli.report import JsonFlag
 from kvtier_bench import engines, figures
 
 bench = typer.Typer(
     help="Measure parts of kvtier; figures are ratios taken in one run.", no_args_is_help=True
 )
-
-
-def _writable(path: Path | None) -> Path | None:
-    """Refuse a file that could not be written before minutes are spent on its figures."""
-    if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
-        raise typer.BadParameter(f"{path} cannot be written: name a file in a directory that can")
-    return path
 
 
 def _known_model(size: str) -> str:
@@ -36,12 +29,6 @@ def _whole_blocks(tokens: int) -> int:
     return tokens
 
 
-JsonOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--json", metavar="FILE", callback=_writable, help="Write the figures to FILE as JSON, too."
-    ),
-]
 RootOption = Annotated[
     Path | None,
     typer.Option(
@@ -72,15 +59,15 @@ NativeOption = Annotated[
 RoundsOption = Annotated[int, typer.Option(min=1, help="How often each measurement is repeated.")]
 
 
-def demo(json_file: JsonOption = None) -> None:
+def demo(as_json: JsonFlag = False) -> None:
     """Run a real engine over kvtier, stop it, start it anew, and compare every token."""
-    raise typer.Exit(_lazy("demo").main(json_file))
+    raise typer.Exit(_lazy("demo").main(as_json))
 
 
 @bench.command()
-def core(json_file: JsonOption = None) -> None:
+def core(as_json: JsonFlag = False) -> None:
     """Microseconds that the owner's thread spends for each chunk."""
-    _report(_lazy("core").run(), json_file)
+    _report(_lazy("core").run(), as_json)
 
 
 @bench.command()
@@ -94,11 +81,11 @@ def fs(
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.01, help="Length of each measured stretch.")] = 1.0,
     rounds: RoundsOption = 5,
-    json_file: JsonOption = None,
+    as_json: JsonFlag = False,
 ) -> None:
     """GB/s of the fs tier against the limit of its file system."""
     measure = _lazy("fs")
-    _report(measure.run(root, chunk_bytes or measure.SIZES, seconds, rounds), json_file)
+    _report(measure.run(root, chunk_bytes or measure.SIZES, seconds, rounds), as_json)
 
 
 @bench.command()
@@ -112,11 +99,11 @@ def tier(
     ] = None,
     mib: Annotated[int, typer.Option(min=1, help="MiB that are moved in each measured stretch.")] = 256,
     rounds: RoundsOption = 5,
-    json_file: JsonOption = None,
+    as_json: JsonFlag = False,
 ) -> None:
     """GB/s, latency and processor time of any tier, beside the client that it is built on."""
     measure = _lazy("tier")
-    _report(measure.run(config, chunk_bytes or measure.SIZES, mib, rounds), json_file)
+    _report(measure.run(config, chunk_bytes or measure.SIZES, mib, rounds), as_json)
 
 
 @bench.command()
@@ -131,10 +118,10 @@ def device(
         int | None,
         typer.Option(min=16, help="MiB of device memory, and of slots. [2048; 64 on the CPU]"),
     ] = None,
-    json_file: JsonOption = None,
+    as_json: JsonFlag = False,
 ) -> None:
     """GB/s of copies between device and primary tier, host time for them, and the loss of computing."""
-    _report(_lazy("device").run(backend, host_only=host_only, mib=mib), json_file)
+    _report(_lazy("device").run(backend, host_only=host_only, mib=mib), as_json)
 
 
 @bench.command()
@@ -151,12 +138,12 @@ def overhead(
         bool, typer.Option("--control", help="A second engine without a connector, too: what noise does.")
     ] = False,
     native: NativeOption = False,
-    json_file: JsonOption = None,
+    as_json: JsonFlag = False,
 ) -> None:
     """Tokens a second lost where nothing is reused: real engines, with and without kvtier."""
     measure = _lazy("overhead")
     work = measure.Work(model, rounds, prompts, prompt_tokens, output_tokens, at_once, chunk_tokens)
-    _report(measure.run(root, work, control=control, native=native), json_file)
+    _report(measure.run(root, work, control=control, native=native), as_json)
 
 
 @bench.command()
@@ -169,12 +156,12 @@ def convoy(
     output_tokens: OutputTokensOption = 8,
     chunk_tokens: ChunkTokensOption = engines.BLOCK_TOKENS,
     native: NativeOption = True,
-    json_file: JsonOption = None,
+    as_json: JsonFlag = False,
 ) -> None:
     """Many requests at once whose prefixes lie in files, with a small primary tier: real engines."""
     measure = _lazy("convoy")
     work = measure.Work(model, rounds, requests, prefix_tokens, output_tokens, chunk_tokens)
-    _report(measure.run(root, work, native=native), json_file)
+    _report(measure.run(root, work, native=native), as_json)
 
 
 def _lazy(module: str) -> Any:
@@ -187,7 +174,8 @@ def _lazy(module: str) -> Any:
         raise typer.Exit(2) from None
 
 
-def _report(result: object, json_file: Path | None) -> None:
-    figures.show(result, Console())
-    if json_file is not None:
-        figures.write(result, json_file)
+def _report(result: object, as_json: bool) -> None:
+    if as_json:
+        typer.echo(figures.as_json(result))
+    else:
+        figures.show(result, Console())

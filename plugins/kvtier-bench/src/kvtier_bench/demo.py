@@ -59,22 +59,22 @@ class Phase:
         self.loaded.update(loaded)
 
 
-def main(json_file: Path | None = None) -> int:
+def main(as_json: bool) -> int:
     """Run the demo; return 0 if every token was identical and every tier served, else 1."""
-    console = Console()
     started = time.monotonic()
     with open_folder(None) as folder:
         phases = _run_engines(folder)
     reference = phases.pop("reference")
     problems = find_problems(reference, phases)
-    console.print(as_table(phases))
     identical = not any(phase.tokens != reference.tokens for phase in _compared(phases))
-    console.print(f"tokens identical: {'yes' if identical else 'no'}")
+    if not as_json:
+        Console().print(as_table(phases))
+        Console().print(f"tokens identical: {'yes' if identical else 'no'}")
     for problem in problems:
-        console.print(f"[red]{problem}")
-    console.print(f"[dim]{_machine()}; {time.monotonic() - started:.0f} s in all")
-    if json_file is not None:
-        json_file.write_text(json.dumps(as_json(phases, identical), indent=2) + "\n")
+        Console(stderr=as_json).print(f"[red]{problem}")
+    Console(stderr=as_json).print(f"[dim]{_machine()}; {time.monotonic() - started:.0f} s in all")
+    if as_json:
+        print(json.dumps(as_record(phases, identical), indent=2))
     return 1 if problems else 0
 
 
@@ -114,7 +114,7 @@ def as_table(phases: dict[str, Phase]) -> Table:
     return table
 
 
-def as_json(phases: dict[str, Phase], identical: bool) -> dict[str, object]:
+def as_record(phases: dict[str, Phase], identical: bool) -> dict[str, object]:
     """Make the record that ``--json`` writes."""
     return {
         "identical": identical,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -36,10 +35,10 @@ def show(result: object, console: Console) -> None:
             console.print(_table(title, list(zip(*part, strict=True))))
 
 
-def write(result: object, path: Path) -> None:
-    """Write ``{class name: [record, ...], ...}`` to ``path``."""
+def as_json(result: object) -> str:
+    """Return ``{class name: [record, ...], ...}``."""
     tables = {name: [dataclasses.asdict(row) for row in rows] for name, rows in _by_class(result).items()}
-    path.write_text(json.dumps(tables, indent=2, default=str) + "\n")
+    return json.dumps(tables, indent=2, default=str)
 
 
 def _by_class(result: object) -> dict[str, list[DataclassInstance]]:

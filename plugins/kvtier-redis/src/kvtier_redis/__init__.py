@@ -1,4 +1,4 @@
-"""The tier ``redis`` for kvtier: chunks of KV cache in Redis or Valkey."""
+"""The Redis tier of kvtier: KV cache chunks in Redis or Valkey."""
 
 from kvtier_redis.config import RedisConfig
 from kvtier_redis.tier import RedisTier

@@ -6,18 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import ByteSize, Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
+from kvtier.quantities import Size
 from kvtier.tiers.base import TierConfig
 
-DEFAULT_PORT = 6379
-SENTINEL_PORT = 26379
-MOST_VALUE_BYTES = 512 * 2**20 - 1024  # proto-max-bulk-len as servers have it, less the trailer
+_DEFAULT_PORT = 6379
+_SENTINEL_PORT = 26379
+_MAX_VALUE_BYTES = 512 * 2**20 - 1024  # the default proto-max-bulk-len, less the trailer
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens: a host and a port, or the path of a Unix socket."""
+    """A host and a port, or the path of a Unix socket."""
 
     host: str = ""
     port: int = 0
@@ -30,16 +31,12 @@ class Address:
 
     @staticmethod
     def parse(text: str, default_port: int) -> Address:
-        """Read ``host``, ``host:port``, ``[v6]:port`` or ``/path/of/socket``.
-
-        Raises:
-            ValueError: it is none of these; the message says so.
-        """
+        """Parse ``host``, ``host:port``, ``[v6]:port`` or ``/path/of/socket``. Raises ValueError."""
         if text.startswith(("/", "unix:/")):
             return Address(path=text.removeprefix("unix:"))
         if "://" in text or "@" in text:  # not shown: there may be a password in it
             raise ValueError(
-                "an address is host:port or /path; user, password, db and tls are settings of their own"
+                "an address is host:port or /path; username, password, db and tls have settings of their own"
             )
         host, colon, port = text.rpartition(":")
         if not colon or host.endswith(":") or text.endswith("]"):  # no port, which a v6 address may lack
@@ -57,138 +54,115 @@ class RedisConfig(TierConfig):
         default="redis", description="Name of the tier's entry point in the group kvtier.tiers."
     )
     mode: Literal["single", "sentinel", "cluster"] = Field(
-        default="single", description="How the servers belong together."
+        default="single", description="Deployment: one server, a primary with sentinels, or a cluster."
     )
     addresses: tuple[str, ...] = Field(
-        default=(f"127.0.0.1:{DEFAULT_PORT}",),
+        default=(f"127.0.0.1:{_DEFAULT_PORT}",),
         min_length=1,
-        description="Where to connect: `host:port` or the path of a Unix socket. In mode sentinel those of "
-        "the sentinels, in mode cluster some nodes, the others are found.",
+        description="`host:port`, or the path of a Unix socket in mode single. In mode sentinel the "
+        "sentinels; in mode cluster some nodes, from which the others are discovered.",
     )
     sentinel_master: str | None = Field(
-        default=None, description="Name under which the sentinels know the primary. For mode sentinel."
+        default=None, description="Name of the primary in the sentinels' configuration."
     )
-    db: int = Field(default=0, ge=0, description="Number of the database; a cluster has 0 alone.")
+    db: int = Field(default=0, ge=0, description="Database number. A cluster has only 0.")
     username: str | None = Field(default=None, description="ACL user. Default: the server's default user.")
-    password: SecretStr | None = Field(default=None, description="Password; never logged.")
+    password: SecretStr | None = Field(default=None, description="Password; never logged by kvtier.")
     password_file: Path | None = Field(
-        default=None, description="File with the password, instead of `password`."
+        default=None, description="File whose first line is the password, instead of `password`."
     )
-    sentinel_username: str | None = Field(default=None, description="ACL user for the sentinels.")
+    sentinel_username: str | None = Field(default=None, description="ACL user on the sentinels.")
     sentinel_password: SecretStr | None = Field(
-        default=None, description="Password for the sentinels; never logged."
+        default=None, description="Password for the sentinels; never logged by kvtier."
     )
     sentinel_password_file: Path | None = Field(
-        default=None, description="File with the password for the sentinels, instead of `sentinel_password`."
+        default=None, description="File whose first line is the sentinels' password."
     )
-    tls: bool = Field(default=False, description="Speak TLS, to the sentinels, too.")
+    tls: bool = Field(default=False, description="Use TLS, also to the sentinels.")
     tls_ca_file: Path | None = Field(
-        default=None,
-        description="PEM file of who may have signed the server's certificate. Default: the system's.",
+        default=None, description="PEM file of trusted certificate authorities. Default: the system's."
     )
-    tls_cert_file: Path | None = Field(default=None, description="PEM file of the client's certificate.")
-    tls_key_file: Path | None = Field(default=None, description="PEM file of the client's key.")
+    tls_cert_file: Path | None = Field(default=None, description="PEM file of the client certificate.")
+    tls_key_file: Path | None = Field(default=None, description="PEM file of the client certificate's key.")
     tls_verify: Literal["full", "chain", "none"] = Field(
         default="full",
-        description="What is checked of the server's certificate: who signed it and its host name, the "
-        "former alone, or nothing.",
+        description="Verification of the server's certificate: chain and host name, chain only, or none.",
     )
     connections: int = Field(
         default=4, ge=1, le=64, description="Connections to each server for gets, and as many for puts."
     )
-    connect_timeout_s: float = Field(
-        default=2.0, gt=0, le=60, description="Seconds that connecting to a server may take."
-    )
-    value_bytes: Annotated[ByteSize, Field(ge=4096, le=MOST_VALUE_BYTES)] = Field(
-        default=ByteSize(64 * 2**20),
-        description="Bytes of a chunk under one key at most; longer ones are kept in parts.",
+    connect_timeout_s: float = Field(default=2.0, gt=0, le=60, description="Connect timeout, in seconds.")
+    value_bytes: Annotated[Size, Field(ge=4096, le=_MAX_VALUE_BYTES)] = Field(
+        default=64 * 2**20,
+        description="Maximum bytes of a chunk in one key. Longer chunks are split over several keys.",
     )
     ttl_s: int = Field(
         default=7 * 86_400,
         ge=60,
         le=10 * 365 * 86_400,
-        description="Seconds after which a chunk expires that was neither put nor used.",
+        description="Expiry of a chunk in seconds. A put, and a load from host memory, restart it.",
     )
-    max_bytes: Annotated[ByteSize, Field(gt=0)] | None = Field(
+    max_bytes: Annotated[Size, Field(gt=0)] | None = Field(
         default=None,
-        description="Puts are refused while a server uses more memory. Default: what the server says in "
-        "maxmemory; where it has none, three quarters of its machine's memory.",
+        description="Refuse puts while the servers use more memory than this. Default: their maxmemory, or "
+        "else three quarters of their system memory.",
     )
     key_prefix: str = Field(
         default="kvtier",
         pattern=r"^[A-Za-z0-9_.:/-]{1,100}$",
-        description="What the names of all keys begin with.",
+        description="Prefix of all keys.",
     )
 
     @field_validator("addresses")
     @classmethod
-    def _can_be_read(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _is_parsable(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for text in value:
-            Address.parse(text, DEFAULT_PORT)
+            Address.parse(text, _DEFAULT_PORT)
         return value
 
     @model_validator(mode="after")
-    def _fits_together(self) -> RedisConfig:
-        for holds, problem in (
-            (
-                self.mode == "sentinel" and not self.sentinel_master,
-                "sentinel_master is missing: mode sentinel needs the name of the primary",
+    def _is_consistent(self) -> RedisConfig:
+        is_sentinel = self.mode == "sentinel"
+        has_password = bool(self.password or self.password_file)
+        has_sentinel_password = bool(self.sentinel_password or self.sentinel_password_file)
+        has_socket = any(address.path for address in self.parsed_addresses)
+        problems = {
+            "sentinel_master is missing: mode sentinel needs the name of the primary": (
+                is_sentinel and not self.sentinel_master
             ),
-            (
-                self.mode != "sentinel" and self.sentinel_master,
-                "sentinel_master is for mode sentinel: set mode to 'sentinel', or leave it out",
+            "sentinel_master is for mode sentinel: set mode to 'sentinel', or remove it": (
+                not is_sentinel and self.sentinel_master
             ),
-            (
-                self.mode != "sentinel" and (self.sentinel_username or self._has_sentinel_password),
-                "sentinel_username, sentinel_password and sentinel_password_file are for mode sentinel: "
-                "leave them out",
+            "sentinel_username, sentinel_password and sentinel_password_file are for mode sentinel: remove "
+            "them": not is_sentinel and (self.sentinel_username or has_sentinel_password),
+            "give sentinel_password or sentinel_password_file, not both": (
+                self.sentinel_password and self.sentinel_password_file
             ),
-            (
-                self.sentinel_password and self.sentinel_password_file,
-                "give sentinel_password or sentinel_password_file, not both",
+            "sentinel_username needs sentinel_password or sentinel_password_file": (
+                self.sentinel_username and not has_sentinel_password
             ),
-            (
-                self.sentinel_username and not self._has_sentinel_password,
-                "sentinel_username needs sentinel_password or sentinel_password_file",
+            f"addresses: mode {self.mode} needs host:port, not a Unix socket": (
+                self.mode != "single" and has_socket
             ),
-            (
-                self.mode != "single" and self._has_socket,
-                f"addresses: mode {self.mode} needs host:port, for its servers name each other like that",
+            "addresses: no TLS on a Unix socket: remove tls, or give host:port": self.tls and has_socket,
+            "db: a cluster has only database 0": self.mode == "cluster" and self.db,
+            "addresses: mode single has one; set mode to 'sentinel' or 'cluster'": (
+                self.mode == "single" and len(self.addresses) > 1
             ),
-            (
-                self.tls and self._has_socket,
-                "addresses: on a Unix socket nothing speaks TLS; leave tls out, or give host:port",
+            "give password or password_file, not both": self.password and self.password_file,
+            "username needs password or password_file": self.username and not has_password,
+            "tls_ca_file, tls_cert_file and tls_key_file need tls = true": (
+                not self.tls and (self.tls_ca_file or self.tls_cert_file or self.tls_key_file)
             ),
-            (self.mode == "cluster" and self.db, "db: a cluster has database 0 alone"),
-            (
-                self.mode == "single" and len(self.addresses) > 1,
-                "addresses: mode single has one; set mode to 'sentinel' or 'cluster'",
-            ),
-            (self.password and self.password_file, "give password or password_file, not both"),
-            (
-                self.username and not (self.password or self.password_file),
-                "username needs password or password_file",
-            ),
-            (
-                not self.tls and (self.tls_ca_file or self.tls_cert_file or self.tls_key_file),
-                "tls_ca_file, tls_cert_file and tls_key_file need tls = true",
-            ),
-            (self.tls_key_file and not self.tls_cert_file, "tls_key_file needs tls_cert_file"),
-        ):
-            if holds:
+            "tls_key_file needs tls_cert_file": self.tls_key_file and not self.tls_cert_file,
+        }
+        for problem, applies in problems.items():
+            if applies:
                 raise ValueError(problem)
         return self
 
     @property
-    def _has_sentinel_password(self) -> bool:
-        return bool(self.sentinel_password or self.sentinel_password_file)
-
-    @property
-    def _has_socket(self) -> bool:
-        return any(address.path for address in self.parsed_addresses)
-
-    @property
     def parsed_addresses(self) -> tuple[Address, ...]:
-        """The addresses."""
-        port = SENTINEL_PORT if self.mode == "sentinel" else DEFAULT_PORT
+        """The addresses, with default ports."""
+        port = _SENTINEL_PORT if self.mode == "sentinel" else _DEFAULT_PORT
         return tuple(Address.parse(text, port) for text in self.addresses)

@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 
 from kvtier.errors import StateError, TierError
 from kvtier.keys import OffloadKey
+from kvtier.telemetry.lines import Seldom
 from kvtier.tiers.base import (
     TRAILER_BYTES,
     Batch,
@@ -28,49 +29,49 @@ from kvtier.tiers.base import (
 )
 from kvtier.tiers.drain import until_done
 from kvtier.tiers.faults import require_fault
-from kvtier_redis import answers, exchange
-from kvtier_redis.answers import LATE, REASONS, TRANSIENT, Complaints, End
+from kvtier_redis import _commands
+from kvtier_redis._client import ClientFactory, PasswordFileError
+from kvtier_redis._commands import Chunk, ValueLayout
+from kvtier_redis._control import PRIVATE, ControlClient, MemoryUsage, Topology
+from kvtier_redis._pool import ConnectionPool, WorkerThreads
+from kvtier_redis._protocol import ErrorReply, Reply, RespSocket
+from kvtier_redis._reasons import REASONS, TIMED_OUT, TOPOLOGY, TRANSIENT, Result, reason_of, result_of
 from kvtier_redis.config import Address, RedisConfig
-from kvtier_redis.control import Control, Fill, Servers, index_of
-from kvtier_redis.dial import Dialer, PasswordFileError
-from kvtier_redis.exchange import Chunk, Form
-from kvtier_redis.line import Lines, Threads
-from kvtier_redis.wire import Refused, Reply
 
-_LINE_BYTES: Final = 4 * 2**20  # less is not worth a thread, and a question first, of its own
-_LOOK_EVERY_S: Final = 1.0
-_FIND_EVERY_S: Final = 0.2
-_ANSWER_SHARE: Final = 0.9  # of the deadline, after which kvtier would have the rest of a batch, too
-_SWEEP_S: Final = 30.0
-_LAST_SWEEP_S: Final = 1.5
-_JOIN_S: Final = 1.0
+_BYTES_PER_CONNECTION: Final = 4 * 2**20  # less is not worth another thread, with a round trip of its own
+_USAGE_INTERVAL_S: Final = 1.0
+_DISCOVERY_PAUSE_S: Final = 0.2
+_DEADLINE_SHARE: Final = 0.9  # at the deadline itself kvtier cancels the call, and all its chunks are lost
+_CLEANUP_S: Final = 30.0
+_CLOSING_CLEANUP_S: Final = 1.5
+_THREADS_CLOSE_S: Final = 1.0
+_LOG_INTERVAL_S: Final = 60.0
 T = TypeVar("T")
 
 _log = logging.getLogger("kvtier.tiers.redis")
 
 
 class _Server:
-    """The connections to one server: for gets, for puts, and for questions."""
+    """The connections to one server."""
 
-    def __init__(self, make: Callable[[], object], count: int, threads: Threads) -> None:
-        self.gets = Lines(make, count, threads)
-        self.puts = Lines(make, count, threads)
-        self.questions = Lines(make, 1, threads)
+    def __init__(self, make: Callable[[], object], connections: int, threads: WorkerThreads) -> None:
+        self.gets = ConnectionPool(make, connections, threads)
+        self.puts = ConnectionPool(make, connections, threads)
+        self.small = ConnectionPool(make, 1, threads)
 
     def close(self) -> None:
-        for lines in (self.gets, self.puts, self.questions):
-            lines.close()
+        for pool in (self.gets, self.puts, self.small):
+            pool.close()
 
 
 class RedisTier(SecondaryTier[RedisConfig]):
-    """Keeps chunks in Redis or Valkey: one server, a primary that sentinels name, or a cluster.
+    """Stores chunks in Redis or Valkey: one server, a primary that sentinels name, or a cluster.
 
-    Several engines may share it. Chunks leave when the server evicts them or when their time is over,
-    and nobody is told. Whatever a server says or does not say, a get ends as a miss and a put as a refusal,
-    with a reason, before ``deadline_s`` is over.
+    Several engines may share it. The server evicts and expires chunks without a notification. Whatever else
+    it does, a get ends as a miss and a put as a failure, with a reason, within ``deadline_s``.
 
-    When a put or a get is cancelled its connections are cut, and it ends when the threads have let go of its
-    slots, which is at once. A value that was sent in part is none to the server.
+    Cancelling a put or a get cuts its connections and waits until their threads have released the slots. The
+    server discards a value that it received in part.
     """
 
     Config: ClassVar[type[TierConfig]] = RedisConfig
@@ -79,259 +80,256 @@ class RedisTier(SecondaryTier[RedisConfig]):
 
     def __init__(self, config: RedisConfig) -> None:
         super().__init__(config)
-        self._threads = Threads()
-        self._control: Control | None = None
+        self._threads = WorkerThreads()
+        self._control: ControlClient | None = None
         self._epoch: str | None = None
-        self._servers = Servers(())
-        self._connected: dict[Address, _Server] = {}
-        self._fill: Fill | None = None
-        self._put_since = 0  # bytes put since the servers were asked how full they are
-        self._upkeep: asyncio.Task[None] | None = None
-        self._look = asyncio.Event()
-        self._resetting = anyio.Lock()
-        self._dead: list[str] = []  # epochs of this opener alone that it has given up
-
-    # --------------------------------------------------------------------- opening, closing
+        self._topology = Topology(())
+        self._servers: dict[Address, _Server] = {}
+        self._memory: MemoryUsage | None = None
+        self._put_bytes = 0  # since the servers were asked for their memory usage
+        self._maintenance: asyncio.Task[None] | None = None
+        self._topology_doubted = asyncio.Event()
+        self._reset_lock = anyio.Lock()
+        self._abandoned: list[str] = []  # private epochs to be removed
+        self._log_limit = Seldom(_LOG_INTERVAL_S)
 
     async def open(self, context: TierContext) -> None:
-        """Find the servers and join the epoch of the cache's place. See ``SecondaryTier.open``."""
-        self._complaints = Complaints(context.name)
-        self._form = Form(context.chunk_bytes, int(self.config.value_bytes), self.config.ttl_s)
+        """Find the servers and join the cache's epoch. See ``SecondaryTier.open``."""
+        self._name = context.name
+        self._layout = ValueLayout(context.chunk_bytes, int(self.config.value_bytes), self.config.ttl_s)
         try:
-            make = partial(Dialer, self.config, f"kvtier-{context.name}".replace(" ", "-"))
-            self._dialer = await self._threads.aside(make)
-        except PasswordFileError as error:
-            raise TierError(f"tier {context.name}: {error}") from error
-        control = Control(self.config, context, self._dialer)
-        try:
-            self._servers, self._epoch, self._fill = await self._threads.aside(control.open)
-        except BaseException:
-            control.close()
+            self._factory = await self._threads.start(
+                partial(ClientFactory, self.config, f"kvtier-{context.name}".replace(" ", "-"))
+            )
+            control = ControlClient(self.config, context, self._factory)
+            try:
+                self._topology, self._epoch, self._memory = await self._threads.start(control.open)
+            except BaseException:
+                control.close()
+                raise
+        except BaseException as error:
+            await self._threads.close(0)
+            if isinstance(error, PasswordFileError):
+                raise TierError(f"tier {context.name}: {error}") from error
             raise
         self._control = control
-        self._upkeep = asyncio.create_task(self._look_after(control), name=f"{context.name}-upkeep")
+        self._maintenance = asyncio.create_task(self._maintain(control), name=f"{context.name}-maintenance")
 
     async def aclose(self) -> None:
-        """Hang up. What was put after a reset is removed as far as a moment allows; the rest expires."""
-        if self._upkeep is not None:
-            self._upkeep.cancel()
-            await asyncio.wait((self._upkeep,))
-        if self._epoch is not None and self._epoch.startswith("own-"):
-            self._dead.append(self._epoch)
-        self._epoch = None
+        """Disconnect. Removes what was put after a reset as far as a short time allows; the rest expires."""
         try:
-            if self._control is not None and self._dead:
-                with anyio.move_on_after(_LAST_SWEEP_S):
-                    await self._sweep(self._control, _LAST_SWEEP_S)
+            if self._maintenance is not None:
+                self._maintenance.cancel()
+                await asyncio.wait((self._maintenance,))
+            self._leave_epoch()
+            if self._control is not None and self._abandoned:
+                with anyio.move_on_after(_CLOSING_CLEANUP_S):
+                    await self._remove_abandoned(self._control, _CLOSING_CLEANUP_S)
         finally:
-            for server in self._connected.values():
+            for server in self._servers.values():
                 server.close()
-            self._connected.clear()
-            await self._threads.join(_JOIN_S)
-            if self._control is not None:
-                self._control.close()
-
-    # ----------------------------------------------------------------------------- the verbs
+            self._servers.clear()
+            try:
+                await self._threads.close(_THREADS_CLOSE_S)
+            finally:
+                if self._control is not None:
+                    self._control.close()
 
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        """Ask which keys are there. See ``SecondaryTier.contains``."""
-        names = self._names(keys)
-        found = await self._ask(exchange.exist, names)
-        return [found.get(name) == 1 for name in names] or [False] * len(keys)
+        """Return which keys exist. See ``SecondaryTier.contains``."""
+        names = self._redis_keys(keys)
+        replies = await self._query(_commands.exists, names)
+        return [replies.get(name) == 1 for name in names] or [False] * len(keys)
 
     async def put(self, batch: Batch) -> Outcome:
         """Send the chunks that are not there yet. See ``SecondaryTier.put``."""
-        names = self._names(batch.keys)
+        names = self._redis_keys(batch.keys)
         if not names and len(batch):
             return Outcome.all(Status.REFUSED, len(batch), "reset")
-        if self._fill is not None and self._put_since + batch.nbytes > self._fill.room_bytes:
+        if self._memory is not None and self._put_bytes + batch.nbytes > self._memory.free_bytes:
             return Outcome.all(Status.REFUSED, len(batch), "full")
-        self._put_since += batch.nbytes
+        self._put_bytes += batch.nbytes
         trailers = [bytearray(trailer) for trailer in batch.trailers]
-        return await self._move(exchange.put, batch, names, trailers, lambda server: server.puts)
+        return await self._transfer(_commands.put, batch, names, trailers, lambda server: server.puts)
 
     async def get(self, batch: Batch) -> Outcome:
         """Receive chunks into their slots. See ``SecondaryTier.get``."""
-        names = self._names(batch.keys)
+        names = self._redis_keys(batch.keys)
         if not names:
             return Outcome.all(Status.ABSENT, len(batch))
         trailers = [bytearray(TRAILER_BYTES) for _ in names]
-        outcome = await self._move(exchange.get, batch, names, trailers, lambda server: server.gets)
+        outcome = await self._transfer(_commands.get, batch, names, trailers, lambda server: server.gets)
         batch.trailers[:] = map(bytes, trailers)
         return outcome
 
     async def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Let the keys live on. See ``SecondaryTier.touch``."""
-        await self._ask(exchange.touch, self._names(keys), self._form)
+        """Restart the expiry of the keys. See ``SecondaryTier.touch``."""
+        await self._query(_commands.touch, self._redis_keys(keys))
 
     async def discard(self, keys: Sequence[OffloadKey]) -> None:
         """Remove the keys. See ``SecondaryTier.discard``."""
-        await self._ask(exchange.discard, self._names(keys), self._form)
+        await self._query(_commands.discard, self._redis_keys(keys))
 
     async def reset(self) -> None:
-        """Start an epoch for this opener alone. See ``SecondaryTier.reset``.
+        """Start a private epoch. See ``SecondaryTier.reset``.
 
         Raises:
-            TierError: the servers could not be told, so that whoever opens later would find what was put
-                before. The tier has nothing and takes nothing until a reset succeeds.
+            TierError: the new epoch could not be stored, so tiers that open later would find what was put
+                before. This one finds and takes nothing until a reset succeeds.
         """
-        async with self._resetting:
-            old, self._epoch = self._epoch, None
-            if old is not None and old.startswith("own-"):
-                self._dead.append(old)
+        async with self._reset_lock:
+            self._leave_epoch()
             await until_done(self._advance())
 
-    async def _advance(self) -> None:
-        self._epoch = await self._threads.aside(partial(self._here.reset, self._servers))
-
     def usage(self) -> Usage | None:
-        """Say how full the servers were about a second ago, other users' keys included."""
-        if self._fill is None:
+        """Return how full the servers were a second ago, other clients' keys included."""
+        if self._memory is None:
             return None
-        return Usage(min(self._fill.used_bytes, self._fill.limit_bytes), self._fill.limit_bytes)
+        return Usage(min(self._memory.used_bytes, self._memory.limit_bytes), self._memory.limit_bytes)
 
-    # ------------------------------------------------------------------------------- chunks
+    def _leave_epoch(self) -> None:
+        if self._epoch is not None and self._epoch.startswith(PRIVATE):
+            self._abandoned.append(self._epoch)
+        self._epoch = None
+
+    async def _advance(self) -> None:
+        self._epoch = await self._threads.start(partial(self._opened.reset, self._topology))
 
     @property
-    def _here(self) -> Control:
+    def _opened(self) -> ControlClient:
         if self._control is None:
             raise StateError("the Redis tier is not open")
         return self._control
 
-    def _names(self, keys: Iterable[OffloadKey]) -> list[bytes]:
-        """Return what keys are called at the servers; nothing while a reset is under way.
+    def _redis_keys(self, keys: Iterable[OffloadKey]) -> list[bytes]:
+        """Return the Redis keys of chunks; none during a reset.
 
-        All parts of a chunk are on one server: what is in braces decides about that.
+        The part in braces is the hash tag: all parts of a chunk are on one server.
         """
         if self._epoch is None:
             return []
-        start = self._here.chunks(self._epoch).encode()
-        return [b"%b{%b}" % (start, key.hex().encode()) for key in keys]
+        prefix = self._opened.key_prefix(self._epoch).encode()
+        return [b"%b{%b}" % (prefix, key.hex().encode()) for key in keys]
 
-    async def _move(
+    async def _transfer(
         self,
-        job: Callable[..., None],
+        operation: Callable[..., None],
         batch: Batch,
         names: Sequence[bytes],
         trailers: Sequence[bytearray],
-        choose: Callable[[_Server], Lines],
+        pool_of: Callable[[_Server], ConnectionPool],
     ) -> Outcome:
+        """Run a put or a get, on as many connections as its bytes are worth."""
         chunks = [Chunk(*parts) for parts in zip(names, batch.views, trailers, strict=True)]
-        await self._on_lines(
-            [
-                (lines, partial(job, form=self._form, chunks=part), part)
-                for address, some in self._by_server(chunks, lambda chunk: chunk.name).items()
-                for lines in [choose(self._server(address))]
-                for part in _split(some, lines.count, self._form.chunk_bytes)
-            ]
-        )
-        return self._outcome([chunk.end or LATE for chunk in chunks])
+        jobs = []
+        for server, group in self._by_server(chunks, lambda chunk: chunk.key):
+            pool = pool_of(server)
+            for part in _split(group, pool.size, self._layout.chunk_bytes):
+                jobs.append((pool, partial(operation, layout=self._layout, chunks=part), part))
+        await self._run(jobs)
+        results = [chunk.result or TIMED_OUT for chunk in chunks]
+        reasons = Counter(result.reason for result in results if result.reason)
+        if TOPOLOGY & reasons.keys():
+            self._topology_doubted.set()
+        return Outcome([result.status for result in results], reasons)
 
-    async def _ask(
-        self, job: Callable[..., Sequence[Reply]], names: Sequence[bytes], *form: Form
+    async def _query(
+        self,
+        operation: Callable[[RespSocket, ValueLayout, Sequence[bytes]], Sequence[Reply]],
+        names: Sequence[bytes],
     ) -> dict[bytes, Reply]:
-        """Ask something for each name. Who does not answer in time has not answered."""
-        found: dict[bytes, Reply] = {}
+        """Return the reply for each key; those that did not arrive in time are missing."""
+        replies: dict[bytes, Reply] = {}
 
-        def ask(wire: object, some: Sequence[bytes]) -> None:
-            replies = job(wire, *form, some)
-            found.update(zip(some, replies, strict=False))
+        def run(group: Sequence[bytes], sock: RespSocket) -> None:
+            replies.update(zip(group, operation(sock, self._layout, group), strict=False))
 
-        await self._on_lines(
-            [
-                (self._server(address).questions, partial(ask, some=some), ())
-                for address, some in self._by_server(list(dict.fromkeys(names)), bytes).items()
-            ]
-        )
-        for reply in found.values():
-            if isinstance(reply, Refused):
-                self._complain(answers.end_of(reply).reason, reply)
-        return found
+        groups = self._by_server(list(dict.fromkeys(names)), bytes)
+        await self._run([(server.small, partial(run, group), ()) for server, group in groups])
+        for reply in replies.values():
+            if isinstance(reply, ErrorReply):
+                self._warn(result_of(reply).reason, reply)
+        return replies
 
-    async def _on_lines(self, jobs: Sequence[tuple[Lines, Callable[..., None], Sequence[Chunk]]]) -> None:
-        """Do jobs at once, each on a connection, until the deadline."""
-        patience_s = _ANSWER_SHARE * self.config.deadline_s
-        with anyio.move_on_after(patience_s) as scope:
+    async def _run(
+        self, jobs: Sequence[tuple[ConnectionPool, Callable[[RespSocket], None], Sequence[Chunk]]]
+    ) -> None:
+        """Run jobs concurrently, each on a connection, until the deadline."""
+        timeout_s = _DEADLINE_SHARE * self.config.deadline_s
+        with anyio.move_on_after(timeout_s) as scope:
             async with anyio.create_task_group() as tasks:
-                for lines, job, chunks in jobs:
-                    tasks.start_soon(self._on_line, lines, job, chunks)
+                for job in jobs:
+                    tasks.start_soon(self._run_one, *job)
         if scope.cancelled_caught:
-            self._complain("timeout", f"no answer within {patience_s:g} s")
+            self._warn("timeout", f"no reply within {timeout_s:g} s")
 
-    async def _on_line(self, lines: Lines, job: Callable[..., None], chunks: Sequence[Chunk]) -> None:
+    async def _run_one(
+        self, pool: ConnectionPool, call: Callable[[RespSocket], None], chunks: Sequence[Chunk]
+    ) -> None:
         try:
-            async with lines.one() as line:
-                await line.run(job)
-        except Exception as error:  # whatever a server or the client comes up with is a miss
-            word = answers.word_for(error)
-            self._complain(word, error)
+            async with pool.connection() as connection:
+                await connection.run(call)
+        except Exception as error:  # whatever the server or redis-py comes up with is a miss
+            reason = reason_of(error)
+            self._warn(reason, error)
             for chunk in chunks:
-                chunk.end = chunk.end or End(Status.FAILED, word)
+                chunk.result = chunk.result or Result(Status.FAILED, reason)
 
-    def _outcome(self, ends: Sequence[End]) -> Outcome:
-        reasons = Counter(end.reason for end in ends if end.reason)
-        for reason in reasons:
-            if answers.means_another_server(reason):
-                self._look.set()
-        return Outcome([end.status for end in ends], reasons)
+    def _warn(self, reason: str, text: object) -> None:
+        repeats = self._log_limit.lets(reason, time.monotonic())
+        if repeats is not None:
+            _log.warning("tier %s: %s: %s%s", self._name, reason, self._factory.redact(text), repeats)
+        if reason in TOPOLOGY:
+            self._topology_doubted.set()
 
-    def _complain(self, word: str, text: object) -> None:
-        self._complaints.note(word, self._dialer.hide(text))
-        if answers.means_another_server(word):
-            self._look.set()
-
-    # ------------------------------------------------------------------------------ servers
-
-    def _by_server(self, items: Sequence[T], name: Callable[[T], bytes]) -> dict[Address, list[T]]:
-        servers = self._servers
-        found: dict[Address, list[T]] = {}
+    def _by_server(self, items: Sequence[T], key: Callable[[T], bytes]) -> Iterable[tuple[_Server, list[T]]]:
+        groups: dict[Address, list[T]] = {}
         for item in items:
-            found.setdefault(servers.addresses[index_of(servers, name(item))], []).append(item)
-        return found
+            groups.setdefault(self._topology.server_of(key(item)), []).append(item)
+        return [(self._server(address), group) for address, group in groups.items()]
 
     def _server(self, address: Address) -> _Server:
-        if address not in self._connected:
-            make = partial(self._dialer.connection, address)
-            self._connected[address] = _Server(make, self.config.connections, self._threads)
-        return self._connected[address]
+        if address not in self._servers:
+            make = partial(self._factory.connection, address)
+            self._servers[address] = _Server(make, self.config.connections, self._threads)
+        return self._servers[address]
 
-    def _move_to(self, servers: Servers) -> None:
-        """Use these servers from now on."""
-        self._servers = servers
-        for address in self._connected.keys() - set(servers.addresses):
-            self._connected.pop(address).close()
-
-    async def _look_after(self, control: Control) -> None:
-        """Look now and then how full the servers are and, where something hints at it, which they are."""
+    async def _maintain(self, control: ControlClient) -> None:
+        """Read the memory usage every second; discover the servers again after an error that suggests it."""
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_EVERY_S):
-                    await self._look.wait()
+                async with asyncio.timeout(_USAGE_INTERVAL_S):
+                    await self._topology_doubted.wait()
             try:
-                if self._look.is_set():
-                    self._look.clear()
-                    find = partial(control.find, self._servers.addresses)
-                    self._move_to(await self._threads.aside(find))
-                    await asyncio.sleep(_FIND_EVERY_S)
-                put_before = self._put_since
-                self._fill = await self._threads.aside(partial(control.fill, self._servers))
-                self._put_since -= put_before
-                await self._sweep(control, _SWEEP_S)
-            except BaseException as error:  # the next look may go well
+                if self._topology_doubted.is_set():
+                    await self._rediscover(control)
+                put_before = self._put_bytes
+                self._memory = await self._threads.start(partial(control.memory_usage, self._topology))
+                self._put_bytes -= put_before
+                await self._remove_abandoned(control, _CLEANUP_S)
+            except BaseException as error:  # the next attempt may succeed
                 require_fault(error)
-                self._complain(answers.word_for(error), error)
-                await asyncio.sleep(_LOOK_EVERY_S)
+                self._warn(reason_of(error), error)
+                await asyncio.sleep(_USAGE_INTERVAL_S)
 
-    async def _sweep(self, control: Control, seconds: float) -> None:
-        while self._dead:
-            until = time.monotonic() + seconds
+    async def _rediscover(self, control: ControlClient) -> None:
+        self._topology_doubted.clear()
+        self._topology = await self._threads.start(partial(control.discover, self._topology.addresses))
+        for address in self._servers.keys() - set(self._topology.addresses):
+            self._servers.pop(address).close()
+        await asyncio.sleep(_DISCOVERY_PAUSE_S)
+
+    async def _remove_abandoned(self, control: ControlClient, timeout_s: float) -> None:
+        while self._abandoned:
+            deadline = time.monotonic() + timeout_s
+            remove = partial(control.remove_epoch, self._topology, self._abandoned[0], deadline)
             with suppress(RedisError, OSError):
-                await self._threads.aside(partial(control.sweep, self._servers, self._dead[0], until))
-            self._dead.pop(0)
+                await self._threads.start(remove)
+            self._abandoned.pop(0)
 
 
-def _split(chunks: Sequence[T], most: int, chunk_bytes: int) -> list[Sequence[T]]:
-    """Cut chunks into parts for as many connections as they are worth."""
-    count = max(1, min(most, len(chunks), len(chunks) * chunk_bytes // _LINE_BYTES))
+def _split(chunks: Sequence[T], connections: int, chunk_bytes: int) -> list[Sequence[T]]:
+    """Split chunks into one part for each connection that they are worth."""
+    count = max(1, min(connections, len(chunks), len(chunks) * chunk_bytes // _BYTES_PER_CONNECTION))
     size = -(-len(chunks) // count)
     return [chunks[start : start + size] for start in range(0, len(chunks), size)]

@@ -1,4 +1,4 @@
-"""The tier ``s3``: chunks of KV cache in object stores. See README.md for its settings."""
+"""The S3 tier of kvtier: KV cache chunks in object stores."""
 
 from kvtier_s3.config import S3Config
 from kvtier_s3.tier import S3Tier

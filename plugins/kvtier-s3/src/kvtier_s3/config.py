@@ -1,4 +1,4 @@
-"""Settings of the tier."""
+"""Settings of the S3 tier."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from types import MappingProxyType
 from typing import Final, Literal
 from urllib.parse import urlsplit
 
-from pydantic import ByteSize, Field, SecretStr, StrictBool, field_validator, model_validator
+from pydantic import Field, SecretStr, StrictBool, field_validator, model_validator
 
+from kvtier.quantities import Size
 from kvtier.tiers.base import TierConfig
 
 Provider = Literal["s3", "gcs", "azure"]
 
-_SMALLEST_PART: Final = 5 * 2**20
+_MIN_PART_BYTES: Final = 5 * 2**20
 _PREFIX: Final = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 _BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,221}")
 _CONTAINER: Final = re.compile(r"(?=.{3,63}$)[a-z0-9]+(-[a-z0-9]+)*")
-_BELONGS_TO: Final[Mapping[str, Provider]] = MappingProxyType(
+_PROVIDER_OF: Final[Mapping[str, Provider]] = MappingProxyType(
     {
         "region": "s3",
         "addressing": "s3",
@@ -37,142 +38,135 @@ _BELONGS_TO: Final[Mapping[str, Provider]] = MappingProxyType(
 
 
 class S3Config(TierConfig):
-    """Settings of a tier that keeps each chunk as one object of an object store."""
+    """Settings of the S3 tier, which stores each chunk as one object."""
 
     type: str = Field(default="s3", description="Name of the tier's entry point in the group kvtier.tiers.")
     provider: Provider = Field(
-        default="s3",
-        description="What the store speaks: s3 (AWS and all that is compatible), gcs or azure.",
+        default="s3", description="Protocol of the store: s3 (AWS and all compatible stores), gcs or azure."
     )
-    bucket: str = Field(description="Bucket, or container of Azure. It must exist.")
-    prefix: str = Field(
-        default="kvtier", description="What the names of all objects begin with; may have slashes inside."
-    )
+    bucket: str = Field(description="Bucket, or Azure container. It must exist.")
+    prefix: str = Field(default="kvtier", description="Prefix of all object names; slashes are allowed.")
     endpoint: str | None = Field(
-        default=None,
-        description="URL of the store, without the bucket. Default: the provider's own.",
+        default=None, description="URL of the store, without the bucket. Default: the provider's."
     )
     region: str | None = Field(
         default=None, description="Region that requests are signed for. Default: AWS_REGION, or us-east-1."
     )
     addressing: Literal["path", "virtual"] = Field(
         default="path",
-        description="Where the bucket is named: path (https://host/bucket) or virtual (https://bucket.host).",
+        description="How the bucket is addressed: path (https://host/bucket) or virtual "
+        "(https://bucket.host).",
     )
 
     access_key_id: SecretStr | None = Field(
         default=None,
-        description="Access key. Default: AWS_ACCESS_KEY_ID, else a web identity, a container's or the "
+        description="Access key. Default: AWS_ACCESS_KEY_ID, else a web identity, the container's or the "
         "instance's role.",
     )
     secret_access_key: SecretStr | None = Field(
         default=None, description="Secret of access_key_id. Default: AWS_SECRET_ACCESS_KEY."
     )
     session_token: SecretStr | None = Field(
-        default=None, description="Token of temporary keys. Default: AWS_SESSION_TOKEN."
+        default=None, description="Session token of temporary keys. Default: AWS_SESSION_TOKEN."
     )
     profile: str | None = Field(
         default=None,
-        description="Profile of ~/.aws that has the keys; needs boto3 (pip install kvtier-s3[profiles]).",
+        description="Profile in ~/.aws with the credentials; needs boto3 (pip install kvtier-s3[profiles]).",
     )
     service_account_file: Path | None = Field(
         default=None,
         description="JSON file of a service account. Default: GOOGLE_APPLICATION_CREDENTIALS, else the "
         "machine's account.",
     )
-    account: str | None = Field(default=None, description="Storage account of Azure.")
+    account: str | None = Field(default=None, description="Azure storage account.")
     account_key: SecretStr | None = Field(
         default=None,
-        description="Key of account. Default: AZURE_STORAGE_ACCOUNT_KEY, else a client's secret, "
-        "a workload's or the machine's identity.",
+        description="Key of account. Default: AZURE_STORAGE_ACCOUNT_KEY, else a client secret, a workload "
+        "or managed identity.",
     )
     sas_token: SecretStr | None = Field(
-        default=None, description="Shared access signature, in place of account_key."
+        default=None, description="Shared access signature, instead of account_key."
     )
 
     allow_http: StrictBool = Field(
-        default=False,
-        description="Allow an endpoint without TLS: whoever listens can read what is put.",
+        default=False, description="Allow an endpoint without TLS: chunks travel unencrypted."
     )
     verify: StrictBool = Field(
-        default=True, description="Check the store's certificate. Without, anybody can pose as the store."
+        default=True, description="Verify the store's certificate. Without, anybody can pose as the store."
     )
     ca_file: Path | None = Field(
-        default=None, description="PEM file of authorities that are trusted besides the system's."
+        default=None, description="PEM file of authorities trusted in addition to the system's."
     )
 
-    connect_timeout_s: float = Field(default=2.0, gt=0, le=60, description="Seconds to connect at most.")
+    connect_timeout_s: float = Field(default=2.0, gt=0, le=60, description="Connect timeout, in seconds.")
     timeout_s: float = Field(
         default=5.0,
         gt=0,
         le=600,
-        description="Seconds that one request may take, its body included. A put holds its slot so long, at "
-        "most, after it was given up.",
+        description="Timeout of one request including its body, in seconds. A cancelled put holds its slot "
+        "for at most this long.",
     )
     open_timeout_s: float = Field(
-        default=15.0, gt=0, le=600, description="Seconds that opening may take, credentials included."
+        default=15.0, gt=0, le=600, description="Timeout of opening the tier, credentials included."
     )
     max_requests: int = Field(
-        default=32,
-        ge=1,
-        le=1024,
-        description="Requests that read which may be under way at once, and as many that write.",
+        default=32, ge=1, le=1024, description="Concurrent read requests, and as many write requests."
     )
-    part_bytes: ByteSize = Field(
-        default=ByteSize(64 * 2**20),
-        ge=_SMALLEST_PART,
-        description="Chunks larger than this are put in parts of this size.",
+    part_bytes: Size = Field(
+        default=64 * 2**20,
+        ge=_MIN_PART_BYTES,
+        description="Larger chunks are uploaded in parts of this size.",
     )
     conditional_puts: Literal["auto"] | StrictBool = Field(
         default="auto",
-        description="Whether a put says that it must not replace an object (If-None-Match). auto: try at "
-        "opening whether the store knows that.",
+        description="Use If-None-Match, so that a put does not replace an object. auto: if the store "
+        "supports it, which is tested when the tier opens.",
     )
     bulk_delete: StrictBool = Field(
-        default=True, description="Delete many objects with one request. False for stores that cannot."
+        default=True, description="Delete up to 1,000 objects with one request, if the store supports it."
     )
     index_keys: int = Field(
         default=1_000_000,
         ge=0,
-        description="Chunks at most that are known to be there without a request. 0: none.",
+        description="Maximum number of chunks remembered as present, so that no request is needed. 0: none.",
     )
     list_every_s: float = Field(
         default=3600.0,
         gt=0,
-        description="Seconds between two listings, which learn what others put and what has expired.",
+        description="Interval of listings, which find what others put and what has expired.",
     )
-    max_bytes: ByteSize | None = Field(
+    max_bytes: Size | None = Field(
         default=None,
         ge=0,
-        description="Bytes of chunks below prefix beyond which puts are refused. Default: no bound here; "
-        "let a lifecycle rule of the bucket expire chunks.",
+        description="Refuse puts while the chunks below prefix take more bytes. Default: no bound; expire "
+        "chunks with a lifecycle rule of the bucket.",
     )
 
     @field_validator("bucket")
     @classmethod
-    def _is_a_bucket(cls, value: str) -> str:
+    def _check_bucket(cls, value: str) -> str:
         if not _BUCKET.fullmatch(value):
-            raise ValueError("a bucket's bare name is needed, without scheme or slashes")
+            raise ValueError("must be the bare name of a bucket, without scheme or slashes")
         return value
 
     @field_validator("prefix")
     @classmethod
-    def _is_a_prefix(cls, value: str) -> str:
+    def _check_prefix(cls, value: str) -> str:
         bare = value.strip("/")
         if not _PREFIX.fullmatch(bare) or {".", ".."} & set(bare.split("/")):
-            raise ValueError("letters, digits and ._- are possible, in parts divided by single slashes")
+            raise ValueError("must be letters, digits and ._- in parts separated by single slashes")
         return bare
 
     @field_validator("endpoint")
     @classmethod
-    def _is_an_endpoint(cls, value: str | None) -> str | None:
+    def _check_endpoint(cls, value: str | None) -> str | None:
         if value is None:
             return None
         parts = urlsplit(value)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("a URL is needed that begins with https:// or http://")
+            raise ValueError("must be a URL that begins with https:// or http://")
         if "@" in parts.netloc or parts.query or parts.fragment:
-            raise ValueError("credentials, queries and fragments do not belong into it")
+            raise ValueError("must not contain credentials, queries or fragments")
         return value.rstrip("/")
 
     @field_validator("ca_file", "service_account_file")
@@ -181,41 +175,38 @@ class S3Config(TierConfig):
         return None if value is None else value.expanduser().absolute()
 
     @model_validator(mode="after")
-    def _fits_the_provider(self) -> S3Config:
-        for name in sorted(self.model_fields_set & _BELONGS_TO.keys()):
-            if getattr(self, name) is not None and _BELONGS_TO[name] != self.provider:
+    def _check_provider(self) -> S3Config:
+        for name in sorted(self.model_fields_set & _PROVIDER_OF.keys()):
+            if getattr(self, name) is not None and _PROVIDER_OF[name] != self.provider:
                 raise ValueError(
-                    f"{name} belongs to provider {_BELONGS_TO[name]}, and provider is {self.provider}: "
-                    "remove the one or change the other"
+                    f"{name} belongs to provider {_PROVIDER_OF[name]}, and provider is {self.provider}: "
+                    "remove one or change the other"
                 )
         if self.provider == "azure" and self.account is None:
             raise ValueError("account is missing: provider azure needs the storage account's name")
         if self.provider == "azure" and not _CONTAINER.fullmatch(self.bucket):
             raise ValueError(
-                f"bucket = {self.bucket!r}: a container of Azure has 3 to 63 small letters and digits, with "
-                "single hyphens between them"
+                f"bucket = {self.bucket!r}: an Azure container has 3 to 63 lower-case letters and digits, "
+                "with single hyphens between them"
             )
         return self
 
     @model_validator(mode="after")
-    def _has_one_set_of_credentials(self) -> S3Config:
+    def _check_credentials(self) -> S3Config:
         if (self.access_key_id is None) != (self.secret_access_key is None):
-            raise ValueError("access_key_id and secret_access_key go together: give both or neither")
+            raise ValueError("access_key_id and secret_access_key go together: set both or neither")
         if self.session_token is not None and self.access_key_id is None:
             raise ValueError("session_token needs access_key_id and secret_access_key")
         if self.profile is not None and self.access_key_id is not None:
-            raise ValueError("profile and access_key_id are two sets of credentials: remove one of them")
+            raise ValueError("profile and access_key_id are two sets of credentials: remove one")
         if self.account_key is not None and self.sas_token is not None:
-            raise ValueError("account_key and sas_token are two sets of credentials: remove one of them")
+            raise ValueError("account_key and sas_token are two sets of credentials: remove one")
         return self
 
     @model_validator(mode="after")
-    def _means_the_transport(self) -> S3Config:
+    def _check_transport(self) -> S3Config:
         if self.endpoint is not None and self.endpoint.startswith("http://") and not self.allow_http:
             raise ValueError("endpoint has no TLS: use https://, or set allow_http to true")
         if not self.verify and self.ca_file is not None:
-            raise ValueError("ca_file has no meaning where verify is false: remove one of them")
+            raise ValueError("ca_file has no effect when verify is false: remove one")
         return self
-
-
-__all__ = ["Provider", "S3Config"]

@@ -23,7 +23,7 @@ from contextvars import copy_context
 from typing import Any, ClassVar
 
 _LOOK_S = 0.05
-_STOP_S = 2.0
+_STOP_S = 1.0
 _FRAMES = 5
 _EXITS = (SystemExit, KeyboardInterrupt)
 

@@ -9,11 +9,12 @@ import shutil
 import anyio
 import pytest
 
-from kvtier.core import reasons
+from kvtier import reasons
 from kvtier.tiers.base import Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier.tiers.fs.files.call import FileCall, Flag, Place, Result, StopFlag
 from kvtier.tiers.fs.maintenance.quarantine import Quarantine
+from kvtier.tiers.fs.maintenance.removal import Removal
 from kvtier.tiers.fs.maintenance.sweep import Sweeper
 from kvtier.tiers.fs.root import Root
 
@@ -196,7 +197,7 @@ async def test_a_sweep_brings_the_quarantine_within_its_bound_or_says_why_not(wo
 
     def sweep():
         with Root(world.root) as root:
-            sweeper = Sweeper(root, world.work, StopFlag(), frozenset(world.writers()))
+            sweeper = Sweeper(root, Removal(root.fd, world.work, StopFlag()), frozenset(world.writers()))
             sweeper.sweep()
             return sweeper.problems
 

@@ -168,6 +168,7 @@ async def test_a_ledger_lost_under_living_engines_does_no_harm(world, monkeypatc
     assert 300_000 < await bytes_below(world) <= 600_000
 
 
+@pytest.mark.blocking(reason="changes the ledger on the loop, as another process would")
 async def test_the_lease_of_a_dead_writer_counts_as_written_until_the_next_count(world, monkeypatch):
     monkeypatch.setattr(maintenance, "TICK_S", 1000.0)  # which would have it counted
     tier = await world.open(max_bytes=10**9)

@@ -7,15 +7,19 @@ the end of a step.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from kvtier.core.messages import SlotsReady
 from kvtier.core.requests import Request
 from kvtier.core.states import Lookup
 from kvtier.core.transfers import Pinned, Reservation
+from kvtier.driver import Driver
 from kvtier.executor import Executor, ExecutorThread, Post
 from kvtier.keys import OffloadKey
 from kvtier_testing.sim.truth import CheckedTiering, World
+
+logger = logging.getLogger("kvtier.sim")
 
 
 class SimExecutorThread(ExecutorThread):
@@ -46,7 +50,8 @@ class Bridge:
     def __init__(self, world: World, core: CheckedTiering, executor: SimExecutorThread) -> None:
         self.core = core
         self._world = world
-        self._executor = executor
+        self._events = executor.events
+        self._driver = Driver(core, executor, logger, clock=lambda: world.now_s)
         self._chance = world.chance(f"bridge/{world.process}")
         self._requests: dict[str, Request] = {}
         self._loads: dict[str, Pinned] = {}
@@ -56,11 +61,11 @@ class Bridge:
     @property
     def is_busy(self) -> bool:
         """Whether a tier is at work."""
-        return bool(self.core.ledger.running)
+        return bool(self.core.shared.running)
 
     def slots_ready(self, slots: range) -> None:
         """Slots of the primary tier can be used."""
-        self.core.on_event(SlotsReady(slots), self._world.now_s)
+        self._driver.on_event(SlotsReady(slots))
 
     def new_request(self, name: str, tiers: frozenset[int] | None) -> None:
         """A request has come."""
@@ -72,8 +77,8 @@ class Bridge:
 
     def lookup(self, key: OffloadKey, name: str) -> Lookup:
         """Say whether a chunk is there. What a thread posts can be there from any question on."""
-        if self._executor.events and self._chance.random() < 0.5:
-            self.take_in()
+        if self._events and self._chance.random() < 0.5:
+            self._driver.take_in(self._events)
         request = self._requests[name]
         if request.stands and (answer := self.core.repeat(key, request)) is not None:
             return answer
@@ -86,11 +91,7 @@ class Bridge:
 
     def complete_load(self, name: str, *, failed: bool) -> None:
         """A load has ended."""
-        pinned = self._loads.pop(name)
-        if failed:
-            self.core.fail_load(pinned, self._requests.get(name))
-        else:
-            self.core.release(pinned)
+        self._driver.end_load(self._loads.pop(name), self._requests.get(name), failed=failed)
 
     def prepare_store(self, keys: Sequence[OffloadKey]) -> Reservation | None:
         """Give slots to a store; None: not now."""
@@ -107,8 +108,7 @@ class Bridge:
         if failed:
             self.core.fail_store(reservation)
         else:
-            self.core.commit(reservation, self._world.now_s)
-            self._dispatch()
+            self._driver.commit(reservation)
 
     def end_schedule(self, started: Iterable[str], preempted: Iterable[str]) -> None:
         """A step is scheduled."""
@@ -118,7 +118,7 @@ class Bridge:
         for name in preempted:
             if name in self._requests:
                 self.core.restart(self._requests[name])
-        self.core.settle(self._world.now_s)
+        self._driver.settle()
         self.take_in()
 
     def reset(self) -> None:
@@ -127,8 +127,7 @@ class Bridge:
         self._flushing[1].extend(self._loads.values())
         self._stores.clear()
         self._loads.clear()
-        self.core.reset()
-        self._dispatch()
+        self._driver.reset()
 
     def flushed(self) -> None:
         """The copies that resets have cut off have ended."""
@@ -137,18 +136,11 @@ class Bridge:
         for reservation in reservations:
             self.core.abort(reservation)
         for pinned in loads:
-            self.core.release(pinned)
+            self._driver.end_load(pinned)
 
     def take_in(self) -> None:
         """Tell the core what has happened, and the executor what is to be done."""
-        while self._executor.events:
-            self.core.on_event(self._executor.events.popleft(), self._world.now_s)
-        self._dispatch()
-
-    def _dispatch(self) -> None:
-        commands = self.core.take_commands()
-        if commands:
-            self._executor.submit(commands)
+        self._driver.take_in(self._events)
 
 
 __all__ = ["Bridge", "SimExecutorThread"]

@@ -31,7 +31,7 @@ class FrugalTiering(Tiering):
 
     def on_event(self, event: Event, now_s: float) -> None:
         """Take in an event, and note whom it tells that a tier does not have a chunk."""
-        transfer = self.ledger.transfers.get(event.id) if isinstance(event, Fetched) else None
+        transfer = self.shared.transfers.get(event.id) if isinstance(event, Fetched) else None
         if isinstance(event, Fetched) and transfer is not None:
             if transfer.state is TransferState.RUNNING:
                 self._tell(transfer, _answered(transfer, event, Answer.MISSING))
@@ -40,7 +40,7 @@ class FrugalTiering(Tiering):
 
     def settle(self, now_s: float) -> None:
         """End a round. What a tier has not said by its deadline counts as said: no."""
-        for transfer in self.ledger.running:
+        for transfer in self.shared.running:
             if not transfer.is_put and transfer.deadline_s <= now_s:
                 self._tell(transfer, transfer.keys)
         asked, visible = list(self._asked), self.table.visible
@@ -53,7 +53,7 @@ class FrugalTiering(Tiering):
         commands = super().take_commands()
         for command in commands:
             if isinstance(command, Fetch):
-                self._require_of_use(command, self.ledger.transfers[command.id])
+                self._require_of_use(command, self.shared.transfers[command.id])
         return commands
 
     def reserve(self, keys: Sequence[OffloadKey]) -> Reservation | None:
@@ -146,7 +146,7 @@ class FrugalTiering(Tiering):
             return
         changed = was_there | self.table.visible.keys() | first.absent
         news = not changed.isdisjoint(first.wanted)
-        fetches = any(not transfer.is_put for transfer in self.ledger.running)
+        fetches = any(not transfer.is_put for transfer in self.shared.running)
         assert news or fetches, f"request {first.name} waits for {len(first.wanted)} chunks, and for nothing"
 
 

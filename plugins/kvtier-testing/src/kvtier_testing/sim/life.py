@@ -236,12 +236,12 @@ class _Run:
                 other.forget(other.process, keys)
         for _ in process.core.table:
             if key in process.core.table.visible:
-                process.core.ledger.evict(1)
+                process.core.shared.evict(1)
         self.world.require(key not in process.core.table.visible, f"{show(key)} cannot be evicted")
         if index in self._to_damage:
             await self._require_set_aside(process, index, keys)
             return False
-        return await process.find(keys) == 1 and process.core.ledger.tiers[index].works
+        return await process.find(keys) == 1 and process.core.shared.tiers[index].works
 
     async def _require_set_aside(self, process: Process, index: int, keys: Sequence[OffloadKey]) -> None:
         """Damage a chunk; where the tier is asked for it, it is not found, and forgotten."""

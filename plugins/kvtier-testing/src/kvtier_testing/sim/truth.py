@@ -17,7 +17,6 @@ from functools import cache
 from random import Random
 from typing import NoReturn
 
-from kvtier.core import invariants
 from kvtier.core.chunks import Chunk
 from kvtier.core.messages import Command, Event, Fetched
 from kvtier.core.requests import Request
@@ -25,6 +24,7 @@ from kvtier.core.states import ChunkState
 from kvtier.core.transfers import Pinned, Reservation
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey
+from kvtier_testing import invariants
 from kvtier_testing.sim.frugal import FrugalTiering
 from kvtier_testing.sim.loop import SimLoop
 
@@ -212,11 +212,11 @@ class CheckedTiering(FrugalTiering):
         """Start to check."""
         self.world, self.memory = world, memory
         self._followed: set[OffloadKey] = set()
-        self.believed: list[set[OffloadKey]] = [set() for _ in self.ledger.tiers]
+        self.believed: list[set[OffloadKey]] = [set() for _ in self.shared.tiers]
 
     def on_event(self, event: Event, now_s: float) -> None:
         """Take in an event; what a fetch brought must be what was stored."""
-        transfer = self.ledger.transfers.get(event.id) if isinstance(event, Fetched) else None
+        transfer = self.shared.transfers.get(event.id) if isinstance(event, Fetched) else None
         with self._checks(f"{event}"):
             super().on_event(event, now_s)
         for key in transfer.keys if transfer is not None else ():
@@ -329,11 +329,11 @@ class CheckedTiering(FrugalTiering):
             self.world.fail(
                 f"the eviction policy did what it must not, and was replaced: {self.table.faults}"
             )
-        promotions, limits = self.promotions, self.ledger.limits
+        promotions, limits = self.promotions, self.shared.limits
         if len(promotions.landing) > promotions.budget:
             self.world.fail(f"promotions hold {len(promotions.landing)} slots of {promotions.budget}")
         most = max(1, int(len(self.table.all) * limits.put_backlog))
-        for gate in self.ledger.tiers:
+        for gate in self.shared.tiers:
             if gate.backlog > most:
                 self.world.fail(f"the puts of {gate.name} hold {gate.backlog} slots of {most}")
 
@@ -342,7 +342,7 @@ class CheckedTiering(FrugalTiering):
         table, require = self.table, self.world.require
         self.require_ready_bytes()
         require(
-            self.is_idle, f"after the last fault there are {self.ledger.transfers} {self.ledger.commands}"
+            self.is_idle, f"after the last fault there are {self.shared.transfers} {self.shared.commands}"
         )
         require(not self.promotions.landing, f"the budget is not given back: {self.promotions.landing}")
         require(not self.promotions.holders, f"held for {[it.name for it in self.promotions.holders]}")
@@ -350,7 +350,7 @@ class CheckedTiering(FrugalTiering):
         require(not pinned, f"pinned by nobody: {pinned}")
         require(len(table.free) + len(table.visible) == len(table.all), "a slot is lost")
         require(len(table.policy) == len(table.visible), "the policy knows all that may be evicted")
-        busy = [gate.name for gate in self.ledger.tiers if gate.backlog or gate.overdue]
+        busy = [gate.name for gate in self.shared.tiers if gate.backlog or gate.overdue]
         require(not busy, f"tiers have nothing to do, but count work: {busy}")
 
 

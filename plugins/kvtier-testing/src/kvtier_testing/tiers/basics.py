@@ -155,7 +155,7 @@ class BasicTests(TierSetup):
             for version in (0, 1):
                 batch, slots = it.filled(range(8), version)
                 await it.tier.put(batch)
-                slots.move_in()
+                slots.reuse()
             await anyio.sleep(self.settle_s)
             it.expect_kept(await it.get(range(8), versions=(0, 1)), "chunks whose slots are used again")
         if self.is_persistent:
@@ -167,9 +167,9 @@ class BasicTests(TierSetup):
             await it.put(range(8))
             batch, slots = it.empty(range(10))
             await it.tier.get(batch)
-            slots.move_in()
+            slots.reuse()
             await anyio.sleep(self.settle_s)
-        slots.check_next_owner("a get")
+        slots.check_reused("a get")
 
     async def test_discarded_chunks_are_gone_and_others_stay(self, place: Path) -> None:
         async with self.opened(place) as it:

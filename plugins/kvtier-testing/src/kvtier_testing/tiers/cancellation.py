@@ -1,8 +1,8 @@
 """The contract of a tier, second part: calls that run at once, are cancelled, or cross a reset.
 
-The slots of a put or a get are given to other chunks the moment it has ended, however it ended. So
-each of these tests lets others move in at that very moment, and looks afterwards at two things: what is
-stored is a whole chunk or none, and what moved in is untouched.
+The slots of a put or a get are given to other chunks the moment it has ended, however it ended. So each of
+these tests fills the slots with other bytes at that very moment, and checks two things afterwards: what is
+stored is a whole chunk or none, and nothing was written into the slots since.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class CancellationTests(TierSetup):
             for at_wait in await trials.waits_of_a_get() * _TRIES:
                 await trials.get(way, at_wait=at_wait)
             await anyio.sleep(self.settle_s)
-            trials.check_next_owners()
-        trials.check_next_owners()
+            trials.check_reused()
+        trials.check_reused()
 
     @every_way
     async def test_calls_may_be_cancelled_at_any_moment(self, place: Path, way: Way) -> None:
@@ -70,8 +70,8 @@ class CancellationTests(TierSetup):
                 await trials.put(way, after_s=rng.uniform(0, 1.2) * put_s)
                 await trials.get(way, after_s=rng.uniform(0, 1.2) * get_s)
             await self._check_stored(it, trials)
-            trials.check_next_owners()
-        trials.check_next_owners()
+            trials.check_reused()
+        trials.check_reused()
         await self._check_stored_later(place, trials)
 
     @every_way
@@ -95,8 +95,8 @@ class CancellationTests(TierSetup):
                 with self.slowed(it.tier, self.settle_s):
                     await trials.get(way, after_s=share * self.settle_s)
             await anyio.sleep(self.settle_s)
-            trials.check_next_owners()
-        trials.check_next_owners()
+            trials.check_reused()
+        trials.check_reused()
 
     @every_way
     async def test_a_cancelled_call_raises_the_cancellation(self, place: Path, way: Way) -> None:
@@ -157,7 +157,7 @@ class CancellationTests(TierSetup):
             async with self.opened(place) as it:
                 batch, slots = it.filled(numbers)
                 await moment(it, batch)
-                slots.move_in()
+                slots.reuse()
                 await _expect_hidden(it, numbers, "the tier that was reset gives them")
             if self.is_persistent:
                 async with self.opened(place) as it:
@@ -206,7 +206,7 @@ class CancellationTests(TierSetup):
         ended = driver.ends_of(started)
         expect(ended == [1, 1], f"transfers that hung ended {ended} times")
         await anyio.sleep(self.settle_s)
-        driver.check_next_owner(range(8, 16), "a transfer that hung")
+        driver.check_reused(range(8, 16), "a transfer that hung")
 
     async def _reset_at_wait(self, at_wait: int, it: TierRig, batch: Batch) -> None:
         """Put, and let a reset run while the put is held at one of its waits."""
@@ -273,7 +273,7 @@ class _Trials:
         batch, slots = self._rig.filled(numbers, version=1)
         self.stored.append(numbers)
         return await run_cancelled(
-            lambda: self._rig.tier.put(batch), way, at_wait=at_wait, after_s=after_s, then=slots.move_in
+            lambda: self._rig.tier.put(batch), way, at_wait=at_wait, after_s=after_s, then=slots.reuse
         )
 
     async def get(
@@ -284,13 +284,13 @@ class _Trials:
         batch, slots = self._rig.empty(range(_CHUNKS))
         self._got.append(slots)
         return await run_cancelled(
-            lambda: self._rig.tier.get(batch), way, at_wait=at_wait, after_s=after_s, then=slots.move_in
+            lambda: self._rig.tier.get(batch), way, at_wait=at_wait, after_s=after_s, then=slots.reuse
         )
 
-    def check_next_owners(self) -> None:
+    def check_reused(self) -> None:
         """Check that nothing was written into slots after their get had ended."""
         for slots in self._got:
-            slots.check_next_owner("a get that was cancelled")
+            slots.check_reused("a get that was cancelled")
 
 
 async def _expect_hidden(it: TierRig, numbers: Sequence[int], what: str) -> None:

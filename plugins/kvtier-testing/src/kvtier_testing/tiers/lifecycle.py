@@ -127,7 +127,7 @@ class LifecycleTests(TierSetup):
         ended = driver.ends_of(started)
         expect(set(ended) == {1}, f"transfers under way when the tier was closed ended {ended} times")
         await anyio.sleep(self.settle_s)
-        driver.check_next_owner(range(64), "a transfer that was under way when the tier was closed")
+        driver.check_reused(range(64), "a transfer that was under way when the tier was closed")
         if self.is_persistent:
             async with self.opened(place) as it:
                 it.expect_kept(await it.get(range(8)), "chunks that were put before")

@@ -62,6 +62,7 @@ class ResourceTests(TierSetup):
             for verb, call in calls_of(it, 2).items():
                 if verb == "reset":
                     continue  # a tier may remember its epochs
+                objects = files = 0
                 for _ in range(_ROUNDS):  # the first ones fill caches, and a client may tidy up now and then
                     objects, files = await _added_by(call)
                     if max(objects, files) < _REPEATED_CALLS // 2:

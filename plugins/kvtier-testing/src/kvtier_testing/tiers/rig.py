@@ -11,18 +11,18 @@ from itertools import count
 from typing import Any, NoReturn
 
 from kvtier.core.messages import Answer, Command, Event, Fetch, Fetched, Put, PutEnded
-from kvtier.core.reasons import TRANSFER
 from kvtier.executor import Executor, NamedTier
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.memory.heap import HeapMemory
+from kvtier.reasons import TRANSFER
 from kvtier.tiers.base import Batch, Knowledge, Outcome, SecondaryTier, Status, Usage
 from kvtier.tiers.drain import in_thread
 from kvtier.tiers.seal import Verdict, check, seal
 
 UNUSED = 0xA5
 EMPTY = 0x5A
-NEXT_OWNER = 0xEE
+REUSED = 0xEE
 
 
 def expect(condition: object, message: str) -> None:
@@ -71,11 +71,11 @@ class Slots:
         for slot in range(self.memory.slots):
             self.memory.view(slot)[:] = pattern
 
-    def move_in(self) -> None:
-        """Have other chunks in all slots, as when a transfer has ended."""
-        self.fill(NEXT_OWNER)
+    def reuse(self) -> None:
+        """Fill all slots with other bytes, as when other chunks have them after a transfer has ended."""
+        self.fill(REUSED)
 
-    def strangers(self, byte: int, slots: Iterable[int]) -> list[int]:
+    def changed(self, byte: int, slots: Iterable[int]) -> list[int]:
         """Return those of ``slots`` that do not hold ``byte`` all over."""
         pattern = bytes([byte]) * self.memory.chunk_bytes
         return [slot for slot in slots if self.memory.view(slot) != pattern]
@@ -83,12 +83,12 @@ class Slots:
     def check_unused(self, what: str) -> None:
         """Check that nothing was written where no chunk of the batch is."""
         unused = set(range(self.memory.slots)) - set(self.numbers)
-        touched = self.strangers(UNUSED, sorted(unused))
+        touched = self.changed(UNUSED, sorted(unused))
         expect(not touched, f"{what} has written into slots that are not in its batch: {touched}")
 
-    def check_next_owner(self, what: str) -> None:
-        """Check that what moved in is still there."""
-        touched = self.strangers(NEXT_OWNER, range(self.memory.slots))
+    def check_reused(self, what: str) -> None:
+        """Check that nothing was written into slots that are in use again."""
+        touched = self.changed(REUSED, range(self.memory.slots))
         expect(
             not touched,
             f"{what} has written into slots {touched} after it had ended, when they belonged to others",
@@ -192,9 +192,9 @@ class TierRig:
         )
 
     def _describe(self, number: int, view: memoryview, versions: Iterable[int]) -> str:
-        """Say where the bytes of a chunk come from, page by page."""
+        """Return where the bytes of a chunk come from, page by page."""
         sources = {f"of version {version}": self.content(number, version) for version in range(3)}
-        sources["of the slot's next owner"] = bytes([NEXT_OWNER]) * self.chunk_bytes
+        sources["of the slot's next chunk"] = bytes([REUSED]) * self.chunk_bytes
         sources["of the empty slot"] = bytes([EMPTY]) * self.chunk_bytes
         step = 4096
         shares = dict.fromkeys([*sources, "of something else"], 0)
@@ -228,7 +228,7 @@ class TierRig:
         unknown = set(outcome.reasons) - set(TRANSFER) - set(self.tier.reasons)
         expect(
             not unknown,
-            f"a {verb} gave the reasons {sorted(unknown)}, which are neither in kvtier.core.reasons.TRANSFER "
+            f"a {verb} gave the reasons {sorted(unknown)}, which are neither in kvtier.reasons.TRANSFER "
             "nor in the tier's own reasons: they would be counted as 'error'",
         )
 
@@ -326,13 +326,13 @@ class Driver:
         self._on_end: dict[int, list[int]] = {}
 
     def start_put(self, numbers: Sequence[int], slots: Sequence[int]) -> asyncio.Future[Event]:
-        """Put what is in the slots; other chunks move in when that has ended."""
+        """Put what is in the slots; they are in use again when that has ended."""
         return self._start(Put(next(self._ids), 0, keys(numbers), slots), slots)
 
     def start_fetch(
         self, numbers: Sequence[int], slots: Sequence[int], *, keep: bool = False
     ) -> asyncio.Future[Event]:
-        """Look for chunks and get those at the front; others move in when that has ended, or they stay."""
+        """Look for chunks and get those at the front; unless ``keep``, the slots are in use again then."""
         fetch = Fetch(next(self._ids), 0, keys(numbers), slots, located=False)
         return self._start(fetch, () if keep else slots)
 
@@ -364,9 +364,9 @@ class Driver:
         ids = [event.id for event in self.events if isinstance(event, PutEnded | Fetched)]
         return [ids.count(number) for number in numbers]
 
-    def check_next_owner(self, slots: Iterable[int], what: str) -> None:
-        """Check that what moved in is still there."""
-        pattern = bytes([NEXT_OWNER]) * self.rig.chunk_bytes
+    def check_reused(self, slots: Iterable[int], what: str) -> None:
+        """Check that nothing was written into slots that are in use again."""
+        pattern = bytes([REUSED]) * self.rig.chunk_bytes
         touched = [slot for slot in slots if self.memory.view(slot) != pattern]
         expect(not touched, f"{what} has written into slots {touched} after it had ended")
 
@@ -382,7 +382,7 @@ class Driver:
         self.events.append(event)
         if isinstance(event, PutEnded | Fetched):
             for slot in self._on_end[event.id]:
-                self.memory.view(slot)[:] = bytes([NEXT_OWNER]) * self.rig.chunk_bytes
+                self.memory.view(slot)[:] = bytes([REUSED]) * self.rig.chunk_bytes
             if not self._waiting[event.id].done():
                 self._waiting[event.id].set_result(event)
 

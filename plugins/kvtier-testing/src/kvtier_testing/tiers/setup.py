@@ -114,8 +114,12 @@ class TierSetup(LimitedSuite):
         yield here
         self.wipe(here)
 
+    def around_test(self) -> AbstractContextManager[None]:
+        """Refuse blocking calls of the tier on the event loop. See ``LimitedSuite.around_test``."""
+        return self._refused_blocking_calls()
+
     @contextmanager
-    def around_test(self) -> Iterator[None]:
+    def _refused_blocking_calls(self) -> Iterator[None]:
         """Have blocking calls of the tier's package on the event loop raise, if blockbuster is installed."""
         try:
             from blockbuster import blockbuster_ctx

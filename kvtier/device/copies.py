@@ -1,0 +1,67 @@
+"""Which transfers are under way and which have ended: the part that all backends share."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+
+from kvtier.device.base import Finished
+
+logger = logging.getLogger("kvtier.device")
+
+
+class CopyTable:
+    """The copies in flight and those that have ended; thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._under_way: set[int] = set()
+        self._ended: list[Finished] = []
+        self._wakeup: Callable[[], object] | None = None
+
+    def begin(self, transfer_id: int) -> None:
+        """Note a transfer. Raise ValueError when one of that id is under way."""
+        with self._changed:
+            if transfer_id in self._under_way:
+                raise ValueError(f"transfer {transfer_id} is under way already")
+            self._under_way.add(transfer_id)
+
+    def end(self, result: Finished) -> None:
+        """Note how a transfer ended, and wake who waits for that."""
+        with self._changed:
+            self._under_way.discard(result.transfer_id)
+            self._ended.append(result)
+            self._changed.notify_all()
+            wakeup = self._wakeup
+        if wakeup is not None:
+            try:
+                wakeup()
+            except Exception:  # a closed event loop, say; copies must go on
+                logger.exception("the wake-up after transfer %d failed", result.transfer_id)
+
+    def take(self) -> list[Finished]:
+        """Return what ended since the last call, in the order of the ends."""
+        with self._changed:
+            ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self, transfer_ids: Iterable[int]) -> None:
+        """Block until none of these is under way."""
+        awaited = frozenset(transfer_ids)
+        with self._changed:
+            self._changed.wait_for(lambda: self._under_way.isdisjoint(awaited))
+
+    def drain(self) -> None:
+        """Block until none of those is under way that are now."""
+        with self._changed:
+            awaited = frozenset(self._under_way)
+        self.wait(awaited)
+
+    def set_wakeup(self, wakeup: Callable[[], object] | None) -> None:
+        """Call ``wakeup`` after each end, in the thread that reports it; now too, if some are untaken."""
+        with self._changed:
+            self._wakeup = wakeup
+            waiting = bool(self._ended)
+        if waiting and wakeup is not None:
+            wakeup()

@@ -1,0 +1,108 @@
+"""Sizes and durations: how users write them, and which are accepted. The one place that bounds them.
+
+The settings' models and the options of the command line share it. What is absurd is refused here, because
+arithmetic behind it is on 64-bit integers: a time-to-live of 1e300 seconds once wrapped to a negative one,
+and emptied a root.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from typing import Annotated, Final
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, WithJsonSchema, field_validator
+
+MOST_BYTES: Final = 2**63 - 1
+MOST_SECONDS: Final = 36_500 * 86_400
+"""100 years."""
+
+SIZE_PATTERN: Final = r"^\s*[0-9]*\.?[0-9]+\s*([kKmMgGtTpPeE]?[iI]?[bB]?)\s*$"
+SIZE_NEEDED: Final = "write a number of bytes, or text with a unit, such as 64GiB, 500MB or 1073741824"
+
+_AMOUNT: Final = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE)
+_PREFIXES: Final = "kmgtpe"
+_BYTES: Final = {
+    "": 1,
+    "b": 1,
+    **{letter + end: 1000**power for power, letter in enumerate(_PREFIXES, 1) for end in ("", "b")},
+    **{letter + end: 1024**power for power, letter in enumerate(_PREFIXES, 1) for end in ("i", "ib")},
+}
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+def size(value: object) -> int:
+    """Return the bytes that ``value`` means: a whole number, or text such as ``64GiB``.
+
+    ``kB``, ``MB`` and so on are powers of 1000, ``KiB``, ``MiB`` and so on of 1024.
+
+    Raises:
+        ValueError: it is no size, is negative, or has more than 63 bits.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(SIZE_NEEDED)
+    if isinstance(value, float) and not value.is_integer():  # nan and infinity, too
+        raise ValueError(SIZE_NEEDED)
+    text = value if isinstance(value, str) else str(int(value))
+    amount, unit = _amount(text, _BYTES, SIZE_NEEDED)
+    if amount * unit > MOST_BYTES:
+        raise ValueError(f"too large: at most {MOST_BYTES} bytes, just below 8EiB")
+    return int(amount * unit)
+
+
+def duration(text: str) -> float:
+    """Return the seconds that text such as ``90s``, ``15m``, ``12h`` or ``30d`` means.
+
+    Raises:
+        ValueError: it is no duration, or longer than 100 years.
+    """
+    amount, unit = _amount(text, _SECONDS, "write a duration with a unit: 90s, 15m, 12h or 30d")
+    if amount * unit > MOST_SECONDS:
+        raise ValueError(f"too long: at most {MOST_SECONDS // 86_400}d, which is 100 years")
+    return float(amount * unit)
+
+
+def _amount(text: str, units: dict[str, int], needed: str) -> tuple[Decimal, int]:
+    """Split a number from its unit. Decimal: no digit of a large number is lost, and none is too large."""
+    found = _AMOUNT.fullmatch(text)
+    unit = None if found is None else units.get(found[2].lower())
+    if found is None or unit is None:
+        raise ValueError(needed)
+    return Decimal(found[1]), unit
+
+
+Size = Annotated[
+    int,
+    BeforeValidator(size),
+    WithJsonSchema(
+        {"anyOf": [{"type": "string", "pattern": SIZE_PATTERN}, {"type": "integer", "minimum": 0}]}
+    ),
+]
+"""A setting in bytes, which may be given as text with a unit."""
+
+
+class Settings(BaseModel):
+    """Settings whose numbers are bounded, whatever else a field says of them.
+
+    Every number is finite and has 63 bits at most. What is named ``*_s`` is a duration of 100 years at most,
+    what is named ``*_bytes`` a size.
+    """
+
+    # Without inputs in errors: settings may hold secrets.
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _is_bounded(cls, value: object, info: ValidationInfo) -> object:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            _require_bounds(info.field_name or "", value)
+        return value
+
+
+def _require_bounds(name: str, value: float) -> None:
+    if name.endswith(("_s", "_bytes")) and value < 0:
+        raise ValueError("must not be negative")
+    if name.endswith("_s") and value > MOST_SECONDS:
+        raise ValueError(f"too long: at most {MOST_SECONDS}, which is 100 years")
+    if abs(value) > MOST_BYTES:
+        raise ValueError(f"too large: at most {MOST_BYTES}")

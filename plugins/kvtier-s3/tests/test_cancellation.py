@@ -1,0 +1,84 @@
+"""Calls cancelled while the server is slow: what may still touch slots or objects is awaited."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from proxy import Faults, Proxy
+from rigs import Place, wait_until
+
+from kvtier.tiers.base import Status
+from kvtier_testing.tiers.rig import keys
+
+pytestmark = pytest.mark.anyio
+
+UNTIL_RELEASED_S = 3600.0
+SETTLE_S = 0.2
+PATIENCE_S = 30.0
+UNLISTED: dict[str, Any] = {"index_keys": 0, "timeout_s": 60.0}
+
+
+@asynccontextmanager
+async def cancelled(
+    proxy: Proxy, call: Coroutine[Any, Any, object], methods: tuple[str, ...], held: int
+) -> AsyncIterator[asyncio.Future[object]]:
+    """Cancel a call when so many of its requests are held back; release them at the end."""
+    with proxy.faulty(Faults(delay_s=UNTIL_RELEASED_S, methods=methods)):
+        task = asyncio.ensure_future(call)
+        await wait_until(lambda: proxy.held() == held)
+        task.cancel()
+        await asyncio.wait((task,), timeout=SETTLE_S)
+        yield task
+    await asyncio.wait((task,), timeout=PATIENCE_S)
+    assert task.cancelled()
+
+
+async def test_a_put_holds_its_slots_until_its_requests_end(place: Place, proxy: Proxy) -> None:
+    async with place.opened(**UNLISTED) as it:
+        async with cancelled(proxy, it.tier.put(it.filled(range(3))[0]), ("PUT",), held=3) as put:
+            assert not put.done()
+        assert await it.get(range(3)) == [Status.OK] * 3
+
+
+async def test_requests_of_a_put_that_were_not_sent_are_dropped(place: Place, proxy: Proxy) -> None:
+    async with place.opened(max_requests=2, **UNLISTED) as it:
+        async with cancelled(proxy, it.tier.put(it.filled(range(20))[0]), ("PUT",), held=2) as put:
+            assert not put.done()
+        assert len(place.paths("chunks")) == 2
+
+
+async def test_a_get_ends_at_once_and_writes_nothing_more(place: Place, proxy: Proxy) -> None:
+    async with place.opened(**UNLISTED) as it:
+        await it.put(range(3))
+        batch, slots = it.empty(range(3))
+        async with cancelled(proxy, it.tier.get(batch), ("GET",), held=3) as get:
+            await asyncio.wait((get,), timeout=PATIENCE_S)
+            assert get.done()
+            slots.reuse()
+        await asyncio.sleep(SETTLE_S)
+        slots.check_reused("a cancelled get")
+
+
+async def test_a_discard_does_not_delete_what_is_put_after_it(place: Place, proxy: Proxy) -> None:
+    async with place.opened(**UNLISTED) as it:
+        await it.put(range(3))
+        async with cancelled(proxy, it.tier.discard(keys(range(3))), ("POST", "DELETE"), held=1) as discard:
+            assert not discard.done()
+        await it.put(range(3))
+        await asyncio.sleep(SETTLE_S)
+        assert await it.get(range(3)) == [Status.OK] * 3
+
+
+async def test_a_cancelled_reset_is_a_reset(place: Place, proxy: Proxy) -> None:
+    async with place.opened(**UNLISTED) as it:
+        await it.put(range(3))
+        async with cancelled(proxy, it.tier.reset(), ("PUT",), held=1) as reset:
+            assert not reset.done()
+        assert await it.get(range(3)) == [Status.ABSENT] * 3
+        assert await it.put(range(3)) == [Status.OK] * 3
+    async with place.opened() as it:
+        assert await it.get(range(3)) == [Status.ABSENT] * 3

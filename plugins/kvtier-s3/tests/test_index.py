@@ -1,0 +1,80 @@
+"""The index of known chunks: what changes while a listing runs, and its bounds."""
+
+from __future__ import annotations
+
+from kvtier.tiers.base import Knowledge
+from kvtier_s3._index import ChunkIndex
+from kvtier_testing.tiers.rig import key, keys
+
+P, U = Knowledge.PRESENT, Knowledge.UNKNOWN
+
+
+def listed(index: ChunkIndex, numbers: range, nbytes: int = 10) -> list[bytes]:
+    """Apply a listing of chunks; return those that are gone."""
+    listing = index.start_listing()
+    for number in numbers:
+        listing.add(key(number), nbytes)
+    return list(index.finish_listing(listing))
+
+
+def test_a_listing_replaces_the_keys_and_returns_those_that_are_gone() -> None:
+    index = ChunkIndex(100, None)
+    listed(index, range(4))
+    assert sorted(listed(index, range(2, 6))) == sorted(keys([0, 1]))
+    assert index.known(keys(range(6))) == [U, U, P, P, P, P]
+
+
+def test_puts_and_discards_during_a_listing_take_precedence_over_it() -> None:
+    index = ChunkIndex(100, None)
+    listing = index.start_listing()
+    listing.add(key(1), 10)
+    listing.add(key(2), 10)
+    index.add(key(3))
+    index.remove(keys([1]))  # listed before, and unknown
+    index.remove(keys([2]))
+    index.add(key(2))
+    index.add(key(4))
+    index.remove(keys([4]))
+    assert index.finish_listing(listing) == []
+    assert index.known(keys(range(1, 5))) == [U, P, P, U]
+
+
+def test_a_listing_during_a_reset_is_ignored() -> None:
+    index = ChunkIndex(100, None)
+    listing = index.start_listing()
+    listing.add(key(1), 10)
+    index.clear()
+    assert index.finish_listing(listing) == []
+    assert index.known(keys([1])) == [U]
+
+
+def test_no_more_keys_are_remembered_than_may_be() -> None:
+    index = ChunkIndex(3, None)
+    listing = index.start_listing()
+    for number in range(10):
+        listing.add(key(number), 10)
+        index.add(key(100 + number))
+    assert len(index) == 3
+    index.finish_listing(listing)
+    assert len(index) == 3
+    assert index.usage() is not None
+
+
+def test_keys_that_do_not_fit_are_not_reported_as_gone() -> None:
+    index = ChunkIndex(3, None)
+    listed(index, range(3))
+    assert listed(index, range(3, 9)) == []
+
+
+def test_bytes_are_reserved_until_a_put_ends() -> None:
+    index = ChunkIndex(100, 30)
+    assert index.reserve(10) == "counting"
+    listed(index, range(1))
+    assert [index.reserve(10) for _ in range(3)] == [None, None, "max_bytes"]
+    index.settle(10, added=False)
+    assert index.reserve(10) is None
+    index.settle(10, added=True)
+    index.settle(10, added=True)
+    assert index.reserve(10) == "max_bytes"
+    index.remove(keys([0]), 10)
+    assert index.reserve(10) is None

@@ -1,0 +1,86 @@
+"""What must hold of the core between any two calls. Costs time in proportion to the slots."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvtier.core.chunks import Chunk
+from kvtier.core.states import BreakerState, ChunkState, TransferState
+from kvtier.core.tiering import Tiering
+
+
+def check(core: Tiering) -> None:
+    """Compare the core's state with what follows from the handles that are out.
+
+    Raises:
+        AssertionError: an invariant does not hold; the message says which.
+    """
+    table = core.table
+    expected = _expected_pins(core)
+    free, visible = set(table.free), set(table.visible.values())
+    _require(len(free) == len(table.free), "a slot is free once")
+    _require(len(visible) == len(table.visible), "a chunk is visible under one key")
+    candidates = 0
+    for chunk in table.all:
+        state = chunk.state
+        _require(chunk.pins == expected[chunk], "{} has the pins of its users, {}", chunk, expected[chunk])
+        _require((chunk in free) is (state is ChunkState.ABSENT), "{} is free or in use", chunk)
+        _require(
+            chunk not in visible or state in (ChunkState.READY, ChunkState.FILLING), "{} may be seen", chunk
+        )
+        _require(state is not ChunkState.READY or chunk in visible, "{} is READY and can be found", chunk)
+        _require(
+            state not in (ChunkState.FILLING, ChunkState.DOOMED) or chunk.pins > 0,
+            "{} waits for an end",
+            chunk,
+        )
+        if chunk in visible:
+            candidate = state is ChunkState.READY and not chunk.pins
+            _require((chunk.key in table.policy) is candidate, "{} is known to the policy as it is", chunk)
+            candidates += candidate
+    held = sum(1 for chunk in table.all if chunk.state is not ChunkState.ABSENT)
+    _require(len(free) + held == len(table.all), "free and held slots are all slots")
+    _require(
+        all(table.visible[key].key == key for key in table.visible), "chunks are found by their own keys"
+    )
+    _require(len(table.policy) == candidates, "the policy knows no more than there is")
+    _require(all(chunk.pins for chunk in core.promotions.landing), "what lands is pinned")
+    _require(
+        all(request.state.name != "CLOSED" for request in core.promotions.holders),
+        "nothing is held for a closed request",
+    )
+    _check_gates(core)
+
+
+def _expected_pins(core: Tiering) -> Counter[Chunk]:
+    pins: Counter[Chunk] = Counter()
+    for reservation in core.reservations:
+        pins.update(reservation.chunks)
+    for pinned in core.pinned:
+        pins.update(pinned.chunks)
+    for transfer in core.shared.transfers.values():
+        pins.update(transfer.chunks)
+    for request in core.promotions.holders:
+        pins.update(list(request.held))
+    return pins
+
+
+def _check_gates(core: Tiering) -> None:
+    for index, gate in enumerate(core.shared.tiers):
+        mine = [transfer for transfer in core.shared.transfers.values() if transfer.tier == index]
+        backlog = sum(len(transfer.chunks) for transfer in mine if transfer.is_put)
+        _require(gate.backlog == backlog, f"the backlog of {gate.name} is that of its puts")
+        for verb, breaker in (("put", gate.puts), ("get", gate.gets)):
+            states = {transfer.id: transfer.state for transfer in mine if transfer.verb == verb}
+            overdue = list(states.values()).count(TransferState.OVERDUE)
+            _require(breaker.overdue == overdue, f"the overdue {verb}s of {gate.name} are counted")
+            is_probed = states.get(breaker.probe or 0) is TransferState.RUNNING
+            _require(
+                is_probed is (breaker.state is BreakerState.HALF_OPEN),
+                f"the breaker of the {verb}s of {gate.name} is HALF_OPEN while a probe is under way",
+            )
+
+
+def _require(holds: bool, what: str, *about: object) -> None:
+    if not holds:
+        raise AssertionError(f"invariant: {what.format(*about)}")

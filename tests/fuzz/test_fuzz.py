@@ -1,0 +1,75 @@
+"""No bytes from outside do more than be refused: those of the corpus, and a few random edits of them.
+
+``nox -s fuzz`` looks for new ones, guided by coverage. What it finds goes into ``corpus/<parser>/``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.keys import pack_key
+from kvtier.tiers import seal
+from kvtier.tiers.seal import Verdict
+from tests.effort import effort
+from tests.fuzz import parsers
+from tests.fuzz.parsers import CORPUS, PARSERS
+
+FILES = sorted(path for path in CORPUS.glob("*/*") if path.parent.name in PARSERS)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_the_corpus_is_refused_or_sound(path: Path) -> None:
+    PARSERS[path.parent.name](path.read_bytes())
+
+
+@st.composite
+def edited(draw: st.DrawFn, whole: list[bytes]) -> bytes:
+    """Draw one of some inputs with a few pieces replaced, left out, put in or doubled."""
+    data = draw(st.sampled_from(whole))
+    for _ in range(draw(st.integers(0, 4))):
+        start = draw(st.integers(0, len(data)))
+        end = draw(st.integers(start, min(len(data), start + 64)))
+        piece = draw(st.binary(max_size=16) | st.just(data[start:end] * 2))
+        data = data[:start] + piece + data[end:]
+    return data
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_edits_of_the_corpus_are_refused_or_sound(name: str) -> None:
+    whole = [path.read_bytes() for path in FILES if path.parent.name == name]
+
+    @given(edited(whole) | st.binary(max_size=512))
+    @settings(max_examples=effort(100, 5000))
+    def edits_are_refused_or_sound(data: bytes) -> None:
+        PARSERS[name](data)
+
+    edits_are_refused_or_sound()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"groups":' * 900 + "1" + "}" * 900,
+        '{"groups":' + "[" * 700 + "]" * 700 + "}",
+        '{"dtype": "' + "x" * 1_000_000 + '"}',
+        "{" + ",".join(f'"field{number}": {number}' for number in range(10_000)) + "}",
+        '{"\\u001b[2Jgone\\n": "\\n"}',
+        "1" * 10_000,
+    ],
+    ids=lambda text: text[:12],
+)
+def test_large_and_deep_manifests_are_refused_or_sound(text: str) -> None:
+    parsers.manifest(text.encode())
+
+
+def test_what_is_sound_is_taken() -> None:
+    """Else everything might be refused, and the tests above would show nothing."""
+    parsers.IDENTITY.require(parsers.IDENTITY.manifest, "here")
+    payload, key = memoryview(parsers.PAYLOAD), parsers.KEY
+    assert seal.check(parsers.TRAILER, key, payload, parsers.DIGEST) is Verdict.GOOD
+    assert seal.check(parsers.TRAILER, pack_key(b"b" * 64, 1), payload, parsers.DIGEST) is Verdict.FOREIGN

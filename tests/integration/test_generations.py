@@ -1,0 +1,74 @@
+"""Versions of vLLM with one KV format read each other's chunks, and say the same to every prompt.
+
+The other versions come from the environment: ``KVTIER_VLLMS`` is a JSON list of objects with ``python``, the
+interpreter of an environment that has vLLM and kvtier, and ``environment``, variables for it such as
+``PYTHONPATH``. ``nox -s generations`` makes the environments and sets it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.identity import differences
+from tests.integration.conftest import ENVIRONMENT
+from tests.integration.harness import PROMPT_CHUNKS, Forge, Tokens, prompt
+
+PROMPTS = 2
+CHUNKS = PROMPTS * PROMPT_CHUNKS
+VLLMS: list[dict[str, Any]] = json.loads(os.environ.get("KVTIER_VLLMS", "[]"))
+
+pytestmark = pytest.mark.skipif(
+    len(VLLMS) < 2, reason="KVTIER_VLLMS names no two versions; nox -s generations sets it"
+)
+
+
+@pytest.fixture(scope="module")
+def forges(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Forge]]:
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                Forge(
+                    tmp_path_factory.mktemp("engines"),
+                    {**ENVIRONMENT, **one.get("environment", {})},
+                    python=one["python"],
+                )
+            )
+            for one in VLLMS
+        ]
+
+
+@pytest.mark.timeout(1800)
+def test_every_version_reads_what_every_other_has_written(
+    forges: list[Forge], make_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    """One root; each version writes prompts of its own and reads those of all, itself after a restart too."""
+    model = make_llama()
+    root = tmp_path / "root"
+    settings = {
+        "cpu_bytes_to_use": "64MiB",
+        "secondary_tiers": [{"type": "fs", "root_dir": str(root)}],
+    }
+    prompts = [[prompt(10 * number + one) for one in range(PROMPTS)] for number in range(len(forges))]
+    expected: list[list[Tokens]] = []
+    for writer, (forge, its) in enumerate(zip(forges, prompts, strict=True)):
+        with forge.start(model, enable_prefix_caching=False) as engine:
+            expected.append(engine.generate(*its))
+        with forge.start(model, settings) as engine:
+            answers, loaded = engine.served(*its)
+        assert (answers, loaded) == (expected[writer], {}), VLLMS[writer]
+
+    first, *others = (json.loads(path.read_text()) for path in root.glob("*/config.json"))
+    assert [differences(first, other) for other in others] == []
+    for reader, writer in product(range(len(forges)), repeat=2):
+        with forges[reader].start(model, settings) as engine:
+            answers, loaded = engine.served(*prompts[writer])
+        assert loaded == {"fs": CHUNKS}, (VLLMS[reader], VLLMS[writer])
+        assert answers == expected[writer], (VLLMS[reader], VLLMS[writer])

@@ -1,0 +1,171 @@
+"""Each setting of the installed vLLM was looked at: it is on the list without effect, or counts on purpose.
+
+``reviewed_settings.json`` has what counts, with the default that the versions of one KV format have in
+common, because an identity names only what differs from its default. A failure names what to look at:
+
+- a field that is new: put it on the list in ``_without_effect`` with the reason, or into the file;
+- a default that has changed: the version starts a KV format generation of its own, or the field joins the
+  list;
+- a file of vLLM's that is new in naming ``max_model_len``: see whether numbers are computed with it, and
+  add its models to ``MODELS_OF_A_LENGTH``, or the file to the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import vllm
+from vllm.config import VllmConfig
+from vllm.v1 import kv_cache_interface
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from kvtier.adapters.vllm import _without_effect
+from kvtier.adapters.vllm._spelling import NO_DEFAULT, field_default, spell
+from kvtier.adapters.vllm.compat import is_reviewed
+
+pytestmark = pytest.mark.releases
+
+REVIEWED = Path(__file__).with_name("reviewed_settings.json")
+SOURCES = ("model_executor/models", "model_executor/layers/rotary_embedding", "models", "transformers_utils")
+COMPUTED = "decided by vLLM"
+
+
+def _configurations(kind: type, seen: set[type]) -> Iterator[type]:
+    """Yield a configuration's class and those of its fields that count."""
+    if kind in seen:
+        return
+    seen.add(kind)
+    yield kind
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        if f"{kind.__name__}.{field.name}" in _without_effect.SETTINGS:
+            continue
+        for inner in _classes(hints[field.name]):
+            if dataclasses.is_dataclass(inner) and inner.__module__.startswith("vllm.config"):
+                yield from _configurations(inner, seen)
+
+
+def _classes(hint: Any) -> Iterator[type]:
+    if isinstance(hint, type):
+        yield hint
+    for argument in typing.get_args(hint):
+        yield from _classes(argument)
+
+
+def counted_defaults() -> Mapping[str, object]:
+    """Return the default of each setting that counts."""
+    found: dict[str, object] = {}
+    for kind in [*_configurations(VllmConfig, set()), *_specs()]:
+        for field in dataclasses.fields(kind):
+            path = f"{kind.__name__}.{field.name}"
+            if path not in {*_without_effect.SETTINGS, *_without_effect.LENGTH_AND_GENERATION}:
+                found[path] = _told(field)
+    return found
+
+
+def _specs() -> list[type]:
+    """Return the kinds of KV cache groups, whose fields are spelled as those of configurations are."""
+    found = vars(kv_cache_interface).values()
+    return [one for one in found if isinstance(one, type) and issubclass(one, KVCacheSpec)]
+
+
+def _told(field: dataclasses.Field[Any]) -> object:
+    default = field_default(field)
+    if default is NO_DEFAULT:
+        return COMPUTED
+    spelled = spell(default)
+    return spelled if not isinstance(spelled, dict) or "kind" not in spelled else {"kind": spelled["kind"]}
+
+
+def files_with_length() -> set[str]:
+    """Return the files of vLLM's models that name ``max_model_len``."""
+    package = Path(vllm.__file__).parent
+    files = (path for folder in SOURCES for path in (package / folder).rglob("*.py"))
+    return {str(path.relative_to(package)) for path in files if "max_model_len" in path.read_text()}
+
+
+@pytest.fixture(scope="module")
+def reviewed() -> Mapping[str, Any]:
+    found: Mapping[str, Any] = json.loads(REVIEWED.read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def defaults() -> Mapping[str, Any]:
+    found: Mapping[str, Any] = json.loads(json.dumps(counted_defaults()))
+    return found
+
+
+def test_every_setting_was_looked_at(reviewed: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    new = sorted(defaults.keys() - reviewed["defaults"].keys())
+    assert not new, f"vLLM {vllm.__version__} has settings that nobody has looked at:\n" + "\n".join(
+        f"{path} = {defaults[path]!r}" for path in new
+    )
+
+
+def test_no_default_of_a_setting_that_counts_has_changed(
+    reviewed: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> None:
+    known = reviewed["defaults"]
+    changed = [
+        f"{path} = {value!r}, and {known[path]!r} before"
+        for path, value in defaults.items()
+        if path in known and known[path] != value
+    ]
+    assert not changed, f"vLLM {vllm.__version__} has other defaults:\n" + "\n".join(changed)
+
+
+def test_every_model_that_names_the_length_of_requests_was_looked_at(reviewed: Mapping[str, Any]) -> None:
+    new = sorted(files_with_length() - set(reviewed["files"]))
+    assert not new, f"vLLM {vllm.__version__} names max_model_len in files that nobody has looked at: {new}"
+
+
+def test_the_list_names_classes_and_fields_that_there_are() -> None:
+    """A name that is misspelled would leave a setting counting that was meant to be left out."""
+    kinds = {kind.__name__: kind for kind in _configurations(VllmConfig, set())}
+    missing = []
+    for path in _without_effect.SETTINGS:
+        owner, _, name = path.partition(".")
+        if owner in kinds and name.partition(".")[0] not in {
+            f.name for f in dataclasses.fields(kinds[owner])
+        }:
+            missing.append(path)
+    # Of one version or another of those that share the list.
+    assert set(missing) <= ELSEWHERE
+
+
+ELSEWHERE = {
+    "CacheConfig.simple_cpu_offload_num_blocks",
+    "CacheConfig.user_specified_mamba_block_size",
+    "CacheConfig.hash_block_size",
+    "CacheConfig.cache_hit_alignment_tokens",
+    "CompilationConfig.cudagraph_decoder_replay",
+    "CompilationConfig.decoder_replay_trim_threshold",
+    "CompilationConfig.decoder_replay_cudagraph_capture_sizes",
+    "AttentionConfig.sparse_mla_prefill_workspace_factor",
+    "KVTransferConfig.kv_buffer_size",
+    "KVTransferConfig.kv_ip",
+    "KVTransferConfig.kv_rank",
+    "KVTransferConfig.kv_parallel_size",
+    "KernelConfig.enable_rocm_segmented_attn_autotune",
+    "ModelConfig.sleep_mode_offload_cudagraph",
+    "ParallelConfig.enable_shm_tensor_arena",
+    "ParallelConfig.sd_worker_cls",
+    "PassConfig.enable_sp",
+    "PassConfig.fuse_gemm_comms",
+    "PassConfig.sp_min_token_num",
+    "VllmConfig.watchdog_config",
+}
+
+
+def test_this_version_was_looked_at_as_a_whole() -> None:
+    assert is_reviewed(), f"vLLM {vllm.__version__} has no KV format generation in compat.KV_FORMATS"

@@ -1,0 +1,122 @@
+"""The wheel works where there is no compiler: installed into an environment of its own, natively.
+
+``nox -s wheels`` names the folder of what it has built in KVTIER_DIST; without, a wheel is built here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
+
+STORY = """
+import asyncio, sys
+from pathlib import Path
+from kvtier.identity import Identity
+from kvtier.keys import pack_key
+from kvtier.memory.heap import HeapMemory
+from kvtier.tiers.base import Batch, Status, TierContext
+from kvtier.tiers.fs import FsConfig, FsTier
+from kvtier.tiers.seal import Verdict, check, seal
+
+async def main(verb, root):
+    identity, key, memory = Identity.make("model", {}), pack_key(b"a" * 32), HeapMemory(1, 1 << 20)
+    tier = FsTier(FsConfig(type="fs", root_dir=Path(root)))
+    await tier.open(TierContext("fs", identity, memory.chunk_bytes))
+    assert tier.statistics().native, "Python does the work"
+    batch = Batch([key], [0], memory)
+    if verb == "put":
+        memory.view(0)[:] = b"x" * (1 << 20)
+        batch.trailers[0] = seal(key, memory.view(0), identity.short_digest)
+    outcome = await getattr(tier, verb)(batch)
+    assert list(outcome.statuses) == [Status.OK], outcome
+    assert bytes(memory.view(0)) == b"x" * (1 << 20)
+    await tier.aclose()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+Run = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel for this machine."""
+    dist = os.environ.get("KVTIER_DIST")
+    if dist is None:
+        dist = str(tmp_path_factory.mktemp("dist"))
+        pip = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", dist)
+        subprocess.run([*pip, PROJECT], check=True)
+    (found,) = Path(dist).glob(f"kvtier-*{platform.machine()}.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs a program of an environment with the wheel, where no other program can be found."""
+    home = tmp_path_factory.mktemp("venv")
+    venv.create(home, with_pip=True)
+    bare = {
+        name: value for name, value in os.environ.items() if name not in ("CC", "KVTIER_NATIVE", "PYTHONPATH")
+    }
+    bare["PATH"] = str(home / "bin")
+
+    def run_one(*command: str | Path, env: Mapping[str, str] | None = None) -> str:
+        program = [home / "bin" / command[0], *command[1:]]
+        done = subprocess.run(
+            program, env={**bare, **(env or {})}, cwd=home, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run_one("python", "-m", "pip", "install", "-q", wheel)
+    return run_one
+
+
+def test_a_chunk_survives_a_restart_natively(run: Run, tmp_path: Path) -> None:
+    run("python", "-c", STORY, "put", tmp_path)
+    run("python", "-c", STORY, "get", tmp_path)
+
+
+@pytest.mark.parametrize(("wish", "begins"), [("1", "native ("), ("0", "Python, slower (KVTIER_NATIVE=0")])
+def test_doctor_names_what_works_on_files_and_why(run: Run, tmp_path: Path, wish: str, begins: str) -> None:
+    tier = json.dumps({"type": "fs", "root_dir": str(tmp_path / "root")})
+    found = json.loads(run("kvtier", "doctor", "--json", "--tier", tier, env={"KVTIER_NATIVE": wish}))
+    assert found["not_well"] == []
+    assert found["file_work"].startswith(begins)
+
+
+def test_all_that_is_built_carries_the_licence(wheel: Path) -> None:
+    licence = (PROJECT / "LICENSE").read_bytes()
+    for path in wheel.parent.glob("*.whl"):
+        with zipfile.ZipFile(path) as archive:
+            (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/licenses/LICENSE")]
+            assert archive.read(name) == licence, path
+    for path in wheel.parent.glob("*.tar.gz"):
+        with tarfile.open(path) as archive:
+            file = archive.extractfile(f"{path.name.removesuffix('.tar.gz')}/LICENSE")
+            assert file is not None
+            assert file.read() == licence, path
+
+
+def test_the_sdist_has_sources_and_nothing_built(wheel: Path) -> None:
+    sdists = list(wheel.parent.glob("kvtier-*.tar.gz"))
+    if not sdists:
+        pytest.skip("no sdist: nox -s wheels builds it")
+    with tarfile.open(sdists[0]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    tracked = ("kvtier/native/kvtier_native.c", "kvtier/native/kvtier_native.h", "noxfile.py", ".ci/lanes.py")
+    assert names.issuperset(tracked)
+    assert not [name for name in names if name.endswith((".so", ".pyc"))]

@@ -1,0 +1,195 @@
+"""What holds for every command: the options that all have, and no traceback, whatever interrupts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from click import Command, Context
+
+from kvtier.cli import main as cli
+from kvtier.cli import report
+
+GROUP = typer.main.get_command(cli.app)
+
+
+def commands(group: Any = GROUP, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Command]]:
+    """Yield all commands, those of other distributions and of groups too, with the words that name them."""
+    context = Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if hasattr(command, "list_commands"):
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name), command
+
+
+ALL = dict(commands())
+
+
+@pytest.mark.parametrize("words", ALL, ids=" ".join)
+def test_every_command_has_a_flag_that_prints_json(words: tuple[str, ...]) -> None:
+    (option,) = [one for one in ALL[words].params if "--json" in one.opts]
+    assert option.is_flag  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("words", [(), *ALL], ids=lambda words: " ".join(words) or "kvtier")
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_every_command_has_a_help(kvtier, words: tuple[str, ...], option: str) -> None:
+    said = kvtier(*words, option)
+    assert said.status == 0
+    assert "Usage: " in said.out
+
+
+def test_the_walk_finds_the_commands() -> None:
+    own = {
+        ("doctor",),
+        ("du",),
+        ("gc",),
+        ("ls",),
+        ("new-tier",),
+        ("schema",),
+        ("stat",),
+        ("tiers",),
+        ("verify",),
+    }
+    assert own <= ALL.keys()
+
+
+def arguments(words: tuple[str, ...], root: Path) -> list[str]:
+    """Return arguments with which a command of kvtier's own has something to do."""
+    given = {
+        "doctor": ["--tier", json.dumps({"type": "fs", "root_dir": str(root), "min_free_bytes": 0})],
+        "new-tier": ["shelves", "--directory", str(root.parent)],
+    }
+    return given.get(words[0], [str(root)] if words[0] not in ("schema", "tiers") else [])
+
+
+OWN = [words for words in ALL if words[0] not in ("bench", "demo", "simulate")]
+
+
+@pytest.mark.parametrize("words", OWN, ids=" ".join)
+def test_json_is_one_document_on_standard_output(kvtier, cache, words: tuple[str, ...]) -> None:
+    cache.put(range(3))
+    said = kvtier(*words, *arguments(words, cache.root), "--json")
+    assert said.status == 0
+    assert isinstance(said.json, dict)
+
+
+def test_tables_and_json_of_the_schema_exclude_each_other(kvtier) -> None:
+    said = kvtier("schema", "--table", "--json")
+    assert said.status == 2
+    assert "exclude each other" in said.err
+
+
+def test_plug_ins_that_do_not_load_end_the_list_of_tiers_with_a_status(kvtier, install_distribution) -> None:
+    assert kvtier("tiers").status == 0
+    install_distribution("acme-broken", "1 / 0", {"broken": "Tier"}, "0.3")
+    said = kvtier("tiers", "--json")
+    assert said.status == 1
+    (broken,) = [tier for tier in said.json["tiers"] if tier["problem"]]
+    assert (broken["name"], broken["version"]) == ("broken", "0.3")
+    assert "ZeroDivisionError" in broken["problem"]
+
+
+# ------------------------------------------------------------------------------------ interruptions
+
+
+def started(
+    command: list[str], hook: str = "", folder: Path | None = None, **more: Any
+) -> subprocess.Popen[str]:
+    """Start ``python -m kvtier``; ``hook`` runs in it before anything of kvtier is imported."""
+    env = {**os.environ, "COLUMNS": "100"}
+    if folder is not None:
+        (folder / "usercustomize.py").write_text("")
+        (folder / "sitecustomize.py").write_text(textwrap.dedent(hook))
+        env["PYTHONPATH"] = str(folder)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
+    restore = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    if folder is not None:
+        (folder / "sitecustomize.py").write_text(restore + textwrap.dedent(hook))
+    return subprocess.Popen([sys.executable, "-m", "kvtier", *command], env=env, text=True, **pipes)
+
+
+AT_IMPORT = """
+    import os, signal, sys
+    class Interrupt:
+        def find_spec(self, name, path=None, target=None):
+            if name == "{module}":
+                os.kill(os.getpid(), signal.SIGINT)
+    sys.meta_path.insert(0, Interrupt())
+"""
+AT_WORK = """
+    import os, signal, sys
+    def interrupt(event, arguments):
+        if event == "{event}" and "{words}" in str(arguments):
+            os.kill(os.getpid(), signal.SIGINT)
+    sys.addaudithook(interrupt)
+"""
+
+
+@pytest.mark.parametrize("module", ["kvtier.cli", "typer", "pydantic", "kvtier.cli.main", "kvtier.config"])
+def test_an_interrupt_while_it_imports_shows_no_traceback(tmp_path: Path, module: str) -> None:
+    with started(["tiers"], AT_IMPORT.format(module=module), tmp_path) as done:
+        said, complaint = done.communicate(timeout=60)
+    assert done.returncode == 130, complaint
+    assert "Traceback" not in said + complaint
+
+
+@pytest.mark.parametrize("words", ["ls", "du", "stat", "verify", "gc", "doctor"])
+def test_an_interrupt_at_work_shows_no_traceback(cache, tmp_path: Path, words: str) -> None:
+    cache.put(range(3))
+    folder = tmp_path / "hooks"
+    folder.mkdir()
+    hook = AT_WORK.format(
+        event="os.scandir" if words != "doctor" else "open", words="" if words != "doctor" else "epoch"
+    )
+    with started([words, *arguments((words,), cache.root)], hook, folder) as done:
+        said, complaint = done.communicate(timeout=60)
+    assert done.returncode == 130, complaint
+    assert "Traceback" not in said + complaint
+
+
+@pytest.mark.parametrize("words", OWN, ids=" ".join)
+@pytest.mark.parametrize("both", [False, True], ids=["stdout", "both"])
+def test_a_reader_that_has_gone_is_no_traceback(cache, words: tuple[str, ...], both: bool) -> None:
+    cache.put(range(3))
+    reading, writing = os.pipe()
+    os.close(reading)
+    complaint = subprocess.STDOUT if both else subprocess.PIPE
+    with started([*words, *arguments(words, cache.root)], stdout=writing, stderr=complaint) as done:
+        os.close(writing)
+        _, said = done.communicate(timeout=60)
+    assert "Traceback" not in (said or "")
+    assert "Exception ignored" not in (said or "")
+    assert done.returncode >= 0
+
+
+# ----------------------------------------------------------------------------------------- progress
+
+
+@pytest.mark.parametrize("words", ["ls", "du", "stat", "verify", "gc", "doctor"])
+def test_long_work_says_where_it_is_off_a_terminal_too(
+    kvtier, cache, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    cache.put(range(3))
+    said = kvtier(words, *arguments((words,), cache.root), "--json")
+    assert said.err == ""  # it did not take long
+    monkeypatch.setattr(report, "LINE_EVERY_S", 0.0)
+    said = kvtier(words, *arguments((words,), cache.root), "--json")
+    assert said.json
+    assert re.search(r"^kvtier: \d+.* (files|chunks|steps|files removed), \d+ s$", said.err, re.MULTILINE)
+
+
+def test_signals_are_numbered_as_a_shell_does() -> None:
+    assert 128 + signal.SIGINT == 130

@@ -1,0 +1,154 @@
+"""Sizes and durations: what is accepted, and that nothing absurd is, in any setting of any tier."""
+
+from __future__ import annotations
+
+import math
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from kvtier.config import TieringConfig
+from kvtier.errors import ConfigError, KVTierError
+from kvtier.quantities import MOST_BYTES, MOST_SECONDS, duration, size
+from kvtier.tiers import registry
+from kvtier.tiers.base import TierConfig
+from kvtier.tiers.fs.maintenance import ages
+from kvtier.tiers.fs.maintenance.ages import Cutoffs
+
+ABSURD = [math.inf, -math.inf, math.nan, -1, -0.5, 1e300, 10**30, "99999999999TiB", "1e300", "Infinity"]
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        (0, 0),
+        ("17", 17),
+        (1e9, 10**9),
+        ("200G", 200 * 10**9),
+        ("200gb", 200 * 10**9),
+        ("64 GiB", 64 * 2**30),
+        ("1.5 KiB", 1536),
+        (".5MB", 500_000),
+        (MOST_BYTES, MOST_BYTES),
+        ("4503599627370497KiB", 4503599627370497 * 1024),  # a float would lose the last bits
+    ],
+)
+def test_a_size_is_bytes_or_text_with_a_unit(text: object, meant: int) -> None:
+    assert size(text) == meant
+
+
+@pytest.mark.parametrize("value", [*ABSURD, True, None, [], "", "much", "8EiB", "1 potato", 1.5, "9" * 9999])
+def test_what_is_no_size_is_refused_with_what_to_write(value: object) -> None:
+    with pytest.raises(ValueError, match=r"64GiB|at most 9223372036854775807"):
+        size(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("0s", 0), ("90s", 90), ("1.5m", 90), ("12h", 43_200), ("30 d", 2_592_000)]
+)
+def test_a_duration_has_a_unit(text: str, seconds: float) -> None:
+    assert duration(text) == seconds
+    assert duration("36500d") == MOST_SECONDS
+
+
+@pytest.mark.parametrize(
+    "text", ["", "30", "never", "-1d", "nan", "1e300d", "36501d", "99999999999999999d", "9" * 9999 + "s"]
+)
+def test_what_is_no_duration_is_refused_with_what_to_write(text: str) -> None:
+    with pytest.raises(ValueError, match=r"12h|at most 36500d"):
+        duration(text)
+
+
+def models() -> Iterator[tuple[type[BaseModel], dict[str, Any]]]:
+    """Yield the model of all settings and that of each installed tier, with the least that it needs."""
+    needed = {"root_dir": "/chunks", "bucket": "b", "addresses": ["localhost"], "path": "/chunks.db"}
+    yield TieringConfig, {"cpu_bytes_to_use": "1GiB"}
+    for name in sorted({info.name for info in registry.installed()}):
+        model = registry.load(name).Config
+        yield model, {"type": name, **{key: needed[key] for key in needed if key in model.model_fields}}
+
+
+def numbers() -> list[tuple[type[BaseModel], dict[str, Any], str]]:
+    return [
+        (model, least, name)
+        for model, least in models()
+        for name, field in model.model_fields.items()
+        if {int, float} & set(_kinds(field.annotation))
+    ]
+
+
+def _kinds(annotation: object) -> Iterator[object]:
+    yield annotation if not typing.get_args(annotation) else None
+    for inner in typing.get_args(annotation):
+        yield from _kinds(inner)
+    if isinstance(annotation, type) and issubclass(annotation, int) and annotation is not bool:
+        yield int
+
+
+@pytest.mark.parametrize(
+    ("model", "least", "name"), [pytest.param(*one, id=f"{one[0].__name__}.{one[2]}") for one in numbers()]
+)
+def test_no_number_of_any_tier_may_be_absurd(
+    model: type[BaseModel], least: dict[str, Any], name: str
+) -> None:
+    def build(value: object) -> object:
+        raw = {**least, name: value}
+        return TieringConfig.from_mapping(raw) if model is TieringConfig else registry.validate(raw)
+
+    may_be_negative = name in ("seed",)
+    for value in ABSURD:
+        if not (may_be_negative and value == -1):
+            with pytest.raises(KVTierError, match=name):
+                build(value)
+
+
+class Third(TierConfig):
+    """Another distribution's settings, which bound nothing."""
+
+    pause_s: float = 1.0
+    window_bytes: int = 1
+    ratio: float = 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("pause_s", math.inf, "finite"),
+        ("pause_s", 1e300, "100 years"),
+        ("pause_s", -1, "negative"),
+        ("window_bytes", -1, "negative"),
+        ("window_bytes", 10**30, "at most 9223372036854775807"),
+        ("ratio", math.nan, "finite"),
+    ],
+)
+def test_an_author_of_a_tier_need_not_think_of_it(name: str, value: float, words: str) -> None:
+    from kvtier import validation
+
+    with pytest.raises(ConfigError, match=f"tier.{name}.*{words}"):
+        validation.build(Third, {"type": "third", name: value}, "tier")
+
+
+@given(st.floats(min_value=0, allow_nan=False))
+def test_a_longer_time_never_means_that_younger_chunks_leave(ttl_s: float) -> None:
+    assert ages.expired(ttl_s) == Cutoffs(*[min(ages.NEVER, int(min(ttl_s * 1e6, 2.0**64)))] * 2)
+
+
+@pytest.mark.parametrize("age_us", [-1, ages.NEVER + 1, 2**64])
+def test_an_age_that_c_would_read_as_another_is_refused(age_us: int) -> None:
+    with pytest.raises(ValueError, match="age"):
+        Cutoffs(age_us, 0)
+    with pytest.raises(ValueError, match="age"):
+        Cutoffs(0, age_us)
+
+
+def test_a_list_of_roots_is_refused_by_the_same_bounds(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"secondary_tiers\[0\]\.ttl_s"):
+        TieringConfig.from_mapping(
+            {"cpu_bytes_to_use": 1, "secondary_tiers": [{"type": "fs", "root_dir": "/a", "ttl_s": 1e300}]}
+        )
