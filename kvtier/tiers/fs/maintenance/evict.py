@@ -226,10 +226,12 @@ class Evictor:
         return scan
 
     def _carry_out(self, parts: Sequence[_Part], scan: ChunkScan, freed: Freed) -> None:
-        """Remove what is older than the cutoffs. Of several rounds the failures of the last one count."""
-        scan.failures.clear()
-        scan.failed_bytes = 0
+        """Remove what is older than the cutoffs. Of several rounds the one with most failures counts: what
+        cannot be removed fails again, unless there is room before it is looked at.
+        """
+        before, scan.failures, scan.failed_bytes = scan.failures, Counter(), 0
         self._look_at(parts, scan, freed)
+        scan.failures |= before
         if self._counted is not None:
             self._counted = scan.gone = self._counted.and_older(scan.cutoffs)
 
