@@ -120,7 +120,7 @@ def _settings(tmp_path: Path, **more: Any) -> dict[str, Any]:
     ("model", "more"),
     [
         in_full(LLAMA_MODEL, {"block_size": 64}),
-        (LLAMA_MODEL, {"blocks_per_chunk": 4}),
+        in_full(LLAMA_MODEL, {"blocks_per_chunk": 4}),
         in_full(GEMMA_MODEL, {}),
         (GEMMA_MODEL, {"block_size": 64}),
         in_full(GEMMA_MODEL, {"blocks_per_chunk": 4}),

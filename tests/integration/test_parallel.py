@@ -65,6 +65,7 @@ def swap_heads(engine: Engine) -> None:
         file.write(held.reshape(-1, 2, PAGE_BYTES // 2)[:, ::-1].tobytes())
 
 
+@pytest.mark.full
 def test_two_ranks_and_one_worker_share_what_is_canonical(
     forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
 ) -> None:

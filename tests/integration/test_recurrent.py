@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.conftest import from_vllm
+from tests.integration.conftest import from_vllm, in_full
 from tests.integration.harness import Forge, misplace_chunks
 from tests.integration.test_models import OTHERS, PROMPTS, ROOM, SMALL
 
@@ -76,7 +76,7 @@ WITH_KERNELS = [from_vllm((0, 32), "has no convolution of this kind for the CPU"
         pytest.param(
             ("Zamba2Config", "Zamba2ForCausalLM", ZAMBA2), {"max_num_batched_tokens": 32}, marks=WITH_KERNELS
         ),
-        (("Qwen3NextConfig", "Qwen3NextForCausalLM", QWEN3_NEXT), {"dtype": "bfloat16"}),
+        in_full(("Qwen3NextConfig", "Qwen3NextForCausalLM", QWEN3_NEXT), {"dtype": "bfloat16"}),
         pytest.param(("Lfm2Config", "Lfm2ForCausalLM", LFM2), {}, marks=WITH_KERNELS),
     ],
     ids=[

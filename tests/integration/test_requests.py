@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.conftest import Ask, from_vllm
+from tests.integration.conftest import Ask, from_vllm, in_full
 from tests.integration.harness import PROMPT_CHUNKS, Engine, Forge, Metrics, prompt
 
 pytestmark = pytest.mark.releases
@@ -21,7 +21,7 @@ NEW = [prompt(seed) for seed in range(50, 56)]
 SLOW: dict[str, Any] = {"type": "dummy", "get_latency_s": 0.1, "put_latency_s": 0.05}
 
 
-@pytest.mark.parametrize("kept_in", ["memory", "files", "a slow tier"])
+@pytest.mark.parametrize("kept_in", [in_full("memory"), "files", in_full("a slow tier")])
 def test_aborted_requests_leave_nothing_behind(
     forge: Forge, llama: Path, reference: Ask, tmp_path: Path, kept_in: str
 ) -> None:

@@ -101,6 +101,7 @@ class ControlClient:
         self._context = context
         self._factory = factory
         self._clients: dict[Address, redis.Redis] = {}
+        self._is_closed = False
         self._cache = f"{config.key_prefix}:{context.identity.namespace}"
 
     def open(self) -> tuple[Topology, str, MemoryUsage]:
@@ -123,7 +124,8 @@ class ControlClient:
         return topology, epoch, usage
 
     def close(self) -> None:
-        """Disconnect."""
+        """Disconnect. A call that a thread is still at ends soon, and leaves no connection behind."""
+        self._is_closed = True
         for client in list(self._clients.values()):  # an abandoned thread may add one meanwhile
             client.close()
 
@@ -224,13 +226,19 @@ class ControlClient:
         return self._on(topology.server_of(key.encode()), lambda client: call(client, key))
 
     def _on(self, address: Address, call: Callable[[redis.Redis], Any]) -> Any:
+        if self._is_closed:
+            raise ConnectionAbortedError("the tier was closed meanwhile")
         if address not in self._clients:
             self._clients[address] = self._factory.client(address)
+        client = self._clients[address]
         try:
-            return call(self._clients[address])
+            return call(client)
         except (RedisError, OSError) as error:
             error.add_note(str(address))  # the settings may name others: sentinels, or other nodes
             raise
+        finally:
+            if self._is_closed:  # since the check above: redis-py may have connected once more
+                client.close()
 
     def _error(self, text: str) -> TierError:
         return TierError(f"tier {self._context.name}: {text}")
