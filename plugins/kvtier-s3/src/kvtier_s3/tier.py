@@ -68,14 +68,14 @@ class S3Tier(SecondaryTier[S3Config]):
         self._reads = RequestLimiter(self.config.max_requests)
         self._writes = RequestLimiter(self.config.max_requests)
         self._reset_lock = asyncio.Lock()
-        self._prefix, self._conditional, self._read_only = await self._join(context)
-        if self.config.index_keys or self.config.max_bytes is not None:
-            self._lister = asyncio.create_task(self._keep_listing())
-            try:
+        try:
+            self._prefix, self._conditional, self._read_only = await self._join(context)
+            if self.config.index_keys or self.config.max_bytes is not None:
+                self._lister = asyncio.create_task(self._keep_listing())
                 await self._wait_for_first_listing()
-            except BaseException:
-                await self.aclose()
-                raise
+        except BaseException:
+            await self.aclose()
+            raise
 
     async def aclose(self) -> None:
         """Stop listing and release the connections. See ``SecondaryTier.aclose``."""

@@ -130,10 +130,11 @@ class _Resources:
         """Wait a while for the end of what was not there then; return what is left."""
         deadline = time.monotonic() + patience_s
         while (left := self._added()) and time.monotonic() < deadline:  # noqa: ASYNC110 - nothing tells of it
-            await anyio.sleep(0.01)
+            await anyio.sleep(0.05)
         return left
 
     def _added(self) -> list[str]:
+        gc.collect()  # a cancelled call's traceback may be in a cycle; what a living tier holds stays
         threads = set(threading.enumerate()) - self._threads
         files = _open_files()
         added = [repr(task) for task in asyncio.all_tasks() - self._tasks]
