@@ -103,4 +103,4 @@ def test_another_format_is_torn(offset):
 def test_an_impossible_key_length_does_not_match():
     trailer = bytearray(seal(KEY, PAYLOAD, DIGEST))
     struct.pack_into("<H", trailer, 10, 65535)
-    assert check(resealed(trailer), KEY, PAYLOAD, DIGEST) is Verdict.FOREIGN
+    assert check(resealed(trailer), KEY, PAYLOAD, DIGEST) is Verdict.TORN
