@@ -63,6 +63,15 @@ def tables() -> dict[str, str]:
     return found
 
 
+def own_table(kind: str) -> str:
+    """Return a Markdown table of one tier's settings, without those that every tier has."""
+    definition = json_schema()["$defs"][f"tier-{kind}"]
+    own = {
+        name: field for name, field in definition["properties"].items() if name not in TierConfig.model_fields
+    }
+    return _table({**definition, "properties": own})
+
+
 def _models() -> tuple[dict[str, type[TierConfig]], list[str]]:
     models: dict[str, type[TierConfig]] = {}
     broken: list[str] = []

@@ -24,7 +24,7 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("redis")
-    with Server(folder, ("unixsocket", str(folder / "socket")), ("maxmemory", "2gb")) as server:
+    with Server(folder, f"--unixsocket {folder}/socket --maxmemory 2gb") as server:
         yield server
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import re
+import shlex
 import shutil
 import signal
 import socket
@@ -29,10 +31,11 @@ from kvtier_testing.tiers import TierRig
 
 PROGRAMS = ("redis-server", "valkey-server")
 START_S = 60.0
-SOON_MS = 500
-PATIENT_MS = 60_000
 GENEROUS_S = 30.0  # a deadline that a busy machine keeps
 IDENTITY = Identity.make("tests", {"dtype": "float16"})
+README = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
+(ACL,) = re.findall(r"^```\n(\+get .*)\n```", README, re.MULTILINE)
+"""Permissions of the tier's user that the README lists."""
 _given: set[int] = set()
 
 
@@ -73,36 +76,25 @@ class Server:
 
     Args:
         directory: for its files.
-        options: options of its command line, without the dashes.
-        port: chosen where none is given; 0 where ``tls_port`` is given.
-        login: options of ``client``.
+        options: of its command line.
+        port: where it listens; chosen if not given.
+        login: options of ``client``; with ``ssl`` the server speaks TLS only.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        *options: Sequence[str],
-        port: int | None = None,
-        tls_port: int = 0,
-        **login: Any,
-    ) -> None:
+    def __init__(self, directory: Path, options: str = "", *, port: int | None = None, **login: Any) -> None:
         self.directory = directory
-        self._listen_port = free_port() if port is None else port
-        self.port = self._listen_port or tls_port
+        self.port = port or free_port()
         self._login = login
-        self._options = {"save": [""], "appendonly": ["no"], "repl-diskless-sync-delay": ["0"]}
-        self._options |= {name: list(values) for name, *values in options}
+        listen = f"--port 0 --tls-port {self.port}" if "ssl" in login else f"--port {self.port}"
+        defaults = "--save '' --appendonly no --repl-diskless-sync-delay 0"
+        self._options = shlex.split(f"{listen} --bind 127.0.0.1 --dir {directory} {defaults} {options}")
         self._process: subprocess.Popen[bytes] | None = None
         directory.mkdir(parents=True, exist_ok=True)
 
     def start(self) -> Server:
         """Start it and wait until it answers."""
-        command = [program(), "--port", str(self._listen_port), "--bind", "127.0.0.1"]
-        command += ["--dir", str(self.directory)]
-        for name, values in self._options.items():
-            command += [f"--{name}", *values]
         with (self.directory / "log").open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+            self._process = subprocess.Popen([program(), *self._options], stdout=log, stderr=log)
         wait_for(self._answers, "the server answers")
         return self
 
@@ -115,6 +107,11 @@ class Server:
             "socket_timeout": 10.0,
         }
         return redis.Redis(**{**defaults, **self._login, **options})
+
+    def add_user(self, name: str, password: str, permissions: str = f"~* {ACL}") -> None:
+        """Add an ACL user, or change one."""
+        with self.client() as client:
+            client.execute_command("ACL", "SETUSER", name, "on", f">{password}", *permissions.split())
 
     def kill(self) -> None:
         """Kill it."""
@@ -159,7 +156,7 @@ async def opened(
     *servers: Server,
     name: str = "cache",
     identity: Identity = IDENTITY,
-    chunk_bytes: int = 4096,
+    chunk_bytes: int = 256 * 1024,
     **settings: Any,
 ) -> AsyncIterator[TierRig]:
     """Open a tier on servers, and close it at the end."""
@@ -172,43 +169,29 @@ async def opened(
         await tier.aclose()
 
 
-ACL = (
-    "+get +set +exists +expire +unlink +getrange +touch +scan +info +role +ping +select +wait "
-    "+client|setname +cluster|slots"
-)
-"""Permissions of the tier's user, as in the README."""
-
-
 class TlsServer:
     """A server with TLS only, client certificates and an ACL user ``kv``; ``settings`` are the tier's."""
 
     PASSWORD = "correct horse"
 
     def __init__(self, directory: Path) -> None:
-        authority = trustme.CA()
         directory.mkdir(parents=True, exist_ok=True)
-        ca, cert, key = (directory / name for name in ("ca.pem", "cert.pem", "key.pem"))
-        authority.cert_pem.write_to_path(str(ca))
+        ca, cert, key = (str(directory / name) for name in ("ca.pem", "cert.pem", "key.pem"))
+        authority = trustme.CA()
         issued = authority.issue_cert("127.0.0.1", "localhost")
-        issued.private_key_pem.write_to_path(str(key))
-        issued.cert_chain_pems[0].write_to_path(str(cert))
-        port = free_port()
-        files = {"tls_ca_file": str(ca), "tls_cert_file": str(cert), "tls_key_file": str(key)}
+        authority.cert_pem.write_to_path(ca)
+        issued.private_key_pem.write_to_path(key)
+        issued.cert_chain_pems[0].write_to_path(cert)
         self.server = Server(
             directory,
-            ("tls-port", str(port)),
-            ("tls-ca-cert-file", str(ca)),
-            ("tls-cert-file", str(cert)),
-            ("tls-key-file", str(key)),
-            ("maxmemory", "2gb"),
-            port=0,
-            tls_port=port,
+            f"--tls-ca-cert-file {ca} --tls-cert-file {cert} --tls-key-file {key} --maxmemory 2gb",
             ssl=True,
-            ssl_ca_certs=str(ca),
-            ssl_certfile=str(cert),
-            ssl_keyfile=str(key),
+            ssl_ca_certs=ca,
+            ssl_certfile=cert,
+            ssl_keyfile=key,
         )
-        self.settings = {"tls": True, "username": "kv", "password": self.PASSWORD, **files}
+        self.settings = {"tls": True, "username": "kv", "password": self.PASSWORD}
+        self.settings |= {"tls_ca_file": ca, "tls_cert_file": cert, "tls_key_file": key}
 
     def __enter__(self) -> TlsServer:
         try:
@@ -217,8 +200,7 @@ class TlsServer:
             if "Failed finding TLS support" in str(error):
                 cannot(f"{program()} was built without TLS")
             raise
-        with self.server.client() as client:
-            client.execute_command("ACL", "SETUSER", "kv", "on", f">{self.PASSWORD}", "~*", *ACL.split())
+        self.server.add_user("kv", self.PASSWORD)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -227,18 +209,11 @@ class TlsServer:
 
 @contextmanager
 def cluster(directory: Path, nodes: int = 3) -> Iterator[list[Server]]:
-    """A cluster of primaries. They mark one as failed after a minute of silence: see ``set_node_timeout``."""
+    """A cluster of primaries, which mark one as failed after a minute of silence."""
+    options = "--cluster-enabled yes --cluster-node-timeout 60000 --cluster-require-full-coverage no"
     with ExitStack() as stack:
         servers = [
-            stack.enter_context(
-                Server(
-                    directory / f"node-{number}",
-                    ("cluster-enabled", "yes"),
-                    ("cluster-node-timeout", str(PATIENT_MS)),
-                    ("cluster-require-full-coverage", "no"),
-                )
-            )
-            for number in range(nodes)
+            stack.enter_context(Server(directory / f"node-{number}", options)) for number in range(nodes)
         ]
         per_node = -(-16384 // nodes)
         for number, server in enumerate(servers):
@@ -248,13 +223,6 @@ def cluster(directory: Path, nodes: int = 3) -> Iterator[list[Server]]:
                 client.execute_command("CLUSTER", "MEET", "127.0.0.1", servers[0].port)
         wait_for(lambda: all(is_complete(server) for server in servers), "the cluster is complete")
         yield servers
-
-
-def set_node_timeout(silent_ms: int, servers: Sequence[Server]) -> None:
-    """Set after how much silence nodes of a cluster mark others as failed."""
-    for server in servers:
-        with server.client() as client:
-            client.config_set("cluster-node-timeout", silent_ms)
 
 
 def is_complete(server: Server) -> bool:
@@ -298,7 +266,7 @@ def mark_down_soon(ports: Sequence[int]) -> None:
     """Let sentinels mark their primary as down after a moment of silence."""
     for port in ports:
         with redis.Redis(port=port, retry=Retry(NoBackoff(), 0)) as client:
-            client.execute_command("SENTINEL", "SET", "kv", "down-after-milliseconds", SOON_MS)
+            client.execute_command("SENTINEL", "SET", "kv", "down-after-milliseconds", 500)
 
 
 def others_known(port: int) -> int:

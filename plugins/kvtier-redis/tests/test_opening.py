@@ -12,18 +12,17 @@ import anyio
 import pytest
 import redis
 import redis_servers
-from redis_servers import Server, TlsServer, opened
+from redis_servers import README, Server, TlsServer, opened
 
-from kvtier import validation
+from kvtier import schema, validation
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiers import registry
-from kvtier.tiers.base import Status, TierConfig
-from kvtier_redis import RedisConfig
+from kvtier.tiers.base import Status, TierContext
+from kvtier_redis import RedisConfig, RedisTier
 from kvtier_redis._reasons import REASONS
 from kvtier_testing.tiers import TierRig
 
 pytestmark = pytest.mark.anyio
-README = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
 
 
 async def check_put(it: TierRig) -> None:
@@ -53,10 +52,9 @@ async def test_unreachable_addresses(own_server: Server) -> None:
 
 
 async def test_wrong_and_missing_passwords(own_server: Server) -> None:
-    with own_server.client() as client:
-        client.execute_command("ACL", "SETUSER", "kv", "on", ">right", "~*", *redis_servers.ACL.split())
-        client.execute_command("ACL", "SETUSER", "few", "on", ">right", "~*", "+client", "+info", "+role")
-        client.execute_command("ACL", "SETUSER", "default", ">default")
+    own_server.add_user("kv", "right")
+    own_server.add_user("few", "right", "~* +client +info +role")
+    own_server.add_user("default", "default")
     text = await problem(own_server, username="kv", password="hunter2")
     assert "authentication failed" in text
     assert "set username and password" in text
@@ -77,10 +75,9 @@ async def test_an_error_that_repeats_the_password_is_redacted(
     file = tmp_path / "password"
     file.write_text("hunter2\n")
     login: dict[str, Any] = {"password": "hunter2"} if how == "password" else {"password_file": file}
-    without_auth = ("rename-command", "AUTH", "")
+    without_auth = "--rename-command AUTH ''"
     with Server(tmp_path / "one") as server:
-        with server.client() as client:
-            client.execute_command("ACL", "SETUSER", "kv", "on", ">hunter2", "~*", "+@all")
+        server.add_user("kv", "hunter2")
         async with opened(server, username="kv", **login) as it:
             server.kill()
             with Server(tmp_path / "other", without_auth, port=server.port) as other:
@@ -92,8 +89,7 @@ async def test_an_error_that_repeats_the_password_is_redacted(
 
 
 async def test_a_password_from_a_file(own_server: Server, tmp_path: Path) -> None:
-    with own_server.client() as client:
-        client.execute_command("ACL", "SETUSER", "kv", "on", ">from file", "~*", *redis_servers.ACL.split())
+    own_server.add_user("kv", "from file")
     file = tmp_path / "password"
     text = await problem(own_server, username="kv", password_file=file)
     assert f"password_file = '{file}' cannot be read (No such file or directory)" in text
@@ -119,7 +115,7 @@ async def test_databases_and_modes_that_do_not_fit(
     text = await problem(server, mode="sentinel", sentinel_master="kv", connect_timeout_s=0.5)
     assert "sentinel" in text
     with (
-        Server(tmp_path / "replica", ("replicaof", "127.0.0.1", str(server.port))) as replica,
+        Server(tmp_path / "replica", f"--replicaof 127.0.0.1 {server.port}") as replica,
         redis_servers.sentinels(tmp_path, server) as ports,
     ):
         assert "is a replica" in await problem(replica)
@@ -133,7 +129,7 @@ async def test_databases_and_modes_that_do_not_fit(
 async def test_wrong_and_missing_passwords_of_sentinels_and_of_their_primary(tmp_path: Path) -> None:
     with (
         Server(tmp_path / "primary") as primary,
-        Server(tmp_path / "replica", ("replicaof", "127.0.0.1", str(primary.port))),
+        Server(tmp_path / "replica", f"--replicaof 127.0.0.1 {primary.port}"),
         redis_servers.sentinels(tmp_path, primary) as ports,
     ):
         for port in ports:
@@ -163,8 +159,7 @@ async def test_wrong_and_missing_passwords_of_sentinels_and_of_their_primary(tmp
         settings |= {"sentinel_password_file": file}
         text = await problem(**{**settings, "addresses": ["127.0.0.1:1", addresses[0]]}, password="needless")
         assert f"tier cache: 127.0.0.1:{primary.port}: authentication failed" in text
-        with primary.client() as client:
-            client.execute_command("ACL", "SETUSER", "default", ">right")
+        primary.add_user("default", "right")
         text = await problem(**settings, password="hunter2")
         assert f"tier cache: 127.0.0.1:{primary.port}: authentication failed" in text
         assert text.endswith("; set username and password")
@@ -231,7 +226,16 @@ async def test_chunks_of_private_epochs_are_removed(
         await it.tier.reset()
         await it.put(range(200, 250))
     with own_server.client() as client:
-        assert len(client.keys("*{*")) == 3  # of the shared epoch; they expire
+        assert len(client.keys("*:*:*:*")) == 3  # of the shared epoch; they expire
+
+
+async def test_chunks_that_are_longer_than_a_value_may_be_are_refused() -> None:
+    context = TierContext("cache", redis_servers.IDENTITY, 512 * 2**20)
+    with pytest.raises(TierError, match="exceed the maximum of a Redis value"):
+        await RedisTier(RedisConfig()).open(context)
+
+
+SENTINEL = {"mode": "sentinel", "sentinel_master": "kv"}
 
 
 @pytest.mark.parametrize(
@@ -239,36 +243,20 @@ async def test_chunks_of_private_epochs_are_removed(
     [
         ({"addresses": ["redis://user:hunter2@host:1"]}, "an address is host:port or /path"),
         ({"addresses": ["host:0"]}, "'host:0' is neither host:port nor the path of a socket"),
-        ({"addresses": []}, "addresses"),
         ({"addresses": ["a", "b"]}, "mode single has one"),
+        ({"addresses": ["/s"], "tls": True}, "no TLS on a Unix socket"),
+        ({"mode": "cluster", "addresses": ["/s"]}, "mode cluster needs host:port"),
+        ({"mode": "cluster", "db": 1}, "a cluster has only database 0"),
         ({"mode": "sentinel"}, "sentinel_master is missing"),
         ({"sentinel_master": "kv"}, "set mode to 'sentinel'"),
         ({"sentinel_password": "hunter2"}, "sentinel_password and sentinel_password_file are for mode"),
-        ({"sentinel_password_file": "/p"}, "sentinel_password and sentinel_password_file are for mode"),
         (
-            {"mode": "sentinel", "sentinel_master": "kv", "sentinel_username": "u"},
-            "sentinel_username needs sentinel_password",
-        ),
-        (
-            {
-                "mode": "sentinel",
-                "sentinel_master": "kv",
-                "sentinel_password": "hunter2",
-                "sentinel_password_file": "/p",
-            },
+            {**SENTINEL, "sentinel_password": "hunter2", "sentinel_password_file": "/p"},
             "give sentinel_password or sentinel_password_file, not both",
         ),
-        ({"mode": "sentinel", "sentinel_master": "kv", "addresses": ["/s"]}, "mode sentinel needs host:port"),
-        ({"mode": "cluster", "addresses": ["/s"]}, "mode cluster needs host:port"),
-        ({"addresses": ["/s"], "tls": True}, "no TLS on a Unix socket"),
-        ({"addresses": "redis://kv:hunter2@host:1"}, "addresses"),
-        ({"mode": "cluster", "db": 1}, "a cluster has only database 0"),
         ({"password": "hunter2", "password_file": "/p"}, "not both"),
-        ({"username": "kv"}, "username needs password"),
         ({"tls_ca_file": "/ca"}, "need tls = true"),
         ({"tls": True, "tls_key_file": "/key"}, "tls_key_file needs tls_cert_file"),
-        ({"value_bytes": "1GiB"}, "value_bytes"),
-        ({"key_prefix": "a{b}"}, "key_prefix"),
         ({"pasword": "hunter2"}, "did you mean password?"),
     ],
 )
@@ -279,11 +267,9 @@ def test_invalid_settings_are_refused_by_name(settings: dict[str, object], words
     assert "hunter2" not in str(caught.value)
 
 
-def test_the_readme_describes_each_setting_and_each_reason() -> None:
-    for name, field in RedisConfig.model_fields.items():
-        assert field.description, name
-        if name not in TierConfig.model_fields:
-            assert re.search(rf"^\|[^|]*`{name}`[^|]*\|", README, re.MULTILINE), f"no row for {name}"
+def test_the_readme_has_the_table_of_settings_and_each_reason() -> None:
+    table = schema.own_table("redis")
+    assert table in README, f"copy this table:\n{table}"
     for reason in REASONS:
         assert f"| `{reason}` |" in README
 
@@ -291,10 +277,6 @@ def test_the_readme_describes_each_setting_and_each_reason() -> None:
 def test_the_readmes_configurations_are_accepted() -> None:
     (block,) = re.findall(r"^```json\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     assert {registry.validate(json.loads(line)).type for line in block.splitlines()} == {"redis"}
-
-
-def test_the_readme_lists_the_permissions_of_the_tested_user() -> None:
-    assert f"```\n{redis_servers.ACL}\n```" in README
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The protocol on a socket: replies in any pieces, values read straight into buffers, and ``cut``."""
+"""The protocol on a socket: replies in any pieces, values read straight into slots, broken connections."""
 
 from __future__ import annotations
 
@@ -8,10 +8,19 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from kvtier_redis._protocol import ErrorReply, ProtocolError, RespSocket, command, set_command
+from kvtier.tiers.base import TRAILER_BYTES, Status
+from kvtier_redis import _commands
+from kvtier_redis._commands import Chunk
+from kvtier_redis._protocol import ErrorReply, RespSocket
+from kvtier_redis._reasons import ABSENT, OK, TORN, Result
 
 Pair = tuple[RespSocket, socket.socket]
+
+CONTENT = b"0123456789"
+TRAILER = bytes(range(TRAILER_BYTES))
 
 
 @pytest.fixture
@@ -32,13 +41,32 @@ def send_in_pieces(theirs: socket.socket, data: bytes, size: int) -> None:
     threading.Thread(target=send).start()
 
 
+def bulk(value: bytes) -> bytes:
+    return b"$%d\r\n%b\r\n" % (len(value), value)
+
+
+def empty(count: int) -> list[Chunk]:
+    return [Chunk(b"k", memoryview(bytearray(10)), bytearray(TRAILER_BYTES)) for _ in range(count)]
+
+
+def after(data: bytes, call: Callable[[RespSocket], object]) -> object:
+    """Return the result of a call to a server that has sent ``data`` and sends no more; or its error."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(data)
+        theirs.shutdown(socket.SHUT_WR)
+        try:
+            return call(RespSocket(ours))
+        except ConnectionError as error:
+            return error
+
+
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
 def test_replies_of_every_kind_in_pieces_of_any_size(pair: Pair, size: int) -> None:
     sock, theirs = pair
-    replies = b"+OK\r\n:1\r\n-OOM no room\r\n$-1\r\n$5\r\na\r\nbc\r\n$0\r\n\r\n:-2\r\n"
-    send_in_pieces(theirs, replies, size)
-    found = [sock.reply() for _ in range(7)]
-    assert found == [b"OK", 1, "OOM no room", None, b"a\r\nbc", b"", -2]
+    send_in_pieces(theirs, b"+OK\r\n:1\r\n-OOM no room\r\n:-2\r\n", size)
+    found = [sock.reply() for _ in range(4)]
+    assert found == [b"OK", 1, "OOM no room", -2]
     assert isinstance(found[2], ErrorReply)
     assert sock.is_idle()
 
@@ -46,27 +74,15 @@ def test_replies_of_every_kind_in_pieces_of_any_size(pair: Pair, size: int) -> N
 @pytest.mark.parametrize("size", [1, 5, 11, 1000])
 def test_values_fill_their_buffers_and_those_of_other_lengths_are_skipped(pair: Pair, size: int) -> None:
     sock, theirs = pair
-    values = [b"0123456789", b"short", b"", b"much too long", b"abcdefghij"]
-    replies = b"".join(b"$%d\r\n%b\r\n" % (len(value), value) for value in values)
+    replies = b"".join(map(bulk, [CONTENT, b"short", b"", b"much too long", b"abcdefghij"]))
     send_in_pieces(theirs, replies + b"$-1\r\n-LOADING it\r\n:7\r\n", size)
     found: list[object] = []
     for _ in range(7):
         buffers = bytearray(6), bytearray(4)
         result = sock.value_into([memoryview(buffer) for buffer in buffers])
         found.append(bytes(buffers[0] + buffers[1]) if result is True else result)
-    assert found == [b"0123456789", False, False, False, b"abcdefghij", None, "LOADING it"]
+    assert found == [CONTENT, False, False, False, b"abcdefghij", None, "LOADING it"]
     assert sock.reply() == 7
-
-
-def test_commands_are_encoded_whatever_their_buffers(pair: Pair) -> None:
-    sock, theirs = pair
-    sock.send(
-        [command(b"EXPIRE", b"k", 60), *set_command(b"k", [memoryview(b"ab"), b"", bytearray(b"c")], 9)]
-    )
-    assert theirs.recv(1000) == (
-        b"*3\r\n$6\r\nEXPIRE\r\n$1\r\nk\r\n$2\r\n60\r\n"
-        b"*5\r\n$3\r\nSET\r\n$1\r\nk\r\n$3\r\nabc\r\n$2\r\nEX\r\n$1\r\n9\r\n"
-    )
 
 
 def test_more_than_a_socket_buffers_is_sent_whole(pair: Pair) -> None:
@@ -110,12 +126,73 @@ def test_a_connection_with_unread_data_or_closed_by_the_server_is_not_idle(pair:
     assert not sock.is_idle()
 
 
-@pytest.mark.parametrize("reply", [b"HTTP/1.1 400 Bad Request\r\n", b"*1\r\n"])
-def test_other_protocols_are_detected(pair: Pair, reply: bytes) -> None:
-    sock, theirs = pair
-    theirs.sendall(reply)
-    with pytest.raises(ProtocolError, match="not a Redis reply"):
-        sock.reply()
-    theirs.sendall(reply)
-    with pytest.raises(ProtocolError, match="not a Redis value"):
-        sock.value_into([memoryview(bytearray(1))])
+PIECES = st.sampled_from([b"+OK\r\n", b":1\r\n", b"$-1\r\n", b"$5\r\nabcde\r\n", b"$", b"-E\r\n", b"\r\n"])
+STREAMS = st.binary(max_size=64) | st.lists(PIECES | st.binary(max_size=8), max_size=12).map(b"".join)
+
+
+@given(STREAMS)
+@example(b":abc\r\n")
+@example(b":1_0\r\n")
+@example(b":" + b"9" * 5000 + b"\r\n")
+@example(b"+" + b"x" * 160_000)  # a line without an end is not buffered for ever
+@example(b"HTTP/1.1 400 Bad Request\r\n")
+def test_any_bytes_are_a_reply_or_a_broken_connection(data: bytes) -> None:
+    reply = after(data, lambda sock: sock.reply())
+    assert isinstance(reply, (bytes, int, ErrorReply, ConnectionError))
+    if isinstance(reply, bytes):
+        assert data.startswith(b"+" + reply + b"\r\n")
+
+
+@given(STREAMS)
+@example(b"$5\r\n01234xx")
+@example(b"$ten\r\n")
+@example(b"$" + b"9" * 18 + b"\r\n")
+@example(b"*1\r\n")
+def test_a_value_fills_its_buffers_or_is_refused(data: bytes) -> None:
+    whole = bytearray(5)
+    reply = after(data, lambda sock: sock.value_into([memoryview(whole)]))
+    if reply is True:
+        assert b"\r\n" + whole + b"\r\n" in data
+    assert reply in (None, False, True) or isinstance(reply, (ErrorReply, ConnectionError))
+
+
+WHOLE = bulk(CONTENT + TRAILER)
+
+
+@pytest.mark.parametrize("cut", range(0, 2 * len(WHOLE), 5))
+def test_a_get_that_breaks_off_gives_whole_chunks_or_none(cut: int) -> None:
+    chunks = empty(2)
+    error = after((2 * WHOLE)[:cut], lambda sock: _commands.get(sock, chunks))
+    assert isinstance(error, ConnectionError)
+    for chunk in chunks:
+        assert chunk.result is None or (chunk.result, bytes(chunk.view)) == (OK, CONTENT)
+
+
+@pytest.mark.parametrize(
+    ("reply", "result"),
+    [
+        (WHOLE, OK),
+        (b"$-1\r\n", ABSENT),
+        (bulk(b"x") + b":1\r\n", TORN),
+        (b"-LOADING\r\n", Result(Status.FAILED, "loading")),
+    ],
+)
+def test_a_reply_is_the_result_of_its_chunk_alone(reply: bytes, result: Result) -> None:
+    chunks = empty(2)
+    after(WHOLE + reply, lambda sock: _commands.get(sock, chunks))
+    assert [chunk.result for chunk in chunks] == [OK, result]
+
+
+@pytest.mark.parametrize(
+    ("reply", "result"),
+    [
+        (b"+OK\r\n", OK),
+        (b"-OOM no\r\n", Result(Status.REFUSED, "full")),
+        (b"-READONLY no\r\n", Result(Status.FAILED, "readonly")),
+        (b"-WHAT is this\r\n", Result(Status.FAILED, "error")),
+    ],
+)
+def test_a_put_sends_what_is_not_there_and_gives_each_its_result(reply: bytes, result: Result) -> None:
+    chunks = empty(2)
+    after(b":1\r\n:0\r\n" + reply, lambda sock: _commands.put(sock, chunks, 60))
+    assert [chunk.result for chunk in chunks] == [OK, result]

@@ -20,7 +20,6 @@ _IOV_MAX = 1024
 _READ_BYTES = 64 * 1024
 _HEADER_BYTES = 16  # no longer than the shortest value with its header: what is read beyond it is copied
 _MAX_LINE_BYTES = 2 * _READ_BYTES
-_MAX_REPLY_BYTES = 64 * 1024 * 1024  # of what is no chunk: answers to SCAN and INFO are shorter
 _NUMBER = re.compile(rb"[+-]?[0-9]{1,19}")
 _SCRATCH_BYTES = 1024 * 1024
 
@@ -35,7 +34,7 @@ class ErrorReply(str):
     __slots__ = ()
 
 
-Reply = bytes | int | None | ErrorReply
+Reply = bytes | int | ErrorReply
 
 
 def command(*args: Arg) -> bytes:
@@ -94,9 +93,9 @@ class RespSocket:
             sent = self._sock.send(left[0]) if self._is_tls else self._sock.sendmsg(left[:_IOV_MAX])
             left = _after(left, sent)
 
-    def reply(self, read_bytes: int = _READ_BYTES) -> Reply:
-        """Read one short reply."""
-        line = self._line(read_bytes)
+    def reply(self) -> Reply:
+        """Read one reply that is no value."""
+        line = self._line(_READ_BYTES)
         kind, rest = line[:1], line[1:]
         if kind == b"+":
             return rest
@@ -104,11 +103,9 @@ class RespSocket:
             return _number(rest)
         if kind == b"-":
             return ErrorReply(rest.decode(errors="replace"))
-        if kind == b"$":
-            return self._bulk(_number(rest))
         raise ProtocolError(f"not a Redis reply: {line[:16]!r}")
 
-    def value_into(self, buffers: Sequence[memoryview]) -> Reply | bool:
+    def value_into(self, buffers: Sequence[memoryview]) -> bool | ErrorReply | None:
         """Read a value into ``buffers``, which it must fill exactly.
 
         Returns:
@@ -128,18 +125,9 @@ class RespSocket:
         if not fits:
             self._skip(length)
         self._fill([*(buffers if fits else ()), memoryview(end)])
-        _require_end(end)
+        if end != b"\r\n":
+            raise ProtocolError(f"a value ends with {bytes(end)!r}")
         return fits
-
-    def _bulk(self, length: int) -> bytes | None:
-        if length < 0:
-            return None
-        if length > _MAX_REPLY_BYTES:
-            raise ProtocolError(f"a reply has {length} bytes; {_MAX_REPLY_BYTES} are possible")
-        value, end = bytearray(length), bytearray(2)
-        self._fill([memoryview(value), memoryview(end)])
-        _require_end(end)
-        return bytes(value)
 
     def _line(self, read_bytes: int) -> bytes:
         while (end := self._inbox.find(b"\r\n")) < 0:
@@ -184,11 +172,6 @@ def _number(text: bytes) -> int:
     if not _NUMBER.fullmatch(text):
         raise ProtocolError(f"not a number: {text[:16]!r}")
     return int(text)
-
-
-def _require_end(end: bytearray) -> None:
-    if end != b"\r\n":
-        raise ProtocolError(f"a value ends with {bytes(end)!r}")
 
 
 def _after(buffers: list[memoryview], count: int) -> list[memoryview]:

@@ -13,7 +13,6 @@ from kvtier.tiers.base import TierConfig
 
 _DEFAULT_PORT = 6379
 _SENTINEL_PORT = 26379
-_MAX_VALUE_BYTES = 512 * 2**20 - 1024  # the default proto-max-bulk-len, less the trailer
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +53,14 @@ class RedisConfig(TierConfig):
         default="redis", description="Name of the tier's entry point in the group kvtier.tiers."
     )
     mode: Literal["single", "sentinel", "cluster"] = Field(
-        default="single", description="Deployment: one server, a primary with sentinels, or a cluster."
+        default="single", description="One server, a primary that sentinels name, or a cluster."
     )
     addresses: tuple[str, ...] = Field(
         default=(f"127.0.0.1:{_DEFAULT_PORT}",),
         min_length=1,
-        description="`host:port`, or the path of a Unix socket in mode single. In mode sentinel the "
-        "sentinels; in mode cluster some nodes, from which the others are discovered.",
+        description="`host:port`, `[v6]:port`, or the path of a Unix socket in mode `single`. In mode "
+        "`sentinel` the sentinels (port 26379); in mode `cluster` some nodes, from which the others are "
+        "discovered.",
     )
     sentinel_master: str | None = Field(
         default=None, description="Name of the primary in the sentinels' configuration."
@@ -86,26 +86,27 @@ class RedisConfig(TierConfig):
     tls_key_file: Path | None = Field(default=None, description="PEM file of the client certificate's key.")
     tls_verify: Literal["full", "chain", "none"] = Field(
         default="full",
-        description="Verification of the server's certificate: chain and host name, chain only, or none.",
+        description="What is verified of the server's certificate: chain and host name, chain only, or "
+        "nothing.",
     )
     connections: int = Field(
-        default=4, ge=1, le=64, description="Connections to each server for gets, and as many for puts."
+        default=4,
+        ge=1,
+        le=64,
+        description="Connections to each server for gets, and as many for puts; one more for small commands.",
     )
     connect_timeout_s: float = Field(default=2.0, gt=0, le=60, description="Connect timeout, in seconds.")
-    value_bytes: Annotated[Size, Field(ge=4096, le=_MAX_VALUE_BYTES)] = Field(
-        default=64 * 2**20,
-        description="Maximum bytes of a chunk in one key. Longer chunks are split over several keys.",
-    )
     ttl_s: int = Field(
         default=7 * 86_400,
         ge=60,
         le=10 * 365 * 86_400,
-        description="Expiry of a chunk in seconds. A put, and a load from host memory, restart it.",
+        description="Expiry of a chunk in seconds; default: 7 days. A put, and a load from host memory, "
+        "restart it.",
     )
     max_bytes: Annotated[Size, Field(gt=0)] | None = Field(
         default=None,
-        description="Refuse puts while the servers use more memory than this. Default: their maxmemory, or "
-        "else three quarters of their system memory.",
+        description="Refuse puts while the servers use more memory than this, other clients' keys included. "
+        "Default: their `maxmemory`, else three quarters of their system memory.",
     )
     key_prefix: str = Field(
         default="kvtier",
@@ -123,8 +124,7 @@ class RedisConfig(TierConfig):
     @model_validator(mode="after")
     def _is_consistent(self) -> RedisConfig:
         is_sentinel = self.mode == "sentinel"
-        has_password = bool(self.password or self.password_file)
-        has_sentinel_password = bool(self.sentinel_password or self.sentinel_password_file)
+        has_sentinel_login = self.sentinel_username or self.sentinel_password or self.sentinel_password_file
         has_socket = any(address.path for address in self.parsed_addresses)
         problems = {
             "sentinel_master is missing: mode sentinel needs the name of the primary": (
@@ -134,12 +134,9 @@ class RedisConfig(TierConfig):
                 not is_sentinel and self.sentinel_master
             ),
             "sentinel_username, sentinel_password and sentinel_password_file are for mode sentinel: remove "
-            "them": not is_sentinel and (self.sentinel_username or has_sentinel_password),
+            "them": not is_sentinel and has_sentinel_login,
             "give sentinel_password or sentinel_password_file, not both": (
                 self.sentinel_password and self.sentinel_password_file
-            ),
-            "sentinel_username needs sentinel_password or sentinel_password_file": (
-                self.sentinel_username and not has_sentinel_password
             ),
             f"addresses: mode {self.mode} needs host:port, not a Unix socket": (
                 self.mode != "single" and has_socket
@@ -150,7 +147,6 @@ class RedisConfig(TierConfig):
                 self.mode == "single" and len(self.addresses) > 1
             ),
             "give password or password_file, not both": self.password and self.password_file,
-            "username needs password or password_file": self.username and not has_password,
             "tls_ca_file, tls_cert_file and tls_key_file need tls = true": (
                 not self.tls and (self.tls_ca_file or self.tls_cert_file or self.tls_key_file)
             ),

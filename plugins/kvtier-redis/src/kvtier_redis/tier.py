@@ -31,13 +31,14 @@ from kvtier.tiers.drain import until_done
 from kvtier.tiers.faults import require_fault
 from kvtier_redis import _commands
 from kvtier_redis._client import ClientFactory, PasswordFileError
-from kvtier_redis._commands import Chunk, ValueLayout
+from kvtier_redis._commands import Chunk
 from kvtier_redis._control import PRIVATE, ControlClient, MemoryUsage, Topology
 from kvtier_redis._pool import ConnectionPool, WorkerThreads
-from kvtier_redis._protocol import ErrorReply, Reply, RespSocket
+from kvtier_redis._protocol import ErrorReply, Reply, RespSocket, command
 from kvtier_redis._reasons import REASONS, TIMED_OUT, TOPOLOGY, TRANSIENT, Result, reason_of, result_of
 from kvtier_redis.config import Address, RedisConfig
 
+_MAX_VALUE_BYTES: Final = 512 * 2**20  # Redis' default proto-max-bulk-len
 _BYTES_PER_CONNECTION: Final = 4 * 2**20  # less is not worth another thread, with a round trip of its own
 _USAGE_INTERVAL_S: Final = 1.0
 _DISCOVERY_PAUSE_S: Final = 0.2
@@ -96,7 +97,12 @@ class RedisTier(SecondaryTier[RedisConfig]):
     async def open(self, context: TierContext) -> None:
         """Find the servers and join the cache's epoch. See ``SecondaryTier.open``."""
         self._name = context.name
-        self._layout = ValueLayout(context.chunk_bytes, int(self.config.value_bytes), self.config.ttl_s)
+        self._chunk_bytes = context.chunk_bytes
+        if context.chunk_bytes + TRAILER_BYTES > _MAX_VALUE_BYTES:
+            raise TierError(
+                f"tier {context.name}: chunks of {context.chunk_bytes} bytes exceed the maximum of a Redis "
+                f"value ({_MAX_VALUE_BYTES} bytes); choose a smaller block_size"
+            )
         try:
             self._factory = await self._threads.start(
                 partial(ClientFactory, self.config, f"kvtier-{context.name}".replace(" ", "-"))
@@ -138,7 +144,7 @@ class RedisTier(SecondaryTier[RedisConfig]):
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         """Return which keys exist. See ``SecondaryTier.contains``."""
         names = self._redis_keys(keys)
-        replies = await self._query(_commands.exists, names)
+        replies = await self._query(names, b"EXISTS")
         return [replies.get(name) == 1 for name in names] or [False] * len(keys)
 
     async def put(self, batch: Batch) -> Outcome:
@@ -150,7 +156,8 @@ class RedisTier(SecondaryTier[RedisConfig]):
             return Outcome.all(Status.REFUSED, len(batch), "full")
         self._put_bytes += batch.nbytes
         trailers = [bytearray(trailer) for trailer in batch.trailers]
-        return await self._transfer(_commands.put, batch, names, trailers, lambda server: server.puts)
+        put = partial(_commands.put, ttl_s=self.config.ttl_s)
+        return await self._transfer(put, batch, names, trailers, lambda server: server.puts)
 
     async def get(self, batch: Batch) -> Outcome:
         """Receive chunks into their slots. See ``SecondaryTier.get``."""
@@ -164,11 +171,11 @@ class RedisTier(SecondaryTier[RedisConfig]):
 
     async def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Restart the expiry of the keys. See ``SecondaryTier.touch``."""
-        await self._query(_commands.touch, self._redis_keys(keys))
+        await self._query(self._redis_keys(keys), b"EXPIRE", self.config.ttl_s)
 
     async def discard(self, keys: Sequence[OffloadKey]) -> None:
         """Remove the keys. See ``SecondaryTier.discard``."""
-        await self._query(_commands.discard, self._redis_keys(keys))
+        await self._query(self._redis_keys(keys), b"UNLINK")
 
     async def reset(self) -> None:
         """Start a private epoch. See ``SecondaryTier.reset``.
@@ -202,14 +209,11 @@ class RedisTier(SecondaryTier[RedisConfig]):
         return self._control
 
     def _redis_keys(self, keys: Iterable[OffloadKey]) -> list[bytes]:
-        """Return the Redis keys of chunks; none during a reset.
-
-        The part in braces is the hash tag: all parts of a chunk are on one server.
-        """
+        """Return the Redis keys of chunks; none during a reset."""
         if self._epoch is None:
             return []
         prefix = self._opened.key_prefix(self._epoch).encode()
-        return [b"%b{%b}" % (prefix, key.hex().encode()) for key in keys]
+        return [prefix + key.hex().encode() for key in keys]
 
     async def _transfer(
         self,
@@ -224,8 +228,8 @@ class RedisTier(SecondaryTier[RedisConfig]):
         jobs = []
         for server, group in self._by_server(chunks, lambda chunk: chunk.key):
             pool = pool_of(server)
-            for part in _split(group, pool.size, self._layout.chunk_bytes):
-                jobs.append((pool, partial(operation, layout=self._layout, chunks=part), part))
+            for part in _split(group, pool.size, self._chunk_bytes):
+                jobs.append((pool, partial(operation, chunks=part), part))
         await self._run(jobs)
         results = [chunk.result or TIMED_OUT for chunk in chunks]
         reasons = Counter(result.reason for result in results if result.reason)
@@ -233,16 +237,13 @@ class RedisTier(SecondaryTier[RedisConfig]):
             self._topology_doubted.set()
         return Outcome([result.status for result in results], reasons)
 
-    async def _query(
-        self,
-        operation: Callable[[RespSocket, ValueLayout, Sequence[bytes]], Sequence[Reply]],
-        names: Sequence[bytes],
-    ) -> dict[bytes, Reply]:
-        """Return the reply for each key; those that did not arrive in time are missing."""
+    async def _query(self, names: Sequence[bytes], verb: bytes, *args: int) -> dict[bytes, Reply]:
+        """Send one command for each key; return the replies that arrived in time."""
         replies: dict[bytes, Reply] = {}
 
         def run(group: Sequence[bytes], sock: RespSocket) -> None:
-            replies.update(zip(group, operation(sock, self._layout, group), strict=False))
+            commands = [command(verb, name, *args) for name in group]
+            replies.update(zip(group, _commands.pipeline(sock, commands), strict=True))
 
         groups = self._by_server(list(dict.fromkeys(names)), bytes)
         await self._run([(server.small, partial(run, group), ()) for server, group in groups])
