@@ -1,7 +1,7 @@
 """A proxy between the tier and the server that does what networks and overloaded servers do.
 
 It runs in a process of its own, so that it neither holds up the tested event loop nor is held up by it:
-``python proxy.py UPSTREAM_PORT [CERTIFICATE KEY]`` writes the port that it listens on, then answers each line
+``python proxy.py UPSTREAM_PORT [CERTIFICATE]`` writes the port that it listens on, then answers each line
 of JSON on its input with one line: a ``Faults`` when that holds, ``null`` with how many requests wait.
 """
 
@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 PIECE_BYTES = 64 * 1024
@@ -30,7 +30,7 @@ class Faults:
     Attributes:
         delay_s: seconds before a request is passed on, whether or not its sender still waits; without end:
             until this is changed, if its sender still waits then.
-        refused: how many requests are answered with ``status`` and ``code``; -1: all.
+        refused: whether requests are answered with ``status`` and ``code``.
         status, code: see there.
         slow_body_s: seconds between two pieces of an answer's body.
         cut_after: bytes of an answer's body after which the connection is cut; -1: never.
@@ -40,13 +40,13 @@ class Faults:
     """
 
     delay_s: float = 0.0
-    refused: int = 0
+    refused: bool = False
     status: int = 503
     code: str = "SlowDown"
     slow_body_s: float = 0.0
     cut_after: int = -1
     deaf: bool = False
-    methods: tuple[str, ...] = field(default=())
+    methods: tuple[str, ...] = ()
     header: str = ""
 
 
@@ -55,14 +55,14 @@ class Proxy:
 
     Args:
         upstream_port: where the server is.
-        certificate, key: PEM files, for TLS.
+        certificate: PEM file of a certificate and its key, for TLS.
     """
 
-    def __init__(self, upstream_port: int, certificate: Path | None = None, key: Path | None = None) -> None:
+    def __init__(self, upstream_port: int, certificate: Path | None = None) -> None:
         self._command = [sys.executable, __file__, str(upstream_port)]
         self._scheme = "http"
-        if certificate is not None and key is not None:
-            self._command += [str(certificate), str(key)]
+        if certificate is not None:
+            self._command.append(str(certificate))
             self._scheme = "https"
 
     def __enter__(self) -> Proxy:
@@ -90,7 +90,7 @@ class Proxy:
         return self._say(asdict(faults))
 
     def held(self) -> int:
-        """How many requests are held back, by a delay or by deafness, whose senders still wait."""
+        """Return how many requests are held back, by a delay or by deafness, whose senders still wait."""
         return self._say(None)
 
     @contextmanager
@@ -103,7 +103,7 @@ class Proxy:
             self.be(Faults())
 
     def requests(self) -> int:
-        """How many requests have come so far, when there are no faults."""
+        """Return how many requests have come so far, and have no faults from now on."""
         return self.be(Faults())
 
     def _say(self, said: dict[str, object] | None) -> int:
@@ -122,7 +122,7 @@ class _Server:
         self._faults = Faults()
         self._changed = asyncio.Event()
         self._requests = 0
-        self._held: set[_Ends] = set()
+        self._held: set[_Client] = set()
 
     def answer(self, line: str) -> int:
         values = json.loads(line)
@@ -134,16 +134,18 @@ class _Server:
         return self._requests
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        client = _Ends(reader, writer)
+        client = _Client(reader, writer)
         with suppress(asyncio.IncompleteReadError, OSError):
             if await self._refuse_or_receive(client):
-                server = _Ends(*await asyncio.open_connection("127.0.0.1", self._upstream_port))
-                with server:
-                    while await self._exchange(client, server) and await self._refuse_or_receive(client):
+                upstream = await asyncio.open_connection("127.0.0.1", self._upstream_port)
+                try:
+                    while await self._exchange(client, *upstream) and await self._refuse_or_receive(client):
                         pass
-        client.abort()
+                finally:
+                    upstream[1].transport.abort()
+        writer.transport.abort()
 
-    async def _refuse_or_receive(self, client: _Ends) -> bool:
+    async def _refuse_or_receive(self, client: _Client) -> bool:
         """Receive the head of a request that is to be passed on; those before it are refused."""
         while True:
             client.head = await client.reader.readuntil(b"\r\n\r\n")
@@ -155,21 +157,22 @@ class _Server:
             faults = self._for(client)
             if not faults.refused:
                 return True
-            self._faults = replace(self._faults, refused=faults.refused - (faults.refused > 0))
             await client.reader.readexactly(_length(client.head))
             client.writer.write(_refusal(client.method, faults))
             await client.writer.drain()
 
-    async def _exchange(self, client: _Ends, server: _Ends) -> bool:
-        """Pass on one request and its answer; say whether the connection lives on."""
+    async def _exchange(
+        self, client: _Client, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bool:
+        """Pass on one request and its answer; return whether the connection lives on."""
         faults = self._for(client)
         with self._holding(client):
             await self._pause(faults.delay_s)
         if math.isinf(faults.delay_s):
             client.check_it_waits()
-        server.writer.write(client.head)
-        await _copy(client.reader, server.writer, _length(client.head))
-        return await self._answer(client.method, server.reader, client.writer, faults)
+        writer.write(client.head)
+        await _copy(client.reader, writer, _length(client.head))
+        return await self._answer(client.method, reader, client.writer, faults)
 
     async def _answer(
         self, method: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, faults: Faults
@@ -196,7 +199,7 @@ class _Server:
         await _copy(reader, writer, left)
         return True
 
-    def _for(self, client: _Ends) -> Faults:
+    def _for(self, client: _Client) -> Faults:
         about, header = self._faults.methods, f"\r\n{self._faults.header}:".encode()
         is_about = (not about or client.method in about) and (
             header == b"\r\n:" or header in client.head.lower()
@@ -204,7 +207,7 @@ class _Server:
         return self._faults if is_about else Faults()
 
     @contextmanager
-    def _holding(self, client: _Ends) -> Iterator[None]:
+    def _holding(self, client: _Client) -> Iterator[None]:
         self._held.add(client)
         try:
             yield
@@ -218,8 +221,8 @@ class _Server:
                     await self._changed.wait()
 
 
-class _Ends:
-    """Both ends of a connection, and the head of the request that is being passed on."""
+class _Client:
+    """A connection from a client, and the head of the request that is being passed on."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -241,15 +244,6 @@ class _Ends:
         """Raise ``ConnectionError`` if the other side has hung up."""
         if not self.waits:
             raise ConnectionResetError
-
-    def abort(self) -> None:
-        self.writer.transport.abort()
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exc: object) -> None:
-        self.abort()
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, count: int) -> None:
@@ -298,5 +292,5 @@ if __name__ == "__main__":
     context = None
     if len(sys.argv) > 2:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(sys.argv[2], sys.argv[3])
+        context.load_cert_chain(sys.argv[2])
     asyncio.run(_main(int(sys.argv[1]), context))

@@ -51,18 +51,6 @@ async def test_requests_of_a_put_that_were_not_sent_are_dropped(place: Place, pr
         assert len(place.paths("chunks")) == 2
 
 
-async def test_a_get_ends_at_once_and_writes_nothing_more(place: Place, proxy: Proxy) -> None:
-    async with place.opened(**UNLISTED) as it:
-        await it.put(range(3))
-        batch, slots = it.empty(range(3))
-        async with cancelled(proxy, it.tier.get(batch), ("GET",), held=3) as get:
-            await asyncio.wait((get,), timeout=PATIENCE_S)
-            assert get.done()
-            slots.reuse()
-        await asyncio.sleep(SETTLE_S)
-        slots.check_reused("a cancelled get")
-
-
 async def test_a_discard_does_not_delete_what_is_put_after_it(place: Place, proxy: Proxy) -> None:
     async with place.opened(**UNLISTED) as it:
         await it.put(range(3))

@@ -12,13 +12,13 @@ import pytest
 from obstore.store import AzureStore, GCSStore, S3Store
 from proxy import Faults, Proxy
 
+from kvtier import schema
 from kvtier.config import TieringConfig
 from kvtier.errors import ConfigError, TierError
 from kvtier.reasons import TRANSFER
 from kvtier.tiers import registry
-from kvtier.tiers.base import TierConfig
 from kvtier_s3 import S3Config
-from kvtier_s3._errors import REASONS, TRANSIENT, classify
+from kvtier_s3._errors import REASONS, classify
 from kvtier_s3._store import make_store
 
 README = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
@@ -42,11 +42,9 @@ def made(raw: dict[str, Any]) -> S3Config:
         ({**S3, "bucket": "s3://b/x"}, ["bucket", "bare name"]),
         ({**S3, "prefix": "a//b"}, ["prefix", "single slashes"]),
         ({**S3, "prefix": "a/../b"}, ["prefix"]),
-        ({**S3, "prefix": ""}, ["prefix"]),
         ({**S3, "endpoint": "minio:9000"}, ["endpoint", "begins with https://"]),
         ({**S3, "endpoint": "http://minio"}, ["endpoint has no TLS", "set allow_http to true"]),
         ({**S3, "endpoint": "https://me:hidden@minio"}, ["endpoint", "credentials", "@minio"]),
-        ({**S3, "endpoint": "https://:hidden@minio"}, ["endpoint", "credentials"]),
         ({**S3, "endpoint": "https://minio?key=hidden"}, ["endpoint", "queries"]),
         ({**S3, "verify": False, "ca_file": "/x"}, ["ca_file", "remove one"]),
         ({**S3, "access_key_id": "AK-hidden"}, ["access_key_id and secret_access_key go together"]),
@@ -57,14 +55,8 @@ def made(raw: dict[str, Any]) -> S3Config:
         ({**AZURE, **SECRETS}, ["access_key_id belongs to provider s3"]),
         ({**S3, "provider": "azure"}, ["account is missing"]),
         ({**AZURE, "bucket": "kv"}, ["bucket = 'kv'", "an Azure container has 3 to 63"]),
-        ({**AZURE, "bucket": "c" * 64}, ["bucket = 'ccc", "an Azure container has 3 to 63"]),
-        ({**AZURE, "bucket": "Chunks"}, ["bucket = 'Chunks'", "lower-case letters"]),
         ({**AZURE, "bucket": "kv--cache"}, ["bucket = 'kv--cache'", "single hyphens"]),
         ({**AZURE, "account_key": "K", "sas_token": "T"}, ["account_key and sas_token", "remove one"]),
-        ({**S3, "provider": "oss"}, ["provider = 'oss'", "'s3', 'gcs' or 'azure'"]),
-        ({**S3, "part_bytes": "1MiB"}, ["part_bytes"]),
-        ({**S3, "timeout_s": 0}, ["timeout_s"]),
-        ({**S3, "conditional_puts": "maybe"}, ["conditional_puts"]),
     ],
 )
 def test_invalid_settings_are_refused_by_name(raw: dict[str, Any], words: list[str]) -> None:
@@ -83,26 +75,17 @@ def test_secrets_are_shown_nowhere() -> None:
         assert "hidden" not in text
 
 
-def test_the_readme_describes_each_setting_and_reason() -> None:
-    for name, field in S3Config.model_fields.items():
-        assert field.description, name
-        if name not in TierConfig.model_fields:
-            assert f"| `{name}` |" in README, f"README.md has no row for {name}"
+def test_the_readme_has_the_table_of_settings_and_each_reason() -> None:
+    table = schema.own_table("s3")
+    assert table in README, f"copy this table:\n{table}"
     for reason in REASONS:
         assert f"`{reason}`" in README, f"README.md does not say what {reason} means"
 
 
-def test_valid_settings_are_accepted() -> None:
+def test_the_readmes_configurations_are_accepted() -> None:
     blocks = [json.loads(block) for block in re.findall(r"^```json\n(.*?)^```", README, re.M | re.S)]
     tiers = [made(block) for block in blocks if "type" in block]
     assert {tier.provider for tier in tiers} == {"s3", "gcs", "azure"}
-    for bucket in ("kvs", "c" * 63, "kv-cache-2", "0-0"):  # names that Azure allows
-        assert made({**AZURE, "bucket": bucket}).bucket == bucket
-
-
-def test_reasons_are_not_those_that_kvtier_has() -> None:
-    assert not REASONS.keys() & TRANSFER.keys()
-    assert REASONS.keys() > TRANSIENT
 
 
 @pytest.mark.parametrize(
@@ -178,7 +161,7 @@ def test_invalid_credentials_are_named(tmp_path: Path) -> None:
 def test_errors_of_stores_are_classified(proxy_alone: Proxy, status: int, code: str, reason: str) -> None:
     settings = {**S3, **SECRETS, "endpoint": proxy_alone.endpoint, "allow_http": True}
     store = make_store(made(settings))
-    proxy_alone.be(Faults(refused=-1, status=status, code=code))
+    proxy_alone.be(Faults(refused=True, status=status, code=code))
     with pytest.raises(Exception) as caught:
         obstore.put(store, "a", b"b", use_multipart=False)
     failure = classify(caught.value)

@@ -97,7 +97,7 @@ async def test_a_reset_that_cannot_be_stored_raises_and_hides_everything(
     async with place.opened() as it:
         await it.put(range(3))
         with (
-            proxy.faulty(Faults(refused=-1, status=500, code="InternalError", methods=refused)),
+            proxy.faulty(Faults(refused=True, status=500, code="InternalError", methods=refused)),
             pytest.raises(
                 TierError, match=r"tier tested: .* could not be reset: server \(500 InternalError\)"
             ),

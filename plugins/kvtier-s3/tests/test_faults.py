@@ -66,11 +66,11 @@ async def check_all_is_well(it: TierRig) -> None:
 @pytest.mark.parametrize(
     ("faults", "reason"),
     [
-        (Faults(refused=-1), "throttled"),
-        (Faults(refused=-1, status=500, code="InternalError"), "server"),
-        (Faults(refused=-1, status=403, code="AccessDenied"), "forbidden"),
-        (Faults(refused=-1, status=403, code="RequestTimeTooSkewed"), "clock"),
-        (Faults(refused=-1, status=404, code="NoSuchBucket"), "no_bucket"),
+        (Faults(refused=True), "throttled"),
+        (Faults(refused=True, status=500, code="InternalError"), "server"),
+        (Faults(refused=True, status=403, code="AccessDenied"), "forbidden"),
+        (Faults(refused=True, status=403, code="RequestTimeTooSkewed"), "clock"),
+        (Faults(refused=True, status=404, code="NoSuchBucket"), "no_bucket"),
         (Faults(delay_s=inf), "timeout"),
         (Faults(deaf=True), "timeout"),
     ],
@@ -89,7 +89,7 @@ async def test_a_fault_fails_each_chunk_with_the_reason(
 
 async def test_a_server_that_is_full_refuses(place: Place, proxy: Proxy) -> None:
     async with place.opened() as it:
-        with proxy.faulty(Faults(refused=-1, status=403, code="QuotaExceeded", methods=("PUT",))):
+        with proxy.faulty(Faults(refused=True, status=403, code="QuotaExceeded", methods=("PUT",))):
             check_all(await put(it), Status.REFUSED, "full")
 
 
@@ -138,7 +138,7 @@ async def test_a_request_whose_answer_was_lost_is_repeated_without_harm(place: P
 async def test_read_only_credentials(place: Place, proxy: Proxy, caplog: pytest.LogCaptureFixture) -> None:
     async with place.opened() as it:
         await it.put(ALL)
-    proxy.be(Faults(refused=-1, status=403, code="AccessDenied", methods=("PUT", "POST", "DELETE")))
+    proxy.be(Faults(refused=True, status=403, code="AccessDenied", methods=("PUT", "POST", "DELETE")))
     async with place.opened() as it:
         it.expect_kept(await it.get(ALL), "a get with read-only credentials")
         outcome = await put(it)
@@ -153,7 +153,7 @@ async def test_faults_are_logged_once_and_no_secret_is_shown(
 ) -> None:
     caplog.set_level("DEBUG")
     async with place.opened(index_keys=0) as it:
-        with proxy.faulty(Faults(refused=-1, status=403, code="AccessDenied")):
+        with proxy.faulty(Faults(refused=True, status=403, code="AccessDenied")):
             for _ in range(3):
                 await put(it)
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]

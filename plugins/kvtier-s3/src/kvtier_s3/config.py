@@ -16,7 +16,6 @@ from kvtier.tiers.base import TierConfig
 
 Provider = Literal["s3", "gcs", "azure"]
 
-_MIN_PART_BYTES: Final = 5 * 2**20
 _PREFIX: Final = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 _BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,221}")
 _CONTAINER: Final = re.compile(r"(?=.{3,63}$)[a-z0-9]+(-[a-z0-9]+)*")
@@ -42,50 +41,56 @@ class S3Config(TierConfig):
 
     type: str = Field(default="s3", description="Name of the tier's entry point in the group kvtier.tiers.")
     provider: Provider = Field(
-        default="s3", description="Protocol of the store: s3 (AWS and all compatible stores), gcs or azure."
+        default="s3",
+        description="Protocol of the store: `s3` (AWS and all compatible stores), `gcs` or `azure`. Settings "
+        "of another provider are refused.",
     )
     bucket: str = Field(description="Bucket, or Azure container. It must exist.")
-    prefix: str = Field(default="kvtier", description="Prefix of all object names; slashes are allowed.")
+    prefix: str = Field(
+        default="kvtier",
+        description="Prefix of all object names; slashes are allowed. Engines with the same prefix share.",
+    )
     endpoint: str | None = Field(
         default=None, description="URL of the store, without the bucket. Default: the provider's."
     )
     region: str | None = Field(
-        default=None, description="Region that requests are signed for. Default: AWS_REGION, or us-east-1."
+        default=None,
+        description="s3: region that requests are signed for. Default: `AWS_REGION`, else `us-east-1`.",
     )
     addressing: Literal["path", "virtual"] = Field(
         default="path",
-        description="How the bucket is addressed: path (https://host/bucket) or virtual "
-        "(https://bucket.host).",
+        description="s3: how the bucket is addressed: `path` (`https://host/bucket`) or `virtual` "
+        "(`https://bucket.host`).",
     )
 
     access_key_id: SecretStr | None = Field(
         default=None,
-        description="Access key. Default: AWS_ACCESS_KEY_ID, else a web identity, the container's or the "
-        "instance's role.",
+        description="s3: access key. Default: `AWS_ACCESS_KEY_ID`, else a web identity, the container's or "
+        "the instance's role.",
     )
     secret_access_key: SecretStr | None = Field(
-        default=None, description="Secret of access_key_id. Default: AWS_SECRET_ACCESS_KEY."
+        default=None, description="s3: secret of `access_key_id`. Default: `AWS_SECRET_ACCESS_KEY`."
     )
     session_token: SecretStr | None = Field(
-        default=None, description="Session token of temporary keys. Default: AWS_SESSION_TOKEN."
+        default=None, description="s3: session token of temporary keys. Default: `AWS_SESSION_TOKEN`."
     )
     profile: str | None = Field(
         default=None,
-        description="Profile in ~/.aws with the credentials; needs boto3 (pip install kvtier-s3[profiles]).",
+        description="s3: profile in `~/.aws` with the credentials; needs `pip install kvtier-s3[profiles]`.",
     )
     service_account_file: Path | None = Field(
         default=None,
-        description="JSON file of a service account. Default: GOOGLE_APPLICATION_CREDENTIALS, else the "
-        "machine's account.",
+        description="gcs: JSON file of a service account. Default: `GOOGLE_APPLICATION_CREDENTIALS`, else "
+        "the machine's account.",
     )
-    account: str | None = Field(default=None, description="Azure storage account.")
+    account: str | None = Field(default=None, description="azure: storage account; required.")
     account_key: SecretStr | None = Field(
         default=None,
-        description="Key of account. Default: AZURE_STORAGE_ACCOUNT_KEY, else a client secret, a workload "
-        "or managed identity.",
+        description="azure: key of `account`. Default: `AZURE_STORAGE_ACCOUNT_KEY`, else a client secret, a "
+        "workload or managed identity.",
     )
     sas_token: SecretStr | None = Field(
-        default=None, description="Shared access signature, instead of account_key."
+        default=None, description="azure: shared access signature, instead of `account_key`."
     )
 
     allow_http: StrictBool = Field(
@@ -112,33 +117,29 @@ class S3Config(TierConfig):
     max_requests: int = Field(
         default=32, ge=1, le=1024, description="Concurrent read requests, and as many write requests."
     )
-    part_bytes: Size = Field(
-        default=64 * 2**20,
-        ge=_MIN_PART_BYTES,
-        description="Larger chunks are uploaded in parts of this size.",
-    )
     conditional_puts: Literal["auto"] | StrictBool = Field(
         default="auto",
-        description="Use If-None-Match, so that a put does not replace an object. auto: if the store "
-        "supports it, which is tested when the tier opens.",
+        description="A put does not replace an object (`If-None-Match`). `auto`: if the store supports it, "
+        "which is tested when the tier opens.",
     )
     bulk_delete: StrictBool = Field(
-        default=True, description="Delete up to 1,000 objects with one request, if the store supports it."
+        default=True,
+        description="s3: delete up to 1,000 objects with one request; `false` for stores that cannot.",
     )
     index_keys: int = Field(
         default=1_000_000,
         ge=0,
-        description="Maximum number of chunks remembered as present, so that no request is needed. 0: none.",
+        description="Maximum number of chunks remembered as present, about 130 bytes each; 0: none.",
     )
     list_every_s: float = Field(
         default=3600.0,
         gt=0,
-        description="Interval of listings, which find what others put and what has expired.",
+        description="Seconds between two listings, which find what others put and what has expired.",
     )
     max_bytes: Size | None = Field(
         default=None,
         ge=0,
-        description="Refuse puts while the chunks below prefix take more bytes. Default: no bound; expire "
+        description="Refuse puts while the chunks below `prefix` take more bytes. Default: no bound; expire "
         "chunks with a lifecycle rule of the bucket.",
     )
 

@@ -8,7 +8,7 @@ import binascii
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -35,7 +35,6 @@ _HEADS_PER_PAGE: Final = 100  # HEAD requests that take as long as listing a pag
 _LIST_BATCH: Final = 250  # objects between two turns of the event loop
 _FIRST_LISTING_WAIT_S: Final = 1.0
 _LIST_RETRY_S: Final = 30.0
-_CONCURRENT_PARTS: Final = 4
 _LOG_INTERVAL_S: Final = 60.0
 
 _log = logging.getLogger("kvtier.tiers.s3")
@@ -230,15 +229,12 @@ class S3Tier(SecondaryTier[S3Config]):
 
     async def _send(self, path: str, view: memoryview, trailer: bytes) -> bool:
         """Put one object; return whether it is new."""
-        attributes = {_METADATA: base64.b64encode(trailer).decode()}
-        if view.nbytes > self.config.part_bytes:
-            return await self._send_parts(path, view, attributes)
         try:
             await obstore.put_async(
                 self._store,
                 path,
                 view,
-                attributes=attributes,
+                attributes={_METADATA: base64.b64encode(trailer).decode()},
                 mode="create" if self._conditional else "overwrite",
                 use_multipart=False,
             )
@@ -246,23 +242,6 @@ class S3Tier(SecondaryTier[S3Config]):
             if is_conflict(error):
                 raise
             return False
-        return True
-
-    async def _send_parts(self, path: str, view: memoryview, attributes: dict[str, str]) -> bool:
-        """Put one object in parts. That cannot be conditional, so a HEAD comes first."""
-        with suppress(FileNotFoundError):
-            found = await obstore.head_async(self._store, path)
-            if found["size"] == view.nbytes:
-                return False
-        await obstore.put_async(
-            self._store,
-            path,
-            _parts(view, self.config.part_bytes),
-            attributes=attributes,
-            use_multipart=True,
-            chunk_size=self.config.part_bytes,
-            max_concurrency=_CONCURRENT_PARTS,
-        )
         return True
 
     async def _get_one(self, prefix: str, batch: Batch, index: int) -> Result:
@@ -372,11 +351,6 @@ class S3Tier(SecondaryTier[S3Config]):
 
 def _outcome(results: Sequence[Result]) -> Outcome:
     return Outcome([status for status, _ in results], Counter(reason for _, reason in results if reason))
-
-
-def _parts(view: memoryview, part_bytes: int) -> Iterator[memoryview]:
-    for start in range(0, view.nbytes, part_bytes):
-        yield view[start : start + part_bytes]
 
 
 def _trailer(text: str) -> bytes:
