@@ -27,7 +27,7 @@ class RedisPyClient(BareClient[RedisConfig]):
         """Connect. See ``BareClient.open``."""
         factory = ClientFactory(self.config, "kvtier-bench-reference")
         topology = await asyncio.to_thread(discover, self.config, factory)
-        options = {**factory.options(), **factory.tls_options()}
+        options = factory.options()
         if topology.by_slot:
             del options["db"]
             self._client = RedisCluster(

@@ -61,6 +61,7 @@ class ClientFactory:
             "retry": Retry(NoBackoff(), 0),
             "protocol": 2,  # RESP 2 has no push messages
             "client_name": name,
+            **_tls_options(config),
         }
         self._login = {"username": config.username, "password": _password(config, "password")}
         self._sentinel_login = {
@@ -74,46 +75,43 @@ class ClientFactory:
         return conceal(str(text), filter(None, passwords))
 
     def options(self) -> dict[str, Any]:
-        """Return redis-py's options of a connection, its address and TLS apart."""
+        """Return redis-py's options of a connection, its address apart."""
         return {**self._common, **self._login, "db": self._config.db}
-
-    def tls_options(self) -> dict[str, Any]:
-        """Return redis-py's options of a TLS connection; none without TLS."""
-        config = self._config
-        if not config.tls:
-            return {}
-        cert_reqs, check_hostname = _VERIFY[config.tls_verify]
-        files = {
-            "ssl_ca_certs": config.tls_ca_file,
-            "ssl_certfile": config.tls_cert_file,
-            "ssl_keyfile": config.tls_key_file,
-        }
-        return {
-            "ssl_cert_reqs": cert_reqs,
-            "ssl_check_hostname": check_hostname,
-            **{name: str(path) for name, path in files.items() if path is not None},
-        }
 
     def connection(self, address: Address) -> _Tcp | _Tls | _Unix:
         """Return a connection that is not connected yet. Its ``connect`` blocks."""
-        options = {**self.options(), **self.tls_options()}
         if address.path:
-            return _Unix(path=address.path, **options)
+            return _Unix(path=address.path, **self.options())
         kind = _Tls if self._config.tls else _Tcp
-        return kind(host=address.host, port=address.port, **options)
+        return kind(host=address.host, port=address.port, **self.options())
 
     def client(self, address: Address) -> redis.Redis:
         """Return a client of one server. It connects when it is first used."""
-        options = {**self.options(), **self.tls_options()}
         if address.path:
-            return redis.Redis(unix_socket_path=address.path, **options)
-        return redis.Redis(host=address.host, port=address.port, ssl=self._config.tls, **options)
+            return redis.Redis(unix_socket_path=address.path, **self.options())
+        return redis.Redis(host=address.host, port=address.port, ssl=self._config.tls, **self.options())
 
     def sentinel(self) -> Sentinel:
         """Return a client of all sentinels."""
-        options = {**self._common, **self._sentinel_login, **self.tls_options(), "ssl": self._config.tls}
+        options = {**self._common, **self._sentinel_login, "ssl": self._config.tls}
         addresses = [(address.host, address.port) for address in self._config.parsed_addresses]
         return Sentinel(addresses, sentinel_kwargs=options)
+
+
+def _tls_options(config: RedisConfig) -> dict[str, Any]:
+    if not config.tls:
+        return {}
+    cert_reqs, check_hostname = _VERIFY[config.tls_verify]
+    files = {
+        "ssl_ca_certs": config.tls_ca_file,
+        "ssl_certfile": config.tls_cert_file,
+        "ssl_keyfile": config.tls_key_file,
+    }
+    return {
+        "ssl_cert_reqs": cert_reqs,
+        "ssl_check_hostname": check_hostname,
+        **{name: str(path) for name, path in files.items() if path is not None},
+    }
 
 
 def _password(config: RedisConfig, name: str) -> str | None:

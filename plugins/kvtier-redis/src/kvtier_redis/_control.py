@@ -164,15 +164,13 @@ class ControlClient:
         """Remove the chunks of a private epoch until ``deadline``, monotonic; the rest expires."""
 
         def remove(client: redis.Redis) -> None:
-            cursor, is_done = 0, False
-            while not is_done and time.monotonic() < deadline:
-                pattern = self.key_prefix(epoch) + "*"
-                cursor, keys = cast("Any", client.scan(cursor, match=pattern, count=_SCAN_KEYS))
+            pattern, cursor = self.key_prefix(epoch) + "*", None
+            while cursor != 0 and time.monotonic() < deadline:
+                cursor, keys = cast("Any", client.scan(cursor or 0, match=pattern, count=_SCAN_KEYS))
                 with client.pipeline(transaction=False) as pipeline:
                     for key in keys:
                         pipeline.unlink(key)
                     pipeline.execute()
-                is_done = not cursor
 
         for address in topology.addresses:
             self._on(address, remove)
