@@ -164,7 +164,8 @@ class ControlClient:
         """Remove the chunks of a private epoch until ``deadline``, monotonic; the rest expires."""
 
         def remove(client: redis.Redis) -> None:
-            pattern, cursor = self.key_prefix(epoch) + "*", None
+            pattern = self.key_prefix(epoch) + "*"
+            cursor: int | None = None
             while cursor != 0 and time.monotonic() < deadline:
                 cursor, keys = cast("Any", client.scan(cursor or 0, match=pattern, count=_SCAN_KEYS))
                 with client.pipeline(transaction=False) as pipeline:
