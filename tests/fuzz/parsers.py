@@ -30,9 +30,9 @@ from kvtier.memory.heap import HeapMemory
 from kvtier.tiers import seal
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.fs import FsConfig, layout, namespace
+from kvtier.tiers.fs.checking import FileChecker, Finding
 from kvtier.tiers.fs.files import ChunkFiles, NativeFiles, PythonFiles
 from kvtier.tiers.fs.files.call import FileCall, Flag, Place, Result
-from kvtier.tiers.fs.proof import Finding, Prover
 from kvtier.tiers.fs.quota import ledger
 from kvtier.tiers.fs.quota.accounts import FileSystem
 from kvtier.tiers.fs.root import Root
@@ -89,8 +89,8 @@ def chunk_file(data: bytes) -> None:
     path.write_bytes(text)
     with _opened(_scratch()) as root_fd:
         results = {type(files).__name__: _get(files, root_fd) for files in _implementations()}
-        with Prover(root_fd, DIGEST.__eq__) as prover:
-            finding = prover.prove(layout.chunk_path("data", KEY), KEY).finding
+        with FileChecker(root_fd, DIGEST.__eq__) as checker:
+            finding = checker.check(layout.chunk_path("data", KEY), KEY).finding
     assert len(set(results.values())) == 1, results
     (result,) = set(results.values())
     assert result in _FOUND
