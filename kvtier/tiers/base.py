@@ -210,11 +210,11 @@ class TierConfig(Settings):
         return ()
 
 
-def tell_nobody(keys: Sequence[OffloadKey]) -> None:
+def ignore_removed(keys: Sequence[OffloadKey]) -> None:
     """Be told that ``keys`` have left a tier, where nobody wants to know."""
 
 
-def open_never_anew(why: str) -> None:
+def ignore_lost(why: str) -> None:
     """Be told that a tier has to be opened anew, where nobody does that."""
 
 
@@ -237,8 +237,8 @@ class TierContext:
     name: str
     identity: Identity
     chunk_bytes: int
-    removed: Callable[[Sequence[OffloadKey]], None] = tell_nobody
-    lost: Callable[[str], None] = open_never_anew
+    removed: Callable[[Sequence[OffloadKey]], None] = ignore_removed
+    lost: Callable[[str], None] = ignore_lost
 
 
 ConfigT = TypeVar("ConfigT", bound=TierConfig)

@@ -25,7 +25,7 @@ from kvtier.tiers.base import (
     TierConfig,
     TierContext,
     Usage,
-    tell_nobody,
+    ignore_removed,
 )
 
 
@@ -71,7 +71,7 @@ class DummyTier(SecondaryTier[DummyConfig]):
         self._held_bytes = 0
         self._resets = 0
         self._random = random.Random(config.seed)
-        self._tell_removed: Callable[[Sequence[OffloadKey]], None] = tell_nobody
+        self._tell_removed: Callable[[Sequence[OffloadKey]], None] = ignore_removed
 
     async def open(self, context: TierContext) -> None:
         """Learn whom to tell what was evicted."""

@@ -50,7 +50,7 @@ Freed = Callable[[int], None]
 """Is told how many bytes were removed just now, so that others can use them before all is done."""
 
 
-def tell_nobody(data_dir: str, paths: Sequence[str]) -> None:
+def ignore_removed(data_dir: str, paths: Sequence[str]) -> None:
     """Be told of what was removed, where nobody wants to know."""
 
 
@@ -110,7 +110,7 @@ class Evictor:
         root_fd: int,
         files: ChunkFiles,
         stop: StopFlag,
-        gone: Gone = tell_nobody,
+        gone: Gone = ignore_removed,
         ours: frozenset[str] = frozenset(),
         only: Container[str] | None = None,
         *,
