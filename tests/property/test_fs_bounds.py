@@ -76,8 +76,8 @@ class Ledger:
     def close(self) -> None:
         raise AssertionError("writers are ended by the machine")
 
-    def bury_dead(self, accounts: Accounts) -> None:
-        accounts.bury(set(accounts.leases) - self._machine.living)
+    def expire_dead_leases(self, accounts: Accounts) -> None:
+        accounts.expire_leases(set(accounts.leases) - self._machine.living)
 
 
 class Writer:
@@ -318,7 +318,7 @@ def test_what_is_no_ledger_is_none(text: bytes) -> None:
         added=st.integers(0, 2**60),
         removed=st.integers(0, 2**60),
         leases=st.dictionaries(st.text(max_size=8), st.integers(-(2**40), 2**40), max_size=200),
-        supposed=st.integers(0, 2**60),
+        unconfirmed=st.integers(0, 2**60),
         counts=st.integers(0, 2**60),
     ),
     st.integers(0),

@@ -190,7 +190,7 @@ class Maintenance:
         left_s = give_up_at - self._loop.time()
         if left_s <= 0 or self._closing or not self._quota.can_make_room or self._is_barren:
             return False
-        if self._quota.supposed_bytes:
+        if self._quota.unconfirmed_bytes:
             self._recount_soon()
         self.make_room_soon()
         with anyio.move_on_after(min(left_s, ROOM_EVERY_S)):
@@ -254,7 +254,7 @@ class Maintenance:
         self._try(self._quota.refresh, "asked for its ledger")
         if self._quota.excess_bytes:
             self.make_room_soon()
-        if self._quota.supposed_bytes:
+        if self._quota.unconfirmed_bytes:
             self._recount_soon()
         if self._namespace.read_only is None:
             self._try(partial(self._touch, place), "told what was used")

@@ -73,7 +73,7 @@ class CountStart:
     generation: str
     added: int
     removed: int
-    supposed: int
+    unconfirmed: int
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class Accounts:
         removed: bytes that were removed since, as reported.
         counted_at: when the root was counted last, in seconds since 1970; 0: never.
         leases: bytes that living writers may have written and have not reported, for each.
-        supposed: those of the bytes in ``used`` that may not be there: dead writers may have written them,
+        unconfirmed: those of the bytes in ``used`` that may not be there: dead writers may have written them,
             or they were removed and a count may have seen it. They take room until the next count, but
             nothing is evicted for them.
         counts: how often the root was counted.
@@ -104,7 +104,7 @@ class Accounts:
     removed: int = 0
     counted_at: float = 0.0
     leases: dict[str, int] = field(default_factory=dict)
-    supposed: int = 0
+    unconfirmed: int = 0
     counts: int = 0
 
     @property
@@ -170,12 +170,12 @@ class Accounts:
         if writer in self.leases:
             self.leases[writer] -= unspent
 
-    def bury(self, dead: Iterable[str]) -> None:
+    def expire_leases(self, dead: Iterable[str]) -> None:
         """End the leases of writers that are dead: what they had may all have been written."""
         for writer in dead:
             left = max(0, self.leases.pop(writer, 0))
             self.added += left
-            self.supposed += left
+            self.unconfirmed += left
 
     def remove(self, nbytes: int, since: Mark) -> None:
         """Take in that bytes were removed.
@@ -190,11 +190,11 @@ class Accounts:
         if since == self.mark:
             self.removed += nbytes
         else:
-            self.supposed += nbytes
+            self.unconfirmed += nbytes
 
     def begin_count(self) -> CountStart:
         """Say where the sums are before the root is counted."""
-        return CountStart(self.generation, self.added, self.removed, self.supposed)
+        return CountStart(self.generation, self.added, self.removed, self.unconfirmed)
 
     def end_count(self, start: CountStart, counted: int, now: float) -> None:
         """Take in a count, which has seen some of what was written and removed meanwhile.
@@ -210,7 +210,7 @@ class Accounts:
         if not self.is_exact or not least <= self.used <= most:
             self.base = most - self.added + self.removed
         self.is_exact = True
-        self.supposed -= min(self.supposed, start.supposed)
+        self.unconfirmed -= min(self.unconfirmed, start.unconfirmed)
         self.counts += 1
         self.counted_at = now
 
@@ -243,8 +243,8 @@ class Watermarks:
         """
         if not accounts.is_exact:
             return 0  # all that the file system holds is no measure of what may be evicted
-        if accounts.supposed:
-            accounts = replace(accounts, added=accounts.added - accounts.supposed)
+        if accounts.unconfirmed:
+            accounts = replace(accounts, added=accounts.added - accounts.unconfirmed)
         reachable = min(bounds.limit(accounts.used, disk), accounts.used + disk.free - bounds.min_free)
         if not wanted and accounts.charged <= self.high * reachable:
             return 0

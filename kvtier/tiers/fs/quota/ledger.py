@@ -65,7 +65,7 @@ class Ledger(Protocol):
     def change(self) -> AbstractContextManager[Accounts]:
         """Hold the accounts; what they are at the end is what others see then. OSError if it cannot."""
 
-    def bury_dead(self, accounts: Accounts) -> None:
+    def expire_dead_leases(self, accounts: Accounts) -> None:
         """End the leases of dead writers in accounts that are held."""
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class PrivateLedger:
         with self._lock:
             yield self.accounts
 
-    def bury_dead(self, accounts: Accounts) -> None:
+    def expire_dead_leases(self, accounts: Accounts) -> None:
         """There is nobody else."""
 
     def close(self) -> None:
@@ -113,19 +113,19 @@ class SharedLedger:
         self._threads = threading.Lock()
         with suppress(FileExistsError):
             os.mkdir(FOLDER, DIRECTORY_MODE, dir_fd=root_fd)
-        self._be_alive()
+        self._register()
         try:
             with self.change() as accounts:
                 self._join(accounts)
         except BaseException:
-            self._die()
+            self._unregister()
             raise
 
     def close(self) -> None:
         """See ``Ledger.close``."""
         with suppress(OSError), self.change() as accounts:
-            accounts.bury((self.writer,))
-        self._die()
+            accounts.expire_leases((self.writer,))
+        self._unregister()
 
     @contextmanager
     def change(self) -> Iterator[Accounts]:
@@ -137,7 +137,7 @@ class SharedLedger:
                 before = os.pread(fd, _MOST_BYTES, 0)
                 accounts = _parse(before) or self._new_accounts()
                 if self.writer not in accounts.leases:
-                    self._be_seen()
+                    self._register_again()
                 yield accounts
                 after = _spell(accounts)
                 if after != before:
@@ -145,11 +145,11 @@ class SharedLedger:
             finally:
                 os.close(fd)
 
-    def bury_dead(self, accounts: Accounts) -> None:
-        """See ``Ledger.bury_dead``; lock files of writers that died before they had a lease go too."""
+    def expire_dead_leases(self, accounts: Accounts) -> None:
+        """See ``Ledger.expire_dead_leases``; lock files of writers that died before they had a lease go too."""
         known = {writer for writer in accounts.leases if writer != self.writer}
-        dead = {writer for writer in known | _writers_locks(self._root_fd) if not self._lives(writer)}
-        accounts.bury(dead & known)
+        dead = {writer for writer in known | _writers_locks(self._root_fd) if not self._is_alive(writer)}
+        accounts.expire_leases(dead & known)
 
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | CAREFULLY
@@ -161,12 +161,12 @@ class SharedLedger:
             return os.open(_LEDGER, flags, FILE_MODE, dir_fd=self._root_fd)
 
     def _join(self, accounts: Accounts) -> None:
-        self.bury_dead(accounts)
+        self.expire_dead_leases(accounts)
         boot = _boot()
         if not accounts.leases and accounts.boot != boot:
             fresh = self._new_accounts()
             accounts.generation, accounts.boot, accounts.base = fresh.generation, fresh.boot, fresh.base
-            accounts.is_exact, accounts.added, accounts.removed, accounts.supposed = False, 0, 0, 0
+            accounts.is_exact, accounts.added, accounts.removed, accounts.unconfirmed = False, 0, 0, 0
         accounts.leases[self.writer] = 0
 
     def _new_accounts(self) -> Accounts:
@@ -174,7 +174,7 @@ class SharedLedger:
 
     # ------------------------------------------------------------------------------ liveness
 
-    def _be_alive(self) -> None:
+    def _register(self) -> None:
         """Make a lock file that shows that this writer lives, under a name that nobody had before."""
         for _ in range(_ATTEMPTS):
             writer = f"{os.getpid()}-{secrets.token_hex(8)}"
@@ -190,23 +190,23 @@ class SharedLedger:
                 raise OSError(errno.ENOLCK, "the file system has no locks", FOLDER)
         raise OSError(errno.EAGAIN, "sweeps took each new writer for a dead one", FOLDER)
 
-    def _be_seen(self) -> None:
+    def _register_again(self) -> None:
         """Where nobody can see any more that this writer lives, be another one."""
         assert self._fd is not None
         if is_there(self._root_fd, f"{FOLDER}/{self.writer}.lock", self._fd):
             return
         os.close(self._fd)
         self._fd = None
-        self._be_alive()
+        self._register()
 
-    def _die(self) -> None:
+    def _unregister(self) -> None:
         if self._fd is not None:
             with suppress(OSError):
                 os.unlink(f"{FOLDER}/{self.writer}.lock", dir_fd=self._root_fd)
             let_go(self._fd)
             self._fd = None
 
-    def _lives(self, writer: str) -> bool:
+    def _is_alive(self, writer: str) -> bool:
         """Say whether a writer lives, and remove the lock file of one that does not."""
         if writer == self.writer:
             return True
@@ -304,7 +304,7 @@ class _Stored(msgspec.Struct):
     removed: _Count
     counted_at: Annotated[float, Meta(ge=0)]
     leases: dict[str, _Bytes]
-    supposed: _Count
+    unconfirmed: _Count
     counts: _Count
 
 
@@ -323,7 +323,7 @@ def _spell(accounts: Accounts) -> bytes:
             "removed": accounts.removed,
             "counted_at": round(accounts.counted_at, 3),
             "leases": accounts.leases,
-            "supposed": accounts.supposed,
+            "unconfirmed": accounts.unconfirmed,
             "counts": accounts.counts,
         }
     ).encode()

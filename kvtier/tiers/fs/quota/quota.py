@@ -119,7 +119,7 @@ class Quota:
         self._since_look = 0  # reserved or written since the last look at the file system
         self._excess = 0
         self._is_exact = False
-        self._supposed = 0
+        self._unconfirmed = 0
         self._leased = 0
         self._used_at_report = 0
         self._limit: int | None = config.max_bytes
@@ -144,9 +144,9 @@ class Quota:
         return self._excess
 
     @property
-    def supposed_bytes(self) -> int:
+    def unconfirmed_bytes(self) -> int:
         """Bytes that writers who have died may have written, until the root is counted again."""
-        return self._supposed
+        return self._unconfirmed
 
     @property
     def can_make_room(self) -> bool:
@@ -275,7 +275,7 @@ class Quota:
         """
         with self._asking, self._change() as accounts:
             self._report(accounts)
-            self._ledger.bury_dead(accounts)
+            self._ledger.expire_dead_leases(accounts)
             self._give_back_unused(accounts)
             self._learn(accounts, self._look_again())
 
@@ -301,7 +301,7 @@ class Quota:
         """Say whether nobody has counted the root for so many seconds, or since a writer has died."""
         with self._asking, self._change() as accounts:
             age_s = ledger.now() - accounts.counted_at
-            return accounts.supposed > 0 or not accounts.is_exact or not 0 <= age_s < every_s
+            return accounts.unconfirmed > 0 or not accounts.is_exact or not 0 <= age_s < every_s
 
     def count(self, add_up: Callable[[], int]) -> None:
         """Count what the root holds. Blocks as long as ``add_up`` does.
@@ -345,7 +345,7 @@ class Quota:
             disk = self._look_again()
             below_limit, above_free = room_for(accounts, self._bounds, disk)
             if min(below_limit, above_free) < missing:
-                self._ledger.bury_dead(accounts)
+                self._ledger.expire_dead_leases(accounts)
                 below_limit, above_free = room_for(accounts, self._bounds, disk)
             room = min(below_limit, above_free)
             granted = accounts.grant(self._ledger.writer, missing, room, self._aside, self._file_bytes)
@@ -382,7 +382,7 @@ class Quota:
 
     def _learn(self, accounts: Accounts, disk: FileSystem, wanted: int = 0) -> None:
         self._is_exact = accounts.is_exact
-        self._supposed = accounts.supposed
+        self._unconfirmed = accounts.unconfirmed
         self._leased = accounts.leased
         self._used_at_report = accounts.used
         if accounts.is_exact:

@@ -188,7 +188,7 @@ async def test_the_lease_of_a_dead_writer_counts_as_written_until_the_next_count
             tier._here.quota.count, lambda: world.work.tree_bytes(root_fd, ".", StopFlag())
         )
         assert accounts_of(world).used == await bytes_below(world)
-        assert not tier._here.quota.supposed_bytes
+        assert not tier._here.quota.unconfirmed_bytes
     finally:
         os.close(root_fd)
 
@@ -234,10 +234,10 @@ async def test_what_another_has_counted_when_it_is_told_leaves_no_hole_in_the_bo
         await one.discard(world.keys(range(10)))
     assert told
     assert accounts_of(world).used >= await bytes_below(world)
-    assert accounts_of(world).supposed
+    assert accounts_of(world).unconfirmed
     await anyio.to_thread.run_sync(count)
     assert accounts_of(world).used == await bytes_below(world)
-    assert not accounts_of(world).supposed
+    assert not accounts_of(world).unconfirmed
 
 
 def die_with_a_lease(world, nbytes):
@@ -246,7 +246,7 @@ def die_with_a_lease(world, nbytes):
         one = ledger.SharedLedger(root_fd, lambda: FileSystem(10**12, 0, 10**12))
         with one.change() as accounts:
             accounts.leases[one.writer] = nbytes
-        one._die()  # as the kernel does it, without giving back
+        one._unregister()  # as the kernel does it, without giving back
     finally:
         os.close(root_fd)
     return one.writer
@@ -264,7 +264,7 @@ async def test_nothing_is_evicted_for_what_dead_writers_may_have_written(world, 
     if not ends_meanwhile:
         tier = await world.open(max_bytes=1_000_000)
     await world.eventually(lambda: dead not in accounts_of(world).leases)
-    await world.eventually(lambda: not accounts_of(world).supposed)
+    await world.eventually(lambda: not accounts_of(world).unconfirmed)
     assert (await world.get(tier, range(20))).statuses == (OK,) * 20
     assert (await world.put(tier, range(100, 110))).statuses == (OK,) * 10
     assert tier.statistics().evicted_chunks == 0

@@ -199,8 +199,8 @@ class Interrupted:
             self._books.accounts = before
             raise OSError(errno.ENOSPC, "no room for the ledger")
 
-    def bury_dead(self, accounts):
-        self._books.bury_dead(accounts)
+    def expire_dead_leases(self, accounts):
+        self._books.expire_dead_leases(accounts)
 
 
 def leased_ahead(max_bytes=8000 + FILE):
@@ -364,11 +364,11 @@ def test_what_a_count_may_have_seen_is_not_taken_off_once_more(has_seen):
     space.count(lambda: 700 if has_seen else 1000)
     space.changed(-300, since)
     assert space.used_bytes == (700 if has_seen else 1000)
-    assert space.supposed_bytes == 300
+    assert space.unconfirmed_bytes == 300
     assert space.excess_bytes == 0  # 700 are there at the most
     assert space.count_is_due(3600)
     space.count(lambda: 700)
-    assert (space.used_bytes, space.supposed_bytes) == (700, 0)
+    assert (space.used_bytes, space.unconfirmed_bytes) == (700, 0)
     assert put(disk, space, 5)[0] == 3
 
 
@@ -380,7 +380,7 @@ def test_a_removal_goes_on_from_what_was_told_last():
     since = space.changed(-100, since)
     assert space.changed(0, since) == since
     space.changed(-100, since)
-    assert (space.used_bytes, space.supposed_bytes) == (800, 100)
+    assert (space.used_bytes, space.unconfirmed_bytes) == (800, 100)
 
 
 def test_of_what_is_removed_while_the_ledger_does_not_answer_nothing_is_known(monkeypatch):
@@ -395,7 +395,7 @@ def test_of_what_is_removed_while_the_ledger_does_not_answer_nothing_is_known(mo
         broken.setattr(disk.books, "change", fail)
         since = space.mark()
     space.changed(-300, since)
-    assert (space.used_bytes, space.supposed_bytes) == (1000, 300)
+    assert (space.used_bytes, space.unconfirmed_bytes) == (1000, 300)
 
 
 def test_a_count_that_fails_changes_nothing():
