@@ -31,7 +31,7 @@ def open_lock(root_fd: int, path: str, *, create: bool) -> int:
     return os.open(path, flags | CAREFULLY, FILE_MODE, dir_fd=root_fd)
 
 
-def is_there(root_fd: int, path: str, fd: int) -> bool:
+def is_current(root_fd: int, path: str, fd: int) -> bool:
     """Say whether an open lock file is still the one at its path, where others look for it.
 
     Who makes a lock file holds it a moment later. Meanwhile a sweep may have taken it for one of the dead.
@@ -42,7 +42,7 @@ def is_there(root_fd: int, path: str, fd: int) -> bool:
         return False
 
 
-def let_go(fd: int) -> None:
+def close_lock(fd: int) -> None:
     """Close a lock file. A file system that is gone fails that, and the descriptor is free all the same."""
     with suppress(OSError):
         os.close(fd)
@@ -62,7 +62,7 @@ def try_lock(fd: int, *, shared: bool = False) -> bool | None:
     return True
 
 
-def patient_lock(fd: int, path: str, patience_s: float = _PATIENCE_S) -> bool:
+def lock_with_timeout(fd: int, path: str, patience_s: float = _PATIENCE_S) -> bool:
     """Lock an open file that nobody holds for long. False where the file system has no locks.
 
     Raises:
@@ -79,7 +79,7 @@ def patient_lock(fd: int, path: str, patience_s: float = _PATIENCE_S) -> bool:
 
 
 @contextmanager
-def short_lock(root_fd: int, path: str, *, create: bool) -> Iterator[None]:
+def wait_for_lock(root_fd: int, path: str, *, create: bool) -> Iterator[None]:
     """Hold a lock that nobody holds for long.
 
     Raises:
@@ -87,7 +87,7 @@ def short_lock(root_fd: int, path: str, *, create: bool) -> Iterator[None]:
     """
     fd = open_lock(root_fd, path, create=create)
     try:
-        if not patient_lock(fd, path):
+        if not lock_with_timeout(fd, path):
             _log.warning("%s: the file system has no locks; resets by two engines at once may collide", path)
         yield
     finally:
@@ -95,7 +95,7 @@ def short_lock(root_fd: int, path: str, *, create: bool) -> Iterator[None]:
 
 
 @contextmanager
-def only_user(root_fd: int, path: str, *, create: bool) -> Iterator[bool]:
+def exclusive_lock(root_fd: int, path: str, *, create: bool) -> Iterator[bool]:
     """Hold a lock file if nobody else does. Yields whether it is held."""
     fd = open_lock(root_fd, path, create=create)
     try:

@@ -30,7 +30,7 @@ from kvtier.tiers.base import TierContext
 from kvtier.tiers.fs import layout
 from kvtier.tiers.fs.config import FsConfig
 from kvtier.tiers.fs.files.call import Flag, Place
-from kvtier.tiers.fs.locks import is_there, let_go, make_lock, open_lock, short_lock, try_lock
+from kvtier.tiers.fs.locks import close_lock, is_current, make_lock, open_lock, try_lock, wait_for_lock
 
 _READ_ONLY: Final = frozenset(
     {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENOLCK}
@@ -81,7 +81,7 @@ class Epoch:
 
     def _release_unused(self) -> None:
         if self._retired and not self._holds and self._lock_fd is not None:
-            let_go(self._lock_fd)
+            close_lock(self._lock_fd)
             self._lock_fd = None
 
 
@@ -183,7 +183,7 @@ class Namespace:
                 os.rmdir(self.tmp_dir, dir_fd=self.root_fd)
             with suppress(OSError):
                 os.unlink(f"{self.tmp_dir}.lock", dir_fd=self.root_fd)
-            let_go(self._writer_fd)
+            close_lock(self._writer_fd)
             self._writer_fd = None
         os.close(self.root_fd)
 
@@ -260,7 +260,7 @@ class Namespace:
             lock = f"{self.tmp_dir}.lock"
             self._writer_fd = make_lock(self.root_fd, lock)
             locked = try_lock(self._writer_fd)
-            if locked and is_there(self.root_fd, lock, self._writer_fd):
+            if locked and is_current(self.root_fd, lock, self._writer_fd):
                 break
             if locked is None:
                 self._give_up_writing()
@@ -366,7 +366,7 @@ class Namespace:
     def _epoch_lock(self) -> AbstractContextManager[None]:
         if self.read_only is not None and not self._exists("epoch.lock"):
             return nullcontext()
-        return short_lock(self.root_fd, f"{self.name}/epoch.lock", create=self.read_only is None)
+        return wait_for_lock(self.root_fd, f"{self.name}/epoch.lock", create=self.read_only is None)
 
     def _exists(self, name: str) -> bool:
         try:

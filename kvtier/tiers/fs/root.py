@@ -27,7 +27,7 @@ from kvtier.errors import TierError
 from kvtier.keys import OffloadKey, group_index, pack_key
 from kvtier.tiers.fs import layout
 from kvtier.tiers.fs.layout import BLOCK_BYTES
-from kvtier.tiers.fs.locks import open_lock, short_lock, try_lock
+from kvtier.tiers.fs.locks import open_lock, try_lock, wait_for_lock
 from kvtier.tiers.fs.quota import ledger
 
 _DATA_DIR: Final = re.compile(r"([A-Za-z0-9.-]+_[0-9a-f]{16})_r0(?:\.e([1-9][0-9]{0,17}))?")
@@ -215,7 +215,7 @@ class Namespace:
     def _is_used(self, epoch: int) -> bool | None:
         # Openers take the epoch's lock first: they never meet the moment in which this one is held.
         try:
-            with short_lock(self._root.fd, f"{self.name}/epoch.lock", create=False):
+            with wait_for_lock(self._root.fd, f"{self.name}/epoch.lock", create=False):
                 return self._root.is_locked(layout.users_lock(self.name, epoch))
         except FileNotFoundError:
             return False

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from kvtier.tiers.fs.files import ChunkFiles
 from kvtier.tiers.fs.files.base import Failures
 from kvtier.tiers.fs.files.call import StopFlag
-from kvtier.tiers.fs.locks import only_user
+from kvtier.tiers.fs.locks import exclusive_lock
 
 
 class Removal:
@@ -89,7 +89,7 @@ class Removal:
     def alone(self, lock: str, *, create: bool) -> Iterator[bool]:
         """Hold a lock file if nobody else does, and remove it in the end. Yields whether it is held."""
         try:
-            with only_user(self._root_fd, lock, create=create and not self.dry_run) as is_held:
+            with exclusive_lock(self._root_fd, lock, create=create and not self.dry_run) as is_held:
                 yield is_held
                 if is_held and not self.dry_run:
                     os.unlink(lock, dir_fd=self._root_fd)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from kvtier.tiers.fs import layout
 from kvtier.tiers.fs.files import ChunkFiles
 from kvtier.tiers.fs.files.call import StopFlag
-from kvtier.tiers.fs.locks import short_lock
+from kvtier.tiers.fs.locks import wait_for_lock
 from kvtier.tiers.fs.maintenance.quarantine import MAX_FILES, by_age, prune
 from kvtier.tiers.fs.maintenance.removal import Removal
 from kvtier.tiers.fs.root import Namespace, Root
@@ -29,7 +29,7 @@ def remove_cache(root: Root, name: str, files: ChunkFiles) -> bool:
         TierError: the root cannot be read, or has no such cache.
     """
     namespace, stop = root.namespace(name), StopFlag()
-    with short_lock(root.fd, f"{name}/epoch.lock", create=True):  # nobody joins meanwhile
+    with wait_for_lock(root.fd, f"{name}/epoch.lock", create=True):  # nobody joins meanwhile
         if not _is_left(root, namespace):
             return False
         for found in namespace.data_dirs:

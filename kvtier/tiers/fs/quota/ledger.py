@@ -37,7 +37,7 @@ import msgspec
 from msgspec import Meta
 
 from kvtier.tiers.fs.layout import CAREFULLY, DIRECTORY_MODE, FILE_MODE
-from kvtier.tiers.fs.locks import is_there, let_go, make_lock, open_lock, patient_lock, try_lock
+from kvtier.tiers.fs.locks import close_lock, is_current, lock_with_timeout, make_lock, open_lock, try_lock
 from kvtier.tiers.fs.quota.accounts import Accounts, FileSystem
 
 FOLDER: Final = ".kvtier"
@@ -133,7 +133,7 @@ class SharedLedger:
         with self._threads:
             fd = self._open()
             try:
-                patient_lock(fd, _LEDGER, _PATIENCE_S)
+                lock_with_timeout(fd, _LEDGER, _PATIENCE_S)
                 before = os.pread(fd, _MOST_BYTES, 0)
                 accounts = _parse(before) or self._new_accounts()
                 if self.writer not in accounts.leases:
@@ -193,7 +193,7 @@ class SharedLedger:
     def _register_again(self) -> None:
         """Where nobody can see any more that this writer lives, be another one."""
         assert self._fd is not None
-        if is_there(self._root_fd, f"{FOLDER}/{self.writer}.lock", self._fd):
+        if is_current(self._root_fd, f"{FOLDER}/{self.writer}.lock", self._fd):
             return
         os.close(self._fd)
         self._fd = None
@@ -203,7 +203,7 @@ class SharedLedger:
         if self._fd is not None:
             with suppress(OSError):
                 os.unlink(f"{FOLDER}/{self.writer}.lock", dir_fd=self._root_fd)
-            let_go(self._fd)
+            close_lock(self._fd)
             self._fd = None
 
     def _is_alive(self, writer: str) -> bool:
