@@ -76,8 +76,8 @@ _KNOWLEDGE: Final = (Knowledge.UNKNOWN, Knowledge.PRESENT)
 _NO_ROOM: Final = frozenset({-errno.ENOSPC, -errno.EDQUOT})
 _THERE: Final = frozenset({Result.OK, Result.EXISTS})
 _NEEDS_ROOM: Final = frozenset({Result.MAX_BYTES, Result.MIN_FREE})
-_ILL: Final = frozenset({Result.TORN, Result.FOREIGN, Result.CHECKSUM})
-_GONE: Final = _ILL | {Result.ABSENT}
+_CORRUPT: Final = frozenset({Result.TORN, Result.FOREIGN, Result.CHECKSUM})
+_GONE: Final = _CORRUPT | {Result.ABSENT}
 _IS_NO_FILE: Final = frozenset({errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ESPIPE})
 _NO_LEDGER: Final = f": remove what is at {FOLDER}/ledger, which is no ledger; it is made anew"
 _FIRST_COUNT_PATIENCE_S: Final = 1.0
@@ -421,8 +421,8 @@ class FsTier(SecondaryTier[FsConfig]):
         if quota.needs_renewal:
             self._maintained.renew_lease_soon()
         await self._put_granted(call, granted)
-        if ill := _ill(call.results, 0, granted):  # something else is where a file should be
-            await run(self._puts, partial(self._replace, call, ill))
+        if corrupt := _corrupt(call.results, 0, granted):  # something else is where a file should be
+            await run(self._puts, partial(self._replace, call, corrupt))
         if granted < chunks:
             await run(self._puts, partial(self._refuse, call, granted, chunks, reason))
         self._learn(call, 0, chunks)
@@ -435,8 +435,8 @@ class FsTier(SecondaryTier[FsConfig]):
         if cancelled is not None:
             raise cancelled
         self._maintained.note_used(self._learn(call, 0, len(call)))
-        if ill := _ill(call.results, 0, len(call)):
-            await run(self._lookups, partial(self._set_aside, call, ill))
+        if corrupt := _corrupt(call.results, 0, len(call)):
+            await run(self._lookups, partial(self._set_aside, call, corrupt))
 
     async def _put_granted(self, call: FileCall, granted: int) -> None:
         """Put the chunks that there is room for, and tell the quota what they took, cancelled or not."""
@@ -512,7 +512,7 @@ class FsTier(SecondaryTier[FsConfig]):
     def _set_aside(self, call: FileCall, ill: Sequence[int]) -> None:
         for i in ill:
             self._here.quarantine.set_aside(call, i)
-        self._tell_removed([call.keys[i] for i in ill])
+        self._tell_removed([call.keys[i] for i in corrupt])
 
     def _remove(self, call: FileCall, first: int, end: int) -> None:
         since = self._here.quota.mark()
@@ -536,12 +536,12 @@ class FsTier(SecondaryTier[FsConfig]):
         return there
 
 
-def _ill(results: array[int], first: int, end: int) -> list[int]:
+def _corrupt(results: array[int], first: int, end: int) -> list[int]:
     """Return the chunks whose files failed a check. Mostly there are none, and it costs little."""
     mine = results[first:end]
     if not any(mine):
         return []
-    return [first + i for i, result in enumerate(mine) if result in _ILL]
+    return [first + i for i, result in enumerate(mine) if result in _CORRUPT]
 
 
 def _refused(results: array[int]) -> list[int]:

@@ -46,7 +46,7 @@ UNCOUNTED_S: Final = 1.0
 ROOM_EVERY_S: Final = 0.02
 """Between two tries of a put that waits for room while another process makes it."""
 
-BARREN_S: Final = (0.1, 30.0)
+EVICTION_PAUSE_S: Final = (0.1, 30.0)
 """After nothing could be removed, so long nothing is tried again: at first, and at most."""
 
 _TOUCHED_A_CALL: Final = 1024
@@ -124,8 +124,8 @@ class Maintenance:
         self._renewing = threading.Lock()  # the same for a lease
         self._recounting = threading.Lock()  # and for a count that cannot wait for the next one
         self._room_made = asyncio.Event()
-        self._barren_s = 0.0
-        self._barren_until = 0.0
+        self._eviction_pause_s = 0.0
+        self._eviction_paused_until = 0.0
         self._is_warned = False
         self._log_limit = Seldom(_LINES_EVERY_S)
 
@@ -176,7 +176,7 @@ class Maintenance:
 
     def make_room_soon(self) -> None:
         """Have room made if that is due. Any thread may call it."""
-        if not self._closing and not self._is_barren and self._asked.acquire(blocking=False):
+        if not self._closing and not self._is_eviction_paused and self._asked.acquire(blocking=False):
             self._quick.submit(self._make_room)
 
     async def room_made(self, give_up_at: float) -> bool:
@@ -188,7 +188,7 @@ class Maintenance:
             give_up_at: when nobody waits any more, on the loop's clock.
         """
         left_s = give_up_at - self._loop.time()
-        if left_s <= 0 or self._closing or not self._quota.can_make_room or self._is_barren:
+        if left_s <= 0 or self._closing or not self._quota.can_make_room or self._is_eviction_paused:
             return False
         if self._quota.unconfirmed_bytes:
             self._recount_soon()
@@ -203,9 +203,9 @@ class Maintenance:
             self._quick.submit(self._renew_lease)
 
     @property
-    def _is_barren(self) -> bool:
+    def _is_eviction_paused(self) -> bool:
         """Whether nothing could be removed a moment ago."""
-        return time.monotonic() < self._barren_until
+        return time.monotonic() < self._eviction_paused_until
 
     def _wake_puts(self) -> None:
         """Have the puts try again that wait for room."""
@@ -331,18 +331,18 @@ class Maintenance:
             reasons = ", ".join(f"{os.strerror(n)} ({count})" for n, count in evicted.failures.items())
             self.warn("failures", f"files or directories could not be removed or read: {reasons}")
         if evicted.is_mine:
-            self._rest_if_barren(need, evicted.bytes)
+            self._pause_eviction_if_futile(need, evicted.bytes)
 
-    def _rest_if_barren(self, need: int, removed: int) -> None:
+    def _pause_eviction_if_futile(self, need: int, removed: int) -> None:
         """Leave a root alone for a while in which nothing is left that could leave.
 
         What is being written takes room and cannot leave yet: a moment later it can.
         """
-        first_s, most_s = BARREN_S
+        first_s, most_s = EVICTION_PAUSE_S
         can_leave = removed or self._quota.has_puts_under_way
-        self._barren_s = 0.0 if can_leave else min(most_s, 2 * self._barren_s or first_s)
-        self._barren_until = time.monotonic() + self._barren_s
-        if self._barren_s == most_s and not self._is_warned:
+        self._eviction_pause_s = 0.0 if can_leave else min(most_s, 2 * self._eviction_pause_s or first_s)
+        self._eviction_paused_until = time.monotonic() + self._eviction_pause_s
+        if self._eviction_pause_s == most_s and not self._is_warned:
             self._is_warned = True
             _log.warning(
                 "%s: %d bytes should leave, and nothing is left that could", self._config.root_dir, need

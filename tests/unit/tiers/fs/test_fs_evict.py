@@ -472,7 +472,7 @@ def test_a_chunk_is_told_once_in_a_while_and_memory_is_bounded():
 
 
 async def test_a_root_full_of_what_may_not_leave_is_not_searched_again_and_again(world, monkeypatch, caplog):
-    monkeypatch.setattr(maintenance, "BARREN_S", (0.01, 0.04))
+    monkeypatch.setattr(maintenance, "EVICTION_PAUSE_S", (0.01, 0.04))
     searched: list[int] = []
     make_room = Evictor.make_room
 
@@ -487,7 +487,9 @@ async def test_a_root_full_of_what_may_not_leave_is_not_searched_again_and_again
     began = time.monotonic()
     for number in range(200):
         assert (await world.put(tier, [number])).statuses == (REFUSED,)
-    await world.eventually(lambda: tier._maintenance._barren_s == 0.04 or tier._maintenance.make_room_soon())
+    await world.eventually(
+        lambda: tier._maintenance._eviction_pause_s == 0.04 or tier._maintenance.make_room_soon()
+    )
     assert 1 <= len(searched) <= 6 + (time.monotonic() - began) / 0.04
     await world.eventually(
         lambda: "nothing is left that could" in caplog.text or tier._maintenance.make_room_soon()
