@@ -25,7 +25,7 @@ def require_fault(error: BaseException) -> None:
 
 
 def words_of(error: BaseException, settings: BaseModel) -> str:
-    """Say an error of a tier in words: kvtier's own need no class name in front.
+    """Return an error of a tier in words: kvtier's own need no class name in front.
 
     Args:
         error: what the tier has raised.

@@ -1,4 +1,4 @@
-"""Chunks' files proven outside of an engine: by the trailer behind the bytes.
+"""Checks of chunks' files outside of an engine: by the trailer behind the bytes.
 
 Reading leaves no trace where that is possible: it goes past the page cache, and the time of the last use
 stays what it was, because eviction goes by it.
@@ -88,7 +88,7 @@ class FileChecker:
         self._piece.close()
 
     def check(self, path: str, key: OffloadKey) -> FileCheck:
-        """Say whether the file at ``path`` holds the chunk of ``key``. It raises nothing."""
+        """Return whether the file at ``path`` holds the chunk of ``key``. It raises nothing."""
         try:
             with opened(self._root_fd, path) as fd:
                 return self._check(fd, key)

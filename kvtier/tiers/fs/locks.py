@@ -1,4 +1,4 @@
-"""File locks that tell the living from the dead: they end with the process that holds them."""
+"""File locks that show whether a process is alive: they end with the process that holds them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def open_lock(root_fd: int, path: str, *, create: bool) -> int:
 
 
 def is_current(root_fd: int, path: str, fd: int) -> bool:
-    """Say whether an open lock file is still the one at its path, where others look for it.
+    """Return whether an open lock file is still the one at its path, where others look for it.
 
     Who makes a lock file holds it a moment later. Meanwhile a sweep may have taken it for one of the dead.
     """

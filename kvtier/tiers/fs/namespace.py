@@ -1,4 +1,4 @@
-"""One identity's place below a root: epoch, writers, and the sweeping of what is left over.
+"""One identity's directories below a root: epoch, writers, and the sweeping of what is left over.
 
 Everything here blocks and runs in the tier's own threads.
 
@@ -18,7 +18,6 @@ import errno
 import logging
 import mmap
 import os
-import re
 import secrets
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -45,7 +44,7 @@ _log = logging.getLogger("kvtier.tiers.fs")
 
 
 def errno_name(number: int) -> str:
-    """Spell an errno as reasons do: ``"enospc"``."""
+    """Return an errno's name as reasons have it: ``"enospc"``."""
     return errno.errorcode.get(number, f"errno_{number}").lower()
 
 
@@ -86,7 +85,7 @@ class Epoch:
 
 
 class Namespace:
-    """One identity's place, opened.
+    """One identity's directories below a root, opened.
 
     Attributes:
         name: name of its directory below the root.
@@ -108,11 +107,11 @@ class Namespace:
 
     @staticmethod
     def open(config: FsConfig, context: TierContext) -> tuple[Namespace, Epoch]:
-        """Make or open the place, join the epoch, and compare or write the manifest. Blocks.
+        """Make or open the directories, join the epoch, and compare or write the manifest. Blocks.
 
         Raises:
             TierError: the root can be neither written nor read, direct I/O was asked for and is not
-                possible, or the place belongs to another cache: the message lists what differs.
+                possible, or the directory belongs to another cache: the message lists what differs.
         """
         root = config.root_dir
         try:
@@ -145,7 +144,7 @@ class Namespace:
         return f"{self.name}/.tmp/{self.writer}"
 
     def has_data(self, place: Place) -> bool:
-        """Say whether an epoch may hold chunks: its directory comes with the first one."""
+        """Return whether an epoch may hold chunks: its directory comes with the first one."""
         try:
             os.stat(place.data_dir, dir_fd=self.root_fd)
         except FileNotFoundError:
@@ -153,7 +152,7 @@ class Namespace:
         return True
 
     def is_replaced(self) -> bool:
-        """Say whether there is a directory at the root's path that should be used in place of this one.
+        """Return whether there is a directory at the root's path that should be used in place of this one.
 
         Where there is none what is open may be of use still, and if not, nothing else is. So it is where
         the file system was unmounted and none is mounted yet: what comes to light below its mount point
@@ -200,6 +199,7 @@ class Namespace:
             raise OSError(self._refusal, os.strerror(self._refusal), self.name)
         with self._epoch_lock():
             number = max(beyond, self._highest_trace(), self._stored_epoch() or 0) + 1
+            self._require_number(number + 1)
             epoch = self._enter(number)
             try:
                 self._write_small("epoch", f"{number + 1}\n")
@@ -229,7 +229,7 @@ class Namespace:
         where, identity = f"{self.name}/{layout.MANIFEST}", self._context.identity
         try:
             try:
-                found = self._read_small(layout.MANIFEST)
+                found = layout.read_small(self.root_fd, where).decode(errors="replace")
             except FileNotFoundError:
                 if self.read_only is not None:
                     raise
@@ -249,7 +249,7 @@ class Namespace:
         _log.warning("%s: %s cannot be written (%s): it is only read", self._context.name, where, error)
 
     def _make_writer(self) -> None:
-        """Make a directory for unfinished files, and a lock that shows that its owner lives.
+        """Make a directory for unfinished files, and a lock that shows that its owner is alive.
 
         The lock is there before the directory and goes after it: a directory without is left over.
         """
@@ -272,7 +272,7 @@ class Namespace:
             os.mkdir(self.tmp_dir, layout.DIRECTORY_MODE, dir_fd=self.root_fd)
 
     def _give_up_writing(self) -> NoReturn:
-        """Without locks nobody could tell the living from the dead, nor keep one bound with others."""
+        """Raise OSError: without locks no writer is known to be alive, and no bound holds for several."""
         assert self._writer_fd is not None
         os.close(self._writer_fd)
         self._writer_fd = None
@@ -286,22 +286,33 @@ class Namespace:
         if self.read_only is not None:
             raise OSError(errno.EINVAL, "the epoch is not readable, and no new one can be written")
         if stored is not None or highest >= 0:
-            _log.warning("%s: the epoch of %s is lost; a new one starts", self._context.name, self.name)
+            what = "%s: the epoch of %s is missing, damaged or out of bounds; epoch %d starts"
+            _log.warning(what, self._context.name, self.name, highest + 1)
+        self._require_number(highest + 1)
         self._write_small("epoch", f"{highest + 1}\n")
         return highest + 1
 
     def _stored_epoch(self) -> int | None:
         try:
-            text = self._read_small("epoch")
+            return layout.stored_epoch(self.root_fd, self.name)
         except OSError:
             return None
-        return int(text) if re.fullmatch(r"(0|[1-9][0-9]{0,17})\n", text) else None
 
     def _highest_trace(self) -> int:
         """Return the highest epoch that left a trace, -1 where none did."""
-        found = [layout.epoch_of(self.name, name) for name in self._names(".")]
-        found += [layout.epoch_of_users_lock(name) for name in self._names(self.name)]
-        return max((number for number in found if number is not None), default=-1)
+        found = [
+            trace[1]
+            for name in self._names(".")
+            if (trace := layout.parse_data_dir(name)) and trace[0] == self.name
+        ]
+        locks = (layout.epoch_of_users_lock(name) for name in self._names(self.name))
+        return max((*found, *(number for number in locks if number is not None)), default=-1)
+
+    def _require_number(self, number: int) -> None:
+        """Refuse an epoch above the last one: a forged trace is the only way to get there. OSError."""
+        if number > layout.MAX_EPOCH:
+            what = f"no epoch can follow {number - 1}: remove its data directory, users lock and epoch file"
+            raise OSError(errno.EOVERFLOW, what, self.name)
 
     def _enter(self, number: int) -> Epoch:
         """Join an epoch. Under the epoch's lock: nobody can sweep it meanwhile."""
@@ -327,7 +338,7 @@ class Namespace:
         )
 
     def _probe_direct(self) -> bool:
-        """Find out whether this file system takes aligned I/O that bypasses the page cache."""
+        """Return whether this file system takes aligned I/O that bypasses the page cache."""
         if self._config.direct_io == "never":
             return False
         try:
@@ -377,18 +388,9 @@ class Namespace:
 
     def _names(self, folder: str) -> list[str]:
         try:
-            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.root_fd)
+            return layout.names_in(self.root_fd, folder, follow=True)
         except FileNotFoundError:
             return []
-        try:
-            return os.listdir(fd)
-        finally:
-            os.close(fd)
-
-    def _read_small(self, name: str) -> str:
-        fd = layout.open_regular(f"{self.name}/{name}", dir_fd=self.root_fd)
-        with open(fd, encoding="utf-8", errors="replace", newline="") as file:
-            return file.read(1 << 20)
 
     def _write_small(self, name: str, text: str) -> None:
         """Write a file that is there whole or not at all, after a power cut too."""
@@ -400,11 +402,8 @@ class Namespace:
             file.flush()
             os.fsync(fd)
         os.rename(tmp, f"{self.name}/{name}", src_dir_fd=self.root_fd, dst_dir_fd=self.root_fd)
-        folder = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.root_fd)
-        try:
+        with layout.open_folder(self.root_fd, self.name, follow=True) as folder:
             os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def _mount_above(path: Path) -> Path:

@@ -82,8 +82,8 @@ class Maintenance:
         quota: its bounds.
         files: what works on chunks.
         closing: set when the tier closes.
-        removed: is told the keys that have left.
-        lost: is told where another directory is at the root's path, such as that of a new mount.
+        removed: called with the keys that have left.
+        lost: called where another directory is at the root's path, such as that of a new mount.
         epoch: the one to look after until ``follow`` names another.
 
     Attributes:
@@ -171,18 +171,18 @@ class Maintenance:
             watched.index.discard(gone)
 
     def note_used(self, keys: Sequence[OffloadKey]) -> None:
-        """Learn that chunks were used. Any thread may call it."""
+        """Note that chunks were used. Any thread may call it."""
         self._recency.note(keys)
 
     def make_room_soon(self) -> None:
-        """Have room made if that is due. Any thread may call it."""
+        """Request an eviction if one is due. Any thread may call it."""
         if not self._closing and not self._is_eviction_paused and self._asked.acquire(blocking=False):
             self._quick.submit(self._make_room)
 
     async def room_made(self, give_up_at: float) -> bool:
-        """Have room made, and wait for some of it. Returns whether a put that was refused should try again.
+        """Request an eviction, and wait for room. Returns whether a put that was refused should try again.
 
-        Another process may be the one that makes room, and tells nobody, so this returns after a moment.
+        Another process may be the one that makes room, unseen, so this returns after a moment.
 
         Args:
             give_up_at: when nobody waits any more, on the loop's clock.
@@ -198,7 +198,7 @@ class Maintenance:
         return True
 
     def renew_lease_soon(self) -> None:
-        """Have the lease renewed before it is used up. Any thread may call it."""
+        """Request a new lease before it is used up. Any thread may call it."""
         if not self._closing and self._renewing.acquire(blocking=False):
             self._quick.submit(self._renew_lease)
 
@@ -208,7 +208,7 @@ class Maintenance:
         return time.monotonic() < self._eviction_paused_until
 
     def _wake_puts(self) -> None:
-        """Have the puts try again that wait for room."""
+        """Wake the puts that wait for room."""
         self._room_made.set()
         self._room_made = asyncio.Event()
 
@@ -257,7 +257,7 @@ class Maintenance:
         if self._quota.unconfirmed_bytes:
             self._recount_soon()
         if self._namespace.read_only is None:
-            self._try(partial(self._touch, place), "told what was used")
+            self._try(partial(self._touch, place), "updated with what was used")
         post(self._loop, partial(self._after, "tick", TICK_S, self._tick))
 
     def _count(self) -> None:
@@ -349,7 +349,7 @@ class Maintenance:
             )
 
     def _count_freed(self) -> Freed:
-        """Return what is told the bytes that are removed from now on, as often as there are some."""
+        """Return a callback for the bytes that are removed from now on, called as often as there are some."""
         since = self._quota.mark()
 
         def freed(count: int) -> None:

@@ -39,10 +39,10 @@ def remove_cache(root: Root, name: str, files: ChunkFiles) -> bool:
 
 
 def _is_left(root: Root, namespace: Namespace) -> bool:
-    """Say whether nobody uses a cache, under its epoch's lock."""
+    """Return whether nobody uses a cache, under its epoch's lock."""
     users = [name for name in root.names(namespace.name) if layout.epoch_of_users_lock(name) is not None]
     used = [root.is_locked(f"{namespace.name}/{name}") for name in users]
-    return not any(lives is not False for lives in (*used, *namespace.writers().values()))
+    return not any(alive is not False for alive in (*used, *namespace.writers().values()))
 
 
 class Sweeper:
@@ -51,7 +51,7 @@ class Sweeper:
     Args:
         root: the root, open.
         removal: what removes, or counts.
-        ours: writers that live in this process: with some network file systems a lock does not tell two
+        ours: writers of this process: with some network file systems a lock does not tell two
             users in one process apart.
 
     Attributes:

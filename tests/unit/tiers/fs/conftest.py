@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import AsyncIterator, Callable, Iterable
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 
 import anyio
@@ -125,3 +126,33 @@ async def world(tmp_path: Path, work: ChunkFiles) -> AsyncIterator[World]:
     here = World(tmp_path / "root", work)
     yield here
     await here.close_all()
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts file systems in memory; skips where that is not allowed."""
+    points: list[Path] = []
+
+    def mount(options: str) -> Path:
+        point = tmp_path / f"mounted{len(points)}"
+        point.mkdir()
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(point)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+        points.append(point)
+        return point
+
+    yield mount
+    for point in points:
+        subprocess.run(["umount", "-l", str(point)], check=False, capture_output=True)
+
+
+@pytest.fixture
+def small_file_system(mounted: Callable[[str], Path]) -> Path:
+    """A file system of 4 MiB in memory, mounted; skipped where that is not allowed."""
+    return mounted("size=4m")

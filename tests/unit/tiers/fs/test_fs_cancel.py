@@ -9,6 +9,7 @@ import anyio
 import pytest
 
 from kvtier.tiers.base import Status
+from kvtier.tiers.fs import tier as tier_module
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -136,6 +137,26 @@ async def test_closing_waits_for_jobs(world, gated):
     await closing
     assert gated.running == 0
     await task
+
+
+async def test_a_close_that_a_hung_disk_holds_up_can_be_given_up(world, gated, monkeypatch):
+    """The first count hangs, as on a file system that does not answer, and no transfer is under way."""
+    monkeypatch.setattr(tier_module, "_FIRST_COUNT_PATIENCE_S", 0.0)
+
+    def hang(root_fd, path, stop):
+        gated.entered.release()
+        gated.gate.wait()
+        return world.work.tree_bytes(root_fd, path, stop)
+
+    gated.tree_bytes = hang
+    tier = await world.open(gated)
+    await _entered(gated)
+    with anyio.move_on_after(0.05) as scope:
+        await tier.aclose()
+    assert scope.cancelled_caught
+    assert world.writers() != []
+    gated.gate.set()
+    await world.eventually(lambda: world.writers() == [])  # all is closed when the disk answers
 
 
 async def test_gets_do_not_wait_for_puts(world, gated):

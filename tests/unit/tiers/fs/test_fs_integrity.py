@@ -92,14 +92,6 @@ async def test_a_damaged_file_is_set_aside_and_never_given(world, caplog, name, 
     assert (await world.get(tier, [1])).statuses == (OK,)
 
 
-async def test_bytes_behind_the_trailer_do_no_harm(world):
-    tier = await world.open()
-    await world.put(tier, [1, 2])
-    damage, _ = damages(world)["longer chunk"]
-    damage()
-    assert (await world.get(tier, [1])).statuses == (OK,)
-
-
 async def test_chunks_of_another_identity_are_foreign(world):
     tier = await world.open()
     await world.put(tier, [1])
@@ -121,18 +113,6 @@ async def test_chunks_of_another_length_are_replaced_and_set_aside(world):
     assert (await world.get(tier, [1])).statuses == (OK,)
     assert len(world.quarantined()) == 1
     assert tier.statistics().quarantined == {"torn": 1}
-
-
-async def test_two_readers_of_a_damaged_file_count_it_once(world):
-    tier = await world.open()
-    await world.put(tier, range(8))
-    for number in range(8):
-        flip(world.file(number), 5)
-    first = await world.get(tier, range(8))
-    second = await world.get(tier, range(8))
-    assert first.statuses == (CORRUPT,) * 8
-    assert second.statuses == (ABSENT,) * 8
-    assert tier.statistics().quarantined == {"checksum": 8}
 
 
 async def test_the_quarantine_is_bounded_and_keeps_the_newest(world):
