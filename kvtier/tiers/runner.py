@@ -42,8 +42,7 @@ from kvtier.tiers.base import (
     Usage,
 )
 from kvtier.tiers.drain import in_thread
-from kvtier.tiers.faults import require_fault, words_of
-from kvtier.tiers.retries import RetryBudget
+from kvtier.tiers.faults import RetryBudget, require_fault, words_of
 from kvtier.tiers.seal import Verdict, check, seal
 from kvtier.tiers.supervisor import AnyTier, Epoch, TierSupervisor
 

@@ -46,17 +46,6 @@ def has_ledger_of(world, writers):
     return accounts.is_exact and len(accounts.leases) == writers
 
 
-async def bytes_below(world):
-    def add_up():
-        root_fd = os.open(world.root, os.O_RDONLY)
-        try:
-            return world.work.tree_bytes(root_fd, ".", StopFlag())
-        finally:
-            os.close(root_fd)
-
-    return await anyio.to_thread.run_sync(add_up)
-
-
 async def put_many(world, tier, first, outcomes):
     for start in range(first, first + 80, 8):
         outcomes.append(await world.put(tier, range(start, start + 8)))
@@ -68,7 +57,7 @@ async def test_several_engines_have_one_bound_and_can_use_nearly_all_of_it(world
     async with anyio.create_task_group() as tasks:
         for number, tier in enumerate(tiers):
             tasks.start_soon(put_many, world, tier, 1000 * number, outcomes)
-    assert 1_700_000 < await bytes_below(world) <= 2_000_000
+    assert 1_700_000 < await world.bytes_below() <= 2_000_000
     refused = sum(outcome.statuses.count(REFUSED) for outcome in outcomes)
     assert refused > 100
     assert sum(outcome.reasons.get("max_bytes", 0) for outcome in outcomes) == refused
@@ -81,7 +70,7 @@ async def test_what_one_engine_does_not_use_others_get(world, monkeypatch):
     await world.eventually(lambda: accounts_of(world).leased == 0)
     outcomes: list[Outcome] = []
     await put_many(world, two, 100, outcomes)
-    assert 2_000_000 - 40_000 < await bytes_below(world) <= 2_000_000
+    assert 2_000_000 - 40_000 < await world.bytes_below() <= 2_000_000
 
 
 class Uncountable:
@@ -110,7 +99,7 @@ async def test_a_restart_knows_from_the_first_put_on_what_the_root_holds(world, 
     tier = await world.open(max_bytes=400_000, eviction="none")
     await world.put(tier, range(60))
     used = tier.statistics().used_bytes
-    held = await bytes_below(world)
+    held = await world.bytes_below()
     await tier.aclose()
     began = time.monotonic()
     tier = await world.open(uncountable, max_bytes=400_000, eviction="none")
@@ -153,9 +142,9 @@ async def test_without_its_ledger_a_root_is_counted_again_and_never_passes_the_b
     assert tier.statistics().used_bytes is None
     uncountable.may.set()
     await world.eventually(lambda: tier.statistics().used_bytes is not None)
-    assert tier.statistics().used_bytes == await bytes_below(world)
+    assert tier.statistics().used_bytes == await world.bytes_below()
     await world.put(tier, range(100, 140))
-    assert await bytes_below(world) <= 400_000
+    assert await world.bytes_below() <= 400_000
 
 
 @pytest.mark.parametrize("loss", ["ledger", "folder", "garbage"])
@@ -177,7 +166,7 @@ async def test_a_ledger_lost_under_living_engines_does_no_harm(world, monkeypatc
     await world.eventually(lambda: has_ledger_of(world, 2))
     for number, tier in enumerate(tiers):
         await world.put(tier, range(1000 * number, 1000 * number + 60))
-    assert 300_000 < await bytes_below(world) <= 600_000
+    assert 300_000 < await world.bytes_below() <= 600_000
 
 
 @pytest.mark.blocking(reason="changes the ledger on the loop, as another process would")
@@ -199,7 +188,7 @@ async def test_the_lease_of_a_dead_writer_counts_as_written_until_the_next_count
         await anyio.to_thread.run_sync(
             tier._here.quota.count, lambda: world.work.tree_bytes(root_fd, ".", StopFlag())
         )
-        assert accounts_of(world).used == await bytes_below(world)
+        assert accounts_of(world).used == await world.bytes_below()
         assert not tier._here.quota.unconfirmed_bytes
     finally:
         os.close(root_fd)
@@ -245,10 +234,10 @@ async def test_what_another_has_counted_when_it_is_told_leaves_no_hole_in_the_bo
     else:
         await one.discard(world.keys(range(10)))
     assert told
-    assert accounts_of(world).used >= await bytes_below(world)
+    assert accounts_of(world).used >= await world.bytes_below()
     assert accounts_of(world).unconfirmed
     await anyio.to_thread.run_sync(count)
-    assert accounts_of(world).used == await bytes_below(world)
+    assert accounts_of(world).used == await world.bytes_below()
     assert not accounts_of(world).unconfirmed
 
 
