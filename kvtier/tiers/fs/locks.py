@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +16,7 @@ from kvtier.forks import keep_fd_from_children
 from kvtier.tiers.fs.layout import CAREFULLY, FILE_MODE
 
 _PATIENCE_S: Final = 5.0
+_WRITER_ATTEMPTS: Final = 5
 _UNSUPPORTED: Final = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 _log = logging.getLogger("kvtier.tiers.fs")
 
@@ -23,6 +25,33 @@ def make_lock(root_fd: int, path: str) -> int:
     """Make a lock file that must not exist yet, and open it."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     return os.open(path, flags, FILE_MODE, dir_fd=root_fd)
+
+
+def make_writer_lock(root_fd: int, folder: str) -> tuple[str, int]:
+    """Make and hold a lock file that shows that a writer is alive, under a name that nobody had before.
+
+    Between the making of the file and the locking a sweep may take it for a dead writer's. Then there is
+    another attempt.
+
+    Returns:
+        The writer's name, and the lock file, open.
+
+    Raises:
+        OSError: the file system has no locks (ENOLCK), or sweeps took each writer for a dead one (EAGAIN).
+    """
+    for _ in range(_WRITER_ATTEMPTS):
+        writer = f"{os.getpid()}-{secrets.token_hex(8)}"
+        path = f"{folder}/{writer}.lock"
+        fd = make_lock(root_fd, path)
+        locked = try_lock(fd)
+        if locked and is_current(root_fd, path, fd):
+            return writer, fd
+        os.close(fd)
+        if locked is None:
+            with suppress(OSError):
+                os.unlink(path, dir_fd=root_fd)
+            raise OSError(errno.ENOLCK, "the file system has no locks", folder)
+    raise OSError(errno.EAGAIN, "sweeps took each new writer for a dead one", folder)
 
 
 def open_lock(root_fd: int, path: str, *, create: bool) -> int:

@@ -18,23 +18,21 @@ import errno
 import logging
 import mmap
 import os
-import secrets
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final
 
 from kvtier.errors import IdentityError, TierError
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.fs import layout
 from kvtier.tiers.fs.config import FsConfig
 from kvtier.tiers.fs.files.call import Flag, Place
-from kvtier.tiers.fs.locks import close_lock, is_current, make_lock, open_lock, try_lock, wait_for_lock
+from kvtier.tiers.fs.locks import close_lock, make_writer_lock, open_lock, try_lock, wait_for_lock
 
 _READ_ONLY: Final = frozenset(
     {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENOLCK}
 )
-_WRITER_ATTEMPTS: Final = 5
 _DURABILITY: Final = {
     "none": Flag.NONE,
     "data": Flag.SYNC_DATA,
@@ -102,7 +100,7 @@ class Namespace:
         self._mount = _mount_above(config.root_dir)
         self._config = config
         self._context = context
-        self.writer = _new_writer()
+        self.writer = ""
         self._writer_fd: int | None = None
 
     @staticmethod
@@ -251,33 +249,15 @@ class Namespace:
     def _make_writer(self) -> None:
         """Make a directory for unfinished files, and a lock that shows that its owner is alive.
 
-        The lock is there before the directory and goes after it: a directory without is left over.
+        The lock is there before the directory and goes after it: a directory without is left over. Without
+        locks no writer is known to be alive, and no bound holds for several: then nothing is written.
         """
         for name in (self.name, f"{self.name}/.tmp"):
             with suppress(FileExistsError):
                 os.mkdir(name, layout.DIRECTORY_MODE, dir_fd=self.root_fd)
-        for _ in range(_WRITER_ATTEMPTS):
-            lock = f"{self.tmp_dir}.lock"
-            self._writer_fd = make_lock(self.root_fd, lock)
-            locked = try_lock(self._writer_fd)
-            if locked and is_current(self.root_fd, lock, self._writer_fd):
-                break
-            if locked is None:
-                self._give_up_writing()
-            os.close(self._writer_fd)  # a sweep took the new writer for a dead one, and removes it
-            self.writer, self._writer_fd = _new_writer(), None
-        else:
-            raise OSError(errno.EAGAIN, "sweeps took each new writer for a dead one", self.name)
+        self.writer, self._writer_fd = make_writer_lock(self.root_fd, f"{self.name}/.tmp")
         with suppress(FileExistsError):
             os.mkdir(self.tmp_dir, layout.DIRECTORY_MODE, dir_fd=self.root_fd)
-
-    def _give_up_writing(self) -> NoReturn:
-        """Raise OSError: without locks no writer is known to be alive, and no bound holds for several."""
-        assert self._writer_fd is not None
-        os.close(self._writer_fd)
-        self._writer_fd = None
-        os.unlink(f"{self.tmp_dir}.lock", dir_fd=self.root_fd)
-        raise OSError(errno.ENOLCK, "the file system has no locks", self.name)
 
     def _current_epoch(self) -> int:
         stored, highest = self._stored_epoch(), self._highest_trace()
@@ -419,10 +399,6 @@ def _make_folder(path: Path) -> None:
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         folder.mkdir(mode=layout.DIRECTORY_MODE, exist_ok=True)
-
-
-def _new_writer() -> str:
-    return f"{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def _cannot_open(context: TierContext, root: Path, error: OSError) -> TierError:

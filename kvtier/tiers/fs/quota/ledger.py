@@ -35,7 +35,14 @@ import crc32c
 import msgspec
 
 from kvtier.tiers.fs.layout import CAREFULLY, DIRECTORY_MODE, FILE_MODE, names_in, read_small
-from kvtier.tiers.fs.locks import close_lock, is_current, lock_with_timeout, make_lock, open_lock, try_lock
+from kvtier.tiers.fs.locks import (
+    close_lock,
+    is_current,
+    lock_with_timeout,
+    make_writer_lock,
+    open_lock,
+    try_lock,
+)
 from kvtier.tiers.fs.quota.accounts import MOST, Accounts, FileSystem
 
 FOLDER: Final = ".kvtier"
@@ -45,7 +52,6 @@ _LEDGER: Final = f"{FOLDER}/ledger"
 _PAGE_BYTES: Final = 4096
 _MOST_BYTES: Final = 1 << 20
 _PATIENCE_S: Final = 2.0
-_ATTEMPTS: Final = 5
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _WRITERS_LOCK: Final = re.compile(r"[0-9]+-[0-9a-f]{16}\.lock")
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
@@ -89,14 +95,13 @@ class SharedLedger(Ledger):
     """
 
     def __init__(self, root_fd: int, look: Callable[[], FileSystem]) -> None:
-        self.writer = ""
         self._root_fd = root_fd
         self._look = look
-        self._fd: int | None = None
         self._lock = threading.Lock()
         with suppress(FileExistsError):
             os.mkdir(FOLDER, DIRECTORY_MODE, dir_fd=root_fd)
-        self._register()
+        self._fd: int | None = None
+        self.writer, self._fd = make_writer_lock(root_fd, FOLDER)
         try:
             with self.change() as accounts:
                 self._join(accounts)
@@ -155,22 +160,6 @@ class SharedLedger(Ledger):
 
     # ------------------------------------------------------------------------------ liveness
 
-    def _register(self) -> None:
-        """Make a lock file that shows that this writer is alive, under a name that nobody had before."""
-        for _ in range(_ATTEMPTS):
-            writer = f"{os.getpid()}-{secrets.token_hex(8)}"
-            fd = make_lock(self._root_fd, f"{FOLDER}/{writer}.lock")
-            locked = try_lock(fd)
-            if locked:
-                self.writer, self._fd = writer, fd
-                return
-            os.close(fd)
-            if locked is None:
-                with suppress(OSError):
-                    os.unlink(f"{FOLDER}/{writer}.lock", dir_fd=self._root_fd)
-                raise OSError(errno.ENOLCK, "the file system has no locks", FOLDER)
-        raise OSError(errno.EAGAIN, "sweeps took each new writer for a dead one", FOLDER)
-
     def _register_again(self) -> None:
         """Take another name where the lock file of this one is gone."""
         assert self._fd is not None
@@ -178,7 +167,7 @@ class SharedLedger(Ledger):
             return
         os.close(self._fd)
         self._fd = None
-        self._register()
+        self.writer, self._fd = make_writer_lock(self._root_fd, FOLDER)
 
     def _unregister(self) -> None:
         if self._fd is not None:

@@ -16,7 +16,7 @@ import pytest
 from kvtier.errors import TierError
 from kvtier.identity import Identity
 from kvtier.tiers.base import Status, TierContext
-from kvtier.tiers.fs import FsConfig, FsTier, layout, namespace
+from kvtier.tiers.fs import FsConfig, FsTier, layout, locks
 from kvtier.tiers.fs.locks import make_lock
 
 pytestmark = pytest.mark.timeout(60)
@@ -329,7 +329,7 @@ async def test_a_new_writer_that_a_sweep_takes_for_a_dead_one_tries_again(world,
                 fcntl.flock(swept[-1], fcntl.LOCK_UN)
         return fd
 
-    monkeypatch.setattr(namespace, "make_lock", make_and_sweep)
+    monkeypatch.setattr(locks, "make_lock", make_and_sweep)
     try:
         if times == 1:
             tier = await world.open()
