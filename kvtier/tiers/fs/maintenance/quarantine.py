@@ -33,7 +33,7 @@ FULL_S: Final = 30.0
 
 _MAX_REPORTED: Final = 1024
 _LINES_EVERY_S: Final = 30.0
-_OURS: Final = re.compile(r".+\.[a-z]+\.([0-9]+)-[0-9]+")
+_OURS: Final = re.compile(r".+\.[a-z]+\.([0-9]{1,20})-[0-9]{1,10}")
 
 _log = logging.getLogger("kvtier.tiers.fs")
 
