@@ -404,7 +404,7 @@ async def test_a_put_waits_for_no_room_where_none_can_be_made(world):
 async def test_what_puts_add_and_evictions_remove_is_what_the_disk_says(place, tmp_path, work, in_python):
     """On each kind of file system: in some a small directory takes a block, in others none."""
     with tempfile.TemporaryDirectory(dir=place or tmp_path) as folder:
-        world = World(Path(folder) / "root", work)
+        world: Any = World(Path(folder) / "root", work)
         try:
             tier = await world.open(max_bytes=10**9)
             drift = tier.statistics().used_bytes - await world.bytes_below()
