@@ -125,7 +125,7 @@ class Executor:
                 self._tasks.start_soon(runner.put, command, runner.epoch)
             elif isinstance(command, Touch):
                 if runner.note_touched(command.keys):
-                    self._tasks.start_soon(runner.tell_touched)
+                    self._tasks.start_soon(runner.send_touched)
             else:
                 runner.reset(command.epoch)
 

@@ -12,9 +12,9 @@ from kvtier.cli.ls import Listed, listing, usage
 from kvtier.cli.report import Bytes, ago, say, table, yes
 from kvtier.errors import TierError
 from kvtier.tiers import seal
+from kvtier.tiers.fs.checking import FileChecker, Finding, open_quietly
 from kvtier.tiers.fs.files.base import key_of
 from kvtier.tiers.fs.layout import BLOCK_BYTES
-from kvtier.tiers.fs.proof import Finding, Prover, open_quietly
 from kvtier.tiers.fs.quota import ledger
 from kvtier.tiers.fs.root import Root
 
@@ -61,7 +61,8 @@ class ChunkState:
     Attributes:
         path: the file.
         finding: ``sound``, ``torn``, ``foreign`` (its trailer is another chunk's than its name says, or its
-            namespace's name says), ``checksum``, ``unreadable``, or ``unproven`` where its name says nothing.
+            namespace's name says), ``checksum``, ``unreadable``, or ``unverified`` where its
+            name says nothing.
         hash: of its tokens, as its trailer says, in hexadecimal digits; None without a trailer.
         group: KV cache group, as its trailer says.
         digest: first half of the digest of its cache, as its trailer says, in hexadecimal digits.
@@ -195,11 +196,11 @@ def _finding(path: Path, sealed: seal.Sealed | None) -> Finding:
         if sealed is None and path.parent.name != "quarantine":
             raise TierError(f"{path} is no chunk's file: neither its name nor a trailer says so")
         if sealed is None:
-            return Finding.UNPROVEN
+            return Finding.UNVERIFIED
         key = sealed.key
     fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with Prover(fd, lambda digest: digest.hex().startswith(whose[:32])) as prover:
-            return prover.prove(path.name, key).finding
+        with FileChecker(fd, lambda digest: digest.hex().startswith(whose[:32])) as checker:
+            return checker.check(path.name, key).finding
     finally:
         os.close(fd)

@@ -19,13 +19,13 @@ from typing import Final
 from kvtier.cli.gc import correct_ledger, mark_ledger, remove_leftovers
 from kvtier.cli.report import progress, say, table
 from kvtier.tiers.fs import layout
+from kvtier.tiers.fs.checking import FileCheck, FileChecker, Finding
 from kvtier.tiers.fs.files.call import FileCall, Flag, Place, Result
 from kvtier.tiers.fs.layout import BLOCK_BYTES
 from kvtier.tiers.fs.maintenance.quarantine import Quarantine
-from kvtier.tiers.fs.proof import Finding, Proof, Prover
 from kvtier.tiers.fs.root import ChunkFile, DataDir, Namespace, Root, Stray, Tick
 
-Proven = tuple[ChunkFile, Proof]
+Proven = tuple[ChunkFile, FileCheck]
 
 _FILES_A_JOB: Final = 64
 _JOBS_AHEAD: Final = 2
@@ -215,12 +215,12 @@ class _Check:
         )
 
     def _look_through(self, place: DataDir, tick: Tick) -> None:
-        for file, proof in self._proofs(self._files(place), tick):
-            self._found[proof.finding] += 1
-            if proof.finding.is_ill or proof.finding is Finding.UNREADABLE:
-                aside = self._repair and proof.finding.is_ill and self._set_aside(place, file, proof)
+        for file, check in self._checked(self._files(place), tick):
+            self._found[check.finding] += 1
+            if check.finding.is_corrupt or check.finding is Finding.UNREADABLE:
+                aside = self._repair and check.finding.is_corrupt and self._set_aside(place, file, check)
                 self._found["set aside"] += aside
-                self._tell(Ill(file.path, proof.finding, _errno_name(proof.errno), aside))
+                self._tell(Ill(file.path, check.finding, _errno_name(check.errno), aside))
 
     def _files(self, place: DataDir) -> Iterator[ChunkFile]:
         for found in self._root.chunks(place.name):
@@ -236,11 +236,11 @@ class _Check:
         if len(self._ill) < MOST_TOLD:
             self._ill.append(ill)
 
-    def _set_aside(self, place: DataDir, chunk: ChunkFile, proof: Proof) -> bool:
+    def _set_aside(self, place: DataDir, chunk: ChunkFile, check: FileCheck) -> bool:
         """Move a file away as an engine does that finds it ill. Another one in its place is left there."""
         call = FileCall(Place(self._root.fd, place.name, "", bytes(16), BLOCK_BYTES, Flag.NONE), [chunk.key])
-        call.results = array("i", [_RESULTS[proof.finding]])
-        call.inodes = array("Q", [proof.inode])
+        call.results = array("i", [_RESULTS[check.finding]])
+        call.inodes = array("Q", [check.inode])
         return self._quarantine.set_aside(call, 0)
 
     def _set_manifest_aside(self) -> None:
@@ -262,31 +262,31 @@ class _Check:
 
     # ----------------------------------------------------------------------------- reading
 
-    def _proofs(self, files: Iterator[ChunkFile], tick: Tick) -> Iterator[Proven]:
+    def _checked(self, files: Iterator[ChunkFile], tick: Tick) -> Iterator[Proven]:
         """Prove chunks in several threads, a bounded number of them ahead of whoever takes the proofs."""
-        provers: SimpleQueue[Prover] = SimpleQueue()
-        made = [Prover(self._root.fd, self._belongs()) for _ in range(self._threads)]
-        for prover in made:
-            provers.put(prover)
+        checkers: SimpleQueue[FileChecker] = SimpleQueue()
+        made = [FileChecker(self._root.fd, self._belongs()) for _ in range(self._threads)]
+        for checker in made:
+            checkers.put(checker)
         try:
             with ThreadPoolExecutor(self._threads, "verify") as pool:
                 waiting: deque[Future[list[Proven]]] = deque()
                 for batch in _batches(files):
-                    waiting.append(pool.submit(self._prove, provers, batch))
+                    waiting.append(pool.submit(self._check, checkers, batch))
                     if len(waiting) >= self._threads * _JOBS_AHEAD:
                         yield from _told(waiting.popleft().result(), tick)
                 while waiting:
                     yield from _told(waiting.popleft().result(), tick)
         finally:
-            for prover in made:
-                prover.close()
+            for checker in made:
+                checker.close()
 
-    def _prove(self, provers: SimpleQueue[Prover], files: list[ChunkFile]) -> list[Proven]:
-        prover = provers.get()
+    def _check(self, checkers: SimpleQueue[FileChecker], files: list[ChunkFile]) -> list[Proven]:
+        checker = checkers.get()
         try:
-            return [(file, prover.prove(file.path, file.key)) for file in files]
+            return [(file, checker.check(file.path, file.key)) for file in files]
         finally:
-            provers.put(prover)
+            checkers.put(checker)
 
     def _belongs(self) -> Callable[[bytes], bool]:
         """Return what tells this cache's digest; where the manifest is of no use its name still does."""

@@ -23,7 +23,7 @@ import crc32c as _crc32c
 
 from kvtier.native import layouts
 
-ABI: Final = 10  # KVT_ABI in kvtier_native.c
+ABI: Final = 11  # KVT_ABI in kvtier_native.c
 LIBRARY_NAME: Final = "libkvtier_native.so"
 _MADV_POPULATE_WRITE: Final = 23
 _COPY_EITHER_WAY: Final = 4  # as in kvtier_native.c

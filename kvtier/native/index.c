@@ -10,19 +10,19 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define SHELF_BITS 8
+#define SHARD_BITS 8
 #define FIRST_ROOM 64
 #define FINGERPRINT_PRIME (UINT64_MAX - 58)
 #define GOLDEN UINT64_C(0x9e3779b97f4a7c15)
 
-struct shelf {
+struct shard {
     pthread_mutex_t lock;
     uint64_t *marks; /* 0: free. Each is at its home or in the run of used places behind it */
     size_t room, count;
 };
 
 struct index {
-    struct shelf shelves[1 << SHELF_BITS];
+    struct shard shards[1 << SHARD_BITS];
 };
 
 /* (high << 64 | low) % FINGERPRINT_PRIME, which is 59 below 1 << 64. */
@@ -53,84 +53,84 @@ uint64_t kvt_fingerprint(const uint8_t *key, size_t key_bytes)
 
 static uint64_t mixed(uint64_t mark) { return (mark ^ mark >> 32) * GOLDEN; }
 
-static struct shelf *shelf_of(struct index *index, uint64_t mark)
+static struct shard *shard_of(struct index *index, uint64_t mark)
 {
-    return &index->shelves[mixed(mark) >> (64 - SHELF_BITS)];
+    return &index->shards[mixed(mark) >> (64 - SHARD_BITS)];
 }
 
-static size_t home_of(const struct shelf *shelf, uint64_t mark)
+static size_t home_of(const struct shard *shard, uint64_t mark)
 {
-    return (size_t)(mixed(mark) >> 16) & (shelf->room - 1);
+    return (size_t)(mixed(mark) >> 16) & (shard->room - 1);
 }
 
-/* The place of a mark, or the free one where it would be. The shelf has room. */
-static size_t place_of(const struct shelf *shelf, uint64_t mark)
+/* The place of a mark, or the free one where it would be. The shard has room. */
+static size_t place_of(const struct shard *shard, uint64_t mark)
 {
-    size_t at = home_of(shelf, mark);
-    while (shelf->marks[at] != 0 && shelf->marks[at] != mark)
-        at = (at + 1) & (shelf->room - 1);
+    size_t at = home_of(shard, mark);
+    while (shard->marks[at] != 0 && shard->marks[at] != mark)
+        at = (at + 1) & (shard->room - 1);
     return at;
 }
 
-static bool grow(struct shelf *shelf)
+static bool grow(struct shard *shard)
 {
-    struct shelf wider = {.room = shelf->room ? 2 * shelf->room : FIRST_ROOM};
+    struct shard wider = {.room = shard->room ? 2 * shard->room : FIRST_ROOM};
     wider.marks = calloc(wider.room, sizeof *wider.marks);
     if (wider.marks == NULL)
         return false;
-    for (size_t i = 0; i < shelf->room; i++)
-        if (shelf->marks[i] != 0)
-            wider.marks[place_of(&wider, shelf->marks[i])] = shelf->marks[i];
-    free(shelf->marks);
-    shelf->marks = wider.marks;
-    shelf->room = wider.room;
+    for (size_t i = 0; i < shard->room; i++)
+        if (shard->marks[i] != 0)
+            wider.marks[place_of(&wider, shard->marks[i])] = shard->marks[i];
+    free(shard->marks);
+    shard->marks = wider.marks;
+    shard->room = wider.room;
     return true;
 }
 
 static void add(struct index *index, uint64_t mark)
 {
-    struct shelf *shelf = shelf_of(index, mark = mark ? mark : 1);
-    pthread_mutex_lock(&shelf->lock);
-    if (4 * (shelf->count + 1) <= 3 * shelf->room || grow(shelf)) {
-        size_t at = place_of(shelf, mark);
-        shelf->count += shelf->marks[at] == 0;
-        shelf->marks[at] = mark;
+    struct shard *shard = shard_of(index, mark = mark ? mark : 1);
+    pthread_mutex_lock(&shard->lock);
+    if (4 * (shard->count + 1) <= 3 * shard->room || grow(shard)) {
+        size_t at = place_of(shard, mark);
+        shard->count += shard->marks[at] == 0;
+        shard->marks[at] = mark;
     }
-    pthread_mutex_unlock(&shelf->lock);
+    pthread_mutex_unlock(&shard->lock);
 }
 
 /* Free a mark's place, and move back those behind it that would not be found any more. */
-static void take_out(struct shelf *shelf, uint64_t mark)
+static void take_out(struct shard *shard, uint64_t mark)
 {
-    size_t mask = shelf->room - 1, hole = place_of(shelf, mark);
-    if (shelf->marks[hole] == 0)
+    size_t mask = shard->room - 1, hole = place_of(shard, mark);
+    if (shard->marks[hole] == 0)
         return;
-    shelf->count--;
-    for (size_t at = (hole + 1) & mask; shelf->marks[at] != 0; at = (at + 1) & mask) {
-        size_t home = home_of(shelf, shelf->marks[at]);
+    shard->count--;
+    for (size_t at = (hole + 1) & mask; shard->marks[at] != 0; at = (at + 1) & mask) {
+        size_t home = home_of(shard, shard->marks[at]);
         if (((at - home) & mask) >= ((at - hole) & mask)) {
-            shelf->marks[hole] = shelf->marks[at];
+            shard->marks[hole] = shard->marks[at];
             hole = at;
         }
     }
-    shelf->marks[hole] = 0;
+    shard->marks[hole] = 0;
 }
 
 static void discard(struct index *index, uint64_t mark)
 {
-    struct shelf *shelf = shelf_of(index, mark = mark ? mark : 1);
-    pthread_mutex_lock(&shelf->lock);
-    if (shelf->room)
-        take_out(shelf, mark);
-    pthread_mutex_unlock(&shelf->lock);
+    struct shard *shard = shard_of(index, mark = mark ? mark : 1);
+    pthread_mutex_lock(&shard->lock);
+    if (shard->room)
+        take_out(shard, mark);
+    pthread_mutex_unlock(&shard->lock);
 }
 
 static bool is_there(struct index *index, uint64_t mark)
 {
-    struct shelf *shelf = shelf_of(index, mark = mark ? mark : 1);
-    pthread_mutex_lock(&shelf->lock);
-    bool found = shelf->room && shelf->marks[place_of(shelf, mark)] == mark;
-    pthread_mutex_unlock(&shelf->lock);
+    struct shard *shard = shard_of(index, mark = mark ? mark : 1);
+    pthread_mutex_lock(&shard->lock);
+    bool found = shard->room && shard->marks[place_of(shard, mark)] == mark;
+    pthread_mutex_unlock(&shard->lock);
     return found;
 }
 
@@ -138,16 +138,16 @@ static bool is_there(struct index *index, uint64_t mark)
 struct index *kvt_index_open(void)
 {
     struct index *index = calloc(1, sizeof *index);
-    for (size_t i = 0; index != NULL && i < 1 << SHELF_BITS; i++)
-        pthread_mutex_init(&index->shelves[i].lock, NULL);
+    for (size_t i = 0; index != NULL && i < 1 << SHARD_BITS; i++)
+        pthread_mutex_init(&index->shards[i].lock, NULL);
     return index;
 }
 
 void kvt_index_close(struct index *index)
 {
-    for (size_t i = 0; i < 1 << SHELF_BITS; i++) {
-        pthread_mutex_destroy(&index->shelves[i].lock);
-        free(index->shelves[i].marks);
+    for (size_t i = 0; i < 1 << SHARD_BITS; i++) {
+        pthread_mutex_destroy(&index->shards[i].lock);
+        free(index->shards[i].marks);
     }
     free(index);
 }
@@ -155,10 +155,10 @@ void kvt_index_close(struct index *index)
 uint64_t kvt_index_count(struct index *index)
 {
     uint64_t count = 0;
-    for (size_t i = 0; i < 1 << SHELF_BITS; i++) {
-        pthread_mutex_lock(&index->shelves[i].lock);
-        count += index->shelves[i].count;
-        pthread_mutex_unlock(&index->shelves[i].lock);
+    for (size_t i = 0; i < 1 << SHARD_BITS; i++) {
+        pthread_mutex_lock(&index->shards[i].lock);
+        count += index->shards[i].count;
+        pthread_mutex_unlock(&index->shards[i].lock);
     }
     return count;
 }

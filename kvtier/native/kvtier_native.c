@@ -8,13 +8,8 @@
  */
 #include "kvtier_native.h"
 
-#include <dirent.h>
 #include <errno.h>
-#include <fcntl.h>
 #include <limits.h>
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -37,7 +32,7 @@
 
 /* Raised with every change of a signature or a structure: a library left over from another version
  * of the source is then not used. */
-#define KVT_ABI 10
+#define KVT_ABI 11
 
 uint32_t kvt_abi(void) { return KVT_ABI; }
 
@@ -409,7 +404,7 @@ static int64_t directory_bytes(const struct call *call, char *path)
     return bytes;
 }
 
-/* Say whether the chunk is there already: its length is looked at and nothing else. */
+/* Return whether the chunk is there already: its length is looked at and nothing else. */
 static int existing(const struct call *call, size_t i, const struct chunk *chunk)
 {
     struct stat found;
@@ -502,15 +497,13 @@ int64_t kvt_files_get(const struct call *call, size_t first, size_t end)
     return 0;
 }
 
-/* Ask for a run of chunks whether their files are there. */
+/* Ask for a run of chunks whether their files are there, and as long as they should be. */
 void kvt_files_contains(const struct call *call, size_t first, size_t end)
 {
     struct chunk chunk;
     for (size_t i = first; i < end; i++) {
         int result = stopped(call->stop) ? -ECANCELED : name_chunk(call, i, &chunk);
-        if (!result && faccessat(call->root_fd, chunk.path, F_OK, 0))
-            result = errno == ENOENT || errno == ENOTDIR ? RESULT_ABSENT : -errno;
-        call->results[i] = result;
+        call->results[i] = result ? result : existing(call, i, &chunk);
     }
 }
 
@@ -589,19 +582,13 @@ static void walk_entry(int fd, const char *name, dev_t device, bool removing, co
 static int walk(int parent_fd, const char *name, bool removing, const uint32_t *stop, int depth,
                 struct tree_sums *sums)
 {
-    int fd = openat(parent_fd, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-    if (fd < 0)
-        return -errno;
     struct stat here;
-    DIR *entries = fstat(fd, &here) ? NULL : fdopendir(fd);
-    if (entries == NULL) {
-        int error = -errno;
-        close(fd);
-        return error;
-    }
+    DIR *entries = kvt_open_folder(parent_fd, name, &here);
+    if (entries == NULL)
+        return -errno;
     for (struct dirent *entry; !stopped(stop) && (entry = readdir(entries)) != NULL;)
-        if (strcmp(entry->d_name, ".") && strcmp(entry->d_name, ".."))
-            walk_entry(fd, entry->d_name, here.st_dev, removing, stop, depth, sums);
+        if (!kvt_is_dot(entry->d_name))
+            walk_entry(dirfd(entries), entry->d_name, here.st_dev, removing, stop, depth, sums);
     closedir(entries);
     return stopped(stop) ? -ECANCELED : 0;
 }

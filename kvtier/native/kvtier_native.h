@@ -5,10 +5,13 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
+#include <dirent.h>
 #include <fcntl.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
+#include <sys/stat.h>
 
 #ifndef O_DIRECT
 #define O_DIRECT 0
@@ -108,6 +111,11 @@ int kvt_make_parents(int root_fd, char *path);
 
 /* Flush the directory that holds path, and those above it that hold directories just made. */
 int kvt_sync_parents(int root_fd, char *path, int made);
+
+/* Open a directory that is no link, and look at it where `here` is not NULL. NULL and errno where that fails. */
+DIR *kvt_open_folder(int parent_fd, const char *name, struct stat *here);
+
+static inline bool kvt_is_dot(const char *name) { return !strcmp(name, ".") || !strcmp(name, ".."); }
 
 #define FIELD(structure, field) offsetof(struct structure, field), sizeof(((struct structure *)0)->field)
 

@@ -1,4 +1,4 @@
-"""The structures that Python and the C library share, and the proof that both lay them out alike."""
+"""The structures that Python and the C library share, and the check that both lay them out alike."""
 
 from __future__ import annotations
 
@@ -35,14 +35,11 @@ class ChunkScan(ctypes.Structure):
         ("now_ns", ctypes.c_int64),
         ("once_us", ctypes.c_int64),
         ("reused_us", ctypes.c_int64),
-        ("gone_once_us", ctypes.c_int64),
-        ("gone_reused_us", ctypes.c_int64),
         ("want_bytes", ctypes.c_int64),
         ("histogram", ctypes.c_void_p),
         ("names", ctypes.c_void_p),
         ("names_room", ctypes.c_uint64),
         ("names_bytes", ctypes.c_uint64),
-        ("dry_run", ctypes.c_uint64),
         ("seen", ctypes.c_uint64),
         ("removed", ctypes.c_uint64),
         ("removed_bytes", ctypes.c_int64),

@@ -152,7 +152,7 @@ static void wait_for_work(struct pool *pool, struct kind *kind)
 
 /* A thread that is woken mostly takes the processor from the one that woke it: from the event loop, while it
  * holds the interpreter lock, which an engine that computes waits for. Threads of this policy do not. */
-static void be_modest(void)
+static void use_batch_scheduling(void)
 {
 #ifdef SCHED_BATCH
     const struct sched_param none = {0};
@@ -163,7 +163,7 @@ static void be_modest(void)
 static void *serve(void *argument)
 {
     struct pool *pool = argument;
-    be_modest();
+    use_batch_scheduling();
     pthread_mutex_lock(&pool->lock);
     bool reader = pool->started++ < pool->readers;
     pool->idle_readers += reader;

@@ -26,18 +26,15 @@ struct chunk_scan {
     int64_t now_ns;      /* what ages are counted from */
     int64_t once_us;     /* files this old are removed that were not used again after they were written */
     int64_t reused_us;   /* and of the others those that are this old */
-    int64_t gone_once_us; /* files this old are taken to be gone: what a dry run has counted already */
-    int64_t gone_reused_us;
     int64_t want_bytes;  /* removing stops when so many were removed */
     uint64_t *histogram; /* bytes by age, 2 * BUCKETS numbers, or NULL */
     char *names;         /* paths of what was removed, each with a 0 behind it */
     uint64_t names_room;
     uint64_t names_bytes;
-    uint64_t dry_run; /* nothing is removed, and everything counted as if it were */
     uint64_t seen;
     uint64_t removed;
     int64_t removed_bytes; /* directories that became empty included */
-    uint64_t left;         /* entries that the folder still has, or would have */
+    uint64_t left;         /* entries that the folder still has */
     uint64_t failed;       /* files that cannot be removed, and directories that cannot be read */
     int64_t failed_bytes;  /* of these files */
     int64_t error;         /* errno of the last of them */
@@ -71,10 +68,11 @@ static bool is_chunk(const char *name)
     return digits > 0 && digits % 2 == 0 && !strcmp(name + digits, ".bin");
 }
 
-static DIR *open_folder(int parent_fd, const char *name)
+/* Open a directory that is no link, and look at it where `here` is not NULL. NULL and errno where that fails. */
+DIR *kvt_open_folder(int parent_fd, const char *name, struct stat *here)
 {
     int fd = openat(parent_fd, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-    DIR *entries = fd < 0 ? NULL : fdopendir(fd);
+    DIR *entries = fd < 0 || (here != NULL && fstat(fd, here)) ? NULL : fdopendir(fd);
     if (entries == NULL && fd >= 0) {
         int error = errno;
         close(fd);
@@ -86,19 +84,17 @@ static DIR *open_folder(int parent_fd, const char *name)
 /* What is done with one directory of chunks' files; see each_leaf. */
 typedef void do_leaf(int parent_fd, const char *name, const uint32_t *stop, void *state);
 
-static bool is_dot(const char *name) { return !strcmp(name, ".") || !strcmp(name, ".."); }
-
 /* Do something with each <hh>_g<group>/ of a folder, and count its other entries. Returns 0 or -errno. */
 static int each_leaf(int root_fd, const char *folder, const uint32_t *stop, do_leaf *work, void *state,
                      uint64_t *others)
 {
-    DIR *entries = open_folder(root_fd, folder);
+    DIR *entries = kvt_open_folder(root_fd, folder, NULL);
     if (entries == NULL)
         return -errno;
     for (struct dirent *entry; !stopped(stop) && (entry = readdir(entries)) != NULL;)
         if (is_leaf(entry->d_name))
             work(dirfd(entries), entry->d_name, stop, state);
-        else if (others != NULL && !is_dot(entry->d_name))
+        else if (others != NULL && !kvt_is_dot(entry->d_name))
             ++*others;
     closedir(entries);
     return stopped(stop) ? -ECANCELED : 0;
@@ -132,7 +128,7 @@ static bool remove_file(int fd, const char *leaf, const char *name, int64_t byte
     size_t leaf_length = strlen(leaf), length = leaf_length + 1 + strlen(name) + 1;
     if (scan->names_room - scan->names_bytes < length)
         return false;
-    if (!scan->dry_run && unlinkat(fd, name, 0)) {
+    if (unlinkat(fd, name, 0)) {
         if (errno != ENOENT)
             scan->failed_bytes += bytes;
         note_failure(errno, scan);
@@ -146,63 +142,54 @@ static bool remove_file(int fd, const char *leaf, const char *name, int64_t byte
     return true;
 }
 
-/* What has become of an entry of a directory of chunks. */
-enum fate { STAYS, REMOVED, GONE };
-
-/* Look at a file's age, and remove it where it is too old. */
-static enum fate look_at(int fd, const char *leaf, const char *name, const struct stat *found, struct chunk_scan *scan)
+/* Look at a file's age, and remove it where it is too old. Returns whether it was removed. */
+static bool look_at(int fd, const char *leaf, const char *name, const struct stat *found, struct chunk_scan *scan)
 {
     bool reused = is_later(found->st_atim, found->st_mtim);
     int64_t age_us = age_of(reused ? found->st_atim : found->st_mtim, scan->now_ns);
     int64_t bytes = (int64_t)found->st_blocks * 512;
-    if (age_us >= (reused ? scan->gone_reused_us : scan->gone_once_us))
-        return GONE;
     scan->seen++;
     if (scan->histogram != NULL)
         scan->histogram[bucket_of(age_us) + (reused ? BUCKETS : 0)] += (uint64_t)bytes;
     if (age_us < (reused ? scan->reused_us : scan->once_us) || scan->removed_bytes >= scan->want_bytes ||
         !remove_file(fd, leaf, name, bytes, scan))
-        return STAYS;
+        return false;
     scan->removed++;
     scan->removed_bytes += bytes;
-    return REMOVED;
+    return true;
 }
 
-static enum fate scan_entry(int fd, const char *leaf, const char *name, dev_t device, struct chunk_scan *scan)
+static bool scan_entry(int fd, const char *leaf, const char *name, dev_t device, struct chunk_scan *scan)
 {
     struct stat found;
     if (!is_chunk(name) || fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) || !S_ISREG(found.st_mode) ||
         found.st_dev != device)
-        return STAYS;
+        return false;
     return look_at(fd, leaf, name, &found, scan);
 }
 
 static void scan_leaf(int parent_fd, const char *leaf, const uint32_t *stop, void *state)
 {
     struct chunk_scan *scan = state;
-    struct stat here = {0};
-    DIR *entries = open_folder(parent_fd, leaf);
+    struct stat here;
+    DIR *entries = kvt_open_folder(parent_fd, leaf, &here);
     scan->left++;
-    if (entries == NULL || fstat(dirfd(entries), &here)) {
+    if (entries == NULL) {
         note_failure(errno, scan);
-        if (entries != NULL)
-            closedir(entries);
         return;
     }
-    uint64_t fates[3] = {0};
+    uint64_t removed = 0;
     for (struct dirent *entry; !stopped(stop) && (entry = readdir(entries)) != NULL;)
-        if (!is_dot(entry->d_name))
-            fates[scan_entry(dirfd(entries), leaf, entry->d_name, here.st_dev, scan)]++;
+        if (!kvt_is_dot(entry->d_name))
+            removed += scan_entry(dirfd(entries), leaf, entry->d_name, here.st_dev, scan);
     /* Emptied it may take less than before. */
-    bool is_known = fates[REMOVED] && fstat(dirfd(entries), &here) == 0;
+    bool is_known = removed && fstat(dirfd(entries), &here) == 0;
     closedir(entries);
     /* An empty directory is made again by whoever puts something into it. */
-    bool emptied = scan->dry_run ? !fates[STAYS] && (fates[REMOVED] || fates[GONE])
-                                 : is_known && unlinkat(parent_fd, leaf, AT_REMOVEDIR) == 0;
-    if (emptied)
+    if (is_known && unlinkat(parent_fd, leaf, AT_REMOVEDIR) == 0) {
         scan->left--;
-    if (emptied && is_known)
         scan->removed_bytes += (int64_t)here.st_blocks * 512;
+    }
 }
 
 /* Look at all chunks' files of a directory of the first level. Names are relative to it. Returns 0 or -errno. */
@@ -238,7 +225,7 @@ struct listing {
 static void list_leaf(int parent_fd, const char *leaf, const uint32_t *stop, void *state)
 {
     struct listing *list = state;
-    DIR *entries = open_folder(parent_fd, leaf);
+    DIR *entries = kvt_open_folder(parent_fd, leaf, NULL);
     if (entries == NULL)
         return;
     uint64_t group = strtoull(leaf + 4, NULL, 10), fingerprint = 0;
@@ -263,9 +250,8 @@ size_t kvt_layout_chunk_scan(uint32_t *out, size_t room)
     static const uint32_t table[] = {
         sizeof(struct chunk_scan),
         FIELD(chunk_scan, now_ns), FIELD(chunk_scan, once_us), FIELD(chunk_scan, reused_us),
-        FIELD(chunk_scan, gone_once_us), FIELD(chunk_scan, gone_reused_us),
         FIELD(chunk_scan, want_bytes), FIELD(chunk_scan, histogram), FIELD(chunk_scan, names),
-        FIELD(chunk_scan, names_room), FIELD(chunk_scan, names_bytes), FIELD(chunk_scan, dry_run),
+        FIELD(chunk_scan, names_room), FIELD(chunk_scan, names_bytes),
         FIELD(chunk_scan, seen), FIELD(chunk_scan, removed), FIELD(chunk_scan, removed_bytes),
         FIELD(chunk_scan, left), FIELD(chunk_scan, failed), FIELD(chunk_scan, failed_bytes),
         FIELD(chunk_scan, error),

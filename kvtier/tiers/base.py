@@ -103,10 +103,10 @@ class Custody(Protocol):
         """Return the positions of those slots that are audited."""
 
     def are_intact(self, chunks: Sequence[tuple[OffloadKey, int]]) -> bool:
-        """Say whether these slots hold what they must."""
+        """Return whether these slots hold what they must."""
 
     def take_over(self, slots: Sequence[int]) -> None:
-        """Say that slots must hold from now on what they hold now."""
+        """Record what slots hold now as what they must hold from now on."""
 
 
 class Batch:
@@ -210,25 +210,25 @@ class TierConfig(Settings):
         return ()
 
 
-def tell_nobody(keys: Sequence[OffloadKey]) -> None:
-    """Be told that ``keys`` have left a tier, where nobody wants to know."""
+def ignore_removed(keys: Sequence[OffloadKey]) -> None:
+    """Ignore which keys have left a tier."""
 
 
-def open_never_anew(why: str) -> None:
-    """Be told that a tier has to be opened anew, where nobody does that."""
+def ignore_lost(why: str) -> None:
+    """Ignore that a tier has to be opened again."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierContext:
-    """What a tier is told when it is opened.
+    """What a tier is given when it is opened.
 
     Attributes:
         name: the tier's name in logs and metrics.
         identity: which cache the chunks belong to. Chunks of another identity are not to be given.
         chunk_bytes: length of every chunk.
-        removed: to be called, from any thread, with keys that have left the tier without its having been
-            told to: evicted, expired, set aside. Those who were told that they are there are told
-            otherwise then. Keys that the tier did not have do no harm.
+        removed: to be called, from any thread, with keys that have left the tier without a call of
+            ``discard``: evicted, expired, set aside. Whoever counts on them is notified. Keys that the tier
+            did not have do no harm.
         lost: to be called, from any thread, with the reason, when what ``open`` has opened is of no use any
             more and another ``open`` would help. The tier is closed when nothing of it is under way, and
             another object of its class is opened.
@@ -237,8 +237,8 @@ class TierContext:
     name: str
     identity: Identity
     chunk_bytes: int
-    removed: Callable[[Sequence[OffloadKey]], None] = tell_nobody
-    lost: Callable[[str], None] = open_never_anew
+    removed: Callable[[Sequence[OffloadKey]], None] = ignore_removed
+    lost: Callable[[str], None] = ignore_lost
 
 
 ConfigT = TypeVar("ConfigT", bound=TierConfig)
@@ -258,7 +258,7 @@ class SecondaryTier(ABC, Generic[ConfigT]):
     gives each put a trailer and checks it after each get."""
 
     medium: ClassVar[Literal["memory", "disk", "remote"]] = "remote"
-    """Where the chunks are kept, for an engine that tells its users where hits came from."""
+    """Where the chunks are kept, for an engine that reports where hits came from."""
 
     reasons: ClassVar[Mapping[str, str]] = {}
     """Words of this tier's own for why chunks did not end OK, and what each of them means."""
@@ -279,11 +279,11 @@ class SecondaryTier(ABC, Generic[ConfigT]):
         """
 
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
-        """Say what is known of ``keys`` without waiting for anything. Called from any thread."""
+        """Return what is known of ``keys``, without waiting for anything. Called from any thread."""
         return (Knowledge.UNKNOWN,) * len(keys)
 
     def usage(self) -> Usage | None:
-        """Say how full the tier is, or None where it does not know.
+        """Return how full the tier is, or None where it does not know.
 
         Called on the event loop about once a second: it must neither wait nor count.
         """
@@ -291,7 +291,7 @@ class SecondaryTier(ABC, Generic[ConfigT]):
 
     @abstractmethod
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        """Say for each key whether a get would probably succeed."""
+        """Return for each key whether a get would probably succeed."""
 
     @abstractmethod
     async def put(self, batch: Batch) -> Outcome:
@@ -305,9 +305,9 @@ class SecondaryTier(ABC, Generic[ConfigT]):
         """Fill the slots of ``batch``. A slot whose status is not OK may hold anything."""
 
     async def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Learn that ``keys`` were loaded just now from the primary tier. For tiers that evict by recency.
+        """Note that ``keys`` were loaded just now from the primary tier. For tiers that evict by recency.
 
-        They are in the order of their prompts; of those told together the last should be evicted first.
+        They are in the order of their prompts; of those in one call the last should be evicted first.
         The tier may have none of them. A get is not followed by a touch.
         """
 

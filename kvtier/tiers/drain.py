@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -19,11 +20,36 @@ import anyio.to_thread
 T = TypeVar("T")
 
 
-async def until_done(work: Awaitable[T]) -> T:
-    """Wait for the end of what cannot be stopped, however often the task is cancelled meanwhile.
+async def wait_for_end(
+    future: asyncio.Future[T], on_cancel: Callable[[], object] | None = None
+) -> asyncio.CancelledError | None:
+    """Wait until ``future`` is done, however often the task is cancelled meanwhile.
 
     A shielded scope alone is not enough: it does not hold off ``Task.cancel``, which is what
-    ``asyncio.timeout`` does.
+    ``asyncio.timeout`` does. Without the scope anyio would cancel again and again.
+
+    Args:
+        future: what is waited for.
+        on_cancel: called at the first cancellation.
+
+    Returns:
+        The cancellation that came meanwhile, to be raised when the caller has tidied up.
+    """
+    try:
+        await asyncio.wait((future,))
+        return None
+    except asyncio.CancelledError as cancelled:
+        if on_cancel is not None:
+            on_cancel()
+        with anyio.CancelScope(shield=True):
+            while not future.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait((future,))
+        return cancelled
+
+
+async def until_done(work: Awaitable[T]) -> T:
+    """Wait for the end of what cannot be stopped, however often the task is cancelled meanwhile.
 
     Args:
         work: a future, or a coroutine, which then runs in a task of its own.
@@ -32,13 +58,7 @@ async def until_done(work: Awaitable[T]) -> T:
         What the work has raised, or the cancellation that came meanwhile.
     """
     future = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    with anyio.CancelScope(shield=True):
-        while not future.done():
-            try:
-                await asyncio.wait((future,))
-            except asyncio.CancelledError as error:
-                cancelled = error
+    cancelled = await wait_for_end(future)
     if not future.cancelled():
         future.exception()  # looked at, or asyncio complains where the cancellation is raised instead
     if cancelled is not None:
@@ -64,4 +84,4 @@ async def in_thread(
     return await until_done(anyio.to_thread.run_sync(call, limiter=limiter))
 
 
-__all__ = ["in_thread", "until_done"]
+__all__ = ["in_thread", "until_done", "wait_for_end"]

@@ -25,7 +25,7 @@ from kvtier.tiers.base import (
     TierConfig,
     TierContext,
     Usage,
-    tell_nobody,
+    ignore_removed,
 )
 
 
@@ -71,27 +71,27 @@ class DummyTier(SecondaryTier[DummyConfig]):
         self._held_bytes = 0
         self._resets = 0
         self._random = random.Random(config.seed)
-        self._tell_removed: Callable[[Sequence[OffloadKey]], None] = tell_nobody
+        self._report_removed: Callable[[Sequence[OffloadKey]], None] = ignore_removed
 
     async def open(self, context: TierContext) -> None:
-        """Learn whom to tell what was evicted."""
-        self._tell_removed = context.removed
+        """Keep the callback that reports evictions."""
+        self._report_removed = context.removed
 
     # For metrics, about once a second: what is known without asking anybody.
     def usage(self) -> Usage:
-        """Say how full the dict is."""
+        """Return how full the dict is."""
         return Usage(self._held_bytes, int(self.config.capacity_bytes))
 
     # Called from any thread, and for every key of a waiting request: it must not wait for anything.
     # A tier that would have to ask its backend leaves this out, and is asked contains() instead.
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
-        """Say which keys are there."""
+        """Return which keys are there."""
         if not self.config.complete_index:
             return super().known(keys)
         return [Knowledge.PRESENT if key in self._chunks else Knowledge.ABSENT for key in keys]
 
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        """Say which keys are there, after the latency of a get."""
+        """Return which keys are there, after the latency of a get."""
         await anyio.sleep(self.config.get_latency_s)
         return [key in self._chunks for key in keys]
 
@@ -167,14 +167,14 @@ class DummyTier(SecondaryTier[DummyConfig]):
             view[self._random.randrange(view.nbytes)] ^= 0xFF
         return Status.OK, ""
 
-    # Every tier is bounded. What leaves it by itself is told, so that a router does not count on it.
+    # Every tier is bounded. What it evicts is reported, so that a router does not count on it.
     def _make_room(self, nbytes: int) -> None:
         evicted = []
         while self._held_bytes + nbytes > self.config.capacity_bytes:
             evicted.append(next(iter(self._chunks)))
             self._forget(evicted[-1])
         if evicted:
-            self._tell_removed(evicted)
+            self._report_removed(evicted)
 
     def _forget(self, key: OffloadKey) -> None:
         chunk = self._chunks.pop(key, None)

@@ -55,7 +55,7 @@ def validate(raw: Mapping[str, object], where: str = "tier") -> TierConfig:
 
 
 def _config_problem(tier: type[SecondaryTier[Any]]) -> str:
-    """Say why a tier's settings model would let a misspelled setting pass unseen."""
+    """Return why a tier's settings model would let a misspelled setting pass; "" where it would not."""
     config = getattr(tier, "Config", None)
     if not (isinstance(config, type) and issubclass(config, TierConfig)):
         return f"{tier.__qualname__}.Config is not a subclass of TierConfig"

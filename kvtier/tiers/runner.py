@@ -42,8 +42,7 @@ from kvtier.tiers.base import (
     Usage,
 )
 from kvtier.tiers.drain import in_thread
-from kvtier.tiers.faults import require_fault, words_of
-from kvtier.tiers.retries import RetryBudget
+from kvtier.tiers.faults import RetryBudget, require_fault, words_of
 from kvtier.tiers.seal import Verdict, check, seal
 from kvtier.tiers.supervisor import AnyTier, Epoch, TierSupervisor
 
@@ -109,7 +108,7 @@ class TierRunner:
         self.name = named.name
         self.activity = TierActivity(config.max_concurrency)
         self._supervisor = TierSupervisor(
-            named.name, named.tier, named.again, self._tell_condition, chance, self._is_idle
+            named.name, named.tier, named.again, self._post_condition, chance, self._is_idle
         )
         self._deadline_s = config.deadline_s
         self._budget = RetryBudget(config.retry_share)
@@ -124,12 +123,12 @@ class TierRunner:
         self._digest = identity.short_digest
         self._reasons = reasons.TRANSFER.keys() | named.tier.reasons.keys()
         self._transient = reasons.TRANSIENT | frozenset(named.tier.transient)
-        self._seldom = Seldom(_LINES_EVERY_S)
+        self._log_limit = Seldom(_LINES_EVERY_S)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._removed: deque[OffloadKey] = deque()
         self._is_removing = False
         self._touched: dict[OffloadKey, None] = {}
-        self._is_telling = False
+        self._is_sending_touches = False
 
     # --- its condition ---------------------------------------------------------------------------
 
@@ -190,7 +189,7 @@ class TierRunner:
     def _tier(self) -> AnyTier:
         return self._supervisor.tier
 
-    def _tell_condition(self, down: str | None) -> None:
+    def _post_condition(self, down: str | None) -> None:
         self._post(TierUp(self.index) if down is None else TierDown(self.index, down))
 
     def _require_usable(self, epoch: Epoch) -> None:
@@ -202,13 +201,13 @@ class TierRunner:
     # --- what it has lost --------------------------------------------------------------------------
 
     def _note_lost(self, why: str) -> None:
-        """Have the tier opened anew. Any thread."""
+        """Request that the tier is opened again. Any thread."""
         if self._loop is not None:
             call_soon(self._loop, partial(self._supervisor.request_restart, why))
 
     def _is_idle(self) -> bool:
-        """Say whether nothing of the tier is under way, which begins nothing while it is down."""
-        return not (self.activity.puts.running or self.activity.gets.running or self._is_telling)
+        """Return whether nothing of the tier is under way, which begins nothing while it is down."""
+        return not (self.activity.puts.running or self.activity.gets.running or self._is_sending_touches)
 
     # --- what has left it, and what was used without it ------------------------------------------
 
@@ -227,16 +226,16 @@ class TierRunner:
             self._post(Removed(self.index, keys))
 
     def note_touched(self, keys: Sequence[OffloadKey]) -> bool:
-        """Note that chunks were used; say whether the tier is to be told and nobody does so yet."""
+        """Note that chunks were used; return whether ``send_touched`` has to be started."""
         if type(self._tier).touch is SecondaryTier.touch:
             return False  # recency is nothing to this tier
-        if len(self._touched) < _TOUCHED_AT_ONCE:  # or it is too slow to be told of everything
+        if len(self._touched) < _TOUCHED_AT_ONCE:  # or it is too slow for all of them
             self._touched.update(dict.fromkeys(keys))
-        start, self._is_telling = not self._is_telling, True
+        start, self._is_sending_touches = not self._is_sending_touches, True
         return start
 
-    async def tell_touched(self) -> None:
-        """Tell the tier which chunks were used, all that have gathered meanwhile at once."""
+    async def send_touched(self) -> None:
+        """Send the tier the chunks that were used, all that have gathered meanwhile at once."""
         try:
             await self._supervisor.opened()
             while self._touched and self._supervisor.down is None:
@@ -247,7 +246,7 @@ class TierRunner:
             require_fault(error)
             self._warn("touch", f"touch failed: {self._words(error)}")
         finally:
-            self._is_telling = False
+            self._is_sending_touches = False
 
     # --- puts and fetches ------------------------------------------------------------------------
 
@@ -330,7 +329,7 @@ class TierRunner:
         self._require_usable(epoch)
 
     async def _take_over(self, batch: Batch, outcome: Outcome) -> None:
-        """Have some of what was got audited: what is in its slots now is what the tier was given once."""
+        """Audit some of what was got: what is in its slots now is what the tier was given once."""
         if self._custody is None or not self._custody.rate:
             return
         landed = [slot for slot, it in zip(batch.slots, outcome.statuses, strict=True) if it == Status.OK]
@@ -474,7 +473,7 @@ class TierRunner:
     def _end_badly(
         self, verb: str, keys: Sequence[OffloadKey], error: BaseException, effort: _Effort
     ) -> Outcome:
-        """Say how a command ended that was not begun, cut off by its deadline, or failed all over."""
+        """Return the outcome of a command that was not begun, cut off by its deadline, or failed all over."""
         require_fault(error)
         if isinstance(error, _NotBegunError):
             return Outcome.all(Status.FAILED, len(keys), str(error))
@@ -496,7 +495,7 @@ class TierRunner:
         self._log(logging.WARNING, subject, text)
 
     def _log(self, level: int, subject: str, text: str) -> None:
-        added = self._seldom.lets(subject, self._now_s())
+        added = self._log_limit.lets(subject, self._now_s())
         if added is not None:
             logger.log(level, "tier %s: %s%s", self.name, text, added)
 
@@ -520,7 +519,7 @@ def _in_integers(usage: Usage | None) -> Usage | None:
 
 
 def _health_of(outcome: Outcome) -> TransferHealth:
-    """Say what an outcome says of the tier: bad where most chunks failed, or came with wrong bytes.
+    """Return the health that an outcome shows: bad where most chunks failed, or came with wrong bytes.
 
     That a tier has no room, or does not have a chunk, is an answer as good as any.
     """
@@ -541,7 +540,7 @@ def _check_all(batch: Batch, statuses: Sequence[Status], digest: bytes) -> list[
 
 
 def call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
-    """Have a loop call something, from any thread; where it is closed nobody is to be called."""
+    """Schedule a callback on a loop, from any thread; drop it where the loop is closed."""
     try:
         loop.call_soon_threadsafe(callback)
     except RuntimeError:

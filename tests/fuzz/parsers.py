@@ -30,9 +30,9 @@ from kvtier.memory.heap import HeapMemory
 from kvtier.tiers import seal
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.fs import FsConfig, layout, namespace
+from kvtier.tiers.fs.checking import FileChecker, Finding
 from kvtier.tiers.fs.files import ChunkFiles, NativeFiles, PythonFiles
 from kvtier.tiers.fs.files.call import FileCall, Flag, Place, Result
-from kvtier.tiers.fs.proof import Finding, Prover
 from kvtier.tiers.fs.quota import ledger
 from kvtier.tiers.fs.quota.accounts import FileSystem
 from kvtier.tiers.fs.root import Root
@@ -89,8 +89,8 @@ def chunk_file(data: bytes) -> None:
     path.write_bytes(text)
     with _opened(_scratch()) as root_fd:
         results = {type(files).__name__: _get(files, root_fd) for files in _implementations()}
-        with Prover(root_fd, DIGEST.__eq__) as prover:
-            finding = prover.prove(layout.chunk_path("data", KEY), KEY).finding
+        with FileChecker(root_fd, DIGEST.__eq__) as checker:
+            finding = checker.check(layout.chunk_path("data", KEY), KEY).finding
     assert len(set(results.values())) == 1, results
     (result,) = set(results.values())
     assert result in _FOUND
@@ -158,7 +158,7 @@ def quota_ledger(data: bytes) -> None:
             ledger.read(root_fd)
             shared = ledger.SharedLedger(root_fd, lambda: _DISK)
             with shared.change() as accounts:
-                assert min(accounts.used, accounts.supposed, accounts.counts) >= 0, accounts
+                assert min(accounts.used, accounts.unconfirmed, accounts.counts) >= 0, accounts
                 assert abs(accounts.charged) < 2**64, accounts
                 assert math.isfinite(accounts.counted_at)
                 accounts.begin_count()

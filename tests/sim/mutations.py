@@ -234,8 +234,8 @@ MUTATIONS = (
     Mutation(
         "cancelled_while_bytes_move",
         "Who is cancelled does not wait until the bytes have stopped moving.",
-        "kvtier.tiers.drain:until_done",
-        (("cancelled = error", "raise"),),
+        "kvtier.tiers.drain:wait_for_end",
+        (("on_cancel()", "on_cancel()\n        raise cancelled"),),
     ),
     Mutation(
         "failed_load_is_tried_again",

@@ -5,11 +5,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import importlib.util
-import logging
 import mmap
 import random
 import shutil
-import sys
 from array import array
 from pathlib import Path
 from types import ModuleType
@@ -68,12 +66,6 @@ def test_copy_batch_copies_each_range_and_nothing_else(helper):
     assert target == expected
 
 
-def test_copy_batch_of_nothing(helper):
-    empty = array("Q", [7])
-    helper.copy_batch(empty.buffer_info()[0], empty.buffer_info()[0], empty.buffer_info()[0], 0)
-    assert empty[0] == 7
-
-
 class AsyncCopies:
     """What an accelerator's asynchronous copy does: takes each copy, or refuses with a code."""
 
@@ -129,11 +121,6 @@ def test_crc32c_is_that_of_the_package(helper, length):
         assert helper.crc32c(address_of(data) + offset, length, 12345) == expected
 
 
-def test_crc32c_of_the_standards_example(helper):
-    data = bytearray(b"123456789")
-    assert helper.crc32c(address_of(data), 9) == 0xE3069283
-
-
 @needs_library
 @given(st.binary(max_size=30_000), st.integers(0, 2**32 - 1))
 def test_crc32c_without_the_instruction_is_the_same(data, value):
@@ -177,13 +164,6 @@ def test_a_library_that_cannot_be_loaded_is_not_used(tmp_path, caplog, monkeypat
     module = load_from(tmp_path)
     assert module.available is False
     assert "cannot be loaded" in caplog.text
-
-
-def test_where_there_is_no_library_nothing_is_said(tmp_path, caplog, monkeypatch):
-    monkeypatch.setenv("KVTIER_NATIVE", "1")
-    shutil.copy(native.__file__, tmp_path / "__init__.py")
-    assert load_from(tmp_path).available is False
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 # ---------------------------------------------------------------------------------- building
@@ -315,8 +295,3 @@ def test_a_source_distribution_is_left_alone(source_folder):
     data, warnings = run_hook(source_folder.parent.parent, target="sdist")
     assert (data["artifacts"], warnings) == ([], [])
     assert not (source_folder / build.LIBRARY).exists()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the layout is compared on Linux")
-def test_the_module_names_the_same_library_as_the_build():
-    assert native.LIBRARY_NAME == build.LIBRARY

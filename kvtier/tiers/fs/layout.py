@@ -6,7 +6,7 @@
     <namespace>/epoch                     the number of the epoch that openers join
     <namespace>/epoch.lock                held while the epoch is read or written
     <namespace>/users.e<n>.lock           held, shared, by all who use epoch n
-    <namespace>/.tmp/<writer>.lock        held by a living writer
+    <namespace>/.tmp/<writer>.lock        held by a writer while it is alive
     <namespace>/.tmp/<writer>/            its unfinished files
     <namespace>/quarantine/               files that failed a check
     <namespace>_r0/<hhh>/<hh>_g<group>/<hash_hex>.bin         the chunks of epoch 0
@@ -19,6 +19,8 @@ import errno
 import os
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -40,6 +42,19 @@ CAREFULLY: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """How files are opened that others may have put there: a FIFO would hold up who opens it otherwise."""
 
 
+MAX_EPOCH: Final = 10**15 - 1
+"""The last epoch. A larger number is none of kvtier's: what counts on from it would soon have no name."""
+
+PART: Final = re.compile("[0-9a-f]{3}")
+LEAF: Final = re.compile("[0-9a-f]{2}_g[0-9]{1,10}")
+"""Names of the two levels of directories between an epoch's and its chunks' files."""
+
+_EPOCH: Final = re.compile(rb"(0|[1-9][0-9]{0,14})\n")
+_DATA_DIR: Final = re.compile(r"([A-Za-z0-9.-]+_[0-9a-f]{16})_r0(?:\.e([1-9][0-9]{0,14}))?")
+_USERS_LOCK: Final = re.compile(r"users\.e([0-9]{1,15})\.lock")
+_MOST_SMALL_BYTES: Final = 1 << 20
+
+
 def open_regular(path: str | Path, *, dir_fd: int | None = None) -> int:
     """Open a file for reading. OSError, also where it is anything but a regular file."""
     fd = os.open(path, os.O_RDONLY | CAREFULLY, dir_fd=dir_fd)
@@ -49,30 +64,62 @@ def open_regular(path: str | Path, *, dir_fd: int | None = None) -> int:
     raise OSError(errno.EINVAL, "is no regular file", str(path))
 
 
+def read_small(root_fd: int, path: str) -> bytes:
+    """Return what is in a small file. OSError where it cannot be read."""
+    fd = open_regular(path, dir_fd=root_fd)
+    try:
+        return os.pread(fd, _MOST_SMALL_BYTES, 0)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def open_folder(root_fd: int, path: str, *, follow: bool = False) -> Iterator[int]:
+    """Yield a directory, open for reading. OSError where it cannot be opened or is a link not to follow."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    fd = os.open(path, flags, dir_fd=root_fd)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def names_in(root_fd: int, path: str, *, follow: bool = False) -> list[str]:
+    """Return the names in a directory. OSError where it cannot be read."""
+    with open_folder(root_fd, path, follow=follow) as fd:
+        return os.listdir(fd)
+
+
 def chunk_path(data_dir: str, key: OffloadKey) -> str:
-    """Name the file of one chunk. The native helper makes the same name."""
+    """Return the path of one chunk's file. The native helper makes the same name."""
     digits = content_hash(key).hex()
     head = digits.ljust(5, "0")
     return f"{data_dir}/{head[:3]}/{head[3:5]}_g{group_index(key)}/{digits}.bin"
 
 
 def data_dir(namespace: str, epoch: int) -> str:
-    """Name the directory of an epoch's chunks."""
+    """Return the name of the directory of an epoch's chunks."""
     return f"{namespace}_r0" if epoch == 0 else f"{namespace}_r0.e{epoch}"
 
 
-def epoch_of(namespace: str, directory: str) -> int | None:
-    """Return the epoch whose chunks are in ``directory``, or None where it is no such directory."""
-    found = re.fullmatch(re.escape(namespace) + r"_r0(?:\.e([1-9][0-9]{0,17}))?", directory)
-    return int(found.group(1) or 0) if found else None
+def parse_data_dir(directory: str) -> tuple[str, int] | None:
+    """Return the namespace and the epoch of a directory of chunks; None where it is no such directory."""
+    found = _DATA_DIR.fullmatch(directory)
+    return (found[1], int(found[2] or 0)) if found else None
+
+
+def stored_epoch(root_fd: int, namespace: str) -> int | None:
+    """Return the epoch that openers of a namespace join; None where its file holds none. OSError."""
+    found = _EPOCH.fullmatch(read_small(root_fd, f"{namespace}/epoch"))
+    return int(found[1]) if found else None
 
 
 def users_lock(namespace: str, epoch: int) -> str:
-    """Name the file that all who use an epoch hold a shared lock on."""
+    """Return the path of the file that all who use an epoch hold a shared lock on."""
     return f"{namespace}/users.e{epoch}.lock"
 
 
 def epoch_of_users_lock(name: str) -> int | None:
     """Return the epoch of a users' lock, or None where ``name`` is no such file."""
-    found = re.fullmatch(r"users\.e([0-9]{1,18})\.lock", name)
-    return int(found.group(1)) if found else None
+    found = _USERS_LOCK.fullmatch(name)
+    return int(found[1]) if found else None

@@ -1,4 +1,4 @@
-"""File locks that tell the living from the dead: they end with the process that holds them."""
+"""File locks that show whether a process is alive: they end with the process that holds them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +16,7 @@ from kvtier.forks import keep_fd_from_children
 from kvtier.tiers.fs.layout import CAREFULLY, FILE_MODE
 
 _PATIENCE_S: Final = 5.0
+_WRITER_ATTEMPTS: Final = 5
 _UNSUPPORTED: Final = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 _log = logging.getLogger("kvtier.tiers.fs")
 
@@ -25,14 +27,41 @@ def make_lock(root_fd: int, path: str) -> int:
     return os.open(path, flags, FILE_MODE, dir_fd=root_fd)
 
 
+def make_writer_lock(root_fd: int, folder: str) -> tuple[str, int]:
+    """Make and hold a lock file that shows that a writer is alive, under a name that nobody had before.
+
+    Between the making of the file and the locking a sweep may take it for a dead writer's. Then there is
+    another attempt.
+
+    Returns:
+        The writer's name, and the lock file, open.
+
+    Raises:
+        OSError: the file system has no locks (ENOLCK), or sweeps took each writer for a dead one (EAGAIN).
+    """
+    for _ in range(_WRITER_ATTEMPTS):
+        writer = f"{os.getpid()}-{secrets.token_hex(8)}"
+        path = f"{folder}/{writer}.lock"
+        fd = make_lock(root_fd, path)
+        locked = try_lock(fd)
+        if locked and is_current(root_fd, path, fd):
+            return writer, fd
+        os.close(fd)
+        if locked is None:
+            with suppress(OSError):
+                os.unlink(path, dir_fd=root_fd)
+            raise OSError(errno.ENOLCK, "the file system has no locks", folder)
+    raise OSError(errno.EAGAIN, "sweeps took each new writer for a dead one", folder)
+
+
 def open_lock(root_fd: int, path: str, *, create: bool) -> int:
     """Open a lock file; without ``create`` for reading only, as one may where nothing is written."""
     flags = os.O_RDWR | os.O_CREAT if create else os.O_RDONLY
     return os.open(path, flags | CAREFULLY, FILE_MODE, dir_fd=root_fd)
 
 
-def is_there(root_fd: int, path: str, fd: int) -> bool:
-    """Say whether an open lock file is still the one at its path, where others look for it.
+def is_current(root_fd: int, path: str, fd: int) -> bool:
+    """Return whether an open lock file is still the one at its path, where others look for it.
 
     Who makes a lock file holds it a moment later. Meanwhile a sweep may have taken it for one of the dead.
     """
@@ -42,7 +71,7 @@ def is_there(root_fd: int, path: str, fd: int) -> bool:
         return False
 
 
-def let_go(fd: int) -> None:
+def close_lock(fd: int) -> None:
     """Close a lock file. A file system that is gone fails that, and the descriptor is free all the same."""
     with suppress(OSError):
         os.close(fd)
@@ -62,7 +91,7 @@ def try_lock(fd: int, *, shared: bool = False) -> bool | None:
     return True
 
 
-def patient_lock(fd: int, path: str, patience_s: float = _PATIENCE_S) -> bool:
+def lock_with_timeout(fd: int, path: str, patience_s: float = _PATIENCE_S) -> bool:
     """Lock an open file that nobody holds for long. False where the file system has no locks.
 
     Raises:
@@ -79,7 +108,7 @@ def patient_lock(fd: int, path: str, patience_s: float = _PATIENCE_S) -> bool:
 
 
 @contextmanager
-def short_lock(root_fd: int, path: str, *, create: bool) -> Iterator[None]:
+def wait_for_lock(root_fd: int, path: str, *, create: bool) -> Iterator[None]:
     """Hold a lock that nobody holds for long.
 
     Raises:
@@ -87,7 +116,7 @@ def short_lock(root_fd: int, path: str, *, create: bool) -> Iterator[None]:
     """
     fd = open_lock(root_fd, path, create=create)
     try:
-        if not patient_lock(fd, path):
+        if not lock_with_timeout(fd, path):
             _log.warning("%s: the file system has no locks; resets by two engines at once may collide", path)
         yield
     finally:
@@ -95,7 +124,7 @@ def short_lock(root_fd: int, path: str, *, create: bool) -> Iterator[None]:
 
 
 @contextmanager
-def only_user(root_fd: int, path: str, *, create: bool) -> Iterator[bool]:
+def exclusive_lock(root_fd: int, path: str, *, create: bool) -> Iterator[bool]:
     """Hold a lock file if nobody else does. Yields whether it is held."""
     fd = open_lock(root_fd, path, create=create)
     try:

@@ -1,4 +1,4 @@
-"""One identity's place below a root: epoch, writers, and the sweeping of what is left over.
+"""One identity's directories below a root: epoch, writers, and the sweeping of what is left over.
 
 Everything here blocks and runs in the tier's own threads.
 
@@ -18,24 +18,21 @@ import errno
 import logging
 import mmap
 import os
-import re
-import secrets
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final
 
 from kvtier.errors import IdentityError, TierError
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.fs import layout
 from kvtier.tiers.fs.config import FsConfig
 from kvtier.tiers.fs.files.call import Flag, Place
-from kvtier.tiers.fs.locks import is_there, let_go, make_lock, open_lock, short_lock, try_lock
+from kvtier.tiers.fs.locks import close_lock, make_writer_lock, open_lock, try_lock, wait_for_lock
 
 _READ_ONLY: Final = frozenset(
     {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENOLCK}
 )
-_WRITER_ATTEMPTS: Final = 5
 _DURABILITY: Final = {
     "none": Flag.NONE,
     "data": Flag.SYNC_DATA,
@@ -45,7 +42,7 @@ _log = logging.getLogger("kvtier.tiers.fs")
 
 
 def errno_name(number: int) -> str:
-    """Spell an errno as reasons do: ``"enospc"``."""
+    """Return an errno's name as reasons have it: ``"enospc"``."""
     return errno.errorcode.get(number, f"errno_{number}").lower()
 
 
@@ -81,12 +78,12 @@ class Epoch:
 
     def _release_unused(self) -> None:
         if self._retired and not self._holds and self._lock_fd is not None:
-            let_go(self._lock_fd)
+            close_lock(self._lock_fd)
             self._lock_fd = None
 
 
 class Namespace:
-    """One identity's place, opened.
+    """One identity's directories below a root, opened.
 
     Attributes:
         name: name of its directory below the root.
@@ -103,16 +100,16 @@ class Namespace:
         self._mount = _mount_above(config.root_dir)
         self._config = config
         self._context = context
-        self.writer = _new_writer()
+        self.writer = ""
         self._writer_fd: int | None = None
 
     @staticmethod
     def open(config: FsConfig, context: TierContext) -> tuple[Namespace, Epoch]:
-        """Make or open the place, join the epoch, and compare or write the manifest. Blocks.
+        """Make or open the directories, join the epoch, and compare or write the manifest. Blocks.
 
         Raises:
             TierError: the root can be neither written nor read, direct I/O was asked for and is not
-                possible, or the place belongs to another cache: the message lists what differs.
+                possible, or the directory belongs to another cache: the message lists what differs.
         """
         root = config.root_dir
         try:
@@ -145,7 +142,7 @@ class Namespace:
         return f"{self.name}/.tmp/{self.writer}"
 
     def has_data(self, place: Place) -> bool:
-        """Say whether an epoch may hold chunks: its directory comes with the first one."""
+        """Return whether an epoch may hold chunks: its directory comes with the first one."""
         try:
             os.stat(place.data_dir, dir_fd=self.root_fd)
         except FileNotFoundError:
@@ -153,7 +150,7 @@ class Namespace:
         return True
 
     def is_replaced(self) -> bool:
-        """Say whether there is a directory at the root's path that should be used in place of this one.
+        """Return whether there is a directory at the root's path that should be used in place of this one.
 
         Where there is none what is open may be of use still, and if not, nothing else is. So it is where
         the file system was unmounted and none is mounted yet: what comes to light below its mount point
@@ -183,7 +180,7 @@ class Namespace:
                 os.rmdir(self.tmp_dir, dir_fd=self.root_fd)
             with suppress(OSError):
                 os.unlink(f"{self.tmp_dir}.lock", dir_fd=self.root_fd)
-            let_go(self._writer_fd)
+            close_lock(self._writer_fd)
             self._writer_fd = None
         os.close(self.root_fd)
 
@@ -200,6 +197,7 @@ class Namespace:
             raise OSError(self._refusal, os.strerror(self._refusal), self.name)
         with self._epoch_lock():
             number = max(beyond, self._highest_trace(), self._stored_epoch() or 0) + 1
+            self._require_number(number + 1)
             epoch = self._enter(number)
             try:
                 self._write_small("epoch", f"{number + 1}\n")
@@ -229,7 +227,7 @@ class Namespace:
         where, identity = f"{self.name}/{layout.MANIFEST}", self._context.identity
         try:
             try:
-                found = self._read_small(layout.MANIFEST)
+                found = layout.read_small(self.root_fd, where).decode(errors="replace")
             except FileNotFoundError:
                 if self.read_only is not None:
                     raise
@@ -249,35 +247,17 @@ class Namespace:
         _log.warning("%s: %s cannot be written (%s): it is only read", self._context.name, where, error)
 
     def _make_writer(self) -> None:
-        """Make a directory for unfinished files, and a lock that shows that its owner lives.
+        """Make a directory for unfinished files, and a lock that shows that its owner is alive.
 
-        The lock is there before the directory and goes after it: a directory without is left over.
+        The lock is there before the directory and goes after it: a directory without is left over. Without
+        locks no writer is known to be alive, and no bound holds for several: then nothing is written.
         """
         for name in (self.name, f"{self.name}/.tmp"):
             with suppress(FileExistsError):
                 os.mkdir(name, layout.DIRECTORY_MODE, dir_fd=self.root_fd)
-        for _ in range(_WRITER_ATTEMPTS):
-            lock = f"{self.tmp_dir}.lock"
-            self._writer_fd = make_lock(self.root_fd, lock)
-            locked = try_lock(self._writer_fd)
-            if locked and is_there(self.root_fd, lock, self._writer_fd):
-                break
-            if locked is None:
-                self._give_up_writing()
-            os.close(self._writer_fd)  # a sweep took the new writer for a dead one, and removes it
-            self.writer, self._writer_fd = _new_writer(), None
-        else:
-            raise OSError(errno.EAGAIN, "sweeps took each new writer for a dead one", self.name)
+        self.writer, self._writer_fd = make_writer_lock(self.root_fd, f"{self.name}/.tmp")
         with suppress(FileExistsError):
             os.mkdir(self.tmp_dir, layout.DIRECTORY_MODE, dir_fd=self.root_fd)
-
-    def _give_up_writing(self) -> NoReturn:
-        """Without locks nobody could tell the living from the dead, nor keep one bound with others."""
-        assert self._writer_fd is not None
-        os.close(self._writer_fd)
-        self._writer_fd = None
-        os.unlink(f"{self.tmp_dir}.lock", dir_fd=self.root_fd)
-        raise OSError(errno.ENOLCK, "the file system has no locks", self.name)
 
     def _current_epoch(self) -> int:
         stored, highest = self._stored_epoch(), self._highest_trace()
@@ -286,22 +266,33 @@ class Namespace:
         if self.read_only is not None:
             raise OSError(errno.EINVAL, "the epoch is not readable, and no new one can be written")
         if stored is not None or highest >= 0:
-            _log.warning("%s: the epoch of %s is lost; a new one starts", self._context.name, self.name)
+            what = "%s: the epoch of %s is missing, damaged or out of bounds; epoch %d starts"
+            _log.warning(what, self._context.name, self.name, highest + 1)
+        self._require_number(highest + 1)
         self._write_small("epoch", f"{highest + 1}\n")
         return highest + 1
 
     def _stored_epoch(self) -> int | None:
         try:
-            text = self._read_small("epoch")
+            return layout.stored_epoch(self.root_fd, self.name)
         except OSError:
             return None
-        return int(text) if re.fullmatch(r"(0|[1-9][0-9]{0,17})\n", text) else None
 
     def _highest_trace(self) -> int:
         """Return the highest epoch that left a trace, -1 where none did."""
-        found = [layout.epoch_of(self.name, name) for name in self._names(".")]
-        found += [layout.epoch_of_users_lock(name) for name in self._names(self.name)]
-        return max((number for number in found if number is not None), default=-1)
+        found = [
+            trace[1]
+            for name in self._names(".")
+            if (trace := layout.parse_data_dir(name)) and trace[0] == self.name
+        ]
+        locks = (layout.epoch_of_users_lock(name) for name in self._names(self.name))
+        return max((*found, *(number for number in locks if number is not None)), default=-1)
+
+    def _require_number(self, number: int) -> None:
+        """Refuse an epoch above the last one: a forged trace is the only way to get there. OSError."""
+        if number > layout.MAX_EPOCH:
+            what = f"no epoch can follow {number - 1}: remove its data directory, users lock and epoch file"
+            raise OSError(errno.EOVERFLOW, what, self.name)
 
     def _enter(self, number: int) -> Epoch:
         """Join an epoch. Under the epoch's lock: nobody can sweep it meanwhile."""
@@ -327,7 +318,7 @@ class Namespace:
         )
 
     def _probe_direct(self) -> bool:
-        """Find out whether this file system takes aligned I/O that bypasses the page cache."""
+        """Return whether this file system takes aligned I/O that bypasses the page cache."""
         if self._config.direct_io == "never":
             return False
         try:
@@ -366,7 +357,7 @@ class Namespace:
     def _epoch_lock(self) -> AbstractContextManager[None]:
         if self.read_only is not None and not self._exists("epoch.lock"):
             return nullcontext()
-        return short_lock(self.root_fd, f"{self.name}/epoch.lock", create=self.read_only is None)
+        return wait_for_lock(self.root_fd, f"{self.name}/epoch.lock", create=self.read_only is None)
 
     def _exists(self, name: str) -> bool:
         try:
@@ -377,18 +368,9 @@ class Namespace:
 
     def _names(self, folder: str) -> list[str]:
         try:
-            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.root_fd)
+            return layout.names_in(self.root_fd, folder, follow=True)
         except FileNotFoundError:
             return []
-        try:
-            return os.listdir(fd)
-        finally:
-            os.close(fd)
-
-    def _read_small(self, name: str) -> str:
-        fd = layout.open_regular(f"{self.name}/{name}", dir_fd=self.root_fd)
-        with open(fd, encoding="utf-8", errors="replace", newline="") as file:
-            return file.read(1 << 20)
 
     def _write_small(self, name: str, text: str) -> None:
         """Write a file that is there whole or not at all, after a power cut too."""
@@ -400,11 +382,8 @@ class Namespace:
             file.flush()
             os.fsync(fd)
         os.rename(tmp, f"{self.name}/{name}", src_dir_fd=self.root_fd, dst_dir_fd=self.root_fd)
-        folder = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.root_fd)
-        try:
+        with layout.open_folder(self.root_fd, self.name, follow=True) as folder:
             os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def _mount_above(path: Path) -> Path:
@@ -420,10 +399,6 @@ def _make_folder(path: Path) -> None:
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         folder.mkdir(mode=layout.DIRECTORY_MODE, exist_ok=True)
-
-
-def _new_writer() -> str:
-    return f"{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def _cannot_open(context: TierContext, root: Path, error: OSError) -> TierError:

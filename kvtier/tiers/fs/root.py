@@ -16,7 +16,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,25 +24,21 @@ from types import TracebackType
 from typing import Any, Final
 
 from kvtier.errors import TierError
-from kvtier.keys import OffloadKey, group_index, pack_key
+from kvtier.keys import OffloadKey, group_index
 from kvtier.tiers.fs import layout
-from kvtier.tiers.fs.layout import BLOCK_BYTES
-from kvtier.tiers.fs.locks import open_lock, short_lock, try_lock
+from kvtier.tiers.fs.files.base import key_of
+from kvtier.tiers.fs.locks import open_lock, try_lock, wait_for_lock
 from kvtier.tiers.fs.quota import ledger
 
-_DATA_DIR: Final = re.compile(r"([A-Za-z0-9.-]+_[0-9a-f]{16})_r0(?:\.e([1-9][0-9]{0,17}))?")
 _NAMESPACE: Final = re.compile(r"[A-Za-z0-9.-]+_([0-9a-f]{16})")
-_CHUNK: Final = re.compile(r"([0-9a-f]{2,128})\.bin")
-_LEAF: Final = re.compile(r"([0-9a-f]{2})_g(0|[1-9][0-9]{0,9})")
-_FIRST: Final = re.compile(r"[0-9a-f]{3}")
-_MOST_MANIFEST_BYTES: Final = 1 << 20
+_LEVELS: Final = (layout.PART, layout.LEAF)
 
 Tick = Callable[[int], None]
-"""Is told how many more files were looked at."""
+"""Called with the number of files looked at since the last call."""
 
 
 def no_tick(count: int) -> None:
-    """Be told of progress where nobody wants to know."""
+    """Ignore progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +135,7 @@ class Namespace:
     def manifest(self) -> Manifest:
         """What ``config.json`` says."""
         try:
-            text = self._root.read_small(f"{self.name}/{layout.MANIFEST}")
+            text = layout.read_small(self._root.fd, f"{self.name}/{layout.MANIFEST}")
         except FileNotFoundError:
             return Manifest({}, None, "")
         except OSError as error:
@@ -155,7 +151,7 @@ class Namespace:
         if not self.data_dirs or self._root.is_home(self.name):
             return False
         return all(
-            _FIRST.fullmatch(name) for found in self.data_dirs for name in self._root.names(found.name)
+            layout.PART.fullmatch(name) for found in self.data_dirs for name in self._root.names(found.name)
         )
 
     @property
@@ -177,10 +173,9 @@ class Namespace:
     def epoch(self) -> int | None:
         """The epoch that an engine joins which opens the place now; None where that cannot be said."""
         try:
-            text = self._root.read_small(f"{self.name}/epoch")
+            return layout.stored_epoch(self._root.fd, self.name)
         except OSError:
             return None
-        return int(text) if re.fullmatch(rb"(0|[1-9][0-9]{0,17})\n", text) else None
 
     @property
     def current(self) -> DataDir | None:
@@ -189,12 +184,12 @@ class Namespace:
         return next((found for found in self.data_dirs if found.epoch == wanted), None)
 
     def is_old(self, found: DataDir) -> bool:
-        """Say whether an epoch is behind: engines that open the place are not given its chunks."""
+        """Return whether an epoch is behind: engines that open the place are not given its chunks."""
         current = self.epoch
         return current is not None and found.epoch < current
 
     def users(self) -> dict[int, bool | None]:
-        """Say for each epoch with a lock whether a living process uses it; None where that is unknown."""
+        """Return for each epoch with a lock whether a living process uses it; None where that is unknown."""
         found = sorted(
             number
             for name in self._root.names(self.name)
@@ -203,7 +198,7 @@ class Namespace:
         return {number: self._is_used(number) for number in found}
 
     def writers(self) -> dict[str, bool | None]:
-        """Say for each writer that has a place for unfinished files whether it lives."""
+        """Return for each writer with a directory for unfinished files whether it is alive."""
         folder = f"{self.name}/.tmp"
         names = {name.removesuffix(".lock") for name in self._root.names(folder)}
         return {name: self._root.is_locked(f"{folder}/{name}.lock") for name in sorted(names)}
@@ -215,7 +210,7 @@ class Namespace:
     def _is_used(self, epoch: int) -> bool | None:
         # Openers take the epoch's lock first: they never meet the moment in which this one is held.
         try:
-            with short_lock(self._root.fd, f"{self.name}/epoch.lock", create=False):
+            with wait_for_lock(self._root.fd, f"{self.name}/epoch.lock", create=False):
                 return self._root.is_locked(layout.users_lock(self.name, epoch))
         except FileNotFoundError:
             return False
@@ -272,8 +267,8 @@ class Root:
         data_dirs: dict[str, list[DataDir]] = {}
         homes = []
         for name in self._directories():
-            if found := _DATA_DIR.fullmatch(name):
-                data_dirs.setdefault(found[1], []).append(DataDir(name, int(found[2] or 0)))
+            if found := layout.parse_data_dir(name):
+                data_dirs.setdefault(found[0], []).append(DataDir(name, found[1]))
             elif _NAMESPACE.fullmatch(name) and self.is_home(name):
                 homes.append(name)
         wanted = sorted(name for name in {*homes, *data_dirs} if self._only is None or name in self._only)
@@ -305,37 +300,24 @@ class Root:
         What vanishes meanwhile is left out. A directory that cannot be read is yielded as a ``Stray``
         with a problem.
         """
-        for first in self._entries(data_dir, tick):
-            if isinstance(first, Stray):
-                yield first
-            elif not _FIRST.fullmatch(first.name):
-                yield Stray(f"{data_dir}/{first.name}", _disk_bytes(first))
-            else:
-                yield from self._leaves(f"{data_dir}/{first.name}", first.name, tick)
+        yield from self._below(data_dir, "", 0, tick)
 
     def names(self, folder: str) -> list[str]:
         """Return the names in a directory; none where it is missing or cannot be read."""
         try:
-            with self._open_folder(folder) as fd:
-                return os.listdir(fd)
+            return layout.names_in(self.fd, folder)
         except OSError:
             return []
 
-    def read_small(self, path: str) -> bytes:
-        """Read a small file. OSError where it cannot be read."""
-        fd = layout.open_regular(path, dir_fd=self.fd)
-        with open(fd, "rb") as file:
-            return file.read(_MOST_MANIFEST_BYTES)
-
     def is_file(self, path: str) -> bool:
-        """Say whether there is a regular file."""
+        """Return whether there is a regular file."""
         try:
             return stat.S_ISREG(os.stat(path, dir_fd=self.fd, follow_symlinks=False).st_mode)
         except OSError:
             return False
 
     def is_locked(self, path: str) -> bool | None:
-        """Say whether a living process holds a lock file; None where that is unknown."""
+        """Return whether a living process holds a lock file; None where that is unknown."""
         try:
             fd = open_lock(self.fd, path, create=False)
         except FileNotFoundError:
@@ -360,11 +342,11 @@ class Root:
             raise TierError(f"{self.path} cannot be read: {error.strerror}") from error
 
     def is_home(self, name: str) -> bool:
-        """Say whether a directory is that of a namespace."""
+        """Return whether a directory is that of a namespace."""
         return any(self.is_there(f"{name}/{sign}") for sign in (layout.MANIFEST, "epoch", "epoch.lock"))
 
     def is_there(self, path: str) -> bool:
-        """Say whether there is anything at a path, or something that cannot be looked into."""
+        """Return whether there is anything at a path, or something that cannot be looked into."""
         try:
             os.stat(path, dir_fd=self.fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -373,19 +355,10 @@ class Root:
             return True
         return True
 
-    @contextmanager
-    def _open_folder(self, path: str) -> Iterator[int]:
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(path, flags, dir_fd=self.fd)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
-
     def _entries(self, folder: str, tick: Tick) -> Iterator[os.DirEntry[str] | Stray]:
         """Yield what is in a directory, which stays open meanwhile: entries are asked through it."""
         try:
-            with self._open_folder(folder) as fd, os.scandir(fd) as entries:
+            with layout.open_folder(self.fd, folder) as fd, os.scandir(fd) as entries:
                 for entry in entries:
                     yield entry
                     tick(1)
@@ -394,40 +367,25 @@ class Root:
         except OSError as error:
             yield Stray(folder, 0, error.errno or errno.EIO)
 
-    def _leaves(self, folder: str, head: str, tick: Tick) -> Iterator[ChunkFile | Stray]:
-        for leaf in self._entries(folder, tick):
-            if isinstance(leaf, Stray):
-                yield leaf
-            elif (named := _LEAF.fullmatch(leaf.name)) is None:
-                yield Stray(f"{folder}/{leaf.name}", _disk_bytes(leaf))
-            else:
-                yield from self._files(f"{folder}/{leaf.name}", head + named[1], int(named[2]), tick)
-
-    def _files(self, folder: str, head: str, group: int, tick: Tick) -> Iterator[ChunkFile | Stray]:
-        for entry in self._entries(folder, tick):
+    def _below(self, data_dir: str, path: str, level: int, tick: Tick) -> Iterator[ChunkFile | Stray]:
+        for entry in self._entries(f"{data_dir}/{path}".rstrip("/"), tick):
             if isinstance(entry, Stray):
                 yield entry
                 continue
-            with suppress(OSError):  # it has vanished
-                yield _chunk_file(f"{folder}/{entry.name}", entry, head, group)
+            below = f"{path}/{entry.name}".lstrip("/")
+            if level < len(_LEVELS) and _LEVELS[level].fullmatch(entry.name):
+                yield from self._below(data_dir, below, level + 1, tick)
+            else:
+                with suppress(OSError):  # it has vanished
+                    yield _found(data_dir, below, entry)
 
 
-def _chunk_file(path: str, entry: os.DirEntry[str], head: str, group: int) -> ChunkFile | Stray:
-    found = entry.stat(follow_symlinks=False)
-    named = _CHUNK.fullmatch(entry.name)
-    fits = named is not None and len(named[1]) % 2 == 0 and named[1].ljust(5, "0")[:5] == head
-    if named is None or not fits or not stat.S_ISREG(found.st_mode) or group >= 2**32:
+def _found(data_dir: str, below: str, entry: os.DirEntry[str]) -> ChunkFile | Stray:
+    found, path, key = entry.stat(follow_symlinks=False), f"{data_dir}/{below}", key_of(below)
+    if key is None or path != layout.chunk_path(data_dir, key) or not stat.S_ISREG(found.st_mode):
         return Stray(path, found.st_blocks * 512)
-    key = pack_key(bytes.fromhex(named[1]), group)
     used = max(found.st_atime, found.st_mtime)
     return ChunkFile(path, key, found.st_size, found.st_blocks * 512, found.st_mtime, used, found.st_ino)
-
-
-def _disk_bytes(entry: os.DirEntry[str]) -> int:
-    try:
-        return entry.stat(follow_symlinks=False).st_blocks * 512
-    except OSError:
-        return 0
 
 
 def _understood(name: str, text: bytes) -> Manifest:
@@ -443,16 +401,3 @@ def _understood(name: str, text: bytes) -> Manifest:
     if named is None or not digest.hex().startswith(named[1]):
         return Manifest(fields, None, f"{layout.MANIFEST} belongs to another cache")
     return Manifest(fields, digest, "")
-
-
-__all__ = [
-    "BLOCK_BYTES",
-    "ChunkFile",
-    "DataDir",
-    "Manifest",
-    "Namespace",
-    "Root",
-    "Stray",
-    "Tick",
-    "no_tick",
-]

@@ -7,7 +7,7 @@ import errno
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,13 +31,13 @@ from kvtier.tiers.fs.config import FsConfig
 from kvtier.tiers.fs.files import ChunkFiles, NativeFiles, make_files
 from kvtier.tiers.fs.files.base import most_bytes
 from kvtier.tiers.fs.files.call import FileCall, Place, Result, StopFlag, Verb
-from kvtier.tiers.fs.files.completions import NativePool, TransferPool
-from kvtier.tiers.fs.files.workers import Jobs, ThreadPool, Workers, join_all, run, run_alone
+from kvtier.tiers.fs.files.completions import NativePool
+from kvtier.tiers.fs.files.workers import ThreadPool, Workers, join_all, run, run_alone
 from kvtier.tiers.fs.layout import BLOCK_BYTES
 from kvtier.tiers.fs.maintenance.maintenance import Maintenance
 from kvtier.tiers.fs.maintenance.quarantine import Quarantine
 from kvtier.tiers.fs.namespace import Epoch, Namespace, errno_name
-from kvtier.tiers.fs.quota.ledger import FOLDER, Ledger, PrivateLedger, SharedLedger
+from kvtier.tiers.fs.quota.ledger import FOLDER, Ledger, SharedLedger
 from kvtier.tiers.fs.quota.quota import Quota, look_at
 
 _STATUSES: Final = {
@@ -75,15 +75,15 @@ _REASONS: Final = {
 _KNOWLEDGE: Final = (Knowledge.UNKNOWN, Knowledge.PRESENT)
 _NO_ROOM: Final = frozenset({-errno.ENOSPC, -errno.EDQUOT})
 _THERE: Final = frozenset({Result.OK, Result.EXISTS})
+_HAS_FILE: Final = frozenset({Result.EXISTS, Result.TORN})
 _NEEDS_ROOM: Final = frozenset({Result.MAX_BYTES, Result.MIN_FREE})
-_ILL: Final = frozenset({Result.TORN, Result.FOREIGN, Result.CHECKSUM})
-_GONE: Final = _ILL | {Result.ABSENT}
+_CORRUPT: Final = frozenset({Result.TORN, Result.FOREIGN, Result.CHECKSUM})
+_GONE: Final = _CORRUPT | {Result.ABSENT}
 _IS_NO_FILE: Final = frozenset({errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ESPIPE})
 _NO_LEDGER: Final = f": remove what is at {FOLDER}/ledger, which is no ledger; it is made anew"
 _FIRST_COUNT_PATIENCE_S: Final = 1.0
 _LOOKUP_THREADS: Final = 2
 _PUT_THREADS: Final = 2
-_LOOKUPS_A_JOB: Final = 256
 _ROOM_SHARE: Final = 0.2  # of its deadline a put waits for room
 
 _log = logging.getLogger("kvtier.tiers.fs")
@@ -135,7 +135,7 @@ class _Opened:
         ledger: Ledger | None = None
         try:
             writable = namespace.read_only is None
-            ledger = SharedLedger(namespace.root_fd, look) if writable else PrivateLedger(look())
+            ledger = SharedLedger(namespace.root_fd, look) if writable else Ledger(look())
             quota = Quota(config, most_bytes(context.chunk_bytes), ledger, look)
         except OSError as error:
             if ledger is not None:
@@ -183,7 +183,7 @@ class FsTier(SecondaryTier[FsConfig]):
         self._opened: _Opened | None = None
         self._epoch: Epoch | None = None
         self._serial = 0
-        self._pool: TransferPool | None = None
+        self._pool: NativePool | ThreadPool | None = None
         self._workers: tuple[Workers, ...] = ()
         self._closing = StopFlag()
         self._maintenance: Maintenance | None = None
@@ -192,7 +192,7 @@ class FsTier(SecondaryTier[FsConfig]):
     # --------------------------------------------------------------------- opening, closing
 
     async def open(self, context: TierContext) -> None:
-        """Make or open the place below ``root_dir``. See ``SecondaryTier.open``."""
+        """Make or open the directories below ``root_dir``. See ``SecondaryTier.open``."""
         if context.chunk_bytes <= 0 or context.chunk_bytes % BLOCK_BYTES:
             raise TierError(
                 f"tier {context.name}: chunk_bytes is {context.chunk_bytes}, not n * {BLOCK_BYTES}"
@@ -214,7 +214,11 @@ class FsTier(SecondaryTier[FsConfig]):
             raise
 
     async def aclose(self) -> None:
-        """Wait until all threads have ended, and close what is open."""
+        """Wait until all threads have ended, and close what is open.
+
+        Whoever is cancelled meanwhile does not wait for a disk that hangs: no transfer is under way, and a
+        thread goes on to close what is open when the disk answers.
+        """
         self._closing.set()
         if self._maintenance is not None:
             self._maintenance.stop()
@@ -225,10 +229,12 @@ class FsTier(SecondaryTier[FsConfig]):
             return
         interrupted = await self._pool.drain() if self._pool is not None else None
         last = Workers(f"{self.config.type}-close", 1)  # the waiting blocks: a thread of its own
-        _, cancelled = await run_alone(last, self._close)
+        closed = asyncio.wrap_future(last.call(self._close))
         last.close()
-        if cancelled is not None or interrupted is not None:
-            raise cancelled or interrupted or asyncio.CancelledError
+        await asyncio.wait((closed,))
+        closed.result()
+        if interrupted is not None:
+            raise interrupted
 
     def _close(self) -> None:
         workers, self._workers = self._workers, ()
@@ -239,7 +245,7 @@ class FsTier(SecondaryTier[FsConfig]):
         if self._opened is not None:
             self._opened.close()
 
-    def _make_pool(self, name: str) -> TransferPool:
+    def _make_pool(self, name: str) -> NativePool | ThreadPool:
         readers = self.config.n_read_threads or self.config.n_threads
         writers = self.config.n_write_threads or self.config.n_threads
         if isinstance(self._files, NativeFiles):
@@ -263,7 +269,7 @@ class FsTier(SecondaryTier[FsConfig]):
         """Look after the root from now on, and wait a moment: what a small one holds is known at once."""
         here, epoch = self._here, self._epoch
         assert epoch is not None
-        self._tell_removed = context.removed
+        self._report_removed = context.removed
         self._maintenance = Maintenance(
             self.config,
             here.namespace,
@@ -284,9 +290,9 @@ class FsTier(SecondaryTier[FsConfig]):
     # ----------------------------------------------------------------------------- the verbs
 
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
-        """Say which chunks are there, as far as this opener has heard. See ``SecondaryTier.known``.
+        """Return which chunks are there, as far as this opener knows. See ``SecondaryTier.known``.
 
-        Another process may have removed them since, and then a get finds nothing. What was not heard of is
+        Another process may have removed them since, and then a get finds nothing. What is not known is
         UNKNOWN and never ABSENT: another process may have put it.
         """
         if self._maintenance is None or self._epoch is None:
@@ -294,14 +300,14 @@ class FsTier(SecondaryTier[FsConfig]):
         return [_KNOWLEDGE[found] for found in self._maintenance.index.known(keys)]
 
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        """Say which keys have a file. See ``SecondaryTier.contains``."""
+        """Return which keys have a file. See ``SecondaryTier.contains``."""
         if self._epoch is None or not keys:
             return (False,) * len(keys)
         with self._epoch.hold() as place:
             call = FileCall(place, keys)
-            parts = [(i, min(i + _LOOKUPS_A_JOB, len(keys))) for i in range(0, len(keys), _LOOKUPS_A_JOB)]
-            await self._do(self._lookups, call, self._look_up, parts)
-        return [result == Result.OK for result in call.results]
+            await run(self._lookups, partial(self._files.contains, call, 0, len(call)), call.stop)
+            self._learn(call)
+        return [result in _HAS_FILE for result in call.results]
 
     async def put(self, batch: Batch) -> Outcome:
         """Write the chunks that are not there yet. See ``SecondaryTier.put``."""
@@ -327,7 +333,7 @@ class FsTier(SecondaryTier[FsConfig]):
         return _outcome(call.results)
 
     async def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Learn that ``keys`` were used. See ``SecondaryTier.touch``: their files are told later."""
+        """Note that ``keys`` were used. See ``SecondaryTier.touch``: their files' times are set later."""
         if self._maintenance is not None and self._epoch is not None:
             self._maintenance.note_used(keys)
 
@@ -337,7 +343,7 @@ class FsTier(SecondaryTier[FsConfig]):
             return
         with self._epoch.hold() as place:
             call = FileCall(place, keys)
-            await self._do(self._lookups, call, self._remove, [(0, len(keys))])
+            await run(self._lookups, partial(self._remove, call), call.stop)
         if failed := Counter(errno_name(-result) for result in call.results if result < 0):
             self._maintained.warn("discard", f"chunks could not be discarded: {dict(failed)}")
 
@@ -347,7 +353,7 @@ class FsTier(SecondaryTier[FsConfig]):
         Raises:
             TierError: it could not be written down. The tier then has nothing and takes nothing until a
                 reset succeeds or it is opened again. Where not even an empty file could be made in the
-                namespace, opening it again brings back what was put before: tell somebody.
+                namespace, opening it again brings back what was put before: log it.
         """
         async with self._resetting:
             old, self._epoch = self._epoch, None
@@ -366,7 +372,7 @@ class FsTier(SecondaryTier[FsConfig]):
                 raise cancelled
 
     def usage(self) -> Usage | None:
-        """Say how much of ``max_bytes`` is taken. See ``SecondaryTier.usage``."""
+        """Return how much of ``max_bytes`` is taken. See ``SecondaryTier.usage``."""
         if self._opened is None:
             return None
         return Usage(self._opened.quota.used_bytes, self._opened.quota.limit_bytes)
@@ -409,72 +415,70 @@ class FsTier(SecondaryTier[FsConfig]):
 
     async def _put(self, place: Place, batch: Batch) -> array[int]:
         """Put the chunks that there is room for, in no thread of Python's where room is leased already."""
-        call = FileCall(place, batch.keys, batch.slots, batch.memory, self._serial)
-        self._serial += len(batch)
-        quota, chunks = self._here.quota, len(call)
-        granted, reason = chunks, int(Result.OK)
-        if not quota.reserve_at_once(chunks):
-            (granted, reason), cancelled = await run_alone(self._puts, partial(self._reserve, chunks))
-            if cancelled is not None:
-                quota.settle(granted, 0)
-                raise cancelled
+        call, quota = self._call(place, batch), self._here.quota
+        if quota.reserve_at_once(len(call)):
+            await self._write(call)
+        else:
+            await self._put_missing(call, batch)
         if quota.needs_renewal:
             self._maintained.renew_lease_soon()
-        await self._put_granted(call, granted)
-        if ill := _ill(call.results, 0, granted):  # something else is where a file should be
-            await run(self._puts, partial(self._replace, call, ill))
-        if granted < chunks:
-            await run(self._puts, partial(self._refuse, call, granted, chunks, reason))
-        self._learn(call, 0, chunks)
+        if corrupt := _corrupt(call.results):  # something else is where a file should be
+            await run(self._puts, partial(self._replace, call, corrupt))
+        self._learn(call)
         if quota.excess_bytes:
             self._maintained.make_room_soon()
         return call.results
 
-    async def _get(self, call: FileCall) -> None:
-        _, cancelled = await self._transfer(call, Verb.GET, len(call))
+    async def _put_missing(self, call: FileCall, batch: Batch) -> None:
+        """Put the chunks that are not there. No room is asked for the others, or they would evict chunks."""
+        (missing, granted, reason), cancelled = await run_alone(
+            self._puts, partial(self._reserve_missing, call), call.stop
+        )
         if cancelled is not None:
+            self._here.quota.settle(granted, 0)
             raise cancelled
-        self._maintained.note_used(self._learn(call, 0, len(call)))
-        if ill := _ill(call.results, 0, len(call)):
-            await run(self._lookups, partial(self._set_aside, call, ill))
+        for i in missing[granted:]:
+            call.results[i] = reason
+        if not granted:
+            return
+        part = self._call(call.place, batch.part(missing[:granted]))
+        await self._write(part)
+        for i, result, inode in zip(missing, part.results, part.inodes, strict=False):
+            call.results[i], call.inodes[i] = result, inode
 
-    async def _put_granted(self, call: FileCall, granted: int) -> None:
-        """Put the chunks that there is room for, and tell the quota what they took, cancelled or not."""
+    async def _write(self, call: FileCall) -> None:
+        """Put chunks that room is reserved for, and report to the quota what they took, cancelled or not."""
+        assert self._pool is not None
         added, cancelled = 0, None
         try:
-            if granted:
-                added, cancelled = await self._transfer(call, Verb.PUT, granted)
+            added, cancelled = await self._pool.transfer(call, Verb.PUT, len(call), self._maintained.index)
         finally:
-            self._here.quota.settle(granted, added)
+            self._here.quota.settle(len(call), added)
         if cancelled is not None:
             raise cancelled
 
-    async def _transfer(
-        self, call: FileCall, verb: Verb, end: int
-    ) -> tuple[int, asyncio.CancelledError | None]:
-        """Put or get the first ``end`` chunks. When it returns or raises nothing of it runs any more.
+    async def _get(self, call: FileCall) -> None:
+        assert self._pool is not None
+        _, cancelled = await self._pool.transfer(call, Verb.GET, len(call), self._maintained.index)
+        if cancelled is not None:
+            raise cancelled
+        self._maintained.note_used(self._learn(call))
+        if corrupt := _corrupt(call.results):
+            await run(self._lookups, partial(self._set_aside, call, corrupt))
+
+    def _call(self, place: Place, batch: Batch) -> FileCall:
+        self._serial += len(batch)
+        return FileCall(place, batch.keys, batch.slots, batch.memory, self._serial - len(batch))
+
+    def _reserve_missing(self, call: FileCall) -> tuple[list[int], int, int]:
+        """Reserve room for the chunks that have no file.
 
         Returns:
-            The bytes that were added, and the cancellation to be raised.
+            Which chunks those are, for how many of them there is room, and the result of the others.
         """
-        assert self._pool is not None
-        transfer = self._pool.begin(call, verb, end, self._maintained.index)
-        cancelled = await transfer.end()
-        return transfer.added, cancelled
-
-    async def _do(
-        self,
-        workers: Workers,
-        call: FileCall,
-        work: Callable[[FileCall, int, int], object],
-        parts: Sequence[tuple[int, int]],
-    ) -> None:
-        """Do parts of a call in worker threads. When it returns or raises none of them runs any more."""
-        jobs = Jobs[object](workers, [partial(work, call, first, end) for first, end in parts], call.stop)
-        cancelled = await jobs.end()
-        if cancelled is not None:
-            raise cancelled
-        jobs.results()
+        self._files.contains(call, 0, len(call))
+        missing = [i for i, result in enumerate(call.results) if result == Result.ABSENT]
+        return missing, *(self._reserve(len(missing)) if missing else (0, Result.OK))
 
     def _reserve(self, chunks: int) -> tuple[int, int]:
         """Reserve room. Returns for how many chunks, and the result of the others."""
@@ -483,14 +487,10 @@ class FsTier(SecondaryTier[FsConfig]):
         except OSError as error:  # the file system cannot even say how much room there is
             return 0, -(error.errno or errno.EIO)
 
-    def _look_up(self, call: FileCall, first: int, end: int) -> None:
-        self._files.contains(call, first, end)
-        self._learn(call, first, end)
-
-    def _replace(self, call: FileCall, ill: Sequence[int]) -> None:
+    def _replace(self, call: FileCall, corrupt: Sequence[int]) -> None:
         """Set aside what is in the place of chunks, and put these again."""
         quota = self._here.quota
-        for i in ill:
+        for i in corrupt:
             self._here.quarantine.set_aside(call, i)
             granted, reason = self._reserve(1)
             added = 0
@@ -502,46 +502,36 @@ class FsTier(SecondaryTier[FsConfig]):
             finally:
                 quota.settle(granted, added)
 
-    def _refuse(self, call: FileCall, first: int, end: int, reason: int) -> None:
-        """Answer for chunks that cannot be written: those that are there already are well."""
-        self._files.contains(call, first, end)
-        for i in range(first, end):
-            if call.results[i] == Result.ABSENT:
-                call.results[i] = reason
-
-    def _set_aside(self, call: FileCall, ill: Sequence[int]) -> None:
-        for i in ill:
+    def _set_aside(self, call: FileCall, corrupt: Sequence[int]) -> None:
+        for i in corrupt:
             self._here.quarantine.set_aside(call, i)
-        self._tell_removed([call.keys[i] for i in ill])
+        self._report_removed([call.keys[i] for i in corrupt])
 
-    def _remove(self, call: FileCall, first: int, end: int) -> None:
+    def _remove(self, call: FileCall) -> None:
         since = self._here.quota.mark()
-        removed = self._files.discard(call, first, end)
-        self._maintained.learn(call.place, (), call.keys[first:end])
+        removed = self._files.discard(call, 0, len(call))
+        self._maintained.learn(call.place, (), call.keys)
         try:
             self._here.quota.changed(-removed, since)
         except OSError as error:  # then the root is taken to hold them until it is counted again
-            text = f"{removed} bytes were removed, and the ledger cannot be told: {error}"
+            text = f"{removed} bytes were removed, and the ledger cannot be updated: {error}"
             self._maintained.warn("removed", text)
 
-    def _learn(self, call: FileCall, first: int, end: int) -> Sequence[OffloadKey]:
+    def _learn(self, call: FileCall) -> Sequence[OffloadKey]:
         """Note which chunks are there. Returns them."""
-        keys, results = call.keys[first:end], call.results[first:end]
-        there: Sequence[OffloadKey] = keys
+        there: Sequence[OffloadKey] = call.keys
         gone: Sequence[OffloadKey] = ()
-        if any(results):
-            there = tuple(key for key, result in zip(keys, results, strict=True) if result in _THERE)
-            gone = tuple(key for key, result in zip(keys, results, strict=True) if result in _GONE)
+        if any(call.results):
+            found = list(zip(call.keys, call.results, strict=True))
+            there = tuple(key for key, result in found if result in _THERE)
+            gone = tuple(key for key, result in found if result in _GONE)
         self._maintained.learn(call.place, () if call.is_noted else there, gone)
         return there
 
 
-def _ill(results: array[int], first: int, end: int) -> list[int]:
+def _corrupt(results: array[int]) -> list[int]:
     """Return the chunks whose files failed a check. Mostly there are none, and it costs little."""
-    mine = results[first:end]
-    if not any(mine):
-        return []
-    return [first + i for i, result in enumerate(mine) if result in _ILL]
+    return [i for i, result in enumerate(results) if result in _CORRUPT] if any(results) else []
 
 
 def _refused(results: array[int]) -> list[int]:

@@ -14,7 +14,7 @@ from proxy import Proxy
 from kvtier import validation
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import TierContext, tell_nobody
+from kvtier.tiers.base import TierContext, ignore_removed
 from kvtier_s3 import S3Tier
 from kvtier_testing.tiers import TierRig
 
@@ -54,7 +54,7 @@ class Place:
 
     @asynccontextmanager
     async def opened(
-        self, removed: Removed = tell_nobody, identity: Identity = IDENTITY, **more: object
+        self, removed: Removed = ignore_removed, identity: Identity = IDENTITY, **more: object
     ) -> AsyncIterator[TierRig]:
         """Open a tier, and close it at the end."""
         tier = self.tier(**more)

@@ -49,28 +49,6 @@ def present(tier: DummyTier) -> list[int]:
     return [number for number, known in enumerate(tier.known(KEYS)) if known is Knowledge.PRESENT]
 
 
-async def test_chunks_come_back_with_their_trailers():
-    tier = make_tier()
-    await tier.open(CONTEXT)
-    assert await tier.put(to_put(range(3))) == Outcome([Status.OK] * 3, {})
-    batch = to_get([2, 0, 1])
-    assert (await tier.get(batch)).statuses == [Status.OK] * 3
-    for number, view, trailer in zip([2, 0, 1], batch.views, batch.trailers, strict=True):
-        assert bytes(view) == bytes([number]) * CHUNK_BYTES
-        assert check(trailer, KEYS[number], view, DIGEST) is Verdict.GOOD
-
-
-async def test_what_was_never_put_is_absent_and_leaves_its_slot_alone():
-    tier = make_tier()
-    await tier.put(to_put([1]))
-    batch = to_get([0, 1])
-    untouched = bytes(batch.views[0])
-    outcome = await tier.get(batch)
-    assert outcome == Outcome([Status.ABSENT, Status.OK], {})
-    assert bytes(batch.views[0]) == untouched
-    assert batch.trailers[0] == b""
-
-
 async def test_without_an_index_nothing_is_known_until_asked():
     tier = make_tier(complete_index=False)
     await tier.put(to_put([1]))
@@ -117,36 +95,6 @@ async def test_chunk_larger_than_the_tier_is_refused_and_drives_nothing_out():
     assert present(tier) == [1]
 
 
-async def test_put_under_way_at_a_reset_does_not_appear_after_it():
-    tier = make_tier(put_latency_s=0.01)
-    outcomes: list[Outcome] = []
-
-    async def put() -> None:
-        outcomes.append(await tier.put(to_put([0])))
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(put)
-        await anyio.wait_all_tasks_blocked()
-        await tier.reset()
-    assert outcomes == [Outcome((Status.REFUSED,), {"reset": 1})]
-    assert present(tier) == []
-
-
-async def test_closing_gives_the_memory_back():
-    tier = make_tier()
-    await tier.put(to_put([0]))
-    await tier.aclose()
-    assert present(tier) == []
-
-
-async def test_cancelled_put_keeps_nothing():
-    tier = make_tier(put_latency_s=60)
-    with anyio.move_on_after(0.01) as scope:
-        await tier.put(to_put([0]))
-    assert scope.cancelled_caught
-    assert present(tier) == []
-
-
 @pytest.mark.parametrize("operation", ["put", "get"])
 async def test_hanging_ends_only_by_cancellation(operation):
     tier = make_tier(hang_rate=1.0)
@@ -162,11 +110,6 @@ async def test_failing_chunks_do_not_take_the_others_with_them():
     assert 0 < len(failed) < 20
     assert outcome.reasons == {"injected": len(failed)}
     assert present(tier) == [number for number in range(20) if number not in failed]
-
-
-async def test_failing_gets_leave_the_chunks_where_they_are():
-    tier = make_tier(failure_rate=1.0)
-    assert (await tier.get(to_get([0]))) == Outcome([Status.FAILED], {"injected": 1})
 
 
 async def test_corrupted_bytes_are_seen_by_their_trailer_and_heal():
@@ -189,14 +132,3 @@ async def faults(seed: int) -> list[Status]:
 async def test_faults_follow_from_the_seed():
     assert await faults(1) == await faults(1)
     assert await faults(1) != await faults(2)
-
-
-@pytest.mark.parametrize("rate", ["failure_rate", "corruption_rate", "hang_rate"])
-@pytest.mark.parametrize("value", [-0.1, 1.1])
-def test_rates_are_shares(rate, value):
-    with pytest.raises(ValueError, match=rate):
-        make_tier(**{rate: value})
-
-
-def test_its_bytes_are_proven_by_kvtier():
-    assert DummyTier.verifies is False

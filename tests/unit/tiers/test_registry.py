@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 
 import pytest
-from pydantic import ByteSize, SecretStr
+from pydantic import SecretStr
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiers import registry
-from kvtier.tiers.dummy import DummyConfig, DummyTier
+from kvtier.tiers.dummy import DummyTier
 
 DUMMY = "from kvtier.tiers.dummy import DummyConfig, DummyTier\n"
 
@@ -18,12 +18,6 @@ DUMMY = "from kvtier.tiers.dummy import DummyConfig, DummyTier\n"
 def broken_neighbours(install_distribution):
     install_distribution("acme-broken", "import acme_missing_dependency", {"broken": "Tier"})
     install_distribution("acme-exits", "raise SystemExit(3)", {"exits": "Tier"})
-
-
-def test_kvtiers_own_tiers_are_installed():
-    names = [info.name for info in registry.installed()]
-    assert {"dummy", "fs"} <= set(names)
-    assert names == sorted(names)
 
 
 def test_listing_names_the_origin_and_imports_nothing(acme):
@@ -38,10 +32,6 @@ def test_loading_imports_that_one_only(acme, broken_neighbours):
     assert issubclass(tier, DummyTier)
     assert tier.__module__ == "acme_tiers"
     assert "acme_broken" not in sys.modules
-
-
-def test_own_tier_is_loaded():
-    assert registry.load("dummy") is DummyTier
 
 
 def test_unknown_type_lists_what_is_installed_and_the_nearest():
@@ -65,11 +55,6 @@ def test_name_claimed_twice_names_both_distributions(acme, install_distribution)
     assert len([info for info in registry.installed() if info.name == "acme"]) == 2
 
 
-def test_name_claimed_twice_harms_no_other(acme, install_distribution):
-    install_distribution("acme-rival", DUMMY, {"acme": "DummyTier"})
-    assert registry.load("dummy") is DummyTier
-
-
 @pytest.mark.parametrize(
     ("name", "cause"),
     [
@@ -80,12 +65,6 @@ def test_name_claimed_twice_harms_no_other(acme, install_distribution):
 def test_failing_import_names_distribution_and_cause(broken_neighbours, name, cause):
     with pytest.raises(TierError, match=rf"acme-{name} 1\.2 .*cannot be imported: {cause}"):
         registry.load(name)
-
-
-def test_missing_attribute_is_a_failing_import(install_distribution):
-    install_distribution("acme-empty", "", {"empty": "Tier"})
-    with pytest.raises(TierError, match=r"acme-empty 1\.2 .*cannot be imported: AttributeError"):
-        registry.load("empty")
 
 
 @pytest.mark.parametrize("source", ["class Tier: pass", "Tier = 3"])
@@ -139,20 +118,10 @@ def test_settings_are_checked_by_the_tiers_own_model(acme):
     }
 
 
-def test_a_given_model_makes_the_settings_of_the_dummy_tier():
-    expected = DummyConfig(type="dummy", capacity_bytes=ByteSize(2**20))
-    assert registry.validate({"type": "dummy", "capacity_bytes": "1MiB"}) == expected
-
-
 @pytest.mark.parametrize("raw", [{}, {"type": 3}, {"root_dir": "/x"}])
 def test_missing_type(raw):
     with pytest.raises(ConfigError, match=r"^secondary_tiers\[1\]\.type is missing; installed are: .*dummy"):
         registry.validate(raw, "secondary_tiers[1]")
-
-
-def test_unknown_type_names_the_field():
-    with pytest.raises(ConfigError, match=r"^secondary_tiers\[1\]\.type = 'nope': no such tier"):
-        registry.validate({"type": "nope"}, "secondary_tiers[1]")
 
 
 def refusal(**settings):
@@ -169,20 +138,6 @@ def test_misspelled_setting_and_missing_one_are_both_named(acme):
         "secondary_tiers[1].root_dir is missing (Where the files are); "
         "secondary_tiers[1].root_dirr is not a setting; did you mean root_dir?"
     )
-
-
-def test_setting_that_resembles_none_lists_all(acme):
-    message = refusal(root_dir="/x", zzz=1)
-    assert message.startswith(
-        "secondary_tiers[1].zzz is not a setting; the settings are: breaker_failures, breaker_pause_s, "
-        "deadline_s, locality, logins, "
-    )
-
-
-def test_wrong_value_is_shown_with_what_is_possible(acme):
-    message = refusal(root_dir="/x", mode="fats", max_concurrency=0)
-    assert "secondary_tiers[1].mode = 'fats': input should be 'fast' or 'safe'" in message
-    assert "secondary_tiers[1].max_concurrency = 0: input should be greater than or equal to 1" in message
 
 
 @pytest.mark.parametrize(

@@ -338,14 +338,6 @@ async def test_only_the_chunks_that_failed_are_tried_again() -> None:
         assert event.reasons == {"full": 1}
 
 
-async def test_a_second_attempt_that_fails_is_the_last() -> None:
-    tier = Scripted(put=[raises(ConnectionResetError())] * 9)
-    async with world(tier) as it:
-        event = await it.ended(it.put(1))
-        assert (event.retry, event.health, event.reasons) == ("failed", TransferHealth.BAD, {"connection": 1})
-        assert len(tier.of("put")) == 2
-
-
 async def test_there_is_no_second_attempt_where_there_is_no_time_for_it() -> None:
     tier = Scripted(
         DummyConfig(deadline_s=2.0, complete_index=False),
@@ -426,15 +418,6 @@ async def test_a_tier_that_fails_to_open_is_tried_again_with_growing_pauses_and_
     assert len(tier.of("aclose")) == 1
 
 
-async def test_pauses_begin_anew_once_a_tier_is_well() -> None:
-    tier = Scripted(open=[raises(ConnectionRefusedError())] * 4, reset=[raises(OSError("no"))])
-    async with world(tier) as it:
-        await anyio.sleep(20.0)
-        it.reset()
-        await anyio.sleep(1.5)
-        assert tier.of("reset") == pytest.approx([20.0, 21.0])
-
-
 async def test_each_attempt_to_open_gets_an_object_of_its_own() -> None:
     made = [Scripted(open=[raises(ConnectionRefusedError())]), Scripted()]
     async with world(Scripted(open=[raises(ConnectionRefusedError())]), lambda: made.pop(0)) as it:
@@ -496,17 +479,6 @@ async def test_a_reset_without_an_end_holds_up_nobody() -> None:
         await anyio.sleep(30.0)
         assert [kind for _, kind in it.conditions()] == [TierDown, TierUp]
         assert tier.of("reset") == [pytest.approx(before_s)], "it was let go on"
-
-
-async def test_two_engines_that_lost_a_tier_together_do_not_come_back_together() -> None:
-    when = []
-    for chance in (0.0, 0.9):
-        tier = Scripted(open=[raises(ConnectionRefusedError())] * 3)
-        async with world(tier, chance=chance):
-            start_s = now_s()
-            await anyio.sleep(20.0)
-            when.append(tier.of("open")[3] - start_s)
-    assert when[1] - when[0] > 1.0
 
 
 async def test_an_outage_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:

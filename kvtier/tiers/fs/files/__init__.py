@@ -1,4 +1,4 @@
-"""Chunks as files: the work on them in C and in Python, its threads, and an index of what is there."""
+"""Chunks as files: owns the system calls on them (in C and Python), the I/O threads, the index of keys."""
 
 from __future__ import annotations
 

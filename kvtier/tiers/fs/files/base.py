@@ -45,7 +45,7 @@ class ChunkFiles(ABC):
 
     @abstractmethod
     def contains(self, call: FileCall, first: int, end: int) -> None:
-        """Look whether the chunks' files are there: OK or ABSENT."""
+        """Look whether the chunks' files are there: EXISTS, TORN where the length is wrong, or ABSENT."""
 
     @abstractmethod
     def discard(self, call: FileCall, first: int, end: int) -> int:

@@ -53,7 +53,7 @@ class Place:
         root_fd: the tier's root directory, open.
         data_dir: the epoch's directory, relative to the root.
         tmp_dir: the opener's own directory for unfinished files, relative to the root.
-        digest: 16 bytes that tell the identity.
+        digest: the first 16 bytes of the identity's digest.
         chunk_bytes: length of every chunk.
         flags: how files are read and written.
     """
@@ -72,7 +72,7 @@ class Place:
 
 
 class StopFlag:
-    """Tells jobs in other threads, in C too, to leave what they have not begun."""
+    """Makes jobs in other threads, in C too, leave what they have not begun."""
 
     def __init__(self) -> None:
         self._value = ctypes.c_uint32(0)
@@ -126,7 +126,7 @@ class FileCall:
         return len(self.keys)
 
     def note_in(self, index: Index) -> None:
-        """Have the native pool's threads note in the helper's index which chunks are there."""
+        """Let the native pool's threads note in the helper's index which chunks are there."""
         self._index = index
         self._record.index = index.address
 

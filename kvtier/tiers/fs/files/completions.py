@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import anyio
 
@@ -26,33 +26,6 @@ PART_BYTES: Final = 256 * 1024
 """What a thread takes at once: a part costs a lock and a wake-up, microseconds."""
 
 _ENDED_AT_ONCE: Final = 64
-
-
-class Transfer(Protocol):
-    """A put or a get under way."""
-
-    async def end(self) -> asyncio.CancelledError | None:
-        """Wait for its end, whatever happens. Returns the cancellation that came meanwhile; it stops it."""
-
-    @property
-    def added(self) -> int:
-        """Bytes that a put has added to the file system. Raises what failed as a whole. After ``end``."""
-
-
-class TransferPool(Protocol):
-    """Threads that put and get chunks."""
-
-    def begin(self, call: FileCall, verb: Verb, end: int, index: Index) -> Transfer:
-        """Begin a put or a get of the call's first ``end`` chunks, at least one. In the event loop.
-
-        Chunks that are there may be noted in ``index`` meanwhile: ``call.is_noted`` says whether they are.
-        """
-
-    async def drain(self) -> asyncio.CancelledError | None:
-        """Wait for the end of all that was begun. Returns the cancellation that came meanwhile."""
-
-    def close(self) -> None:
-        """End the threads when all is done. Blocks."""
 
 
 class ImmediateFuture(asyncio.Future[None]):
@@ -90,21 +63,16 @@ class ImmediateFuture(asyncio.Future[None]):
             (context or contextvars.copy_context()).run(fn, self)
 
 
-class NativeTransfer:
-    """``Transfer`` in the native pool. It keeps the call's memory until the pool has done with it."""
+class _Transfer:
+    """A put or a get in the native pool. It keeps the call's memory until the pool has done with it."""
 
     def __init__(self, call: FileCall) -> None:
         self._call = call
-        self._added: int | None = None
         self._waiters: list[ImmediateFuture] = []
-
-    @property
-    def added(self) -> int:
-        """See ``Transfer.added``."""
-        return self._added or 0
+        self.added: int | None = None
 
     async def end(self) -> asyncio.CancelledError | None:
-        """See ``Transfer.end``."""
+        """Wait for its end, whatever happens. Returns the cancellation that came meanwhile; it stops it."""
         try:
             await self._wait()
             return None
@@ -112,26 +80,26 @@ class NativeTransfer:
             self._call.stop.set()
             # The scope keeps anyio from cancelling again and again, the loop bears Task.cancel().
             with anyio.CancelScope(shield=True):
-                while self._added is None:
+                while self.added is None:
                     with suppress(asyncio.CancelledError):
                         await self._wait()
             return cancelled
 
     def complete(self, added: int) -> None:
-        """Say that it has ended. Waiters resume before this returns."""
-        self._added = added
+        """Note that it has ended. Waiters resume before this returns."""
+        self.added = added
         for waiter in self._waiters:
             waiter.finish()
 
     async def _wait(self) -> None:
-        if self._added is None:
+        if self.added is None:
             waiter = ImmediateFuture()
             self._waiters.append(waiter)
             await waiter
 
 
 class NativePool:
-    """``TransferPool`` of the native helper's threads. Made in the event loop.
+    """The native helper's threads, which put and get chunks. Made in the event loop.
 
     Args:
         library: ``kvtier.native.library``, not None.
@@ -151,7 +119,7 @@ class NativePool:
             Verb.GET: ctypes.cast(library.kvt_files_get, ctypes.c_void_p),
         }
         self._tokens = count(1)
-        self._begun: dict[int, NativeTransfer] = {}
+        self._begun: dict[int, _Transfer] = {}
         self._loop = asyncio.get_running_loop()
         self._address = library.kvt_pool_open(readers, writers)
         if not self._address:
@@ -163,20 +131,32 @@ class NativePool:
             library.kvt_pool_close(self._address)
             raise
 
-    def begin(self, call: FileCall, verb: Verb, end: int, index: Index) -> NativeTransfer:
-        """See ``TransferPool.begin``. MemoryError where there is none."""
+    async def transfer(
+        self, call: FileCall, verb: Verb, end: int, index: Index
+    ) -> tuple[int, asyncio.CancelledError | None]:
+        """Put or get the call's first ``end`` chunks, at least one, whatever happens meanwhile.
+
+        Chunks that are there may be noted in ``index``: ``call.is_noted`` says whether they are.
+
+        Returns:
+            The bytes that a put has added to the file system, and the cancellation to be raised.
+
+        Raises:
+            MemoryError: there is none for it.
+        """
         call.note_in(index)
-        token, transfer = next(self._tokens), NativeTransfer(call)
+        token, transfer = next(self._tokens), _Transfer(call)
         part = max(1, PART_BYTES // call.place.chunk_bytes)
         self._begun[token] = transfer
         submit = self._holding.kvt_pool_submit
         if submit(self._address, self._work[verb], call.address, end, part, verb is Verb.GET, token):
             del self._begun[token]
             raise MemoryError("no memory for a task of the native helper's pool")
-        return transfer
+        cancelled = await transfer.end()
+        return transfer.added or 0, cancelled
 
     async def drain(self) -> asyncio.CancelledError | None:
-        """See ``TransferPool.drain``. Nothing is listened to any more."""
+        """Wait for the end of all that was begun. Returns the cancellation that came meanwhile."""
         cancelled = None
         for transfer in tuple(self._begun.values()):
             cancelled = await transfer.end() or cancelled
@@ -184,12 +164,12 @@ class NativePool:
         return cancelled
 
     def close(self) -> None:
-        """See ``TransferPool.close``."""
+        """End the threads when all is done. Blocks."""
         self._library.kvt_pool_close(self._address)
 
     def _on_readable(self) -> None:
         tokens, sums = array("Q", bytes(8 * _ENDED_AT_ONCE)), array("q", bytes(8 * _ENDED_AT_ONCE))
-        ended: list[tuple[NativeTransfer, int]] = []
+        ended: list[tuple[_Transfer, int]] = []
         found = _ENDED_AT_ONCE
         while found == _ENDED_AT_ONCE:
             take = self._holding.kvt_pool_ended
@@ -197,11 +177,11 @@ class NativePool:
             ended += [(self._begun.pop(tokens[i]), sums[i]) for i in range(found)]
         self._complete(ended)
 
-    def _complete(self, ended: list[tuple[NativeTransfer, int]]) -> None:
+    def _complete(self, ended: list[tuple[_Transfer, int]]) -> None:
         try:
             while ended:
                 transfer, added = ended.pop()
                 transfer.complete(added)
         finally:
-            if ended:  # a waiter ends the process: the others are told all the same
+            if ended:  # a waiter ends the process: the others resume all the same
                 self._loop.call_soon(self._complete, ended)

@@ -2,10 +2,9 @@
 
 A chunk is known by 64 bits of its key. The native helper keeps them in tables of its own, which the
 threads that have put or got chunks note them in, without the interpreter: 12 to 24 MB for a million
-chunks. Without it they are in Python's sets, some 70 MB; the set is cut into small ones, for a large
-one that grows holds the interpreter for tens of milliseconds.
+chunks. Without it they are in a set, some 70 MB.
 
-It is never the truth: another process may have removed what is in it, and may have put what is not.
+It is a hint: another process may have removed what is in it, and may have put what is not.
 So it says PRESENT or UNKNOWN, and not ABSENT. A wrong PRESENT costs one get that finds nothing; then
 the chunk is forgotten here.
 """
@@ -21,12 +20,10 @@ from typing import Final, Protocol
 from kvtier import native
 from kvtier.keys import GROUP_BYTES, OffloadKey
 
-SHELVES: Final = 1024
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 _WORD: Final = (1 << 64) - 1
-_PRIME: Final = (
-    1 << 64
-) - 59  # the largest below 2**64: every byte of a hash counts, or numbers would collide
+# The largest prime below 2**64: every byte of a hash counts, or numbers would collide.
+_PRIME: Final = (1 << 64) - 59
 
 
 def fingerprint(key: OffloadKey) -> int:
@@ -41,7 +38,7 @@ def ends_of(keys: Sequence[OffloadKey]) -> array[int]:
 
 
 class Index(Protocol):
-    """Fingerprints of chunks that were there when they were last heard of. Any thread may ask it.
+    """Fingerprints of the chunks that this opener knows to exist. Any thread may call it.
 
     Attributes:
         address: of the helper's own tables; None where there are none.
@@ -52,7 +49,7 @@ class Index(Protocol):
     def __len__(self) -> int: ...
 
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[int]:
-        """Say for each key whether its chunk is there: 1 or 0."""
+        """Return for each key whether its chunk is there: 1 or 0."""
 
     def add(self, keys: Sequence[OffloadKey]) -> None:
         """Note that chunks are there."""
@@ -90,7 +87,6 @@ class NativeIndex:
         return int(self._library.kvt_index_count(self.address))
 
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[int]:
-        """See ``Index.known``."""
         assert native.holding is not None
         found, ends = bytearray(len(keys)), ends_of(keys)
         room = (ctypes.c_uint8 * len(keys)).from_buffer(found)
@@ -99,15 +95,12 @@ class NativeIndex:
         return found
 
     def add(self, keys: Sequence[OffloadKey]) -> None:
-        """See ``Index.add``."""
         self._set(keys, there=True)
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        """See ``Index.discard``."""
         self._set(keys, there=False)
 
     def add_listed(self, marks: array[int]) -> None:
-        """See ``Index.add_listed``."""
         self._library.kvt_index_add_marks(self.address, marks.buffer_info()[0], len(marks))
 
     def _set(self, keys: Sequence[OffloadKey], *, there: bool) -> None:
@@ -123,27 +116,19 @@ class PythonIndex:
     address: int | None = None
 
     def __init__(self) -> None:
-        self._shelves: list[set[int]] = [set() for _ in range(SHELVES)]
+        self._marks: set[int] = set()
 
     def __len__(self) -> int:
-        return sum(map(len, self._shelves))
+        return len(self._marks)
 
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[int]:
-        """See ``Index.known``."""
-        shelves = self._shelves
-        return [mark in shelves[mark % SHELVES] for mark in map(fingerprint, keys)]
+        return [mark in self._marks for mark in map(fingerprint, keys)]
 
     def add(self, keys: Sequence[OffloadKey]) -> None:
-        """See ``Index.add``."""
-        self.add_listed(map(fingerprint, keys))
+        self._marks.update(map(fingerprint, keys))
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        """See ``Index.discard``."""
-        for mark in map(fingerprint, keys):
-            self._shelves[mark % SHELVES].discard(mark)
+        self._marks.difference_update(map(fingerprint, keys))
 
     def add_listed(self, marks: Iterable[int]) -> None:
-        """See ``Index.add_listed``."""
-        shelves = self._shelves
-        for mark in marks:
-            shelves[mark % SHELVES].add(mark)
+        self._marks.update(marks)

@@ -29,27 +29,21 @@ class NativeFiles(ChunkFiles):
         self.library = library
 
     def put(self, call: FileCall, first: int, end: int) -> int:
-        """See ``ChunkFiles.put``."""
         return int(self.library.kvt_files_put(call.address, first, end))
 
     def get(self, call: FileCall, first: int, end: int) -> None:
-        """See ``ChunkFiles.get``."""
         self.library.kvt_files_get(call.address, first, end)
 
     def contains(self, call: FileCall, first: int, end: int) -> None:
-        """See ``ChunkFiles.contains``."""
         self.library.kvt_files_contains(call.address, first, end)
 
     def discard(self, call: FileCall, first: int, end: int) -> int:
-        """See ``ChunkFiles.discard``."""
         return int(self.library.kvt_files_discard(call.address, first, end))
 
     def touch(self, call: FileCall, first: int, end: int) -> None:
-        """See ``ChunkFiles.touch``."""
         self.library.kvt_files_touch(call.address, first, end)
 
     def fingerprints(self, place: Place, part: int, stop: StopFlag) -> array[int]:
-        """See ``ChunkFiles.fingerprints``."""
         room, path = _LISTED_AT_ONCE, part_path(place, part).encode()
         while True:
             marks = array("Q", bytes(8 * room))
@@ -64,11 +58,9 @@ class NativeFiles(ChunkFiles):
         return marks[: max(0, count)]
 
     def tree_bytes(self, root_fd: int, path: str, stop: StopFlag, failures: Failures | None = None) -> int:
-        """See ``ChunkFiles.tree_bytes``."""
         return _walk(self.library.kvt_tree_bytes, root_fd, path, stop, failures)
 
     def tree_remove(self, root_fd: int, path: str, stop: StopFlag, failures: Failures | None = None) -> int:
-        """See ``ChunkFiles.tree_remove``."""
         return _walk(self.library.kvt_tree_remove, root_fd, path, stop, failures)
 
 

@@ -1,7 +1,7 @@
 """Work on files in Python: what the tier does where the native helper is missing.
 
-The same system calls in the same order with the same results as in kvtier_native.c. It takes the
-interpreter lock several times for each chunk, which is slow beside a busy engine thread.
+The same results as in kvtier_native.c, by the same system calls. It takes the interpreter lock several
+times for each chunk, and copies each once more, which is slow beside a busy engine thread.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import stat
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import ClassVar
 
 from kvtier.keys import GROUP_BYTES, MAX_KEY_BYTES
@@ -22,7 +22,15 @@ from kvtier.tiers import seal
 from kvtier.tiers.fs.files.base import ChunkFiles, Failures, key_of, part_path
 from kvtier.tiers.fs.files.call import FileCall, Flag, Place, Result, StopFlag
 from kvtier.tiers.fs.files.index import fingerprint
-from kvtier.tiers.fs.layout import BLOCK_BYTES, CAREFULLY, DIRECTORY_MODE, FILE_MODE, chunk_path
+from kvtier.tiers.fs.layout import (
+    BLOCK_BYTES,
+    CAREFULLY,
+    DIRECTORY_MODE,
+    FILE_MODE,
+    chunk_path,
+    names_in,
+    open_folder,
+)
 
 _PUBLISH_ATTEMPTS = 3
 _MAX_DEPTH = 16
@@ -41,99 +49,82 @@ class PythonFiles(ChunkFiles):
     is_native: ClassVar[bool] = False
 
     def put(self, call: FileCall, first: int, end: int) -> int:
-        """See ``ChunkFiles.put``."""
         added = 0
 
-        def put_one(i: int) -> int:
+        def put_one(i: int, path: str) -> int:
             nonlocal added
-            result, more = _put_chunk(call, i, block)
+            result, more = _put_chunk(call, i, path, file)
             added += more
             return result
 
-        with mmap.mmap(-1, BLOCK_BYTES) as block:
+        with _file_buffer(call) as file:
             _each(call, first, end, put_one)
         return added
 
     def get(self, call: FileCall, first: int, end: int) -> None:
-        """See ``ChunkFiles.get``."""
-        with mmap.mmap(-1, BLOCK_BYTES) as block:
-            _each(call, first, end, lambda i: _get_chunk(call, i, block))
+        with _file_buffer(call) as file:
+            _each(call, first, end, lambda i, path: _get_chunk(call, i, path, file))
 
     def contains(self, call: FileCall, first: int, end: int) -> None:
-        """See ``ChunkFiles.contains``."""
-
-        def look(i: int) -> int:
-            os.stat(chunk_path(call.place.data_dir, call.keys[i]), dir_fd=call.place.root_fd)
-            return Result.OK
-
-        _each(call, first, end, look)
+        _each(call, first, end, lambda i, path: _existing(call, i, path))
 
     def discard(self, call: FileCall, first: int, end: int) -> int:
-        """See ``ChunkFiles.discard``."""
-
-        def remove(i: int) -> int:
-            os.unlink(chunk_path(call.place.data_dir, call.keys[i]), dir_fd=call.place.root_fd)
+        def remove(_: int, path: str) -> int:
+            os.unlink(path, dir_fd=call.place.root_fd)
             return Result.OK
 
         _each(call, first, end, remove)
         return call.results[first:end].count(Result.OK) * call.place.file_bytes
 
     def touch(self, call: FileCall, first: int, end: int) -> None:
-        """See ``ChunkFiles.touch``."""
-
-        def touch_one(i: int) -> int:
-            path, root_fd = chunk_path(call.place.data_dir, call.keys[i]), call.place.root_fd
-            found = os.stat(path, dir_fd=root_fd, follow_symlinks=False)
+        def touch_one(_: int, path: str) -> int:
+            found = os.stat(path, dir_fd=call.place.root_fd, follow_symlinks=False)
             times = (time.time_ns(), found.st_mtime_ns)
-            os.utime(path, ns=times, dir_fd=root_fd, follow_symlinks=False)
+            os.utime(path, ns=times, dir_fd=call.place.root_fd, follow_symlinks=False)
             return Result.OK
 
         _each(call, first, end, touch_one)
 
     def fingerprints(self, place: Place, part: int, stop: StopFlag) -> array[int]:
-        """See ``ChunkFiles.fingerprints``."""
         marks = array("Q")
-        head = f"{part:03x}"
         try:
-            folders = _names(place.root_fd, part_path(place, part))
+            folders = names_in(place.root_fd, part_path(place, part))
         except FileNotFoundError:
             return marks
         for folder in folders:
             if stop:
                 raise InterruptedError(errno.EINTR, "stopped")
             with suppress(OSError):
-                names = _names(place.root_fd, f"{part_path(place, part)}/{folder}")
-                keys = (key_of(f"{head}/{folder}/{name}") for name in names)
+                names = names_in(place.root_fd, f"{part_path(place, part)}/{folder}")
+                keys = (key_of(f"{part:03x}/{folder}/{name}") for name in names)
                 marks.extend(fingerprint(key) for key in keys if key is not None)
         return marks
 
     def tree_bytes(self, root_fd: int, path: str, stop: StopFlag, failures: Failures | None = None) -> int:
-        """See ``ChunkFiles.tree_bytes``."""
         return _Walk(False, stop, failures).below(root_fd, path)
 
     def tree_remove(self, root_fd: int, path: str, stop: StopFlag, failures: Failures | None = None) -> int:
-        """See ``ChunkFiles.tree_remove``."""
         removed = _Walk(True, stop, failures).below(root_fd, path)
         with suppress(FileNotFoundError):
             os.rmdir(path, dir_fd=root_fd)
         return removed
 
 
-def _names(root_fd: int, folder: str) -> list[str]:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root_fd)
-    try:
-        return os.listdir(fd)
-    finally:
-        os.close(fd)
+@contextmanager
+def _file_buffer(call: FileCall) -> Iterator[memoryview]:
+    """Yield memory for one whole file, aligned as direct I/O wants it."""
+    with mmap.mmap(-1, call.place.file_bytes) as pages, memoryview(pages) as file:
+        yield file
 
 
-def _each(call: FileCall, first: int, end: int, work: Callable[[int], int]) -> None:
+def _each(call: FileCall, first: int, end: int, work: Callable[[int, str], int]) -> None:
+    """Do something with each chunk and the path of its file."""
     for i in range(first, end):
         try:
             if call.stop:
                 call.results[i] = -errno.ECANCELED
             elif GROUP_BYTES < len(call.keys[i]) <= MAX_KEY_BYTES:
-                call.results[i] = work(i)
+                call.results[i] = work(i, chunk_path(call.place.data_dir, call.keys[i]))
             else:
                 call.results[i] = -errno.EINVAL
         except _MISSING:  # a put names its own failures: here nothing was found
@@ -142,25 +133,27 @@ def _each(call: FileCall, first: int, end: int, work: Callable[[int], int]) -> N
             call.results[i] = -(error.errno or errno.EIO)
 
 
-def _put_chunk(call: FileCall, i: int, block: mmap.mmap) -> tuple[int, int]:
+def _put_chunk(call: FileCall, i: int, path: str, file: memoryview) -> tuple[int, int]:
     """Return the result and the bytes that the file system has got more."""
     assert call.memory is not None
     assert call.slots is not None
     place, key = call.place, call.keys[i]
-    path = chunk_path(place.data_dir, key)
     result = _existing(call, i, path)
     if result != Result.ABSENT:
         return result, 0
     tmp = f"{place.tmp_dir}/{call.serial + i:x}"
     with call.memory.view(call.slots[i]) as slot:
-        block[: seal.TRAILER_BYTES] = seal.seal(key, slot, place.digest)
-        try:
-            _write_temporary(call, tmp, slot, block)
-            made = _publish(call, tmp, path)
-        except OSError as error:
-            with suppress(OSError):
-                os.unlink(tmp, dir_fd=place.root_fd)
-            return -(error.errno or errno.EIO), 0
+        file[: place.chunk_bytes] = slot
+    with file[: place.chunk_bytes] as payload:
+        trailer = seal.seal(key, payload, place.digest)
+    file[place.chunk_bytes :] = trailer.ljust(BLOCK_BYTES, b"\0")
+    try:
+        _write_temporary(call, tmp, file)
+        made = _publish(call, tmp, path)
+    except OSError as error:
+        with suppress(OSError):
+            os.unlink(tmp, dir_fd=place.root_fd)
+        return -(error.errno or errno.EIO), 0
     return Result.OK, place.file_bytes + (made * _directory_bytes(place.root_fd, path) if made else 0)
 
 
@@ -173,7 +166,7 @@ def _directory_bytes(root_fd: int, path: str) -> int:
 
 
 def _existing(call: FileCall, i: int, path: str) -> int:
-    """Say whether the chunk is there already: its length is looked at and nothing else."""
+    """Return whether the chunk is there: its length is looked at and nothing else."""
     try:
         found = os.stat(path, dir_fd=call.place.root_fd, follow_symlinks=False)
     except _MISSING:
@@ -184,7 +177,7 @@ def _existing(call: FileCall, i: int, path: str) -> int:
     return Result.TORN
 
 
-def _write_temporary(call: FileCall, tmp: str, slot: memoryview, block: mmap.mmap) -> None:
+def _write_temporary(call: FileCall, tmp: str, file: memoryview) -> None:
     place = call.place
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW | _direct_flag(call)
     try:
@@ -193,7 +186,7 @@ def _write_temporary(call: FileCall, tmp: str, slot: memoryview, block: mmap.mma
         make_parents(place.root_fd, tmp)
         fd = os.open(tmp, flags, FILE_MODE, dir_fd=place.root_fd)
     try:
-        _transfer(fd, slot, memoryview(block), os.pwritev, writing=True)
+        _write(fd, file)
         if place.flags & Flag.SYNC_DATA:
             os.fdatasync(fd)
     finally:
@@ -216,54 +209,50 @@ def _publish(call: FileCall, tmp: str, path: str) -> int:
     return made
 
 
-def _get_chunk(call: FileCall, i: int, block: mmap.mmap) -> int:
+def _get_chunk(call: FileCall, i: int, path: str, file: memoryview) -> int:
     assert call.memory is not None
     assert call.slots is not None
     place, key = call.place, call.keys[i]
-    flags = os.O_RDONLY | CAREFULLY | _direct_flag(call)
-    fd = os.open(chunk_path(place.data_dir, key), flags, dir_fd=place.root_fd)
+    fd = os.open(path, os.O_RDONLY | CAREFULLY | _direct_flag(call), dir_fd=place.root_fd)
     try:
-        with call.memory.view(call.slots[i]) as slot:
-            moved = _transfer(fd, slot, memoryview(block), os.preadv, writing=False)
-            if moved < place.file_bytes:
-                result = Result.TORN
-            else:
-                result = _RESULTS[seal.check(block[: seal.TRAILER_BYTES], key, slot, place.digest)]
+        result = Result.TORN
+        if _read(fd, file) == place.file_bytes:
+            with file[: place.chunk_bytes] as payload, file[place.chunk_bytes :] as trailer:
+                result = _RESULTS[seal.check(trailer, key, payload, place.digest)]
         if result != Result.OK:
             call.inodes[i] = os.fstat(fd).st_ino
-        return result
+            return result
     finally:
         os.close(fd)
+    with call.memory.view(call.slots[i]) as slot:
+        slot[:] = file[: place.chunk_bytes]
+    return result
 
 
-def _transfer(
-    fd: int,
-    slot: memoryview,
-    tail: memoryview,
-    move: Callable[[int, list[memoryview], int], int],
-    *,
-    writing: bool,
-) -> int:
-    """Move the slot and its tail, which is released. Return the bytes moved before the end of the file."""
-    total, done = slot.nbytes + tail.nbytes, 0
-    with tail:
-        while done < total:
-            parts = [slot[done:], tail] if done < slot.nbytes else [tail[done - slot.nbytes :]]
-            try:
-                moved = move(fd, parts, done)
-            except OSError as error:  # the rest of a short file is not aligned: that is its end
-                if error.errno == errno.EINVAL and not writing and done:
-                    return done
-                raise
-            finally:
-                for part in parts:
-                    if part is not tail:
-                        part.release()
-            if moved == 0:
-                if writing:
-                    raise OSError(errno.EIO, "nothing was written")
+def _write(fd: int, file: memoryview) -> None:
+    done = 0
+    while done < len(file):
+        with file[done:] as rest:
+            moved = os.pwritev(fd, [rest], done)
+        if moved == 0:
+            raise OSError(errno.EIO, "nothing was written")
+        done += moved
+
+
+def _read(fd: int, file: memoryview) -> int:
+    """Fill ``file`` from the beginning. Returns the bytes read before the end of the file."""
+    done = 0
+    while done < len(file):
+        try:
+            with file[done:] as rest:
+                moved = os.preadv(fd, [rest], done)
+        except OSError as error:  # the rest of a short file is not aligned: that is its end
+            if error.errno == errno.EINVAL and done:
                 return done
-            done += moved
+            raise
+        if moved == 0:
+            return done
+        done += moved
     return done
 
 
@@ -313,19 +302,14 @@ class _Walk:
 
     def below(self, parent_fd: int, name: str, depth: int = 0) -> int:
         """Return the bytes. OSError where the directory itself cannot be read, or ``stop`` was set."""
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(name, flags, dir_fd=parent_fd)
         total = 0
-        try:
+        with open_folder(parent_fd, name) as fd:
             device = os.fstat(fd).st_dev
-            with os.scandir(fd) as entries:
-                for entry in entries:
-                    if self._stop:
-                        break
-                    with suppress(OSError):
-                        total += self._entry(fd, entry.name, device, depth)
-        finally:
-            os.close(fd)
+            for entry in os.listdir(fd):
+                if self._stop:
+                    break
+                with suppress(OSError):
+                    total += self._entry(fd, entry, device, depth)
         if self._stop:
             raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED), name)
         return total

@@ -56,6 +56,10 @@ class Cutoffs:
         if not (0 <= self.once_us <= NEVER and 0 <= self.reused_us <= NEVER):
             raise ValueError(f"an age of 0 to {NEVER} us is needed, not {self.once_us} and {self.reused_us}")
 
+    def include(self, age_us: int, reused: bool) -> bool:
+        """Return whether a chunk of this age leaves."""
+        return age_us >= (self.reused_us if reused else self.once_us)
+
     def and_older(self, other: Cutoffs) -> Cutoffs:
         """Return what leaves by either."""
         return Cutoffs(min(self.once_us, other.once_us), min(self.reused_us, other.reused_us))

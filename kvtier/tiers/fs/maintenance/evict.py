@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -24,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvtier.tiers.fs import layout
 from kvtier.tiers.fs.files import ChunkFiles
 from kvtier.tiers.fs.files.base import Failures
 from kvtier.tiers.fs.files.call import StopFlag
@@ -39,23 +39,17 @@ SAMPLE_FILES: Final = 32_768
 """Files that are looked at before it is decided how old is too old; all, where there are fewer."""
 
 _ROUNDS: Final = 4
-_PART: Final = re.compile("[0-9a-f]{3}")
 _log = logging.getLogger("kvtier.tiers.fs")
 
 Gone = Callable[[str, Sequence[str]], None]
-"""Is told an epoch's directory and the paths below it of chunks that were removed."""
-
+"""Called with an epoch's directory and the paths below it of chunks that were removed."""
 
 Freed = Callable[[int], None]
-"""Is told how many bytes were removed just now, so that others can use them before all is done."""
+"""Called with the bytes removed since the last call, so that others can use them before all is done."""
 
 
-def tell_nobody(data_dir: str, paths: Sequence[str]) -> None:
-    """Be told of what was removed, where nobody wants to know."""
-
-
-def count_nothing(count: int) -> None:
-    """Be told of bytes that were removed, where nobody counts them."""
+def _ignore(*details: object) -> None:
+    """Do nothing with what was removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +91,7 @@ class Evictor:
         root_fd: the root directory, open.
         files: what removes directories.
         stop: set where it shall end soon.
-        gone: is told what was removed.
+        gone: called with what was removed.
         ours: writers that live in this process.
         only: names of the namespaces that are looked at; None for all.
         dry_run: remove nothing, and answer what would be removed. What one call has counted is gone for the
@@ -110,7 +104,7 @@ class Evictor:
         root_fd: int,
         files: ChunkFiles,
         stop: StopFlag,
-        gone: Gone = tell_nobody,
+        gone: Gone = _ignore,
         ours: frozenset[str] = frozenset(),
         only: Container[str] | None = None,
         *,
@@ -137,8 +131,8 @@ class Evictor:
             removed = sweeper.sweep() + sweeper.sweep_orphans(lambda _: False)
         return Evicted(True, removed, failures=self._removal.take_failures())
 
-    def make_room(self, need_bytes: int, freed: Freed = count_nothing) -> Evicted:
-        """Remove ``need_bytes``, or all there is where that is less, and tell ``freed`` of each part. Blocks.
+    def make_room(self, need_bytes: int, freed: Freed = _ignore) -> Evicted:
+        """Remove ``need_bytes``, or all there is where that is less, and report to ``freed``. Blocks.
 
         Raises:
             OSError: the root cannot be looked at.
@@ -151,8 +145,8 @@ class Evictor:
             scan = self._remove_by_age(root, now_ns, need_bytes - leftover, freed)
         return self._evicted(scan, leftover)
 
-    def expire(self, ttl_s: float, freed: Freed = count_nothing) -> Evicted:
-        """Remove what was not used for ``ttl_s``, and tell ``freed``. Blocks.
+    def expire(self, ttl_s: float, freed: Freed = _ignore) -> Evicted:
+        """Remove what was not used for ``ttl_s``, and report to ``freed``. Blocks.
 
         Raises:
             OSError: the root cannot be looked at.
@@ -166,7 +160,7 @@ class Evictor:
 
     @contextmanager
     def _elected(self) -> Iterator[int | None]:
-        """Be the one who removes. Yields the time that ages are counted from; None: another one does it."""
+        """Become the one process that removes. Yields the time now, None where another does."""
         if self._removal.dry_run:
             yield _clock(None)
             return
@@ -191,7 +185,7 @@ class Evictor:
             for found in namespace.data_dirs
             if not self._removal.is_gone(found.name)
             for name in root.names(found.name)
-            if _PART.fullmatch(name)
+            if layout.PART.fullmatch(name)
         ]
 
     def _sweeper(self, root: Root) -> Sweeper:
@@ -203,8 +197,7 @@ class Evictor:
 
     def _remove_leftovers(self, root: Root, need_bytes: int) -> int:
         sweeper = self._sweeper(root)
-        removed = 0
-        removed += sweeper.sweep_orphans(lambda done: done >= need_bytes)
+        removed = sweeper.sweep_orphans(lambda done: done >= need_bytes)
         if removed < need_bytes:
             removed += sweeper.sweep()
         left = need_bytes - removed
@@ -245,7 +238,7 @@ class Evictor:
         assert sample.histogram is not None
         return ages.plan(sample.histogram, looked_at / max(1, len(parts)), need_bytes)
 
-    def _look_at(self, parts: Iterable[_Part], scan: ChunkScan, freed: Freed = count_nothing) -> None:
+    def _look_at(self, parts: Iterable[_Part], scan: ChunkScan, freed: Freed = _ignore) -> None:
         for part in parts:
             if self._stop or (scan.want_bytes and scan.is_done):
                 break

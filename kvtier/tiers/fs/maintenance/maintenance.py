@@ -46,7 +46,7 @@ UNCOUNTED_S: Final = 1.0
 ROOM_EVERY_S: Final = 0.02
 """Between two tries of a put that waits for room while another process makes it."""
 
-BARREN_S: Final = (0.1, 30.0)
+EVICTION_PAUSE_S: Final = (0.1, 30.0)
 """After nothing could be removed, so long nothing is tried again: at first, and at most."""
 
 _TOUCHED_A_CALL: Final = 1024
@@ -82,8 +82,8 @@ class Maintenance:
         quota: its bounds.
         files: what works on chunks.
         closing: set when the tier closes.
-        removed: is told the keys that have left.
-        lost: is told where another directory is at the root's path, such as that of a new mount.
+        removed: called with the keys that have left.
+        lost: called where another directory is at the root's path, such as that of a new mount.
         epoch: the one to look after until ``follow`` names another.
 
     Attributes:
@@ -124,8 +124,8 @@ class Maintenance:
         self._renewing = threading.Lock()  # the same for a lease
         self._recounting = threading.Lock()  # and for a count that cannot wait for the next one
         self._room_made = asyncio.Event()
-        self._barren_s = 0.0
-        self._barren_until = 0.0
+        self._eviction_pause_s = 0.0
+        self._eviction_paused_until = 0.0
         self._is_warned = False
         self._log_limit = Seldom(_LINES_EVERY_S)
 
@@ -171,26 +171,26 @@ class Maintenance:
             watched.index.discard(gone)
 
     def note_used(self, keys: Sequence[OffloadKey]) -> None:
-        """Learn that chunks were used. Any thread may call it."""
+        """Note that chunks were used. Any thread may call it."""
         self._recency.note(keys)
 
     def make_room_soon(self) -> None:
-        """Have room made if that is due. Any thread may call it."""
-        if not self._closing and not self._is_barren and self._asked.acquire(blocking=False):
+        """Request an eviction if one is due. Any thread may call it."""
+        if not self._closing and not self._is_eviction_paused and self._asked.acquire(blocking=False):
             self._quick.submit(self._make_room)
 
     async def room_made(self, give_up_at: float) -> bool:
-        """Have room made, and wait for some of it. Returns whether a put that was refused should try again.
+        """Request an eviction, and wait for room. Returns whether a put that was refused should try again.
 
-        Another process may be the one that makes room, and tells nobody, so this returns after a moment.
+        Another process may be the one that makes room, unseen, so this returns after a moment.
 
         Args:
             give_up_at: when nobody waits any more, on the loop's clock.
         """
         left_s = give_up_at - self._loop.time()
-        if left_s <= 0 or self._closing or not self._quota.can_make_room or self._is_barren:
+        if left_s <= 0 or self._closing or not self._quota.can_make_room or self._is_eviction_paused:
             return False
-        if self._quota.supposed_bytes:
+        if self._quota.unconfirmed_bytes:
             self._recount_soon()
         self.make_room_soon()
         with anyio.move_on_after(min(left_s, ROOM_EVERY_S)):
@@ -198,17 +198,17 @@ class Maintenance:
         return True
 
     def renew_lease_soon(self) -> None:
-        """Have the lease renewed before it is used up. Any thread may call it."""
+        """Request a new lease before it is used up. Any thread may call it."""
         if not self._closing and self._renewing.acquire(blocking=False):
             self._quick.submit(self._renew_lease)
 
     @property
-    def _is_barren(self) -> bool:
+    def _is_eviction_paused(self) -> bool:
         """Whether nothing could be removed a moment ago."""
-        return time.monotonic() < self._barren_until
+        return time.monotonic() < self._eviction_paused_until
 
     def _wake_puts(self) -> None:
-        """Have the puts try again that wait for room."""
+        """Wake the puts that wait for room."""
         self._room_made.set()
         self._room_made = asyncio.Event()
 
@@ -254,10 +254,10 @@ class Maintenance:
         self._try(self._quota.refresh, "asked for its ledger")
         if self._quota.excess_bytes:
             self.make_room_soon()
-        if self._quota.supposed_bytes:
+        if self._quota.unconfirmed_bytes:
             self._recount_soon()
         if self._namespace.read_only is None:
-            self._try(partial(self._touch, place), "told what was used")
+            self._try(partial(self._touch, place), "updated with what was used")
         post(self._loop, partial(self._after, "tick", TICK_S, self._tick))
 
     def _count(self) -> None:
@@ -331,25 +331,25 @@ class Maintenance:
             reasons = ", ".join(f"{os.strerror(n)} ({count})" for n, count in evicted.failures.items())
             self.warn("failures", f"files or directories could not be removed or read: {reasons}")
         if evicted.is_mine:
-            self._rest_if_barren(need, evicted.bytes)
+            self._pause_eviction_if_futile(need, evicted.bytes)
 
-    def _rest_if_barren(self, need: int, removed: int) -> None:
+    def _pause_eviction_if_futile(self, need: int, removed: int) -> None:
         """Leave a root alone for a while in which nothing is left that could leave.
 
         What is being written takes room and cannot leave yet: a moment later it can.
         """
-        first_s, most_s = BARREN_S
+        first_s, most_s = EVICTION_PAUSE_S
         can_leave = removed or self._quota.has_puts_under_way
-        self._barren_s = 0.0 if can_leave else min(most_s, 2 * self._barren_s or first_s)
-        self._barren_until = time.monotonic() + self._barren_s
-        if self._barren_s == most_s and not self._is_warned:
+        self._eviction_pause_s = 0.0 if can_leave else min(most_s, 2 * self._eviction_pause_s or first_s)
+        self._eviction_paused_until = time.monotonic() + self._eviction_pause_s
+        if self._eviction_pause_s == most_s and not self._is_warned:
             self._is_warned = True
             _log.warning(
                 "%s: %d bytes should leave, and nothing is left that could", self._config.root_dir, need
             )
 
     def _count_freed(self) -> Freed:
-        """Return what is told the bytes that are removed from now on, as often as there are some."""
+        """Return a callback for the bytes that are removed from now on, called as often as there are some."""
         since = self._quota.mark()
 
         def freed(count: int) -> None:

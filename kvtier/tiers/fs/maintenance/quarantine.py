@@ -31,9 +31,9 @@ MAX_FILES: Final = 128
 FULL_S: Final = 30.0
 """After the quarantine was full of what cannot be removed, nothing is moved for so long."""
 
-_MAX_TOLD: Final = 1024
+_MAX_REPORTED: Final = 1024
 _LINES_EVERY_S: Final = 30.0
-_OURS: Final = re.compile(r".+\.[a-z]+\.([0-9]+)-[0-9]+")
+_OURS: Final = re.compile(r".+\.[a-z]+\.([0-9]{1,20})-[0-9]{1,10}")
 
 _log = logging.getLogger("kvtier.tiers.fs")
 
@@ -52,7 +52,7 @@ class Quarantine:
         self._removal = Removal(root_fd, make_files(), StopFlag())
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._told: set[tuple[str, int]] = set()
+        self._reported: set[tuple[str, int]] = set()
         self._full_until = 0.0
         self._log_limit = Seldom(_LINES_EVERY_S)
 
@@ -103,10 +103,10 @@ class Quarantine:
         return f"{self._folder}/{name}"
 
     def _count_once(self, path: str, inode: int, reason: str) -> None:
-        if len(self._told) >= _MAX_TOLD:
-            self._told.clear()
-        if (path, inode) not in self._told:
-            self._told.add((path, inode))
+        if len(self._reported) >= _MAX_REPORTED:
+            self._reported.clear()
+        if (path, inode) not in self._reported:
+            self._reported.add((path, inode))
             self._counts[reason] += 1
 
     def _require_place(self) -> None:

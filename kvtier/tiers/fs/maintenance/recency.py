@@ -1,4 +1,4 @@
-"""Which chunks were used, told to all processes through the times of their files, seldom."""
+"""Which chunks were used, published to all processes through the times of their files, at long intervals."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Recency:
                 self._waiting |= fresh
 
     def take(self) -> list[OffloadKey]:
-        """Return the chunks whose files are to be told, and forget them."""
+        """Return the chunks whose files' times are due, and forget them."""
         with self._lock:
             taken, self._waiting = self._waiting, set()
         return list(taken)

@@ -1,4 +1,4 @@
-"""Removing, or in a dry run saying how much that would be: the one place where the two differ."""
+"""Removal, or in a dry run the count of what it would remove: the one module where the two differ."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kvtier.tiers.fs import layout
 from kvtier.tiers.fs.files import ChunkFiles
 from kvtier.tiers.fs.files.base import Failures
 from kvtier.tiers.fs.files.call import StopFlag
-from kvtier.tiers.fs.locks import only_user
+from kvtier.tiers.fs.locks import exclusive_lock
 
 
 class Removal:
@@ -89,7 +90,7 @@ class Removal:
     def alone(self, lock: str, *, create: bool) -> Iterator[bool]:
         """Hold a lock file if nobody else does, and remove it in the end. Yields whether it is held."""
         try:
-            with only_user(self._root_fd, lock, create=create and not self.dry_run) as is_held:
+            with exclusive_lock(self._root_fd, lock, create=create and not self.dry_run) as is_held:
                 yield is_held
                 if is_held and not self.dry_run:
                     os.unlink(lock, dir_fd=self._root_fd)
@@ -100,12 +101,8 @@ class Removal:
 
     def names(self, folder: str) -> list[str]:
         """Return the names left in a directory, in a dry run without those it has counted. OSError."""
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(folder, flags, dir_fd=self._root_fd)
-        try:
-            return [name for name in os.listdir(fd) if not self.is_gone(f"{folder}/{name}")]
-        finally:
-            os.close(fd)
+        names = layout.names_in(self._root_fd, folder)
+        return [name for name in names if not self.is_gone(f"{folder}/{name}")]
 
     def take_failures(self) -> Failures:
         """Return the failures since the last call, and forget them."""

@@ -8,12 +8,12 @@ import os
 import re
 import stat
 from collections import Counter
-from contextlib import suppress
 from enum import IntEnum
 from typing import Final
 
 from kvtier import native
 from kvtier.native import layouts
+from kvtier.tiers.fs import layout
 from kvtier.tiers.fs.files.base import Failures
 from kvtier.tiers.fs.files.call import StopFlag
 from kvtier.tiers.fs.maintenance.ages import NEVER, NOTHING, Cutoffs, Histogram
@@ -21,9 +21,7 @@ from kvtier.tiers.fs.maintenance.ages import NEVER, NOTHING, Cutoffs, Histogram
 NAMES_BYTES: Final = 1 << 20
 """Room for the paths of what one scan removes; what has none stays for the next one."""
 
-_LEAF: Final = re.compile(r"[0-9a-f]{2}_g[0-9]{1,10}")
 _CHUNK: Final = re.compile(r"(?:[0-9a-f]{2})+\.bin")
-_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class _Fate(IntEnum):
@@ -45,7 +43,8 @@ class ChunkScan:
         histogram: gets the files' bytes by age; None: they are not added up.
         cutoffs: which files are removed.
         want_bytes: removing stops when so many bytes were removed.
-        gone: in a dry run the files that it takes to be gone; None: files are removed.
+        gone: in a dry run, which only Python does, the files that it takes to be gone; None: files are
+            removed.
 
     Attributes:
         seen: files looked at.
@@ -92,20 +91,17 @@ class ChunkScan:
             OSError: the directory cannot be read, or ``stop`` was set.
         """
         self.left = 0
-        if native.library is not None:
+        if native.library is not None and self.gone is None:
             return self._look_natively(native.library, root_fd, folder, stop)
         removed: list[str] = []
-        fd = os.open(folder, _FOLDER, dir_fd=root_fd)
-        try:
+        with layout.open_folder(root_fd, folder) as fd:
             for leaf in os.listdir(fd):
                 self.left += 1
-                if _LEAF.fullmatch(leaf):
+                if layout.LEAF.fullmatch(leaf):
                     try:
                         removed += self._look_into(fd, leaf, stop)
                     except OSError as error:
                         self.note(error)
-        finally:
-            os.close(fd)
         if stop:
             raise InterruptedError("stopped")
         return removed
@@ -115,13 +111,10 @@ class ChunkScan:
             self.now_ns,
             self.cutoffs.once_us,
             self.cutoffs.reused_us,
-            self._taken_as_gone.once_us,
-            self._taken_as_gone.reused_us,
             self.want_bytes - self.removed_bytes,
             self.histogram.bytes.buffer_info()[0] if self.histogram is not None else None,
             ctypes.addressof(self._names),
             len(self._names),
-            dry_run=self.gone is not None,
         )
         result = library.kvt_chunks_scan(root_fd, folder.encode(), stop.address, ctypes.byref(record))
         self.seen += record.seen
@@ -135,43 +128,29 @@ class ChunkScan:
             raise OSError(-result, os.strerror(-result), folder)
         return [name.decode() for name in self._names.raw[: record.names_bytes].split(b"\0")[:-1]]
 
-    @property
-    def _taken_as_gone(self) -> Cutoffs:
-        return NOTHING if self.gone is None else self.gone
-
     def _look_into(self, parent_fd: int, leaf: str, stop: StopFlag) -> list[str]:
         """Look at the files of one directory. Returns the paths of what was removed."""
         removed: list[str] = []
-        fates: Counter[_Fate] = Counter()
-        fd = os.open(leaf, _FOLDER, dir_fd=parent_fd)
-        try:
+        others = 0
+        with layout.open_folder(parent_fd, leaf) as fd:
             here = os.fstat(fd)
-            for name in os.listdir(fd):
+            names = os.listdir(fd)
+            for name in names:
                 if stop:
                     break
                 fate = self._fate(fd, name, here.st_dev)
-                fates[fate] += 1
+                others += fate is _Fate.STAYS
                 if fate is _Fate.REMOVED:
                     removed.append(f"{leaf}/{name}")
             if removed:
                 here = os.fstat(fd)  # emptied it may take less than before
-        finally:
-            os.close(fd)
-        if self._is_emptied(parent_fd, leaf, fates):
+        emptied = (
+            bool(names) and not others if self.gone is not None else bool(removed) and _rmdir(parent_fd, leaf)
+        )
+        if emptied:
             self.left -= 1
             self.removed_bytes += here.st_blocks * 512 if removed else 0
         return removed
-
-    def _is_emptied(self, parent_fd: int, leaf: str, fates: Counter[_Fate]) -> bool:
-        """Remove a directory that became empty: it is made again by whoever puts something into it."""
-        if self.gone is not None:
-            return not fates[_Fate.STAYS] and bool(fates)
-        if not fates[_Fate.REMOVED]:
-            return False
-        with suppress(OSError):
-            os.rmdir(leaf, dir_fd=parent_fd)
-            return True
-        return False
 
     def _fate(self, fd: int, name: str, device: int) -> _Fate:
         """Look at an entry, and remove it where it is a chunk's file that is too old."""
@@ -187,29 +166,24 @@ class ChunkScan:
             return _Fate.STAYS
 
     def _removed(self, fd: int, name: str, found: os.stat_result) -> _Fate:
-        reused = found.st_atime_ns > found.st_mtime_ns
+        reused, nbytes = found.st_atime_ns > found.st_mtime_ns, found.st_blocks * 512
         age_us = min(NEVER - 1, (self.now_ns - max(found.st_atime_ns, found.st_mtime_ns)) // 1000)
-        if age_us >= _of(self._taken_as_gone, reused):
+        if self.gone is not None and self.gone.include(age_us, reused):
             return _Fate.GONE
         self.seen += 1
         if self.histogram is not None:
-            self.histogram.add(age_us, reused, found.st_blocks * 512)
-        if age_us < _of(self.cutoffs, reused) or self.is_done:
+            self.histogram.add(age_us, reused, nbytes)
+        if not self.cutoffs.include(age_us, reused) or self.is_done:
             return _Fate.STAYS
         if self.gone is None:
-            self._unlink(fd, name, found)
+            try:
+                os.unlink(name, dir_fd=fd)
+            except OSError as error:
+                self.failed_bytes += 0 if error.errno == errno.ENOENT else nbytes
+                raise
         self.removed += 1
-        self.removed_bytes += found.st_blocks * 512
+        self.removed_bytes += nbytes
         return _Fate.REMOVED
-
-    def _unlink(self, fd: int, name: str, found: os.stat_result) -> None:
-        try:
-            os.unlink(name, dir_fd=fd)
-        except FileNotFoundError:
-            raise
-        except OSError:
-            self.failed_bytes += found.st_blocks * 512
-            raise
 
     def note(self, error: OSError) -> None:
         """Count a failure; what somebody else has removed, and being stopped, are none."""
@@ -217,5 +191,10 @@ class ChunkScan:
             self.failures[error.errno or errno.EIO] += 1
 
 
-def _of(cutoffs: Cutoffs, reused: bool) -> int:
-    return cutoffs.reused_us if reused else cutoffs.once_us
+def _rmdir(parent_fd: int, leaf: str) -> bool:
+    """Remove a directory if it is empty: it is made again by whoever puts something into it."""
+    try:
+        os.rmdir(leaf, dir_fd=parent_fd)
+    except OSError:
+        return False
+    return True

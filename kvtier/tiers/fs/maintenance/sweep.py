@@ -12,7 +12,7 @@ from contextlib import suppress
 from kvtier.tiers.fs import layout
 from kvtier.tiers.fs.files import ChunkFiles
 from kvtier.tiers.fs.files.call import StopFlag
-from kvtier.tiers.fs.locks import short_lock
+from kvtier.tiers.fs.locks import wait_for_lock
 from kvtier.tiers.fs.maintenance.quarantine import MAX_FILES, by_age, prune
 from kvtier.tiers.fs.maintenance.removal import Removal
 from kvtier.tiers.fs.root import Namespace, Root
@@ -29,7 +29,7 @@ def remove_cache(root: Root, name: str, files: ChunkFiles) -> bool:
         TierError: the root cannot be read, or has no such cache.
     """
     namespace, stop = root.namespace(name), StopFlag()
-    with short_lock(root.fd, f"{name}/epoch.lock", create=True):  # nobody joins meanwhile
+    with wait_for_lock(root.fd, f"{name}/epoch.lock", create=True):  # nobody joins meanwhile
         if not _is_left(root, namespace):
             return False
         for found in namespace.data_dirs:
@@ -39,10 +39,10 @@ def remove_cache(root: Root, name: str, files: ChunkFiles) -> bool:
 
 
 def _is_left(root: Root, namespace: Namespace) -> bool:
-    """Say whether nobody uses a cache, under its epoch's lock."""
+    """Return whether nobody uses a cache, under its epoch's lock."""
     users = [name for name in root.names(namespace.name) if layout.epoch_of_users_lock(name) is not None]
     used = [root.is_locked(f"{namespace.name}/{name}") for name in users]
-    return not any(lives is not False for lives in (*used, *namespace.writers().values()))
+    return not any(alive is not False for alive in (*used, *namespace.writers().values()))
 
 
 class Sweeper:
@@ -51,7 +51,7 @@ class Sweeper:
     Args:
         root: the root, open.
         removal: what removes, or counts.
-        ours: writers that live in this process: with some network file systems a lock does not tell two
+        ours: writers of this process: with some network file systems a lock does not tell two
             users in one process apart.
 
     Attributes:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from typing import Final
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
 
 LEASE_BYTES: Final = 2**30
 """Bytes leased beyond what is asked for, so that the ledger is asked once for many puts."""
@@ -19,6 +22,9 @@ LEASE_SHARE: Final = 8
 """At most one part in so many of the room is leased beyond what is asked for."""
 
 DEFAULT_SHARE: Final = 0.8
+
+MOST: Final = 10**15
+"""Stored numbers are less. Sums since the ledger was made may be a thousand times as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A moment in the life of a ledger, from which on something is removed.
+    """A state of the ledger, from which on something is removed.
 
     Attributes:
         generation: of the ledger.
@@ -73,12 +79,16 @@ class CountStart:
     generation: str
     added: int
     removed: int
-    supposed: int
+    unconfirmed: int
 
 
-@dataclass(slots=True)
-class Accounts:
-    """What is known of a root's bytes.
+_Sum = Annotated[int, Meta(ge=-(10**18), lt=10**18)]
+_Bytes = Annotated[int, Meta(gt=-MOST, lt=MOST)]
+_Count = Annotated[int, Meta(ge=0, lt=MOST)]
+
+
+class Accounts(msgspec.Struct, rename={"unconfirmed": "supposed"}):
+    """What is known of a root's bytes: also the form in which it is stored. Larger numbers are damage.
 
     Attributes:
         generation: a random word: another one where the ledger was lost and made anew.
@@ -89,27 +99,29 @@ class Accounts:
         added: bytes that were written since, as reported.
         removed: bytes that were removed since, as reported.
         counted_at: when the root was counted last, in seconds since 1970; 0: never.
-        leases: bytes that living writers may have written and have not reported, for each.
-        supposed: those of the bytes in ``used`` that may not be there: dead writers may have written them,
+        leases: bytes that writers which are alive may have written and have not reported, for each.
+        unconfirmed: those of the bytes in ``used`` that may not be there: dead writers may have written them,
             or they were removed and a count may have seen it. They take room until the next count, but
             nothing is evicted for them.
         counts: how often the root was counted.
+        format: of the file.
     """
 
     generation: str
     boot: str
-    base: int
+    base: _Sum
     is_exact: bool = False
-    added: int = 0
-    removed: int = 0
-    counted_at: float = 0.0
-    leases: dict[str, int] = field(default_factory=dict)
-    supposed: int = 0
-    counts: int = 0
+    added: _Sum = 0
+    removed: _Sum = 0
+    counted_at: Annotated[float, Meta(ge=0, lt=MOST)] = 0.0
+    leases: dict[str, _Bytes] = {}
+    unconfirmed: _Count = 0
+    counts: _Count = 0
+    format: Literal[1] = 1
 
     @property
     def mark(self) -> Mark:
-        """What is told with the bytes that are removed from now on."""
+        """The mark for the bytes that are removed from now on."""
         return Mark(self.generation, self.counts)
 
     @property
@@ -170,12 +182,12 @@ class Accounts:
         if writer in self.leases:
             self.leases[writer] -= unspent
 
-    def bury(self, dead: Iterable[str]) -> None:
+    def expire_leases(self, dead: Iterable[str]) -> None:
         """End the leases of writers that are dead: what they had may all have been written."""
         for writer in dead:
             left = max(0, self.leases.pop(writer, 0))
             self.added += left
-            self.supposed += left
+            self.unconfirmed += left
 
     def remove(self, nbytes: int, since: Mark) -> None:
         """Take in that bytes were removed.
@@ -190,11 +202,11 @@ class Accounts:
         if since == self.mark:
             self.removed += nbytes
         else:
-            self.supposed += nbytes
+            self.unconfirmed += nbytes
 
     def begin_count(self) -> CountStart:
-        """Say where the sums are before the root is counted."""
-        return CountStart(self.generation, self.added, self.removed, self.supposed)
+        """Return the sums before the root is counted."""
+        return CountStart(self.generation, self.added, self.removed, self.unconfirmed)
 
     def end_count(self, start: CountStart, counted: int, now: float) -> None:
         """Take in a count, which has seen some of what was written and removed meanwhile.
@@ -210,7 +222,7 @@ class Accounts:
         if not self.is_exact or not least <= self.used <= most:
             self.base = most - self.added + self.removed
         self.is_exact = True
-        self.supposed -= min(self.supposed, start.supposed)
+        self.unconfirmed -= min(self.unconfirmed, start.unconfirmed)
         self.counts += 1
         self.counted_at = now
 
@@ -243,8 +255,8 @@ class Watermarks:
         """
         if not accounts.is_exact:
             return 0  # all that the file system holds is no measure of what may be evicted
-        if accounts.supposed:
-            accounts = replace(accounts, added=accounts.added - accounts.supposed)
+        if accounts.unconfirmed:
+            accounts = msgspec.structs.replace(accounts, added=accounts.added - accounts.unconfirmed)
         reachable = min(bounds.limit(accounts.used, disk), accounts.used + disk.free - bounds.min_free)
         if not wanted and accounts.charged <= self.high * reachable:
             return 0
@@ -252,16 +264,3 @@ class Watermarks:
         wanted = min(wanted, max(unit, int((1 - self.low) * reachable)))
         room = min(room_for(accounts, bounds, disk))
         return max(0, math.ceil(accounts.charged - self.low * reachable), wanted - room)
-
-
-__all__ = [
-    "DEFAULT_SHARE",
-    "LEASE_BYTES",
-    "LEASE_SHARE",
-    "Accounts",
-    "Bounds",
-    "CountStart",
-    "FileSystem",
-    "Watermarks",
-    "room_for",
-]

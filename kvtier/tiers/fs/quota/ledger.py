@@ -3,7 +3,7 @@
 ::
 
     <root>/.kvtier/ledger           the accounts, with a checksum
-    <root>/.kvtier/<writer>.lock    held by a living writer, so that the leases of the dead are seen
+    <root>/.kvtier/<writer>.lock    held by a writer while it is alive, so that leases of dead ones are seen
     <root>/.kvtier/evict.lock       held by the one process that evicts
     <root>/.kvtier/count.lock       held by the one process that counts
 
@@ -20,7 +20,6 @@ wrote.
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import re
@@ -28,73 +27,63 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Final, Protocol
+from typing import Final
 
 import crc32c
 import msgspec
-from msgspec import Meta
 
-from kvtier.tiers.fs.layout import CAREFULLY, DIRECTORY_MODE, FILE_MODE
-from kvtier.tiers.fs.locks import is_there, let_go, make_lock, open_lock, patient_lock, try_lock
-from kvtier.tiers.fs.quota.accounts import Accounts, FileSystem
+from kvtier.tiers.fs.layout import CAREFULLY, DIRECTORY_MODE, FILE_MODE, names_in, read_small
+from kvtier.tiers.fs.locks import (
+    close_lock,
+    is_current,
+    lock_with_timeout,
+    make_writer_lock,
+    open_lock,
+    try_lock,
+)
+from kvtier.tiers.fs.quota.accounts import MOST, Accounts, FileSystem
 
 FOLDER: Final = ".kvtier"
 EVICTING: Final = f"{FOLDER}/evict.lock"
 COUNTING: Final = f"{FOLDER}/count.lock"
 _LEDGER: Final = f"{FOLDER}/ledger"
-_FORMAT: Final = 1
 _PAGE_BYTES: Final = 4096
 _MOST_BYTES: Final = 1 << 20
 _PATIENCE_S: Final = 2.0
-_ATTEMPTS: Final = 5
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _WRITERS_LOCK: Final = re.compile(r"[0-9]+-[0-9a-f]{16}\.lock")
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _log = logging.getLogger("kvtier.tiers.fs")
 
 
-class Ledger(Protocol):
-    """Accounts that one writer may change. Blocks; any thread may call it."""
+class Ledger:
+    """Accounts of one process alone: for a root that cannot be written. Blocks; any thread may call it.
 
-    @property
-    def writer(self) -> str:
-        """The name that this writer's lease is under."""
+    Attributes:
+        writer: the name that this writer's lease is under.
+    """
 
-    def change(self) -> AbstractContextManager[Accounts]:
+    def __init__(self, disk: FileSystem) -> None:
+        self.writer = "self"
+        self.accounts = Accounts("private", "", disk.used)
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def change(self) -> Iterator[Accounts]:
         """Hold the accounts; what they are at the end is what others see then. OSError if it cannot."""
+        with self._lock:
+            yield self.accounts
 
-    def bury_dead(self, accounts: Accounts) -> None:
+    def expire_dead_leases(self, accounts: Accounts) -> None:
         """End the leases of dead writers in accounts that are held."""
 
     def close(self) -> None:
         """End this writer's lease. What was leased and not reported counts as written."""
 
 
-class PrivateLedger:
-    """Accounts of one process alone: for a root that cannot be written, and for tests."""
-
-    writer = "self"
-
-    def __init__(self, disk: FileSystem) -> None:
-        self.accounts = Accounts("private", "", disk.used)
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def change(self) -> Iterator[Accounts]:
-        """See ``Ledger.change``."""
-        with self._lock:
-            yield self.accounts
-
-    def bury_dead(self, accounts: Accounts) -> None:
-        """There is nobody else."""
-
-    def close(self) -> None:
-        """Nobody else has to know."""
-
-
-class SharedLedger:
+class SharedLedger(Ledger):
     """The shared accounts of a root, open for one writer.
 
     Args:
@@ -106,50 +95,47 @@ class SharedLedger:
     """
 
     def __init__(self, root_fd: int, look: Callable[[], FileSystem]) -> None:
-        self.writer = ""
         self._root_fd = root_fd
         self._look = look
-        self._fd: int | None = None
-        self._threads = threading.Lock()
+        self._lock = threading.Lock()
         with suppress(FileExistsError):
             os.mkdir(FOLDER, DIRECTORY_MODE, dir_fd=root_fd)
-        self._be_alive()
+        self._fd: int | None = None
+        self.writer, self._fd = make_writer_lock(root_fd, FOLDER)
         try:
             with self.change() as accounts:
                 self._join(accounts)
         except BaseException:
-            self._die()
+            self._unregister()
             raise
 
     def close(self) -> None:
-        """See ``Ledger.close``."""
         with suppress(OSError), self.change() as accounts:
-            accounts.bury((self.writer,))
-        self._die()
+            accounts.expire_leases((self.writer,))
+        self._unregister()
 
     @contextmanager
     def change(self) -> Iterator[Accounts]:
-        """See ``Ledger.change``."""
-        with self._threads:
+        with self._lock:
             fd = self._open()
             try:
-                patient_lock(fd, _LEDGER, _PATIENCE_S)
+                lock_with_timeout(fd, _LEDGER, _PATIENCE_S)
                 before = os.pread(fd, _MOST_BYTES, 0)
                 accounts = _parse(before) or self._new_accounts()
                 if self.writer not in accounts.leases:
-                    self._be_seen()
+                    self._register_again()
                 yield accounts
-                after = _spell(accounts)
+                after = _encode(accounts)
                 if after != before:
                     _write(fd, after)
             finally:
                 os.close(fd)
 
-    def bury_dead(self, accounts: Accounts) -> None:
-        """See ``Ledger.bury_dead``; lock files of writers that died before they had a lease go too."""
+    def expire_dead_leases(self, accounts: Accounts) -> None:
+        """End the leases of dead writers, and remove the lock files of those that had none yet."""
         known = {writer for writer in accounts.leases if writer != self.writer}
-        dead = {writer for writer in known | _writers_locks(self._root_fd) if not self._lives(writer)}
-        accounts.bury(dead & known)
+        dead = {writer for writer in known | _writers_locks(self._root_fd) if not self._is_alive(writer)}
+        accounts.expire_leases(dead & known)
 
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | CAREFULLY
@@ -161,12 +147,12 @@ class SharedLedger:
             return os.open(_LEDGER, flags, FILE_MODE, dir_fd=self._root_fd)
 
     def _join(self, accounts: Accounts) -> None:
-        self.bury_dead(accounts)
+        self.expire_dead_leases(accounts)
         boot = _boot()
         if not accounts.leases and accounts.boot != boot:
             fresh = self._new_accounts()
-            accounts.generation, accounts.boot, accounts.base = fresh.generation, fresh.boot, fresh.base
-            accounts.is_exact, accounts.added, accounts.removed, accounts.supposed = False, 0, 0, 0
+            for name in accounts.__struct_fields__:
+                setattr(accounts, name, getattr(fresh, name))
         accounts.leases[self.writer] = 0
 
     def _new_accounts(self) -> Accounts:
@@ -174,40 +160,24 @@ class SharedLedger:
 
     # ------------------------------------------------------------------------------ liveness
 
-    def _be_alive(self) -> None:
-        """Make a lock file that shows that this writer lives, under a name that nobody had before."""
-        for _ in range(_ATTEMPTS):
-            writer = f"{os.getpid()}-{secrets.token_hex(8)}"
-            fd = make_lock(self._root_fd, f"{FOLDER}/{writer}.lock")
-            locked = try_lock(fd)
-            if locked:
-                self.writer, self._fd = writer, fd
-                return
-            os.close(fd)
-            if locked is None:
-                with suppress(OSError):
-                    os.unlink(f"{FOLDER}/{writer}.lock", dir_fd=self._root_fd)
-                raise OSError(errno.ENOLCK, "the file system has no locks", FOLDER)
-        raise OSError(errno.EAGAIN, "sweeps took each new writer for a dead one", FOLDER)
-
-    def _be_seen(self) -> None:
-        """Where nobody can see any more that this writer lives, be another one."""
+    def _register_again(self) -> None:
+        """Take another name where the lock file of this one is gone."""
         assert self._fd is not None
-        if is_there(self._root_fd, f"{FOLDER}/{self.writer}.lock", self._fd):
+        if is_current(self._root_fd, f"{FOLDER}/{self.writer}.lock", self._fd):
             return
         os.close(self._fd)
         self._fd = None
-        self._be_alive()
+        self.writer, self._fd = make_writer_lock(self._root_fd, FOLDER)
 
-    def _die(self) -> None:
+    def _unregister(self) -> None:
         if self._fd is not None:
             with suppress(OSError):
                 os.unlink(f"{FOLDER}/{self.writer}.lock", dir_fd=self._root_fd)
-            let_go(self._fd)
+            close_lock(self._fd)
             self._fd = None
 
-    def _lives(self, writer: str) -> bool:
-        """Say whether a writer lives, and remove the lock file of one that does not."""
+    def _is_alive(self, writer: str) -> bool:
+        """Return whether a writer is alive, and remove the lock file of one that is not."""
         if writer == self.writer:
             return True
         path = f"{FOLDER}/{writer}.lock"
@@ -227,7 +197,7 @@ class SharedLedger:
 
 @contextmanager
 def elected(root_fd: int, path: str) -> Iterator[int | None]:
-    """Be the one process that does something for the root, if nobody else is; nobody waits for it.
+    """Become the one process that does something for the root, unless another one does it already.
 
     Yields:
         The lock file, open, or None where another process does it.
@@ -246,7 +216,7 @@ def elected(root_fd: int, path: str) -> Iterator[int | None]:
 
 
 def has_writers(root_fd: int) -> bool:
-    """Say whether writers, living or dead, have left their locks. OSError where that cannot be said."""
+    """Return whether writers, alive or dead, have left their locks. OSError where that cannot be said."""
     return bool(_writers_locks(root_fd))
 
 
@@ -257,24 +227,16 @@ def read(root_fd: int) -> Accounts | None:
     none either.
     """
     try:
-        fd = os.open(_LEDGER, os.O_RDONLY | CAREFULLY, dir_fd=root_fd)
-        try:
-            return _parse(os.pread(fd, _MOST_BYTES, 0))
-        finally:
-            os.close(fd)
+        return _parse(read_small(root_fd, _LEDGER))
     except OSError:
         return None
 
 
 def _writers_locks(root_fd: int) -> set[str]:
     try:
-        fd = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root_fd)
+        names = names_in(root_fd, FOLDER, follow=True)
     except FileNotFoundError:
         return set()
-    try:
-        names = os.listdir(fd)
-    finally:
-        os.close(fd)
     return {name.removesuffix(".lock") for name in names if _WRITERS_LOCK.fullmatch(name)}
 
 
@@ -282,68 +244,33 @@ def _boot() -> str:
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
-        return "unknown"  # an orderly restart and a power cut cannot be told apart from none
+        return "unknown"  # an orderly restart and a power cut cannot be distinguished from none
 
 
 # ------------------------------------------------------------------------------------ the file
 
 
-_Bytes = Annotated[int, Meta(ge=-(2**62), le=2**62)]
-_Count = Annotated[int, Meta(ge=0, le=2**62)]
+_decoder = msgspec.json.Decoder(Accounts)
 
 
-class _Stored(msgspec.Struct):
-    """The ledger as it is written: ``Accounts`` and the format. Numbers out of bounds are damage."""
-
-    format: int
-    generation: str
-    boot: str
-    base: _Bytes
-    is_exact: bool
-    added: _Bytes  # less than 0 where writers have removed more again
-    removed: _Count
-    counted_at: Annotated[float, Meta(ge=0)]
-    leases: dict[str, _Bytes]
-    supposed: _Count
-    counts: _Count
-
-
-_stored = msgspec.json.Decoder(_Stored)
-
-
-def _spell(accounts: Accounts) -> bytes:
-    body = json.dumps(
-        {
-            "format": _FORMAT,
-            "generation": accounts.generation,
-            "boot": accounts.boot,
-            "base": accounts.base,
-            "is_exact": accounts.is_exact,
-            "added": accounts.added,
-            "removed": accounts.removed,
-            "counted_at": round(accounts.counted_at, 3),
-            "leases": accounts.leases,
-            "supposed": accounts.supposed,
-            "counts": accounts.counts,
-        }
-    ).encode()
+def _encode(accounts: Accounts) -> bytes:
+    body = msgspec.json.encode(accounts)
     text = b"%08x %s\n" % (crc32c.crc32c(body), body)
     # In whole pages: a file that keeps its length needs no room on a full file system.
     return text.ljust(-(-len(text) // _PAGE_BYTES) * _PAGE_BYTES)
 
 
 def _parse(text: bytes) -> Accounts | None:
-    """Return what ``_spell`` has made, or None where it is anything else."""
+    """Return what ``_encode`` has made, or None where it is anything else."""
     head, _, _ = text.partition(b"\n")
     checksum, _, body = head.partition(b" ")
     if checksum != b"%08x" % crc32c.crc32c(body):
         return None
     try:
-        found = _stored.decode(body)
+        accounts = _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    fields = msgspec.structs.asdict(found)
-    return Accounts(**fields) if fields.pop("format") == _FORMAT else None
+    return accounts if accounts.charged < MOST else None
 
 
 def _write(fd: int, text: bytes) -> None:

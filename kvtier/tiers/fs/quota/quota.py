@@ -59,8 +59,8 @@ def bounds_of(config: FsConfig, disk: FileSystem) -> Bounds:
 
 
 @dataclass(slots=True)
-class _Told:
-    """What the ledger was told, to be taken back where that cannot be stored.
+class _Undo:
+    """What was reported to the ledger, to be taken back where that cannot be stored.
 
     Attributes:
         generation: the one that the lease was from before.
@@ -113,13 +113,13 @@ class Quota:
         self._free_lease = 0  # leased, and not reserved
         self._least_lease = 0  # with less of it, more should be leased
         self._aside = 0  # leased for the one who asks; nobody else reserves it
-        self._told = _Told("")
+        self._undo = _Undo("")
         self._reserved = 0  # reserved, and perhaps not written yet
         self._unreported = 0  # written since the last report
         self._since_look = 0  # reserved or written since the last look at the file system
         self._excess = 0
         self._is_exact = False
-        self._supposed = 0
+        self._unconfirmed = 0
         self._leased = 0
         self._used_at_report = 0
         self._limit: int | None = config.max_bytes
@@ -144,9 +144,9 @@ class Quota:
         return self._excess
 
     @property
-    def supposed_bytes(self) -> int:
+    def unconfirmed_bytes(self) -> int:
         """Bytes that writers who have died may have written, until the root is counted again."""
-        return self._supposed
+        return self._unconfirmed
 
     @property
     def can_make_room(self) -> bool:
@@ -235,7 +235,7 @@ class Quota:
             self._unreported += added
 
     def mark(self) -> Mark:
-        """Return what is told with the bytes that are removed from now on: see ``changed``.
+        """Return the ledger's state, for ``changed`` with the bytes that are removed from now on.
 
         Where the ledger does not answer it fits no ledger: the bytes take room until the root is counted.
         """
@@ -251,7 +251,7 @@ class Quota:
             since: from ``mark``, or from here, before the first of them was removed.
 
         Returns:
-            What is told with the bytes that are removed from now on.
+            The mark for the bytes that are removed from now on.
 
         Raises:
             OSError: the ledger does not answer.
@@ -268,14 +268,14 @@ class Quota:
             return accounts.mark
 
     def refresh(self) -> None:
-        """Learn what others wrote and removed, and give back the lease if nothing is being written.
+        """Read what others wrote and removed, and give back the lease if nothing is being written.
 
         Raises:
             OSError: the file system or the ledger does not answer.
         """
         with self._asking, self._change() as accounts:
             self._report(accounts)
-            self._ledger.bury_dead(accounts)
+            self._ledger.expire_dead_leases(accounts)
             self._give_back_unused(accounts)
             self._learn(accounts, self._look_again())
 
@@ -298,10 +298,10 @@ class Quota:
             self._add_lease(granted)
 
     def count_is_due(self, every_s: float) -> bool:
-        """Say whether nobody has counted the root for so many seconds, or since a writer has died."""
+        """Return whether nobody has counted the root for so many seconds, or since a writer has died."""
         with self._asking, self._change() as accounts:
             age_s = ledger.now() - accounts.counted_at
-            return accounts.supposed > 0 or not accounts.is_exact or not 0 <= age_s < every_s
+            return accounts.unconfirmed > 0 or not accounts.is_exact or not 0 <= age_s < every_s
 
     def count(self, add_up: Callable[[], int]) -> None:
         """Count what the root holds. Blocks as long as ``add_up`` does.
@@ -326,15 +326,15 @@ class Quota:
 
         Puts go on meanwhile: what is leased is theirs only when it is written down.
         """
-        self._told = _Told(self._generation)
+        self._undo = _Undo(self._generation)
         try:
             with self._ledger.change() as accounts:
                 yield accounts
         except BaseException:
             with self._lock:
-                self._unreported += self._told.spent
-                self._free_lease += self._told.dropped
-                self._generation = self._told.generation
+                self._unreported += self._undo.spent
+                self._free_lease += self._undo.dropped
+                self._generation = self._undo.generation
             raise
 
     def _lease(self, wanted: int) -> Result:
@@ -345,7 +345,7 @@ class Quota:
             disk = self._look_again()
             below_limit, above_free = room_for(accounts, self._bounds, disk)
             if min(below_limit, above_free) < missing:
-                self._ledger.bury_dead(accounts)
+                self._ledger.expire_dead_leases(accounts)
                 below_limit, above_free = room_for(accounts, self._bounds, disk)
             room = min(below_limit, above_free)
             granted = accounts.grant(self._ledger.writer, missing, room, self._aside, self._file_bytes)
@@ -362,14 +362,14 @@ class Quota:
             self._least_lease = int(RENEWED_AT * self._free_lease)
 
     def _report(self, accounts: Accounts) -> None:
-        """Say what was written since the last report; where the lease is no more, do without it."""
+        """Report what was written since the last report; where the lease is no more, do without it."""
         writer = self._ledger.writer
         with self._lock:
-            self._told.spent, self._unreported = self._unreported, 0
-            accounts.report(writer, self._told.spent, self._generation)
+            self._undo.spent, self._unreported = self._unreported, 0
+            accounts.report(writer, self._undo.spent, self._generation)
             self._generation = accounts.generation
             if writer not in accounts.leases:
-                self._told.dropped = self._free_lease + self._aside
+                self._undo.dropped = self._free_lease + self._aside
                 self._free_lease = self._aside = 0
                 accounts.leases[writer] = self._reserved
 
@@ -377,12 +377,12 @@ class Quota:
         with self._lock:
             if not self._reserved:
                 accounts.give_back(self._ledger.writer, self._free_lease)
-                self._told.dropped += self._free_lease
+                self._undo.dropped += self._free_lease
                 self._free_lease = self._least_lease = 0
 
     def _learn(self, accounts: Accounts, disk: FileSystem, wanted: int = 0) -> None:
         self._is_exact = accounts.is_exact
-        self._supposed = accounts.supposed
+        self._unconfirmed = accounts.unconfirmed
         self._leased = accounts.leased
         self._used_at_report = accounts.used
         if accounts.is_exact:

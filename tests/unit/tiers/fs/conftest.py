@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import AsyncIterator, Callable, Iterable
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import anyio
@@ -14,13 +15,15 @@ from kvtier import native
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.memory.heap import HeapMemory
-from kvtier.tiers.base import Batch, Outcome, TierContext
-from kvtier.tiers.fs import FsConfig, FsTier
+from kvtier.tiers.base import Batch, Outcome, TierContext, ignore_lost, ignore_removed
+from kvtier.tiers.fs import FsConfig, FsTier, layout
 from kvtier.tiers.fs.files import ChunkFiles
+from kvtier.tiers.fs.files.call import StopFlag
 from kvtier.tiers.fs.files.native import NativeFiles
 from kvtier.tiers.fs.files.python import PythonFiles
 
 SLOTS = 64
+AT_FDCWD = -100
 
 
 class World:
@@ -37,11 +40,17 @@ class World:
     def namespace(self) -> Path:
         return self.root / self.identity.namespace
 
-    async def open(self, work: ChunkFiles | None = None, **settings: object) -> FsTier:
+    async def open(
+        self,
+        work: ChunkFiles | None = None,
+        removed: Callable[[Sequence[OffloadKey]], None] = ignore_removed,
+        lost: Callable[[str], None] = ignore_lost,
+        **settings: object,
+    ) -> FsTier:
         """Open a tier on the root; it is closed when the test ends."""
         given = {"root_dir": self.root, "n_threads": 4, "min_free_bytes": 0, **settings}
         tier = FsTier(FsConfig.model_validate(given), work if work is not None else self.work)
-        await tier.open(TierContext("files", self.identity, self.chunk_bytes))
+        await tier.open(TierContext("files", self.identity, self.chunk_bytes, removed, lost))
         self._opened.append(tier)
         if work is None:  # on a busy machine counting takes longer than an opening waits for it
             await self.eventually(lambda: (usage := tier.usage()) and usage.used_bytes is not None)
@@ -105,6 +114,15 @@ class World:
             while not condition():  # noqa: ASYNC110 - nobody tells when the background is done
                 await anyio.sleep(0.005)
 
+    async def bytes_below(self) -> int:
+        """Add up the root, by a walk that does not mind what vanishes meanwhile."""
+
+        def add_up() -> int:
+            with layout.open_folder(AT_FDCWD, str(self.root)) as root_fd:
+                return self.work.tree_bytes(root_fd, ".", StopFlag())
+
+        return await anyio.to_thread.run_sync(add_up)
+
     def writers(self) -> list[str]:
         return sorted(path.name for path in (self.namespace / ".tmp").iterdir())
 
@@ -125,3 +143,33 @@ async def world(tmp_path: Path, work: ChunkFiles) -> AsyncIterator[World]:
     here = World(tmp_path / "root", work)
     yield here
     await here.close_all()
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts file systems in memory; skips where that is not allowed."""
+    points: list[Path] = []
+
+    def mount(options: str) -> Path:
+        point = tmp_path / f"mounted{len(points)}"
+        point.mkdir()
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(point)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+        points.append(point)
+        return point
+
+    yield mount
+    for point in points:
+        subprocess.run(["umount", "-l", str(point)], check=False, capture_output=True)
+
+
+@pytest.fixture
+def small_file_system(mounted: Callable[[str], Path]) -> Path:
+    """A file system of 4 MiB in memory, mounted; skipped where that is not allowed."""
+    return mounted("size=4m")

@@ -8,7 +8,12 @@ import threading
 import anyio
 import pytest
 
+from kvtier.executor import Executor
+from kvtier.memory.heap import HeapMemory
+from kvtier.tiers.activity import NamedTier
 from kvtier.tiers.base import Status
+from kvtier.tiers.fs import FsConfig, FsTier
+from kvtier.tiers.fs import tier as tier_module
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -136,6 +141,44 @@ async def test_closing_waits_for_jobs(world, gated):
     await closing
     assert gated.running == 0
     await task
+
+
+@pytest.fixture
+def uncountable(world, gated, monkeypatch):
+    """Work on files whose first count hangs at the gate, as on a file system that does not answer."""
+    monkeypatch.setattr(tier_module, "_FIRST_COUNT_PATIENCE_S", 0.0)
+
+    def hang(root_fd, path, stop):
+        gated.entered.release()
+        gated.gate.wait()
+        return world.work.tree_bytes(root_fd, path, stop)
+
+    gated.tree_bytes = hang
+    return gated
+
+
+async def test_a_close_that_a_hung_disk_holds_up_can_be_given_up(world, uncountable):
+    tier = await world.open(uncountable)
+    await _entered(uncountable)
+    with anyio.move_on_after(0.05) as scope:
+        await tier.aclose()
+    assert scope.cancelled_caught
+    assert world.writers() != []
+    uncountable.gate.set()
+    await world.eventually(lambda: world.writers() == [])  # all is closed when the disk answers
+
+
+async def test_a_shutdown_ends_at_its_deadline_while_the_disk_hangs(world, uncountable, caplog):
+    tier = FsTier(FsConfig(root_dir=world.root, n_threads=2, min_free_bytes=0), uncountable)
+    memory = HeapMemory(1, world.chunk_bytes)
+    named = NamedTier("files", tier)
+    with anyio.fail_after(30):
+        async with Executor([named], world.identity, memory, lambda event: None, close_s=0.05) as executor:
+            await executor.settled()
+            await _entered(uncountable)
+    assert "closing was given up after 0.05 s" in caplog.text
+    uncountable.gate.set()
+    await world.eventually(lambda: world.writers() == [])
 
 
 async def test_gets_do_not_wait_for_puts(world, gated):

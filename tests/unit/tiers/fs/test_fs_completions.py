@@ -8,7 +8,6 @@ import ctypes
 import os
 from typing import Any
 
-import anyio
 import pytest
 
 from kvtier import native
@@ -60,27 +59,6 @@ async def test_it_goes_on_in_its_own_task_and_context():
     await soon(prompt.finish)
     assert await waiting == (waiting, "mine")
     assert said.get() == "nothing"
-
-
-async def test_what_was_finished_before_is_not_waited_for():
-    prompt = ImmediateFuture()
-    prompt.finish()
-    with anyio.fail_after(5):
-        await prompt
-
-
-async def test_what_the_waiter_raises_is_its_own():
-    prompt = ImmediateFuture()
-
-    async def wait():
-        await prompt
-        raise ValueError("of the waiter")
-
-    waiting = asyncio.ensure_future(wait())
-    await asyncio.sleep(0)
-    await soon(prompt.finish)
-    with pytest.raises(ValueError, match="of the waiter"):
-        await waiting
 
 
 async def test_a_waiter_that_is_cancelled_hears_of_it_and_the_end_comes_to_nobody():
@@ -140,19 +118,16 @@ def test_one_that_ends_the_process_keeps_nobody_from_being_told(monkeypatch):
     place = Place(-1, "data", "tmp", bytes(16), 4096, Flag.NONE)
     index: Any = PythonIndex()
 
-    async def wait(transfer, name):
-        await transfer.end()
-        told.append((name, transfer.added))
+    async def wait(pool, call, name):
+        added, _ = await pool.transfer(call, Verb.GET, 1, index)
+        told.append((name, added))
         if name == "last":
             raise SystemExit(3)
 
     async def begin():
         pool = NativePool(library, 1, 1)
         calls = {name: FileCall(place, [pack_key(bytes(32))]) for name in ("a", "b", "last")}
-        waiting = [
-            asyncio.ensure_future(wait(pool.begin(call, Verb.GET, 1, index), name))
-            for name, call in calls.items()
-        ]
+        waiting = [asyncio.ensure_future(wait(pool, call, name)) for name, call in calls.items()]
         await asyncio.sleep(0)
         return waiting
 

@@ -36,15 +36,6 @@ def index(request) -> Index:
     return NativeIndex(native.library)
 
 
-def test_the_index_has_what_was_added_and_not_discarded(index):
-    keys = [pack_key(bytes([number]) * 32) for number in range(100)]
-    index.add(keys)
-    index.add(keys[:50])
-    index.discard([*keys[20:40], pack_key(b"\xff" * 32)])
-    assert list(index.known(keys)) == [not 20 <= number < 40 for number in range(100)]
-    assert len(index) == 80
-
-
 def test_the_index_is_a_set_whatever_comes_and_goes(index):
     chosen = random.Random(5)
     keys = [pack_key(chosen.randbytes(8 + number % 57), number % 3) for number in range(30_000)]
@@ -86,15 +77,6 @@ def test_threads_that_note_at_once_lose_nothing(index):
         thread.join()
     assert len(index) == len(keys)
     assert all(index.known([key for (key,) in keys]))
-
-
-async def test_a_tier_finds_out_in_the_background_what_it_has(world):
-    tier = await world.open()
-    await world.put(tier, range(50))
-    await tier.aclose()
-    tier = await world.open()
-    await world.eventually(lambda: tier.statistics().known_chunks == 50)
-    assert list(tier.known(world.keys(range(60)))) == [PRESENT] * 50 + [UNKNOWN] * 10
 
 
 class Unlistable:

@@ -8,8 +8,7 @@ import subprocess
 import anyio
 import pytest
 
-from kvtier.tiers.base import Status, TierContext
-from kvtier.tiers.fs import FsConfig, FsTier
+from kvtier.tiers.base import Status
 from kvtier.tiers.fs.maintenance import maintenance
 from kvtier.tiers.fs.quota.quota import Quota
 
@@ -23,13 +22,10 @@ def told():
 
 
 @pytest.fixture
-async def tier(world, work, told, monkeypatch):
+async def tier(world, told, monkeypatch):
     """A tier that looks often."""
     monkeypatch.setattr(maintenance, "TICK_S", 0.01)
-    tier = FsTier(FsConfig(root_dir=world.root, n_threads=2, min_free_bytes=0, max_bytes=2**50), work)
-    await tier.open(TierContext("files", world.identity, world.chunk_bytes, lambda keys: None, told.append))
-    yield tier
-    await tier.aclose()
+    return await world.open(lost=told.append, max_bytes=2**50)
 
 
 async def test_a_root_that_is_replaced_is_told_of(world, tier, told):
@@ -49,14 +45,13 @@ async def test_a_root_that_is_moved_away_is_not_told_of_and_is_of_use_where_it_i
     assert (await world.get(tier, range(4))).statuses == (OK,) * 4
 
 
-async def test_a_root_behind_a_link_is_the_directory_that_the_link_leads_to(world, work, told, monkeypatch):
+async def test_a_root_behind_a_link_is_the_directory_that_the_link_leads_to(world, told, monkeypatch):
     monkeypatch.setattr(maintenance, "TICK_S", 0.01)
     disks = [world.root.with_name(name) for name in ("disk-1", "disk-2")]
     for disk in disks:
         disk.mkdir()
     world.root.symlink_to(disks[0])
-    tier = FsTier(FsConfig(root_dir=world.root, n_threads=2, min_free_bytes=0, max_bytes=2**50), work)
-    await tier.open(TierContext("files", world.identity, world.chunk_bytes, lambda keys: None, told.append))
+    tier = await world.open(lost=told.append, max_bytes=2**50)
     await anyio.sleep(0.1)
     assert told == []
     world.root.unlink()
@@ -83,17 +78,14 @@ def mounted(world):
 
 
 @pytest.mark.parametrize("below", ["", "kvtier/cache"], ids=["at the mount point", "below it"])
-async def test_what_comes_to_light_when_it_is_unmounted_is_not_used(
-    world, work, told, monkeypatch, mounted, below
-):
+async def test_what_comes_to_light_when_it_is_unmounted_is_not_used(world, told, monkeypatch, mounted, below):
     monkeypatch.setattr(maintenance, "TICK_S", 0.01)
     bare = mounted / below
     run("umount", str(mounted))
     bare.mkdir(parents=True, exist_ok=True)
     run("mount", "-t", "tmpfs", "kvtier-test", str(mounted))
     world.root = bare
-    tier = FsTier(FsConfig(root_dir=bare, n_threads=2, min_free_bytes=0, max_bytes=2**50), work)
-    await tier.open(TierContext("files", world.identity, world.chunk_bytes, lambda keys: None, told.append))
+    tier = await world.open(lost=told.append, max_bytes=2**50)
     run("umount", "-l", str(mounted))
     await anyio.sleep(0.2)  # many looks
     assert told == []

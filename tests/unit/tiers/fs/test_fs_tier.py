@@ -19,7 +19,6 @@ from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier.tiers.fs.files import ChunkFiles
 from kvtier.tiers.fs.files.native import NativeFiles
 from kvtier.tiers.fs.files.python import PythonFiles
-from kvtier.tiers.fs.files.workers import split
 from kvtier.tiers.fs.quota import quota
 
 pytestmark = pytest.mark.timeout(60)
@@ -99,16 +98,6 @@ async def test_a_chunk_that_is_there_is_not_written_again(world):
     assert [world.file(number).stat().st_ino for number in (1, 2)] == inodes
 
 
-async def test_a_put_leaves_nothing_but_the_chunk(world):
-    tier = await world.open()
-    await world.put(tier, range(10))
-    assert (
-        sum(len(list(folder.iterdir())) for folder in (world.namespace / ".tmp").iterdir() if folder.is_dir())
-        == 0
-    )
-    assert world.quarantined() == []
-
-
 async def test_puts_gets_and_discards_of_one_key_at_once_never_show_other_bytes(world):
     tier, other = await world.open(), await world.open()
     seen: Counter[Status] = Counter()
@@ -150,15 +139,6 @@ async def test_directories_removed_under_the_tier_are_made_again(world):
     assert (await world.get(tier, [1])).statuses == (OK,)
 
 
-@pytest.mark.parametrize("durability", ["none", "data", "full"])
-async def test_every_durability_keeps_the_bytes(world, durability):
-    tier = await world.open(durability=durability)
-    assert (await world.put(tier, range(4))).statuses == (OK,) * 4
-    await tier.aclose()
-    again = await world.open()
-    assert (await world.get(again, range(4))).statuses == (OK,) * 4
-
-
 @pytest.mark.parametrize(
     ("durability", "files", "directories"), [("none", 0, 0), ("data", 2, 0), ("full", 2, 3 + 1)]
 )
@@ -177,23 +157,6 @@ async def test_the_fallback_flushes_what_it_promises(world, monkeypatch, durabil
     assert (await world.put(tier, [0])).statuses == (OK,)
     assert flushed.count("file") == files
     assert flushed.count("directory") == directories
-
-
-@pytest.mark.parametrize(
-    ("count", "chunk_bytes", "idle", "expected"),
-    [
-        (64, 2**21, 8, [8] * 8),
-        (10, 2**21, 4, [3, 3, 3, 1]),
-        (64, 2**21, 0, [16] * 4),  # no longer than 32 MiB
-        (64, 65536, 64, [4] * 16),  # no shorter than 256 KiB
-        (3, 2**26, 1, [1, 1, 1]),
-        (0, 4096, 8, []),
-    ],
-)
-def test_batches_are_cut_into_jobs(count, chunk_bytes, idle, expected):
-    parts = split(count, chunk_bytes, idle)
-    assert [end - first for first, end in parts] == expected
-    assert [i for first, end in parts for i in range(first, end)] == list(range(count))
 
 
 async def test_an_error_of_one_file_is_that_chunks_alone(world):

@@ -16,7 +16,7 @@ from kvtier.tiers.base import (
     TierConfig,
     TierContext,
     Usage,
-    tell_nobody,
+    ignore_removed,
 )
 from kvtier_testing.sim.backend import Backend
 from kvtier_testing.sim.truth import CHUNK_BYTES, show
@@ -51,7 +51,7 @@ class SimTier(SecondaryTier[SimTierConfig]):
         self.backend = backend
         self._process = -1
         self._resets = 0
-        self._removed: Callable[[Sequence[OffloadKey]], None] = tell_nobody
+        self._removed: Callable[[Sequence[OffloadKey]], None] = ignore_removed
 
     async def open(self, context: TierContext) -> None:
         """Connect."""

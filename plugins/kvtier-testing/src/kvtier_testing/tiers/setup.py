@@ -17,7 +17,7 @@ import pytest
 from kvtier import validation
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import SecondaryTier, TierContext, tell_nobody
+from kvtier.tiers.base import SecondaryTier, TierContext, ignore_removed
 from kvtier_testing.limits import LimitedSuite
 from kvtier_testing.tiers.rig import Driver, TierRig
 
@@ -141,7 +141,7 @@ class TierSetup(LimitedSuite):
     ) -> AsyncIterator[TierRig]:
         """Open a tier, and close it at the end."""
         rig = self.rig(self.make_tier(place), place, identity=identity, chunk_bytes=chunk_bytes)
-        async with self._open(rig, tell_nobody):
+        async with self._open(rig, ignore_removed):
             yield rig
 
     @asynccontextmanager
@@ -198,6 +198,6 @@ class TierSetup(LimitedSuite):
             pytest.skip(f"{type(self).__name__}.is_persistent is False: nothing outlives the tier")
 
 
-def context_of(rig: TierRig, removed: Removed = tell_nobody) -> TierContext:
+def context_of(rig: TierRig, removed: Removed = ignore_removed) -> TierContext:
     """Return the context that a tier is opened with."""
     return TierContext("tested", rig.identity, rig.chunk_bytes, removed)

@@ -1,4 +1,4 @@
-"""Chunks' files proven outside of an engine: by the trailer behind the bytes.
+"""Checks of chunks' files outside of an engine: by the trailer behind the bytes.
 
 Reading leaves no trace where that is possible: it goes past the page cache, and the time of the last use
 stays what it was, because eviction goes by it.
@@ -32,7 +32,7 @@ class Finding(StrEnum):
     """What comes of looking at a chunk's file."""
 
     SOUND = "sound"
-    UNPROVEN = "unproven"  # neither its name nor a trailer says which chunk it should be
+    UNVERIFIED = "unverified"  # neither its name nor a trailer says which chunk it should be
     TORN = "torn"  # the trailer is missing or damaged, or the file is cut off
     FOREIGN = "foreign"  # another key's or another cache's bytes
     CHECKSUM = "checksum"  # the bytes are not those that were put
@@ -40,13 +40,13 @@ class Finding(StrEnum):
     GONE = "gone"  # it was there a moment ago: evicted, or discarded
 
     @property
-    def is_ill(self) -> bool:
+    def is_corrupt(self) -> bool:
         """Whether the file must not be given to an engine, and can be set aside."""
         return self in (Finding.TORN, Finding.FOREIGN, Finding.CHECKSUM)
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class FileCheck:
     """What was found, and of which file.
 
     Attributes:
@@ -62,7 +62,7 @@ class Proof:
     errno: int = 0
 
 
-class Prover:
+class FileChecker:
     """Reads chunks' files in pieces and proves them. For one thread; a context manager.
 
     Args:
@@ -75,7 +75,7 @@ class Prover:
         self._belongs = belongs
         self._piece = mmap.mmap(-1, PIECE_BYTES)
 
-    def __enter__(self) -> Prover:
+    def __enter__(self) -> FileChecker:
         return self
 
     def __exit__(
@@ -87,33 +87,33 @@ class Prover:
         """Give the memory back."""
         self._piece.close()
 
-    def prove(self, path: str, key: OffloadKey) -> Proof:
-        """Say whether the file at ``path`` holds the chunk of ``key``. It raises nothing."""
+    def check(self, path: str, key: OffloadKey) -> FileCheck:
+        """Return whether the file at ``path`` holds the chunk of ``key``. It raises nothing."""
         try:
             with opened(self._root_fd, path) as fd:
-                return self._prove(fd, key)
+                return self._check(fd, key)
         except (FileNotFoundError, NotADirectoryError):
-            return Proof(Finding.GONE)
+            return FileCheck(Finding.GONE)
         except OSError as error:
             if error.errno == errno.ELOOP:  # a link in a chunk's place: nobody follows it
-                return Proof(Finding.UNREADABLE, errno=errno.ELOOP)
-            return Proof(Finding.UNREADABLE, errno=error.errno or errno.EIO)
+                return FileCheck(Finding.UNREADABLE, errno=errno.ELOOP)
+            return FileCheck(Finding.UNREADABLE, errno=error.errno or errno.EIO)
 
-    def _prove(self, fd: int, key: OffloadKey) -> Proof:
+    def _check(self, fd: int, key: OffloadKey) -> FileCheck:
         found = os.fstat(fd)
         payload_bytes = found.st_size - BLOCK_BYTES
         if payload_bytes <= 0 or payload_bytes % BLOCK_BYTES:
-            return Proof(Finding.TORN, found.st_ino)
+            return FileCheck(Finding.TORN, found.st_ino)
         sealed = seal.read(self._trailer(fd, payload_bytes))
         if sealed is None:
-            return Proof(Finding.TORN, found.st_ino)
+            return FileCheck(Finding.TORN, found.st_ino)
         if sealed.key != key or sealed.payload_bytes != payload_bytes or not self._belongs(sealed.digest):
-            return Proof(Finding.FOREIGN, found.st_ino, sealed)
+            return FileCheck(Finding.FOREIGN, found.st_ino, sealed)
         checksum = self.checksum(fd, 0, payload_bytes)
         if checksum is None:
-            return Proof(Finding.TORN, found.st_ino, sealed)
+            return FileCheck(Finding.TORN, found.st_ino, sealed)
         well = checksum == sealed.checksum
-        return Proof(Finding.SOUND if well else Finding.CHECKSUM, found.st_ino, sealed)
+        return FileCheck(Finding.SOUND if well else Finding.CHECKSUM, found.st_ino, sealed)
 
     def _trailer(self, fd: int, at: int) -> bytes:
         with memoryview(self._piece) as piece, piece[:BLOCK_BYTES] as block:
