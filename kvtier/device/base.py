@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.memory.custody import Custody
+from kvtier.memory.slot_checksums import SlotChecksums
 
 _Integers = npt.NDArray[np.int64]
 
@@ -366,11 +366,11 @@ class TransferEngine(ABC):
         """How far the region is pinned by now; of a device that needs no pinning, nothing."""
         return Pinning()
 
-    def begin_audits(self, custody: Custody) -> None:  # noqa: B027
+    def begin_audits(self, slot_checksums: SlotChecksums) -> None:  # noqa: B027
         """Audit what is submitted from now on. Of an engine that does not say otherwise, nothing is.
 
         Args:
-            custody: what the slots must hold, and how many chunks are audited.
+            slot_checksums: what the slots must hold, and how many chunks are audited.
         """
 
     @property

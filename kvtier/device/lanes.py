@@ -25,9 +25,9 @@ from kvtier.errors import (
     DeviceStuckError,
     StateError,
 )
-from kvtier.memory.custody import Custody
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
+from kvtier.memory.slot_checksums import SlotChecksums
 
 logger = logging.getLogger("kvtier.device")
 
@@ -135,9 +135,9 @@ class LaneEngine(TransferEngine):
         check = self._auditor.of_load(transfer_id, slots, blocks) if self._auditor else None
         self._submit(way, transfer_id, plan, attempts, check)
 
-    def begin_audits(self, custody: Custody) -> None:
+    def begin_audits(self, slot_checksums: SlotChecksums) -> None:
         """See ``TransferEngine.begin_audits``."""
-        self._auditor = Auditor(custody, self._planner, self._layout, self._address, self.read)
+        self._auditor = Auditor(slot_checksums, self._planner, self._layout, self._address, self.read)
 
     @property
     def audits(self) -> Audits:

@@ -44,8 +44,8 @@ from kvtier.executor import Executor, ExecutorThread, NamedTier
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.memory.board import Board, Word, board_bytes
-from kvtier.memory.custody import Custody, Fault
 from kvtier.memory.region import Region
+from kvtier.memory.slot_checksums import Fault, SlotChecksums
 from kvtier.tiers import supervisor
 from kvtier.tiers.base import TRAILER_BYTES, Batch, Knowledge, Outcome, SecondaryTier, TierContext
 from kvtier.tiers.dummy import DummyConfig, DummyTier
@@ -111,8 +111,10 @@ class World:
         self.core = Tiering(LRU(), gates, limits or Limits(), track_changes=True)
         self.region = Region.anonymous(slots, CHUNK_BYTES)
         named = [NamedTier(name, tier) for name, tier in zip(names, tiers, strict=True)]
-        self.custody = Custody.private(self.region, 1.0, CHUNK_BYTES) if audits else None
-        executor = partial(Executor, named, Identity.make("model", {}), self.region, custody=self.custody)
+        self.slot_checksums = SlotChecksums.private(self.region, 1.0, CHUNK_BYTES) if audits else None
+        executor = partial(
+            Executor, named, Identity.make("model", {}), self.region, slot_checksums=self.slot_checksums
+        )
         self.thread = ExecutorThread(executor)
         self.thread.start()
         self.thread.events.append(SlotsReady(range(slots)))
@@ -127,7 +129,7 @@ class World:
             self_describing=self_describing,
             repeats_stores=repeats_stores,
             workers=workers,
-            custody=self.custody,
+            slot_checksums=self.slot_checksums,
             clock=clock,
             on_shutdown=self._shut_down,
         )
@@ -718,8 +720,8 @@ class Audited:
         self.row = board.rows[0]
 
     def blame(self, slot: int, fault: Fault) -> None:
-        assert self.it.custody is not None
-        self.it.custody.blame(slot, 0, fault)
+        assert self.it.slot_checksums is not None
+        self.it.slot_checksums.blame(slot, 0, fault)
         self.row[Word.AUDITS_FAILED] += 1
 
 

@@ -44,8 +44,8 @@ from kvtier.executor import CLOSE_S, AnyExecutor, NamedTier
 from kvtier.identity import Identity
 from kvtier.memory import numa
 from kvtier.memory.board import Board, Row, Word, board_bytes
-from kvtier.memory.custody import Custody, custody_bytes
 from kvtier.memory.region import Part, Region
+from kvtier.memory.slot_checksums import SlotChecksums, slot_checksums_bytes
 
 logger = logging.getLogger("kvtier.vllm")
 
@@ -104,8 +104,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
             track_changes=self.kv_events_config.enable_kv_cache_events,
         )
         tiers = make_tiers(self._settings)
-        custody = self._custody(region)
-        executor = start_executor(self._settings, tiers, self._identity(tiers), region, custody)
+        slot_checksums = self._slot_checksums(region)
+        executor = start_executor(self._settings, tiers, self._identity(tiers), region, slot_checksums)
         board = Board(region.board, region.slots, self.config.parallel.world_size)
         _populate(region, executor.events, _parts(self._shape, board))
         return KVTierManager(
@@ -118,7 +118,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             steps_ahead=self._engine.steps_ahead if self._engine is not None else 2,
             info=self._info(),
             workers=Workers(board),
-            custody=custody,
+            slot_checksums=slot_checksums,
             repeats_stores=not windowed or self.config.cache.blocks_per_chunk == 1,
             drain_s=self._settings.drain_on_shutdown_s,
             on_shutdown=partial(_shut_down, executor, region, self._settings.drain_on_shutdown_s),
@@ -138,8 +138,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
             deadline_s=self._settings.copy_deadline_s,
             batched_copy=batched_copy(),
         )
-        if (custody := self._custody(region)) is not None:
-            engine.begin_audits(custody)
+        if (slot_checksums := self._slot_checksums(region)) is not None:
+            engine.begin_audits(slot_checksums)
         row = Row(region.board, region.slots, parallel.rank)
         row[Word.NODE] = 0 if engine.node is None else engine.node + 1
         return KVTierWorker(engine, region, row, self.config.cache.blocks_per_chunk)
@@ -148,7 +148,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         slots = slots_for(self._settings, self._shape.chunk_bytes)
         beside = board_bytes(slots, self.config.parallel.world_size)
         if self._settings.audit_rate:
-            beside += custody_bytes(slots, self._shape.areas)
+            beside += slot_checksums_bytes(slots, self._shape.areas)
         return Region.open(
             self.config.engine_id,
             slots,
@@ -157,12 +157,12 @@ class KVTierOffloadingSpec(OffloadingSpec):
             contents=f"{slots} slots: {self._shape}",
         )
 
-    def _custody(self, region: Region) -> Custody | None:
+    def _slot_checksums(self, region: Region) -> SlotChecksums | None:
         """Return what audited slots must hold, which is shared behind the board."""
         if not self._settings.audit_rate:
             return None
         workers, shape = self.config.parallel.world_size, self._shape
-        return Custody(
+        return SlotChecksums(
             region,
             region.board[board_bytes(region.slots, workers) :],
             self._settings.audit_rate,

@@ -14,8 +14,8 @@ import pytest
 
 from kvtier.errors import RegionError, StateError
 from kvtier.memory import pages
-from kvtier.memory.custody import Custody, custody_bytes
 from kvtier.memory.region import Region
+from kvtier.memory.slot_checksums import SlotChecksums, slot_checksums_bytes
 
 PAGE = 4096
 
@@ -67,12 +67,12 @@ def test_an_anonymous_region_can_not_be_handed_over() -> None:
 
 
 def test_what_audited_slots_must_hold_is_found_in_the_board_or_refused() -> None:
-    beside = 128 + custody_bytes(4, 2)
+    beside = 128 + slot_checksums_bytes(4, 2)
     with Region.unnamed(4, PAGE, board_bytes=beside) as region:
-        shared = Custody(region, region.board[128:], 0.5, 2, PAGE // 2)
+        shared = SlotChecksums(region, region.board[128:], 0.5, 2, PAGE // 2)
         assert shared.offset_in(region) == 128
         with pytest.raises(StateError, match="not shared"):
-            Custody.private(region, 0.5, PAGE).offset_in(region)
+            SlotChecksums.private(region, 0.5, PAGE).offset_in(region)
         del shared
 
 

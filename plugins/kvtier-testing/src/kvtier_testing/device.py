@@ -24,9 +24,9 @@ import torch
 from kvtier.device.base import Blocks, KVCaches, PageMapping, PageRef, Run, TransferEngine
 from kvtier.device.lanes import Way
 from kvtier.errors import DamagedSlotError, DeviceLostError, DeviceStuckError, StateError
-from kvtier.memory.custody import Custody
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
+from kvtier.memory.slot_checksums import SlotChecksums
 
 EngineFactory = Callable[[KVCaches, SlotLayout, Region], TransferEngine]
 
@@ -383,7 +383,7 @@ class DeviceConformance:
     ) -> None:
         shape = Shape(blocks_per_chunk=blocks_per_chunk)
         with rig(engine_factory, shape, self.device) as it:
-            it.engine.begin_audits(Custody.private(it.region, 1.0, shape.layout.area_bytes))
+            it.engine.begin_audits(SlotChecksums.private(it.region, 1.0, shape.layout.area_bytes))
             slots = random.Random(2).sample(range(24), 16 // blocks_per_chunk)
             it.store(1, _run(3, 16), slots)
             it.check()

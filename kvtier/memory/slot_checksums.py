@@ -82,19 +82,19 @@ class Slots(Protocol):
         """Return the bytes of one slot."""
 
 
-def custody_bytes(slots: int, areas: int) -> int:
+def slot_checksums_bytes(slots: int, areas: int) -> int:
     """Return how many bytes the words of so many slots take."""
     return slots * areas * _WORD_BYTES
 
 
-class Custody:
+class SlotChecksums:
     """The words of all slots.
 
     A word is written by one process at a time: by whoever fills the slot, and by whoever loads it.
 
     Args:
         region: the slots.
-        words: ``custody_bytes(slots, areas)`` bytes, zeros at first.
+        words: ``slot_checksums_bytes(slots, areas)`` bytes, zeros at first.
         rate: share of chunks that are audited, 0 to 1.
         areas: areas of a slot.
         area_bytes: length of an area.
@@ -123,9 +123,11 @@ class Custody:
         self._words = words.cast("B").cast("Q")
 
     @staticmethod
-    def private(region: Slots, rate: float, area_bytes: int) -> Custody:
+    def private(region: Slots, rate: float, area_bytes: int) -> SlotChecksums:
         """Make one of this process alone, for slots of one area."""
-        return Custody(region, memoryview(bytearray(custody_bytes(region.slots, 1))), rate, 1, area_bytes)
+        return SlotChecksums(
+            region, memoryview(bytearray(slot_checksums_bytes(region.slots, 1))), rate, 1, area_bytes
+        )
 
     def offset_in(self, region: Region) -> int:
         """Return where the words are in the board of a region, in bytes.
