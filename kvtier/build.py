@@ -223,4 +223,4 @@ def _make_memory(config: TieringConfig, layout: SlotLayout) -> tuple[Region, Slo
         region = Region.anonymous(slots, layout.chunk_bytes)
         return region, SlotChecksums.private(region, rate, layout.area_bytes) if rate else None
     region = Region.unnamed(slots, layout.chunk_bytes, slot_checksums_bytes(slots, 1) if rate else 0)
-    return region, SlotChecksums(region, region.board, rate, 1, layout.area_bytes) if rate else None
+    return region, SlotChecksums(region, region.metadata, rate, 1, layout.area_bytes) if rate else None

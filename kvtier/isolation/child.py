@@ -226,7 +226,7 @@ def main(arguments: list[str]) -> int:
     _log_to(servant.outbox, hello)
     try:
         _keep_to(hello)
-        servant.memory = Region.borrowed(memory_fd, hello.slots, hello.chunk_bytes, hello.board_bytes)
+        servant.memory = Region.borrowed(memory_fd, hello.slots, hello.chunk_bytes, hello.metadata_bytes)
         servant.outbox.add(wire.pack([wire.Reached(wire.AT_WORK)]))
         anyio.run(servant.serve)
     except Exception:
@@ -289,7 +289,7 @@ def _slot_checksums(hello: Hello, region: Region) -> SlotChecksums | None:
     it = hello.slot_checksums
     if it is None:
         return None
-    words = region.board[it.offset :][: slot_checksums_bytes(region.slots, it.areas)]
+    words = region.metadata[it.offset :][: slot_checksums_bytes(region.slots, it.areas)]
     return SlotChecksums(region, words, it.rate, it.areas, it.area_bytes, is_shared=it.is_shared)
 
 

@@ -67,7 +67,7 @@ class ExecutorProcess:
         tiers: the tiers, in the core's order. They are made anew, and opened, in the process.
         identity: the cache that all chunks belong to.
         region: where the slots are; not an anonymous one.
-        slot_checksums: what audited slots must hold, in the region's board; None where nothing is audited.
+        slot_checksums: what audited slots must hold, in the region's metadata; None where nothing is audited.
         memory_limit_bytes: memory of its own that the process may have; None for any.
         pace: how closely it is watched.
         trial_s: seconds that ``start`` waits to see whether there can be such a process here; 0 to start
@@ -271,7 +271,7 @@ class ExecutorProcess:
             identity=self._identity,
             slots=self._region.slots,
             chunk_bytes=self._region.chunk_bytes,
-            board_bytes=len(self._region.board),
+            metadata_bytes=len(self._region.metadata),
             slot_checksums=self._slot_checksums,
             epochs=list(self._epochs),
             cpus=sorted(_cpus()),

@@ -82,7 +82,7 @@ class IdentityText(Struct, frozen=True):
 
 
 class SlotChecksumsText(Struct, frozen=True):
-    """A ``SlotChecksums``: where in the board of the region its words are, and how they are to be read."""
+    """A ``SlotChecksums``: where in the region's metadata its words are, and how they are to be read."""
 
     offset: Number
     rate: Annotated[float, Meta(ge=0, le=1)]
@@ -98,7 +98,7 @@ class Hello(Struct, frozen=True, kw_only=True):
     identity: IdentityText
     slots: Number
     chunk_bytes: Number
-    board_bytes: Number
+    metadata_bytes: Number
     slot_checksums: SlotChecksumsText | None
     epochs: list[Number]
     cpus: list[Number]

@@ -76,14 +76,14 @@ class Region:
         chunk_bytes: int,
         name: str = "",
         file: HeldFile | None = None,
-        board_bytes: int = 0,
+        metadata_bytes: int = 0,
     ) -> None:
         self.slots = slots
         self.chunk_bytes = chunk_bytes
         self.name = name
         self.path = file.path if file else None
         self._file = file
-        self._map: mmap.mmap | None = _map_bytes(slots * chunk_bytes + board_bytes, file)
+        self._map: mmap.mmap | None = _map_bytes(slots * chunk_bytes + metadata_bytes, file)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._guard: Callable[[], object] | None = None
         self._leftover: mmap.mmap | None = None  # of a closed region, until it is unmapped
@@ -105,7 +105,7 @@ class Region:
         slots: int,
         chunk_bytes: int,
         directory: Path = SHARED_MEMORY,
-        board_bytes: int = 0,
+        metadata_bytes: int = 0,
         contents: str = "",
     ) -> Region:
         """Create the shared region ``name``, or join it where a living process has it open.
@@ -117,7 +117,7 @@ class Region:
             slots: number of slots, at least 1.
             chunk_bytes: bytes of a slot, a multiple of the page size.
             directory: a directory of a file system in memory.
-            board_bytes: bytes to share beside the slots; all who open the region name the same number.
+            metadata_bytes: bytes to share beside the slots; all who open the region name the same number.
             contents: what the slots hold, in ASCII words that all who open the region must agree on;
                 equal sizes alone do not say that they mean the same by a slot.
 
@@ -128,10 +128,10 @@ class Region:
         _require_shape(slots, chunk_bytes)
         sweep_ghosts(directory)
         nbytes = slots * chunk_bytes
-        file = held.hold(directory / _file_name(name), nbytes + board_bytes, _note(contents))
+        file = held.hold(directory / _file_name(name), nbytes + metadata_bytes, _note(contents))
         try:
-            _allocate(file, nbytes, board_bytes)
-            return Region(slots, chunk_bytes, name, file, board_bytes)
+            _allocate(file, nbytes, metadata_bytes)
+            return Region(slots, chunk_bytes, name, file, metadata_bytes)
         except BaseException:
             held.release(file)
             raise
@@ -143,7 +143,7 @@ class Region:
         return Region(slots, chunk_bytes)
 
     @staticmethod
-    def unnamed(slots: int, chunk_bytes: int, board_bytes: int = 0) -> Region:
+    def unnamed(slots: int, chunk_bytes: int, metadata_bytes: int = 0) -> Region:
         """Make a region that other processes can be handed, by ``fileno``. Arguments as in ``open``.
 
         Raises:
@@ -151,16 +151,16 @@ class Region:
         """
         _require_shape(slots, chunk_bytes)
         nbytes = slots * chunk_bytes
-        file = held.hold_unnamed(nbytes + board_bytes)
+        file = held.hold_unnamed(nbytes + metadata_bytes)
         try:
-            _allocate(file, nbytes, board_bytes)
-            return Region(slots, chunk_bytes, file=file, board_bytes=board_bytes)
+            _allocate(file, nbytes, metadata_bytes)
+            return Region(slots, chunk_bytes, file=file, metadata_bytes=metadata_bytes)
         except BaseException:
             held.release(file)
             raise
 
     @staticmethod
-    def borrowed(fd: int, slots: int, chunk_bytes: int, board_bytes: int = 0) -> Region:
+    def borrowed(fd: int, slots: int, chunk_bytes: int, metadata_bytes: int = 0) -> Region:
         """Map another process's region.
 
         The children of this process do not have the mapping: when this process has ended, nobody writes
@@ -168,14 +168,14 @@ class Region:
 
         Args:
             fd: the ``fileno`` of that region, handed over; it belongs to the new region.
-            slots, chunk_bytes, board_bytes: as in the region that it is.
+            slots, chunk_bytes, metadata_bytes: as in the region that it is.
 
         Raises:
             RegionError: that region is smaller, or the shape is wrong.
         """
         _require_shape(slots, chunk_bytes)
-        file = held.borrow(fd, slots * chunk_bytes + board_bytes)
-        region = Region(slots, chunk_bytes, file=file, board_bytes=board_bytes)
+        file = held.borrow(fd, slots * chunk_bytes + metadata_bytes)
+        region = Region(slots, chunk_bytes, file=file, metadata_bytes=metadata_bytes)
         region._require_open().madvise(mmap.MADV_DONTFORK)
         return region
 
@@ -217,7 +217,7 @@ class Region:
             return whole[start : start + self.chunk_bytes]
 
     @property
-    def board(self) -> memoryview:
+    def metadata(self) -> memoryview:
         """The bytes that are shared beside the slots, backed with memory; zeros when the region is new."""
         with memoryview(self._require_open()) as whole:
             return whole[self.nbytes :]

@@ -130,7 +130,7 @@ class SlotChecksums:
         )
 
     def offset_in(self, region: Region) -> int:
-        """Return where the words are in the board of a region, in bytes.
+        """Return where the words are in a region's metadata, in bytes.
 
         Raises:
             StateError: they are elsewhere.
@@ -138,7 +138,7 @@ class SlotChecksums:
         words = self._words.cast("B")
         address = ctypes.addressof(ctypes.c_char.from_buffer(words))
         offset = address - region.address - region.nbytes
-        if not 0 <= offset <= len(region.board) - len(words):
+        if not 0 <= offset <= len(region.metadata) - len(words):
             raise StateError("what audited slots must hold is not shared with other processes")
         return offset
 

@@ -20,9 +20,9 @@ from kvtier.device.lanes import LOST_AFTER
 from kvtier.device.pinning import PinnedSlots
 from kvtier.device.plan import CopyPlan
 from kvtier.errors import TransferError
-from kvtier.memory.board import Board, Row, board_bytes
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
+from kvtier.memory.worker_status import StatusTable, WorkerStatus, status_table_bytes
 
 SLOTS = 8
 PAGE = 4096
@@ -37,15 +37,15 @@ class Bench:
     def __init__(self, deadline_s: float = 60, pinner: Pinner | None = None) -> None:
         caches = KVCaches((torch.zeros((SLOTS, PAGE), dtype=torch.int8),), ((PageRef(0, PAGE),),))
         layout = SlotLayout.make(caches.page_bytes, 1)
-        board = memoryview(bytearray(board_bytes(SLOTS, 1)))
+        status_table = memoryview(bytearray(status_table_bytes(SLOTS, 1)))
         region = Region.anonymous(SLOTS, layout.chunk_bytes)
         settings = (caches, layout, region, self._copy, self._staged, deadline_s)
         engine = CpuTransferEngine(*settings) if pinner is None else PinningEngine(pinner, *settings)
         self.failures = 0
         self.hold = False
         self._go_on = threading.Event()
-        self.worker = KVTierWorker(engine, region, Row(board, SLOTS, 0))
-        self.workers = Workers(Board(board, SLOTS, 1))
+        self.worker = KVTierWorker(engine, region, WorkerStatus(status_table, SLOTS, 0))
+        self.workers = Workers(StatusTable(status_table, SLOTS, 1))
         self._last_job = 0
 
     def store(self, *slots: int) -> None:

@@ -21,12 +21,12 @@ PAGE = 4096
 
 
 def test_both_see_the_same_bytes_and_the_same_board() -> None:
-    with Region.unnamed(4, PAGE, board_bytes=64) as region:
-        with Region.borrowed(os.dup(region.fileno()), 4, PAGE, board_bytes=64) as other:
+    with Region.unnamed(4, PAGE, metadata_bytes=64) as region:
+        with Region.borrowed(os.dup(region.fileno()), 4, PAGE, metadata_bytes=64) as other:
             other.view(3)[:] = b"x" * PAGE
-            other.board[:] = b"y" * 64
+            other.metadata[:] = b"y" * 64
             assert bytes(region.view(3)) == b"x" * PAGE
-            assert bytes(region.board) == b"y" * 64
+            assert bytes(region.metadata) == b"y" * 64
         assert bytes(region.view(3)) == b"x" * PAGE
 
 
@@ -68,8 +68,8 @@ def test_an_anonymous_region_can_not_be_handed_over() -> None:
 
 def test_what_audited_slots_must_hold_is_found_in_the_board_or_refused() -> None:
     beside = 128 + slot_checksums_bytes(4, 2)
-    with Region.unnamed(4, PAGE, board_bytes=beside) as region:
-        shared = SlotChecksums(region, region.board[128:], 0.5, 2, PAGE // 2)
+    with Region.unnamed(4, PAGE, metadata_bytes=beside) as region:
+        shared = SlotChecksums(region, region.metadata[128:], 0.5, 2, PAGE // 2)
         assert shared.offset_in(region) == 128
         with pytest.raises(StateError, match="not shared"):
             SlotChecksums.private(region, 0.5, PAGE).offset_in(region)

@@ -1,6 +1,6 @@
-"""What workers tell their scheduler beside the engine's own messages: a board in shared memory.
+"""What workers tell their scheduler beside the engine's own messages: a table in shared memory.
 
-The board is a row for each worker, which alone writes it; the scheduler reads all rows, in each step. A row
+The table is a row for each worker, which alone writes it; the scheduler reads all rows, in each step. A row
 is some numbers, then a byte for each slot that says whether the last store of this worker into it failed.
 Such a mark is made before the engine is told that the store has ended, and wiped by the scheduler when
 it takes it in; until then the slot is not given to anybody else, so nobody writes a mark at the same
@@ -16,7 +16,7 @@ _WORD_BYTES = 8
 _ROW_ALIGNMENT = 128
 
 
-class Word(IntEnum):
+class StatusField(IntEnum):
     """The numbers of a row, all of which start as 0."""
 
     STORES_REPEATED = 0
@@ -33,11 +33,11 @@ class Word(IntEnum):
     AUDITS_FAILED = 11  # of them, those that were damaged
 
 
-_WORDS_BYTES = len(Word) * _WORD_BYTES
+_WORDS_BYTES = len(StatusField) * _WORD_BYTES
 
 
-def board_bytes(slots: int, workers: int) -> int:
-    """Return how many bytes the board of so many workers takes."""
+def status_table_bytes(slots: int, workers: int) -> int:
+    """Return how many bytes the table of so many workers takes."""
     return _row_bytes(slots) * workers
 
 
@@ -45,27 +45,27 @@ def _row_bytes(slots: int) -> int:
     return -(-(_WORDS_BYTES + slots) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
 
 
-class Row:
+class WorkerStatus:
     """One worker's row.
 
     Args:
-        board: the bytes of the whole board.
+        table: the bytes of the whole table.
         slots: number of slots.
         rank: which worker's row, from 0.
     """
 
-    def __init__(self, board: memoryview, slots: int, rank: int) -> None:
+    def __init__(self, table: memoryview, slots: int, rank: int) -> None:
         start = rank * _row_bytes(slots)
-        self._words = board[start : start + _WORDS_BYTES].cast("Q")
-        self._marks = board[start + _WORDS_BYTES : start + _WORDS_BYTES + slots]
+        self._words = table[start : start + _WORDS_BYTES].cast("Q")
+        self._marks = table[start + _WORDS_BYTES : start + _WORDS_BYTES + slots]
 
-    def __getitem__(self, word: Word) -> int:
+    def __getitem__(self, word: StatusField) -> int:
         return self._words[word]
 
-    def __setitem__(self, word: Word, value: int) -> None:
+    def __setitem__(self, word: StatusField, value: int) -> None:
         self._words[word] = value
 
-    def count(self, word: Word) -> None:
+    def count(self, word: StatusField) -> None:
         """Add 1 to a number."""
         self._words[word] += 1
 
@@ -74,7 +74,7 @@ class Row:
         for slot in slots:
             if not self._marks[slot]:
                 self._marks[slot] = 1
-                self._words[Word.MARKED] += 1
+                self._words[StatusField.MARKED] += 1
 
     def wipe(self, slots: Iterable[int]) -> int:
         """Take the marks from these slots; return how many there were."""
@@ -91,23 +91,23 @@ class Row:
         return self._words.tobytes()
 
 
-class Board:
-    """The scheduler's view of the board.
+class StatusTable:
+    """The scheduler's view of the table.
 
     Args:
-        board: the board's bytes, ``board_bytes(slots, workers)`` of them, zeros at first.
+        table: its bytes, ``status_table_bytes(slots, workers)`` of them, zeros at first.
         slots: number of slots.
         workers: number of rows.
     """
 
-    def __init__(self, board: memoryview, slots: int, workers: int) -> None:
-        self.rows: Sequence[Row] = [Row(board, slots, rank) for rank in range(workers)]
+    def __init__(self, table: memoryview, slots: int, workers: int) -> None:
+        self.rows: Sequence[WorkerStatus] = [WorkerStatus(table, slots, rank) for rank in range(workers)]
         self._wiped = 0
         self._seen: list[bytes] = []
 
     def take_marks(self, slots: Sequence[int]) -> bool:
         """Say whether a store into one of these slots has failed at any worker, and wipe the marks."""
-        if sum(row[Word.MARKED] for row in self.rows) == self._wiped:
+        if sum(row[StatusField.MARKED] for row in self.rows) == self._wiped:
             return False
         wiped = sum(row.wipe(slots) for row in self.rows)
         self._wiped += wiped
@@ -121,4 +121,4 @@ class Board:
     @property
     def is_lost(self) -> bool:
         """Whether a worker's device is lost."""
-        return any(row[Word.LOST] for row in self.rows)
+        return any(row[StatusField.LOST] for row in self.rows)
