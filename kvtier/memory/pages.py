@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 from kvtier import native
-from kvtier.memory.held import HeldFile
+from kvtier.memory._locked_file import LockedFile
 
 _MADV_POPULATE_WRITE = 23
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -82,7 +82,7 @@ def huge_bytes(address: int, nbytes: int, smaps: Path = _SMAPS) -> int:
     return total
 
 
-def back(address: int, nbytes: int, file: HeldFile | None, offset: int, *, huge: bool) -> int:
+def back(address: int, nbytes: int, file: LockedFile | None, offset: int, *, huge: bool) -> int:
     """Get memory for a part of a mapping and map it. What it holds stays.
 
     Args:

@@ -23,8 +23,8 @@ from types import TracebackType
 
 from kvtier.errors import RegionError, StateError
 from kvtier.forks import keep_fd_from_children, keep_memory_from_children
-from kvtier.memory import guard, held, numa, pages
-from kvtier.memory.held import PREFIX, HeldFile, sweep_ghosts
+from kvtier.memory import _locked_file, guard, numa, pages
+from kvtier.memory._locked_file import PREFIX, LockedFile, remove_stale_files
 
 logger = logging.getLogger("kvtier.memory")
 
@@ -75,7 +75,7 @@ class Region:
         slots: int,
         chunk_bytes: int,
         name: str = "",
-        file: HeldFile | None = None,
+        file: LockedFile | None = None,
         metadata_bytes: int = 0,
     ) -> None:
         self.slots = slots
@@ -97,7 +97,7 @@ class Region:
         self._running = 0  # threads that populate
         self._is_closed = False
         # Also runs at interpreter exit, so that a forgotten region does not hold memory till the next start.
-        self._release = weakref.finalize(self, held.release, file) if file else None
+        self._release = weakref.finalize(self, _locked_file.release, file) if file else None
 
     @staticmethod
     def open(
@@ -126,14 +126,16 @@ class Region:
                 directory is not there, or ``chunk_bytes`` is not a multiple of the page size.
         """
         _require_shape(slots, chunk_bytes)
-        sweep_ghosts(directory)
+        remove_stale_files(directory)
         nbytes = slots * chunk_bytes
-        file = held.hold(directory / _file_name(name), nbytes + metadata_bytes, _note(contents))
+        file = _locked_file.create_or_join(
+            directory / _file_name(name), nbytes + metadata_bytes, _note(contents)
+        )
         try:
             _allocate(file, nbytes, metadata_bytes)
             return Region(slots, chunk_bytes, name, file, metadata_bytes)
         except BaseException:
-            held.release(file)
+            _locked_file.release(file)
             raise
 
     @staticmethod
@@ -151,12 +153,12 @@ class Region:
         """
         _require_shape(slots, chunk_bytes)
         nbytes = slots * chunk_bytes
-        file = held.hold_unnamed(nbytes + metadata_bytes)
+        file = _locked_file.create_unnamed(nbytes + metadata_bytes)
         try:
             _allocate(file, nbytes, metadata_bytes)
             return Region(slots, chunk_bytes, file=file, metadata_bytes=metadata_bytes)
         except BaseException:
-            held.release(file)
+            _locked_file.release(file)
             raise
 
     @staticmethod
@@ -174,7 +176,7 @@ class Region:
             RegionError: that region is smaller, or the shape is wrong.
         """
         _require_shape(slots, chunk_bytes)
-        file = held.borrow(fd, slots * chunk_bytes + metadata_bytes)
+        file = _locked_file.borrow(fd, slots * chunk_bytes + metadata_bytes)
         region = Region(slots, chunk_bytes, file=file, metadata_bytes=metadata_bytes)
         region._require_open().madvise(mmap.MADV_DONTFORK)
         return region
@@ -232,7 +234,7 @@ class Region:
             RegionError: another one has claimed it.
         """
         self._require_open()
-        if self._file is not None and not held.claim(self._file):
+        if self._file is not None and not _locked_file.claim(self._file):
             raise RegionError(
                 f"{self.path} belongs to another running engine: give each engine an id of its own"
             )
@@ -470,7 +472,7 @@ def _note(contents: str) -> bytes:
     return contents.encode("ascii").ljust(_NOTE_BYTES, b"\0") if contents else b""
 
 
-def _allocate(file: HeldFile, offset: int, nbytes: int) -> None:
+def _allocate(file: LockedFile, offset: int, nbytes: int) -> None:
     """Get memory for a part of the file that is used at once; raise RegionError where there is none."""
     if nbytes:
         try:
@@ -486,7 +488,7 @@ def default_threads() -> int:
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // _CPUS_PER_THREAD))
 
 
-def _map_bytes(nbytes: int, file: HeldFile | None) -> mmap.mmap:
+def _map_bytes(nbytes: int, file: LockedFile | None) -> mmap.mmap:
     if file is None:
         return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return mmap.mmap(file.fd, nbytes, flags=mmap.MAP_SHARED)
@@ -516,4 +518,12 @@ def _file_name(name: str) -> str:
     return f"{PREFIX}{safe}.{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"
 
 
-__all__ = ["PIECE_BYTES", "POPULATING", "SHARED_MEMORY", "Part", "Region", "default_threads", "sweep_ghosts"]
+__all__ = [
+    "PIECE_BYTES",
+    "POPULATING",
+    "SHARED_MEMORY",
+    "Part",
+    "Region",
+    "default_threads",
+    "remove_stale_files",
+]

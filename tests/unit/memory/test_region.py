@@ -20,7 +20,7 @@ import pytest
 
 from kvtier import native
 from kvtier.errors import RegionError, StateError
-from kvtier.memory import held, pages
+from kvtier.memory import _locked_file, pages
 from kvtier.memory import region as regions
 from kvtier.memory.region import PIECE_BYTES, Region
 
@@ -214,9 +214,9 @@ def test_close_removes_no_file_but_its_own(shm: Path) -> None:
 def test_a_region_whose_last_holder_died_since_the_sweep_is_not_joined(shm: Path) -> None:
     path = shm / "kvtier_a"
     path.write_bytes(b"g" * PAGE)
-    file = held.hold(path, PAGE)
+    file = _locked_file.create_or_join(path, PAGE)
     assert path.read_bytes() == bytes(PAGE)
-    held.release(file)
+    _locked_file.release(file)
     assert os.listdir(shm) == []
 
 

@@ -40,7 +40,7 @@ _NOBODY = 0
 
 
 @dataclass(frozen=True, slots=True)
-class HeldFile:
+class LockedFile:
     """An open file that carries a shared lock of this process.
 
     Attributes:
@@ -54,7 +54,7 @@ class HeldFile:
     pid: int
 
 
-def hold(path: Path, nbytes: int, note: bytes = b"") -> HeldFile:
+def create_or_join(path: Path, nbytes: int, note: bytes = b"") -> LockedFile:
     """Create the file ``path`` with ``nbytes`` zeros, or join it where a living process holds it.
 
     Args:
@@ -74,12 +74,12 @@ def hold(path: Path, nbytes: int, note: bytes = b"") -> HeldFile:
         except OSError as error:
             raise RegionError(f"{path} cannot be made or opened: {error.strerror or error}") from error
         if fd is not None:
-            return HeldFile(fd, path, os.getpid())
+            return LockedFile(fd, path, os.getpid())
         time.sleep(RETRY_S)
     raise RegionError(f"{path} is locked by another process that does not let go of it for {PATIENCE_S:g} s")
 
 
-def hold_unnamed(nbytes: int) -> HeldFile:
+def create_unnamed(nbytes: int) -> LockedFile:
     """Make a file in memory that has no name: whoever shall share it is handed the descriptor.
 
     Raises:
@@ -91,10 +91,10 @@ def hold_unnamed(nbytes: int) -> HeldFile:
     except OSError as error:
         raise RegionError(f"{nbytes} bytes of shared memory cannot be had: {error.strerror}") from error
     keep_fd_from_children(fd)
-    return HeldFile(fd, None, os.getpid())
+    return LockedFile(fd, None, os.getpid())
 
 
-def borrow(fd: int, nbytes: int) -> HeldFile:
+def borrow(fd: int, nbytes: int) -> LockedFile:
     """Take a file that another process holds and has handed over. Its locks stay that one's.
 
     They end when both have ended: nobody else can claim the file before.
@@ -106,37 +106,37 @@ def borrow(fd: int, nbytes: int) -> HeldFile:
     if found < nbytes:
         raise RegionError(f"the primary tier has {found} bytes, but {nbytes} bytes are asked for")
     keep_fd_from_children(fd)
-    return HeldFile(fd, None, _NOBODY)
+    return LockedFile(fd, None, _NOBODY)
 
 
-def release(held: HeldFile) -> None:
+def release(file: LockedFile) -> None:
     """Let go of the file; the last of its holders removes it. To be called once."""
-    if held.pid != os.getpid():  # borrowed, or a forked child: the lock is another process's
-        os.close(held.fd)
+    if file.pid != os.getpid():  # borrowed, or a forked child: the lock is another process's
+        os.close(file.fd)
         return
     try:
-        if held.path is not None and _try_lock(held.fd, fcntl.LOCK_EX):
-            _unlink_if_named(held.fd, held.path)
+        if file.path is not None and _try_lock(file.fd, fcntl.LOCK_EX):
+            _unlink_if_named(file.fd, file.path)
     finally:
         # A mapping duplicates the descriptor and can outlive it: locks do not end with close alone.
-        _set_claim(held.fd, fcntl.F_UNLCK)
-        fcntl.flock(held.fd, fcntl.LOCK_UN)
-        os.close(held.fd)
+        _set_claim(file.fd, fcntl.F_UNLCK)
+        fcntl.flock(file.fd, fcntl.LOCK_UN)
+        os.close(file.fd)
 
 
-def claim(held: HeldFile) -> bool:
+def claim(file: LockedFile) -> bool:
     """Become the one claimant of the file until it is released; tell whether that worked.
 
     The claim is a record lock beside the ``flock``; the two do not see each other.
     """
     try:
-        _set_claim(held.fd, fcntl.F_WRLCK)
+        _set_claim(file.fd, fcntl.F_WRLCK)
     except BlockingIOError:
         return False
     return True
 
 
-def sweep_ghosts(directory: Path) -> list[Path]:
+def remove_stale_files(directory: Path) -> list[Path]:
     """Remove every ``kvtier_*`` file of ``directory`` that no living process holds.
 
     Returns:
@@ -146,12 +146,12 @@ def sweep_ghosts(directory: Path) -> list[Path]:
     for path in sorted(directory.glob(PREFIX + "*")):
         with suppress(OSError):
             fd = _open_existing(path)
-            if fd is not None and _remove_ghost(fd, path):
+            if fd is not None and _remove_if_stale(fd, path):
                 removed.append(path)
     return removed
 
 
-def _remove_ghost(fd: int, path: Path) -> bool:
+def _remove_if_stale(fd: int, path: Path) -> bool:
     """Remove the file if nobody holds it, and close ``fd``."""
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode) or not _try_lock(fd, fcntl.LOCK_EX):
