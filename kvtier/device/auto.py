@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from kvtier.device._methods import BatchedCopy
 from kvtier.device.base import DEADLINE_S, KVCaches, TransferEngine
-from kvtier.device.methods import BatchedCopy
 from kvtier.errors import ConfigError
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region

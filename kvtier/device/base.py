@@ -229,7 +229,7 @@ class Attempt(IntEnum):
     """The ways to make the copies of one transfer, tried in this order."""
 
     FIRST = 0
-    AGAIN = 1  # on a stream of its own
+    RETRY = 1  # on a stream of its own
     STAGED = 2  # loads only: copy by copy, through memory that is neither shared nor pinned
 
 

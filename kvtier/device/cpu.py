@@ -9,9 +9,9 @@ from collections.abc import Callable
 from functools import partial
 
 from kvtier import native
+from kvtier.device._methods import BatchedCopy
+from kvtier.device._threaded import Begin, ThreadedEngine, require_device
 from kvtier.device.base import DEADLINE_S, Attempt, KVCaches
-from kvtier.device.lanes import Begin, LaneEngine, require_device
-from kvtier.device.methods import BatchedCopy
 from kvtier.device.plan import CopyPlan
 from kvtier.memory import numa
 from kvtier.memory.layout import SlotLayout
@@ -35,7 +35,7 @@ def copy_each(plan: CopyPlan) -> None:
         ctypes.memmove(dst, src, size)
 
 
-class CpuTransferEngine(LaneEngine):
+class CpuTransferEngine(ThreadedEngine):
     """Copies between tensors in host memory and slots, one thread for each direction.
 
     Expedited loads have a thread of their own. Threads start with the first transfer that needs them.
@@ -46,7 +46,7 @@ class CpuTransferEngine(LaneEngine):
         region: the slots; it stays mapped until ``close``.
         copy: makes the copies of one plan and returns when they are done.
         staged: the same in another way, where ``copy`` fails again and again.
-        deadline_s: as for ``LaneEngine``.
+        deadline_s: as for ``ThreadedEngine``.
 
     Raises:
         ConfigError: a tensor is on another device.
@@ -70,7 +70,7 @@ class CpuTransferEngine(LaneEngine):
         super().__init__(kv_caches, layout, region, lambda _: prepare, deadline_s=deadline_s)
 
     def read(self, plan: CopyPlan) -> None:
-        """See ``LaneEngine.read``."""
+        """See ``ThreadedEngine.read``."""
         copy_each(plan)
 
     @property

@@ -8,10 +8,8 @@ from functools import partial
 
 import torch
 
-from kvtier.device.base import DEADLINE_S, KVCaches
-from kvtier.device.cuda_runtime import RuntimeLibrary, TorchRuntime, find_library, only_device
-from kvtier.device.lanes import require_device
-from kvtier.device.methods import (
+from kvtier.device._cuda_runtime import RuntimeLibrary, TorchRuntime, find_library, only_device
+from kvtier.device._methods import (
     BATCH,
     EACH,
     ENGINE,
@@ -25,9 +23,11 @@ from kvtier.device.methods import (
     Method,
     StridedCopy,
 )
+from kvtier.device._probe import Scratch, choose, kept_choice
+from kvtier.device._streams import StreamEngine
+from kvtier.device._threaded import require_device
+from kvtier.device.base import DEADLINE_S, KVCaches
 from kvtier.device.plan import CopyPlan
-from kvtier.device.probe import Scratch, choose, kept_choice
-from kvtier.device.streams import StreamEngine
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
 
@@ -158,7 +158,7 @@ def _measured(device: torch.device, methods: dict[str, Method]) -> dict[str, str
 
 def _gather(other: Method) -> Method | None:
     try:
-        from kvtier.device.gather import GatherCopy
+        from kvtier.device._gather import GatherCopy
     except ImportError:  # torch's wheels for GPUs bring Triton, others need not
         return None
     return GatherCopy(other)

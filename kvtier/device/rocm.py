@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
+from kvtier.device._cuda_runtime import RuntimeLibrary, TorchRuntime, find_library, only_device
+from kvtier.device._methods import BatchedCopy, Method
+from kvtier.device._streams import StreamEngine
+from kvtier.device._threaded import require_device
 from kvtier.device.base import DEADLINE_S, KVCaches
 from kvtier.device.cuda import choice_for, common_methods
-from kvtier.device.cuda_runtime import RuntimeLibrary, TorchRuntime, find_library, only_device
-from kvtier.device.lanes import require_device
-from kvtier.device.methods import BatchedCopy, Method
-from kvtier.device.streams import StreamEngine
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
 

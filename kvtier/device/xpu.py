@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from kvtier import native
+from kvtier.device._cuda_runtime import only_device
+from kvtier.device._methods import BatchedCopy
+from kvtier.device._streams import EventPool, StreamEngine
+from kvtier.device._threaded import CopyQueue, require_device
 from kvtier.device.base import DEADLINE_S, KVCaches
-from kvtier.device.cuda_runtime import only_device
-from kvtier.device.lanes import Way, require_device
-from kvtier.device.methods import BatchedCopy
 from kvtier.device.plan import Addresses, CopyPlan
-from kvtier.device.streams import EventPool, StreamEngine
 from kvtier.errors import TransferError
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
@@ -74,7 +74,7 @@ class _Buffer:
 
 
 class XpuStream:
-    """A stream of torch's, with buffers. See ``kvtier.device.streams.Stream``.
+    """A stream of torch's, with buffers. See ``kvtier.device._streams.Stream``.
 
     Args:
         api: ``torch.xpu``.
@@ -185,7 +185,7 @@ def _split(plan: CopyPlan, nbytes: int) -> tuple[Addresses, Addresses, Addresses
 
 
 class XpuRuntime:
-    """One Intel GPU. See ``kvtier.device.streams.Runtime``.
+    """One Intel GPU. See ``kvtier.device._streams.Runtime``.
 
     Args:
         tensors: the engine's, all on one device.
@@ -214,10 +214,12 @@ class XpuRuntime:
         """See ``Runtime.node``: torch does not say where the device is."""
         return None
 
-    def open_stream(self, way: Way, *, plain: bool = False) -> XpuStream:  # noqa: ARG002
+    def open_stream(self, way: CopyQueue, *, plain: bool = False) -> XpuStream:  # noqa: ARG002
         """See ``Runtime.open_stream``."""
         stream = self._api.Stream(self._device)
-        return XpuStream(self._api, stream, self._events, self._memory, way is Way.STORE, self._buffer_bytes)
+        return XpuStream(
+            self._api, stream, self._events, self._memory, way is CopyQueue.STORE, self._buffer_bytes
+        )
 
     def recycle(self, *events: Any) -> None:
         """See ``Runtime.recycle``."""

@@ -14,10 +14,10 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from kvtier.adapters.vllm.manager import Slots
 from kvtier.adapters.vllm.worker import KVTierWorker
 from kvtier.adapters.vllm.workers import Workers
+from kvtier.device._pinning import PinnedSlots
+from kvtier.device._threaded import LOST_AFTER
 from kvtier.device.base import KVCaches, PageRef, Pinning
 from kvtier.device.cpu import CpuTransferEngine, copy_plan, copy_staged
-from kvtier.device.lanes import LOST_AFTER
-from kvtier.device.pinning import PinnedSlots
 from kvtier.device.plan import CopyPlan
 from kvtier.errors import TransferError
 from kvtier.memory.layout import SlotLayout

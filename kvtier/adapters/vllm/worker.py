@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier.adapters.vllm.manager import Slots
+from kvtier.device._methods import BatchedCopy
 from kvtier.device.base import (
     Attempt,
     Audits,
@@ -29,7 +30,6 @@ from kvtier.device.base import (
     Run,
     TransferEngine,
 )
-from kvtier.device.methods import BatchedCopy
 from kvtier.errors import ConfigError, DeviceLostError, DeviceStuckError, TransferError
 from kvtier.memory.region import Region
 from kvtier.memory.worker_status import StatusField, WorkerStatus
@@ -211,7 +211,7 @@ class KVTierWorker(OffloadingWorker):
         if finished.error is not None:
             self._fail(job, finished.error)
             return TransferResult(job_id=finished.transfer_id, success=True)
-        if finished.attempt is Attempt.AGAIN:
+        if finished.attempt is Attempt.RETRY:
             self._count(StatusField.STORES_REPEATED if job.is_store else StatusField.LOADS_REPEATED)
         elif finished.attempt is Attempt.STAGED:
             self._count(StatusField.LOADS_STAGED)

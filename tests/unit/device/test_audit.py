@@ -181,7 +181,7 @@ def test_a_load_that_goes_to_wrong_places_is_repeated_and_told(shape: Shape) -> 
         it.load(2, SLOTS, LOADED[len(it.caches.groups)])
         it.engine.drain()
         end = ended(it)
-        assert (end.error, end.attempt, it.engine.audits.failed) == (None, Attempt.AGAIN, 1)
+        assert (end.error, end.attempt, it.engine.audits.failed) == (None, Attempt.RETRY, 1)
         it.check()
         assert any(slot_checksums.take_fault(slot) & Fault.COPY for slot in SLOTS)
 

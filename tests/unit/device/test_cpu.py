@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvtier import native
+from kvtier.device._threaded import LOST_AFTER, CopyQueue
 from kvtier.device.base import Attempt, Blocks
 from kvtier.device.cpu import CpuTransferEngine, copy_plan
-from kvtier.device.lanes import LOST_AFTER, Way
 from kvtier.device.plan import CopyPlan
 from kvtier.errors import DeviceLostError
 from kvtier.memory.layout import SlotLayout
@@ -109,7 +109,7 @@ def test_a_load_that_fails_twice_is_staged_and_has_the_right_bytes() -> None:
         ]
 
 
-@pytest.mark.parametrize(("expedited", "attempt"), [(False, Attempt.AGAIN), (True, Attempt.STAGED)])
+@pytest.mark.parametrize(("expedited", "attempt"), [(False, Attempt.RETRY), (True, Attempt.STAGED)])
 def test_only_an_awaited_load_is_staged_where_the_caller_has_a_better_way(
     expedited: bool, attempt: Attempt
 ) -> None:
@@ -153,7 +153,7 @@ def test_a_device_that_says_it_is_lost_is_believed_at_once() -> None:
         it.engine.submit_store(2, one(3), [2])
         it.engine.drain()
         assert [(str(end.error), end.attempt) for end in it.engine.finished()] == [
-            ("gone", Attempt.AGAIN),
+            ("gone", Attempt.RETRY),
             ("gone", None),
         ]
 
@@ -204,7 +204,7 @@ def test_memory_that_a_copy_is_stuck_with_stays_mapped() -> None:
         gate.go_through()
         copy_plan(plan)
 
-    gate.hold(Way.LOAD)
+    gate.hold(CopyQueue.LOAD)
     it = Rig(partial(CpuTransferEngine, copy=copy, deadline_s=0.1), Shape())
     address = it.region.address
     it.engine.submit_load(1, [3], one(5))

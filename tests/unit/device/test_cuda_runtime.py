@@ -14,11 +14,8 @@ import pytest
 import torch
 
 from kvtier import native
-from kvtier.device.base import Blocks
-from kvtier.device.cuda import Cudart
-from kvtier.device.cuda_runtime import RuntimeLibrary, TorchRuntime, TorchStream, find_library
-from kvtier.device.lanes import Way
-from kvtier.device.methods import (
+from kvtier.device._cuda_runtime import RuntimeLibrary, TorchRuntime, TorchStream, find_library
+from kvtier.device._methods import (
     BATCH,
     CASES,
     EACH,
@@ -31,8 +28,11 @@ from kvtier.device.methods import (
     Rows,
     StridedCopy,
 )
+from kvtier.device._streams import StreamEngine
+from kvtier.device._threaded import CopyQueue
+from kvtier.device.base import Blocks
+from kvtier.device.cuda import Cudart
 from kvtier.device.plan import CopyPlan
-from kvtier.device.streams import StreamEngine
 from kvtier.errors import ConfigError, DeviceLostError, TransferError
 from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory, Shape, rig
 
@@ -276,5 +276,5 @@ def test_the_chosen_method_is_used(runtime: TorchRuntime) -> None:
 @pytest.mark.parametrize("prefix", ["cuda"], indirect=True)
 def test_expedited_loads_have_a_stream_of_higher_priority(stub: Any, as_torch_cuda: Any) -> None:
     runtime = TorchRuntime(torch.device("cpu"), RuntimeLibrary(str(stub.path)))
-    priorities = {way: runtime.open_stream(way)._stream.priority for way in Way}
-    assert priorities[Way.EXPEDITED] < priorities[Way.LOAD] == priorities[Way.STORE]
+    priorities = {way: runtime.open_stream(way)._stream.priority for way in CopyQueue}
+    assert priorities[CopyQueue.EXPEDITED] < priorities[CopyQueue.LOAD] == priorities[CopyQueue.STORE]

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from kvtier.device import cuda, rocm
+from kvtier.device._cuda_runtime import TorchRuntime, TorchStream
+from kvtier.device._methods import BATCH, CASES, EACH, GATHER, STRIDED
+from kvtier.device._streams import StreamEngine
+from kvtier.device._threaded import CopyQueue
 from kvtier.device.auto import open_transfer_engine
 from kvtier.device.base import Blocks
-from kvtier.device.cuda_runtime import TorchRuntime, TorchStream
-from kvtier.device.lanes import Way
-from kvtier.device.methods import BATCH, CASES, EACH, GATHER, STRIDED
 from kvtier.device.plan import CopyPlan
-from kvtier.device.streams import StreamEngine
 from kvtier.device.xpu import XpuRuntime, XpuStream
 from kvtier.errors import TransferError
 from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory, Rig, Shape, rig
@@ -55,7 +55,7 @@ class Watched(TorchRuntime):
         self._count = 0
         self._counted = threading.Condition()
 
-    def open_stream(self, way: Way, *, plain: bool = False) -> TorchStream:
+    def open_stream(self, way: CopyQueue, *, plain: bool = False) -> TorchStream:
         stream = super().open_stream(way, plain=plain)
         copy = stream.copy
 

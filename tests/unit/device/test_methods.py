@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.device.lanes import Way
-from kvtier.device.methods import (
+from kvtier.device._methods import (
     BATCH,
     CASES,
     EACH,
@@ -26,6 +25,7 @@ from kvtier.device.methods import (
     find_rows,
     is_regular,
 )
+from kvtier.device._threaded import CopyQueue
 from kvtier.device.plan import CopyPlan
 
 HOST = 1 << 40
@@ -147,7 +147,7 @@ def pinned(*pieces: tuple[int, int]) -> PinnedMemory:
 WHOLE = (HOST, 2**30)
 
 
-def chooser(memory: PinnedMemory, way: Way = Way.LOAD, **choice: str) -> Chooser:
+def chooser(memory: PinnedMemory, way: CopyQueue = CopyQueue.LOAD, **choice: str) -> Chooser:
     """Choose by whether plans are scattered or regular, whatever their sizes and ways."""
     named = {str(case): choice["regular" if case.is_regular else "scattered"] for case in CASES}
     methods: dict[str, Any] = dict.fromkeys((EACH, BATCH, STRIDED), object())
@@ -178,13 +178,16 @@ def test_one_copy_needs_no_method() -> None:
         ([(HOST, 2**14), (HOST + 2**15, 2**20)], EACH),
     ],
 )
-@pytest.mark.parametrize("way", [Way.LOAD, Way.STORE])
+@pytest.mark.parametrize("way", [CopyQueue.LOAD, CopyQueue.STORE])
 def test_what_is_not_all_pinned_is_copied_one_by_one(
-    pieces: list[tuple[int, int]], name: str, way: Way
+    pieces: list[tuple[int, int]], name: str, way: CopyQueue
 ) -> None:
     it = chooser(pinned(*pieces), way, scattered=BATCH, regular=BATCH)
     load = scattered(64, 512)
-    assert it.name(load if way is Way.LOAD else CopyPlan(load.dst, load.src, load.sizes, load.nbytes)) == name
+    assert (
+        it.name(load if way is CopyQueue.LOAD else CopyPlan(load.dst, load.src, load.sizes, load.nbytes))
+        == name
+    )
 
 
 def test_rows_in_two_pinned_pieces_are_copied_one_by_one() -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier.device.methods import CASES, Case, Size, case_of
+from kvtier.device._methods import CASES, Case, Size, case_of
+from kvtier.device._probe import Scratch, choose, kept_choice
 from kvtier.device.plan import CopyPlan
-from kvtier.device.probe import Scratch, choose, kept_choice
 
 
 class Host:

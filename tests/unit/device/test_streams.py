@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from kvtier import native
+from kvtier.device._streams import StreamEngine
+from kvtier.device._threaded import CopyQueue
 from kvtier.device.base import Attempt, Blocks, Pinning
-from kvtier.device.lanes import Way
 from kvtier.device.plan import CopyPlan
-from kvtier.device.streams import StreamEngine
 from kvtier.errors import DeviceLostError, DeviceStuckError, TransferError
 from kvtier_testing.device import (
     Compute,
@@ -119,7 +119,7 @@ class PlayedDevice:
         self.plain = False
         self._free_events: list[PlayedEvent] = []
         self.gate = Gate()
-        self.compute = self.open_stream(Way.STORE)
+        self.compute = self.open_stream(CopyQueue.STORE)
         self.pieces: list[tuple[int, int]] = []
         self.unpinned: list[int] = []
         self.unmapped: list[int] = []
@@ -156,7 +156,7 @@ class PlayedDevice:
     def node(self) -> int | None:
         return 0
 
-    def open_stream(self, way: Way, *, plain: bool = False) -> PlayedStream:
+    def open_stream(self, way: CopyQueue, *, plain: bool = False) -> PlayedStream:
         self._streams.append(PlayedStream(self))
         self.plain = plain
         return self._streams[-1]
@@ -426,7 +426,7 @@ def test_a_copy_is_repeated_on_a_fresh_stream_which_is_kept(device: PlayedDevice
         it.check()
         assert device.opened == before + 1
         assert device.plain  # another way to copy may be what has failed
-        assert [end.attempt for end in it.engine.finished()] == [Attempt.AGAIN, Attempt.FIRST]
+        assert [end.attempt for end in it.engine.finished()] == [Attempt.RETRY, Attempt.FIRST]
 
 
 def test_events_are_used_again(device: PlayedDevice) -> None:
@@ -442,7 +442,7 @@ def test_the_next_transfer_is_given_before_the_last_one_has_ended(device: Played
     gate = threading.Event()
     device.before_copy = lambda dst: gate.wait(20)
     with rig(engine_on(device)) as it:
-        device.gate.hold(Way.STORE)
+        device.gate.hold(CopyQueue.STORE)
         for number in range(3):
             it.store(number, one(number), [number])
         device.gate.open()  # only now, so that all three are there when the first one is given
@@ -475,7 +475,7 @@ def test_of_two_transfers_that_are_given_both_may_still_move_when_the_first_hang
     gate = threading.Event()
     device.before_copy = lambda dst: gate.wait(20)
     it = Rig(engine_on(device, deadline_s=1), Shape())
-    device.gate.hold(Way.LOAD)
+    device.gate.hold(CopyQueue.LOAD)
     for number in range(3):
         it.engine.submit_load(number, [number], one(number))
     device.gate.open()

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from kvtier.device._streams import StreamEngine
+from kvtier.device._threaded import CopyQueue
 from kvtier.device.base import DEADLINE_S, Blocks
-from kvtier.device.lanes import Way
 from kvtier.device.plan import CopyPlan
-from kvtier.device.streams import StreamEngine
 from kvtier.device.xpu import DeviceBytes, XpuRuntime, XpuStream, _pieces
 from kvtier.errors import TransferError
 from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory, Shape, rig
@@ -45,7 +45,7 @@ class TestOverHostMemory(DeviceConformance):
         return lambda deadline_s: engine_on(played_torch, 2000, deadline_s)
 
 
-def test_copies_are_given_to_the_streams_of_their_lanes(played_torch: Any) -> None:
+def test_copies_are_given_to_the_streams_of_their_queues(played_torch: Any) -> None:
     with rig(engine_on(played_torch, 2000)) as it:
         it.store(1, Blocks.make(range(8), (8,), (0,)), range(8))
         it.engine.wait([1])
@@ -150,6 +150,6 @@ def test_nothing_is_pinned_in_the_background(played_torch: Any) -> None:
 
 def test_lanes_have_buffers_of_their_own(played_torch: Any) -> None:
     runtime = XpuRuntime([torch.zeros((2, 8), dtype=torch.int8)], played_torch, 64)
-    streams = [runtime.open_stream(way) for way in Way]
+    streams = [runtime.open_stream(way) for way in CopyQueue]
     addresses = {buffer.address for stream in streams for buffer in stream._buffers}
     assert len(addresses) == 6

@@ -21,8 +21,8 @@ from itertools import zip_longest
 import pytest
 import torch
 
+from kvtier.device._threaded import CopyQueue
 from kvtier.device.base import Blocks, KVCaches, PageMapping, PageRef, Run, TransferEngine
-from kvtier.device.lanes import Way
 from kvtier.errors import DamagedSlotError, DeviceLostError, DeviceStuckError, StateError
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
@@ -54,7 +54,7 @@ class Gate:
         self._held: set[str] = set()
         self._opened = threading.Condition()
 
-    def hold(self, *ways: Way) -> None:
+    def hold(self, *ways: CopyQueue) -> None:
         """Let nobody through who copies for these lanes."""
         with self._opened:
             self._held.update(ways)
@@ -510,7 +510,7 @@ class DeviceConformance:
         self, gated_factory: GatedFactory, gate: Gate
     ) -> None:
         with rig(gated_factory(60), device=self.device) as it:
-            gate.hold(Way.LOAD)
+            gate.hold(CopyQueue.LOAD)
             it.load(1, [1], _run(1, 1))
             it.load(2, [2], _run(2, 1))
             it.load(3, [3], _run(3, 1), expedited=True)
@@ -523,7 +523,7 @@ class DeviceConformance:
 
     def test_submitting_does_not_wait_for_copies(self, gated_factory: GatedFactory, gate: Gate) -> None:
         with rig(gated_factory(60), device=self.device) as it:
-            gate.hold(Way.LOAD)
+            gate.hold(CopyQueue.LOAD)
             for number in range(20):
                 it.load(number, [number], _run(number, 1))
             assert it.engine.finished() == []
@@ -534,7 +534,7 @@ class DeviceConformance:
 
     def test_wait_blocks_until_the_end(self, gated_factory: GatedFactory, gate: Gate) -> None:
         with rig(gated_factory(60), device=self.device) as it:
-            gate.hold(Way.STORE)
+            gate.hold(CopyQueue.STORE)
             it.store(1, _run(1, 1), [1])
             waiter = threading.Thread(target=it.engine.wait, args=([1],))
             waiter.start()
@@ -573,7 +573,7 @@ class DeviceConformance:
             return wakeups, turns
 
         with rig(gated_factory(60), device=self.device) as it:
-            gate.hold(Way.STORE)
+            gate.hold(CopyQueue.STORE)
             wakeups, _ = asyncio.run(wait_for_three(it))
             assert wakeups == 3  # one for each end: nobody asks again and again
             it.check()
@@ -582,7 +582,7 @@ class DeviceConformance:
         self, gated_factory: GatedFactory, gate: Gate, caplog: pytest.LogCaptureFixture
     ) -> None:
         it = Rig(gated_factory(0.2), Shape(), self.device)
-        gate.hold(Way.STORE)
+        gate.hold(CopyQueue.STORE)
         woken = threading.Event()
         it.engine.set_wakeup(woken.set)
         for number in (1, 2):
@@ -607,7 +607,7 @@ class DeviceConformance:
 
     def test_a_copy_that_is_slow_is_not_given_up(self, gated_factory: GatedFactory, gate: Gate) -> None:
         with rig(gated_factory(2), device=self.device) as it:
-            gate.hold(Way.LOAD)
+            gate.hold(CopyQueue.LOAD)
             it.load(1, [1], _run(1, 1))
             threading.Timer(0.4, gate.open).start()
             it.check()

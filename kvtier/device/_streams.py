@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kvtier.device._pinning import PIECE_BYTES, PinnedSlots
+from kvtier.device._threaded import Begin, CopyQueue, Finish, Prepare, ThreadedEngine
 from kvtier.device.base import DEADLINE_S, Attempt, KVCaches, Pinning
-from kvtier.device.lanes import Begin, Finish, LaneEngine, Prepare, Way
-from kvtier.device.pinning import PIECE_BYTES, PinnedSlots
 from kvtier.device.plan import CopyPlan
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
@@ -63,7 +63,7 @@ class Runtime(Protocol):
     def node(self) -> int | None:
         """Return the NUMA node that the device is at, where that is known; needs no ``attach``."""
 
-    def open_stream(self, way: Way, *, plain: bool = False) -> Stream:
+    def open_stream(self, way: CopyQueue, *, plain: bool = False) -> Stream:
         """Return a stream of its own for a lane; needs no ``attach``.
 
         Args:
@@ -81,7 +81,7 @@ class Runtime(Protocol):
         """Undo ``host_register``."""
 
 
-class StreamEngine(LaneEngine):
+class StreamEngine(ThreadedEngine):
     """Copies between tensors on one device and slots, with a stream and a thread for each lane.
 
     Stores and loads wait for the work that the submitting thread has given its current stream: a
@@ -99,7 +99,7 @@ class StreamEngine(LaneEngine):
         runtime: the device.
         piece_bytes: at most so many bytes are pinned at once, but at least one slot; None where the device
             does not pin memory that it has not allocated.
-        at_once, deadline_s: as for ``LaneEngine``.
+        at_once, deadline_s: as for ``ThreadedEngine``.
 
     Raises:
         ValueError: region, layout and tensors do not fit each other.
@@ -117,21 +117,21 @@ class StreamEngine(LaneEngine):
     ) -> None:
         piece_slots = None if piece_bytes is None else max(1, piece_bytes // region.chunk_bytes)
 
-        def open_lane(way: Way) -> Prepare:
-            return _StreamLane(runtime, way).prepare
+        def open_queue(way: CopyQueue) -> Prepare:
+            return _QueueStream(runtime, way).prepare
 
-        super().__init__(kv_caches, layout, region, open_lane, piece_slots, at_once, deadline_s)
+        super().__init__(kv_caches, layout, region, open_queue, piece_slots, at_once, deadline_s)
         self._runtime = runtime
         self._readers = threading.local()
         self._node = runtime.node()
         self._pinned = None if piece_slots is None else PinnedSlots(runtime, region, piece_slots)
 
     def read(self, plan: CopyPlan) -> None:
-        """See ``LaneEngine.read``: on a stream that copies nothing else."""
+        """See ``ThreadedEngine.read``: on a stream that copies nothing else."""
         self._runtime.attach()
         stream: Stream | None = getattr(self._readers, "stream", None)
         if stream is None:
-            stream = self._readers.stream = self._runtime.open_stream(Way.STORE, plain=True)
+            stream = self._readers.stream = self._runtime.open_stream(CopyQueue.STORE, plain=True)
         try:
             stream.copy(plan)
             end = stream.record()
@@ -158,10 +158,10 @@ class StreamEngine(LaneEngine):
             self._pinned.close()
 
 
-class _StreamLane:
+class _QueueStream:
     """What a lane copies with: a stream, and a fresh one after each failure."""
 
-    def __init__(self, runtime: Runtime, way: Way) -> None:
+    def __init__(self, runtime: Runtime, way: CopyQueue) -> None:
         self._runtime = runtime
         self._way = way
         self._stream = runtime.open_stream(way)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvtier.device.methods import CASES, Case, Choice, Method, Size
+from kvtier.device._methods import CASES, Case, Choice, Method, Size
 from kvtier.device.plan import CopyPlan
 
 logger = logging.getLogger("kvtier.device")

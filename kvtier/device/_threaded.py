@@ -13,7 +13,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from kvtier.device.audit import Auditor, Check
+from kvtier.device._audit import Auditor, Check
 from kvtier.device.base import DEADLINE_S, Attempt, Audits, Blocks, Finished, KVCaches, TransferEngine
 from kvtier.device.copies import CopyTable
 from kvtier.device.plan import CopyPlan, CopyPlanner
@@ -54,7 +54,7 @@ Prepare = Callable[[CopyPlan], Begin]
 """Takes a plan in the submitting thread, where the order against the caller's own work is known."""
 
 
-class Way(StrEnum):
+class CopyQueue(StrEnum):
     """The lanes; the value is the name of the thread."""
 
     STORE = "kvtier-store"
@@ -69,11 +69,11 @@ def require_device(kv_caches: KVCaches, name: str) -> None:
         raise ConfigError(f"the device backend {name!r} cannot copy tensors on {', '.join(sorted(types))}")
 
 
-_PLAIN = (Attempt.FIRST, Attempt.AGAIN)
+_PLAIN = (Attempt.FIRST, Attempt.RETRY)
 _WITH_STAGED = (*_PLAIN, Attempt.STAGED)
 
 
-class LaneEngine(TransferEngine):
+class ThreadedEngine(TransferEngine):
     """Runs transfers in three lanes: stores, loads and expedited loads.
 
     A lane's thread starts with the first transfer that needs it. Backends subclass this and say how
@@ -83,7 +83,7 @@ class LaneEngine(TransferEngine):
         kv_caches: tensors on the backend's device.
         layout: where the pages lie in a slot.
         region: the slots; it stays mapped until ``close``.
-        open_lane: called once for each lane.
+        open_queue: called once for each lane.
         piece_slots: no copy crosses a multiple of so many slots; None where that does not matter.
         at_once: how many transfers a lane has begun at a time. With two the device goes on with the next
             one while the host hears of the last.
@@ -99,7 +99,7 @@ class LaneEngine(TransferEngine):
         kv_caches: KVCaches,
         layout: SlotLayout,
         region: Region,
-        open_lane: Callable[[Way], Prepare],
+        open_queue: Callable[[CopyQueue], Prepare],
         piece_slots: int | None = None,
         at_once: int = 1,
         deadline_s: float = DEADLINE_S,
@@ -116,20 +116,22 @@ class LaneEngine(TransferEngine):
         self._submitting = threading.Lock()  # so that nothing is submitted behind the end of the lanes
         health = _Health()
         busy = threading.Event()
-        self._lanes = {way: _Lane(way, open_lane(way), at_once, self._copies, health, busy) for way in Way}
-        self._watch = _Watch(tuple(self._lanes.values()), deadline_s, busy)
+        self._queues = {
+            way: _QueueThread(way, open_queue(way), at_once, self._copies, health, busy) for way in CopyQueue
+        }
+        self._watch = _Watch(tuple(self._queues.values()), deadline_s, busy)
 
     def submit_store(self, transfer_id: int, blocks: Blocks, slots: Sequence[int]) -> None:
         """See ``TransferEngine.submit_store``."""
         plan = self._planner.store(blocks, slots)
         check = self._auditor.of_store(transfer_id, blocks, slots) if self._auditor else None
-        self._submit(Way.STORE, transfer_id, plan, _PLAIN, check)
+        self._submit(CopyQueue.STORE, transfer_id, plan, _PLAIN, check)
 
     def submit_load(
         self, transfer_id: int, slots: Sequence[int], blocks: Blocks, *, expedited: bool = False
     ) -> None:
         """See ``TransferEngine.submit_load``."""
-        way = Way.EXPEDITED if expedited else Way.LOAD
+        way = CopyQueue.EXPEDITED if expedited else CopyQueue.LOAD
         attempts = _WITH_STAGED if self.stages_loads or expedited else _PLAIN
         plan = self._planner.load(slots, blocks)
         check = self._auditor.of_load(transfer_id, slots, blocks) if self._auditor else None
@@ -170,14 +172,14 @@ class LaneEngine(TransferEngine):
     @property
     def is_stuck(self) -> bool:
         """Whether a copy was given up: its bytes may still move."""
-        return any(lane.is_stuck for lane in self._lanes.values())
+        return any(lane.is_stuck for lane in self._queues.values())
 
     def close(self) -> None:
         """See ``TransferEngine.close``."""
         with self._submitting:
             self._closed = True
         self.drain()
-        for lane in self._lanes.values():
+        for lane in self._queues.values():
             lane.stop()
         self._watch.stop()
         if self.is_stuck:
@@ -186,7 +188,7 @@ class LaneEngine(TransferEngine):
 
     def _submit(
         self,
-        way: Way,
+        way: CopyQueue,
         transfer_id: int,
         plan: CopyPlan,
         attempts: tuple[Attempt, ...],
@@ -196,7 +198,7 @@ class LaneEngine(TransferEngine):
             if self._closed:
                 raise StateError("the transfer engine is closed")
             self._watch.start()
-            self._lanes[way].submit(transfer_id, plan, attempts, check)
+            self._queues[way].submit(transfer_id, plan, attempts, check)
 
 
 class _Health:
@@ -240,7 +242,7 @@ class _Job:
         return Finished(self.transfer_id, self.nbytes, 0.0, error, attempt)
 
 
-class _Lane:
+class _QueueThread:
     """A thread that makes transfers in order; it starts with the first one.
 
     Attributes:
@@ -383,7 +385,7 @@ class _Watch:
         busy: set by a lane that begins with a copy.
     """
 
-    def __init__(self, lanes: Sequence[_Lane], deadline_s: float, busy: threading.Event) -> None:
+    def __init__(self, lanes: Sequence[_QueueThread], deadline_s: float, busy: threading.Event) -> None:
         self._deadline_s = deadline_s
         self._seen = {lane: _Seen() for lane in lanes}
         self._busy = busy

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from kvtier import native
+from kvtier.device._methods import EACH, Choice, Chooser, EachCopy, Method, PinnedMemory, Rows
+from kvtier.device._streams import EventPool
+from kvtier.device._threaded import CopyQueue
 from kvtier.device.base import KVCaches
-from kvtier.device.lanes import Way
-from kvtier.device.methods import EACH, Choice, Chooser, EachCopy, Method, PinnedMemory, Rows
 from kvtier.device.plan import CopyPlan
-from kvtier.device.streams import EventPool
 from kvtier.errors import ConfigError, DeviceLostError, TransferError
 from kvtier.memory import numa
 
@@ -154,10 +154,10 @@ class RuntimeLibrary:
 
 
 class TorchStream:
-    """A stream of torch's. See ``kvtier.device.streams.Stream``."""
+    """A stream of torch's. See ``kvtier.device._streams.Stream``."""
 
-    def __init__(self, device: torch.device, way: Way, events: EventPool, chooser: Chooser) -> None:
-        priority = _EXPEDITED_PRIORITY if way is Way.EXPEDITED else 0
+    def __init__(self, device: torch.device, way: CopyQueue, events: EventPool, chooser: Chooser) -> None:
+        priority = _EXPEDITED_PRIORITY if way is CopyQueue.EXPEDITED else 0
         self._stream = torch.cuda.Stream(device, priority=priority)
         self._events = events
         self._chooser = chooser
@@ -176,7 +176,7 @@ class TorchStream:
 
 
 class TorchRuntime:
-    """One GPU of torch's. See ``kvtier.device.streams.Runtime``.
+    """One GPU of torch's. See ``kvtier.device._streams.Runtime``.
 
     Args:
         device: the GPU, with its index.
@@ -217,7 +217,7 @@ class TorchRuntime:
             return None
         return numa.node_of_pci(address)
 
-    def open_stream(self, way: Way, *, plain: bool = False) -> TorchStream:
+    def open_stream(self, way: CopyQueue, *, plain: bool = False) -> TorchStream:
         """See ``Runtime.open_stream``."""
         choice = {} if plain else self._choice
         return TorchStream(self._device, way, self._events, Chooser(self._methods, choice, way, self._pinned))

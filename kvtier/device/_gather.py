@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvtier.device.methods import Method
+from kvtier.device._methods import Method
 from kvtier.device.plan import CopyPlan
 
 _PROGRAMS = 16

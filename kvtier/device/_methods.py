@@ -1,7 +1,7 @@
 """The ways to give a device many copies at once, and which one is taken for a plan.
 
 Neighbours are joined by the plan before. What is best for the rest depends on the device, its driver and
-the sizes: it is measured (``kvtier.device.probe``), never assumed. Memory that is not pinned is copied one
+the sizes: it is measured (``kvtier.device._probe``), never assumed. Memory that is not pinned is copied one
 by one.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.device.lanes import Way
+from kvtier.device._threaded import CopyQueue
 from kvtier.device.plan import Addresses, CopyPlan
 
 _Integers = npt.NDArray[np.int64]
@@ -242,10 +242,12 @@ class Chooser:
         pinned: what the device reaches on the host by itself.
     """
 
-    def __init__(self, methods: Mapping[str, Method], choice: Choice, way: Way, pinned: PinnedMemory) -> None:
+    def __init__(
+        self, methods: Mapping[str, Method], choice: Choice, way: CopyQueue, pinned: PinnedMemory
+    ) -> None:
         self._methods = methods
         self._choice = choice
-        self._is_store = way is Way.STORE
+        self._is_store = way is CopyQueue.STORE
         self._pinned = pinned
 
     def copy(self, plan: CopyPlan, stream: Any) -> None:
