@@ -21,7 +21,7 @@ from kvtier.memory.slot_checksums import Fault, SlotChecksums
 from kvtier.telemetry import evidence
 
 Check = Callable[[], None]
-"""Audits one transfer, in a lane's thread after its copies have ended. Raises AuditError."""
+"""Audits one transfer, in the thread of a queue after its copies have ended. Raises AuditError."""
 
 _Bytes = npt.NDArray[np.uint8]
 _MEANING = {

@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvtier.memory import numa
 from kvtier.memory.region import Region
 
+if TYPE_CHECKING:
+    from kvtier.device._streams import Runtime
+
 logger = logging.getLogger("kvtier.device")
 
 PIECE_BYTES = 256 * 2**20
-"""Bytes that are pinned at once. Other threads' calls can wait in the driver meanwhile: not too many."""
-
-
-class Pinner(Protocol):
-    """The part of a ``Runtime`` that pins."""
-
-    def attach(self) -> None:
-        """See ``Runtime.attach``."""
-
-    def node(self) -> int | None:
-        """See ``Runtime.node``."""
-
-    def host_register(self, address: int, nbytes: int) -> None:
-        """See ``Runtime.host_register``."""
-
-    def host_unregister(self, address: int) -> None:
-        """See ``Runtime.host_unregister``."""
+"""Bytes that are pinned at once: a limit, because other threads' calls can wait in the driver meanwhile."""
 
 
 class PinnedSlots:
@@ -41,7 +28,7 @@ class PinnedSlots:
         failed: whether no more can be pinned.
     """
 
-    def __init__(self, runtime: Pinner, region: Region, piece_slots: int) -> None:
+    def __init__(self, runtime: Runtime, region: Region, piece_slots: int) -> None:
         self.nbytes = 0
         self.failed = False
         self._runtime = runtime

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from functools import partial
 
 from kvtier import native
-from kvtier.device._methods import BatchedCopy
-from kvtier.device._threaded import Begin, ThreadedEngine, require_device
-from kvtier.device.base import DEADLINE_S, Attempt, KVCaches
+from kvtier.device._threaded import Begin, ThreadedEngine, only_device
+from kvtier.device.base import DEADLINE_S, Attempt, BatchedCopy, KVCaches
 from kvtier.device.plan import CopyPlan
 from kvtier.memory import numa
 from kvtier.memory.layout import SlotLayout
@@ -36,9 +35,7 @@ def copy_each(plan: CopyPlan) -> None:
 
 
 class CpuTransferEngine(ThreadedEngine):
-    """Copies between tensors in host memory and slots, one thread for each direction.
-
-    Expedited loads have a thread of their own. Threads start with the first transfer that needs them.
+    """Copies between tensors in host memory and slots.
 
     Args:
         kv_caches: tensors on the CPU.
@@ -62,7 +59,7 @@ class CpuTransferEngine(ThreadedEngine):
         staged: Callable[[CopyPlan], None] = copy_staged,
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        require_device(kv_caches, "cpu")
+        only_device(kv_caches, "cpu")
 
         def prepare(plan: CopyPlan) -> Begin:
             return lambda attempt: partial(_timed, staged if attempt is Attempt.STAGED else copy, plan)
@@ -70,17 +67,16 @@ class CpuTransferEngine(ThreadedEngine):
         super().__init__(kv_caches, layout, region, lambda _: prepare, deadline_s=deadline_s)
 
     def read(self, plan: CopyPlan) -> None:
-        """See ``ThreadedEngine.read``."""
         copy_each(plan)
 
     @property
     def node(self) -> int | None:
-        """See ``TransferEngine.node``: that of the CPUs this process may run on."""
+        """The node of the CPUs that this process may run on."""
         return numa.node_of_cpus(os.sched_getaffinity(0))
 
 
 def missing() -> str | None:
-    """Say why host memory cannot be copied here: it always can."""
+    """Return None: host memory can always be copied."""
     return None
 
 

@@ -17,10 +17,10 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier.adapters.vllm.manager import Slots
-from kvtier.device._methods import BatchedCopy
 from kvtier.device.base import (
     Attempt,
     Audits,
+    BatchedCopy,
     Blocks,
     Finished,
     KVCaches,

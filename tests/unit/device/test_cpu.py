@@ -144,7 +144,7 @@ def test_after_failures_in_a_row_the_device_is_lost_and_nothing_is_tried_any_mor
     assert lost == [False] * (LOST_AFTER - 1) + [True] * 4
     assert tried == 2 * LOST_AFTER == 1000 - faulty.failures
     assert [end.attempt for end in ends[LOST_AFTER:]] == [None] * 3
-    assert sum("the device is given up" in record.getMessage() for record in caplog.records) == 1
+    assert sum("device disabled" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_device_that_says_it_is_lost_is_believed_at_once() -> None:

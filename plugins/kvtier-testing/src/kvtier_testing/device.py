@@ -21,8 +21,7 @@ from itertools import zip_longest
 import pytest
 import torch
 
-from kvtier.device._threaded import CopyQueue
-from kvtier.device.base import Blocks, KVCaches, PageMapping, PageRef, Run, TransferEngine
+from kvtier.device.base import Blocks, CopyQueue, KVCaches, PageMapping, PageRef, Run, TransferEngine
 from kvtier.errors import DamagedSlotError, DeviceLostError, DeviceStuckError, StateError
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
@@ -48,16 +47,16 @@ class Compute:
 
 
 class Gate:
-    """Holds copies up on their way, in the lanes' threads. To be passed before the first byte moves."""
+    """Holds copies up, in the threads of the queues. To be passed before the first byte moves."""
 
     def __init__(self) -> None:
         self._held: set[str] = set()
         self._opened = threading.Condition()
 
-    def hold(self, *ways: CopyQueue) -> None:
-        """Let nobody through who copies for these lanes."""
+    def hold(self, *queues: CopyQueue) -> None:
+        """Let nobody through who copies for these queues."""
         with self._opened:
-            self._held.update(ways)
+            self._held.update(queues)
 
     def open(self) -> None:
         """Let everybody through from now on."""
@@ -66,7 +65,7 @@ class Gate:
             self._opened.notify_all()
 
     def go_through(self) -> None:
-        """Block while the lane of the calling thread is held."""
+        """Block while the queue of the calling thread is held."""
         name = threading.current_thread().name
         with self._opened:
             self._opened.wait_for(lambda: name not in self._held, 60)
@@ -527,7 +526,7 @@ class DeviceConformance:
             for number in range(20):
                 it.load(number, [number], _run(number, 1))
             assert it.engine.finished() == []
-            with pytest.raises(ValueError, match="transfer 7 is under way"):
+            with pytest.raises(ValueError, match="transfer 7 is in flight"):
                 it.engine.submit_load(7, [7], _run(7, 1))
             gate.open()
             it.check()
@@ -602,7 +601,7 @@ class DeviceConformance:
         gate.open()  # what was given up ends after all: nobody hears of it, and its memory is there
         time.sleep(0.05)
         assert it.engine.finished() == []
-        assert sum("the device is given up" in record.getMessage() for record in caplog.records) == 1
+        assert sum("device disabled" in record.getMessage() for record in caplog.records) == 1
         it.close()
 
     def test_a_copy_that_is_slow_is_not_given_up(self, gated_factory: GatedFactory, gate: Gate) -> None:
