@@ -89,8 +89,8 @@ class StreamEngine(ThreadedEngine):
     long a copy took.
 
     The slots are pinned in the background, in pieces, from slot 0 on. Slots that are not pinned are
-    copied all the same, slower: the device's library then stages the bytes and blocks the thread that gives it
-    the copy, which is that of the queue and not the engine's.
+    copied all the same, slower: the device's library then stages the bytes and blocks the thread that makes
+    the call, which is that of the queue and not the engine's.
 
     Args:
         kv_caches: tensors on one device.

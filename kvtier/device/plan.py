@@ -178,7 +178,7 @@ class _Pages:
         self._writers, self._writer = writers, writer
 
     def pairs(self, ids: _Integers, places: _Integers, to_write: bool) -> _Pairs:
-        """Return the addresses and sizes of the pages of blocks; to write only those of this worker's turn."""
+        """Return the addresses and sizes of the pages of blocks; to write, of this worker's own ones."""
         if to_write and self._writers > 1:
             own = places % self._writers == self._writer
             ids, places = ids[own], places[own]

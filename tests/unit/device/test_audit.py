@@ -143,11 +143,14 @@ def test_any_byte_that_changes_in_a_workers_area_is_found_by_it(shape: Shape, da
         assert bool(slot_checksums.take_fault(slot)) == concerned
 
 
-def test_what_was_found_names_the_slot_and_keeps_both_sides(evidence: Path) -> None:
-    with audited(PLAIN) as (it, slot_checksums):
+def test_a_changed_slot_is_named_and_both_sides_are_kept_and_it_is_not_copied_again(evidence: Path) -> None:
+    copies = Crooked()
+    with audited(PLAIN, copies) as (it, slot_checksums):
         store(it)
         flip(it, SLOTS[2], 700)
-        assert "slot 14" in str(load(it).error)
+        end = load(it)
+        assert "slot 14" in str(end.error)
+        assert (end.attempt, copies.count) == (Attempt.FIRST, 2)
         (kept,) = evidence.glob("*.slot")
         held = kept.read_bytes()
         assert held == it.region.view(SLOTS[2])[: len(held)]
@@ -156,33 +159,16 @@ def test_what_was_found_names_the_slot_and_keeps_both_sides(evidence: Path) -> N
         assert not slot_checksums.take_fault(SLOTS[1])
 
 
-def test_a_slot_that_has_changed_is_not_copied_again() -> None:
-    copies = Crooked()
-    with audited(PLAIN, copies) as (it, _):
-        store(it)
-        flip(it, SLOTS[0], 0)
-        assert load(it).attempt is Attempt.FIRST
-        assert copies.count == 2
-
-
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_store_that_goes_to_wrong_places_is_repeated_and_told(shape: Shape) -> None:
-    with audited(shape, Crooked(1)) as (it, slot_checksums):
-        assert (store(it).error, it.engine.audits.failed) == (None, 1)
-        it.check()
-        assert any(slot_checksums.take_fault(slot) & Fault.COPY for slot in SLOTS)
-        assert load(it).error is None
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_load_that_goes_to_wrong_places_is_repeated_and_told(shape: Shape) -> None:
-    with audited(shape, Crooked(2)) as (it, slot_checksums):
-        store(it)
+@pytest.mark.parametrize("wrong", [1, 2], ids=["store", "load"])
+def test_a_copy_that_goes_to_wrong_places_is_repeated_and_reported(shape: Shape, wrong: int) -> None:
+    with audited(shape, Crooked(wrong)) as (it, slot_checksums):
+        ends = [store(it)]
         it.load(2, SLOTS, LOADED[len(it.caches.groups)])
-        it.engine.drain()
-        end = ended(it)
-        assert (end.error, end.attempt, it.engine.audits.failed) == (None, Attempt.RETRY, 1)
         it.check()
+        ends.append(ended(it))
+        assert [end.error for end in ends] == [None, None]
+        assert (ends[wrong - 1].attempt, it.engine.audits.failed) == (Attempt.RETRY, 1)
         assert any(slot_checksums.take_fault(slot) & Fault.COPY for slot in SLOTS)
 
 
@@ -192,13 +178,6 @@ def test_loads_that_always_go_to_wrong_places_fail_and_the_device_is_not_lost() 
         for _ in range(6):
             error = load(it).error
             assert type(error) is AuditError
-
-
-def test_without_audits_the_same_is_taken_for_a_good_copy() -> None:
-    with audited(PLAIN, Crooked(1), rate=0.0) as (it, _):
-        assert store(it).error is None
-        with pytest.raises(AssertionError, match="slot"):
-            it.check()
 
 
 def test_what_a_slot_held_before_is_not_expected_of_what_comes_next() -> None:
