@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvtier.device._pinning import PIECE_BYTES, PinnedSlots
-from kvtier.device._threaded import Begin, CopyQueue, Finish, Prepare, ThreadedEngine
-from kvtier.device.base import DEADLINE_S, Attempt, KVCaches, Pinning
+from kvtier.device._threaded import Begin, Finish, Prepare, ThreadedEngine
+from kvtier.device.base import DEADLINE_S, Attempt, CopyQueue, KVCaches, Pinning
 from kvtier.device.plan import CopyPlan
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region

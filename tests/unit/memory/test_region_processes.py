@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtier.errors import RegionError
 from kvtier.memory.region import Region, remove_stale_files
 
 if TYPE_CHECKING:
@@ -82,13 +81,6 @@ def test_a_process_that_ends_without_close_leaves_no_file(holding: Holding, shm:
         assert holder.answer() == "open"
         assert holder.exit() == 0
         assert os.listdir(shm) == []
-
-
-def test_another_size_is_refused_across_processes(holding: Holding, shm: Path) -> None:
-    with holding("e", 4) as holder:
-        assert holder.answer() == "open"
-        with pytest.raises(RegionError, match=rf"{4 * PAGE} bytes, but {5 * PAGE} bytes"):
-            Region.open("e", 5, PAGE, shm)
 
 
 def test_one_process_claims(holding: Holding, shm: Path) -> None:

@@ -48,14 +48,6 @@ def test_a_mark_of_any_worker_is_taken_once(desk: Desk) -> None:
     assert desk.scheduler.take_marks([299])
 
 
-def test_marks_are_found_again_after_many_of_them(desk: Desk) -> None:
-    for _ in range(50):
-        desk.workers[0].mark([3])
-        desk.workers[2].mark([3, 4])
-        assert desk.scheduler.take_marks([3, 4])
-        assert not desk.scheduler.take_marks(range(SLOTS))
-
-
 def test_a_slot_that_is_marked_twice_is_wiped_once(desk: Desk) -> None:
     desk.workers[0].mark([3])
     desk.workers[0].mark([3])
