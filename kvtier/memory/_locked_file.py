@@ -1,11 +1,10 @@
 """Files that exist for as long as a process holds them, and the removal of those nobody holds.
 
-A region's file lives in memory, so a file that outlives its processes is memory lost. Whether a
-file is alive is asked of the kernel: every user holds a shared ``flock`` on it, which ends with the
-process however it ends. Whoever gets the exclusive lock without waiting knows that nobody uses the
-file. Age, names and process ids say nothing.
+A region's file lives in memory, so a file that outlives its processes is memory lost. Every user holds a
+shared ``flock`` on it, which ends with the process however it ends. Whoever gets the exclusive lock without
+waiting knows that nobody uses the file. Age, names and process ids prove nothing.
 
-What makes it safe while others start and stop at the same time:
+What makes this safe while others start and stop at the same time:
 
 * a file gets its final name only after its creator holds the lock, so a named file without a lock
   never belongs to a process that is still starting;
@@ -125,7 +124,7 @@ def release(file: LockedFile) -> None:
 
 
 def claim(file: LockedFile) -> bool:
-    """Become the one claimant of the file until it is released; tell whether that worked.
+    """Become the only claimant of the file until it is released; return whether that worked.
 
     The claim is a record lock beside the ``flock``; the two do not see each other.
     """
@@ -200,7 +199,7 @@ def _create(path: Path, nbytes: int, note: bytes) -> int | None:
 
 
 def _new_file(path: Path) -> tuple[int, Path]:
-    """Open a new file without a name, or with one of its own, and say what to link it from."""
+    """Open a new file without a name, or with one of its own; return it and what to link it from."""
     with suppress(OSError):  # not every file system has unnamed files
         fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         source = Path(f"/proc/self/fd/{fd}")

@@ -66,7 +66,6 @@ class Region:
     Attributes:
         slots: number of slots.
         chunk_bytes: length of one slot, and distance to the next, in bytes.
-        name: the name it was opened under; empty for an anonymous one.
         path: the file's path; None where it has none.
     """
 
@@ -74,16 +73,18 @@ class Region:
         self,
         slots: int,
         chunk_bytes: int,
-        name: str = "",
         file: LockedFile | None = None,
         metadata_bytes: int = 0,
     ) -> None:
         self.slots = slots
         self.chunk_bytes = chunk_bytes
-        self.name = name
         self.path = file.path if file else None
         self._file = file
-        self._map: mmap.mmap | None = _map_bytes(slots * chunk_bytes + metadata_bytes, file)
+        self._map: mmap.mmap | None = mmap.mmap(
+            file.fd if file else -1,
+            slots * chunk_bytes + metadata_bytes,
+            flags=mmap.MAP_SHARED if file else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+        )
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._guard: Callable[[], object] | None = None
         self._leftover: mmap.mmap | None = None  # of a closed region, until it is unmapped
@@ -127,13 +128,16 @@ class Region:
         """
         _require_shape(slots, chunk_bytes)
         remove_stale_files(directory)
-        nbytes = slots * chunk_bytes
-        file = _locked_file.create_or_join(
-            directory / _file_name(name), nbytes + metadata_bytes, _note(contents)
-        )
+        nbytes = slots * chunk_bytes + metadata_bytes
+        file = _locked_file.create_or_join(directory / _file_name(name), nbytes, _note(contents))
+        return Region._over(file, slots, chunk_bytes, metadata_bytes)
+
+    @staticmethod
+    def _over(file: LockedFile, slots: int, chunk_bytes: int, metadata_bytes: int) -> Region:
+        """Make a region of a file, which is released where that fails."""
         try:
-            _allocate(file, nbytes, metadata_bytes)
-            return Region(slots, chunk_bytes, name, file, metadata_bytes)
+            _allocate(file, slots * chunk_bytes, metadata_bytes)
+            return Region(slots, chunk_bytes, file, metadata_bytes)
         except BaseException:
             _locked_file.release(file)
             raise
@@ -152,14 +156,8 @@ class Region:
             RegionError: there is no shared memory, or the shape is wrong.
         """
         _require_shape(slots, chunk_bytes)
-        nbytes = slots * chunk_bytes
-        file = _locked_file.create_unnamed(nbytes + metadata_bytes)
-        try:
-            _allocate(file, nbytes, metadata_bytes)
-            return Region(slots, chunk_bytes, file=file, metadata_bytes=metadata_bytes)
-        except BaseException:
-            _locked_file.release(file)
-            raise
+        file = _locked_file.create_unnamed(slots * chunk_bytes + metadata_bytes)
+        return Region._over(file, slots, chunk_bytes, metadata_bytes)
 
     @staticmethod
     def borrowed(fd: int, slots: int, chunk_bytes: int, metadata_bytes: int = 0) -> Region:
@@ -177,7 +175,7 @@ class Region:
         """
         _require_shape(slots, chunk_bytes)
         file = _locked_file.borrow(fd, slots * chunk_bytes + metadata_bytes)
-        region = Region(slots, chunk_bytes, file=file, metadata_bytes=metadata_bytes)
+        region = Region(slots, chunk_bytes, file, metadata_bytes)
         region._require_open().madvise(mmap.MADV_DONTFORK)
         return region
 
@@ -225,10 +223,10 @@ class Region:
             return whole[self.nbytes :]
 
     def claim(self) -> None:
-        """Become the one who decides what the slots hold; a no-op for an anonymous region.
+        """Become the only one who decides what the slots hold; a no-op for an anonymous region.
 
-        Of all who have the region open one can claim it, until it closes. Two engines that were
-        given the same id would otherwise write over each other's chunks.
+        Of all who have the region open one can claim it, until it closes. Without that, two engines with the
+        same id would overwrite each other's chunks.
 
         Raises:
             RegionError: another one has claimed it.
@@ -240,9 +238,9 @@ class Region:
             )
 
     def start_guard(self) -> None:
-        """Have a process of its own remove the file when all who use it are gone, however they end.
+        """Start a process that removes the file when all who use it are gone, however they end.
 
-        Where no process can be started the log says so; the next start on this machine removes the file then.
+        Where none can be started, a warning is logged, and the next start on this machine removes the file.
         """
         self._require_open()
         if self._file is None or self._file.path is None or self._guard is not None:
@@ -250,7 +248,7 @@ class Region:
         try:
             fd = guard.start(str(self._file.path), self._file.fd)
         except OSError as error:
-            logger.warning("%s; if the engine is killed the file stays until the next start", error)
+            logger.warning("%s: if the engine is killed, its file stays until the next start", error)
             return
         keep_fd_from_children(fd)
         self._guard = weakref.finalize(self, os.close, fd)
@@ -315,7 +313,10 @@ class Region:
         leftover, self._leftover = self._leftover, None
         if leftover is not None:
             self._forget_memory()
-            _unmap(leftover)
+            try:
+                leftover.close()
+            except BufferError:  # views are out: the last of them takes the mapping along
+                logger.debug("views of the region are still in use at its end")
         if self._release is not None:
             self._release()
         if self._guard is not None:
@@ -352,7 +353,7 @@ class Region:
             if self._stopping.is_set():
                 return
             if code:
-                self._tell_shortage(code, filling)
+                self._report_shortage(code, filling)
             else:
                 filling.done(piece)
 
@@ -379,11 +380,11 @@ class Region:
             # A page that two parts share is taken for the first of them; a slot ends with a page.
             yield start - start % mmap.PAGESIZE, end + -end % mmap.PAGESIZE
 
-    def _tell_shortage(self, code: int, filling: _Filling) -> None:
-        ready, said = filling.give_up()
-        if not said:
+    def _report_shortage(self, code: int, filling: _Filling) -> None:
+        ready, is_reported = filling.give_up()
+        if not is_reported:
             logger.error(
-                "the primary tier lacks %d of %d bytes (%s): it goes on with %d of %d slots; "
+                "the primary tier lacks %d of %d bytes (%s) and continues with %d of %d slots: "
                 "set cpu_bytes_to_use to less",
                 self.nbytes - ready * self.chunk_bytes,
                 self.nbytes,
@@ -395,7 +396,7 @@ class Region:
 
 
 class _Filling:
-    """One ``populate``: what its threads share.
+    """What the threads of one ``populate`` share.
 
     Attributes:
         parts: the parts of each slot, and where they are to be taken from.
@@ -421,7 +422,7 @@ class _Filling:
         self._start_s = time.monotonic()
         self._next = 0
         self._ready = 0
-        self._said = False
+        self._is_reported = False
 
     def prepare(self) -> None:
         """Ask for huge pages, once: it reads the system's settings, which a caller may not wait for."""
@@ -438,23 +439,23 @@ class _Filling:
             return range(first, self._next) if first < self._next else None
 
     def done(self, piece: range) -> None:
-        """Tell that slots can be used from now on."""
+        """Report that slots can be used from now on."""
         self._on_ready(piece)
         with self._lock:
             self._ready += len(piece)
             is_last = self._ready == self._region.slots
         if is_last:
-            self._tell()
+            self._log_ready()
             self.on_end()
 
     def give_up(self) -> tuple[int, bool]:
         """Leave the rest; return how many slots are ready, and whether this was called before."""
         with self._lock:
             self._next = self._region.slots
-            said, self._said = self._said, True
-            return self._ready, said
+            is_reported, self._is_reported = self._is_reported, True
+            return self._ready, is_reported
 
-    def _tell(self) -> None:
+    def _log_ready(self) -> None:
         region = self._region
         huge = pages.huge_bytes(region.address, region.nbytes) if self.huge else 0
         logger.info(
@@ -486,19 +487,6 @@ def _allocate(file: LockedFile, offset: int, nbytes: int) -> None:
 def default_threads() -> int:
     """Return with how many threads ``Region.populate`` works unless it is told."""
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // _CPUS_PER_THREAD))
-
-
-def _map_bytes(nbytes: int, file: LockedFile | None) -> mmap.mmap:
-    if file is None:
-        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return mmap.mmap(file.fd, nbytes, flags=mmap.MAP_SHARED)
-
-
-def _unmap(mapping: mmap.mmap) -> None:
-    try:
-        mapping.close()
-    except BufferError:  # views are out: the last of them takes the mapping along
-        logger.debug("views of the region are still in use at its end")
 
 
 def _require_shape(slots: int, chunk_bytes: int) -> None:

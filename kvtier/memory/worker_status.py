@@ -1,10 +1,9 @@
-"""What workers tell their scheduler beside the engine's own messages: a table in shared memory.
+"""What workers report to their scheduler beside the engine's own messages: a table in shared memory.
 
-The table is a row for each worker, which alone writes it; the scheduler reads all rows, in each step. A row
-is some numbers, then a byte for each slot that says whether the last store of this worker into it failed.
-Such a mark is made before the engine is told that the store has ended, and wiped by the scheduler when
-it takes it in; until then the slot is not given to anybody else, so nobody writes a mark at the same
-time. A number is eight aligned bytes, written at once.
+Each worker has a row that it alone writes; the scheduler reads all rows in each step. A row has some numbers,
+then a byte for each slot that marks a failed store of this worker into it. A worker sets a mark before the
+engine learns that the store has ended, and the scheduler clears it when it takes it in. The slot is not
+reused before, so nobody writes a mark at the same time. A number is eight aligned bytes, written at once.
 """
 
 from __future__ import annotations
@@ -70,24 +69,22 @@ class WorkerStatus:
         self._words[word] += 1
 
     def mark(self, slots: Iterable[int]) -> None:
-        """Say that the store into these slots has failed, before anybody learns that it has ended."""
+        """Mark slots that a store has failed for. To be called before the store is reported as ended."""
         for slot in slots:
             if not self._marks[slot]:
                 self._marks[slot] = 1
                 self._words[StatusField.MARKED] += 1
 
     def wipe(self, slots: Iterable[int]) -> int:
-        """Take the marks from these slots; return how many there were."""
-        marks, wiped = self._marks, 0
-        for slot in slots:
-            if marks[slot]:
-                marks[slot] = 0
-                wiped += 1
-        return wiped
+        """Clear the marks of these slots; return how many there were."""
+        marked = [slot for slot in slots if self._marks[slot]]
+        for slot in marked:
+            self._marks[slot] = 0
+        return len(marked)
 
     @property
     def words(self) -> bytes:
-        """All numbers, to be compared with what they were."""
+        """All numbers, for comparison with earlier ones."""
         return self._words.tobytes()
 
 
@@ -106,7 +103,7 @@ class StatusTable:
         self._seen: list[bytes] = []
 
     def take_marks(self, slots: Sequence[int]) -> bool:
-        """Say whether a store into one of these slots has failed at any worker, and wipe the marks."""
+        """Return whether a store into one of these slots has failed at any worker, and clear the marks."""
         if sum(row[StatusField.MARKED] for row in self.rows) == self._wiped:
             return False
         wiped = sum(row.wipe(slots) for row in self.rows)
@@ -114,7 +111,7 @@ class StatusTable:
         return wiped > 0
 
     def has_changed(self) -> bool:
-        """Say whether a number is another than when this was last asked."""
+        """Return whether a number has changed since the last call."""
         seen, self._seen = self._seen, [row.words for row in self.rows]
         return seen != self._seen
 
