@@ -19,7 +19,7 @@ PIECE_BYTES = 256 * 2**20
 
 
 class PinnedSlots:
-    """Pins the slots in a thread, piece after piece, and keeps them mapped until it has unpinned them.
+    """Pins the slots in a thread, piece by piece, and keeps them mapped until it has unpinned them.
 
     CUDA refuses a copy that touches two pieces: the copy plans keep to the same ``piece_slots``.
 
@@ -41,7 +41,7 @@ class PinnedSlots:
         self._thread.start()
 
     def close(self) -> None:
-        """Unpin. No copy may be under way. May be called again."""
+        """Unpin. No copy may be in flight. May be called again."""
         self._stopping.set()
         self._thread.join()
         self._mapped = None
@@ -50,7 +50,7 @@ class PinnedSlots:
         pieces: list[int] = []
         try:
             self._runtime.attach()
-            with numa.preferring(self._runtime.node()):  # pinning touches what nobody has touched yet
+            with numa.preferring(self._runtime.node()):  # pinning allocates pages that were not touched yet
                 self._pin(pieces)
         except Exception as error:
             self.failed = True

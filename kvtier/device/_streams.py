@@ -72,7 +72,7 @@ class Runtime(Protocol):
         """
 
     def recycle(self, *events: Event) -> None:
-        """Return events to the pool that nobody waits for any more, to be recorded again."""
+        """Return events to the pool, to be recorded again. No thread may wait for them any more."""
 
     def host_register(self, address: int, nbytes: int) -> None:
         """Pin host memory, so that the device copies from it and to it directly."""
@@ -216,5 +216,5 @@ class EventPool:
             return self._make()
 
     def put_back(self, *events: Any) -> None:
-        """Return events that are over and that nobody waits for."""
+        """Return events that are over and that no thread waits for."""
         self._free.extend(events)

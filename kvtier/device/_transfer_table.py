@@ -21,14 +21,14 @@ class TransferTable:
         self._wakeup: Callable[[], object] | None = None
 
     def begin(self, transfer_id: int) -> None:
-        """Note a transfer. Raise ValueError when one of that id is in flight."""
+        """Record a transfer. Raise ValueError when one of that id is in flight."""
         with self._changed:
             if transfer_id in self._in_flight:
                 raise ValueError(f"transfer {transfer_id} is in flight already")
             self._in_flight.add(transfer_id)
 
     def end(self, result: Finished) -> None:
-        """Note how a transfer ended, and wake who waits for that."""
+        """Record how a transfer ended, and wake those who wait for it."""
         with self._changed:
             self._in_flight.discard(result.transfer_id)
             self._ended.append(result)
@@ -59,7 +59,7 @@ class TransferTable:
         self.wait(awaited)
 
     def set_wakeup(self, wakeup: Callable[[], object] | None) -> None:
-        """Call ``wakeup`` after each end, in the thread that reports it; now too, if some are untaken."""
+        """Call ``wakeup`` after each end, in the thread that reports it; and now, if some are untaken."""
         with self._changed:
             self._wakeup = wakeup
             waiting = bool(self._ended)

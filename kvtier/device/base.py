@@ -322,7 +322,7 @@ class TransferEngine(ABC):
         """Copy ``blocks`` to ``slots``, after what the caller has given the device to do so far.
 
         Args:
-            transfer_id: names the transfer; not the id of one that is under way.
+            transfer_id: names the transfer; not the id of one that is in flight.
             blocks: what to copy.
             slots: as many as ``Blocks.slots_needed`` adds up to, group after group.
 

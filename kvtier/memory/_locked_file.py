@@ -1,4 +1,4 @@
-"""Files that exist for as long as a process holds them, and the removal of those nobody holds.
+"""Files that exist as long as a process holds a lock on them, and the removal of stale ones.
 
 A region's file lives in memory, so a file that outlives its processes is memory lost. Every user holds a
 shared ``flock`` on it, which ends with the process however it ends. Whoever gets the exclusive lock without
@@ -8,8 +8,8 @@ What makes this safe while others start and stop at the same time:
 
 * a file gets its final name only after its creator holds the lock, so a named file without a lock
   never belongs to a process that is still starting;
-* a name is removed only by who holds the exclusive lock on the very file that it names;
-* who opened a file looks once more, with the lock in hand, whether the name still means that file.
+* a name is removed only with the exclusive lock on the very file that it names;
+* after a file was opened and locked, the name is checked again: it may mean another file by then.
 
 Each holder has an open file description of its own, so that two holders in one process count twice.
 """
@@ -33,7 +33,7 @@ from kvtier.forks import keep_fd_from_children
 logger = logging.getLogger("kvtier.memory")
 
 PREFIX = "kvtier_"
-PATIENCE_S = 10.0  # locks are held exclusively for microseconds; a stopped holder must not hang a start
+PATIENCE_S = 10.0  # exclusive locks last microseconds; a stopped process must not hang a start
 RETRY_S = 0.001
 _NOBODY = 0
 
@@ -44,7 +44,7 @@ class LockedFile:
 
     Attributes:
         fd: the open file description that has the lock.
-        path: the file's name; None where it has none, and ends with those who have it open.
+        path: the file's name; None where it has none and ends with its last descriptor.
         pid: the process that took the lock; children forked from it do not have the file.
     """
 
@@ -59,7 +59,7 @@ def create_or_join(path: Path, nbytes: int, note: bytes = b"") -> LockedFile:
     Args:
         path: the file's name.
         nbytes: bytes of use; behind them the file ends with ``note``.
-        note: what all who hold the file must agree on beside its size; of one length in all of them.
+        note: what all holders of the file must agree on beside its size; always of one length.
 
     Raises:
         RegionError: it exists with another size, note or owner, the directory has no room, or the name
@@ -71,18 +71,18 @@ def create_or_join(path: Path, nbytes: int, note: bytes = b"") -> LockedFile:
             found = _open_existing(path)
             fd = _create(path, nbytes, note) if found is None else _join(found, path, nbytes, note)
         except OSError as error:
-            raise RegionError(f"{path} cannot be made or opened: {error.strerror or error}") from error
+            raise RegionError(f"{path} cannot be created or opened: {error.strerror or error}") from error
         if fd is not None:
             return LockedFile(fd, path, os.getpid())
         time.sleep(RETRY_S)
-    raise RegionError(f"{path} is locked by another process that does not let go of it for {PATIENCE_S:g} s")
+    raise RegionError(f"{path} is locked by another process that has not released it for {PATIENCE_S:g} s")
 
 
 def create_unnamed(nbytes: int) -> LockedFile:
-    """Make a file in memory that has no name: whoever shall share it is handed the descriptor.
+    """Make a file in memory that has no name; it is shared by passing its descriptor.
 
     Raises:
-        RegionError: there is no such file to be had.
+        RegionError: the system has no memory or descriptor for it.
     """
     try:
         fd = os.memfd_create("kvtier", os.MFD_CLOEXEC)
@@ -96,7 +96,7 @@ def create_unnamed(nbytes: int) -> LockedFile:
 def borrow(fd: int, nbytes: int) -> LockedFile:
     """Take a file that another process holds and has handed over. Its locks stay that one's.
 
-    They end when both have ended: nobody else can claim the file before.
+    They end when both processes have ended; until then no other process can claim the file.
 
     Raises:
         RegionError: it is shorter than ``nbytes``.
@@ -109,7 +109,7 @@ def borrow(fd: int, nbytes: int) -> LockedFile:
 
 
 def release(file: LockedFile) -> None:
-    """Let go of the file; the last of its holders removes it. To be called once."""
+    """Release the file; its last holder removes it. To be called once."""
     if file.pid != os.getpid():  # borrowed, or a forked child: the lock is another process's
         os.close(file.fd)
         return

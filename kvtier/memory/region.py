@@ -31,7 +31,7 @@ logger = logging.getLogger("kvtier.memory")
 PIECE_BYTES = 64 * 2**20
 SHARED_MEMORY = Path("/dev/shm")
 POPULATING = "kvtier-populate"
-"""Name of the threads that get memory for slots."""
+"""Name of the threads that allocate memory for slots."""
 
 _JOIN_S = 10.0
 _MAX_NAME = 160
@@ -60,8 +60,8 @@ class Region:
 
     Made by ``open`` (a file that several processes map), ``unnamed`` (the same without a name), or
     ``anonymous`` (memory of this process).
-    A slot may be used only after ``populate`` has said so: a page that cannot be had when it is
-    first touched kills the process. It is a context manager that closes.
+    A slot may be used only after ``populate`` has reported it: a page without memory kills the process that
+    touches it. It is a context manager that closes.
 
     Attributes:
         slots: number of slots.
@@ -118,9 +118,9 @@ class Region:
             slots: number of slots, at least 1.
             chunk_bytes: bytes of a slot, a multiple of the page size.
             directory: a directory of a file system in memory.
-            metadata_bytes: bytes to share beside the slots; all who open the region name the same number.
-            contents: what the slots hold, in ASCII words that all who open the region must agree on;
-                equal sizes alone do not say that they mean the same by a slot.
+            metadata_bytes: bytes to share beside the slots; the same for all who open the region.
+            contents: what the slots hold, in ASCII words that must be the same for all who open the region;
+                equal sizes do not prove that a slot means the same to them.
 
         Raises:
             RegionError: there is no room, a living region of that name has another size or contents, the
@@ -262,16 +262,15 @@ class Region:
     ) -> None:
         """Start to back the slots with memory, in daemon threads, in pieces from slot 0 on.
 
-        Anyone who has the region open may do so, whoever created it, and more than once: pages
-        that are there stay as they are. Huge pages are used where the system grants them. Where memory
+        Every process that has the region open may do so, more than once: pages that are there keep their
+        content. Huge pages are used where the system grants them. Where memory
         runs out, one error is logged, the rest is not reported, and the region has fewer usable slots.
         ``close`` stops it.
 
         Args:
             on_ready: called in these threads with each range of slots that can be used from now on.
                 It must not block.
-            parts: from which NUMA nodes the parts of each slot are to be taken; default: as the system
-                likes.
+            parts: the NUMA nodes to allocate the parts of each slot on; default: as the system decides.
             threads: how many; default: one for each four CPUs, four at most. The engine starts meanwhile.
             on_end: called in one of these threads when no more slots will be ready, unless the region is
                 closed before.
@@ -358,7 +357,7 @@ class Region:
                 filling.done(piece)
 
     def _back(self, piece: range, filling: _Filling) -> int:
-        """Get memory for the slots of a piece, each part from its node; return 0 or the errno."""
+        """Allocate memory for the slots of a piece, each part on its node; return 0 or the errno."""
         for part in filling.parts:
             with numa.preferring(part.node):
                 for start, end in self._ranges(piece, part):
@@ -449,7 +448,7 @@ class _Filling:
             self.on_end()
 
     def give_up(self) -> tuple[int, bool]:
-        """Leave the rest; return how many slots are ready, and whether this was called before."""
+        """Skip the rest; return how many slots are ready, and whether this was called before."""
         with self._lock:
             self._next = self._region.slots
             is_reported, self._is_reported = self._is_reported, True
@@ -485,7 +484,7 @@ def _allocate(file: LockedFile, offset: int, nbytes: int) -> None:
 
 
 def default_threads() -> int:
-    """Return with how many threads ``Region.populate`` works unless it is told."""
+    """Return the default number of threads of ``Region.populate``."""
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // _CPUS_PER_THREAD))
 
 
@@ -499,7 +498,7 @@ def _require_shape(slots: int, chunk_bytes: int) -> None:
 
 
 def _file_name(name: str) -> str:
-    """Spell ``name`` as a file name; names that differ stay different."""
+    """Return a file name for ``name``; different names stay different."""
     safe = re.sub(r"[^A-Za-z0-9._-]", "-", name)[:_MAX_NAME]
     if safe == name and name:
         return PREFIX + name

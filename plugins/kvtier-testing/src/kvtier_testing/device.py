@@ -54,12 +54,12 @@ class Gate:
         self._opened = threading.Condition()
 
     def hold(self, *queues: CopyQueue) -> None:
-        """Let nobody through who copies for these queues."""
+        """Block copies of these queues from now on."""
         with self._opened:
             self._held.update(queues)
 
     def open(self) -> None:
-        """Let everybody through from now on."""
+        """Unblock all copies."""
         with self._opened:
             self._held.clear()
             self._opened.notify_all()
@@ -217,7 +217,7 @@ class Rig:
         self.model.load(slots, blocks)
 
     def paint(self, compute: Compute, block: int, value: int) -> None:
-        """Have all bytes of a block computed, and write them in the model."""
+        """Compute all bytes of a block on the device, and write them in the model."""
         pages = self.caches.tensors
         compute.run(partial(_fill, [tensor[block] for tensor in pages], value))
         for tensor, rows in zip(pages, self.model.rows, strict=True):
