@@ -119,7 +119,7 @@ class Pinner:
 class PinningEngine(CpuTransferEngine):
     """Pins the slots in pieces of two, as the engine of a device does."""
 
-    def __init__(self, pinner: Pinner, caches: KVCaches, layout: SlotLayout, region: Region, *more: Any):
+    def __init__(self, pinner: Any, caches: KVCaches, layout: SlotLayout, region: Region, *more: Any):
         super().__init__(caches, layout, region, *more)
         self._pinned = PinnedSlots(pinner, region, piece_slots=2)
 
