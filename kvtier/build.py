@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from kvtier.device.base import KVCaches
     from kvtier.identity import Identity
     from kvtier.manager import TieringManager
-    from kvtier.memory.custody import Custody
     from kvtier.memory.layout import SlotLayout
     from kvtier.memory.region import Region
+    from kvtier.memory.slot_checksums import SlotChecksums
 
 
 def make_core(
@@ -83,7 +83,7 @@ def start_executor(
     tiers: Sequence[NamedTier],
     identity: Identity,
     region: Region,
-    custody: Custody | None = None,
+    slot_checksums: SlotChecksums | None = None,
 ) -> AnyExecutor:
     """Start what runs the tiers beside the engine's thread: where ``isolation`` says.
 
@@ -95,12 +95,12 @@ def start_executor(
         IsolationError: that process can not be started.
         StateError: the region can not be shared with it.
     """
-    thread = ExecutorThread(partial(Executor, tiers, identity, region, custody=custody))
+    thread = ExecutorThread(partial(Executor, tiers, identity, region, slot_checksums=slot_checksums))
     if config.isolation == "thread" or (config.isolation == "auto" and not tiers):
         thread.start()
         return thread
     try:
-        process = _make_process(config, tiers, identity, region, custody)
+        process = _make_process(config, tiers, identity, region, slot_checksums)
         process.start()
     except (ConfigError, IsolationError) as error:
         if config.isolation == "process":
@@ -116,7 +116,7 @@ def _make_process(
     tiers: Sequence[NamedTier],
     identity: Identity,
     region: Region,
-    custody: Custody | None,
+    slot_checksums: SlotChecksums | None,
     notify: Callable[[], object] = lambda: None,
 ) -> ExecutorProcess:
     limit = config.isolation_memory_limit
@@ -124,7 +124,7 @@ def _make_process(
         tiers,
         identity,
         region,
-        custody=custody,
+        slot_checksums=slot_checksums,
         memory_limit_bytes=limit,
         trial_s=_TRIAL_S,
         notify=notify,
@@ -136,10 +136,10 @@ def _make_remote(
     tiers: Sequence[NamedTier],
     identity: Identity,
     region: Region,
-    custody: Custody | None,
+    slot_checksums: SlotChecksums | None,
     post: Post,
 ) -> RemoteExecutor:
-    return RemoteExecutor(partial(_make_process, config, tiers, identity, region, custody), post)
+    return RemoteExecutor(partial(_make_process, config, tiers, identity, region, slot_checksums), post)
 
 
 def slots_for(config: TieringConfig, chunk_bytes: int) -> int:
@@ -193,12 +193,12 @@ def open_manager(
             "canonical_layout is set, but the KV tensors come without mappings (PageRef.mapping): remove it"
         )
     layout = SlotLayout.make(kv_caches.page_bytes, config.blocks_per_chunk or 1, rank=0, workers=1)
-    region, custody = _make_memory(config, layout)
+    region, slot_checksums = _make_memory(config, layout)
     engine = open_transfer_engine(kv_caches, layout, region, device, deadline_s=config.copy_deadline_s)
-    if custody is not None:
-        engine.begin_audits(custody)
+    if slot_checksums is not None:
+        engine.begin_audits(slot_checksums)
     tiers = make_tiers(config)
-    remote = partial(_make_remote, config, tiers, identity, region, custody)
+    remote = partial(_make_remote, config, tiers, identity, region, slot_checksums)
     return TieringManager(
         core=make_core(config, windowed_groups=frozenset(windowed_groups)),
         tiers=tiers,
@@ -208,19 +208,19 @@ def open_manager(
         blocks_per_chunk=layout.blocks_per_chunk,
         groups=len(kv_caches.groups),
         drain_s=config.drain_on_shutdown_s,
-        custody=custody,
+        slot_checksums=slot_checksums,
         make_executor=remote if config.isolation == "process" else None,
     )
 
 
-def _make_memory(config: TieringConfig, layout: SlotLayout) -> tuple[Region, Custody | None]:
+def _make_memory(config: TieringConfig, layout: SlotLayout) -> tuple[Region, SlotChecksums | None]:
     """Make the primary tier's memory of a process that has no workers, and what its slots must hold."""
-    from kvtier.memory.custody import Custody, custody_bytes
     from kvtier.memory.region import Region
+    from kvtier.memory.slot_checksums import SlotChecksums, slot_checksums_bytes
 
     slots, rate = slots_for(config, layout.chunk_bytes), config.audit_rate
     if config.isolation != "process":
         region = Region.anonymous(slots, layout.chunk_bytes)
-        return region, Custody.private(region, rate, layout.area_bytes) if rate else None
-    region = Region.unnamed(slots, layout.chunk_bytes, custody_bytes(slots, 1) if rate else 0)
-    return region, Custody(region, region.board, rate, 1, layout.area_bytes) if rate else None
+        return region, SlotChecksums.private(region, rate, layout.area_bytes) if rate else None
+    region = Region.unnamed(slots, layout.chunk_bytes, slot_checksums_bytes(slots, 1) if rate else 0)
+    return region, SlotChecksums(region, region.metadata, rate, 1, layout.area_bytes) if rate else None

@@ -17,7 +17,7 @@ from kvtier.core.messages import Command, Event
 from kvtier.core.requests import Request
 from kvtier.core.tiering import Tiering
 from kvtier.core.transfers import Pinned, Reservation
-from kvtier.memory.custody import Custody, Damage
+from kvtier.memory.slot_checksums import Damage, SlotChecksums
 from kvtier.telemetry.lines import ChangeLog
 
 
@@ -35,7 +35,7 @@ class Driver:
         core: the state machine.
         executor: carries out its commands.
         logger: gets a line when the condition of a tier or of the eviction policy changes.
-        custody: what audited slots must hold; None where nothing is audited.
+        slot_checksums: what audited slots must hold; None where nothing is audited.
         has_damage: returns whether an audit has ever failed. Only then damage is looked for.
         clock: seconds, monotonic; ``time.monotonic``, as it is now, where it is None.
     """
@@ -46,13 +46,13 @@ class Driver:
         executor: TakesCommands,
         logger: logging.Logger,
         *,
-        custody: Custody | None = None,
+        slot_checksums: SlotChecksums | None = None,
         has_damage: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._core = core
         self._executor = executor
-        self._custody = custody
+        self._slot_checksums = slot_checksums
         self._has_damage = has_damage
         self._clock = clock or time.monotonic
         self._log = ChangeLog(logger)
@@ -85,8 +85,8 @@ class Driver:
         """Submit the core's commands; log what has changed."""
         commands = self._core.take_commands()
         if commands:
-            if self._custody is not None:
-                self._custody.forget_fetched(commands)
+            if self._slot_checksums is not None:
+                self._slot_checksums.forget_fetched(commands)
             self._executor.submit(commands)
         if notices := self._core.take_notices():
             self._log.tell(notices, self._clock())
@@ -118,9 +118,9 @@ class Driver:
         self.dispatch()
 
     def _find_damage(self, chunks: Sequence[Chunk], origins: Sequence[int | None]) -> list[Damage]:
-        if self._custody is None or not self._has_damage():
+        if self._slot_checksums is None or not self._has_damage():
             return []
-        return self._custody.take_damage(chunks, origins)
+        return self._slot_checksums.take_damage(chunks, origins)
 
     def _distrust(self, damage: Iterable[Damage]) -> None:
         for it in damage:

@@ -33,7 +33,7 @@ from kvtier.core.messages import (
 )
 from kvtier.identity import Identity
 from kvtier.tiers.activity import NamedTier, TierActivity
-from kvtier.tiers.base import Custody, SlotMemory
+from kvtier.tiers.base import SlotChecksums, SlotMemory
 from kvtier.tiers.drain import until_done
 from kvtier.tiers.runner import Post, TierRunner, call_soon
 from kvtier.tiers.supervisor import Epoch
@@ -57,8 +57,8 @@ class Executor:
         post: called on the loop with each event.
         close_s: seconds that the tiers have to close, all at once.
         chance: the source of chance, for pauses that differ from engine to engine.
-        custody: what audited slots must hold; None where nothing is audited. Whoever submits a fetch has
-            it forget the slots.
+        slot_checksums: what audited slots must hold; None where nothing is audited. The caller clears the
+            slots of a fetch before it submits that.
 
     Attributes:
         activity: what each tier is doing, in the core's order.
@@ -75,11 +75,11 @@ class Executor:
         *,
         close_s: float = CLOSE_S,
         chance: Chance = random.random,
-        custody: Custody | None = None,
+        slot_checksums: SlotChecksums | None = None,
     ) -> None:
         threads = anyio.CapacityLimiter(_SEAL_THREADS)  # not the loop's own: others may use that up
         self._runners = [
-            TierRunner(index, named, identity, memory, self._posted, threads, chance, custody)
+            TierRunner(index, named, identity, memory, self._posted, threads, chance, slot_checksums)
             for index, named in enumerate(tiers)
         ]
         self.activity = tuple(runner.activity for runner in self._runners)

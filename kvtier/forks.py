@@ -31,16 +31,16 @@ _mmap.restype = ctypes.c_void_p  # type: ignore[attr-defined]
 
 
 def keep_fd_from_children(fd: int) -> None:
-    """Have children forked from now on hold ``/dev/null`` in place of this file, duplicates included.
+    """Replace this file, duplicates included, by ``/dev/null`` in children forked from now on.
 
-    It may be closed at any time, by any means. The number stays in use in the child, so that whoever
-    closes it there once more closes nothing else.
+    It may be closed at any time, by any means. The number stays in use in the child, so that a second close
+    there closes nothing else.
     """
     _alone[fd] = _name(fd)
 
 
 def keep_memory_from_children(address: int, nbytes: int) -> Callable[[], None]:
-    """Have children forked from now on find reserved, inaccessible addresses in place of a mapping.
+    """Replace a mapping by reserved, inaccessible addresses in children forked from now on.
 
     Nothing else is mapped there in the child, which may still unmap it.
 
@@ -56,7 +56,7 @@ def keep_memory_from_children(address: int, nbytes: int) -> Callable[[], None]:
 
 
 def _name(fd: int) -> str:
-    """Return what tells this open file from another that gets its number later; asks no file system."""
+    """Return what distinguishes this file from a later one with its number; asks no file system."""
     try:
         return os.readlink(f"/proc/self/fd/{fd}").removesuffix(_DELETED)
     except OSError:

@@ -31,8 +31,8 @@ from kvtier.executor import CLOSE_S, Executor, NamedTier, Post
 from kvtier.identity import Identity
 from kvtier.isolation.remote import RemoteExecutor
 from kvtier.keys import OffloadKey, group_index
-from kvtier.memory.custody import Custody
 from kvtier.memory.region import Region
+from kvtier.memory.slot_checksums import SlotChecksums
 from kvtier.telemetry.unwritten import UnwrittenPuts
 from kvtier.tiers.drain import until_done
 
@@ -163,7 +163,7 @@ class TieringManager:
         groups: int,
         drain_s: float,
         close_s: float = CLOSE_S,
-        custody: Custody | None = None,
+        slot_checksums: SlotChecksums | None = None,
         make_executor: Callable[[Post], Executor | RemoteExecutor] | None = None,
     ) -> None:
         self._core = core
@@ -173,14 +173,14 @@ class TieringManager:
         self._groups = groups
         self._drain_s = drain_s
         self._close_s = close_s
-        self._custody = custody
-        make = make_executor or partial(Executor, tiers, identity, region, custody=custody)
+        self._slot_checksums = slot_checksums
+        make = make_executor or partial(Executor, tiers, identity, region, slot_checksums=slot_checksums)
         self._executor = make(self._on_event)
         self._driver = Driver(
             core,
             self._executor,
             logger,
-            custody=custody,
+            slot_checksums=slot_checksums,
             has_damage=lambda: engine.audits.failed > 0,
         )
         self._serving: asyncio.Future[None] | None = None
@@ -329,7 +329,7 @@ class TieringManager:
         table = self._core.table
         for name, count in self._core.take_counts().items():
             self._counts[name] = self._counts.get(name, 0) + count
-        if self._custody is not None:
+        if self._slot_checksums is not None:
             self._counts["audited",] = self._engine.audits.chunks
         return Statistics(
             slots=len(table.all),

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from kvtier.device.base import DEADLINE_S, KVCaches, TransferEngine
-from kvtier.device.methods import BatchedCopy
+from kvtier.device.base import DEADLINE_S, BatchedCopy, KVCaches, TransferEngine
 from kvtier.errors import ConfigError
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
@@ -33,8 +32,8 @@ def open_transfer_engine(
         kv_caches: tensors that are all on one type of device.
         layout: where the pages lie in a slot.
         region: the slots.
-        name: a backend, instead of the one that the tensors' device says.
-        deadline_s: seconds after which a copy that has not ended is given up, and the device with it.
+        name: a backend, instead of that of the tensors' device.
+        deadline_s: seconds after which a copy that has not ended is abandoned, and the device with it.
         batched_copy: the engine's own operation for many copies at once, where it has one.
 
     Raises:
@@ -49,7 +48,7 @@ def open_transfer_engine(
 
 
 def possible() -> str:
-    """Say in words which backends can be used here, and why the others cannot."""
+    """Return a sentence about which backends can be used here, and why the others cannot."""
     why = {name: _module(name).missing() for name in BACKENDS}
     usable = ", ".join(name for name, reason in why.items() if reason is None)
     others = "; ".join(f"{name}: {reason}" for name, reason in why.items() if reason is not None)
@@ -80,7 +79,7 @@ def torch_device(name: str) -> torch.device:
 
 
 def description(name: str) -> str:
-    """Say which device a backend copies from and to here, with the versions of its software."""
+    """Return the name of the device that a backend uses here, with the versions of its software."""
     device = torch_device(name)
     if device.type == "cpu":
         return f"{os.cpu_count()} CPUs, torch {torch.__version__}"

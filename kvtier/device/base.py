@@ -5,19 +5,31 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.memory.custody import Custody
+from kvtier.memory.slot_checksums import SlotChecksums
 
 _Integers = npt.NDArray[np.int64]
 
 DEADLINE_S = 60.0
-"""Seconds that a copy may take, where nothing else is said: a thousand times what a large one needs."""
+"""Seconds that a copy may take by default: a thousand times what a large one needs."""
+
+BatchedCopy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+"""An engine's own operation. It takes sources, destinations and sizes as int64 tensors in host memory, shape
+(copies,), and gives the copies to the current stream of the device."""
+
+
+class CopyQueue(StrEnum):
+    """The queues of transfers, each with a thread of its own; the value is the name of the thread."""
+
+    STORE = "kvtier-store"
+    LOAD = "kvtier-load"
+    EXPEDITED = "kvtier-expedited"
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +74,7 @@ class Blocks:
         return Blocks(np.asarray(ids, dtype=np.int64), tuple(group_sizes), tuple(first_indices))
 
     def fill(self, slots: int, blocks_per_chunk: int) -> bool:
-        """Say whether they fill so many chunks to the end. Only the first of a group may lack blocks."""
+        """Return whether they fill so many chunks to the end. Only the first of a group may lack blocks."""
         ends_whole = all(
             (size + first) % blocks_per_chunk == 0
             for size, first in zip(self.group_sizes, self.first_indices, strict=True)
@@ -229,7 +241,7 @@ class Attempt(IntEnum):
     """The ways to make the copies of one transfer, tried in this order."""
 
     FIRST = 0
-    AGAIN = 1  # on a stream of its own
+    RETRY = 1  # on a fresh stream
     STAGED = 2  # loads only: copy by copy, through memory that is neither shared nor pinned
 
 
@@ -242,7 +254,7 @@ class Finished:
         nbytes: bytes of its pages.
         seconds: how long the copy took, waiting for its turn not counted.
         error: why it failed for good; None where it succeeded.
-        attempt: the last one that was made; None where the device was lost before.
+        attempt: the last one that was made; None where none was, because the device was lost.
     """
 
     transfer_id: int
@@ -254,7 +266,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Pinning:
-    """How much of the primary tier the device can copy from and to by itself.
+    """How much of the primary tier is pinned, so that the device accesses it directly.
 
     Attributes:
         nbytes: bytes that are pinned.
@@ -281,27 +293,26 @@ class Audits:
 class TransferEngine(ABC):
     """Copies blocks to slots and back, beside the engine's work.
 
-    Stores happen in the order of their submission, and so do loads; a store and a load have no
-    order between them, and an expedited load does not wait for other loads. Whoever submits sees
-    to it that nobody else writes to the blocks and slots concerned until the transfer has ended.
+    Stores happen in the order of their submission, and so do loads; a store and a load have no order between
+    them, and an expedited load does not wait for other loads. The caller ensures that nobody else writes to
+    the blocks and slots of a transfer until it has ended.
 
-    A copy that fails is repeated once on a fresh stream. A load that fails again is tried in a third
-    way, unless ``stages_loads`` is false and it is not expedited. What fails then is reported with its
-    error; nothing is raised from the copying threads. When the device is lost, the error is a
-    ``DeviceLostError``, of this transfer and at once of all that follow.
+    A copy that fails is repeated once on a fresh stream. A load that fails again is tried in a third way,
+    unless ``stages_loads`` is false and it is not expedited. What fails then is reported with its error;
+    nothing is raised from the copying threads. When the device is lost, this transfer and all that follow
+    end with a ``DeviceLostError``.
 
-    A copy that has not ended by a deadline is given up, and the device is lost with it: no call below
-    blocks for longer. The error of that transfer is a ``DeviceStuckError``: its bytes may still move, and
-    its blocks and slots must not be given to anybody else. The engine keeps its memory mapped and pinned.
+    A copy that has not ended by a deadline is abandoned, and the device is lost with it: no call below blocks
+    for longer. The error of that transfer is a ``DeviceStuckError``: its bytes may still move, and its blocks
+    and slots must not be reused. The engine keeps its memory mapped and pinned.
 
-    A transfer that fails its audit has failed, and is repeated like others. The error that is reported is an
-    ``AuditError`` then.
+    A transfer that fails its audit has failed, and is repeated like others. Its error is an ``AuditError``.
 
     Submissions come from one thread; the rest can be called from any.
 
     Attributes:
-        stages_loads: whether loads are staged when all else has failed. False where the caller has a
-            better way out. An expedited load has none: somebody waits for it.
+        stages_loads: whether ordinary loads are staged when all else has failed. False where the caller can
+            recompute instead. An expedited load always is: a request waits for it.
     """
 
     stages_loads: bool = True
@@ -311,7 +322,7 @@ class TransferEngine(ABC):
         """Copy ``blocks`` to ``slots``, after what the caller has given the device to do so far.
 
         Args:
-            transfer_id: names the transfer; not the id of one that is under way.
+            transfer_id: names the transfer; not the id of one that is in flight.
             blocks: what to copy.
             slots: as many as ``Blocks.slots_needed`` adds up to, group after group.
 
@@ -336,20 +347,20 @@ class TransferEngine(ABC):
 
     @abstractmethod
     def wait(self, transfer_ids: Iterable[int]) -> None:
-        """Block until these have ended or were given up. Ids that are unknown or ended are no error.
+        """Block until these have ended or were abandoned. Ids that are unknown or ended are no error.
 
         The results stay where ``finished`` finds them.
         """
 
     @abstractmethod
     def drain(self) -> None:
-        """Block until every transfer submitted so far has ended or was given up."""
+        """Block until every transfer submitted so far has ended or was abandoned."""
 
     @abstractmethod
     def set_wakeup(self, wakeup: Callable[[], object] | None) -> None:
-        """Have ``wakeup`` called from a copying thread whenever ``finished`` has something new.
+        """Call ``wakeup`` from a copying thread whenever ``finished`` has something new.
 
-        It must not block: an event loop's owner passes a ``call_soon_threadsafe``.
+        It must not block: the owner of an event loop passes a ``call_soon_threadsafe``.
         """
 
     @abstractmethod
@@ -363,17 +374,17 @@ class TransferEngine(ABC):
 
     @property
     def pinning(self) -> Pinning:
-        """How far the region is pinned by now; of a device that needs no pinning, nothing."""
+        """How much of the region is pinned by now; nothing on a device that needs no pinning."""
         return Pinning()
 
-    def begin_audits(self, custody: Custody) -> None:  # noqa: B027
-        """Audit what is submitted from now on. Of an engine that does not say otherwise, nothing is.
+    def begin_audits(self, slot_checksums: SlotChecksums) -> None:  # noqa: B027
+        """Audit what is submitted from now on. By default an engine audits nothing.
 
         Args:
-            custody: what the slots must hold, and how many chunks are audited.
+            slot_checksums: what the slots must hold, and how many chunks are audited.
         """
 
     @property
     def audits(self) -> Audits:
-        """What has been audited so far; a transfer's own audits are counted before it is reported."""
+        """What has been audited so far. The audits of a transfer are counted before it is reported."""
         return Audits()

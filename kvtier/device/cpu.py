@@ -9,9 +9,8 @@ from collections.abc import Callable
 from functools import partial
 
 from kvtier import native
-from kvtier.device.base import DEADLINE_S, Attempt, KVCaches
-from kvtier.device.lanes import Begin, LaneEngine, require_device
-from kvtier.device.methods import BatchedCopy
+from kvtier.device._threaded import Begin, ThreadedEngine, only_device
+from kvtier.device.base import DEADLINE_S, Attempt, BatchedCopy, KVCaches
 from kvtier.device.plan import CopyPlan
 from kvtier.memory import numa
 from kvtier.memory.layout import SlotLayout
@@ -35,10 +34,8 @@ def copy_each(plan: CopyPlan) -> None:
         ctypes.memmove(dst, src, size)
 
 
-class CpuTransferEngine(LaneEngine):
-    """Copies between tensors in host memory and slots, one thread for each direction.
-
-    Expedited loads have a thread of their own. Threads start with the first transfer that needs them.
+class CpuTransferEngine(ThreadedEngine):
+    """Copies between tensors in host memory and slots.
 
     Args:
         kv_caches: tensors on the CPU.
@@ -46,7 +43,7 @@ class CpuTransferEngine(LaneEngine):
         region: the slots; it stays mapped until ``close``.
         copy: makes the copies of one plan and returns when they are done.
         staged: the same in another way, where ``copy`` fails again and again.
-        deadline_s: as for ``LaneEngine``.
+        deadline_s: as for ``ThreadedEngine``.
 
     Raises:
         ConfigError: a tensor is on another device.
@@ -62,7 +59,7 @@ class CpuTransferEngine(LaneEngine):
         staged: Callable[[CopyPlan], None] = copy_staged,
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        require_device(kv_caches, "cpu")
+        only_device(kv_caches, "cpu")
 
         def prepare(plan: CopyPlan) -> Begin:
             return lambda attempt: partial(_timed, staged if attempt is Attempt.STAGED else copy, plan)
@@ -70,17 +67,16 @@ class CpuTransferEngine(LaneEngine):
         super().__init__(kv_caches, layout, region, lambda _: prepare, deadline_s=deadline_s)
 
     def read(self, plan: CopyPlan) -> None:
-        """See ``LaneEngine.read``."""
         copy_each(plan)
 
     @property
     def node(self) -> int | None:
-        """See ``TransferEngine.node``: that of the CPUs this process may run on."""
+        """The node of the CPUs that this process may run on."""
         return numa.node_of_cpus(os.sched_getaffinity(0))
 
 
 def missing() -> str | None:
-    """Say why host memory cannot be copied here: it always can."""
+    """Return None: host memory can always be copied."""
     return None
 
 

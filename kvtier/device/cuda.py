@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-import logging
-from functools import partial
+from typing import Any
 
 import torch
 
-from kvtier.device.base import DEADLINE_S, KVCaches
-from kvtier.device.cuda_runtime import RuntimeLibrary, TorchRuntime, find_library, only_device
-from kvtier.device.lanes import require_device
-from kvtier.device.methods import (
-    BATCH,
-    EACH,
-    ENGINE,
-    GATHER,
-    STRIDED,
-    BatchCopy,
-    BatchedCopy,
-    Choice,
-    EachCopy,
-    EngineCopy,
-    Method,
-    StridedCopy,
+from kvtier.device._cuda_runtime import (
+    RuntimeLibrary,
+    TorchRuntime,
+    common_methods,
+    find_library,
+    measured_choice,
 )
+from kvtier.device._methods import BATCH, GATHER, Method
+from kvtier.device._streams import StreamEngine
+from kvtier.device._threaded import only_device
+from kvtier.device.base import DEADLINE_S, BatchedCopy, KVCaches
 from kvtier.device.plan import CopyPlan
-from kvtier.device.probe import Scratch, choose, kept_choice
-from kvtier.device.streams import StreamEngine
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
-
-logger = logging.getLogger("kvtier.device")
 
 _IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
 _WITHOUT_FAILED_INDEX = 13000  # from this version on the batched call has one argument less
@@ -65,12 +54,12 @@ class Cudart(RuntimeLibrary):
         self._tells_failed = self.runtime_version < _WITHOUT_FAILED_INDEX
 
     def kernels_reach_host(self, device: int) -> bool:
-        """Say whether kernels on this device can use the host's own addresses of pinned memory."""
+        """Return whether kernels on this device can use the host's own addresses of pinned memory."""
         answer = ctypes.c_int()
         self.call("DeviceGetAttribute", ctypes.byref(answer), _HOST_POINTERS_WORK, device)
         return bool(answer.value)
 
-    def copy_batch(self, plan: CopyPlan, stream: int) -> None:
+    def copy_batch(self, plan: CopyPlan, stream: Any) -> None:
         """Give all copies of ``plan`` in one call, or none. The library has read the plan when this returns.
 
         Raises:
@@ -84,13 +73,13 @@ class Cudart(RuntimeLibrary):
             ctypes.c_size_t(len(plan.sizes)),
             *(ctypes.byref(self._attributes), ctypes.byref(self._first), ctypes.c_size_t(1)),
             *failed,
-            ctypes.c_void_p(stream),
+            ctypes.c_void_p(stream.cuda_stream),
         )
 
 
 def missing() -> str | None:
-    """Say why NVIDIA GPUs cannot be used here; None where they can."""
-    if torch.version.hip is not None:  # torch calls AMD's GPUs "cuda" too
+    """Return why NVIDIA GPUs cannot be used here; None where they can."""
+    if torch.version.hip is not None:
         return "torch is built for ROCm"
     if torch.version.cuda is None:
         return "torch is built without CUDA"
@@ -112,56 +101,14 @@ def methods_for(
         device: the GPU, with its index.
         batched_copy: the engine's own operation.
     """
-    methods: dict[str, Method] = {BATCH: BatchCopy(library), **common_methods(library, batched_copy)}
-    if library.kernels_reach_host(device.index) and (gather := _gather(methods[EACH])):
-        methods[GATHER] = gather
+    methods = {BATCH: library.copy_batch, **common_methods(library, batched_copy)}
+    if library.kernels_reach_host(device.index):
+        try:
+            from kvtier.device._gather import gather_method
+        except ImportError:  # torch's wheels for GPUs bring Triton, others need not
+            return methods
+        methods[GATHER] = gather_method(library.copy)
     return methods
-
-
-def open_runtime(kv_caches: KVCaches, batched_copy: BatchedCopy | None = None) -> TorchRuntime:
-    """Return the runtime of the GPU that all tensors are on.
-
-    Raises:
-        ConfigError: they are not on one GPU, or CUDA's runtime library is not found.
-    """
-    require_device(kv_caches, "cuda")
-    device = only_device(kv_caches)
-    library = open_library()
-    methods = methods_for(library, device, batched_copy)
-    return TorchRuntime(device, library, methods, choice_for(device, library, methods))
-
-
-def common_methods(library: RuntimeLibrary, batched_copy: BatchedCopy | None) -> dict[str, Method]:
-    """Return the ways to copy that all GPUs of torch's have, by name."""
-    methods: dict[str, Method] = {EACH: EachCopy(library), STRIDED: StridedCopy(library)}
-    if batched_copy is not None:
-        methods[ENGINE] = EngineCopy(batched_copy)
-    return methods
-
-
-def choice_for(device: torch.device, library: RuntimeLibrary, methods: dict[str, Method]) -> Choice:
-    """Return which method is best for which plan on this device; the first time it is measured."""
-    name = torch.cuda.get_device_properties(device).name
-    versions = f"driver {library.driver_version}, runtime {library.runtime_version}"
-    key = f"{name}, {versions}, torch {torch.__version__}, {' '.join(sorted(methods))}"
-    try:
-        return kept_choice(key, partial(_measured, device, methods))
-    except Exception as error:  # no memory left, say: a copy is made all the same
-        logger.warning("the copy methods of this device cannot be measured, the plainest is used: %s", error)
-        return {}
-
-
-def _measured(device: torch.device, methods: dict[str, Method]) -> dict[str, str]:
-    with torch.cuda.device(device):
-        return choose(methods, Scratch(device, torch.cuda.Stream(device)).measure)
-
-
-def _gather(other: Method) -> Method | None:
-    try:
-        from kvtier.device.gather import GatherCopy
-    except ImportError:  # torch's wheels for GPUs bring Triton, others need not
-        return None
-    return GatherCopy(other)
 
 
 def open_engine(
@@ -173,5 +120,8 @@ def open_engine(
     batched_copy: BatchedCopy | None = None,
 ) -> StreamEngine:
     """Open the engine for tensors on one NVIDIA GPU. See ``kvtier.device.auto.open_transfer_engine``."""
-    runtime = open_runtime(kv_caches, batched_copy)
+    device = only_device(kv_caches, "cuda")
+    library = open_library()
+    methods = methods_for(library, device, batched_copy)
+    runtime = TorchRuntime(device, library, methods, measured_choice(device, library, methods))
     return StreamEngine(kv_caches, layout, region, runtime, deadline_s=deadline_s)

@@ -5,7 +5,7 @@ All arithmetic is numpy's over whole groups: no Python runs for each page.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,6 @@ _Pairs = tuple[Addresses, Addresses, Addresses]
 _Axis = tuple[slice | None, slice | None]
 _DOWN: _Axis = (slice(None), None)
 _ACROSS: _Axis = (None, slice(None))
-_Choose = Callable[["_Pages", _Integers, _Integers], tuple[_Integers, _Integers]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,15 +74,15 @@ class CopyPlanner:
         Raises:
             ValueError: the number of groups or slots does not fit, or a block or slot is out of range.
         """
-        device, host, sizes = self._pairs(blocks, slots, _Pages.to_write)
+        device, host, sizes = self._pairs(blocks, slots, to_write=True)
         return CopyPlan(device, host, sizes, int(sizes.sum()))
 
     def load(self, slots: Sequence[int], blocks: Blocks) -> CopyPlan:
         """Plan the copies from ``slots`` to ``blocks``, of all pages. Errors as in ``store``."""
-        device, host, sizes = self._pairs(blocks, slots, _Pages.to_read)
+        device, host, sizes = self._pairs(blocks, slots, to_write=False)
         return CopyPlan(host, device, sizes, int(sizes.sum()))
 
-    def _pairs(self, blocks: Blocks, slots: Sequence[int], choose: _Choose) -> _Pairs:
+    def _pairs(self, blocks: Blocks, slots: Sequence[int], *, to_write: bool) -> _Pairs:
         """Return the addresses of the pages in the tensors, those in the slots, and the sizes."""
         slot_ids = np.asarray(slots, dtype=np.int64)
         needed = self._check(blocks, slot_ids)
@@ -93,7 +92,7 @@ class CopyPlanner:
         ):
             if size:
                 ids = blocks.ids[first_id : first_id + size]
-                parts += group.pairs(ids, slot_ids[first_slot : first_slot + count], first, choose)
+                parts += group.pairs(ids, slot_ids[first_slot : first_slot + count], first, to_write)
             first_id += size
             first_slot += count
         if len(parts) == 1:
@@ -134,13 +133,13 @@ class _Group:
             for kind in sorted(kinds, reverse=True)
         ]
 
-    def pairs(self, ids: _Integers, slots: _Integers, first: int, choose: _Choose) -> list[_Pairs]:
+    def pairs(self, ids: _Integers, slots: _Integers, first: int, to_write: bool) -> list[_Pairs]:
         per_chunk = self._blocks_per_chunk
         _require_within(ids, self._num_blocks, "block")
         places = np.arange(first % per_chunk, first % per_chunk + len(ids))  # in the row of the slots' blocks
         chunk, block = np.divmod(places, per_chunk)
         places = slots[chunk] * per_chunk + block
-        return [pages.pairs(*choose(pages, ids, places)) for pages in self._pages]
+        return [pages.pairs(ids, places, to_write) for pages in self._pages]
 
 
 class _Pages:
@@ -178,19 +177,11 @@ class _Pages:
         self._joined_blocks = joined_blocks
         self._writers, self._writer = writers, writer
 
-    def to_read(self, ids: _Integers, places: _Integers) -> tuple[_Integers, _Integers]:
-        """Return the blocks that are loaded, and their places: all of them."""
-        return ids, places
-
-    def to_write(self, ids: _Integers, places: _Integers) -> tuple[_Integers, _Integers]:
-        """Return the blocks that this worker stores, and their places: those whose turn is its own."""
-        if self._writers == 1:
-            return ids, places
-        own = places % self._writers == self._writer
-        return ids[own], places[own]
-
-    def pairs(self, ids: _Integers, places: _Integers) -> _Pairs:
-        """Return the addresses and sizes of the pages of blocks."""
+    def pairs(self, ids: _Integers, places: _Integers, to_write: bool) -> _Pairs:
+        """Return the addresses and sizes of the pages of blocks; to write, of this worker's own ones."""
+        if to_write and self._writers > 1:
+            own = places % self._writers == self._writer
+            ids, places = ids[own], places[own]
         lengths = np.ones_like(ids)
         if self._joined_blocks > 1 and len(ids):
             starts = self._run_starts(ids, places)
@@ -234,7 +225,7 @@ def _pieces(ref: PageRef) -> _Integers:
 
 
 def _is_dense(caches: KVCaches, ref: PageRef, layout: SlotLayout) -> bool:
-    """Say whether blocks that follow each other have adjacent bytes, in the tensor and in a slot."""
+    """Return whether blocks that follow each other have adjacent bytes, in the tensor and in a slot."""
     whole = ref.page_bytes == layout.page_bytes[ref.tensor] == caches.tensors[ref.tensor].stride(0)
     return whole and len(_pieces(ref)) == 1
 

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import torch
 
-from kvtier.device.base import DEADLINE_S, KVCaches
-from kvtier.device.cuda import choice_for, common_methods
-from kvtier.device.cuda_runtime import RuntimeLibrary, TorchRuntime, find_library, only_device
-from kvtier.device.lanes import require_device
-from kvtier.device.methods import BatchedCopy, Method
-from kvtier.device.streams import StreamEngine
+from kvtier.device._cuda_runtime import (
+    RuntimeLibrary,
+    TorchRuntime,
+    common_methods,
+    find_library,
+    measured_choice,
+)
+from kvtier.device._streams import StreamEngine
+from kvtier.device._threaded import only_device
+from kvtier.device.base import DEADLINE_S, BatchedCopy, KVCaches
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
 
 
 def missing() -> str | None:
-    """Say why AMD GPUs cannot be used here; None where they can."""
+    """Return why AMD GPUs cannot be used here; None where they can."""
     if torch.version.hip is None:
         return "torch is not built for ROCm"
     return None if torch.cuda.is_available() else "torch finds no AMD GPU"
@@ -28,24 +32,6 @@ def missing() -> str | None:
 def open_library() -> RuntimeLibrary:
     """Return HIP's runtime library, as torch has loaded it. Raise ConfigError where it has not."""
     return RuntimeLibrary(find_library("libamdhip64"), "hip")
-
-
-def methods_for(
-    library: RuntimeLibrary,
-    device: torch.device,  # noqa: ARG001
-    batched_copy: BatchedCopy | None = None,
-) -> dict[str, Method]:
-    """Return all ways to copy, by name. See ``kvtier.device.cuda.methods_for``."""
-    return common_methods(library, batched_copy)
-
-
-def open_runtime(kv_caches: KVCaches, batched_copy: BatchedCopy | None = None) -> TorchRuntime:
-    """Return the runtime of the GPU that all tensors are on. See ``kvtier.device.cuda.open_runtime``."""
-    require_device(kv_caches, "cuda")  # torch's name for AMD's GPUs, too
-    device = only_device(kv_caches)
-    library = open_library()
-    methods = methods_for(library, device, batched_copy)
-    return TorchRuntime(device, library, methods, choice_for(device, library, methods))
 
 
 def open_engine(
@@ -57,5 +43,8 @@ def open_engine(
     batched_copy: BatchedCopy | None = None,
 ) -> StreamEngine:
     """Open the engine for tensors on one AMD GPU. See ``kvtier.device.auto.open_transfer_engine``."""
-    runtime = open_runtime(kv_caches, batched_copy)
+    device = only_device(kv_caches, "cuda")  # torch's name for AMD's GPUs, too
+    library = open_library()
+    methods = common_methods(library, batched_copy)
+    runtime = TorchRuntime(device, library, methods, measured_choice(device, library, methods))
     return StreamEngine(kv_caches, layout, region, runtime, deadline_s=deadline_s)

@@ -1,7 +1,7 @@
 """The backend for KV caches on Intel GPUs, through torch alone.
 
 torch cannot pin memory there that it has not allocated, such as the slots: copies go through pinned buffers
-of torch's, two for each lane, one of which the host fills or empties while the device copies the other.
+of torch's, two for each queue, one of which the host fills or empties while the device copies the other.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import numpy as np
 import torch
 
 from kvtier import native
-from kvtier.device.base import DEADLINE_S, KVCaches
-from kvtier.device.cuda_runtime import only_device
-from kvtier.device.lanes import Way, require_device
-from kvtier.device.methods import BatchedCopy
+from kvtier.device._streams import EventPool, StreamEngine
+from kvtier.device._threaded import only_device
+from kvtier.device.base import DEADLINE_S, BatchedCopy, CopyQueue, KVCaches
 from kvtier.device.plan import Addresses, CopyPlan
-from kvtier.device.streams import EventPool, StreamEngine
 from kvtier.errors import TransferError
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
@@ -27,7 +25,7 @@ BUFFER_BYTES = 8 * 2**20
 
 
 def missing() -> str | None:
-    """Say why Intel GPUs cannot be used here; None where they can."""
+    """Return why Intel GPUs cannot be used here; None where they can."""
     return None if torch.xpu.is_available() else "torch finds no Intel GPU, or is not built for them"
 
 
@@ -74,7 +72,7 @@ class _Buffer:
 
 
 class XpuStream:
-    """A stream of torch's, with buffers. See ``kvtier.device.streams.Stream``.
+    """A ``kvtier.device._streams.Stream`` of torch's, with buffers.
 
     Args:
         api: ``torch.xpu``.
@@ -98,15 +96,13 @@ class XpuStream:
         self._buffer_bytes = buffer_bytes
 
     def wait(self, event: Any) -> None:
-        """See ``Stream.wait``."""
         self._stream.wait_event(event)
 
     def record(self) -> Any:
-        """See ``Stream.record``."""
         return self._stream.record_event(self._events.take())
 
     def copy(self, plan: CopyPlan) -> None:
-        """See ``Stream.copy``. The host's part is made in the calling thread."""
+        """Enqueue the copies; the calling thread makes the host's part. See ``Stream.copy``."""
         with self._api.stream(self._stream):
             self._store(plan) if self._is_store else self._load(plan)
 
@@ -185,7 +181,7 @@ def _split(plan: CopyPlan, nbytes: int) -> tuple[Addresses, Addresses, Addresses
 
 
 class XpuRuntime:
-    """One Intel GPU. See ``kvtier.device.streams.Runtime``.
+    """One Intel GPU: a ``kvtier.device._streams.Runtime``.
 
     Args:
         tensors: the engine's, all on one device.
@@ -203,32 +199,26 @@ class XpuRuntime:
         self._events = EventPool(lambda: api.Event(enable_timing=True))
 
     def attach(self) -> None:
-        """See ``Runtime.attach``."""
         self._api.set_device(self._device)
 
     def record_compute(self) -> Any:
-        """See ``Runtime.record_compute``."""
         return self._api.current_stream(self._device).record_event(self._events.take())
 
     def node(self) -> int | None:
-        """See ``Runtime.node``: torch does not say where the device is."""
-        return None
+        return None  # torch does not tell
 
-    def open_stream(self, way: Way, *, plain: bool = False) -> XpuStream:  # noqa: ARG002
-        """See ``Runtime.open_stream``."""
+    def open_stream(self, queue: CopyQueue, *, plain: bool = False) -> XpuStream:  # noqa: ARG002
+        is_store = queue is CopyQueue.STORE
         stream = self._api.Stream(self._device)
-        return XpuStream(self._api, stream, self._events, self._memory, way is Way.STORE, self._buffer_bytes)
+        return XpuStream(self._api, stream, self._events, self._memory, is_store, self._buffer_bytes)
 
     def recycle(self, *events: Any) -> None:
-        """See ``Runtime.recycle``."""
         self._events.put_back(*events)
 
     def host_register(self, address: int, nbytes: int) -> None:  # noqa: ARG002
-        """See ``Runtime.host_register``: not asked for."""
         raise TransferError("torch cannot pin memory for this device that it has not allocated")
 
     def host_unregister(self, address: int) -> None:  # noqa: ARG002
-        """See ``Runtime.host_unregister``."""
         raise TransferError("nothing was pinned")
 
 
@@ -241,10 +231,9 @@ def open_engine(
     batched_copy: BatchedCopy | None = None,  # noqa: ARG001
 ) -> StreamEngine:
     """Open the engine for tensors on one Intel GPU. See ``kvtier.device.auto.open_transfer_engine``."""
-    require_device(kv_caches, "xpu")
-    only_device(kv_caches)
+    only_device(kv_caches, "xpu")
     runtime = XpuRuntime(kv_caches.tensors)
-    # One at a time: to begin with a transfer is work of the host, and the end of the last one would wait.
+    # One at a time: beginning a transfer is work of the host, which would delay the end of the last one.
     return StreamEngine(
         kv_caches, layout, region, runtime, piece_bytes=None, at_once=1, deadline_s=deadline_s
     )

@@ -40,8 +40,8 @@ from kvtier.forks import keep_fd_from_children
 from kvtier.isolation import settings, wire
 from kvtier.isolation.outbox import Outbox
 from kvtier.isolation.wire import Frames, Hello, Order, Report
-from kvtier.memory.custody import Custody, custody_bytes
 from kvtier.memory.region import Region
+from kvtier.memory.slot_checksums import SlotChecksums, slot_checksums_bytes
 from kvtier.tiers.runner import call_soon
 
 logger = logging.getLogger("kvtier.executor")
@@ -105,7 +105,11 @@ class Servant:
         identity = self._hello.identity.read()
         async with anyio.create_task_group() as tasks:
             async with Executor(
-                tiers, identity, self.memory, self._post, custody=_custody(self._hello, self.memory)
+                tiers,
+                identity,
+                self.memory,
+                self._post,
+                slot_checksums=_slot_checksums(self._hello, self.memory),
             ) as executor:
                 self._activity = executor.activity
                 executor.submit(_owed_resets(self._hello.epochs))
@@ -222,7 +226,7 @@ def main(arguments: list[str]) -> int:
     _log_to(servant.outbox, hello)
     try:
         _keep_to(hello)
-        servant.memory = Region.borrowed(memory_fd, hello.slots, hello.chunk_bytes, hello.board_bytes)
+        servant.memory = Region.borrowed(memory_fd, hello.slots, hello.chunk_bytes, hello.metadata_bytes)
         servant.outbox.add(wire.pack([wire.Reached(wire.AT_WORK)]))
         anyio.run(servant.serve)
     except Exception:
@@ -281,12 +285,12 @@ def _have_small_stacks() -> None:
         libc.pthread_setattr_default_np(attributes)
 
 
-def _custody(hello: Hello, region: Region) -> Custody | None:
-    it = hello.custody
+def _slot_checksums(hello: Hello, region: Region) -> SlotChecksums | None:
+    it = hello.slot_checksums
     if it is None:
         return None
-    words = region.board[it.offset :][: custody_bytes(region.slots, it.areas)]
-    return Custody(region, words, it.rate, it.areas, it.area_bytes, is_shared=it.is_shared)
+    words = region.metadata[it.offset :][: slot_checksums_bytes(region.slots, it.areas)]
+    return SlotChecksums(region, words, it.rate, it.areas, it.area_bytes, is_shared=it.is_shared)
 
 
 def _owed_resets(epochs: list[int]) -> list[Command]:

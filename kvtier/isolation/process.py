@@ -30,9 +30,9 @@ from kvtier.isolation.hearing import Hearing
 from kvtier.isolation.link import Link, Voice
 from kvtier.isolation.pulse import Pace, Pulse
 from kvtier.isolation.trial import Trial
-from kvtier.isolation.wire import CustodyText, Hello, IdentityText, WireError
-from kvtier.memory.custody import Custody
+from kvtier.isolation.wire import Hello, IdentityText, SlotChecksumsText, WireError
 from kvtier.memory.region import Region
+from kvtier.memory.slot_checksums import SlotChecksums
 
 logger = logging.getLogger("kvtier.executor")
 
@@ -67,7 +67,7 @@ class ExecutorProcess:
         tiers: the tiers, in the core's order. They are made anew, and opened, in the process.
         identity: the cache that all chunks belong to.
         region: where the slots are; not an anonymous one.
-        custody: what audited slots must hold, in the region's board; None where nothing is audited.
+        slot_checksums: what audited slots must hold, in the region's metadata; None where nothing is audited.
         memory_limit_bytes: memory of its own that the process may have; None for any.
         pace: how closely it is watched.
         trial_s: seconds that ``start`` waits to see whether there can be such a process here; 0 to start
@@ -81,7 +81,7 @@ class ExecutorProcess:
 
     Raises:
         ConfigError: a tier's settings can not be handed to another process.
-        StateError: the region can not be shared, or the custody is not in it.
+        StateError: the region can not be shared, or the slot checksums are not in it.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ExecutorProcess:
         identity: Identity,
         region: Region,
         *,
-        custody: Custody | None = None,
+        slot_checksums: SlotChecksums | None = None,
         memory_limit_bytes: int | None = None,
         pace: Pace | None = None,
         trial_s: float = 0.0,
@@ -98,7 +98,7 @@ class ExecutorProcess:
         chance: Chance = random.random,
     ) -> None:
         region.fileno()  # raises where there is none
-        self._custody = None if custody is None else _spell(custody, region)
+        self._slot_checksums = None if slot_checksums is None else _spell(slot_checksums, region)
         self._hearing = Hearing(tiers)
         self.events: deque[Event] = self._hearing.events
         self.activity = self._hearing.activity
@@ -271,8 +271,8 @@ class ExecutorProcess:
             identity=self._identity,
             slots=self._region.slots,
             chunk_bytes=self._region.chunk_bytes,
-            board_bytes=len(self._region.board),
-            custody=self._custody,
+            metadata_bytes=len(self._region.metadata),
+            slot_checksums=self._slot_checksums,
             epochs=list(self._epochs),
             cpus=sorted(_cpus()),
             memory_limit_bytes=self._memory_limit_bytes,
@@ -397,9 +397,13 @@ class ExecutorProcess:
             os.eventfd_read(self._wakeup)
 
 
-def _spell(custody: Custody, region: Region) -> CustodyText:
-    return CustodyText(
-        custody.offset_in(region), custody.rate, custody.areas, custody.area_bytes, custody.is_shared
+def _spell(slot_checksums: SlotChecksums, region: Region) -> SlotChecksumsText:
+    return SlotChecksumsText(
+        slot_checksums.offset_in(region),
+        slot_checksums.rate,
+        slot_checksums.areas,
+        slot_checksums.area_bytes,
+        slot_checksums.is_shared,
     )
 
 

@@ -81,8 +81,8 @@ class IdentityText(Struct, frozen=True):
         return Identity(self.model, json.loads(self.fields))
 
 
-class CustodyText(Struct, frozen=True):
-    """A ``Custody``: where in the board of the region its words are, and how they are to be read."""
+class SlotChecksumsText(Struct, frozen=True):
+    """A ``SlotChecksums``: where in the region's metadata its words are, and how they are to be read."""
 
     offset: Number
     rate: Annotated[float, Meta(ge=0, le=1)]
@@ -98,8 +98,8 @@ class Hello(Struct, frozen=True, kw_only=True):
     identity: IdentityText
     slots: Number
     chunk_bytes: Number
-    board_bytes: Number
-    custody: CustodyText | None
+    metadata_bytes: Number
+    slot_checksums: SlotChecksumsText | None
     epochs: list[Number]
     cpus: list[Number]
     memory_limit_bytes: Number | None

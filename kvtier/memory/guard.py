@@ -1,8 +1,7 @@
-"""A process that does one thing: it removes a region's file when the engine is gone, however that ended.
+"""A guard process, which removes a region's file when the engine is gone, however that ended.
 
-Whoever kills an engine often kills all its descendants, the process of the tiers among them. So the guard
-leaves the family: it is a child of nobody. It imports nothing of kvtier and nothing outside of Python's
-standard library, and takes some megabytes.
+An engine is often killed with all its descendants, the process of the tiers among them. So the guard detaches
+itself from them. It imports nothing but Python's standard library, and takes a few megabytes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def start(path: str, fd: int) -> int:
 
     Returns:
         A descriptor to close when the file is given back in order: the guard then ends as soon as the file
-        is gone, or removes it when nobody uses it any more.
+        is gone, or removes it when no process uses it any more.
 
     Raises:
         OSError: no process can be started.

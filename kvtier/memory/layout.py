@@ -87,11 +87,5 @@ class SlotLayout:
         return tuple(accumulate(sizes, initial=self.rank * self.area_bytes))
 
     def offset(self, tensor: int, sub_block: int) -> int:
-        """Return the offset in the slot of the page of block ``sub_block`` of the chunk in ``tensor``.
-
-        Raises:
-            IndexError: there is no such tensor or block.
-        """
-        if not (0 <= tensor < len(self.page_bytes) and 0 <= sub_block < self.blocks_per_chunk):
-            raise IndexError(f"no page for tensor {tensor}, block {sub_block} of the chunk")
+        """Return the offset in the slot of the page of block ``sub_block`` of the chunk in ``tensor``."""
         return self.tensor_offsets[tensor] + sub_block * self.page_bytes[tensor]

@@ -1,7 +1,7 @@
-"""NUMA: at which node memory is taken when it is first touched. Linux only; elsewhere nothing happens.
+"""NUMA: the node that memory is allocated on when it is first touched. Linux only; elsewhere nothing happens.
 
-A page is taken from the node that the touching thread prefers. For a file in shared memory this is asked
-at the first touch alone, whoever makes it: ``set_mempolicy(2)``, ``tmpfs(5)``.
+A page is allocated on the node that the touching thread prefers; for a file in shared memory at the first
+touch of any process: ``set_mempolicy(2)``, ``tmpfs(5)``.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def online(nodes: Path = _NODES) -> frozenset[int]:
-    """Return the nodes of this machine; empty where the kernel tells of none."""
+    """Return the nodes of this machine; empty where the kernel lists none."""
     return frozenset(
         int(found[1]) for path in nodes.glob("node*") if (found := re.fullmatch(r"node(\d+)", path.name))
     )
 
 
 def node_of_cpus(cpus: Iterable[int], nodes: Path = _NODES) -> int | None:
-    """Return the node that all these CPUs are at; None where there is not one alone."""
+    """Return the node that all these CPUs are at; None where there is not exactly one."""
     found = {node for cpu in cpus for node in online(nodes) if (nodes / f"node{node}" / f"cpu{cpu}").exists()}
     return found.pop() if len(found) == 1 else None
 
@@ -48,7 +48,7 @@ def node_of_pci(address: str, devices: Path = _PCI_DEVICES) -> int | None:
 
 @contextmanager
 def preferring(node: int | None) -> Iterator[None]:
-    """Take memory from ``node`` when this thread touches a page first; None: as the system likes."""
+    """Allocate pages that this thread touches first on ``node``; None: as the system decides."""
     if node is None or not _set_policy(_PREFERRED, node):
         yield
         return

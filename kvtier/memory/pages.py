@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 from kvtier import native
-from kvtier.memory.held import HeldFile
+from kvtier.memory._locked_file import LockedFile
 
 _MADV_POPULATE_WRITE = 23
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -23,7 +23,7 @@ _GRANTED = frozenset(("always", "within_size", "advise", "force", "madvise"))
 
 
 def ask_for_huge(mapping: mmap.mmap, path: Path | None, *, shared: bool = False) -> bool:
-    """Ask for huge pages in a mapping of ``path``; say whether the system grants them there.
+    """Ask for huge pages in a mapping of ``path``; return whether the system grants them there.
 
     Args:
         mapping: the whole region.
@@ -42,7 +42,7 @@ def ask_for_huge(mapping: mmap.mmap, path: Path | None, *, shared: bool = False)
 
 
 def grants_huge(path: Path | None, *, shared: bool = False) -> bool:
-    """Say whether the system grants huge pages to mappings of ``path``, or of no file, that ask for them."""
+    """Return whether the system grants huge pages to mappings of ``path`` that ask for them."""
     if path is None and not shared:
         return _setting(_SETTINGS / "enabled") in _GRANTED
     forced = _setting(_SETTINGS / "shmem_enabled")
@@ -82,7 +82,7 @@ def huge_bytes(address: int, nbytes: int, smaps: Path = _SMAPS) -> int:
     return total
 
 
-def back(address: int, nbytes: int, file: HeldFile | None, offset: int, *, huge: bool) -> int:
+def back(address: int, nbytes: int, file: LockedFile | None, offset: int, *, huge: bool) -> int:
     """Get memory for a part of a mapping and map it. What it holds stays.
 
     Args:

@@ -23,15 +23,15 @@ from types import TracebackType
 
 from kvtier.errors import RegionError, StateError
 from kvtier.forks import keep_fd_from_children, keep_memory_from_children
-from kvtier.memory import guard, held, numa, pages
-from kvtier.memory.held import PREFIX, HeldFile, sweep_ghosts
+from kvtier.memory import _locked_file, guard, numa, pages
+from kvtier.memory._locked_file import PREFIX, LockedFile, remove_stale_files
 
 logger = logging.getLogger("kvtier.memory")
 
 PIECE_BYTES = 64 * 2**20
 SHARED_MEMORY = Path("/dev/shm")
 POPULATING = "kvtier-populate"
-"""Name of the threads that get memory for slots."""
+"""Name of the threads that allocate memory for slots."""
 
 _JOIN_S = 10.0
 _MAX_NAME = 160
@@ -60,13 +60,12 @@ class Region:
 
     Made by ``open`` (a file that several processes map), ``unnamed`` (the same without a name), or
     ``anonymous`` (memory of this process).
-    A slot may be used only after ``populate`` has said so: a page that cannot be had when it is
-    first touched kills the process. It is a context manager that closes.
+    A slot may be used only after ``populate`` has reported it: a page without memory kills the process that
+    touches it. It is a context manager that closes.
 
     Attributes:
         slots: number of slots.
         chunk_bytes: length of one slot, and distance to the next, in bytes.
-        name: the name it was opened under; empty for an anonymous one.
         path: the file's path; None where it has none.
     """
 
@@ -74,16 +73,18 @@ class Region:
         self,
         slots: int,
         chunk_bytes: int,
-        name: str = "",
-        file: HeldFile | None = None,
-        board_bytes: int = 0,
+        file: LockedFile | None = None,
+        metadata_bytes: int = 0,
     ) -> None:
         self.slots = slots
         self.chunk_bytes = chunk_bytes
-        self.name = name
         self.path = file.path if file else None
         self._file = file
-        self._map: mmap.mmap | None = _map_bytes(slots * chunk_bytes + board_bytes, file)
+        self._map: mmap.mmap | None = mmap.mmap(
+            file.fd if file else -1,
+            slots * chunk_bytes + metadata_bytes,
+            flags=mmap.MAP_SHARED if file else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+        )
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._guard: Callable[[], object] | None = None
         self._leftover: mmap.mmap | None = None  # of a closed region, until it is unmapped
@@ -97,7 +98,7 @@ class Region:
         self._running = 0  # threads that populate
         self._is_closed = False
         # Also runs at interpreter exit, so that a forgotten region does not hold memory till the next start.
-        self._release = weakref.finalize(self, held.release, file) if file else None
+        self._release = weakref.finalize(self, _locked_file.release, file) if file else None
 
     @staticmethod
     def open(
@@ -105,7 +106,7 @@ class Region:
         slots: int,
         chunk_bytes: int,
         directory: Path = SHARED_MEMORY,
-        board_bytes: int = 0,
+        metadata_bytes: int = 0,
         contents: str = "",
     ) -> Region:
         """Create the shared region ``name``, or join it where a living process has it open.
@@ -117,23 +118,28 @@ class Region:
             slots: number of slots, at least 1.
             chunk_bytes: bytes of a slot, a multiple of the page size.
             directory: a directory of a file system in memory.
-            board_bytes: bytes to share beside the slots; all who open the region name the same number.
-            contents: what the slots hold, in ASCII words that all who open the region must agree on;
-                equal sizes alone do not say that they mean the same by a slot.
+            metadata_bytes: bytes to share beside the slots; the same for all who open the region.
+            contents: what the slots hold, in ASCII words that must be the same for all who open the region;
+                equal sizes do not prove that a slot means the same to them.
 
         Raises:
             RegionError: there is no room, a living region of that name has another size or contents, the
                 directory is not there, or ``chunk_bytes`` is not a multiple of the page size.
         """
         _require_shape(slots, chunk_bytes)
-        sweep_ghosts(directory)
-        nbytes = slots * chunk_bytes
-        file = held.hold(directory / _file_name(name), nbytes + board_bytes, _note(contents))
+        remove_stale_files(directory)
+        nbytes = slots * chunk_bytes + metadata_bytes
+        file = _locked_file.create_or_join(directory / _file_name(name), nbytes, _note(contents))
+        return Region._over(file, slots, chunk_bytes, metadata_bytes)
+
+    @staticmethod
+    def _over(file: LockedFile, slots: int, chunk_bytes: int, metadata_bytes: int) -> Region:
+        """Make a region of a file, which is released where that fails."""
         try:
-            _allocate(file, nbytes, board_bytes)
-            return Region(slots, chunk_bytes, name, file, board_bytes)
+            _allocate(file, slots * chunk_bytes, metadata_bytes)
+            return Region(slots, chunk_bytes, file, metadata_bytes)
         except BaseException:
-            held.release(file)
+            _locked_file.release(file)
             raise
 
     @staticmethod
@@ -143,24 +149,18 @@ class Region:
         return Region(slots, chunk_bytes)
 
     @staticmethod
-    def unnamed(slots: int, chunk_bytes: int, board_bytes: int = 0) -> Region:
+    def unnamed(slots: int, chunk_bytes: int, metadata_bytes: int = 0) -> Region:
         """Make a region that other processes can be handed, by ``fileno``. Arguments as in ``open``.
 
         Raises:
             RegionError: there is no shared memory, or the shape is wrong.
         """
         _require_shape(slots, chunk_bytes)
-        nbytes = slots * chunk_bytes
-        file = held.hold_unnamed(nbytes + board_bytes)
-        try:
-            _allocate(file, nbytes, board_bytes)
-            return Region(slots, chunk_bytes, file=file, board_bytes=board_bytes)
-        except BaseException:
-            held.release(file)
-            raise
+        file = _locked_file.create_unnamed(slots * chunk_bytes + metadata_bytes)
+        return Region._over(file, slots, chunk_bytes, metadata_bytes)
 
     @staticmethod
-    def borrowed(fd: int, slots: int, chunk_bytes: int, board_bytes: int = 0) -> Region:
+    def borrowed(fd: int, slots: int, chunk_bytes: int, metadata_bytes: int = 0) -> Region:
         """Map another process's region.
 
         The children of this process do not have the mapping: when this process has ended, nobody writes
@@ -168,14 +168,14 @@ class Region:
 
         Args:
             fd: the ``fileno`` of that region, handed over; it belongs to the new region.
-            slots, chunk_bytes, board_bytes: as in the region that it is.
+            slots, chunk_bytes, metadata_bytes: as in the region that it is.
 
         Raises:
             RegionError: that region is smaller, or the shape is wrong.
         """
         _require_shape(slots, chunk_bytes)
-        file = held.borrow(fd, slots * chunk_bytes + board_bytes)
-        region = Region(slots, chunk_bytes, file=file, board_bytes=board_bytes)
+        file = _locked_file.borrow(fd, slots * chunk_bytes + metadata_bytes)
+        region = Region(slots, chunk_bytes, file, metadata_bytes)
         region._require_open().madvise(mmap.MADV_DONTFORK)
         return region
 
@@ -217,30 +217,30 @@ class Region:
             return whole[start : start + self.chunk_bytes]
 
     @property
-    def board(self) -> memoryview:
+    def metadata(self) -> memoryview:
         """The bytes that are shared beside the slots, backed with memory; zeros when the region is new."""
         with memoryview(self._require_open()) as whole:
             return whole[self.nbytes :]
 
     def claim(self) -> None:
-        """Become the one who decides what the slots hold; a no-op for an anonymous region.
+        """Become the only one who decides what the slots hold; a no-op for an anonymous region.
 
-        Of all who have the region open one can claim it, until it closes. Two engines that were
-        given the same id would otherwise write over each other's chunks.
+        Of all who have the region open one can claim it, until it closes. Without that, two engines with the
+        same id would overwrite each other's chunks.
 
         Raises:
             RegionError: another one has claimed it.
         """
         self._require_open()
-        if self._file is not None and not held.claim(self._file):
+        if self._file is not None and not _locked_file.claim(self._file):
             raise RegionError(
                 f"{self.path} belongs to another running engine: give each engine an id of its own"
             )
 
     def start_guard(self) -> None:
-        """Have a process of its own remove the file when all who use it are gone, however they end.
+        """Start a process that removes the file when all who use it are gone, however they end.
 
-        Where no process can be started the log says so; the next start on this machine removes the file then.
+        Where none can be started, a warning is logged, and the next start on this machine removes the file.
         """
         self._require_open()
         if self._file is None or self._file.path is None or self._guard is not None:
@@ -248,7 +248,7 @@ class Region:
         try:
             fd = guard.start(str(self._file.path), self._file.fd)
         except OSError as error:
-            logger.warning("%s; if the engine is killed the file stays until the next start", error)
+            logger.warning("%s: if the engine is killed, its file stays until the next start", error)
             return
         keep_fd_from_children(fd)
         self._guard = weakref.finalize(self, os.close, fd)
@@ -262,16 +262,15 @@ class Region:
     ) -> None:
         """Start to back the slots with memory, in daemon threads, in pieces from slot 0 on.
 
-        Anyone who has the region open may do so, whoever created it, and more than once: pages
-        that are there stay as they are. Huge pages are used where the system grants them. Where memory
+        Every process that has the region open may do so, more than once: pages that are there keep their
+        content. Huge pages are used where the system grants them. Where memory
         runs out, one error is logged, the rest is not reported, and the region has fewer usable slots.
         ``close`` stops it.
 
         Args:
             on_ready: called in these threads with each range of slots that can be used from now on.
                 It must not block.
-            parts: from which NUMA nodes the parts of each slot are to be taken; default: as the system
-                likes.
+            parts: the NUMA nodes to allocate the parts of each slot on; default: as the system decides.
             threads: how many; default: one for each four CPUs, four at most. The engine starts meanwhile.
             on_end: called in one of these threads when no more slots will be ready, unless the region is
                 closed before.
@@ -313,7 +312,10 @@ class Region:
         leftover, self._leftover = self._leftover, None
         if leftover is not None:
             self._forget_memory()
-            _unmap(leftover)
+            try:
+                leftover.close()
+            except BufferError:  # views are out: the last of them takes the mapping along
+                logger.debug("views of the region are still in use at its end")
         if self._release is not None:
             self._release()
         if self._guard is not None:
@@ -350,12 +352,12 @@ class Region:
             if self._stopping.is_set():
                 return
             if code:
-                self._tell_shortage(code, filling)
+                self._report_shortage(code, filling)
             else:
                 filling.done(piece)
 
     def _back(self, piece: range, filling: _Filling) -> int:
-        """Get memory for the slots of a piece, each part from its node; return 0 or the errno."""
+        """Allocate memory for the slots of a piece, each part on its node; return 0 or the errno."""
         for part in filling.parts:
             with numa.preferring(part.node):
                 for start, end in self._ranges(piece, part):
@@ -377,11 +379,11 @@ class Region:
             # A page that two parts share is taken for the first of them; a slot ends with a page.
             yield start - start % mmap.PAGESIZE, end + -end % mmap.PAGESIZE
 
-    def _tell_shortage(self, code: int, filling: _Filling) -> None:
-        ready, said = filling.give_up()
-        if not said:
+    def _report_shortage(self, code: int, filling: _Filling) -> None:
+        ready, is_reported = filling.give_up()
+        if not is_reported:
             logger.error(
-                "the primary tier lacks %d of %d bytes (%s): it goes on with %d of %d slots; "
+                "the primary tier lacks %d of %d bytes (%s) and continues with %d of %d slots: "
                 "set cpu_bytes_to_use to less",
                 self.nbytes - ready * self.chunk_bytes,
                 self.nbytes,
@@ -393,7 +395,7 @@ class Region:
 
 
 class _Filling:
-    """One ``populate``: what its threads share.
+    """What the threads of one ``populate`` share.
 
     Attributes:
         parts: the parts of each slot, and where they are to be taken from.
@@ -419,7 +421,7 @@ class _Filling:
         self._start_s = time.monotonic()
         self._next = 0
         self._ready = 0
-        self._said = False
+        self._is_reported = False
 
     def prepare(self) -> None:
         """Ask for huge pages, once: it reads the system's settings, which a caller may not wait for."""
@@ -436,23 +438,23 @@ class _Filling:
             return range(first, self._next) if first < self._next else None
 
     def done(self, piece: range) -> None:
-        """Tell that slots can be used from now on."""
+        """Report that slots can be used from now on."""
         self._on_ready(piece)
         with self._lock:
             self._ready += len(piece)
             is_last = self._ready == self._region.slots
         if is_last:
-            self._tell()
+            self._log_ready()
             self.on_end()
 
     def give_up(self) -> tuple[int, bool]:
-        """Leave the rest; return how many slots are ready, and whether this was called before."""
+        """Skip the rest; return how many slots are ready, and whether this was called before."""
         with self._lock:
             self._next = self._region.slots
-            said, self._said = self._said, True
-            return self._ready, said
+            is_reported, self._is_reported = self._is_reported, True
+            return self._ready, is_reported
 
-    def _tell(self) -> None:
+    def _log_ready(self) -> None:
         region = self._region
         huge = pages.huge_bytes(region.address, region.nbytes) if self.huge else 0
         logger.info(
@@ -470,7 +472,7 @@ def _note(contents: str) -> bytes:
     return contents.encode("ascii").ljust(_NOTE_BYTES, b"\0") if contents else b""
 
 
-def _allocate(file: HeldFile, offset: int, nbytes: int) -> None:
+def _allocate(file: LockedFile, offset: int, nbytes: int) -> None:
     """Get memory for a part of the file that is used at once; raise RegionError where there is none."""
     if nbytes:
         try:
@@ -482,21 +484,8 @@ def _allocate(file: HeldFile, offset: int, nbytes: int) -> None:
 
 
 def default_threads() -> int:
-    """Return with how many threads ``Region.populate`` works unless it is told."""
+    """Return the default number of threads of ``Region.populate``."""
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // _CPUS_PER_THREAD))
-
-
-def _map_bytes(nbytes: int, file: HeldFile | None) -> mmap.mmap:
-    if file is None:
-        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return mmap.mmap(file.fd, nbytes, flags=mmap.MAP_SHARED)
-
-
-def _unmap(mapping: mmap.mmap) -> None:
-    try:
-        mapping.close()
-    except BufferError:  # views are out: the last of them takes the mapping along
-        logger.debug("views of the region are still in use at its end")
 
 
 def _require_shape(slots: int, chunk_bytes: int) -> None:
@@ -509,11 +498,19 @@ def _require_shape(slots: int, chunk_bytes: int) -> None:
 
 
 def _file_name(name: str) -> str:
-    """Spell ``name`` as a file name; names that differ stay different."""
+    """Return a file name for ``name``; different names stay different."""
     safe = re.sub(r"[^A-Za-z0-9._-]", "-", name)[:_MAX_NAME]
     if safe == name and name:
         return PREFIX + name
     return f"{PREFIX}{safe}.{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"
 
 
-__all__ = ["PIECE_BYTES", "POPULATING", "SHARED_MEMORY", "Part", "Region", "default_threads", "sweep_ghosts"]
+__all__ = [
+    "PIECE_BYTES",
+    "POPULATING",
+    "SHARED_MEMORY",
+    "Part",
+    "Region",
+    "default_threads",
+    "remove_stale_files",
+]

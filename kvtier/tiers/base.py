@@ -94,8 +94,8 @@ class SlotMemory(Protocol):
         """Return the bytes of one slot: one-dimensional, format ``B``, ``chunk_bytes`` long."""
 
 
-class Custody(Protocol):
-    """What audited slots must hold. ``kvtier.memory.custody`` is the one there is."""
+class SlotChecksums(Protocol):
+    """What audited slots must hold. ``kvtier.memory.slot_checksums`` is the one there is."""
 
     rate: float
 

@@ -32,10 +32,10 @@ from kvtier.telemetry.lines import Seldom
 from kvtier.tiers.activity import NamedTier, TierActivity
 from kvtier.tiers.base import (
     Batch,
-    Custody,
     Knowledge,
     Outcome,
     SecondaryTier,
+    SlotChecksums,
     SlotMemory,
     Status,
     TierContext,
@@ -101,7 +101,7 @@ class TierRunner:
         post: Post,
         threads: anyio.CapacityLimiter,
         chance: Chance,
-        custody: Custody | None = None,
+        slot_checksums: SlotChecksums | None = None,
     ) -> None:
         config = named.tier.config
         self.index = index
@@ -114,7 +114,7 @@ class TierRunner:
         self._budget = RetryBudget(config.retry_share)
         self._chance = chance
         self._memory = memory
-        self._custody = custody
+        self._slot_checksums = slot_checksums
         self._post = post
         self._threads = threads
         self._context = TierContext(
@@ -320,22 +320,22 @@ class TierRunner:
 
     async def _require_intact(self, command: Put, epoch: Epoch) -> None:
         """Put nothing that is not what was stored: it would be sealed like that."""
-        positions = [] if self._custody is None else self._custody.audited(command.slots)
-        if self._custody is None or not positions:
+        positions = [] if self._slot_checksums is None else self._slot_checksums.audited(command.slots)
+        if self._slot_checksums is None or not positions:
             return
         audited = [(command.keys[at], command.slots[at]) for at in positions]
-        if not await self._in_thread(self._custody.are_intact, audited):
+        if not await self._in_thread(self._slot_checksums.are_intact, audited):
             raise _NotBegunError("audit")
         self._require_usable(epoch)
 
     async def _take_over(self, batch: Batch, outcome: Outcome) -> None:
         """Audit some of what was got: what is in its slots now is what the tier was given once."""
-        if self._custody is None or not self._custody.rate:
+        if self._slot_checksums is None or not self._slot_checksums.rate:
             return
         landed = [slot for slot, it in zip(batch.slots, outcome.statuses, strict=True) if it == Status.OK]
-        audited = [slot for slot in landed if self._chance() < self._custody.rate]
+        audited = [slot for slot in landed if self._chance() < self._slot_checksums.rate]
         if audited:
-            await self._in_thread(self._custody.take_over, audited)
+            await self._in_thread(self._slot_checksums.take_over, audited)
 
     async def _put_once(self, batch: Batch) -> Outcome:
         return self._complete(await self._tier.put(batch), len(batch))

@@ -6,7 +6,7 @@ import ctypes
 import threading
 from typing import Any
 
-_LANES = {"kvtier-store": "stores", "kvtier-load": "loads"}
+_QUEUES = {"kvtier-store": "stores", "kvtier-load": "loads"}
 _left = {"stores": 0, "loads": 0}
 _copy_batch: Any = None
 
@@ -23,11 +23,11 @@ def exchange(llm: Any, stores: int = 0, loads: int = 0) -> dict[str, Any]:
 
 
 def _crooked(src: int, dst: int, sizes: int, count: int) -> None:
-    lane = _LANES.get(threading.current_thread().name, "")
-    if not _left.get(lane):
+    queue = _QUEUES.get(threading.current_thread().name, "")
+    if not _left.get(queue):
         _copy_batch(src, dst, sizes, count)
         return
-    _left[lane] -= _left[lane] > 0
+    _left[queue] -= _left[queue] > 0
     numbers = ctypes.c_uint64 * count
     assert len(set(numbers.from_address(sizes))) == 1
     exchanged = numbers(*reversed(numbers.from_address(dst)))

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 _WORD_BYTES = 8
-_LANES = {"kvtier-store": 0, "kvtier-load": 1, "kvtier-expedited": 1}
+_QUEUES = {"kvtier-store": 0, "kvtier-load": 1, "kvtier-expedited": 1}
 _STAGED = 2
 _RANK = 3
 
@@ -55,7 +55,7 @@ class Faults:
             self._left[index] = number
 
     def _copy(self, copy: Callable[[Any], None], plan: Any) -> None:
-        self._maybe_fail(_LANES[threading.current_thread().name], copy, plan)
+        self._maybe_fail(_QUEUES[threading.current_thread().name], copy, plan)
 
     def _staged(self, copy: Callable[[Any], None], plan: Any) -> None:
         self._maybe_fail(_STAGED, copy, plan)

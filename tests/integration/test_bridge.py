@@ -43,9 +43,9 @@ from kvtier.core.tiering import Tiering
 from kvtier.executor import Executor, ExecutorThread, NamedTier
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.memory.board import Board, Word, board_bytes
-from kvtier.memory.custody import Custody, Fault
 from kvtier.memory.region import Region
+from kvtier.memory.slot_checksums import Fault, SlotChecksums
+from kvtier.memory.worker_status import StatusField, StatusTable, status_table_bytes
 from kvtier.tiers import supervisor
 from kvtier.tiers.base import TRAILER_BYTES, Batch, Knowledge, Outcome, SecondaryTier, TierContext
 from kvtier.tiers.dummy import DummyConfig, DummyTier
@@ -111,8 +111,10 @@ class World:
         self.core = Tiering(LRU(), gates, limits or Limits(), track_changes=True)
         self.region = Region.anonymous(slots, CHUNK_BYTES)
         named = [NamedTier(name, tier) for name, tier in zip(names, tiers, strict=True)]
-        self.custody = Custody.private(self.region, 1.0, CHUNK_BYTES) if audits else None
-        executor = partial(Executor, named, Identity.make("model", {}), self.region, custody=self.custody)
+        self.slot_checksums = SlotChecksums.private(self.region, 1.0, CHUNK_BYTES) if audits else None
+        executor = partial(
+            Executor, named, Identity.make("model", {}), self.region, slot_checksums=self.slot_checksums
+        )
         self.thread = ExecutorThread(executor)
         self.thread.start()
         self.thread.events.append(SlotsReady(range(slots)))
@@ -127,7 +129,7 @@ class World:
             self_describing=self_describing,
             repeats_stores=repeats_stores,
             workers=workers,
-            custody=self.custody,
+            slot_checksums=self.slot_checksums,
             clock=clock,
             on_shutdown=self._shut_down,
         )
@@ -688,14 +690,14 @@ class SlowFiles(FsTier):
 def test_slots_of_a_failed_store_are_given_on_unless_the_device_may_still_write_into_them(
     make: Make, is_lost: bool, is_reset: bool
 ) -> None:
-    board = Board(memoryview(bytearray(board_bytes(8, 1))), slots=8, workers=1)
-    it = make(dummy(), slots=8, workers=Workers(board))
+    status_table = StatusTable(memoryview(bytearray(status_table_bytes(8, 1))), slots=8, workers=1)
+    it = make(dummy(), slots=8, workers=Workers(status_table))
     context = it.request("a")
     output = it.manager.prepare_store(prompt(1, 8), context)
     assert output is not None
     if is_lost:
-        board.rows[0][Word.LOST] = 1
-    board.rows[0].mark(slots_of(output.store_spec))
+        status_table.rows[0][StatusField.LOST] = 1
+    status_table.rows[0].mark(slots_of(output.store_spec))
     if is_reset:
         it.manager.reset_cache()
         it.manager.on_reset_flushed()
@@ -713,14 +715,14 @@ class Audited:
     """A world with a worker that audits: this test."""
 
     def __init__(self, make: Make, *tiers: AnyTier) -> None:
-        board = Board(memoryview(bytearray(board_bytes(8, 1))), slots=8, workers=1)
-        self.it = make(*tiers, slots=8, workers=Workers(board), audits=True)
-        self.row = board.rows[0]
+        status_table = StatusTable(memoryview(bytearray(status_table_bytes(8, 1))), slots=8, workers=1)
+        self.it = make(*tiers, slots=8, workers=Workers(status_table), audits=True)
+        self.row = status_table.rows[0]
 
     def blame(self, slot: int, fault: Fault) -> None:
-        assert self.it.custody is not None
-        self.it.custody.blame(slot, 0, fault)
-        self.row[Word.AUDITS_FAILED] += 1
+        assert self.it.slot_checksums is not None
+        self.it.slot_checksums.blame(slot, 0, fault)
+        self.row[StatusField.AUDITS_FAILED] += 1
 
 
 @pytest.fixture(autouse=True)

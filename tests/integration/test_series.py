@@ -17,7 +17,7 @@ from kvtier.adapters.vllm.workers import Workers
 from kvtier.core.admission import Limits
 from kvtier.core.policies.lru import LRU
 from kvtier.keys import OffloadKey
-from kvtier.memory.board import Board, Row, Word, board_bytes
+from kvtier.memory.worker_status import StatusField, StatusTable, WorkerStatus, status_table_bytes
 from kvtier.tiers import supervisor
 from kvtier.tiers.base import Batch, Outcome, TierContext
 from kvtier.tiers.dummy import DummyConfig, DummyTier
@@ -298,13 +298,13 @@ def test_a_policy_that_was_replaced_is_counted_once_and_by_what_it_did(
 
 
 def test_what_each_worker_has_pinned_is_published(make: Make) -> None:
-    board = memoryview(bytearray(board_bytes(8, 2)))
-    it, endpoint = make(slots=8, workers=Workers(Board(board, 8, 2)))
+    status_table = memoryview(bytearray(status_table_bytes(8, 2)))
+    it, endpoint = make(slots=8, workers=Workers(StatusTable(status_table, 8, 2)))
     pinned, failed = "kvtier_pinned_bytes", "kvtier_pinning_failed"
-    first, second = (Row(board, 8, rank) for rank in range(2))
-    first[Word.PINNED_BYTES] = 4096
+    first, second = (WorkerStatus(status_table, 8, rank) for rank in range(2))
+    first[StatusField.PINNED_BYTES] = 4096
     it.step()
     endpoint.until({pinned: {("0",): 4096, ("1",): 0}, failed: {("0",): 0, ("1",): 0}})
-    second[Word.PINNED_BYTES] = 8192
-    second[Word.PINNING_FAILED] = 1
+    second[StatusField.PINNED_BYTES] = 8192
+    second[StatusField.PINNING_FAILED] = 1
     endpoint.until({pinned: {("0",): 4096, ("1",): 8192}, failed: {("0",): 0, ("1",): 1}})

@@ -14,15 +14,15 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from kvtier.adapters.vllm.manager import Slots
 from kvtier.adapters.vllm.worker import KVTierWorker
 from kvtier.adapters.vllm.workers import Workers
+from kvtier.device._pinning import PinnedSlots
+from kvtier.device._threaded import LOST_AFTER
 from kvtier.device.base import KVCaches, PageRef, Pinning
 from kvtier.device.cpu import CpuTransferEngine, copy_plan, copy_staged
-from kvtier.device.lanes import LOST_AFTER
-from kvtier.device.pinning import PinnedSlots
 from kvtier.device.plan import CopyPlan
 from kvtier.errors import TransferError
-from kvtier.memory.board import Board, Row, board_bytes
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
+from kvtier.memory.worker_status import StatusTable, WorkerStatus, status_table_bytes
 
 SLOTS = 8
 PAGE = 4096
@@ -37,15 +37,15 @@ class Bench:
     def __init__(self, deadline_s: float = 60, pinner: Pinner | None = None) -> None:
         caches = KVCaches((torch.zeros((SLOTS, PAGE), dtype=torch.int8),), ((PageRef(0, PAGE),),))
         layout = SlotLayout.make(caches.page_bytes, 1)
-        board = memoryview(bytearray(board_bytes(SLOTS, 1)))
+        status_table = memoryview(bytearray(status_table_bytes(SLOTS, 1)))
         region = Region.anonymous(SLOTS, layout.chunk_bytes)
         settings = (caches, layout, region, self._copy, self._staged, deadline_s)
         engine = CpuTransferEngine(*settings) if pinner is None else PinningEngine(pinner, *settings)
         self.failures = 0
         self.hold = False
         self._go_on = threading.Event()
-        self.worker = KVTierWorker(engine, region, Row(board, SLOTS, 0))
-        self.workers = Workers(Board(board, SLOTS, 1))
+        self.worker = KVTierWorker(engine, region, WorkerStatus(status_table, SLOTS, 0))
+        self.workers = Workers(StatusTable(status_table, SLOTS, 1))
         self._last_job = 0
 
     def store(self, *slots: int) -> None:
@@ -119,7 +119,7 @@ class Pinner:
 class PinningEngine(CpuTransferEngine):
     """Pins the slots in pieces of two, as the engine of a device does."""
 
-    def __init__(self, pinner: Pinner, caches: KVCaches, layout: SlotLayout, region: Region, *more: Any):
+    def __init__(self, pinner: Any, caches: KVCaches, layout: SlotLayout, region: Region, *more: Any):
         super().__init__(caches, layout, region, *more)
         self._pinned = PinnedSlots(pinner, region, piece_slots=2)
 

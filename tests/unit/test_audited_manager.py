@@ -14,7 +14,7 @@ from kvtier.device.plan import CopyPlan
 from kvtier.errors import TransferError
 from kvtier.executor import NamedTier
 from kvtier.manager import TieringManager
-from kvtier.memory.custody import Custody
+from kvtier.memory.slot_checksums import SlotChecksums
 from tests.unit.test_manager import IDENTITY, AnyTier, World, dummy, files, prompt
 
 KEYS = prompt(1, 6)
@@ -32,8 +32,8 @@ class AuditedWorld(World):
     def __init__(self, *tiers: AnyTier, copy: Callable[[CopyPlan], None] = copy_plan, **more: Any) -> None:
         super().__init__(*tiers, copy=copy, **more)
         self.names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
-        self.custody = Custody.private(self.region, 1.0, BESIDE)
-        self.engine.begin_audits(self.custody)
+        self.slot_checksums = SlotChecksums.private(self.region, 1.0, BESIDE)
+        self.engine.begin_audits(self.slot_checksums)
         self.manager = TieringManager(
             core=self.core,
             tiers=[NamedTier(name, tier) for name, tier in zip(self.names, tiers, strict=True)],
@@ -43,7 +43,7 @@ class AuditedWorld(World):
             blocks_per_chunk=1,
             groups=1,
             drain_s=5.0,
-            custody=self.custody,
+            slot_checksums=self.slot_checksums,
         )
 
     def flip(self, byte: int = 50) -> None:
@@ -168,7 +168,7 @@ async def test_slots_that_a_tier_was_lent_are_not_held_against_what_they_held_be
     async with opened(dummy()) as it:
         await it.store(KEYS)
         await it.forget_primary()  # of all slots it is known by now what they must hold
-        it.custody.rate = 0.0  # of what is brought it will not be
+        it.slot_checksums.rate = 0.0  # of what is brought it will not be
         assert await it.load(KEYS) == 6
         assert it.failures == {}
         assert it.manager.statistics().counts["loaded", it.names[0]] == 6

@@ -27,8 +27,8 @@ from kvtier.core.states import Lookup
 from kvtier.core.tiering import Tiering
 from kvtier.driver import Driver
 from kvtier.keys import OffloadKey
-from kvtier.memory.custody import Custody, Fault
 from kvtier.memory.heap import HeapMemory
+from kvtier.memory.slot_checksums import Fault, SlotChecksums
 
 KEYS = [OffloadKey(bytes([number]) * 36) for number in range(3)]
 CHUNK_BYTES = 64
@@ -41,13 +41,13 @@ class World:
         self.core = Tiering(LRU(), [TierGate("one")], Limits(promotion_budget=1.0, landing_reserve=0.5))
         self.submitted: list[Command] = []
         self.known_at_submit: list[bool] = []
-        self.custody = Custody.private(HeapMemory(8, CHUNK_BYTES), 1.0, CHUNK_BYTES)
+        self.slot_checksums = SlotChecksums.private(HeapMemory(8, CHUNK_BYTES), 1.0, CHUNK_BYTES)
         self.has_damage = False
         self.driver = Driver(
             self.core,
             self,
             logging.getLogger("kvtier.test"),
-            custody=self.custody,
+            slot_checksums=self.slot_checksums,
             has_damage=lambda: self.has_damage,
             clock=lambda: 0.0,
         )
@@ -56,7 +56,9 @@ class World:
     def submit(self, commands: Iterable[Command]) -> None:
         for command in commands:
             if isinstance(command, Fetch):
-                self.known_at_submit += [self.custody.expected(slot, 0) is not None for slot in command.slots]
+                self.known_at_submit += [
+                    self.slot_checksums.expected(slot, 0) is not None for slot in command.slots
+                ]
             self.submitted.append(command)
 
     def store(self) -> None:
@@ -96,7 +98,7 @@ def test_what_follows_from_a_store_an_event_and_a_reset_is_submitted_at_once() -
 def test_slots_are_forgotten_before_a_fetch_into_them_is_submitted() -> None:
     it = World()
     for slot in range(8):
-        it.custody.expect(slot, 0, 7)
+        it.slot_checksums.expect(slot, 0, 7)
     it.bring()
     assert it.known_at_submit == [False] * 3
 
@@ -116,7 +118,7 @@ def test_a_chunk_that_has_changed_in_its_slot_is_never_given_again_and_its_tier_
 ) -> None:
     it = World()
     pinned = it.core.acquire(KEYS, it.bring())
-    it.custody.blame(pinned.slots[1], 0, Fault.SLOT)
+    it.slot_checksums.blame(pinned.slots[1], 0, Fault.SLOT)
     it.has_damage = True
     it.driver.end_load(pinned, failed=failed)
     assert not it.core.table.visible
@@ -128,7 +130,7 @@ def test_damage_in_a_store_ends_everything() -> None:
     it = World()
     reservation = it.core.reserve(KEYS)
     assert reservation is not None
-    it.custody.blame(reservation.slots[0], 0, Fault.COPY)
+    it.slot_checksums.blame(reservation.slots[0], 0, Fault.COPY)
     it.has_damage = True
     it.driver.inspect(reservation)
     it.driver.commit(reservation)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.memory.region import sweep_ghosts
+from kvtier.memory.region import remove_stale_files
 
 PATIENCE_S = 60.0
 
@@ -91,7 +91,7 @@ def test_a_forked_child_holds_no_lock_no_memory_and_no_socket_of_its_parent(
         with path.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     end_s = time.monotonic() + PATIENCE_S
-    while not sweep_ghosts(tmp_path / "shm"):  # the process of the tiers ends a moment after the engine
+    while not remove_stale_files(tmp_path / "shm"):  # the process of the tiers ends a moment after the engine
         assert time.monotonic() < end_s
         time.sleep(0.01)
     assert str(tmp_path / "shm") not in Path(f"/proc/{pid}/maps").read_text()

@@ -35,7 +35,7 @@ from kvtier.core.tiering import Tiering
 from kvtier.core.transfers import Pinned, Reservation
 from kvtier.driver import Driver
 from kvtier.executor import AnyExecutor
-from kvtier.memory.custody import Custody
+from kvtier.memory.slot_checksums import SlotChecksums
 from kvtier.telemetry.unwritten import UnwrittenPuts
 
 logger = logging.getLogger("kvtier.vllm")
@@ -78,7 +78,7 @@ class KVTierManager(OffloadingManager):
         on_shutdown: gives back what the manager was made with.
         drain_s: seconds that it waits for puts, for the log.
         workers: what is known of the workers; None where they tell nothing.
-        custody: what audited slots must hold; None where nothing is audited.
+        slot_checksums: what audited slots must hold; None where nothing is audited.
         repeats_stores: whether vLLM may offer again, in later steps, what found no room. Of a window's
             chunk of several blocks the first ones may be gone by then, which nobody is told of.
         clock: seconds, monotonic.
@@ -98,7 +98,7 @@ class KVTierManager(OffloadingManager):
         on_shutdown: Callable[[], None] = lambda: None,
         drain_s: float = 0.0,
         workers: Workers | None = None,
-        custody: Custody | None = None,
+        slot_checksums: SlotChecksums | None = None,
         repeats_stores: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -107,7 +107,7 @@ class KVTierManager(OffloadingManager):
             core,
             executor,
             logger,
-            custody=custody,
+            slot_checksums=slot_checksums,
             has_damage=lambda: workers is not None and workers.have_found_damage,
             clock=clock,
         )

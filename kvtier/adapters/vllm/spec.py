@@ -43,9 +43,9 @@ from kvtier.errors import ConfigError
 from kvtier.executor import CLOSE_S, AnyExecutor, NamedTier
 from kvtier.identity import Identity
 from kvtier.memory import numa
-from kvtier.memory.board import Board, Row, Word, board_bytes
-from kvtier.memory.custody import Custody, custody_bytes
 from kvtier.memory.region import Part, Region
+from kvtier.memory.slot_checksums import SlotChecksums, slot_checksums_bytes
+from kvtier.memory.worker_status import StatusField, StatusTable, WorkerStatus, status_table_bytes
 
 logger = logging.getLogger("kvtier.vllm")
 
@@ -104,10 +104,10 @@ class KVTierOffloadingSpec(OffloadingSpec):
             track_changes=self.kv_events_config.enable_kv_cache_events,
         )
         tiers = make_tiers(self._settings)
-        custody = self._custody(region)
-        executor = start_executor(self._settings, tiers, self._identity(tiers), region, custody)
-        board = Board(region.board, region.slots, self.config.parallel.world_size)
-        _populate(region, executor.events, _parts(self._shape, board))
+        slot_checksums = self._slot_checksums(region)
+        executor = start_executor(self._settings, tiers, self._identity(tiers), region, slot_checksums)
+        status_table = StatusTable(region.metadata, region.slots, self.config.parallel.world_size)
+        _populate(region, executor.events, _parts(self._shape, status_table))
         return KVTierManager(
             core,
             executor,
@@ -117,8 +117,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
             self_describing=self.kv_events_config.self_describing_kv_events,
             steps_ahead=self._engine.steps_ahead if self._engine is not None else 2,
             info=self._info(),
-            workers=Workers(board),
-            custody=custody,
+            workers=Workers(status_table),
+            slot_checksums=slot_checksums,
             repeats_stores=not windowed or self.config.cache.blocks_per_chunk == 1,
             drain_s=self._settings.drain_on_shutdown_s,
             on_shutdown=partial(_shut_down, executor, region, self._settings.drain_on_shutdown_s),
@@ -138,33 +138,33 @@ class KVTierOffloadingSpec(OffloadingSpec):
             deadline_s=self._settings.copy_deadline_s,
             batched_copy=batched_copy(),
         )
-        if (custody := self._custody(region)) is not None:
-            engine.begin_audits(custody)
-        row = Row(region.board, region.slots, parallel.rank)
-        row[Word.NODE] = 0 if engine.node is None else engine.node + 1
+        if (slot_checksums := self._slot_checksums(region)) is not None:
+            engine.begin_audits(slot_checksums)
+        row = WorkerStatus(region.metadata, region.slots, parallel.rank)
+        row[StatusField.NODE] = 0 if engine.node is None else engine.node + 1
         return KVTierWorker(engine, region, row, self.config.cache.blocks_per_chunk)
 
     def _open_region(self) -> Region:
         slots = slots_for(self._settings, self._shape.chunk_bytes)
-        beside = board_bytes(slots, self.config.parallel.world_size)
+        beside = status_table_bytes(slots, self.config.parallel.world_size)
         if self._settings.audit_rate:
-            beside += custody_bytes(slots, self._shape.areas)
+            beside += slot_checksums_bytes(slots, self._shape.areas)
         return Region.open(
             self.config.engine_id,
             slots,
             self._shape.chunk_bytes,
-            board_bytes=beside,
+            metadata_bytes=beside,
             contents=f"{slots} slots: {self._shape}",
         )
 
-    def _custody(self, region: Region) -> Custody | None:
-        """Return what audited slots must hold, which is shared behind the board."""
+    def _slot_checksums(self, region: Region) -> SlotChecksums | None:
+        """Return what audited slots must hold, which is shared behind the status table."""
         if not self._settings.audit_rate:
             return None
         workers, shape = self.config.parallel.world_size, self._shape
-        return Custody(
+        return SlotChecksums(
             region,
-            region.board[board_bytes(region.slots, workers) :],
+            region.metadata[status_table_bytes(region.slots, workers) :],
             self._settings.audit_rate,
             shape.areas,
             shape.area_bytes,
@@ -194,11 +194,11 @@ def _windowed_groups(config: OffloadingConfig, engine: EngineContext | None) -> 
     return frozenset(group for group in ids if engine is None or engine.is_windowed(group))
 
 
-def _parts(shape: SlotShape, board: Board) -> list[Part]:
+def _parts(shape: SlotShape, status_table: StatusTable) -> list[Part]:
     """Say from which NUMA node each part of a slot is to be taken: vLLM makes its workers first."""
     if len(numa.online()) < 2:
         return []
-    nodes = [row[Word.NODE] - 1 if row[Word.NODE] else None for row in board.rows]
+    nodes = [row[StatusField.NODE] - 1 if row[StatusField.NODE] else None for row in status_table.rows]
     if shape.areas < len(nodes) or len(set(nodes)) == 1:
         return [Part(0, shape.chunk_bytes, nodes[0] if len(set(nodes)) == 1 else None)]
     size = shape.area_bytes

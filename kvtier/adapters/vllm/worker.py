@@ -20,6 +20,7 @@ from kvtier.adapters.vllm.manager import Slots
 from kvtier.device.base import (
     Attempt,
     Audits,
+    BatchedCopy,
     Blocks,
     Finished,
     KVCaches,
@@ -29,10 +30,9 @@ from kvtier.device.base import (
     Run,
     TransferEngine,
 )
-from kvtier.device.methods import BatchedCopy
 from kvtier.errors import ConfigError, DeviceLostError, DeviceStuckError, TransferError
-from kvtier.memory.board import Row, Word
 from kvtier.memory.region import Region
+from kvtier.memory.worker_status import StatusField, WorkerStatus
 
 logger = logging.getLogger("kvtier.vllm")
 
@@ -103,8 +103,8 @@ class KVTierWorker(OffloadingWorker):
     """Copies between the KV cache of one worker and its area of the shared slots.
 
     vLLM asserts that copies succeed, so none is ever reported as failed. A store that failed for good is
-    marked on the board, and the scheduler's side drops its chunks. A load that failed for good is told to
-    ``KVTierConnector``, where that is in use.
+    marked in the status table, and the scheduler's side drops its chunks. A load that failed for good is
+    reported to ``KVTierConnector``, where that is in use.
 
     Args:
         engine: makes the copies.
@@ -114,7 +114,11 @@ class KVTierWorker(OffloadingWorker):
     """
 
     def __init__(
-        self, engine: TransferEngine, region: Region, row: Row | None = None, blocks_per_chunk: int = 1
+        self,
+        engine: TransferEngine,
+        region: Region,
+        row: WorkerStatus | None = None,
+        blocks_per_chunk: int = 1,
     ) -> None:
         self._engine = engine
         self._region = region
@@ -146,7 +150,7 @@ class KVTierWorker(OffloadingWorker):
             # vLLM leaves out blocks of a window that were given on before their chunk was complete, and
             # does not say which: the blocks that follow would be taken for those that are missing.
             self._row.mark(slots.slots)
-            self._count(Word.STORES_DROPPED)
+            self._count(StatusField.STORES_DROPPED)
             self._unmade.append(TransferResult(job_id=job_id, success=True))
             return True
         self._jobs[job_id] = _Job(slots, is_store=True)
@@ -207,10 +211,10 @@ class KVTierWorker(OffloadingWorker):
         if finished.error is not None:
             self._fail(job, finished.error)
             return TransferResult(job_id=finished.transfer_id, success=True)
-        if finished.attempt is Attempt.AGAIN:
-            self._count(Word.STORES_REPEATED if job.is_store else Word.LOADS_REPEATED)
+        if finished.attempt is Attempt.RETRY:
+            self._count(StatusField.STORES_REPEATED if job.is_store else StatusField.LOADS_REPEATED)
         elif finished.attempt is Attempt.STAGED:
-            self._count(Word.LOADS_STAGED)
+            self._count(StatusField.LOADS_STAGED)
         return TransferResult(
             job_id=finished.transfer_id,
             success=True,
@@ -220,23 +224,23 @@ class KVTierWorker(OffloadingWorker):
 
     def _fail(self, job: _Job, error: BaseException) -> None:
         if self._row is not None and isinstance(error, DeviceLostError):
-            self._row[Word.LOST] = 1
+            self._row[StatusField.LOST] = 1
         self._require_end(job, error)
         if job.is_store and self._row is not None:
             logger.error("a store of %d chunks failed, they are dropped: %s", len(job.slots.slots), error)
             self._row.mark(job.slots.slots)
-            self._count(Word.STORES_DROPPED)
+            self._count(StatusField.STORES_DROPPED)
         elif not job.is_store and not job.is_awaited and self._failed_requests is not None:
             logger.error("the load of request %s failed, it is computed: %s", job.slots.request, error)
             self._failed_requests.add(job.slots.request)
-            self._count(Word.LOADS_RECOMPUTED)
+            self._count(StatusField.LOADS_RECOMPUTED)
         else:
             raise TransferError(
                 f"a copy of {len(job.slots.slots)} chunks failed in every way: {error}. With the connector "
                 "KVTierConnector the engine would compute them instead"
             ) from error
 
-    def _count(self, word: Word) -> None:
+    def _count(self, word: StatusField) -> None:
         if self._row is not None:
             self._row.count(word)
 
@@ -244,15 +248,15 @@ class KVTierWorker(OffloadingWorker):
         audits = self._engine.audits
         if self._row is not None and audits != self._audits:
             self._audits = audits
-            self._row[Word.AUDITED] = audits.chunks
-            self._row[Word.AUDITS_FAILED] = audits.failed
+            self._row[StatusField.AUDITED] = audits.chunks
+            self._row[StatusField.AUDITS_FAILED] = audits.failed
 
     def _tell_pinning(self) -> None:
         pinning = self._engine.pinning
         if self._row is not None and pinning != self._pinning:
             self._pinning = pinning
-            self._row[Word.PINNED_BYTES] = pinning.nbytes
-            self._row[Word.PINNING_FAILED] = int(pinning.failed)
+            self._row[StatusField.PINNED_BYTES] = pinning.nbytes
+            self._row[StatusField.PINNING_FAILED] = int(pinning.failed)
 
 
 def _slots(spec: LoadStoreSpec) -> Slots:

@@ -1,4 +1,4 @@
-"""What the scheduler learns of its workers from the board: failed copies, lost devices, pinned memory."""
+"""What workers report to the scheduler in the status table: failed copies, lost devices, pinned memory."""
 
 from __future__ import annotations
 
@@ -6,56 +6,56 @@ from collections.abc import Mapping
 
 from kvtier.adapters.vllm.metrics import DEVICE_UP, PINNED_BYTES, PINNING_FAILED, Gauges
 from kvtier.core.shared import Count
-from kvtier.memory.board import Board, Word
+from kvtier.memory.worker_status import StatusField, StatusTable
 
-_COUNTED: Mapping[Word, Count] = {
-    Word.STORES_REPEATED: ("copy_failed", "store", "repeated"),
-    Word.STORES_DROPPED: ("copy_failed", "store", "dropped"),
-    Word.LOADS_REPEATED: ("copy_failed", "load", "repeated"),
-    Word.LOADS_STAGED: ("copy_failed", "load", "staged"),
-    Word.LOADS_RECOMPUTED: ("copy_failed", "load", "recomputed"),
-    Word.AUDITED: ("audited",),
+_COUNTED: Mapping[StatusField, Count] = {
+    StatusField.STORES_REPEATED: ("copy_failed", "store", "repeated"),
+    StatusField.STORES_DROPPED: ("copy_failed", "store", "dropped"),
+    StatusField.LOADS_REPEATED: ("copy_failed", "load", "repeated"),
+    StatusField.LOADS_STAGED: ("copy_failed", "load", "staged"),
+    StatusField.LOADS_RECOMPUTED: ("copy_failed", "load", "recomputed"),
+    StatusField.AUDITED: ("audited",),
 }
 
 
 class Workers:
-    """Reads the board in the scheduler's thread. Nothing here waits.
+    """Reads the status table in the scheduler's thread. Nothing here waits.
 
     Args:
-        board: the rows of all workers.
+        status_table: the rows of all workers.
     """
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
+    def __init__(self, status_table: StatusTable) -> None:
+        self._status_table = status_table
         self._counted: dict[Count, int] = {}
         self.gauges: Gauges = {}
 
     @property
     def have_found_damage(self) -> bool:
         """Whether an audit of any worker has ever failed."""
-        return any(row[Word.AUDITS_FAILED] for row in self._board.rows)
+        return any(row[StatusField.AUDITS_FAILED] for row in self._status_table.rows)
 
     @property
     def have_lost_device(self) -> bool:
         """Whether a worker has given up its device."""
-        return self._board.is_lost
+        return self._status_table.is_lost
 
     def failed_to_store(self, slots: list[int]) -> bool:
         """Say, once, whether the store into these slots that has just ended failed at any worker."""
-        return self._board.take_marks(slots)
+        return self._status_table.take_marks(slots)
 
     def take_counts(self) -> dict[Count, float]:
         """Take what was counted since the last call, and bring the gauges up to date."""
-        if not self._board.has_changed():
+        if not self._status_table.has_changed():
             return {}
-        rows = self._board.rows
+        rows = self._status_table.rows
         self.gauges = {
             key: value
             for rank, row in enumerate(rows)
             for key, value in {
-                (PINNED_BYTES, (str(rank),)): row[Word.PINNED_BYTES],
-                (PINNING_FAILED, (str(rank),)): row[Word.PINNING_FAILED],
-                (DEVICE_UP, (str(rank),)): 1 - row[Word.LOST],
+                (PINNED_BYTES, (str(rank),)): row[StatusField.PINNED_BYTES],
+                (PINNING_FAILED, (str(rank),)): row[StatusField.PINNING_FAILED],
+                (DEVICE_UP, (str(rank),)): 1 - row[StatusField.LOST],
             }.items()
         }
         totals = {count: sum(row[word] for row in rows) for word, count in _COUNTED.items()}

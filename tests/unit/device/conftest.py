@@ -53,16 +53,6 @@ int cudaMemcpyAsync(void *dst, const void *src, size_t count, int kind, cudaStre
     memcpy(dst, src, count);
     return end(0);
 }
-int cudaMemcpy2DAsync(char *dst, size_t dst_pitch, const char *src, size_t src_pitch, size_t width,
-                      size_t height, int kind, cudaStream_t stream)
-{
-    if (fails || kind != 4 || dst_pitch < width || src_pitch < width)
-        return end(1);
-    used_stream = stream;
-    for (size_t row = 0; row < height; row++)
-        memcpy(dst + row * dst_pitch, src + row * src_pitch, width);
-    return end(0);
-}
 static int batch(void **dsts, void **srcs, size_t *sizes, size_t count, struct attributes *attributes,
                  size_t *first, size_t kinds, cudaStream_t stream)
 {

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,29 +16,23 @@ import pytest
 import torch
 
 from kvtier import native
-from kvtier.device.base import Blocks
-from kvtier.device.cuda import Cudart
-from kvtier.device.cuda_runtime import RuntimeLibrary, TorchRuntime, TorchStream, find_library
-from kvtier.device.lanes import Way
-from kvtier.device.methods import (
-    BATCH,
-    CASES,
-    EACH,
-    ENGINE,
-    STRIDED,
-    BatchCopy,
-    EachCopy,
-    EngineCopy,
-    Method,
-    Rows,
-    StridedCopy,
+from kvtier.device._cuda_runtime import (
+    RuntimeLibrary,
+    TorchRuntime,
+    TorchStream,
+    common_methods,
+    find_library,
 )
+from kvtier.device._methods import BATCH, CASES, EACH, ENGINE, Method
+from kvtier.device._streams import StreamEngine
+from kvtier.device.base import Blocks, CopyQueue
+from kvtier.device.cuda import Cudart
 from kvtier.device.plan import CopyPlan
-from kvtier.device.streams import StreamEngine
 from kvtier.errors import ConfigError, DeviceLostError, TransferError
 from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory, Shape, rig
 
 ADDRESS = 2**47 - 4096
+STREAM = SimpleNamespace(cuda_stream=ADDRESS)
 
 
 @pytest.fixture(params=["native", "python"])
@@ -61,18 +57,9 @@ def arrays() -> tuple[np.ndarray, np.ndarray]:
 
 def test_copies_go_to_the_stream(library: RuntimeLibrary, stub: Any) -> None:
     src, dst = arrays()
-    library.copy(make_plan(src, dst), ADDRESS)
+    library.copy(make_plan(src, dst), STREAM)
     assert dst.tolist() == [*range(8), *[0] * 24, *range(32, 40)]
     assert stub.variable("used_stream", ctypes.c_void_p).value == ADDRESS
-
-
-def test_rows_go_to_the_stream_in_one_call(library: RuntimeLibrary, stub: Any) -> None:
-    src, dst = arrays()
-    library.copy_rows(Rows(src.ctypes.data + 1, dst.ctypes.data, 10, 4, 3, 4), ADDRESS)
-    assert dst[:16].tolist() == [1, 2, 3, 0, 11, 12, 13, 0, 21, 22, 23, 0, 31, 32, 33, 0]
-    assert not dst[16:].any()
-    assert stub.variable("used_stream", ctypes.c_void_p).value == ADDRESS
-    assert stub.variable("calls").value == 1
 
 
 @pytest.mark.parametrize("prefix", ["cuda"], indirect=True)
@@ -80,7 +67,7 @@ def test_rows_go_to_the_stream_in_one_call(library: RuntimeLibrary, stub: Any) -
 def test_a_batch_goes_to_the_stream_in_one_call(stub: Any, version: int, failed_index: int) -> None:
     stub.variable("version").value = version
     src, dst = arrays()
-    Cudart(str(stub.path)).copy_batch(make_plan(src, dst), ADDRESS)
+    Cudart(str(stub.path)).copy_batch(make_plan(src, dst), STREAM)
     assert dst.tolist() == [*range(8), *[0] * 24, *range(32, 40)]
     assert stub.variable("used_stream", ctypes.c_void_p).value == ADDRESS
     assert stub.variable("failed_index_given").value == failed_index
@@ -99,9 +86,7 @@ def test_a_refused_copy_is_an_error_that_does_not_stay(library: RuntimeLibrary, 
     stub.variable("fails").value = 1
     src, dst = arrays()
     with pytest.raises(TransferError, match=rf"{stub.prefix}MemcpyAsync failed: invalid argument \(1\)"):
-        library.copy(make_plan(src, dst), ADDRESS)
-    with pytest.raises(TransferError, match=rf"{stub.prefix}Memcpy2DAsync failed: invalid argument \(1\)"):
-        library.copy_rows(Rows(src.ctypes.data, dst.ctypes.data, 8, 8, 8, 2), ADDRESS)
+        library.copy(make_plan(src, dst), STREAM)
     assert not dst.any()
     assert stub.call("peek_error") == 0
 
@@ -195,41 +180,28 @@ def copy_like_vllm(src: torch.Tensor, dst: torch.Tensor, sizes: torch.Tensor) ->
         ctypes.memmove(target, source, size)
 
 
-class Counting:
-    """A method that counts what it is given."""
-
-    def __init__(self, method: Method) -> None:
-        self._method = method
-        self.plans = 0
-
-    def copy(self, plan: CopyPlan, stream: Any) -> None:
-        self.plans += 1
-        self._method.copy(plan, stream)
-
-
-FLAVOURS = [
-    *(("cuda", name) for name in (EACH, BATCH, STRIDED, ENGINE)),
-    *(("hip", name) for name in (EACH, STRIDED, ENGINE)),
-]
+FLAVOURS = [("cuda", EACH), ("cuda", BATCH), ("cuda", ENGINE), ("hip", EACH), ("hip", ENGINE)]
 
 
 @pytest.fixture(params=FLAVOURS, ids="-".join)
 def runtime(request: pytest.FixtureRequest, stub_paths: dict[str, Path], as_torch_cuda: Any) -> TorchRuntime:
-    """A runtime that copies all that it may in one way; ``counted`` counts the plans."""
-    prefix, name = request.param
+    """A runtime that copies all that it may in one way; ``used`` counts the plans of each way."""
+    prefix, chosen = request.param
     path = str(stub_paths[prefix])
     library = RuntimeLibrary(path, prefix)
-    methods: dict[str, Method] = {
-        EACH: EachCopy(library),
-        STRIDED: StridedCopy(library),
-        ENGINE: EngineCopy(copy_like_vllm),
-    }
+    methods = common_methods(library, copy_like_vllm)
     if prefix == "cuda":
-        methods[BATCH] = BatchCopy(Cudart(path))
-    choice = {str(case): name for case in CASES}
-    counted = {name: Counting(method) for name, method in methods.items()}
-    made = TorchRuntime(torch.device("cpu"), library, counted, choice)
-    made.counted = counted[name]  # type: ignore[attr-defined]
+        methods[BATCH] = Cudart(path).copy_batch
+    used: Counter[str] = Counter()
+
+    def counted(name: str, plan: CopyPlan, stream: Any) -> None:
+        used[name] += 1
+        methods[name](plan, stream)
+
+    counting: dict[str, Method] = {name: partial(counted, name) for name in methods}
+    made = TorchRuntime(torch.device("cpu"), library, counting, {str(case): chosen for case in CASES})
+    made.used = used  # type: ignore[attr-defined]
+    made.chosen = chosen  # type: ignore[attr-defined]
     return made
 
 
@@ -270,11 +242,11 @@ def test_the_chosen_method_is_used(runtime: TorchRuntime) -> None:
         it.check()
         it.load(2, range(16), Blocks.make(range(1, 33, 2), (16,), (0,)))
         it.check()
-    assert runtime.counted.plans == 2  # type: ignore[attr-defined]
+    assert runtime.used == {runtime.chosen: 2}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("prefix", ["cuda"], indirect=True)
 def test_expedited_loads_have_a_stream_of_higher_priority(stub: Any, as_torch_cuda: Any) -> None:
-    runtime = TorchRuntime(torch.device("cpu"), RuntimeLibrary(str(stub.path)))
-    priorities = {way: runtime.open_stream(way)._stream.priority for way in Way}
-    assert priorities[Way.EXPEDITED] < priorities[Way.LOAD] == priorities[Way.STORE]
+    runtime = TorchRuntime(torch.device("cpu"), RuntimeLibrary(str(stub.path)), {}, {})
+    priorities = {queue: runtime.open_stream(queue)._stream.priority for queue in CopyQueue}
+    assert priorities[CopyQueue.EXPEDITED] < priorities[CopyQueue.LOAD] == priorities[CopyQueue.STORE]

@@ -14,7 +14,7 @@ SCRIPT = """
 import numpy as np
 import torch
 
-from kvtier.device import gather
+from kvtier.device import _gather as gather
 from kvtier.device.plan import CopyPlan
 
 noise = np.random.default_rng(1)

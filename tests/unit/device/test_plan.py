@@ -48,11 +48,6 @@ def test_no_copy_crosses_a_piece() -> None:
     assert (plan.src - plan.src[0]).tolist() == [0, 5 * 1024, 17 * 1024]
 
 
-def test_scattered_blocks_are_not_joined() -> None:
-    plan = planner((512,), 4).store(blocks([5, 6, 8, 7]), [0])
-    assert plan.sizes.tolist() == [1024, 512, 512]
-
-
 def test_pages_with_padding_are_copied_without_it() -> None:
     plan = planner((512, 512), 2, used=(512, 500)).store(blocks(range(2)), [0])
     assert sorted(plan.sizes.tolist()) == [500, 500, 1024]
@@ -85,9 +80,6 @@ def test_blocks_that_do_not_add_up(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         Blocks.make(ids, sizes, firsts)
-
-
-def test_blocks_want_int64() -> None:
     with pytest.raises(ValueError, match="int32"):
         Blocks(np.zeros(1, dtype=np.int32), (1,), (0,))
 
@@ -132,12 +124,9 @@ def test_a_mapping_that_would_lose_bytes(canonical: int, runs: tuple[Run, ...], 
 
 
 @pytest.mark.parametrize("numbers", [(-1, 0, 1), (0, -1, 1), (0, 0, 0), (0, 0, 1, 0), (0, 0, 1, 2, -1)])
-def test_a_run_that_cannot_be(numbers: tuple[int, ...]) -> None:
+def test_a_run_or_writer_that_cannot_be(numbers: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="lengths from 1 and offsets from 0"):
         Run(*numbers)
-
-
-def test_a_writer_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="writer is 2 of 2"):
         PageMapping(32, (Run(0, 0, 32),), writers=2, writer=2)
 

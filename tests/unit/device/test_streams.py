@@ -6,20 +6,22 @@ The played device copies later and in threads of its own, as a GPU does, and ref
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from kvtier import native
-from kvtier.device.base import Attempt, Blocks, Pinning
-from kvtier.device.lanes import Way
+from kvtier.device import _threaded
+from kvtier.device._streams import StreamEngine
+from kvtier.device.base import Attempt, Blocks, CopyQueue, Pinning
 from kvtier.device.plan import CopyPlan
-from kvtier.device.streams import StreamEngine
 from kvtier.errors import DeviceLostError, DeviceStuckError, TransferError
 from kvtier_testing.device import (
     Compute,
@@ -119,7 +121,7 @@ class PlayedDevice:
         self.plain = False
         self._free_events: list[PlayedEvent] = []
         self.gate = Gate()
-        self.compute = self.open_stream(Way.STORE)
+        self.compute = self.open_stream(CopyQueue.STORE)
         self.pieces: list[tuple[int, int]] = []
         self.unpinned: list[int] = []
         self.unmapped: list[int] = []
@@ -156,7 +158,7 @@ class PlayedDevice:
     def node(self) -> int | None:
         return 0
 
-    def open_stream(self, way: Way, *, plain: bool = False) -> PlayedStream:
+    def open_stream(self, queue: CopyQueue, *, plain: bool = False) -> PlayedStream:
         self._streams.append(PlayedStream(self))
         self.plain = plain
         return self._streams[-1]
@@ -230,7 +232,7 @@ def engine_on(
         piece_bytes = piece_slots * layout.chunk_bytes
         engine = StreamEngine(caches, layout, region, device, piece_bytes, deadline_s=deadline_s)
         if pinned:
-            device.wait_until_pinned(-(-region.slots // piece_slots))
+            device.wait_until_pinned(-(-region.slots // max(piece_slots, 1)))
         return engine
 
     return factory
@@ -296,16 +298,6 @@ def one(block: int) -> Blocks:
     return Blocks.make([block], (1,), (0,))
 
 
-@pytest.fixture
-def gated(device: PlayedDevice) -> Iterator[tuple[Rig, threading.Event]]:
-    """A rig whose compute stream is busy until the event is set."""
-    gate = threading.Event()
-    with rig(engine_on(device)) as it:
-        device.compute.run(lambda: gate.wait(20))
-        yield it, gate
-        gate.set()
-
-
 def wait_until(holds: Callable[[], bool]) -> None:
     until_s = time.monotonic() + 20
     while not holds():
@@ -313,36 +305,24 @@ def wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def ends_only_after(gate: threading.Event, it: Rig, transfer_id: int) -> None:
-    waiter = threading.Thread(target=it.engine.wait, args=([transfer_id],))
-    waiter.start()
-    waiter.join(0.05)
-    assert waiter.is_alive()
-    gate.set()
-    waiter.join(20)
-    assert not waiter.is_alive()
-
-
-def test_a_store_copies_what_was_to_be_computed_before(
-    device: PlayedDevice, gated: tuple[Rig, threading.Event]
-) -> None:
-    it, gate = gated
-    device.compute.run(lambda: it.caches.tensors[0][5].fill_(17))
-    it.model.rows[0][5][:512] = bytes([17]) * 512
-    it.store(1, one(5), [3])
-    ends_only_after(gate, it, 1)
-    it.check()
-
-
-@pytest.mark.parametrize("expedited", [False, True])
-def test_a_load_comes_after_what_was_to_be_written_before(
-    device: PlayedDevice, gated: tuple[Rig, threading.Event], expedited: bool
-) -> None:
-    it, gate = gated
-    device.compute.run(lambda: it.caches.tensors[0][5].zero_())
-    it.load(1, [3], one(5), expedited=expedited)
-    ends_only_after(gate, it, 1)
-    it.check()
+@pytest.mark.parametrize("kind", ["store", "load", "expedited"])
+def test_a_transfer_waits_for_what_was_enqueued_before_it(device: PlayedDevice, kind: str) -> None:
+    gate = threading.Event()
+    with rig(engine_on(device)) as it:
+        device.compute.run(lambda: gate.wait(20))
+        device.compute.run(lambda: it.caches.tensors[0][5].fill_(17))
+        it.model.rows[0][5][:512] = bytes([17]) * 512
+        if kind == "store":
+            it.store(1, one(5), [3])
+        else:
+            it.load(1, [3], one(5), expedited=kind == "expedited")
+        waiter = threading.Thread(target=it.engine.wait, args=([1],))
+        waiter.start()
+        waiter.join(0.05)
+        assert waiter.is_alive()
+        gate.set()
+        waiter.join(20)
+        it.check()
 
 
 def test_a_transfer_does_not_wait_for_what_is_computed_later(device: PlayedDevice) -> None:
@@ -383,16 +363,6 @@ def test_seconds_are_those_of_the_stream(device: PlayedDevice) -> None:
         assert 0.04 <= end.seconds <= passed - 0.2  # the wait for the compute stream is not counted
 
 
-def test_a_refused_copy_is_repeated_when_those_before_it_are_over(device: PlayedDevice) -> None:
-    device.before_copy = lambda dst: time.sleep(0.01)
-    device.refused = {5}
-    with rig(engine_on(device)) as it:
-        it.store(1, Blocks.make(range(0, 16, 2), (8,), (0,)), range(8))
-        it.check()
-        assert [end.error for end in it.engine.finished()] == [None]
-        assert device.copies == 6 + 16
-
-
 def test_nothing_moves_any_more_when_a_failure_is_reported(device: PlayedDevice) -> None:
     device.before_copy = lambda dst: time.sleep(0.01)
     device.refused = {5, 11}
@@ -415,18 +385,23 @@ def test_nothing_moves_any_more_when_a_failure_is_reported(device: PlayedDevice)
         it.check()
 
 
-def test_a_copy_is_repeated_on_a_fresh_stream_which_is_kept(device: PlayedDevice) -> None:
-    device.refused = {1}
+def test_a_refused_copy_is_repeated_on_a_fresh_stream_which_is_kept(device: PlayedDevice) -> None:
+    device.before_copy = lambda dst: time.sleep(0.01)
+    device.refused = {5}
     with rig(engine_on(device)) as it:
         before = device.opened
-        it.store(1, one(5), [3])
+        it.store(1, Blocks.make(range(0, 16, 2), (8,), (0,)), range(8))
         it.engine.drain()
         assert device.opened == before + 1
-        it.store(2, one(6), [4])
+        it.store(2, one(6), [9])
         it.check()
+        assert device.copies == 6 + 16 + 2
         assert device.opened == before + 1
         assert device.plain  # another way to copy may be what has failed
-        assert [end.attempt for end in it.engine.finished()] == [Attempt.AGAIN, Attempt.FIRST]
+        assert [(end.error, end.attempt) for end in it.engine.finished()] == [
+            (None, Attempt.RETRY),
+            (None, Attempt.FIRST),
+        ]
 
 
 def test_events_are_used_again(device: PlayedDevice) -> None:
@@ -442,13 +417,11 @@ def test_the_next_transfer_is_given_before_the_last_one_has_ended(device: Played
     gate = threading.Event()
     device.before_copy = lambda dst: gate.wait(20)
     with rig(engine_on(device)) as it:
-        device.gate.hold(Way.STORE)
+        device.gate.hold(CopyQueue.STORE)
         for number in range(3):
             it.store(number, one(number), [number])
         device.gate.open()  # only now, so that all three are there when the first one is given
-        until = time.monotonic() + 10
-        while device.copies < 4 and time.monotonic() < until:
-            time.sleep(0.001)
+        wait_until(lambda: device.copies >= 4)
         time.sleep(0.02)
         assert device.copies == 4  # of two transfers, two pages each; the third one waits
         assert it.engine.finished() == []
@@ -475,7 +448,7 @@ def test_of_two_transfers_that_are_given_both_may_still_move_when_the_first_hang
     gate = threading.Event()
     device.before_copy = lambda dst: gate.wait(20)
     it = Rig(engine_on(device, deadline_s=1), Shape())
-    device.gate.hold(Way.LOAD)
+    device.gate.hold(CopyQueue.LOAD)
     for number in range(3):
         it.engine.submit_load(number, [number], one(number))
     device.gate.open()
@@ -486,6 +459,36 @@ def test_of_two_transfers_that_are_given_both_may_still_move_when_the_first_hang
     gate.set()
 
 
+def test_a_transfer_that_is_taken_while_the_one_before_it_is_abandoned_ends_too(
+    device: PlayedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, lost = threading.Event(), threading.Event()
+
+    class Slow(SimpleQueue[Any]):
+        """Gives out the second transfer only when the first one was abandoned."""
+
+        def get(self, *arguments: Any, **more: Any) -> Any:
+            job = super().get(*arguments, **more)
+            if job is not None and job.transfer_id == 2:
+                assert lost.wait(20)
+            return job
+
+    monkeypatch.setattr(_threaded, "SimpleQueue", Slow)
+    device.before_copy = lambda dst: gate.wait(20)
+    it = Rig(engine_on(device, deadline_s=0.1), Shape())
+    it.engine.set_wakeup(lost.set)
+    device.gate.hold(CopyQueue.STORE)
+    for number in (1, 2):
+        it.engine.submit_store(number, one(number), [number])
+    device.gate.open()
+    assert lost.wait(20)
+    gate.set()
+    it.engine.drain()
+    kinds = {end.transfer_id: type(end.error) for end in it.engine.finished()}
+    assert kinds == {1: DeviceStuckError, 2: DeviceLostError}
+    it.close()
+
+
 def test_what_a_copy_is_stuck_with_stays_pinned_and_mapped(device: PlayedDevice) -> None:
     it = Rig(engine_on(device, pinned=True, deadline_s=0.1), Shape())
     gate = threading.Event()
@@ -493,6 +496,8 @@ def test_what_a_copy_is_stuck_with_stays_pinned_and_mapped(device: PlayedDevice)
     it.engine.submit_load(1, [3], one(5))
     it.engine.drain()
     it.close()
+    del it
+    gc.collect()
     assert device.unpinned == []
     assert is_mapped(device.pieces[0][0])
     gate.set()
@@ -532,24 +537,19 @@ def test_a_device_that_fails_the_submission_fails_the_transfer_alone(
         ]
 
 
-@pytest.mark.parametrize("piece_slots", [1, 7, SLOTS, 100])
+@pytest.mark.parametrize("piece_slots", [0, 1, 7, SLOTS, 100])
 def test_all_slots_are_pinned_once_and_unpinned_at_the_end(device: PlayedDevice, piece_slots: int) -> None:
     with rig(engine_on(device, piece_slots, pinned=True)) as it:
         assert device.pieces[0][0] == it.region.address
         ends = [address + nbytes for address, nbytes in device.pieces]
         assert [address for address, _ in device.pieces[1:]] == ends[:-1]
         assert ends[-1] == it.region.address + it.region.nbytes
-        assert max(nbytes for _, nbytes in device.pieces) == min(piece_slots, SLOTS) * CHUNK
+        assert max(nbytes for _, nbytes in device.pieces) == min(max(piece_slots, 1), SLOTS) * CHUNK
         assert device.unpinned == []
         it.engine.close()
         assert device.unpinned == [address for address, _ in device.pieces]
         it.engine.close()
         assert len(device.unpinned) == len(device.pieces)
-
-
-def test_a_piece_is_at_least_one_slot(device: PlayedDevice) -> None:
-    with rig(lambda caches, layout, region: StreamEngine(caches, layout, region, device, 1)):
-        device.wait_until_pinned(SLOTS)
 
 
 def test_what_cannot_be_pinned_is_copied_all_the_same(

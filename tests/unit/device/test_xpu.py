@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.device.base import DEADLINE_S, Blocks
-from kvtier.device.lanes import Way
+from kvtier.device._streams import StreamEngine
+from kvtier.device.base import DEADLINE_S, CopyQueue
 from kvtier.device.plan import CopyPlan
-from kvtier.device.streams import StreamEngine
 from kvtier.device.xpu import DeviceBytes, XpuRuntime, XpuStream, _pieces
 from kvtier.errors import TransferError
-from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory, Shape, rig
+from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory
 
 
 def engine_on(api: Any, buffer_bytes: int, deadline_s: float = DEADLINE_S) -> EngineFactory:
@@ -43,15 +42,6 @@ class TestOverHostMemory(DeviceConformance):
 
         monkeypatch.setattr(XpuStream, "copy", gated)
         return lambda deadline_s: engine_on(played_torch, 2000, deadline_s)
-
-
-def test_copies_are_given_to_the_streams_of_their_lanes(played_torch: Any) -> None:
-    with rig(engine_on(played_torch, 2000)) as it:
-        it.store(1, Blocks.make(range(8), (8,), (0,)), range(8))
-        it.engine.wait([1])
-        it.load(2, range(8), Blocks.make(range(20, 28), (8,), (0,)))
-        it.check()
-    assert len(set(played_torch.streams)) == 2
 
 
 def test_a_buffer_is_filled_again_only_when_the_device_is_through_with_it(
@@ -143,13 +133,8 @@ def test_ranges_that_are_not_in_the_tensors_are_refused(start: int, size: int) -
         list(DeviceBytes([tensor]).find(addresses, np.array([size], dtype=np.uint64)))
 
 
-def test_nothing_is_pinned_in_the_background(played_torch: Any) -> None:
-    with rig(engine_on(played_torch, 2000), Shape()) as it:
-        assert (it.engine.pinning.nbytes, it.engine.pinning.failed, it.engine.node) == (0, False, None)
-
-
-def test_lanes_have_buffers_of_their_own(played_torch: Any) -> None:
+def test_queues_have_streams_and_buffers_of_their_own(played_torch: Any) -> None:
     runtime = XpuRuntime([torch.zeros((2, 8), dtype=torch.int8)], played_torch, 64)
-    streams = [runtime.open_stream(way) for way in Way]
-    addresses = {buffer.address for stream in streams for buffer in stream._buffers}
-    assert len(addresses) == 6
+    streams = [runtime.open_stream(queue) for queue in CopyQueue]
+    assert len({id(stream._stream) for stream in streams}) == 3
+    assert len({buffer.address for stream in streams for buffer in stream._buffers}) == 6

@@ -116,3 +116,30 @@ def _running(holder: Holder) -> Iterator[Holder]:
         for pipe in (holder.process.stdin, holder.process.stdout):
             if pipe is not None:
                 pipe.close()
+
+
+class Mounted(Protocol):
+    """Mounts a file system in memory with the given options, for a while."""
+
+    def __call__(self, options: str) -> AbstractContextManager[Path]: ...
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Mounted:
+    """What mounts file systems in memory."""
+
+    @contextmanager
+    def mount(options: str) -> Iterator[Path]:
+        command = ["mount", "-t", "tmpfs", "-o", options, "kvtier-test", str(tmp_path)]
+        try:
+            made = subprocess.run(command, capture_output=True, check=False)
+        except FileNotFoundError:
+            pytest.skip("there is no mount command")
+        if made.returncode:
+            pytest.skip("file systems cannot be mounted here")
+        try:
+            yield tmp_path
+        finally:
+            subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+    return mount

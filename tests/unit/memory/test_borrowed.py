@@ -7,50 +7,25 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from kvtier.errors import RegionError, StateError
-from kvtier.memory import pages
-from kvtier.memory.custody import Custody, custody_bytes
 from kvtier.memory.region import Region
+from kvtier.memory.slot_checksums import SlotChecksums, slot_checksums_bytes
 
 PAGE = 4096
 
 
 def test_both_see_the_same_bytes_and_the_same_board() -> None:
-    with Region.unnamed(4, PAGE, board_bytes=64) as region:
-        with Region.borrowed(os.dup(region.fileno()), 4, PAGE, board_bytes=64) as other:
+    with Region.unnamed(4, PAGE, metadata_bytes=64) as region:
+        with Region.borrowed(os.dup(region.fileno()), 4, PAGE, metadata_bytes=64) as other:
             other.view(3)[:] = b"x" * PAGE
-            other.board[:] = b"y" * 64
+            other.metadata[:] = b"y" * 64
             assert bytes(region.view(3)) == b"x" * PAGE
-            assert bytes(region.board) == b"y" * 64
+            assert bytes(region.metadata) == b"y" * 64
         assert bytes(region.view(3)) == b"x" * PAGE
-
-
-def test_an_unnamed_region_gets_its_memory_like_any_other(tmp_path: Path) -> None:
-    ready: list[range] = []
-    with Region.unnamed(4, PAGE) as region:
-        assert (region.name, region.path) == ("", None)
-        region.claim()
-        region.populate(ready.append)
-        end_s = time.monotonic() + 20
-        while sum(map(len, ready)) < 4 and time.monotonic() < end_s:
-            time.sleep(0.001)
-        assert [slot for slots in ready for slot in slots] == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(("setting", "granted"), [("advise", True), ("never", False), ("deny", False)])
-def test_huge_pages_of_memory_without_a_name_are_asked_of_the_right_setting(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: str, granted: bool
-) -> None:
-    (tmp_path / "enabled").write_text("[madvise] never")
-    (tmp_path / "shmem_enabled").write_text(f"always [{setting}]")
-    monkeypatch.setattr(pages, "_SETTINGS", tmp_path)
-    assert pages.grants_huge(None, shared=True) is granted
-    assert pages.grants_huge(None)
 
 
 def test_a_region_that_is_smaller_is_refused() -> None:
@@ -67,12 +42,12 @@ def test_an_anonymous_region_can_not_be_handed_over() -> None:
 
 
 def test_what_audited_slots_must_hold_is_found_in_the_board_or_refused() -> None:
-    beside = 128 + custody_bytes(4, 2)
-    with Region.unnamed(4, PAGE, board_bytes=beside) as region:
-        shared = Custody(region, region.board[128:], 0.5, 2, PAGE // 2)
+    beside = 128 + slot_checksums_bytes(4, 2)
+    with Region.unnamed(4, PAGE, metadata_bytes=beside) as region:
+        shared = SlotChecksums(region, region.metadata[128:], 0.5, 2, PAGE // 2)
         assert shared.offset_in(region) == 128
         with pytest.raises(StateError, match="not shared"):
-            Custody.private(region, 0.5, PAGE).offset_in(region)
+            SlotChecksums.private(region, 0.5, PAGE).offset_in(region)
         del shared
 
 

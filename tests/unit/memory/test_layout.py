@@ -7,16 +7,11 @@ import pytest
 from kvtier.memory.layout import SlotLayout
 
 
-def test_tensors_follow_each_other_with_all_blocks_of_the_chunk() -> None:
-    layout = SlotLayout.make((100, 7), 4)
-    assert [layout.offset(0, block) for block in range(4)] == [0, 100, 200, 300]
-    assert [layout.offset(1, block) for block in range(4)] == [400, 407, 414, 421]
-    assert layout.worker_bytes == 428
-
-
-def test_workers_follow_each_other() -> None:
+def test_tensors_follow_each_other_and_workers_do() -> None:
     layouts = [SlotLayout.make((100, 7), 4, rank, 3) for rank in range(3)]
-    assert [layout.offset(0, 0) for layout in layouts] == [0, 428, 856]
+    assert [layouts[0].offset(0, block) for block in range(4)] == [0, 100, 200, 300]
+    assert [layouts[0].offset(1, block) for block in range(4)] == [400, 407, 414, 421]
+    assert layouts[0].worker_bytes == 428
     assert [layout.tensor_offsets for layout in layouts] == [(0, 400), (428, 828), (856, 1256)]
 
 
@@ -40,24 +35,21 @@ def test_a_slot_is_whole_pages(page: int, workers: int, pages: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pages", "per_chunk", "rank", "workers", "message"),
+    ("pages", "per_chunk", "rank", "area_bytes", "message"),
     [
-        ((), 1, 0, 1, "one positive length for each tensor"),
-        ((4, 0), 1, 0, 1, "one positive length for each tensor"),
-        ((4,), 0, 0, 1, "blocks_per_chunk is 0"),
-        ((4,), 1, 2, 2, "rank is 2 of 2"),
-        ((4,), 1, -1, 2, "rank is -1 of 2"),
+        ((), 1, 0, None, "one positive length for each tensor"),
+        ((4, 0), 1, 0, None, "one positive length for each tensor"),
+        ((4,), 0, 0, None, "blocks_per_chunk is 0"),
+        ((4,), 1, 2, None, "rank is 2 of 2"),
+        ((4,), 1, -1, None, "rank is -1 of 2"),
+        ((100, 7), 4, 0, 427, "take 428 bytes of a slot, its area has 427"),
     ],
 )
-def test_refused(pages: tuple[int, ...], per_chunk: int, rank: int, workers: int, message: str) -> None:
+def test_refused(
+    pages: tuple[int, ...], per_chunk: int, rank: int, area_bytes: int | None, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        SlotLayout.make(pages, per_chunk, rank, workers)
-
-
-@pytest.mark.parametrize(("tensor", "block"), [(2, 0), (-1, 0), (0, 4), (0, -1)])
-def test_no_such_page(tensor: int, block: int) -> None:
-    with pytest.raises(IndexError):
-        SlotLayout.make((100, 7), 4).offset(tensor, block)
+        SlotLayout.make(pages, per_chunk, rank, 2, area_bytes)
 
 
 def test_a_worker_with_fewer_pages_leaves_the_rest_of_its_area() -> None:
@@ -65,8 +57,3 @@ def test_a_worker_with_fewer_pages_leaves_the_rest_of_its_area() -> None:
     assert full.area_bytes == part.area_bytes
     assert full.chunk_bytes == part.chunk_bytes
     assert part.tensor_offsets == (428,)
-
-
-def test_an_area_holds_the_pages_of_its_worker() -> None:
-    with pytest.raises(ValueError, match="take 428 bytes of a slot, its area has 427"):
-        SlotLayout.make((100, 7), 4, area_bytes=427)

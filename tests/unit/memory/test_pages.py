@@ -5,31 +5,27 @@ from __future__ import annotations
 import logging
 import mmap
 import queue
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kvtier.memory import numa, pages
 from kvtier.memory.region import Part, Region
 
+if TYPE_CHECKING:
+    from tests.unit.memory.conftest import Mounted
+
 MIB = 2**20
 PAGE = mmap.PAGESIZE
 
 
 @pytest.fixture(params=["advise", "never"])
-def tmpfs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, str]]:
+def tmpfs(request: pytest.FixtureRequest, mounted: Mounted) -> Iterator[tuple[Path, str]]:
     """A file system in memory, and its option ``huge``."""
-    command = ["mount", "-t", "tmpfs", "-o", f"size=64m,huge={request.param}", "kvtier-test", str(tmp_path)]
-    try:
-        made = subprocess.run(command, capture_output=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("there is no mount command")
-    if made.returncode:
-        pytest.skip("file systems cannot be mounted here")
-    yield tmp_path, request.param
-    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+    with mounted(f"size=64m,huge={request.param}") as path:
+        yield path, request.param
 
 
 def populate(region: Region, parts: list[Part] | None = None, threads: int = 1) -> list[int]:
@@ -75,6 +71,17 @@ def test_what_slots_hold_stays_when_they_are_populated(tmpfs: tuple[Path, str]) 
             region.view(slot)[:] = bytes([slot + 1]) * (2 * MIB)
         populate(region)
         assert all(region.view(slot) == bytes([slot + 1]) * (2 * MIB) for slot in range(8))
+
+
+@pytest.mark.parametrize(("setting", "granted"), [("advise", True), ("never", False), ("deny", False)])
+def test_huge_pages_of_memory_without_a_name_depend_on_the_setting_for_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: str, granted: bool
+) -> None:
+    (tmp_path / "enabled").write_text("[madvise] never")
+    (tmp_path / "shmem_enabled").write_text(f"always [{setting}]")
+    monkeypatch.setattr(pages, "_SETTINGS", tmp_path)
+    assert pages.grants_huge(None, shared=True) is granted
+    assert pages.grants_huge(None)
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -12,36 +12,31 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvtier import native
 from kvtier.errors import RegionError, StateError
-from kvtier.memory import held, pages
+from kvtier.memory import _locked_file, pages
 from kvtier.memory import region as regions
 from kvtier.memory.region import PIECE_BYTES, Region
 
-PAGE = mmap.PAGESIZE
+if TYPE_CHECKING:
+    from tests.unit.memory.conftest import Mounted
 
+PAGE = mmap.PAGESIZE
 MIB = 2**20
 
 
 @pytest.fixture
-def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+def small_tmpfs(mounted: Mounted) -> Iterator[Path]:
     """A file system of 160 MiB in memory."""
-    command = ["mount", "-t", "tmpfs", "-o", "size=160m", "kvtier-test", str(tmp_path)]
-    try:
-        made = subprocess.run(command, capture_output=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("there is no mount command")
-    if made.returncode:
-        pytest.skip("file systems cannot be mounted here")
-    yield tmp_path
-    gc.collect()
-    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+    with mounted("size=160m") as path:
+        yield path
+        gc.collect()
 
 
 def test_slots_lie_one_after_the_other(shm: Path) -> None:
@@ -53,14 +48,6 @@ def test_slots_lie_one_after_the_other(shm: Path) -> None:
             assert (view.format, view.ndim, view.nbytes, view.readonly) == ("B", 1, 2 * PAGE, False)
             ctypes.memset(region.address + slot * 2 * PAGE, slot + 1, 2 * PAGE)
             assert view == bytes([slot + 1]) * 2 * PAGE
-
-
-def test_anonymous_memory_has_no_file() -> None:
-    with Region.anonymous(2, PAGE) as region:
-        region.view(1)[:] = b"x" * PAGE
-        assert ctypes.string_at(region.address + PAGE, PAGE) == b"x" * PAGE
-        assert region.path is None
-        region.claim()
 
 
 @pytest.mark.parametrize("slot", [-1, 3])
@@ -165,7 +152,6 @@ def test_a_missing_directory_is_named(shm: Path) -> None:
 @pytest.mark.parametrize("name", ["../evil", "a/b", "a b", "ä", "", "x" * 400, "\0", "a\nb"])
 def test_any_name_becomes_a_file_name(shm: Path, name: str) -> None:
     with Region.open(name, 1, PAGE, shm) as region:
-        assert region.name == name
         assert [shm / found for found in os.listdir(shm)] == [region.path]
 
 
@@ -181,28 +167,6 @@ def test_a_link_under_the_name_is_not_followed(shm: Path) -> None:
         Region.open("a", 1, PAGE, shm)
 
 
-def test_one_claims_a_region_until_it_closes(shm: Path) -> None:
-    with Region.open("a", 1, PAGE, shm) as first, Region.open("a", 1, PAGE, shm) as second:
-        first.claim()
-        first.claim()
-        with pytest.raises(RegionError, match="another running engine"):
-            second.claim()
-        first.close()
-        second.claim()
-
-
-def test_a_claim_ends_with_close_even_where_views_live_on(shm: Path) -> None:
-    first = Region.open("a", 1, PAGE, shm)
-    first.claim()
-    view = first.view(0)
-    with Region.open("a", 1, PAGE, shm) as second:
-        first.close()
-        second.claim()
-        second.view(0)[:1] = b"x"
-        assert bytes(view[:1]) == b"x"
-    assert os.listdir(shm) == []
-
-
 def test_close_removes_no_file_but_its_own(shm: Path) -> None:
     old = Region.open("a", 1, PAGE, shm)
     (shm / "kvtier_a").unlink()
@@ -214,9 +178,9 @@ def test_close_removes_no_file_but_its_own(shm: Path) -> None:
 def test_a_region_whose_last_holder_died_since_the_sweep_is_not_joined(shm: Path) -> None:
     path = shm / "kvtier_a"
     path.write_bytes(b"g" * PAGE)
-    file = held.hold(path, PAGE)
+    file = _locked_file.create_or_join(path, PAGE)
     assert path.read_bytes() == bytes(PAGE)
-    held.release(file)
+    _locked_file.release(file)
     assert os.listdir(shm) == []
 
 
@@ -238,17 +202,17 @@ def ready_slots(region: Region, count: int) -> list[range]:
     return seen
 
 
-def test_population_comes_in_pieces_of_whole_slots(shm: Path) -> None:
-    chunk_bytes = 24 * MIB
-    with Region.open("a", 5, chunk_bytes, shm) as region:
-        assert ready_slots(region, 5) == [range(2), range(2, 4), range(4, 5)]
+@pytest.mark.parametrize(
+    ("slots", "chunk_bytes", "pieces"),
+    [(5, 24 * MIB, [range(2), range(2, 4), range(4, 5)]), (1, PIECE_BYTES + PAGE, [range(1)])],
+)
+def test_population_comes_in_pieces_of_whole_slots(
+    shm: Path, slots: int, chunk_bytes: int, pieces: list[range]
+) -> None:
+    with Region.open("a", slots, chunk_bytes, shm) as region:
+        assert ready_slots(region, slots) == pieces
         assert region.path is not None
         assert region.path.stat().st_blocks * 512 == region.nbytes
-
-
-def test_a_slot_larger_than_a_piece(shm: Path) -> None:
-    with Region.open("a", 1, PIECE_BYTES + PAGE, shm) as region:
-        assert ready_slots(region, 1) == [range(1)]
 
 
 def test_population_keeps_what_is_there_and_can_be_done_by_all(shm: Path) -> None:
@@ -260,10 +224,15 @@ def test_population_keeps_what_is_there_and_can_be_done_by_all(shm: Path) -> Non
 
 
 @pytest.mark.parametrize("helper", [True, False])
-def test_anonymous_memory_is_populated(helper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("make", [Region.anonymous, Region.unnamed])
+def test_memory_without_a_name_is_populated(
+    make: Callable[[int, int], Region], helper: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not helper:
         monkeypatch.setattr(native, "library", None)
-    with Region.anonymous(8, PAGE) as region:
+    with make(8, PAGE) as region:
+        assert region.path is None
+        region.claim()
         assert ready_slots(region, 8) == [range(8)]
 
 
@@ -368,21 +337,11 @@ def test_needs_neither_torch_nor_numpy() -> None:
 @pytest.mark.parametrize("theirs", ["3 slots", ""])
 def test_equal_sizes_do_not_join_what_is_not_the_same(shm: Path, theirs: str) -> None:
     # As many bytes in all, cut in another way: a slot of one would be parts of two slots of the other.
-    with (
-        Region.open("a", 3, 2 * PAGE, shm, contents=theirs),
-        pytest.raises(RegionError, match=f"{theirs}.*6 slots.* need the same settings"),
-    ):
-        Region.open("a", 6, PAGE, shm, contents="6 slots")
+    with Region.open("a", 3, 2 * PAGE, shm, contents=theirs):
+        with pytest.raises(RegionError, match=f"{theirs}.*6 slots.* need the same settings"):
+            Region.open("a", 6, PAGE, shm, contents="6 slots")
+        Region.open("a", 3, 2 * PAGE, shm, contents=theirs).close()
     assert os.listdir(shm) == []
-
-
-def test_the_same_contents_join(shm: Path) -> None:
-    with (
-        Region.open("a", 2, PAGE, shm, contents="pages") as one,
-        Region.open("a", 2, PAGE, shm, contents="pages") as other,
-    ):
-        one.view(1)[-1:] = b"x"
-        assert bytes(other.view(1)[-1:]) == b"x"
 
 
 def test_contents_too_long_to_be_noted(shm: Path) -> None:

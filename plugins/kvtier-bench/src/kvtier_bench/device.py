@@ -138,7 +138,7 @@ def run(backend: str | None = None, *, host_only: bool = False, mib: int | None 
 
 @contextmanager
 def _one_thread(wanted: bool) -> Iterator[None]:
-    """Have torch copy and compute with one thread, as a lane does."""
+    """Have torch copy and compute with one thread, as a queue of copies does."""
     before = torch.get_num_threads()
     if wanted:
         torch.set_num_threads(1)

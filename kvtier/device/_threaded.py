@@ -1,4 +1,4 @@
-"""Lanes: a thread for each direction of copies, the part of an engine that all backends share."""
+"""The engine that all backends share: three queues of transfers, with one thread each."""
 
 from __future__ import annotations
 
@@ -7,15 +7,26 @@ import threading
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from kvtier.device.audit import Auditor, Check
-from kvtier.device.base import DEADLINE_S, Attempt, Audits, Blocks, Finished, KVCaches, TransferEngine
-from kvtier.device.copies import CopyTable
+import torch
+
+from kvtier.device._audit import Auditor, Check
+from kvtier.device._transfer_table import TransferTable
+from kvtier.device.base import (
+    DEADLINE_S,
+    Attempt,
+    Audits,
+    Blocks,
+    CopyQueue,
+    Finished,
+    KVCaches,
+    TransferEngine,
+)
 from kvtier.device.plan import CopyPlan, CopyPlanner
 from kvtier.errors import (
     AuditError,
@@ -25,69 +36,68 @@ from kvtier.errors import (
     DeviceStuckError,
     StateError,
 )
-from kvtier.memory.custody import Custody
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
+from kvtier.memory.slot_checksums import SlotChecksums
 
 logger = logging.getLogger("kvtier.device")
 
 T = TypeVar("T")
 
 LOST_AFTER = 5
-"""So many transfers in a row that fail in every way, in all lanes together, mean a lost device."""
+"""So many transfers in a row that fail in every way, in all queues together, mean a lost device."""
 
 _LOOKS = 8
-"""So often a copy is looked at before it is given up: a process that was stopped for long, and with it the
-copy, has missed one look and not its deadline."""
+"""The watchdog looks so often at a copy before it abandons it: a process that was stopped for long, and with
+it the copy, has missed one look and not its deadline."""
 
-_left_behind: list[object] = []
-"""Memory that copies which were given up may still write to: it stays mapped for the rest of the process."""
+_abandoned: list[object] = []
+"""Memory that abandoned copies may still write to: it stays mapped for the rest of the process."""
 
 Finish = Callable[[], float]
 """Waits for the end of a transfer's copies; returns the seconds they took. When it raises, they are over."""
 
 Begin = Callable[[Attempt], Finish]
-"""Begins with the copies of one transfer, in a lane's thread. None is under way when it raises. It is called
-again for the next attempt when it or what it has returned has raised."""
+"""Begins the copies of one transfer, in the thread of its queue. None is in flight when it raises. It is
+called again for the next attempt when it or what it has returned has raised."""
 
 Prepare = Callable[[CopyPlan], Begin]
 """Takes a plan in the submitting thread, where the order against the caller's own work is known."""
 
 
-class Way(StrEnum):
-    """The lanes; the value is the name of the thread."""
+def only_device(kv_caches: KVCaches, kind: str) -> torch.device:
+    """Return the device that all tensors are on.
 
-    STORE = "kvtier-store"
-    LOAD = "kvtier-load"
-    EXPEDITED = "kvtier-expedited"
+    Raises:
+        ConfigError: they are on several devices, or on one of another type than ``kind``.
+    """
+    devices = {tensor.device for tensor in kv_caches.tensors}
+    if others := {device.type for device in devices} - {kind}:
+        raise ConfigError(f"the device backend {kind!r} cannot copy tensors on {', '.join(sorted(others))}")
+    if len(devices) != 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ConfigError(f"the KV cache of one worker is on several GPUs ({names}); one is possible")
+    return devices.pop()
 
 
-def require_device(kv_caches: KVCaches, name: str) -> None:
-    """Raise ConfigError unless all tensors are on devices of the type ``name``."""
-    types = {tensor.device.type for tensor in kv_caches.tensors}
-    if types - {name}:
-        raise ConfigError(f"the device backend {name!r} cannot copy tensors on {', '.join(sorted(types))}")
-
-
-_PLAIN = (Attempt.FIRST, Attempt.AGAIN)
+_PLAIN = (Attempt.FIRST, Attempt.RETRY)
 _WITH_STAGED = (*_PLAIN, Attempt.STAGED)
 
 
-class LaneEngine(TransferEngine):
-    """Runs transfers in three lanes: stores, loads and expedited loads.
+class ThreadedEngine(TransferEngine):
+    """Runs transfers in three queues: stores, loads and expedited loads.
 
-    A lane's thread starts with the first transfer that needs it. Backends subclass this and say how
-    a lane copies.
+    The thread of a queue starts with its first transfer. Backends subclass this and define how it copies.
 
     Args:
         kv_caches: tensors on the backend's device.
         layout: where the pages lie in a slot.
         region: the slots; it stays mapped until ``close``.
-        open_lane: called once for each lane.
+        open_queue: called once for each queue.
         piece_slots: no copy crosses a multiple of so many slots; None where that does not matter.
-        at_once: how many transfers a lane has begun at a time. With two the device goes on with the next
-            one while the host hears of the last.
-        deadline_s: seconds after which a copy that has not ended is given up, and the device with it. It
+        at_once: how many transfers a queue has begun at a time. With two the device continues with the next
+            one while the host learns that the last has ended.
+        deadline_s: seconds after which a copy that has not ended is abandoned, and the device with it. This
             is noticed within a quarter more.
 
     Raises:
@@ -99,7 +109,7 @@ class LaneEngine(TransferEngine):
         kv_caches: KVCaches,
         layout: SlotLayout,
         region: Region,
-        open_lane: Callable[[Way], Prepare],
+        open_queue: Callable[[CopyQueue], Prepare],
         piece_slots: int | None = None,
         at_once: int = 1,
         deadline_s: float = DEADLINE_S,
@@ -111,82 +121,76 @@ class LaneEngine(TransferEngine):
         self._address = region.address
         self._auditor: Auditor | None = None
         self._memory: tuple[object, ...] = (kv_caches, region.view(0))  # keeps what the copies touch mapped
-        self._copies = CopyTable()
+        self._transfers = TransferTable()
         self._closed = False
-        self._submitting = threading.Lock()  # so that nothing is submitted behind the end of the lanes
+        self._submitting = threading.Lock()  # so that nothing is submitted behind the end of the queues
         health = _Health()
         busy = threading.Event()
-        self._lanes = {way: _Lane(way, open_lane(way), at_once, self._copies, health, busy) for way in Way}
-        self._watch = _Watch(tuple(self._lanes.values()), deadline_s, busy)
+        self._queues = {
+            queue: _QueueThread(queue, open_queue(queue), at_once, self._transfers, health, busy)
+            for queue in CopyQueue
+        }
+        self._watchdog = _Watchdog(tuple(self._queues.values()), deadline_s, busy)
 
     def submit_store(self, transfer_id: int, blocks: Blocks, slots: Sequence[int]) -> None:
-        """See ``TransferEngine.submit_store``."""
         plan = self._planner.store(blocks, slots)
         check = self._auditor.of_store(transfer_id, blocks, slots) if self._auditor else None
-        self._submit(Way.STORE, transfer_id, plan, _PLAIN, check)
+        self._submit(CopyQueue.STORE, transfer_id, plan, _PLAIN, check)
 
     def submit_load(
         self, transfer_id: int, slots: Sequence[int], blocks: Blocks, *, expedited: bool = False
     ) -> None:
-        """See ``TransferEngine.submit_load``."""
-        way = Way.EXPEDITED if expedited else Way.LOAD
+        queue = CopyQueue.EXPEDITED if expedited else CopyQueue.LOAD
         attempts = _WITH_STAGED if self.stages_loads or expedited else _PLAIN
         plan = self._planner.load(slots, blocks)
         check = self._auditor.of_load(transfer_id, slots, blocks) if self._auditor else None
-        self._submit(way, transfer_id, plan, attempts, check)
+        self._submit(queue, transfer_id, plan, attempts, check)
 
-    def begin_audits(self, custody: Custody) -> None:
-        """See ``TransferEngine.begin_audits``."""
-        self._auditor = Auditor(custody, self._planner, self._layout, self._address, self.read)
+    def begin_audits(self, slot_checksums: SlotChecksums) -> None:
+        self._auditor = Auditor(slot_checksums, self._planner, self._layout, self._address, self.read)
 
     @property
     def audits(self) -> Audits:
-        """See ``TransferEngine.audits``."""
         return self._auditor.audits if self._auditor is not None else Audits()
 
     @abstractmethod
     def read(self, plan: CopyPlan) -> None:
         """Copy from the device to any memory of this process, in the plainest way; return at the end of it.
 
-        Called in a lane's thread, when the work on what is read is over.
+        Called in the thread of a queue, when the work on what is read is over.
         """
 
     def finished(self) -> list[Finished]:
-        """See ``TransferEngine.finished``."""
-        return self._copies.take()
+        return self._transfers.take()
 
     def wait(self, transfer_ids: Iterable[int]) -> None:
-        """See ``TransferEngine.wait``."""
-        self._copies.wait(transfer_ids)
+        self._transfers.wait(transfer_ids)
 
     def drain(self) -> None:
-        """See ``TransferEngine.drain``."""
-        self._copies.drain()
+        self._transfers.drain()
 
     def set_wakeup(self, wakeup: Callable[[], object] | None) -> None:
-        """See ``TransferEngine.set_wakeup``."""
-        self._copies.set_wakeup(wakeup)
+        self._transfers.set_wakeup(wakeup)
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a copy was given up: its bytes may still move."""
-        return any(lane.is_stuck for lane in self._lanes.values())
+        """Whether a copy was abandoned: its bytes may still move."""
+        return any(queue.is_stuck for queue in self._queues.values())
 
     def close(self) -> None:
-        """See ``TransferEngine.close``."""
         with self._submitting:
             self._closed = True
         self.drain()
-        for lane in self._lanes.values():
-            lane.stop()
-        self._watch.stop()
+        for queue in self._queues.values():
+            queue.stop()
+        self._watchdog.stop()
         if self.is_stuck:
-            _left_behind.append(self._memory)
+            _abandoned.append(self._memory)
         self._memory = ()
 
     def _submit(
         self,
-        way: Way,
+        queue: CopyQueue,
         transfer_id: int,
         plan: CopyPlan,
         attempts: tuple[Attempt, ...],
@@ -195,12 +199,12 @@ class LaneEngine(TransferEngine):
         with self._submitting:
             if self._closed:
                 raise StateError("the transfer engine is closed")
-            self._watch.start()
-            self._lanes[way].submit(transfer_id, plan, attempts, check)
+            self._watchdog.start()
+            self._queues[queue].submit(transfer_id, plan, attempts, check)
 
 
 class _Health:
-    """Whether the device still works, as far as the copies tell. Shared by all lanes."""
+    """Whether the device still works, as far as the copies show. Shared by all queues."""
 
     def __init__(self) -> None:
         self.lost: DeviceLostError | None = None
@@ -221,10 +225,10 @@ class _Health:
         return self.lost or error
 
     def lose(self, error: DeviceLostError) -> DeviceLostError:
-        """Give the device up, unless it was before; return the error that it was given up for."""
+        """Disable the device, unless it is lost already; return the error that it was lost for."""
         if self.lost is None:
             self.lost = error
-            logger.error("the device is given up, nothing is copied from or to it any more: %s", error)
+            logger.error("device disabled (%s): nothing is copied from or to it any more", error)
         return self.lost
 
 
@@ -240,11 +244,11 @@ class _Job:
         return Finished(self.transfer_id, self.nbytes, 0.0, error, attempt)
 
 
-class _Lane:
+class _QueueThread:
     """A thread that makes transfers in order; it starts with the first one.
 
     Attributes:
-        is_stuck: whether a transfer was given up. The thread reports nothing any more, and may never end.
+        is_stuck: whether a transfer was abandoned. The thread reports nothing any more, and may never end.
     """
 
     def __init__(
@@ -252,7 +256,7 @@ class _Lane:
         name: str,
         prepare: Prepare,
         at_once: int,
-        copies: CopyTable,
+        transfers: TransferTable,
         health: _Health,
         busy: threading.Event,
     ) -> None:
@@ -262,17 +266,17 @@ class _Lane:
         self._at_once = at_once
         self._begun: deque[_Job] = deque()
         self._outcomes: deque[Finish | BaseException | None] = deque()  # of their first attempts
-        self._copies = copies
+        self._transfers = transfers
         self._health = health
         self._busy = busy
-        self._lock = threading.Lock()  # of what is begun and queued, for the moment a copy is given up
+        self._lock = threading.Lock()  # of what is begun and queued, for the moment a copy is abandoned
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def submit(
         self, transfer_id: int, plan: CopyPlan, attempts: tuple[Attempt, ...], check: Check | None
     ) -> None:
-        self._copies.begin(transfer_id)
+        self._transfers.begin(transfer_id)
         try:
             begin = self._prepare(plan)
         except Exception as error:  # a device that has failed must not fail the caller's own work
@@ -284,7 +288,7 @@ class _Lane:
                 self._jobs.put(job)
         if is_stuck:
             assert self._health.lost is not None
-            self._copies.end(job.failed(self._health.lost))
+            self._transfers.end(job.failed(self._health.lost))
         elif self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
@@ -296,25 +300,25 @@ class _Lane:
             return self._begun[0] if self._begun else None
 
     def stop(self) -> None:
-        """End the thread after the jobs it was given. One that is stuck is left to itself."""
+        """End the thread after the jobs it was given. One that is stuck is left alone."""
         if self._thread is not None and not self.is_stuck:
             self._jobs.put(None)
             self._thread.join()
             self._thread = None
 
-    def give_up(self, job: _Job, deadline_s: float) -> None:
+    def abandon(self, job: _Job, deadline_s: float) -> None:
         """Report ``job``, which the thread is stuck with, and all that come after it."""
         with self._lock:
             if not self._begun or self._begun[0] is not job:
                 return
             self.is_stuck = True
-            begun, behind = list(self._begun), _empty(self._jobs)
-        text = f"a copy of {job.nbytes} bytes has not ended within {deadline_s:g} s ({self._name})"
-        lost = self._health.lose(DeviceLostError(text))
+            text = f"a copy of {job.nbytes} bytes has not ended within {deadline_s:g} s ({self._name})"
+            lost = self._health.lose(DeviceLostError(text))
+            begun, queued = list(self._begun), _take_all(self._jobs)
         for moving in begun:
-            self._copies.end(moving.failed(DeviceStuckError(text)))
-        for waiting in behind:
-            self._copies.end(waiting.failed(lost))
+            self._transfers.end(moving.failed(DeviceStuckError(text)))
+        for waiting in queued:
+            self._transfers.end(waiting.failed(lost))
 
     def _work(self) -> None:
         is_ending = False
@@ -332,29 +336,33 @@ class _Lane:
                 return
 
     def _may_begin(self) -> bool:
-        """A transfer that is to be repeated keeps its place: what comes after it has to wait."""
+        """Return whether the next transfer may begin: one that is to be repeated keeps its place."""
         is_repeated = bool(self._outcomes) and isinstance(self._outcomes[-1], BaseException)
         return len(self._begun) < self._at_once and not is_repeated
 
     def _begin(self, job: _Job) -> bool:
-        """Make the first attempt; say whether to go on."""
+        """Make the first attempt; return whether to go on."""
         with self._lock:
-            if self.is_stuck:
-                return False
-            self._begun.append(job)
+            is_stuck = self.is_stuck
+            if not is_stuck:
+                self._begun.append(job)
+        if is_stuck:  # abandoned since this job was taken, so nobody else reports it
+            assert self._health.lost is not None
+            self._transfers.end(job.failed(self._health.lost))
+            return False
         self._busy.set()
         is_lost = self._health.lost is not None
         self._outcomes.append(None if is_lost else _try(partial(job.begin, job.attempts[0])))
         return True
 
     def _end_oldest(self) -> bool:
-        """Wait for the first of those begun and report it; say whether to go on."""
+        """Wait for the first of those begun and report it; return whether to go on."""
         finished = self._finish(self._begun[0], self._outcomes.popleft())
         with self._lock:
             if self.is_stuck:
                 return False  # too late: others were told that it has not ended
             self._begun.popleft()
-        self._copies.end(finished)
+        self._transfers.end(finished)
         return True
 
     def _finish(self, job: _Job, begun: Finish | BaseException | None) -> Finished:
@@ -370,22 +378,23 @@ class _Lane:
                 return Finished(job.transfer_id, job.nbytes, ended, None, attempt)
             if attempt is job.attempts[-1] or isinstance(ended, DamagedSlotError):
                 return job.failed(self._health.failed(ended), attempt)
-            logger.warning("transfer %d failed and is repeated: %s", job.transfer_id, ended)
+            logger.warning("transfer %d failed (%s); repeating it", job.transfer_id, ended)
         raise AssertionError("a transfer has one attempt at least")
 
 
-class _Watch:
-    """A thread that gives copies up which do not end. It sleeps while nothing is copied.
+class _Watchdog:
+    """A thread that abandons copies which do not end. It sleeps while nothing is copied.
 
     Args:
-        lanes: whose copies.
+        queues: whose copies.
         deadline_s: how long one may take, all its attempts together.
-        busy: set by a lane that begins with a copy.
+        busy: set by a queue that begins a copy.
     """
 
-    def __init__(self, lanes: Sequence[_Lane], deadline_s: float, busy: threading.Event) -> None:
+    def __init__(self, queues: Sequence[_QueueThread], deadline_s: float, busy: threading.Event) -> None:
+        self._queues = queues
         self._deadline_s = deadline_s
-        self._seen = {lane: _Seen() for lane in lanes}
+        self._seen: dict[_QueueThread, tuple[_Job | None, int]] = {}  # the oldest job, and looks since then
         self._busy = busy
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -405,37 +414,28 @@ class _Watch:
         while not self._stopping.is_set():
             self._busy.wait()
             self._busy.clear()  # before looking, so that what begins meanwhile is not overlooked
-            while any(lane.oldest and not lane.is_stuck for lane in self._seen):
+            while any(queue.oldest and not queue.is_stuck for queue in self._queues):
                 if self._stopping.wait(self._deadline_s / _LOOKS):
                     return
                 self._look()
 
     def _look(self) -> None:
-        for lane, seen in self._seen.items():
-            job = lane.oldest
-            seen.looks = seen.looks + 1 if job is seen.job else 0
-            seen.job = job
-            if job is not None and seen.looks >= _LOOKS and not lane.is_stuck:
-                lane.give_up(job, self._deadline_s)
+        for queue in self._queues:
+            job = queue.oldest
+            seen, looks = self._seen.get(queue, (None, 0))
+            looks = looks + 1 if job is seen else 0
+            self._seen[queue] = job, looks
+            if job is not None and looks >= _LOOKS and not queue.is_stuck:
+                queue.abandon(job, self._deadline_s)
 
 
-@dataclass(slots=True)
-class _Seen:
-    """The oldest job of a lane at the last look, and at how many looks before that it was so."""
-
-    job: _Job | None = None
-    looks: int = 0
-
-
-def _empty(queue: SimpleQueue[_Job | None]) -> list[_Job]:
+def _take_all(queue: SimpleQueue[_Job | None]) -> list[_Job]:
     jobs: list[_Job] = []
-    while True:
-        try:
-            job = queue.get_nowait()
-        except Empty:
-            return jobs
-        if job is not None:
-            jobs.append(job)
+    with suppress(Empty):
+        while True:
+            if (job := queue.get_nowait()) is not None:
+                jobs.append(job)
+    return jobs
 
 
 def _end(finish: Finish, check: Check | None) -> float:

@@ -4,35 +4,22 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvtier.memory import numa
 from kvtier.memory.region import Region
 
+if TYPE_CHECKING:
+    from kvtier.device._streams import Runtime
+
 logger = logging.getLogger("kvtier.device")
 
 PIECE_BYTES = 256 * 2**20
-"""Bytes that are pinned at once. Other threads' calls can wait in the driver meanwhile: not too many."""
-
-
-class Pinner(Protocol):
-    """The part of a ``Runtime`` that pins."""
-
-    def attach(self) -> None:
-        """See ``Runtime.attach``."""
-
-    def node(self) -> int | None:
-        """See ``Runtime.node``."""
-
-    def host_register(self, address: int, nbytes: int) -> None:
-        """See ``Runtime.host_register``."""
-
-    def host_unregister(self, address: int) -> None:
-        """See ``Runtime.host_unregister``."""
+"""Bytes that are pinned at once: a limit, because other threads' calls can wait in the driver meanwhile."""
 
 
 class PinnedSlots:
-    """Pins the slots in a thread, piece after piece, and keeps them mapped until it has unpinned them.
+    """Pins the slots in a thread, piece by piece, and keeps them mapped until it has unpinned them.
 
     CUDA refuses a copy that touches two pieces: the copy plans keep to the same ``piece_slots``.
 
@@ -41,7 +28,7 @@ class PinnedSlots:
         failed: whether no more can be pinned.
     """
 
-    def __init__(self, runtime: Pinner, region: Region, piece_slots: int) -> None:
+    def __init__(self, runtime: Runtime, region: Region, piece_slots: int) -> None:
         self.nbytes = 0
         self.failed = False
         self._runtime = runtime
@@ -54,7 +41,7 @@ class PinnedSlots:
         self._thread.start()
 
     def close(self) -> None:
-        """Unpin. No copy may be under way. May be called again."""
+        """Unpin. No copy may be in flight. May be called again."""
         self._stopping.set()
         self._thread.join()
         self._mapped = None
@@ -63,7 +50,7 @@ class PinnedSlots:
         pieces: list[int] = []
         try:
             self._runtime.attach()
-            with numa.preferring(self._runtime.node()):  # pinning touches what nobody has touched yet
+            with numa.preferring(self._runtime.node()):  # pinning allocates pages that were not touched yet
                 self._pin(pieces)
         except Exception as error:
             self.failed = True

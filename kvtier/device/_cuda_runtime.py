@@ -2,14 +2,15 @@
 
 AMD's HIP has the same calls under other names, and torch the same classes for both: ``kvtier.device.rocm``.
 
-The meaning of the calls is that of the CUDA Runtime API reference: "Memory Management" for
-``cudaMemcpyAsync`` and its kin and ``cudaHostRegister``, "Stream Management" for the capture mode, and "API
-synchronization behavior" for what is asynchronous when. Importing this touches no device.
+The calls are those of the CUDA Runtime API reference: "Memory Management" for ``cudaMemcpyAsync`` and
+``cudaHostRegister``, "Stream Management" for the capture mode, and "API synchronization behavior" for what is
+asynchronous when. Importing this module touches no device.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,35 +19,23 @@ from typing import Any
 import torch
 
 from kvtier import native
-from kvtier.device.base import KVCaches
-from kvtier.device.lanes import Way
-from kvtier.device.methods import EACH, Choice, Chooser, EachCopy, Method, PinnedMemory, Rows
+from kvtier.device._methods import EACH, ENGINE, Choice, Chooser, Method, PinnedMemory, engine_method
+from kvtier.device._probe import Scratch, cached_choice, choose
+from kvtier.device._streams import EventPool
+from kvtier.device.base import BatchedCopy, CopyQueue
 from kvtier.device.plan import CopyPlan
-from kvtier.device.streams import EventPool
 from kvtier.errors import ConfigError, DeviceLostError, TransferError
 from kvtier.memory import numa
 
+logger = logging.getLogger("kvtier.device")
+
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the process
 _CAPTURE_RELAXED = 2  # cudaStreamCaptureModeRelaxed
-_EITHER_WAY = 4  # cudaMemcpyDefault: the direction is told from the addresses
 _LOST = frozenset((214, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719))
-"""Errors after which, by the reference's words, the process has to be started anew to use the device:
-memory, link and hardware errors, and kernels that went wrong. HIP gives them the same numbers."""
+"""Errors after which, by the reference's words, the process has to be restarted to use the device: memory,
+link and hardware errors, and kernels that went wrong. HIP gives them the same numbers."""
 
 _EXPEDITED_PRIORITY = -1  # torch's streams of higher priority
-
-
-def only_device(kv_caches: KVCaches) -> torch.device:
-    """Return the device that all tensors are on.
-
-    Raises:
-        ConfigError: they are on several.
-    """
-    devices = {tensor.device for tensor in kv_caches.tensors}
-    if len(devices) != 1:
-        names = ", ".join(sorted(map(str, devices)))
-        raise ConfigError(f"the KV cache of one worker is on several GPUs ({names}); one is possible")
-    return devices.pop()
 
 
 def find_library(name: str, maps: Path = Path("/proc/self/maps")) -> str:
@@ -82,15 +71,11 @@ class RuntimeLibrary:
         self._function("GetErrorString").restype = ctypes.c_char_p
         self._function("HostRegister").argtypes = [pointer, size, ctypes.c_uint]
         self._function("HostUnregister").argtypes = [pointer]
-        self._function("Memcpy2DAsync").argtypes = [
-            *(pointer, size, pointer, size, size, size),
-            *(ctypes.c_int, pointer),
-        ]
         self._memcpy_async = ctypes.cast(self._function("MemcpyAsync"), pointer).value or 0
 
     @property
     def driver_version(self) -> int:
-        """What the driver can do, as the library's number for it."""
+        """The version that the driver supports, as the library's number for it."""
         return self._version("DriverGetVersion")
 
     @property
@@ -98,22 +83,15 @@ class RuntimeLibrary:
         """The library's own version."""
         return self._version("RuntimeGetVersion")
 
-    def copy(self, plan: CopyPlan, stream: int) -> None:
-        """Give the copies of ``plan`` to the stream of this handle, up to the first that is refused."""
+    def copy(self, plan: CopyPlan, stream: Any) -> None:
+        """Give the copies of ``plan`` to a torch stream one by one, up to the first that is refused."""
         src, dst, sizes = plan.src.ctypes.data, plan.dst.ctypes.data, plan.sizes.ctypes.data
-        code = native.copy_batch_async(self._memcpy_async, src, dst, sizes, len(plan.sizes), stream)
+        count, handle = len(plan.sizes), stream.cuda_stream
+        code = native.copy_batch_async(self._memcpy_async, src, dst, sizes, count, handle)
         self.check("MemcpyAsync", code)
 
-    def copy_rows(self, rows: Rows, stream: int) -> None:
-        """Give equally long copies at equal distances in one call."""
-        self.call(
-            "Memcpy2DAsync",
-            *(rows.dst, rows.dst_pitch, rows.src, rows.src_pitch, rows.nbytes, rows.count),
-            *(_EITHER_WAY, stream),
-        )
-
     def host_register(self, address: int, nbytes: int) -> None:
-        """Pin host memory, for all devices. It gets the pages that it has not got yet."""
+        """Pin host memory, for all devices. Pages that are not backed yet are allocated."""
         self.call("HostRegister", address, nbytes, _REGISTER_PORTABLE)
 
     def host_unregister(self, address: int) -> None:
@@ -123,8 +101,8 @@ class RuntimeLibrary:
     def relax_capture(self) -> None:
         """Let the calling thread pin and copy while another one captures a graph.
 
-        By default a capture forbids such calls to all threads, and is spoilt by them. What this
-        thread does is no part of any capture.
+        By default a capture forbids such calls to all threads, and fails when one is made. What this thread
+        does is no part of any capture.
         """
         self.call("ThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_CAPTURE_RELAXED)))
 
@@ -153,63 +131,81 @@ class RuntimeLibrary:
         return number.value
 
 
-class TorchStream:
-    """A stream of torch's. See ``kvtier.device.streams.Stream``."""
+def common_methods(library: RuntimeLibrary, batched_copy: BatchedCopy | None) -> dict[str, Method]:
+    """Return the ways to copy that all GPUs of torch's have, by name."""
+    methods: dict[str, Method] = {EACH: library.copy}
+    if batched_copy is not None:
+        methods[ENGINE] = engine_method(batched_copy)
+    return methods
 
-    def __init__(self, device: torch.device, way: Way, events: EventPool, chooser: Chooser) -> None:
-        priority = _EXPEDITED_PRIORITY if way is Way.EXPEDITED else 0
+
+def measured_choice(device: torch.device, library: RuntimeLibrary, methods: Mapping[str, Method]) -> Choice:
+    """Return which method is best for which case on this device; the first time it is measured."""
+    name = torch.cuda.get_device_properties(device).name
+    versions = f"driver {library.driver_version}, runtime {library.runtime_version}"
+    key = f"{name}, {versions}, torch {torch.__version__}, {' '.join(sorted(methods))}"
+
+    def measure() -> dict[str, str]:
+        with torch.cuda.device(device):
+            return choose(methods, Scratch(device, torch.cuda.Stream(device)).measure)
+
+    try:
+        return cached_choice(key, measure)
+    except Exception as error:  # no memory left, say: a copy is made all the same
+        logger.warning("copy methods not measured (%s): copies are made one by one", error)
+        return {}
+
+
+class TorchStream:
+    """A ``kvtier.device._streams.Stream`` of torch's.
+
+    Waiting for its events, a thread sleeps instead of spinning.
+    """
+
+    def __init__(self, device: torch.device, queue: CopyQueue, events: EventPool, chooser: Chooser) -> None:
+        priority = _EXPEDITED_PRIORITY if queue is CopyQueue.EXPEDITED else 0
         self._stream = torch.cuda.Stream(device, priority=priority)
         self._events = events
         self._chooser = chooser
 
     def wait(self, event: Any) -> None:
-        """See ``Stream.wait``."""
         self._stream.wait_event(event)
 
     def record(self) -> Any:
-        """See ``Stream.record``. Who waits for the event sleeps, instead of turning in a loop."""
         return self._stream.record_event(self._events.take())
 
     def copy(self, plan: CopyPlan) -> None:
-        """See ``Stream.copy``."""
         self._chooser.copy(plan, self._stream)
 
 
 class TorchRuntime:
-    """One GPU of torch's. See ``kvtier.device.streams.Runtime``.
+    """One GPU of torch's: a ``kvtier.device._streams.Runtime``.
 
     Args:
         device: the GPU, with its index.
         library: the runtime library that torch uses.
-        methods: the ways to copy; default: one by one alone.
+        methods: the ways to copy, by name, ``EACH`` among them.
         choice: which of them when.
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        library: RuntimeLibrary,
-        methods: Mapping[str, Method] | None = None,
-        choice: Choice | None = None,
+        self, device: torch.device, library: RuntimeLibrary, methods: Mapping[str, Method], choice: Choice
     ) -> None:
         self._device = device
         self._library = library
-        self._methods = methods or {EACH: EachCopy(library)}
-        self._choice = choice or {}
+        self._methods = methods
+        self._choice = choice
         self._pinned = PinnedMemory()
         self._events = EventPool(lambda: torch.cuda.Event(enable_timing=True, blocking=True))
 
     def attach(self) -> None:
-        """See ``Runtime.attach``."""
         torch.cuda.set_device(self._device)
         self._library.relax_capture()
 
     def record_compute(self) -> Any:
-        """See ``Runtime.record_compute``."""
         return torch.cuda.current_stream(self._device).record_event(self._events.take())
 
     def node(self) -> int | None:
-        """See ``Runtime.node``."""
         it = torch.cuda.get_device_properties(self._device)
         try:
             address = f"{it.pci_domain_id:04x}:{it.pci_bus_id:02x}:{it.pci_device_id:02x}.0"
@@ -217,21 +213,17 @@ class TorchRuntime:
             return None
         return numa.node_of_pci(address)
 
-    def open_stream(self, way: Way, *, plain: bool = False) -> TorchStream:
-        """See ``Runtime.open_stream``."""
-        choice = {} if plain else self._choice
-        return TorchStream(self._device, way, self._events, Chooser(self._methods, choice, way, self._pinned))
+    def open_stream(self, queue: CopyQueue, *, plain: bool = False) -> TorchStream:
+        chooser = Chooser(self._methods, {} if plain else self._choice, queue, self._pinned)
+        return TorchStream(self._device, queue, self._events, chooser)
 
     def recycle(self, *events: Any) -> None:
-        """See ``Runtime.recycle``."""
         self._events.put_back(*events)
 
     def host_register(self, address: int, nbytes: int) -> None:
-        """See ``Runtime.host_register``."""
         self._library.host_register(address, nbytes)
         self._pinned.add(address, nbytes)
 
     def host_unregister(self, address: int) -> None:
-        """See ``Runtime.host_unregister``."""
-        self._pinned.remove(address)
+        self._pinned.clear()
         self._library.host_unregister(address)

@@ -1,9 +1,9 @@
-"""Engines over a device that copies by itself: a stream for each lane, beside the engine's own.
+"""The engine over a device that copies asynchronously: a stream for each queue, beside the engine's own.
 
-A lane's thread gives a transfer to its stream and sleeps until the event behind it; the end is then told
-through ``set_wakeup``, which an event loop's owner gives a ``call_soon_threadsafe``. A function that the
-device calls at the end (``cudaLaunchHostFunc``) would save that thread, but may not call the device, and
-would hold up the stream while it waits for the interpreter lock.
+The thread of a queue gives a transfer to its stream and sleeps until the event behind it; the end is then
+reported through ``set_wakeup``. A function that the device calls at the end (``cudaLaunchHostFunc``) would
+save that thread, but may not call the device, and would hold up the stream while it waits for the interpreter
+lock.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvtier.device.base import DEADLINE_S, Attempt, KVCaches, Pinning
-from kvtier.device.lanes import Begin, Finish, LaneEngine, Prepare, Way
-from kvtier.device.pinning import PIECE_BYTES, PinnedSlots
+from kvtier.device._pinning import PIECE_BYTES, PinnedSlots
+from kvtier.device._threaded import Begin, Finish, Prepare, ThreadedEngine
+from kvtier.device.base import DEADLINE_S, Attempt, CopyQueue, KVCaches, Pinning
 from kvtier.device.plan import CopyPlan
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
@@ -36,43 +36,43 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """Work of the device that happens in the order in which it was given. Errors are raised."""
+    """Work of the device that happens in the order in which it was enqueued. Errors are raised."""
 
     def wait(self, event: Event) -> None:
-        """Have what is given from now on wait for ``event``."""
+        """Make what is enqueued from now on wait for ``event``."""
 
     def record(self) -> Event:
-        """Return an event after all that was given so far."""
+        """Return an event after all that was enqueued so far."""
 
     def copy(self, plan: CopyPlan) -> None:
-        """Give the copies of ``plan`` to the stream, all or, when it raises, the first few.
+        """Enqueue the copies of ``plan``, all or, when it raises, the first few.
 
-        The plan is kept until they are over. May block while the device cannot take more.
+        The caller keeps the plan until they are over. May block while the device cannot take more.
         """
 
 
 class Runtime(Protocol):
-    """What the engine needs of a device. Errors are raised."""
+    """What the engine needs from a device. Errors are raised."""
 
     def attach(self) -> None:
         """Prepare the calling thread for the calls below. May be called again."""
 
     def record_compute(self) -> Event:
-        """Return an event after what the calling thread has given the device; needs no ``attach``."""
+        """Return an event after what the calling thread has enqueued; needs no ``attach``."""
 
     def node(self) -> int | None:
         """Return the NUMA node that the device is at, where that is known; needs no ``attach``."""
 
-    def open_stream(self, way: Way, *, plain: bool = False) -> Stream:
-        """Return a stream of its own for a lane; needs no ``attach``.
+    def open_stream(self, queue: CopyQueue, *, plain: bool = False) -> Stream:
+        """Return a new stream for a queue; needs no ``attach``.
 
         Args:
-            way: the lane.
-            plain: copy in the plainest way alone: another one may be what has failed.
+            queue: the queue.
+            plain: copy one by one, because another way may be what has failed.
         """
 
     def recycle(self, *events: Event) -> None:
-        """Take events back that nobody waits for any more, to be recorded again."""
+        """Return events to the pool, to be recorded again. No thread may wait for them any more."""
 
     def host_register(self, address: int, nbytes: int) -> None:
         """Pin host memory, so that the device copies from it and to it directly."""
@@ -81,16 +81,16 @@ class Runtime(Protocol):
         """Undo ``host_register``."""
 
 
-class StreamEngine(LaneEngine):
-    """Copies between tensors on one device and slots, with a stream and a thread for each lane.
+class StreamEngine(ThreadedEngine):
+    """Copies between tensors on one device and slots, with a stream and a thread for each queue.
 
-    Stores and loads wait for the work that the submitting thread has given its current stream: a
-    store for what computes the blocks, a load for what was to be written to them before. How long a
-    copy took is measured by the device.
+    Stores and loads wait for the work that the submitting thread has enqueued on its current stream: a store
+    for what computes the blocks, a load for what was to be written to them before. The device measures how
+    long a copy took.
 
-    The slots are pinned in the background, in pieces, from slot 0 on. Slots that are not pinned, or
-    cannot be, are copied all the same, slower: the device's library then stages the bytes and holds up
-    the thread that gives it the copy, which is the lane's and not the engine's.
+    The slots are pinned in the background, in pieces, from slot 0 on. Slots that are not pinned are
+    copied all the same, slower: the device's library then stages the bytes and blocks the thread that makes
+    the call, which is that of the queue and not the engine's.
 
     Args:
         kv_caches: tensors on one device.
@@ -98,8 +98,8 @@ class StreamEngine(LaneEngine):
         region: the slots; it stays mapped until ``close``.
         runtime: the device.
         piece_bytes: at most so many bytes are pinned at once, but at least one slot; None where the device
-            does not pin memory that it has not allocated.
-        at_once, deadline_s: as for ``LaneEngine``.
+            cannot pin memory that it has not allocated.
+        at_once, deadline_s: as for ``ThreadedEngine``.
 
     Raises:
         ValueError: region, layout and tensors do not fit each other.
@@ -117,21 +117,21 @@ class StreamEngine(LaneEngine):
     ) -> None:
         piece_slots = None if piece_bytes is None else max(1, piece_bytes // region.chunk_bytes)
 
-        def open_lane(way: Way) -> Prepare:
-            return _StreamLane(runtime, way).prepare
+        def open_queue(queue: CopyQueue) -> Prepare:
+            return _QueueStream(runtime, queue).prepare
 
-        super().__init__(kv_caches, layout, region, open_lane, piece_slots, at_once, deadline_s)
+        super().__init__(kv_caches, layout, region, open_queue, piece_slots, at_once, deadline_s)
         self._runtime = runtime
         self._readers = threading.local()
         self._node = runtime.node()
         self._pinned = None if piece_slots is None else PinnedSlots(runtime, region, piece_slots)
 
     def read(self, plan: CopyPlan) -> None:
-        """See ``LaneEngine.read``: on a stream that copies nothing else."""
+        """Copy on a stream that copies nothing else. See ``ThreadedEngine.read``."""
         self._runtime.attach()
         stream: Stream | None = getattr(self._readers, "stream", None)
         if stream is None:
-            stream = self._readers.stream = self._runtime.open_stream(Way.STORE, plain=True)
+            stream = self._readers.stream = self._runtime.open_stream(CopyQueue.STORE, plain=True)
         try:
             stream.copy(plan)
             end = stream.record()
@@ -143,28 +143,26 @@ class StreamEngine(LaneEngine):
 
     @property
     def node(self) -> int | None:
-        """See ``TransferEngine.node``."""
         return self._node
 
     @property
     def pinning(self) -> Pinning:
-        """See ``TransferEngine.pinning``."""
         return Pinning() if self._pinned is None else Pinning(self._pinned.nbytes, self._pinned.failed)
 
     def close(self) -> None:
-        """See ``TransferEngine.close``. What a copy is stuck with stays pinned."""
+        """Drain, stop and unpin; what a copy is stuck with stays pinned. See ``TransferEngine.close``."""
         super().close()
         if self._pinned is not None and not self.is_stuck:
             self._pinned.close()
 
 
-class _StreamLane:
-    """What a lane copies with: a stream, and a fresh one after each failure."""
+class _QueueStream:
+    """The stream of a queue, replaced by a fresh one after each failure."""
 
-    def __init__(self, runtime: Runtime, way: Way) -> None:
+    def __init__(self, runtime: Runtime, queue: CopyQueue) -> None:
         self._runtime = runtime
-        self._way = way
-        self._stream = runtime.open_stream(way)
+        self._queue = queue
+        self._stream = runtime.open_stream(queue)
 
     def prepare(self, plan: CopyPlan) -> Begin:
         return partial(self._begin, plan, self._runtime.record_compute())
@@ -174,14 +172,14 @@ class _StreamLane:
         if attempt is not Attempt.FIRST:
             with suppress(Exception):  # what was begun after the one that failed keeps its place
                 self._stream.record().synchronize()
-            self._stream = self._runtime.open_stream(self._way, plain=True)
+            self._stream = self._runtime.open_stream(self._queue, plain=True)
         stream = self._stream
         stream.wait(computed)
         start = stream.record()
         try:
-            _give_staged(stream, plan) if attempt is Attempt.STAGED else stream.copy(plan)
+            _copy_staged(stream, plan) if attempt is Attempt.STAGED else stream.copy(plan)
         except BaseException:
-            stream.record().synchronize()  # when one is refused, those before it are under way
+            stream.record().synchronize()  # when one is refused, those before it are in flight
             raise
         return partial(self._finish, plan, computed, start, stream.record())
 
@@ -192,8 +190,8 @@ class _StreamLane:
         return seconds
 
 
-def _give_staged(stream: Stream, plan: CopyPlan) -> None:
-    """Make the copies of a load one by one, from memory of this process that nothing else has touched."""
+def _copy_staged(stream: Stream, plan: CopyPlan) -> None:
+    """Make the copies of a load one by one, from memory of this process that is neither shared nor pinned."""
     memory = np.empty(int(plan.sizes.max(initial=1)), dtype=np.uint8)
     staging = np.array([memory.ctypes.data], dtype=np.uint64)
     for index, (source, nbytes) in enumerate(zip(plan.src.tolist(), plan.sizes.tolist(), strict=True)):
@@ -204,7 +202,7 @@ def _give_staged(stream: Stream, plan: CopyPlan) -> None:
 
 
 class EventPool:
-    """Events that are recorded again and again, instead of made and thrown away. Any thread may use it."""
+    """Events that are recorded again and again, instead of created anew. Any thread may use it."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
@@ -218,5 +216,5 @@ class EventPool:
             return self._make()
 
     def put_back(self, *events: Any) -> None:
-        """Take events back that are over and that nobody waits for."""
+        """Return events that are over and that no thread waits for."""
         self._free.extend(events)

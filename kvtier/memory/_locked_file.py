@@ -1,16 +1,15 @@
-"""Files that exist for as long as a process holds them, and the removal of those nobody holds.
+"""Files that exist as long as a process holds a lock on them, and the removal of stale ones.
 
-A region's file lives in memory, so a file that outlives its processes is memory lost. Whether a
-file is alive is asked of the kernel: every user holds a shared ``flock`` on it, which ends with the
-process however it ends. Whoever gets the exclusive lock without waiting knows that nobody uses the
-file. Age, names and process ids say nothing.
+A region's file lives in memory, so a file that outlives its processes is memory lost. Every user holds a
+shared ``flock`` on it, which ends with the process however it ends. Whoever gets the exclusive lock without
+waiting knows that nobody uses the file. Age, names and process ids prove nothing.
 
-What makes it safe while others start and stop at the same time:
+What makes this safe while others start and stop at the same time:
 
 * a file gets its final name only after its creator holds the lock, so a named file without a lock
   never belongs to a process that is still starting;
-* a name is removed only by who holds the exclusive lock on the very file that it names;
-* who opened a file looks once more, with the lock in hand, whether the name still means that file.
+* a name is removed only with the exclusive lock on the very file that it names;
+* after a file was opened and locked, the name is checked again: it may mean another file by then.
 
 Each holder has an open file description of its own, so that two holders in one process count twice.
 """
@@ -34,18 +33,18 @@ from kvtier.forks import keep_fd_from_children
 logger = logging.getLogger("kvtier.memory")
 
 PREFIX = "kvtier_"
-PATIENCE_S = 10.0  # locks are held exclusively for microseconds; a stopped holder must not hang a start
+PATIENCE_S = 10.0  # exclusive locks last microseconds; a stopped process must not hang a start
 RETRY_S = 0.001
 _NOBODY = 0
 
 
 @dataclass(frozen=True, slots=True)
-class HeldFile:
+class LockedFile:
     """An open file that carries a shared lock of this process.
 
     Attributes:
         fd: the open file description that has the lock.
-        path: the file's name; None where it has none, and ends with those who have it open.
+        path: the file's name; None where it has none and ends with its last descriptor.
         pid: the process that took the lock; children forked from it do not have the file.
     """
 
@@ -54,13 +53,13 @@ class HeldFile:
     pid: int
 
 
-def hold(path: Path, nbytes: int, note: bytes = b"") -> HeldFile:
+def create_or_join(path: Path, nbytes: int, note: bytes = b"") -> LockedFile:
     """Create the file ``path`` with ``nbytes`` zeros, or join it where a living process holds it.
 
     Args:
         path: the file's name.
         nbytes: bytes of use; behind them the file ends with ``note``.
-        note: what all who hold the file must agree on beside its size; of one length in all of them.
+        note: what all holders of the file must agree on beside its size; always of one length.
 
     Raises:
         RegionError: it exists with another size, note or owner, the directory has no room, or the name
@@ -72,18 +71,18 @@ def hold(path: Path, nbytes: int, note: bytes = b"") -> HeldFile:
             found = _open_existing(path)
             fd = _create(path, nbytes, note) if found is None else _join(found, path, nbytes, note)
         except OSError as error:
-            raise RegionError(f"{path} cannot be made or opened: {error.strerror or error}") from error
+            raise RegionError(f"{path} cannot be created or opened: {error.strerror or error}") from error
         if fd is not None:
-            return HeldFile(fd, path, os.getpid())
+            return LockedFile(fd, path, os.getpid())
         time.sleep(RETRY_S)
-    raise RegionError(f"{path} is locked by another process that does not let go of it for {PATIENCE_S:g} s")
+    raise RegionError(f"{path} is locked by another process that has not released it for {PATIENCE_S:g} s")
 
 
-def hold_unnamed(nbytes: int) -> HeldFile:
-    """Make a file in memory that has no name: whoever shall share it is handed the descriptor.
+def create_unnamed(nbytes: int) -> LockedFile:
+    """Make a file in memory that has no name; it is shared by passing its descriptor.
 
     Raises:
-        RegionError: there is no such file to be had.
+        RegionError: the system has no memory or descriptor for it.
     """
     try:
         fd = os.memfd_create("kvtier", os.MFD_CLOEXEC)
@@ -91,13 +90,13 @@ def hold_unnamed(nbytes: int) -> HeldFile:
     except OSError as error:
         raise RegionError(f"{nbytes} bytes of shared memory cannot be had: {error.strerror}") from error
     keep_fd_from_children(fd)
-    return HeldFile(fd, None, os.getpid())
+    return LockedFile(fd, None, os.getpid())
 
 
-def borrow(fd: int, nbytes: int) -> HeldFile:
+def borrow(fd: int, nbytes: int) -> LockedFile:
     """Take a file that another process holds and has handed over. Its locks stay that one's.
 
-    They end when both have ended: nobody else can claim the file before.
+    They end when both processes have ended; until then no other process can claim the file.
 
     Raises:
         RegionError: it is shorter than ``nbytes``.
@@ -106,37 +105,37 @@ def borrow(fd: int, nbytes: int) -> HeldFile:
     if found < nbytes:
         raise RegionError(f"the primary tier has {found} bytes, but {nbytes} bytes are asked for")
     keep_fd_from_children(fd)
-    return HeldFile(fd, None, _NOBODY)
+    return LockedFile(fd, None, _NOBODY)
 
 
-def release(held: HeldFile) -> None:
-    """Let go of the file; the last of its holders removes it. To be called once."""
-    if held.pid != os.getpid():  # borrowed, or a forked child: the lock is another process's
-        os.close(held.fd)
+def release(file: LockedFile) -> None:
+    """Release the file; its last holder removes it. To be called once."""
+    if file.pid != os.getpid():  # borrowed, or a forked child: the lock is another process's
+        os.close(file.fd)
         return
     try:
-        if held.path is not None and _try_lock(held.fd, fcntl.LOCK_EX):
-            _unlink_if_named(held.fd, held.path)
+        if file.path is not None and _try_lock(file.fd, fcntl.LOCK_EX):
+            _unlink_if_named(file.fd, file.path)
     finally:
         # A mapping duplicates the descriptor and can outlive it: locks do not end with close alone.
-        _set_claim(held.fd, fcntl.F_UNLCK)
-        fcntl.flock(held.fd, fcntl.LOCK_UN)
-        os.close(held.fd)
+        _set_claim(file.fd, fcntl.F_UNLCK)
+        fcntl.flock(file.fd, fcntl.LOCK_UN)
+        os.close(file.fd)
 
 
-def claim(held: HeldFile) -> bool:
-    """Become the one claimant of the file until it is released; tell whether that worked.
+def claim(file: LockedFile) -> bool:
+    """Become the only claimant of the file until it is released; return whether that worked.
 
     The claim is a record lock beside the ``flock``; the two do not see each other.
     """
     try:
-        _set_claim(held.fd, fcntl.F_WRLCK)
+        _set_claim(file.fd, fcntl.F_WRLCK)
     except BlockingIOError:
         return False
     return True
 
 
-def sweep_ghosts(directory: Path) -> list[Path]:
+def remove_stale_files(directory: Path) -> list[Path]:
     """Remove every ``kvtier_*`` file of ``directory`` that no living process holds.
 
     Returns:
@@ -146,12 +145,12 @@ def sweep_ghosts(directory: Path) -> list[Path]:
     for path in sorted(directory.glob(PREFIX + "*")):
         with suppress(OSError):
             fd = _open_existing(path)
-            if fd is not None and _remove_ghost(fd, path):
+            if fd is not None and _remove_if_stale(fd, path):
                 removed.append(path)
     return removed
 
 
-def _remove_ghost(fd: int, path: Path) -> bool:
+def _remove_if_stale(fd: int, path: Path) -> bool:
     """Remove the file if nobody holds it, and close ``fd``."""
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode) or not _try_lock(fd, fcntl.LOCK_EX):
@@ -200,7 +199,7 @@ def _create(path: Path, nbytes: int, note: bytes) -> int | None:
 
 
 def _new_file(path: Path) -> tuple[int, Path]:
-    """Open a new file without a name, or with one of its own, and say what to link it from."""
+    """Open a new file without a name, or with one of its own; return it and what to link it from."""
     with suppress(OSError):  # not every file system has unnamed files
         fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         source = Path(f"/proc/self/fd/{fd}")

@@ -1,4 +1,4 @@
-"""Which transfers are under way and which have ended: the part that all backends share."""
+"""Which transfers are in flight and which have ended: the part that all backends share."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from kvtier.device.base import Finished
 logger = logging.getLogger("kvtier.device")
 
 
-class CopyTable:
+class TransferTable:
     """The copies in flight and those that have ended; thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._under_way: set[int] = set()
+        self._in_flight: set[int] = set()
         self._ended: list[Finished] = []
         self._wakeup: Callable[[], object] | None = None
 
     def begin(self, transfer_id: int) -> None:
-        """Note a transfer. Raise ValueError when one of that id is under way."""
+        """Record a transfer. Raise ValueError when one of that id is in flight."""
         with self._changed:
-            if transfer_id in self._under_way:
-                raise ValueError(f"transfer {transfer_id} is under way already")
-            self._under_way.add(transfer_id)
+            if transfer_id in self._in_flight:
+                raise ValueError(f"transfer {transfer_id} is in flight already")
+            self._in_flight.add(transfer_id)
 
     def end(self, result: Finished) -> None:
-        """Note how a transfer ended, and wake who waits for that."""
+        """Record how a transfer ended, and wake those who wait for it."""
         with self._changed:
-            self._under_way.discard(result.transfer_id)
+            self._in_flight.discard(result.transfer_id)
             self._ended.append(result)
             self._changed.notify_all()
             wakeup = self._wakeup
@@ -47,19 +47,19 @@ class CopyTable:
         return ended
 
     def wait(self, transfer_ids: Iterable[int]) -> None:
-        """Block until none of these is under way."""
+        """Block until none of these is in flight."""
         awaited = frozenset(transfer_ids)
         with self._changed:
-            self._changed.wait_for(lambda: self._under_way.isdisjoint(awaited))
+            self._changed.wait_for(lambda: self._in_flight.isdisjoint(awaited))
 
     def drain(self) -> None:
-        """Block until none of those is under way that are now."""
+        """Block until none of those is in flight that are now."""
         with self._changed:
-            awaited = frozenset(self._under_way)
+            awaited = frozenset(self._in_flight)
         self.wait(awaited)
 
     def set_wakeup(self, wakeup: Callable[[], object] | None) -> None:
-        """Call ``wakeup`` after each end, in the thread that reports it; now too, if some are untaken."""
+        """Call ``wakeup`` after each end, in the thread that reports it; and now, if some are untaken."""
         with self._changed:
             self._wakeup = wakeup
             waiting = bool(self._ended)

@@ -16,12 +16,12 @@ import numpy.typing as npt
 from kvtier.device.base import Audits, Blocks
 from kvtier.device.plan import Addresses, CopyPlan, CopyPlanner
 from kvtier.errors import AuditError, DamagedSlotError
-from kvtier.memory.custody import Custody, Fault
 from kvtier.memory.layout import SlotLayout
+from kvtier.memory.slot_checksums import Fault, SlotChecksums
 from kvtier.telemetry import evidence
 
 Check = Callable[[], None]
-"""Audits one transfer, in a lane's thread after its copies have ended. Raises AuditError."""
+"""Audits one transfer, in the thread of a queue after its copies have ended. Raises AuditError."""
 
 _Bytes = npt.NDArray[np.uint8]
 _MEANING = {
@@ -34,7 +34,7 @@ class Auditor:
     """Audits the transfers of one engine.
 
     Args:
-        custody: what the slots must hold.
+        slot_checksums: what the slots must hold.
         planner: plans the copies.
         layout: where the pages lie in a slot.
         address: address of slot 0.
@@ -43,13 +43,13 @@ class Auditor:
 
     def __init__(
         self,
-        custody: Custody,
+        slot_checksums: SlotChecksums,
         planner: CopyPlanner,
         layout: SlotLayout,
         address: int,
         read: Callable[[CopyPlan], None],
     ) -> None:
-        self._custody = custody
+        self._slot_checksums = slot_checksums
         self._planner = planner
         self._width = layout.blocks_per_chunk
         self._area = layout.rank
@@ -62,14 +62,14 @@ class Auditor:
 
     def of_store(self, transfer_id: int, blocks: Blocks, slots: Sequence[int]) -> Check | None:
         """Return what audits a store; None where none of its chunks is to be audited."""
-        self._custody.forget(slots, self._area)
-        return self._check(self._audit_store, blocks, slots, self._custody.chosen(transfer_id, slots))
+        self._slot_checksums.forget(slots, self._area)
+        return self._check(self._audit_store, blocks, slots, self._slot_checksums.chosen(transfer_id, slots))
 
     def of_load(self, transfer_id: int, slots: Sequence[int], blocks: Blocks) -> Check | None:
         """Return what audits a load; None where none of its chunks is audited."""
-        positions = self._custody.audited(slots, self._area)
-        if self._custody.is_shared:
-            positions = sorted({*positions, *self._custody.chosen(transfer_id, slots)})
+        positions = self._slot_checksums.audited(slots, self._area)
+        if self._slot_checksums.is_shared:
+            positions = sorted({*positions, *self._slot_checksums.chosen(transfer_id, slots)})
         return self._check(self._audit_load, blocks, slots, positions)
 
     def _check(
@@ -94,22 +94,22 @@ class Auditor:
         plan = self._planner.store(chunk, [slot])
         held, read = self._read_back(slot, plan.src, plan.dst, plan)
         self._require(slot, held, read, None)
-        if len(chunk.ids) == self._width and not self._custody.is_shared:
-            self._custody.expect(slot, self._area, crc32c.crc32c(read.data))
+        if len(chunk.ids) == self._width and not self._slot_checksums.is_shared:
+            self._slot_checksums.expect(slot, self._area, crc32c.crc32c(read.data))
 
     def _audit_load(self, slot: int, chunk: Blocks) -> None:
         plan = self._planner.load([slot], chunk)
         held, read = self._read_back(slot, plan.dst, plan.src, plan)
-        self._require(slot, held, read, self._custody.expected(slot, self._area))
+        self._require(slot, held, read, self._slot_checksums.expected(slot, self._area))
 
     def _read_back(
         self, slot: int, device: Addresses, host: Addresses, plan: CopyPlan
     ) -> tuple[_Bytes, _Bytes]:
         """Return the bytes of this worker's area, and the same with those of the device in their places."""
         if not hasattr(self._scratch, "bytes"):
-            self._scratch.bytes = np.empty((2, self._custody.area_bytes), dtype=np.uint8)
+            self._scratch.bytes = np.empty((2, self._slot_checksums.area_bytes), dtype=np.uint8)
         held, read = self._scratch.bytes
-        held[:] = np.frombuffer(self._custody.view(slot, self._area), dtype=np.uint8)
+        held[:] = np.frombuffer(self._slot_checksums.view(slot, self._area), dtype=np.uint8)
         read[:] = held
         area = np.uint64(self._address + slot * self._chunk_bytes)
         self._read(CopyPlan(device, host - area + np.uint64(read.ctypes.data), plan.sizes, plan.nbytes))
@@ -125,7 +125,7 @@ class Auditor:
             self.audits = Audits(self.audits.chunks + 1, self.audits.failed + bool(fault))
         if fault:
             kind, text = _MEANING[fault]
-            self._custody.blame(slot, self._area, fault)
+            self._slot_checksums.blame(slot, self._area, fault)
             facts = {"slot": slot, "area": self._area, "expected": expected, "found": found}
             facts["of_device"] = crc32c.crc32c(read.data)
             evidence.keep(text, facts, slot=held.tobytes(), device=read.tobytes())

@@ -1,4 +1,4 @@
-"""Custody: what a slot must hold is said by who fills it, believed until it is filled again, and compared."""
+"""Slot checksums: set by what fills a slot, valid until it is filled again, compared by what reads it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from kvtier.core.chunks import Chunk
 from kvtier.core.messages import Fetch, Put, Touch
 from kvtier.keys import pack_key
-from kvtier.memory.custody import Custody, Damage, Fault, custody_bytes
 from kvtier.memory.heap import HeapMemory
+from kvtier.memory.slot_checksums import Damage, Fault, SlotChecksums, slot_checksums_bytes
 
 SLOTS = 8
 AREAS = 3
@@ -30,51 +30,55 @@ class Slots(HeapMemory):
     slots = SLOTS
 
 
-def make(rate: float = 1.0) -> Custody:
+def make(rate: float = 1.0) -> SlotChecksums:
     slots = Slots(SLOTS, 4096)
     for slot in range(SLOTS):
         slots.view(slot)[:] = bytes([slot + 1]) * 4096
-    return Custody(slots, memoryview(bytearray(custody_bytes(SLOTS, AREAS))), rate, AREAS, AREA_BYTES)
+    return SlotChecksums(
+        slots, memoryview(bytearray(slot_checksums_bytes(SLOTS, AREAS))), rate, AREAS, AREA_BYTES
+    )
 
 
 def test_areas_do_not_overlap_and_lie_in_the_order_of_the_workers() -> None:
-    custody = make()
+    slot_checksums = make()
     for area in range(AREAS):
-        custody.view(5, area)[:] = bytes([100 + area]) * AREA_BYTES
+        slot_checksums.view(5, area)[:] = bytes([100 + area]) * AREA_BYTES
     whole = bytes([100]) * AREA_BYTES + bytes([101]) * AREA_BYTES + bytes([102]) * AREA_BYTES
-    assert b"".join(custody.view(5, area) for area in range(AREAS)) == whole
+    assert b"".join(slot_checksums.view(5, area) for area in range(AREAS)) == whole
 
 
 def test_what_an_area_must_hold_is_known_until_it_is_filled_again() -> None:
-    custody = make()
+    slot_checksums = make()
     for area in range(AREAS):
-        custody.expect(2, area, 0xFFFFFFFF - area)
-    custody.expect(3, 0, 0)  # a checksum as good as any
+        slot_checksums.expect(2, area, 0xFFFFFFFF - area)
+    slot_checksums.expect(3, 0, 0)  # a checksum as good as any
 
-    custody.forget([2], 1)
-    assert [custody.expected(2, area) for area in range(AREAS)] == [0xFFFFFFFF, None, 0xFFFFFFFD]
-    assert (custody.expected(3, 0), custody.expected(3, 1)) == (0, None)
-    assert custody.audited([1, 2, 3]) == [1, 2]
+    slot_checksums.forget([2], 1)
+    assert [slot_checksums.expected(2, area) for area in range(AREAS)] == [0xFFFFFFFF, None, 0xFFFFFFFD]
+    assert (slot_checksums.expected(3, 0), slot_checksums.expected(3, 1)) == (0, None)
+    assert slot_checksums.audited([1, 2, 3]) == [1, 2]
 
-    custody.forget([2, 3])
-    assert custody.audited(range(SLOTS)) == []
+    slot_checksums.forget([2, 3])
+    assert slot_checksums.audited(range(SLOTS)) == []
 
 
 def test_slots_that_a_fetch_is_lent_are_forgotten_and_no_others() -> None:
-    custody = make()
-    custody.take_over(range(SLOTS))
-    custody.forget_fetched([Put(1, 0, [KEY], [1]), Fetch(2, 0, [KEY, KEY], [2, 3], False), Touch(0, [KEY])])
-    assert custody.audited(range(SLOTS)) == [0, 1, 4, 5, 6, 7]
+    slot_checksums = make()
+    slot_checksums.take_over(range(SLOTS))
+    slot_checksums.forget_fetched(
+        [Put(1, 0, [KEY], [1]), Fetch(2, 0, [KEY, KEY], [2, 3], False), Touch(0, [KEY])]
+    )
+    assert slot_checksums.audited(range(SLOTS)) == [0, 1, 4, 5, 6, 7]
 
 
 def test_every_area_of_a_slot_that_was_taken_over_is_compared(tmp_path: Path) -> None:
     for area in range(AREAS):
-        custody = make()
-        custody.take_over([4, 5])
-        assert custody.are_intact([(KEY, 4), (KEY, 5)])
-        custody.view(5, area)[AREA_BYTES - 1] ^= 1
-        assert not custody.are_intact([(KEY, 4), (KEY, 5)])
-        assert custody.are_intact([(KEY, 4), (KEY, 6)])  # of the last one nothing is known
+        slot_checksums = make()
+        slot_checksums.take_over([4, 5])
+        assert slot_checksums.are_intact([(KEY, 4), (KEY, 5)])
+        slot_checksums.view(5, area)[AREA_BYTES - 1] ^= 1
+        assert not slot_checksums.are_intact([(KEY, 4), (KEY, 5)])
+        assert slot_checksums.are_intact([(KEY, 4), (KEY, 6)])  # of the last one nothing is known
     assert len(list((tmp_path / "kvtier" / "evidence").glob("*.json"))) == AREAS
 
 
@@ -90,25 +94,25 @@ def test_workers_choose_the_same_chunks_and_about_as_many_as_they_are_told_to() 
 
 
 def test_what_was_found_is_told_once_and_outlives_that_the_slot_is_filled_anew() -> None:
-    custody = make()
+    slot_checksums = make()
     chunks = [Chunk(slot) for slot in range(SLOTS)]
     for chunk in chunks:
         chunk.key = KEY
-    custody.blame(2, 1, Fault.SLOT)
-    custody.blame(2, 2, Fault.COPY)
-    custody.blame(6, 0, Fault.SLOT)
-    custody.forget(range(SLOTS))
-    custody.expect(6, 0, 1)
+    slot_checksums.blame(2, 1, Fault.SLOT)
+    slot_checksums.blame(2, 2, Fault.COPY)
+    slot_checksums.blame(6, 0, Fault.SLOT)
+    slot_checksums.forget(range(SLOTS))
+    slot_checksums.expect(6, 0, 1)
 
-    found = custody.take_damage(chunks[:7], [5] * 7)
+    found = slot_checksums.take_damage(chunks[:7], [5] * 7)
     assert found == [Damage(KEY, 2, 5, Fault.SLOT | Fault.COPY), Damage(KEY, 6, 5, Fault.SLOT)]
     assert [it.tier for it in found] == [None, 5]  # a copy that goes wrong is no tier's doing
-    assert custody.take_damage(chunks, [None] * SLOTS) == []
-    assert custody.expected(6, 0) == 1
+    assert slot_checksums.take_damage(chunks, [None] * SLOTS) == []
+    assert slot_checksums.expected(6, 0) == 1
 
 
 def test_processes_that_share_the_words_see_the_same() -> None:
-    slots, words = Slots(SLOTS, 4096), bytearray(custody_bytes(SLOTS, AREAS))
-    worker, scheduler = (Custody(slots, memoryview(words), 1, AREAS, AREA_BYTES) for _ in range(2))
+    slots, words = Slots(SLOTS, 4096), bytearray(slot_checksums_bytes(SLOTS, AREAS))
+    worker, scheduler = (SlotChecksums(slots, memoryview(words), 1, AREAS, AREA_BYTES) for _ in range(2))
     worker.expect(7, 2, crc32c.crc32c(worker.view(7, 2)))
     assert scheduler.expected(7, 2) == crc32c.crc32c(bytes(AREA_BYTES))

@@ -1,7 +1,7 @@
 """A Triton kernel for tiny copies: the device's cores move what its copy engine is too slow to start.
 
-It reads and writes the host's memory directly, so that must be pinned. It takes cores from whoever computes:
-a method among others, for where it measures faster.
+It reads and writes the host's memory directly, which must be pinned. It takes cores from the engine's own
+kernels, so it is one method among others, used where it measures faster.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kvtier.device.methods import Method
+from kvtier.device._methods import Method
 from kvtier.device.plan import CopyPlan
 
 _PROGRAMS = 16
-"""Of the kernel: a fraction of a GPU's cores, enough to keep a link to the host busy."""
+"""Instances of the kernel: a fraction of a GPU's cores, enough to keep a link to the host busy."""
 
 _WORD_BYTES = 8
 _STEP_WORDS = 512
@@ -27,37 +27,35 @@ _STEP_WORDS = 512
 def _copy_ranges(table, count, programs, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
     """Copy range after range: ``table`` has the sources, then the destinations, then the lengths in words."""
     index = tl.program_id(0)
-    lanes = tl.arange(0, STEP)
+    lane = tl.arange(0, STEP)
     while index < count:
         source = tl.load(table + index).to(tl.pointer_type(tl.int64))
         target = tl.load(table + count + index).to(tl.pointer_type(tl.int64))
         words = tl.load(table + 2 * count + index)
         done = words * 0
         while done < words:
-            inside = done + lanes < words
-            values = tl.load(source + done + lanes, mask=inside, other=0)
-            tl.store(target + done + lanes, values, mask=inside)
+            inside = done + lane < words
+            values = tl.load(source + done + lane, mask=inside, other=0)
+            tl.store(target + done + lane, values, mask=inside)
             done += STEP
         index += programs
 
 
-class GatherCopy:
-    """One kernel for all copies of a plan.
+def gather_method(other: Method) -> Method:
+    """Return the method that copies with one kernel.
 
     Args:
-        other: takes plans with addresses or lengths that are no multiple of 8.
+        other: is given plans with addresses or lengths that are no multiple of 8.
     """
 
-    def __init__(self, other: Method) -> None:
-        self._other = other
-
-    def copy(self, plan: CopyPlan, stream: Any) -> None:
-        """See ``Method.copy``."""
+    def copy(plan: CopyPlan, stream: Any) -> None:
         if np.any((plan.src | plan.dst | plan.sizes) % np.uint64(_WORD_BYTES)):
-            self._other.copy(plan, stream)
-        elif len(plan.sizes):
+            other(plan, stream)
+        else:
             with torch.cuda.stream(stream):
                 launch(plan, stream.device)
+
+    return copy
 
 
 def launch(plan: CopyPlan, device: torch.device) -> None:

@@ -1,9 +1,9 @@
-"""What audited slots must hold: checksums that are handed on from copy to copy, with the chunk itself.
+"""Checksums of what audited slots must hold, handed on from copy to copy with the chunk itself.
 
-For each area of each slot there is a word, shared by the processes of an engine. Whoever brings a chunk into
-a slot says there what it must hold: the worker, when it has stored it, by the bytes that it has read from its
-device; whoever got it from a tier, by the bytes that the seal has proven. Whoever takes it from there
-compares: before a put, and after a load by the bytes that are in the device then.
+Each area of each slot has a word, shared by the processes of an engine. Whoever fills a slot sets it: a
+worker after a store, from the bytes that it has read back from its device; a tier's runner after a get, once
+the seal was verified. Whoever reads the slot compares: before a put, and after a load with the bytes that are
+in the device then.
 
 So a chunk is never compared with another one of the same key: what two engines compute for one key may
 differ in its last bits.
@@ -15,7 +15,6 @@ import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
-from typing import Protocol
 
 import crc32c
 
@@ -23,6 +22,7 @@ from kvtier.core.chunks import Chunk
 from kvtier.core.messages import Command, Fetch
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey
+from kvtier.memory.heap import HeapMemory
 from kvtier.memory.region import Region
 from kvtier.telemetry import evidence
 
@@ -35,7 +35,7 @@ _MIX_ID, _MIX_SLOT = 0x9E3779B1, 0x85EBCA6B
 class Fault(IntFlag):
     """What an audit can find."""
 
-    SLOT = 1 << 33  # the slot does not hold any more what was brought into it
+    SLOT = 1 << 33  # the slot does not hold any more what it was filled with
     COPY = 1 << 34  # the device does not hold what the slot does
 
 
@@ -49,7 +49,7 @@ class Damage:
     Attributes:
         key: its key.
         slot: where it is.
-        origin: the tier that it was brought from for this load, None where it was there.
+        origin: the tier that it was promoted from for this load; None where it was there.
         fault: what is wrong.
     """
 
@@ -60,46 +60,36 @@ class Damage:
 
     @property
     def tier(self) -> int | None:
-        """The tier that is at fault. None for the primary one, which a copy of the device is a part of."""
+        """The tier at fault; None for the primary one, which the copies of the device belong to."""
         return None if self.fault & Fault.COPY else self.origin
 
     def __str__(self) -> str:
-        """Say where, for the log."""
         return f"{self.key.hex()} in slot {self.slot}"
 
     def keep_evidence(self, tier: str) -> None:
-        """Keep what a worker does not know, beside the bytes that it has kept. Does not wait."""
+        """Keep what a worker does not know, beside the bytes that it has kept. Does not block."""
         facts = {"key": self.key.hex(), "slot": self.slot, "tier": tier, "origin": self.origin}
         evidence.keep_soon("an audit has found a chunk damaged", facts)
 
 
-class Slots(Protocol):
-    """The slots, as a region has them."""
-
-    slots: int
-
-    def view(self, slot: int) -> memoryview:
-        """Return the bytes of one slot."""
-
-
-def custody_bytes(slots: int, areas: int) -> int:
+def slot_checksums_bytes(slots: int, areas: int) -> int:
     """Return how many bytes the words of so many slots take."""
     return slots * areas * _WORD_BYTES
 
 
-class Custody:
+class SlotChecksums:
     """The words of all slots.
 
-    A word is written by one process at a time: by whoever fills the slot, and by whoever loads it.
+    One process at a time writes a word: the one that fills the slot, or the one that loads it.
 
     Args:
         region: the slots.
-        words: ``custody_bytes(slots, areas)`` bytes, zeros at first.
+        words: ``slot_checksums_bytes(slots, areas)`` bytes, zeros at first.
         rate: share of chunks that are audited, 0 to 1.
         areas: areas of a slot.
         area_bytes: length of an area.
-        is_shared: whether several workers write to an area. None of them knows then what it must hold:
-            of a store, only that the device and the slot hold the same is checked.
+        is_shared: whether several workers write to an area. Then none of them knows what it must hold, and
+            after a store only device and slot are compared.
 
     Attributes:
         areas, area_bytes, is_shared, rate: as above.
@@ -107,7 +97,7 @@ class Custody:
 
     def __init__(
         self,
-        region: Slots,
+        region: Region | HeapMemory,
         words: memoryview,
         rate: float,
         areas: int,
@@ -123,12 +113,14 @@ class Custody:
         self._words = words.cast("B").cast("Q")
 
     @staticmethod
-    def private(region: Slots, rate: float, area_bytes: int) -> Custody:
-        """Make one of this process alone, for slots of one area."""
-        return Custody(region, memoryview(bytearray(custody_bytes(region.slots, 1))), rate, 1, area_bytes)
+    def private(region: Region | HeapMemory, rate: float, area_bytes: int) -> SlotChecksums:
+        """Make checksums for this process alone, of slots with one area."""
+        return SlotChecksums(
+            region, memoryview(bytearray(slot_checksums_bytes(region.slots, 1))), rate, 1, area_bytes
+        )
 
     def offset_in(self, region: Region) -> int:
-        """Return where the words are in the board of a region, in bytes.
+        """Return where the words are in a region's metadata, in bytes.
 
         Raises:
             StateError: they are elsewhere.
@@ -136,14 +128,14 @@ class Custody:
         words = self._words.cast("B")
         address = ctypes.addressof(ctypes.c_char.from_buffer(words))
         offset = address - region.address - region.nbytes
-        if not 0 <= offset <= len(region.board) - len(words):
-            raise StateError("what audited slots must hold is not shared with other processes")
+        if not 0 <= offset <= len(region.metadata) - len(words):
+            raise StateError("the slot checksums are not shared with other processes")
         return offset
 
-    # --- who fills a slot ------------------------------------------------------------------------
+    # --- for those who fill a slot ---------------------------------------------------------------
 
     def forget(self, slots: Sequence[int], area: int | None = None) -> None:
-        """Learn that slots, or an area of each of them, are about to be filled with something else."""
+        """Clear the checksums of slots, or of one area of each, because they are about to be filled."""
         words, areas = self._words, self.areas
         for part in range(areas) if area is None else (area,):
             for place in [slot * areas + part for slot in slots]:
@@ -151,29 +143,29 @@ class Custody:
                     words[place] &= _FAULTS
 
     def forget_fetched(self, commands: Iterable[Command]) -> None:
-        """Forget the slots that are lent to fetches. By whoever submits them, before."""
+        """Clear the checksums of the slots of fetches. To be called before these are submitted."""
         for command in commands:
             if isinstance(command, Fetch):
                 self.forget(command.slots)
 
     def chosen(self, transfer_id: int, slots: Sequence[int]) -> list[int]:
-        """Return the positions of the slots to audit of a store: the same ones in every worker."""
+        """Return the positions of those slots of a store to audit: the same in every worker."""
         bound = round(self.rate * (_CHECKSUM + 1))  # of integers the comparison is much faster
         seed = transfer_id * _MIX_ID
         return [at for at, slot in enumerate(slots) if (seed + slot * _MIX_SLOT) & _CHECKSUM < bound]
 
     def expect(self, slot: int, area: int, checksum: int) -> None:
-        """Say what an area must hold from now on."""
+        """Set the checksum of what an area must hold from now on."""
         place = slot * self.areas + area
         self._words[place] = (self._words[place] & _FAULTS) | _KNOWN | checksum
 
     def take_over(self, slots: Iterable[int]) -> None:
-        """Say that slots must hold what they hold now: a tier has filled them, and that was proven."""
+        """Set the checksums of slots from their content, which a tier has brought and its seal has proven."""
         for slot in slots:
             for area in range(self.areas):
                 self.expect(slot, area, crc32c.crc32c(self.view(slot, area)))
 
-    # --- who takes what is there -----------------------------------------------------------------
+    # --- for those who read a slot ---------------------------------------------------------------
 
     def view(self, slot: int, area: int) -> memoryview:
         """Return the bytes of one area of a slot."""
@@ -185,12 +177,12 @@ class Custody:
         return word & _CHECKSUM if word & _KNOWN else None
 
     def audited(self, slots: Sequence[int], area: int = 0) -> list[int]:
-        """Return the positions of those slots of which it is known what this area must hold."""
+        """Return the positions of those slots that have a checksum for this area."""
         words, areas = self._words, self.areas
         return [at for at, slot in enumerate(slots) if words[slot * areas + area] & _KNOWN]
 
     def are_intact(self, chunks: Sequence[tuple[OffloadKey, int]]) -> bool:
-        """Say whether the slots of these keys hold what they must; keep evidence of what does not."""
+        """Return whether the slots of these keys hold what they must; keep evidence of what does not."""
         return all([self._is_intact(key, slot, area) for key, slot in chunks for area in range(self.areas)])
 
     def _is_intact(self, key: OffloadKey, slot: int, area: int) -> bool:
@@ -203,11 +195,11 @@ class Custody:
         return False
 
     def blame(self, slot: int, area: int, fault: Fault) -> None:
-        """Note what an audit has found."""
+        """Record what an audit has found."""
         self._words[slot * self.areas + area] |= fault
 
     def take_damage(self, chunks: Sequence[Chunk], origins: Sequence[int | None]) -> list[Damage]:
-        """Return what audits have found in the slots of these chunks since this was last asked."""
+        """Return what audits have found in the slots of these chunks since the last call."""
         damage = [
             Damage(chunk.key, chunk.slot, origin, self.take_fault(chunk.slot))
             for chunk, origin in zip(chunks, origins, strict=True)
@@ -215,7 +207,7 @@ class Custody:
         return [it for it in damage if it.fault]
 
     def take_fault(self, slot: int) -> Fault:
-        """Return what audits have found in a slot since this was last asked."""
+        """Return what audits have found in a slot since the last call."""
         words, found = self._words, Fault(0)
         for place in range(slot * self.areas, (slot + 1) * self.areas):
             found |= Fault(words[place] & _FAULTS)

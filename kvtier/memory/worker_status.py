@@ -1,0 +1,121 @@
+"""What workers report to their scheduler beside the engine's own messages: a table in shared memory.
+
+Each worker has a row that it alone writes; the scheduler reads all rows in each step. A row has some numbers,
+then a byte for each slot that marks a failed store of this worker into it. A worker sets a mark before the
+engine learns that the store has ended, and the scheduler clears it when it takes it in. The slot is not
+reused before, so nobody writes a mark at the same time. A number is eight aligned bytes, written at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+
+_WORD_BYTES = 8
+_ROW_ALIGNMENT = 128
+
+
+class StatusField(IntEnum):
+    """The numbers of a row, all of which start as 0."""
+
+    STORES_REPEATED = 0
+    STORES_DROPPED = 1
+    LOADS_REPEATED = 2
+    LOADS_STAGED = 3
+    LOADS_RECOMPUTED = 4
+    MARKED = 5  # slots that were marked, all in all
+    LOST = 6  # 1 once the device is lost
+    PINNED_BYTES = 7
+    PINNING_FAILED = 8  # 1 once nothing more can be pinned
+    NODE = 9  # the NUMA node that the worker's device is at, counted from 1; 0 where it is not known
+    AUDITED = 10  # chunks
+    AUDITS_FAILED = 11  # of them, those that were damaged
+
+
+_WORDS_BYTES = len(StatusField) * _WORD_BYTES
+
+
+def status_table_bytes(slots: int, workers: int) -> int:
+    """Return how many bytes the table of so many workers takes."""
+    return _row_bytes(slots) * workers
+
+
+def _row_bytes(slots: int) -> int:
+    return -(-(_WORDS_BYTES + slots) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+
+
+class WorkerStatus:
+    """One worker's row.
+
+    Args:
+        table: the bytes of the whole table.
+        slots: number of slots.
+        rank: which worker's row, from 0.
+    """
+
+    def __init__(self, table: memoryview, slots: int, rank: int) -> None:
+        start = rank * _row_bytes(slots)
+        self._words = table[start : start + _WORDS_BYTES].cast("Q")
+        self._marks = table[start + _WORDS_BYTES : start + _WORDS_BYTES + slots]
+
+    def __getitem__(self, word: StatusField) -> int:
+        return self._words[word]
+
+    def __setitem__(self, word: StatusField, value: int) -> None:
+        self._words[word] = value
+
+    def count(self, word: StatusField) -> None:
+        """Add 1 to a number."""
+        self._words[word] += 1
+
+    def mark(self, slots: Iterable[int]) -> None:
+        """Mark slots that a store has failed for. To be called before the store is reported as ended."""
+        for slot in slots:
+            if not self._marks[slot]:
+                self._marks[slot] = 1
+                self._words[StatusField.MARKED] += 1
+
+    def wipe(self, slots: Iterable[int]) -> int:
+        """Clear the marks of these slots; return how many there were."""
+        marked = [slot for slot in slots if self._marks[slot]]
+        for slot in marked:
+            self._marks[slot] = 0
+        return len(marked)
+
+    @property
+    def words(self) -> bytes:
+        """All numbers, for comparison with earlier ones."""
+        return self._words.tobytes()
+
+
+class StatusTable:
+    """The scheduler's view of the table.
+
+    Args:
+        table: its bytes, ``status_table_bytes(slots, workers)`` of them, zeros at first.
+        slots: number of slots.
+        workers: number of rows.
+    """
+
+    def __init__(self, table: memoryview, slots: int, workers: int) -> None:
+        self.rows: Sequence[WorkerStatus] = [WorkerStatus(table, slots, rank) for rank in range(workers)]
+        self._wiped = 0
+        self._seen: list[bytes] = []
+
+    def take_marks(self, slots: Sequence[int]) -> bool:
+        """Return whether a store into one of these slots has failed at any worker, and clear the marks."""
+        if sum(row[StatusField.MARKED] for row in self.rows) == self._wiped:
+            return False
+        wiped = sum(row.wipe(slots) for row in self.rows)
+        self._wiped += wiped
+        return wiped > 0
+
+    def has_changed(self) -> bool:
+        """Return whether a number has changed since the last call."""
+        seen, self._seen = self._seen, [row.words for row in self.rows]
+        return seen != self._seen
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a worker's device is lost."""
+        return any(row[StatusField.LOST] for row in self.rows)
