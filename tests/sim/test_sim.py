@@ -18,7 +18,7 @@ from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier_testing.sim import Backend, Given, Plan, SimTier, SimTierConfig, Violation, run
 from kvtier_testing.sim.__main__ import main
 from kvtier_testing.sim.backend import spoil
-from kvtier_testing.sim.truth import NOBODYS
+from kvtier_testing.sim.model import NOBODYS
 
 SEEDS = range(300)
 TRACE = """

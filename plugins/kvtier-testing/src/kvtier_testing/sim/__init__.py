@@ -16,7 +16,7 @@ from kvtier_testing.sim.life import Given, Result, run
 from kvtier_testing.sim.loop import SimLoop, Spinning, Stalled, simulate
 from kvtier_testing.sim.plan import End, Owner, Plan, TierPlan
 from kvtier_testing.sim.tiers import SimTier, SimTierConfig
-from kvtier_testing.sim.truth import CHUNK_BYTES, SimMemory, Violation, World, content
+from kvtier_testing.sim.model import CHUNK_BYTES, SimMemory, Violation, World, content
 
 __all__ = [
     "CHUNK_BYTES",

@@ -10,7 +10,7 @@ from random import Random
 
 from kvtier.keys import OffloadKey
 from kvtier.tiers.seal import seal
-from kvtier_testing.sim.truth import IDENTITY, NOBODYS, World, content
+from kvtier_testing.sim.model import IDENTITY, NOBODYS, World, content
 
 _ANOTHER = OffloadKey(b"another chunk\0\0\0\0")
 

@@ -17,7 +17,7 @@ from kvtier.core.transfers import Pinned, Reservation
 from kvtier.driver import Driver
 from kvtier.executor import Executor, ExecutorThread, Post
 from kvtier.keys import OffloadKey
-from kvtier_testing.sim.truth import CheckedTiering, World
+from kvtier_testing.sim.model import CheckedTiering, World
 
 logger = logging.getLogger("kvtier.sim")
 

@@ -13,7 +13,7 @@ from kvtier.keys import OffloadKey, group_index
 from kvtier_testing.sim.bridge import Bridge
 from kvtier_testing.sim.device import Copies
 from kvtier_testing.sim.plan import Plan
-from kvtier_testing.sim.truth import World, content, show
+from kvtier_testing.sim.model import World, content, show
 
 _ASK_EVERY_S = 0.002
 _RATHER = 4  # times as often come new weights while tiers are at work: more can go wrong then

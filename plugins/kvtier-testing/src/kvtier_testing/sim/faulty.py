@@ -30,7 +30,7 @@ from kvtier.tiers.base import (
 )
 from kvtier.tiers.drain import until_done
 from kvtier_testing.sim.backend import Backend, Weather, spoil
-from kvtier_testing.sim.truth import SimMemory, show
+from kvtier_testing.sim.model import SimMemory, show
 
 _CUT_OFF = ("contains", "discard", "get", "put", "touch")
 _MOMENT_S = 1e-6

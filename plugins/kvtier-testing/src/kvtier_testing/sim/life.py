@@ -26,7 +26,7 @@ from kvtier_testing.sim.loop import simulate
 from kvtier_testing.sim.plan import End, Owner, Plan, TierPlan, chain
 from kvtier_testing.sim.processes import REST_S, EngineProcess, Process
 from kvtier_testing.sim.tiers import SimTier, VerifyingSimTier
-from kvtier_testing.sim.truth import ADDRESS, IDENTITY, CheckedTiering, SimMemory, World, show
+from kvtier_testing.sim.model import ADDRESS, IDENTITY, CheckedTiering, SimMemory, World, show
 
 _RECOVERY_S = 600.0  # in which a tier has to be used again after it
 

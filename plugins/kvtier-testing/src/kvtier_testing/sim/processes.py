@@ -12,7 +12,7 @@ from kvtier_testing.sim.device import Copies
 from kvtier_testing.sim.engine import Engine, Job
 from kvtier_testing.sim.faulty import FaultyTier
 from kvtier_testing.sim.plan import Plan
-from kvtier_testing.sim.truth import CheckedTiering, World
+from kvtier_testing.sim.model import CheckedTiering, World
 
 REST_S = 60.0
 """Seconds in which all has to come to rest after the last fault."""

@@ -20,7 +20,7 @@ from kvtier_testing.sim.device import Copies
 from kvtier_testing.sim.faulty import FaultyTier
 from kvtier_testing.sim.plan import Plan
 from kvtier_testing.sim.processes import are_idle
-from kvtier_testing.sim.truth import CHUNK_BYTES, IDENTITY, CheckedTiering, SimMemory, World, content, show
+from kvtier_testing.sim.model import CHUNK_BYTES, IDENTITY, CheckedTiering, SimMemory, World, content, show
 
 _MOMENT_S = 1e-6
 

@@ -19,7 +19,7 @@ from kvtier.tiers.base import (
     tell_nobody,
 )
 from kvtier_testing.sim.backend import Backend
-from kvtier_testing.sim.truth import CHUNK_BYTES, show
+from kvtier_testing.sim.model import CHUNK_BYTES, show
 
 
 class SimTierConfig(TierConfig):
