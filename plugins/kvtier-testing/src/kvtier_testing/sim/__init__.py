@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from kvtier_testing.sim.backend import FAIR, Backend, Weather
 from kvtier_testing.sim.faulty import FaultyTier, faulty
-from kvtier_testing.sim.life import Given, Result, run
+from kvtier_testing.sim.simulation import Given, Result, run
 from kvtier_testing.sim.loop import SimLoop, Spinning, Stalled, simulate
 from kvtier_testing.sim.plan import End, Owner, Plan, TierPlan
 from kvtier_testing.sim.tiers import SimTier, SimTierConfig

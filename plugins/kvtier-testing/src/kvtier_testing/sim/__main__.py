@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 
-from kvtier_testing.sim.life import run
+from kvtier_testing.sim.simulation import run
 
 _BLOCK = 25
 _MODULE = "kvtier_testing.sim"
