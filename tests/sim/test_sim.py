@@ -15,7 +15,7 @@ from kvtier.core.policies.lru import LRU
 from kvtier.keys import OffloadKey
 from kvtier.tiers.base import Batch, Outcome
 from kvtier.tiers.dummy import DummyConfig, DummyTier
-from kvtier_testing.sim import Backend, Given, Plan, SimTier, SimTierConfig, Violation, run
+from kvtier_testing.sim import Backend, Given, Scenario, SimTier, SimTierConfig, Violation, run
 from kvtier_testing.sim.__main__ import main
 from kvtier_testing.sim.backend import spoil
 from kvtier_testing.sim.model import NOBODYS
@@ -174,7 +174,7 @@ def test_the_command_runs_seeds_in_processes(capsys: pytest.CaptureFixture[str])
 def test_the_command_shows_one_seed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--seed", "3", "--trace"]) == 0
     told = capsys.readouterr().out.splitlines()
-    assert "Plan(" in told[0]
+    assert "Scenario(" in told[0]
     assert told[-1] == "seed 3: nothing to complain about"
 
 
@@ -193,4 +193,4 @@ def test_a_seed_that_fails_says_how_it_is_seen_again(capsys: pytest.CaptureFixtu
 
 
 def test_a_plan_is_drawn_from_its_seed_alone() -> None:
-    assert Plan.draw(5) == Plan.draw(5) != Plan.draw(6)
+    assert Scenario.draw(5) == Scenario.draw(5) != Scenario.draw(6)

@@ -14,7 +14,7 @@ from kvtier_testing.sim.backend import FAIR, Backend, Weather
 from kvtier_testing.sim.faulty import FaultyTier, faulty
 from kvtier_testing.sim.simulation import Given, Result, run
 from kvtier_testing.sim.loop import SimLoop, Spinning, Stalled, simulate
-from kvtier_testing.sim.plan import End, Owner, Plan, TierPlan
+from kvtier_testing.sim.scenario import End, Owner, Scenario, TierScenario
 from kvtier_testing.sim.tiers import SimTier, SimTierConfig
 from kvtier_testing.sim.model import CHUNK_BYTES, SimMemory, Violation, World, content
 
@@ -26,7 +26,7 @@ __all__ = [
     "FaultyTier",
     "Given",
     "Owner",
-    "Plan",
+    "Scenario",
     "Result",
     "SimLoop",
     "SimMemory",
@@ -34,7 +34,7 @@ __all__ = [
     "SimTierConfig",
     "Spinning",
     "Stalled",
-    "TierPlan",
+    "TierScenario",
     "Violation",
     "Weather",
     "World",

@@ -12,7 +12,7 @@ from kvtier.core.transfers import Reservation
 from kvtier.keys import OffloadKey, group_index
 from kvtier_testing.sim.bridge import Bridge
 from kvtier_testing.sim.device import Copies
-from kvtier_testing.sim.plan import Plan
+from kvtier_testing.sim.scenario import Scenario
 from kvtier_testing.sim.model import World, content, show
 
 _ASK_EVERY_S = 0.002
@@ -58,7 +58,7 @@ class Job:
 class Engine:
     """Does what a scheduler does, one step after the other."""
 
-    def __init__(self, world: World, plan: Plan, bridge: Bridge, copies: Copies) -> None:
+    def __init__(self, world: World, plan: Scenario, bridge: Bridge, copies: Copies) -> None:
         self.jobs: list[Job] = []
         self._world = world
         self._plan = plan

@@ -11,7 +11,7 @@ from kvtier_testing.sim.bridge import Bridge, SimExecutorThread
 from kvtier_testing.sim.device import Copies
 from kvtier_testing.sim.engine import Engine, Job
 from kvtier_testing.sim.faulty import FaultyTier
-from kvtier_testing.sim.plan import Plan
+from kvtier_testing.sim.scenario import Scenario
 from kvtier_testing.sim.model import CheckedTiering, World
 
 REST_S = 60.0
@@ -46,7 +46,7 @@ class EngineProcess:
     def __init__(
         self,
         world: World,
-        plan: Plan,
+        plan: Scenario,
         core: CheckedTiering,
         tiers: Sequence[FaultyTier],
         executor: SimExecutorThread,

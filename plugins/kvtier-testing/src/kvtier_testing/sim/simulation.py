@@ -23,7 +23,7 @@ from kvtier_testing.sim.bridge import SimExecutorThread
 from kvtier_testing.sim.device import Copies
 from kvtier_testing.sim.faulty import FaultyTier, faulty
 from kvtier_testing.sim.loop import simulate
-from kvtier_testing.sim.plan import End, Owner, Plan, TierPlan, chain
+from kvtier_testing.sim.scenario import End, Owner, Scenario, TierScenario, chain
 from kvtier_testing.sim.processes import REST_S, EngineProcess, Process
 from kvtier_testing.sim.tiers import SimTier, VerifyingSimTier
 from kvtier_testing.sim.model import ADDRESS, IDENTITY, CheckedTiering, SimMemory, World, show
@@ -67,7 +67,7 @@ def run(
     seed: object,
     given: Given | None = None,
     *,
-    plan: Plan | None = None,
+    plan: Scenario | None = None,
     trace: Callable[[str], object] | None = None,
 ) -> Result:
     """Run one seed.
@@ -81,7 +81,7 @@ def run(
     Raises:
         Violation, AssertionError, KVTierError: something happened that must not.
     """
-    drawn = plan or Plan.draw(seed)
+    drawn = plan or Scenario.draw(seed)
 
     async def main() -> Result:
         return await _Run(seed, given or Given(), drawn, trace).run()
@@ -119,7 +119,7 @@ class _Tracing(logging.Handler):
 class _Run:
     """One run."""
 
-    def __init__(self, seed: object, given: Given, plan: Plan, trace: Callable[[str], object] | None) -> None:
+    def __init__(self, seed: object, given: Given, plan: Scenario, trace: Callable[[str], object] | None) -> None:
         self.world = World(seed, trace)
         self._seed = seed
         self._given = given
@@ -323,7 +323,7 @@ class _Run:
             inner = (VerifyingSimTier if plan.verifies else SimTier)(plan.config, backend)
         return faulty(inner, backend, memory, drains=plan.config.drains)
 
-    def _forecast(self, backend: Backend, plan: TierPlan) -> None:
+    def _forecast(self, backend: Backend, plan: TierScenario) -> None:
         for prompt, had in zip(self._plan.prompts, plan.had, strict=False):
             for key in prompt[:had]:
                 backend.write_whole(key)
@@ -332,7 +332,7 @@ class _Run:
         for when_s in plan.rots:
             self.world.loop.call_at(when_s, backend.damage)
 
-    def _disturb(self, plan: TierPlan, tiers: Sequence[FaultyTier], index: int) -> None:
+    def _disturb(self, plan: TierScenario, tiers: Sequence[FaultyTier], index: int) -> None:
         """Let chunks leave the tier by themselves, while this process lives."""
         process, chance = self.world.process, self.world.chance(f"losses{self.world.process}")
 

@@ -18,7 +18,7 @@ from kvtier.manager import TieringManager
 from kvtier.memory.region import Region
 from kvtier_testing.sim.device import Copies
 from kvtier_testing.sim.faulty import FaultyTier
-from kvtier_testing.sim.plan import Plan
+from kvtier_testing.sim.scenario import Scenario
 from kvtier_testing.sim.processes import are_idle
 from kvtier_testing.sim.model import CHUNK_BYTES, IDENTITY, CheckedTiering, SimMemory, World, content, show
 
@@ -119,7 +119,7 @@ class Clients:
     def __init__(
         self,
         world: World,
-        plan: Plan,
+        plan: Scenario,
         core: CheckedTiering,
         region: SimRegion,
         copies: Copies,

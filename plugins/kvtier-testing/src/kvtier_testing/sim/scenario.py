@@ -29,7 +29,7 @@ class End(Enum):
 
 
 @dataclass(frozen=True)
-class TierPlan:
+class TierScenario:
     """A tier and its weather.
 
     Attributes:
@@ -56,7 +56,7 @@ class TierPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Scenario:
     """A run.
 
     Attributes:
@@ -82,7 +82,7 @@ class Plan:
     slots: int
     limits: Limits
     windowed: bool
-    tiers: tuple[TierPlan, ...]
+    tiers: tuple[TierScenario, ...]
     lives: tuple[tuple[float, End], ...]
     fair_s: float
     step_s: float
@@ -93,13 +93,13 @@ class Plan:
     prompts: tuple[tuple[OffloadKey, ...], ...] = field(repr=False)
 
     @staticmethod
-    def draw(seed: object) -> Plan:
+    def draw(seed: object) -> Scenario:
         """Draw a run. The same seed draws the same one."""
         chance = Random(f"{seed}/plan")
         fair_s = chance.choice((0.3, 1.0, 1.0, 3.0))
         slots = chance.randint(3, 16)
         windowed = chance.random() < 0.15
-        return Plan(
+        return Scenario(
             owner=chance.choice((Owner.ENGINE, Owner.ENGINE, Owner.TASKS)),
             policy=chance.choice(("lru", "lru", "arc")),
             slots=slots,
@@ -129,7 +129,7 @@ def _limits(chance: Random) -> Limits:
     )
 
 
-def _tier(chance: Random, slots: int, fair_s: float) -> TierPlan:
+def _tier(chance: Random, slots: int, fair_s: float) -> TierScenario:
     config = SimTierConfig(
         deadline_s=chance.choice((0.05, 0.3, 1.0)),
         max_concurrency=chance.choice((1, 2, 8)),
@@ -142,7 +142,7 @@ def _tier(chance: Random, slots: int, fair_s: float) -> TierPlan:
         tells=chance.random() < 0.7,
         drains=chance.random() < 0.5,
     )
-    return TierPlan(
+    return TierScenario(
         config=config,
         verifies=chance.random() < 0.3,
         capacity=chance.choice((2, slots, 4 * slots, 1000)),
@@ -203,4 +203,4 @@ def chain(name: str, length: int, group: int = 0) -> tuple[OffloadKey, ...]:
     return tuple(pack_key(f"{name}{index}".encode(), group) for index in range(length))
 
 
-__all__ = ["End", "Owner", "Plan", "TierPlan", "chain"]
+__all__ = ["End", "Owner", "Scenario", "TierScenario", "chain"]
