@@ -25,7 +25,7 @@ from kvtier.core.transfers import Pinned, Reservation
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey
 from kvtier_testing import invariants
-from kvtier_testing.sim.frugal import FrugalTiering
+from kvtier_testing.sim.efficiency import EfficiencyCheckedTiering
 from kvtier_testing.sim.loop import SimLoop
 
 CHUNK_BYTES = 64
@@ -198,7 +198,7 @@ def show(key: OffloadKey) -> str:
     return key[:-4].decode("ascii", "replace")
 
 
-class CheckedTiering(FrugalTiering):
+class CheckedTiering(EfficiencyCheckedTiering):
     """The real core, held against the truth after each thing that happens to it.
 
     Attributes:

@@ -15,7 +15,7 @@ from kvtier.keys import OffloadKey, group_index
 Told = dict[OffloadKey, set[int]]
 
 
-class FrugalTiering(Tiering):
+class EfficiencyCheckedTiering(Tiering):
     """The real core, which fails where it makes a tier work, or a request wait, in vain.
 
     No byte is wrong then and no deadline is missed, so nothing else would notice.
@@ -154,4 +154,4 @@ def _answered(transfer: Transfer, event: Fetched, wanted: Answer) -> list[Offloa
     return [key for key, answer in zip(transfer.keys, event.answers, strict=True) if answer is wanted]
 
 
-__all__ = ["FrugalTiering"]
+__all__ = ["EfficiencyCheckedTiering"]
