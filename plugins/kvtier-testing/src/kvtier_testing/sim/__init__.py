@@ -11,7 +11,7 @@ seed gives the same run: ``python -m kvtier_testing.sim --seed 4711 --trace`` sh
 from __future__ import annotations
 
 from kvtier_testing.sim.backend import FAIR, Backend, Weather
-from kvtier_testing.sim.faulty import FaultyTier, faulty
+from kvtier_testing.sim.faults import FaultyTier, inject_faults
 from kvtier_testing.sim.simulation import Given, Result, run
 from kvtier_testing.sim.loop import SimLoop, Spinning, Stalled, simulate
 from kvtier_testing.sim.scenario import End, Owner, Scenario, TierScenario
@@ -39,7 +39,7 @@ __all__ = [
     "Weather",
     "World",
     "content",
-    "faulty",
+    "inject_faults",
     "run",
     "simulate",
 ]

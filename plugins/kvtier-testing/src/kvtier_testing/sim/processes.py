@@ -10,7 +10,7 @@ from kvtier.keys import OffloadKey
 from kvtier_testing.sim.bridge import Bridge, SimExecutorThread
 from kvtier_testing.sim.device import Copies
 from kvtier_testing.sim.engine import Engine, Job
-from kvtier_testing.sim.faulty import FaultyTier
+from kvtier_testing.sim.faults import FaultyTier
 from kvtier_testing.sim.scenario import Scenario
 from kvtier_testing.sim.model import CheckedTiering, World
 

@@ -21,7 +21,7 @@ from kvtier.tiers.base import SecondaryTier
 from kvtier_testing.sim.backend import Backend
 from kvtier_testing.sim.bridge import SimExecutorThread
 from kvtier_testing.sim.device import Copies
-from kvtier_testing.sim.faulty import FaultyTier, faulty
+from kvtier_testing.sim.faults import FaultyTier, inject_faults
 from kvtier_testing.sim.loop import simulate
 from kvtier_testing.sim.scenario import End, Owner, Scenario, TierScenario, chain
 from kvtier_testing.sim.processes import REST_S, EngineProcess, Process
@@ -321,7 +321,7 @@ class _Run:
             inner = self._given.tier(backend)
         else:
             inner = (VerifyingSimTier if plan.verifies else SimTier)(plan.config, backend)
-        return faulty(inner, backend, memory, drains=plan.config.drains)
+        return inject_faults(inner, backend, memory, drains=plan.config.drains)
 
     def _forecast(self, backend: Backend, plan: TierScenario) -> None:
         for prompt, had in zip(self._plan.prompts, plan.had, strict=False):

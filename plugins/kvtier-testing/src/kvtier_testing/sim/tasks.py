@@ -17,7 +17,7 @@ from kvtier.keys import OffloadKey
 from kvtier.manager import TieringManager
 from kvtier.memory.region import Region
 from kvtier_testing.sim.device import Copies
-from kvtier_testing.sim.faulty import FaultyTier
+from kvtier_testing.sim.faults import FaultyTier
 from kvtier_testing.sim.scenario import Scenario
 from kvtier_testing.sim.processes import are_idle
 from kvtier_testing.sim.model import CHUNK_BYTES, IDENTITY, CheckedTiering, SimMemory, World, content, show

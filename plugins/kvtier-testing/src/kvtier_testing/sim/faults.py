@@ -37,7 +37,7 @@ _MOMENT_S = 1e-6
 
 
 class FaultyTier(SecondaryTier[TierConfig]):
-    """Faults around a tier, and a look at how it is used. Made by ``faulty``.
+    """Faults around a tier, and a look at how it is used. Made by ``inject_faults``.
 
     Attributes:
         inner: the tier.
@@ -295,7 +295,7 @@ class FaultyTier(SecondaryTier[TierConfig]):
                 )
 
 
-def faulty(
+def inject_faults(
     inner: SecondaryTier[Any], backend: Backend, memory: SimMemory, *, drains: bool = False
 ) -> FaultyTier:
     """Put faults around a tier: those of the backend's weather.
@@ -316,4 +316,4 @@ def faulty(
     return made(inner, backend, memory, drains=drains)
 
 
-__all__ = ["FaultyTier", "faulty"]
+__all__ = ["FaultyTier", "inject_faults"]
