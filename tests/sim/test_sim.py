@@ -15,7 +15,7 @@ from kvtier.core.policies.lru import LRU
 from kvtier.keys import OffloadKey
 from kvtier.tiers.base import Batch, Outcome
 from kvtier.tiers.dummy import DummyConfig, DummyTier
-from kvtier_testing.sim import Backend, Given, Scenario, SimTier, SimTierConfig, Violation, run
+from kvtier_testing.sim import Backend, Overrides, Scenario, SimTier, SimTierConfig, Violation, run
 from kvtier_testing.sim.__main__ import main
 from kvtier_testing.sim.backend import spoil
 from kvtier_testing.sim.model import NOBODYS
@@ -102,13 +102,13 @@ def dummy(backend: Backend) -> DummyTier:
     return DummyTier(DummyConfig(get_latency_s=0.001, complete_index=backend.capacity % 2 == 0))
 
 
-def run_some(count: int, given: Given) -> None:
+def run_some(count: int, given: Overrides) -> None:
     for seed in range(count):
         run(seed, given)
 
 
 def test_a_tier_of_ones_own() -> None:
-    run_some(60, Given(tier=dummy))
+    run_some(60, Overrides(tier=dummy))
 
 
 class Forgetful(SimTier):
@@ -142,7 +142,7 @@ def test_a_tier_that_breaks_its_contract_is_found(tier: type[SimTier]) -> None:
         return tier(SimTierConfig(), backend)
 
     with pytest.raises(Violation):
-        run_some(200, Given(tier=make))
+        run_some(200, Overrides(tier=make))
 
 
 class Stale(LRU):
@@ -153,12 +153,12 @@ class Stale(LRU):
 
 
 def test_a_policy_of_ones_own() -> None:
-    run_some(20, Given(policy=LRU))
+    run_some(20, Overrides(policy=LRU))
 
 
 def test_a_policy_that_breaks_its_contract_is_found() -> None:
     with pytest.raises(AssertionError):
-        run_some(50, Given(policy=Stale))
+        run_some(50, Overrides(policy=Stale))
 
 
 # --- the command ---------------------------------------------------------------------------------

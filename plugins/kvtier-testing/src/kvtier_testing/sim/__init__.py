@@ -1,8 +1,8 @@
 """kvtier in virtual time: the real core, executor and manager over simulated tiers and a simulated device.
 
     result = run(4711)                                    # one run of the world that the seed draws
-    result = run(4711, Given(tier=MyTier))                # with a tier of one's own in it
-    result = run(4711, Given(policy=MyPolicy))            # with an eviction policy of one's own
+    result = run(4711, Overrides(tier=MyTier))                # with a tier of one's own in it
+    result = run(4711, Overrides(policy=MyPolicy))            # with an eviction policy of one's own
 
 A run that shows something that must never happen raises ``Violation``, or the core's own error. The same
 seed gives the same run: ``python -m kvtier_testing.sim --seed 4711 --trace`` shows it.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from kvtier_testing.sim.backend import FAIR, Backend, Weather
 from kvtier_testing.sim.faults import FaultyTier, inject_faults
-from kvtier_testing.sim.simulation import Given, Result, run
+from kvtier_testing.sim.simulation import Overrides, Result, run
 from kvtier_testing.sim.loop import SimLoop, Spinning, Stalled, simulate
 from kvtier_testing.sim.scenario import End, Owner, Scenario, TierScenario
 from kvtier_testing.sim.tiers import SimTier, SimTierConfig
@@ -24,7 +24,7 @@ __all__ = [
     "Backend",
     "End",
     "FaultyTier",
-    "Given",
+    "Overrides",
     "Owner",
     "Scenario",
     "Result",

@@ -50,7 +50,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Given:
+class Overrides:
     """What an author wants to see simulated.
 
     Attributes:
@@ -65,7 +65,7 @@ class Given:
 
 def run(
     seed: object,
-    given: Given | None = None,
+    given: Overrides | None = None,
     *,
     plan: Scenario | None = None,
     trace: Callable[[str], object] | None = None,
@@ -84,7 +84,7 @@ def run(
     drawn = plan or Scenario.draw(seed)
 
     async def main() -> Result:
-        return await _Run(seed, given or Given(), drawn, trace).run()
+        return await _Run(seed, given or Overrides(), drawn, trace).run()
 
     with _quiet(trace):
         return simulate(main, seed)
@@ -119,7 +119,7 @@ class _Tracing(logging.Handler):
 class _Run:
     """One run."""
 
-    def __init__(self, seed: object, given: Given, plan: Scenario, trace: Callable[[str], object] | None) -> None:
+    def __init__(self, seed: object, given: Overrides, plan: Scenario, trace: Callable[[str], object] | None) -> None:
         self.world = World(seed, trace)
         self._seed = seed
         self._given = given
@@ -367,4 +367,4 @@ class _Run:
             )
 
 
-__all__ = ["Given", "MakeTier", "Result", "run"]
+__all__ = ["Overrides", "MakeTier", "Result", "run"]
