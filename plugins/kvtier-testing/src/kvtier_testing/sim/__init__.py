@@ -10,7 +10,7 @@ seed gives the same run: ``python -m kvtier_testing.sim --seed 4711 --trace`` sh
 
 from __future__ import annotations
 
-from kvtier_testing.sim.backend import FAIR, Backend, Weather
+from kvtier_testing.sim.backend import NO_FAULTS, Backend, FaultProfile
 from kvtier_testing.sim.faults import FaultyTier, inject_faults
 from kvtier_testing.sim.simulation import Overrides, Result, run
 from kvtier_testing.sim.loop import SimLoop, Spinning, Stalled, simulate
@@ -20,7 +20,7 @@ from kvtier_testing.sim.model import CHUNK_BYTES, SimMemory, Violation, World, c
 
 __all__ = [
     "CHUNK_BYTES",
-    "FAIR",
+    "NO_FAULTS",
     "Backend",
     "End",
     "FaultyTier",
@@ -36,7 +36,7 @@ __all__ = [
     "Stalled",
     "TierScenario",
     "Violation",
-    "Weather",
+    "FaultProfile",
     "World",
     "content",
     "inject_faults",

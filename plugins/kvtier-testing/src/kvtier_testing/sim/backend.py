@@ -16,7 +16,7 @@ _ANOTHER = OffloadKey(b"another chunk\0\0\0\0")
 
 
 @dataclass(frozen=True, slots=True)
-class Weather:
+class FaultProfile:
     """The faults of a tier for a while. Shares are of calls, or of chunks where that is said.
 
     Attributes:
@@ -48,7 +48,7 @@ class Weather:
     only: tuple[str, ...] | None = None
 
 
-FAIR = Weather()
+NO_FAULTS = FaultProfile()
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class Backend:
         self.chance = world.chance(name)
         self.records: OrderedDict[OffloadKey, Record] = OrderedDict()
         self.capacity = capacity
-        self.weather = FAIR
+        self.weather = NO_FAULTS
         self.process = 0
         self.resets = 0
         self.was_reset = False
@@ -94,7 +94,7 @@ class Backend:
         self.fair = asyncio.Event()
         self.fair.set()
 
-    def turn(self, weather: Weather) -> None:
+    def turn(self, weather: FaultProfile) -> None:
         """Have other weather. What hangs goes on when there is no more reason to hang."""
         if self.world.traces:
             self.world.note(f"{self.name}: {weather}")
@@ -201,4 +201,4 @@ def spoil(chance: Random, payload: bytes, trailer: bytes) -> tuple[bytes, bytes]
     return other, seal(_ANOTHER, memoryview(other), IDENTITY.short_digest)
 
 
-__all__ = ["FAIR", "Backend", "Record", "Weather", "spoil"]
+__all__ = ["NO_FAULTS", "Backend", "Record", "FaultProfile", "spoil"]

@@ -29,7 +29,7 @@ from kvtier.tiers.base import (
     Usage,
 )
 from kvtier.tiers.drain import until_done
-from kvtier_testing.sim.backend import Backend, Weather, spoil
+from kvtier_testing.sim.backend import Backend, FaultProfile, spoil
 from kvtier_testing.sim.model import SimMemory, show
 
 _CUT_OFF = ("contains", "discard", "get", "put", "touch")
@@ -64,7 +64,7 @@ class FaultyTier(SecondaryTier[TierConfig]):
         self._resets = 0
 
     @property
-    def _weather(self) -> Weather:
+    def _weather(self) -> FaultProfile:
         return self._backend.weather
 
     async def open(self, context: TierContext) -> None:

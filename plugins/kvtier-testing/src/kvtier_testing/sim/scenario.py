@@ -8,7 +8,7 @@ from random import Random
 
 from kvtier.core.admission import Limits
 from kvtier.keys import OffloadKey, pack_key
-from kvtier_testing.sim.backend import FAIR, Weather
+from kvtier_testing.sim.backend import NO_FAULTS, FaultProfile
 from kvtier_testing.sim.tiers import SimTierConfig
 
 _MOST_PROMPTS = 8
@@ -49,7 +49,7 @@ class TierScenario:
     capacity: int
     is_made_anew: bool
     is_looked_at_damaged: bool
-    weather: tuple[tuple[float, Weather], ...]
+    weather: tuple[tuple[float, FaultProfile], ...]
     had: tuple[int, ...]
     rots: tuple[float, ...]
     loses: tuple[float, ...]
@@ -159,22 +159,22 @@ def _times(chance: Random, fair_s: float, share: float) -> tuple[float, ...]:
     return tuple(chance.random() * fair_s for _ in range(3) if chance.random() < share)
 
 
-def _forecast(chance: Random, fair_s: float) -> tuple[tuple[float, Weather], ...]:
+def _forecast(chance: Random, fair_s: float) -> tuple[tuple[float, FaultProfile], ...]:
     changes = sorted(chance.random() * fair_s * 0.8 for _ in range(chance.choice((0, 1, 2, 3))))
     if changes and chance.random() < 0.3:
         changes[0] = 0.0
-    storms = [(when, _weather(chance) if index % 2 == 0 else FAIR) for index, when in enumerate(changes)]
-    return (*storms, (fair_s, FAIR))
+    storms = [(when, _weather(chance) if index % 2 == 0 else NO_FAULTS) for index, when in enumerate(changes)]
+    return (*storms, (fair_s, NO_FAULTS))
 
 
-def _weather(chance: Random) -> Weather:
+def _weather(chance: Random) -> FaultProfile:
     """Draw one or two kinds of faults; all at once would hide each other."""
     shares = {
         name: chance.choice((0.2, 0.5, 1.0))
         for name in ("error", "lost", "hang", "late", "cancelled", "chunks", "damage", "again")
     }
     kinds = set(chance.choices((*shares, "hang", "late", "closed", "full"), k=chance.choice((1, 1, 2, 3))))
-    return Weather(
+    return FaultProfile(
         latency_s=chance.choice((0.0, 0.002, 0.02)),
         only=chance.choice((None, None, ("get",), ("get",), ("put",), ("get", "put", "reset"))),
         closed="closed" in kinds,
