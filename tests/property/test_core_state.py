@@ -184,7 +184,9 @@ class CoreMachine(RuleBasedStateMachine):
         )
         gates = [TierGate(f"tier{index}", TIER_DEADLINE_S) for index in range(tiers)]
         self.windowed = windowed
-        self.core = EfficiencyCheckedTiering(policy(), gates, limits, windowed_groups=windowed, track_changes=True)
+        self.core = EfficiencyCheckedTiering(
+            policy(), gates, limits, windowed_groups=windowed, track_changes=True
+        )
         for _ in range(tiers):  # another engine has been there before
             self.stored.append({key for prompt in PROMPTS for key in prompt[: kept.pop()]})
             self.believed.append(set())

@@ -17,8 +17,8 @@ from kvtier.tiers.base import Batch, Outcome
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier_testing.sim import Backend, Overrides, Scenario, SimTier, SimTierConfig, Violation, run
 from kvtier_testing.sim.__main__ import main
-from kvtier_testing.sim.backend import spoil
-from kvtier_testing.sim.model import NOBODYS
+from kvtier_testing.sim.backend import corrupt
+from kvtier_testing.sim.model import GARBAGE
 
 SEEDS = range(300)
 TRACE = """
@@ -90,9 +90,9 @@ def test_most_of_what_is_stored_is_of_use(seen: Counter[str]) -> None:
 @pytest.mark.parametrize("trailer", [b"", b"trailer"])
 def test_damage_is_never_none(trailer: bytes) -> None:
     """A chunk that ends as what is torn ends is torn at its end as well."""
-    for payload in (NOBODYS[:-1] + b"x", b"x" + NOBODYS[1:], b"x" * (len(NOBODYS) - 1) + NOBODYS[-1:]):
+    for payload in (GARBAGE[:-1] + b"x", b"x" + GARBAGE[1:], b"x" * (len(GARBAGE) - 1) + GARBAGE[-1:]):
         for seed in range(1000):
-            assert spoil(Random(seed), payload, trailer) != (payload, trailer)
+            assert corrupt(Random(seed), payload, trailer) != (payload, trailer)
 
 
 # --- parts of others -----------------------------------------------------------------------------

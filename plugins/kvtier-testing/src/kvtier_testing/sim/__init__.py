@@ -12,22 +12,23 @@ from __future__ import annotations
 
 from kvtier_testing.sim.backend import NO_FAULTS, Backend, FaultProfile
 from kvtier_testing.sim.faults import FaultyTier, inject_faults
-from kvtier_testing.sim.simulation import Overrides, Result, run
 from kvtier_testing.sim.loop import SimLoop, Spinning, Stalled, simulate
-from kvtier_testing.sim.scenario import End, Owner, Scenario, TierScenario
-from kvtier_testing.sim.tiers import SimTier, SimTierConfig
 from kvtier_testing.sim.model import CHUNK_BYTES, SimMemory, Violation, World, content
+from kvtier_testing.sim.scenario import End, Owner, Scenario, TierScenario
+from kvtier_testing.sim.simulation import Overrides, Result, run
+from kvtier_testing.sim.tiers import SimTier, SimTierConfig
 
 __all__ = [
     "CHUNK_BYTES",
     "NO_FAULTS",
     "Backend",
     "End",
+    "FaultProfile",
     "FaultyTier",
     "Overrides",
     "Owner",
-    "Scenario",
     "Result",
+    "Scenario",
     "SimLoop",
     "SimMemory",
     "SimTier",
@@ -36,7 +37,6 @@ __all__ = [
     "Stalled",
     "TierScenario",
     "Violation",
-    "FaultProfile",
     "World",
     "content",
     "inject_faults",

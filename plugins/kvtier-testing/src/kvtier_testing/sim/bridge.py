@@ -76,7 +76,7 @@ class Bridge:
         self.core.close(self._requests.pop(name))
 
     def lookup(self, key: OffloadKey, name: str) -> Lookup:
-        """Say whether a chunk is there. What a thread posts can be there from any question on."""
+        """Return whether a chunk is there. What a thread posts can be there from any question on."""
         if self._events and self._chance.random() < 0.5:
             self._driver.take_in(self._events)
         request = self._requests[name]

@@ -1,4 +1,4 @@
-"""The core held against what only costs: a question whose answer is known, a wait for nothing."""
+"""The core, checked for work in vain: a query whose answer is known, a wait for nothing."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class SimLoop(asyncio.BaseEventLoop):
         return self._now_s
 
     def is_running(self) -> bool:
-        """Say whether callbacks are being run."""
+        """Return whether callbacks are being run."""
         return self._is_running
 
     def stop(self) -> None:
