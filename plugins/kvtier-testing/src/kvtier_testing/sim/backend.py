@@ -129,7 +129,7 @@ class Backend:
         return True
 
     def preload(self, key: OffloadKey) -> None:
-        """Have a chunk that was put there before this run, with the weights that processes start with."""
+        """Store a chunk as a run before this one has, with the weights that processes start with."""
         payload = content(key, 0)
         trailer = seal(key, memoryview(payload), IDENTITY.short_digest)
         self.write(self.process, key, payload, trailer, durable=True)
@@ -164,7 +164,7 @@ class Backend:
             self.records.clear()
 
     def damage(self, share: float = 0.5) -> None:
-        """Let bits rot: a share of the chunks is not any more what was put."""
+        """Corrupt a share of the stored chunks."""
         for key in list(self.records):
             if self.chance.random() < share:
                 record = self.records[key]

@@ -224,7 +224,7 @@ class Engine:
         return True
 
     def _end_copies(self) -> None:
-        """Tell of the copies that have ended, in any order; of those that resets cut off at once."""
+        """Report the copies that have ended, in any order; those that resets cut off all at once."""
         ended, self._ended = self._ended, []
         self._chance.shuffle(ended)
         for epoch, copied, failed in ended:

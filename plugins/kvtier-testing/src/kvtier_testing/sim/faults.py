@@ -144,12 +144,12 @@ class FaultyTier(SecondaryTier[TierConfig]):
         return outcome
 
     async def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Tell the tier."""
+        """Touch chunks."""
         self._require_usable("touch")
         await self._do("touch", lambda: self.inner.touch(keys))
 
     async def discard(self, keys: Sequence[OffloadKey]) -> None:
-        """Have chunks forgotten."""
+        """Discard chunks."""
         self._require_usable("discard")
         await self._do("discard", lambda: self.inner.discard(keys))
 
@@ -208,7 +208,7 @@ class FaultyTier(SecondaryTier[TierConfig]):
         return result
 
     def _share(self, fault: float, verb: str) -> float:
-        """Say which share of the calls of a verb a fault befalls now."""
+        """Return the share of the calls of a verb that a fault hits now."""
         only = self._faults.only
         return fault if only is None or verb in only else 0.0
 
@@ -232,7 +232,7 @@ class FaultyTier(SecondaryTier[TierConfig]):
         return self._backend.chance.choice(kinds)("injected")
 
     def _with_failures(self, outcome: Outcome) -> Outcome:
-        """Let single chunks fail, though the tier has put or given them."""
+        """Fail single chunks, though the tier has put or given them."""
         chance, share = self._backend.chance, self._faults.chunks
         if not share:
             return outcome

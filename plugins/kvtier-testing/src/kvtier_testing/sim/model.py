@@ -83,7 +83,7 @@ class SimMemory:
         return self._views[slot] == content(key, weights)
 
     def begin(self, slots: Sequence[int], who: str, *, writes: bool) -> Use:
-        """Start to read or to write slots: many may read one, or one may write it."""
+        """Begin to read or write slots. Many may read a slot, or one may write it."""
         use = Use(who, writes)
         for slot in slots:
             for other in self._uses[slot]:
@@ -156,13 +156,13 @@ class World:
             self._trace(f"{self.now_s:9.4f}  {ADDRESS.sub('...', line)}")
 
     def start_process(self) -> None:
-        """A process starts, with the weights that the engine has before anybody sends new ones."""
+        """Start a process, with the weights that an engine has at first."""
         self.process += 1
         self.weights = 0
         self.is_alive = True
 
     def new_weights(self) -> None:
-        """The engine got weights that no engine had before."""
+        """Give the engine weights that no engine had before."""
         self._last_weights += 1
         self.weights = self._last_weights
 
@@ -194,7 +194,7 @@ class World:
 
 
 def show(key: OffloadKey) -> str:
-    """Say a key in short, as keys of the simulation are made: readable."""
+    """Return the readable part of a simulated key."""
     return key[:-4].decode("ascii", "replace")
 
 
@@ -209,7 +209,7 @@ class CheckedTiering(EfficiencyCheckedTiering):
     memory: SimMemory
 
     def watch(self, world: World, memory: SimMemory) -> None:
-        """Start to check."""
+        """Start checking against a world."""
         self.world, self.memory = world, memory
         self._announced_in_primary: set[OffloadKey] = set()
         self.announced: list[set[OffloadKey]] = [set() for _ in self.shared.tiers]
@@ -302,7 +302,7 @@ class CheckedTiering(EfficiencyCheckedTiering):
                 self.require_bytes(chunk, key)
 
     def _follow_announcements(self) -> None:
-        """Believe what is announced; of the primary tier that is what can be had, no more and no less."""
+        """Take in what is announced. For the primary tier that must be exactly what can be had."""
         for change in self.take_changes():
             announced = self._announced_in_primary if change.tier is None else self.announced[change.tier]
             if change.removed:

@@ -165,10 +165,10 @@ def _fault_schedule(chance: Random, faults_end_s: float) -> tuple[tuple[float, F
     changes = sorted(chance.random() * faults_end_s * 0.8 for _ in range(chance.choice((0, 1, 2, 3))))
     if changes and chance.random() < 0.3:
         changes[0] = 0.0
-    storms = [
+    phases = [
         (when, _fault_profile(chance) if index % 2 == 0 else NO_FAULTS) for index, when in enumerate(changes)
     ]
-    return (*storms, (faults_end_s, NO_FAULTS))
+    return (*phases, (faults_end_s, NO_FAULTS))
 
 
 def _fault_profile(chance: Random) -> FaultProfile:

@@ -198,7 +198,7 @@ class _Run:
         self._count(process)
 
     def _require_nothing_false_announced(self, process: Process) -> None:
-        """Whoever follows the changes believes no more than what is there, or has left without a word."""
+        """Fail if a chunk is announced that is gone, unless nobody reported that it left."""
         for index, (backend, announced) in enumerate(
             zip(self._backends, process.core.announced, strict=True)
         ):
@@ -211,7 +211,7 @@ class _Run:
     # --- recovery --------------------------------------------------------------------------------
 
     async def _require_recovery(self, process: Process) -> None:
-        """All is well by now: what is stored must be found, in the primary tier and in each other one."""
+        """Fail unless what is stored is found again in the primary tier and in every secondary tier."""
         given_alone = self._given.tier is not None
         waiting = list(range(len(self._backends[:1] if given_alone else self._backends)))
         until_s = self.world.now_s + _RECOVERY_S
@@ -231,7 +231,7 @@ class _Run:
             await asyncio.sleep(1.0)
 
     async def _serves(self, process: Process, index: int, keys: Sequence[OffloadKey]) -> bool:
-        """Have a chunk evicted from the primary tier; return whether it is brought back from this tier."""
+        """Evict a chunk from the primary tier; return whether this tier gives it back."""
         (key,), backend = keys, self._backends[index]
         if key not in backend.records and not self._is_given(index):
             return False
@@ -341,7 +341,7 @@ class _Run:
             self.world.loop.call_at(when_s, backend.damage)
 
     def _disturb(self, scenario: TierScenario, tiers: Sequence[FaultyTier], index: int) -> None:
-        """Let chunks leave the tier by themselves, while this process lives."""
+        """Evict chunks from the tier at the scheduled times, while this process lives."""
         process, chance = self.world.process, self.world.chance(f"losses{self.world.process}")
 
         def lose(count: int) -> None:

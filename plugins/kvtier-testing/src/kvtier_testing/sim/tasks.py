@@ -29,7 +29,7 @@ class SimRegion(SimMemory):
     """The simulated slots as a region that is backed with memory bit by bit."""
 
     def populate(self, on_ready: Callable[[range], object], on_end: Callable[[], object]) -> None:
-        """Say that the slots are there, the first of them soon."""
+        """Report the slots as ready, the first of them soon."""
         first = max(1, self.slots // 2)
         self._world.loop.call_later(0.0, on_ready, range(first))
         if first < self.slots:
@@ -143,7 +143,7 @@ class Clients:
         )
 
     async def work(self, until_s: float) -> None:
-        """Have some clients at work until then, and cancel those that are not through."""
+        """Run some clients until then, and cancel those that have not ended."""
         clients = [self._spawn(self._client(until_s)) for _ in range(self._chance.randint(1, 4))]
         try:
             for client in clients:
@@ -225,7 +225,7 @@ class Clients:
         return count
 
     async def hold(self, keys: Sequence[OffloadKey]) -> None:
-        """Have chunks in the primary tier for a while; they stay what they are."""
+        """Acquire chunks for a while, and check that their bytes stay."""
         oldest = self._world.weights
         async with self.manager.acquire(keys) as acquired:
             before = [bytes(view) for view in acquired.views]
@@ -264,7 +264,7 @@ class Clients:
             self._world.fail(f"{what} has taken {took_s:.4f} s, {longest_s:.4f} s at most are allowed")
 
     def _require_content(self, keys: Sequence[OffloadKey], got: Sequence[bytes], oldest: int) -> None:
-        """All must be of one epoch, and of none before the call began."""
+        """Fail unless all bytes are of one epoch, and of none before the call began."""
         for weights in range(oldest, self._world.weights + 1):
             if all(one == content(key, weights) for key, one in zip(keys, got, strict=True)):
                 return

@@ -111,7 +111,7 @@ class SimTier(SecondaryTier[SimTierConfig]):
         self.backend.reset(self._process)
 
     def lose(self, count: int) -> None:
-        """Chunks leave without having been told to, as by somebody else's doing."""
+        """Evict chunks that nobody asked to evict, as another client of the backend might."""
         self._tell(self.backend.evict(count))
 
     async def _pause(self) -> None:
@@ -133,7 +133,7 @@ class SimTier(SecondaryTier[SimTierConfig]):
         return Status.OK if kept else Status.REFUSED
 
     def _write_again(self, key: OffloadKey, payload: bytes, trailer: bytes) -> None:
-        """A request that was repeated on its way arrives twice; not beyond a reset."""
+        """Put a chunk a second time, later, as a request that was repeated on its way. Not beyond a reset."""
         backend, resets = self.backend, self._resets
 
         def arrive() -> None:
