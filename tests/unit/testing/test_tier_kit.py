@@ -387,8 +387,9 @@ async def resets_what_is_stored_only(self: GoodTier, batch: Batch) -> Outcome:
 @bug("put", (PUT_AT_RESET, "the tier that was reset gives"))
 async def reads_the_cache_late(self: GoodTier, batch: Batch) -> Outcome:
     """Its thread looks up where the chunks belong when it comes to it, which may be after a reset."""
-    self.turn = getattr(self, "turn", None) or anyio.CapacityLimiter(1)
-    await in_thread(lambda: self.store.update(self.copies(batch)), limiter=self.turn)
+    if not self.held:
+        self.held.append(anyio.CapacityLimiter(1))
+    await in_thread(lambda: self.store.update(self.copies(batch)), limiter=self.held[0])
     return stored(batch)
 
 

@@ -17,6 +17,8 @@ from rich.table import Table
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+_WIDEST = 1000
+
 
 def show(result: object, console: Console) -> None:
     """Print one table for each class of record in ``result``."""
@@ -26,9 +28,12 @@ def show(result: object, console: Console) -> None:
         names = [field.name for field in dataclasses.fields(rows[0])]
         names = [name for name in names if any(getattr(row, name) is not None for row in rows)]
         for name in names:
-            table.add_column(name.replace("_", " "), justify="right", overflow="fold")
+            table.add_column(name.replace("_", " "), justify="right")
         for row in rows:
             table.add_row(*(_cell(getattr(row, name)) for name in names))
+        # As wide as its longest words need, even beyond the console: no figure is cut off or folded.
+        needed = console.measure(table, options=console.options.update(width=_WIDEST)).minimum
+        console.width = max(console.width, needed)
         console.print(table)
 
 
