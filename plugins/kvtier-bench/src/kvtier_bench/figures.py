@@ -17,7 +17,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-_WIDEST = 1000
+_EDGE = 3  # characters between two columns
 
 
 def show(result: object, console: Console) -> None:
@@ -27,14 +27,17 @@ def show(result: object, console: Console) -> None:
         table = Table(title=title, title_justify="left")
         names = [field.name for field in dataclasses.fields(rows[0])]
         names = [name for name in names if any(getattr(row, name) is not None for row in rows)]
+        needed = 1
         for name in names:
-            table.add_column(name.replace("_", " "), justify="right")
+            title, cells = name.replace("_", " "), [_cell(getattr(row, name)) for row in rows]
+            longest = max(len(word) for text in (title, *cells) for word in text.split())
+            table.add_column(title, justify="right", min_width=longest)
+            needed += longest + _EDGE
         for row in rows:
             table.add_row(*(_cell(getattr(row, name)) for name in names))
         # As wide as its longest words need, even beyond the console: no figure is cut off or folded.
-        needed = console.measure(table, options=console.options.update(width=_WIDEST)).minimum
         console.width = max(console.width, needed)
-        console.print(table)
+        console.print(table, crop=False)
 
 
 def as_json(result: object) -> str:
