@@ -2,11 +2,13 @@
 
 Sessions that share an environment run one after the other. What a session prints is kept, and printed whole
 when it ends. The log closes with a table of seconds and results. The exit status is 1 where one has failed.
+A run waits for the end of another one in the same checkout: it would remove environments that are in use.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import re
@@ -17,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -87,8 +89,11 @@ class Job:
         """Whether it ended otherwise than passed or skipped."""
         return self.result not in ("passed", "skipped")
 
-    def start(self, variables: Mapping[str, str]) -> None:
-        """Start it in a process group of its own, in the environment of its owner where there is one."""
+    def start(self, variables: Mapping[str, str], lock: int) -> None:
+        """Start it in a process group of its own, in the environment of its owner where there is one.
+
+        It inherits the lock, and holds it should this process be killed.
+        """
         self._started_s = time.monotonic()
         if _folder(self.owner).exists() and not _folder(self.name).exists():
             _folder(self.name).symlink_to(_folder(self.owner))
@@ -102,6 +107,7 @@ class Job:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=[lock],
             )
 
     def has_ended(self, limit_s: float) -> bool:
@@ -148,26 +154,40 @@ class Job:
 
 def run(jobs: Sequence[Job], limit_s: float, variables: Mapping[str, str]) -> None:
     """Run all, in this order as far as their environments are free, and remove the environments made here."""
-    new = {job.name for job in jobs if not _folder(job.name).exists()}
-    waiting, running = list(jobs), list[Job]()
-    try:
-        while waiting or running:
-            for job in _next(waiting, running):
-                print(f"---- {job.name}: started", flush=True)
-                job.start(variables)
-                waiting.remove(job)
-                running.append(job)
-            time.sleep(POLL_S)
-            for ended in [job for job in running if job.has_ended(limit_s)]:
-                running.remove(ended)
-                _show(ended)
-                if all(job.owner != ended.owner for job in waiting):
-                    for job in jobs:
-                        if job.owner == ended.owner and job.name in new:
-                            _remove(_folder(job.name))
-    finally:
-        for job in running:
-            job.stop()
+    with _locked() as lock:
+        new = {job.name for job in jobs if not _folder(job.name).exists()}
+        waiting, running = list(jobs), list[Job]()
+        try:
+            while waiting or running:
+                for job in _next(waiting, running):
+                    print(f"---- {job.name}: started", flush=True)
+                    job.start(variables, lock)
+                    waiting.remove(job)
+                    running.append(job)
+                time.sleep(POLL_S)
+                for ended in [job for job in running if job.has_ended(limit_s)]:
+                    running.remove(ended)
+                    _show(ended)
+                    if all(job.owner != ended.owner for job in waiting):
+                        for name in new & {job.name for job in jobs if job.owner == ended.owner}:
+                            _remove(_folder(name))
+        finally:
+            for job in running:
+                job.stop()
+
+
+@contextmanager
+def _locked() -> Iterator[int]:
+    """Hold the lock on the environments; yield its descriptor. Waits while another run holds it."""
+    folder = PROJECT / ".nox"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lanes.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting: another run uses the environments in {folder}", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield file.fileno()
 
 
 def _next(waiting: Collection[Job], running: Sequence[Job]) -> Iterator[Job]:

@@ -39,7 +39,7 @@ from kvtier.core.transfers import Pinned, Reservation
 from kvtier.keys import OffloadKey, group_index, pack_key
 from kvtier.telemetry.catalogue import COUNTERS
 from kvtier_testing import invariants
-from kvtier_testing.sim.frugal import FrugalTiering
+from kvtier_testing.sim.efficiency import EfficiencyCheckedTiering
 from tests.effort import effort
 
 T = TypeVar("T")
@@ -184,7 +184,9 @@ class CoreMachine(RuleBasedStateMachine):
         )
         gates = [TierGate(f"tier{index}", TIER_DEADLINE_S) for index in range(tiers)]
         self.windowed = windowed
-        self.core = FrugalTiering(policy(), gates, limits, windowed_groups=windowed, track_changes=True)
+        self.core = EfficiencyCheckedTiering(
+            policy(), gates, limits, windowed_groups=windowed, track_changes=True
+        )
         for _ in range(tiers):  # another engine has been there before
             self.stored.append({key for prompt in PROMPTS for key in prompt[: kept.pop()]})
             self.believed.append(set())

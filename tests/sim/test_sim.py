@@ -15,10 +15,10 @@ from kvtier.core.policies.lru import LRU
 from kvtier.keys import OffloadKey
 from kvtier.tiers.base import Batch, Outcome
 from kvtier.tiers.dummy import DummyConfig, DummyTier
-from kvtier_testing.sim import Backend, Given, Plan, SimTier, SimTierConfig, Violation, run
+from kvtier_testing.sim import Backend, Overrides, Scenario, SimTier, SimTierConfig, Violation, run
 from kvtier_testing.sim.__main__ import main
-from kvtier_testing.sim.backend import spoil
-from kvtier_testing.sim.truth import NOBODYS
+from kvtier_testing.sim.backend import corrupt
+from kvtier_testing.sim.model import GARBAGE
 
 SEEDS = range(300)
 TRACE = """
@@ -90,9 +90,9 @@ def test_most_of_what_is_stored_is_of_use(seen: Counter[str]) -> None:
 @pytest.mark.parametrize("trailer", [b"", b"trailer"])
 def test_damage_is_never_none(trailer: bytes) -> None:
     """A chunk that ends as what is torn ends is torn at its end as well."""
-    for payload in (NOBODYS[:-1] + b"x", b"x" + NOBODYS[1:], b"x" * (len(NOBODYS) - 1) + NOBODYS[-1:]):
+    for payload in (GARBAGE[:-1] + b"x", b"x" + GARBAGE[1:], b"x" * (len(GARBAGE) - 1) + GARBAGE[-1:]):
         for seed in range(1000):
-            assert spoil(Random(seed), payload, trailer) != (payload, trailer)
+            assert corrupt(Random(seed), payload, trailer) != (payload, trailer)
 
 
 # --- parts of others -----------------------------------------------------------------------------
@@ -102,13 +102,13 @@ def dummy(backend: Backend) -> DummyTier:
     return DummyTier(DummyConfig(get_latency_s=0.001, complete_index=backend.capacity % 2 == 0))
 
 
-def run_some(count: int, given: Given) -> None:
+def run_some(count: int, given: Overrides) -> None:
     for seed in range(count):
         run(seed, given)
 
 
 def test_a_tier_of_ones_own() -> None:
-    run_some(60, Given(tier=dummy))
+    run_some(60, Overrides(tier=dummy))
 
 
 class Forgetful(SimTier):
@@ -142,7 +142,7 @@ def test_a_tier_that_breaks_its_contract_is_found(tier: type[SimTier]) -> None:
         return tier(SimTierConfig(), backend)
 
     with pytest.raises(Violation):
-        run_some(200, Given(tier=make))
+        run_some(200, Overrides(tier=make))
 
 
 class Stale(LRU):
@@ -153,12 +153,12 @@ class Stale(LRU):
 
 
 def test_a_policy_of_ones_own() -> None:
-    run_some(20, Given(policy=LRU))
+    run_some(20, Overrides(policy=LRU))
 
 
 def test_a_policy_that_breaks_its_contract_is_found() -> None:
     with pytest.raises(AssertionError):
-        run_some(50, Given(policy=Stale))
+        run_some(50, Overrides(policy=Stale))
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def test_the_command_runs_seeds_in_processes(capsys: pytest.CaptureFixture[str])
 def test_the_command_shows_one_seed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--seed", "3", "--trace"]) == 0
     told = capsys.readouterr().out.splitlines()
-    assert "Plan(" in told[0]
+    assert "Scenario(" in told[0]
     assert told[-1] == "seed 3: nothing to complain about"
 
 
@@ -193,4 +193,4 @@ def test_a_seed_that_fails_says_how_it_is_seen_again(capsys: pytest.CaptureFixtu
 
 
 def test_a_plan_is_drawn_from_its_seed_alone() -> None:
-    assert Plan.draw(5) == Plan.draw(5) != Plan.draw(6)
+    assert Scenario.draw(5) == Scenario.draw(5) != Scenario.draw(6)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
+import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -109,7 +113,25 @@ def test_sessions_of_one_environment_follow_each_other_and_it_goes_with_the_last
     results, said = run({"first": "first", "second": "first", "kept": "kept"})
     assert results == ["passed"] * 3
     assert "second finds ['was-first']" in said
-    assert os.listdir(tmp_path / ".nox") == ["kept"]
+    assert sorted(os.listdir(tmp_path / ".nox")) == ["kept", "lanes.lock"]
+
+
+def test_a_run_waits_for_another_one_whose_sessions_are_alive(
+    lanes: ModuleType, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is killed leaves its session behind, which holds the lock to its end."""
+    (tmp_path / ".nox").mkdir()
+    with (tmp_path / ".nox/lanes.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        left = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[lock.fileno()])
+    waits = threading.Event()
+    monkeypatch.setattr(lanes, "print", lambda *_, **__: waits.set(), raising=False)
+    with ThreadPoolExecutor(1) as pool:
+        results = pool.submit(run, {"passes": "passes"})
+        assert waits.wait(30)
+        assert not results.done()
+        left.communicate()
+        assert results.result(30)[0] == ["passed"]
 
 
 def test_parts_are_named_by_their_sessions(lanes: ModuleType) -> None:

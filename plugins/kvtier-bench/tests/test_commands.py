@@ -1,58 +1,139 @@
-"""The commands hand over what they are given, show figures, and refuse before minutes are spent."""
+"""Each command runs on a tiny case, writes the documented fields as JSON, and refuses early."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import io
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from kvtier_bench import commands
+from kvtier.tiers.base import TierConfig
+from kvtier_bench import commands, core, disk, figures, throughput
+from kvtier_bench import tier as tier_bench
+from kvtier_bench.bare import BareClient
+from kvtier_bench.core import Case, Cost
+from kvtier_bench.machine import Machine
+from kvtier_bench.throughput import Throughput
+from kvtier_bench.tier import Latency
 
+SIZE = 4096
 Run = Callable[..., Result]
+Records = dict[str, list[dict[str, Any]]]
 
 
-@dataclass(frozen=True)
-class Speed:
-    """How fast it is."""
+class Bare(BareClient[TierConfig]):
+    """A client that keeps chunks in a dict."""
 
-    name: str
-    gb_s: float
+    calls: list[str] = []
+    stored: dict[str, bytes] = {}
+
+    async def open(self) -> None:
+        self.calls.append("open")
+
+    async def put(self, names: Sequence[str], chunks: Sequence[memoryview]) -> None:
+        assert not self.stored.keys() & set(names)
+        self.stored.update(zip(names, map(bytes, chunks), strict=True))
+
+    async def get(self, names: Sequence[str], chunks: Sequence[memoryview]) -> None:
+        for name, chunk in zip(names, chunks, strict=True):
+            chunk[:] = self.stored[name]
+
+    async def discard(self, names: Sequence[str]) -> None:
+        for name in names:
+            del self.stored[name]
+
+    async def aclose(self) -> None:
+        self.calls.append("aclose")
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "FILE_BYTES", 8 * 2**20)
+    monkeypatch.setattr(throughput, "ALONE_S", 0.05)
+    monkeypatch.setattr(tier_bench, "SINGLES", 4)
+    monkeypatch.setattr(core, "CASES", (Case("arc", "memory", 12_288, 1),))
+    monkeypatch.setattr(core, "_vllm_bench", lambda: None)
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setenv("COLUMNS", "200")
+def run() -> Run:
     return lambda *arguments: CliRunner().invoke(commands.bench, list(arguments))
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the modules that measure were asked for; none of them measures anything."""
-    calls: list[Any] = []
-
-    def measure(*given: object, **chosen: object) -> list[Speed]:
-        calls.append((given, chosen))
-        return [Speed("put", 12345.6)]
-
-    module = SimpleNamespace(run=measure, SIZES=(65536,), Work=lambda *given: given)
-    monkeypatch.setattr(commands, "_lazy", lambda _: module)
-    return calls
-
-
-def test_figures_are_shown_and_as_json_printed(run: Run, calls: list[Any]) -> None:
-    result = run("fs", "/data", "--chunk-bytes", "4096", "--rounds", "2")
+def records(result: Result, *kinds: type[Any]) -> Records:
+    """Return the records of a command's JSON, which are of these classes and have their fields."""
     assert result.exit_code == 0, result.output
-    assert calls == [((Path("/data"), [4096], 1.0, 2), {})]
-    assert "12,346" in result.output
-    result = run("fs", "/data", "--json")
-    assert json.loads(result.stdout) == {"Speed": [{"name": "put", "gb_s": 12345.6}]}
+    found: Records = json.loads(result.stdout)
+    assert set(found) == {kind.__name__ for kind in kinds}
+    for kind in kinds:
+        fields = {field.name for field in dataclasses.fields(kind)}
+        assert all(set(row) == fields for row in found[kind.__name__])
+    return found
+
+
+def tier_file(folder: Path, **settings: Any) -> str:
+    path = folder / "tier.json"
+    path.write_text(json.dumps({"type": "dummy", **settings}))
+    return str(path)
+
+
+def test_core(run: Run) -> None:
+    costs = records(run("core", "--json"), Cost, Machine)["Cost"]
+    calls = [cost["call"] for cost in costs]
+    assert len(set(calls)) == len(calls)
+    assert {"reserve 8,192, full", "secondary hit, until it is pinned for its load"} < set(calls)
+    assert all(cost["kvtier"] > 0 and cost["vllm"] is None for cost in costs)
+
+
+def test_fs(run: Run, tmp_path: Path) -> None:
+    options = ["--chunk-bytes", str(SIZE), "--seconds", "0.05", "--rounds", "1", "--json"]
+    points = records(run("fs", str(tmp_path), *options), Throughput, Machine)["Throughput"]
+    kvtier = [point for point in points if point["subject"] == "kvtier"]
+    assert len({(point["verb"], point["busy"]) for point in kvtier}) == 4
+    for point in kvtier:
+        assert point["gb_s"] > 0
+        assert point["reference_gb_s"] > 0
+        assert point["cpu_us_chunk"] > point["without_checksum_us"]
+        assert (point["slowdown"] is not None) == point["busy"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("has_bare_client", [True, False])
+def test_tier(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_bare_client: bool) -> None:
+    monkeypatch.setattr(Bare, "calls", [])
+    if has_bare_client:
+        monkeypatch.setattr(tier_bench, "_bare_client", Bare)
+    options = ["--chunk-bytes", str(SIZE), "--mib", "1", "--rounds", "2", "--json"]
+    found = records(run("tier", "--config", tier_file(tmp_path), *options), Throughput, Latency)
+    assert len({(point["verb"], point["busy"]) for point in found["Throughput"]}) == 4
+    assert all((point["ratio"] is not None) == has_bare_client for point in found["Throughput"])
+    assert {point["goal"] for point in found["Throughput"]} <= (
+        {"pass", "FAIL"} if has_bare_client else {"-"}
+    )
+    assert {row["call"] for row in found["Latency"]} == {"put", "get", "contains, 500 keys"}
+    assert all(0 < row["tier_p50_ms"] <= row["tier_p99_ms"] for row in found["Latency"])
+    assert (Bare.calls, Bare.stored) == (["open", "aclose"] if has_bare_client else [], {})
+
+
+def test_device(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    from kvtier_bench import device
+
+    monkeypatch.setattr(device, "PLANNED_PAGES", (256,))
+    monkeypatch.setattr(device, "PAGE_BYTES", (2**16, 2**21))
+    monkeypatch.setattr(device, "ROUNDS", 1)
+    kinds = device.Machine, device.PlanCost, device.CopySpeed, device.ComputeLoss
+    found = records(run("device", "--backend", "cpu", "--mib", "16", "--json"), *kinds)
+    assert {speed["way"] for speed in found["CopySpeed"]} == {"store", "load", "both"}
 
 
 @pytest.mark.parametrize(
@@ -63,13 +144,10 @@ def test_figures_are_shown_and_as_json_printed(run: Run, calls: list[Any]) -> No
         (["convoy", "--chunk-tokens", "48"], "48 is no multiple of 32"),
     ],
 )
-def test_wrong_options_are_refused_before_anything_is_measured(
-    run: Run, calls: list[Any], arguments: list[str], words: str
-) -> None:
+def test_a_wrong_option_is_refused(run: Run, arguments: list[str], words: str) -> None:
     result = run(*arguments)
     assert result.exit_code == 2
     assert words in result.output
-    assert calls == []
 
 
 def test_a_missing_engine_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,3 +158,41 @@ def test_a_missing_engine_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) ->
     result = run("core")
     assert result.exit_code == 2
     assert "this command needs vllm, which is not installed" in result.output
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"corruption_rate": 1.0}, "gave wrong bytes: checksum"),
+        ({"failure_rate": 1.0}, "a put of the tier under test failed: 16 of 16 chunks ended FAILED"),
+        ({"sed": 1}, "sed is not a setting; did you mean seed"),
+    ],
+)
+def test_a_tier_that_fails_is_not_measured(
+    run: Run, tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
+    result = run(
+        "tier", "--config", tier_file(tmp_path, **settings), "--chunk-bytes", str(SIZE), "--mib", "1"
+    )
+    assert words in str(result.exception)
+
+
+@pytest.mark.parametrize("free", [1000, 8 * 2**20])  # for the file that shows the disk's rate, and for chunks
+def test_a_disk_without_room_is_refused_before_a_chunk_is_put(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    result = run("fs", str(tmp_path), "--chunk-bytes", str(SIZE))
+    assert "GiB are free: name a directory" in str(result.exception)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("width", [20, 200])
+def test_a_table_shows_every_figure(width: int) -> None:
+    rows = [Cost("lru", "none", "reserve", "us", 1234.5, None, None)]
+    console = Console(file=io.StringIO(), width=width)
+    figures.show(rows, console)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "1,234" in text
+    assert "vllm" not in text

@@ -40,6 +40,7 @@ class GoodTier(SecondaryTier[Config]):
         await asyncio.sleep(0)
         self.store = self.stores.setdefault((self.config.place, self.partition(context)), {})
         self.resets = 0
+        self.held: list[Any] = []  # what a bug holds on to
 
     def partition(self, context: TierContext) -> object:
         return context.identity.digest
@@ -100,84 +101,129 @@ HUNG = threading.Event()  # set when a test has ended
 OPENED: dict[str, int] = {}  # open files, closed when a test has ended
 
 
+CAUGHT: list[tuple[type[GoodTier], str, str]] = []  # a bug, the test that finds it, its words
+BY_SEQUENCE: list[type[GoodTier]] = []  # bugs that some sequence of calls shows, too
+HANGING: list[type[GoodTier]] = []
+
+
+def broken(
+    *caught: tuple[str, str], by_sequence: bool = False, hangs: bool = False
+) -> Callable[[type], type]:
+    """Register a class with a bug: the tests that have to fail for it, and in which words."""
+
+    def register(tier: type) -> type:
+        CAUGHT.extend((tier, test, words) for test, words in caught)
+        BY_SEQUENCE.extend([tier] * by_sequence)
+        HANGING.extend([tier] * hangs)
+        return tier
+
+    return register
+
+
+def bug(method: str, *caught: tuple[str, str], **flags: bool) -> Callable[[Callable[..., Any]], type]:
+    """Register a good tier with one method replaced. See ``broken``."""
+
+    def register(function: Callable[..., Any]) -> type:
+        methods = {method: function, "__module__": __name__}
+        return broken(*caught, **flags)(type(function.__name__, (GoodTier,), methods))
+
+    return register
+
+
 async def abandoned(function: Callable[..., Any], *arguments: Any) -> Any:
     """Run a function in a thread as many clients do: a cancellation ends the waiting, not the work."""
     return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)
 
 
+def later(function: Callable[[], object]) -> None:
+    asyncio.get_running_loop().call_later(0.02, function)
+
+
+def stored(batch: Batch) -> Outcome:
+    return Outcome.all(Status.OK, len(batch))
+
+
+ANY_MOMENT = "calls_may_be_cancelled_at_any_moment"
+CANCELLED_GET = "a_cancelled_get_never_writes_into_the_slots_next_content"
+CANCELLED_OPEN = "a_cancelled_open_leaves_nothing_running_or_open"
+CANCELLED_PUT = "a_cancelled_put_leaves_whole_chunks_or_none"
+CLOSING = "nothing_is_left_running_or_open_after_closing"
+DISCARDED = "discarded_chunks_are_gone_and_others_stay"
+KNOWN = "contains_and_known_agree_with_what_a_get_finds"
+NEVER_PUT = "what_was_never_put_is_absent"
+NO_BLOCKING = "no_call_blocks_the_event_loop"
+ONE_KEY = "puts_gets_and_discards_of_one_key_at_once_never_show_other_bytes"
+PARTLY = "a_batch_that_is_partly_there"
+PUT_AND_GOT = "what_is_put_is_got"
+PUT_AT_RESET = "a_put_in_flight_at_a_reset_does_not_appear_after_it"
+RAISED = "a_cancelled_call_raises_the_cancellation"
+REOPENED = "a_reset_holds_after_opening_again"
+REPEATED = "repeated_calls_add_up_to_nothing"
+SEQUENCE = "any_sequence_of_calls_agrees_with_a_dict"
+SLOTS_OF_A_PUT = "the_slots_of_a_put_may_hold_something_else_when_it_has_ended"
+USAGE = "usage_counts_the_bytes_that_are_kept"
+
+
 # --- slots -------------------------------------------------------------------------------------------
 
 
-class LeavesAPutBehind(GoodTier):
-    async def put(self, batch: Batch) -> Outcome:
-        self.store.update(await abandoned(self.copies, batch))
-        return Outcome.all(Status.OK, len(batch))
+@bug("put", (CANCELLED_PUT, "wrong bytes"), (ANY_MOMENT, "wrong bytes"))
+async def leaves_a_put_behind_that_stores(self: GoodTier, batch: Batch) -> Outcome:
+    await abandoned(lambda: self.store.update(self.copies(batch)))
+    return stored(batch)
 
 
-class LeavesAPutBehindThatStores(GoodTier):
-    async def put(self, batch: Batch) -> Outcome:
-        await abandoned(lambda: self.store.update(self.copies(batch)))
-        return Outcome.all(Status.OK, len(batch))
+@bug("get", (CANCELLED_GET, "after it had ended"), (ANY_MOMENT, "after it had ended"))
+async def leaves_a_get_behind(self: GoodTier, batch: Batch) -> Outcome:
+    return Outcome(await abandoned(self.fill, batch))
 
 
-class LeavesAGetBehind(GoodTier):
-    async def get(self, batch: Batch) -> Outcome:
-        return Outcome(await abandoned(self.fill, batch))
-
-
-class KeepsViews(GoodTier):
+@bug("put", (SLOTS_OF_A_PUT, "of the slot's next chunk"))
+async def keeps_views(self: GoodTier, batch: Batch) -> Outcome:
     """Answers at once and flushes later."""
-
-    async def put(self, batch: Batch) -> Outcome:
-        asyncio.get_running_loop().call_later(0.02, lambda: self.store.update(self.copies(batch)))
-        await asyncio.sleep(0)
-        return Outcome.all(Status.OK, len(batch))
+    later(lambda: self.store.update(self.copies(batch)))
+    await asyncio.sleep(0)
+    return stored(batch)
 
 
+@broken((SLOTS_OF_A_PUT, "next chunk"))
 class FlushesWhenClosing(GoodTier):
     """Gives what it has not flushed yet from its buffer, which is the slots."""
 
-    unflushed: list[Batch]
-
-    async def open(self, context: TierContext) -> None:
-        await super().open(context)
-        self.unflushed = []
-
     async def put(self, batch: Batch) -> Outcome:
         outcome = await super().put(batch)
-        self.unflushed.append(batch)
+        self.held.append(batch)
         return outcome
 
     async def aclose(self) -> None:
-        for batch in self.unflushed:
+        for batch in self.held:
             self.store.update(await in_thread(self.copies, batch))
 
 
-class WritesLater(GoodTier):
-    async def get(self, batch: Batch) -> Outcome:
-        outcome = await super().get(batch)
-        asyncio.get_running_loop().call_later(0.02, self.fill, batch)
-        return outcome
+@bug("get", ("the_slots_of_a_get_may_hold_something_else_when_it_has_ended", "after it had ended"))
+async def writes_later(self: GoodTier, batch: Batch) -> Outcome:
+    outcome = await GoodTier.get(self, batch)
+    later(lambda: self.fill(batch))
+    return outcome
 
 
-class ChangesSlots(GoodTier):
-    """Compresses in place."""
-
-    async def put(self, batch: Batch) -> Outcome:
-        outcome = await super().put(batch)
-        batch.views[-1][:4] = b"done"
-        return outcome
+@bug("put", ("a_put_leaves_its_slots_as_they_are", "changed the bytes of a slot"))
+async def compresses_in_place(self: GoodTier, batch: Batch) -> Outcome:
+    outcome = await GoodTier.put(self, batch)
+    batch.views[-1][:4] = b"done"
+    return outcome
 
 
-class WritesBesideTheSlot(GoodTier):
-    def fill_one(self, batch: Batch, index: int) -> Status:
-        batch.memory.view(batch.slots[index] + 1)[:1] = b"\0"
-        return super().fill_one(batch, index)
+@bug("fill_one", (PUT_AND_GOT, "not in its batch"))
+def writes_beside_the_slot(self: GoodTier, batch: Batch, index: int) -> Status:
+    batch.memory.view(batch.slots[index] + 1)[:1] = b"\0"
+    return GoodTier.fill_one(self, batch, index)
 
 
 # --- bytes -------------------------------------------------------------------------------------------
 
 
+@broken((CANCELLED_PUT, "wrong bytes"), (ONE_KEY, "wrong bytes"))
 class StoresTornValues(GoodTier):
     """Writes a value in pieces under its final name."""
 
@@ -190,34 +236,34 @@ class StoresTornValues(GoodTier):
             await asyncio.sleep(0)
             value[half:] = view[half:]
             self.store[self.name(key)] = bytes(value), trailer
-        return Outcome.all(Status.OK, len(batch))
+        return stored(batch)
 
     async def get(self, batch: Batch) -> Outcome:
         await asyncio.sleep(0)
         return Outcome(self.fill(batch))  # not in a thread, which may come when all is whole
 
 
-class LosesTrailers(GoodTier):
-    def fill_one(self, batch: Batch, index: int) -> Status:
-        status = super().fill_one(batch, index)
-        batch.trailers[index] = b""
-        return status
+@bug("fill_one", (PUT_AND_GOT, "not the trailer"), by_sequence=True)
+def loses_trailers(self: GoodTier, batch: Batch, index: int) -> Status:
+    status = GoodTier.fill_one(self, batch, index)
+    batch.trailers[index] = b""
+    return status
 
 
-class ShortensKeys(GoodTier):
-    def name(self, key: OffloadKey) -> bytes:
-        return key[:-4].rstrip(b"\0")
+@bug("name", ("keys_of_every_length_are_told_apart", "wrong bytes"))
+def shortens_keys(self: GoodTier, key: OffloadKey) -> bytes:
+    return key[:-4].rstrip(b"\0")
 
 
-class MixesUpABatch(GoodTier):
+@bug("fill", (PUT_AND_GOT, "wrong bytes"))
+def mixes_up_a_batch(self: GoodTier, batch: Batch) -> list[Status]:
     """Answers in the order of its index."""
-
-    def fill(self, batch: Batch) -> list[Status]:
-        for index, key in enumerate(sorted(batch.keys)):
-            batch.views[index][:], batch.trailers[index] = self.store[key]
-        return [Status.OK] * len(batch)
+    for index, key in enumerate(sorted(batch.keys)):
+        batch.views[index][:], batch.trailers[index] = self.store[key]
+    return [Status.OK] * len(batch)
 
 
+@broken(("bytes_of_every_pattern_come_back", "zeros has come back otherwise"))
 class TrimsZeros(GoodTier):
     def copies(self, batch: Batch) -> Store:
         return {
@@ -232,305 +278,234 @@ class TrimsZeros(GoodTier):
         return Status.OK
 
 
+@bug("copies", (PUT_AND_GOT, "ABSENT"), by_sequence=True)
+def loses_chunks(self: GoodTier, batch: Batch) -> Store:
+    return dict(list(GoodTier.copies(self, batch).items())[:3])
+
+
+@bug("put", (ONE_KEY, "wrong bytes"))
+async def uses_one_buffer_for_all(self: GoodTier, batch: Batch) -> Outcome:
+    for key, view, trailer in zip(batch.keys, batch.views, batch.trailers, strict=True):
+        self.held = [(bytes(view), trailer)]
+        await asyncio.sleep(0)
+        self.store[key] = self.held[0]
+    return stored(batch)
+
+
 # --- answers -----------------------------------------------------------------------------------------
 
 
-class CountsWrong(GoodTier):
-    async def get(self, batch: Batch) -> Outcome:
-        outcome = await super().get(batch)
-        return Outcome([status for status in outcome.statuses if status is Status.OK])
+@bug("get", (PARTLY, "of 6 chunks answered with 3 statuses"))
+async def counts_wrong(self: GoodTier, batch: Batch) -> Outcome:
+    outcome = await GoodTier.get(self, batch)
+    return Outcome([status for status in outcome.statuses if status is Status.OK])
 
 
-class SaysNoMore(GoodTier):
-    """Raises where a key is not there."""
-
-    def fill_one(self, batch: Batch, index: int) -> Status:
-        self.store[batch.keys[index]]
-        return super().fill_one(batch, index)
+@bug("fill_one", (NEVER_PUT, r"KeyError(.|\n)*get.. raised this. Its contract: Fill the slots"))
+def raises_where_a_key_is_absent(self: GoodTier, batch: Batch, index: int) -> Status:
+    self.store[batch.keys[index]]
+    return GoodTier.fill_one(self, batch, index)
 
 
-class SaysYes(GoodTier):
-    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        return [True] * len(keys)
+@bug("contains", (NEVER_PUT, "says yes to what was never put"), (KNOWN, "a get finds"), by_sequence=True)
+async def says_yes(self: GoodTier, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+    return [True] * len(keys)
 
 
-class SaysNo(GoodTier):
-    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        return [False] * len(keys)
+@bug("contains", (PARTLY, "contains.. answered"), by_sequence=True)
+async def says_no(self: GoodTier, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+    return [False] * len(keys)
 
 
+@broken((KNOWN, "known.. says PRESENT"), by_sequence=True)
 class KnowsWrong(GoodTier):
     """An index that learns of puts and not of discards."""
 
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
-        return [Knowledge.PRESENT if key in self.seen else Knowledge.ABSENT for key in keys]
-
-    async def open(self, context: TierContext) -> None:
-        await super().open(context)
-        self.seen: set[OffloadKey] = set()
+        return [Knowledge.PRESENT if key in self.held else Knowledge.ABSENT for key in keys]
 
     async def put(self, batch: Batch) -> Outcome:
         outcome = await super().put(batch)
-        self.seen.update(batch.keys)
+        self.held += batch.keys
         return outcome
 
 
-class SaysNothingOfReasons(GoodTier):
-    async def get(self, batch: Batch) -> Outcome:
-        outcome = await super().get(batch)
-        return Outcome(outcome.statuses, {"hit": len(batch)})
+@bug("get", (PUT_AND_GOT, "5 reasons for 0 chunks"))
+async def gives_reasons_for_hits(self: GoodTier, batch: Batch) -> Outcome:
+    return Outcome((await GoodTier.get(self, batch)).statuses, {"hit": len(batch)})
 
 
-class CountsNothing(GoodTier):
-    def usage(self) -> Usage:
-        return Usage(0, 2**30)
+@bug("usage", (USAGE, "usage.. says that 0 bytes are used"))
+def counts_nothing(self: GoodTier) -> Usage:
+    return Usage(0, 2**30)
 
 
-class IsOverFull(GoodTier):
-    def usage(self) -> Usage:
-        return Usage(2, 1)
-
-
-class LosesChunks(GoodTier):
-    def copies(self, batch: Batch) -> Store:
-        return dict(list(super().copies(batch).items())[:3])
+@bug("usage", (USAGE, "usage.. is beyond its bound"))
+def is_over_full(self: GoodTier) -> Usage:
+    return Usage(2, 1)
 
 
 # --- forgetting --------------------------------------------------------------------------------------
 
 
-class IgnoresDiscard(GoodTier):
-    async def discard(self, keys: Sequence[OffloadKey]) -> None:
-        pass
+@bug("discard", (DISCARDED, "were discarded: OK"), by_sequence=True)
+async def ignores_discard(self: GoodTier, keys: Sequence[OffloadKey]) -> None:
+    pass
 
 
-class RaisesAtUnknownKeys(GoodTier):
-    async def discard(self, keys: Sequence[OffloadKey]) -> None:
-        for key in keys:
-            del self.store[key]
+@bug("discard", (DISCARDED, r"KeyError(.|\n)*discard.. raised this"))
+async def raises_at_unknown_keys(self: GoodTier, keys: Sequence[OffloadKey]) -> None:
+    for key in keys:
+        del self.store[key]
 
 
-class IgnoresReset(GoodTier):
-    async def reset(self) -> None:
-        pass
+@bug("reset", ("a_reset_hides_everything", "after a reset: OK"), by_sequence=True)
+async def ignores_reset(self: GoodTier) -> None:
+    pass
 
 
-class ForgetsAReset(GoodTier):
+@bug("reset", (REOPENED, "opening again: OK"), by_sequence=True)
+async def forgets_a_reset(self: GoodTier) -> None:
     """Hides what was there until it is opened again."""
-
-    async def reset(self) -> None:
-        self.resets += 1
-        self.store = {}
+    self.resets += 1
+    self.store = {}
 
 
-class SharesWhatFollowsAReset(GoodTier):
-    async def reset(self) -> None:
-        self.resets += 1
-        self.store.clear()
+@bug("reset", (REOPENED, "given to one who opened later"), by_sequence=True)
+async def shares_what_follows_a_reset(self: GoodTier) -> None:
+    self.resets += 1
+    self.store.clear()
 
 
-class ResetsWhatIsStoredOnly(GoodTier):
-    async def put(self, batch: Batch) -> Outcome:
-        chunks = await in_thread(self.copies, batch)
-        self.store.update(chunks)
-        return Outcome.all(Status.OK, len(batch))
+@bug("put", (PUT_AT_RESET, "the tier that was reset gives"))
+async def resets_what_is_stored_only(self: GoodTier, batch: Batch) -> Outcome:
+    chunks = await in_thread(self.copies, batch)
+    self.store.update(chunks)
+    return stored(batch)
 
 
-class ReadsTheCacheLate(GoodTier):
+@bug("put", (PUT_AT_RESET, "the tier that was reset gives"))
+async def reads_the_cache_late(self: GoodTier, batch: Batch) -> Outcome:
     """Its thread looks up where the chunks belong when it comes to it, which may be after a reset."""
-
-    async def open(self, context: TierContext) -> None:
-        await super().open(context)
-        self.turn = anyio.CapacityLimiter(1)
-
-    async def put(self, batch: Batch) -> Outcome:
-        await in_thread(lambda: self.store.update(self.copies(batch)), limiter=self.turn)
-        return Outcome.all(Status.OK, len(batch))
+    if not self.held:
+        self.held.append(anyio.CapacityLimiter(1))
+    await in_thread(lambda: self.store.update(self.copies(batch)), limiter=self.held[0])
+    return stored(batch)
 
 
-class WritesIntoTheCacheOfBefore(GoodTier):
+@bug("put", (PUT_AT_RESET, "opened later gives"))
+async def writes_into_the_cache_of_before(self: GoodTier, batch: Batch) -> Outcome:
     """A put that crosses a reset goes where whoever opens later looks."""
-
-    async def put(self, batch: Batch) -> Outcome:
-        store = self.store
-        store.update(await in_thread(self.copies, batch))
-        return Outcome.all(Status.OK, len(batch))
+    store = self.store
+    store.update(await in_thread(self.copies, batch))
+    return stored(batch)
 
 
-class ResetsOthers(GoodTier):
-    async def reset(self) -> None:
-        self.resets += 1
-        for (place, _), store in self.stores.items():
-            if place == self.config.place:
-                store.clear()
+@bug("reset", ("a_reset_of_one_cache_leaves_another_as_it_is", "ABSENT"))
+async def resets_others(self: GoodTier) -> None:
+    self.resets += 1
+    for (place, _), store in self.stores.items():
+        if place == self.config.place:
+            store.clear()
 
 
-class IgnoresTheIdentity(GoodTier):
-    def partition(self, context: TierContext) -> object:
-        return context.identity.model
+@bug("partition", ("chunks_of_another_cache_are_not_given", "another identity: OK"))
+def ignores_the_identity(self: GoodTier, context: TierContext) -> object:
+    return context.identity.model
 
 
-class DropsWhenClosing(GoodTier):
-    async def aclose(self) -> None:
-        self.store.clear()
+@bug("aclose", ("chunks_are_there_after_closing_and_opening_again", "ABSENT"), by_sequence=True)
+async def drops_when_closing(self: GoodTier) -> None:
+    self.store.clear()
 
 
 # --- the loop ----------------------------------------------------------------------------------------
 
 
-class Swallows(GoodTier):
-    """Goes on after a cancellation as if nothing had been."""
-
-    async def put(self, batch: Batch) -> Outcome:
-        try:
-            return await super().put(batch)
-        except asyncio.CancelledError:
-            return Outcome.all(Status.FAILED, len(batch), "cancelled")
+@bug("put", (RAISED, "swallowed the cancellation"))
+async def swallows_a_cancellation(self: GoodTier, batch: Batch) -> Outcome:
+    try:
+        return await GoodTier.put(self, batch)
+    except asyncio.CancelledError:
+        return Outcome.all(Status.FAILED, len(batch), "cancelled")
 
 
-class TurnsItIntoAnError(GoodTier):
-    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        try:
-            return await super().contains(keys)
-        except asyncio.CancelledError:
-            raise ConnectionError("interrupted") from None
+@bug("contains", (RAISED, "ConnectionError.* in place of"))
+async def turns_a_cancellation_into_an_error(self: GoodTier, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+    try:
+        return await GoodTier.contains(self, keys)
+    except asyncio.CancelledError:
+        raise ConnectionError("interrupted") from None
 
 
-class Blocks(GoodTier):
-    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+@bug("contains", (NO_BLOCKING, "contains.. of 64 chunks blocks"))
+async def blocks(self: GoodTier, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+    blocking_call()
+    return await GoodTier.contains(self, keys)
+
+
+@bug("open", (NO_BLOCKING, "open.. of 64 chunks blocks"))
+async def blocks_while_opening(self: GoodTier, context: TierContext) -> None:
+    blocking_call()
+    await GoodTier.open(self, context)
+
+
+@bug("contains", (NO_BLOCKING, "contains.. of 64 chunks blocks the event loop"))
+async def blocks_for_many_keys(self: GoodTier, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+    if len(keys) > 16:
         blocking_call()
-        return await super().contains(keys)
+    return await GoodTier.contains(self, keys)
 
 
-class BlocksWhileOpening(GoodTier):
-    async def open(self, context: TierContext) -> None:
-        blocking_call()
-        await super().open(context)
+@bug(
+    "get",
+    (NEVER_PUT, r"get.. has not ended within 1 s.*blocks the event loop(.|\n)*HUNG.wait"),
+    (SEQUENCE, "get.. has not ended within 1 s"),
+    hangs=True,
+)
+async def never_returns(self: GoodTier, batch: Batch) -> Outcome:
+    HUNG.wait()
+    return await GoodTier.get(self, batch)
 
 
-class BlocksForManyKeys(GoodTier):
-    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        if len(keys) > 16:
-            blocking_call()
-        return await super().contains(keys)
+@bug("get", (NEVER_PUT, "get.. has not ended within 1 s"), hangs=True)
+async def never_ends(self: GoodTier, batch: Batch) -> Outcome:
+    forever: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+    return await forever
 
 
-class NeverReturns(GoodTier):
-    async def get(self, batch: Batch) -> Outcome:
-        HUNG.wait()
-        return await super().get(batch)
+@bug("discard", (DISCARDED, "discard.. has not .*swallows"), hangs=True)
+async def ignores_its_cancellation(self: GoodTier, keys: Sequence[OffloadKey]) -> None:
+    while not HUNG.is_set():
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.1)
 
 
-class NeverEnds(GoodTier):
-    async def get(self, batch: Batch) -> Outcome:
-        forever: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        return await forever
-
-
-class IgnoresItsCancellation(GoodTier):
-    async def discard(self, keys: Sequence[OffloadKey]) -> None:
-        while not HUNG.is_set():
-            with suppress(asyncio.CancelledError):
-                await asyncio.sleep(0.1)
-
-
-class LeavesAThreadThatHangs(GoodTier):
+@bug("put", (NEVER_PUT, "a task or thread that is left .* has not ended"), hangs=True)
+async def leaves_a_thread_that_hangs(self: GoodTier, batch: Batch) -> Outcome:
     """A thread that asyncio waits for when its loop is closed."""
-
-    async def put(self, batch: Batch) -> Outcome:
-        asyncio.get_running_loop().run_in_executor(None, HUNG.wait)
-        return await super().put(batch)
+    asyncio.get_running_loop().run_in_executor(None, HUNG.wait)
+    return await GoodTier.put(self, batch)
 
 
-class ExitsInAThread(GoodTier):
-    def fill(self, batch: Batch) -> list[Status]:
-        sys.exit("no license")
+@bug(
+    "fill",
+    (NEVER_PUT, "get.. raised SystemExit.*must not end the process"),
+    (SEQUENCE, "get.. raised SystemExit"),
+)
+def exits_in_a_thread(self: GoodTier, batch: Batch) -> list[Status]:
+    sys.exit("no license")
 
 
-class Exits(GoodTier):
-    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        sys.exit("no license")
+@bug("contains", (NEVER_PUT, "contains.. raised SystemExit"), (SEQUENCE, "contains.. raised SystemExit"))
+async def exits(self: GoodTier, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+    sys.exit("no license")
 
 
-class HoldsATransactionForEachGet(GoodTier):
-    async def open(self, context: TierContext) -> None:
-        await super().open(context)
-        self.transactions: list[object] = []
-
-    async def get(self, batch: Batch) -> Outcome:
-        self.transactions.append(object())
-        return await super().get(batch)
-
-
-class HoldsAFileForEachLookup(GoodTier):
-    async def open(self, context: TierContext) -> None:
-        await super().open(context)
-        self.files: list[int] = []
-
-    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        self.files.append(os.open(os.devnull, os.O_RDONLY))
-        return await super().contains(keys)
-
-    async def aclose(self) -> None:
-        for file in self.files:
-            os.close(file)
-
-
-class KeepsEnvironments(GoodTier):
-    """Opens what belongs to a place once, and never closes it."""
-
-    async def open(self, context: TierContext) -> None:
-        await super().open(context)
-        if self.config.place not in OPENED:
-            OPENED[self.config.place] = os.open(os.devnull, os.O_RDONLY)
-
-
-class LeavesAFileWhenItsOpeningIsCancelled(GoodTier):
-    async def open(self, context: TierContext) -> None:
-        self.file = OPENED[str(id(self))] = os.open(os.devnull, os.O_RDONLY)
-        await super().open(context)
-
-    async def aclose(self) -> None:
-        os.close(OPENED.pop(str(id(self))))
-
-
-class LeaksATask(GoodTier):
-    async def open(self, context: TierContext) -> None:
-        await super().open(context)
-        self.task = asyncio.ensure_future(asyncio.sleep(60))
-
-
-class LeaksAThread(GoodTier):
-    async def open(self, context: TierContext) -> None:
-        await super().open(context)
-        threading.Thread(target=HUNG.wait, args=(60,), daemon=True).start()
-
-
-class LeaksAFile(GoodTier):
-    async def open(self, context: TierContext) -> None:
-        await super().open(context)
-        OPENED[str(len(OPENED))] = os.open(os.devnull, os.O_RDONLY)
-
-
-class LeaksATaskWhenItsOpeningIsCancelled(GoodTier):
-    async def open(self, context: TierContext) -> None:
-        self.task = asyncio.ensure_future(asyncio.sleep(60))
-        await super().open(context)
-
-    async def aclose(self) -> None:
-        self.task.cancel()
-
-
-class LetsOthersRead(GoodTier):
-    """Keeps what it has in a file, too, with the mode that comes by default."""
-
-    async def put(self, batch: Batch) -> Outcome:
-        folder = Path(self.config.place)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (folder / "chunks").write_bytes(bytes(batch.views[0]))
-        return await super().put(batch)
-
-
+@broken(
+    ("a_cancelled_lookup_or_removal_leaves_a_usable_tier", "has not ended|TimeoutError"),
+    hangs=True,
+)
 class BreaksWhenCancelled(GoodTier):
     """Holds a lock by hand, and after a cancellation for ever."""
 
@@ -549,128 +524,79 @@ class BreaksWhenCancelled(GoodTier):
             return await super().put(batch)
 
 
-class HasNoRoomForTwo(GoodTier):
-    """Uses one buffer for all."""
-
-    buffer = b"", b""
-
-    async def put(self, batch: Batch) -> Outcome:
-        for key, view, trailer in zip(batch.keys, batch.views, batch.trailers, strict=True):
-            self.buffer = bytes(view), trailer
-            await asyncio.sleep(0)
-            self.store[key] = self.buffer
-        return Outcome.all(Status.OK, len(batch))
+# --- resources ---------------------------------------------------------------------------------------
 
 
-A_CANCELLED_OPEN = "a_cancelled_open_leaves_nothing_running_or_open"
-HANGING = (BreaksWhenCancelled, NeverReturns, NeverEnds, IgnoresItsCancellation, LeavesAThreadThatHangs)
-CAUGHT: list[tuple[type[GoodTier], str, str]] = [
-    (LeavesAPutBehindThatStores, "a_cancelled_put_leaves_whole_chunks_or_none", "wrong bytes"),
-    (LeavesAPutBehindThatStores, "calls_may_be_cancelled_at_any_moment", "wrong bytes"),
-    (
-        LeavesAGetBehind,
-        "a_cancelled_get_never_writes_into_the_slots_next_content",
-        "after it had ended",
-    ),
-    (LeavesAGetBehind, "calls_may_be_cancelled_at_any_moment", "after it had ended"),
-    (KeepsViews, "the_slots_of_a_put_may_hold_something_else_when_it_has_ended", "of the slot's next chunk"),
-    (FlushesWhenClosing, "the_slots_of_a_put_may_hold_something_else_when_it_has_ended", "next chunk"),
-    (WritesLater, "the_slots_of_a_get_may_hold_something_else_when_it_has_ended", "after it had ended"),
-    (ChangesSlots, "a_put_leaves_its_slots_as_they_are", "changed the bytes of a slot"),
-    (WritesBesideTheSlot, "what_is_put_is_got", "not in its batch"),
-    (StoresTornValues, "a_cancelled_put_leaves_whole_chunks_or_none", "wrong bytes"),
-    (StoresTornValues, "puts_gets_and_discards_of_one_key_at_once_never_show_other_bytes", "wrong bytes"),
-    (LosesTrailers, "what_is_put_is_got", "not the trailer"),
-    (ShortensKeys, "keys_of_every_length_are_told_apart", "wrong bytes"),
-    (MixesUpABatch, "what_is_put_is_got", "wrong bytes"),
-    (TrimsZeros, "bytes_of_every_pattern_come_back", "zeros has come back otherwise"),
-    (CountsWrong, "a_batch_that_is_partly_there", "of 6 chunks answered with 3 statuses"),
-    (
-        SaysNoMore,
-        "what_was_never_put_is_absent",
-        r"KeyError(.|\n)*get.. raised this. Its contract: Fill the slots",
-    ),
-    (SaysYes, "what_was_never_put_is_absent", "says yes to what was never put"),
-    (SaysYes, "contains_and_known_agree_with_what_a_get_finds", "a get finds"),
-    (SaysNo, "a_batch_that_is_partly_there", "contains.. answered"),
-    (KnowsWrong, "contains_and_known_agree_with_what_a_get_finds", "known.. says PRESENT"),
-    (SaysNothingOfReasons, "what_is_put_is_got", "5 reasons for 0 chunks"),
-    (LosesChunks, "what_is_put_is_got", "ABSENT"),
-    (IgnoresDiscard, "discarded_chunks_are_gone_and_others_stay", "were discarded: OK"),
-    (
-        RaisesAtUnknownKeys,
-        "discarded_chunks_are_gone_and_others_stay",
-        r"KeyError(.|\n)*discard.. raised this",
-    ),
-    (IgnoresReset, "a_reset_hides_everything", "after a reset: OK"),
-    (ForgetsAReset, "a_reset_holds_after_opening_again", "opening again: OK"),
-    (SharesWhatFollowsAReset, "a_reset_holds_after_opening_again", "given to one who opened later"),
-    (
-        ResetsWhatIsStoredOnly,
-        "a_put_in_flight_at_a_reset_does_not_appear_after_it",
-        "the tier that was reset gives",
-    ),
-    (ResetsOthers, "a_reset_of_one_cache_leaves_another_as_it_is", "ABSENT"),
-    (IgnoresTheIdentity, "chunks_of_another_cache_are_not_given", "another identity: OK"),
-    (DropsWhenClosing, "chunks_are_there_after_closing_and_opening_again", "ABSENT"),
-    (Swallows, "a_cancelled_call_raises_the_cancellation", "swallowed the cancellation"),
-    (TurnsItIntoAnError, "a_cancelled_call_raises_the_cancellation", "ConnectionError.* in place of"),
-    (Blocks, "no_call_blocks_the_event_loop", "contains.. of 64 chunks blocks"),
-    (BlocksWhileOpening, "no_call_blocks_the_event_loop", "open.. of 64 chunks blocks"),
-    (LeaksATask, "nothing_is_left_running_or_open_after_closing", "left: .*Task"),
-    (LeaksAThread, "nothing_is_left_running_or_open_after_closing", "left: .*Thread"),
-    (LeaksAFile, "nothing_is_left_running_or_open_after_closing", "2 more open files"),
-    (LetsOthersRead, "nobody_else_may_read_what_it_keeps_in_files", "others may read.*chunks 666"),
-    (LeaksATaskWhenItsOpeningIsCancelled, A_CANCELLED_OPEN, "open.. gives back .* left: .*Task"),
-    (LeavesAFileWhenItsOpeningIsCancelled, A_CANCELLED_OPEN, "open.. gives back .* left: .*more open files"),
-    (
-        KeepsEnvironments,
-        "nothing_is_left_running_or_open_after_closing",
-        "aclose.. gives everything back.*2 more open files",
-    ),
-    (HoldsATransactionForEachGet, "repeated_calls_add_up_to_nothing", "each get.. holds something"),
-    (HoldsAFileForEachLookup, "repeated_calls_add_up_to_nothing", "each contains.. holds .* 40 open files"),
-    (BlocksForManyKeys, "no_call_blocks_the_event_loop", "contains.. of 64 chunks blocks the event loop"),
-    (
-        NeverReturns,
-        "what_was_never_put_is_absent",
-        r"get.. has not ended within 1 s.*blocks the event loop(.|\n)*HUNG.wait",
-    ),
-    (NeverReturns, "any_sequence_of_calls_agrees_with_a_dict", "get.. has not ended within 1 s"),
-    (NeverEnds, "what_was_never_put_is_absent", "get.. has not ended within 1 s"),
-    (IgnoresItsCancellation, "discarded_chunks_are_gone_and_others_stay", "discard.. has not .*swallows"),
-    (
-        LeavesAThreadThatHangs,
-        "what_was_never_put_is_absent",
-        "a task or thread that is left .* has not ended",
-    ),
-    (ExitsInAThread, "what_was_never_put_is_absent", "get.. raised SystemExit.*must not end the process"),
-    (ExitsInAThread, "any_sequence_of_calls_agrees_with_a_dict", "get.. raised SystemExit"),
-    (Exits, "what_was_never_put_is_absent", "contains.. raised SystemExit"),
-    (Exits, "any_sequence_of_calls_agrees_with_a_dict", "contains.. raised SystemExit"),
-    (
-        ReadsTheCacheLate,
-        "a_put_in_flight_at_a_reset_does_not_appear_after_it",
-        "the tier that was reset gives",
-    ),
-    (WritesIntoTheCacheOfBefore, "a_put_in_flight_at_a_reset_does_not_appear_after_it", "opened later gives"),
-    (CountsNothing, "usage_counts_the_bytes_that_are_kept", "usage.. says that 0 bytes are used"),
-    (IsOverFull, "usage_counts_the_bytes_that_are_kept", "usage.. is beyond its bound"),
-    (BreaksWhenCancelled, "a_cancelled_lookup_or_removal_leaves_a_usable_tier", "has not ended|TimeoutError"),
-    (HasNoRoomForTwo, "puts_gets_and_discards_of_one_key_at_once_never_show_other_bytes", "wrong bytes"),
-]
-BY_SEQUENCE = [
-    LosesTrailers,
-    LosesChunks,
-    SaysYes,
-    SaysNo,
-    KnowsWrong,
-    IgnoresDiscard,
-    IgnoresReset,
-    ForgetsAReset,
-    SharesWhatFollowsAReset,
-    DropsWhenClosing,
-]
+@bug("get", (REPEATED, "each get.. holds something"))
+async def holds_a_transaction_for_each_get(self: GoodTier, batch: Batch) -> Outcome:
+    self.held.append(object())
+    return await GoodTier.get(self, batch)
+
+
+@broken((REPEATED, "each contains.. holds .* 40 open files"))
+class HoldsAFileForEachLookup(GoodTier):
+    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        self.held.append(os.open(os.devnull, os.O_RDONLY))
+        return await super().contains(keys)
+
+    async def aclose(self) -> None:
+        for file in self.held:
+            os.close(file)
+
+
+@bug("open", (CLOSING, "aclose.. gives everything back.*2 more open files"))
+async def keeps_environments(self: GoodTier, context: TierContext) -> None:
+    """Opens what belongs to a place once, and never closes it."""
+    await GoodTier.open(self, context)
+    if self.config.place not in OPENED:
+        OPENED[self.config.place] = os.open(os.devnull, os.O_RDONLY)
+
+
+@bug("open", (CLOSING, "left: .*Task"))
+async def leaks_a_task(self: GoodTier, context: TierContext) -> None:
+    await GoodTier.open(self, context)
+    self.held.append(asyncio.ensure_future(asyncio.sleep(60)))
+
+
+@bug("open", (CLOSING, "left: .*Thread"))
+async def leaks_a_thread(self: GoodTier, context: TierContext) -> None:
+    await GoodTier.open(self, context)
+    threading.Thread(target=HUNG.wait, args=(60,), daemon=True).start()
+
+
+@bug("open", (CLOSING, "2 more open files"))
+async def leaks_a_file(self: GoodTier, context: TierContext) -> None:
+    await GoodTier.open(self, context)
+    OPENED[str(len(OPENED))] = os.open(os.devnull, os.O_RDONLY)
+
+
+@broken((CANCELLED_OPEN, "open.. gives back .* left: .*more open files"))
+class LeavesAFileWhenItsOpeningIsCancelled(GoodTier):
+    async def open(self, context: TierContext) -> None:
+        OPENED[str(id(self))] = os.open(os.devnull, os.O_RDONLY)
+        await super().open(context)
+
+    async def aclose(self) -> None:
+        os.close(OPENED.pop(str(id(self))))
+
+
+@broken((CANCELLED_OPEN, "open.. gives back .* left: .*Task"))
+class LeaksATaskWhenItsOpeningIsCancelled(GoodTier):
+    async def open(self, context: TierContext) -> None:
+        self.task = asyncio.ensure_future(asyncio.sleep(60))
+        await super().open(context)
+
+    async def aclose(self) -> None:
+        self.task.cancel()
+
+
+@bug("put", ("nobody_else_may_read_what_it_keeps_in_files", "others may read.*chunks 666"))
+async def lets_others_read(self: GoodTier, batch: Batch) -> Outcome:
+    """Keeps what it has in a file, too, with the mode that comes by default."""
+    folder = Path(self.config.place)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (folder / "chunks").write_bytes(bytes(batch.views[0]))
+    return await GoodTier.put(self, batch)
 
 
 # What is drawn differs between versions of hypothesis: mostly one of the first ten sequences shows what is
@@ -683,7 +609,7 @@ def kit(bad: type[GoodTier]) -> TierConformance:
         tier = bad
         is_persistent = True
         is_shared = True
-        settle_s = 0.2 if bad is LeavesAGetBehind else 0.05
+        settle_s = 0.2 if bad is leaves_a_get_behind else 0.05
         patience_s = 1.0 if bad in HANGING else 30.0
 
         def around_test(self) -> AbstractContextManager[None]:
@@ -754,7 +680,7 @@ def test_blocking_calls_are_refused_where_blockbuster_is_installed(tmp_path):
     blockbuster = pytest.importorskip("blockbuster")
 
     class Kit(TierConformance):
-        tier = Blocks
+        tier = blocks
 
         def settings(self, place: Path) -> Mapping[str, object]:
             return {"type": "good", "place": str(place)}
@@ -802,16 +728,8 @@ class TestHangsInAThread(Kit):
 
 def test_a_run_of_the_kit_ends_whatever_a_tier_does(tmp_path):
     (tmp_path / "test_bad.py").write_text(A_RUN)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "test_a_large_batch",
-        str(tmp_path),
-    ]
+    options = ["-p", "no:cacheprovider", "-k", "test_a_large_batch"]
+    command = [sys.executable, "-m", "pytest", *options, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path)
     assert done.returncode == 1, done.stdout
     assert "3 failed" in done.stdout

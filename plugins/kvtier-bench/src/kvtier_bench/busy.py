@@ -1,65 +1,22 @@
-"""What computes in pure Python meanwhile, as an engine does: a thread of this process, or another process."""
+"""A process that computes in pure Python, as an engine beside tiers does."""
 
 from __future__ import annotations
 
 import ctypes
 import multiprocessing
-import threading
+import os
+import signal
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Awaitable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.sharedctypes import RawValue
 from typing import Any
 
 _FIRST_LOOPS_S = 60.0
 
 
-class _Busy(ABC):
-    @property
-    @abstractmethod
-    def loops(self) -> int:
-        """How far it has come."""
-
-    async def rate_during(self, work: Awaitable[object]) -> float:
-        """Return how many loops a second it does while something else is awaited."""
-        loops, started = self.loops, time.perf_counter()
-        await work
-        return (self.loops - loops) / (time.perf_counter() - started)
-
-
-class BusyThread(_Busy):
-    """A thread of this process that computes while it is entered, and never lets go of the interpreter.
-
-    Attributes:
-        cpu_s: processor seconds of this process that it has taken.
-    """
-
-    loops = 0
-    cpu_s = 0.0
-
-    def __init__(self) -> None:
-        self._stop = False
-        self._thread = threading.Thread(target=self._compute, name="engine", daemon=True)
-
-    def __enter__(self) -> BusyThread:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop = True
-        self._thread.join()
-
-    def _compute(self) -> None:
-        loops = 0
-        while not self._stop:
-            for _ in range(1000):
-                loops += 1
-            self.loops = loops
-            self.cpu_s = time.thread_time()
-
-
-class BusyProcess(_Busy):
-    """Another process that computes while it is entered; it shares nothing but the processors."""
+class BusyProcess:
+    """A process that computes while ``computing`` is entered, and is stopped otherwise."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -71,19 +28,33 @@ class BusyProcess(_Busy):
         """How far it has come."""
         return int(self._loops.value)
 
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Let it compute."""
+        self._send(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._send(signal.SIGSTOP)
+
     def __enter__(self) -> BusyProcess:
         self._process.start()
-        deadline = time.monotonic() + _FIRST_LOOPS_S
+        deadline_s = time.monotonic() + _FIRST_LOOPS_S
         while not self.loops:
-            if not self._process.is_alive() or time.monotonic() > deadline:
+            if not self._process.is_alive() or time.monotonic() > deadline_s:
                 self.__exit__()
-                raise RuntimeError("the process that was to compute does not")
+                raise RuntimeError("the process that computes beside the benchmark has not started")
             time.sleep(0.01)
+        self._send(signal.SIGSTOP)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.join()
+
+    def _send(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
 
 
 def _count(loops: Any) -> None:

@@ -85,14 +85,8 @@ class Driver(Protocol):
     def is_quiet(self) -> bool:
         """Whether no tier has anything under way."""
 
-    def hold(self, held: bool) -> None:
-        """Keep back the ends of transfers, or let them go. Only the tier in memory can."""
-
     def collect(self) -> None:
         """Take the statistics, as an engine does now and then."""
-
-    def close(self) -> None:
-        """Give everything back."""
 
 
 class MemoryTier:
@@ -107,25 +101,15 @@ class MemoryTier:
         self.events: deque[Event] = deque()
         self.activity = [TierActivity(1) for _ in range(tiers)]
         self._stored: set[OffloadKey] = set()
-        self._held: list[Event] | None = None
 
     def submit(self, commands: Sequence[Command]) -> None:
         """Answer commands."""
-        target: Any = self.events if self._held is None else self._held
         for command in commands:
             if isinstance(command, Put):
                 self._stored.update(command.keys)
-                target.append(PutEnded(command.id, (True,) * len(command.keys)))
+                self.events.append(PutEnded(command.id, (True,) * len(command.keys)))
             elif isinstance(command, Fetch):
-                target.append(Fetched(command.id, self._answers(command)))
-
-    def hold(self, held: bool) -> None:
-        """Keep answers back, or let them go."""
-        if held:
-            self._held = []
-        elif self._held is not None:
-            self.events.extend(self._held)
-            self._held = None
+                self.events.append(Fetched(command.id, self._answers(command)))
 
     def _answers(self, fetch: Fetch) -> list[Answer]:
         stored, slots = self._stored, len(fetch.slots)
@@ -143,13 +127,10 @@ class CoreDriver:
     hit: object = Lookup.HIT
     miss: object = Lookup.MISS
 
-    def __init__(
-        self, core: Tiering, executor: MemoryTier | ExecutorThread, close: Callable[[], None]
-    ) -> None:
+    def __init__(self, core: Tiering, executor: MemoryTier | ExecutorThread) -> None:
         self.lookup: Callable[[OffloadKey, Any], object] = core.lookup
         self._core = core
         self._executor = executor
-        self._close = close
         self._stores: dict[OffloadKey, Reservation] = {}
         self._loads: dict[Request, Pinned] = {}
 
@@ -188,15 +169,8 @@ class CoreDriver:
     def is_quiet(self) -> bool:
         return self._core.is_idle
 
-    def hold(self, held: bool) -> None:
-        assert isinstance(self._executor, MemoryTier)
-        self._executor.hold(held)
-
     def collect(self) -> None:
         self._core.take_counts()
-
-    def close(self) -> None:
-        self._close()
 
     def _dispatch(self) -> None:
         commands = self._core.take_commands()
@@ -209,8 +183,7 @@ class Case:
     """What is measured together.
 
     Attributes:
-        tier: ``none``; ``empty``: none, but beside the manager that vLLM uses with tiers; ``memory``: one
-            that keeps keys alone and answers at once; ``fs``: files.
+        tier: ``none``; ``memory``: one that keeps keys alone and answers at once; ``fs``: files.
         slots: slots of the primary tier.
         rounds: how often each call is measured; medians are given.
     """
@@ -221,28 +194,24 @@ class Case:
     rounds: int
 
 
-CASES = tuple(
-    Case(policy, tier, slots, rounds)
-    for tier, slots, rounds in (
-        ("none", 100_000, 7),
-        ("empty", 100_000, 7),
-        ("memory", 100_000, 7),
-        ("fs", 16_384, 3),
-    )
-    for policy in ("lru", "arc")
+CASES = (
+    Case("lru", "none", 50_000, 3),
+    Case("lru", "memory", 50_000, 3),
+    Case("arc", "memory", 50_000, 3),
+    Case("lru", "fs", 16_384, 2),
 )
 
 
-def run(cases: Sequence[Case] = CASES, *, compare: bool = True) -> list[Cost | Machine]:
-    """Measure. Takes some minutes where vLLM is installed.
+def run(cases: Sequence[Case] | None = None, *, compare: bool = True) -> list[Cost | Machine]:
+    """Measure.
 
     Args:
-        cases: what to measure; a case needs more than 9,000 slots.
+        cases: what to measure, by default ``CASES``; a case needs more than 9,000 slots.
         compare: whether to measure vLLM's managers too, where there is vLLM.
     """
     beside = _vllm_bench() if compare else None
     costs: list[Cost | Machine] = []
-    for case in cases:
+    for case in cases or CASES:
         costs += _measure_case(case, beside)
     return [*costs, Machine.here()]
 
@@ -259,12 +228,10 @@ def _measure_case(case: Case, beside: Any) -> list[Cost]:
     with ExitStack() as stack:
         drivers: list[Driver] = [_open_kvtier(case, beside, stack)]
         if beside is not None:
-            drivers.append(
-                beside.open_vllm(
-                    case.policy, case.tier, case.slots, CHUNK_BYTES, stack.enter_context(open_folder(None))
-                )
-            )
-            stack.callback(drivers[1].close)
+            folder = stack.enter_context(open_folder(None))
+            theirs = beside.open_vllm(case.policy, case.tier, case.slots, CHUNK_BYTES, folder)
+            stack.callback(theirs.close)
+            drivers.append(theirs)
         subjects = [_Subject(driver, case) for driver in drivers]
         for index in range(case.rounds):
             for subject in subjects[:: 1 if index % 2 else -1]:
@@ -310,11 +277,8 @@ class _Subject:
         self._lookups("lookup, primary hit, and the end of its step", recent, "hit")
         self._top_up()
         self._store(64, "full")
-        if self._case.tier in ("memory", "fs"):
+        if self._case.tier != "none":
             self._secondary_hits()
-        if self._case.tier == "memory":
-            for chunks in (0, 100, 1000):
-                self._end_of_step(chunks)
         self._large_store()
         self._driver.collect()
 
@@ -391,38 +355,15 @@ class _Subject:
         driver.finish(request)
         return spent_s
 
-    def _end_of_step(self, chunks: int) -> None:
-        driver = self._driver
-        driver.hold(True)
-        for _ in range(-(-chunks // BATCH)):
-            keys, request = _new_keys(min(BATCH, chunks)), driver.begin()
-            assert driver.reserve(keys, request)
-            driver.commit(keys, request)
-            driver.finish(request)
-        driver.end_step()
-        times = [_timed(driver.end_step) for _ in range(50)]
-        self._note(f"end of step, {chunks} chunks in flight", "us a step", median(times) * 1e6)
-        driver.hold(False)
-        if chunks:
-            self._note(f"end of step, {chunks} chunks ending", "us a step", _timed(driver.end_step) * 1e6)
-        self._quiesce()
-
     def _large_store(self) -> None:
-        """One request stores, and finds again, more than any is likely to."""
+        """One request stores more than any is likely to."""
         driver, keys, request = self._driver, _new_keys(LARGE), self._driver.begin()
-        calls: list[tuple[str, Callable[[], object]]] = [
-            ("reserve 8,192, full", lambda: driver.reserve(keys, request)),
-            ("commit 8,192", lambda: driver.commit(keys, request)),
-            ("end of step after it", driver.end_step),
-        ]
         gc.collect()
-        longest = 0.0
-        for call, do in calls:
-            elapsed = _timed(do)
-            longest = max(longest, elapsed)
-            if call.startswith("reserve"):
-                self._note(call, "ms", elapsed * 1e3)
-        self._note("longest single call at 8,192 chunks", "ms, longest", longest * 1e3)
+        reserve_s = _timed(lambda: driver.reserve(keys, request))
+        commit_s = _timed(lambda: driver.commit(keys, request))
+        longest_s = max(reserve_s, commit_s, _timed(driver.end_step))
+        self._note("reserve 8,192, full", "ms", reserve_s * 1e3)
+        self._note("longest single call at 8,192 chunks", "ms, longest", longest_s * 1e3)
         driver.finish(request)
         self._stored.extend(keys[first : first + BATCH] for first in range(0, LARGE, BATCH))
         self._quiesce()
@@ -466,7 +407,7 @@ def _open_kvtier(case: Case, beside: Any, stack: ExitStack) -> Driver:
             ready += len(event.slots) if isinstance(event, SlotsReady) else 0
         time.sleep(0.001)
     if beside is None:
-        return CoreDriver(core, executor, lambda: None)
+        return CoreDriver(core, executor)
     driver: Driver = beside.open_kvtier(core, executor)
     return driver
 

@@ -4,36 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 from vllm.v1.kv_offload.tiering.fs import io
 from vllm.v1.kv_offload.tiering.fs.thread_pool import DualQueueThreadPool
 
-from kvtier.tiers.base import SlotMemory
+from kvtier.keys import OffloadKey
+from kvtier.memory.heap import HeapMemory
+from kvtier_bench.movers import Amount, BatchMover
 
 THREADS: Final = 16
 """Of each kind: vLLM's default."""
 
 POLL_S: Final = 0.0005
-"""Between two questions for what has ended: vLLM asks at each step of its engine."""
+"""Between two queries for what has ended: vLLM polls at each step of its engine."""
 
 
-class VllmFiles:
-    """vLLM's batches of files in vLLM's threads.
+class VllmFiles(BatchMover[list[str]]):
+    """vLLM's batches of files in vLLM's threads. A batch is the paths of its files.
 
     Args:
+        root: directory of the files.
         memory: where the chunks are.
+        amount: how much a stretch moves.
 
     Raises:
         ImportError: vLLM is not installed, or without its compiled helper.
     """
 
-    def __init__(self, memory: SlotMemory) -> None:
+    def __init__(self, root: Path, memory: HeapMemory, amount: Amount) -> None:
         if not io._HAS_FSIO_C:
             raise ImportError("this vLLM has no compiled path for files")
-        self._chunk_bytes = memory.chunk_bytes
+        super().__init__(memory, amount)
+        self._root = root
         self._view = memoryview(memory.view(0).obj)
         self._tokens = itertools.count(1)
         self._pool = DualQueueThreadPool(THREADS, THREADS)
@@ -43,25 +50,30 @@ class VllmFiles:
         """End the threads."""
         self._pool.shutdown(wait=True)
 
-    async def store(self, paths: Sequence[str], slots: Sequence[int]) -> None:
-        """Write chunks to files. OSError where one could not be written."""
-        await self._do(io.batch_store_block, self._pool.enqueue_store, paths, slots)
+    def make(self, keys: Sequence[OffloadKey]) -> list[str]:
+        """See ``BatchMover.make``."""
+        names = [key.hex() for key in keys]
+        return [f"{self._root}/{name[:3]}/{name[3:5]}_g0/{name}.bin" for name in names]
 
-    async def load(self, paths: Sequence[str], slots: Sequence[int]) -> None:
-        """Read chunks from files. OSError where one could not be read."""
-        await self._do(io.batch_load_block, self._pool.enqueue_load, paths, slots)
+    async def put(self, batch: list[str], slots: range) -> None:
+        """See ``BatchMover.put``."""
+        await self._do(io.batch_store_block, self._pool.enqueue_store, batch, slots)
+
+    async def get(self, batch: list[str], slots: range) -> None:
+        """See ``BatchMover.get``."""
+        await self._do(io.batch_load_block, self._pool.enqueue_load, batch, slots)
+
+    async def remove(self, batches: Sequence[list[str]]) -> None:  # noqa: ARG002
+        """See ``BatchMover.remove``."""
+        await asyncio.to_thread(shutil.rmtree, self._root, ignore_errors=True)
 
     async def _do(
-        self,
-        work: Callable[..., None],
-        enqueue: Callable[..., None],
-        paths: Sequence[str],
-        slots: Sequence[int],
+        self, work: Callable[..., None], enqueue: Callable[..., None], paths: list[str], slots: range
     ) -> None:
-        token = next(self._tokens)
+        token, chunk_bytes = next(self._tokens), self._memory.chunk_bytes
         ended = self._waiting[token] = asyncio.get_running_loop().create_future()
-        offsets = [slot * self._chunk_bytes for slot in slots]
-        enqueue(token, 1, [partial(work, list(paths), self._view, offsets, self._chunk_bytes, True)])
+        offsets = [slot * chunk_bytes for slot in slots]
+        enqueue(token, 1, [partial(work, list(paths), self._view, offsets, chunk_bytes, True)])
         while not ended.done():
             await asyncio.sleep(POLL_S)
             for other, success, _ in self._pool.get_finished():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
-from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.kv_offload.tiering.example.manager import ExampleSecondaryTierManager
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
@@ -38,27 +38,23 @@ _NOTHING = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
 def open_kvtier(core: Tiering, executor: Any) -> ManagerDriver:
     """Drive kvtier's bridge over ``core``, whose commands ``executor`` runs."""
     manager = KVTierManager(core, executor)
-    return ManagerDriver(manager, lambda: core.is_idle, getattr(executor, "hold", _cannot_hold))
+    return ManagerDriver(manager, lambda: core.is_idle)
 
 
 def open_vllm(policy: str, tier: str, slots: int, chunk_bytes: int, folder: Path) -> ManagerDriver:
     """Make one of vLLM's managers, as its specs do.
 
     Args:
-        tier: ``none``; ``empty``, the manager for tiers without one; ``memory``, vLLM's example tier; or
-            ``fs``.
+        tier: ``none``; ``memory``, vLLM's example tier; or ``fs``.
         folder: where ``fs`` keeps its files.
     """
     if tier == "none":
-        return ManagerDriver(CPUOffloadingManager(slots, policy), lambda: True, _cannot_hold)
+        return ManagerDriver(CPUOffloadingManager(slots, policy), lambda: True)
     region = SharedOffloadRegion(f"kvtier-bench-{uuid.uuid4().hex}", slots, None, chunk_bytes, chunk_bytes)
     primary = CPUPrimaryTierOffloadingManager(slots, region, policy)
-    if tier == "empty":
-        return ManagerDriver(TieringOffloadingManager(primary), lambda: True, _cannot_hold)
     secondary = _secondary_tier(tier, primary.get_kv_memoryview(), chunk_bytes, folder)
     manager = TieringOffloadingManager(primary, [secondary])
-    hold = secondary.hold if isinstance(secondary, _HeldExampleTier) else _cannot_hold
-    return ManagerDriver(manager, lambda: not manager.has_pending_work(), hold)
+    return ManagerDriver(manager, lambda: not manager.has_pending_work())
 
 
 class ManagerDriver:
@@ -67,12 +63,9 @@ class ManagerDriver:
     hit: object = LookupResult.HIT
     miss: object = LookupResult.MISS
 
-    def __init__(
-        self, manager: OffloadingManager, is_quiet: Callable[[], bool], hold: Callable[[bool], None]
-    ) -> None:
+    def __init__(self, manager: OffloadingManager, is_quiet: Callable[[], bool]) -> None:
         self.lookup: Callable[[OffloadKey, Any], object] = manager.lookup
         self.is_quiet = is_quiet
-        self.hold = hold
         self._manager = manager
         self._names = itertools.count()
 
@@ -107,18 +100,6 @@ class ManagerDriver:
         self._manager.shutdown()
 
 
-class _HeldExampleTier(ExampleSecondaryTierManager):
-    """vLLM's example tier, which can keep back the ends of its jobs."""
-
-    _is_held = False
-
-    def hold(self, held: bool) -> None:
-        self._is_held = held
-
-    def get_finished_jobs(self) -> Iterable[JobResult]:
-        return () if self._is_held else super().get_finished_jobs()
-
-
 def _secondary_tier(tier: str, view: memoryview, chunk_bytes: int, folder: Path) -> SecondaryTierManager:
     spec = SimpleNamespace(
         config=_config(chunk_bytes),
@@ -126,7 +107,7 @@ def _secondary_tier(tier: str, view: memoryview, chunk_bytes: int, folder: Path)
         kv_events_config=SimpleNamespace(enable_kv_cache_events=False),
     )
     if tier == "memory":
-        return _HeldExampleTier(spec, view, "example")
+        return ExampleSecondaryTierManager(spec, view, "example")
     return SecondaryTierFactory.create_secondary_tier({"type": "fs", "root_dir": str(folder)}, view, spec)
 
 
@@ -152,7 +133,3 @@ def _config(chunk_bytes: int) -> OffloadingConfig:
             is_parallelism_agnostic=True,
         ),
     )
-
-
-def _cannot_hold(held: bool) -> None:
-    raise RuntimeError(f"hold({held}): this tier ends its transfers by itself")

@@ -1,8 +1,8 @@
 """kvtier in virtual time: the real core, executor and manager over simulated tiers and a simulated device.
 
     result = run(4711)                                    # one run of the world that the seed draws
-    result = run(4711, Given(tier=MyTier))                # with a tier of one's own in it
-    result = run(4711, Given(policy=MyPolicy))            # with an eviction policy of one's own
+    result = run(4711, Overrides(tier=MyTier))                # with a tier of one's own in it
+    result = run(4711, Overrides(policy=MyPolicy))            # with an eviction policy of one's own
 
 A run that shows something that must never happen raises ``Violation``, or the core's own error. The same
 seed gives the same run: ``python -m kvtier_testing.sim --seed 4711 --trace`` shows it.
@@ -10,36 +10,36 @@ seed gives the same run: ``python -m kvtier_testing.sim --seed 4711 --trace`` sh
 
 from __future__ import annotations
 
-from kvtier_testing.sim.backend import FAIR, Backend, Weather
-from kvtier_testing.sim.faulty import FaultyTier, faulty
-from kvtier_testing.sim.life import Given, Result, run
+from kvtier_testing.sim.backend import NO_FAULTS, Backend, FaultProfile
+from kvtier_testing.sim.faults import FaultyTier, inject_faults
 from kvtier_testing.sim.loop import SimLoop, Spinning, Stalled, simulate
-from kvtier_testing.sim.plan import End, Owner, Plan, TierPlan
+from kvtier_testing.sim.model import CHUNK_BYTES, SimMemory, Violation, World, content
+from kvtier_testing.sim.scenario import End, Owner, Scenario, TierScenario
+from kvtier_testing.sim.simulation import Overrides, Result, run
 from kvtier_testing.sim.tiers import SimTier, SimTierConfig
-from kvtier_testing.sim.truth import CHUNK_BYTES, SimMemory, Violation, World, content
 
 __all__ = [
     "CHUNK_BYTES",
-    "FAIR",
+    "NO_FAULTS",
     "Backend",
     "End",
+    "FaultProfile",
     "FaultyTier",
-    "Given",
+    "Overrides",
     "Owner",
-    "Plan",
     "Result",
+    "Scenario",
     "SimLoop",
     "SimMemory",
     "SimTier",
     "SimTierConfig",
     "Spinning",
     "Stalled",
-    "TierPlan",
+    "TierScenario",
     "Violation",
-    "Weather",
     "World",
     "content",
-    "faulty",
+    "inject_faults",
     "run",
     "simulate",
 ]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 
-from kvtier_testing.sim.life import run
+from kvtier_testing.sim.simulation import run
 
 _BLOCK = 25
 _MODULE = "kvtier_testing.sim"
@@ -76,7 +76,7 @@ def _blocks(first: int, count: int | None) -> Iterator[range]:
 
 
 def show_failures(failures: dict[int, str]) -> None:
-    """Say which seeds have failed, and how each of them is seen again and kept."""
+    """Print which seeds have failed, and how to repeat and keep each of them."""
     for seed, what in sorted(failures.items()):
         print(f"\nseed {seed}: {what}")
         print(f"  see it:  python -m {_MODULE} --seed {seed} --trace")

@@ -1,4 +1,4 @@
-"""What is behind a simulated tier: chunks that outlive processes, and the weather that they live in."""
+"""The backend of a simulated tier: chunks that outlive processes, and the faults that are injected now."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from random import Random
 
 from kvtier.keys import OffloadKey
 from kvtier.tiers.seal import seal
-from kvtier_testing.sim.truth import IDENTITY, NOBODYS, World, content
+from kvtier_testing.sim.model import GARBAGE, IDENTITY, World, content
 
 _ANOTHER = OffloadKey(b"another chunk\0\0\0\0")
 
 
 @dataclass(frozen=True, slots=True)
-class Weather:
+class FaultProfile:
     """The faults of a tier for a while. Shares are of calls, or of chunks where that is said.
 
     Attributes:
         latency_s: seconds that a call takes, about.
         error: share that fails before anything is done.
         lost: share that is done and whose answer is lost: it fails all the same.
-        hang: share that does not go on until the weather is fair.
+        hang: share that does not go on until the profile changes to one without hangs.
         late: share that takes a hundred times as long.
         cancelled: share that ends as if somebody had cancelled it, which nobody has.
         chunks: share of chunks that fail, though others of their batch do not.
@@ -48,7 +48,7 @@ class Weather:
     only: tuple[str, ...] | None = None
 
 
-FAIR = Weather()
+NO_FAULTS = FaultProfile()
 
 
 @dataclass(slots=True)
@@ -74,10 +74,10 @@ class Backend:
     Attributes:
         records: the chunks, the least recently used first.
         capacity: how many there may be.
-        weather: the faults of now.
+        faults: the faults of now.
         process: who has it open.
         resets: resets of all time: what was put before one is not given after it.
-        untold: chunks that may be believed to be there: they left without a word, or it was said wrongly.
+        unreported: chunks that may be announced though they are gone: nobody reported that they left.
     """
 
     def __init__(self, world: World, name: str, capacity: int) -> None:
@@ -86,23 +86,23 @@ class Backend:
         self.chance = world.chance(name)
         self.records: OrderedDict[OffloadKey, Record] = OrderedDict()
         self.capacity = capacity
-        self.weather = FAIR
+        self.faults = NO_FAULTS
         self.process = 0
         self.resets = 0
         self.was_reset = False
-        self.untold: set[OffloadKey] = set()
-        self.fair = asyncio.Event()
-        self.fair.set()
+        self.unreported: set[OffloadKey] = set()
+        self.resumed = asyncio.Event()
+        self.resumed.set()
 
-    def turn(self, weather: Weather) -> None:
-        """Have other weather. What hangs goes on when there is no more reason to hang."""
+    def set_faults(self, faults: FaultProfile) -> None:
+        """Inject other faults from now on. Calls that hang resume when the new profile has no hangs."""
         if self.world.traces:
-            self.world.note(f"{self.name}: {weather}")
-        self.weather = weather
-        if weather.hang:
-            self.fair.clear()
+            self.world.note(f"{self.name}: {faults}")
+        self.faults = faults
+        if faults.hang:
+            self.resumed.clear()
         else:
-            self.fair.set()
+            self.resumed.set()
 
     def connect(self) -> int:
         """A process opens it; what another one put after a reset is not for it."""
@@ -115,11 +115,11 @@ class Backend:
         """The process has died: what was not durable is gone, as far as chance will have it."""
         self.process += 1
         self._keep(lambda record: record.durable or self.chance.random() < 0.3)
-        if self.chance.random() < self.weather.damage:
+        if self.chance.random() < self.faults.damage:
             self.damage()
 
     def write(self, process: int, key: OffloadKey, payload: bytes, trailer: bytes, *, durable: bool) -> bool:
-        """Keep a chunk; say whether there was room."""
+        """Keep a chunk; return whether there was room."""
         if process != self.process:
             return False
         if key not in self.records and len(self.records) >= self.capacity:
@@ -128,8 +128,8 @@ class Backend:
         self.records.move_to_end(key)
         return True
 
-    def write_whole(self, key: OffloadKey) -> None:
-        """Have a chunk that was put there before this run, with the weights that processes start with."""
+    def preload(self, key: OffloadKey) -> None:
+        """Store a chunk as a run before this one has, with the weights that processes start with."""
         payload = content(key, 0)
         trailer = seal(key, memoryview(payload), IDENTITY.short_digest)
         self.write(self.process, key, payload, trailer, durable=True)
@@ -149,7 +149,7 @@ class Backend:
 
     def empty(self) -> None:
         """Lose everything, without a word."""
-        self.untold.update(self.records)
+        self.unreported.update(self.records)
         self.records.clear()
 
     def evict(self, count: int) -> list[OffloadKey]:
@@ -164,16 +164,16 @@ class Backend:
             self.records.clear()
 
     def damage(self, share: float = 0.5) -> None:
-        """Let bits rot: a share of the chunks is not any more what was put."""
+        """Corrupt a share of the stored chunks."""
         for key in list(self.records):
             if self.chance.random() < share:
                 record = self.records[key]
-                payload, trailer = spoil(self.chance, record.payload, record.trailer)
+                payload, trailer = corrupt(self.chance, record.payload, record.trailer)
                 self.records[key] = replace(record, payload=payload, trailer=trailer)
                 self.world.seen["bits rotted"] += 1
 
     def has(self, key: OffloadKey, weights: int) -> bool:
-        """Say whether a chunk is there and whole."""
+        """Return whether a chunk is there and whole."""
         record = self.records.get(key)
         return record is not None and record.payload == content(key, weights)
 
@@ -181,7 +181,7 @@ class Backend:
         self.records = OrderedDict((key, record) for key, record in self.records.items() if stays(record))
 
 
-def spoil(chance: Random, payload: bytes, trailer: bytes) -> tuple[bytes, bytes]:
+def corrupt(chance: Random, payload: bytes, trailer: bytes) -> tuple[bytes, bytes]:
     """Damage a chunk: a bit has turned over, it is torn, or it is another one."""
     kind = chance.randrange(5 if trailer else 3)
     if kind == 0:
@@ -191,8 +191,8 @@ def spoil(chance: Random, payload: bytes, trailer: bytes) -> tuple[bytes, bytes]
         ], trailer
     if kind == 1:
         where = chance.randrange(1, len(payload))
-        torn = payload[:where] + NOBODYS[where:]
-        return torn if torn != payload else NOBODYS, trailer
+        torn = payload[:where] + GARBAGE[where:]
+        return torn if torn != payload else GARBAGE, trailer
     other = content(_ANOTHER, 0)
     if kind == 2:
         return other, trailer
@@ -201,4 +201,4 @@ def spoil(chance: Random, payload: bytes, trailer: bytes) -> tuple[bytes, bytes]
     return other, seal(_ANOTHER, memoryview(other), IDENTITY.short_digest)
 
 
-__all__ = ["FAIR", "Backend", "Record", "Weather", "spoil"]
+__all__ = ["NO_FAULTS", "Backend", "FaultProfile", "Record", "corrupt"]

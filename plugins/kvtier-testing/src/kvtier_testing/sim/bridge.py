@@ -17,7 +17,7 @@ from kvtier.core.transfers import Pinned, Reservation
 from kvtier.driver import Driver
 from kvtier.executor import Executor, ExecutorThread, Post
 from kvtier.keys import OffloadKey
-from kvtier_testing.sim.truth import CheckedTiering, World
+from kvtier_testing.sim.model import CheckedTiering, World
 
 logger = logging.getLogger("kvtier.sim")
 
@@ -64,19 +64,19 @@ class Bridge:
         return bool(self.core.shared.running)
 
     def slots_ready(self, slots: range) -> None:
-        """Slots of the primary tier can be used."""
+        """Report slots of the primary tier as usable."""
         self._driver.on_event(SlotsReady(slots))
 
     def new_request(self, name: str, tiers: frozenset[int] | None) -> None:
-        """A request has come."""
+        """Begin a request."""
         self._requests[name] = Request(name, tiers)
 
     def finish(self, name: str) -> None:
-        """A request has ended, or was cancelled. Copies of it may be under way."""
+        """End a request. Copies of it may be under way."""
         self.core.close(self._requests.pop(name))
 
     def lookup(self, key: OffloadKey, name: str) -> Lookup:
-        """Say whether a chunk is there. What a thread posts can be there from any question on."""
+        """Return whether a chunk is there. What a thread posts can be there from any question on."""
         if self._events and self._chance.random() < 0.5:
             self._driver.take_in(self._events)
         request = self._requests[name]
@@ -90,7 +90,7 @@ class Bridge:
         return pinned.slots
 
     def complete_load(self, name: str, *, failed: bool) -> None:
-        """A load has ended."""
+        """End a load."""
         self._driver.end_load(self._loads.pop(name), self._requests.get(name), failed=failed)
 
     def prepare_store(self, keys: Sequence[OffloadKey]) -> Reservation | None:
@@ -103,7 +103,7 @@ class Bridge:
         return reservation
 
     def complete_store(self, reservation: Reservation, *, failed: bool) -> None:
-        """A store has ended."""
+        """End a store."""
         del self._stores[reservation]
         if failed:
             self.core.fail_store(reservation)
@@ -122,7 +122,7 @@ class Bridge:
         self.take_in()
 
     def reset(self) -> None:
-        """The engine has new weights, and forgets its copies under way."""
+        """Reset for new weights; copies under way are forgotten."""
         self._flushing[0].extend(self._stores)
         self._flushing[1].extend(self._loads.values())
         self._stores.clear()
@@ -139,7 +139,7 @@ class Bridge:
             self._driver.end_load(pinned)
 
     def take_in(self) -> None:
-        """Tell the core what has happened, and the executor what is to be done."""
+        """Pass events to the core, and its commands to the executor."""
         self._driver.take_in(self._events)
 
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from random import Random
 
-from kvtier_testing.sim.truth import CHUNK_BYTES, SimMemory, World
+from kvtier_testing.sim.model import CHUNK_BYTES, SimMemory, World
 
 _HALF = CHUNK_BYTES // 2
 

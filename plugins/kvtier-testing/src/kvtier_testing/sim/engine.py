@@ -12,8 +12,8 @@ from kvtier.core.transfers import Reservation
 from kvtier.keys import OffloadKey, group_index
 from kvtier_testing.sim.bridge import Bridge
 from kvtier_testing.sim.device import Copies
-from kvtier_testing.sim.plan import Plan
-from kvtier_testing.sim.truth import World, content, show
+from kvtier_testing.sim.model import World, content, show
+from kvtier_testing.sim.scenario import Scenario
 
 _ASK_EVERY_S = 0.002
 _RATHER = 4  # times as often come new weights while tiers are at work: more can go wrong then
@@ -58,10 +58,10 @@ class Job:
 class Engine:
     """Does what a scheduler does, one step after the other."""
 
-    def __init__(self, world: World, plan: Plan, bridge: Bridge, copies: Copies) -> None:
+    def __init__(self, world: World, scenario: Scenario, bridge: Bridge, copies: Copies) -> None:
         self.jobs: list[Job] = []
         self._world = world
-        self._plan = plan
+        self._scenario = scenario
         self._bridge = bridge
         self._copies = copies
         self._chance = world.chance(f"engine/{world.process}")
@@ -78,7 +78,7 @@ class Engine:
     async def step(self, *, arriving: bool) -> None:
         """Schedule once. Between its calls the executor may get on, as beside a thread."""
         chance = self._chance
-        if arriving and self._arrived < self._plan.requests and chance.random() < 0.4:
+        if arriving and self._arrived < self._scenario.requests and chance.random() < 0.4:
             self._arrive()
         self._end_copies()
         preempted = [job for job in self.jobs if job.state is JobState.RUNNING and chance.random() < 0.05]
@@ -98,11 +98,11 @@ class Engine:
         if not settles_first:
             self._settle(started, [job.name for job in preempted])
         self._abort_some()
-        if arriving and chance.random() < self._plan.resets * (_RATHER if self._bridge.is_busy else 1):
+        if arriving and chance.random() < self._scenario.resets * (_RATHER if self._bridge.is_busy else 1):
             self._reset()
 
     async def ask(self, job: Job, longest_s: float) -> int:
-        """Look a request up until it waits for nothing; say how many of its chunks are there."""
+        """Look a request up until it waits for nothing; return how many of its chunks are there."""
         self._bridge.new_request(job.name, job.tiers)
         until_s = self._world.now_s + longest_s
         while True:
@@ -120,17 +120,17 @@ class Engine:
         while not self.is_idle:
             self._end_copies()
             self._settle([], [])
-            await asyncio.sleep(self._plan.step_s)
+            await asyncio.sleep(self._scenario.step_s)
 
     # --- lookups ---------------------------------------------------------------------------------
 
     def _arrive(self) -> None:
         chance = self._chance
         self._arrived += 1
-        prompt = chance.choice(self._plan.prompts)
+        prompt = chance.choice(self._scenario.prompts)
         tiers = None
         if chance.random() < 0.2:
-            tiers = frozenset(index for index in range(len(self._plan.tiers)) if chance.random() < 0.5)
+            tiers = frozenset(index for index in range(len(self._scenario.tiers)) if chance.random() < 0.5)
         job = Job(f"{self._world.process}.{self._arrived}", prompt[: chance.randint(1, len(prompt))], tiers)
         self.jobs.append(job)
         self._bridge.new_request(job.name, job.tiers)
@@ -148,7 +148,7 @@ class Engine:
 
     def _scan(self, job: Job) -> tuple[list[OffloadKey], bool]:
         """Ask for each key as vLLM does; return the hits, and whether something is pending."""
-        windowed = self._plan.windowed and group_index(job.keys[0]) == 1
+        windowed = self._scenario.windowed and group_index(job.keys[0]) == 1
         hits: list[OffloadKey] = []
         waits = False
         for key in reversed(job.keys) if windowed else job.keys:
@@ -163,7 +163,7 @@ class Engine:
         if waits and job.expired:
             self._world.fail(
                 f"request {job.name} waits since {job.waits_since_s:.4f} s, beyond its deadline of "
-                f"{self._plan.limits.request_deadline_s} s"
+                f"{self._scenario.limits.request_deadline_s} s"
             )
         if job.computed and (hits or waits):
             self._world.fail(f"request {job.name} is told of {hits}, though a load of it has failed")
@@ -181,7 +181,7 @@ class Engine:
                 continue
             if job.waits_since_s is None:
                 job.waits_since_s = now_s
-            if now_s >= job.waits_since_s + self._plan.limits.request_deadline_s:
+            if now_s >= job.waits_since_s + self._scenario.limits.request_deadline_s:
                 job.expired = True
 
     # --- copies ----------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class Engine:
             self._finish(job)
 
     def _store(self, keys: Sequence[OffloadKey]) -> bool:
-        """Begin to store; say whether there was room, or nothing to do."""
+        """Begin to store; return whether there was room, or nothing to do."""
         reservation = self._bridge.prepare_store(keys)
         if reservation is None:
             return False
@@ -224,7 +224,7 @@ class Engine:
         return True
 
     def _end_copies(self) -> None:
-        """Tell of the copies that have ended, in any order; of those that resets cut off at once."""
+        """Report the copies that have ended, in any order; those that resets cut off all at once."""
         ended, self._ended = self._ended, []
         self._chance.shuffle(ended)
         for epoch, copied, failed in ended:
@@ -269,7 +269,7 @@ class Engine:
 
     async def _breathe(self) -> None:
         if self._chance.random() < 0.1:
-            await asyncio.sleep(self._chance.choice((0.0, 0.0, self._plan.step_s / 10)))
+            await asyncio.sleep(self._chance.choice((0.0, 0.0, self._scenario.step_s / 10)))
 
 
 __all__ = ["Engine", "Job", "JobState"]

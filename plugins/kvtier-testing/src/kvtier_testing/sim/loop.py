@@ -81,7 +81,7 @@ class SimLoop(asyncio.BaseEventLoop):
         return self._now_s
 
     def is_running(self) -> bool:
-        """Say whether callbacks are being run."""
+        """Return whether callbacks are being run."""
         return self._is_running
 
     def stop(self) -> None:
@@ -286,7 +286,7 @@ def _no_sleep(seconds: float) -> None:
 
 @contextmanager
 def _one_thread(loop: SimLoop) -> Iterator[None]:
-    """Let everybody see the virtual time, and let nobody start a worker thread."""
+    """Replace the clocks by the virtual time, and worker threads by callbacks."""
     with (
         mock.patch.multiple(
             time,

@@ -17,10 +17,10 @@ from kvtier.keys import OffloadKey
 from kvtier.manager import TieringManager
 from kvtier.memory.region import Region
 from kvtier_testing.sim.device import Copies
-from kvtier_testing.sim.faulty import FaultyTier
-from kvtier_testing.sim.plan import Plan
+from kvtier_testing.sim.faults import FaultyTier
+from kvtier_testing.sim.model import CHUNK_BYTES, IDENTITY, CheckedTiering, SimMemory, World, content, show
 from kvtier_testing.sim.processes import are_idle
-from kvtier_testing.sim.truth import CHUNK_BYTES, IDENTITY, CheckedTiering, SimMemory, World, content, show
+from kvtier_testing.sim.scenario import Scenario
 
 _MOMENT_S = 1e-6
 
@@ -29,7 +29,7 @@ class SimRegion(SimMemory):
     """The simulated slots as a region that is backed with memory bit by bit."""
 
     def populate(self, on_ready: Callable[[range], object], on_end: Callable[[], object]) -> None:
-        """Say that the slots are there, the first of them soon."""
+        """Report the slots as ready, the first of them soon."""
         first = max(1, self.slots // 2)
         self._world.loop.call_later(0.0, on_ready, range(first))
         if first < self.slots:
@@ -119,14 +119,14 @@ class Clients:
     def __init__(
         self,
         world: World,
-        plan: Plan,
+        scenario: Scenario,
         core: CheckedTiering,
         region: SimRegion,
         copies: Copies,
         tiers: Sequence[NamedTier],
     ) -> None:
         self._world = world
-        self._plan = plan
+        self._scenario = scenario
         self._chance = world.chance(f"clients/{world.process}")
         self._engine = SimTransferEngine(copies)
         self._last_block = 0
@@ -143,7 +143,7 @@ class Clients:
         )
 
     async def work(self, until_s: float) -> None:
-        """Have some clients at work until then, and cancel those that are not through."""
+        """Run some clients until then, and cancel those that have not ended."""
         clients = [self._spawn(self._client(until_s)) for _ in range(self._chance.randint(1, 4))]
         try:
             for client in clients:
@@ -160,23 +160,23 @@ class Clients:
         return task
 
     async def _client(self, until_s: float) -> None:
-        for _ in range(self._plan.requests):
+        for _ in range(self._scenario.requests):
             if self._world.now_s >= until_s:
                 return
             await self._do_something(until_s)
-            await asyncio.sleep(self._chance.random() * self._plan.step_s * 4)
+            await asyncio.sleep(self._chance.random() * self._scenario.step_s * 4)
 
     async def _do_something(self, until_s: float) -> None:
         chance = self._chance
-        prompt = chance.choice(self._plan.prompts)
+        prompt = chance.choice(self._scenario.prompts)
         keys = prompt[: chance.randint(1, len(prompt))]
-        if chance.random() < self._plan.resets:
+        if chance.random() < self._scenario.resets:
             await self._cancelled_at(self.reset(), until_s)
             return
         calls = self.lookup, self.load, self.hold, self.store, self.load_or_store, self.load_or_store
         call = chance.choice(calls)(keys)
         is_cancelled = chance.random() < 0.15
-        when_s = self._world.now_s + chance.random() * self._plan.step_s if is_cancelled else None
+        when_s = self._world.now_s + chance.random() * self._scenario.step_s if is_cancelled else None
         await self._cancelled_at(call, when_s)
 
     async def _cancelled_at(self, work: Coroutine[Any, Any, object], when_s: float | None) -> None:
@@ -194,7 +194,7 @@ class Clients:
         began_s = self._world.now_s
         with suppress(asyncio.CancelledError):
             await task
-        self._require_within(began_s, self._plan.copy_s, "a call that was cancelled")
+        self._require_within(began_s, self._scenario.copy_s, "a call that was cancelled")
 
     # --- what they do ----------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ class Clients:
         """Ask; the answer is there by the deadline."""
         began_s = self._world.now_s
         found = await self.manager.lookup(keys)
-        self._require_within(began_s, self._plan.limits.request_deadline_s, "a lookup")
+        self._require_within(began_s, self._scenario.limits.request_deadline_s, "a lookup")
         return found
 
     async def load(self, keys: Sequence[OffloadKey]) -> int:
@@ -218,19 +218,19 @@ class Clients:
             count = await self.manager.load(keys, blocks)
         except TransferError:
             return 0
-        longest_s = self._plan.limits.request_deadline_s + self._plan.copy_s
+        longest_s = self._scenario.limits.request_deadline_s + self._scenario.copy_s
         self._require_within(began_s, longest_s, "a load")
         self._require_content(keys[:count], [self._engine.blocks[block] for block in blocks[:count]], oldest)
         self._world.seen["chunks loaded"] += count
         return count
 
     async def hold(self, keys: Sequence[OffloadKey]) -> None:
-        """Have chunks in the primary tier for a while; they stay what they are."""
+        """Acquire chunks for a while, and check that their bytes stay."""
         oldest = self._world.weights
         async with self.manager.acquire(keys) as acquired:
             before = [bytes(view) for view in acquired.views]
             self._require_content(acquired.keys, before, oldest)
-            await asyncio.sleep(self._chance.random() * self._plan.step_s * 2)
+            await asyncio.sleep(self._chance.random() * self._scenario.step_s * 2)
             after = [bytes(view) for view in acquired.views]
             self._world.require(before == after, f"{keys} changed while they were held")
 
@@ -244,7 +244,7 @@ class Clients:
             count = await self.manager.store(keys, blocks)
         except TransferError:
             return 0
-        self._require_within(began_s, self._plan.copy_s, "a store")
+        self._require_within(began_s, self._scenario.copy_s, "a store")
         self._world.seen["chunks stored"] += count
         return count
 
@@ -264,7 +264,7 @@ class Clients:
             self._world.fail(f"{what} has taken {took_s:.4f} s, {longest_s:.4f} s at most are allowed")
 
     def _require_content(self, keys: Sequence[OffloadKey], got: Sequence[bytes], oldest: int) -> None:
-        """All must be of one epoch, and of none before the call began."""
+        """Fail unless all bytes are of one epoch, and of none before the call began."""
         for weights in range(oldest, self._world.weights + 1):
             if all(one == content(key, weights) for key, one in zip(keys, got, strict=True)):
                 return
@@ -286,7 +286,7 @@ class TasksProcess:
         self._closing = asyncio.Event()
         self._host: asyncio.Task[None] | None = None
 
-    async def live(self, until_s: float) -> None:
+    async def run(self, until_s: float) -> None:
         self._host = asyncio.ensure_future(self._be_open())
         opened = asyncio.ensure_future(self._open.wait())
         await asyncio.wait([self._host, opened], return_when=asyncio.FIRST_COMPLETED)
@@ -301,7 +301,7 @@ class TasksProcess:
             self._open.set()
             await self._closing.wait()
 
-    async def rest(self) -> None:
+    async def drain(self) -> None:
         await self._clients.manager.drain()
         while not (self.core.is_idle and are_idle(self.tiers)):  # noqa: ASYNC110
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""A simulated tier: a transport without faults over a backend. ``faulty`` puts them around it."""
+"""A simulated tier: a transport without faults over a backend. ``inject_faults`` puts them around it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvtier.tiers.base import (
     ignore_removed,
 )
 from kvtier_testing.sim.backend import Backend
-from kvtier_testing.sim.truth import CHUNK_BYTES, show
+from kvtier_testing.sim.model import CHUNK_BYTES, show
 
 
 class SimTierConfig(TierConfig):
@@ -29,7 +29,7 @@ class SimTierConfig(TierConfig):
         complete_index: whether it knows at once what it has.
         durable: share of puts that are there after a crash.
         evicts: whether it makes room by itself, or refuses.
-        tells: whether it says what has left it.
+        reports_evictions: whether it says what has left it.
         drains: whether a call that was cancelled goes on to its end first, as threads make it.
     """
 
@@ -37,7 +37,7 @@ class SimTierConfig(TierConfig):
     complete_index: bool = True
     durable: float = 1.0
     evicts: bool = True
-    tells: bool = True
+    reports_evictions: bool = True
     drains: bool = False
 
 
@@ -59,19 +59,19 @@ class SimTier(SecondaryTier[SimTierConfig]):
         self._process = self.backend.connect()
 
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
-        """Say what is there, where there is an index."""
+        """Return what is there, where there is an index."""
         if not self.config.complete_index:
             return super().known(keys)
         there = self.backend.records if self._process == self.backend.process else {}
         return [Knowledge.PRESENT if key in there else Knowledge.ABSENT for key in keys]
 
     def usage(self) -> Usage:
-        """Say how full the backend is."""
+        """Return how full the backend is."""
         backend = self.backend
         return Usage(len(backend.records) * CHUNK_BYTES, backend.capacity * CHUNK_BYTES)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        """Say what is there."""
+        """Return what is there."""
         await self._pause()
         return [self.backend.read(self._process, key) is not None for key in keys]
 
@@ -111,29 +111,29 @@ class SimTier(SecondaryTier[SimTierConfig]):
         self.backend.reset(self._process)
 
     def lose(self, count: int) -> None:
-        """Chunks leave without having been told to, as by somebody else's doing."""
+        """Evict chunks that nobody asked to evict, as another client of the backend might."""
         self._tell(self.backend.evict(count))
 
     async def _pause(self) -> None:
         chance = self.backend.chance
         if chance.random() < 0.5:
-            await anyio.sleep(chance.random() * self.backend.weather.latency_s)
+            await anyio.sleep(chance.random() * self.backend.faults.latency_s)
 
     def _write(self, key: OffloadKey, payload: bytes, trailer: bytes) -> Status:
         backend = self.backend
-        if backend.weather.full:
+        if backend.faults.full:
             return Status.REFUSED
         durable = backend.chance.random() < self.config.durable
         kept = backend.write(self._process, key, payload, trailer, durable=durable)
         if not kept and self.config.evicts:
             self._tell(backend.evict(1))
             kept = backend.write(self._process, key, payload, trailer, durable=durable)
-        if kept and backend.chance.random() < backend.weather.again:
+        if kept and backend.chance.random() < backend.faults.again:
             self._write_again(key, payload, trailer)
         return Status.OK if kept else Status.REFUSED
 
     def _write_again(self, key: OffloadKey, payload: bytes, trailer: bytes) -> None:
-        """A request that was repeated on its way arrives twice; not beyond a reset."""
+        """Put a chunk a second time, later, as a request that was repeated on its way. Not beyond a reset."""
         backend, resets = self.backend, self._resets
 
         def arrive() -> None:
@@ -156,11 +156,13 @@ class SimTier(SecondaryTier[SimTierConfig]):
     def _tell(self, gone: Sequence[OffloadKey]) -> None:
         if self.backend.world.traces:
             names = [show(key) for key in gone]
-            self.backend.world.note(f"{self.backend.name}: has lost {names}, tells: {self.config.tells}")
-        if self.config.tells:
+            self.backend.world.note(
+                f"{self.backend.name}: has lost {names}, reports_evictions: {self.config.reports_evictions}"
+            )
+        if self.config.reports_evictions:
             self._removed(gone)
         else:
-            self.backend.untold.update(gone)
+            self.backend.unreported.update(gone)
 
 
 class VerifyingSimTier(SimTier):

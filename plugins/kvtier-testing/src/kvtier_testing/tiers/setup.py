@@ -120,7 +120,7 @@ class TierSetup(LimitedSuite):
 
     @contextmanager
     def _refused_blocking_calls(self) -> Iterator[None]:
-        """Have blocking calls of the tier's package on the event loop raise, if blockbuster is installed."""
+        """Make blocking calls of the tier's package on the event loop raise, if blockbuster is installed."""
         try:
             from blockbuster import blockbuster_ctx
         except ImportError:

@@ -1,4 +1,4 @@
-"""What the soak does inside of an engine's process: requests with aborts, looks, and planted leaks.
+"""What the soak does inside of an engine's process: requests with aborts, samples, and planted leaks.
 
 Called by ``tests.integration.servant``, on the engine's thread. With ``VLLM_ENABLE_V1_MULTIPROCESSING=0``
 that thread is also the core's owner, so what is seen of the core is all of one moment.
@@ -73,27 +73,27 @@ def batch(
     return {"answers": [said[request] for request in names], "ended": [request in ended for request in names]}
 
 
-def look(llm: Any) -> dict[str, float]:
-    """Return what is alive in this process: objects of kvtier, blocks of Python's memory, tasks.
+def sample(llm: Any) -> dict[str, float]:
+    """Return what is alive in this process: objects of kvtier, blocks of Python's memory, tasks, transfers.
 
-    With kvtier in it also what the core has under way; its invariants are checked. What was freed is given
-    back to the kernel first, so that memory that is seen afterwards is in use, or lies between such as is.
+    The core's invariants are checked. What was freed is given back to the kernel first, so that memory that
+    is seen afterwards is in use, or lies between such as is.
 
     Raises:
         AssertionError: an invariant does not hold.
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    figures: dict[str, float] = {"python blocks": sys.getallocatedblocks(), "tasks": tasks()}
-    core = _core(llm)
-    if core is None:
-        return figures
+    core, kinds = _core(llm), objects()
     invariants.check(core)
-    kinds = objects()
-    figures["objects"] = sum(kinds.values())
-    figures["requests"] = kinds[Request.__name__]
-    figures["handles"] = len(core.reservations) + len(core.pinned) + len(list(core.promotions.holders))
-    return figures | transfers(llm)
+    return {
+        "engine: python blocks": sys.getallocatedblocks(),
+        "engine: objects of kvtier": sum(kinds.values()),
+        "engine: tasks": tasks(),
+        "core: requests": kinds[Request.__name__],
+        "core: transfers": transfers(llm)["transfers"],
+        "core: handles": len(core.reservations) + len(core.pinned) + len(list(core.promotions.holders)),
+    }
 
 
 def transfers(llm: Any) -> dict[str, float]:
@@ -102,8 +102,8 @@ def transfers(llm: Any) -> dict[str, float]:
 
 
 def _core(llm: Any) -> Any:
-    connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
-    return None if connector is None else connector.connector_scheduler.manager._core
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    return scheduler.connector.connector_scheduler.manager._core
 
 
 def objects() -> Counter[str]:

@@ -1,4 +1,4 @@
-"""The core held against what only costs: a question whose answer is known, a wait for nothing."""
+"""The core, checked for work in vain: a query whose answer is known, a wait for nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtier.keys import OffloadKey, group_index
 Told = dict[OffloadKey, set[int]]
 
 
-class FrugalTiering(Tiering):
+class EfficiencyCheckedTiering(Tiering):
     """The real core, which fails where it makes a tier work, or a request wait, in vain.
 
     No byte is wrong then and no deadline is missed, so nothing else would notice.
@@ -73,12 +73,12 @@ class FrugalTiering(Tiering):
         super().fail_load(pinned, request)
 
     def served(self, request: Request) -> None:
-        """Learn that a request waits for nothing. What it did not wait for to the end it does not know."""
+        """End a request's wait. What it did not wait for to the end it does not know."""
         self._remember_what_is_nowhere(request)
         super().served(request)
 
     def restart(self, request: Request) -> None:
-        """Learn that a request was preempted. What was learned for it is old."""
+        """Restart a preempted request. What was learned for it is out of date."""
         self._forget(request)
         super().restart(request)
 
@@ -102,7 +102,7 @@ class FrugalTiering(Tiering):
             self._told.pop(request, None)
 
     def _found(self, keys: Iterable[OffloadKey]) -> None:
-        """Chunks get into the primary tier. Once they have left it tiers may be asked again."""
+        """Note chunks that get into the primary tier. When they leave it, tiers may be asked again."""
         for key in keys:
             for told in self._told.values():
                 told.pop(key, None)
@@ -137,7 +137,7 @@ class FrugalTiering(Tiering):
         return any(group_index(one) == group and one in request.absent for one in before)
 
     def _require_a_reason_to_wait(self, asked: Sequence[Request], was_there: Set[OffloadKey]) -> None:
-        """Whoever is first in line, and was asked just now, waits for a fetch, or is told more next time.
+        """Check that the first in line, if it was asked just now, waits for a fetch or will be told more.
 
         So too where what was there, but not seen by a scan that was repeated, has left at its end.
         """
@@ -154,4 +154,4 @@ def _answered(transfer: Transfer, event: Fetched, wanted: Answer) -> list[Offloa
     return [key for key, answer in zip(transfer.keys, event.answers, strict=True) if answer is wanted]
 
 
-__all__ = ["FrugalTiering"]
+__all__ = ["EfficiencyCheckedTiering"]

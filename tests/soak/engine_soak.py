@@ -1,10 +1,9 @@
-"""The life of a real engine whose tiers are all too small, and whose tiers' processes die.
+"""A real engine whose tiers are all too small, and whose tiers' processes die.
 
 Rounds of a few seconds: batches of prompts that share beginnings, are new, or were asked before; some
 requests are aborted; caches are reset; the Redis server and the tiers' process are killed or stopped in
 the midst of it, and come back. A second engine without kvtier computes every prompt anew, and all tokens
-are compared. After each round all that was hindered goes on, what is under way ends, and all figures are
-looked at.
+are compared. After each round the faults end, transfers end, and all figures are sampled.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from typing import Any
 
 from tests.integration.conftest import ENVIRONMENT, LLAMA
 from tests.integration.harness import BLOCK_TOKENS, Engine, Forge, Metrics, Tokens, prompt
-from tests.soak.flatness import FEWEST_LOOKS, Bound, Look
-from tests.soak.inside import OF_REQUESTS
+from tests.soak.in_engine import OF_REQUESTS
+from tests.soak.process_stats import ProcessStats, SharedMemory, on_disk, zombies_of
 from tests.soak.server import RedisServer
-from tests.soak.vitals import SharedMemory, Vitals, on_disk, zombies_of
+from tests.soak.trend import FEWEST_SAMPLES, Bound, Sample
 
 MIB = 1 << 20
 CHUNK_BYTES = 128 * 1024
@@ -37,13 +36,13 @@ MOST_PATHS = 600
 TIERS = ("redis", "files")
 DEADLINE_S = 1.0
 ROUND_S = 3.0
-AT_REST_S = 90.0
+DRAIN_S = 90.0
 OUTPUT_TOKENS = 4
 STEMS = 6
 STEM_TOKENS = 400
 KEPT_PROMPTS = 40
 LONGEST_TAIL = 240
-INSIDE = "tests.soak.inside"
+IN_ENGINE = "tests.soak.in_engine"
 _ASKED = "vllm:kv_offload_tiering_chunk_queries"
 
 ENGINE: Mapping[str, Any] = {
@@ -78,7 +77,7 @@ BOUNDS: Mapping[str, Bound] = {
     "disk, files: MiB": Bound(FILES_BYTES / MIB, "requests", most=FILES_BYTES / MIB),
     "disk: files and folders": Bound(MOST_PATHS, "requests", most=MOST_PATHS),
 }
-"""How much may grow; see ``flatness``.
+"""How much may grow; see ``trend``.
 
 - A descriptor, thread or task leaked by every kill grows its figure by the kills between the middles of
   the thirds; 2, or 4, and a quarter of them are let pass. The constants are what pools do: connections to
@@ -99,7 +98,7 @@ class SoakError(Exception):
 
 
 @dataclass(frozen=True)
-class Stand:
+class Setup:
     """What engines are started from, and one without kvtier and without a prefix cache to compare with."""
 
     forge: Forge
@@ -108,26 +107,26 @@ class Stand:
 
     @staticmethod
     @contextmanager
-    def opened(folder: Path) -> Iterator[Stand]:
+    def opened(folder: Path) -> Iterator[Setup]:
         """Import the engine, make a model, start the engine to compare with; all in ``folder``."""
         with Forge(folder, {**ENVIRONMENT, **FEW_SHAPES}) as forge:
             model = forge.make_model(folder / "model", "LlamaConfig", "LlamaForCausalLM", LLAMA)
             with forge.start(model, enable_prefix_caching=False, **ENGINE) as reference:
-                yield Stand(forge, model, reference)
+                yield Setup(forge, model, reference)
 
 
 @contextmanager
 def opened(
-    stand: Stand, folder: Path, seed: int, isolation: str, leak: str | None = None
-) -> Iterator[EngineLife]:
+    setup: Setup, folder: Path, seed: int, isolation: str, leak: str | None = None
+) -> Iterator[EngineSoak]:
     """Start an engine and a server, and stop them at the end.
 
     Args:
-        stand: where the engine comes from.
+        setup: where the engine comes from.
         folder: for the roots and the server.
         seed: of all choices.
         isolation: where the tiers run.
-        leak: see ``EngineLife``.
+        leak: see ``EngineSoak``.
     """
     with ExitStack() as stack:
         server = RedisServer(folder / "redis", REDIS_BYTES)
@@ -135,23 +134,22 @@ def opened(
         stack.callback(server.kill)
         shared_memory = SharedMemory()
         settings = _settings(folder, server, isolation)
-        engine = stand.forge.start(stand.model, settings, prepare=(INSIDE, "hurry"), **ENGINE)
+        engine = setup.forge.start(setup.model, settings, prepare=(IN_ENGINE, "hurry"), **ENGINE)
         stack.enter_context(engine)
-        yield EngineLife(engine, stand.reference, server, folder, shared_memory, isolation, seed, leak)
+        yield EngineSoak(engine, setup.reference, server, folder, shared_memory, isolation, seed, leak)
 
 
 def _settings(folder: Path, server: RedisServer, isolation: str) -> dict[str, Any]:
     """Return kvtier's settings: a primary tier of 40 chunks, and two more of which none holds it all."""
     quick = {"deadline_s": DEADLINE_S, "breaker_pause_s": 0.1}
-    small = {"type": "fs", "min_free_bytes": 0, "recount_s": 20, "n_threads": 4, **quick}
-
-    files = {**small, "name": "files", "root_dir": str(folder / "files"), "max_bytes": FILES_BYTES}
+    redis = {"type": "redis", "addresses": [str(server.path)], **quick}
+    small = {"min_free_bytes": 0, "max_bytes": FILES_BYTES, "recount_s": 20, "n_threads": 4, **quick}
     return {
         "cpu_bytes_to_use": SLOTS * CHUNK_BYTES,
         "request_deadline_s": DEADLINE_S,
         "secondary_tiers": [
-            {"type": "redis", "addresses": [str(server.path)], **quick},
-            files,
+            redis,
+            {"type": "fs", "name": "files", "root_dir": str(folder / "files"), **small},
         ],
         "isolation": isolation,
     }
@@ -207,7 +205,7 @@ class Fault:
 
 
 @dataclass
-class EngineLife:
+class EngineSoak:
     """Two engines and a server, and what is done to them.
 
     Args:
@@ -218,12 +216,12 @@ class EngineLife:
         shared_memory: knows what was there before the engine.
         isolation: where the tiers run.
         seed: of all choices.
-        leak: what to leak, see ``inside.LEAKS``. To see that it is found.
+        leak: what to leak, see ``in_engine.LEAKS``. To see that it is found.
 
     Attributes:
         seen: what has happened how often.
-        looks: at all figures, in order.
-        work: what the tiers had done at each look.
+        samples: of all figures, in order.
+        work: what the tiers had done at each sample.
     """
 
     engine: Engine
@@ -235,7 +233,7 @@ class EngineLife:
     seed: int
     leak: str | None = None
     seen: Counter[str] = field(default_factory=Counter)
-    looks: list[Look] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
     work: list[Counter[str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -247,24 +245,24 @@ class EngineLife:
         self._deck: list[str] = []
 
     def run(self, seconds: float) -> None:
-        """Live for so long.
+        """Run for so long.
 
         Raises:
             SoakError: see there.
             EngineError: an engine has failed.
         """
         until_s = self._began_s + seconds
-        while time.monotonic() < until_s or len(self.looks) < FEWEST_LOOKS:
-            self._reset(connector=len(self.looks) % 3 == 2)
+        while time.monotonic() < until_s or len(self.samples) < FEWEST_SAMPLES:
+            self._reset(connector=len(self.samples) % 3 == 2)
             ends_s = time.monotonic() + ROUND_S
             self._fault_begins = self.seen["batches"] + self._chance.randrange(3)
             while time.monotonic() < ends_s or self.seen["batches"] <= self._fault_begins:
                 self._batch()
-            self._come_to_rest()
-            self._look()
+            self._drain()
+            self._sample()
 
     def require_work(self) -> None:
-        """See that everything was as busy as it was meant to be, in what is judged.
+        """Check that everything was as busy as it was meant to be, in what is judged.
 
         Raises:
             SoakError: the soak has shown nothing, because something did nothing.
@@ -283,17 +281,9 @@ class EngineLife:
             for place in range(len(prompts))
             if self._chance.random() < 0.2
         }
-        self.engine.tell(
-            "call",
-            module=INSIDE,
-            function="batch",
-            arguments={
-                "name": f"batch-{self.seen['batches']}",
-                "prompts": prompts,
-                "output_tokens": OUTPUT_TOKENS,
-                "aborts": aborts,
-            },
-        )
+        order = {"prompts": prompts, "output_tokens": OUTPUT_TOKENS, "aborts": aborts}
+        name = f"batch-{self.seen['batches']}"
+        self.engine.tell("call", module=IN_ENGINE, function="batch", arguments={"name": name, **order})
         self.reference.tell("generate", prompts=prompts, output_tokens=OUTPUT_TOKENS, together=True)
         self._meddle()
         done = self.engine.hear("batch")
@@ -373,74 +363,67 @@ class EngineLife:
     def _plant(self, times: int) -> None:
         if self.leak is not None and times:
             order = {"what": self.leak, "times": times}
-            self.engine.ask("call", module=INSIDE, function="leak", arguments=order)
+            self.engine.ask("call", module=IN_ENGINE, function="leak", arguments=order)
 
-    # --- looking ---------------------------------------------------------------------------------
+    # --- figures ---------------------------------------------------------------------------------
 
-    def _come_to_rest(self) -> None:
+    def _drain(self) -> None:
         """Wait until every tier is up and nothing is under way.
 
         Raises:
             EngineError, SoakError: that takes too long.
         """
         self._end_fault()
-        deadline_s = time.monotonic() + AT_REST_S
+        deadline_s = time.monotonic() + DRAIN_S
         while time.monotonic() < deadline_s:
             pids = self._tiers_processes()  # first: what has just died is not told by the metrics yet
-            self.engine.until(_is_at_rest, "all is idle, and every tier is up", AT_REST_S)
-            under_way = self.engine.ask("call", module=INSIDE, function="transfers", arguments={})
+            self.engine.until(_is_drained, "all is idle, and every tier is up", DRAIN_S)
+            under_way = self.engine.ask("call", module=IN_ENGINE, function="transfers", arguments={})
             is_complete = len(pids) == (self.isolation == "process") and pids == self._tiers_processes()
             if is_complete and not under_way["transfers"]:
                 return
-        raise SoakError(f"within {AT_REST_S:g} s transfers do not end, or the tiers' process is not there")
+        raise SoakError(f"within {DRAIN_S:g} s transfers do not end, or the tiers' process is not there")
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         pids = [self.engine.pid, *self._tiers_processes()]
-        inside = self.engine.ask("call", module=INSIDE, function="look", arguments={})
+        core = self.engine.ask("call", module=IN_ENGINE, function="sample", arguments={})
         self.shared_memory.look(pids)
         files, shared_bytes = self.shared_memory.left()
+        paths, disk_bytes = on_disk(self.folder / "files")
         figures = {
-            **self._figures_of_engine(inside),
-            **self._figures_of_disk(),
-            **self._figures_of_others(pids[1:]),
+            **self._figures_of_engine(core),
+            **self._figures_of_tiers(pids[1:]),
             "processes": len(pids),
             "shared memory: files": files,
             "shared memory: MiB": shared_bytes / MIB,
+            "disk, files: MiB": disk_bytes / MIB,
+            "disk: files and folders": paths,
         }
         events = {name: self.seen[name] for name in ("requests", "kills")}
-        self.looks.append(Look(time.monotonic() - self._began_s, events, figures))
+        self.samples.append(Sample(time.monotonic() - self._began_s, events, figures))
         self.work.append(self._work())
 
-    def _figures_of_engine(self, inside: Mapping[str, float]) -> dict[str, float]:
-        its = Vitals.of(self.engine.pid, self.folder)
-        plain = Vitals.of(self.reference.pid, self.folder)
+    def _figures_of_engine(self, core: Mapping[str, float]) -> dict[str, float]:
+        its = ProcessStats.of(self.engine.pid, self.folder)
+        plain = ProcessStats.of(self.reference.pid, self.folder)
         return {
             "engine: memory, MiB": its.memory_bytes / MIB,
             "engine without kvtier: memory, MiB": plain.memory_bytes / MIB,
-            "engine: python blocks": inside["python blocks"],
-            "engine: objects of kvtier": inside["objects"],
             "engine: descriptors, not of roots": its.other_files,
             "engine: descriptors, of roots": its.disk_files,
             "engine: threads": its.threads,
-            "engine: tasks": inside["tasks"],
             "engine: dead children": zombies_of(self.engine.pid),
-            "core: requests": inside["requests"],
-            "core: transfers": inside["transfers"],
-            "core: handles": inside["handles"],
+            **core,
         }
 
-    def _figures_of_disk(self) -> dict[str, float]:
-        count, size = on_disk(self.folder / "files")
-        return {"disk, files: MiB": size / MIB, "disk: files and folders": count}
-
-    def _figures_of_others(self, pids: Sequence[int]) -> dict[str, float]:
+    def _figures_of_tiers(self, pids: Sequence[int]) -> dict[str, float]:
         if not pids:
             return {}
-        vitals = [Vitals.of(pid, self.folder) for pid in pids]
+        stats = [ProcessStats.of(pid, self.folder) for pid in pids]
         return {
-            "tiers' process: memory, MiB": sum(its.memory_bytes for its in vitals) / MIB,
-            "tiers' process: descriptors": sum(its.disk_files + its.other_files for its in vitals),
-            "tiers' process: threads": sum(its.threads for its in vitals),
+            "tiers' process: memory, MiB": sum(its.memory_bytes for its in stats) / MIB,
+            "tiers' process: descriptors": sum(its.disk_files + its.other_files for its in stats),
+            "tiers' process: threads": sum(its.threads for its in stats),
         }
 
     def _work(self) -> Counter[str]:
@@ -457,7 +440,7 @@ class EngineLife:
         return work
 
 
-def _is_at_rest(metrics: Metrics) -> bool:
+def _is_drained(metrics: Metrics) -> bool:
     ups = [value for name, labels, value in metrics.samples if name == "kvtier_tier_up" and labels]
     return metrics.is_idle and all(ups)
 

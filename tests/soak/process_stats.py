@@ -1,4 +1,4 @@
-"""What a process holds, as the kernel sees it from outside; what lies in a directory."""
+"""What a process holds, as the kernel counts it, and what is in a directory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
-class Vitals:
+class ProcessStats:
     """One process.
 
     Attributes:
@@ -29,7 +29,7 @@ class Vitals:
     threads: int
 
     @staticmethod
-    def of(pid: int, disk: Path) -> Vitals:
+    def of(pid: int, disk: Path) -> ProcessStats:
         """Look at a process.
 
         Raises:
@@ -44,7 +44,7 @@ class Vitals:
                 line.partition(":") for line in (folder / "smaps_rollup").read_text().splitlines()[1:]
             )
         )
-        return Vitals(
+        return ProcessStats(
             (kib["Anonymous"] + kib["Swap"]) * 1024,
             on_disk,
             len(opened) - on_disk,

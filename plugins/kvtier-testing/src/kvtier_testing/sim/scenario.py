@@ -1,4 +1,4 @@
-"""What a seed stands for: the engine, the tiers, the weather, and when processes die."""
+"""The scenario that a seed draws: the engine, the tiers, the fault schedule, and when processes end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from random import Random
 
 from kvtier.core.admission import Limits
 from kvtier.keys import OffloadKey, pack_key
-from kvtier_testing.sim.backend import FAIR, Weather
+from kvtier_testing.sim.backend import NO_FAULTS, FaultProfile
 from kvtier_testing.sim.tiers import SimTierConfig
 
 _MOST_PROMPTS = 8
@@ -29,34 +29,34 @@ class End(Enum):
 
 
 @dataclass(frozen=True)
-class TierPlan:
-    """A tier and its weather.
+class TierScenario:
+    """A tier and its faults.
 
     Attributes:
         config: its settings.
         verifies: whether it checks its chunks itself.
         capacity: chunks that it has room for.
-        is_made_anew: whether an opening that failed is repeated with another object.
-        is_looked_at_damaged: whether it is looked at in the end what becomes of a damaged chunk.
-        weather: when which weather begins; fair before, and fair in the end.
-        had: of each prompt, how many chunks an engine before has left there.
-        rots: when some of its chunks are damaged.
-        loses: when some of its chunks leave by themselves.
+        is_recreated: whether an opening that failed is repeated with another object.
+        checks_damage: whether it is looked at in the end what becomes of a damaged chunk.
+        fault_schedule: which faults begin when; none before the first, and none in the end.
+        preloaded: of each prompt, how many chunks an engine before has left there.
+        corrupts_at_s: when some of its chunks are damaged.
+        loses_at_s: when some of its chunks leave by themselves.
     """
 
     config: SimTierConfig
     verifies: bool
     capacity: int
-    is_made_anew: bool
-    is_looked_at_damaged: bool
-    weather: tuple[tuple[float, Weather], ...]
-    had: tuple[int, ...]
-    rots: tuple[float, ...]
-    loses: tuple[float, ...]
+    is_recreated: bool
+    checks_damage: bool
+    fault_schedule: tuple[tuple[float, FaultProfile], ...]
+    preloaded: tuple[int, ...]
+    corrupts_at_s: tuple[float, ...]
+    loses_at_s: tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Scenario:
     """A run.
 
     Attributes:
@@ -66,9 +66,9 @@ class Plan:
         limits: the bounds of the core.
         windowed: whether there is a group that is looked up from the back.
         tiers: the tiers, in their order.
-        lives: when and how each process ends; after the last of them there is one that has fair weather
-            in the end and is looked at when all has come to rest.
-        fair_s: when the last fault is over.
+        process_ends: when and how each process ends; after the last of them there is one that is
+            without faults in the end, and is checked when it has drained.
+        faults_end_s: when the last fault is over.
         step_s: about how long an engine's step takes, or a task's pause.
         requests: how many a process gets in all.
         resets: share of steps in which the engine gets new weights.
@@ -82,9 +82,9 @@ class Plan:
     slots: int
     limits: Limits
     windowed: bool
-    tiers: tuple[TierPlan, ...]
-    lives: tuple[tuple[float, End], ...]
-    fair_s: float
+    tiers: tuple[TierScenario, ...]
+    process_ends: tuple[tuple[float, End], ...]
+    faults_end_s: float
     step_s: float
     requests: int
     resets: float
@@ -93,22 +93,24 @@ class Plan:
     prompts: tuple[tuple[OffloadKey, ...], ...] = field(repr=False)
 
     @staticmethod
-    def draw(seed: object) -> Plan:
+    def draw(seed: object) -> Scenario:
         """Draw a run. The same seed draws the same one."""
         chance = Random(f"{seed}/plan")
-        fair_s = chance.choice((0.3, 1.0, 1.0, 3.0))
+        faults_end_s = chance.choice((0.3, 1.0, 1.0, 3.0))
         slots = chance.randint(3, 16)
         windowed = chance.random() < 0.15
-        return Plan(
+        return Scenario(
             owner=chance.choice((Owner.ENGINE, Owner.ENGINE, Owner.TASKS)),
             policy=chance.choice(("lru", "lru", "arc")),
             slots=slots,
             limits=_limits(chance),
             windowed=windowed,
-            tiers=tuple(_tier(chance, slots, fair_s) for _ in range(chance.choice((0, 1, 1, 1, 2, 2, 3)))),
-            lives=_lives(chance, fair_s),
-            fair_s=fair_s,
-            step_s=fair_s / chance.choice((15, 30, 40)),
+            tiers=tuple(
+                _tier(chance, slots, faults_end_s) for _ in range(chance.choice((0, 1, 1, 1, 2, 2, 3)))
+            ),
+            process_ends=_process_ends(chance, faults_end_s),
+            faults_end_s=faults_end_s,
+            step_s=faults_end_s / chance.choice((15, 30, 40)),
             requests=chance.randint(4, 16),
             resets=chance.choice((0.0, 0.0, 0.03, 0.1)),
             copy_failures=chance.choice((0.0, 0.0, 0.1)),
@@ -129,7 +131,7 @@ def _limits(chance: Random) -> Limits:
     )
 
 
-def _tier(chance: Random, slots: int, fair_s: float) -> TierPlan:
+def _tier(chance: Random, slots: int, faults_end_s: float) -> TierScenario:
     config = SimTierConfig(
         deadline_s=chance.choice((0.05, 0.3, 1.0)),
         max_concurrency=chance.choice((1, 2, 8)),
@@ -139,42 +141,44 @@ def _tier(chance: Random, slots: int, fair_s: float) -> TierPlan:
         complete_index=chance.random() < 0.5,
         durable=chance.choice((0.0, 0.7, 1.0, 1.0)),
         evicts=chance.random() < 0.7,
-        tells=chance.random() < 0.7,
+        reports_evictions=chance.random() < 0.7,
         drains=chance.random() < 0.5,
     )
-    return TierPlan(
+    return TierScenario(
         config=config,
         verifies=chance.random() < 0.3,
         capacity=chance.choice((2, slots, 4 * slots, 1000)),
-        is_made_anew=chance.random() < 0.5,
-        is_looked_at_damaged=chance.random() < 0.5,
-        weather=_forecast(chance, fair_s),
-        had=tuple(chance.choice((0, 2, 20, 20)) for _ in range(_MOST_PROMPTS)),
-        rots=_times(chance, fair_s, 0.2),
-        loses=_times(chance, fair_s, 0.4),
+        is_recreated=chance.random() < 0.5,
+        checks_damage=chance.random() < 0.5,
+        fault_schedule=_fault_schedule(chance, faults_end_s),
+        preloaded=tuple(chance.choice((0, 2, 20, 20)) for _ in range(_MOST_PROMPTS)),
+        corrupts_at_s=_times(chance, faults_end_s, 0.2),
+        loses_at_s=_times(chance, faults_end_s, 0.4),
     )
 
 
-def _times(chance: Random, fair_s: float, share: float) -> tuple[float, ...]:
-    return tuple(chance.random() * fair_s for _ in range(3) if chance.random() < share)
+def _times(chance: Random, faults_end_s: float, share: float) -> tuple[float, ...]:
+    return tuple(chance.random() * faults_end_s for _ in range(3) if chance.random() < share)
 
 
-def _forecast(chance: Random, fair_s: float) -> tuple[tuple[float, Weather], ...]:
-    changes = sorted(chance.random() * fair_s * 0.8 for _ in range(chance.choice((0, 1, 2, 3))))
+def _fault_schedule(chance: Random, faults_end_s: float) -> tuple[tuple[float, FaultProfile], ...]:
+    changes = sorted(chance.random() * faults_end_s * 0.8 for _ in range(chance.choice((0, 1, 2, 3))))
     if changes and chance.random() < 0.3:
         changes[0] = 0.0
-    storms = [(when, _weather(chance) if index % 2 == 0 else FAIR) for index, when in enumerate(changes)]
-    return (*storms, (fair_s, FAIR))
+    phases = [
+        (when, _fault_profile(chance) if index % 2 == 0 else NO_FAULTS) for index, when in enumerate(changes)
+    ]
+    return (*phases, (faults_end_s, NO_FAULTS))
 
 
-def _weather(chance: Random) -> Weather:
+def _fault_profile(chance: Random) -> FaultProfile:
     """Draw one or two kinds of faults; all at once would hide each other."""
     shares = {
         name: chance.choice((0.2, 0.5, 1.0))
         for name in ("error", "lost", "hang", "late", "cancelled", "chunks", "damage", "again")
     }
     kinds = set(chance.choices((*shares, "hang", "late", "closed", "full"), k=chance.choice((1, 1, 2, 3))))
-    return Weather(
+    return FaultProfile(
         latency_s=chance.choice((0.0, 0.002, 0.02)),
         only=chance.choice((None, None, ("get",), ("get",), ("put",), ("get", "put", "reset"))),
         closed="closed" in kinds,
@@ -183,8 +187,8 @@ def _weather(chance: Random) -> Weather:
     )
 
 
-def _lives(chance: Random, fair_s: float) -> tuple[tuple[float, End], ...]:
-    ends = sorted(chance.random() * fair_s for _ in range(chance.choice((0, 0, 0, 1, 1, 2))))
+def _process_ends(chance: Random, faults_end_s: float) -> tuple[tuple[float, End], ...]:
+    ends = sorted(chance.random() * faults_end_s for _ in range(chance.choice((0, 0, 0, 1, 1, 2))))
     return tuple((when, chance.choice((End.CRASH, End.CRASH, End.SHUTDOWN))) for when in ends)
 
 
@@ -203,4 +207,4 @@ def chain(name: str, length: int, group: int = 0) -> tuple[OffloadKey, ...]:
     return tuple(pack_key(f"{name}{index}".encode(), group) for index in range(length))
 
 
-__all__ = ["End", "Owner", "Plan", "TierPlan", "chain"]
+__all__ = ["End", "Owner", "Scenario", "TierScenario", "chain"]

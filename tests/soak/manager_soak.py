@@ -1,12 +1,12 @@
-"""The life of a TieringManager without an engine: as many stores and loads as the machine can do.
+"""A TieringManager without an engine: as many stores and loads as the machine can do.
 
 Tasks on one event loop store prompts, load them into blocks of their own and compare every byte, hold
 chunks, ask for them, and are cancelled in the midst of it. All tiers are too small; one of them fails,
 damages chunks and hangs; now and then everything is reset. After each round all tasks have ended, and all
-figures are looked at.
+figures are sampled.
 
-Run as ``python -m tests.soak.manager_life FOLDER SECONDS SEED``, in a process of its own whose memory is
-then its own; the looks are written to standard output as JSON.
+Run as ``python -m tests.soak.manager_soak FOLDER SECONDS SEED``, in a process of its own whose memory is
+then its own; the samples are written to standard output as JSON.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ import torch
 from kvtier import Identity, KVCaches, PageRef, TieringConfig, open_manager, pack_key
 from kvtier.keys import OffloadKey
 from kvtier.manager import TieringManager
-from tests.soak.flatness import FEWEST_LOOKS, Bound, Look
-from tests.soak.inside import objects, tasks
-from tests.soak.vitals import Vitals, on_disk
+from tests.soak.in_engine import objects, tasks
+from tests.soak.process_stats import ProcessStats, on_disk
+from tests.soak.trend import FEWEST_SAMPLES, Bound, Sample
 
 MIB = 1 << 20
 PAGE_BYTES = 16384 - 64  # a slot of four pages, nearly all of which is the chunk's
@@ -43,7 +43,7 @@ BLOCKS = 16
 LONGEST = 12
 STEPS = 16
 ROOT_BYTES = 4 * MIB
-LOOSE_S = 60.0
+DRAIN_S = 60.0
 DEADLINE_S = 0.3
 
 BOUNDS: Mapping[str, Bound] = {
@@ -57,13 +57,13 @@ BOUNDS: Mapping[str, Bound] = {
     "pinned chunks": Bound(0, "calls", most=0),
     "disk, files: MiB": Bound(ROOT_BYTES / MIB, "calls", most=ROOT_BYTES / MIB),
 }
-"""How much may grow, see ``flatness``. There are thousands of calls a minute, so a leak of some hundred
+"""How much may grow, see ``trend``. There are thousands of calls a minute, so a leak of some hundred
 bytes a call is found in an hour, and a task that is left behind within seconds. The constants are what the
 tiers remember of chunks, until that is as much as they may, and what pools do."""
 
 
 @dataclass
-class ManagerLife:
+class ManagerSoak:
     """A manager and what is done with it.
 
     Args:
@@ -72,13 +72,13 @@ class ManagerLife:
 
     Attributes:
         seen: what has happened how often.
-        looks: at all figures, in order.
+        samples: of all figures, in order.
     """
 
     folder: Path
     seed: int
     seen: Counter[str] = field(default_factory=Counter)
-    looks: list[Look] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._chance = random.Random(self.seed)
@@ -86,7 +86,7 @@ class ManagerLife:
         self._began_s = time.monotonic()
 
     async def run(self, seconds: float) -> None:
-        """Live for so long.
+        """Run for so long.
 
         Raises:
             AssertionError: a wrong byte, or something did not come to rest.
@@ -94,11 +94,11 @@ class ManagerLife:
         caches = KVCaches((self._tensor,), ((PageRef(0, PAGE_BYTES),),))
         identity = Identity.make("soak", {"dtype": "int8"})
         async with open_manager(self._config(), identity, caches) as manager:
-            while time.monotonic() < self._began_s + seconds or len(self.looks) < FEWEST_LOOKS:
+            while time.monotonic() < self._began_s + seconds or len(self.samples) < FEWEST_SAMPLES:
                 await self._round(manager)
-                with anyio.fail_after(LOOSE_S):
+                with anyio.fail_after(DRAIN_S):
                     await manager.drain()
-                self._look(manager)
+                self._sample(manager)
             self._note_work(manager)
 
     def _config(self) -> TieringConfig:
@@ -119,7 +119,7 @@ class ManagerLife:
         async with anyio.create_task_group() as group:
             for place in range(TASKS):
                 group.start_soon(self._user, manager, place, random.Random(self._chance.getrandbits(60)))
-        if len(self.looks) % 5 == 0:
+        if len(self.samples) % 5 == 0:
             await manager.reset()
             self.seen["resets"] += 1
 
@@ -167,10 +167,10 @@ class ManagerLife:
         for what in ("evicted", "cancelled", "loaded", "resets", "put into files"):
             assert self.seen[what], f"nothing has happened of {what}: {self.seen}"
 
-    def _look(self, manager: TieringManager) -> None:
+    def _sample(self, manager: TieringManager) -> None:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        its = Vitals.of(os.getpid(), self.folder)
+        its = ProcessStats.of(os.getpid(), self.folder)
         statistics = manager.statistics()
         figures: dict[str, float] = {
             "memory, MiB": its.memory_bytes / MIB,
@@ -183,7 +183,7 @@ class ManagerLife:
             "pinned chunks": statistics.pinned_chunks,
         }
         figures["disk, files: MiB"] = on_disk(self.folder / "files")[1] / MIB
-        self.looks.append(Look(time.monotonic() - self._began_s, {"calls": self.seen["calls"]}, figures))
+        self.samples.append(Sample(time.monotonic() - self._began_s, {"calls": self.seen["calls"]}, figures))
 
 
 def _prompt(chance: random.Random) -> list[OffloadKey]:
@@ -199,24 +199,24 @@ def _page(key: OffloadKey) -> torch.Tensor:
     return torch.randint(-128, 128, (PAGE_BYTES,), dtype=torch.int8, generator=generator)
 
 
-def run_apart(folder: Path, seconds: float, seed: int) -> tuple[list[Look], Counter[str]]:
+def run_apart(folder: Path, seconds: float, seed: int) -> tuple[list[Sample], Counter[str]]:
     """Run it in a process of its own.
 
     Raises:
         subprocess.CalledProcessError: it has failed, and has said why on the error output.
     """
-    command = [sys.executable, "-m", "tests.soak.manager_life", str(folder), str(seconds), str(seed)]
+    command = [sys.executable, "-m", "tests.soak.manager_soak", str(folder), str(seconds), str(seed)]
     done = subprocess.run(command, capture_output=True, check=True, text=True)
     told = json.loads(done.stdout)
-    return [Look(**look) for look in told["looks"]], Counter(told["seen"])
+    return [Sample(**sample) for sample in told["samples"]], Counter(told["seen"])
 
 
 def main() -> None:
-    """Live, and write down what was looked at."""
+    """Run, and write the samples to standard output."""
     folder, seconds, seed = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
-    life = ManagerLife(folder, seed)
-    anyio.run(life.run, seconds)
-    json.dump({"looks": [asdict(look) for look in life.looks], "seen": life.seen}, sys.stdout)
+    soak = ManagerSoak(folder, seed)
+    anyio.run(soak.run, seconds)
+    json.dump({"samples": [asdict(sample) for sample in soak.samples], "seen": soak.seen}, sys.stdout)
 
 
 if __name__ == "__main__":

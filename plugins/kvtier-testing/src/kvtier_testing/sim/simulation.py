@@ -1,4 +1,4 @@
-"""One run: processes that live one after the other over the same backends, until the last comes to rest."""
+"""One run: processes that follow each other over the same backends, until the last one has drained."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from kvtier.tiers.base import SecondaryTier
 from kvtier_testing.sim.backend import Backend
 from kvtier_testing.sim.bridge import SimExecutorThread
 from kvtier_testing.sim.device import Copies
-from kvtier_testing.sim.faulty import FaultyTier, faulty
+from kvtier_testing.sim.faults import FaultyTier, inject_faults
 from kvtier_testing.sim.loop import simulate
-from kvtier_testing.sim.plan import End, Owner, Plan, TierPlan, chain
-from kvtier_testing.sim.processes import REST_S, EngineProcess, Process
+from kvtier_testing.sim.model import ADDRESS, IDENTITY, CheckedTiering, SimMemory, World, show
+from kvtier_testing.sim.processes import DRAIN_S, EngineProcess, Process
+from kvtier_testing.sim.scenario import End, Owner, Scenario, TierScenario, chain
 from kvtier_testing.sim.tiers import SimTier, VerifyingSimTier
-from kvtier_testing.sim.truth import ADDRESS, IDENTITY, CheckedTiering, SimMemory, World, show
 
 _RECOVERY_S = 600.0  # in which a tier has to be used again after it
 
@@ -50,7 +50,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Given:
+class Overrides:
     """What an author wants to see simulated.
 
     Attributes:
@@ -65,9 +65,9 @@ class Given:
 
 def run(
     seed: object,
-    given: Given | None = None,
+    given: Overrides | None = None,
     *,
-    plan: Plan | None = None,
+    scenario: Scenario | None = None,
     trace: Callable[[str], object] | None = None,
 ) -> Result:
     """Run one seed.
@@ -75,16 +75,16 @@ def run(
     Args:
         seed: names the run.
         given: parts of one's own.
-        plan: the plan, where it is not to be drawn from the seed.
+        scenario: the scenario, where it is not to be drawn from the seed.
         trace: called with each line of what happens.
 
     Raises:
         Violation, AssertionError, KVTierError: something happened that must not.
     """
-    drawn = plan or Plan.draw(seed)
+    drawn = scenario or Scenario.draw(seed)
 
     async def main() -> Result:
-        return await _Run(seed, given or Given(), drawn, trace).run()
+        return await _Run(seed, given or Overrides(), drawn, trace).run()
 
     with _quiet(trace):
         return simulate(main, seed)
@@ -119,35 +119,37 @@ class _Tracing(logging.Handler):
 class _Run:
     """One run."""
 
-    def __init__(self, seed: object, given: Given, plan: Plan, trace: Callable[[str], object] | None) -> None:
+    def __init__(
+        self, seed: object, given: Overrides, scenario: Scenario, trace: Callable[[str], object] | None
+    ) -> None:
         self.world = World(seed, trace)
         self._seed = seed
         self._given = given
-        self._plan = plan
+        self._scenario = scenario
         self._backends = [
-            Backend(self.world, f"tier{index}", tier.capacity) for index, tier in enumerate(plan.tiers)
+            Backend(self.world, f"tier{index}", tier.capacity) for index, tier in enumerate(scenario.tiers)
         ]
         self._to_damage = {
-            index for index, tier in enumerate(plan.tiers) if tier.is_looked_at_damaged and given.tier is None
+            index for index, tier in enumerate(scenario.tiers) if tier.checks_damage and given.tier is None
         }
 
     async def run(self) -> Result:
         """Run it."""
-        plan, world = self._plan, self.world
+        scenario, world = self._scenario, self.world
         world.loop.set_exception_handler(self._on_unhandled)
-        world.note(f"{plan}")
-        for backend, tier in zip(self._backends, plan.tiers, strict=True):
-            self._forecast(backend, tier)
-        for until_s, end in plan.lives:
-            await self._life(until_s, end)
-        await self._last_life()
+        world.note(f"{scenario}")
+        for backend, tier in zip(self._backends, scenario.tiers, strict=True):
+            self._schedule_faults(backend, tier)
+        for until_s, end in scenario.process_ends:
+            await self._run_process(until_s, end)
+        await self._run_last_process()
         left = asyncio.all_tasks() - {asyncio.current_task()}
         world.require(not left, f"tasks are left behind: {left}")
         return Result(self._seed, +world.seen)
 
-    async def _life(self, until_s: float, end: End) -> None:
+    async def _run_process(self, until_s: float, end: End) -> None:
         process = self._start()
-        task = asyncio.ensure_future(process.live(until_s))
+        task = asyncio.ensure_future(process.run(until_s))
         self.world.seen[end.value] += 1
         if end is End.SHUTDOWN:
             await task
@@ -166,48 +168,50 @@ class _Run:
         self._count(process)
         for backend in self._backends:
             backend.crash()
-            backend.fair.set()
+            backend.resumed.set()
         task.cancel()
         with suppress(BaseException):
             await task
         closing = asyncio.ensure_future(process.aclose())
-        await asyncio.wait([closing], timeout=REST_S)
+        await asyncio.wait([closing], timeout=DRAIN_S)
         for left in asyncio.all_tasks() - {asyncio.current_task()}:
             left.cancel()
             with suppress(BaseException):
                 await left
         for backend in self._backends:
-            backend.turn(backend.weather)
+            backend.set_faults(backend.faults)
 
-    async def _last_life(self) -> None:
-        world, plan = self.world, self._plan
+    async def _run_last_process(self) -> None:
+        world, scenario = self.world, self._scenario
         process = self._start()
-        await process.live(plan.fair_s)
+        await process.run(scenario.faults_end_s)
         world.note("the last fault is over")
-        await self._within(REST_S, process.rest(), "all has come to rest")
+        await self._within(DRAIN_S, process.drain(), "all has come to rest")
         process.core.require_idle()
         self._require_nothing_false_announced(process)
         await self._require_recovery(process)
-        await self._within(REST_S, process.rest(), "all has come to rest again")
+        await self._within(DRAIN_S, process.drain(), "all has come to rest again")
         process.core.require_idle()
-        await self._within(REST_S, process.aclose(), "the process is shut down")
+        await self._within(DRAIN_S, process.aclose(), "the process is shut down")
         busy = [tier for tier in process.tiers if +tier.running]
         world.require(not busy, f"after shutdown there are calls under way: {[it.running for it in busy]}")
         self._count(process)
 
     def _require_nothing_false_announced(self, process: Process) -> None:
-        """Whoever follows the changes believes no more than what is there, or has left without a word."""
-        for index, (backend, believed) in enumerate(zip(self._backends, process.core.believed, strict=True)):
+        """Fail if a chunk is announced that is gone, unless nobody reported that it left."""
+        for index, (backend, announced) in enumerate(
+            zip(self._backends, process.core.announced, strict=True)
+        ):
             if self._is_given(index):
                 continue  # what is in it is not known here
-            wrong = believed - backend.records.keys() - backend.untold
+            wrong = announced - backend.records.keys() - backend.unreported
             names = sorted(map(show, wrong))
             self.world.require(not wrong, f"{names} are announced to be in {backend.name}, and are not")
 
     # --- recovery --------------------------------------------------------------------------------
 
     async def _require_recovery(self, process: Process) -> None:
-        """All is well by now: what is stored must be found, in the primary tier and in each other one."""
+        """Fail unless what is stored is found again in the primary tier and in every secondary tier."""
         given_alone = self._given.tier is not None
         waiting = list(range(len(self._backends[:1] if given_alone else self._backends)))
         until_s = self.world.now_s + _RECOVERY_S
@@ -218,7 +222,7 @@ class _Run:
             await process.store(keys)
             found = await process.find(keys)
             self.world.require(found == 1, "what was stored just now, and all is well, is not found")
-            await self._within(REST_S, process.rest(), "a store has come to rest")
+            await self._within(DRAIN_S, process.drain(), "a store has come to rest")
             waiting = [index for index in waiting if not await self._serves(process, index, keys)]
             if not waiting:
                 return
@@ -227,7 +231,7 @@ class _Run:
             await asyncio.sleep(1.0)
 
     async def _serves(self, process: Process, index: int, keys: Sequence[OffloadKey]) -> bool:
-        """Have a chunk evicted from the primary tier; say whether it is brought back from this tier."""
+        """Evict a chunk from the primary tier; return whether this tier gives it back."""
         (key,), backend = keys, self._backends[index]
         if key not in backend.records and not self._is_given(index):
             return False
@@ -250,7 +254,7 @@ class _Run:
         before = tier.gets
         found = await process.find(keys)
         self.world.require(found == 0, f"{show(key)} is no good, and was found in {backend.name}")
-        await self._within(REST_S, process.rest(), "a fetch has come to rest")
+        await self._within(DRAIN_S, process.drain(), "a fetch has come to rest")
         gone = key not in backend.records
         self.world.require(gone or tier.gets == before, f"{show(key)} is no good, and not discarded")
         if gone:
@@ -259,55 +263,59 @@ class _Run:
     # --- parts -----------------------------------------------------------------------------------
 
     def _start(self) -> Process:
-        plan, world = self._plan, self.world
+        scenario, world = self._scenario, self.world
         world.start_process()
         world.note(f"process {world.process} starts")
         core = self._core()
-        if plan.owner is Owner.TASKS:
+        if scenario.owner is Owner.TASKS:
             from kvtier_testing.sim.tasks import Clients, SimRegion, TasksProcess  # needs torch
 
-            region = SimRegion(world, plan.slots)
+            region = SimRegion(world, scenario.slots)
             tiers, named = self._tiers(region)
             core.watch(world, region)
-            clients = Clients(world, plan, core, region, self._copies(region), named)
+            clients = Clients(world, scenario, core, region, self._copies(region), named)
             return TasksProcess(world, core, tiers, clients)
-        memory = SimMemory(world, plan.slots)
+        memory = SimMemory(world, scenario.slots)
         tiers, named = self._tiers(memory)
         core.watch(world, memory)
         chance = world.chance(f"executor/{world.process}").random
         executor = SimExecutorThread(lambda post: Executor(named, IDENTITY, memory, post, chance=chance))
-        return EngineProcess(world, plan, core, tiers, executor, self._copies(memory))
+        return EngineProcess(world, scenario, core, tiers, executor, self._copies(memory))
 
     def _core(self) -> CheckedTiering:
-        plan = self._plan
-        gates = [make_gate(f"tier{index}", tier.config) for index, tier in enumerate(plan.tiers)]
-        make = self._given.policy or _POLICIES[plan.policy]
+        scenario = self._scenario
+        gates = [make_gate(f"tier{index}", tier.config) for index, tier in enumerate(scenario.tiers)]
+        make = self._given.policy or _POLICIES[scenario.policy]
         return CheckedTiering(
             make(),
             gates,
-            plan.limits,
-            windowed_groups=frozenset({1}) if plan.windowed else frozenset(),
+            scenario.limits,
+            windowed_groups=frozenset({1}) if scenario.windowed else frozenset(),
             track_changes=True,
         )
 
     def _copies(self, memory: SimMemory) -> Copies:
-        plan = self._plan
+        scenario = self._scenario
         return Copies(
-            self.world, memory, failures=plan.copy_failures, until_s=plan.fair_s, longest_s=plan.copy_s
+            self.world,
+            memory,
+            failures=scenario.copy_failures,
+            until_s=scenario.faults_end_s,
+            longest_s=scenario.copy_s,
         )
 
     def _tiers(self, memory: SimMemory) -> tuple[list[FaultyTier], list[NamedTier]]:
         tiers: list[FaultyTier] = []
         named = []
-        for index, plan in enumerate(self._plan.tiers):
+        for index, scenario in enumerate(self._scenario.tiers):
             tiers.append(self._tier(index, memory))
-            self._disturb(plan, tiers, index)
+            self._disturb(scenario, tiers, index)
 
             def again(index: int = index) -> FaultyTier:
                 tiers[index] = self._tier(index, memory)
                 return tiers[index]
 
-            named.append(NamedTier(f"tier{index}", tiers[index], again if plan.is_made_anew else None))
+            named.append(NamedTier(f"tier{index}", tiers[index], again if scenario.is_recreated else None))
         return tiers, named
 
     def _is_given(self, index: int) -> bool:
@@ -315,25 +323,25 @@ class _Run:
         return index == 0 and self._given.tier is not None
 
     def _tier(self, index: int, memory: SimMemory) -> FaultyTier:
-        plan, backend = self._plan.tiers[index], self._backends[index]
+        scenario, backend = self._scenario.tiers[index], self._backends[index]
         inner: SecondaryTier[Any]
         if self._given.tier is not None and self._is_given(index):
             inner = self._given.tier(backend)
         else:
-            inner = (VerifyingSimTier if plan.verifies else SimTier)(plan.config, backend)
-        return faulty(inner, backend, memory, drains=plan.config.drains)
+            inner = (VerifyingSimTier if scenario.verifies else SimTier)(scenario.config, backend)
+        return inject_faults(inner, backend, memory, drains=scenario.config.drains)
 
-    def _forecast(self, backend: Backend, plan: TierPlan) -> None:
-        for prompt, had in zip(self._plan.prompts, plan.had, strict=False):
-            for key in prompt[:had]:
-                backend.write_whole(key)
-        for when_s, weather in plan.weather:
-            self.world.loop.call_at(when_s, backend.turn, weather)
-        for when_s in plan.rots:
+    def _schedule_faults(self, backend: Backend, scenario: TierScenario) -> None:
+        for prompt, preloaded in zip(self._scenario.prompts, scenario.preloaded, strict=False):
+            for key in prompt[:preloaded]:
+                backend.preload(key)
+        for when_s, faults in scenario.fault_schedule:
+            self.world.loop.call_at(when_s, backend.set_faults, faults)
+        for when_s in scenario.corrupts_at_s:
             self.world.loop.call_at(when_s, backend.damage)
 
-    def _disturb(self, plan: TierPlan, tiers: Sequence[FaultyTier], index: int) -> None:
-        """Let chunks leave the tier by themselves, while this process lives."""
+    def _disturb(self, scenario: TierScenario, tiers: Sequence[FaultyTier], index: int) -> None:
+        """Evict chunks from the tier at the scheduled times, while this process lives."""
         process, chance = self.world.process, self.world.chance(f"losses{self.world.process}")
 
         def lose(count: int) -> None:
@@ -341,7 +349,7 @@ class _Run:
             if self.world.process == process and self.world.is_alive and isinstance(tier, SimTier):
                 tier.lose(count)
 
-        for when_s in plan.loses:
+        for when_s in scenario.loses_at_s:
             if when_s > self.world.now_s:
                 self.world.loop.call_at(when_s, lose, chance.randint(1, 6))
 
@@ -367,4 +375,4 @@ class _Run:
             )
 
 
-__all__ = ["Given", "MakeTier", "Result", "run"]
+__all__ = ["MakeTier", "Overrides", "Result", "run"]

@@ -1,4 +1,4 @@
-"""What is true in a simulated world, and what is held against it.
+"""The model of a simulated world: what is true in it, and the core that is checked against it.
 
 What a chunk must hold follows from its key and from the weights that the engine had when it was stored.
 The world knows every slot, and who reads or writes it now.
@@ -25,12 +25,12 @@ from kvtier.core.transfers import Pinned, Reservation
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey
 from kvtier_testing import invariants
-from kvtier_testing.sim.frugal import FrugalTiering
+from kvtier_testing.sim.efficiency import EfficiencyCheckedTiering
 from kvtier_testing.sim.loop import SimLoop
 
 CHUNK_BYTES = 64
 IDENTITY = Identity.make("simulated", {"dtype": "int8"})
-NOBODYS = b"\xee" * CHUNK_BYTES
+GARBAGE = b"\xee" * CHUNK_BYTES
 
 
 ADDRESS = re.compile(r"(?<=0x)[0-9a-f]+|(?<=cancel scope )[0-9a-f]+")  # another one in each run
@@ -66,7 +66,7 @@ class SimMemory:
 
     @property
     def address(self) -> int:
-        """Not to be had: nothing outside of Python may touch simulated slots."""
+        """Not available: nothing outside of Python may touch simulated slots."""
         raise NotImplementedError("simulated slots have no address")
 
     @property
@@ -79,11 +79,11 @@ class SimMemory:
         return self._views[slot]
 
     def holds(self, slot: int, key: OffloadKey, weights: int) -> bool:
-        """Say whether a slot holds a chunk as it was with these weights."""
+        """Return whether a slot holds a chunk as it was with these weights."""
         return self._views[slot] == content(key, weights)
 
     def begin(self, slots: Sequence[int], who: str, *, writes: bool) -> Use:
-        """Start to read or to write slots: many may read one, or one may write it."""
+        """Begin to read or write slots. Many may read a slot, or one may write it."""
         use = Use(who, writes)
         for slot in slots:
             for other in self._uses[slot]:
@@ -110,7 +110,7 @@ class SimMemory:
     def scribble(self, slots: Iterable[int]) -> None:
         """Write what is no chunk's."""
         for slot in slots:
-            self._views[slot][:] = NOBODYS
+            self._views[slot][:] = GARBAGE
 
 
 class World:
@@ -156,13 +156,13 @@ class World:
             self._trace(f"{self.now_s:9.4f}  {ADDRESS.sub('...', line)}")
 
     def start_process(self) -> None:
-        """A process starts, with the weights that the engine has before anybody sends new ones."""
+        """Start a process, with the weights that an engine has at first."""
         self.process += 1
         self.weights = 0
         self.is_alive = True
 
     def new_weights(self) -> None:
-        """The engine got weights that no engine had before."""
+        """Give the engine weights that no engine had before."""
         self._last_weights += 1
         self.weights = self._last_weights
 
@@ -179,12 +179,12 @@ class World:
             self.fail(what)
 
     def is_whole(self, key: OffloadKey, held: bytes | memoryview) -> bool:
-        """Say whether bytes are a chunk's, of whatever weights."""
+        """Return whether bytes are a chunk's, of whatever weights."""
         return any(held == content(key, weights) for weights in range(self._last_weights + 1))
 
     def name_of(self, held: bytes, keys: Iterable[OffloadKey]) -> str:
-        """Say what bytes are, for messages."""
-        if held == NOBODYS:
+        """Return what bytes are, for messages."""
+        if held == GARBAGE:
             return "nobody's bytes"
         for key in keys:
             for weights in range(self._last_weights + 1):
@@ -194,25 +194,25 @@ class World:
 
 
 def show(key: OffloadKey) -> str:
-    """Say a key in short, as keys of the simulation are made: readable."""
+    """Return the readable part of a simulated key."""
     return key[:-4].decode("ascii", "replace")
 
 
-class CheckedTiering(FrugalTiering):
+class CheckedTiering(EfficiencyCheckedTiering):
     """The real core, held against the truth after each thing that happens to it.
 
     Attributes:
-        believed: what those believe to be in each secondary tier who follow what is announced.
+        announced: what those believe to be in each secondary tier who follow what is announced.
     """
 
     world: World
     memory: SimMemory
 
     def watch(self, world: World, memory: SimMemory) -> None:
-        """Start to check."""
+        """Start checking against a world."""
         self.world, self.memory = world, memory
-        self._followed: set[OffloadKey] = set()
-        self.believed: list[set[OffloadKey]] = [set() for _ in self.shared.tiers]
+        self._announced_in_primary: set[OffloadKey] = set()
+        self.announced: list[set[OffloadKey]] = [set() for _ in self.shared.tiers]
 
     def on_event(self, event: Event, now_s: float) -> None:
         """Take in an event; what a fetch brought must be what was stored."""
@@ -229,7 +229,7 @@ class CheckedTiering(FrugalTiering):
         with self._checks("settle"):
             super().settle(now_s)
         self.require_ready_bytes()
-        self._follow()
+        self._follow_announcements()
 
     def take_commands(self) -> list[Command]:
         """Take what is to be done."""
@@ -301,17 +301,20 @@ class CheckedTiering(FrugalTiering):
             if chunk.state is ChunkState.READY:
                 self.require_bytes(chunk, key)
 
-    def _follow(self) -> None:
-        """Believe what is announced; of the primary tier that is what can be had, no more and no less."""
+    def _follow_announcements(self) -> None:
+        """Take in what is announced. For the primary tier that must be exactly what can be had."""
         for change in self.take_changes():
-            believed = self._followed if change.tier is None else self.believed[change.tier]
+            announced = self._announced_in_primary if change.tier is None else self.announced[change.tier]
             if change.removed:
-                believed.difference_update(change.keys)
+                announced.difference_update(change.keys)
             else:
-                believed.update(change.keys)
+                announced.update(change.keys)
         visible = self.table.visible.items()
         there = {key for key, chunk in visible if chunk.state is ChunkState.READY}
-        self.world.require(self._followed == there, f"announced are {self._followed}, there are {there}")
+        self.world.require(
+            self._announced_in_primary == there,
+            f"announced are {self._announced_in_primary}, there are {there}",
+        )
 
     @contextmanager
     def _checks(self, what: str) -> Iterator[None]:

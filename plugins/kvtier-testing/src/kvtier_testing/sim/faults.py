@@ -1,4 +1,4 @@
-"""Faults around any tier, and a look at how it is used.
+"""Fault injection around any tier, and checks of how the tier is used.
 
 They can be put around every tier whose transport runs on the event loop alone: an author's own is
 simulated so. Only what a tier may do is drawn: whatever happens, a call ends as a tier's call can end, and
@@ -29,15 +29,15 @@ from kvtier.tiers.base import (
     Usage,
 )
 from kvtier.tiers.drain import until_done
-from kvtier_testing.sim.backend import Backend, Weather, spoil
-from kvtier_testing.sim.truth import SimMemory, show
+from kvtier_testing.sim.backend import Backend, FaultProfile, corrupt
+from kvtier_testing.sim.model import SimMemory, show
 
 _CUT_OFF = ("contains", "discard", "get", "put", "touch")
 _MOMENT_S = 1e-6
 
 
 class FaultyTier(SecondaryTier[TierConfig]):
-    """Faults around a tier, and a look at how it is used. Made by ``faulty``.
+    """Faults around a tier, and a look at how it is used. Made by ``inject_faults``.
 
     Attributes:
         inner: the tier.
@@ -64,8 +64,8 @@ class FaultyTier(SecondaryTier[TierConfig]):
         self._resets = 0
 
     @property
-    def _weather(self) -> Weather:
-        return self._backend.weather
+    def _faults(self) -> FaultProfile:
+        return self._backend.faults
 
     async def open(self, context: TierContext) -> None:
         """Open the tier, or not."""
@@ -73,26 +73,26 @@ class FaultyTier(SecondaryTier[TierConfig]):
         self._is_opened = True
 
     async def _open(self, context: TierContext) -> None:
-        if self._weather.closed:
+        if self._faults.closed:
             raise TierError("there is no way to the backend")
         await self.inner.open(context)
 
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
-        """Say what is known; now and then that fails, and more often it is old."""
+        """Return what is known; now and then that fails, and more often it is old."""
         self._require_usable("known")
-        chance, weather = self._backend.chance, self._weather
-        if chance.random() < weather.error:
+        chance, faults = self._backend.chance, self._faults
+        if chance.random() < faults.error:
             raise OSError("the index cannot be read")
         known = list(self.inner.known(keys))
-        if chance.random() < weather.chunks:
+        if chance.random() < faults.chunks:
             index = chance.randrange(len(known))
             known[index] = chance.choice(list(Knowledge))
-            self._backend.untold.add(keys[index])
+            self._backend.unreported.add(keys[index])
         return known
 
     def usage(self) -> Usage | None:
-        """Say how full the tier is."""
-        if self._backend.chance.random() < self._weather.error / 10:
+        """Return how full the tier is."""
+        if self._backend.chance.random() < self._faults.error / 10:
             raise OSError("nobody knows how full it is")
         usage = self.inner.usage()
         if usage is not None and usage.used_bytes is not None and usage.capacity_bytes is not None:
@@ -106,10 +106,10 @@ class FaultyTier(SecondaryTier[TierConfig]):
         self._require_usable("contains")
         there = list(await self._do("contains", lambda: self.inner.contains(keys)))
         chance = self._backend.chance
-        if chance.random() < self._weather.chunks:
+        if chance.random() < self._faults.chunks:
             index = chance.randrange(len(there))
             there[index] = chance.random() < 0.5
-            self._backend.untold.add(keys[index])
+            self._backend.unreported.add(keys[index])
         return there
 
     async def put(self, batch: Batch) -> Outcome:
@@ -139,17 +139,17 @@ class FaultyTier(SecondaryTier[TierConfig]):
         async with self._at_work("get", batch, self.config.max_concurrency, writes=True):
             self._memory.scribble(batch.slots)
             outcome = self._with_failures(await self._do("get", lambda: self.inner.get(batch)))
-            self._spoil(batch, outcome)
+            self._corrupt(batch, outcome)
         self._world.seen["chunks got"] += outcome.statuses.count(Status.OK)
         return outcome
 
     async def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Tell the tier."""
+        """Touch chunks."""
         self._require_usable("touch")
         await self._do("touch", lambda: self.inner.touch(keys))
 
     async def discard(self, keys: Sequence[OffloadKey]) -> None:
-        """Have chunks forgotten."""
+        """Discard chunks."""
         self._require_usable("discard")
         await self._do("discard", lambda: self.inner.discard(keys))
 
@@ -187,42 +187,42 @@ class FaultyTier(SecondaryTier[TierConfig]):
         return result
 
     async def _with_faults(self, verb: str, call: Callable[[], Any]) -> Any:
-        weather, chance, seen = self._weather, self._backend.chance, self._world.seen
-        hangs = chance.random() < self._share(weather.hang, verb)
+        faults, chance, seen = self._faults, self._backend.chance, self._world.seen
+        hangs = chance.random() < self._share(faults.hang, verb)
         hangs_first = chance.random() < 0.5
         await anyio.sleep(self._latency_s(verb))
         if hangs and hangs_first:
             await self._hang(verb)
-        if chance.random() < self._share(weather.error, verb):
+        if chance.random() < self._share(faults.error, verb):
             seen[f"{verb} failed"] += 1
             raise self._error()
         result = await call()
         if hangs and not hangs_first:
             await self._hang(verb)
-        if chance.random() < self._share(weather.lost, verb):
+        if chance.random() < self._share(faults.lost, verb):
             seen["answer lost"] += 1
             raise self._error()
-        if chance.random() < self._share(weather.cancelled, verb):
+        if chance.random() < self._share(faults.cancelled, verb):
             seen["cancelled by nobody"] += 1
             raise asyncio.CancelledError
         return result
 
     def _share(self, fault: float, verb: str) -> float:
-        """Say which share of the calls of a verb a fault befalls now."""
-        only = self._weather.only
+        """Return the share of the calls of a verb that a fault hits now."""
+        only = self._faults.only
         return fault if only is None or verb in only else 0.0
 
     def _latency_s(self, verb: str) -> float:
-        weather, chance = self._weather, self._backend.chance
-        seconds = weather.latency_s * chance.choice((0.0, 0.5, 1.0, 3.0))
-        if chance.random() < self._share(weather.late, verb):
+        faults, chance = self._faults, self._backend.chance
+        seconds = faults.latency_s * chance.choice((0.0, 0.5, 1.0, 3.0))
+        if chance.random() < self._share(faults.late, verb):
             self._world.seen[f"{verb} late"] += 1
-            seconds = weather.latency_s * 100
+            seconds = faults.latency_s * 100
         return seconds
 
     async def _hang(self, verb: str) -> None:
         self._world.seen[f"{verb} hung"] += 1
-        await self._backend.fair.wait()
+        await self._backend.resumed.wait()
 
     def _error(self) -> BaseException:
         passing: list[type[BaseException]] = [ConnectionError, TimeoutError]  # such a call is repeated
@@ -232,8 +232,8 @@ class FaultyTier(SecondaryTier[TierConfig]):
         return self._backend.chance.choice(kinds)("injected")
 
     def _with_failures(self, outcome: Outcome) -> Outcome:
-        """Let single chunks fail, though the tier has put or given them."""
-        chance, share = self._backend.chance, self._weather.chunks
+        """Fail single chunks, though the tier has put or given them."""
+        chance, share = self._backend.chance, self._faults.chunks
         if not share:
             return outcome
         statuses = [
@@ -242,15 +242,15 @@ class FaultyTier(SecondaryTier[TierConfig]):
         ]
         return Outcome(statuses, {**outcome.reasons, "error": statuses.count(Status.FAILED)})
 
-    def _spoil(self, batch: Batch, outcome: Outcome) -> None:
+    def _corrupt(self, batch: Batch, outcome: Outcome) -> None:
         """Damage on the way; a tier that verifies would have seen it."""
-        chance, share = self._backend.chance, self._weather.damage
+        chance, share = self._backend.chance, self._faults.damage
         if self.verifies or not share:
             return
         for index, status in enumerate(outcome.statuses):
             if status is Status.OK and chance.random() < share:
                 view = batch.views[index]
-                view[:], batch.trailers[index] = spoil(chance, bytes(view), batch.trailers[index])
+                view[:], batch.trailers[index] = corrupt(chance, bytes(view), batch.trailers[index])
                 self._world.seen["chunks damaged"] += 1
 
     # --- how it is used --------------------------------------------------------------------------
@@ -295,14 +295,14 @@ class FaultyTier(SecondaryTier[TierConfig]):
                 )
 
 
-def faulty(
+def inject_faults(
     inner: SecondaryTier[Any], backend: Backend, memory: SimMemory, *, drains: bool = False
 ) -> FaultyTier:
-    """Put faults around a tier: those of the backend's weather.
+    """Put faults around a tier: those that its backend has now.
 
     Args:
         inner: the tier; nothing in it may need another thread or a socket.
-        backend: whose weather it has. A tier of one's own needs no backend otherwise.
+        backend: whose faults it has. A tier of one's own needs no backend otherwise.
         memory: the slots.
         drains: whether a call that is cancelled goes on to its end first.
     """
@@ -316,4 +316,4 @@ def faulty(
     return made(inner, backend, memory, drains=drains)
 
 
-__all__ = ["FaultyTier", "faulty"]
+__all__ = ["FaultyTier", "inject_faults"]

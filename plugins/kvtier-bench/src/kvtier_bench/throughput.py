@@ -1,0 +1,210 @@
+"""The measuring loop of ``kvtier bench fs`` and ``kvtier bench tier``.
+
+Each round measures the reference (a disk, or a tier's bare client), the subject and the reference again, so
+that a noisy machine changes both alike: trust the ratios and their spread. Each point is measured twice:
+idle, and beside a process that computes in pure Python without a pause, as an engine does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+from kvtier_bench.busy import BusyProcess
+from kvtier_bench.movers import Contestant
+
+ALONE_S: Final = 0.25  # for which the computing process is measured by itself
+_WARM_UP: Final = 0.25  # of a stretch
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Chunks moved, beside a reference. GB are 10**9 bytes; figures are medians over the rounds.
+
+    Attributes:
+        subject: what was measured: the tier, or vLLM's path for files.
+        chunk_bytes: bytes of a chunk.
+        verb: ``"put"`` or ``"get"``.
+        busy: whether a process computed in pure Python meanwhile.
+        gb_s, reference_gb_s: what subject and reference did, several batches at once.
+        ratio, ratio_low, ratio_high: the rounds' ratios of the two: median, least and greatest.
+        goal: whether the median ratio reaches the goal, where there is one.
+        cpu_us_chunk, reference_cpu_us_chunk: processor time of this process for each chunk. That of a
+            server, or of the process that measures a disk, is not in it.
+        without_checksum_us: the subject's without computing checksums, whose time is measured apart.
+        slowdown, reference_slowdown: by what share the computing process got slower.
+    """
+
+    subject: str
+    chunk_bytes: int
+    verb: str
+    busy: bool
+    gb_s: float
+    reference_gb_s: float | None
+    ratio: float | None
+    ratio_low: float | None
+    ratio_high: float | None
+    goal: str
+    cpu_us_chunk: float
+    reference_cpu_us_chunk: float | None
+    without_checksum_us: float
+    slowdown: float | None
+    reference_slowdown: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """What was measured in one stretch, or in two that were added."""
+
+    nbytes: int
+    wall_s: float
+    cpu_s: float
+    loops: int
+
+    @property
+    def gb_s(self) -> float:
+        """Rate in GB/s."""
+        return self.nbytes / self.wall_s / 1e9
+
+    def cpu_us(self, chunk_bytes: int) -> float:
+        """Processor time for each chunk, in microseconds."""
+        return self.cpu_s / self.nbytes * chunk_bytes * 1e6
+
+    def slowdown(self, alone: float | None) -> float | None:
+        """Return by what share the computing process was slower than ``alone``, its loops a second."""
+        return 1 - self.loops / self.wall_s / alone if alone else None
+
+    def __add__(self, other: Stretch) -> Stretch:
+        return Stretch(
+            self.nbytes + other.nbytes,
+            self.wall_s + other.wall_s,
+            self.cpu_s + other.cpu_s,
+            self.loops + other.loops,
+        )
+
+
+async def compare(
+    subjects: Mapping[str, Contestant],
+    reference: Contestant | None,
+    engine: BusyProcess,
+    chunk_bytes: int,
+    rounds: int,
+    goal: float | None = None,
+) -> list[Throughput]:
+    """Measure subjects beside a reference.
+
+    Args:
+        subjects: by name.
+        reference: what they are measured against.
+        engine: computes in half of the rounds.
+        chunk_bytes: bytes of a chunk.
+        rounds: how often each stretch is repeated.
+        goal: the ratio that a subject should reach.
+    """
+    found: dict[tuple[str, str, bool], list[_Round]] = {}
+    for subject in subjects.values():
+        async with _emptied(subject, reference):  # connects, makes directories, starts threads
+            for verb in ("put", "get"):
+                await _round(subject, reference, verb, None, _WARM_UP)
+    for number in range(2 * rounds):
+        busy = number % 2 == 1
+        for name, subject in subjects.items():
+            async with _emptied(subject, reference):
+                for verb in ("put", "get"):
+                    row = await _round(subject, reference, verb, engine if busy else None)
+                    found.setdefault((name, verb, busy), []).append(row)
+                subject.check()
+    return [
+        _throughput(name, chunk_bytes, verb, busy, rows, subjects[name].checksum_us, goal)
+        for (name, verb, busy), rows in sorted(found.items())
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """What was measured together; ``alone`` is the computing process's loops a second by itself."""
+
+    subject: Stretch
+    reference: Stretch | None
+    alone: float | None
+
+
+@asynccontextmanager
+async def _emptied(*contestants: Contestant | None) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        for contestant in filter(None, contestants):
+            await contestant.discard()
+
+
+async def _round(
+    subject: Contestant, reference: Contestant | None, verb: str, engine: BusyProcess | None, share: float = 1
+) -> _Round:
+    """Measure the reference, the subject and the reference again: rates change within seconds."""
+    if verb == "put":
+        subject.prepare(share)
+    if verb == "put" and reference is not None:
+        reference.prepare(share)
+    with engine.computing() if engine is not None else nullcontext():
+        alone = None
+        if engine is not None:
+            loops, started_s = engine.loops, time.perf_counter()
+            await asyncio.sleep(ALONE_S)
+            alone = (engine.loops - loops) / (time.perf_counter() - started_s)
+        if reference is None:
+            return _Round(await _stretch(subject, verb, share, engine), None, alone)
+        before = await _stretch(reference, verb, share / 2, engine)
+        own = await _stretch(subject, verb, share, engine)
+        after = await _stretch(reference, verb, share / 2, engine)
+        return _Round(own, before + after, alone)
+
+
+async def _stretch(contestant: Contestant, verb: str, share: float, engine: BusyProcess | None) -> Stretch:
+    loops = engine.loops if engine is not None else 0
+    wall_s, cpu_s = time.perf_counter(), time.process_time()
+    nbytes = await contestant.move(verb, share)
+    wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
+    return Stretch(nbytes, wall_s, cpu_s, engine.loops - loops if engine is not None else 0)
+
+
+def _throughput(
+    name: str,
+    chunk_bytes: int,
+    verb: str,
+    busy: bool,
+    rows: Sequence[_Round],
+    checksum_us: float,
+    goal: float | None,
+) -> Throughput:
+    pairs = [(row.subject, row.reference) for row in rows if row.reference is not None]
+    ratios = [subject.gb_s / reference.gb_s for subject, reference in pairs]
+    ratio = _median(ratios)
+    cpu_us = median(row.subject.cpu_us(chunk_bytes) for row in rows)
+    return Throughput(
+        subject=name,
+        chunk_bytes=chunk_bytes,
+        verb=verb,
+        busy=busy,
+        gb_s=median(row.subject.gb_s for row in rows),
+        reference_gb_s=_median(reference.gb_s for _, reference in pairs),
+        ratio=ratio,
+        ratio_low=min(ratios, default=None),
+        ratio_high=max(ratios, default=None),
+        goal="-" if ratio is None or goal is None else "pass" if ratio >= goal else "FAIL",
+        cpu_us_chunk=cpu_us,
+        reference_cpu_us_chunk=_median(reference.cpu_us(chunk_bytes) for _, reference in pairs),
+        without_checksum_us=cpu_us - checksum_us,
+        slowdown=_median(row.subject.slowdown(row.alone) for row in rows),
+        reference_slowdown=_median(row.reference.slowdown(row.alone) for row in rows if row.reference),
+    )
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
