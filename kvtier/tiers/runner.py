@@ -44,7 +44,7 @@ from kvtier.tiers.base import (
 from kvtier.tiers.drain import in_thread
 from kvtier.tiers.faults import require_fault, words_of
 from kvtier.tiers.retries import RetryBudget
-from kvtier.tiers.seal import Verdict, check, seal
+from kvtier.tiers.seal import Integrity, check, seal
 from kvtier.tiers.supervisor import AnyTier, Epoch, TierSupervisor
 
 logger = logging.getLogger("kvtier.executor")
@@ -533,9 +533,9 @@ def _seal_all(batch: Batch, digest: bytes) -> None:
         batch.trailers[index] = seal(key, view, digest)
 
 
-def _check_all(batch: Batch, statuses: Sequence[Status], digest: bytes) -> list[Verdict]:
+def _check_all(batch: Batch, statuses: Sequence[Status], digest: bytes) -> list[Integrity]:
     return [
-        check(trailer, key, view, digest) if status == Status.OK else Verdict.GOOD
+        check(trailer, key, view, digest) if status == Status.OK else Integrity.SOUND
         for key, view, trailer, status in zip(batch.keys, batch.views, batch.trailers, statuses, strict=True)
     ]
 

@@ -25,7 +25,7 @@ _CRC = struct.Struct("<I")
 assert _RECORD.size + _CRC.size == TRAILER_BYTES
 
 
-class Verdict(IntEnum):
+class Integrity(IntEnum):
     """What comes of checking bytes against a trailer."""
 
     GOOD = 0
@@ -79,11 +79,11 @@ def read(trailer: bytes | memoryview) -> Sealed | None:
     return Sealed(OffloadKey(key[:key_bytes]), digest, payload_bytes, checksum)
 
 
-def check(trailer: bytes | memoryview, key: OffloadKey, payload: memoryview, digest: bytes) -> Verdict:
+def check(trailer: bytes | memoryview, key: OffloadKey, payload: memoryview, digest: bytes) -> Integrity:
     """Check ``payload`` against ``trailer``, which may hold anything at all."""
     sealed = read(trailer)
     if sealed is None:
-        return Verdict.TORN
+        return Integrity.TORN
     if sealed.key != key or sealed.digest != digest or sealed.payload_bytes != payload.nbytes:
-        return Verdict.FOREIGN
-    return Verdict.GOOD if crc32c.crc32c(payload) == sealed.checksum else Verdict.CHECKSUM
+        return Integrity.FOREIGN
+    return Integrity.SOUND if crc32c.crc32c(payload) == sealed.checksum else Integrity.CHECKSUM

@@ -36,7 +36,7 @@ from kvtier.tiers.fs.proof import Finding, Prover
 from kvtier.tiers.fs.quota import ledger
 from kvtier.tiers.fs.quota.accounts import FileSystem
 from kvtier.tiers.fs.root import Root
-from kvtier.tiers.seal import Sealed, Verdict
+from kvtier.tiers.seal import Integrity, Sealed
 
 CORPUS = Path(__file__).parent / "corpus"
 
@@ -69,8 +69,8 @@ def trailer(data: bytes) -> None:
     for one in (data, _with_checksum(data)):
         sealed = seal.read(one)
         verdict = seal.check(one, KEY, memoryview(PAYLOAD), DIGEST)
-        assert (verdict is Verdict.GOOD) == (sealed == expected), (verdict, sealed)
-        assert (verdict is Verdict.TORN) == (sealed is None), (verdict, sealed)
+        assert (verdict is Integrity.SOUND) == (sealed == expected), (verdict, sealed)
+        assert (verdict is Integrity.TORN) == (sealed is None), (verdict, sealed)
 
 
 def chunk_file(data: bytes) -> None:

@@ -9,7 +9,7 @@ from kvtier.identity import Identity
 from kvtier.keys import pack_key
 from kvtier.tiers.base import TRAILER_BYTES, Batch, Knowledge, Outcome, Status, TierContext
 from kvtier.tiers.dummy import DummyConfig, DummyTier
-from kvtier.tiers.seal import Verdict, check, seal
+from kvtier.tiers.seal import Integrity, check, seal
 
 CHUNK_BYTES = 1024
 KEYS = [pack_key(bytes([number]) * 32) for number in range(20)]
@@ -57,7 +57,7 @@ async def test_chunks_come_back_with_their_trailers():
     assert (await tier.get(batch)).statuses == [Status.OK] * 3
     for number, view, trailer in zip([2, 0, 1], batch.views, batch.trailers, strict=True):
         assert bytes(view) == bytes([number]) * CHUNK_BYTES
-        assert check(trailer, KEYS[number], view, DIGEST) is Verdict.GOOD
+        assert check(trailer, KEYS[number], view, DIGEST) is Integrity.SOUND
 
 
 async def test_what_was_never_put_is_absent_and_leaves_its_slot_alone():
@@ -177,7 +177,7 @@ async def test_corrupted_bytes_are_seen_by_their_trailer_and_heal():
         assert (await tier.get(batch)).statuses == [Status.OK] * 20
         seals = zip(batch.trailers, batch.keys, batch.views, strict=True)
         verdicts = [check(trailer, key, view, DIGEST) for trailer, key, view in seals]
-        assert set(verdicts) == {Verdict.GOOD, Verdict.CHECKSUM}
+        assert set(verdicts) == {Integrity.SOUND, Integrity.CHECKSUM}
 
 
 async def faults(seed: int) -> list[Status]:

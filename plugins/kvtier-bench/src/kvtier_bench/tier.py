@@ -33,7 +33,7 @@ from kvtier.plugins import Group
 from kvtier.tiers import registry
 from kvtier.tiers.base import Batch, Outcome, SecondaryTier, Status, TierConfig, TierContext
 from kvtier.tiers.faults import words_of
-from kvtier.tiers.seal import Verdict, check, seal
+from kvtier.tiers.seal import Integrity, check, seal
 from kvtier_bench.bare import BareClient
 from kvtier_bench.busy import BusyThread
 from kvtier_bench.disk import fill
@@ -156,7 +156,7 @@ class TierMover:
         batch = self._last
         for key, view, trailer in zip(batch.keys, batch.views, batch.trailers, strict=True):
             if verdict := check(trailer, key, view, self._digest):
-                raise KVTierError(f"the tier under test gave wrong bytes: {Verdict(verdict).name.lower()}")
+                raise KVTierError(f"the tier under test gave wrong bytes: {Integrity(verdict).name.lower()}")
 
 
 class BareMover:
