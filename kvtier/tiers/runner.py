@@ -345,19 +345,18 @@ class TierRunner:
         outcome = self._complete(await self._tier.get(batch), len(batch))
         if self._tier.verifies:
             return outcome
-        verdicts = await self._in_thread(_check_all, batch, outcome.statuses, self._digest)
-        bad = [(key, verdict) for key, verdict in zip(batch.keys, verdicts, strict=True) if verdict]
+        integrity = await self._in_thread(_check_all, batch, outcome.statuses, self._digest)
+        bad = [(key, found) for key, found in zip(batch.keys, integrity, strict=True) if found.is_corrupt]
         if not bad:
             return outcome
         statuses = [
-            Status.CORRUPT if verdict else status
-            for status, verdict in zip(outcome.statuses, verdicts, strict=True)
+            Status.CORRUPT if found.is_corrupt else status
+            for status, found in zip(outcome.statuses, integrity, strict=True)
         ]
         counts = Counter(outcome.reasons)
-        for key, verdict in bad:
-            reason = verdict.name.lower()
-            counts[reason] += 1
-            self._log(logging.ERROR, reason, f"chunk {key.hex()} is not what was put: {reason}")
+        for key, found in bad:
+            counts[found] += 1
+            self._log(logging.ERROR, found, f"chunk {key.hex()} is not what was put: {found}")
         await self._discard([key for key, _ in bad])
         return Outcome(statuses, counts)
 

@@ -32,7 +32,7 @@ from kvtier.tiers.base import TierContext
 from kvtier.tiers.fs import FsConfig, layout, namespace
 from kvtier.tiers.fs.files import ChunkFiles, NativeFiles, PythonFiles
 from kvtier.tiers.fs.files.call import FileCall, Flag, Place, Result
-from kvtier.tiers.fs.proof import Finding, Prover
+from kvtier.tiers.fs.proof import Prover
 from kvtier.tiers.fs.quota import ledger
 from kvtier.tiers.fs.quota.accounts import FileSystem
 from kvtier.tiers.fs.root import Root
@@ -50,10 +50,10 @@ TRAILER = seal.seal(KEY, memoryview(PAYLOAD), DIGEST)
 _MOST_CHARACTERS = 10_000  # of a message, whatever was found
 _DISK = FileSystem(total=1 << 40, used=1 << 20, free=(1 << 40) - (1 << 20))
 _FOUND = {
-    Result.OK: Finding.SOUND,
-    Result.TORN: Finding.TORN,
-    Result.FOREIGN: Finding.FOREIGN,
-    Result.CHECKSUM: Finding.CHECKSUM,
+    Result.OK: Integrity.SOUND,
+    Result.TORN: Integrity.TORN,
+    Result.FOREIGN: Integrity.FOREIGN,
+    Result.CHECKSUM: Integrity.CHECKSUM,
 }
 
 

@@ -155,8 +155,8 @@ class TierMover:
             return
         batch = self._last
         for key, view, trailer in zip(batch.keys, batch.views, batch.trailers, strict=True):
-            if verdict := check(trailer, key, view, self._digest):
-                raise KVTierError(f"the tier under test gave wrong bytes: {Integrity(verdict).name.lower()}")
+            if (found := check(trailer, key, view, self._digest)) is not Integrity.SOUND:
+                raise KVTierError(f"the tier under test gave wrong bytes: {found}")
 
 
 class BareMover:

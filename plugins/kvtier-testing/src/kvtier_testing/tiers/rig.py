@@ -187,7 +187,7 @@ class TierRig:
         )
         expect(
             verdict is Integrity.SOUND,
-            f"a get gave right bytes, but not the trailer that was put with them ({verdict.name}): it has to "
+            f"a get gave right bytes, but not the trailer that was put with them ({verdict}): it has to "
             "be kept beside the bytes and written into batch.trailers, unless verifies is true",
         )
 
