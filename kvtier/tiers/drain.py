@@ -9,21 +9,48 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
-import anyio.lowlevel
 import anyio.to_thread
 
 T = TypeVar("T")
 
 
-async def until_done(work: Awaitable[T]) -> T:
-    """Wait for the end of what cannot be stopped, however often the task is cancelled meanwhile.
+async def wait_out(
+    future: asyncio.Future[Any], on_cancel: Callable[[], object] = lambda: None
+) -> asyncio.CancelledError | None:
+    """Wait until ``future`` is done, however often the task is cancelled meanwhile.
 
     A shielded scope alone is not enough: it does not hold off ``Task.cancel``, which is what
     ``asyncio.timeout`` does.
+
+    Args:
+        future: what is waited for; it is not cancelled.
+        on_cancel: called at the first cancellation, to have the work end sooner.
+
+    Returns:
+        The cancellation that came meanwhile, to be raised when the caller has tidied up; or None.
+    """
+    try:
+        await asyncio.wait((future,))
+        return None
+    except asyncio.CancelledError as error:
+        cancelled = error
+    on_cancel()
+    with anyio.CancelScope(shield=True):  # or anyio cancels again at each turn of the loop
+        while not future.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait((future,))
+    if not future.cancelled():
+        future.exception()  # looked at: asyncio complains where the cancellation is raised in its place
+    return cancelled
+
+
+async def until_done(work: Awaitable[T]) -> T:
+    """Return the result of what cannot be stopped, at its true end. See ``wait_out``.
 
     Args:
         work: a future, or a coroutine, which then runs in a task of its own.
@@ -32,18 +59,9 @@ async def until_done(work: Awaitable[T]) -> T:
         What the work has raised, or the cancellation that came meanwhile.
     """
     future = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    with anyio.CancelScope(shield=True):
-        while not future.done():
-            try:
-                await asyncio.wait((future,))
-            except asyncio.CancelledError as error:
-                cancelled = error
-    if not future.cancelled():
-        future.exception()  # looked at, or asyncio complains where the cancellation is raised instead
+    cancelled = await wait_out(future)
     if cancelled is not None:
         raise cancelled
-    await anyio.lowlevel.checkpoint_if_cancelled()
     return future.result()
 
 
@@ -64,4 +82,4 @@ async def in_thread(
     return await until_done(anyio.to_thread.run_sync(call, limiter=limiter))
 
 
-__all__ = ["in_thread", "until_done"]
+__all__ = ["in_thread", "until_done", "wait_out"]

@@ -234,7 +234,7 @@ MUTATIONS = (
     Mutation(
         "cancelled_while_bytes_move",
         "Who is cancelled does not wait until the bytes have stopped moving.",
-        "kvtier.tiers.drain:until_done",
+        "kvtier.tiers.drain:wait_out",
         (("cancelled = error", "raise"),),
     ),
     Mutation(
