@@ -11,7 +11,6 @@ from kvtier.core.admission import Limits, TierGate
 from kvtier.core.announcements import Announcements
 from kvtier.core.chunks import Chunk, ChunkTable
 from kvtier.core.messages import Command, Fetched, PutEnded, TransferHealth
-from kvtier.core.states import TransferEvent, TransferState
 from kvtier.core.transfers import Transfer
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey
@@ -75,8 +74,7 @@ class SharedState:
         transfer = self.transfers.pop(event.id, None)
         if transfer is None:
             raise StateError(f"transfer {event.id} has ended already or never began")
-        in_time = transfer.state is TransferState.RUNNING
-        transfer.move(TransferEvent.ENDED)
+        in_time = not transfer.is_overdue
         gate = self.tiers[transfer.tier]
         health = gate.judge(event.health, event.seconds, is_put=transfer.is_put)
         change = gate.of(puts=transfer.is_put).end(transfer.id, health, now_s, in_time=in_time)
@@ -104,7 +102,7 @@ class SharedState:
     @property
     def running(self) -> list[Transfer]:
         """The transfers that are waited for."""
-        return [transfer for transfer in self.transfers.values() if transfer.state is TransferState.RUNNING]
+        return [transfer for transfer in self.transfers.values() if not transfer.is_overdue]
 
     def overdue(self, now_s: float) -> list[Transfer]:
         """Mark the running transfers whose deadline has passed, and return them."""
@@ -112,7 +110,7 @@ class SharedState:
             return []
         late = [transfer for transfer in self.running if transfer.deadline_s <= now_s]
         for transfer in late:
-            transfer.move(TransferEvent.DEADLINE)
+            transfer.is_overdue = True
             gate = self.tiers[transfer.tier]
             self.counts["overdue", gate.name, transfer.verb] += 1
             self._note_change(transfer, gate.of(puts=transfer.is_put).late(transfer.id, now_s))
