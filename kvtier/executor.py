@@ -19,7 +19,7 @@ from typing import Protocol
 import anyio
 import anyio.abc
 
-from kvtier.core.backoff import Chance
+from kvtier.core.backoff import RandomSource
 from kvtier.core.messages import (
     Answer,
     Command,
@@ -74,7 +74,7 @@ class Executor:
         post: Post,
         *,
         close_s: float = CLOSE_S,
-        chance: Chance = random.random,
+        chance: RandomSource = random.random,
         custody: Custody | None = None,
     ) -> None:
         threads = anyio.CapacityLimiter(_SEAL_THREADS)  # not the loop's own: others may use that up

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-Chance = Callable[[], float]
+RandomSource = Callable[[], float]
 """Returns numbers from 0 to below 1: where the owner's randomness comes from."""
 
 
@@ -25,7 +25,7 @@ class Backoff:
         chance: the source of chance.
     """
 
-    def __init__(self, first_s: float, longest_s: float, chance: Chance = even) -> None:
+    def __init__(self, first_s: float, longest_s: float, chance: RandomSource = even) -> None:
         self.pause_s = 0.0
         self._first_s = first_s
         self._longest_s = max(first_s, longest_s)

@@ -12,7 +12,7 @@ from typing import TypeVar
 import anyio
 
 from kvtier import reasons
-from kvtier.core.backoff import Chance
+from kvtier.core.backoff import RandomSource
 from kvtier.core.messages import (
     Answer,
     Event,
@@ -101,7 +101,7 @@ class TierRunner:
         memory: SlotMemory,
         post: Post,
         threads: anyio.CapacityLimiter,
-        chance: Chance,
+        chance: RandomSource,
         custody: Custody | None = None,
     ) -> None:
         config = named.tier.config

@@ -72,7 +72,9 @@ def _check_gates(core: Tiering) -> None:
         _require(gate.backlog == backlog, f"the backlog of {gate.name} is that of its puts")
         for verb, breaker in (("put", gate.puts), ("get", gate.gets)):
             overdue = {transfer.id: transfer.is_overdue for transfer in mine if transfer.verb == verb}
-            _require(breaker.overdue == sum(overdue.values()), f"the overdue {verb}s of {gate.name} are counted")
+            _require(
+                breaker.overdue == sum(overdue.values()), f"the overdue {verb}s of {gate.name} are counted"
+            )
             is_probed = overdue.get(breaker.probe or 0) is False
             _require(
                 is_probed is (breaker.state is BreakerState.HALF_OPEN),
