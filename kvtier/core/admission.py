@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.core.backoff import RandomSource, even
+from kvtier.core.backoff import RandomSource, no_jitter
 from kvtier.core.breaker import Breaker, BreakerRules
 from kvtier.core.messages import TransferHealth
 from kvtier.core.pressure import PutPressure
@@ -66,7 +66,7 @@ class TierGate:
         *,
         width: int = 4,
         rules: BreakerRules | None = None,
-        chance: RandomSource = even,
+        chance: RandomSource = no_jitter,
     ) -> None:
         self.name = name
         self.deadline_s = deadline_s

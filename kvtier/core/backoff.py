@@ -8,7 +8,7 @@ RandomSource = Callable[[], float]
 """Returns numbers from 0 to below 1: where the owner's randomness comes from."""
 
 
-def even() -> float:
+def no_jitter() -> float:
     """Stand in for chance where it is of no account."""
     return 0.5
 
@@ -25,7 +25,7 @@ class Backoff:
         chance: the source of chance.
     """
 
-    def __init__(self, first_s: float, longest_s: float, chance: RandomSource = even) -> None:
+    def __init__(self, first_s: float, longest_s: float, chance: RandomSource = no_jitter) -> None:
         self.pause_s = 0.0
         self._first_s = first_s
         self._longest_s = max(first_s, longest_s)

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 from math import inf
 
-from kvtier.core.backoff import Backoff, RandomSource, even
+from kvtier.core.backoff import Backoff, RandomSource, no_jitter
 from kvtier.core.messages import TransferHealth
 from kvtier.core.states import BreakerState
 
@@ -48,7 +48,7 @@ class Breaker:
         health: what the last transfer that said anything of the tier said.
     """
 
-    def __init__(self, rules: BreakerRules | None = None, chance: RandomSource = even) -> None:
+    def __init__(self, rules: BreakerRules | None = None, chance: RandomSource = no_jitter) -> None:
         rules = rules or BreakerRules()
         self.state: BreakerState = _CLOSED
         self.overdue = 0
