@@ -21,7 +21,7 @@ from kvtier.memory.custody import Custody, Damage
 from kvtier.telemetry.lines import ChangeLog
 
 
-class TakesCommands(Protocol):
+class CommandSink(Protocol):
     """Whatever carries out the core's commands."""
 
     def submit(self, commands: Sequence[Command]) -> None:
@@ -43,7 +43,7 @@ class Driver:
     def __init__(
         self,
         core: Tiering,
-        executor: TakesCommands,
+        executor: CommandSink,
         logger: logging.Logger,
         *,
         custody: Custody | None = None,
