@@ -64,7 +64,7 @@ class Driver:
         self._core.on_event(event, self._clock())
         self.dispatch()
 
-    def take_in(self, events: deque[Event]) -> None:
+    def on_events(self, events: deque[Event]) -> None:
         """Pass all that is in a queue to the core, and what follows from it to the executor."""
         now_s = self._clock()
         while events:
