@@ -129,7 +129,7 @@ class Executor:
             else:
                 runner.reset(command.epoch)
 
-    async def comes_up(self, tier: int) -> bool:
+    async def wait_until_up(self, tier: int) -> bool:
         """Wait until a tier is open, and through with its resets, or given up; say whether it can be used."""
         runner = self._runners[tier]
         epoch: Epoch | None = None
