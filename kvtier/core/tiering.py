@@ -256,7 +256,7 @@ class Tiering:
 
     def release(self, pinned: Pinned) -> None:
         """End a load: its chunks may be evicted again, as recently used ones."""
-        self._strike(self.pinned, pinned)
+        self._end_handle(self.pinned, pinned)
         self.table.unpin(pinned.chunks, used=True)
 
     def fail_load(self, pinned: Pinned, request: Request | None = None) -> None:
@@ -266,7 +266,7 @@ class Tiering:
         could fail as well, and so on for ever. A HIT for one of the chunks in the round under way does not
         hold any more: an engine is told of its copies between rounds.
         """
-        self._strike(self.pinned, pinned)
+        self._end_handle(self.pinned, pinned)
         self._counts["dropped", "load"] += sum(chunk.state is _READY for chunk in pinned.chunks)
         self._drop(pinned.chunks)
         if request is not None:
@@ -288,7 +288,7 @@ class Tiering:
         return chunk
 
     @staticmethod
-    def _strike(handles: set, handle: object) -> None:  # type: ignore[type-arg]
+    def _end_handle(handles: set, handle: object) -> None:  # type: ignore[type-arg]
         try:
             handles.remove(handle)
         except KeyError:
@@ -329,7 +329,7 @@ class Tiering:
         if self.is_distrusted:
             self.abort(reservation)
             return
-        self._strike(self.reservations, reservation)
+        self._end_handle(self.reservations, reservation)
         chunks = reservation.chunks
         takers = self._takers(len(chunks), range(len(self._names)), now_s)
         ready = self.table.filled(chunks, pins=len(takers))
@@ -342,7 +342,7 @@ class Tiering:
 
     def abort(self, reservation: Reservation) -> None:
         """End a store that did not copy its bytes, or whose bytes were reset away."""
-        self._strike(self.reservations, reservation)
+        self._end_handle(self.reservations, reservation)
         self.table.failed(reservation.chunks)
 
     def fail_store(self, reservation: Reservation) -> None:

@@ -155,8 +155,8 @@ MUTATIONS = (
         "kvtier.core.tiering:Tiering.release",
         (
             (
-                "self._strike(self.pinned, pinned)",
-                "self._strike(self.pinned, pinned); self.table.unpin(pinned.chunks)",
+                "self._end_handle(self.pinned, pinned)",
+                "self._end_handle(self.pinned, pinned); self.table.unpin(pinned.chunks)",
             ),
         ),
     ),
