@@ -387,7 +387,7 @@ class Tiering:
         self.shared.tiers[tier].backlog += len(chunks)
         self.shared.commands.append(messages.Put(transfer.id, tier, keys, [chunk.slot for chunk in chunks]))
 
-    def _lift(self, chunks: Sequence[Chunk], now_s: float) -> None:
+    def _copy_to_earlier_tiers(self, chunks: Sequence[Chunk], now_s: float) -> None:
         """Put what a tier gave into the tiers before it, which did not: the next time they may be asked."""
         ready = [chunk for chunk in chunks if chunk.state is _READY and chunk.origin]
         if not ready:
@@ -411,7 +411,7 @@ class Tiering:
         """Take in what has happened."""
         if isinstance(event, messages.Fetched):
             self._hold_hits()
-            self._lift(self.promotions.fetched(event, now_s), now_s)
+            self._copy_to_earlier_tiers(self.promotions.fetched(event, now_s), now_s)
         elif isinstance(event, messages.PutEnded):
             self._put_ended(event, now_s)
         elif isinstance(event, messages.SlotsReady):
