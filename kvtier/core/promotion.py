@@ -267,12 +267,12 @@ class Promotions:
         """Fetch located keys for a request in its turn. Whoever is first in line gets all it can."""
         is_first = next(iter(self.holders), request) is request
         if is_first:
-            self._make_way(request, len(keys))
+            self._free_for_first(request, len(keys))
         self._fetch_located(keys, {request: None}, now_s)
         if is_first:
             self._make_do(request, keys)
 
-    def _make_way(self, first: Request, count: int) -> None:
+    def _free_for_first(self, first: Request, count: int) -> None:
         """Give the request that is first in line what those behind it hold, as far as it needs it.
 
         Their share of the budget, and where no slot is left their slots: whose turn comes last loses
