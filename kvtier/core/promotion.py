@@ -152,7 +152,7 @@ class Promotions:
             self._fetch_located(run, waiters, now_s)
             first = next(iter(self.holders))  # of the waiters, who are all among them
             if first in waiters and not any(holder.held for holder in self.holders if holder is not first):
-                self._make_do(first, run)  # nobody can make way for it
+                self._trim_first(first, run)  # nobody can make way for it
 
     def give_up(self, transfer: Transfer, now_s: float) -> None:
         """Stop waiting for an overdue fetch: its keys are looked for elsewhere. Its slots stay out of use."""
@@ -270,7 +270,7 @@ class Promotions:
             self._free_for_first(request, len(keys))
         self._fetch_located(keys, {request: None}, now_s)
         if is_first:
-            self._make_do(request, keys)
+            self._trim_first(request, keys)
 
     def _free_for_first(self, first: Request, count: int) -> None:
         """Give the request that is first in line what those behind it hold, as far as it needs it.
@@ -296,7 +296,7 @@ class Promotions:
             table.pin(holder.held)
         self.let_go(list(landing))
 
-    def _make_do(self, first: Request, keys: Keys) -> None:
+    def _trim_first(self, first: Request, keys: Keys) -> None:
         """Let the request that is first in line go without what does not fit, or all would wait for ever.
 
         What is on its way for others is waited for: when it has landed, it makes way.
