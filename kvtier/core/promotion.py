@@ -91,7 +91,7 @@ class Promotions:
         """Stop counting against the budget those chunks that nothing holds any more."""
         self.landing.difference_update([chunk for chunk in chunks if not chunk.pins])
 
-    def pursue(self, request: Request, now_s: float) -> None:
+    def fetch_wanted(self, request: Request, now_s: float) -> None:
         """See to it that each key the request wants is being fetched, as far as the budget goes.
 
         Nothing is evicted for keys behind one of which it is not known yet whether it is anywhere, and

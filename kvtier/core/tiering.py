@@ -151,7 +151,7 @@ class Tiering:
                 self._expire(request)
         for request in asked:  # only now, when what each of them was told is there is pinned
             if request.is_waiting:
-                self.promotions.pursue(request, now_s)
+                self.promotions.fetch_wanted(request, now_s)
         if self._tiered:
             self.promotions.keep_reserve()
         if self._reused:
