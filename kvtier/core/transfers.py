@@ -29,7 +29,7 @@ class Transfer:
             from the same tiers.
         allowed: on a fetch, the tiers that its waiters may be served from; None for all of them.
         deadline_s: when it is no longer waited for, on the owner's clock.
-        is_overdue: whether that has passed: its answer is a miss, and its slots stay out of use until it ends.
+        is_overdue: whether that has passed: its answer is a miss; its slots stay in use until it ends.
         bring: on a fetch, what of that which it finds is to be brought at once.
         located: on a fetch, whether its keys were known to be in the tier.
         left: keys that have left the tier since it began, where that is of interest.
