@@ -1,7 +1,7 @@
-"""Back-pressure: how many chunks may be on their way into a tier, by how fast it is.
+"""Back-pressure: how many chunks may be in flight to a tier, by how fast it is.
 
-A put that is not made costs a later hit; one that waits too long costs slots of the primary tier now, and
-one that slows down a get costs a request that waits now. So puts are dropped first.
+A dropped put costs a later hit. One that waits too long costs slots of the primary tier now, and one that
+slows down a get costs a request that waits now. So puts are dropped first.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from kvtier.errors import StateError
 
 
 class Lookup(IntEnum):
-    """The answer to a lookup."""
+    """The answer to a lookup: what an engine is told of one key, over all tiers."""
 
     MISS = 0
     HIT = 1  # the bytes are in the primary tier

@@ -65,9 +65,7 @@ class Tiering:
         self.epoch = 0
         self.reservations: set[Reservation] = set()
         self.pinned: set[Pinned] = set()
-        self._limits = limits
-        self._tiered = bool(tiers)
-        self._names = [gate.name for gate in tiers]
+        self._tiers = self.shared.tiers
         self._visible = self.table.visible
         self._counts = self.shared.counts
         self._asked: list[Request] = []
@@ -120,7 +118,7 @@ class Tiering:
         return _MISS if group_index(key) == group_index(request.first) else _RETRY
 
     def _unready(self, key: OffloadKey, request: Request, chunk: Chunk | None) -> Lookup:
-        if chunk is None and (not self._tiered or key in request.absent):
+        if chunk is None and (not self._tiers or key in request.absent):
             self._counts["miss", "absent"] += 1
             return _MISS
         if chunk is None and request.tiers is not None and not request.tiers:
@@ -152,7 +150,7 @@ class Tiering:
         for request in asked:  # only now, when what each of them was told is there is pinned
             if request.is_waiting:
                 self.promotions.fetch_wanted(request, now_s)
-        if self._tiered:
+        if self._tiers:
             self.promotions.keep_reserve()
         if self._reused:
             self._touch_tiers()
@@ -212,7 +210,7 @@ class Tiering:
     def _defer(self, request: Request, now_s: float) -> None:
         request.move(RequestEvent.DEFERRED)
         if request.deadline_s is None:
-            request.deadline_s = now_s + self._limits.request_deadline_s
+            request.deadline_s = now_s + self.shared.limits.request_deadline_s
         self.promotions.hold(request)
         self.promotions.keep_asked(request)
 
@@ -242,9 +240,9 @@ class Tiering:
         self.table.pin(chunks)
         pinned = Pinned(chunks, [chunk.origin for chunk in chunks])
         for chunk in chunks:
-            self._counts["loaded", PRIMARY if chunk.origin is None else self._names[chunk.origin]] += 1
+            self._counts["loaded", PRIMARY if chunk.origin is None else self._tiers[chunk.origin].name] += 1
             chunk.origin = None
-        if self._tiered:
+        if self._tiers:
             reused = [key for key, origin in zip(keys, pinned.origins, strict=True) if origin is None]
             self._reused.update(dict.fromkeys(reused))
         self.pinned.add(pinned)
@@ -331,7 +329,7 @@ class Tiering:
             return
         self._end_handle(self.reservations, reservation)
         chunks = reservation.chunks
-        takers = self._takers(len(chunks), range(len(self._names)), now_s)
+        takers = self._takers(len(chunks), range(len(self._tiers)), now_s)
         ready = self.table.filled(chunks, pins=len(takers))
         self._counts["stored",] += len(ready)
         if self.shared.announcements.enabled:
@@ -366,8 +364,8 @@ class Tiering:
     def _takers(self, count: int, tiers: Iterable[int], now_s: float) -> list[tuple[int, int]]:
         """Return which of the tiers take how many of the next chunks."""
         takers = []
-        gates = self.shared.tiers
-        most = max(1, int(len(self.table.all) * self._limits.put_backlog))
+        gates = self._tiers
+        most = max(1, int(len(self.table.all) * self.shared.limits.put_backlog))
         unused = most - sum(gate.backlog for gate in gates)
         for index in tiers:
             gate = gates[index]
@@ -384,7 +382,7 @@ class Tiering:
             return
         keys = [chunk.key for chunk in chunks]
         transfer = self.shared.begin(tier, keys, chunks, now_s, is_put=True)
-        self.shared.tiers[tier].backlog += len(chunks)
+        self._tiers[tier].backlog += len(chunks)
         self.shared.commands.append(messages.Put(transfer.id, tier, keys, [chunk.slot for chunk in chunks]))
 
     def _copy_to_earlier_tiers(self, chunks: Sequence[Chunk], now_s: float) -> None:
@@ -393,7 +391,7 @@ class Tiering:
         if not ready:
             return
         for tier, count in self._takers(len(ready), range(ready[0].origin or 0), now_s):
-            self._counts["lifted", self._names[tier]] += count
+            self._counts["lifted", self._tiers[tier].name] += count
             self.table.pin(ready[:count])
             self._cascade(tier, ready[:count], now_s)
 
@@ -402,7 +400,7 @@ class Tiering:
         keys = list(self._reused)
         self._reused.clear()
         self.shared.commands += [
-            messages.Touch(tier, keys) for tier, gate in enumerate(self.shared.tiers) if gate.works
+            messages.Touch(tier, keys) for tier, gate in enumerate(self._tiers) if gate.works
         ]
 
     # --- what happened, what to do ----------------------------------------------------------------
@@ -421,7 +419,7 @@ class Tiering:
         elif isinstance(event, messages.TierDown):
             self._tier_down(event)
         elif isinstance(event, messages.TierUp):
-            self.shared.tiers[event.tier].down = None
+            self._tiers[event.tier].down = None
         elif isinstance(event, messages.Removed):
             self.shared.announce_left(event.tier, event.keys)
         elif isinstance(event, messages.ProcessEnded):
@@ -462,7 +460,7 @@ class Tiering:
         self.shared.announcements.removed(ready)
         self.shared.announce_reset()
         self.table.reset()
-        self.shared.commands += [messages.Reset(tier, self.epoch) for tier in range(len(self.shared.tiers))]
+        self.shared.commands += [messages.Reset(tier, self.epoch) for tier in range(len(self._tiers))]
 
     def distrust(self, tier: int | None, where: str) -> str:
         """Use a tier no more: an audit has found a chunk damaged that came from it.
@@ -478,10 +476,10 @@ class Tiering:
         Returns:
             The tier's name.
         """
-        name = PRIMARY if tier is None else self._names[tier]
+        name = PRIMARY if tier is None else self._tiers[tier].name
         self._counts["audit_failed", name] += 1
         self.is_distrusted = self.is_distrusted or tier is None
-        for index, gate in enumerate(self.shared.tiers):
+        for index, gate in enumerate(self._tiers):
             if tier in (None, index) and not gate.distrusted:
                 gate.distrusted = True
                 self.shared.announcements.clear(index)
@@ -499,7 +497,7 @@ class Tiering:
         return not self.shared.transfers and not self.shared.commands
 
     def _tier_down(self, event: messages.TierDown) -> None:
-        gate = self.shared.tiers[event.tier]
+        gate = self._tiers[event.tier]
         if gate.down is None:
             self._counts["tier_down", gate.name] += 1
         gate.down = event.reason
@@ -507,7 +505,7 @@ class Tiering:
 
     def _put_ended(self, event: messages.PutEnded, now_s: float) -> None:
         transfer, _ = self.shared.end(event, now_s)
-        gate = self.shared.tiers[transfer.tier]
+        gate = self._tiers[transfer.tier]
         gate.backlog -= len(transfer.chunks)
         gate.put_ended(len(transfer.chunks), event.health, event.seconds)
         self._counts["put", gate.name] += sum(event.kept)

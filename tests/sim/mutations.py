@@ -100,7 +100,7 @@ MUTATIONS = (
         "reset_does_not_reach_tiers",
         "The secondary tiers are not told of a reset.",
         "kvtier.core.tiering:Tiering.reset",
-        (("for tier in range(len(self.shared.tiers))]", "for tier in range(0)]"),),
+        (("for tier in range(len(self._tiers))]", "for tier in range(0)]"),),
     ),
     Mutation(
         "reset_forgets_stores_under_way",

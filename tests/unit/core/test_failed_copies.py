@@ -55,7 +55,7 @@ def test_chunks_of_a_failed_load_are_dropped_and_announced() -> None:
     core.fail_load(pinned)
     invariants.check(core)
     assert core.take_changes() == [Change(tuple(KEYS[:3]), None, True)]
-    assert ask_all(core, Request("b")) == [MISS] * 3 + [HIT]
+    assert ask_all(core, Request("b"), KEYS) == [MISS] * 3 + [HIT]
     assert len(core.table.free) == 7
     assert core.take_counts()["dropped", "load"] == 3
 
@@ -67,12 +67,12 @@ def test_a_request_whose_load_failed_is_told_miss_for_ever_and_others_are_not() 
     core.fail_load(load(core, request), request)
     store(core, KEYS)
     for _ in range(3):
-        assert ask_all(core, request) == [MISS] * 4
-        assert ask_all(core, Request("b")) == [HIT] * 4
+        assert ask_all(core, request, KEYS) == [MISS] * 4
+        assert ask_all(core, Request("b"), KEYS) == [HIT] * 4
         core.settle(0.0)
         invariants.check(core)
     core.restart(request)  # preempted
-    assert ask_all(core, request) == [MISS] * 4
+    assert ask_all(core, request, KEYS) == [MISS] * 4
     assert core.take_counts()["miss", "load_failed"] == 16
     core.close(request)
     invariants.check(core)
@@ -110,11 +110,11 @@ def test_dropped_chunks_come_back_from_a_tier_for_other_requests() -> None:
     core.fail_load(load(core, Request("a")))
     core.take_commands()
     other = Request("b")
-    assert ask_all(core, other) == [RETRY] * 4
+    assert ask_all(core, other, KEYS) == [RETRY] * 4
     core.settle(0.0)
     (fetch,) = fetches(core)
     answer(core, fetch, [LANDED] * len(fetch.keys))
-    assert ask_all(core, other) == [HIT] * 4
+    assert ask_all(core, other, KEYS) == [HIT] * 4
     invariants.check(core)
 
 
@@ -126,5 +126,5 @@ def test_a_load_that_fails_after_a_reset_drops_nothing_that_came_since() -> None
     store(core, KEYS)
     core.fail_load(pinned)
     invariants.check(core)
-    assert ask_all(core, Request("b")) == [HIT] * 4
+    assert ask_all(core, Request("b"), KEYS) == [HIT] * 4
     assert core.take_counts()["dropped", "load"] == 0

@@ -48,7 +48,9 @@ def make(
     """Return a core whose slots are ready."""
     gates = [TierGate(f"t{index}", 3.0) for index in range(tiers)] if isinstance(tiers, int) else tiers
     given = Limits(landing_reserve=reserve, promotion_budget=budget, **limits)  # type: ignore[arg-type]
-    core = Tiering(policy or LRU(), gates, given, windowed_groups=windowed, track_changes=True)
+    core = Tiering(
+        LRU() if policy is None else policy, gates, given, windowed_groups=windowed, track_changes=True
+    )
     core.on_event(SlotsReady(range(slots)), 0.0)
     return core
 
