@@ -130,7 +130,7 @@ class Executor:
                 runner.reset(command.epoch)
 
     async def wait_until_up(self, tier: int) -> bool:
-        """Wait until a tier is open, and through with its resets, or given up; say whether it can be used."""
+        """Wait until a tier is open and reset, or given up; return whether it can be used."""
         runner = self._runners[tier]
         epoch: Epoch | None = None
         while epoch is not runner.epoch:
@@ -174,7 +174,7 @@ class AnyExecutor(Protocol):
         """Hand commands over, without waiting for anything."""
 
     def close(self, drain_s: float, close_s: float | None = None) -> bool:
-        """Let what runs end, for at most ``drain_s`` seconds, and close the tiers.
+        """Drain for at most ``drain_s`` seconds, and close the tiers.
 
         Returns within ``drain_s + close_s`` seconds, whatever hangs: whether all has ended.
         """
@@ -227,7 +227,7 @@ class ExecutorThread:
             self._wake()
 
     def close(self, drain_s: float, close_s: float | None = None) -> bool:
-        """Let what runs end, for at most ``drain_s`` seconds, close the tiers, end the thread.
+        """Drain for at most ``drain_s`` seconds, close the tiers, and end the thread.
 
         Args:
             drain_s: seconds for what is under way.
@@ -277,7 +277,7 @@ class ExecutorThread:
             executor.end_by_s = self._end_by_s - _LAST_STEP_S
 
     def _refuse_inbox(self) -> None:
-        """Answer what nobody takes any more. The two threads may both do this: a command is popped once."""
+        """Fail the commands left in the inbox. Both threads may do this: a command is popped once."""
         while True:
             try:
                 commands = self._inbox.popleft()

@@ -346,7 +346,7 @@ class TieringManager:
             await self._changed.wait()
 
     async def aclose(self) -> None:
-        """Let puts under way end, for as long as ``drain_on_shutdown_s`` says; give everything back.
+        """Drain for at most ``drain_on_shutdown_s``, and release everything.
 
         Lookups under way end with what is there by then, device copies in full. Leaving ``async with``
         calls it. May be called again.
@@ -473,7 +473,7 @@ class TieringManager:
             raise StateError("the manager is not open: use it inside of its async with block")
 
     async def _serve(self) -> None:
-        """Have the executor run, in a task of its own: nobody can leave it while a tier does not end."""
+        """Run the executor, in a task of its own: it cannot be left while a tier does not end."""
         try:
             async with self._executor:
                 self._serves.set()
@@ -483,7 +483,7 @@ class TieringManager:
             self._forget_tiers()
 
     def _forget_tiers(self) -> None:
-        """Take all tiers for down, so that nothing more is asked of them."""
+        """Mark all tiers as down, so that they get no more work."""
         for tier in range(len(self._core.shared.tiers)):
             self._on_event(TierDown(tier, "closed"))
 

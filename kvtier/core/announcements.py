@@ -62,7 +62,7 @@ class Announcements:
         self._note(gone, tier, removed=True)
 
     def take(self) -> list[Change]:
-        """Take the changes since the last call, in their order."""
+        """Return and clear the changes since the last call, in their order."""
         changes, self._changes = self._changes, []
         return changes
 

@@ -48,7 +48,7 @@ class Fetch(Struct, array_like=True, frozen=True, gc=False, tag=2):
 
 
 class Touch(Struct, array_like=True, frozen=True, gc=False, tag=3):
-    """Tell a tier that chunks were used which it may have. Nothing comes back."""
+    """Note the use of chunks that a tier may have. Nothing comes back."""
 
     tier: Number
     keys: Sequence[Key]

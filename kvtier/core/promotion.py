@@ -64,7 +64,7 @@ class Promotions:
         held.update(dict.fromkeys(hits, request.round))
 
     def unhold(self, request: Request) -> None:
-        """Give back what is held for a request."""
+        """Unpin what is held for a request."""
         self.holders.pop(request, None)
         request.stands = False
         if request.held:
@@ -73,7 +73,7 @@ class Promotions:
             self.let_go(chunks)
 
     def keep_asked(self, request: Request) -> None:
-        """Give back what the request's scan, a whole one, did not ask for any more.
+        """Unpin what the request's last full scan did not ask for.
 
         It has that in its own cache by now, mostly because another request of the same prefix ran. The first
         key was asked for, though a scan that was begun as a repeated one does not show it.
@@ -88,11 +88,11 @@ class Promotions:
         self.let_go(gone)
 
     def let_go(self, chunks: Iterable[Chunk]) -> None:
-        """Stop counting against the budget those chunks that nothing holds any more."""
+        """Remove from the promotion budget those chunks that nothing pins any more."""
         self.landing.difference_update([chunk for chunk in chunks if not chunk.pins])
 
     def fetch_wanted(self, request: Request, now_s: float) -> None:
-        """See to it that each key the request wants is being fetched, as far as the budget goes.
+        """Start fetches for the keys that the request wants, as far as the budget goes.
 
         Nothing is evicted for keys behind one of which it is not known yet whether it is anywhere, and
         nothing is fetched behind one that is nowhere.
@@ -122,7 +122,7 @@ class Promotions:
             self._ask_grouped(unknown, {request: None}, now_s, Bring.FREE if unsure_before else Bring.ALL)
 
     def fetched(self, event: Fetched, now_s: float) -> list[Chunk]:
-        """Take in what a fetch has brought and learned, and go on from there. Return what it brought."""
+        """Process the end of a fetch, start those that follow, and return the chunks that it brought."""
         transfer, in_time = self._shared.end(event, now_s)
         if self._shared.tiers[transfer.tier].distrusted:
             event = replace(event, answers=(Answer.MISSING,) * len(event.answers))
@@ -175,7 +175,7 @@ class Promotions:
             self._shared.evict(short - lent)
 
     def reset(self) -> None:
-        """Let nothing that is being fetched or held be seen again."""
+        """Doom what is being fetched, and unpin what is held."""
         for transfer in self._shared.transfers.values():
             if not transfer.is_put:
                 for chunk in transfer.chunks:
@@ -191,7 +191,7 @@ class Promotions:
         self.holders.update(dict.fromkeys(waiting))  # their deadlines go on
 
     def _still_wanted(self, request: Request) -> Iterable[OffloadKey]:
-        """Leave out what a tier has answered since it was asked for: it is nowhere, or behind such a key."""
+        """Return the wanted keys, less those that turned out to be nowhere, or are behind such a key."""
         wanted, absent = dict.fromkeys(request.wanted), request.absent
         if absent.isdisjoint(wanted):
             return wanted
@@ -207,7 +207,7 @@ class Promotions:
         return kept
 
     def _of_use(self, keys: list[OffloadKey], waiters: Waiters) -> list[OffloadKey]:
-        """Leave out what none of the waiters wants any more: one before it is nowhere, or was given up."""
+        """Return the keys that a waiter still wants: no key before them is nowhere, or was given up."""
         if not all(request.absent for request in waiters):
             return keys
         useless = set(keys)
@@ -273,7 +273,7 @@ class Promotions:
             self._trim_first(request, keys)
 
     def _free_for_first(self, first: Request, count: int) -> None:
-        """Give the request that is first in line what those behind it hold, as far as it needs it.
+        """Free for the request that is first in line what those behind it hold, as far as it needs it.
 
         Their share of the budget, and where no slot is left their slots: whose turn comes last loses
         first. Only between two rounds, for what was answered HIT in a round is there to its end.
@@ -297,7 +297,7 @@ class Promotions:
         self.let_go(list(landing))
 
     def _trim_first(self, first: Request, keys: Keys) -> None:
-        """Let the request that is first in line go without what does not fit, or all would wait for ever.
+        """Give up what does not fit for the request that is first in line, or all would wait for ever.
 
         What is on its way for others is waited for: when it has landed, it makes way.
         """

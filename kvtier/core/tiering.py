@@ -1,7 +1,7 @@
-"""The state machine of tiering: it is told what happened and says what to do.
+"""The state machine of tiering: events in, commands out.
 
-It has one owner, which calls it from one thread and then takes the commands that came of it. It never
-blocks, and looks at no clock: where time matters it is an argument, in seconds on the owner's clock.
+It has one owner, which calls it from one thread and then takes the commands that follow. It never
+blocks and reads no clock: time is an argument, in seconds on the owner's clock.
 
 How a chunk is found: ``lookup`` answers each key from what is known and notes what is not. ``settle``,
 called when a round of questions is over, turns the notes into fetches. A fetch looks for its keys in
@@ -169,7 +169,7 @@ class Tiering:
         return min(deadlines, default=None)
 
     def served(self, request: Request) -> None:
-        """Give back what is held for a request that waits for nothing now.
+        """Unpin what is held for a request that waits for nothing now.
 
         A request whose deadline has passed stays EXPIRED until it is served, or every scan of it would
         wait once more.
@@ -295,7 +295,7 @@ class Tiering:
     # --- stores ----------------------------------------------------------------------------------
 
     def reserve(self, keys: Sequence[OffloadKey]) -> Reservation | None:
-        """Give slots to those of ``keys`` that are not there yet; evict for them where need be.
+        """Reserve slots for those of ``keys`` that are not there yet; evict for them where need be.
 
         Where room is short a prefix of them is given slots: a prompt with holes serves nobody.
 
@@ -396,7 +396,7 @@ class Tiering:
             self._cascade(tier, ready[:count], now_s)
 
     def _touch_tiers(self) -> None:
-        """Tell the tiers what was used without them, or they would think it was not used at all."""
+        """Send the tiers what was loaded from the primary tier, or they would take it for unused."""
         keys = list(self._reused)
         self._reused.clear()
         self.shared.commands += [
@@ -406,7 +406,7 @@ class Tiering:
     # --- what happened, what to do ----------------------------------------------------------------
 
     def on_event(self, event: messages.Event, now_s: float) -> None:
-        """Take in what has happened."""
+        """Process an event."""
         if isinstance(event, messages.Fetched):
             self._hold_hits()
             self._copy_to_earlier_tiers(self.promotions.fetched(event, now_s), now_s)
@@ -426,21 +426,21 @@ class Tiering:
             self._counts["process_ended", event.reason] += 1
 
     def take_commands(self) -> list[messages.Command]:
-        """Take what is to be done since the last call, in this order."""
+        """Return and clear the commands since the last call, in the order to carry them out."""
         commands, self.shared.commands = self.shared.commands, []
         return commands
 
     def take_notices(self) -> list[Notice]:
-        """Take what the log should have lines of, since the last call."""
+        """Return and clear the changes that the log should have a line of."""
         notices, self.shared.notices = self.shared.notices, []
         return notices
 
     def take_changes(self) -> list[Change]:
-        """Take what has become available, or ceased to be, since the last call."""
+        """Return and clear what has become available, or has left, since the last call."""
         return self.shared.announcements.take()
 
     def take_counts(self) -> dict[Count, float]:
-        """Take what was counted since the last call."""
+        """Return and clear the counts since the last call."""
         counts = dict(self._counts)
         self._counts.clear()
         return counts
