@@ -435,7 +435,7 @@ def test_what_a_reset_has_hidden_stays_hidden_whenever_the_process_dies(den: Mak
     os.kill(it.pid(), signal.SIGKILL)
     it.until(lambda: len(it.endings) == 2, "the second end")
     it.until_up()
-    # Not no_jitter what came after the reset is had again: to other engines it would be of other weights.
+    # Not even what came after the reset is had again: to other engines it would be of other weights.
     assert list(it.fetched([1, 2], [10, 11]).answers) == [MISSING] * 2
 
 
