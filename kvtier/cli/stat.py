@@ -62,7 +62,7 @@ class ChunkState:
     Attributes:
         path: the file.
         finding: ``sound``, ``torn``, ``foreign`` (its trailer is another chunk's than its name says, or its
-            namespace's name says), ``checksum``, ``unreadable``, or ``unproven`` where its name says nothing.
+            namespace's name says), ``checksum``, ``unreadable``, or ``unverified`` where its name says nothing.
         hash: of its tokens, as its trailer says, in hexadecimal digits; None without a trailer.
         group: KV cache group, as its trailer says.
         digest: first half of the digest of its cache, as its trailer says, in hexadecimal digits.
@@ -196,7 +196,7 @@ def _finding(path: Path, sealed: seal.Sealed | None) -> Integrity:
         if sealed is None and path.parent.name != "quarantine":
             raise TierError(f"{path} is no chunk's file: neither its name nor a trailer says so")
         if sealed is None:
-            return Integrity.UNPROVEN
+            return Integrity.UNVERIFIED
         key = sealed.key
     fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

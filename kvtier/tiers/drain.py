@@ -19,8 +19,8 @@ import anyio.to_thread
 T = TypeVar("T")
 
 
-async def wait_out(
-    future: asyncio.Future[Any], on_cancel: Callable[[], object] = lambda: None
+async def wait_for_end(
+    future: asyncio.Future[Any], on_cancel: Callable[[], object] | None = None
 ) -> asyncio.CancelledError | None:
     """Wait until ``future`` is done, however often the task is cancelled meanwhile.
 
@@ -39,7 +39,8 @@ async def wait_out(
         return None
     except asyncio.CancelledError as error:
         cancelled = error
-    on_cancel()
+    if on_cancel is not None:
+        on_cancel()
     with anyio.CancelScope(shield=True):  # or anyio cancels again at each turn of the loop
         while not future.done():
             with suppress(asyncio.CancelledError):
@@ -50,7 +51,7 @@ async def wait_out(
 
 
 async def until_done(work: Awaitable[T]) -> T:
-    """Return the result of what cannot be stopped, at its true end. See ``wait_out``.
+    """Return the result of what cannot be stopped, at its true end. See ``wait_for_end``.
 
     Args:
         work: a future, or a coroutine, which then runs in a task of its own.
@@ -59,7 +60,7 @@ async def until_done(work: Awaitable[T]) -> T:
         What the work has raised, or the cancellation that came meanwhile.
     """
     future = asyncio.ensure_future(work)
-    cancelled = await wait_out(future)
+    cancelled = await wait_for_end(future)
     if cancelled is not None:
         raise cancelled
     return future.result()
@@ -82,4 +83,4 @@ async def in_thread(
     return await until_done(anyio.to_thread.run_sync(call, limiter=limiter))
 
 
-__all__ = ["in_thread", "until_done", "wait_out"]
+__all__ = ["in_thread", "until_done", "wait_for_end"]

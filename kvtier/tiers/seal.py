@@ -37,7 +37,7 @@ class Integrity(StrEnum):
     TORN = "torn"  # the trailer is missing or damaged, or the bytes are cut off
     FOREIGN = "foreign"  # another key, another identity or another length
     CHECKSUM = "checksum"  # the payload is not what was sealed
-    UNPROVEN = "unproven"  # neither a file's name nor its trailer says which chunk it should be
+    UNVERIFIED = "unverified"  # neither a file's name nor its trailer says which chunk it should be
     UNREADABLE = "unreadable"  # the file system refuses
     GONE = "gone"  # the file was there a moment ago: evicted, or discarded
 

@@ -234,7 +234,7 @@ MUTATIONS = (
     Mutation(
         "cancelled_while_bytes_move",
         "Who is cancelled does not wait until the bytes have stopped moving.",
-        "kvtier.tiers.drain:wait_out",
+        "kvtier.tiers.drain:wait_for_end",
         (("cancelled = error", "raise"),),
     ),
     Mutation(

@@ -12,9 +12,10 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
-from kvtier.tiers.drain import wait_out
+import anyio
+
 from kvtier.tiers.fs.files.base import ChunkFiles
 from kvtier.tiers.fs.files.call import FileCall, StopFlag, Verb
 from kvtier.tiers.fs.files.index import Index
@@ -81,7 +82,7 @@ class Jobs(Generic[T]):
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._workers = workers
-        self._on_cancel = stop.set if stop is not None else lambda: None
+        self._stop = stop
         self._results: dict[int, T] = {}
         self._count = self._left = len(jobs)
         self._lock = threading.Lock()
@@ -98,7 +99,7 @@ class Jobs(Generic[T]):
             The cancellation that came meanwhile, to be raised when the caller has tidied up; it has
             set ``stop``. None where there was none.
         """
-        return await wait_out(self._ended, self._on_cancel)
+        return await until_done(self._ended, self._stop)
 
     def results(self) -> list[T]:
         """Return what the jobs returned, in their order; raise what one of them raised. After ``end``."""
@@ -166,6 +167,26 @@ def post(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> Non
         loop.call_soon_threadsafe(callback)
     except RuntimeError:  # the loop was closed before: nobody waits any more
         _log.warning("file work ended after its event loop was closed")
+
+
+async def until_done(
+    future: asyncio.Future[Any], stop: StopFlag | None = None
+) -> asyncio.CancelledError | None:
+    """Wait until ``future`` is done, whatever happens. Returns the cancellation that came meanwhile."""
+    try:
+        await asyncio.wait((future,))
+        return None
+    except asyncio.CancelledError as cancelled:
+        if stop is not None:
+            stop.set()
+        # The scope keeps anyio from cancelling again and again, the loop bears Task.cancel().
+        with anyio.CancelScope(shield=True):
+            while not future.done():
+                try:
+                    await asyncio.wait((future,))
+                except asyncio.CancelledError:
+                    continue
+        return cancelled
 
 
 async def run_alone(workers: Workers, job: Callable[[], T]) -> tuple[T, asyncio.CancelledError | None]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from kvtier.tiers.drain import wait_out
+from kvtier.tiers.drain import wait_for_end
 from kvtier_redis._protocol import RespSocket
 
 T = TypeVar("T")
@@ -95,7 +95,7 @@ class Connection:
             self._connection.disconnect()
 
     async def _drained(self, running: asyncio.Future[T]) -> T:
-        cancelled = await wait_out(running, self._cut)
+        cancelled = await wait_for_end(running, self._cut)
         if cancelled is not None:
             raise cancelled
         error = running.exception()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from kvtier.tiers.drain import wait_out
+from kvtier.tiers.drain import wait_for_end
 
 Request = Callable[[int], Awaitable[None]]
 
@@ -28,7 +28,7 @@ class RequestLimiter:
         """
         stopping = asyncio.Event()
         running = asyncio.ensure_future(self._run(count, request, stopping))
-        cancelled = await wait_out(running, stopping.set)
+        cancelled = await wait_for_end(running, stopping.set)
         if cancelled is not None:
             raise cancelled
         running.result()
