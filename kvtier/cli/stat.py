@@ -62,7 +62,7 @@ class ChunkState:
     Attributes:
         path: the file.
         finding: ``sound``, ``torn``, ``foreign`` (its trailer is another chunk's than its name says, or its
-            namespace's name says), ``checksum``, ``unreadable``, or ``unverified`` where its name says nothing.
+            namespace's name says), ``checksum``, ``unreadable``, ``unverified`` (its name says nothing).
         hash: of its tokens, as its trailer says, in hexadecimal digits; None without a trailer.
         group: KV cache group, as its trailer says.
         digest: first half of the digest of its cache, as its trailer says, in hexadecimal digits.
