@@ -30,6 +30,7 @@ from kvtier.errors import ConfigError, DeviceStuckError, StateError, TransferErr
 from kvtier.executor import NamedTier
 from kvtier.keys import OffloadKey, content_hash, group_index
 from kvtier.manager import TieringManager
+from kvtier.memory.custody import Custody
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
 from kvtier.tiers.base import Batch, Outcome, SecondaryTier, Status
@@ -115,9 +116,10 @@ class World:
         drain_s: float = 5.0,
         copy_deadline_s: float = 60.0,
         close_s: float = 10.0,
+        audited_bytes: int | None = None,
     ) -> None:
         self.device = device or Device()
-        names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
+        self.names = names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
         gates = [TierGate(name, tier.config.deadline_s) for name, tier in zip(names, tiers, strict=True)]
         self.core = Tiering(LRU(), gates, limits or Limits())
         layout = SlotLayout.make(self.device.caches.page_bytes, self.device.blocks_per_chunk)
@@ -125,6 +127,10 @@ class World:
         self.engine: TransferEngine = CpuTransferEngine(
             self.device.caches, layout, self.region, copy, staged=copy, deadline_s=copy_deadline_s
         )
+        self.custody = None
+        if audited_bytes is not None:  # of each chunk
+            self.custody = Custody.private(self.region, 1.0, audited_bytes)
+            self.engine.begin_audits(self.custody)
         self.manager = TieringManager(
             core=self.core,
             tiers=[NamedTier(name, tier) for name, tier in zip(names, tiers, strict=True)],
@@ -135,6 +141,7 @@ class World:
             groups=len(self.device.caches.groups),
             drain_s=drain_s,
             close_s=close_s,
+            custody=self.custody,
         )
 
     async def store(self, keys: Sequence[OffloadKey], first: int = 0, version: int = 0) -> int:
