@@ -44,7 +44,8 @@ _SEAL_THREADS = 4
 CLOSE_S = 1.5
 """Seconds after the drain by which a shutdown has ended, whatever hangs: vLLM kills an engine after 5."""
 
-_LAST_STEP_S = 0.2  # of a shutdown, for what follows when tiers are closed
+LAST_STEP_S = 0.2
+"""Seconds of a shutdown for what follows when tiers are closed."""
 
 
 class Executor:
@@ -274,7 +275,7 @@ class ExecutorThread:
                     executor.submit(self._inbox.popleft())
             with anyio.move_on_after(max(0.0, self._drain_by_s - time.monotonic())):
                 await executor.drained()
-            executor.end_by_s = self._end_by_s - _LAST_STEP_S
+            executor.end_by_s = self._end_by_s - LAST_STEP_S
 
     def _refuse_inbox(self) -> None:
         """Fail the commands left in the inbox. Both threads may do this: a command is popped once."""

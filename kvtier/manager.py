@@ -27,7 +27,7 @@ from kvtier.core.transfers import Pinned
 from kvtier.device.base import Blocks, Finished, TransferEngine
 from kvtier.driver import Driver
 from kvtier.errors import DeviceStuckError, StateError, TransferError
-from kvtier.executor import CLOSE_S, Executor, NamedTier, Post
+from kvtier.executor import CLOSE_S, LAST_STEP_S, Executor, NamedTier, Post
 from kvtier.identity import Identity
 from kvtier.isolation.remote import RemoteExecutor
 from kvtier.keys import OffloadKey, group_index
@@ -39,7 +39,6 @@ from kvtier.tiers.drain import until_done
 logger = logging.getLogger("kvtier.manager")
 
 _FIRST_SLOTS_S = 10.0
-_LAST_STEP_S = 0.2  # of a shutdown, for what follows when tiers are closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +358,7 @@ class TieringManager:
             return
         self._is_open = False
         end_by_s = time.monotonic() + self._drain_s + self._close_s
-        self._executor.end_by_s = end_by_s - _LAST_STEP_S
+        self._executor.end_by_s = end_by_s - LAST_STEP_S
         unwritten = UnwrittenPuts(self._core, self._drain_s)
         try:
             with anyio.move_on_after(self._drain_s):

@@ -136,7 +136,7 @@ class SharedState:
 
     def announce_kept(self, transfer: Transfer, keys: Sequence[OffloadKey], *, found: bool) -> None:
         """Announce what a transfer says that its tier has, unless that may not be so any more."""
-        if not transfer.outdated and self.tiers[transfer.tier].unusable is None:
+        if self.tiers[transfer.tier].unusable is None:
             still = [key for key in keys if key not in transfer.left] if transfer.left else keys
             self.announcements.stored(still, transfer.tier, found=found)
 
@@ -153,6 +153,6 @@ class SharedState:
     def announce_reset(self) -> None:
         """Announce that every secondary tier is empty, whatever transfers under way will say."""
         for transfer in self.transfers.values():
-            transfer.outdated = True
+            transfer.left = frozenset(transfer.keys)
         for tier in range(len(self.tiers)):
             self.announcements.clear(tier)

@@ -32,8 +32,7 @@ class Transfer:
         is_overdue: whether that has passed: its answer is a miss; its slots stay in use until it ends.
         bring: on a fetch, what of that which it finds is to be brought at once.
         located: on a fetch, whether its keys were known to be in the tier.
-        left: keys that have left the tier since it began, where that is of interest.
-        outdated: whether there was a reset since it began.
+        left: keys that have left the tier since it began, by a reset too, where anybody wants to know.
     """
 
     id: int
@@ -48,7 +47,6 @@ class Transfer:
     is_overdue: bool = False
     located: bool = False
     left: frozenset[OffloadKey] = frozenset()
-    outdated: bool = False
 
     @property
     def verb(self) -> str:
