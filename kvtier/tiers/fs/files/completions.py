@@ -58,6 +58,8 @@ class NativeTransfer:
 
     async def end(self) -> asyncio.CancelledError | None:
         """See ``Transfer.end``."""
+        if self._ended.done():
+            return None
         # Not wait_for_end at once: asyncio.wait takes one turn of the loop more, some 8 % of a small get.
         waiter = self._loop.create_future()
         self._waiters.append(waiter)
