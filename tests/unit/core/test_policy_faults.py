@@ -103,7 +103,7 @@ def test_a_policy_that_raises_is_replaced(where: str) -> None:
     core, policy = make()
     policy.raises_in = where
     core.on_event(SlotsReady(range(8, 9)), 0.0)
-    store(core, keys("new", 4))
+    core.commit(reserve(core, keys("new", 4)), 0.0)
     assert core.table.evictable == 7
     core.release(core.acquire(keys("new", 1)))
     core.settle(0.0)

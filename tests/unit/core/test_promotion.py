@@ -18,6 +18,7 @@ from kvtier.core.policies.lru import LRU
 from kvtier.core.requests import Request
 from kvtier.core.states import RequestState
 from kvtier.core.tiering import Tiering
+from kvtier.errors import StateError
 from kvtier_testing import invariants
 from tests.unit.core.world import (
     HIT,
@@ -425,6 +426,17 @@ def test_a_request_that_has_moved_on_is_given_nothing_to_hold() -> None:
     assert not request.held
     assert len(core.promotions.landing) == 0
     assert ask(core, Request(), prompt) == [HIT] * 4
+
+
+def test_a_transfer_and_a_request_end_once() -> None:
+    core, request = make(), Request("r")
+    (fetch,) = step(core, request, keys("a", 1))
+    answer(core, fetch, [LANDED])
+    with pytest.raises(StateError, match=f"transfer {fetch.id} has ended"):
+        answer(core, fetch, [LANDED])
+    core.close(request)
+    with pytest.raises(StateError, match="request r is CLOSED"):
+        core.close(request)
 
 
 # --- which tiers may be asked for a request --------------------------------------------------------
