@@ -21,7 +21,7 @@ from kvtier.memory.slot_checksums import Damage, SlotChecksums
 from kvtier.telemetry.lines import ChangeLog
 
 
-class TakesCommands(Protocol):
+class CommandSink(Protocol):
     """Whatever carries out the core's commands."""
 
     def submit(self, commands: Sequence[Command]) -> None:
@@ -43,7 +43,7 @@ class Driver:
     def __init__(
         self,
         core: Tiering,
-        executor: TakesCommands,
+        executor: CommandSink,
         logger: logging.Logger,
         *,
         slot_checksums: SlotChecksums | None = None,
@@ -64,7 +64,7 @@ class Driver:
         self._core.on_event(event, self._clock())
         self.dispatch()
 
-    def take_in(self, events: deque[Event]) -> None:
+    def on_events(self, events: deque[Event]) -> None:
         """Pass all that is in a queue to the core, and what follows from it to the executor."""
         now_s = self._clock()
         while events:

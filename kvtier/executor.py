@@ -19,7 +19,7 @@ from typing import Protocol
 import anyio
 import anyio.abc
 
-from kvtier.core.backoff import Chance
+from kvtier.core.backoff import RandomSource
 from kvtier.core.messages import (
     Answer,
     Command,
@@ -44,7 +44,8 @@ _SEAL_THREADS = 4
 CLOSE_S = 1.5
 """Seconds after the drain by which a shutdown has ended, whatever hangs: vLLM kills an engine after 5."""
 
-_LAST_STEP_S = 0.2  # of a shutdown, for what follows when tiers are closed
+LAST_STEP_S = 0.2
+"""Seconds of a shutdown for what follows when tiers are closed."""
 
 
 class Executor:
@@ -74,7 +75,7 @@ class Executor:
         post: Post,
         *,
         close_s: float = CLOSE_S,
-        chance: Chance = random.random,
+        chance: RandomSource = random.random,
         slot_checksums: SlotChecksums | None = None,
     ) -> None:
         threads = anyio.CapacityLimiter(_SEAL_THREADS)  # not the loop's own: others may use that up
@@ -129,8 +130,8 @@ class Executor:
             else:
                 runner.reset(command.epoch)
 
-    async def comes_up(self, tier: int) -> bool:
-        """Wait until a tier is open, and through with its resets, or given up; say whether it can be used."""
+    async def wait_until_up(self, tier: int) -> bool:
+        """Wait until a tier is open and reset, or given up; return whether it can be used."""
         runner = self._runners[tier]
         epoch: Epoch | None = None
         while epoch is not runner.epoch:
@@ -174,7 +175,7 @@ class AnyExecutor(Protocol):
         """Hand commands over, without waiting for anything."""
 
     def close(self, drain_s: float, close_s: float | None = None) -> bool:
-        """Let what runs end, for at most ``drain_s`` seconds, and close the tiers.
+        """Drain for at most ``drain_s`` seconds, and close the tiers.
 
         Returns within ``drain_s + close_s`` seconds, whatever hangs: whether all has ended.
         """
@@ -227,7 +228,7 @@ class ExecutorThread:
             self._wake()
 
     def close(self, drain_s: float, close_s: float | None = None) -> bool:
-        """Let what runs end, for at most ``drain_s`` seconds, close the tiers, end the thread.
+        """Drain for at most ``drain_s`` seconds, close the tiers, and end the thread.
 
         Args:
             drain_s: seconds for what is under way.
@@ -274,10 +275,10 @@ class ExecutorThread:
                     executor.submit(self._inbox.popleft())
             with anyio.move_on_after(max(0.0, self._drain_by_s - time.monotonic())):
                 await executor.drained()
-            executor.end_by_s = self._end_by_s - _LAST_STEP_S
+            executor.end_by_s = self._end_by_s - LAST_STEP_S
 
     def _refuse_inbox(self) -> None:
-        """Answer what nobody takes any more. The two threads may both do this: a command is popped once."""
+        """Fail the commands left in the inbox. Both threads may do this: a command is popped once."""
         while True:
             try:
                 commands = self._inbox.popleft()

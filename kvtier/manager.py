@@ -27,7 +27,7 @@ from kvtier.core.transfers import Pinned
 from kvtier.device.base import Blocks, Finished, TransferEngine
 from kvtier.driver import Driver
 from kvtier.errors import DeviceStuckError, StateError, TransferError
-from kvtier.executor import CLOSE_S, Executor, NamedTier, Post
+from kvtier.executor import CLOSE_S, LAST_STEP_S, Executor, NamedTier, Post
 from kvtier.identity import Identity
 from kvtier.isolation.remote import RemoteExecutor
 from kvtier.keys import OffloadKey, group_index
@@ -39,7 +39,6 @@ from kvtier.tiers.drain import until_done
 logger = logging.getLogger("kvtier.manager")
 
 _FIRST_SLOTS_S = 10.0
-_LAST_STEP_S = 0.2  # of a shutdown, for what follows when tiers are closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +345,7 @@ class TieringManager:
             await self._changed.wait()
 
     async def aclose(self) -> None:
-        """Let puts under way end, for as long as ``drain_on_shutdown_s`` says; give everything back.
+        """Drain for at most ``drain_on_shutdown_s``, and release everything.
 
         Lookups under way end with what is there by then, device copies in full. Leaving ``async with``
         calls it. May be called again.
@@ -359,7 +358,7 @@ class TieringManager:
             return
         self._is_open = False
         end_by_s = time.monotonic() + self._drain_s + self._close_s
-        self._executor.end_by_s = end_by_s - _LAST_STEP_S
+        self._executor.end_by_s = end_by_s - LAST_STEP_S
         unwritten = UnwrittenPuts(self._core, self._drain_s)
         try:
             with anyio.move_on_after(self._drain_s):
@@ -473,7 +472,7 @@ class TieringManager:
             raise StateError("the manager is not open: use it inside of its async with block")
 
     async def _serve(self) -> None:
-        """Have the executor run, in a task of its own: nobody can leave it while a tier does not end."""
+        """Run the executor, in a task of its own: it cannot be left while a tier does not end."""
         try:
             async with self._executor:
                 self._serves.set()
@@ -483,7 +482,7 @@ class TieringManager:
             self._forget_tiers()
 
     def _forget_tiers(self) -> None:
-        """Take all tiers for down, so that nothing more is asked of them."""
+        """Mark all tiers as down, so that they get no more work."""
         for tier in range(len(self._core.shared.tiers)):
             self._on_event(TierDown(tier, "closed"))
 

@@ -37,7 +37,6 @@ def _no_blocking_in_the_loop(request: pytest.FixtureRequest) -> Iterator[None]:
     except ImportError:
         yield
         return
-    # A test that has awaited the file tier resumes within its completion callback.
-    with blockbuster_ctx("kvtier", excluded_modules=["kvtier.tiers.fs.files.completions"]) as blockbuster:
+    with blockbuster_ctx("kvtier") as blockbuster:
         blockbuster.functions["os.readlink"].can_block_in("kvtier/forks.py", "_name")  # of /proc/self/fd
         yield

@@ -12,11 +12,12 @@ from kvtier.cli.ls import Listed, listing, usage
 from kvtier.cli.report import Bytes, ago, say, table, yes
 from kvtier.errors import TierError
 from kvtier.tiers import seal
-from kvtier.tiers.fs.checking import FileChecker, Finding, open_quietly
+from kvtier.tiers.fs.checking import FileChecker, open_quietly
 from kvtier.tiers.fs.files.base import key_of
 from kvtier.tiers.fs.layout import BLOCK_BYTES
 from kvtier.tiers.fs.quota import ledger
 from kvtier.tiers.fs.root import Root
+from kvtier.tiers.seal import Integrity
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,7 @@ def _sealed(path: Path, length: int) -> seal.Sealed | None:
         os.close(fd)
 
 
-def _finding(path: Path, sealed: seal.Sealed | None) -> Finding:
+def _finding(path: Path, sealed: seal.Sealed | None) -> Integrity:
     """Prove a file by its name where that is a chunk's, else by its trailer alone."""
     key = key_of("/".join(path.parts[-3:]))
     whose = path.parts[-4].rpartition("_r")[0].rpartition("_")[2] if key is not None else ""
@@ -196,7 +197,7 @@ def _finding(path: Path, sealed: seal.Sealed | None) -> Finding:
         if sealed is None and path.parent.name != "quarantine":
             raise TierError(f"{path} is no chunk's file: neither its name nor a trailer says so")
         if sealed is None:
-            return Finding.UNVERIFIED
+            return Integrity.UNVERIFIED
         key = sealed.key
     fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

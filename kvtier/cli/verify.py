@@ -19,11 +19,12 @@ from typing import Final
 from kvtier.cli.gc import correct_ledger, mark_ledger, remove_leftovers
 from kvtier.cli.report import progress, say, table
 from kvtier.tiers.fs import layout
-from kvtier.tiers.fs.checking import FileCheck, FileChecker, Finding
+from kvtier.tiers.fs.checking import FileCheck, FileChecker
 from kvtier.tiers.fs.files.call import FileCall, Flag, Place, Result
 from kvtier.tiers.fs.layout import BLOCK_BYTES
 from kvtier.tiers.fs.maintenance.quarantine import Quarantine
 from kvtier.tiers.fs.root import ChunkFile, DataDir, Namespace, Root, Stray, Tick
+from kvtier.tiers.seal import Integrity
 
 Proven = tuple[ChunkFile, FileCheck]
 
@@ -31,11 +32,6 @@ _FILES_A_JOB: Final = 64
 _JOBS_AHEAD: Final = 2
 MOST_TOLD: Final = 1000
 """Ill files that are named one by one; all are counted."""
-_RESULTS: Final = {
-    Finding.TORN: Result.TORN,
-    Finding.FOREIGN: Result.FOREIGN,
-    Finding.CHECKSUM: Result.CHECKSUM,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,13 +193,13 @@ class _Check:
         found = self._found
         return Verified(
             namespace=self._one.name,
-            chunks=sum(found[finding] for finding in Finding),
-            sound=found[Finding.SOUND],
-            torn=found[Finding.TORN],
-            foreign=found[Finding.FOREIGN],
-            checksum=found[Finding.CHECKSUM],
-            gone=found[Finding.GONE],
-            unreadable=found[Finding.UNREADABLE] + found["unreadable directory"],
+            chunks=sum(found[finding] for finding in Integrity),
+            sound=found[Integrity.SOUND],
+            torn=found[Integrity.TORN],
+            foreign=found[Integrity.FOREIGN],
+            checksum=found[Integrity.CHECKSUM],
+            gone=found[Integrity.GONE],
+            unreadable=found[Integrity.UNREADABLE] + found["unreadable directory"],
             strays=found["stray"],
             quarantined=len(self._one.quarantine()),
             dead_writers=len(dead),
@@ -217,7 +213,7 @@ class _Check:
     def _look_through(self, place: DataDir, tick: Tick) -> None:
         for file, check in self._checked(self._files(place), tick):
             self._found[check.finding] += 1
-            if check.finding.is_corrupt or check.finding is Finding.UNREADABLE:
+            if check.finding.is_corrupt or check.finding is Integrity.UNREADABLE:
                 aside = self._repair and check.finding.is_corrupt and self._set_aside(place, file, check)
                 self._found["set aside"] += aside
                 self._tell(Ill(file.path, check.finding, _errno_name(check.errno), aside))
@@ -228,7 +224,7 @@ class _Check:
                 yield found
             elif found.problem:
                 self._found["unreadable directory"] += 1
-                self._tell(Ill(found.path, Finding.UNREADABLE, _errno_name(found.problem), False))
+                self._tell(Ill(found.path, Integrity.UNREADABLE, _errno_name(found.problem), False))
             else:
                 self._found["stray"] += 1
 
@@ -239,7 +235,7 @@ class _Check:
     def _set_aside(self, place: DataDir, chunk: ChunkFile, check: FileCheck) -> bool:
         """Move a file away as an engine does that finds it ill. Another one in its place is left there."""
         call = FileCall(Place(self._root.fd, place.name, "", bytes(16), BLOCK_BYTES, Flag.NONE), [chunk.key])
-        call.results = array("i", [_RESULTS[check.finding]])
+        call.results = array("i", [Result[check.finding.name]])
         call.inodes = array("Q", [check.inode])
         return self._quarantine.set_aside(call, 0)
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.core.backoff import Chance, even
+from kvtier.core.backoff import RandomSource, no_jitter
 from kvtier.core.breaker import Breaker, BreakerRules
 from kvtier.core.messages import TransferHealth
 from kvtier.core.pressure import PutPressure
@@ -66,7 +66,7 @@ class TierGate:
         *,
         width: int = 4,
         rules: BreakerRules | None = None,
-        chance: Chance = even,
+        chance: RandomSource = no_jitter,
     ) -> None:
         self.name = name
         self.deadline_s = deadline_s
@@ -130,17 +130,17 @@ class TierGate:
         return min(count, room), "backlog"
 
     def put_ended(self, chunks: int, health: TransferHealth, seconds: float) -> None:
-        """Take the time of a put into account: of one that failed at once nothing follows."""
+        """Update the back-pressure by the time of a put. One that failed at once says nothing."""
         if health in (TransferHealth.GOOD, TransferHealth.LATE) and seconds:
             self._pressure.put_ended(chunks, seconds)
 
     def get_ended(self, chunks: int, health: TransferHealth, seconds: float, now_s: float) -> None:
-        """Take the time of a get into account: gets may be slower while puts are under way."""
+        """Update the back-pressure by the time of a get, which puts in flight may have slowed down."""
         if health is TransferHealth.GOOD and seconds and chunks:
             self._pressure.get_ended(chunks, seconds, now_s, beside_puts=self.backlog > 0)
 
     def judge(self, health: TransferHealth, seconds: float, *, is_put: bool) -> TransferHealth:
-        """Take a get that was nearly too late to be of use as one that failed. Nobody waits for a put."""
+        """Return the health of a transfer: a get that took most of its deadline has failed; a put has not."""
         is_slow = health is TransferHealth.GOOD and not is_put and seconds > self.deadline_s * _SLOW_SHARE
         return TransferHealth.BAD if is_slow else health
 

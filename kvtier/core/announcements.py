@@ -1,8 +1,8 @@
-"""What has become available where, or ceased to be, for those who publish it.
+"""Which chunks have become available where, or have left, for the publisher of KV events.
 
-Whoever follows the changes believes no more than what is there. Of each secondary tier it is remembered
-what was announced, so that each chunk is announced once and taken back once. That memory is bounded:
-when it is full the oldest chunks are taken back first, though the tier may have them still.
+A subscriber never believes more than what is there. Each chunk of a secondary tier is announced once and
+removed once. What was announced is remembered, within a bound: when that is reached the oldest chunks are
+announced as removed first, though the tier may have them still.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Announcements:
         self._note(gone, tier, removed=True)
 
     def take(self) -> list[Change]:
-        """Take the changes since the last call, in their order."""
+        """Return and clear the changes since the last call, in their order."""
         changes, self._changes = self._changes, []
         return changes
 

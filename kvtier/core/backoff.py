@@ -1,31 +1,31 @@
-"""Pauses that grow while something goes on failing, each a little different from the others'."""
+"""Exponential backoff with jitter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-Chance = Callable[[], float]
-"""Returns numbers from 0 to below 1: where the owner's randomness comes from."""
+RandomSource = Callable[[], float]
+"""Returns numbers from 0 to below 1, such as ``random.random``."""
 
 
-def even() -> float:
-    """Stand in for chance where it is of no account."""
+def no_jitter() -> float:
+    """Return the middle of the range: pauses are as long as their length says."""
     return 0.5
 
 
 class Backoff:
-    """The pauses between attempts: each twice the one before, up to the longest one.
+    """Exponential backoff with jitter: each pause is twice the one before, up to the longest one.
 
-    Many engines that have lost one server must not come back in step, so each pause is drawn from three
+    Many engines that have lost one server must not retry in step, so each pause is drawn from three
     quarters to five quarters of its length.
 
     Args:
         first_s: the first pause, in seconds.
         longest_s: the longest one.
-        chance: the source of chance.
+        chance: the source of randomness.
     """
 
-    def __init__(self, first_s: float, longest_s: float, chance: Chance = even) -> None:
+    def __init__(self, first_s: float, longest_s: float, chance: RandomSource = no_jitter) -> None:
         self.pause_s = 0.0
         self._first_s = first_s
         self._longest_s = max(first_s, longest_s)

@@ -10,9 +10,9 @@ from collections import deque
 from dataclasses import dataclass
 from math import inf
 
-from kvtier.core.backoff import Backoff, Chance, even
+from kvtier.core.backoff import Backoff, RandomSource, no_jitter
 from kvtier.core.messages import TransferHealth
-from kvtier.core.states import BREAKER_MOVES, BreakerEvent, BreakerState, Stateful
+from kvtier.core.states import BreakerState
 
 _CLOSED, _HALF_OPEN, _OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN
 _RELAPSE_PAUSES = 4
@@ -37,7 +37,7 @@ class BreakerRules:
     longest_pause_s: float = 60.0
 
 
-class Breaker(Stateful):
+class Breaker:
     """Decides whether a tier is given transfers of one verb now.
 
     Attributes:
@@ -48,12 +48,9 @@ class Breaker(Stateful):
         health: what the last transfer that said anything of the tier said.
     """
 
-    MOVES = BREAKER_MOVES
-    state: BreakerState
-
-    def __init__(self, rules: BreakerRules | None = None, chance: Chance = even) -> None:
+    def __init__(self, rules: BreakerRules | None = None, chance: RandomSource = no_jitter) -> None:
         rules = rules or BreakerRules()
-        self.state = _CLOSED
+        self.state: BreakerState = _CLOSED
         self.overdue = 0
         self.health = TransferHealth.NONE
         self._rules = rules
@@ -63,9 +60,6 @@ class Breaker(Stateful):
         self.probe: int | None = None
         self._in_a_row = 0
         self._recent: deque[bool] = deque(maxlen=rules.window)
-
-    def __repr__(self) -> str:
-        return f"a breaker with {self.overdue} overdue"
 
     @property
     def is_closed(self) -> bool:
@@ -83,7 +77,7 @@ class Breaker(Stateful):
     def begin(self, transfer_id: int) -> None:
         """Note that a transfer was begun."""
         if self.state is _OPEN:
-            self.move(BreakerEvent.PROBED)
+            self.state = _HALF_OPEN
             self.probe = transfer_id
 
     def late(self, transfer_id: int, now_s: float) -> str | None:
@@ -114,11 +108,11 @@ class Breaker(Stateful):
     def _end_probe(self, health: TransferHealth, now_s: float) -> str | None:
         self.probe = None
         if health is TransferHealth.NONE:
-            self.move(BreakerEvent.UNPROVEN)  # the pause is over: the next one is a probe again
+            self.state = _OPEN  # the pause is over: the next one is a probe again
             return None
         if health is not TransferHealth.GOOD:
             return self._trip("probe", now_s)
-        self.move(BreakerEvent.PROVEN)
+        self.state = _CLOSED
         self._closed_s = now_s
         self._in_a_row = 0
         self._recent.clear()
@@ -141,6 +135,6 @@ class Breaker(Stateful):
         relapse = now_s < self._closed_s + _RELAPSE_PAUSES * self._backoff.pause_s
         if self.state is _CLOSED and not relapse:
             self._backoff.start_anew()
-        self.move(BreakerEvent.TRIPPED)
+        self.state = _OPEN
         self._until_s = now_s + self._backoff.next_s()
         return reason

@@ -66,11 +66,11 @@ class ChunkTable:
         return iter(self.all)
 
     def add_slots(self, slots: Iterable[int]) -> None:
-        """Take slots into use."""
+        """Add free slots."""
         added = [Chunk(slot) for slot in slots]
         self.all += added
         self.free[:0] = reversed(added)
-        self._tell(lambda policy: policy.resize(len(self.all)))
+        self._call_policy(lambda policy: policy.resize(len(self.all)))
 
     @property
     def evictable(self) -> int:
@@ -124,15 +124,15 @@ class ChunkTable:
         candidates = [chunk.key for chunk in chunks if chunk.state is _READY and not chunk.pins]
         self.policy.add(candidates[::-1], used=False)  # what came first goes first
 
-    def _tell(self, act: Callable[[EvictionPolicy], object]) -> None:
-        """Tell the policy something. One that raises is replaced by one that knows the chunks as they are."""
+    def _call_policy(self, act: Callable[[EvictionPolicy], object]) -> None:
+        """Call the policy. One that raises is replaced by LRU over the chunks as they are."""
         try:
             act(self.policy)
         except Exception:
             self._replace_policy("raised")
 
     def take(self, keys: Sequence[OffloadKey], *, visible: bool) -> list[Chunk]:
-        """Give a free slot to each key: FILLING, with the pin of the copy that will fill it."""
+        """Assign a free slot to each key: FILLING, with the pin of the copy that will fill it."""
         count = len(keys)
         chunks = self.free[-count:][::-1] if count else []
         del self.free[len(self.free) - count :]
@@ -161,7 +161,7 @@ class ChunkTable:
                 self._drop_pin(chunk)
         if not pins:
             keys = [chunk.key for chunk in ready]
-            self._tell(lambda policy: policy.add(keys, used=False))
+            self._call_policy(lambda policy: policy.add(keys, used=False))
         return ready
 
     def failed(self, chunks: Iterable[Chunk]) -> None:
@@ -174,7 +174,7 @@ class ChunkTable:
             self._drop_pin(chunk)
 
     def show(self, chunk: Chunk) -> None:
-        """Let a landed chunk be found by its key."""
+        """Make a landed chunk visible under its key."""
         self.visible[chunk.key] = chunk
 
     def pin(self, chunks: Iterable[Chunk]) -> None:
@@ -185,10 +185,10 @@ class ChunkTable:
                 held.append(chunk.key)
             chunk.pins += 1
         if held:
-            self._tell(lambda policy: policy.pin(held))
+            self._call_policy(lambda policy: policy.pin(held))
 
     def unpin(self, chunks: Iterable[Chunk], *, used: bool = False) -> None:
-        """Take a pin from chunks, prefix first; ``used`` says that a request has read them."""
+        """Remove a pin from chunks, prefix first; ``used`` is whether a request has read them."""
         candidates = []
         for chunk in chunks:
             if chunk.state is not _READY:
@@ -198,7 +198,7 @@ class ChunkTable:
             if not chunk.pins:
                 candidates.append(chunk.key)
         if candidates:
-            self._tell(lambda policy: policy.add(candidates, used=used))
+            self._call_policy(lambda policy: policy.add(candidates, used=used))
 
     def drop(self, chunks: Iterable[Chunk]) -> None:
         """Hide chunks that are pinned for ever; their slots are free when the last pin is gone."""
@@ -214,7 +214,7 @@ class ChunkTable:
             if not chunk.pins:
                 self._free(chunk)
         self.visible.clear()
-        self._tell(lambda policy: policy.clear())
+        self._call_policy(lambda policy: policy.clear())
 
     def _drop_pin(self, chunk: Chunk) -> None:
         chunk.pins -= 1

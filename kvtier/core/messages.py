@@ -48,7 +48,7 @@ class Fetch(Struct, array_like=True, frozen=True, gc=False, tag=2):
 
 
 class Touch(Struct, array_like=True, frozen=True, gc=False, tag=3):
-    """Tell a tier that chunks were used which it may have. Nothing comes back."""
+    """Note the use of chunks that a tier may have. Nothing comes back."""
 
     tier: Number
     keys: Sequence[Key]
@@ -94,7 +94,11 @@ class PutEnded(Struct, array_like=True, frozen=True, gc=False, tag=1):
 
 
 class Answer(IntEnum):
-    """What a fetch says of one key."""
+    """What a fetch says of one key: whether it is in the tier, and whether its bytes have come.
+
+    A tier's ``Knowledge`` and ``Status`` become this one: why a chunk is MISSING makes no difference to the
+    core, and is counted.
+    """
 
     MISSING = 0  # the tier does not have it, or could not give it
     LOCATED = 1  # the tier has it; it was not brought

@@ -1,7 +1,7 @@
-"""Back-pressure: how many chunks may be on their way into a tier, by how fast it is.
+"""Back-pressure: how many chunks may be in flight to a tier, by how fast it is.
 
-A put that is not made costs a later hit; one that waits too long costs slots of the primary tier now, and
-one that slows down a get costs a request that waits now. So puts are dropped first.
+A dropped put costs a later hit. One that waits too long costs slots of the primary tier now, and one that
+slows down a get costs a request that waits now. So puts are dropped first.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class PutPressure:
         return max(0.0, min(of_one_put, self._width * of_one_put - backlog), 0.0 if backlog else 1.0)
 
     def put_ended(self, chunks: int, seconds: float) -> None:
-        """Take in how long a put has taken that was answered, or given up."""
+        """Update the rate by a put that was answered, or given up."""
         chunk_s = max(seconds, _QUICKEST_S) / chunks
         before_s = self._chunk_s
         self._chunk_s = chunk_s if before_s is None else before_s + _WEIGHT * (chunk_s - before_s)
         self.share = min(1.0, self.share + _RECOVERY_BY_PUT)
 
     def get_ended(self, chunks: int, seconds: float, now_s: float, *, beside_puts: bool) -> None:
-        """Take in how long a get has taken, and whether puts were under way."""
+        """Halve or restore the share by the time of a get, and whether puts were in flight."""
         size = chunks.bit_length()
         usual_s = self._usual_s.setdefault(size, seconds)
         if seconds <= _SLOWED * usual_s or seconds - usual_s < _NOTICEABLE_S:

@@ -64,7 +64,7 @@ class Promotions:
         held.update(dict.fromkeys(hits, request.round))
 
     def unhold(self, request: Request) -> None:
-        """Give back what is held for a request."""
+        """Unpin what is held for a request."""
         self.holders.pop(request, None)
         request.stands = False
         if request.held:
@@ -73,7 +73,7 @@ class Promotions:
             self.let_go(chunks)
 
     def keep_asked(self, request: Request) -> None:
-        """Give back what the request's scan, a whole one, did not ask for any more.
+        """Unpin what the request's last full scan did not ask for.
 
         It has that in its own cache by now, mostly because another request of the same prefix ran. The first
         key was asked for, though a scan that was begun as a repeated one does not show it.
@@ -88,11 +88,11 @@ class Promotions:
         self.let_go(gone)
 
     def let_go(self, chunks: Iterable[Chunk]) -> None:
-        """Stop counting against the budget those chunks that nothing holds any more."""
+        """Remove from the promotion budget those chunks that nothing pins any more."""
         self.landing.difference_update([chunk for chunk in chunks if not chunk.pins])
 
-    def pursue(self, request: Request, now_s: float) -> None:
-        """See to it that each key the request wants is being fetched, as far as the budget goes.
+    def fetch_wanted(self, request: Request, now_s: float) -> None:
+        """Start fetches for the keys that the request wants, as far as the budget goes.
 
         Nothing is evicted for keys behind one of which it is not known yet whether it is anywhere, and
         nothing is fetched behind one that is nowhere.
@@ -122,7 +122,7 @@ class Promotions:
             self._ask_grouped(unknown, {request: None}, now_s, Bring.FREE if unsure_before else Bring.ALL)
 
     def fetched(self, event: Fetched, now_s: float) -> list[Chunk]:
-        """Take in what a fetch has brought and learned, and go on from there. Return what it brought."""
+        """Process the end of a fetch, start those that follow, and return the chunks that it brought."""
         transfer, in_time = self._shared.end(event, now_s)
         if self._shared.tiers[transfer.tier].distrusted:
             event = replace(event, answers=(Answer.MISSING,) * len(event.answers))
@@ -152,7 +152,7 @@ class Promotions:
             self._fetch_located(run, waiters, now_s)
             first = next(iter(self.holders))  # of the waiters, who are all among them
             if first in waiters and not any(holder.held for holder in self.holders if holder is not first):
-                self._make_do(first, run)  # nobody can make way for it
+                self._trim_first(first, run)  # nobody can make way for it
 
     def give_up(self, transfer: Transfer, now_s: float) -> None:
         """Stop waiting for an overdue fetch: its keys are looked for elsewhere. Its slots stay out of use."""
@@ -175,7 +175,7 @@ class Promotions:
             self._shared.evict(short - lent)
 
     def reset(self) -> None:
-        """Let nothing that is being fetched or held be seen again."""
+        """Doom what is being fetched, and unpin what is held."""
         for transfer in self._shared.transfers.values():
             if not transfer.is_put:
                 for chunk in transfer.chunks:
@@ -191,7 +191,7 @@ class Promotions:
         self.holders.update(dict.fromkeys(waiting))  # their deadlines go on
 
     def _still_wanted(self, request: Request) -> Iterable[OffloadKey]:
-        """Leave out what a tier has answered since it was asked for: it is nowhere, or behind such a key."""
+        """Return the wanted keys, less those that turned out to be nowhere, or are behind such a key."""
         wanted, absent = dict.fromkeys(request.wanted), request.absent
         if absent.isdisjoint(wanted):
             return wanted
@@ -207,7 +207,7 @@ class Promotions:
         return kept
 
     def _of_use(self, keys: list[OffloadKey], waiters: Waiters) -> list[OffloadKey]:
-        """Leave out what none of the waiters wants any more: one before it is nowhere, or was given up."""
+        """Return the keys that a waiter still wants: no key before them is nowhere, or was given up."""
         if not all(request.absent for request in waiters):
             return keys
         useless = set(keys)
@@ -267,13 +267,13 @@ class Promotions:
         """Fetch located keys for a request in its turn. Whoever is first in line gets all it can."""
         is_first = next(iter(self.holders), request) is request
         if is_first:
-            self._make_way(request, len(keys))
+            self._free_for_first(request, len(keys))
         self._fetch_located(keys, {request: None}, now_s)
         if is_first:
-            self._make_do(request, keys)
+            self._trim_first(request, keys)
 
-    def _make_way(self, first: Request, count: int) -> None:
-        """Give the request that is first in line what those behind it hold, as far as it needs it.
+    def _free_for_first(self, first: Request, count: int) -> None:
+        """Free for the request that is first in line what those behind it hold, as far as it needs it.
 
         Their share of the budget, and where no slot is left their slots: whose turn comes last loses
         first. Only between two rounds, for what was answered HIT in a round is there to its end.
@@ -296,8 +296,8 @@ class Promotions:
             table.pin(holder.held)
         self.let_go(list(landing))
 
-    def _make_do(self, first: Request, keys: Keys) -> None:
-        """Let the request that is first in line go without what does not fit, or all would wait for ever.
+    def _trim_first(self, first: Request, keys: Keys) -> None:
+        """Give up what does not fit for the request that is first in line, or all would wait for ever.
 
         What is on its way for others is waited for: when it has landed, it makes way.
         """

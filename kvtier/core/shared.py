@@ -11,7 +11,6 @@ from kvtier.core.admission import Limits, TierGate
 from kvtier.core.announcements import Announcements
 from kvtier.core.chunks import Chunk, ChunkTable
 from kvtier.core.messages import Command, Fetched, PutEnded, TransferHealth
-from kvtier.core.states import TransferEvent, TransferState
 from kvtier.core.transfers import Transfer
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey
@@ -75,8 +74,7 @@ class SharedState:
         transfer = self.transfers.pop(event.id, None)
         if transfer is None:
             raise StateError(f"transfer {event.id} has ended already or never began")
-        in_time = transfer.state is TransferState.RUNNING
-        transfer.move(TransferEvent.ENDED)
+        in_time = not transfer.is_overdue
         gate = self.tiers[transfer.tier]
         health = gate.judge(event.health, event.seconds, is_put=transfer.is_put)
         change = gate.of(puts=transfer.is_put).end(transfer.id, health, now_s, in_time=in_time)
@@ -104,7 +102,7 @@ class SharedState:
     @property
     def running(self) -> list[Transfer]:
         """The transfers that are waited for."""
-        return [transfer for transfer in self.transfers.values() if transfer.state is TransferState.RUNNING]
+        return [transfer for transfer in self.transfers.values() if not transfer.is_overdue]
 
     def overdue(self, now_s: float) -> list[Transfer]:
         """Mark the running transfers whose deadline has passed, and return them."""
@@ -112,7 +110,7 @@ class SharedState:
             return []
         late = [transfer for transfer in self.running if transfer.deadline_s <= now_s]
         for transfer in late:
-            transfer.move(TransferEvent.DEADLINE)
+            transfer.is_overdue = True
             gate = self.tiers[transfer.tier]
             self.counts["overdue", gate.name, transfer.verb] += 1
             self._note_change(transfer, gate.of(puts=transfer.is_put).late(transfer.id, now_s))
@@ -138,7 +136,7 @@ class SharedState:
 
     def announce_kept(self, transfer: Transfer, keys: Sequence[OffloadKey], *, found: bool) -> None:
         """Announce what a transfer says that its tier has, unless that may not be so any more."""
-        if not transfer.outdated and self.tiers[transfer.tier].unusable is None:
+        if self.tiers[transfer.tier].unusable is None:
             still = [key for key in keys if key not in transfer.left] if transfer.left else keys
             self.announcements.stored(still, transfer.tier, found=found)
 
@@ -155,6 +153,6 @@ class SharedState:
     def announce_reset(self) -> None:
         """Announce that every secondary tier is empty, whatever transfers under way will say."""
         for transfer in self.transfers.values():
-            transfer.outdated = True
+            transfer.left = frozenset(transfer.keys)
         for tier in range(len(self.tiers)):
             self.announcements.clear(tier)

@@ -14,7 +14,7 @@ from kvtier.errors import StateError
 
 
 class Lookup(IntEnum):
-    """The answer to a lookup."""
+    """The answer to a lookup: what an engine is told of one key, over all tiers."""
 
     MISS = 0
     HIT = 1  # the bytes are in the primary tier
@@ -86,27 +86,6 @@ REQUEST_MOVES: Mapping[RequestEvent, Mapping[RequestState, RequestState]] = {
 }
 
 
-class TransferState(IntEnum):
-    """The life of a put or a fetch."""
-
-    RUNNING = 0
-    OVERDUE = 1  # its answer is a miss already; its slots stay out of use until it ends
-    ENDED = 2
-
-
-class TransferEvent(IntEnum):
-    """What can happen to a transfer."""
-
-    DEADLINE = 0
-    ENDED = 1
-
-
-TRANSFER_MOVES: Mapping[TransferEvent, Mapping[TransferState, TransferState]] = {
-    TransferEvent.DEADLINE: {TransferState.RUNNING: TransferState.OVERDUE},
-    TransferEvent.ENDED: dict.fromkeys((TransferState.RUNNING, TransferState.OVERDUE), TransferState.ENDED),
-}
-
-
 class BreakerState(IntEnum):
     """Whether a tier is given transfers of one verb."""
 
@@ -115,25 +94,8 @@ class BreakerState(IntEnum):
     OPEN = 2  # it is not, until a pause is over; then comes the next probe
 
 
-class BreakerEvent(IntEnum):
-    """What can happen to a breaker."""
-
-    TRIPPED = 0  # too much has failed, or the probe has
-    PROBED = 1  # a transfer was begun to see how it goes
-    PROVEN = 2  # the probe was answered
-    UNPROVEN = 3  # the probe ended without having said anything of the tier
-
-
-BREAKER_MOVES: Mapping[BreakerEvent, Mapping[BreakerState, BreakerState]] = {
-    BreakerEvent.TRIPPED: dict.fromkeys((BreakerState.CLOSED, BreakerState.HALF_OPEN), BreakerState.OPEN),
-    BreakerEvent.PROBED: {BreakerState.OPEN: BreakerState.HALF_OPEN},
-    BreakerEvent.PROVEN: {BreakerState.HALF_OPEN: BreakerState.CLOSED},
-    BreakerEvent.UNPROVEN: {BreakerState.HALF_OPEN: BreakerState.OPEN},
-}
-
-
 class Stateful:
-    """What has a state that changes as a table says."""
+    """Base of chunks and requests: the state changes as a table says, and anything else raises."""
 
     __slots__ = ()
     MOVES: ClassVar[Mapping[Any, Mapping[Any, Any]]]

@@ -1,7 +1,7 @@
-"""The state machine of tiering: it is told what happened and says what to do.
+"""The state machine of tiering: events in, commands out.
 
-It has one owner, which calls it from one thread and then takes the commands that came of it. It never
-blocks, and looks at no clock: where time matters it is an argument, in seconds on the owner's clock.
+It has one owner, which calls it from one thread and then takes the commands that follow. It never
+blocks and reads no clock: time is an argument, in seconds on the owner's clock.
 
 How a chunk is found: ``lookup`` answers each key from what is known and notes what is not. ``settle``,
 called when a round of questions is over, turns the notes into fetches. A fetch looks for its keys in
@@ -65,9 +65,7 @@ class Tiering:
         self.epoch = 0
         self.reservations: set[Reservation] = set()
         self.pinned: set[Pinned] = set()
-        self._limits = limits
-        self._tiered = bool(tiers)
-        self._names = [gate.name for gate in tiers]
+        self._tiers = self.shared.tiers
         self._visible = self.table.visible
         self._counts = self.shared.counts
         self._asked: list[Request] = []
@@ -120,7 +118,7 @@ class Tiering:
         return _MISS if group_index(key) == group_index(request.first) else _RETRY
 
     def _unready(self, key: OffloadKey, request: Request, chunk: Chunk | None) -> Lookup:
-        if chunk is None and (not self._tiered or key in request.absent):
+        if chunk is None and (not self._tiers or key in request.absent):
             self._counts["miss", "absent"] += 1
             return _MISS
         if chunk is None and request.tiers is not None and not request.tiers:
@@ -151,8 +149,8 @@ class Tiering:
                 self._expire(request)
         for request in asked:  # only now, when what each of them was told is there is pinned
             if request.is_waiting:
-                self.promotions.pursue(request, now_s)
-        if self._tiered:
+                self.promotions.fetch_wanted(request, now_s)
+        if self._tiers:
             self.promotions.keep_reserve()
         if self._reused:
             self._touch_tiers()
@@ -171,7 +169,7 @@ class Tiering:
         return min(deadlines, default=None)
 
     def served(self, request: Request) -> None:
-        """Give back what is held for a request that waits for nothing now.
+        """Unpin what is held for a request that waits for nothing now.
 
         A request whose deadline has passed stays EXPIRED until it is served, or every scan of it would
         wait once more.
@@ -212,7 +210,7 @@ class Tiering:
     def _defer(self, request: Request, now_s: float) -> None:
         request.move(RequestEvent.DEFERRED)
         if request.deadline_s is None:
-            request.deadline_s = now_s + self._limits.request_deadline_s
+            request.deadline_s = now_s + self.shared.limits.request_deadline_s
         self.promotions.hold(request)
         self.promotions.keep_asked(request)
 
@@ -242,9 +240,9 @@ class Tiering:
         self.table.pin(chunks)
         pinned = Pinned(chunks, [chunk.origin for chunk in chunks])
         for chunk in chunks:
-            self._counts["loaded", PRIMARY if chunk.origin is None else self._names[chunk.origin]] += 1
+            self._counts["loaded", PRIMARY if chunk.origin is None else self._tiers[chunk.origin].name] += 1
             chunk.origin = None
-        if self._tiered:
+        if self._tiers:
             reused = [key for key, origin in zip(keys, pinned.origins, strict=True) if origin is None]
             self._reused.update(dict.fromkeys(reused))
         self.pinned.add(pinned)
@@ -256,7 +254,7 @@ class Tiering:
 
     def release(self, pinned: Pinned) -> None:
         """End a load: its chunks may be evicted again, as recently used ones."""
-        self._strike(self.pinned, pinned)
+        self._end_handle(self.pinned, pinned)
         self.table.unpin(pinned.chunks, used=True)
 
     def fail_load(self, pinned: Pinned, request: Request | None = None) -> None:
@@ -266,7 +264,7 @@ class Tiering:
         could fail as well, and so on for ever. A HIT for one of the chunks in the round under way does not
         hold any more: an engine is told of its copies between rounds.
         """
-        self._strike(self.pinned, pinned)
+        self._end_handle(self.pinned, pinned)
         self._counts["dropped", "load"] += sum(chunk.state is _READY for chunk in pinned.chunks)
         self._drop(pinned.chunks)
         if request is not None:
@@ -288,7 +286,7 @@ class Tiering:
         return chunk
 
     @staticmethod
-    def _strike(handles: set, handle: object) -> None:  # type: ignore[type-arg]
+    def _end_handle(handles: set, handle: object) -> None:  # type: ignore[type-arg]
         try:
             handles.remove(handle)
         except KeyError:
@@ -297,7 +295,7 @@ class Tiering:
     # --- stores ----------------------------------------------------------------------------------
 
     def reserve(self, keys: Sequence[OffloadKey]) -> Reservation | None:
-        """Give slots to those of ``keys`` that are not there yet; evict for them where need be.
+        """Reserve slots for those of ``keys`` that are not there yet; evict for them where need be.
 
         Where room is short a prefix of them is given slots: a prompt with holes serves nobody.
 
@@ -329,9 +327,9 @@ class Tiering:
         if self.is_distrusted:
             self.abort(reservation)
             return
-        self._strike(self.reservations, reservation)
+        self._end_handle(self.reservations, reservation)
         chunks = reservation.chunks
-        takers = self._takers(len(chunks), range(len(self._names)), now_s)
+        takers = self._takers(len(chunks), range(len(self._tiers)), now_s)
         ready = self.table.filled(chunks, pins=len(takers))
         self._counts["stored",] += len(ready)
         if self.shared.announcements.enabled:
@@ -342,7 +340,7 @@ class Tiering:
 
     def abort(self, reservation: Reservation) -> None:
         """End a store that did not copy its bytes, or whose bytes were reset away."""
-        self._strike(self.reservations, reservation)
+        self._end_handle(self.reservations, reservation)
         self.table.failed(reservation.chunks)
 
     def fail_store(self, reservation: Reservation) -> None:
@@ -366,8 +364,8 @@ class Tiering:
     def _takers(self, count: int, tiers: Iterable[int], now_s: float) -> list[tuple[int, int]]:
         """Return which of the tiers take how many of the next chunks."""
         takers = []
-        gates = self.shared.tiers
-        most = max(1, int(len(self.table.all) * self._limits.put_backlog))
+        gates = self._tiers
+        most = max(1, int(len(self.table.all) * self.shared.limits.put_backlog))
         unused = most - sum(gate.backlog for gate in gates)
         for index in tiers:
             gate = gates[index]
@@ -384,34 +382,34 @@ class Tiering:
             return
         keys = [chunk.key for chunk in chunks]
         transfer = self.shared.begin(tier, keys, chunks, now_s, is_put=True)
-        self.shared.tiers[tier].backlog += len(chunks)
+        self._tiers[tier].backlog += len(chunks)
         self.shared.commands.append(messages.Put(transfer.id, tier, keys, [chunk.slot for chunk in chunks]))
 
-    def _lift(self, chunks: Sequence[Chunk], now_s: float) -> None:
+    def _copy_to_earlier_tiers(self, chunks: Sequence[Chunk], now_s: float) -> None:
         """Put what a tier gave into the tiers before it, which did not: the next time they may be asked."""
         ready = [chunk for chunk in chunks if chunk.state is _READY and chunk.origin]
         if not ready:
             return
         for tier, count in self._takers(len(ready), range(ready[0].origin or 0), now_s):
-            self._counts["lifted", self._names[tier]] += count
+            self._counts["lifted", self._tiers[tier].name] += count
             self.table.pin(ready[:count])
             self._cascade(tier, ready[:count], now_s)
 
     def _touch_tiers(self) -> None:
-        """Tell the tiers what was used without them, or they would think it was not used at all."""
+        """Send the tiers what was loaded from the primary tier, or they would take it for unused."""
         keys = list(self._reused)
         self._reused.clear()
         self.shared.commands += [
-            messages.Touch(tier, keys) for tier, gate in enumerate(self.shared.tiers) if gate.works
+            messages.Touch(tier, keys) for tier, gate in enumerate(self._tiers) if gate.works
         ]
 
     # --- what happened, what to do ----------------------------------------------------------------
 
     def on_event(self, event: messages.Event, now_s: float) -> None:
-        """Take in what has happened."""
+        """Process an event."""
         if isinstance(event, messages.Fetched):
             self._hold_hits()
-            self._lift(self.promotions.fetched(event, now_s), now_s)
+            self._copy_to_earlier_tiers(self.promotions.fetched(event, now_s), now_s)
         elif isinstance(event, messages.PutEnded):
             self._put_ended(event, now_s)
         elif isinstance(event, messages.SlotsReady):
@@ -421,28 +419,28 @@ class Tiering:
         elif isinstance(event, messages.TierDown):
             self._tier_down(event)
         elif isinstance(event, messages.TierUp):
-            self.shared.tiers[event.tier].down = None
+            self._tiers[event.tier].down = None
         elif isinstance(event, messages.Removed):
             self.shared.announce_left(event.tier, event.keys)
         elif isinstance(event, messages.ProcessEnded):
             self._counts["process_ended", event.reason] += 1
 
     def take_commands(self) -> list[messages.Command]:
-        """Take what is to be done since the last call, in this order."""
+        """Return and clear the commands since the last call, in the order to carry them out."""
         commands, self.shared.commands = self.shared.commands, []
         return commands
 
     def take_notices(self) -> list[Notice]:
-        """Take what the log should have lines of, since the last call."""
+        """Return and clear the changes that the log should have a line of."""
         notices, self.shared.notices = self.shared.notices, []
         return notices
 
     def take_changes(self) -> list[Change]:
-        """Take what has become available, or ceased to be, since the last call."""
+        """Return and clear what has become available, or has left, since the last call."""
         return self.shared.announcements.take()
 
     def take_counts(self) -> dict[Count, float]:
-        """Take what was counted since the last call."""
+        """Return and clear the counts since the last call."""
         counts = dict(self._counts)
         self._counts.clear()
         return counts
@@ -462,7 +460,7 @@ class Tiering:
         self.shared.announcements.removed(ready)
         self.shared.announce_reset()
         self.table.reset()
-        self.shared.commands += [messages.Reset(tier, self.epoch) for tier in range(len(self.shared.tiers))]
+        self.shared.commands += [messages.Reset(tier, self.epoch) for tier in range(len(self._tiers))]
 
     def distrust(self, tier: int | None, where: str) -> str:
         """Use a tier no more: an audit has found a chunk damaged that came from it.
@@ -478,10 +476,10 @@ class Tiering:
         Returns:
             The tier's name.
         """
-        name = PRIMARY if tier is None else self._names[tier]
+        name = PRIMARY if tier is None else self._tiers[tier].name
         self._counts["audit_failed", name] += 1
         self.is_distrusted = self.is_distrusted or tier is None
-        for index, gate in enumerate(self.shared.tiers):
+        for index, gate in enumerate(self._tiers):
             if tier in (None, index) and not gate.distrusted:
                 gate.distrusted = True
                 self.shared.announcements.clear(index)
@@ -499,7 +497,7 @@ class Tiering:
         return not self.shared.transfers and not self.shared.commands
 
     def _tier_down(self, event: messages.TierDown) -> None:
-        gate = self.shared.tiers[event.tier]
+        gate = self._tiers[event.tier]
         if gate.down is None:
             self._counts["tier_down", gate.name] += 1
         gate.down = event.reason
@@ -507,7 +505,7 @@ class Tiering:
 
     def _put_ended(self, event: messages.PutEnded, now_s: float) -> None:
         transfer, _ = self.shared.end(event, now_s)
-        gate = self.shared.tiers[transfer.tier]
+        gate = self._tiers[transfer.tier]
         gate.backlog -= len(transfer.chunks)
         gate.put_ended(len(transfer.chunks), event.health, event.seconds)
         self._counts["put", gate.name] += sum(event.kept)

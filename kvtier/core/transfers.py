@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import ClassVar
 
 from kvtier.core.chunks import Chunk
 from kvtier.core.requests import Request
-from kvtier.core.states import TRANSFER_MOVES, Stateful, TransferState
 from kvtier.keys import OffloadKey
 
 
@@ -22,7 +20,7 @@ class Bring(IntEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Transfer(Stateful):
+class Transfer:
     """A put or a fetch that a tier has been told to do.
 
     Attributes:
@@ -31,13 +29,11 @@ class Transfer(Stateful):
             from the same tiers.
         allowed: on a fetch, the tiers that its waiters may be served from; None for all of them.
         deadline_s: when it is no longer waited for, on the owner's clock.
+        is_overdue: whether that has passed: its answer is a miss; its slots stay in use until it ends.
         bring: on a fetch, what of that which it finds is to be brought at once.
         located: on a fetch, whether its keys were known to be in the tier.
-        left: keys that have left the tier since it began, where that is of interest.
-        outdated: whether there was a reset since it began.
+        left: keys that have left the tier since it began, by a reset too, where anybody wants to know.
     """
-
-    MOVES: ClassVar = TRANSFER_MOVES
 
     id: int
     tier: int
@@ -48,18 +44,14 @@ class Transfer(Stateful):
     bring: Bring = Bring.NOTHING
     allowed: frozenset[int] | None = None
     waiters: dict[Request, None] = field(default_factory=dict)
-    state: TransferState = TransferState.RUNNING
+    is_overdue: bool = False
     located: bool = False
     left: frozenset[OffloadKey] = frozenset()
-    outdated: bool = False
 
     @property
     def verb(self) -> str:
         """How metrics and logs name what the tier does."""
         return "put" if self.is_put else "get"
-
-    def __str__(self) -> str:
-        return f"transfer {self.id}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

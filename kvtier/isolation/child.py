@@ -170,7 +170,7 @@ class Servant:
 
     async def _tell_when_up(self, executor: Executor, tier: int) -> None:
         """Tell that a tier can be used: the engine takes it for down since the last process has ended."""
-        if await executor.comes_up(tier):
+        if await executor.wait_until_up(tier):
             self._post(TierUp(tier))
 
     # --- what it is told -------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 
-from kvtier.core.backoff import Backoff, Chance
+from kvtier.core.backoff import Backoff, RandomSource
 from kvtier.core.messages import Command, Event, Fetch, ProcessEnded, Put, Reset, TierDown
 from kvtier.errors import IsolationError, StateError
 from kvtier.executor import CLOSE_S, NamedTier, failure_of
@@ -95,7 +95,7 @@ class ExecutorProcess:
         pace: Pace | None = None,
         trial_s: float = 0.0,
         notify: Callable[[], object] = lambda: None,
-        chance: Chance = random.random,
+        chance: RandomSource = random.random,
     ) -> None:
         region.fileno()  # raises where there is none
         self._slot_checksums = None if slot_checksums is None else _spell(slot_checksums, region)

@@ -28,7 +28,7 @@ from kvtier.tiers.seal import TRAILER_BYTES
 
 
 class Knowledge(IntEnum):
-    """What a tier knows about a key without asking its backend."""
+    """What a tier knows about a key without asking its backend: before a transfer, and not proven."""
 
     UNKNOWN = 0
     ABSENT = 1
@@ -36,7 +36,7 @@ class Knowledge(IntEnum):
 
 
 class Status(IntEnum):
-    """How one chunk of a put or a get ended."""
+    """How one chunk of a put or a get ended, as a tier says it. What the core learns is ``Answer``."""
 
     OK = 0  # put: it is there now (perhaps it was before); get: its bytes are in the slot
     ABSENT = 1  # get: the tier does not have it

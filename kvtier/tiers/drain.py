@@ -11,45 +11,47 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
-import anyio.lowlevel
 import anyio.to_thread
 
 T = TypeVar("T")
 
 
 async def wait_for_end(
-    future: asyncio.Future[T], on_cancel: Callable[[], object] | None = None
+    future: asyncio.Future[Any], on_cancel: Callable[[], object] | None = None
 ) -> asyncio.CancelledError | None:
     """Wait until ``future`` is done, however often the task is cancelled meanwhile.
 
     A shielded scope alone is not enough: it does not hold off ``Task.cancel``, which is what
-    ``asyncio.timeout`` does. Without the scope anyio would cancel again and again.
+    ``asyncio.timeout`` does.
 
     Args:
-        future: what is waited for.
-        on_cancel: called at the first cancellation.
+        future: what is waited for; it is not cancelled.
+        on_cancel: called at the first cancellation, to have the work end sooner.
 
     Returns:
-        The cancellation that came meanwhile, to be raised when the caller has tidied up.
+        The cancellation that came meanwhile, to be raised when the caller has tidied up; or None.
     """
     try:
         await asyncio.wait((future,))
         return None
-    except asyncio.CancelledError as cancelled:
-        if on_cancel is not None:
-            on_cancel()
-        with anyio.CancelScope(shield=True):
-            while not future.done():
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait((future,))
-        return cancelled
+    except asyncio.CancelledError as error:
+        cancelled = error
+    if on_cancel is not None:
+        on_cancel()
+    with anyio.CancelScope(shield=True):  # or anyio cancels again at each turn of the loop
+        while not future.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait((future,))
+    if not future.cancelled():
+        future.exception()  # looked at: asyncio complains where the cancellation is raised in its place
+    return cancelled
 
 
 async def until_done(work: Awaitable[T]) -> T:
-    """Wait for the end of what cannot be stopped, however often the task is cancelled meanwhile.
+    """Return the result of what cannot be stopped, at its true end. See ``wait_for_end``.
 
     Args:
         work: a future, or a coroutine, which then runs in a task of its own.
@@ -59,11 +61,8 @@ async def until_done(work: Awaitable[T]) -> T:
     """
     future = asyncio.ensure_future(work)
     cancelled = await wait_for_end(future)
-    if not future.cancelled():
-        future.exception()  # looked at, or asyncio complains where the cancellation is raised instead
     if cancelled is not None:
         raise cancelled
-    await anyio.lowlevel.checkpoint_if_cancelled()
     return future.result()
 
 

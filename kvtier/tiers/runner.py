@@ -12,7 +12,7 @@ from typing import TypeVar
 import anyio
 
 from kvtier import reasons
-from kvtier.core.backoff import Chance
+from kvtier.core.backoff import RandomSource
 from kvtier.core.messages import (
     Answer,
     Event,
@@ -43,7 +43,7 @@ from kvtier.tiers.base import (
 )
 from kvtier.tiers.drain import in_thread
 from kvtier.tiers.faults import RetryBudget, require_fault, words_of
-from kvtier.tiers.seal import Verdict, check, seal
+from kvtier.tiers.seal import Integrity, check, seal
 from kvtier.tiers.supervisor import AnyTier, Epoch, TierSupervisor
 
 logger = logging.getLogger("kvtier.executor")
@@ -100,7 +100,7 @@ class TierRunner:
         memory: SlotMemory,
         post: Post,
         threads: anyio.CapacityLimiter,
-        chance: Chance,
+        chance: RandomSource,
         slot_checksums: SlotChecksums | None = None,
     ) -> None:
         config = named.tier.config
@@ -344,19 +344,18 @@ class TierRunner:
         outcome = self._complete(await self._tier.get(batch), len(batch))
         if self._tier.verifies:
             return outcome
-        verdicts = await self._in_thread(_check_all, batch, outcome.statuses, self._digest)
-        bad = [(key, verdict) for key, verdict in zip(batch.keys, verdicts, strict=True) if verdict]
+        integrity = await self._in_thread(_check_all, batch, outcome.statuses, self._digest)
+        bad = [(key, found) for key, found in zip(batch.keys, integrity, strict=True) if found.is_corrupt]
         if not bad:
             return outcome
         statuses = [
-            Status.CORRUPT if verdict else status
-            for status, verdict in zip(outcome.statuses, verdicts, strict=True)
+            Status.CORRUPT if found.is_corrupt else status
+            for status, found in zip(outcome.statuses, integrity, strict=True)
         ]
         counts = Counter(outcome.reasons)
-        for key, verdict in bad:
-            reason = verdict.name.lower()
-            counts[reason] += 1
-            self._log(logging.ERROR, reason, f"chunk {key.hex()} is not what was put: {reason}")
+        for key, found in bad:
+            counts[found] += 1
+            self._log(logging.ERROR, found, f"chunk {key.hex()} is not what was put: {found}")
         await self._discard([key for key, _ in bad])
         return Outcome(statuses, counts)
 
@@ -532,9 +531,9 @@ def _seal_all(batch: Batch, digest: bytes) -> None:
         batch.trailers[index] = seal(key, view, digest)
 
 
-def _check_all(batch: Batch, statuses: Sequence[Status], digest: bytes) -> list[Verdict]:
+def _check_all(batch: Batch, statuses: Sequence[Status], digest: bytes) -> list[Integrity]:
     return [
-        check(trailer, key, view, digest) if status == Status.OK else Verdict.GOOD
+        check(trailer, key, view, digest) if status == Status.OK else Integrity.SOUND
         for key, view, trailer, status in zip(batch.keys, batch.views, batch.trailers, statuses, strict=True)
     ]
 

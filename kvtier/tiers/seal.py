@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import StrEnum
 
 import crc32c
 
@@ -25,13 +25,26 @@ _CRC = struct.Struct("<I")
 assert _RECORD.size + _CRC.size == TRAILER_BYTES
 
 
-class Verdict(IntEnum):
-    """What comes of checking bytes against a trailer."""
+class Integrity(StrEnum):
+    """Whether bytes are those of a chunk, as their trailer proves it. The only enum that says so.
 
-    GOOD = 0
-    TORN = 1  # the trailer itself is missing or damaged
-    FOREIGN = 2  # another key, another identity or another length
-    CHECKSUM = 3  # the payload is not what was sealed
+    The value is the word that is counted and shown. ``check`` returns one of the first four; the others
+    are what the tools for operators may find in the place of a chunk's file. An engine learns no more
+    than ``Status.CORRUPT``.
+    """
+
+    SOUND = "sound"
+    TORN = "torn"  # the trailer is missing or damaged, or the bytes are cut off
+    FOREIGN = "foreign"  # another key, another identity or another length
+    CHECKSUM = "checksum"  # the payload is not what was sealed
+    UNVERIFIED = "unverified"  # neither a file's name nor its trailer says which chunk it should be
+    UNREADABLE = "unreadable"  # the file system refuses
+    GONE = "gone"  # the file was there a moment ago: evicted, or discarded
+
+    @property
+    def is_corrupt(self) -> bool:
+        """Whether the bytes must not be given to an engine, and can be set aside."""
+        return self in (Integrity.TORN, Integrity.FOREIGN, Integrity.CHECKSUM)
 
 
 def seal(key: OffloadKey, payload: memoryview, digest: bytes) -> bytes:
@@ -79,11 +92,11 @@ def read(trailer: bytes | memoryview) -> Sealed | None:
     return Sealed(OffloadKey(key[:key_bytes]), digest, payload_bytes, checksum)
 
 
-def check(trailer: bytes | memoryview, key: OffloadKey, payload: memoryview, digest: bytes) -> Verdict:
+def check(trailer: bytes | memoryview, key: OffloadKey, payload: memoryview, digest: bytes) -> Integrity:
     """Check ``payload`` against ``trailer``, which may hold anything at all."""
     sealed = read(trailer)
     if sealed is None:
-        return Verdict.TORN
+        return Integrity.TORN
     if sealed.key != key or sealed.digest != digest or sealed.payload_bytes != payload.nbytes:
-        return Verdict.FOREIGN
-    return Verdict.GOOD if crc32c.crc32c(payload) == sealed.checksum else Verdict.CHECKSUM
+        return Integrity.FOREIGN
+    return Integrity.SOUND if crc32c.crc32c(payload) == sealed.checksum else Integrity.CHECKSUM

@@ -10,7 +10,7 @@ from typing import Any
 
 import anyio
 
-from kvtier.core.backoff import Backoff, Chance
+from kvtier.core.backoff import Backoff, RandomSource
 from kvtier.telemetry.lines import Seldom
 from kvtier.tiers.base import SecondaryTier, TierContext
 from kvtier.tiers.faults import require_fault, words_of
@@ -70,7 +70,7 @@ class TierSupervisor:
         tier: AnyTier,
         again: Callable[[], AnyTier] | None,
         tell: Callable[[str | None], None],
-        chance: Chance,
+        chance: RandomSource,
         is_idle: Callable[[], bool] = lambda: True,
     ) -> None:
         self.tier = tier

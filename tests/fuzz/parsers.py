@@ -30,13 +30,13 @@ from kvtier.memory.heap import HeapMemory
 from kvtier.tiers import seal
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.fs import FsConfig, layout, namespace
-from kvtier.tiers.fs.checking import FileChecker, Finding
+from kvtier.tiers.fs.checking import FileChecker
 from kvtier.tiers.fs.files import ChunkFiles, NativeFiles, PythonFiles
 from kvtier.tiers.fs.files.call import FileCall, Flag, Place, Result
 from kvtier.tiers.fs.quota import ledger
 from kvtier.tiers.fs.quota.accounts import FileSystem
 from kvtier.tiers.fs.root import Root
-from kvtier.tiers.seal import Sealed, Verdict
+from kvtier.tiers.seal import Integrity, Sealed
 
 CORPUS = Path(__file__).parent / "corpus"
 
@@ -50,10 +50,10 @@ TRAILER = seal.seal(KEY, memoryview(PAYLOAD), DIGEST)
 _MOST_CHARACTERS = 10_000  # of a message, whatever was found
 _DISK = FileSystem(total=1 << 40, used=1 << 20, free=(1 << 40) - (1 << 20))
 _FOUND = {
-    Result.OK: Finding.SOUND,
-    Result.TORN: Finding.TORN,
-    Result.FOREIGN: Finding.FOREIGN,
-    Result.CHECKSUM: Finding.CHECKSUM,
+    Result.OK: Integrity.SOUND,
+    Result.TORN: Integrity.TORN,
+    Result.FOREIGN: Integrity.FOREIGN,
+    Result.CHECKSUM: Integrity.CHECKSUM,
 }
 
 
@@ -69,8 +69,8 @@ def trailer(data: bytes) -> None:
     for one in (data, _with_checksum(data)):
         sealed = seal.read(one)
         verdict = seal.check(one, KEY, memoryview(PAYLOAD), DIGEST)
-        assert (verdict is Verdict.GOOD) == (sealed == expected), (verdict, sealed)
-        assert (verdict is Verdict.TORN) == (sealed is None), (verdict, sealed)
+        assert (verdict is Integrity.SOUND) == (sealed == expected), (verdict, sealed)
+        assert (verdict is Integrity.TORN) == (sealed is None), (verdict, sealed)
 
 
 def chunk_file(data: bytes) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvtier.keys import pack_key
 from kvtier.tiers import seal
-from kvtier.tiers.seal import Verdict
+from kvtier.tiers.seal import Integrity
 from tests.effort import effort
 from tests.fuzz import parsers
 from tests.fuzz.parsers import CORPUS, PARSERS
@@ -71,5 +71,5 @@ def test_what_is_sound_is_taken() -> None:
     """Else everything might be refused, and the tests above would show nothing."""
     parsers.IDENTITY.require(parsers.IDENTITY.manifest, "here")
     payload, key = memoryview(parsers.PAYLOAD), parsers.KEY
-    assert seal.check(parsers.TRAILER, key, payload, parsers.DIGEST) is Verdict.GOOD
-    assert seal.check(parsers.TRAILER, pack_key(b"b" * 64, 1), payload, parsers.DIGEST) is Verdict.FOREIGN
+    assert seal.check(parsers.TRAILER, key, payload, parsers.DIGEST) is Integrity.SOUND
+    assert seal.check(parsers.TRAILER, pack_key(b"b" * 64, 1), payload, parsers.DIGEST) is Integrity.FOREIGN

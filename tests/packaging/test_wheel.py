@@ -29,7 +29,7 @@ from kvtier.keys import pack_key
 from kvtier.memory.heap import HeapMemory
 from kvtier.tiers.base import Batch, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
-from kvtier.tiers.seal import Verdict, check, seal
+from kvtier.tiers.seal import Integrity, check, seal
 
 async def main(verb, root):
     identity, key, memory = Identity.make("model", {}), pack_key(b"a" * 32), HeapMemory(1, 1 << 20)

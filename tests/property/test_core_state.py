@@ -90,6 +90,16 @@ healths = st.sampled_from(
 tooks_s = st.sampled_from([0.0, 0.001, 0.05, 0.5, 2.0])
 # What a tier answers, key by key, where it has the chunk: everything, or anything.
 wishes = st.integers(0, 30).map(_wishes)
+limits = st.builds(
+    Limits,
+    request_deadline_s=st.just(REQUEST_DEADLINE_S),
+    promotion_budget=st.sampled_from([0.1, 0.25, 1.0]),
+    landing_reserve=st.sampled_from([0.0, 0.1, 0.5]),
+    put_backlog=st.sampled_from([0.25, 1.0]),
+    store_threshold=st.sampled_from([0, 0, 2]),
+    max_tracker_size=st.just(20),
+    max_announced=st.sampled_from([1, 5, 100, 100]),
+)
 
 
 @dataclass(eq=False)
@@ -152,36 +162,19 @@ class CoreMachine(RuleBasedStateMachine):
         policy=st.sampled_from([LRU, ARC]),
         tiers=st.integers(0, 3),
         slots=st.integers(1, 24),
-        budget=st.sampled_from([0.1, 0.25, 1.0]),
-        reserve=st.sampled_from([0.0, 0.1, 0.5]),
-        backlog=st.sampled_from([0.25, 1.0]),
-        threshold=st.sampled_from([0, 0, 2]),
+        limits=limits,
         windowed=st.sampled_from([frozenset[int](), frozenset({1})]),
         kept=st.lists(st.integers(0, 12), min_size=12, max_size=12),
-        max_announced=st.sampled_from([1, 5, 100, 100]),
     )
     def start(
         self,
         policy: type[LRU] | type[ARC],
         tiers: int,
         slots: int,
-        budget: float,
-        reserve: float,
-        backlog: float,
-        threshold: int,
+        limits: Limits,
         windowed: frozenset[int],
         kept: list[int],
-        max_announced: int,
     ) -> None:
-        limits = Limits(
-            REQUEST_DEADLINE_S,
-            budget,
-            reserve,
-            backlog,
-            threshold,
-            max_tracker_size=20,
-            max_announced=max_announced,
-        )
         gates = [TierGate(f"tier{index}", TIER_DEADLINE_S) for index in range(tiers)]
         self.windowed = windowed
         self.core = EfficiencyCheckedTiering(

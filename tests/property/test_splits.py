@@ -261,17 +261,3 @@ def test_ranks_with_the_same_bytes_share_the_writing(ranks: int) -> None:
     stores = [planner.store(case.blocks(case.sources), case.slots).nbytes for planner in planners]
     assert stores == [16 * 64 // ranks] * ranks
     assert planners[0].load(case.slots, case.blocks(case.sources)).nbytes == 16 * 64
-
-
-def test_a_page_that_is_canonical_already_is_planned_as_without_a_mapping() -> None:
-    layer = Layer(4, 4, 8, ORDERS["head, token, both"], 0)
-    (alone,) = Case((layer,), Split(1), Split(1), 2, 0, (), (), (), False).ranks(Split(1))
-    plain = KVCaches(alone.caches.tensors, ((PageRef(0, 256),),))
-    blocks, slots = Blocks.make(range(3, 10), (7,), (1,)), [2, 3, 4, 9]
-    plans = [
-        CopyPlanner(caches, alone.layout, 1 << 40, SLOTS).load(slots, blocks)
-        for caches in (alone.caches, plain)
-    ]
-    for one, other in zip(*((plan.src, plan.dst, plan.sizes) for plan in plans), strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert len(plans[0].sizes) < 7

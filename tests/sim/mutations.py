@@ -82,7 +82,7 @@ MUTATIONS = (
         "checksum_not_verified",
         "Bytes that a tier gives are not compared with their checksum.",
         "kvtier.tiers.runner:_check_all",
-        (("check(trailer, key, view, digest) if status == Status.OK else Verdict.GOOD", "Verdict.GOOD"),),
+        (("check(trailer, key, view, digest) if status == Status.OK else", ""),),
     ),
     Mutation(
         "seal_of_another_chunk_will_do",
@@ -100,7 +100,7 @@ MUTATIONS = (
         "reset_does_not_reach_tiers",
         "The secondary tiers are not told of a reset.",
         "kvtier.core.tiering:Tiering.reset",
-        (("for tier in range(len(self.shared.tiers))]", "for tier in range(0)]"),),
+        (("for tier in range(len(self._tiers))]", "for tier in range(0)]"),),
     ),
     Mutation(
         "reset_forgets_stores_under_way",
@@ -155,8 +155,8 @@ MUTATIONS = (
         "kvtier.core.tiering:Tiering.release",
         (
             (
-                "self._strike(self.pinned, pinned)",
-                "self._strike(self.pinned, pinned); self.table.unpin(pinned.chunks)",
+                "self._end_handle(self.pinned, pinned)",
+                "self._end_handle(self.pinned, pinned); self.table.unpin(pinned.chunks)",
             ),
         ),
     ),
@@ -235,7 +235,7 @@ MUTATIONS = (
         "cancelled_while_bytes_move",
         "Who is cancelled does not wait until the bytes have stopped moving.",
         "kvtier.tiers.drain:wait_for_end",
-        (("on_cancel()", "on_cancel()\n        raise cancelled"),),
+        (("cancelled = error", "raise"),),
     ),
     Mutation(
         "failed_load_is_tried_again",

@@ -14,16 +14,6 @@ import pytest
 from kvtier_testing.sim import Spinning, Stalled, simulate
 
 
-def test_a_day_takes_no_time() -> None:
-    async def wait() -> float:
-        await asyncio.sleep(86_400)
-        return asyncio.get_running_loop().time()
-
-    began_s = time.monotonic()
-    assert simulate(wait) == 86_400
-    assert time.monotonic() - began_s < 10
-
-
 def test_everybody_sees_the_virtual_time_and_afterwards_the_real_one() -> None:
     async def look() -> list[float]:
         before = time.monotonic(), time.perf_counter(), time.time()
@@ -56,17 +46,6 @@ def test_tasks_that_are_ready_together_run_in_the_order_of_the_seed() -> None:
     assert orders == [_order(seed) for seed in range(5)]
     assert len(set(map(tuple, orders))) == 5
     assert all(sorted(order) == list(range(10)) for order in orders)
-
-
-def test_callbacks_keep_the_order_that_asyncio_promises() -> None:
-    async def call() -> list[int]:
-        order: list[int] = []
-        for number in range(20):
-            asyncio.get_running_loop().call_soon(order.append, number)
-        await asyncio.sleep(1)
-        return order
-
-    assert simulate(call) == list(range(20))
 
 
 def test_shared_chance_is_the_seeds_and_is_given_back() -> None:

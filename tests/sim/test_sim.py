@@ -178,11 +178,6 @@ def test_the_command_shows_one_seed(capsys: pytest.CaptureFixture[str]) -> None:
     assert told[-1] == "seed 3: nothing to complain about"
 
 
-def test_the_command_runs_for_some_time(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--minutes", "0.001", "--jobs", "1", "--first", "1000"]) == 0
-    assert "runs in" in capsys.readouterr().out
-
-
 def test_a_seed_that_fails_says_how_it_is_seen_again(capsys: pytest.CaptureFixture[str]) -> None:
     from kvtier_testing.sim.__main__ import show_failures
 
@@ -190,7 +185,3 @@ def test_a_seed_that_fails_says_how_it_is_seen_again(capsys: pytest.CaptureFixtu
     told = capsys.readouterr().out
     assert "python -m kvtier_testing.sim --seed 4711 --trace" in told
     assert "tests/sim/seeds" in told
-
-
-def test_a_plan_is_drawn_from_its_seed_alone() -> None:
-    assert Scenario.draw(5) == Scenario.draw(5) != Scenario.draw(6)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,7 @@ import pytest
 from kvtier.device.cpu import copy_plan
 from kvtier.device.plan import CopyPlan
 from kvtier.errors import TransferError
-from kvtier.executor import NamedTier
-from kvtier.manager import TieringManager
-from kvtier.memory.slot_checksums import SlotChecksums
-from tests.unit.test_manager import IDENTITY, AnyTier, World, dummy, files, prompt
+from tests.unit.test_manager import AnyTier, World, dummy, files, prompt
 
 KEYS = prompt(1, 6)
 BESIDE = 3072 + 960  # a slot has more bytes than a chunk, which nobody audits
@@ -29,22 +26,8 @@ def _evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 class AuditedWorld(World):
     """A world whose manager audits every chunk."""
 
-    def __init__(self, *tiers: AnyTier, copy: Callable[[CopyPlan], None] = copy_plan, **more: Any) -> None:
-        super().__init__(*tiers, copy=copy, **more)
-        self.names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
-        self.slot_checksums = SlotChecksums.private(self.region, 1.0, BESIDE)
-        self.engine.begin_audits(self.slot_checksums)
-        self.manager = TieringManager(
-            core=self.core,
-            tiers=[NamedTier(name, tier) for name, tier in zip(self.names, tiers, strict=True)],
-            identity=IDENTITY,
-            region=self.region,
-            engine=self.engine,
-            blocks_per_chunk=1,
-            groups=1,
-            drain_s=5.0,
-            slot_checksums=self.slot_checksums,
-        )
+    def __init__(self, *tiers: AnyTier, **more: Any) -> None:
+        super().__init__(*tiers, audited_bytes=BESIDE, **more)
 
     def flip(self, byte: int = 50) -> None:
         for slot in range(self.region.slots):
@@ -69,7 +52,6 @@ async def opened(*tiers: AnyTier, **more: Any) -> AsyncIterator[AuditedWorld]:
         yield it
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("kind", ["files", "memory"])
 async def test_whatever_way_a_chunk_goes_its_audits_hold(kind: str, tmp_path: Path) -> None:
     tier = files(tmp_path / "root") if kind == "files" else dummy()
@@ -87,7 +69,6 @@ async def test_whatever_way_a_chunk_goes_its_audits_hold(kind: str, tmp_path: Pa
         await it.check_idle()
 
 
-@pytest.mark.anyio
 async def test_a_byte_that_changes_beside_the_chunk_is_none_of_its_own() -> None:
     async with opened(dummy()) as it:
         await it.store(KEYS)
@@ -97,7 +78,6 @@ async def test_a_byte_that_changes_beside_the_chunk_is_none_of_its_own() -> None
         assert it.failures == {}
 
 
-@pytest.mark.anyio
 async def test_what_changes_in_the_primary_tier_ends_all_that_goes_through_it() -> None:
     async with opened(dummy()) as it:
         await it.store(KEYS)
@@ -109,7 +89,6 @@ async def test_what_changes_in_the_primary_tier_ends_all_that_goes_through_it() 
         await it.check_that_nothing_is_copied()
 
 
-@pytest.mark.anyio
 async def test_what_changes_after_a_tier_has_brought_it_is_laid_to_the_tier(tmp_path: Path) -> None:
     async with opened(files(tmp_path / "root"), dummy()) as it:
         await it.store(KEYS)
@@ -128,7 +107,6 @@ async def test_what_changes_after_a_tier_has_brought_it_is_laid_to_the_tier(tmp_
         await it.check_idle()
 
 
-@pytest.mark.anyio
 async def test_what_changes_before_it_is_put_is_not_put() -> None:
     async with opened(dummy()) as it:
         await it.store(KEYS)
@@ -142,7 +120,6 @@ async def test_what_changes_before_it_is_put_is_not_put() -> None:
         await it.check_that_nothing_is_copied()
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("wrong", [1, 2])
 async def test_a_copy_that_goes_to_wrong_places_is_put_right_and_none_is_trusted(wrong: int) -> None:
     copies = iter(range(1, 100))
@@ -163,11 +140,11 @@ async def test_a_copy_that_goes_to_wrong_places_is_put_right_and_none_is_trusted
         await it.check_that_nothing_is_copied()
 
 
-@pytest.mark.anyio
 async def test_slots_that_a_tier_was_lent_are_not_held_against_what_they_held_before() -> None:
     async with opened(dummy()) as it:
         await it.store(KEYS)
         await it.forget_primary()  # of all slots it is known by now what they must hold
+        assert it.slot_checksums is not None
         it.slot_checksums.rate = 0.0  # of what is brought it will not be
         assert await it.load(KEYS) == 6
         assert it.failures == {}

@@ -74,7 +74,7 @@ class World:
         self.driver.settle()
         fetch = self.submitted[-1]
         assert isinstance(fetch, Fetch)
-        self.driver.take_in(deque[Event]([Fetched(fetch.id, [Answer.LANDED] * 3)]))
+        self.driver.on_events(deque[Event]([Fetched(fetch.id, [Answer.LANDED] * 3)]))
         assert [self.core.lookup(key, request) for key in KEYS] == [Lookup.HIT] * 3
         return request
 

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import anyio
@@ -300,28 +299,6 @@ async def test_a_fetch_brings_the_run_from_the_front(
             assert it.bytes_in(10 + number) == (content(number) if answer is LANDED else bytes(CHUNK_BYTES))
 
 
-async def test_the_bytes_go_to_the_slots_in_their_order(tier: AnyTier, where_it_is: str) -> None:
-    async with world(tier, where=where_it_is) as it:
-        await it.hold([4, 5, 6])
-        event = await it.fetched(it.fetch([6, 4, 5], [30, 9, 21]))
-        assert list(event.answers) == [LANDED] * 3
-        assert [it.bytes_in(slot) for slot in (30, 9, 21)] == [content(6), content(4), content(5)]
-
-
-async def test_a_located_fetch_does_not_look_for_its_keys_again() -> None:
-    class NeverAsked(DummyTier):
-        def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
-            raise AssertionError("asked")
-
-        async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-            raise AssertionError("asked")
-
-    async with world(NeverAsked(DummyConfig())) as it:
-        await it.hold([1, 2])
-        event = await it.fetched(it.fetch([1, 2], [8, 9], located=True))
-        assert list(event.answers) == [LANDED, LANDED]
-
-
 async def test_what_a_located_fetch_does_not_find_any_more_is_missing(
     tier: AnyTier, where_it_is: str
 ) -> None:
@@ -351,25 +328,6 @@ async def test_only_what_is_not_known_is_asked_for() -> None:
         assert tier.asked == keys([1, 3])
         # 2 is there, but the tier says that it is not, and is believed.
         assert list(event.answers) == [LANDED, LANDED, MISSING, MISSING]
-
-
-async def test_a_tier_that_knows_everything_is_not_asked() -> None:
-    class Complete(DummyTier):
-        async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-            raise AssertionError("asked")
-
-    async with world(Complete(DummyConfig())) as it:
-        await it.hold([0])
-        event = await it.fetched(it.fetch([0, 1], [10, 11]))
-        assert list(event.answers) == [LANDED, MISSING]
-
-
-async def test_each_tier_is_its_own(where: str) -> None:
-    async with world(dummy(), dummy(), where=where) as it:
-        await it.hold([1], tier=1)
-        first, second = it.fetch([1], [10], tier=0), it.fetch([1], [11], tier=1)
-        assert list((await it.fetched(first)).answers) == [MISSING]
-        assert list((await it.fetched(second)).answers) == [LANDED]
 
 
 # --- touches -------------------------------------------------------------------------------------
@@ -406,28 +364,6 @@ async def test_what_gathers_while_a_tier_is_told_what_was_used_is_told_at_once()
         assert tier.calls[2:] == [keys([4])]
 
 
-async def test_a_touch_that_fails_costs_nothing_but_itself() -> None:
-    tier = Touched()
-    tier.opened.set()
-    async with world(tier) as it:
-        tier.error = OSError("no")
-        it.executor.submit([Touch(0, keys([1]))])
-        await anyio.wait_all_tasks_blocked()
-        tier.error = None
-        it.executor.submit([Touch(0, keys([2]))])
-        await it.hold([3])
-        assert tier.calls == [keys([1]), keys([2])]
-
-
-async def test_a_touch_that_hangs_holds_up_neither_the_puts_nor_the_end() -> None:
-    tier = Touched()
-    with anyio.fail_after(5):
-        async with world(tier) as it:
-            it.executor.submit([Touch(0, keys([1]))])
-            await it.hold([2])
-            await it.executor.drained()
-
-
 # --- how many at once ----------------------------------------------------------------------------
 
 
@@ -443,35 +379,6 @@ async def test_gets_do_not_wait_for_puts() -> None:
         tier.puts_open.set()
         for put in puts:
             assert list((await it.put_ended(put)).kept) == [True]
-
-
-@pytest.mark.parametrize("width", [1, 3, 8])
-async def test_what_runs_at_once_is_bounded(width: int) -> None:
-    tier = Gated(max_concurrency=width, complete_index=False)
-    async with world(tier) as it:
-        tier.puts_open.set()
-        await it.hold([1])
-        tier.puts_open, tier.most["put"] = anyio.Event(), 0
-        puts = [it.put([number]) for number in range(2, 22)]
-        gets = [it.fetch([1], [30 + number]) for number in range(20)]
-        await tier.until(lambda: tier.running == {"put": max(1, width // 2), "get": width})
-        tier.open_all()
-        for id_ in puts:
-            await it.put_ended(id_)
-        for id_ in gets:
-            await it.fetched(id_)
-        assert tier.most == {"put": max(1, width // 2), "get": width}
-
-
-async def test_the_time_in_the_queue_is_not_counted() -> None:
-    tier = dummy(max_concurrency=1, put_latency_s=0.05)
-    async with world(tier) as it:
-        begun_s = time.monotonic()
-        ids = [it.put([number]) for number in range(6)]
-        seconds = [(await it.put_ended(id_)).seconds for id_ in ids]
-        assert all(one >= 0.05 for one in seconds)
-        # One after the other; with the queue they would be 21 times the latency, and passed are six.
-        assert sum(seconds) <= time.monotonic() - begun_s
 
 
 # --- resets --------------------------------------------------------------------------------------
@@ -491,57 +398,6 @@ async def test_a_put_before_a_reset_that_has_not_begun_is_refused() -> None:
         assert (list(ended.kept), ended.reasons) == ([False], {"reset": 1})
         assert list((await it.put_ended(after)).kept) == [True]
         assert tier.known(keys([1, 2, 3])) == [Knowledge.ABSENT, Knowledge.ABSENT, Knowledge.PRESENT]
-
-
-async def test_commands_after_a_reset_wait_for_it() -> None:
-    class SlowReset(Gated):
-        reset_open = anyio.Event()
-
-        async def reset(self) -> None:
-            self._note("reset")
-            await self.reset_open.wait()
-            await DummyTier.reset(self)
-            self._note("reset done")
-
-    tier = SlowReset()
-    tier.open_all()
-    async with world(tier) as it:
-        await it.hold([1])
-        tier.begun.clear()
-        it.reset()
-        put, get = it.put([2]), it.fetch([1], [10])
-        await tier.until(lambda: tier.begun == ["reset"])
-        await anyio.wait_all_tasks_blocked()
-        assert tier.begun == ["reset"]
-        tier.reset_open.set()
-        assert list((await it.put_ended(put)).kept) == [True]
-        assert list((await it.fetched(get)).answers) == [MISSING]
-        assert tier.begun[:2] == ["reset", "reset done"]
-
-
-async def test_resets_are_done_one_after_the_other_and_settled_waits_for_all() -> None:
-    tier = Gated()
-    async with world(tier, dummy()) as it:
-        for _ in range(3):
-            it.reset()
-        it.reset(tier=1)
-        with anyio.fail_after(10):
-            await it.executor.settled()
-        assert tier.begun == ["reset"] * 3
-
-
-@pytest.mark.parametrize("located", [False, True])
-async def test_a_get_from_before_a_reset_brings_nothing_after_it(located: bool) -> None:
-    tier = Gated(max_concurrency=1)
-    tier.puts_open.set()
-    async with world(tier) as it:
-        await it.hold([1, 2])
-        _running, queued = it.fetch([1], [10]), it.fetch([2], [11], located=located)
-        await tier.until(lambda: "get" in tier.begun)
-        it.reset()
-        tier.open_all()
-        event = await it.fetched(queued)
-        assert (list(event.answers), event.reasons) == ([MISSING], {"reset": 1})
 
 
 class SlowMemory(HeapMemory):
@@ -645,42 +501,6 @@ async def test_a_tier_that_was_reset_and_is_opened_anew_is_reset_again() -> None
             await tier.until_opened(times)
             await it.until(lambda times=times: len(tier.begun) == 3 * times - 1)  # type: ignore[misc]
     assert tier.begun == ["open", "reset", *["close", "open", "reset"] * 2, "close"]
-
-
-async def test_a_tier_that_fails_to_close_is_opened_anew_and_reset_all_the_same() -> None:
-    closing = iter([OSError("not mounted"), None])
-    contexts: list[TierContext] = []
-    resets: list[int] = []
-
-    def close() -> None:
-        if error := next(closing):
-            raise error
-
-    class Failing(Rude):
-        async def open(self, context: TierContext) -> None:
-            contexts.append(context)
-            await super().open(context)
-
-    async with world(Failing(aclose=close, reset=lambda: resets.append(1))) as it:
-        it.reset()
-        await it.hold([1])
-        contexts[0].lost("the share was unmounted")
-        await it.until(lambda: any(isinstance(event, TierUp) for event in it.events))
-        await it.hold([2])
-        assert (len(contexts), len(resets)) == (2, 2)
-
-
-async def test_an_executor_that_ends_while_a_lost_tier_is_being_closed_ends_in_order(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    tier = Losing()
-    async with world(tier) as it:
-        it.put([1])
-        await tier.until(lambda: "put" in tier.begun)
-        tier.context.lost("the share was unmounted")
-        await it.until(lambda: it.downs)  # it waits for the put before it closes the tier
-    assert tier.begun == ["open", "put", "close"]
-    assert "CancelledError" not in caplog.text
 
 
 @pytest.mark.parametrize("step", ["open", "aclose"])
@@ -804,22 +624,15 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_put_that_goes_wrong_is_answered_once(fault: str) -> None:
+async def test_a_transfer_that_goes_wrong_is_answered_once(fault: str) -> None:
     act, reason = FAULTS[fault]
-    async with world(Rude(put=act), dummy()) as it:
+    async with world(Rude(put=act), Rude(get=act), dummy()) as it:
         ended = await it.put_ended(it.put([1, 2, 3]))
         assert (list(ended.kept), ended.reasons) == ([False] * 3, {reason: 3})
-        await it.hold([4], tier=1)  # the others go on
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-async def test_a_get_that_goes_wrong_is_answered_once(fault: str) -> None:
-    act, reason = FAULTS[fault]
-    async with world(Rude(get=act), dummy()) as it:
-        await it.hold([1, 2, 3])
-        event = await it.fetched(it.fetch([1, 2, 3], [10, 11, 12]))
+        await it.hold([1, 2, 3], tier=1)
+        event = await it.fetched(it.fetch([1, 2, 3], [10, 11, 12], tier=1))
         assert (list(event.answers), event.reasons) == ([MISSING] * 3, {reason: 3})
-        await it.hold([4], tier=1)
+        await it.hold([4], tier=2)  # the others go on
 
 
 @pytest.mark.parametrize("verb", ["known", "contains"])
@@ -861,38 +674,6 @@ async def test_a_tier_that_cannot_be_opened_is_down_and_the_others_are_not(error
     assert closed == []  # it has not been opened, so there is nothing to close
 
 
-async def test_a_tier_whose_reset_fails_is_not_asked_again() -> None:
-    """What it holds may be stale, and cannot be told from what is not."""
-    async with world(Rude(reset=raises(OSError("read only")))) as it:
-        await it.hold([1])
-        it.reset()
-        event = await it.fetched(it.fetch([1], [10]))
-        assert (list(event.answers), event.reasons) == ([MISSING], {"down": 1})
-        with anyio.fail_after(10):
-            await it.executor.settled()
-        (down,) = it.downs
-        assert "OSError: read only" in down.reason
-        it.reset()
-        with anyio.fail_after(10):
-            await it.executor.settled()
-        assert len(it.downs) == 1
-
-
-async def test_a_reset_that_the_end_cuts_off_is_told_and_holds_up_nobody(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    tier = SlowReset(1000)
-    async with world(tier) as it:
-        it.reset()
-        waiting = asyncio.ensure_future(it.executor.settled())
-        await anyio.wait_all_tasks_blocked()
-    with anyio.fail_after(10):
-        await waiting
-    assert not tier.was_reset
-    assert "shut down before its reset to epoch 1 ended" in caplog.text
-    assert "CancelledError" not in caplog.text
-
-
 @pytest.mark.parametrize(
     "error", [OSError("no"), SystemExit(1), asyncio.CancelledError(), Panic("no"), Unspeakable()]
 )
@@ -902,23 +683,6 @@ async def test_a_tier_that_fails_to_close_does_not_keep_the_next_one_open(error:
     async with world(first, second) as it:
         await it.hold([1])
     assert closed == ["second"]
-
-
-async def test_tiers_are_closed_together_not_one_after_the_other() -> None:
-    both = anyio.Event()
-    closing: list[int] = []
-
-    class Meeting(DummyTier):
-        async def aclose(self) -> None:
-            closing.append(1)
-            if len(closing) == 2:
-                both.set()
-            await both.wait()
-
-    with anyio.fail_after(20):
-        async with world(Meeting(DummyConfig()), Meeting(DummyConfig()), close_s=PATIENCE_S) as it:
-            await it.hold([1])
-            await it.hold([2], tier=1)
 
 
 async def test_a_tier_that_does_not_close_is_given_up() -> None:
@@ -992,17 +756,6 @@ async def test_a_chunk_that_is_not_what_was_put_is_missing_and_discarded(
         assert tier.known(keys([1, 2, 3])) == [Knowledge.PRESENT, Knowledge.ABSENT, Knowledge.PRESENT]
 
 
-async def test_a_discard_that_fails_does_not_take_the_good_chunks_along() -> None:
-    class Sticky(Forger):
-        async def discard(self, keys: Sequence[OffloadKey]) -> None:
-            raise OSError("read only")
-
-    async with world(Sticky(_wrong_byte, [2])) as it:
-        await it.hold([1, 2, 3])
-        event = await it.fetched(it.fetch([1, 2, 3], [10, 11, 12]))
-        assert (list(event.answers), event.reasons) == ([LANDED, MISSING, LANDED], {"checksum": 1})
-
-
 async def test_a_chunk_of_another_identity_is_missing() -> None:
     tier = dummy()
 
@@ -1028,43 +781,6 @@ async def test_a_chunk_of_another_identity_is_missing() -> None:
     assert (list(event.answers), event.reasons) == ([MISSING], {"foreign": 1})
 
 
-async def test_statuses_other_than_ok_are_missing_with_the_tiers_reasons() -> None:
-    class Mixed(DummyTier):
-        reasons = MappingProxyType({"odd": "a word of its own"})
-
-        async def put(self, batch: Batch) -> Outcome:
-            await super().put(batch)
-            return Outcome((Status.OK, Status.REFUSED, Status.FAILED), {"full": 1, "odd": 1})
-
-        async def get(self, batch: Batch) -> Outcome:
-            await super().get(batch)
-            return Outcome((Status.OK, Status.ABSENT, Status.CORRUPT), {"checksum": 1})
-
-    async with world(Mixed(DummyConfig())) as it:
-        ended = await it.put_ended(it.put([1, 2, 3]))
-        assert (list(ended.kept), ended.reasons) == ([True, False, False], {"full": 1, "odd": 1})
-        event = await it.fetched(it.fetch([1, 2, 3], [10, 11, 12]))
-        assert (list(event.answers), event.reasons) == ([LANDED, MISSING, MISSING], {"checksum": 1})
-
-
-@pytest.mark.parametrize(
-    ("told", "counted"),
-    [
-        ({"host-17.example.org": 3}, {"error": 3}),  # each value of a label is a time series for ever
-        ({"full": 1, "a": 1, "b": 1}, {"full": 1, "error": 2}),
-        ({}, {"error": 3}),
-        ({"full": 2}, {"full": 2, "error": 1}),
-        ({"full": 9}, {"full": 3}),
-        ({"x": -3, "full": 1}, {"full": 1, "error": 2}),  # a counter takes no negative number
-    ],
-)
-async def test_reasons_are_words_that_are_known_and_add_up(
-    told: dict[str, int], counted: dict[str, int]
-) -> None:
-    async with world(Rude(put=lambda: Outcome((Status.FAILED,) * 3, told))) as it:
-        assert (await it.put_ended(it.put([1, 2, 3]))).reasons == counted
-
-
 # --- what it is doing ------------------------------------------------------------------------------
 
 
@@ -1087,18 +803,6 @@ async def test_what_waits_for_its_turn_and_what_runs_is_seen() -> None:
         for id_ in ids:
             await it.put_ended(id_)
         assert (activity.puts.running, activity.puts.waiting) == (0, 0)
-
-
-async def test_how_full_a_tier_is_is_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runners, "_LOOK_EVERY_S", 0.01)
-    async with world(dummy(capacity_bytes=1 << 20), Rude(usage=raises(OSError("no idea")))) as it:
-        await it.hold([1, 2])
-        held = it.executor.activity[0]
-        with anyio.fail_after(20):
-            while held.usage != Usage(2 * (CHUNK_BYTES + TRAILER_BYTES), 1 << 20):  # noqa: ASYNC110
-                await anyio.sleep(0.01)
-        assert it.executor.activity[1].usage is None
-        await it.hold([4], tier=1)  # a tier that fails at it goes on
 
 
 @pytest.mark.parametrize("error", [OSError("busy"), SystemExit(1), Panic("poisoned"), Unspeakable()])
@@ -1140,26 +844,6 @@ async def test_how_full_a_tier_is_is_told_in_plain_integers() -> None:
         assert (first, second) == (Usage(5, 7), Usage(0, 2))
         assert first is not None
         assert type(first.used_bytes) is int
-
-
-async def test_time_is_that_of_the_get_not_that_of_the_question() -> None:
-    class Slow(DummyTier):
-        asked_s = 0.0
-
-        async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-            begun_s = time.monotonic()
-            await anyio.sleep(0.3)
-            answers = await super().contains(keys)
-            self.asked_s = time.monotonic() - begun_s
-            return answers
-
-    tier = Slow(DummyConfig(complete_index=False, get_latency_s=0.02))
-    async with world(tier) as it:
-        await it.hold([1])
-        begun_s = time.monotonic()
-        seconds = (await it.fetched(it.fetch([1], [10]))).seconds
-        assert 0.02 <= seconds <= time.monotonic() - begun_s - tier.asked_s
-        assert (await it.fetched(it.fetch([2], [10]))).seconds == 0
 
 
 async def test_what_leaves_a_tier_by_itself_is_told_from_any_thread_in_few_events() -> None:
@@ -1205,46 +889,6 @@ async def test_what_is_under_way_at_the_end_is_cancelled_and_answered_once() -> 
             assert (list(event.kept), event.reasons) == ([False, False], {"cancelled": 2})
         elif isinstance(event, Fetched):
             assert (list(event.answers), event.reasons) == ([MISSING], {"cancelled": 1})
-
-
-async def test_what_has_not_even_begun_at_the_end_is_answered_too(where: str) -> None:
-    async with world(dummy(), where=where) as it:
-        ids = [it.put([1]), it.fetch([1], [10])]
-    assert [len(it.of(id_)) for id_ in ids] == [1, 1]
-
-
-async def test_an_answer_comes_only_when_the_tier_is_through_with_the_slots() -> None:
-    class Late(DummyTier):
-        """A transfer that cannot be stopped once it has begun, as the contract wants it: awaited."""
-
-        touching = False
-        begun = anyio.Event()
-
-        async def put(self, batch: Batch) -> Outcome:
-            self.touching = True
-            with anyio.CancelScope(shield=True):
-                self.begun.set()
-                await anyio.sleep(0.1)
-                self.touching = False
-            return await super().put(batch)
-
-    tier = Late(DummyConfig())
-    touched: list[bool] = []
-    memory = HeapMemory(SLOTS, CHUNK_BYTES)
-    named = [NamedTier("late", tier)]
-    async with Executor(named, IDENTITY, memory, lambda event: touched.append(tier.touching)) as executor:
-        executor.submit([Put(1, 0, keys([1]), [1])])
-        with anyio.fail_after(10):
-            await tier.begun.wait()
-    assert touched == [False]
-
-
-async def test_drained_waits_for_what_was_submitted_just_now(where: str) -> None:
-    async with world(dummy(put_latency_s=0.02), dummy(), where=where) as it:
-        slow, fast = it.put([1]), it.put([2], tier=1)
-        with anyio.fail_after(PATIENCE_S):
-            await it.executor.drained()
-        assert [len(it.of(slow)), len(it.of(fast))] == [1, 1]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ import torch
 from kvtier import Identity, KVCaches, PageRef, TieringConfig, open_manager, pack_key
 from kvtier.core.admission import Limits, TierGate
 from kvtier.core.policies.lru import LRU
-from kvtier.core.states import BreakerState
 from kvtier.core.tiering import Tiering
 from kvtier.device.base import TransferEngine
 from kvtier.device.cpu import CpuTransferEngine, copy_plan
@@ -31,6 +30,7 @@ from kvtier.errors import ConfigError, DeviceStuckError, StateError, TransferErr
 from kvtier.executor import NamedTier
 from kvtier.keys import OffloadKey, content_hash, group_index
 from kvtier.manager import TieringManager
+from kvtier.memory.slot_checksums import SlotChecksums
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
 from kvtier.tiers.base import Batch, Outcome, SecondaryTier, Status
@@ -38,6 +38,7 @@ from kvtier.tiers.drain import until_done
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier_testing import invariants
+from tests.unit.test_executor import SlowReset
 
 IDENTITY = Identity.make("model", {"dtype": "int8"})
 PAGES = (3072, 960)  # nearly all of a slot: a wrong byte seldom falls beside them
@@ -115,9 +116,10 @@ class World:
         drain_s: float = 5.0,
         copy_deadline_s: float = 60.0,
         close_s: float = 10.0,
+        audited_bytes: int | None = None,
     ) -> None:
         self.device = device or Device()
-        names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
+        self.names = names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
         gates = [TierGate(name, tier.config.deadline_s) for name, tier in zip(names, tiers, strict=True)]
         self.core = Tiering(LRU(), gates, limits or Limits())
         layout = SlotLayout.make(self.device.caches.page_bytes, self.device.blocks_per_chunk)
@@ -125,6 +127,10 @@ class World:
         self.engine: TransferEngine = CpuTransferEngine(
             self.device.caches, layout, self.region, copy, staged=copy, deadline_s=copy_deadline_s
         )
+        self.slot_checksums = None
+        if audited_bytes is not None:  # of each chunk
+            self.slot_checksums = SlotChecksums.private(self.region, 1.0, audited_bytes)
+            self.engine.begin_audits(self.slot_checksums)
         self.manager = TieringManager(
             core=self.core,
             tiers=[NamedTier(name, tier) for name, tier in zip(names, tiers, strict=True)],
@@ -135,6 +141,7 @@ class World:
             groups=len(self.device.caches.groups),
             drain_s=drain_s,
             close_s=close_s,
+            slot_checksums=self.slot_checksums,
         )
 
     async def store(self, keys: Sequence[OffloadKey], first: int = 0, version: int = 0) -> int:
@@ -222,32 +229,6 @@ async def test_what_was_stored_is_found_and_loaded() -> None:
         await it.check_idle()
 
 
-async def test_a_gap_ends_what_is_found() -> None:
-    async with opened() as it:
-        keys = prompt(1, 6)
-        await it.store(keys[:2])
-        await it.store(keys[3:])
-        assert await it.load(keys, 40) == 2
-        assert await it.load(keys[3:], 40) == 3
-
-
-async def test_nothing_costs_nothing() -> None:
-    async with opened(dummy()) as it:
-        assert await it.manager.lookup([]) == 0
-        assert await it.manager.store([], []) == 0
-        assert await it.manager.load([], []) == 0
-        await it.check_idle()
-
-
-async def test_a_key_given_twice_is_one_chunk() -> None:
-    async with opened(dummy()) as it:
-        (key,) = prompt(1, 1)
-        it.device.fill([key], [3])
-        assert await it.manager.store([key, key], [3, 3]) == 1
-        assert await it.load([key, key], 40) == 2
-        await it.check_idle()
-
-
 async def test_groups_and_chunks_of_several_blocks() -> None:
     async with opened(dummy(), device=Device(groups=2, blocks_per_chunk=2), slots=64) as it:
         mixed = [key for pair in zip(prompt(1, 6), prompt(1, 6, group=1), strict=True) for key in pair]
@@ -303,33 +284,6 @@ async def test_acquired_chunks_can_be_read_and_stay() -> None:
 # --- the primary tier is small -------------------------------------------------------------------
 
 
-async def test_the_least_recently_used_chunks_leave_first() -> None:
-    async with opened(slots=8) as it:
-        first, second, third = prompt(1, 4), prompt(2, 4), prompt(3, 4)
-        await it.store(first)
-        await it.store(second)
-        assert await it.load(first, 40) == 4
-        assert await it.store(third) == 4
-        assert [await it.load(keys, 40) for keys in (first, second, third)] == [4, 0, 4]
-        assert it.manager.statistics().counts["evicted",] == 4
-
-
-async def test_of_a_prompt_that_does_not_fit_a_prefix_is_stored() -> None:
-    async with opened(slots=8) as it:
-        keys = prompt(1, 12)
-        assert await it.store(keys) == 8
-        assert await it.load(keys, 40) == 8
-
-
-async def test_where_all_is_pinned_nothing_is_stored() -> None:
-    async with opened(slots=4) as it:
-        await it.store(prompt(1, 4))
-        async with it.manager.acquire(prompt(1, 4)):
-            assert await it.store(prompt(2, 2)) == 0
-        assert await it.store(prompt(2, 2)) == 2
-        await it.check_idle()
-
-
 # --- the tiers behind it -------------------------------------------------------------------------
 
 
@@ -353,43 +307,6 @@ async def test_what_has_left_the_primary_tier_comes_back(tier: AnyTier) -> None:
         await it.check_idle()
 
 
-async def test_a_lookup_brings_chunks_but_is_no_load(tier: AnyTier) -> None:
-    async with opened(tier, slots=64) as it:
-        keys = prompt(1, 8)
-        await it.store(keys)
-        await it.forget_primary()
-        assert await it.manager.lookup([*keys, *prompt(2, 2)]) == 8
-        counts = it.manager.statistics().counts
-        assert counts["fetched", f"{tier.config.type}0"] == 8
-        assert not [name for name in counts if name[0] == "loaded"]
-        assert await it.load(keys, 40) == 8  # without a wait: they are in the primary tier
-        counts = it.manager.statistics().counts
-        assert counts["fetched", f"{tier.config.type}0"] == counts["loaded", f"{tier.config.type}0"] == 8
-        await it.check_idle()
-
-
-async def test_a_new_manager_finds_what_files_hold(tmp_path: Path) -> None:
-    keys = prompt(1, 8)
-    async with opened(files(tmp_path)) as it:
-        await it.store(keys)
-    async with opened(files(tmp_path)) as it:
-        assert await it.load(keys) == 8
-
-
-async def test_the_second_tier_is_asked_for_what_the_first_has_not(tmp_path: Path) -> None:
-    keys = prompt(1, 6)
-    async with opened(files(tmp_path)) as it:
-        await it.store(keys)
-    first = dummy()
-    async with opened(first, files(tmp_path)) as it:
-        await it.store(keys[:2])
-        await it.forget_primary()
-        assert await it.load(keys, 40) == 6
-        counts = it.manager.statistics().counts
-        assert (counts["loaded", "dummy0"], counts["loaded", "fs1"]) == (2, 4)
-        await it.check_idle()
-
-
 async def test_a_damaged_file_shortens_what_is_loaded_and_spoils_nothing(tmp_path: Path) -> None:
     keys = prompt(1, 8)
     async with opened(files(tmp_path)) as it:
@@ -405,19 +322,6 @@ async def test_a_damaged_file_shortens_what_is_loaded_and_spoils_nothing(tmp_pat
         await it.store(keys)  # the chunk is made anew
     async with opened(files(tmp_path)) as it:
         assert await it.load(keys) == 8
-
-
-async def test_a_tier_that_corrupts_gives_no_wrong_byte() -> None:
-    async with opened(dummy(corruption_rate=0.5, seed=3), slots=64) as it:
-        found = 0
-        for name in range(12):
-            await it.store(prompt(name, 4))
-        await it.forget_primary()
-        for name in range(12):
-            found += await it.load(prompt(name, 4), 40)
-        assert 0 < found < 48
-        assert it.manager.statistics().counts["get_failed", "dummy0", "checksum"] > 0
-        await it.check_idle()
 
 
 async def test_requests_that_want_more_than_the_budget_get_their_turn() -> None:
@@ -481,38 +385,6 @@ class Deaf(DummyTier):
         return await super().put(batch)
 
 
-async def test_what_hangs_is_told_and_asked_no_more() -> None:
-    deaf = Deaf(DummyConfig(deadline_s=0.5))
-    async with opened(deaf, slots=16, limits=Limits(request_deadline_s=60), drain_s=0.05) as it:
-        await it.store(prompt(1, 2))
-        await deaf.begun.wait()
-        await anyio.sleep(0.5)
-        await it.store(prompt(2, 2))
-        (state,) = it.manager.statistics().tiers
-        assert (state.overdue, state.backlog_chunks) == (1, 2)
-        assert (state.puts, state.gets) == (BreakerState.OPEN, BreakerState.CLOSED)
-        assert it.manager.statistics().counts["put_dropped", "dummy0", "unresponsive"] == 2
-        with anyio.fail_after(20):
-            assert await it.manager.lookup(prompt(3, 3)) == 0
-            assert await it.load(prompt(2, 2), 40) == 2
-        deaf.let_go.set()
-    assert it.manager.statistics().pinned_chunks == 0
-
-
-async def test_without_a_tier_that_works_a_miss_does_not_wait() -> None:
-    class Broken(DummyTier):
-        async def open(self, context: object) -> None:
-            raise OSError("refused")
-
-    async with opened(Broken(DummyConfig()), limits=Limits(request_deadline_s=60)) as it:
-        await it.store(prompt(1, 2))
-        with anyio.fail_after(5):
-            assert await it.manager.lookup(prompt(1, 3)) == 2
-        (state,) = it.manager.statistics().tiers
-        assert state.down is not None
-        assert "refused" in state.down
-
-
 # --- one waits for the other ---------------------------------------------------------------------
 
 
@@ -531,43 +403,6 @@ async def test_a_lookup_waits_for_a_store_under_way() -> None:
         assert await store == 3
 
 
-async def test_a_lookup_that_waits_for_a_store_that_fails_is_told() -> None:
-    gate = Gate()
-
-    def fails(plan: CopyPlan) -> None:
-        gate(plan)
-        raise OSError("no copy")
-
-    async with opened(copy=fails, limits=Limits(request_deadline_s=60)) as it:
-        keys = prompt(1, 3)
-        store = asyncio.ensure_future(it.store(keys))
-        await gate.begun()
-        look = asyncio.ensure_future(it.manager.lookup(keys))
-        await asyncio.sleep(0)
-        gate.opened.set()
-        with anyio.fail_after(10):
-            with pytest.raises(TransferError, match="no copy"):
-                await store
-            assert await look == 0
-        await it.check_idle()
-
-
-async def test_a_load_that_fails_is_told_and_gives_everything_back() -> None:
-    loads = False
-
-    def fails(plan: CopyPlan) -> None:
-        if loads:
-            raise OSError("no copy")
-        copy_plan(plan)
-
-    async with opened(copy=fails) as it:
-        await it.store(prompt(1, 3))
-        loads = True
-        with pytest.raises(TransferError, match="3 chunks failed: no copy"):
-            await it.manager.load(prompt(1, 3), range(3))
-        await it.check_idle()
-
-
 async def test_the_slots_of_a_store_that_does_not_end_are_given_to_nobody() -> None:
     gate = Gate()
     async with opened(copy=gate, copy_deadline_s=0.2) as it:
@@ -581,22 +416,6 @@ async def test_the_slots_of_a_store_that_does_not_end_are_given_to_nobody() -> N
         assert await it.manager.lookup(prompt(1, 3)) == 0
         it.check()
     gate.opened.set()
-
-
-async def test_two_stores_of_one_chunk_copy_it_once() -> None:
-    async with opened(dummy()) as it:
-        keys = prompt(1, 4)
-        stored: list[int] = []
-
-        async def store() -> None:
-            stored.append(await it.store(keys))
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(store)
-            tasks.start_soon(store)
-        assert sorted(stored) == [0, 4]
-        assert await it.load(keys, 40) == 4
-        await it.check_idle()
 
 
 # --- reset ---------------------------------------------------------------------------------------
@@ -616,22 +435,6 @@ async def test_after_a_reset_nothing_from_before_is_found(tier: AnyTier, tmp_pat
     if tier.config.type == "fs":  # what was put after a reset is for whoever has reset alone
         async with opened(files(tmp_path / "root")) as it:
             assert await it.manager.lookup(keys) == 0
-
-
-async def test_a_reset_during_a_store_makes_it_vanish() -> None:
-    gate = Gate()
-    async with opened(dummy(), copy=gate) as it:
-        keys = prompt(1, 3)
-        store = asyncio.ensure_future(it.store(keys))
-        await gate.begun()
-        await it.manager.reset()
-        it.check()
-        assert it.manager.statistics().free_slots == 29  # bytes still move into three
-        gate.opened.set()
-        await store
-        assert await it.manager.lookup(keys) == 0
-        await it.check_idle()
-        assert it.manager.statistics().free_slots == 32
 
 
 async def test_a_reset_during_a_load_lets_it_end_well() -> None:
@@ -703,21 +506,6 @@ def test_canonical_pages_need_to_be_known() -> None:
         open_manager(config, IDENTITY, Device().caches)
 
 
-async def test_leaving_lets_puts_end(tmp_path: Path) -> None:
-    slow = dummy(put_latency_s=0.1)
-    kept: list[int] = []
-
-    class Counts(DummyTier):
-        async def put(self, batch: Batch) -> Outcome:
-            outcome = await slow.put(batch)
-            kept.append(len(batch))
-            return outcome
-
-    async with opened(Counts(DummyConfig())) as it:
-        await it.store(prompt(1, 3))
-    assert kept == [3]
-
-
 async def test_a_store_under_way_when_the_manager_closes_is_put_too(tmp_path: Path) -> None:
     gate = Gate()
     async with opened(files(tmp_path), copy=gate) as it:
@@ -727,20 +515,6 @@ async def test_a_store_under_way_when_the_manager_closes_is_put_too(tmp_path: Pa
     assert await store == 3
     async with opened(files(tmp_path)) as it:
         assert await it.load(prompt(1, 3)) == 3
-
-
-class SlowReset(DummyTier):
-    def __init__(self, reset_s: float) -> None:
-        super().__init__(DummyConfig())
-        self.was_reset = False
-        self._reset_s = reset_s
-
-    async def reset(self) -> None:
-        await anyio.sleep(self._reset_s)
-        self.was_reset = True
-
-    async def aclose(self) -> None:
-        """Do not reset, as a dummy does."""
 
 
 async def test_leaving_lets_a_reset_end() -> None:
@@ -803,12 +577,6 @@ async def test_a_shutdown_that_drops_puts_says_how_many_and_why(caplog: pytest.L
         "tier dummy0: 3 of 3 chunks in flight at the shutdown were not written (cancelled: 3)"
         in line.getMessage()
     )
-
-
-async def test_a_shutdown_that_drops_nothing_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    async with opened(dummy(put_latency_s=0.05), drain_s=60.0) as it:
-        await it.store(prompt(1, 3))
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 async def test_a_copy_under_way_when_the_drain_time_is_over_ends_all_the_same() -> None:
@@ -972,46 +740,31 @@ async def test_a_call_cancelled_anywhere_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("kind", ["task", "scope"])
-async def test_a_store_cancelled_while_bytes_move_keeps_its_slots_until_they_stop(kind: str) -> None:
+@pytest.mark.parametrize("verb", ["store", "load"])
+async def test_a_call_cancelled_while_bytes_move_holds_its_slots_until_they_stop(
+    verb: str, kind: str
+) -> None:
     gate = Gate()
+    gate.opened.set()
     async with opened(copy=gate, slots=4) as it:
-        done = asyncio.ensure_future(cancelled_at(_store_four(it), 0, kind))
+        if verb == "load":
+            await it.store(prompt(1, 4))
+        gate.close()
+        work = it.store(prompt(1, 4)) if verb == "store" else it.manager.load(prompt(1, 4), range(40, 44))
+        done = asyncio.ensure_future(cancelled_at(work, 0, kind))
         await gate.begun()
         await anyio.wait_all_tasks_blocked()
         assert not done.done()  # cancelled, and waiting for the copy's end
         assert await it.store(prompt(2, 4), 20) == 0
         gate.opened.set()
         assert await done
-        assert await it.manager.lookup(prompt(1, 4)) == 0
-        assert await it.store(prompt(2, 4), 20) == 4
-        assert await it.load(prompt(2, 4), 60) == 4
+        if verb == "store":
+            assert await it.manager.lookup(prompt(1, 4)) == 0
+            assert await it.store(prompt(2, 4), 20) == 4
+            assert await it.load(prompt(2, 4), 60) == 4
+        else:
+            assert it.device.holds(prompt(1, 4), range(40, 44))  # and the blocks are no longer written
         await it.check_idle()
-
-
-async def _store_four(it: World) -> None:
-    await it.store(prompt(1, 4))
-
-
-@pytest.mark.parametrize("kind", ["task", "scope"])
-async def test_a_load_cancelled_while_bytes_move_ends_when_they_have_stopped(kind: str) -> None:
-    gate = Gate()
-    gate.opened.set()
-    async with opened(copy=gate, slots=4) as it:
-        await it.store(prompt(1, 4))
-        gate.close()
-        done = asyncio.ensure_future(cancelled_at(_load_four(it), 0, kind))
-        await gate.begun()
-        await anyio.wait_all_tasks_blocked()
-        assert not done.done()
-        assert await it.store(prompt(2, 4), 20) == 0  # the slots are still read
-        gate.opened.set()
-        assert await done
-        assert it.device.holds(prompt(1, 4), range(40, 44))  # and the blocks are no longer written
-        await it.check_idle()
-
-
-async def _load_four(it: World) -> None:
-    await it.manager.load(prompt(1, 4), range(40, 44))
 
 
 async def test_a_second_and_third_cancellation_do_not_cut_the_wait_short() -> None:
@@ -1028,17 +781,6 @@ async def test_a_second_and_third_cancellation_do_not_cut_the_wait_short() -> No
             await store
         await it.check_idle()
         assert await it.store(prompt(2, 4)) == 4  # other copies' ends are still noticed
-
-
-async def test_a_timeout_of_asyncio_waits_for_the_copy_too() -> None:
-    gate = Gate()
-    async with opened(copy=gate) as it:
-        asyncio.get_running_loop().call_later(0.1, gate.opened.set)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.02):
-                await it.store(prompt(1, 4))
-        assert gate.opened.is_set()
-        await it.check_idle()
 
 
 # --- everything at once --------------------------------------------------------------------------

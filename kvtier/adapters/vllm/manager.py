@@ -153,7 +153,7 @@ class KVTierManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """See vLLM. Asked for each key of each waiting request in each step."""
         if self._events:
-            self._driver.take_in(self._events)
+            self._driver.on_events(self._events)
         request = self._requests[req_context.req_id]
         answer = self._core.repeat(key, request) if request.stands else None
         if answer is None:
@@ -247,7 +247,7 @@ class KVTierManager(OffloadingManager):
         for req_id in context.preempted_req_ids:
             if req_id in self._requests:
                 self._core.restart(self._requests[req_id])
-        self._driver.take_in(self._events)  # first: what has ended while the engine slept is not overdue
+        self._driver.on_events(self._events)  # first: what has ended while the engine slept is not overdue
         self._driver.settle()
         if self._flushing:
             self._count_down()
@@ -282,7 +282,7 @@ class KVTierManager(OffloadingManager):
         if self._closed:
             return
         self._closed = True
-        self._driver.take_in(self._events)
+        self._driver.on_events(self._events)
         unwritten = UnwrittenPuts(self._core, self._drain_s)
         if unconfirmed := sum(len(store.chunks) for store in self._stores.values()):
             logger.warning(
@@ -290,7 +290,7 @@ class KVTierManager(OffloadingManager):
                 unconfirmed,
             )
         self._on_shutdown()
-        self._driver.take_in(self._events)
+        self._driver.on_events(self._events)
         unwritten.warn(logger)
 
     # --- what is published -----------------------------------------------------------------------

@@ -29,14 +29,14 @@ class AgedKeys:
         self._rest.update(dict.fromkeys(keys))
 
     def remove(self, key: OffloadKey) -> None:
-        """Take out a key that is there."""
+        """Remove a key that is there."""
         if key in self._rest:
             del self._rest[key]
         else:
             del self._oldest[key]
 
     def pop_oldest(self, count: int) -> list[OffloadKey]:
-        """Take out up to ``count`` keys, the oldest first."""
+        """Remove and return up to ``count`` keys, the oldest first."""
         if count <= 0:
             return []
         oldest = self._oldest
@@ -48,7 +48,7 @@ class AgedKeys:
         return popped
 
     def clear(self) -> None:
-        """Take out all keys."""
+        """Remove all keys."""
         self._oldest.clear()
         self._rest.clear()
 

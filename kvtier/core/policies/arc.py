@@ -49,7 +49,7 @@ class ARC(EvictionPolicy):
         self._frequent.add(frequent)
 
     def _welcome_back(self, key: OffloadKey) -> None:
-        """Take a ghost's return as a sign that its list should have had more room."""
+        """Shift the target: a ghost's return shows that its list should have had more room."""
         recent, frequent = self._ghosts_recent, self._ghosts_frequent
         if key in recent:
             self._target = min(self.capacity, self._target + max(1.0, len(frequent) / len(recent)))

@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -22,13 +21,14 @@ import crc32c
 from kvtier.keys import OffloadKey
 from kvtier.tiers import seal
 from kvtier.tiers.fs.layout import BLOCK_BYTES, CAREFULLY
+from kvtier.tiers.seal import Integrity
 
 PIECE_BYTES: Final = 1 << 20
 _QUIET: Final = getattr(os, "O_NOATIME", 0)
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 
 
-class Finding(StrEnum):
+class Integrity(StrEnum):
     """What comes of looking at a chunk's file."""
 
     SOUND = "sound"
@@ -42,7 +42,7 @@ class Finding(StrEnum):
     @property
     def is_corrupt(self) -> bool:
         """Whether the file must not be given to an engine, and can be set aside."""
-        return self in (Finding.TORN, Finding.FOREIGN, Finding.CHECKSUM)
+        return self in (Integrity.TORN, Integrity.FOREIGN, Integrity.CHECKSUM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class FileCheck:
         errno: why it is unreadable.
     """
 
-    finding: Finding
+    finding: Integrity
     inode: int = 0
     sealed: seal.Sealed | None = None
     errno: int = 0
@@ -93,27 +93,27 @@ class FileChecker:
             with opened(self._root_fd, path) as fd:
                 return self._check(fd, key)
         except (FileNotFoundError, NotADirectoryError):
-            return FileCheck(Finding.GONE)
+            return FileCheck(Integrity.GONE)
         except OSError as error:
             if error.errno == errno.ELOOP:  # a link in a chunk's place: nobody follows it
-                return FileCheck(Finding.UNREADABLE, errno=errno.ELOOP)
-            return FileCheck(Finding.UNREADABLE, errno=error.errno or errno.EIO)
+                return FileCheck(Integrity.UNREADABLE, errno=errno.ELOOP)
+            return FileCheck(Integrity.UNREADABLE, errno=error.errno or errno.EIO)
 
     def _check(self, fd: int, key: OffloadKey) -> FileCheck:
         found = os.fstat(fd)
         payload_bytes = found.st_size - BLOCK_BYTES
         if payload_bytes <= 0 or payload_bytes % BLOCK_BYTES:
-            return FileCheck(Finding.TORN, found.st_ino)
+            return FileCheck(Integrity.TORN, found.st_ino)
         sealed = seal.read(self._trailer(fd, payload_bytes))
         if sealed is None:
-            return FileCheck(Finding.TORN, found.st_ino)
+            return FileCheck(Integrity.TORN, found.st_ino)
         if sealed.key != key or sealed.payload_bytes != payload_bytes or not self._belongs(sealed.digest):
-            return FileCheck(Finding.FOREIGN, found.st_ino, sealed)
+            return FileCheck(Integrity.FOREIGN, found.st_ino, sealed)
         checksum = self.checksum(fd, 0, payload_bytes)
         if checksum is None:
-            return FileCheck(Finding.TORN, found.st_ino, sealed)
+            return FileCheck(Integrity.TORN, found.st_ino, sealed)
         well = checksum == sealed.checksum
-        return FileCheck(Finding.SOUND if well else Finding.CHECKSUM, found.st_ino, sealed)
+        return FileCheck(Integrity.SOUND if well else Integrity.CHECKSUM, found.st_ino, sealed)
 
     def _trailer(self, fd: int, at: int) -> bytes:
         with memoryview(self._piece) as piece, piece[:BLOCK_BYTES] as block:

@@ -17,7 +17,7 @@ from rigs import CHUNK_BYTES, IDENTITY, Place, wait_until
 
 from kvtier.keys import OffloadKey
 from kvtier.tiers.base import Knowledge, Status
-from kvtier.tiers.seal import Verdict, check
+from kvtier.tiers.seal import Integrity, check
 from kvtier_s3 import S3Config
 from kvtier_s3._layout import Layout
 from kvtier_testing.tiers import TierRig
@@ -41,7 +41,7 @@ async def test_an_object_is_the_chunk_with_the_trailer_in_its_metadata(place: Pl
     trailer = base64.b64decode(stored.attributes["kvtier"])
     content = stored.bytes()
     assert bytes(content) == it.content(1)
-    assert check(trailer, key(1), memoryview(content), IDENTITY.short_digest) is Verdict.GOOD
+    assert check(trailer, key(1), memoryview(content), IDENTITY.short_digest) is Integrity.SOUND
     assert Path(path).name == f"{key(1)[:-4].hex()}_g1"
 
 

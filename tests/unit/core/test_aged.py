@@ -40,18 +40,3 @@ def test_a_key_that_comes_back_is_the_youngest() -> None:
     aged.remove(b)
     aged.add([b])
     assert aged.pop_oldest(5) == [c, b]
-
-
-def test_nothing_is_popped_for_no_count_and_of_nothing() -> None:
-    aged = AgedKeys()
-    assert aged.pop_oldest(3) == []
-    aged.add(keys(0, 3))
-    assert aged.pop_oldest(0) == aged.pop_oldest(-1) == []
-    aged.clear()
-    assert len(aged) == 0
-    assert aged.pop_oldest(3) == []
-
-
-def test_what_is_not_there_cannot_be_removed() -> None:
-    with pytest.raises(KeyError):
-        AgedKeys().remove(keys(0, 1)[0])

@@ -10,10 +10,7 @@ from kvtier.core.policies.arc import ARC
 from kvtier.core.policies.base import EvictionPolicy
 from kvtier.core.policies.lru import LRU
 from kvtier.keys import OffloadKey, pack_key
-
-
-def keys(name: str, number: int) -> list[OffloadKey]:
-    return [pack_key(f"{name}{index}".encode()) for index in range(number)]
+from tests.unit.core.world import keys
 
 
 def use(policy: EvictionPolicy, key: OffloadKey) -> bool:
@@ -58,13 +55,6 @@ def test_the_return_of_what_was_evicted_too_soon_moves_the_room() -> None:
     for key in frequent * 6:
         use(policy, key)
     assert sum(key in policy for key in frequent) == 5, "and got it back"
-
-
-def test_candidates_are_evicted_from_the_tail_of_a_prompt() -> None:
-    policy = ARC(10)
-    prompt = keys("a", 4)
-    policy.add(prompt, used=False)
-    assert policy.evict(2) == [prompt[3], prompt[2]]
 
 
 @pytest.mark.parametrize("used", [False, True])

@@ -49,22 +49,12 @@ def test_it_opens_when_so_many_in_a_row_have_failed() -> None:
     assert (breaker.state, breaker.refusal(0.5)) == (OPEN, "breaker_open")
 
 
-def test_one_that_goes_well_ends_the_row() -> None:
-    breaker = Driven()
-    assert breaker.ends(*[GOOD] * 8, *[BAD] * 4, GOOD, *[BAD] * 4) == [None] * 17
-
-
 def test_it_opens_at_a_share_of_failures_once_enough_is_known() -> None:
     breaker = Driven(BreakerRules(window=8, share=0.5))
     assert breaker.ends(BAD, BAD, BAD, GOOD) == [None] * 4, "the last of them has not failed"
     assert breaker.ends(BAD) == ["failure_rate"]
     breaker = Driven(BreakerRules(window=8, share=0.5))
     assert breaker.ends(*[GOOD, GOOD, BAD] * 20) == [None] * 60
-
-
-def test_what_says_nothing_of_the_tier_counts_neither_way() -> None:
-    breaker = Driven()
-    assert breaker.ends(BAD, NONE, BAD, NONE, BAD, NONE, BAD, NONE, BAD)[-1] == "failures"
 
 
 def test_it_opens_at_once_when_one_is_overdue_and_gets_no_probe_while_that_has_not_ended() -> None:
@@ -126,15 +116,6 @@ def test_a_probe_that_shows_nothing_makes_the_next_one_a_probe() -> None:
     assert breaker.ends(NONE, now_s=1.0) == [None]
     assert (breaker.state, breaker.refusal(1.0)) == (OPEN, None)
     assert breaker.ends(GOOD, now_s=1.0) == ["closed"]
-
-
-def test_an_overdue_probe_opens_it_again() -> None:
-    breaker = opened()
-    breaker.begin(9)
-    assert breaker.late(9, 5.0) == "probe"
-    breaker.end(9, BAD, 6.0, in_time=False)
-    assert breaker.refusal(6.9) == "breaker_open"
-    assert breaker.refusal(7.0) is None
 
 
 @pytest.mark.parametrize("health", [GOOD, BAD])

@@ -24,40 +24,6 @@ def fill(table: ChunkTable, *keys: OffloadKey) -> None:
     table.filled(table.take(keys, visible=True))
 
 
-def test_slots_are_taken_in_order_and_later_ones_after_them(table: ChunkTable) -> None:
-    table.add_slots(range(3, 5))
-    chunks = table.take([A, B, C, D], visible=True)
-    assert [chunk.slot for chunk in chunks] == [0, 1, 2, 3]
-    assert [chunk.key for chunk in chunks] == [A, B, C, D]
-    assert {chunk.state for chunk in chunks} == {ChunkState.FILLING}
-    assert [chunk.slot for chunk in table.free] == [4]
-    assert table.policy.capacity == 5
-    assert len(list(table)) == 5
-
-
-def test_taking_nothing_takes_nothing(table: ChunkTable) -> None:
-    assert table.take([], visible=True) == []
-    assert len(table.free) == 3
-
-
-def test_a_filling_chunk_is_found_but_not_a_candidate(table: ChunkTable) -> None:
-    (chunk,) = table.take([A], visible=True)
-    assert table.visible == {A: chunk}
-    assert A not in table.policy
-    assert table.filled([chunk]) == [chunk]
-    assert chunk.state is ChunkState.READY
-    assert A in table.policy
-
-
-def test_a_landing_chunk_is_not_found_until_it_is_shown(table: ChunkTable) -> None:
-    (chunk,) = table.take([A], visible=False)
-    assert A not in table.visible
-    table.filled([chunk], pins=1)
-    table.show(chunk)
-    assert table.visible[A] is chunk
-    assert A not in table.policy
-
-
 def test_a_failed_copy_frees_the_slot_and_is_never_seen(table: ChunkTable) -> None:
     (chunk,) = table.take([A], visible=True)
     table.failed([chunk])
@@ -73,20 +39,6 @@ def test_a_failed_landing_leaves_the_visible_chunk_of_its_key_alone(table: Chunk
     table.failed([landing])
     assert table.visible[A] is not landing
     assert A in table.policy
-
-
-def test_eviction_spares_pinned_chunks(table: ChunkTable) -> None:
-    fill(table, A, B)
-    pinned = table.visible[A]
-    table.pin([pinned])
-    table.pin([pinned])
-    assert table.evict(5) == [B]
-    table.unpin([pinned])
-    assert table.evict(5) == []
-    table.unpin([pinned])
-    assert table.evict(5) == [A]
-    assert len(table.free) == 3
-    assert table.visible == {}
 
 
 def test_a_chunk_cannot_be_filled_twice(table: ChunkTable) -> None:
@@ -108,15 +60,6 @@ def test_reset_dooms_what_is_in_use_and_frees_the_rest(table: ChunkTable) -> Non
     table.unpin([pinned])
     assert table.filled([filling]) == []
     assert sorted(chunk.slot for chunk in table.free) == [0, 1, 2]
-
-
-def test_a_doomed_copy_that_fails_frees_its_slot(table: ChunkTable) -> None:
-    (filling,) = table.take([A], visible=True)
-    table.reset()
-    fill(table, A)
-    table.failed([filling])
-    assert len(table.free) == 2
-    assert table.visible[A].state is ChunkState.READY
 
 
 def test_a_chunk_says_what_it_is(table: ChunkTable) -> None:

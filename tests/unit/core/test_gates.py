@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.core.admission import Limits, TierGate
+from kvtier.core.admission import TierGate
 from kvtier.core.messages import (
     Answer,
     Command,
@@ -12,54 +12,38 @@ from kvtier.core.messages import (
     Fetched,
     Put,
     PutEnded,
-    SlotsReady,
     TierDown,
     TierUp,
     Touch,
     TransferHealth,
 )
-from kvtier.core.policies.lru import LRU
 from kvtier.core.requests import Request
 from kvtier.core.states import BreakerState, Lookup
-from kvtier.core.tiering import Tiering
-from kvtier.keys import OffloadKey, pack_key
-from kvtier_testing import invariants
-
-GOOD, BAD, LATE = TransferHealth.GOOD, TransferHealth.BAD, TransferHealth.LATE
-
-
-def keys(name: str, count: int = 1) -> list[OffloadKey]:
-    return [pack_key(f"{name}-{index}".encode()) for index in range(count)]
+from kvtier.keys import OffloadKey
+from tests.unit.core import world
+from tests.unit.core.world import BAD, GOOD, LATE, keys, taken
 
 
 class World:
-    """A core, its clock, and this test in the place of engine and tiers."""
+    """A core and its clock, whose stores have keys of their own."""
 
     def __init__(self, tiers: int = 1, slots: int = 256, put_backlog: float = 1.0) -> None:
-        gates = [TierGate(f"t{index}", deadline_s=4.0) for index in range(tiers)]
-        limits = Limits(landing_reserve=0.0, put_backlog=put_backlog)
-        self.core = Tiering(LRU(), gates, limits, track_changes=True)
-        self.core.on_event(SlotsReady(range(slots)), 0.0)
-        self.gates = gates
+        self.gates = [TierGate(f"t{index}", deadline_s=4.0) for index in range(tiers)]
+        self.core = world.make(slots, self.gates, budget=0.25, put_backlog=put_backlog)
         self.now_s = 0.0
         self.stores = 0
 
     def store(self, count: int = 1) -> list[Put]:
         """Store new chunks; return the puts that follow."""
         self.stores += 1
-        reservation = self.core.reserve(keys(f"store{self.stores}", count))
-        assert reservation is not None
-        self.core.commit(reservation, self.now_s)
-        return [command for command in self.take() if isinstance(command, Put)]
+        return world.puts(self.core, keys(f"store{self.stores}", count), self.now_s)
 
     def take(self) -> list[Command]:
-        invariants.check(self.core)
-        return self.core.take_commands()
+        return taken(self.core)
 
     def end(self, put: Put, health: TransferHealth, seconds: float = 0.1, retry: str = "") -> None:
         kept = [health is GOOD] * len(put.keys)
         self.core.on_event(PutEnded(put.id, kept, {}, seconds, health, retry), self.now_s)
-        invariants.check(self.core)
 
     def puts_end(self, *healths: TransferHealth) -> None:
         """Make as many puts, one after the other, and end them."""
@@ -68,18 +52,12 @@ class World:
             self.end(put, health)
 
     def ask(self, wanted: Sequence[OffloadKey], request: Request | None = None) -> list[Fetch]:
-        request = request or Request()
-        for key in wanted:
-            if self.core.lookup(key, request) is Lookup.MISS:
-                break
-        self.core.settle(self.now_s)
-        return [command for command in self.take() if isinstance(command, Fetch)]
+        return world.step(self.core, request or Request(), wanted, self.now_s)
 
     def fetched(self, fetch: Fetch, health: TransferHealth, answer: Answer, seconds: float = 0.1) -> None:
         landed = answer if len(fetch.slots) == len(fetch.keys) else Answer.LOCATED
         event = Fetched(fetch.id, [landed] * len(fetch.keys), {}, seconds, health)
         self.core.on_event(event, self.now_s)
-        invariants.check(self.core)
 
     def gets_fail(self) -> None:
         """Ask the first tier until it is asked no more."""

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from kvtier.core.policies.lru import LRU
-from kvtier.keys import OffloadKey, pack_key
-
-
-def keys(name: str, count: int) -> list[OffloadKey]:
-    return [pack_key(f"{name}{index}".encode()) for index in range(count)]
+from tests.unit.core.world import keys
 
 
 def test_the_oldest_go_first_and_the_tail_of_a_prompt_before_its_front() -> None:
@@ -30,25 +26,3 @@ def test_what_was_pinned_is_recent_when_it_comes_back() -> None:
     assert len(policy) == 2
     policy.add(first, used=True)
     assert policy.evict(2) == second[::-1]
-
-
-def test_no_more_is_evicted_than_there_is() -> None:
-    policy = LRU()
-    assert policy.evict(3) == []
-    policy.add(keys("a", 2), used=False)
-    assert len(policy.evict(3)) == 2
-    assert len(policy) == 0
-
-
-def test_clear_forgets_everything() -> None:
-    policy = LRU()
-    policy.add(keys("a", 3), used=False)
-    policy.clear()
-    assert len(policy) == 0
-    assert policy.evict(1) == []
-
-
-def test_it_learns_the_capacity() -> None:
-    policy = LRU(5)
-    policy.resize(9)
-    assert policy.capacity == 9

@@ -8,18 +8,13 @@ from typing import Any
 
 import pytest
 
-from kvtier.core.admission import Limits
 from kvtier.core.messages import SlotsReady
 from kvtier.core.policies.lru import LRU
-from kvtier.core.requests import Request
-from kvtier.core.states import Lookup
 from kvtier.core.tiering import Tiering
-from kvtier.keys import OffloadKey, pack_key
+from kvtier.keys import OffloadKey
 from kvtier_testing import invariants
-
-
-def keys(name: str, count: int) -> list[OffloadKey]:
-    return [pack_key(f"{name}{index}".encode()) for index in range(count)]
+from tests.unit.core.world import keys, reserve, store
+from tests.unit.core.world import make as core_of
 
 
 class Wild(LRU):
@@ -76,15 +71,10 @@ CHOICES: dict[str, tuple[Callable[[list[OffloadKey], int], Any], str]] = {
 def make() -> tuple[Tiering, Wild]:
     """Eight slots, all READY, two of them pinned by a load."""
     policy = Wild()
-    core = Tiering(policy, (), Limits())
-    core.on_event(SlotsReady(range(8)), 0.0)
-    for name, count in (("held", 2), ("old", 6)):
-        reservation = core.reserve(keys(name, count))
-        assert reservation is not None
-        core.commit(reservation, 0.0)
-    request = Request()
-    assert [core.lookup(key, request) for key in HELD] == [Lookup.HIT] * 2
-    core.acquire(HELD, request)
+    core = core_of(8, 0, policy)
+    store(core, HELD)
+    store(core, keys("old", 6))
+    core.acquire(HELD)
     core.settle(0.0)
     return core, policy
 
@@ -93,8 +83,7 @@ def make() -> tuple[Tiering, Wild]:
 def test_a_policy_that_chooses_wrongly_is_replaced_and_room_is_made_all_the_same(choice: str) -> None:
     core, policy = make()
     policy.act, reason = CHOICES[choice]
-    reservation = core.reserve(keys("new", 3))
-    assert reservation is not None
+    reservation = reserve(core, keys("new", 3))
     assert len(reservation.keys) == len(reservation.evicted) == len(set(reservation.evicted)) == 3
     assert set(reservation.evicted) <= set(keys("old", 6))
     assert all(key in core.table.visible for key in HELD)
@@ -114,13 +103,9 @@ def test_a_policy_that_raises_is_replaced(where: str) -> None:
     core, policy = make()
     policy.raises_in = where
     core.on_event(SlotsReady(range(8, 9)), 0.0)
-    reservation = core.reserve(keys("new", 4))
-    assert reservation is not None
-    core.commit(reservation, 0.0)
+    core.commit(reserve(core, keys("new", 4)), 0.0)
     assert core.table.evictable == 7
-    request = Request()
-    assert core.lookup(keys("new", 1)[0], request) is Lookup.HIT
-    core.release(core.acquire(keys("new", 1), request))
+    core.release(core.acquire(keys("new", 1)))
     core.settle(0.0)
     invariants.check(core)
     core.reset()
@@ -133,9 +118,7 @@ def test_a_policy_that_raises_is_replaced(where: str) -> None:
 def test_what_came_first_goes_first_after_a_policy_was_replaced() -> None:
     core, policy = make()
     policy.act = CHOICES["nothing"][0]
-    reservation = core.reserve(keys("new", 2))
-    assert reservation is not None
-    assert list(reservation.evicted) == keys("old", 2)
+    assert list(reserve(core, keys("new", 2)).evicted) == keys("old", 2)
 
 
 @pytest.mark.parametrize("seed", range(20))

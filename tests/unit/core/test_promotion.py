@@ -2,89 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from kvtier.core.admission import Limits, TierGate
 from kvtier.core.messages import (
     Answer,
-    Fetch,
     Fetched,
     Put,
     PutEnded,
-    Reset,
     SlotsReady,
     TierDown,
     TransferHealth,
 )
 from kvtier.core.policies.lru import LRU
 from kvtier.core.requests import Request
-from kvtier.core.states import Lookup, RequestState
+from kvtier.core.states import RequestState
 from kvtier.core.tiering import Tiering
 from kvtier.errors import StateError
-from kvtier.keys import OffloadKey, pack_key
 from kvtier_testing import invariants
-
-HIT, MISS, PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.PENDING, Lookup.RETRY
-LANDED, LOCATED, MISSING = Answer.LANDED, Answer.LOCATED, Answer.MISSING
-
-
-def keys(name: str, count: int, group: int = 0) -> list[OffloadKey]:
-    return [pack_key(f"{name}{index}".encode(), group) for index in range(count)]
-
-
-def make(
-    slots: int = 16,
-    tiers: int = 1,
-    budget: float = 0.5,
-    reserve: float = 0.0,
-    windowed: frozenset[int] = frozenset(),
-) -> Tiering:
-    limits = Limits(request_deadline_s=5.0, promotion_budget=budget, landing_reserve=reserve)
-    gates = [TierGate(f"t{index}", deadline_s=3.0) for index in range(tiers)]
-    core = Tiering(LRU(), gates, limits, windowed_groups=windowed)
-    core.on_event(SlotsReady(range(slots)), 0.0)
-    return core
-
-
-def store(core: Tiering, chunks: Sequence[OffloadKey]) -> None:
-    """Store chunks; the tiers' puts end at once."""
-    reservation = core.reserve(chunks)
-    assert reservation is not None
-    core.commit(reservation, 0.0)
-    for command in core.take_commands():
-        assert isinstance(command, Put)
-        core.on_event(PutEnded(command.id, [True] * len(command.keys)), 0.0)
-
-
-def ask(core: Tiering, request: Request, chunks: Sequence[OffloadKey]) -> list[Lookup]:
-    """Look chunks up as an engine does: the first miss ends the scan."""
-    answers = []
-    for key in chunks:
-        answers.append(core.lookup(key, request))
-        if answers[-1] is MISS:
-            break
-    return answers
-
-
-def step(core: Tiering, request: Request, chunks: Sequence[OffloadKey], now_s: float = 0.0) -> list[Fetch]:
-    """One round of questions; return the fetches that came of it."""
-    ask(core, request, chunks)
-    core.settle(now_s)
-    return fetches(core)
-
-
-def fetches(core: Tiering) -> list[Fetch]:
-    invariants.check(core)
-    commands = core.take_commands()
-    assert not any(isinstance(command, Reset) for command in commands)
-    return [command for command in commands if isinstance(command, Fetch)]
-
-
-def answer(core: Tiering, fetch: Fetch, answers: Sequence[Answer], now_s: float = 0.0) -> list[Fetch]:
-    core.on_event(Fetched(fetch.id, answers), now_s)
-    return fetches(core)
+from tests.unit.core.world import (
+    HIT,
+    LANDED,
+    LOCATED,
+    MISS,
+    MISSING,
+    PENDING,
+    RETRY,
+    answer,
+    ask,
+    fetches,
+    keys,
+    make,
+    step,
+    store,
+)
 
 
 def test_question_and_transfer_are_one_delay() -> None:
@@ -101,12 +52,6 @@ def test_question_and_transfer_are_one_delay() -> None:
     core.release(pinned)
     again = core.acquire(prompt)
     assert again.origins == [None] * 4, "the second load comes from the primary tier"
-
-
-def test_asking_again_while_a_fetch_runs_starts_nothing() -> None:
-    core, request, prompt = make(), Request(), keys("a", 4)
-    step(core, request, prompt)
-    assert step(core, request, prompt) == []
 
 
 def test_what_is_located_next_to_what_landed_is_fetched_at_once() -> None:
@@ -178,29 +123,6 @@ def test_asking_for_what_is_nowhere_evicts_nothing() -> None:
         core.settle(0.0)
     assert len(core.table.visible) == kept
     assert core.take_counts()["evicted",] == 4
-
-
-def test_the_reserve_is_restored_once_chunks_have_landed() -> None:
-    core, request, prompt = make(slots=16, budget=0.5, reserve=0.25), Request(), keys("a", 4)
-    store(core, keys("old", 16))
-    core.settle(0.0)
-    (fetch,) = step(core, request, prompt)
-    assert len(core.table.free) == 0
-    answer(core, fetch, [LANDED] * 4)
-    core.settle(0.0)
-    assert len(core.table.free) == 4
-
-
-def test_two_requests_share_one_transfer() -> None:
-    core, one, two, prompt = make(), Request(), Request(), keys("a", 4)
-    (fetch,) = step(core, one, prompt)
-    assert step(core, two, prompt) == []
-    answer(core, fetch, [LANDED] * 4)
-    core.close(one)
-    store(core, keys("new", 16))
-    assert ask(core, two, prompt) == [HIT] * 4, "still held for the other one"
-    core.close(two)
-    assert sum(chunk.pins for chunk in core.table) == 0
 
 
 def test_the_second_tier_is_asked_for_what_the_first_does_not_have() -> None:
@@ -347,18 +269,6 @@ def test_a_scan_whose_answers_stand_is_two_questions() -> None:
     assert ask(core, request, prompt) == [HIT] * 4
 
 
-def test_what_was_learned_in_the_midst_of_a_repeated_scan_is_not_asked_for_again() -> None:
-    core, request, prompt = make(), Request(), keys("a", 4)
-    (fetch,) = step(core, request, prompt)
-    assert core.repeat(prompt[0], request) is RETRY
-    answer(core, fetch, [LANDED, MISSING, LANDED, LANDED])
-    assert core.repeat(prompt[1], request) is None
-    assert ask(core, request, prompt[1:]) == [MISS]
-    core.settle(1.0)
-    assert fetches(core) == [], "no tier has it: that was learned"
-    assert ask(core, request, prompt) == [HIT, MISS]
-
-
 @pytest.mark.parametrize("when", ["between two questions", "after the scan"])
 def test_nothing_is_fetched_behind_a_chunk_that_turns_out_to_be_nowhere(when: str) -> None:
     core, request, prompt = make(slots=8), Request(), keys("a", 8)
@@ -384,19 +294,6 @@ def test_of_a_window_everything_that_was_found_is_fetched() -> None:
     core.settle(1.0)
     (found,) = fetches(core)
     assert list(found.keys) == [window[1], window[0]], "another run of the window may end before the gap"
-
-
-def test_what_a_later_tier_has_is_not_brought_behind_a_chunk_that_was_given_up_meanwhile() -> None:
-    core, request, prompt = make(slots=4, tiers=2), Request(), keys("a", 2)
-    busy = core.reserve(keys("busy", 4))
-    assert busy is not None
-    (first,) = step(core, request, prompt)
-    (second,) = answer(core, first, [LOCATED, MISSING])
-    assert (second.tier, list(second.keys)) == (1, prompt[1:])
-    assert prompt[0] in request.absent, "there is no slot for it, and nobody can make way"
-    core.abort(busy)
-    assert answer(core, second, [LOCATED]) == [], "nobody can use it"
-    assert ask(core, request, prompt) == [MISS]
 
 
 def test_a_scan_that_is_repeated_keeps_its_turn() -> None:
@@ -435,44 +332,6 @@ def test_a_scan_is_asked_in_full_when_something_has_changed(change: str) -> None
     assert core.repeat(prompt[0], request) is None
 
 
-def test_a_waiting_request_keeps_what_it_was_told_is_there() -> None:
-    core, request, prompt = make(slots=8), Request(), keys("a", 4)
-    store(core, prompt[:3])
-    assert ask(core, request, prompt) == [HIT, HIT, HIT, RETRY]
-    core.settle(0.0)
-    fetches(core)
-    store(core, keys("new", 8))
-    assert ask(core, request, prompt)[:3] == [HIT] * 3
-
-
-def test_one_request_s_fetch_does_not_evict_another_one_s_hits() -> None:
-    """Both come to wait in the same round; what the second was told is there stays."""
-    core, one, two = make(slots=2, budget=1.0, windowed=frozenset({1})), Request(), Request()
-    (window,), (oldest,), (other,) = keys("w", 1, group=1), keys("old", 1), keys("other", 1)
-    store(core, [oldest])
-    store(core, [other])
-    (located,) = step(core, one, [window])
-    answer(core, located, [LOCATED])
-    assert ask(core, one, [window]) == [PENDING]
-    assert ask(core, two, [oldest, *keys("more", 1)]) == [HIT, RETRY]
-    core.settle(0.0)
-    assert [fetch.located for fetch in fetches(core)] == [True, False]
-    assert ask(core, two, [oldest]) == [HIT]
-    assert ask(core, two, [other]) == [RETRY], "the room came from here"
-
-
-def test_a_fetch_that_ends_in_a_round_does_not_evict_its_hits() -> None:
-    core, one, two = make(slots=4, budget=1.0), Request(), Request()
-    store(core, keys("old", 3))
-    (fetch,) = step(core, one, keys("a", 4))
-    assert len(fetch.slots) == 1
-    assert ask(core, two, keys("old", 2)) == [HIT, HIT]
-    (rest,) = answer(core, fetch, [LANDED, LOCATED, LOCATED, LOCATED])
-    assert len(rest.slots) == 1, "the slot of the third; the hits are spared"
-    pinned = core.acquire(keys("old", 2), two)
-    assert len(pinned.slots) == 2
-
-
 def test_a_deadline_makes_a_miss_and_stays_one_until_the_request_is_served() -> None:
     core, request, prompt = make(), Request(), keys("a", 2)
     store(core, prompt[:1])
@@ -494,19 +353,6 @@ def test_a_deadline_makes_a_miss_and_stays_one_until_the_request_is_served() -> 
     assert ask(core, request, prompt) == [HIT, HIT], "what came late is of use to the next"
 
 
-def test_an_expired_request_holds_nothing() -> None:
-    core, request, prompt = make(), Request(), keys("a", 2)
-    store(core, prompt[:1])
-    step(core, request, prompt)
-    core.settle(5.0)
-    assert not request.held
-    ask(core, request, prompt)
-    store(core, keys("new", 15))  # evicts; the hit of this round is spared
-    assert prompt[0] in core.table.visible
-    core.settle(6.0)
-    assert not request.held
-
-
 def test_an_overdue_get_keeps_a_tier_from_gets_until_a_probe_is_answered() -> None:
     core, request = make(tiers=2), Request()
     prompt, other = keys("a", 2), keys("b", 2)
@@ -526,48 +372,6 @@ def test_an_overdue_get_keeps_a_tier_from_gets_until_a_probe_is_answered() -> No
     assert [each.tier for each in step(core, Request(), keys("e", 1), now_s=4.0)] == [1], "one at a time"
     core.on_event(Fetched(probe.id, [LANDED], seconds=0.1, health=TransferHealth.GOOD), 4.1)
     assert [each.tier for each in step(core, Request(), keys("f", 1), now_s=4.1)] == [0]
-
-
-def test_overdue_transfers_do_not_count_against_the_budget_but_keep_their_slots() -> None:
-    core, request = make(slots=8, tiers=2, budget=0.5), Request()
-    (fetch,) = step(core, request, keys("a", 4))
-    free = len(core.table.free)
-    core.settle(3.0)
-    (second,) = fetches(core)
-    assert len(second.slots) == 4
-    assert set(second.slots).isdisjoint(fetch.slots)
-    assert len(core.table.free) == free - 4
-    answer(core, fetch, [LANDED] * 4, now_s=9.0)
-    answer(core, second, [LANDED] * 4, now_s=9.0)
-    assert len(core.table.free) == 4, "one of the two copies of each was superfluous"
-
-
-def test_deadlines_of_tiers_are_their_own_whatever_the_order() -> None:
-    limits = Limits(request_deadline_s=99.0)
-    core = Tiering(LRU(), [TierGate("slow", 10.0), TierGate("quick", 1.0)], limits)
-    core.on_event(SlotsReady(range(16)), 0.0)
-    (slow,) = step(core, Request(), keys("a", 1))
-    (quick,) = answer(core, slow, [MISSING])
-    (slow,) = step(core, Request(), keys("b", 1))
-    core.settle(1.0)
-    gates = core.shared.tiers
-    assert [gate.overdue for gate in gates] == [0, 1]
-    core.settle(10.0)
-    assert [gate.overdue for gate in gates] == [1, 1]
-    answer(core, quick, [LANDED], now_s=11.0)
-    answer(core, slow, [LANDED], now_s=11.0)
-    assert [gate.overdue for gate in gates] == [0, 0]
-
-
-def test_without_a_tier_that_takes_work_everything_is_a_miss_at_once() -> None:
-    core, request, prompt = make(tiers=2), Request(), keys("a", 2)
-    core.on_event(TierDown(0, "gone"), 0.0)
-    core.on_event(TierDown(1, "gone"), 0.0)
-    assert ask(core, request, prompt) == [RETRY, RETRY]
-    core.settle(0.0)
-    assert fetches(core) == []
-    assert ask(core, request, prompt) == [MISS]
-    assert core.take_counts()["skipped", "t1", "down"] == 2
 
 
 def test_what_a_tier_had_that_is_down_now_is_looked_for_in_the_next() -> None:
@@ -624,33 +428,15 @@ def test_a_request_that_has_moved_on_is_given_nothing_to_hold() -> None:
     assert ask(core, Request(), prompt) == [HIT] * 4
 
 
-def test_a_closed_request_waits_for_nothing() -> None:
-    core, request, prompt = make(tiers=2), Request(), keys("a", 2)
-    (fetch,) = step(core, request, prompt)
-    core.close(request)
-    assert answer(core, fetch, [LANDED, MISSING]) == [], "nobody asks the next tier any more"
-    assert sum(chunk.pins for chunk in core.table) == 0
-    with pytest.raises(StateError, match="CLOSED"):
-        core.close(request)
-
-
-def test_a_store_that_comes_before_the_fetch_of_its_key_wins() -> None:
-    core, request, prompt = make(tiers=1), Request(), keys("a", 1)
-    (fetch,) = step(core, request, prompt)
-    store(core, prompt)
-    free = len(core.table.free)
-    answer(core, fetch, [LANDED])
-    assert len(core.table.free) == free + 1
-    assert ask(core, request, prompt) == [HIT]
-    assert core.acquire(prompt, request).slots != list(fetch.slots)
-
-
-def test_a_transfer_ends_once() -> None:
-    core = make()
-    (fetch,) = step(core, Request(), keys("a", 1))
+def test_a_transfer_and_a_request_end_once() -> None:
+    core, request = make(), Request("r")
+    (fetch,) = step(core, request, keys("a", 1))
     answer(core, fetch, [LANDED])
     with pytest.raises(StateError, match=f"transfer {fetch.id} has ended"):
         answer(core, fetch, [LANDED])
+    core.close(request)
+    with pytest.raises(StateError, match="request r is CLOSED"):
+        core.close(request)
 
 
 # --- which tiers may be asked for a request --------------------------------------------------------
@@ -696,25 +482,6 @@ def test_requests_with_different_filters_do_not_wait_for_each_others_tiers() -> 
     assert ask(core, second, prompt) == [HIT] * 2, "in the primary tier it is there for all"
 
 
-def test_a_chunk_that_two_tiers_bring_is_kept_once() -> None:
-    core, prompt = make(tiers=2), keys("a", 2)
-    first, second = Request("first", frozenset({0})), Request("second", frozenset({1}))
-    (one,), (other,) = step(core, first, prompt), step(core, second, prompt)
-    answer(core, other, [LANDED] * 2)
-    answer(core, one, [LANDED] * 2)
-    for request in (first, second):
-        assert ask(core, request, prompt) == [HIT] * 2
-    core.settle(0.0)
-    invariants.check(core)
-    assert len(core.table.free) == len(core.table.all) - 2
-
-
-def test_requests_with_the_same_filter_share_a_transfer() -> None:
-    core, prompt = make(tiers=2), keys("a", 2)
-    assert len(step(core, Request("first", frozenset({1})), prompt)) == 1
-    assert step(core, Request("second", frozenset({1})), prompt) == []
-
-
 def test_nothing_is_brought_behind_a_chunk_whose_tier_is_down() -> None:
     core, request, prompt = make(slots=8, tiers=2), Request(), keys("a", 4)
     (asked,) = step(core, request, prompt)
@@ -750,16 +517,6 @@ def test_a_request_preempted_in_the_round_that_asks_for_it_keeps_what_it_was_tol
     core.settle(0.0)
     assert [list(fetch.keys) for fetch in fetches(core)] == [prompt[2:]]
     assert {chunk.key for chunk in request.held} == set(prompt[:2])
-
-
-def test_what_a_preempted_request_was_told_in_this_round_is_not_evicted_in_it() -> None:
-    core, request, prompt = make(slots=2), Request(), keys("a", 2)
-    store(core, prompt)
-    assert ask(core, request, prompt) == [HIT, HIT]
-    assert core.reserve(keys("b", 1)) is None
-    core.restart(request)
-    assert core.reserve(keys("b", 1)) is None
-    core.release(core.acquire(prompt, request))
 
 
 # --- what a later tier brings goes to the earlier ones -----------------------------------------------
@@ -799,12 +556,3 @@ def test_what_is_lifted_counts_against_the_promotion_budget_until_it_is_put() ->
     core.on_event(PutEnded(put.id, [True] * 2), 0.0)
     assert not core.promotions.landing
     invariants.check(core)
-
-
-def test_an_earlier_tier_that_takes_no_work_is_given_nothing() -> None:
-    core, request, prompt = make(tiers=2), Request(), keys("a", 1)
-    core.on_event(TierDown(0, "test"), 0.0)
-    (fetch,) = step(core, request, prompt)
-    core.on_event(Fetched(fetch.id, [LANDED]), 0.0)
-    assert core.take_commands() == []
-    assert core.take_counts()["put_dropped", "t0", "down"] == 1

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
-from kvtier.core.admission import Limits, TierGate
+from kvtier.core.admission import Limits
 from kvtier.core.announcements import Change
 from kvtier.core.messages import (
     Answer,
-    Command,
     Fetch,
     Fetched,
-    Put,
     PutEnded,
     Reset,
     SlotsReady,
@@ -22,57 +18,24 @@ from kvtier.core.messages import (
 )
 from kvtier.core.policies.lru import LRU
 from kvtier.core.requests import Request
-from kvtier.core.states import ChunkState, Lookup
+from kvtier.core.states import Lookup
 from kvtier.core.tiering import Tiering
-from kvtier.core.transfers import Reservation
 from kvtier.errors import StateError
-from kvtier.keys import OffloadKey, pack_key
 from kvtier_testing import invariants
-
-
-def keys(name: str, count: int) -> list[OffloadKey]:
-    return [pack_key(f"{name}{index}".encode()) for index in range(count)]
-
-
-def make(slots: int = 8, tiers: int = 0, limits: Limits | None = None) -> Tiering:
-    gates = [TierGate(f"t{index}", deadline_s=3.0) for index in range(tiers)]
-    limits = limits or Limits(landing_reserve=0.0, put_backlog=1.0)
-    core = Tiering(LRU(), gates, limits, track_changes=True)
-    core.on_event(SlotsReady(range(slots)), 0.0)
-    return core
-
-
-def reserve(core: Tiering, chunks: Sequence[OffloadKey]) -> Reservation:
-    reservation = core.reserve(chunks)
-    assert reservation is not None
-    return reservation
-
-
-def store(core: Tiering, chunks: Sequence[OffloadKey]) -> list[Command]:
-    """Store chunks; return what the tiers are told."""
-    core.commit(reserve(core, chunks), 0.0)
-    invariants.check(core)
-    return core.take_commands()
-
-
-def puts(core: Tiering, chunks: Sequence[OffloadKey]) -> list[Put]:
-    commands = store(core, chunks)
-    assert all(isinstance(command, Put) for command in commands)
-    return [command for command in commands if isinstance(command, Put)]
-
-
-def there(core: Tiering, chunks: Sequence[OffloadKey]) -> list[OffloadKey]:
-    probe = Request()
-    found = [key for key in chunks if core.lookup(key, probe) is Lookup.HIT]
-    core.close(probe)
-    return found
-
+from tests.unit.core.world import (
+    keys,
+    make,
+    puts,
+    reserve,
+    store,
+    there,
+)
 
 # --- stores --------------------------------------------------------------------------------------
 
 
 def test_a_store_is_pending_until_it_is_committed() -> None:
-    core, request, prompt = make(), Request(), keys("a", 2)
+    core, request, prompt = make(8, 0), Request(), keys("a", 2)
     reservation = reserve(core, prompt)
     assert reservation.slots == [0, 1]
     assert [core.lookup(key, request) for key in prompt] == [Lookup.PENDING] * 2
@@ -81,7 +44,7 @@ def test_a_store_is_pending_until_it_is_committed() -> None:
 
 
 def test_without_tiers_a_wait_for_a_store_ends_by_its_deadline() -> None:
-    core, request, prompt = make(), Request(), keys("a", 1)
+    core, request, prompt = make(8, 0), Request(), keys("a", 1)
     reserve(core, prompt)
     for now_s in (0.0, 4.9, 5.0):
         assert core.lookup(prompt[0], request) is Lookup.PENDING
@@ -90,16 +53,9 @@ def test_without_tiers_a_wait_for_a_store_ends_by_its_deadline() -> None:
     assert core.take_counts() == {("expired",): 1, ("miss", "deadline"): 1}
 
 
-def test_an_aborted_store_was_never_there() -> None:
-    core, prompt = make(), keys("a", 2)
-    core.abort(reserve(core, prompt))
-    assert there(core, prompt) == []
-    assert len(core.table.free) == 8
-
-
 @pytest.mark.parametrize("end", ["commit", "abort"])
 def test_a_store_ends_once(end: str) -> None:
-    core = make()
+    core = make(8, 0)
     reservation = reserve(core, keys("a", 1))
     core.commit(reservation, 0.0)
     with pytest.raises(StateError, match="Reservation was ended before"):
@@ -107,7 +63,7 @@ def test_a_store_ends_once(end: str) -> None:
 
 
 def test_only_new_keys_are_reserved_and_each_once() -> None:
-    core = make()
+    core = make(8, 0)
     store(core, keys("a", 2))
     filling = reserve(core, keys("b", 1))
     reservation = reserve(core, [*keys("a", 3), *keys("b", 2), *keys("a", 3)])
@@ -119,7 +75,7 @@ def test_only_new_keys_are_reserved_and_each_once() -> None:
 
 
 def test_where_room_is_short_a_prefix_is_stored_and_where_there_is_none_nothing() -> None:
-    core, prompt = make(slots=4), keys("a", 6)
+    core, prompt = make(4, 0), keys("a", 6)
     reservation = reserve(core, prompt)
     assert reservation.keys == prompt[:4]
     assert core.reserve(keys("b", 3)) is None
@@ -141,7 +97,7 @@ def test_room_that_is_short_because_memory_still_comes_has_a_reason_of_its_own()
 
 
 def test_a_full_tier_evicts_the_oldest_tail_first_and_says_so() -> None:
-    core = make(slots=4)
+    core = make(4, 0)
     store(core, keys("old", 4))
     core.take_changes()
     reservation = reserve(core, keys("new", 2))
@@ -150,46 +106,8 @@ def test_a_full_tier_evicts_the_oldest_tail_first_and_says_so() -> None:
     assert core.take_counts()["evicted",] == 2
 
 
-def test_the_chunks_that_a_store_continues_are_not_evicted_for_it() -> None:
-    core, prompt = make(slots=4), keys("a", 4)
-    store(core, prompt[:2])
-    store(core, keys("b", 2))
-    core.commit(reserve(core, prompt), 0.0)
-    assert there(core, prompt) == prompt
-
-
-def test_what_was_hit_in_this_round_is_not_evicted_for_a_store() -> None:
-    core, request = make(slots=4), Request()
-    store(core, keys("a", 2))
-    store(core, keys("b", 2))
-    assert [core.lookup(key, request) for key in keys("a", 2)] == [Lookup.HIT] * 2
-    reservation = reserve(core, keys("c", 4))
-    assert len(reservation.keys) == 2
-    core.release(core.acquire(keys("a", 2), request))
-    core.settle(0.0)
-    assert sum(chunk.pins for chunk in core.table) == 2, "those of the store"
-
-
-def test_a_hit_that_is_not_acquired_holds_nothing_once_the_round_is_over() -> None:
-    core, request = make(slots=4), Request()
-    store(core, keys("a", 4))
-    assert core.lookup(keys("a", 1)[0], request) is Lookup.HIT
-    core.abort(reserve(core, keys("b", 4)))
-    core.settle(0.0)
-    assert sum(chunk.pins for chunk in core.table) == 0
-
-
-def test_more_slots_give_more_room() -> None:
-    core = make(slots=1)
-    store(core, keys("a", 1))
-    core.on_event(SlotsReady(range(1, 3)), 0.0)
-    store(core, keys("b", 2))
-    assert there(core, keys("a", 1) + keys("b", 2)) == keys("a", 1) + keys("b", 2)
-
-
 def test_a_chunk_is_stored_once_it_was_offered_often_enough() -> None:
-    limits = Limits(store_threshold=2, max_tracker_size=4)
-    core, prompt = make(limits=limits), keys("a", 3)
+    core, prompt = make(8, 0, store_threshold=2, max_tracker_size=4), keys("a", 3)
     assert reserve(core, prompt[:2]).keys == []
     reservation = reserve(core, prompt)
     assert reservation.keys == prompt[:2]
@@ -199,7 +117,7 @@ def test_a_chunk_is_stored_once_it_was_offered_often_enough() -> None:
 
 
 def test_the_threshold_admits_a_prefix_only() -> None:
-    core, prompt = make(limits=Limits(store_threshold=2)), keys("a", 3)
+    core, prompt = make(8, 0, store_threshold=2), keys("a", 3)
     reserve(core, prompt[1:])
     assert reserve(core, prompt).keys == []
     assert reserve(core, prompt).keys == prompt
@@ -209,7 +127,7 @@ def test_the_threshold_admits_a_prefix_only() -> None:
 
 
 def test_a_load_pins_and_its_end_makes_recent() -> None:
-    core = make(slots=4)
+    core = make(4, 0)
     store(core, keys("a", 2))
     store(core, keys("b", 2))
     pinned = core.acquire(keys("a", 2))
@@ -221,7 +139,7 @@ def test_a_load_pins_and_its_end_makes_recent() -> None:
 
 
 def test_what_is_not_ready_cannot_be_acquired_and_then_nothing_is() -> None:
-    core = make()
+    core = make(8, 0)
     store(core, keys("a", 1))
     reserve(core, keys("b", 1))
     for bad in (keys("b", 1), keys("c", 1)):
@@ -235,7 +153,7 @@ def test_what_is_not_ready_cannot_be_acquired_and_then_nothing_is() -> None:
 
 
 def test_a_stored_chunk_goes_to_every_tier_and_is_pinned_until_all_have_it() -> None:
-    core, prompt = make(slots=2, tiers=2), keys("a", 2)
+    core, prompt = make(2, 2, put_backlog=1.0), keys("a", 2)
     first, second = puts(core, prompt)
     assert [first.tier, second.tier] == [0, 1]
     assert list(first.keys) == list(second.keys) == prompt
@@ -250,7 +168,7 @@ def test_a_stored_chunk_goes_to_every_tier_and_is_pinned_until_all_have_it() -> 
 
 
 def test_what_exceeds_the_backlog_of_a_tier_is_dropped_for_it_and_counted() -> None:
-    core = make(slots=8, tiers=2, limits=Limits(put_backlog=0.5, landing_reserve=0.0))
+    core = make(8, 2, put_backlog=0.5)
     first, second = puts(core, keys("a", 3))
     core.on_event(PutEnded(second.id, [True] * 3), 0.0)
     again = puts(core, keys("b", 3))
@@ -262,16 +180,8 @@ def test_what_exceeds_the_backlog_of_a_tier_is_dropped_for_it_and_counted() -> N
     assert [gate.backlog for gate in core.shared.tiers] == [1, 2]
 
 
-def test_a_tier_that_is_down_takes_no_puts() -> None:
-    core = make(tiers=1)
-    core.on_event(TierDown(0, "refused"), 0.0)
-    assert puts(core, keys("a", 2)) == []
-    assert core.take_counts()["put_dropped", "t0", "down"] == 2
-    assert sum(chunk.pins for chunk in core.table) == 0
-
-
 def test_an_overdue_put_keeps_its_slots_until_it_ends() -> None:
-    core = make(slots=2, tiers=1)
+    core = make(2, 1, put_backlog=1.0)
     (put,) = puts(core, keys("a", 2))
     core.settle(3.0)
     assert core.take_counts()["overdue", "t0", "put"] == 1
@@ -281,25 +191,12 @@ def test_an_overdue_put_keeps_its_slots_until_it_ends() -> None:
     assert core.shared.tiers[0].overdue == 0
 
 
-def test_it_is_idle_when_no_tier_has_anything_to_do() -> None:
-    core = make(tiers=1)
-    assert core.is_idle
-    core.commit(reserve(core, keys("a", 1)), 0.0)
-    assert not core.is_idle
-    (put,) = core.take_commands()
-    assert isinstance(put, Put)
-    assert not core.is_idle
-    core.on_event(PutEnded(put.id, [True]), 0.0)
-    assert core.is_idle
-
-
 # --- reset ---------------------------------------------------------------------------------------
 
 
 def test_reset_hides_everything_and_tells_the_tiers() -> None:
-    core = make(tiers=2)
-    for put in puts(core, keys("a", 2)):
-        core.on_event(PutEnded(put.id, [True, True]), 0.0)
+    core = make(8, 2, put_backlog=1.0)
+    store(core, keys("a", 2))
     core.reset()
     assert core.take_commands() == [Reset(0, 1), Reset(1, 1)]
     assert there(core, keys("a", 2)) == []
@@ -307,51 +204,8 @@ def test_reset_hides_everything_and_tells_the_tiers() -> None:
     assert core.epoch == 1
 
 
-def test_what_is_under_way_at_a_reset_keeps_its_slots_and_is_never_seen() -> None:
-    core, request = make(slots=8, tiers=1), Request()
-    (loaded,) = puts(core, keys("load", 1))
-    core.on_event(PutEnded(loaded.id, [True]), 0.0)
-    (put,) = puts(core, keys("put", 1))
-    pinned = core.acquire(keys("load", 1))
-    committed, aborted = reserve(core, keys("commit", 1)), reserve(core, keys("abort", 1))
-    assert core.lookup(keys("fetch", 1)[0], request) is Lookup.RETRY
-    core.settle(0.0)
-    fetch, touch = core.take_commands()
-    assert isinstance(fetch, Fetch)
-    assert isinstance(touch, Touch)
-    core.reset()
-    core.take_commands()
-    invariants.check(core)
-    assert len(core.table.free) == 3
-    assert sum(chunk.state is ChunkState.DOOMED for chunk in core.table) == 5
-    core.on_event(Fetched(fetch.id, [Answer.LANDED]), 0.0)
-    core.on_event(PutEnded(put.id, [True]), 0.0)
-    core.release(pinned)
-    core.commit(committed, 0.0)
-    core.abort(aborted)
-    invariants.check(core)
-    assert len(core.table.free) == 8
-    assert core.take_commands() == [], "what was reset is not put"
-    names = ["load", "put", "commit", "abort", "fetch"]
-    assert there(core, [key for name in names for key in keys(name, 1)]) == []
-
-
-def test_after_a_reset_in_a_round_questions_are_new_ones() -> None:
-    core, request, prompt = make(tiers=1), Request(), keys("a", 2)
-    for put in puts(core, prompt[:1]):
-        core.on_event(PutEnded(put.id, [True]), 0.0)
-    assert core.lookup(prompt[0], request) is Lookup.HIT
-    core.reset()
-    core.take_commands()
-    assert core.lookup(prompt[0], request) is Lookup.RETRY
-    core.settle(0.0)
-    (fetch,) = core.take_commands()
-    assert isinstance(fetch, Fetch)
-    assert list(fetch.keys) == prompt[:1]
-
-
 def test_a_fetch_of_before_a_reset_teaches_nothing() -> None:
-    core, old, new, prompt = make(tiers=1), Request(), Request(), keys("a", 2)
+    core, old, new, prompt = make(8, 1, put_backlog=1.0), Request(), Request(), keys("a", 2)
     core.lookup(prompt[0], old)
     core.settle(0.0)
     (fetch,) = core.take_commands()
@@ -368,7 +222,7 @@ def test_a_fetch_of_before_a_reset_teaches_nothing() -> None:
 
 
 def test_a_deadline_outlives_a_reset() -> None:
-    core, request, prompt = make(tiers=1), Request(), keys("a", 1)
+    core, request, prompt = make(8, 1, put_backlog=1.0), Request(), keys("a", 1)
     core.lookup(prompt[0], request)
     core.settle(0.0)
     core.reset()
@@ -376,70 +230,15 @@ def test_a_deadline_outlives_a_reset() -> None:
     assert core.lookup(prompt[0], request) is Lookup.MISS
 
 
-def test_the_same_key_can_be_stored_while_its_old_copy_is_still_doomed() -> None:
-    core, prompt = make(tiers=0), keys("a", 1)
-    old = reserve(core, prompt)
-    core.reset()
-    store(core, prompt)
-    core.abort(old)
-    assert there(core, prompt) == prompt
-    invariants.check(core)
-
-
 # --- what is told --------------------------------------------------------------------------------
-
-
-def test_changes_tell_what_became_available_where() -> None:
-    core, prompt = make(tiers=1), keys("a", 2)
-    reservation = reserve(core, prompt)
-    assert core.take_changes() == []
-    core.commit(reservation, 0.0)
-    assert core.take_changes() == [Change(tuple(prompt), None, removed=False)]
-    (put,) = core.take_commands()
-    assert isinstance(put, Put)
-    core.on_event(PutEnded(put.id, [True, False]), 0.0)
-    assert core.take_changes() == [Change((prompt[0],), 0, removed=False)]
-    filling = reserve(core, keys("b", 1))
-    core.reset()
-    assert core.take_changes() == [
-        Change(tuple(prompt), None, removed=True),
-        Change((prompt[0],), 0, removed=True),
-    ]
-    core.commit(filling, 0.0)
-    assert core.take_changes() == []
-
-
-def test_a_put_of_before_a_reset_is_not_announced_after_it() -> None:
-    core = make(tiers=1)
-    (put,) = puts(core, keys("a", 1))
-    core.reset()
-    core.take_changes()
-    core.on_event(PutEnded(put.id, [True]), 0.0)
-    assert core.take_changes() == []
-
-
-def test_changes_are_noted_on_demand_only() -> None:
-    core = Tiering(LRU())
-    core.on_event(SlotsReady(range(2)), 0.0)
-    store(core, keys("a", 3))
-    assert core.take_changes() == []
-
-
-def test_counts_are_taken_once() -> None:
-    core = make()
-    store(core, keys("a", 2))
-    core.lookup(keys("b", 1)[0], Request())
-    assert core.take_counts() == {("stored",): 2, ("miss", "absent"): 1}
-    assert core.take_counts() == {}
 
 
 # --- touches ---------------------------------------------------------------------------------------
 
 
 def test_tiers_learn_once_a_round_what_was_loaded_without_them() -> None:
-    core, prompt = make(tiers=2), keys("a", 3)
-    for put in puts(core, prompt):
-        core.on_event(PutEnded(put.id, [True] * 3), 0.0)
+    core, prompt = make(8, 2, put_backlog=1.0), keys("a", 3)
+    store(core, prompt)
     for _ in range(2):
         core.release(core.acquire(prompt[:2]))
     assert core.take_commands() == [], "not before the round is over"
@@ -449,22 +248,9 @@ def test_tiers_learn_once_a_round_what_was_loaded_without_them() -> None:
     assert core.take_commands() == []
 
 
-def test_what_a_tier_has_just_given_is_not_touched() -> None:
-    core, request, prompt = make(tiers=1), Request(), keys("a", 1)
-    core.lookup(prompt[0], request)
-    core.settle(0.0)
-    (fetch,) = core.take_commands()
-    assert isinstance(fetch, Fetch)
-    core.on_event(Fetched(fetch.id, [Answer.LANDED]), 0.0)
-    core.release(core.acquire(prompt))
-    core.settle(0.0)
-    assert core.take_commands() == []
-
-
 def test_a_tier_that_takes_no_work_and_what_was_reset_are_not_touched() -> None:
-    core, prompt = make(tiers=2), keys("a", 1)
-    for put in puts(core, prompt):
-        core.on_event(PutEnded(put.id, [True]), 0.0)
+    core, prompt = make(8, 2, put_backlog=1.0), keys("a", 1)
+    store(core, prompt)
     core.on_event(TierDown(0, "test"), 0.0)
     core.release(core.acquire(prompt))
     core.settle(0.0)

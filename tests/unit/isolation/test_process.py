@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.core.backoff import even
+from kvtier.core.backoff import no_jitter
 from kvtier.core.messages import Answer, Fetched, ProcessEnded, PutEnded, Reset, TierDown
 from kvtier.errors import ConfigError, StateError
 from kvtier.executor import NamedTier
@@ -358,7 +358,7 @@ def test_a_process_that_never_starts_is_tried_with_growing_pauses(
         sleep(self, pause_s)
 
     monkeypatch.setattr(ExecutorProcess, "_sleep", noted)
-    it = den(make_tier("dummy"), pace=Pace(first_pause_s=0.01, longest_pause_s=0.05), chance=even)
+    it = den(make_tier("dummy"), pace=Pace(first_pause_s=0.01, longest_pause_s=0.05), chance=no_jitter)
     it.until(lambda: len(it.endings) > 4, "five ends")
     assert set(it.endings) == {"exited"}
     assert pauses[:4] == [0.01, 0.02, 0.04, 0.05]

@@ -9,7 +9,7 @@ from kvtier.identity import Identity
 from kvtier.keys import pack_key
 from kvtier.tiers.base import TRAILER_BYTES, Batch, Knowledge, Outcome, Status, TierContext
 from kvtier.tiers.dummy import DummyConfig, DummyTier
-from kvtier.tiers.seal import Verdict, check, seal
+from kvtier.tiers.seal import Integrity, check, seal
 
 CHUNK_BYTES = 1024
 KEYS = [pack_key(bytes([number]) * 32) for number in range(20)]
@@ -120,7 +120,7 @@ async def test_corrupted_bytes_are_seen_by_their_trailer_and_heal():
         assert (await tier.get(batch)).statuses == [Status.OK] * 20
         seals = zip(batch.trailers, batch.keys, batch.views, strict=True)
         verdicts = [check(trailer, key, view, DIGEST) for trailer, key, view in seals]
-        assert set(verdicts) == {Verdict.GOOD, Verdict.CHECKSUM}
+        assert set(verdicts) == {Integrity.SOUND, Integrity.CHECKSUM}
 
 
 async def faults(seed: int) -> list[Status]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.tiers.seal import MAGIC, TRAILER_BYTES, Verdict, check, seal
+from kvtier.tiers.seal import MAGIC, TRAILER_BYTES, Integrity, check, seal
 
 KEY = pack_key(b"k" * 32, 1)
 DIGEST = bytes(range(16))
@@ -27,8 +27,8 @@ def test_what_was_sealed_is_good(hash_bytes, group, payload):
     key, view = pack_key(hash_bytes, group), memoryview(payload)
     trailer = seal(key, view, DIGEST)
     assert len(trailer) == TRAILER_BYTES
-    assert check(trailer, key, view, DIGEST) is Verdict.GOOD
-    assert check(memoryview(trailer), key, view, DIGEST) is Verdict.GOOD
+    assert check(trailer, key, view, DIGEST) is Integrity.SOUND
+    assert check(memoryview(trailer), key, view, DIGEST) is Integrity.SOUND
 
 
 def test_the_record_is_laid_out_as_documented():
@@ -45,7 +45,7 @@ def test_the_record_is_laid_out_as_documented():
 def test_a_flipped_bit_in_the_trailer_is_seen(bit):
     trailer = bytearray(seal(KEY, PAYLOAD, DIGEST))
     trailer[bit // 8] ^= 1 << bit % 8
-    assert check(bytes(trailer), KEY, PAYLOAD, DIGEST) is Verdict.TORN
+    assert check(bytes(trailer), KEY, PAYLOAD, DIGEST) is Integrity.TORN
 
 
 @given(st.integers(0, PAYLOAD.nbytes * 8 - 1))
@@ -53,12 +53,12 @@ def test_a_flipped_bit_in_the_payload_is_seen(bit):
     trailer = seal(KEY, PAYLOAD, DIGEST)
     payload = bytearray(PAYLOAD)
     payload[bit // 8] ^= 1 << bit % 8
-    assert check(trailer, KEY, memoryview(payload), DIGEST) is Verdict.CHECKSUM
+    assert check(trailer, KEY, memoryview(payload), DIGEST) is Integrity.CHECKSUM
 
 
 @given(st.binary(max_size=300))
 def test_anything_else_is_torn(trailer):
-    assert check(trailer, KEY, PAYLOAD, DIGEST) is Verdict.TORN
+    assert check(trailer, KEY, PAYLOAD, DIGEST) is Integrity.TORN
 
 
 @pytest.mark.parametrize(
@@ -66,32 +66,32 @@ def test_anything_else_is_torn(trailer):
     [pack_key(b"k" * 32, 2), pack_key(b"k" * 31 + b"j", 1), pack_key(b"k" * 31, 1), pack_key(b"k" * 33, 1)],
 )
 def test_another_key_is_foreign(other):
-    assert check(seal(other, PAYLOAD, DIGEST), KEY, PAYLOAD, DIGEST) is Verdict.FOREIGN
+    assert check(seal(other, PAYLOAD, DIGEST), KEY, PAYLOAD, DIGEST) is Integrity.FOREIGN
 
 
 def test_a_key_is_not_taken_for_a_longer_one_that_ends_in_zeros():
     short, long = pack_key(b"k", 0), OffloadKey(pack_key(b"k", 0) + b"\0")
-    assert check(seal(short, PAYLOAD, DIGEST), long, PAYLOAD, DIGEST) is Verdict.FOREIGN
-    assert check(seal(long, PAYLOAD, DIGEST), short, PAYLOAD, DIGEST) is Verdict.FOREIGN
+    assert check(seal(short, PAYLOAD, DIGEST), long, PAYLOAD, DIGEST) is Integrity.FOREIGN
+    assert check(seal(long, PAYLOAD, DIGEST), short, PAYLOAD, DIGEST) is Integrity.FOREIGN
 
 
 def test_another_identity_is_foreign():
-    assert check(seal(KEY, PAYLOAD, bytes(16)), KEY, PAYLOAD, DIGEST) is Verdict.FOREIGN
+    assert check(seal(KEY, PAYLOAD, bytes(16)), KEY, PAYLOAD, DIGEST) is Integrity.FOREIGN
 
 
 @pytest.mark.parametrize("length", [0, 4095])
 def test_another_length_is_foreign(length):
-    assert check(seal(KEY, PAYLOAD, DIGEST), KEY, PAYLOAD[:length], DIGEST) is Verdict.FOREIGN
+    assert check(seal(KEY, PAYLOAD, DIGEST), KEY, PAYLOAD[:length], DIGEST) is Integrity.FOREIGN
 
 
 @pytest.mark.parametrize("offset", [0, 8])
 def test_another_format_is_torn(offset):
     trailer = bytearray(seal(KEY, PAYLOAD, DIGEST))
     trailer[offset] ^= 2
-    assert check(resealed(trailer), KEY, PAYLOAD, DIGEST) is Verdict.TORN
+    assert check(resealed(trailer), KEY, PAYLOAD, DIGEST) is Integrity.TORN
 
 
 def test_an_impossible_key_length_does_not_match():
     trailer = bytearray(seal(KEY, PAYLOAD, DIGEST))
     struct.pack_into("<H", trailer, 10, 65535)
-    assert check(resealed(trailer), KEY, PAYLOAD, DIGEST) is Verdict.TORN
+    assert check(resealed(trailer), KEY, PAYLOAD, DIGEST) is Integrity.TORN

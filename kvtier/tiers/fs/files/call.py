@@ -16,7 +16,10 @@ from kvtier.tiers.fs.layout import BLOCK_BYTES
 
 
 class Result(IntEnum):
-    """What became of one chunk; a negative number instead is an errno. The first six as in C."""
+    """What became of one chunk, in an array that C fills in; a negative number instead is an errno.
+
+    The first six are C's. ``Status`` is what the tier makes of it, the name the reason that is counted.
+    """
 
     OK = 0
     EXISTS = 1

@@ -35,10 +35,10 @@ from kvtier.tiers.fs.layout import (
 _PUBLISH_ATTEMPTS = 3
 _MAX_DEPTH = 16
 _RESULTS = {
-    seal.Verdict.GOOD: Result.OK,
-    seal.Verdict.TORN: Result.TORN,
-    seal.Verdict.FOREIGN: Result.FOREIGN,
-    seal.Verdict.CHECKSUM: Result.CHECKSUM,
+    seal.Integrity.SOUND: Result.OK,
+    seal.Integrity.TORN: Result.TORN,
+    seal.Integrity.FOREIGN: Result.FOREIGN,
+    seal.Integrity.CHECKSUM: Result.CHECKSUM,
 }
 _MISSING = (FileNotFoundError, NotADirectoryError)
 

@@ -17,7 +17,7 @@ from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.memory.heap import HeapMemory
 from kvtier.tiers.base import Batch, Outcome, SecondaryTier, Status
-from kvtier.tiers.seal import Verdict, check, seal
+from kvtier.tiers.seal import Integrity, check, seal
 from kvtier_bench import machine
 
 SIZES: Final = (65536, 524288, 2097152)
@@ -171,8 +171,8 @@ class TierMover(BatchMover[tuple[Sequence[OffloadKey], list[bytes]]]):
         if self.tier.verifies or self._last is None:
             return
         for key, view, trailer in zip(self._last.keys, self._last.views, self._last.trailers, strict=True):
-            if verdict := check(trailer, key, view, self._digest):
-                raise KVTierError(f"the tier under test gave wrong bytes: {Verdict(verdict).name.lower()}")
+            if (found := check(trailer, key, view, self._digest)) is not Integrity.SOUND:
+                raise KVTierError(f"the tier under test gave wrong bytes: {found}")
 
     async def remove(self, batches: Sequence[tuple[Sequence[OffloadKey], list[bytes]]]) -> None:
         """See ``BatchMover.remove``."""

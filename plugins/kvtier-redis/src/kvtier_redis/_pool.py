@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from kvtier.tiers.drain import until_done
+from kvtier.tiers.drain import wait_for_end
 from kvtier_redis._protocol import RespSocket
 
 T = TypeVar("T")
@@ -95,19 +95,19 @@ class Connection:
             self._connection.disconnect()
 
     async def _drained(self, running: asyncio.Future[T]) -> T:
-        try:
-            await asyncio.wait((running,))
-        except asyncio.CancelledError:
-            self._is_broken = True
-            if self._socket is not None:
-                self._socket.cut()
-            with suppress(Exception):
-                await until_done(running)
-            raise
+        cancelled = await wait_for_end(running, self._cut)
+        if cancelled is not None:
+            raise cancelled
         error = running.exception()
         if error is not None and not isinstance(error, _StaleError):
             self._is_broken = True  # replies may be unread
         return running.result()
+
+    def _cut(self) -> None:
+        """Have a call in flight fail at once."""
+        self._is_broken = True
+        if self._socket is not None:
+            self._socket.cut()
 
     async def _connected(self) -> RespSocket:
         """Connect. No slot is involved: when this is cancelled the thread is left to itself."""

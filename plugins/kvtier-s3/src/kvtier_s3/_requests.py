@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from kvtier.tiers.drain import until_done
+from kvtier.tiers.drain import wait_for_end
 
 Request = Callable[[int], Awaitable[None]]
 
@@ -28,12 +28,10 @@ class RequestLimiter:
         """
         stopping = asyncio.Event()
         running = asyncio.ensure_future(self._run(count, request, stopping))
-        try:
-            await asyncio.shield(running)
-        except asyncio.CancelledError:
-            stopping.set()
-            await until_done(running)
-            raise
+        cancelled = await wait_for_end(running, stopping.set)
+        if cancelled is not None:
+            raise cancelled
+        running.result()
 
     async def _run(self, count: int, request: Request, stopping: asyncio.Event) -> None:
         indices = iter(range(count))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from kvtier.core.chunks import Chunk
-from kvtier.core.states import BreakerState, ChunkState, TransferState
+from kvtier.core.states import BreakerState, ChunkState
 from kvtier.core.tiering import Tiering
 
 
@@ -71,10 +71,11 @@ def _check_gates(core: Tiering) -> None:
         backlog = sum(len(transfer.chunks) for transfer in mine if transfer.is_put)
         _require(gate.backlog == backlog, f"the backlog of {gate.name} is that of its puts")
         for verb, breaker in (("put", gate.puts), ("get", gate.gets)):
-            states = {transfer.id: transfer.state for transfer in mine if transfer.verb == verb}
-            overdue = list(states.values()).count(TransferState.OVERDUE)
-            _require(breaker.overdue == overdue, f"the overdue {verb}s of {gate.name} are counted")
-            is_probed = states.get(breaker.probe or 0) is TransferState.RUNNING
+            overdue = {transfer.id: transfer.is_overdue for transfer in mine if transfer.verb == verb}
+            _require(
+                breaker.overdue == sum(overdue.values()), f"the overdue {verb}s of {gate.name} are counted"
+            )
+            is_probed = overdue.get(breaker.probe or 0) is False
             _require(
                 is_probed is (breaker.state is BreakerState.HALF_OPEN),
                 f"the breaker of the {verb}s of {gate.name} is HALF_OPEN while a probe is under way",

@@ -78,7 +78,7 @@ class Bridge:
     def lookup(self, key: OffloadKey, name: str) -> Lookup:
         """Return whether a chunk is there. What a thread posts can be there from any question on."""
         if self._events and self._chance.random() < 0.5:
-            self._driver.take_in(self._events)
+            self._driver.on_events(self._events)
         request = self._requests[name]
         if request.stands and (answer := self.core.repeat(key, request)) is not None:
             return answer
@@ -140,7 +140,7 @@ class Bridge:
 
     def take_in(self) -> None:
         """Pass events to the core, and its commands to the executor."""
-        self._driver.take_in(self._events)
+        self._driver.on_events(self._events)
 
 
 __all__ = ["Bridge", "SimExecutorThread"]

@@ -7,7 +7,6 @@ from typing import Any
 
 from kvtier.core.messages import Answer, Command, Event, Fetch, Fetched
 from kvtier.core.requests import Request
-from kvtier.core.states import TransferState
 from kvtier.core.tiering import Tiering
 from kvtier.core.transfers import Pinned, Reservation, Transfer
 from kvtier.keys import OffloadKey, group_index
@@ -33,7 +32,7 @@ class EfficiencyCheckedTiering(Tiering):
         """Take in an event, and note whom it tells that a tier does not have a chunk."""
         transfer = self.shared.transfers.get(event.id) if isinstance(event, Fetched) else None
         if isinstance(event, Fetched) and transfer is not None:
-            if transfer.state is TransferState.RUNNING:
+            if not transfer.is_overdue:
                 self._tell(transfer, _answered(transfer, event, Answer.MISSING))
             self._found(_answered(transfer, event, Answer.LANDED))
         super().on_event(event, now_s)

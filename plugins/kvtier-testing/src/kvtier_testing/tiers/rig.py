@@ -18,7 +18,7 @@ from kvtier.memory.heap import HeapMemory
 from kvtier.reasons import TRANSFER
 from kvtier.tiers.base import Batch, Knowledge, Outcome, SecondaryTier, Status, Usage
 from kvtier.tiers.drain import in_thread
-from kvtier.tiers.seal import Verdict, check, seal
+from kvtier.tiers.seal import Integrity, check, seal
 
 UNUSED = 0xA5
 EMPTY = 0x5A
@@ -186,8 +186,8 @@ class TierRig:
             batch.trailers[index], batch.keys[index], batch.views[index], self.identity.short_digest
         )
         expect(
-            verdict is Verdict.GOOD,
-            f"a get gave right bytes, but not the trailer that was put with them ({verdict.name}): it has to "
+            verdict is Integrity.SOUND,
+            f"a get gave right bytes, but not the trailer that was put with them ({verdict}): it has to "
             "be kept beside the bytes and written into batch.trailers, unless verifies is true",
         )
 
