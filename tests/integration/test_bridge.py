@@ -29,9 +29,9 @@ from vllm.v1.kv_offload.base import (
     TierMatcher,
 )
 
+from kvtier.adapters.vllm._locations import location_of
 from kvtier.adapters.vllm.compat import TELLS_OF_FLUSHES, CacheHitSource
 from kvtier.adapters.vllm.manager import KVTierManager, Slots
-from kvtier.adapters.vllm.places import place_of
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
 from kvtier.adapters.vllm.workers import Workers
 from kvtier.core.admission import Limits, TierGate
@@ -122,7 +122,7 @@ class World:
             self.core,
             self.thread,
             sources=sources,
-            places=[place_of(tier) for tier in tiers],
+            locations=[location_of(tier) for tier in tiers],
             steps_ahead=steps_ahead,
             self_describing=self_describing,
             repeats_stores=repeats_stores,

@@ -24,10 +24,10 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
+from kvtier.adapters.vllm._locations import Location, allowed_tiers
 from kvtier.adapters.vllm.compat import TELLS_OF_FLUSHES, CacheHitSource
 from kvtier.adapters.vllm.events import EventStream
 from kvtier.adapters.vllm.metrics import GaugeReader, as_stats
-from kvtier.adapters.vllm.places import Place, allowed_tiers
 from kvtier.adapters.vllm.workers import Workers
 from kvtier.core.requests import Request
 from kvtier.core.states import Lookup
@@ -70,7 +70,7 @@ class KVTierManager(OffloadingManager):
         core: the state machine, owned from now on by the scheduler thread.
         executor: runs its commands; started already.
         sources: what vLLM calls each secondary tier in its cache-hit metrics.
-        places: where each secondary tier keeps its chunks, for requests that choose among them.
+        locations: where each secondary tier keeps its chunks, for requests that choose among them.
         chunk_bytes: length of a chunk, for metrics.
         self_describing: whether events are sent only when vLLM can say what is in their chunks.
         steps_ahead: steps that vLLM schedules before the first of them has ended, itself included.
@@ -90,7 +90,7 @@ class KVTierManager(OffloadingManager):
         executor: AnyExecutor,
         *,
         sources: Sequence[CacheHitSource] = (),
-        places: Sequence[Place] = (),
+        locations: Sequence[Location] = (),
         chunk_bytes: int = 0,
         self_describing: bool = False,
         steps_ahead: int = 2,
@@ -112,7 +112,7 @@ class KVTierManager(OffloadingManager):
             clock=clock,
         )
         self._sources = sources
-        self._places = places
+        self._locations = locations
         self._steps_ahead = steps_ahead
         self._info = info or {}
         self._on_shutdown = on_shutdown
@@ -130,7 +130,7 @@ class KVTierManager(OffloadingManager):
         self._chunk_bytes = chunk_bytes
         self._gauges = GaugeReader(core, executor.activity, chunk_bytes)
         names = [gate.name for gate in core.shared.tiers]
-        self._stream = EventStream(names, places, self_describing=self_describing)
+        self._stream = EventStream(names, locations, self_describing=self_describing)
         self._closed = False
         self._stopped: str | None = None  # why nothing is copied any more
 
@@ -138,7 +138,7 @@ class KVTierManager(OffloadingManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """See vLLM."""
-        tiers = allowed_tiers(req_context.load_tier_filter, self._places)
+        tiers = allowed_tiers(req_context.load_tier_filter, self._locations)
         self._requests[req_context.req_id] = Request(req_context.req_id, tiers)
         return RequestOffloadingContext()
 

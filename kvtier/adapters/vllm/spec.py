@@ -30,10 +30,10 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier.adapters.vllm import metrics
+from kvtier.adapters.vllm._locations import location_of
 from kvtier.adapters.vllm.identity import engine_identity
 from kvtier.adapters.vllm.manager import KVTierManager
 from kvtier.adapters.vllm.parallel import SlotShape, slot_layout, slot_shape, with_chunk_size
-from kvtier.adapters.vllm.places import place_of
 from kvtier.adapters.vllm.worker import KVTierWorker, as_kv_caches, batched_copy
 from kvtier.adapters.vllm.workers import Workers
 from kvtier.build import make_core, make_tiers, slots_for, start_executor
@@ -112,7 +112,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             core,
             executor,
             sources=[_source(tier) for tier in tiers],
-            places=[place_of(tier.tier) for tier in tiers],
+            locations=[location_of(tier.tier) for tier in tiers],
             chunk_bytes=self._shape.chunk_bytes,
             self_describing=self.kv_events_config.self_describing_kv_events,
             steps_ahead=self._engine.steps_ahead if self._engine is not None else 2,

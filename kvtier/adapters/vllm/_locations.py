@@ -10,33 +10,33 @@ from vllm.v1.kv_offload.base import Locality, Medium, TierFilter
 from kvtier.tiers.base import SecondaryTier
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where a tier keeps its chunks. A locality of None is not known, and matches every filter."""
 
     medium: Medium
     locality: Locality | None
 
 
-_PLACES = {
-    "memory": Place(Medium.CPU, Locality.LOCAL),
-    "disk": Place(Medium.STORAGE, None),  # its directory may be a mount of another machine's
-    "remote": Place(Medium.STORAGE, Locality.REMOTE),
+_LOCATIONS = {
+    "memory": Location(Medium.CPU, Locality.LOCAL),
+    "disk": Location(Medium.STORAGE, None),  # its directory may be a mount of another machine's
+    "remote": Location(Medium.STORAGE, Locality.REMOTE),
 }
 
 
-def place_of(tier: SecondaryTier[Any]) -> Place:
+def location_of(tier: SecondaryTier[Any]) -> Location:
     """Say where a tier keeps its chunks: by its kind, unless its settings say it."""
-    place = _PLACES[tier.medium]
+    location = _LOCATIONS[tier.medium]
     locality = tier.config.locality
-    return place if locality is None else Place(place.medium, Locality(locality))
+    return location if locality is None else Location(location.medium, Locality(locality))
 
 
-def allowed_tiers(wanted: TierFilter, places: Sequence[Place]) -> frozenset[int] | None:
+def allowed_tiers(wanted: TierFilter, locations: Sequence[Location]) -> frozenset[int] | None:
     """Return the tiers that a request's filter allows; None for all of them.
 
     The primary tier is not filtered: what is there is a hit, wherever it came from.
     """
     if wanted is TierFilter.ALL:
         return None
-    allowed = frozenset(tier for tier, place in enumerate(places) if wanted.allows(*place))
-    return None if len(allowed) == len(places) else allowed
+    allowed = frozenset(tier for tier, location in enumerate(locations) if wanted.allows(*location))
+    return None if len(allowed) == len(locations) else allowed
