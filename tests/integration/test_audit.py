@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Ask
-from tests.integration.harness import PATIENCE_S, PROMPT_CHUNKS, Engine, Forge, prompt
+from tests.integration.harness import PATIENCE_S, PROMPT_CHUNKS, Engine, Launcher, prompt
 
 PROMPT = prompt(1)
 RECOMPUTING = {"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"}
@@ -57,7 +57,9 @@ class Audited:
 
     def exchange_pages(self, **copies: int) -> None:
         """Let the next copies exchange two pages. Of loads or stores, so many."""
-        self.engine.ask("call", module="tests.integration.crooked", function="exchange", arguments=copies)
+        self.engine.ask(
+            "call", module="tests.integration.swapped_pages", function="exchange", arguments=copies
+        )
 
     def not_served(self, *prompts: list[int]) -> list[list[int]]:
         """Generate for prompts that nothing may be loaded for."""
@@ -67,7 +69,7 @@ class Audited:
 
 
 @pytest.fixture
-def audited(forge: Forge, llama: Path, tmp_path: Path) -> Callable[..., Any]:
+def audited(launcher: Launcher, llama: Path, tmp_path: Path) -> Callable[..., Any]:
     """Return what starts an audited engine with a file tier; of each test the same one."""
 
     @contextmanager
@@ -80,7 +82,7 @@ def audited(forge: Forge, llama: Path, tmp_path: Path) -> Callable[..., Any]:
         }
         environment = {"XDG_STATE_HOME": str(tmp_path), **more.pop("environment", {})}
         transfer = more.pop("kv_transfer_config", RECOMPUTING)
-        with forge.start(
+        with launcher.start(
             llama, settings, environment=environment, kv_transfer_config=transfer, **more
         ) as engine:
             yield Audited(engine, tmp_path)

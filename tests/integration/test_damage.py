@@ -12,7 +12,7 @@ import pytest
 from kvtier.keys import pack_key
 from kvtier.tiers import seal
 from tests.integration.conftest import Ask, in_full
-from tests.integration.harness import BLOCK_TOKENS, PROMPT_CHUNKS, Forge, chunk_files, prompt
+from tests.integration.harness import BLOCK_TOKENS, PROMPT_CHUNKS, Launcher, chunk_files, prompt
 
 pytestmark = pytest.mark.releases
 
@@ -22,10 +22,10 @@ TRAILER_BLOCK_BYTES = 4096
 
 
 @pytest.fixture(scope="module")
-def written(forge: Forge, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def written(launcher: Launcher, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return a root that holds the prompt, and the path in it of the chunk at ``POSITION``."""
     root = tmp_path_factory.mktemp("written")
-    with forge.start(llama, _settings(root)) as engine:
+    with launcher.start(llama, _settings(root)) as engine:
         engine.served(PROMPT[: POSITION * BLOCK_TOKENS + 2])
         before = set(chunk_files(root))
         engine.served(PROMPT[: (POSITION + 1) * BLOCK_TOKENS + 2])
@@ -84,7 +84,7 @@ def _exchange(path: Path) -> None:
     ],
 )
 def test_a_damaged_file_is_recomputed_counted_and_set_aside(
-    forge: Forge,
+    launcher: Launcher,
     llama: Path,
     reference: Ask,
     written: tuple[Path, Path],
@@ -95,7 +95,7 @@ def test_a_damaged_file_is_recomputed_counted_and_set_aside(
     chunk = root / written[1]
     good = chunk.read_bytes()
     damage(chunk)
-    with forge.start(llama, _settings(root)) as engine:
+    with launcher.start(llama, _settings(root)) as engine:
         answers, loaded = engine.served(PROMPT)
         metrics = engine.metrics()
 
@@ -108,11 +108,11 @@ def test_a_damaged_file_is_recomputed_counted_and_set_aside(
 
 
 def test_a_deleted_file_is_recomputed_and_counted(
-    forge: Forge, llama: Path, reference: Ask, written: tuple[Path, Path], root: Path
+    launcher: Launcher, llama: Path, reference: Ask, written: tuple[Path, Path], root: Path
 ) -> None:
     chunk = root / written[1]
     chunk.unlink()
-    with forge.start(llama, _settings(root)) as engine:
+    with launcher.start(llama, _settings(root)) as engine:
         answers, loaded = engine.served(PROMPT)
         metrics = engine.metrics()
 
@@ -126,11 +126,11 @@ def test_a_deleted_file_is_recomputed_and_counted(
 
 @pytest.mark.full
 def test_control_wrong_bytes_with_a_right_seal_change_the_tokens(
-    forge: Forge, llama: Path, reference: Ask, root: Path
+    launcher: Launcher, llama: Path, reference: Ask, root: Path
 ) -> None:
     for path in chunk_files(root):
         _falsify(path)
-    with forge.start(llama, _settings(root)) as engine:
+    with launcher.start(llama, _settings(root)) as engine:
         answers, loaded = engine.served(PROMPT)
 
     assert loaded == {"fs": PROMPT_CHUNKS}

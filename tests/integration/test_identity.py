@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Ask, in_full
-from tests.integration.harness import PROMPT_CHUNKS, Forge, namespaces, prompt
+from tests.integration.harness import PROMPT_CHUNKS, Launcher, namespaces, prompt
 
 PROMPTS = [prompt(1), prompt(2)]
 CHUNKS = len(PROMPTS) * PROMPT_CHUNKS
@@ -32,9 +32,9 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def fill(forge: Forge, model: Path, settings: dict[str, Any]) -> None:
+def fill(launcher: Launcher, model: Path, settings: dict[str, Any]) -> None:
     """Have a first engine write its chunks."""
-    with forge.start(model, settings) as engine:
+    with launcher.start(model, settings) as engine:
         engine.served(*PROMPTS)
 
 
@@ -55,7 +55,7 @@ def _other_rope(model: Path, make_llama: Callable[..., Path]) -> None:
 @pytest.mark.usefixtures("fill")
 @pytest.mark.parametrize("change", [_other_weights, in_full(_other_rope)])
 def test_another_model_at_the_same_path(
-    forge: Forge,
+    launcher: Launcher,
     model: Path,
     make_llama: Callable[..., Path],
     reference: Ask,
@@ -64,9 +64,9 @@ def test_another_model_at_the_same_path(
     change: Callable[[Path, Callable[..., Path]], None],
 ) -> None:
     change(model, make_llama)
-    with forge.start(model, settings) as engine:
+    with launcher.start(model, settings) as engine:
         answers, loaded = engine.served(*PROMPTS)
-    with forge.start(model) as engine:
+    with launcher.start(model) as engine:
         expected = engine.generate(*PROMPTS)
 
     assert answers == expected != reference(*PROMPTS)
@@ -89,16 +89,16 @@ def test_another_model_at_the_same_path(
     ids=["revision", "dtype", "kv_cache_dtype", "block_size", "hash", "chunk_size", "namespace"],
 )
 def test_another_cache_of_the_same_model(
-    forge: Forge,
+    launcher: Launcher,
     model: Path,
     settings: dict[str, Any],
     tmp_path: Path,
     more_settings: dict[str, Any],
     arguments: dict[str, Any],
 ) -> None:
-    with forge.start(model, {**settings, **more_settings}, **arguments) as engine:
+    with launcher.start(model, {**settings, **more_settings}, **arguments) as engine:
         answers, loaded = engine.served(*PROMPTS)
-    with forge.start(model, **arguments) as engine:
+    with launcher.start(model, **arguments) as engine:
         expected = engine.generate(*PROMPTS)
 
     assert loaded == {}
@@ -118,7 +118,7 @@ def test_another_cache_of_the_same_model(
     ids=["uni", "mp", "engine process"],
 )
 def test_the_same_cache_by_another_executor(
-    forge: Forge,
+    launcher: Launcher,
     model: Path,
     reference: Ask,
     settings: dict[str, Any],
@@ -126,7 +126,7 @@ def test_the_same_cache_by_another_executor(
     environment: dict[str, str],
     arguments: dict[str, Any],
 ) -> None:
-    with forge.start(model, settings, environment=environment, **arguments) as engine:
+    with launcher.start(model, settings, environment=environment, **arguments) as engine:
         answers, loaded = engine.served(*PROMPTS)
 
     assert answers == reference(*PROMPTS)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, Engine, EngineError, Forge, prompt
+from tests.integration.harness import PROMPT_CHUNKS, Engine, EngineError, Launcher, prompt
 
 STORY = [prompt(seed) for seed in (1, 2, 3)]
 OTHERS = [prompt(seed) for seed in range(10, 22)]  # more than the device cache and the primary tier hold
@@ -30,15 +30,15 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_served_from_memory_and_after_a_restart_from_files(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
-    with forge.start(llama, {**settings, "cpu_bytes_to_use": "64MiB"}) as engine:
+    with launcher.start(llama, {**settings, "cpu_bytes_to_use": "64MiB"}) as engine:
         cold, loaded_cold = engine.served(*STORY)
         engine.generate(*OTHERS)
         again, loaded_again = engine.served(*STORY)
         tiers = process_of_tiers(engine)
     assert not is_alive(tiers)
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         engine.until_open("fs")
         restarted, loaded_restarted = engine.served(*STORY)
 
@@ -47,9 +47,9 @@ def test_served_from_memory_and_after_a_restart_from_files(
 
 
 def test_killed_or_stopped_while_requests_run_it_costs_misses_and_comes_back(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         engine.until_open("fs")
         engine.served(*STORY)
         for end, reason in ((signal.SIGKILL, "killed"), (signal.SIGSTOP, "silent")):
@@ -89,9 +89,9 @@ def test_killed_or_stopped_while_requests_run_it_costs_misses_and_comes_back(
 
 @pytest.mark.full
 def test_it_ends_with_an_engine_that_is_killed(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         engine.until_open("fs")
         engine.served(*STORY)
         tiers = process_of_tiers(engine)
@@ -101,7 +101,7 @@ def test_it_ends_with_an_engine_that_is_killed(
             assert time.monotonic() < end_s
             time.sleep(0.01)
         engine.kill()
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         engine.until_open("fs")
         assert engine.served(*STORY) == (reference(*STORY), {"fs": CHUNKS})
 
@@ -111,10 +111,10 @@ NO_PROCESS = ("tests.integration.traffic", "start_no_process")
 
 @pytest.mark.full
 def test_where_there_can_be_no_process_they_run_in_a_thread_and_the_log_says_so(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
     for loaded in ({}, {"fs": CHUNKS}):
-        with forge.start(llama, settings, prepare=NO_PROCESS) as engine:
+        with launcher.start(llama, settings, prepare=NO_PROCESS) as engine:
             assert engine.served(*STORY) == (reference(*STORY), loaded)
             assert engine.tiers_process is None
             lines = [line for line in engine.log().splitlines() if "set isolation to 'thread'" in line]
@@ -124,10 +124,10 @@ def test_where_there_can_be_no_process_they_run_in_a_thread_and_the_log_says_so(
 
 @pytest.mark.full
 def test_where_there_can_be_no_process_and_one_was_asked_for_the_engine_does_not_start(
-    forge: Forge, llama: Path, settings: dict[str, Any]
+    launcher: Launcher, llama: Path, settings: dict[str, Any]
 ) -> None:
     with pytest.raises(EngineError, match="it has ended with status 1; set isolation to 'thread'"):
-        forge.start(llama, {**settings, "isolation": "process"}, prepare=NO_PROCESS)
+        launcher.start(llama, {**settings, "isolation": "process"}, prepare=NO_PROCESS)
 
 
 def process_of_tiers(engine: Engine) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, EngineError, Forge, chunks_in, patient, prompt
+from tests.integration.harness import PROMPT_CHUNKS, EngineError, Launcher, chunks_in, patient, prompt
 
 STORY = [prompt(seed) for seed in (1, 2)]
 OTHERS = [prompt(seed) for seed in range(10, 16)]
@@ -31,17 +31,17 @@ def _fs(root: Path, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.full
 def test_tiers_are_asked_in_their_order_and_what_the_second_gives_goes_to_the_first(
-    forge: Forge, llama: Path, reference: Ask, tmp_path: Path
+    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
 ) -> None:
     first, second = _fs(tmp_path / "first", name="first"), _fs(tmp_path / "second", name="second")
     size = {"cpu_bytes_to_use": "64MiB"}
     for tier, stored in ((first, STORY[0]), (second, STORY[1])):
-        with forge.start(llama, {**size, "secondary_tiers": [tier]}) as engine:
+        with launcher.start(llama, {**size, "secondary_tiers": [tier]}) as engine:
             engine.served(stored)
-    with forge.start(llama, {**size, "secondary_tiers": [first, second]}) as engine:
+    with launcher.start(llama, {**size, "secondary_tiers": [first, second]}) as engine:
         from_both = engine.served(*STORY)
         metrics = engine.settled()
-    with forge.start(llama, {**size, "secondary_tiers": [first]}) as engine:
+    with launcher.start(llama, {**size, "secondary_tiers": [first]}) as engine:
         from_first = engine.served(*STORY)
 
     expected = reference(*STORY)
@@ -53,9 +53,9 @@ def test_tiers_are_asked_in_their_order_and_what_the_second_gives_goes_to_the_fi
 
 @pytest.mark.full
 def test_a_store_threshold_holds_for_every_tier(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    with forge.start(llama, {**settings, "store_threshold": 2}) as engine:
+    with launcher.start(llama, {**settings, "store_threshold": 2}) as engine:
         loads = []
         for _ in range(3):
             engine.reset(connector=False)
@@ -63,7 +63,7 @@ def test_a_store_threshold_holds_for_every_tier(
             loads.append((loaded, len(chunks_in(tmp_path))))
             assert answers == reference(*STORY)
         refused = engine.metrics().value("kvtier_store_refused_chunks", reason="store_threshold")
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         restarted = engine.served(*STORY)
 
     assert loads == [({}, 0), ({}, CHUNKS), ({"cpu": CHUNKS}, CHUNKS)]
@@ -73,10 +73,10 @@ def test_a_store_threshold_holds_for_every_tier(
 
 @pytest.mark.full
 def test_what_the_tracker_has_forgotten_is_counted_anew(
-    forge: Forge, llama: Path, settings: dict[str, Any], tmp_path: Path
+    launcher: Launcher, llama: Path, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     tracker = {"store_threshold": 2, "max_tracker_size": PROMPT_CHUNKS}
-    with forge.start(llama, {**settings, **tracker}) as engine:
+    with launcher.start(llama, {**settings, **tracker}) as engine:
         for asked in (STORY[0], STORY[1], STORY[0], STORY[1]):  # each pushes the other one out
             engine.reset(connector=False)
             engine.served(asked)
@@ -89,9 +89,9 @@ def test_what_the_tracker_has_forgotten_is_counted_anew(
 @pytest.mark.full
 @pytest.mark.parametrize(("policy", "survives"), [("lru", False), ("arc", True)])
 def test_the_policy_decides_what_a_flood_of_new_prompts_leaves(
-    forge: Forge, llama: Path, reference: Ask, policy: str, survives: bool
+    launcher: Launcher, llama: Path, reference: Ask, policy: str, survives: bool
 ) -> None:
-    with forge.start(llama, {"cpu_bytes_to_use": "6MiB", "eviction_policy": policy}) as engine:
+    with launcher.start(llama, {"cpu_bytes_to_use": "6MiB", "eviction_policy": policy}) as engine:
         for _ in range(2):  # stored, and then read: for arc it is worth more than what came once
             engine.served(STORY[0])
             engine.reset(connector=False)
@@ -105,12 +105,12 @@ def test_the_policy_decides_what_a_flood_of_new_prompts_leaves(
 
 @pytest.mark.full
 def test_the_size_may_come_from_vllms_own_option(
-    forge: Forge, llama: Path, reference: Ask, tmp_path: Path
+    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
 ) -> None:
     """``--kv-offloading-size`` sets the connector and the bytes; the rest is where it always is."""
     extra = {"spec_name": "KVTierOffloadingSpec", **patient({"secondary_tiers": [_fs(tmp_path)]})}
     transfer = {"kv_connector_extra_config": extra}
-    with forge.start(llama, kv_offloading_size=1 / 16, kv_transfer_config=transfer) as engine:
+    with launcher.start(llama, kv_offloading_size=1 / 16, kv_transfer_config=transfer) as engine:
         engine.has_kvtier = True
         engine.served(*STORY)
         engine.reset(connector=False)
@@ -119,9 +119,9 @@ def test_the_size_may_come_from_vllms_own_option(
 
 
 @pytest.mark.full
-def test_vllms_own_option_alone_is_not_kvtier(forge: Forge, llama: Path) -> None:
+def test_vllms_own_option_alone_is_not_kvtier(launcher: Launcher, llama: Path) -> None:
     with pytest.raises(EngineError) as refusal:
-        forge.start(llama, kv_offloading_size=1 / 16)
+        launcher.start(llama, kv_offloading_size=1 / 16)
     assert "CPUOffloadingSpec" in str(refusal.value)
     assert "kvtier" not in str(refusal.value)
 
@@ -130,11 +130,11 @@ def test_vllms_own_option_alone_is_not_kvtier(forge: Forge, llama: Path) -> None
 
 
 def test_preempted_requests_are_loaded_again_and_not_computed(
-    forge: Forge, llama: Path, reference: Ask
+    launcher: Launcher, llama: Path, reference: Ask
 ) -> None:
     prompts = [prompt(seed, 130) for seed in range(8)]
     settings = {"cpu_bytes_to_use": "64MiB", "offload_prompt_only": False}
-    with forge.start(llama, settings, num_gpu_blocks_override=26, max_model_len=512) as engine:
+    with launcher.start(llama, settings, num_gpu_blocks_override=26, max_model_len=512) as engine:
         answers = engine.generate(*prompts, output_tokens=120, together=True)
         metrics = engine.settled()
 
@@ -148,9 +148,9 @@ def test_preempted_requests_are_loaded_again_and_not_computed(
 
 
 def test_after_sleep_nothing_that_was_stored_before_is_given_in_any_tier(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         engine.served(*STORY)
         engine.sleep()
         assert engine.served(*STORY) == (reference(*STORY), {})
@@ -165,15 +165,15 @@ def trained(make_llama: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def answers_of_trained(forge: Forge, trained: Path) -> list[list[int]]:
-    with forge.start(trained, enable_prefix_caching=False) as engine:
+def answers_of_trained(launcher: Launcher, trained: Path) -> list[list[int]]:
+    with launcher.start(trained, enable_prefix_caching=False) as engine:
         return engine.generate(*STORY)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("told_by", ["sleep", "a reset"])
 def test_new_weights_never_meet_old_chunks(
-    forge: Forge,
+    launcher: Launcher,
     llama: Path,
     trained: Path,
     reference: Ask,
@@ -181,7 +181,7 @@ def test_new_weights_never_meet_old_chunks(
     settings: dict[str, Any],
     told_by: str,
 ) -> None:
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         engine.served(*STORY)
         if told_by == "sleep":
             engine.sleep(weights=trained)
@@ -191,7 +191,7 @@ def test_new_weights_never_meet_old_chunks(
         after = engine.served(*STORY)
         engine.reset(connector=False)
         again = engine.served(*STORY)
-    with forge.start(llama, settings) as engine:  # with the weights that its files hold: the first ones
+    with launcher.start(llama, settings) as engine:  # with the weights that its files hold: the first ones
         restarted = engine.served(*STORY)
 
     assert answers_of_trained != reference(*STORY)
@@ -204,13 +204,13 @@ def test_new_weights_never_meet_old_chunks(
 
 
 def test_what_was_confirmed_before_a_shutdown_is_served_after_it(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
     """Stores that the workers had not reported by then are lost: nobody can say whether they were made."""
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         engine.generate(*STORY, *OTHERS, together=True)
         confirmed = engine.metrics().value("kvtier_stored_chunks")
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         answers, loaded = engine.served(*STORY, *OTHERS)
     assert answers == reference(*STORY, *OTHERS)
     assert confirmed >= CHUNKS
@@ -219,11 +219,11 @@ def test_what_was_confirmed_before_a_shutdown_is_served_after_it(
 
 @pytest.mark.full
 def test_a_tier_that_hangs_holds_up_neither_the_shutdown_nor_the_other_tiers_puts(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
     hanging = {"type": "dummy", "hang_rate": 1.0}
     tiers = [hanging, *settings["secondary_tiers"]]
-    with forge.start(llama, {**settings, "secondary_tiers": tiers, "drain_on_shutdown_s": 3.0}) as engine:
+    with launcher.start(llama, {**settings, "secondary_tiers": tiers, "drain_on_shutdown_s": 3.0}) as engine:
         engine.generate(*STORY)
         engine.until(lambda metrics: metrics.value("kvtier_stored_chunks") == CHUNKS, "all is confirmed")
         begin = time.monotonic()
@@ -231,6 +231,6 @@ def test_a_tier_that_hangs_holds_up_neither_the_shutdown_nor_the_other_tiers_put
         took_s = time.monotonic() - begin
         log = engine.log()
     assert f"tier dummy: {CHUNKS} of {CHUNKS} chunks in flight at the shutdown were not written" in log
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         assert engine.served(*STORY) == (reference(*STORY), {"fs": CHUNKS})
     assert 3.0 <= took_s < 20.0  # the drain, and the end of the engine; what hangs does so for good

@@ -18,24 +18,24 @@ import pytest
 
 from tests.integration import fuse_mount
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROJECT, Engine, Forge
+from tests.integration.faulty_backends import BACKENDS, FAULTS, Backend, absent
+from tests.integration.harness import PROJECT, Engine, Launcher
 from tests.integration.matrix import BEGIN, END, HELD, Answered, Page, Row, Seen
-from tests.integration.stands import FAULTS, STANDS, Stand, absent
 
 pytestmark = pytest.mark.full
 
 
-@pytest.fixture(scope="module", params=STANDS, ids=lambda stand: stand.__name__.lower())
+@pytest.fixture(scope="module", params=BACKENDS, ids=lambda backend: backend.__name__.lower())
 def row(
     request: pytest.FixtureRequest,
-    forge: Forge,
+    launcher: Launcher,
     llama: Path,
     reference_engine: Engine,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Row]:
-    stand: Stand = request.param(tmp_path_factory.mktemp("stand"))
+    backend: Backend = request.param(tmp_path_factory.mktemp("backend"))
     with ExitStack() as stack:
-        row = Row(stand, stand.start(stack), forge, llama, reference_engine)
+        row = Row(backend, backend.start(stack), launcher, llama, reference_engine)
         stack.callback(row.end)
         yield row
         row.stop()
@@ -57,16 +57,16 @@ def test_a_tier_costs_no_token_no_request_and_no_time_beyond_the_deadline_and_re
         assert one.answers == reference(*one.prompts)
         assert set(one.ends) == {"length"}
     assert seen.wait_s < seen.allowed_s, seen.reasons
-    assert row.stand.shows(fault, seen.reasons), seen.reasons
-    page.cells[row.stand.name, fault] = seen
+    assert row.backend.shows(fault, seen.reasons), seen.reasons
+    page.cells[row.backend.name, fault] = seen
 
 
 def test_a_page_is_compared_by_its_tiers_its_faults_and_its_verdicts(tmp_path: Path) -> None:
     path = tmp_path / "page.md"
     path.write_text(f"Before.\n\n{BEGIN}{END}\nAfter.\n")
     seen = Seen(during=[Answered([], [], [], [1.23])], reasons=Counter({"timeout": 3}), back_s=2.5)
-    page = Page({(stand.name, fault): seen for stand in STANDS for fault in FAULTS})
-    assert len(page.differences(path)) > len(STANDS)
+    page = Page({(backend.name, fault): seen for backend in BACKENDS for fault in FAULTS})
+    assert len(page.differences(path)) > len(BACKENDS)
     page.write(path)
     written = path.read_text()
     assert written.startswith("Before.\n")
@@ -76,10 +76,10 @@ def test_a_page_is_compared_by_its_tiers_its_faults_and_its_verdicts(tmp_path: P
         assert figure in written
         path.write_text(written.replace(figure, other))
         assert page.differences(path) == []
-    for verdict, other in ((HELD, "lost"), ("| vanish |", "|"), (STANDS[0].name, "tape")):
+    for verdict, other in ((HELD, "lost"), ("| vanish |", "|"), (BACKENDS[0].name, "tape")):
         path.write_text(written.replace(verdict, other, 1))
         assert page.differences(path) != []
-    assert Page().missing == [(stand.name, fault) for stand in STANDS for fault in FAULTS]
+    assert Page().missing == [(backend.name, fault) for backend in BACKENDS for fault in FAULTS]
 
 
 KILLED = """

@@ -11,7 +11,7 @@ import pytest
 from tests.integration.conftest import LLAMA, in_full
 from tests.integration.harness import (
     OUTPUT_TOKENS,
-    Forge,
+    Launcher,
     Tokens,
     misplace_chunks,
     prompt,
@@ -140,13 +140,13 @@ def _settings(tmp_path: Path, **more: Any) -> dict[str, Any]:
     ],
 )
 def test_a_hit_equals_the_engines_own(
-    forge: Forge, tmp_path: Path, model: tuple[str, str, dict[str, Any]], more: dict[str, Any]
+    launcher: Launcher, tmp_path: Path, model: tuple[str, str, dict[str, Any]], more: dict[str, Any]
 ) -> None:
-    directory = forge.make_model(tmp_path / "model", *model)
+    directory = launcher.make_model(tmp_path / "model", *model)
     settings = _settings(tmp_path, **more)
-    with forge.start(directory, **ROOM) as engine:
+    with launcher.start(directory, **ROOM) as engine:
         expected = [engine.generate(one, one)[1] for one in PROMPTS]
-    with forge.start(directory, settings, **ROOM) as engine:
+    with launcher.start(directory, settings, **ROOM) as engine:
         engine.generate(*PROMPTS)
         engine.generate(*OTHERS, *OTHERS)
         engine.reset(connector=False)
@@ -154,7 +154,7 @@ def test_a_hit_equals_the_engines_own(
         misplace_chunks(engine)
         engine.reset(connector=False)
         misled, loaded_misled = engine.served(*PROMPTS)
-    with forge.start(directory, settings, **ROOM) as engine:
+    with launcher.start(directory, settings, **ROOM) as engine:
         restarted, loaded_restarted = engine.served(*PROMPTS)
 
     assert again == restarted == expected
@@ -167,21 +167,21 @@ def test_a_hit_equals_the_engines_own(
 
 
 @pytest.mark.full
-def test_latent_attention(forge: Forge, tmp_path: Path) -> None:
+def test_latent_attention(launcher: Launcher, tmp_path: Path) -> None:
     # vLLM's kernels for latent attention on the CPU disagree with each other: a prompt and its last
     # token alone, over the same blocks, give other tokens (and it reuses no blocks itself). So a prompt
     # of whole blocks is compared with itself and the word that followed: when its blocks are loaded,
     # all that is left to do is what the first engine did next, by the same kernel.
     prompts = [prompt(seed, LATENT_BLOCK_TOKENS * blocks) for seed, blocks in enumerate((3, 6, 20, 48))]
-    directory = forge.make_model(tmp_path / "model", *MLA_MODEL)
+    directory = launcher.make_model(tmp_path / "model", *MLA_MODEL)
     settings = _settings(tmp_path)
-    with forge.start(directory, settings, **ROOM) as engine:
+    with launcher.start(directory, settings, **ROOM) as engine:
         said = engine.generate(*prompts, output_tokens=OUTPUT_TOKENS + 1)
         longer = [[*one, words[0]] for one, words in zip(prompts, said, strict=True)]
         again, loaded_again = engine.served(*longer)
         misplace_chunks(engine)
         misled, _ = engine.served(*longer)
-    with forge.start(directory, settings, **ROOM) as engine:
+    with launcher.start(directory, settings, **ROOM) as engine:
         restarted, loaded_restarted = engine.served(*longer)
 
     assert again == restarted == [words[1:] for words in said]

@@ -12,7 +12,7 @@ import pytest
 
 from kvtier.cli import new_tier
 from tests.integration.conftest import ENVIRONMENT, LLAMA
-from tests.integration.harness import PROMPT_CHUNKS, Forge, prompt
+from tests.integration.harness import PROMPT_CHUNKS, Launcher, prompt
 
 pytestmark = pytest.mark.full
 
@@ -36,14 +36,14 @@ def test_a_new_tier_serves_an_engine_after_a_restart(installed: Path, tmp_path: 
         pytest.skip("vLLM is not installed; nox -s integration installs it")
     tier = {"type": "tape-robot", "path": str(tmp_path / "chunks.db")}
     settings: dict[str, Any] = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [tier]}
-    # A forge of its own: its processes find the new distribution as if it were installed beside kvtier.
-    with Forge(tmp_path, {**ENVIRONMENT, "PYTHONPATH": str(installed)}) as forge:
-        model = forge.make_model(tmp_path / "model", "LlamaConfig", "LlamaForCausalLM", LLAMA)
-        with forge.start(model, enable_prefix_caching=False) as engine:
+    # A launcher of its own: its processes find the new distribution as if it were installed beside kvtier.
+    with Launcher(tmp_path, {**ENVIRONMENT, "PYTHONPATH": str(installed)}) as launcher:
+        model = launcher.make_model(tmp_path / "model", "LlamaConfig", "LlamaForCausalLM", LLAMA)
+        with launcher.start(model, enable_prefix_caching=False) as engine:
             reference = engine.generate(*STORY)
-        with forge.start(model, settings) as engine:
+        with launcher.start(model, settings) as engine:
             cold, loaded_cold = engine.served(*STORY)
-        with forge.start(model, settings) as engine:
+        with launcher.start(model, settings) as engine:
             restarted, loaded_restarted = engine.served(*STORY)
             engine.reset()
             after_reset, loaded_after_reset = engine.served(*STORY)

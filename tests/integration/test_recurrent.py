@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import from_vllm, in_full
-from tests.integration.harness import Forge, misplace_chunks
+from tests.integration.harness import Launcher, misplace_chunks
 from tests.integration.test_models import OTHERS, PROMPTS, ROOM, SMALL
 
 # vLLM saves the state of a block's end where a step ends, and on the CPU its Mamba2 can not save one from
@@ -88,18 +88,21 @@ WITH_KERNELS = [from_vllm((0, 32), "has no convolution of this kind for the CPU"
     ],
 )
 def test_a_hit_equals_the_engines_own(
-    forge: Forge, tmp_path: Path, model: tuple[str, str, dict[str, Any]], arguments: dict[str, Any]
+    launcher: Launcher,
+    tmp_path: Path,
+    model: tuple[str, str, dict[str, Any]],
+    arguments: dict[str, Any],
 ) -> None:
-    directory = forge.make_model(tmp_path / "model", *model)
+    directory = launcher.make_model(tmp_path / "model", *model)
     settings = {
         "cpu_bytes_to_use": "128MiB",
         "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path / "root")}],
     }
     arguments = {**ROOM, "enable_prefix_caching": True, **arguments}
 
-    with forge.start(directory, **arguments) as engine:
+    with launcher.start(directory, **arguments) as engine:
         expected = [engine.generate(one, one)[1] for one in PROMPTS]
-    with forge.start(directory, settings, **arguments) as engine:
+    with launcher.start(directory, settings, **arguments) as engine:
         engine.generate(*PROMPTS)
         engine.generate(*OTHERS, *OTHERS)
         engine.reset(connector=False)
@@ -107,7 +110,7 @@ def test_a_hit_equals_the_engines_own(
         misplace_chunks(engine)
         engine.reset(connector=False)
         misled, _ = engine.served(*PROMPTS)
-    with forge.start(directory, settings, **arguments) as engine:
+    with launcher.start(directory, settings, **arguments) as engine:
         restarted, loaded_restarted = engine.served(*PROMPTS)
 
     assert again == restarted == expected

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, Forge, Metrics, prompt
+from tests.integration.harness import PROMPT_CHUNKS, Launcher, Metrics, prompt
 
 STORY = [prompt(seed) for seed in (1, 2, 3)]
 OTHERS = [prompt(seed) for seed in range(10, 16)]  # more than the device cache holds
@@ -96,16 +96,16 @@ def _has_timeouts(metrics: Metrics) -> bool:
 
 
 def test_served_from_redis_after_a_restart_and_not_after_a_reset(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         cold, loaded_cold = engine.served(*STORY)
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         restarted, loaded_restarted = engine.served(*STORY)
         engine.reset()
         after_reset, loaded_after_reset = engine.served(*STORY)
         metrics = engine.metrics()
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         opened_later, loaded_later = engine.served(*STORY)
 
     assert cold == restarted == after_reset == opened_later == reference(*STORY)
@@ -117,11 +117,11 @@ def test_served_from_redis_after_a_restart_and_not_after_a_reset(
 
 @pytest.mark.full
 def test_a_server_that_hangs_costs_no_token_and_no_more_than_the_deadline(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any], server: Server
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], server: Server
 ) -> None:
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         engine.served(*STORY, *OTHERS)
-    with forge.start(llama, _with_deadlines(settings)) as engine:
+    with launcher.start(llama, _with_deadlines(settings)) as engine:
         engine.until_open("redis")
         first, loaded = engine.served(STORY[0])
         engine.tell("generate", prompts=[*STORY[1:], *OTHERS], output_tokens=8, together=True)
@@ -136,7 +136,7 @@ def test_a_server_that_hangs_costs_no_token_and_no_more_than_the_deadline(
         engine.settled()
         engine.generate(*STORY, *OTHERS)
         afterwards, _ = engine.served(*STORY, *OTHERS)
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         restarted, loaded_restarted = engine.served(*STORY)
 
     assert loaded == {"redis": PROMPT_CHUNKS}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, Forge, prompt
+from tests.integration.harness import PROMPT_CHUNKS, Launcher, prompt
 
 pytestmark = pytest.mark.releases
 
@@ -23,18 +23,18 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_a_reset_hides_everything_for_ever(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         engine.served(*STORY)
         engine.reset()
         after_reset, loaded_after_reset = engine.served(*STORY)
         engine.generate(*OTHERS)
         again, loaded_again = engine.served(*STORY)
         engine.reset()
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         restarted, loaded_restarted = engine.served(*STORY)
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         stored_after, loaded_stored_after = engine.served(*STORY)
 
     assert after_reset == again == restarted == stored_after == reference(*STORY)
@@ -45,18 +45,18 @@ def test_a_reset_hides_everything_for_ever(
 
 
 def test_a_reset_of_the_device_alone_leaves_the_tiers(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         engine.served(*STORY)
         engine.reset(connector=False)
         assert engine.served(*STORY) == (reference(*STORY), {"cpu": CHUNKS})
 
 
 def test_a_reset_with_copies_under_way_gives_every_slot_back(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         for _ in range(3):
             engine.generate(*STORY, together=True)
             engine.reset()  # stores and puts of the last step have not been taken in

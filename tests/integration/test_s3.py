@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROJECT, PROMPT_CHUNKS, Forge, load_file, prompt
+from tests.integration.harness import PROJECT, PROMPT_CHUNKS, Launcher, load_file, prompt
 
 STORY = [prompt(seed) for seed in (1, 2, 3)]
 CHUNKS = len(STORY) * PROMPT_CHUNKS
@@ -60,11 +60,11 @@ def keys(server: Any) -> dict[str, str]:
 
 
 def test_served_from_the_bucket_after_a_restart_with_an_empty_primary_tier(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any], keys: dict[str, str]
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], keys: dict[str, str]
 ) -> None:
-    with forge.start(llama, settings, environment=keys) as engine:
+    with launcher.start(llama, settings, environment=keys) as engine:
         cold, loaded_cold = engine.served(*STORY)
-    with forge.start(llama, settings, environment=keys) as engine:
+    with launcher.start(llama, settings, environment=keys) as engine:
         restarted, loaded_restarted = engine.served(*STORY)
 
     assert cold == restarted == reference(*STORY)
@@ -73,10 +73,10 @@ def test_served_from_the_bucket_after_a_restart_with_an_empty_primary_tier(
 
 @pytest.mark.full
 def test_an_engine_goes_on_without_its_bucket_and_its_log_shows_no_secret(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any], keys: dict[str, str]
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], keys: dict[str, str]
 ) -> None:
     settings["secondary_tiers"][0]["bucket"] = "not-there"
-    with forge.start(llama, settings, environment=keys) as engine:
+    with launcher.start(llama, settings, environment=keys) as engine:
         answers, loaded = engine.served(*STORY)
         log = engine.log()
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.config import TieringConfig
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, EngineError, Forge, chunks_in, prompt
+from tests.integration.harness import PROMPT_CHUNKS, EngineError, Launcher, chunks_in, prompt
 
 STORY = [prompt(seed) for seed in (1, 2)]
 OTHERS = [prompt(seed) for seed in range(10, 16)]
@@ -46,11 +46,11 @@ def test_every_setting_has_a_wrong_value_here() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("key", WRONG)
 def test_a_wrong_value_of_any_setting_is_named_with_what_it_should_be(
-    forge: Forge, llama: Path, key: str
+    launcher: Launcher, llama: Path, key: str
 ) -> None:
     value, words = WRONG[key]
     with pytest.raises(EngineError) as refusal:
-        forge.start(llama, {"cpu_bytes_to_use": "64MiB", key: value})
+        launcher.start(llama, {"cpu_bytes_to_use": "64MiB", key: value})
     message = str(refusal.value).splitlines()[0]
     assert key in message
     assert words in message
@@ -74,22 +74,22 @@ def test_a_wrong_value_of_any_setting_is_named_with_what_it_should_be(
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_wrong_setting_is_named_at_the_start(
-    forge: Forge, llama: Path, wrong: dict[str, Any], words: list[str]
+    launcher: Launcher, llama: Path, wrong: dict[str, Any], words: list[str]
 ) -> None:
     with pytest.raises(EngineError) as refusal:
-        forge.start(llama, {"cpu_bytes_to_use": "64MiB", **wrong})
+        launcher.start(llama, {"cpu_bytes_to_use": "64MiB", **wrong})
     message = str(refusal.value).splitlines()[0]
     assert [word for word in words if word not in message] == [], message
 
 
 @pytest.mark.parametrize("place", ["below a file", "a file", "read-only"])
 def test_a_root_that_cannot_be_written(
-    forge: Forge, llama: Path, reference: Ask, tmp_path: Path, place: str
+    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path, place: str
 ) -> None:
     file = tmp_path / "file"
     file.write_text("not a directory")
     root = {"below a file": file / "root", "a file": file, "read-only": Path("/proc/sys/kvtier")}[place]
-    with forge.start(llama, _fs(root)) as engine:
+    with launcher.start(llama, _fs(root)) as engine:
         cold = engine.generate(*STORY)
         engine.generate(*OTHERS)
         again, loaded = engine.served(*STORY)
@@ -105,9 +105,11 @@ def test_a_root_that_cannot_be_written(
 
 
 @pytest.mark.full
-def test_a_root_that_is_read_only_is_read(forge: Forge, llama: Path, reference: Ask, tmp_path: Path) -> None:
+def test_a_root_that_is_read_only_is_read(
+    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
+) -> None:
     written, root = tmp_path / "written", tmp_path / "root"
-    with forge.start(llama, _fs(written)) as engine:
+    with launcher.start(llama, _fs(written)) as engine:
         engine.served(*STORY)
     before = chunks_in(written)
     root.mkdir()
@@ -115,7 +117,7 @@ def test_a_root_that_is_read_only_is_read(forge: Forge, llama: Path, reference: 
     if mounted.returncode:
         pytest.skip(f"nothing can be mounted here: {mounted.stderr.decode().strip()}")
     try:
-        with forge.start(llama, _fs(root)) as engine:
+        with launcher.start(llama, _fs(root)) as engine:
             answers, loaded = engine.served(*STORY, *OTHERS)
             metrics = engine.metrics()
     finally:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Ask, from_vllm
-from tests.integration.harness import PROMPT_CHUNKS, Forge, namespaces, prompt
+from tests.integration.harness import PROMPT_CHUNKS, Launcher, namespaces, prompt
 
 pytestmark = pytest.mark.releases
 
@@ -24,15 +24,15 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_served_from_memory_and_after_a_restart_from_files(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         cold, loaded_cold = engine.served(*STORY)
         engine.generate(*OTHERS)
         again, loaded_again = engine.served(*STORY)
         (region,) = engine.regions
     assert not region.exists()
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         restarted, loaded_restarted = engine.served(*STORY)
         engine.generate(*OTHERS)
         from_memory, loaded_from_memory = engine.served(*STORY)
@@ -42,12 +42,14 @@ def test_served_from_memory_and_after_a_restart_from_files(
     assert (loaded_restarted, loaded_from_memory) == ({"fs": CHUNKS}, {"cpu": CHUNKS})
 
 
-def test_many_requests_at_once(forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]) -> None:
+def test_many_requests_at_once(
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
+) -> None:
     prompts = [*STORY, *OTHERS, *(prompt(seed, 700, shared=STORY[0][:300]) for seed in range(20, 24))]
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         cold, _ = engine.served(*prompts, together=True)
         again, loaded_again = engine.served(*prompts, together=True)
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         restarted, loaded_restarted = engine.served(*prompts, together=True)
 
     assert cold == again == restarted == reference(*prompts)
@@ -58,18 +60,20 @@ def test_many_requests_at_once(forge: Forge, llama: Path, reference: Ask, settin
 @pytest.mark.full
 @pytest.mark.parametrize("plugins", ["", "kvtier"])
 def test_found_by_module_path_without_the_plugin_and_by_name_with_it(
-    forge: Forge, llama: Path, settings: dict[str, Any], plugins: str
+    launcher: Launcher, llama: Path, settings: dict[str, Any], plugins: str
 ) -> None:
     path = {} if plugins else {"spec_module_path": "kvtier.adapters.vllm.spec"}
-    with forge.start(llama, {**settings, **path}, environment={"VLLM_PLUGINS": plugins}) as engine:
+    with launcher.start(llama, {**settings, **path}, environment={"VLLM_PLUGINS": plugins}) as engine:
         cold = engine.generate(*STORY)
         engine.generate(*OTHERS)
         assert engine.served(*STORY) == (cold, {"cpu": CHUNKS})
 
 
-def test_every_metric_is_declared_at_the_start(forge: Forge, llama: Path, settings: dict[str, Any]) -> None:
+def test_every_metric_is_declared_at_the_start(
+    launcher: Launcher, llama: Path, settings: dict[str, Any]
+) -> None:
     # vLLM asserts that what is sent was declared: all tests run with metrics, and would fail otherwise.
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         declared = engine.metrics().declared
         defined = set(engine.ask("defined")["names"])
     assert "kvtier_loaded_chunks" in defined
@@ -77,8 +81,10 @@ def test_every_metric_is_declared_at_the_start(forge: Forge, llama: Path, settin
 
 
 @from_vllm((0, 33), "publishes no configuration")
-def test_the_configuration_is_among_the_metrics(forge: Forge, llama: Path, settings: dict[str, Any]) -> None:
-    with forge.start(llama, {**settings, "eviction_policy": "arc"}) as engine:
+def test_the_configuration_is_among_the_metrics(
+    launcher: Launcher, llama: Path, settings: dict[str, Any]
+) -> None:
+    with launcher.start(llama, {**settings, "eviction_policy": "arc"}) as engine:
         samples = engine.settled().samples
     published = [labels for name, labels, _ in samples if name == "vllm:kv_offload_config_info" and labels]
     expected = {
@@ -90,9 +96,9 @@ def test_the_configuration_is_among_the_metrics(forge: Forge, llama: Path, setti
 
 
 def test_two_engines_share_a_root(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    with forge.start(llama, settings) as first, forge.start(llama, settings) as second:
+    with launcher.start(llama, settings) as first, launcher.start(llama, settings) as second:
         assert len(first.regions | second.regions) == 2
         by_first, _ = first.served(*STORY)
         by_second, loaded = second.served(*STORY)

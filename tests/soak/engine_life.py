@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.conftest import ENVIRONMENT, LLAMA
-from tests.integration.harness import BLOCK_TOKENS, Engine, Forge, Metrics, Tokens, prompt
+from tests.integration.harness import BLOCK_TOKENS, Engine, Launcher, Metrics, Tokens, prompt
 from tests.soak.flatness import FEWEST_LOOKS, Bound, Look
 from tests.soak.inside import OF_REQUESTS
 from tests.soak.server import RedisServer
@@ -102,7 +102,7 @@ class SoakError(Exception):
 class Stand:
     """What engines are started from, and one without kvtier and without a prefix cache to compare with."""
 
-    forge: Forge
+    launcher: Launcher
     model: Path
     reference: Engine
 
@@ -110,10 +110,10 @@ class Stand:
     @contextmanager
     def opened(folder: Path) -> Iterator[Stand]:
         """Import the engine, make a model, start the engine to compare with; all in ``folder``."""
-        with Forge(folder, {**ENVIRONMENT, **FEW_SHAPES}) as forge:
-            model = forge.make_model(folder / "model", "LlamaConfig", "LlamaForCausalLM", LLAMA)
-            with forge.start(model, enable_prefix_caching=False, **ENGINE) as reference:
-                yield Stand(forge, model, reference)
+        with Launcher(folder, {**ENVIRONMENT, **FEW_SHAPES}) as launcher:
+            model = launcher.make_model(folder / "model", "LlamaConfig", "LlamaForCausalLM", LLAMA)
+            with launcher.start(model, enable_prefix_caching=False, **ENGINE) as reference:
+                yield Stand(launcher, model, reference)
 
 
 @contextmanager
@@ -135,7 +135,7 @@ def opened(
         stack.callback(server.kill)
         shared_memory = SharedMemory()
         settings = _settings(folder, server, isolation)
-        engine = stand.forge.start(stand.model, settings, prepare=(INSIDE, "hurry"), **ENGINE)
+        engine = stand.launcher.start(stand.model, settings, prepare=(INSIDE, "hurry"), **ENGINE)
         stack.enter_context(engine)
         yield EngineLife(engine, stand.reference, server, folder, shared_memory, isolation, seed, leak)
 

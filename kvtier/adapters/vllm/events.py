@@ -27,7 +27,9 @@ class EventStream:
         self_describing: whether events are to describe themselves.
     """
 
-    def __init__(self, names: Sequence[str], locations: Sequence[Location] = (), *, self_describing: bool) -> None:
+    def __init__(
+        self, names: Sequence[str], locations: Sequence[Location] = (), *, self_describing: bool
+    ) -> None:
         self._names = names
         self._locations = locations or (_SOMEWHERE,) * len(names)
         self._self_describing = self_describing

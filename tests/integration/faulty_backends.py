@@ -1,7 +1,7 @@
 """Tiers whose backends can be made slow, hang, fail, be damaged, go away and fill up, and be well again.
 
-A ``Stand`` is one tier over a real backend. Nothing in kvtier takes part in a fault: it happens where the
-backend is, in another process, in the file system or in what is kept, but for the tier that stands for a
+A ``Backend`` is one tier over a real backend. Nothing in kvtier takes part in a fault: it happens where the
+backend is, in another process, in the file system or in what is kept, but for the tier that represents a
 third party's.
 """
 
@@ -38,7 +38,7 @@ BALLAST_BYTES = 2**20
 REDIS_START_S = 20.0
 
 
-class Stand(ABC):
+class Backend(ABC):
     """One tier and its backend. Each fault may be begun again while it lasts; one at a time.
 
     Args:
@@ -82,7 +82,7 @@ class Stand(ABC):
         """End whatever fault there is."""
 
 
-class FileStand(Stand):
+class FileBackend(Backend):
     """The file tier, on a file system that obeys; its files are on another one, in memory and bounded."""
 
     tier = "fs"
@@ -140,20 +140,20 @@ class FileStand(Stand):
                 pass
 
 
-class Files(FileStand):
+class Files(FileBackend):
     """The tiers in a process of their own."""
 
     name = "fs"
 
 
-class InEngine(FileStand):
+class InEngine(FileBackend):
     """The tiers in a thread of the engine; those of the other rows are in a process of their own."""
 
     name = "fs, `isolation: thread`"
     more: ClassVar[Mapping[str, Any]] = {"isolation": "thread"}
 
 
-class Redis(Stand):
+class Redis(Backend):
     """kvtier-redis over a Redis server."""
 
     name = "redis"
@@ -283,7 +283,7 @@ class Object:
     attributes: Any
 
 
-class S3(Stand):
+class S3(Backend):
     """kvtier-s3 over Ceph's object gateway, behind a proxy."""
 
     name = "s3"
@@ -382,7 +382,7 @@ def _exchanged(good: Object) -> Object:
     return replace(good, data=good.data[middle:] + good.data[:middle])
 
 
-class Plain(Stand):
+class Plain(Backend):
     """A third party's tier, which does nothing about faults."""
 
     name = "a third party's"
@@ -434,7 +434,7 @@ class Plain(Stand):
         self._file.unlink(missing_ok=True)
 
 
-STANDS: Sequence[type[Stand]] = (Files, InEngine, Redis, S3, Plain)
+BACKENDS: Sequence[type[Backend]] = (Files, InEngine, Redis, S3, Plain)
 
 
 def absent(what: str) -> None:
