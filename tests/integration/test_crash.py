@@ -12,7 +12,7 @@ from tests.integration.conftest import Ask
 from tests.integration.harness import PROMPT_CHUNKS, Engine, EngineError, Launcher, chunks_in, prompt
 
 PROMPTS = [prompt(seed) for seed in range(100, 140)]
-LIVES = [[prompt(seed) for seed in range(first, first + 25)] for first in (200, 300, 400)]
+ROUNDS = [[prompt(seed) for seed in range(first, first + 25)] for first in (200, 300, 400)]
 
 
 def test_killed_in_the_midst_of_cascades(
@@ -21,7 +21,7 @@ def test_killed_in_the_midst_of_cascades(
     settings = {"cpu_bytes_to_use": "128MiB", "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}
     generator = random.Random(7)
     left: list[Path] = []
-    for life, prompts in enumerate(LIVES):
+    for round_, prompts in enumerate(ROUNDS):
         there = len(chunks_in(tmp_path))
         engine = launcher.start(llama, settings)
         left += engine.regions
@@ -31,13 +31,13 @@ def test_killed_in_the_midst_of_cascades(
             engine.ask("generate", prompts=prompts, output_tokens=4, together=True)
         engine.kill()
         new = len(chunks_in(tmp_path)) - there
-        assert 0 < new < len(prompts) * PROMPT_CHUNKS, f"life {life}: killed too late"
+        assert 0 < new < len(prompts) * PROMPT_CHUNKS, f"round_ {round_}: killed too late"
         _wait_until_removed(left)  # by the guard, which outlives the engine
 
     there = len(chunks_in(tmp_path))
     with launcher.start(llama, settings) as engine:
         (region,) = engine.regions
-        prompts = [prompt for prompts in LIVES for prompt in prompts]
+        prompts = [prompt for prompts in ROUNDS for prompt in prompts]
         answers, loaded = engine.served(*prompts)
         _wait_until_swept(tmp_path)
         metrics = engine.metrics()

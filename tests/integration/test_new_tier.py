@@ -16,8 +16,8 @@ from tests.integration.harness import PROMPT_CHUNKS, Launcher, prompt
 
 pytestmark = pytest.mark.full
 
-STORY = [prompt(seed) for seed in (1, 2, 3)]
-CHUNKS = len(STORY) * PROMPT_CHUNKS
+PROMPTS = [prompt(seed) for seed in (1, 2, 3)]
+CHUNKS = len(PROMPTS) * PROMPT_CHUNKS
 
 
 @pytest.fixture
@@ -40,13 +40,13 @@ def test_a_new_tier_serves_an_engine_after_a_restart(installed: Path, tmp_path: 
     with Launcher(tmp_path, {**ENVIRONMENT, "PYTHONPATH": str(installed)}) as launcher:
         model = launcher.make_model(tmp_path / "model", "LlamaConfig", "LlamaForCausalLM", LLAMA)
         with launcher.start(model, enable_prefix_caching=False) as engine:
-            reference = engine.generate(*STORY)
+            reference = engine.generate(*PROMPTS)
         with launcher.start(model, settings) as engine:
-            cold, loaded_cold = engine.served(*STORY)
+            cold, loaded_cold = engine.served(*PROMPTS)
         with launcher.start(model, settings) as engine:
-            restarted, loaded_restarted = engine.served(*STORY)
+            restarted, loaded_restarted = engine.served(*PROMPTS)
             engine.reset()
-            after_reset, loaded_after_reset = engine.served(*STORY)
+            after_reset, loaded_after_reset = engine.served(*PROMPTS)
             metrics = engine.metrics()
 
     assert cold == restarted == after_reset == reference

@@ -12,9 +12,9 @@ from tests.integration.harness import PROMPT_CHUNKS, Launcher, prompt
 
 pytestmark = pytest.mark.releases
 
-STORY = [prompt(seed) for seed in (1, 2)]
+PROMPTS = [prompt(seed) for seed in (1, 2)]
 OTHERS = [prompt(seed) for seed in range(10, 16)]
-CHUNKS = len(STORY) * PROMPT_CHUNKS
+CHUNKS = len(PROMPTS) * PROMPT_CHUNKS
 
 
 @pytest.fixture
@@ -26,18 +26,18 @@ def test_a_reset_hides_everything_for_ever(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
     with launcher.start(llama, settings) as engine:
-        engine.served(*STORY)
+        engine.served(*PROMPTS)
         engine.reset()
-        after_reset, loaded_after_reset = engine.served(*STORY)
+        after_reset, loaded_after_reset = engine.served(*PROMPTS)
         engine.generate(*OTHERS)
-        again, loaded_again = engine.served(*STORY)
+        again, loaded_again = engine.served(*PROMPTS)
         engine.reset()
     with launcher.start(llama, settings) as engine:
-        restarted, loaded_restarted = engine.served(*STORY)
+        restarted, loaded_restarted = engine.served(*PROMPTS)
     with launcher.start(llama, settings) as engine:
-        stored_after, loaded_stored_after = engine.served(*STORY)
+        stored_after, loaded_stored_after = engine.served(*PROMPTS)
 
-    assert after_reset == again == restarted == stored_after == reference(*STORY)
+    assert after_reset == again == restarted == stored_after == reference(*PROMPTS)
     assert loaded_after_reset == {}
     assert loaded_again == {"cpu": CHUNKS}
     assert loaded_restarted == {}
@@ -48,9 +48,9 @@ def test_a_reset_of_the_device_alone_leaves_the_tiers(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
     with launcher.start(llama, settings) as engine:
-        engine.served(*STORY)
+        engine.served(*PROMPTS)
         engine.reset(connector=False)
-        assert engine.served(*STORY) == (reference(*STORY), {"cpu": CHUNKS})
+        assert engine.served(*PROMPTS) == (reference(*PROMPTS), {"cpu": CHUNKS})
 
 
 def test_a_reset_with_copies_under_way_gives_every_slot_back(
@@ -58,11 +58,11 @@ def test_a_reset_with_copies_under_way_gives_every_slot_back(
 ) -> None:
     with launcher.start(llama, settings) as engine:
         for _ in range(3):
-            engine.generate(*STORY, together=True)
+            engine.generate(*PROMPTS, together=True)
             engine.reset()  # stores and puts of the last step have not been taken in
-        answers, loaded = engine.served(*STORY)
+        answers, loaded = engine.served(*PROMPTS)
         metrics = engine.settled()
 
-    assert answers == reference(*STORY)
+    assert answers == reference(*PROMPTS)
     assert loaded == {}
     assert metrics.value("kvtier_free_slots") == metrics.value("kvtier_slots") - CHUNKS

@@ -12,7 +12,7 @@ from kvtier.config import TieringConfig
 from tests.integration.conftest import Ask
 from tests.integration.harness import PROMPT_CHUNKS, EngineError, Launcher, chunks_in, prompt
 
-STORY = [prompt(seed) for seed in (1, 2)]
+PROMPTS = [prompt(seed) for seed in (1, 2)]
 OTHERS = [prompt(seed) for seed in range(10, 16)]
 
 
@@ -90,14 +90,14 @@ def test_a_root_that_cannot_be_written(
     file.write_text("not a directory")
     root = {"below a file": file / "root", "a file": file, "read-only": Path("/proc/sys/kvtier")}[place]
     with launcher.start(llama, _fs(root)) as engine:
-        cold = engine.generate(*STORY)
+        cold = engine.generate(*PROMPTS)
         engine.generate(*OTHERS)
-        again, loaded = engine.served(*STORY)
+        again, loaded = engine.served(*PROMPTS)
         metrics = engine.metrics()
         log = engine.log()
 
-    assert cold == again == reference(*STORY)
-    assert loaded == {"cpu": len(STORY) * PROMPT_CHUNKS}
+    assert cold == again == reference(*PROMPTS)
+    assert loaded == {"cpu": len(PROMPTS) * PROMPT_CHUNKS}
     assert metrics.value("kvtier_tier_up", tier="fs") == 0
     assert metrics.value("kvtier_put_dropped_chunks", tier="fs", reason="down") > 0
     assert "tier fs disabled, retrying" in log
@@ -110,7 +110,7 @@ def test_a_root_that_is_read_only_is_read(
 ) -> None:
     written, root = tmp_path / "written", tmp_path / "root"
     with launcher.start(llama, _fs(written)) as engine:
-        engine.served(*STORY)
+        engine.served(*PROMPTS)
     before = chunks_in(written)
     root.mkdir()
     mounted = subprocess.run(["mount", "--bind", "-o", "ro", written, root], capture_output=True)
@@ -118,13 +118,13 @@ def test_a_root_that_is_read_only_is_read(
         pytest.skip(f"nothing can be mounted here: {mounted.stderr.decode().strip()}")
     try:
         with launcher.start(llama, _fs(root)) as engine:
-            answers, loaded = engine.served(*STORY, *OTHERS)
+            answers, loaded = engine.served(*PROMPTS, *OTHERS)
             metrics = engine.metrics()
     finally:
         subprocess.run(["umount", root], check=True)
 
-    assert answers == reference(*STORY, *OTHERS)
-    assert loaded == {"fs": len(STORY) * PROMPT_CHUNKS}
+    assert answers == reference(*PROMPTS, *OTHERS)
+    assert loaded == {"fs": len(PROMPTS) * PROMPT_CHUNKS}
     assert metrics.value("kvtier_put_failed_chunks", tier="fs", reason="erofs") > 0
     assert chunks_in(written) == before
 

@@ -13,9 +13,9 @@ from tests.integration.harness import PROMPT_CHUNKS, Launcher, namespaces, promp
 
 pytestmark = pytest.mark.releases
 
-STORY = [prompt(seed) for seed in (1, 2, 3)]
+PROMPTS = [prompt(seed) for seed in (1, 2, 3)]
 OTHERS = [prompt(seed) for seed in range(10, 16)]  # more than the device cache holds
-CHUNKS = len(STORY) * PROMPT_CHUNKS
+CHUNKS = len(PROMPTS) * PROMPT_CHUNKS
 
 
 @pytest.fixture
@@ -27,17 +27,17 @@ def test_served_from_memory_and_after_a_restart_from_files(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
     with launcher.start(llama, settings) as engine:
-        cold, loaded_cold = engine.served(*STORY)
+        cold, loaded_cold = engine.served(*PROMPTS)
         engine.generate(*OTHERS)
-        again, loaded_again = engine.served(*STORY)
+        again, loaded_again = engine.served(*PROMPTS)
         (region,) = engine.regions
     assert not region.exists()
     with launcher.start(llama, settings) as engine:
-        restarted, loaded_restarted = engine.served(*STORY)
+        restarted, loaded_restarted = engine.served(*PROMPTS)
         engine.generate(*OTHERS)
-        from_memory, loaded_from_memory = engine.served(*STORY)
+        from_memory, loaded_from_memory = engine.served(*PROMPTS)
 
-    assert cold == again == restarted == from_memory == reference(*STORY)
+    assert cold == again == restarted == from_memory == reference(*PROMPTS)
     assert (loaded_cold, loaded_again) == ({}, {"cpu": CHUNKS})
     assert (loaded_restarted, loaded_from_memory) == ({"fs": CHUNKS}, {"cpu": CHUNKS})
 
@@ -45,7 +45,7 @@ def test_served_from_memory_and_after_a_restart_from_files(
 def test_many_requests_at_once(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
-    prompts = [*STORY, *OTHERS, *(prompt(seed, 700, shared=STORY[0][:300]) for seed in range(20, 24))]
+    prompts = [*PROMPTS, *OTHERS, *(prompt(seed, 700, shared=PROMPTS[0][:300]) for seed in range(20, 24))]
     with launcher.start(llama, settings) as engine:
         cold, _ = engine.served(*prompts, together=True)
         again, loaded_again = engine.served(*prompts, together=True)
@@ -64,9 +64,9 @@ def test_found_by_module_path_without_the_plugin_and_by_name_with_it(
 ) -> None:
     path = {} if plugins else {"spec_module_path": "kvtier.adapters.vllm.spec"}
     with launcher.start(llama, {**settings, **path}, environment={"VLLM_PLUGINS": plugins}) as engine:
-        cold = engine.generate(*STORY)
+        cold = engine.generate(*PROMPTS)
         engine.generate(*OTHERS)
-        assert engine.served(*STORY) == (cold, {"cpu": CHUNKS})
+        assert engine.served(*PROMPTS) == (cold, {"cpu": CHUNKS})
 
 
 def test_every_metric_is_declared_at_the_start(
@@ -100,15 +100,15 @@ def test_two_engines_share_a_root(
 ) -> None:
     with launcher.start(llama, settings) as first, launcher.start(llama, settings) as second:
         assert len(first.regions | second.regions) == 2
-        by_first, _ = first.served(*STORY)
-        by_second, loaded = second.served(*STORY)
+        by_first, _ = first.served(*PROMPTS)
+        by_second, loaded = second.served(*PROMPTS)
         first.tell("generate", prompts=OTHERS, output_tokens=8, together=True)
         second.tell("generate", prompts=OTHERS[::-1], output_tokens=8, together=True)
         at_once = first.hear("generate")["answers"], second.hear("generate")["answers"][::-1]
         second.settled()
         first.settled()
 
-    assert by_first == by_second == reference(*STORY)
+    assert by_first == by_second == reference(*PROMPTS)
     assert loaded == {"fs": CHUNKS}
     assert at_once == (reference(*OTHERS), reference(*OTHERS))
     assert len(namespaces(tmp_path)) == 1
