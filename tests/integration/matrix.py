@@ -1,22 +1,20 @@
 """The fault matrix: requests run while a tier suffers, and what is promised about that is checked.
 
 A ``Row`` is an engine over one ``Backend``. ``Row.cell`` runs requests, begins a fault in their midst, lets
-more of them run while it lasts, ends it, and waits until the tier serves and keeps chunks again. ``Page`` is
-the table of it all.
+more of them run while it lasts, ends it, and waits until the tier serves and keeps chunks again.
 """
 
 from __future__ import annotations
 
 import itertools
-import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.integration.faulty_backends import BACKENDS, FAULTS, Backend
+from tests.integration.faulty_backends import Backend
 from tests.integration.harness import (
     OUTPUT_TOKENS,
     PATIENCE_S,
@@ -53,9 +51,6 @@ _REASONS = (
     "kvtier_put_dropped_chunks",
     "kvtier_skipped_chunks",
 )
-BEGIN, END = "<!-- begin: tests/integration/test_matrix.py -->\n", "<!-- end -->\n"
-HELD = "held"
-_TOLD = 3
 
 
 @dataclass(frozen=True)
@@ -258,65 +253,3 @@ class Row:
 
     def _count(self, engine: Engine, name: str) -> float:
         return engine.metrics().value(name, tier=self.backend.tier)
-
-
-@dataclass
-class Page:
-    """The table of what was seen, as a page of the documentation shows it.
-
-    Attributes:
-        cells: what was seen and held, by row and fault.
-    """
-
-    cells: dict[tuple[str, str], Seen] = field(default_factory=dict)
-
-    @property
-    def missing(self) -> list[tuple[str, str]]:
-        """The cells that were not seen, or did not hold."""
-        wanted = ((backend.name, fault) for backend in BACKENDS for fault in FAULTS)
-        return [cell for cell in wanted if cell not in self.cells]
-
-    def write(self, page: Path) -> None:
-        """Put the tables into a page, in place of those that are there."""
-        before, _, after = _parts(page)
-        page.write_text(f"{before}{BEGIN}{self}{END}{after}")
-
-    def differences(self, page: Path) -> list[str]:
-        """Return what a page says otherwise, figures and reasons aside; these differ from run to run."""
-        said, seen = (_verdicts(text) for text in (_parts(page)[1], str(self)))
-        pairs = itertools.zip_longest(said, seen, fillvalue="nothing")
-        return [f"the page says {one}, seen was {other}" for one, other in pairs if one != other]
-
-    def __str__(self) -> str:
-        results = [(backend.name, *self._row(backend)) for backend in BACKENDS]
-        faults = [(backend.name, *(backend.how[fault] for fault in FAULTS)) for backend in BACKENDS]
-        tables = ((("tier", *FAULTS, "come back"), results), (("tier", *FAULTS), faults))
-        told = ("".join(_lines(heading, rows)) for heading, rows in tables)
-        return "\n" + "\nWhat each fault is:\n\n".join(told) + "\n"
-
-    def _row(self, backend: type[Backend]) -> Iterator[str]:
-        row = {fault: self.cells[backend.name, fault] for fault in FAULTS}
-        for fault, seen in row.items():
-            words = [word for word, _ in seen.reasons.most_common()]
-            telling = sorted(words, key=lambda word: word not in backend.counted[fault])[:_TOLD]
-            reasons = ", ".join(f"`{word}`" for word in telling) or "no chunk"
-            yield f"{HELD}; {seen.wait_s:.1f} s ({seen.alone_s:.1f} s); {reasons}"
-        yield f"{HELD}; {max(seen.back_s for seen in row.values()):.1f} s"
-
-
-def _lines(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    for cells in (heading, ["---"] * len(heading), *rows):
-        yield f"| {' | '.join(cells)} |\n"
-
-
-def _parts(page: Path) -> tuple[str, str, str]:
-    before, begin, rest = page.read_text().partition(BEGIN)
-    between, end, after = rest.partition(END)
-    assert begin, f"{page} has no line {BEGIN}"
-    assert end, f"{page} has no line {END}"
-    return before, between, after
-
-
-def _verdicts(text: str) -> list[str]:
-    """Return the lines of tables, each cell up to its first semicolon."""
-    return [re.sub(r"; [^|]*", " ", line) for line in text.splitlines()]
