@@ -1,0 +1,104 @@
+"""Speculative decoding, with hybrid models too: the same tokens as without kvtier, after a restart too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.conftest import LLAMA, in_full
+from tests.integration.harness import Launcher, misplace_chunks
+from tests.integration.test_models import GEMMA_MODEL, LLAMA_MODEL, OTHERS, PROMPTS, ROOM
+from tests.integration.test_recurrent import QWEN3_NEXT
+
+NGRAM = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+QWEN3_NEXT_MODEL = ("Qwen3NextConfig", "Qwen3NextForCausalLM", QWEN3_NEXT)
+BFLOAT16 = {"dtype": "bfloat16", "enable_prefix_caching": True}
+
+Drafter = Callable[[Launcher, Path], dict[str, Any]]
+"""Makes what drafts for the model in a directory, and returns how vLLM is told."""
+
+
+def ngram(launcher: Launcher, target: Path) -> dict[str, Any]:
+    return NGRAM
+
+
+def draft_model(launcher: Launcher, target: Path) -> dict[str, Any]:
+    return {"method": "draft_model", "model": str(_small_llama(launcher, target))}
+
+
+def eagle(launcher: Launcher, target: Path) -> dict[str, Any]:
+    head = target.with_name("eagle")
+    _call(launcher, "add_eagle_head", directory=str(head), source=str(_small_llama(launcher, target)))
+    return {"method": "eagle", "model": str(head)}
+
+
+def mtp(launcher: Launcher, target: Path) -> dict[str, Any]:
+    _call(launcher, "add_mtp_layer", directory=str(target), layer=1)
+    return {"method": "mtp"}
+
+
+def _small_llama(launcher: Launcher, target: Path) -> Path:
+    fields = {**LLAMA, "num_hidden_layers": 1}
+    return launcher.make_model(target.with_name("draft"), "LlamaConfig", "LlamaForCausalLM", fields, seed=3)
+
+
+def _call(launcher: Launcher, function: str, **arguments: Any) -> None:
+    with launcher.fork() as maker:
+        maker.ask("call", module="tests.integration.drafters", function=function, arguments=arguments)
+
+
+@pytest.mark.parametrize(
+    ("model", "drafter", "settings", "arguments"),
+    [
+        in_full(GEMMA_MODEL, ngram, {"block_size": 64}, {}),
+        (GEMMA_MODEL, draft_model, {"block_size": 64}, {}),
+        in_full(LLAMA_MODEL, draft_model, {}, {}),
+        in_full(LLAMA_MODEL, eagle, {"block_size": 64}, {}),
+        in_full(GEMMA_MODEL, eagle, {}, {}),
+        in_full(QWEN3_NEXT_MODEL, mtp, {}, BFLOAT16),
+    ],
+    ids=[
+        "ngram, sliding windows",
+        "draft model, sliding windows",
+        "draft model",
+        "EAGLE",
+        "EAGLE, sliding windows",
+        "MTP, linear attention",
+    ],
+)
+def test_the_same_tokens_while_drafts_are_verified(
+    launcher: Launcher,
+    tmp_path: Path,
+    model: tuple[str, str, dict[str, Any]],
+    drafter: Drafter,
+    settings: dict[str, Any],
+    arguments: dict[str, Any],
+) -> None:
+    directory = launcher.make_model(tmp_path / "model", *model)
+    speculation = {**drafter(launcher, directory), "num_speculative_tokens": 3}
+    files = {"type": "fs", "root_dir": str(tmp_path / "root")}
+    settings = {"cpu_bytes_to_use": "128MiB", "secondary_tiers": [files], **settings}
+    arguments = {**ROOM, "speculative_config": speculation, **arguments}
+
+    with launcher.start(directory, **arguments) as engine:
+        expected = [engine.generate(one, one)[1] for one in PROMPTS]
+    with launcher.start(directory, settings, **arguments) as engine:
+        engine.generate(*PROMPTS, together=True)
+        engine.generate(*OTHERS, *OTHERS)
+        engine.reset(connector=False)
+        again, loaded_again = engine.served(*PROMPTS)
+        drafted = engine.metrics().value("vllm:spec_decode_num_draft_tokens")
+        misplace_chunks(engine)
+        engine.reset(connector=False)
+        misled, _ = engine.served(*PROMPTS)
+    with launcher.start(directory, settings, **arguments) as engine:
+        restarted, loaded_restarted = engine.served(*PROMPTS, together=True)
+
+    assert again == restarted == expected
+    assert misled != expected
+    assert drafted > 0
+    assert loaded_again["cpu"] > 10
+    assert loaded_restarted["fs"] > 10
