@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvtier.keys import content_hash
+from tests.integration.conftest import in_full
 from tests.integration.harness import (
     BLOCK_TOKENS,
     PROMPT_CHUNKS,
@@ -141,7 +142,7 @@ def _start(launcher: Launcher, model: Path, settings: dict[str, Any], router: Ro
     )
 
 
-@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("blocks", [1, in_full(2)])
 def test_a_router_knows_what_is_where_whoever_evicts(
     launcher: Launcher, llama: Path, tmp_path: Path, router: Router, blocks: int
 ) -> None:

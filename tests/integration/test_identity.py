@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.conftest import Ask, in_full
+from tests.integration.conftest import LLAMA, Ask, in_full
 from tests.integration.harness import PROMPT_CHUNKS, Launcher, namespaces, prompt
 
 PROMPTS = [prompt(1), prompt(2)]
@@ -79,7 +79,7 @@ def test_another_model_at_the_same_path(
     ("more_settings", "arguments"),
     [
         in_full({}, {"revision": "another"}),
-        ({}, {"dtype": "bfloat16"}),
+        in_full({}, {"dtype": "bfloat16"}),
         in_full({}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e5m2"}),
         in_full({}, {"block_size": 64}),
         in_full({}, {"prefix_caching_hash_algo": "sha256_cbor"}),
@@ -103,6 +103,37 @@ def test_another_cache_of_the_same_model(
 
     assert loaded == {}
     assert answers == expected
+    assert len(namespaces(tmp_path / "root")) == 2
+
+
+PHI3 = {
+    **LLAMA,
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 1024,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 32, "long_factor": [4.0] * 32},
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.full
+def test_engines_of_different_length_share_nothing_where_the_embedding_depends_on_it(
+    launcher: Launcher, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """LongRoPE picks its factors by ``max_model_len``: the same prompt has other keys and values."""
+    model = launcher.make_model(tmp_path / "model", "Phi3Config", "Phi3ForCausalLM", PHI3)
+    lengths: list[dict[str, Any]] = [{"max_model_len": tokens} for tokens in (1024, 4096)]
+    expected, cold, restarted = [], [], []
+    for length in lengths:
+        with launcher.start(model, **length) as engine:
+            expected.append(engine.generate(*PROMPTS))
+    for served in (cold, restarted):
+        for length in lengths:
+            with launcher.start(model, settings, **length) as engine:
+                served.append(engine.served(*PROMPTS))
+
+    assert expected[0] != expected[1]
+    assert cold == [(answers, {}) for answers in expected]
+    assert restarted == [(answers, {"fs": CHUNKS}) for answers in expected]
     assert len(namespaces(tmp_path / "root")) == 2
 
 

@@ -29,23 +29,6 @@ def settings(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def test_served_from_memory_and_after_a_restart_from_files(
-    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
-) -> None:
-    with launcher.start(llama, {**settings, "cpu_bytes_to_use": "64MiB"}) as engine:
-        cold, loaded_cold = engine.served(*PROMPTS)
-        engine.generate(*OTHERS)
-        again, loaded_again = engine.served(*PROMPTS)
-        tiers = process_of_tiers(engine)
-    assert not is_alive(tiers)
-    with launcher.start(llama, settings) as engine:
-        engine.until_open("fs")
-        restarted, loaded_restarted = engine.served(*PROMPTS)
-
-    assert cold == again == restarted == reference(*PROMPTS)
-    assert (loaded_cold, loaded_again, loaded_restarted) == ({}, {"cpu": CHUNKS}, {"fs": CHUNKS})
-
-
 def test_killed_or_stopped_while_requests_run_it_costs_misses_and_comes_back(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:

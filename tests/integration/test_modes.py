@@ -35,7 +35,7 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "more_settings"),
     [
-        ({"speculative_config": NGRAM}, {"block_size": 64}),
+        in_full({"speculative_config": NGRAM}, {"block_size": 64}),
         in_full({"async_scheduling": True}, {}),
         in_full({"async_scheduling": False}, {}),
         ({"max_num_batched_tokens": PIECES, "async_scheduling": True}, {"block_size": 64}),
@@ -81,7 +81,7 @@ def _whole_chunks(chunk_tokens: int) -> int:
     return len({tuple(one[:end]) for one in PROMPTS for end in ends if end <= len(one)})
 
 
-@pytest.mark.parametrize("prompt_only", [True, False])
+@pytest.mark.parametrize("prompt_only", [in_full(True), False])
 def test_answers_are_stored_where_asked_for(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], prompt_only: bool
 ) -> None:

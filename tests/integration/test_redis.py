@@ -105,12 +105,10 @@ def test_served_from_redis_after_a_restart_and_not_after_a_reset(
         engine.reset()
         after_reset, loaded_after_reset = engine.served(*PROMPTS)
         metrics = engine.metrics()
-    with launcher.start(llama, settings) as engine:
-        opened_later, loaded_later = engine.served(*PROMPTS)
 
-    assert cold == restarted == after_reset == opened_later == reference(*PROMPTS)
+    assert cold == restarted == after_reset == reference(*PROMPTS)
     assert (loaded_cold, loaded_restarted) == ({}, {"redis": CHUNKS})
-    assert (loaded_after_reset, loaded_later) == ({}, {})
+    assert loaded_after_reset == {}
     assert metrics.value("kvtier_tier_up", tier="redis") == 1
     assert metrics.value("kvtier_get_failed_chunks") == metrics.value("kvtier_put_failed_chunks") == 0
 

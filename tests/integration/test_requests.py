@@ -67,11 +67,15 @@ def _nothing_is_under_way(metrics: Metrics) -> bool:
 
 
 @pytest.fixture(scope="module")
-def engine(launcher: Launcher, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def shared_settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    tiers = [{"type": "fs", "root_dir": str(tmp_path_factory.mktemp("shared"))}]
+    return {"cpu_bytes_to_use": "256MiB", "secondary_tiers": tiers}
+
+
+@pytest.fixture(scope="module")
+def engine(launcher: Launcher, llama: Path, shared_settings: dict[str, Any]) -> Iterator[Engine]:
     """An engine that several tests use one after the other, each with prompts of its own."""
-    root = tmp_path_factory.mktemp("shared")
-    tiers = [{"type": "fs", "root_dir": str(root)}]
-    with launcher.start(llama, {"cpu_bytes_to_use": "256MiB", "secondary_tiers": tiers}) as engine:
+    with launcher.start(llama, shared_settings) as engine:
         yield engine
 
 
@@ -187,14 +191,12 @@ def test_a_request_is_loaded_from_the_tiers_that_it_allows(
 
 
 def test_a_salt_keeps_tenants_apart_in_every_tier(
-    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
+    engine: Engine, launcher: Launcher, llama: Path, reference: Ask, shared_settings: dict[str, Any]
 ) -> None:
-    settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}
-    asked = prompt(1)
-    with launcher.start(llama, settings) as engine:
-        in_memory = _of_tenants(engine, asked)
-    with launcher.start(llama, settings) as engine:
-        in_files = _of_tenants(engine, asked, "third")
+    asked = prompt(130)
+    in_memory = _of_tenants(engine, asked)
+    with launcher.start(llama, shared_settings) as another:
+        in_files = _of_tenants(another, asked, "third")
 
     assert {tuple(answer) for (answer,), _ in in_memory + in_files} == {tuple(reference(asked)[0])}
     assert [loaded for _, loaded in in_memory] == [{}, {}, {"cpu": PROMPT_CHUNKS}]

@@ -22,13 +22,15 @@ def settings(tmp_path: Path) -> dict[str, Any]:
     return {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}
 
 
-def test_a_reset_hides_everything_for_ever(
+def test_a_reset_hides_everything_for_ever_and_gives_every_slot_back(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
     with launcher.start(llama, settings) as engine:
-        engine.served(*PROMPTS)
-        engine.reset()
+        for _ in range(3):
+            engine.generate(*PROMPTS, together=True)
+            engine.reset()  # with stores and puts under way
         after_reset, loaded_after_reset = engine.served(*PROMPTS)
+        metrics = engine.settled()
         engine.generate(*OTHERS)
         again, loaded_again = engine.served(*PROMPTS)
         engine.reset()
@@ -39,30 +41,7 @@ def test_a_reset_hides_everything_for_ever(
 
     assert after_reset == again == restarted == stored_after == reference(*PROMPTS)
     assert loaded_after_reset == {}
+    assert metrics.value("kvtier_free_slots") == metrics.value("kvtier_slots") - CHUNKS
     assert loaded_again == {"cpu": CHUNKS}
     assert loaded_restarted == {}
     assert loaded_stored_after == {"fs": CHUNKS}
-
-
-def test_a_reset_of_the_device_alone_leaves_the_tiers(
-    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
-) -> None:
-    with launcher.start(llama, settings) as engine:
-        engine.served(*PROMPTS)
-        engine.reset(connector=False)
-        assert engine.served(*PROMPTS) == (reference(*PROMPTS), {"cpu": CHUNKS})
-
-
-def test_a_reset_with_copies_under_way_gives_every_slot_back(
-    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
-) -> None:
-    with launcher.start(llama, settings) as engine:
-        for _ in range(3):
-            engine.generate(*PROMPTS, together=True)
-            engine.reset()  # stores and puts of the last step have not been taken in
-        answers, loaded = engine.served(*PROMPTS)
-        metrics = engine.settled()
-
-    assert answers == reference(*PROMPTS)
-    assert loaded == {}
-    assert metrics.value("kvtier_free_slots") == metrics.value("kvtier_slots") - CHUNKS
