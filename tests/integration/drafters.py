@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +23,4 @@ def add_eagle_head(llm: Any, directory: str, source: str) -> dict[str, Any]:
     head["fc.weight"] = torch.randn((hidden, 2 * hidden), generator=torch.Generator().manual_seed(1)) * 0.1
     save_file(head, folder / "model.safetensors")
     (folder / "config.json").write_text((original / "config.json").read_text())
-    return {}
-
-
-def add_mtp_layer(llm: Any, directory: str, layer: int) -> dict[str, Any]:
-    """Add a multi-token-prediction layer to a Qwen3-Next model: a copy of its layer of this number."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    folder = Path(directory)
-    weights = load_file(folder / "model.safetensors")
-    prefix = f"model.layers.{layer}."
-    copied = {
-        name.replace(prefix, "mtp.layers.0."): weight.clone()
-        for name, weight in weights.items()
-        if name.startswith(prefix)
-    }
-    hidden = weights["model.embed_tokens.weight"].shape[1]
-    copied["mtp.fc.weight"] = torch.randn((hidden, 2 * hidden)) * 0.1
-    for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
-        copied[f"mtp.{norm}.weight"] = torch.ones(hidden)
-    save_file({**weights, **copied}, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
     return {}

@@ -438,6 +438,11 @@ def test_a_tier_that_fails_is_left_alone_and_used_again_when_it_is_well(
     it.check_idle()
     assert caplog.text.count("tier dummy0: its puts: several in a row have failed") == 1
     assert caplog.text.count("tier dummy0: a put has gone well") == 1
+    it.manager.shutdown()  # with which its metrics end
+    lost = (
+        "tier dummy0: 13 chunks that this engine has stored were not put there (breaker_open: 3, error: 10)"
+    )
+    assert caplog.text.count(lost) == 1
 
 
 def test_what_ended_while_the_engine_slept_is_not_overdue(make: Make) -> None:

@@ -11,11 +11,8 @@ import pytest
 from tests.integration.conftest import LLAMA, in_full
 from tests.integration.harness import Launcher, misplace_chunks
 from tests.integration.test_models import GEMMA_MODEL, LLAMA_MODEL, OTHERS, PROMPTS, ROOM
-from tests.integration.test_recurrent import QWEN3_NEXT
 
 NGRAM = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-QWEN3_NEXT_MODEL = ("Qwen3NextConfig", "Qwen3NextForCausalLM", QWEN3_NEXT)
-BFLOAT16 = {"dtype": "bfloat16", "enable_prefix_caching": True}
 
 Drafter = Callable[[Launcher, Path], dict[str, Any]]
 """Makes what drafts for the model in a directory, and returns how vLLM is told."""
@@ -35,11 +32,6 @@ def eagle(launcher: Launcher, target: Path) -> dict[str, Any]:
     return {"method": "eagle", "model": str(head)}
 
 
-def mtp(launcher: Launcher, target: Path) -> dict[str, Any]:
-    _call(launcher, "add_mtp_layer", directory=str(target), layer=1)
-    return {"method": "mtp"}
-
-
 def _small_llama(launcher: Launcher, target: Path) -> Path:
     fields = {**LLAMA, "num_hidden_layers": 1}
     return launcher.make_model(target.with_name("draft"), "LlamaConfig", "LlamaForCausalLM", fields, seed=3)
@@ -50,23 +42,24 @@ def _call(launcher: Launcher, function: str, **arguments: Any) -> None:
         maker.ask("call", module="tests.integration.drafters", function=function, arguments=arguments)
 
 
+# A chunk is one block for the hybrid models with a draft model: on the CPU vLLM's own numbers depend on where
+# a hit ends there, so kvtier's has to end where the engine's own does. (Without any cache it gives other tokens
+# with that draft model than without.)
 @pytest.mark.parametrize(
-    ("model", "drafter", "settings", "arguments"),
+    ("model", "drafter", "settings"),
     [
-        in_full(GEMMA_MODEL, ngram, {"block_size": 64}, {}),
-        (GEMMA_MODEL, draft_model, {"block_size": 64}, {}),
-        in_full(LLAMA_MODEL, draft_model, {}, {}),
-        in_full(LLAMA_MODEL, eagle, {"block_size": 64}, {}),
-        in_full(GEMMA_MODEL, eagle, {}, {}),
-        in_full(QWEN3_NEXT_MODEL, mtp, {}, BFLOAT16),
+        in_full(GEMMA_MODEL, ngram, {"block_size": 64}),
+        in_full(GEMMA_MODEL, draft_model, {}),
+        (GEMMA_MODEL, eagle, {}),
+        in_full(LLAMA_MODEL, draft_model, {}),
+        in_full(LLAMA_MODEL, eagle, {"block_size": 64}),
     ],
     ids=[
         "ngram, sliding windows",
         "draft model, sliding windows",
+        "EAGLE, sliding windows",
         "draft model",
         "EAGLE",
-        "EAGLE, sliding windows",
-        "MTP, linear attention",
     ],
 )
 def test_the_same_tokens_while_drafts_are_verified(
@@ -75,13 +68,12 @@ def test_the_same_tokens_while_drafts_are_verified(
     model: tuple[str, str, dict[str, Any]],
     drafter: Drafter,
     settings: dict[str, Any],
-    arguments: dict[str, Any],
 ) -> None:
     directory = launcher.make_model(tmp_path / "model", *model)
     speculation = {**drafter(launcher, directory), "num_speculative_tokens": 3}
     files = {"type": "fs", "root_dir": str(tmp_path / "root")}
     settings = {"cpu_bytes_to_use": "128MiB", "secondary_tiers": [files], **settings}
-    arguments = {**ROOM, "speculative_config": speculation, **arguments}
+    arguments = {**ROOM, "speculative_config": speculation}
 
     with launcher.start(directory, **arguments) as engine:
         expected = [engine.generate(one, one)[1] for one in PROMPTS]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ from kvtier.adapters.vllm.events import EventStream
 from kvtier.adapters.vllm.metrics import GaugeReader, as_stats
 from kvtier.adapters.vllm.workers import Workers
 from kvtier.core.requests import Request
+from kvtier.core.shared import Count
 from kvtier.core.states import Lookup
 from kvtier.core.tiering import Tiering
 from kvtier.core.transfers import Pinned, Reservation
@@ -133,6 +135,7 @@ class KVTierManager(OffloadingManager):
         self._stream = EventStream(names, locations, self_describing=self_describing)
         self._closed = False
         self._stopped: str | None = None  # why nothing is copied any more
+        self._not_put: Counter[tuple[str, str]] = Counter()  # chunks, by tier and reason
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -283,6 +286,7 @@ class KVTierManager(OffloadingManager):
             return
         self._closed = True
         self._driver.take_in(self._events)
+        self._warn_of_chunks_not_put()
         unwritten = UnwrittenPuts(self._core, self._drain_s)
         if unconfirmed := sum(len(store.chunks) for store in self._stores.values()):
             logger.warning(
@@ -301,7 +305,7 @@ class KVTierManager(OffloadingManager):
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """See vLLM. Asked in each step; None where nothing has changed."""
-        counts = self._core.take_counts()
+        counts = self._take_counts()
         if self._workers is not None:
             counts.update(self._workers.take_counts())
         gauges = self._gauges.changed(self._workers.gauges if self._workers is not None else None)
@@ -314,6 +318,26 @@ class KVTierManager(OffloadingManager):
         return [self._info]
 
     # --- inside ----------------------------------------------------------------------------------
+
+    def _take_counts(self) -> dict[Count, float]:
+        counts = self._core.take_counts()
+        for (what, *labels), count in counts.items():
+            if what in ("put_dropped", "put_failed"):
+                self._not_put[labels[0], labels[1]] += int(count)
+        return counts
+
+    def _warn_of_chunks_not_put(self) -> None:
+        """Log which chunks this engine never put: its metrics, which have them too, end with it."""
+        self._take_counts()
+        for tier in sorted({tier for tier, _ in self._not_put}):
+            reasons = {reason: count for (name, reason), count in self._not_put.items() if name == tier}
+            logger.warning(
+                "tier %s: %d chunks that this engine has stored were not put there (%s): the next engine "
+                "does not find them",
+                tier,
+                sum(reasons.values()),
+                ", ".join(f"{reason}: {count}" for reason, count in sorted(reasons.items())),
+            )
 
     @staticmethod
     def _nothing_stored() -> PrepareStoreOutput:
