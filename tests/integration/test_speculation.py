@@ -42,9 +42,9 @@ def _call(launcher: Launcher, function: str, **arguments: Any) -> None:
         maker.ask("call", module="tests.integration.drafters", function=function, arguments=arguments)
 
 
-# A chunk is one block for the hybrid models with a draft model: on the CPU vLLM's own numbers depend on where
-# a hit ends there, so kvtier's has to end where the engine's own does. (Without any cache it gives other tokens
-# with that draft model than without.)
+# A chunk is one block where a draft model drafts for a hybrid one: on the CPU vLLM's numbers depend there on
+# where a hit ends, so it has to end where the engine's own does. (Without any cache, too, vLLM gives other
+# tokens with that draft model than without it.)
 @pytest.mark.parametrize(
     ("model", "drafter", "settings"),
     [
