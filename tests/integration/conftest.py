@@ -113,7 +113,7 @@ def reference_engine(launcher: Launcher, llama: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="session")
 def reference(reference_engine: Engine) -> Ask:
-    """Say what the model says to each prompt when nothing is reused."""
+    """Return the model's answer to each prompt when nothing is reused."""
     known: dict[tuple[int, ...], Tokens] = {}
 
     def ask(*prompts: Sequence[int], output_tokens: int = OUTPUT_TOKENS) -> list[Tokens]:

@@ -69,7 +69,7 @@ class EngineChild:
         return {}
 
     def fail_copies(self, order: Order) -> Answer:
-        """Say how many copies fail from now on."""
+        """Set how many copies fail from now on."""
         assert self._faults is not None
         self._faults.set(**{name: order[name] for name in ("stores", "loads", "staged", "rank")})
         return {}

@@ -113,7 +113,7 @@ class FuseMount:
 
 
 def why_not() -> str:
-    """Say why nothing can be mounted here; empty where it can."""
+    """Return why nothing can be mounted here; empty where it can."""
     try:
         os.close(os.open("/dev/fuse", os.O_RDWR))
     except OSError as error:

@@ -147,24 +147,6 @@ def test_a_chunk_that_changes_in_host_memory_is_never_used(
 
 
 @pytest.mark.full
-def test_a_load_that_exchanges_pages_is_found_and_the_request_computed(
-    audited: Callable[..., Any], reference: Ask
-) -> None:
-    with audited() as it:
-        it.engine.served(PROMPT)
-        it.engine.reset(connector=False)
-        it.exchange_pages(loads=-1)
-        answers = it.engine.generate(PROMPT)
-        failures = it.failures()
-        again = it.not_served(PROMPT)
-        log = it.engine.log()
-
-    assert answers == again == reference(PROMPT)
-    assert failures == {"cpu": 1}
-    assert "a copy between the device and the primary tier has brought other bytes" in log
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("copies", ["stores", "loads"])
 def test_what_one_copy_exchanged_is_put_right_and_no_other_one_is_trusted(
     audited: Callable[..., Any], reference: Ask, copies: str

@@ -200,7 +200,7 @@ class World:
         self.manager.on_request_finished(context)
 
     def check_idle(self) -> None:
-        """See that nothing is held for anybody."""
+        """Assert that nothing is pinned."""
         self.settle()
         invariants.check(self.core)
         assert not any(chunk.pins for chunk in self.core.table)

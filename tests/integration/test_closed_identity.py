@@ -202,7 +202,7 @@ def _fields(config: Any, around: tuple[Any, ...] = ()) -> Iterator[tuple[Any, st
 
 
 def _reasons(config: VllmConfig) -> Mapping[int, bool]:
-    """Say of each configuration, by its id, whether a field that holds it is on the list."""
+    """Return for each configuration, by its id, whether a field that holds it is on the list."""
     left: dict[int, bool] = {id(config): False}
 
     def visit(one: Any) -> None:

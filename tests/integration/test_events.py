@@ -110,7 +110,7 @@ class Router:
         return chain
 
     def has_heard_of(self, place: Place, tokens: Tokens, blocks: int) -> bool:
-        """Say whether all blocks of a prompt were said to be stored there, be they there still or not."""
+        """Return whether all blocks of a prompt were said to be stored there, be they there still or not."""
         try:
             self.chain(place, tokens, blocks)
         except KeyError:

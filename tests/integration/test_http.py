@@ -252,7 +252,7 @@ class FirstRun:
 
 @pytest.fixture(scope="module")
 def first_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> FirstRun:
-    """Have a server answer cold and from the primary tier, with one tier too small and one that hangs."""
+    """Make a server answer cold and from the primary tier, with one tier too small and one that hangs."""
     folder = tmp_path_factory.mktemp("first_run")
     root = folder / "root"
     tiers = [
@@ -295,12 +295,12 @@ def _put(metrics: Metrics) -> float:
 
 
 def _is_given_up(metrics: Metrics) -> bool:
-    """Say whether the tier that hangs is given no more puts."""
+    """Return whether the tier that hangs is given no more puts."""
     return metrics.value("kvtier_breaker_state", tier="stuck", verb="put") == 2
 
 
 def _has_settled(metrics: Metrics) -> bool:
-    """Say whether the tier that hangs was given up, and bytes and copies were looked at since."""
+    """Return whether the tier that hangs was given up, and bytes and copies were looked at since."""
     full = ("kvtier_put_chunks", "kvtier_put_failed_chunks")
     return (
         metrics.value("kvtier_breaker_state", tier="stuck", verb="put") == 2
@@ -424,7 +424,7 @@ def test_two_api_servers_after_a_restart_with_a_damaged_file_and_a_reset(
 
 
 def _has_told_the_restart(metrics: Metrics) -> bool:
-    """Say whether all that the engine did after the restart is counted.
+    """Return whether all that the engine did after the restart is counted.
 
     It tells each thing to one of the API servers, and each counts in its own time: what happened first may
     be the last to be seen.

@@ -121,7 +121,8 @@ def test_engines_of_different_length_share_nothing_where_the_embedding_depends_o
 ) -> None:
     """LongRoPE picks its factors by ``max_model_len``: the same prompt has other keys and values."""
     model = launcher.make_model(tmp_path / "model", "Phi3Config", "Phi3ForCausalLM", PHI3)
-    lengths: list[dict[str, Any]] = [{"max_model_len": tokens} for tokens in (1024, 4096)]
+    room = {"num_gpu_blocks_override": 200}
+    lengths: list[dict[str, Any]] = [{"max_model_len": tokens, **room} for tokens in (1024, 4096)]
     expected, cold, restarted = [], [], []
     for length in lengths:
         with launcher.start(model, **length) as engine:

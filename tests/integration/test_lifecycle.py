@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, EngineError, Launcher, chunks_in, patient, prompt
+from tests.integration.harness import PROMPT_CHUNKS, Launcher, chunks_in, patient, prompt
 
 PROMPTS = [prompt(seed) for seed in (1, 2)]
 OTHERS = [prompt(seed) for seed in range(10, 16)]
@@ -72,38 +72,6 @@ def test_a_store_threshold_holds_for_every_tier(
 
 
 @pytest.mark.full
-def test_what_the_tracker_has_forgotten_is_counted_anew(
-    launcher: Launcher, llama: Path, settings: dict[str, Any], tmp_path: Path
-) -> None:
-    tracker = {"store_threshold": 2, "max_tracker_size": PROMPT_CHUNKS}
-    with launcher.start(llama, {**settings, **tracker}) as engine:
-        for asked in (PROMPTS[0], PROMPTS[1], PROMPTS[0], PROMPTS[1]):  # each pushes the other one out
-            engine.reset(connector=False)
-            engine.served(asked)
-        assert chunks_in(tmp_path) == set()
-        engine.reset(connector=False)
-        engine.served(PROMPTS[1])
-        assert len(chunks_in(tmp_path)) == PROMPT_CHUNKS
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("policy", "survives"), [("lru", False), ("arc", True)])
-def test_the_policy_decides_what_a_flood_of_new_prompts_leaves(
-    launcher: Launcher, llama: Path, reference: Ask, policy: str, survives: bool
-) -> None:
-    with launcher.start(llama, {"cpu_bytes_to_use": "6MiB", "eviction_policy": policy}) as engine:
-        for _ in range(2):  # stored, and then read: for arc it is worth more than what came once
-            engine.served(PROMPTS[0])
-            engine.reset(connector=False)
-        for other in OTHERS[:4]:  # each is there before the next: what is being stored cannot leave
-            engine.served(other)
-        engine.reset(connector=False)
-        answers, loaded = engine.served(PROMPTS[0])
-    assert answers == reference(PROMPTS[0])
-    assert bool(loaded) is survives
-
-
-@pytest.mark.full
 def test_the_size_may_come_from_vllms_own_option(
     launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
 ) -> None:
@@ -116,14 +84,6 @@ def test_the_size_may_come_from_vllms_own_option(
         engine.reset(connector=False)
         assert engine.served(*PROMPTS) == (reference(*PROMPTS), {"cpu": CHUNKS})
         assert engine.metrics().value("kvtier_slots") == 64 * 2**20 // 2**17
-
-
-@pytest.mark.full
-def test_vllms_own_option_alone_is_not_kvtier(launcher: Launcher, llama: Path) -> None:
-    with pytest.raises(EngineError) as refusal:
-        launcher.start(llama, kv_offloading_size=1 / 16)
-    assert "CPUOffloadingSpec" in str(refusal.value)
-    assert "kvtier" not in str(refusal.value)
 
 
 # --- preemption -----------------------------------------------------------------------------------

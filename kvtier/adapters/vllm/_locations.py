@@ -25,7 +25,7 @@ _LOCATIONS = {
 
 
 def location_of(tier: SecondaryTier[Any]) -> Location:
-    """Say where a tier keeps its chunks: by its kind, unless its settings say it."""
+    """Return where a tier keeps its chunks: by its kind, unless its settings name it."""
     location = _LOCATIONS[tier.medium]
     locality = tier.config.locality
     return location if locality is None else Location(location.medium, Locality(locality))

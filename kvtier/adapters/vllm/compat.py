@@ -70,7 +70,7 @@ def refuse_too_old(version: str) -> None:
 
 
 def warn_if_untested(version: str = vllm.__version__) -> None:
-    """Say in the log that this vLLM is newer than what kvtier was tested with, or of unknown age."""
+    """Log a warning where this vLLM is newer than what kvtier was tested with, or of unknown age."""
     number = release(version)
     if number is None or number > NEWEST:
         logger.warning("kvtier is tested with %s, and this is vLLM %s: going on", _RANGE, version)
@@ -123,7 +123,7 @@ class EngineContext:
         return self.kv_cache_config.kv_cache_groups[group].kv_cache_spec
 
     def is_windowed(self, group: int) -> bool:
-        """Say whether the group is looked up from the back (sliding window, state) or by prefix."""
+        """Return whether the group is looked up from the back (sliding window, state) or by prefix."""
         return not isinstance(self.spec_of(group), FullAttentionSpec)
 
 
@@ -132,7 +132,7 @@ _of_connector: ContextVar[EngineContext | None] = ContextVar("kvtier_engine", de
 
 @contextmanager
 def making_spec_of(engine: EngineContext) -> Iterator[None]:
-    """Have ``engine_context`` return this engine meanwhile: for a connector that makes a spec."""
+    """Make ``engine_context`` return this engine meanwhile: for a connector that makes a spec."""
     token = _of_connector.set(engine)
     try:
         yield

@@ -37,7 +37,7 @@ class EventStream:
         self._kept_back: dict[OffloadKey, dict[int | None, None]] = {}  # the tiers, None the primary one
 
     def loaded(self, keys: Collection[OffloadKey]) -> None:
-        """Learn that a request loads chunks: from now on vLLM can describe them."""
+        """Note that a request loads chunks: from now on vLLM can describe them."""
         if self._self_describing:
             self._loaded.update(keys)
 
@@ -62,7 +62,7 @@ class EventStream:
         return told
 
     def _forget(self, key: OffloadKey, tier: int | None) -> bool:
-        """Say whether the news of the chunk had been kept back: then there is nothing to take back."""
+        """Return whether the news of the chunk had been kept back: then there is nothing to take back."""
         tiers = self._kept_back.get(key)
         if tiers is None or tier not in tiers:
             return False

@@ -66,7 +66,7 @@ class SlotShape:
         return whole_pages(self.areas * self.area_bytes)
 
     def __str__(self) -> str:
-        """Say it in words that processes of one engine compare."""
+        """Return the words that processes of one engine compare."""
         kind = f"canonical pages {self.canonical_format}" if self.canonical_format else "areas of workers"
         return f"{self.areas} x {self.area_bytes} bytes, {self.blocks_per_chunk} blocks, {kind}"
 

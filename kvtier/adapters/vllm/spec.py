@@ -189,7 +189,7 @@ def _windowed_groups(config: OffloadingConfig, engine: EngineContext) -> frozens
 
 
 def _parts(shape: SlotShape, board: Board) -> list[Part]:
-    """Say from which NUMA node each part of a slot is to be taken: vLLM makes its workers first."""
+    """Return the NUMA node of each part of a slot, as far as the workers, which vLLM makes first, told it."""
     if len(numa.online()) < 2:
         return []
     nodes = [row[Word.NODE] - 1 if row[Word.NODE] else None for row in board.rows]
