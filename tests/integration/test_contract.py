@@ -10,6 +10,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Mapping, Set
+from typing import Any
 
 import pytest
 
@@ -112,7 +113,7 @@ def _methods(kind: type) -> dict[str, object]:
     }
 
 
-def _parameters(member: object) -> list[str]:
+def _parameters(member: Any) -> list[str]:
     function = getattr(member, "__func__", getattr(member, "fget", member))
     return [*inspect.signature(function).parameters]
 
@@ -128,7 +129,7 @@ def test_every_field_of_a_record_is_known(record: type) -> None:
     assert {name for name in there - used if f"{record.__name__}.{name}" not in UNUSED} == set()
 
 
-def _fields(record: type) -> Set[str]:
+def _fields(record: Any) -> Set[str]:
     if dataclasses.is_dataclass(record):
         return {field.name for field in dataclasses.fields(record) if field.init}
     return set(record._fields)

@@ -83,7 +83,7 @@ class Engine:
     def end(self, request: Request) -> None:
         request.num_computed_tokens = TOKENS
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-        self.scheduler.request_finished(request, [])
+        self.scheduler.request_finished(request)
         self.step(ended=request)
         self.step()
 

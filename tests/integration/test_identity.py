@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import LLAMA, Ask, in_full
-from tests.integration.harness import PROMPT_CHUNKS, Launcher, namespaces, prompt
+from tests.integration.harness import PROMPT_CHUNKS, Launcher, Tokens, namespaces, prompt
 
 PROMPTS = [prompt(1), prompt(2)]
 CHUNKS = len(PROMPTS) * PROMPT_CHUNKS
@@ -123,7 +123,9 @@ def test_engines_of_different_length_share_nothing_where_the_embedding_depends_o
     model = launcher.make_model(tmp_path / "model", "Phi3Config", "Phi3ForCausalLM", PHI3)
     room = {"num_gpu_blocks_override": 200}
     lengths: list[dict[str, Any]] = [{"max_model_len": tokens, **room} for tokens in (1024, 4096)]
-    expected, cold, restarted = [], [], []
+    expected: list[list[Tokens]] = []
+    cold: list[Any] = []
+    restarted: list[Any] = []
     for length in lengths:
         with launcher.start(model, **length) as engine:
             expected.append(engine.generate(*PROMPTS))
