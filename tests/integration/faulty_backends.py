@@ -47,7 +47,6 @@ class Backend(ABC):
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.finds: Path | None = None
-        self.environment: dict[str, str] = {}
 
     @abstractmethod
     def start(self, stack: ExitStack) -> dict[str, Any]:

@@ -222,7 +222,6 @@ class Row:
             self._engine = self._launcher.start(
                 self._model,
                 settings,
-                environment=self.backend.environment,
                 finds=self.backend.finds,
                 num_gpu_blocks_override=128,
             )
