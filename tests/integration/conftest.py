@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from _pytest.mark import ParameterSet
 
-from tests.integration.harness import OUTPUT_TOKENS, Engine, Forge, Tokens, vllm_release
+from tests.integration.harness import OUTPUT_TOKENS, Engine, Launcher, Tokens, vllm_release
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -61,39 +61,39 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.integration)
             if item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(600))  # the first one starts the forge and the reference
+                item.add_marker(pytest.mark.timeout(600))  # the first one starts the shared processes
 
 
 @pytest.fixture(scope="session")
-def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
     """The process that engines are forked from."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed; nox -s integration installs it")
-    with Forge(tmp_path_factory.mktemp("engines"), ENVIRONMENT) as forge:
-        yield forge
+    with Launcher(tmp_path_factory.mktemp("engines"), ENVIRONMENT) as launcher:
+        yield launcher
 
 
 @pytest.fixture(autouse=True)
 def _show_what_engines_said(request: pytest.FixtureRequest) -> Iterator[None]:
     """Print what a test's engines have logged and counted, vLLM's own lines aside; seen where it fails."""
-    if "forge" not in request.fixturenames:
+    if "launcher" not in request.fixturenames:
         yield
         return
-    forge: Forge = request.getfixturevalue("forge")
-    earlier = len(forge.engines)
+    launcher: Launcher = request.getfixturevalue("launcher")
+    earlier = len(launcher.engines)
     yield
-    for engine in forge.engines[earlier:]:
+    for engine in launcher.engines[earlier:]:
         lines = [line for line in engine.log().splitlines() if not VLLM_LINE.match(line)]
         print(f"--- engine {engine.pid}", *lines, engine.last, sep="\n")
 
 
 @pytest.fixture(scope="session")
-def make_llama(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def make_llama(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Make a tiny Llama-style model: in a directory of its own, or in the one that is given."""
 
     def make(directory: Path | None = None, seed: int = 1, **fields: Any) -> Path:
         directory = directory or tmp_path_factory.mktemp("models") / "tiny"
-        return forge.make_model(directory, "LlamaConfig", "LlamaForCausalLM", {**LLAMA, **fields}, seed)
+        return launcher.make_model(directory, "LlamaConfig", "LlamaForCausalLM", {**LLAMA, **fields}, seed)
 
     return make
 
@@ -105,15 +105,15 @@ def llama(make_llama: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def reference_engine(forge: Forge, llama: Path) -> Iterator[Engine]:
+def reference_engine(launcher: Launcher, llama: Path) -> Iterator[Engine]:
     """An engine that computes every prompt anew: no connector, no prefix cache."""
-    with forge.start(llama, enable_prefix_caching=False) as engine:
+    with launcher.start(llama, enable_prefix_caching=False) as engine:
         yield engine
 
 
 @pytest.fixture(scope="session")
 def reference(reference_engine: Engine) -> Ask:
-    """Say what the model says to each prompt when nothing is reused."""
+    """Return the model's answer to each prompt when nothing is reused."""
     known: dict[tuple[int, ...], Tokens] = {}
 
     def ask(*prompts: Sequence[int], output_tokens: int = OUTPUT_TOKENS) -> list[Tokens]:

@@ -24,7 +24,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.integration.forge import die_with_parent
+from tests.integration.fork_server import die_with_parent
 
 _OWNER = "kvtier-trouble-"
 _MNT_DETACH = 2
@@ -113,7 +113,7 @@ class FuseMount:
 
 
 def why_not() -> str:
-    """Say why nothing can be mounted here; empty where it can."""
+    """Return why nothing can be mounted here; empty where it can."""
     try:
         os.close(os.open("/dev/fuse", os.O_RDWR))
     except OSError as error:

@@ -1,6 +1,6 @@
 """Engines for the tests: each in a process of its own, asked over a socket, with a deadline on each wait.
 
-``Forge`` starts the process that engines are forked from, ``Engine`` is one of them.
+``Launcher`` starts the process that engines are forked from, ``Engine`` is one of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from kvtier.keys import OffloadKey
 from kvtier.tiers.fs.root import ChunkFile, Root
-from tests.integration.forge import STACKS
+from tests.integration.fork_server import STACKS
 
 PROJECT = Path(__file__).parents[2]
 SHARED_MEMORY = Path("/dev/shm")
@@ -113,7 +113,7 @@ class EngineError(Exception):
     """The engine refused, died or did not answer in time; with the end of its log."""
 
 
-class Forge:
+class Launcher:
     """The process that engines are forked from. A context manager.
 
     Args:
@@ -130,10 +130,10 @@ class Forge:
         self._started = 0
         self.engines: list[Engine] = []
         ours, theirs = socket.socketpair()
-        self._log = (directory / "forge.log").open("w")
+        self._log = (directory / "fork_server.log").open("w")
         with theirs:
             self._process = subprocess.Popen(
-                [python, "-m", "tests.integration.forge"],
+                [python, "-m", "tests.integration.fork_server"],
                 stdin=theirs.fileno(),
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
@@ -215,7 +215,7 @@ class Forge:
             )
         return directory
 
-    def __enter__(self) -> Forge:
+    def __enter__(self) -> Launcher:
         return self
 
     def __exit__(
@@ -241,7 +241,7 @@ class Forge:
         try:
             return self._answers.readline().strip()
         except OSError as error:
-            raise EngineError(f"no answer from the forge: {error!r}") from error
+            raise EngineError(f"no answer from the launcher: {error!r}") from error
 
 
 class Engine:

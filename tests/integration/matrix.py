@@ -1,33 +1,31 @@
 """The fault matrix: requests run while a tier suffers, and what is promised about that is checked.
 
-A ``Row`` is an engine over one ``Stand``. ``Row.cell`` runs requests, begins a fault in their midst, lets
-more of them run while it lasts, ends it, and waits until the tier serves and keeps chunks again. ``Page`` is
-the table of it all.
+A ``Row`` is an engine over one ``Backend``. ``Row.cell`` runs requests, begins a fault in their midst, lets
+more of them run while it lasts, ends it, and waits until the tier serves and keeps chunks again.
 """
 
 from __future__ import annotations
 
 import itertools
-import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.integration.faulty_backends import Backend
 from tests.integration.harness import (
     OUTPUT_TOKENS,
     PATIENCE_S,
     PROMPT_CHUNKS,
     Engine,
     EngineError,
-    Forge,
+    Launcher,
     Metrics,
     Tokens,
     prompt,
 )
-from tests.integration.stands import FAULTS, STANDS, Stand
 
 DEADLINE_S = 1.0
 PAUSE_S = 0.25
@@ -53,9 +51,6 @@ _REASONS = (
     "kvtier_put_dropped_chunks",
     "kvtier_skipped_chunks",
 )
-BEGIN, END = "<!-- begin: tests/integration/test_matrix.py -->\n", "<!-- end -->\n"
-HELD = "held"
-_TOLD = 3
 
 
 @dataclass(frozen=True)
@@ -110,16 +105,18 @@ class Row:
     """One tier under load in one engine, which is started when it is needed.
 
     Args:
-        stand: the tier.
+        backend: the tier.
         tier: its settings.
-        forge, model: what engines are made of.
+        launcher, model: what engines are made of.
         alone: an engine without kvtier.
     """
 
-    def __init__(self, stand: Stand, tier: dict[str, Any], forge: Forge, model: Path, alone: Engine) -> None:
-        self.stand = stand
+    def __init__(
+        self, backend: Backend, tier: dict[str, Any], launcher: Launcher, model: Path, alone: Engine
+    ) -> None:
+        self.backend = backend
         self._tier = {"deadline_s": DEADLINE_S, "breaker_pause_s": PAUSE_S, **tier}
-        self._forge, self._model, self._alone = forge, model, alone
+        self._launcher, self._model, self._alone = launcher, model, alone
         self._engine: Engine | None = None
         self._kept = [prompt(seed) for seed in range(KEPT_PROMPTS)]
         self._next_kept = 0
@@ -134,9 +131,9 @@ class Row:
             try:
                 self._suffer(engine, fault, seen)
             finally:
-                self.stand.come_back()
+                self.backend.come_back()
             self._recover(engine, seen)
-            if (engine.tiers_process is None) != (self.stand.more.get("isolation") == "thread"):
+            if (engine.tiers_process is None) != (self.backend.more.get("isolation") == "thread"):
                 raise EngineError(f"the tiers are not where they are said to be\n{engine.log()}")
         except BaseException:
             self.end()
@@ -177,17 +174,17 @@ class Row:
         while begun is None or not self._is_enough(seen, fault, time.monotonic() - begun):
             prompts = self._some_kept() + self._some_new(NEW_AT_ONCE)
             if begun is not None:
-                self.stand.begin(fault)
+                self.backend.begin(fault)
             self._tell(engine, prompts)
             if begun is None:
                 time.sleep(MIDST_S)  # gets and puts are under way
-                self.stand.begin(fault)
+                self.backend.begin(fault)
                 begun = time.monotonic()
             seen.during.append(self._hear(engine, prompts))
             self._note(seen, before, engine.metrics())
 
     def _is_enough(self, seen: Seen, fault: str, lasted_s: float) -> bool:
-        is_shown = self.stand.shows(fault, seen.reasons) or lasted_s > SHOWN_S
+        is_shown = self.backend.shows(fault, seen.reasons) or lasted_s > SHOWN_S
         return is_shown and lasted_s > LASTS_S and len(seen.during) >= ROUNDS
 
     def _recover(self, engine: Engine, seen: Seen) -> None:
@@ -203,7 +200,7 @@ class Row:
                 raise EngineError(f"not used again after {RECOVERY_S:g} s\n{engine.metrics()}")
 
     def _note(self, seen: Seen, before: Metrics, after: Metrics) -> None:
-        tier = self.stand.tier
+        tier = self.backend.tier
         words = {labels.get("reason", "") for _, labels, _ in after.samples} - {""}
         seen.reasons = Counter()
         for name, word in itertools.product(_REASONS, words):
@@ -220,13 +217,12 @@ class Row:
                 "cpu_bytes_to_use": "16MiB",
                 "request_deadline_s": DEADLINE_S,
                 "secondary_tiers": [self._tier],
-                **self.stand.more,
+                **self.backend.more,
             }
-            self._engine = self._forge.start(
+            self._engine = self._launcher.start(
                 self._model,
                 settings,
-                environment=self.stand.environment,
-                finds=self.stand.finds,
+                finds=self.backend.finds,
                 num_gpu_blocks_override=128,
             )
         return self._engine
@@ -255,66 +251,4 @@ class Row:
         return Answered(prompts, heard["answers"], heard["ends"], heard["waits"])
 
     def _count(self, engine: Engine, name: str) -> float:
-        return engine.metrics().value(name, tier=self.stand.tier)
-
-
-@dataclass
-class Page:
-    """The table of what was seen, as a page of the documentation shows it.
-
-    Attributes:
-        cells: what was seen and held, by row and fault.
-    """
-
-    cells: dict[tuple[str, str], Seen] = field(default_factory=dict)
-
-    @property
-    def missing(self) -> list[tuple[str, str]]:
-        """The cells that were not seen, or did not hold."""
-        wanted = ((stand.name, fault) for stand in STANDS for fault in FAULTS)
-        return [cell for cell in wanted if cell not in self.cells]
-
-    def write(self, page: Path) -> None:
-        """Put the tables into a page, in place of those that are there."""
-        before, _, after = _parts(page)
-        page.write_text(f"{before}{BEGIN}{self}{END}{after}")
-
-    def differences(self, page: Path) -> list[str]:
-        """Return what a page says otherwise, figures and reasons aside; these differ from run to run."""
-        said, seen = (_verdicts(text) for text in (_parts(page)[1], str(self)))
-        pairs = itertools.zip_longest(said, seen, fillvalue="nothing")
-        return [f"the page says {one}, seen was {other}" for one, other in pairs if one != other]
-
-    def __str__(self) -> str:
-        results = [(stand.name, *self._row(stand)) for stand in STANDS]
-        faults = [(stand.name, *(stand.how[fault] for fault in FAULTS)) for stand in STANDS]
-        tables = ((("tier", *FAULTS, "come back"), results), (("tier", *FAULTS), faults))
-        told = ("".join(_lines(heading, rows)) for heading, rows in tables)
-        return "\n" + "\nWhat each fault is:\n\n".join(told) + "\n"
-
-    def _row(self, stand: type[Stand]) -> Iterator[str]:
-        row = {fault: self.cells[stand.name, fault] for fault in FAULTS}
-        for fault, seen in row.items():
-            words = [word for word, _ in seen.reasons.most_common()]
-            telling = sorted(words, key=lambda word: word not in stand.counted[fault])[:_TOLD]
-            reasons = ", ".join(f"`{word}`" for word in telling) or "no chunk"
-            yield f"{HELD}; {seen.wait_s:.1f} s ({seen.alone_s:.1f} s); {reasons}"
-        yield f"{HELD}; {max(seen.back_s for seen in row.values()):.1f} s"
-
-
-def _lines(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    for cells in (heading, ["---"] * len(heading), *rows):
-        yield f"| {' | '.join(cells)} |\n"
-
-
-def _parts(page: Path) -> tuple[str, str, str]:
-    before, begin, rest = page.read_text().partition(BEGIN)
-    between, end, after = rest.partition(END)
-    assert begin, f"{page} has no line {BEGIN}"
-    assert end, f"{page} has no line {END}"
-    return before, between, after
-
-
-def _verdicts(text: str) -> list[str]:
-    """Return the lines of tables, each cell up to its first semicolon."""
-    return [re.sub(r"; [^|]*", " ", line) for line in text.splitlines()]
+        return engine.metrics().value(name, tier=self.backend.tier)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Ask
-from tests.integration.harness import PATIENCE_S, PROMPT_CHUNKS, Engine, Forge, prompt
+from tests.integration.harness import PATIENCE_S, PROMPT_CHUNKS, Engine, Launcher, prompt
 
 PROMPT = prompt(1)
 RECOMPUTING = {"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"}
@@ -57,7 +57,9 @@ class Audited:
 
     def exchange_pages(self, **copies: int) -> None:
         """Let the next copies exchange two pages. Of loads or stores, so many."""
-        self.engine.ask("call", module="tests.integration.crooked", function="exchange", arguments=copies)
+        self.engine.ask(
+            "call", module="tests.integration.swapped_pages", function="exchange", arguments=copies
+        )
 
     def not_served(self, *prompts: list[int]) -> list[list[int]]:
         """Generate for prompts that nothing may be loaded for."""
@@ -67,7 +69,7 @@ class Audited:
 
 
 @pytest.fixture
-def audited(forge: Forge, llama: Path, tmp_path: Path) -> Callable[..., Any]:
+def audited(launcher: Launcher, llama: Path, tmp_path: Path) -> Callable[..., Any]:
     """Return what starts an audited engine with a file tier; of each test the same one."""
 
     @contextmanager
@@ -80,7 +82,7 @@ def audited(forge: Forge, llama: Path, tmp_path: Path) -> Callable[..., Any]:
         }
         environment = {"XDG_STATE_HOME": str(tmp_path), **more.pop("environment", {})}
         transfer = more.pop("kv_transfer_config", RECOMPUTING)
-        with forge.start(
+        with launcher.start(
             llama, settings, environment=environment, kv_transfer_config=transfer, **more
         ) as engine:
             yield Audited(engine, tmp_path)
@@ -142,24 +144,6 @@ def test_a_chunk_that_changes_in_host_memory_is_never_used(
     for path in it.folder.iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(it.folder.stat().st_mode) == 0o700
-
-
-@pytest.mark.full
-def test_a_load_that_exchanges_pages_is_found_and_the_request_computed(
-    audited: Callable[..., Any], reference: Ask
-) -> None:
-    with audited() as it:
-        it.engine.served(PROMPT)
-        it.engine.reset(connector=False)
-        it.exchange_pages(loads=-1)
-        answers = it.engine.generate(PROMPT)
-        failures = it.failures()
-        again = it.not_served(PROMPT)
-        log = it.engine.log()
-
-    assert answers == again == reference(PROMPT)
-    assert failures == {"cpu": 1}
-    assert "a copy between the device and the primary tier has brought other bytes" in log
 
 
 @pytest.mark.full

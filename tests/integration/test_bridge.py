@@ -5,7 +5,6 @@ The tiers and their thread are real; the workers' copies are made here, into an 
 
 from __future__ import annotations
 
-import pickle
 import random
 import threading
 import time
@@ -29,9 +28,9 @@ from vllm.v1.kv_offload.base import (
     TierMatcher,
 )
 
+from kvtier.adapters.vllm._locations import location_of
 from kvtier.adapters.vllm.compat import TELLS_OF_FLUSHES, CacheHitSource
 from kvtier.adapters.vllm.manager import KVTierManager, Slots
-from kvtier.adapters.vllm.places import place_of
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
 from kvtier.adapters.vllm.workers import Workers
 from kvtier.core.admission import Limits, TierGate
@@ -46,8 +45,7 @@ from kvtier.keys import OffloadKey, pack_key
 from kvtier.memory.region import Region
 from kvtier.memory.slot_checksums import Fault, SlotChecksums
 from kvtier.memory.worker_status import StatusField, StatusTable, status_table_bytes
-from kvtier.tiers import supervisor
-from kvtier.tiers.base import TRAILER_BYTES, Batch, Knowledge, Outcome, SecondaryTier, TierContext
+from kvtier.tiers.base import Batch, Outcome, SecondaryTier
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier_testing import invariants
@@ -124,7 +122,7 @@ class World:
             self.core,
             self.thread,
             sources=sources,
-            places=[place_of(tier) for tier in tiers],
+            locations=[location_of(tier) for tier in tiers],
             steps_ahead=steps_ahead,
             self_describing=self_describing,
             repeats_stores=repeats_stores,
@@ -204,7 +202,7 @@ class World:
         self.manager.on_request_finished(context)
 
     def check_idle(self) -> None:
-        """See that nothing is held for anybody."""
+        """Assert that nothing is pinned."""
         self.settle()
         invariants.check(self.core)
         assert not any(chunk.pins for chunk in self.core.table)
@@ -315,30 +313,6 @@ def test_completions_may_come_after_the_requests_end(make: Make) -> None:
     it.check_idle()
 
 
-def test_several_stores_of_a_request_end_in_any_order(make: Make) -> None:
-    it = make()
-    context = it.request("a")
-    keys = prompt(1, 6)
-    outputs = [it.manager.prepare_store(keys[start : start + 2], context) for start in (0, 2, 4)]
-    for output in reversed(outputs):
-        assert output is not None
-        it.write(output)
-        it.manager.complete_store(set(output.keys_to_store), context)
-    assert it.find(keys, context) == 6
-    it.check_idle()
-
-
-def test_a_hit_that_is_not_loaded_is_given_back(make: Make) -> None:
-    it = make(slots=4)
-    first, second = it.request("a"), it.request("b")
-    it.store(prompt(1, 4), first)
-    it.step()
-    assert it.find(prompt(1, 4), second) == 4  # and then vLLM had no blocks for it
-    it.step()
-    assert it.store(prompt(2, 4), first) == prompt(2, 4)
-    it.check_idle()
-
-
 # --- lookups that are deferred -------------------------------------------------------------------
 
 
@@ -367,14 +341,6 @@ def test_a_deferred_lookup_ends_as_a_hit(make: Make, tier: AnyTier) -> None:
     it.manager.prepare_load(keys, context)
     assert it.manager.get_load_source(keys[0], context) is CacheHitSource.HOST
     it.manager.complete_load(set(keys), context)
-    it.check_idle()
-
-
-def test_a_deferred_lookup_ends_as_a_miss(make: Make, tier: AnyTier) -> None:
-    it = make(tier)
-    context = it.request("a")
-    assert it.manager.lookup(prompt(1, 1)[0], context) in WAIT
-    assert it.find(prompt(1, 4), context) == 0
     it.check_idle()
 
 
@@ -412,46 +378,18 @@ def test_no_request_waits_beyond_its_deadline(make: Make, tier_s: float, request
     it.step(["b"])
 
 
-def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(make: Make) -> None:
-    it = make(dummy(get_latency_s=0.02), slots=16)
-    it.store(prompt(1, 6), it.request("a"))
-    it.forget_primary()
-    context = it.request("b")
-    assert it.scan(prompt(1, 6), context)[1]
-    it.step()
-    it.manager.on_request_finished(context)
-    it.check_idle()
-
-
 # --- tiers that fail and come back ----------------------------------------------------------------
 
 
-class Moody(DummyTier):
-    """Fails in the way that it is told to."""
+class Failing(DummyTier):
+    """Fails as long as it is told to."""
 
-    def __init__(self, config: DummyConfig | None = None) -> None:
-        super().__init__(config or DummyConfig())
-        self.mood = ""
-        self.closed_to_us = False
-
-    async def open(self, context: TierContext) -> None:
-        if self.closed_to_us:
-            raise ConnectionRefusedError("nobody listens")
-        await super().open(context)
+    is_failing = False
 
     async def put(self, batch: Batch) -> Outcome:
-        await self._be_moody()
-        return await super().put(batch)
-
-    async def get(self, batch: Batch) -> Outcome:
-        await self._be_moody()
-        return await super().get(batch)
-
-    async def _be_moody(self) -> None:
-        if self.mood == "error":
+        if self.is_failing:
             raise OSError("no")
-        if self.mood == "hang":
-            await anyio.sleep_forever()
+        return await super().put(batch)
 
 
 class Gauges:
@@ -472,13 +410,13 @@ def test_a_tier_that_fails_is_left_alone_and_used_again_when_it_is_well(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "kvtier")
-    clock, moody = Clock(), Moody()
-    it = make(moody, slots=32, clock=clock)
+    clock, tier = Clock(), Failing(DummyConfig())
+    it = make(tier, slots=32, clock=clock)
     gauges, context = Gauges(it), it.request("a")
     it.store(prompt(1, 2), context)
     it.settle()
     assert gauges.value("kvtier_tier_healthy", "dummy0") == 1
-    moody.mood = "error"
+    tier.is_failing = True
     for number in range(2, 8):
         it.store(prompt(number, 2), context)
         it.settle()
@@ -486,7 +424,7 @@ def test_a_tier_that_fails_is_left_alone_and_used_again_when_it_is_well(
     assert gauges.value("kvtier_breaker_state", "dummy0", "get") == 0
     assert gauges.value("kvtier_tier_healthy", "dummy0") == 0
     assert gauges.value("kvtier_put_dropped_chunks", "dummy0", "breaker_open") == 2
-    moody.mood = ""
+    tier.is_failing = False
     clock.now += 1.0
     it.store(prompt(8, 2), context)
     it.settle()
@@ -502,65 +440,11 @@ def test_a_tier_that_fails_is_left_alone_and_used_again_when_it_is_well(
     it.check_idle()
     assert caplog.text.count("tier dummy0: its puts: several in a row have failed") == 1
     assert caplog.text.count("tier dummy0: a put has gone well") == 1
-
-
-def test_gets_that_hang_cost_one_request_a_wait_and_the_next_ones_none(make: Make) -> None:
-    moody = Moody(DummyConfig(deadline_s=1.0, breaker_pause_s=60.0))
-    it = make(moody, slots=32)
-    it.store(prompt(1, 4), it.request("a"))
-    it.settle()
-    it.forget_primary()
-    moody.mood = "hang"
-    first = it.request("b")
-    assert it.find(prompt(1, 4), first) == 0
-    it.settle()  # until the get has ended the tier is refused for another reason, being unresponsive
-    for number in range(20):
-        request = it.request(f"c{number}")
-        found, waits = it.scan(prompt(1, 4), request)
-        it.step()
-        assert it.scan(prompt(1, 4), request) == (0, False), (found, waits)
-        it.step()
-    assert it.core.take_counts()["skipped", "dummy0", "breaker_open"] >= 1
-    it.check_idle()
-
-
-def test_a_tier_that_can_not_be_opened_joins_when_it_can_and_is_reset_before(
-    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.02)
-    moody, resets = Moody(), []
-    original = moody.reset
-
-    async def reset() -> None:
-        resets.append(1)
-        await original()
-
-    monkeypatch.setattr(moody, "reset", reset)
-    moody.closed_to_us = True
-    it = make(moody, slots=32)
-    gauges, context = Gauges(it), it.request("a")
-
-    def until(value: float) -> None:
-        end = time.monotonic() + 20
-        while gauges.value("kvtier_tier_up", "dummy0") != value:
-            assert time.monotonic() < end
-            it.step()
-            time.sleep(0.001)
-
-    until(0)
-    it.store(prompt(1, 2), context)
-    it.manager.reset_cache()
-    assert it.find(prompt(1, 2), it.request("b")) == 0
-    assert gauges.value("kvtier_put_dropped_chunks", "dummy0", "down") == 2
-    moody.closed_to_us = False
-    until(1)
-    assert resets == [1]
-    it.store(prompt(2, 2), context)
-    it.settle()
-    it.forget_primary()
-    assert it.find(prompt(2, 2), it.request("c")) == 2
-    assert "tier dummy0 disabled, retrying: it cannot be opened" in caplog.text
-    assert "tier dummy0 is used again" in caplog.text
+    it.manager.shutdown()  # with which its metrics end
+    lost = (
+        "tier dummy0: 13 chunks that this engine has stored were not put there (breaker_open: 3, error: 10)"
+    )
+    assert caplog.text.count(lost) == 1
 
 
 def test_what_ended_while_the_engine_slept_is_not_overdue(make: Make) -> None:
@@ -618,18 +502,6 @@ def test_a_request_is_looked_up_in_the_tiers_that_it_allows(
     it.check_idle()
 
 
-def test_a_filtered_request_does_not_wait_for_a_tier_that_another_one_waits_for(make: Make) -> None:
-    it = make(Silent(DummyConfig()), slots=16)
-    keys = prompt(1, 3)
-    it.store(keys, it.request("a"))
-    it.forget_primary()
-    waiting, local = it.request("b"), it.request("c", NOTHING)
-    assert it.scan(keys, waiting) == (3, True)
-    it.step()
-    assert it.scan(keys, local) == (0, False)
-    it.manager.on_request_finished(waiting)
-
-
 def test_a_preempted_request_is_looked_up_anew(make: Make) -> None:
     """What no tier had when it came may be there when it starts again, and a deadline is one start's."""
     clock = Clock()
@@ -646,23 +518,6 @@ def test_a_preempted_request_is_looked_up_anew(make: Make) -> None:
     assert it.find(keys, context) == 4
     it.manager.on_request_finished(context)
     it.check_idle()
-
-
-def test_what_is_loaded_from_the_primary_tier_does_not_grow_old_in_the_others(make: Make) -> None:
-    tier = dummy(capacity_bytes=8 * (CHUNK_BYTES + TRAILER_BYTES))
-    it = make(tier, slots=64)
-    context = it.request("a")
-    used, unused = prompt(1, 4), prompt(2, 4)
-    for keys in (used, unused):
-        it.store(keys, context)
-        it.settle()
-    assert it.find(used, context) == 4
-    it.manager.prepare_load(used, context)
-    it.step()
-    it.manager.complete_load(set(used), context)
-    it.store(prompt(3, 4), context)
-    it.settle()
-    assert tier.known([*used, *unused]) == [Knowledge.PRESENT] * 4 + [Knowledge.ABSENT] * 4
 
 
 def test_slow_puts_end_before_a_shutdown_does(make: Make, tmp_path: Path) -> None:
@@ -711,20 +566,6 @@ def test_slots_of_a_failed_store_are_given_on_unless_the_device_may_still_write_
 # --- audits --------------------------------------------------------------------------------------
 
 
-class Audited:
-    """A world with a worker that audits: this test."""
-
-    def __init__(self, make: Make, *tiers: AnyTier) -> None:
-        status_table = StatusTable(memoryview(bytearray(status_table_bytes(8, 1))), slots=8, workers=1)
-        self.it = make(*tiers, slots=8, workers=Workers(status_table), audits=True)
-        self.row = status_table.rows[0]
-
-    def blame(self, slot: int, fault: Fault) -> None:
-        assert self.it.slot_checksums is not None
-        self.it.slot_checksums.blame(slot, 0, fault)
-        self.row[StatusField.AUDITS_FAILED] += 1
-
-
 @pytest.fixture(autouse=True)
 def _evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -734,8 +575,10 @@ def _evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tier_whose_chunk_has_changed_since_it_was_brought_is_not_used_any_more(
     make: Make, is_reset: bool
 ) -> None:
-    audited = Audited(make, dummy(), dummy())
-    it, keys = audited.it, prompt(1, 2)
+    board = Board(memoryview(bytearray(board_bytes(8, 1))), slots=8, workers=1)
+    it = make(dummy(), dummy(), slots=8, workers=Workers(board), audits=True)
+    assert it.custody is not None
+    keys = prompt(1, 2)
     it.store(keys, it.request("a"))
     it.settle()
     it.forget_primary()
@@ -743,7 +586,8 @@ def test_a_tier_whose_chunk_has_changed_since_it_was_brought_is_not_used_any_mor
     assert it.find(keys, context) == 2
     load = it.manager.prepare_load(keys, context)
     it.step(["b"])
-    audited.blame(slots_of(load)[1], Fault.SLOT)
+    it.custody.blame(slots_of(load)[1], 0, Fault.SLOT)
+    board.rows[0][Word.AUDITS_FAILED] += 1
     if is_reset:
         it.manager.reset_cache()
         it.manager.on_reset_flushed()
@@ -761,33 +605,6 @@ def test_a_tier_whose_chunk_has_changed_since_it_was_brought_is_not_used_any_mor
     assert it.store(prompt(2, 2), other) == prompt(2, 2)
     it.manager.on_request_finished(other)
     it.check_idle()
-
-
-@pytest.mark.parametrize("fault", list(Fault))
-@pytest.mark.parametrize("of", ["store", "load"])
-def test_damage_in_the_primary_tier_ends_all_that_goes_through_it(make: Make, of: str, fault: Fault) -> None:
-    audited = Audited(make, dummy())
-    it, keys, context = audited.it, prompt(1, 3), audited.it.request("a")
-    if of == "store":
-        output = it.manager.prepare_store(keys, context)
-        assert output is not None
-        it.write(output)
-        audited.blame(slots_of(output.store_spec)[2], fault)
-        it.manager.complete_store(set(keys), context)
-    else:
-        it.store(keys, context)
-        it.settle()
-        assert it.find(keys, context) == 3
-        audited.blame(slots_of(it.manager.prepare_load(keys, context))[2], fault)
-        it.step(["a"])
-        it.manager.complete_load(set(keys), context)  # what one copy had exchanged was put right
-    it.step()
-    assert it.find(keys, it.request("b")) == 0
-    assert it.store(prompt(2, 2), context) == []
-    assert it.core.shared.counts["audit_failed", "cpu"] == 1
-    assert it.core.shared.counts["miss", "audit"] >= 1
-    it.check_idle()
-    assert len(it.core.table.free) == 8
 
 
 # --- resets --------------------------------------------------------------------------------------
@@ -865,91 +682,7 @@ def test_slots_stay_held_as_long_as_steps_can_be_scheduled_ahead(make: Make, ste
     assert not it.manager.has_pending_work()
 
 
-def test_a_reset_in_the_midst_of_a_deferred_lookup(make: Make) -> None:
-    it = make(dummy(get_latency_s=0.01), slots=16)
-    keys = prompt(1, 6)
-    it.store(keys, it.request("a"))
-    it.forget_primary()
-    context = it.request("b")
-    assert it.scan(keys, context)[1]
-    it.step()
-    it.manager.reset_cache()
-    assert it.find(keys, context) == 0
-    assert it.store(keys, context, version=1) == keys
-    it.step()
-    assert it.find(keys, context) == 6
-    assert it.read(it.manager.prepare_load(keys, context)) == [content(key, 1) for key in keys]
-    it.manager.complete_load(set(keys), context)
-    it.check_idle()
-
-
 # --- what is published ---------------------------------------------------------------------------
-
-
-def busy(make: Make, tmp_path: Path) -> World:
-    """A manager in which nearly everything that is counted has happened."""
-    corrupt = dummy(corruption_rate=0.5, failure_rate=0.3, seed=2)
-    limits = Limits(request_deadline_s=0.2, store_threshold=2)
-    it = make(corrupt, files(tmp_path), slots=16, limits=limits)
-    context = it.request("a")
-    for _ in range(4):
-        for name in range(6):
-            keys = prompt(name, 6)
-            found = it.find(keys, context)
-            if found:
-                it.manager.prepare_load(keys[:found], context)
-                it.manager.complete_load(set(keys[:found]), context)
-            it.store(keys, context)
-            it.step()
-    it.settle()
-    it.manager.reset_cache()
-    it.settle()
-    return it
-
-
-def test_stats_are_vllms_and_all_of_them_are_declared(make: Make, tmp_path: Path) -> None:
-    it = busy(make, tmp_path)
-    stats = it.manager.get_stats()
-    assert isinstance(stats, OffloadingConnectorStats)
-    declared = KVTierOffloadingSpec.build_metric_definitions({})
-    for name, values in stats.data["data"].items():
-        for labels, value in values.items():
-            assert len(labels) == len(declared[name].labelnames), name
-            assert value >= 0
-    assert {"kvtier_misses", "kvtier_loaded_chunks", "kvtier_fetched_chunks", "kvtier_slots"} <= set(
-        stats.data["data"]
-    )
-    total = OffloadingConnectorStats().aggregate(pickle.loads(pickle.dumps(stats)))
-    assert total.reduce()["kvtier_slots"] == 16
-    end = time.monotonic() + 20
-    while it.manager.get_stats() is not None:  # nothing happens any more, but how full tiers are is looked at
-        assert time.monotonic() < end
-
-
-def test_events_say_what_is_where(make: Make, tmp_path: Path) -> None:
-    it = make(files(tmp_path), slots=8)
-    context = it.request("a")
-    it.store(prompt(1, 4), context)
-    it.settle()
-    events = list(it.manager.take_events())
-    assert [(event.medium, event.removed, event.ownership) for event in events] == [
-        (Medium.CPU, False, None),
-        (Medium.STORAGE, False, "fs0"),
-    ]
-    assert [set(event.keys) for event in events] == [set(prompt(1, 4))] * 2
-    it.store(prompt(2, 6), context)
-    (evicted, stored) = [event for event in it.manager.take_events() if event.medium is Medium.CPU]
-    assert (evicted.removed, len(evicted.keys)) == (True, 2)
-    assert (stored.removed, stored.keys) == (False, prompt(2, 6))
-    it.settle()
-    list(it.manager.take_events())
-    it.manager.reset_cache()
-    reset = list(it.manager.take_events())
-    assert [(event.medium, event.removed, len(event.keys)) for event in reset] == [
-        (Medium.CPU, True, 8),
-        (Medium.STORAGE, True, 8),
-    ]
-    assert list(it.manager.take_events()) == []
 
 
 @pytest.mark.parametrize("self_describing", [False, True])
@@ -992,11 +725,6 @@ def test_what_was_not_told_is_not_taken_back(make: Make, tmp_path: Path) -> None
 def _told(it: World) -> list[tuple[Medium, bool, str | None, set[OffloadKey]]]:
     events = it.manager.take_events()
     return [(event.medium, event.removed, event.ownership, set(event.keys)) for event in events]
-
-
-def test_where_chunks_are_can_be_sent_to_the_workers() -> None:
-    spec = Slots([3, 1, 2])
-    assert pickle.loads(pickle.dumps(spec)) == spec
 
 
 def test_shutdown_twice_is_once_and_late_calls_do_no_harm(make: Make) -> None:
@@ -1189,4 +917,6 @@ def test_whatever_happens_when_no_call_raises_and_no_byte_is_wrong(
     scheduler.run(400)
     it.check_idle()
     assert scheduler.loaded > 100
-    assert set(scheduler.stats.data["data"]) <= set(KVTierOffloadingSpec.build_metric_definitions({}))
+    declared = KVTierOffloadingSpec.build_metric_definitions({})
+    for name, values in scheduler.stats.data["data"].items():
+        assert all(len(labels) == len(declared[name].labelnames) for labels in values), name

@@ -85,11 +85,12 @@ def test_a_connector_gives_the_engine_to_its_spec() -> None:
     engine = EngineContext(object(), object())
     with making_spec_of(engine):
         assert engine_context() is engine
-    assert engine_context() is None
+    with pytest.raises(ConfigError, match="use KVTierConnector"):
+        engine_context()
 
 
 def test_the_engine_of_vllms_own_connector_is_found_among_the_callers() -> None:
-    found: list[EngineContext | None] = []
+    found: list[EngineContext] = []
 
     def connector(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         found.append(engine_context())

@@ -1,79 +1,140 @@
-"""The installed engine is what the adapter takes it to be: each name, parameter, field and hook."""
+"""The installed engine is what the adapter takes it to be: its hooks, their parameters, and its records.
+
+That imports resolve is shown by importing the adapter, that attributes are there by the engine tests.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import inspect
 import pkgutil
+from collections.abc import Mapping, Set
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_offload import base, config
+
 import kvtier.adapters.vllm
-from tests.integration.contract import Terms, misses
+from kvtier.adapters.vllm.manager import KVTierManager
+from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
+from kvtier.adapters.vllm.worker import KVTierWorker
 from tests.integration.harness import vllm_release
 
 pytestmark = pytest.mark.releases
 
-TOOLS = frozenset({"bench", "demo", "engines", "native", "startup"})
-"""Modules beside the adapter, which measure or show it."""
+HOOKS = {
+    base.OffloadingManager: KVTierManager,
+    base.OffloadingSpec: KVTierOffloadingSpec,
+    base.OffloadingWorker: KVTierWorker,
+}
+SINCE = {
+    "OffloadingManager.config_info": (0, 33),
+    "OffloadingManager.get_load_source": (0, 32),
+    "OffloadingManager.on_reset_flushed": (0, 33),
+    "OffloadingSpec.config_info_keys": (0, 33),
+    "OffloadingWorker.submit_load.expedited": (0, 33),
+}
+"""Hooks and parameters that the adapter defines for later releases, by the first one."""
 
-_BASE = "vllm.v1.kv_offload.base"
-_CONFIG = "vllm.v1.kv_offload.config"
-_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector.OffloadingConnector"
-_RECORDS = (
-    *("CanonicalKVCacheRef", "CanonicalKVCacheTensor", "CanonicalKVCaches"),
-    *("OffloadingEvent", "OffloadingKVEventsConfig", "PrepareStoreOutput", "ReqContext"),
-    *("RequestOffloadingContext", "ScheduleEndContext", "TransferResult"),
-)
+NOT_DEFINED = {
+    "OffloadingManager.lock": "the manager is entered by one thread",
+    "OffloadingManager.touch": "a lookup touches",
+}
+OWN = {"fail_loads", "report_failed_loads", "take_failed_requests"}
+"""Methods for ``KVTierConnector``."""
 
-TERMS = Terms(
-    since={
-        f"{_BASE}.OffloadingManager.config_info": (0, 33),
-        f"{_BASE}.OffloadingManager.get_load_source": (0, 32),
-        f"{_BASE}.OffloadingManager.on_reset_flushed": (0, 33),
-        f"{_BASE}.OffloadingSpec.config_info_keys": (0, 33),
-        f"{_BASE}.OffloadingWorker.submit_load.expedited": (0, 33),
-        "vllm.v1.metrics.cache_hit_source.CacheHitSource": (0, 32),
-    },
-    also=[f"{_CONNECTOR}.__init__(vllm_config, kv_cache_config)"],  # looked for in the callers' frames
-    hooks=[f"{_BASE}.OffloadingManager", f"{_BASE}.OffloadingSpec", f"{_BASE}.OffloadingWorker"],
-    complete=[
-        *(f"{_BASE}.{name}" for name in _RECORDS),
-        *(f"{_CONFIG}.Offloading{name}Config" for name in ("", "Cache", "Group", "Model", "Parallel")),
-    ],
-    left={
-        f"{_BASE}.OffloadingEvent.metadata_only": "vLLM's own manager announces before it has allocated",
-        f"{_BASE}.OffloadingManager.lock": "the manager is entered by one thread",
-        f"{_BASE}.OffloadingManager.touch": "a lookup touches",
-        f"{_BASE}.ReqContext.kv_hints": "what they say is not used yet",
-        f"{_BASE}.ReqContext.kv_transfer_params": "vLLM itself reads what concerns kvtier",
-        f"{_BASE}.RequestOffloadingContext.policy": "each request has the default one",
-        f"{_CONFIG}.OffloadingConfig.enable_kv_cache_events": "the spec has it as kv_events_config",
-        f"{_CONFIG}.OffloadingConfig.replicated_layout": "each worker keeps its own bytes, equal or not",
-        f"{_CONFIG}.OffloadingGroupConfig.sliding_window_size_in_chunks": "the group's spec tells it",
-        f"{_CONFIG}.OffloadingModelConfig.max_model_len": "the bytes do not depend on it",
-        f"{_CONFIG}.OffloadingParallelConfig.data_parallel_index": "replicas have the same bytes",
-        f"{_CONFIG}.OffloadingParallelConfig.data_parallel_rank_local": "replicas have the same bytes",
-        f"{_CONFIG}.OffloadingParallelConfig.data_parallel_size": "replicas have the same bytes",
-    },
-    own=["fail_loads", "report_failed_loads", "take_failed_requests"],  # the connector's
-)
+USED: Mapping[type, str] = {
+    base.CanonicalKVCacheRef: "tensor_idx page_size_bytes mapping",
+    base.CanonicalKVCacheTensor: "tensor page_size_bytes",
+    base.CanonicalKVCaches: "tensors group_data_refs",
+    base.OffloadingEvent: "keys medium removed locality ownership removal_expected",
+    base.OffloadingKVEventsConfig: "enable_kv_cache_events self_describing_kv_events",
+    base.PrepareStoreOutput: "keys_to_store store_spec evicted_keys",
+    base.ReqContext: "req_id load_tier_filter",
+    base.RequestOffloadingContext: "",
+    base.ScheduleEndContext: "new_req_ids preempted_req_ids",
+    base.TransferResult: "job_id success transfer_size transfer_time",
+    config.OffloadingCacheConfig: "tokens_per_hash blocks_per_chunk",
+    config.OffloadingConfig: "groups worker_kv_bytes_per_block extra_config engine_id model cache parallel "
+    "canonical_layout kv_cache_layout",
+    config.OffloadingGroupConfig: "tokens_per_block layer_names group_id",
+    config.OffloadingModelConfig: "name dtype",
+    config.OffloadingParallelConfig: "rank world_size tp_size pp_size pcp_size dcp_size "
+    "is_parallelism_agnostic",
+}
+"""The fields of vLLM's records that the adapter uses."""
 
-
-def test_nothing_that_the_adapter_relies_on_has_moved() -> None:
-    found = misses(_modules(tools=False), "vllm", vllm_release(), TERMS)
-    assert not found, "\n".join(found)
+UNUSED = {
+    "OffloadingEvent.metadata_only": "vLLM's own manager announces before it has allocated",
+    "ReqContext.kv_hints": "what they say is not used yet",
+    "ReqContext.kv_transfer_params": "vLLM itself reads what concerns kvtier",
+    "RequestOffloadingContext.policy": "each request has the default one",
+    "OffloadingConfig.enable_kv_cache_events": "the spec has it as kv_events_config",
+    "OffloadingConfig.replicated_layout": "each worker keeps its own bytes, equal or not",
+    "OffloadingGroupConfig.sliding_window_size_in_chunks": "the group's spec tells it",
+    "OffloadingModelConfig.max_model_len": "the bytes do not depend on it",
+    "OffloadingParallelConfig.data_parallel_index": "replicas have the same bytes",
+    "OffloadingParallelConfig.data_parallel_rank_local": "replicas have the same bytes",
+    "OffloadingParallelConfig.data_parallel_size": "replicas have the same bytes",
+}
+"""Fields, of one release or another, that the adapter leaves out on purpose."""
 
 
-def test_nothing_that_the_tools_rely_on_has_moved() -> None:
-    found = misses(_modules(tools=True), "vllm", vllm_release(), Terms(since=TERMS.since))
-    assert not found, "\n".join(found)
+def test_every_module_of_the_adapter_can_be_imported() -> None:
+    for _, name, _ in pkgutil.iter_modules(kvtier.adapters.vllm.__path__):
+        importlib.import_module(f"kvtier.adapters.vllm.{name}")
 
 
-def _modules(*, tools: bool) -> list[str]:
-    package = kvtier.adapters.vllm
-    return [
-        f"{package.__name__}.{name}"
-        for _, name, _ in pkgutil.iter_modules(package.__path__)
-        if (name in TOOLS) is tools
-    ]
+@pytest.mark.parametrize("theirs", HOOKS, ids=lambda kind: kind.__name__)
+def test_every_hook_is_defined_or_left_out_on_purpose(theirs: type) -> None:
+    ours, hooks = _methods(HOOKS[theirs]), _methods(theirs)
+    assert {
+        name for name in hooks.keys() - ours.keys() if f"{theirs.__name__}.{name}" not in NOT_DEFINED
+    } == set()
+    assert {name for name in ours.keys() - hooks.keys() - OWN if not _comes_later(theirs, name)} == set()
+    for name in hooks.keys() & ours.keys():
+        expected, found = _parameters(hooks[name]), _parameters(ours[name])
+        added = [one for one in found if one not in expected]
+        assert [one for one in found if one in expected] == expected, f"{theirs.__name__}.{name}"
+        assert [one for one in added if not _comes_later(theirs, f"{name}.{one}")] == []
+
+
+def _methods(kind: type) -> dict[str, object]:
+    return {
+        name: member
+        for name, member in vars(kind).items()
+        if isinstance(member, staticmethod | classmethod | property) or inspect.isfunction(member)
+        if not name.startswith("_")
+    }
+
+
+def _parameters(member: Any) -> list[str]:
+    function = getattr(member, "__func__", getattr(member, "fget", member))
+    return [*inspect.signature(function).parameters]
+
+
+def _comes_later(kind: type, name: str) -> bool:
+    return vllm_release() < SINCE.get(f"{kind.__name__}.{name}", (0, 0))
+
+
+@pytest.mark.parametrize("record", USED, ids=lambda record: record.__name__)
+def test_every_field_of_a_record_is_known(record: type) -> None:
+    there, used = _fields(record), set(USED[record].split())
+    assert used <= there
+    assert {name for name in there - used if f"{record.__name__}.{name}" not in UNUSED} == set()
+
+
+def _fields(record: Any) -> Set[str]:
+    if dataclasses.is_dataclass(record):
+        return {field.name for field in dataclasses.fields(record) if field.init}
+    return set(record._fields)
+
+
+def test_the_connector_is_made_with_the_configurations_by_name() -> None:
+    """They are looked for in its callers' frames."""
+    assert {"vllm_config", "kv_cache_config"} <= {*_parameters(OffloadingConnector.__init__)}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, Engine, EngineError, Forge, prompt
+from tests.integration.harness import PROMPT_CHUNKS, Engine, EngineError, Launcher, prompt
 
 SETTINGS = {"cpu_bytes_to_use": "64MiB"}
 PLAIN: dict[str, Any] = {}
@@ -22,11 +22,11 @@ STAGED_TOO = 3
 
 
 @pytest.fixture(scope="module")
-def engines(forge: Forge, llama: Path) -> Iterator[dict[str, Engine]]:
+def engines(launcher: Launcher, llama: Path) -> Iterator[dict[str, Engine]]:
     """Two engines that go on after each fault: with the plain connector, and with kvtier's."""
     with (
-        forge.start(llama, SETTINGS, faulty_copies=True) as plain,
-        forge.start(llama, SETTINGS, faulty_copies=True, kv_transfer_config=RECOMPUTING) as recomputing,
+        launcher.start(llama, SETTINGS, faulty_copies=True) as plain,
+        launcher.start(llama, SETTINGS, faulty_copies=True, kv_transfer_config=RECOMPUTING) as recomputing,
     ):
         yield {"plain": plain, "recomputing": recomputing}
 
@@ -158,9 +158,9 @@ def test_without_the_connector_a_load_that_fails_twice_is_staged(plain: Engine, 
 
 @pytest.mark.full
 def test_without_the_connector_a_load_that_fails_in_every_way_ends_the_engine_in_words(
-    forge: Forge, llama: Path
+    launcher: Launcher, llama: Path
 ) -> None:
-    engine = forge.start(llama, SETTINGS, faulty_copies=True)
+    engine = launcher.start(llama, SETTINGS, faulty_copies=True)
     engine.served(prompt(1))
     engine.reset(connector=False)
     engine.fail_copies(loads=ATTEMPTS, staged=1)
@@ -170,10 +170,10 @@ def test_without_the_connector_a_load_that_fails_in_every_way_ends_the_engine_in
 
 
 def test_with_the_connector_the_engine_outlives_a_lost_device(
-    forge: Forge, llama: Path, reference: Ask
+    launcher: Launcher, llama: Path, reference: Ask
 ) -> None:
     prompts = [prompt(seed) for seed in range(1, 9)]
-    with forge.start(llama, SETTINGS, faulty_copies=True, kv_transfer_config=RECOMPUTING) as engine:
+    with launcher.start(llama, SETTINGS, faulty_copies=True, kv_transfer_config=RECOMPUTING) as engine:
         engine.served(*prompts)
         engine.reset(connector=False)
         engine.fail_copies(stores=-1, loads=-1, staged=-1)
@@ -193,7 +193,9 @@ def test_with_the_connector_the_engine_outlives_a_lost_device(
 
 
 @pytest.mark.full
-def test_a_failure_of_one_worker_of_two_is_one_of_all(forge: Forge, llama: Path, reference: Ask) -> None:
+def test_a_failure_of_one_worker_of_two_is_one_of_all(
+    launcher: Launcher, llama: Path, reference: Ask
+) -> None:
     cores = sorted(os.sched_getaffinity(0))
     two: dict[str, Any] = {
         "environment": {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"},
@@ -205,7 +207,7 @@ def test_a_failure_of_one_worker_of_two_is_one_of_all(forge: Forge, llama: Path,
             "kv_connector_module_path": "tests.integration.faulty_connector",
         },
     }
-    with forge.start(llama, {**SETTINGS, "audit_rate": 1}, faulty_copies=True, **two) as engine:
+    with launcher.start(llama, {**SETTINGS, "audit_rate": 1}, faulty_copies=True, **two) as engine:
         counted = Counted(engine)
         engine.fail_copies(stores=ATTEMPTS, rank=1)
         cold, _ = engine.served(prompt(1))
@@ -254,19 +256,19 @@ def _flip_at_the_second_worker(engine: Engine) -> None:
     ],
 )
 def test_the_connector_refuses_what_it_cannot_work_with(
-    forge: Forge, llama: Path, transfer: dict[str, Any], settings: dict[str, Any], message: str
+    launcher: Launcher, llama: Path, transfer: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(EngineError, match=message):
-        forge.start(llama, settings, kv_transfer_config=transfer)
+        launcher.start(llama, settings, kv_transfer_config=transfer)
 
 
 @pytest.mark.full
 def test_the_connector_is_found_by_module_path_without_the_plugin(
-    forge: Forge, llama: Path, reference: Ask
+    launcher: Launcher, llama: Path, reference: Ask
 ) -> None:
     transfer = {**RECOMPUTING, "kv_connector_module_path": "kvtier.adapters.vllm.connector"}
     settings = {**SETTINGS, "spec_module_path": "kvtier.adapters.vllm.spec"}
-    with forge.start(
+    with launcher.start(
         llama, settings, kv_transfer_config=transfer, environment={"VLLM_PLUGINS": ""}
     ) as engine:
         cold, _ = engine.served(prompt(1))

@@ -9,19 +9,21 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, Engine, EngineError, Forge, chunks_in, prompt
+from tests.integration.harness import PROMPT_CHUNKS, Engine, EngineError, Launcher, chunks_in, prompt
 
 PROMPTS = [prompt(seed) for seed in range(100, 140)]
-LIVES = [[prompt(seed) for seed in range(first, first + 25)] for first in (200, 300, 400)]
+ROUNDS = [[prompt(seed) for seed in range(first, first + 25)] for first in (200, 300)]
 
 
-def test_killed_in_the_midst_of_cascades(forge: Forge, llama: Path, reference: Ask, tmp_path: Path) -> None:
+def test_killed_in_the_midst_of_cascades(
+    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
+) -> None:
     settings = {"cpu_bytes_to_use": "128MiB", "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}
     generator = random.Random(7)
     left: list[Path] = []
-    for life, prompts in enumerate(LIVES):
+    for round_, prompts in enumerate(ROUNDS):
         there = len(chunks_in(tmp_path))
-        engine = forge.start(llama, settings)
+        engine = launcher.start(llama, settings)
         left += engine.regions
         enough = {"root": str(tmp_path), "chunks": there + generator.randrange(5, 100)}
         engine.ask("call", module="tests.integration.traffic", function="die_at", arguments=enough)
@@ -29,13 +31,13 @@ def test_killed_in_the_midst_of_cascades(forge: Forge, llama: Path, reference: A
             engine.ask("generate", prompts=prompts, output_tokens=4, together=True)
         engine.kill()
         new = len(chunks_in(tmp_path)) - there
-        assert 0 < new < len(prompts) * PROMPT_CHUNKS, f"life {life}: killed too late"
+        assert 0 < new < len(prompts) * PROMPT_CHUNKS, f"round_ {round_}: killed too late"
         _wait_until_removed(left)  # by the guard, which outlives the engine
 
     there = len(chunks_in(tmp_path))
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         (region,) = engine.regions
-        prompts = [prompt for prompts in LIVES for prompt in prompts]
+        prompts = [prompt for prompts in ROUNDS for prompt in prompts]
         answers, loaded = engine.served(*prompts)
         _wait_until_swept(tmp_path)
         metrics = engine.metrics()
@@ -49,10 +51,12 @@ def test_killed_in_the_midst_of_cascades(forge: Forge, llama: Path, reference: A
 
 
 @pytest.mark.full
-def test_killed_with_all_its_processes(forge: Forge, llama: Path, reference: Ask, tmp_path: Path) -> None:
+def test_killed_with_all_its_processes(
+    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
+) -> None:
     files = {"type": "fs", "root_dir": str(tmp_path)}
     settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [files]}
-    engine = forge.start(llama, settings, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    engine = launcher.start(llama, settings, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     assert len(engine.processes) > 1
     (left,) = engine.regions
     engine.tell("generate", prompts=PROMPTS, output_tokens=4, together=True)
@@ -61,7 +65,7 @@ def test_killed_with_all_its_processes(forge: Forge, llama: Path, reference: Ask
     _wait_until_removed([left])  # by the guard, which is no child of the engine's
 
     there = len(chunks_in(tmp_path))
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         (region,) = engine.regions
         answers, loaded = engine.served(*PROMPTS)
     assert answers == reference(*PROMPTS)

@@ -4,46 +4,21 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
 from kvtier.keys import pack_key
 from kvtier.tiers import seal
-from tests.integration.conftest import Ask, in_full
-from tests.integration.harness import BLOCK_TOKENS, PROMPT_CHUNKS, Forge, chunk_files, prompt
+from tests.integration.conftest import Ask
+from tests.integration.harness import BLOCK_TOKENS, PROMPT_CHUNKS, Launcher, chunk_files, prompt
 
 pytestmark = pytest.mark.releases
 
-PROMPT = prompt(1)
 POSITION = 5
 TRAILER_BLOCK_BYTES = 4096
-
-
-@pytest.fixture(scope="module")
-def written(forge: Forge, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return a root that holds the prompt, and the path in it of the chunk at ``POSITION``."""
-    root = tmp_path_factory.mktemp("written")
-    with forge.start(llama, _settings(root)) as engine:
-        engine.served(PROMPT[: POSITION * BLOCK_TOKENS + 2])
-        before = set(chunk_files(root))
-        engine.served(PROMPT[: (POSITION + 1) * BLOCK_TOKENS + 2])
-        (chunk,) = set(chunk_files(root)) - before
-        engine.served(PROMPT)
-    assert len(chunk_files(root)) == PROMPT_CHUNKS
-    return root, chunk.relative_to(root)
-
-
-@pytest.fixture
-def root(written: tuple[Path, Path], tmp_path: Path) -> Path:
-    """Return a copy of the root, to be damaged."""
-    return shutil.copytree(written[0], tmp_path / "root")
-
-
-def _settings(root: Path) -> dict[str, object]:
-    files = {"type": "fs", "root_dir": str(root)}
-    return {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [files]}
 
 
 def _truncate(path: Path) -> None:
@@ -73,68 +48,80 @@ def _exchange(path: Path) -> None:
     path.write_bytes(other.read_bytes())
 
 
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        in_full(_truncate, "torn"),
-        in_full(_empty, "torn"),
-        (_flip_payload, "checksum"),
-        in_full(_flip_trailer, "torn"),
-        in_full(_exchange, "foreign"),
-    ],
-)
-def test_a_damaged_file_is_recomputed_counted_and_set_aside(
-    forge: Forge,
-    llama: Path,
-    reference: Ask,
-    written: tuple[Path, Path],
-    root: Path,
-    damage: Callable[[Path], None],
-    reason: str,
+DAMAGES: Mapping[Callable[[Path], None], str] = {
+    _truncate: "torn",
+    _empty: "torn",
+    _flip_payload: "checksum",
+    _flip_trailer: "torn",
+    _exchange: "foreign",
+    Path.unlink: "",
+}
+"""What is done to a file, and the reason that is counted; none for a chunk that is simply not there."""
+
+PROMPTS = [prompt(seed) for seed in range(len(DAMAGES))]
+
+
+@pytest.fixture(scope="module")
+def written(
+    launcher: Launcher, llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[Path]]:
+    """Return a root that holds the prompts, and the paths in it of their chunks at ``POSITION``."""
+    root = tmp_path_factory.mktemp("written")
+    chunks = []
+    with launcher.start(llama, _settings(root)) as engine:
+        for one in PROMPTS:
+            engine.served(one[: POSITION * BLOCK_TOKENS + 2])
+            before = set(chunk_files(root))
+            engine.served(one[: (POSITION + 1) * BLOCK_TOKENS + 2])
+            (chunk,) = set(chunk_files(root)) - before
+            chunks.append(chunk.relative_to(root))
+        engine.served(*PROMPTS)
+    assert len(chunk_files(root)) == len(PROMPTS) * PROMPT_CHUNKS
+    return root, chunks
+
+
+@pytest.fixture
+def root(written: tuple[Path, list[Path]], tmp_path: Path) -> Path:
+    """Return a copy of the root, to be damaged."""
+    return shutil.copytree(written[0], tmp_path / "root")
+
+
+def _settings(root: Path) -> dict[str, object]:
+    return {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [{"type": "fs", "root_dir": str(root)}]}
+
+
+def test_damaged_files_are_recomputed_counted_and_set_aside(
+    launcher: Launcher, llama: Path, reference: Ask, written: tuple[Path, list[Path]], root: Path
 ) -> None:
-    chunk = root / written[1]
-    good = chunk.read_bytes()
-    damage(chunk)
-    with forge.start(llama, _settings(root)) as engine:
-        answers, loaded = engine.served(PROMPT)
+    chunks = [root / path for path in written[1]]
+    good = [chunk.read_bytes() for chunk in chunks]
+    for damage, chunk in zip(DAMAGES, chunks, strict=True):
+        damage(chunk)
+    with launcher.start(llama, _settings(root)) as engine:
+        served = [engine.served(one) for one in PROMPTS]
         metrics = engine.metrics()
 
-    assert answers == reference(PROMPT)
-    assert loaded == {"fs": POSITION}
-    assert metrics.value("kvtier_get_failed_chunks", tier="fs", reason=reason) == 1
-    (aside,) = root.glob("*/quarantine/*")
-    assert aside.name.startswith(f"{chunk.stem}_g0.{reason}.")
-    assert chunk.read_bytes() == good  # computed and put anew
-
-
-def test_a_deleted_file_is_recomputed_and_counted(
-    forge: Forge, llama: Path, reference: Ask, written: tuple[Path, Path], root: Path
-) -> None:
-    chunk = root / written[1]
-    chunk.unlink()
-    with forge.start(llama, _settings(root)) as engine:
-        answers, loaded = engine.served(PROMPT)
-        metrics = engine.metrics()
-
-    assert answers == reference(PROMPT)
-    assert loaded == {"fs": POSITION}
+    assert served == [([answer], {"fs": POSITION}) for answer in reference(*PROMPTS)]
+    for reason, count in Counter(filter(None, DAMAGES.values())).items():
+        assert metrics.value("kvtier_get_failed_chunks", tier="fs", reason=reason) == count
+    assert metrics.value("kvtier_get_failed_chunks") == len(DAMAGES) - 1
     assert metrics.value("kvtier_absent_chunks", tier="fs") == 1
-    assert metrics.value("kvtier_get_failed_chunks") == 0
-    assert list(root.glob("*/quarantine/*")) == []
-    assert chunk.exists()
+    expected = {f"{chunk.stem}_g0.{why}" for chunk, why in zip(chunks, DAMAGES.values(), strict=True) if why}
+    assert {aside.name.rpartition(".")[0] for aside in root.glob("*/quarantine/*")} == expected
+    assert [chunk.read_bytes() for chunk in chunks] == good  # computed and put anew
 
 
 @pytest.mark.full
 def test_control_wrong_bytes_with_a_right_seal_change_the_tokens(
-    forge: Forge, llama: Path, reference: Ask, root: Path
+    launcher: Launcher, llama: Path, reference: Ask, root: Path
 ) -> None:
     for path in chunk_files(root):
         _falsify(path)
-    with forge.start(llama, _settings(root)) as engine:
-        answers, loaded = engine.served(PROMPT)
+    with launcher.start(llama, _settings(root)) as engine:
+        answers, loaded = engine.served(PROMPTS[0])
 
     assert loaded == {"fs": PROMPT_CHUNKS}
-    assert answers != reference(PROMPT)
+    assert answers != reference(PROMPTS[0])
 
 
 def _falsify(path: Path) -> None:

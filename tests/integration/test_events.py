@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from kvtier.keys import content_hash
+from tests.integration.conftest import in_full
 from tests.integration.harness import (
     BLOCK_TOKENS,
     PROMPT_CHUNKS,
     PROMPT_TOKENS,
     Engine,
-    Forge,
+    Launcher,
     Metrics,
     Tokens,
     chunk_files,
@@ -109,7 +110,7 @@ class Router:
         return chain
 
     def has_heard_of(self, place: Place, tokens: Tokens, blocks: int) -> bool:
-        """Say whether all blocks of a prompt were said to be stored there, be they there still or not."""
+        """Return whether all blocks of a prompt were said to be stored there, be they there still or not."""
         try:
             self.chain(place, tokens, blocks)
         except KeyError:
@@ -131,9 +132,9 @@ def router(tmp_path: Path) -> Iterator[Router]:
     router.close()
 
 
-def _start(forge: Forge, model: Path, settings: dict[str, Any], router: Router) -> Engine:
+def _start(launcher: Launcher, model: Path, settings: dict[str, Any], router: Router) -> Engine:
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": router.endpoint}
-    return forge.start(
+    return launcher.start(
         model,
         {"self_describing_kv_events": True, **settings},
         kv_events_config=events,
@@ -141,9 +142,9 @@ def _start(forge: Forge, model: Path, settings: dict[str, Any], router: Router) 
     )
 
 
-@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("blocks", [1, in_full(2)])
 def test_a_router_knows_what_is_where_whoever_evicts(
-    forge: Forge, llama: Path, tmp_path: Path, router: Router, blocks: int
+    launcher: Launcher, llama: Path, tmp_path: Path, router: Router, blocks: int
 ) -> None:
     root = tmp_path / "root"
     chunk_bytes = blocks * BLOCK_BYTES
@@ -152,7 +153,7 @@ def test_a_router_knows_what_is_where_whoever_evicts(
         {"type": "dummy", "name": "small", "capacity_bytes": 40 // blocks * (chunk_bytes + TRAILER_BYTES)},
     ]
     settings = {"cpu_bytes_to_use": 48 * BLOCK_BYTES, "blocks_per_chunk": blocks, "secondary_tiers": tiers}
-    with _start(forge, llama, settings, router) as engine:
+    with _start(launcher, llama, settings, router) as engine:
         router.join(engine)
         for one in PROMPTS:
             engine.served(one)
@@ -194,16 +195,16 @@ def test_a_router_knows_what_is_where_whoever_evicts(
 
 @pytest.mark.full
 def test_after_a_restart_a_router_learns_what_is_found_and_what_is_lost(
-    forge: Forge, llama: Path, tmp_path: Path, router: Router
+    launcher: Launcher, llama: Path, tmp_path: Path, router: Router
 ) -> None:
     root = tmp_path / "root"
     settings = {
         "cpu_bytes_to_use": 96 * BLOCK_BYTES,  # a quarter of it is for what is found
         "secondary_tiers": [{"type": "fs", "root_dir": str(root)}],
     }
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         engine.served(*PROMPTS)
-    with _start(forge, llama, settings, router) as engine:
+    with _start(launcher, llama, settings, router) as engine:
         router.join(engine)
         _, loaded = engine.served(PROMPTS[0], PROMPTS[1])
         _until(engine, router, lambda: len(router.belief[FILES]) >= 2 * PROMPT_CHUNKS)

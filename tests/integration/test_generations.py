@@ -19,7 +19,7 @@ import pytest
 
 from kvtier.identity import differences
 from tests.integration.conftest import ENVIRONMENT
-from tests.integration.harness import PROMPT_CHUNKS, Forge, Tokens, prompt
+from tests.integration.harness import PROMPT_CHUNKS, Launcher, Tokens, prompt
 
 PROMPTS = 2
 CHUNKS = PROMPTS * PROMPT_CHUNKS
@@ -31,11 +31,11 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def forges(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Forge]]:
+def launchers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Launcher]]:
     with ExitStack() as stack:
         yield [
             stack.enter_context(
-                Forge(
+                Launcher(
                     tmp_path_factory.mktemp("engines"),
                     {**ENVIRONMENT, **one.get("environment", {})},
                     python=one["python"],
@@ -47,7 +47,7 @@ def forges(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Forge]]:
 
 @pytest.mark.timeout(1800)
 def test_every_version_reads_what_every_other_has_written(
-    forges: list[Forge], make_llama: Callable[..., Path], tmp_path: Path
+    launchers: list[Launcher], make_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     """One root; each version writes prompts of its own and reads those of all, itself after a restart too."""
     model = make_llama()
@@ -56,19 +56,19 @@ def test_every_version_reads_what_every_other_has_written(
         "cpu_bytes_to_use": "64MiB",
         "secondary_tiers": [{"type": "fs", "root_dir": str(root)}],
     }
-    prompts = [[prompt(10 * number + one) for one in range(PROMPTS)] for number in range(len(forges))]
+    prompts = [[prompt(10 * number + one) for one in range(PROMPTS)] for number in range(len(launchers))]
     expected: list[list[Tokens]] = []
-    for writer, (forge, its) in enumerate(zip(forges, prompts, strict=True)):
-        with forge.start(model, enable_prefix_caching=False) as engine:
+    for writer, (launcher, its) in enumerate(zip(launchers, prompts, strict=True)):
+        with launcher.start(model, enable_prefix_caching=False) as engine:
             expected.append(engine.generate(*its))
-        with forge.start(model, settings) as engine:
+        with launcher.start(model, settings) as engine:
             answers, loaded = engine.served(*its)
         assert (answers, loaded) == (expected[writer], {}), VLLMS[writer]
 
     first, *others = (json.loads(path.read_text()) for path in root.glob("*/config.json"))
     assert [differences(first, other) for other in others] == []
-    for reader, writer in product(range(len(forges)), repeat=2):
-        with forges[reader].start(model, settings) as engine:
+    for reader, writer in product(range(len(launchers)), repeat=2):
+        with launchers[reader].start(model, settings) as engine:
             answers, loaded = engine.served(*prompts[writer])
         assert loaded == {"fs": CHUNKS}, (VLLMS[reader], VLLMS[writer])
         assert answers == expected[writer], (VLLMS[reader], VLLMS[writer])

@@ -229,7 +229,7 @@ def model(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @dataclass(frozen=True)
-class Story:
+class FirstRun:
     """What the first server has said.
 
     Attributes:
@@ -251,9 +251,9 @@ class Story:
 
 
 @pytest.fixture(scope="module")
-def story(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Story:
-    """Have a server answer cold and from the primary tier, with one tier too small and one that hangs."""
-    folder = tmp_path_factory.mktemp("story")
+def first_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> FirstRun:
+    """Make a server answer cold and from the primary tier, with one tier too small and one that hangs."""
+    folder = tmp_path_factory.mktemp("first_run")
     root = folder / "root"
     tiers = [
         {"type": "fs", "root_dir": str(root), "max_bytes": ROOMY_BYTES},
@@ -279,7 +279,7 @@ def story(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Story:
         again = server.complete(PROMPT)
         metrics = server.until(lambda metrics: _put(metrics) == STORED and _has_settled(metrics))
     most_pieces = max(map(len, [cold, *others, again]))
-    return Story(root, damaged, _joined(cold), _joined(again), most_pieces, metrics)
+    return FirstRun(root, damaged, _joined(cold), _joined(again), most_pieces, metrics)
 
 
 def _joined(pieces: Sequence[Tokens]) -> Tokens:
@@ -295,12 +295,12 @@ def _put(metrics: Metrics) -> float:
 
 
 def _is_given_up(metrics: Metrics) -> bool:
-    """Say whether the tier that hangs is given no more puts."""
+    """Return whether the tier that hangs is given no more puts."""
     return metrics.value("kvtier_breaker_state", tier="stuck", verb="put") == 2
 
 
 def _has_settled(metrics: Metrics) -> bool:
-    """Say whether the tier that hangs was given up, and bytes and copies were looked at since."""
+    """Return whether the tier that hangs was given up, and bytes and copies were looked at since."""
     full = ("kvtier_put_chunks", "kvtier_put_failed_chunks")
     return (
         metrics.value("kvtier_breaker_state", tier="stuck", verb="put") == 2
@@ -313,19 +313,19 @@ def _has_settled(metrics: Metrics) -> bool:
     )
 
 
-def test_tokens_are_streamed_and_right(story: Story, reference: Ask) -> None:
-    assert story.cold == reference(PROMPT)[0]
-    assert story.again == story.cold
-    assert story.most_pieces > 1
+def test_tokens_are_streamed_and_right(first_run: FirstRun, reference: Ask) -> None:
+    assert first_run.cold == reference(PROMPT)[0]
+    assert first_run.again == first_run.cold
+    assert first_run.most_pieces > 1
 
 
-def test_every_metric_is_there_and_no_other(story: Story) -> None:
+def test_every_metric_is_there_and_no_other(first_run: FirstRun) -> None:
     catalogue = {metric.name: metric for metric in _catalogue()}
-    declared = story.metrics.declared
+    declared = first_run.metrics.declared
     assert catalogue.keys() <= declared
     ours = {name.removesuffix("_created") for name in declared if name.startswith("kvtier_")}
     assert ours <= catalogue.keys()
-    for name, labels, _ in story.metrics.samples:
+    for name, labels, _ in first_run.metrics.samples:
         metric = catalogue.get(name.removesuffix("_total"))
         if metric is not None and labels:
             assert set(labels) == {"engine", "model_name", *metric.labels}
@@ -333,9 +333,9 @@ def test_every_metric_is_there_and_no_other(story: Story) -> None:
                 assert labels["reason"] in metric.reasons.keys() | FsTier.reasons.keys()
 
 
-def test_hits_and_misses_are_counted_by_reason(story: Story) -> None:
-    value = story.metrics.value
-    assert story.metrics.loaded() == {"cpu": PROMPT_CHUNKS}
+def test_hits_and_misses_are_counted_by_reason(first_run: FirstRun) -> None:
+    value = first_run.metrics.value
+    assert first_run.metrics.loaded() == {"cpu": PROMPT_CHUNKS}
     assert value("kvtier_misses", reason="absent") >= 1 + len(OTHERS)
     assert value("kvtier_misses") == value("kvtier_misses", reason="absent")
     assert value("kvtier_absent_chunks", tier="fs") >= STORED
@@ -346,8 +346,8 @@ def test_hits_and_misses_are_counted_by_reason(story: Story) -> None:
     assert value("kvtier_absent_chunks", tier="stuck") > 0, "its gets go on"
 
 
-def test_bytes_and_seconds_are_those_of_the_chunks(story: Story) -> None:
-    value = story.metrics.value
+def test_bytes_and_seconds_are_those_of_the_chunks(first_run: FirstRun) -> None:
+    value = first_run.metrics.value
     assert value("kvtier_stored_chunks") == STORED
     assert value("vllm:kv_offload_store_bytes") == STORED * CHUNK_BYTES
     assert value("vllm:kv_offload_load_bytes") == PROMPT_CHUNKS * CHUNK_BYTES
@@ -358,8 +358,8 @@ def test_bytes_and_seconds_are_those_of_the_chunks(story: Story) -> None:
     assert value("vllm:kv_offload_tiering_read_bytes") == 0
 
 
-def test_used_and_capacity_of_every_tier_are_told(story: Story) -> None:
-    value = story.metrics.value
+def test_used_and_capacity_of_every_tier_are_told(first_run: FirstRun) -> None:
+    value = first_run.metrics.value
     used = {tier: value("kvtier_tier_used_bytes", tier=tier) for tier in ("cpu", "fs", "full", "stuck")}
     capacity = {tier: value("kvtier_tier_capacity_bytes", tier=tier) for tier in ("cpu", "fs", "full")}
     assert used["cpu"] == STORED * CHUNK_BYTES
@@ -370,8 +370,8 @@ def test_used_and_capacity_of_every_tier_are_told(story: Story) -> None:
     assert capacity == {"cpu": SLOTS * CHUNK_BYTES, "fs": ROOMY_BYTES, "full": FULL_BYTES}
 
 
-def test_what_did_not_get_into_a_tier_is_counted_by_cause(story: Story) -> None:
-    value = story.metrics.value
+def test_what_did_not_get_into_a_tier_is_counted_by_cause(first_run: FirstRun) -> None:
+    value = first_run.metrics.value
     refused = value("kvtier_put_failed_chunks", tier="full", reason="max_bytes")
     assert refused == STORED - value("kvtier_put_chunks", tier="full") > 0
     late = value("kvtier_put_failed_chunks", tier="stuck")
@@ -385,8 +385,8 @@ def test_what_did_not_get_into_a_tier_is_counted_by_cause(story: Story) -> None:
     assert late + dropped + hanging == pytest.approx(STORED)
 
 
-def test_a_tier_that_hangs_is_seen_to_hang(story: Story) -> None:
-    value = story.metrics.value
+def test_a_tier_that_hangs_is_seen_to_hang(first_run: FirstRun) -> None:
+    value = first_run.metrics.value
     assert value("kvtier_overdue_transfers", tier="stuck", verb="put") >= 1
     assert value("kvtier_breaker_opened", tier="stuck", verb="put", reason="overdue") == 1
     assert value("vllm:kv_offload_tiering_active_promotion_jobs") == 0
@@ -405,13 +405,13 @@ def test_a_tier_that_hangs_is_seen_to_hang(story: Story) -> None:
 
 @pytest.mark.full
 def test_two_api_servers_after_a_restart_with_a_damaged_file_and_a_reset(
-    story: Story, model: Path, reference: Ask, tmp_path: Path
+    first_run: FirstRun, model: Path, reference: Ask, tmp_path: Path
 ) -> None:
-    data = bytearray(story.damaged.read_bytes())
+    data = bytearray(first_run.damaged.read_bytes())
     data[1000] ^= 0x10
-    story.damaged.write_bytes(data)
+    first_run.damaged.write_bytes(data)
     # A format is not said: it is that of the chunks that are there.
-    settings = _settings([{"type": "fs", "root_dir": str(story.root), "max_bytes": ROOMY_BYTES}])
+    settings = _settings([{"type": "fs", "root_dir": str(first_run.root), "max_bytes": ROOMY_BYTES}])
     with Server(model, settings, tmp_path / "server.log", servers=2) as server:
         restarted = server.complete(PROMPT)
         server.until(_has_told_the_restart)
@@ -424,7 +424,7 @@ def test_two_api_servers_after_a_restart_with_a_damaged_file_and_a_reset(
 
 
 def _has_told_the_restart(metrics: Metrics) -> bool:
-    """Say whether all that the engine did after the restart is counted.
+    """Return whether all that the engine did after the restart is counted.
 
     It tells each thing to one of the API servers, and each counts in its own time: what happened first may
     be the last to be seen.

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.conftest import Ask, in_full
-from tests.integration.harness import PROMPT_CHUNKS, Forge, namespaces, prompt
+from tests.integration.conftest import LLAMA, Ask, in_full
+from tests.integration.harness import PROMPT_CHUNKS, Launcher, Tokens, namespaces, prompt
 
 PROMPTS = [prompt(1), prompt(2)]
 CHUNKS = len(PROMPTS) * PROMPT_CHUNKS
@@ -32,9 +32,9 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def fill(forge: Forge, model: Path, settings: dict[str, Any]) -> None:
+def fill(launcher: Launcher, model: Path, settings: dict[str, Any]) -> None:
     """Have a first engine write its chunks."""
-    with forge.start(model, settings) as engine:
+    with launcher.start(model, settings) as engine:
         engine.served(*PROMPTS)
 
 
@@ -55,7 +55,7 @@ def _other_rope(model: Path, make_llama: Callable[..., Path]) -> None:
 @pytest.mark.usefixtures("fill")
 @pytest.mark.parametrize("change", [_other_weights, in_full(_other_rope)])
 def test_another_model_at_the_same_path(
-    forge: Forge,
+    launcher: Launcher,
     model: Path,
     make_llama: Callable[..., Path],
     reference: Ask,
@@ -64,9 +64,9 @@ def test_another_model_at_the_same_path(
     change: Callable[[Path, Callable[..., Path]], None],
 ) -> None:
     change(model, make_llama)
-    with forge.start(model, settings) as engine:
+    with launcher.start(model, settings) as engine:
         answers, loaded = engine.served(*PROMPTS)
-    with forge.start(model) as engine:
+    with launcher.start(model) as engine:
         expected = engine.generate(*PROMPTS)
 
     assert answers == expected != reference(*PROMPTS)
@@ -79,7 +79,7 @@ def test_another_model_at_the_same_path(
     ("more_settings", "arguments"),
     [
         in_full({}, {"revision": "another"}),
-        ({}, {"dtype": "bfloat16"}),
+        in_full({}, {"dtype": "bfloat16"}),
         in_full({}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e5m2"}),
         in_full({}, {"block_size": 64}),
         in_full({}, {"prefix_caching_hash_algo": "sha256_cbor"}),
@@ -89,20 +89,54 @@ def test_another_model_at_the_same_path(
     ids=["revision", "dtype", "kv_cache_dtype", "block_size", "hash", "chunk_size", "namespace"],
 )
 def test_another_cache_of_the_same_model(
-    forge: Forge,
+    launcher: Launcher,
     model: Path,
     settings: dict[str, Any],
     tmp_path: Path,
     more_settings: dict[str, Any],
     arguments: dict[str, Any],
 ) -> None:
-    with forge.start(model, {**settings, **more_settings}, **arguments) as engine:
+    with launcher.start(model, {**settings, **more_settings}, **arguments) as engine:
         answers, loaded = engine.served(*PROMPTS)
-    with forge.start(model, **arguments) as engine:
+    with launcher.start(model, **arguments) as engine:
         expected = engine.generate(*PROMPTS)
 
     assert loaded == {}
     assert answers == expected
+    assert len(namespaces(tmp_path / "root")) == 2
+
+
+PHI3 = {
+    **LLAMA,
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 1024,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 32, "long_factor": [4.0] * 32},
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.full
+def test_engines_of_different_length_share_nothing_where_the_embedding_depends_on_it(
+    launcher: Launcher, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """LongRoPE picks its factors by ``max_model_len``: the same prompt has other keys and values."""
+    model = launcher.make_model(tmp_path / "model", "Phi3Config", "Phi3ForCausalLM", PHI3)
+    room = {"num_gpu_blocks_override": 200}
+    lengths: list[dict[str, Any]] = [{"max_model_len": tokens, **room} for tokens in (1024, 4096)]
+    expected: list[list[Tokens]] = []
+    cold: list[Any] = []
+    restarted: list[Any] = []
+    for length in lengths:
+        with launcher.start(model, **length) as engine:
+            expected.append(engine.generate(*PROMPTS))
+    for served in (cold, restarted):
+        for length in lengths:
+            with launcher.start(model, settings, **length) as engine:
+                served.append(engine.served(*PROMPTS))
+
+    assert expected[0] != expected[1]
+    assert cold == [(answers, {}) for answers in expected]
+    assert restarted == [(answers, {"fs": CHUNKS}) for answers in expected]
     assert len(namespaces(tmp_path / "root")) == 2
 
 
@@ -118,7 +152,7 @@ def test_another_cache_of_the_same_model(
     ids=["uni", "mp", "engine process"],
 )
 def test_the_same_cache_by_another_executor(
-    forge: Forge,
+    launcher: Launcher,
     model: Path,
     reference: Ask,
     settings: dict[str, Any],
@@ -126,7 +160,7 @@ def test_the_same_cache_by_another_executor(
     environment: dict[str, str],
     arguments: dict[str, Any],
 ) -> None:
-    with forge.start(model, settings, environment=environment, **arguments) as engine:
+    with launcher.start(model, settings, environment=environment, **arguments) as engine:
         answers, loaded = engine.served(*PROMPTS)
 
     assert answers == reference(*PROMPTS)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, Engine, EngineError, Forge, prompt
+from tests.integration.harness import PROMPT_CHUNKS, Engine, EngineError, Launcher, prompt
 
-STORY = [prompt(seed) for seed in (1, 2, 3)]
+PROMPTS = [prompt(seed) for seed in (1, 2, 3)]
 OTHERS = [prompt(seed) for seed in range(10, 22)]  # more than the device cache and the primary tier hold
-CHUNKS = len(STORY) * PROMPT_CHUNKS
+CHUNKS = len(PROMPTS) * PROMPT_CHUNKS
 DEADLINE_S = 4.0
 MUCH_LATER_S = 30.0
 
@@ -29,29 +29,12 @@ def settings(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def test_served_from_memory_and_after_a_restart_from_files(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
-) -> None:
-    with forge.start(llama, {**settings, "cpu_bytes_to_use": "64MiB"}) as engine:
-        cold, loaded_cold = engine.served(*STORY)
-        engine.generate(*OTHERS)
-        again, loaded_again = engine.served(*STORY)
-        tiers = process_of_tiers(engine)
-    assert not is_alive(tiers)
-    with forge.start(llama, settings) as engine:
-        engine.until_open("fs")
-        restarted, loaded_restarted = engine.served(*STORY)
-
-    assert cold == again == restarted == reference(*STORY)
-    assert (loaded_cold, loaded_again, loaded_restarted) == ({}, {"cpu": CHUNKS}, {"fs": CHUNKS})
-
-
 def test_killed_or_stopped_while_requests_run_it_costs_misses_and_comes_back(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         engine.until_open("fs")
-        engine.served(*STORY)
+        engine.served(*PROMPTS)
         for end, reason in ((signal.SIGKILL, "killed"), (signal.SIGSTOP, "silent")):
             engine.generate(*OTHERS)
             engine.settled()
@@ -59,12 +42,12 @@ def test_killed_or_stopped_while_requests_run_it_costs_misses_and_comes_back(
             if end is signal.SIGSTOP:  # they wait for it, until their deadline
                 os.kill(tiers, end)
             begun_s = time.monotonic()
-            engine.tell("generate", prompts=[*STORY, *OTHERS], output_tokens=8, together=True)
+            engine.tell("generate", prompts=[*PROMPTS, *OTHERS], output_tokens=8, together=True)
             if end is signal.SIGKILL and is_alive(tiers):
                 os.kill(tiers, end)
             answers = engine.hear("generate")["answers"]
             assert time.monotonic() - begun_s < MUCH_LATER_S
-            assert answers == reference(*STORY, *OTHERS)
+            assert answers == reference(*PROMPTS, *OTHERS)
             engine.until(
                 lambda metrics, reason=reason: metrics.value("kvtier_tier_process_ended", reason=reason) == 1,  # type: ignore[misc]
                 f"the end of a process that is {reason}",
@@ -76,8 +59,8 @@ def test_killed_or_stopped_while_requests_run_it_costs_misses_and_comes_back(
             engine.until_open("fs")
             assert not is_alive(tiers)
             engine.generate(*OTHERS)
-            again, loaded = engine.served(*STORY)
-            assert again == reference(*STORY)
+            again, loaded = engine.served(*PROMPTS)
+            assert again == reference(*PROMPTS)
             assert loaded == {"fs": CHUNKS}
         ended = engine.metrics().value("kvtier_tier_process_ended")
         tiers = process_of_tiers(engine)
@@ -89,11 +72,11 @@ def test_killed_or_stopped_while_requests_run_it_costs_misses_and_comes_back(
 
 @pytest.mark.full
 def test_it_ends_with_an_engine_that_is_killed(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         engine.until_open("fs")
-        engine.served(*STORY)
+        engine.served(*PROMPTS)
         tiers = process_of_tiers(engine)
         os.kill(engine.pid, signal.SIGKILL)
         end_s = time.monotonic() + MUCH_LATER_S
@@ -101,9 +84,9 @@ def test_it_ends_with_an_engine_that_is_killed(
             assert time.monotonic() < end_s
             time.sleep(0.01)
         engine.kill()
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         engine.until_open("fs")
-        assert engine.served(*STORY) == (reference(*STORY), {"fs": CHUNKS})
+        assert engine.served(*PROMPTS) == (reference(*PROMPTS), {"fs": CHUNKS})
 
 
 NO_PROCESS = ("tests.integration.traffic", "start_no_process")
@@ -111,11 +94,11 @@ NO_PROCESS = ("tests.integration.traffic", "start_no_process")
 
 @pytest.mark.full
 def test_where_there_can_be_no_process_they_run_in_a_thread_and_the_log_says_so(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
     for loaded in ({}, {"fs": CHUNKS}):
-        with forge.start(llama, settings, prepare=NO_PROCESS) as engine:
-            assert engine.served(*STORY) == (reference(*STORY), loaded)
+        with launcher.start(llama, settings, prepare=NO_PROCESS) as engine:
+            assert engine.served(*PROMPTS) == (reference(*PROMPTS), loaded)
             assert engine.tiers_process is None
             lines = [line for line in engine.log().splitlines() if "set isolation to 'thread'" in line]
             assert len(lines) == 1
@@ -124,10 +107,10 @@ def test_where_there_can_be_no_process_they_run_in_a_thread_and_the_log_says_so(
 
 @pytest.mark.full
 def test_where_there_can_be_no_process_and_one_was_asked_for_the_engine_does_not_start(
-    forge: Forge, llama: Path, settings: dict[str, Any]
+    launcher: Launcher, llama: Path, settings: dict[str, Any]
 ) -> None:
     with pytest.raises(EngineError, match="it has ended with status 1; set isolation to 'thread'"):
-        forge.start(llama, {**settings, "isolation": "process"}, prepare=NO_PROCESS)
+        launcher.start(llama, {**settings, "isolation": "process"}, prepare=NO_PROCESS)
 
 
 def process_of_tiers(engine: Engine) -> int:

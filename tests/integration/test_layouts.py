@@ -42,7 +42,7 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
-from kvtier.adapters.vllm.compat import EngineContext
+from kvtier.adapters.vllm.compat import EngineContext, making_spec_of
 from kvtier.adapters.vllm.manager import Slots
 from kvtier.adapters.vllm.parallel import with_chunk_size
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
@@ -120,7 +120,8 @@ class Cache:
         self.memory = torch.randint(-128, 128, (self.nbytes,), dtype=torch.int8)
         self.caches = self._views(self.memory, case)
         self._case = case
-        self.spec = KVTierOffloadingSpec(build_offloading_config(self.vllm_config, self.config))
+        with making_spec_of(EngineContext(self.vllm_config, self.config)):
+            self.spec = KVTierOffloadingSpec(build_offloading_config(self.vllm_config, self.config))
         self.connector = OffloadingConnectorWorker(self.spec, self.vllm_config, self.config)
 
     def register(self) -> OffloadingWorker:
@@ -213,6 +214,7 @@ def _vllm_config(case: Case, blocks_per_chunk: int) -> Any:
         attention_config=SimpleNamespace(hisparse_config=None),
         kv_events_config=None,
         use_v2_model_runner=False,
+        max_concurrent_batches=2,
     )
 
 

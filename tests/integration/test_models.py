@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from tests.integration.conftest import LLAMA, in_full
 from tests.integration.harness import (
     OUTPUT_TOKENS,
-    Forge,
+    Launcher,
     Tokens,
     misplace_chunks,
     prompt,
@@ -116,6 +117,48 @@ def _settings(tmp_path: Path, **more: Any) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class Seen:
+    """Answers to ``PROMPTS``, and the chunks loaded for them by tier.
+
+    Attributes:
+        expected: by an engine without kvtier, whose own cache holds them.
+        misled: from a primary tier whose chunks were exchanged.
+        loaded: from the primary tier.
+        loaded_restarted: from the file tier.
+        drafted: tokens that were drafted.
+    """
+
+    expected: Sequence[Tokens]
+    misled: Sequence[Tokens]
+    loaded: Mapping[str, int]
+    loaded_restarted: Mapping[str, int]
+    drafted: float
+
+
+def run_all(launcher: Launcher, model: Path, settings: dict[str, Any], **arguments: Any) -> Seen:
+    """Run an engine without kvtier, one that stores and loads, and another one that finds the files."""
+    arguments = {**ROOM, **arguments}
+    with launcher.start(model, **arguments) as engine:
+        expected = [engine.generate(one, one)[1] for one in PROMPTS]
+    with launcher.start(model, settings, **arguments) as engine:
+        engine.generate(*PROMPTS)
+        engine.generate(*OTHERS, *OTHERS)
+        engine.reset(connector=False)
+        again, loaded = engine.served(*PROMPTS)
+        drafted = engine.metrics().value("vllm:spec_decode_num_draft_tokens")
+        misplace_chunks(engine)
+        engine.reset(connector=False)
+        misled = engine.generate(*PROMPTS)
+    with launcher.start(model, settings, **arguments) as engine:
+        restarted, loaded_restarted = engine.served(*PROMPTS)
+
+    assert again == restarted == expected != misled
+    assert loaded["cpu"] > 10
+    assert loaded_restarted["fs"] > 10
+    return Seen(expected, misled, loaded, loaded_restarted, drafted)
+
+
 @pytest.mark.parametrize(
     ("model", "more"),
     [
@@ -140,48 +183,31 @@ def _settings(tmp_path: Path, **more: Any) -> dict[str, Any]:
     ],
 )
 def test_a_hit_equals_the_engines_own(
-    forge: Forge, tmp_path: Path, model: tuple[str, str, dict[str, Any]], more: dict[str, Any]
+    launcher: Launcher, tmp_path: Path, model: tuple[str, str, dict[str, Any]], more: dict[str, Any]
 ) -> None:
-    directory = forge.make_model(tmp_path / "model", *model)
-    settings = _settings(tmp_path, **more)
-    with forge.start(directory, **ROOM) as engine:
-        expected = [engine.generate(one, one)[1] for one in PROMPTS]
-    with forge.start(directory, settings, **ROOM) as engine:
-        engine.generate(*PROMPTS)
-        engine.generate(*OTHERS, *OTHERS)
-        engine.reset(connector=False)
-        again, loaded_again = engine.served(*PROMPTS)
-        misplace_chunks(engine)
-        engine.reset(connector=False)
-        misled, loaded_misled = engine.served(*PROMPTS)
-    with forge.start(directory, settings, **ROOM) as engine:
-        restarted, loaded_restarted = engine.served(*PROMPTS)
-
-    assert again == restarted == expected
-    assert loaded_again["cpu"] > 10
-    assert sum(loaded_restarted.values()) == loaded_again["cpu"]
-    assert loaded_restarted["fs"] > 10
-    assert loaded_misled == loaded_again
+    directory = launcher.make_model(tmp_path / "model", *model)
+    seen = run_all(launcher, directory, _settings(tmp_path, **more))
+    assert sum(seen.loaded_restarted.values()) == seen.loaded["cpu"]
     # The first prompt is shorter than some chunks.
-    assert all(wrong != right for wrong, right in zip(misled[1:], expected[1:], strict=True))
+    assert all(wrong != right for wrong, right in zip(seen.misled[1:], seen.expected[1:], strict=True))
 
 
 @pytest.mark.full
-def test_latent_attention(forge: Forge, tmp_path: Path) -> None:
+def test_latent_attention(launcher: Launcher, tmp_path: Path) -> None:
     # vLLM's kernels for latent attention on the CPU disagree with each other: a prompt and its last
     # token alone, over the same blocks, give other tokens (and it reuses no blocks itself). So a prompt
     # of whole blocks is compared with itself and the word that followed: when its blocks are loaded,
     # all that is left to do is what the first engine did next, by the same kernel.
     prompts = [prompt(seed, LATENT_BLOCK_TOKENS * blocks) for seed, blocks in enumerate((3, 6, 20, 48))]
-    directory = forge.make_model(tmp_path / "model", *MLA_MODEL)
+    directory = launcher.make_model(tmp_path / "model", *MLA_MODEL)
     settings = _settings(tmp_path)
-    with forge.start(directory, settings, **ROOM) as engine:
+    with launcher.start(directory, settings, **ROOM) as engine:
         said = engine.generate(*prompts, output_tokens=OUTPUT_TOKENS + 1)
         longer = [[*one, words[0]] for one, words in zip(prompts, said, strict=True)]
         again, loaded_again = engine.served(*longer)
         misplace_chunks(engine)
         misled, _ = engine.served(*longer)
-    with forge.start(directory, settings, **ROOM) as engine:
+    with launcher.start(directory, settings, **ROOM) as engine:
         restarted, loaded_restarted = engine.served(*longer)
 
     assert again == restarted == [words[1:] for words in said]

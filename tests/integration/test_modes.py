@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Ask, in_full
-from tests.integration.harness import BLOCK_TOKENS, Forge, prompt
+from tests.integration.harness import BLOCK_TOKENS, Launcher, prompt
 
 pytestmark = pytest.mark.releases
 
@@ -35,7 +35,7 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "more_settings"),
     [
-        ({"speculative_config": NGRAM}, {"block_size": 64}),
+        in_full({"speculative_config": NGRAM}, {"block_size": 64}),
         in_full({"async_scheduling": True}, {}),
         in_full({"async_scheduling": False}, {}),
         ({"max_num_batched_tokens": PIECES, "async_scheduling": True}, {"block_size": 64}),
@@ -45,7 +45,7 @@ def settings(tmp_path: Path) -> dict[str, Any]:
     ids=["ngram", "async", "sync", "pieces, async", "pieces", "no prefix caching"],
 )
 def test_the_same_tokens_from_every_tier(
-    forge: Forge,
+    launcher: Launcher,
     llama: Path,
     reference: Ask,
     settings: dict[str, Any],
@@ -53,14 +53,14 @@ def test_the_same_tokens_from_every_tier(
     more_settings: dict[str, Any],
 ) -> None:
     settings |= more_settings
-    with forge.start(llama, settings, **arguments) as engine:
+    with launcher.start(llama, settings, **arguments) as engine:
         cold = engine.generate(*PROMPTS)
         engine.generate(*OTHERS, together=True)
         again, loaded_again = engine.served(*PROMPTS)
         engine.generate(*OTHERS)
         at_once, loaded_at_once = engine.served(*PROMPTS, *OTHERS, together=True)
         drafted = engine.metrics().value("vllm:spec_decode_num_draft_tokens")
-    with forge.start(llama, settings, **arguments) as engine:
+    with launcher.start(llama, settings, **arguments) as engine:
         restarted, loaded_restarted = engine.served(*PROMPTS, together=True)
 
     assert cold == again == restarted == reference(*PROMPTS)
@@ -81,13 +81,13 @@ def _whole_chunks(chunk_tokens: int) -> int:
     return len({tuple(one[:end]) for one in PROMPTS for end in ends if end <= len(one)})
 
 
-@pytest.mark.parametrize("prompt_only", [True, False])
+@pytest.mark.parametrize("prompt_only", [in_full(True), False])
 def test_answers_are_stored_where_asked_for(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any], prompt_only: bool
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], prompt_only: bool
 ) -> None:
     settings["offload_prompt_only"] = prompt_only
     first = prompt(1)
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         (answer,) = engine.generate(first, output_tokens=100)
         further = [*first, *answer, *prompt(2, 50)]
         engine.settled()
@@ -102,13 +102,13 @@ def test_answers_are_stored_where_asked_for(
 
 
 def test_a_chunk_has_several_small_blocks_by_default(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
     prompts = PROMPTS[:3]
     settings["blocks_per_chunk"] = None
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         cold = engine.generate(*prompts)
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         restarted, loaded = engine.served(*prompts)
 
     assert cold == restarted == reference(*prompts)

@@ -17,7 +17,7 @@ from tests.integration.harness import (
     PROMPT_TOKENS,
     Engine,
     EngineError,
-    Forge,
+    Launcher,
     chunk_files,
     namespaces,
     prompt,
@@ -67,12 +67,12 @@ def swap_heads(engine: Engine) -> None:
 
 @pytest.mark.full
 def test_two_ranks_and_one_worker_share_what_is_canonical(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     settings["canonical_layout"] = True
-    with forge.start(llama, settings, **ROOM) as engine:
+    with launcher.start(llama, settings, **ROOM) as engine:
         engine.served(*FIRST)
-    with forge.start(llama, settings, **TWO_RANKS) as engine:
+    with launcher.start(llama, settings, **TWO_RANKS) as engine:
         assert len(engine.regions) == 1  # which both ranks share
         by_two, loaded_by_two = engine.served(*FIRST, *SECOND)
         engine.reset(connector=False)
@@ -80,7 +80,7 @@ def test_two_ranks_and_one_worker_share_what_is_canonical(
         swap_heads(engine)
         engine.reset(connector=False)
         misled = engine.generate(*FIRST, *SECOND)
-    with forge.start(llama, settings, **ROOM) as engine:
+    with launcher.start(llama, settings, **ROOM) as engine:
         by_one, loaded_by_one = engine.served(*FIRST, *SECOND)
 
     assert by_two == again == by_one == reference(*FIRST, *SECOND)
@@ -95,20 +95,20 @@ def test_two_ranks_and_one_worker_share_what_is_canonical(
 
 @pytest.mark.full
 def test_two_ranks_that_hold_the_same_head_write_it_once(
-    forge: Forge, make_llama: Callable[..., Path], settings: dict[str, Any], tmp_path: Path
+    launcher: Launcher, make_llama: Callable[..., Path], settings: dict[str, Any], tmp_path: Path
 ) -> None:
     model = make_llama(tmp_path / "model", num_key_value_heads=1)
     settings |= {"canonical_layout": True, "blocks_per_chunk": 2}
     settings["secondary_tiers"] = [_fs(tmp_path / "root")]
-    with forge.start(model, **ROOM) as engine:
+    with launcher.start(model, **ROOM) as engine:
         expected = engine.generate(*FIRST, *SECOND)
-    with forge.start(model, settings, **ROOM) as engine:
+    with launcher.start(model, settings, **ROOM) as engine:
         engine.served(*FIRST)
     by_one = chunk_files(tmp_path / "root")
-    with forge.start(model, settings, **TWO_RANKS) as engine:
+    with launcher.start(model, settings, **TWO_RANKS) as engine:
         by_two, loaded_by_two = engine.served(*FIRST, *SECOND)
     by_both = chunk_files(tmp_path / "root")
-    with forge.start(model, settings, **ROOM) as engine:
+    with launcher.start(model, settings, **ROOM) as engine:
         again, loaded_again = engine.served(*FIRST, *SECOND)
 
     assert by_two == again == expected
@@ -118,22 +118,22 @@ def test_two_ranks_that_hold_the_same_head_write_it_once(
 
 
 @pytest.mark.full
-def test_a_latent_cache_is_shared(forge: Forge, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_a_latent_cache_is_shared(launcher: Launcher, settings: dict[str, Any], tmp_path: Path) -> None:
     # With two ranks vLLM computes latent attention otherwise on the CPU, without a connector too, and
     # behind a hit otherwise than a whole prompt. Whose latents were read shows in the first token; those
     # of the first layer follow from the prompt alone.
-    model = forge.make_model(tmp_path / "model", *MLA_MODEL)
+    model = launcher.make_model(tmp_path / "model", *MLA_MODEL)
     settings["canonical_layout"] = True
     apart = {**settings, "secondary_tiers": [_fs(tmp_path / "apart")]}
     settings["secondary_tiers"] = [_fs(tmp_path / "root")]
-    with forge.start(model, apart, **ROOM) as engine:
+    with launcher.start(model, apart, **ROOM) as engine:
         engine.served(*SECOND)
-    with forge.start(model, settings, **ROOM) as engine:
+    with launcher.start(model, settings, **ROOM) as engine:
         first, _ = engine.served(*FIRST)
-    with forge.start(model, settings, **TWO_RANKS) as engine:
+    with launcher.start(model, settings, **TWO_RANKS) as engine:
         first_by_two, loaded_by_two = engine.served(*FIRST)
         second, _ = engine.served(*SECOND)
-    with forge.start(model, settings, **ROOM) as engine:
+    with launcher.start(model, settings, **ROOM) as engine:
         second_by_one, loaded_by_one = engine.served(*SECOND)
 
     chunks = 2 * (PROMPT_TOKENS // MLA_BLOCK_TOKENS)
@@ -155,19 +155,19 @@ def first_layers(root: Path) -> dict[str, Any]:
 
 @pytest.mark.full
 def test_two_ranks_share_with_their_like_alone_what_is_not_canonical(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    with forge.start(llama, settings, **TWO_RANKS) as engine:
+    with launcher.start(llama, settings, **TWO_RANKS) as engine:
         assert len(engine.regions) == 1
         cold, _ = engine.served(*FIRST)
         engine.reset(connector=False)
         again, loaded_again = engine.served(*FIRST)
         slots = engine.metrics().value("kvtier_slots")
-    with forge.start(llama, settings, **TWO_RANKS) as engine:
+    with launcher.start(llama, settings, **TWO_RANKS) as engine:
         restarted, loaded_restarted = engine.served(*FIRST)
     others = []
     for canonical in (False, True):  # neither another layout nor the canonical one is the same cache
-        with forge.start(llama, {**settings, "canonical_layout": canonical}, **ROOM) as engine:
+        with launcher.start(llama, {**settings, "canonical_layout": canonical}, **ROOM) as engine:
             others.append(engine.served(*FIRST))
 
     assert cold == again == restarted == reference(*FIRST)
@@ -179,20 +179,20 @@ def test_two_ranks_share_with_their_like_alone_what_is_not_canonical(
 
 @pytest.mark.full
 def test_stages_of_different_lengths(
-    forge: Forge, make_llama: Callable[..., Path], settings: dict[str, Any], tmp_path: Path
+    launcher: Launcher, make_llama: Callable[..., Path], settings: dict[str, Any], tmp_path: Path
 ) -> None:
     # Three layers and two. The primary tier has room for whole slots of either number, so that a stage
     # that counted with its own would find its slots in other places of the same region.
     model = make_llama(tmp_path / "model", num_hidden_layers=5)
-    with forge.start(model, **ROOM) as engine:
+    with launcher.start(model, **ROOM) as engine:
         expected = engine.generate(*FIRST)
-    with forge.start(model, settings, **TWO_STAGES) as engine:
+    with launcher.start(model, settings, **TWO_STAGES) as engine:
         assert len(engine.regions) == 1
         cold, _ = engine.served(*FIRST)
         engine.reset(connector=False)
         again, loaded_again = engine.served(*FIRST)
         slots = engine.metrics().value("kvtier_slots")
-    with forge.start(model, settings, **ROOM) as engine:
+    with launcher.start(model, settings, **ROOM) as engine:
         by_one_worker = engine.served(*FIRST)
 
     assert cold == again == expected
@@ -205,18 +205,21 @@ def test_stages_of_different_lengths(
 
 @pytest.mark.full
 def test_replicas_have_a_primary_tier_each_and_share_the_rest(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     # As vLLM names the replicas of a data-parallel engine.
     ids: list[dict[str, Any]] = [
         {"kv_transfer_config": {"engine_id": f"replicas_dp{rank}"}} for rank in range(2)
     ]
-    with forge.start(llama, settings, **ids[0]) as first, forge.start(llama, settings, **ids[1]) as second:
+    with (
+        launcher.start(llama, settings, **ids[0]) as first,
+        launcher.start(llama, settings, **ids[1]) as second,
+    ):
         regions = [path.name for engine in (first, second) for path in engine.regions]
         by_first, _ = first.served(*FIRST)
         by_second, loaded = second.served(*FIRST)
         with pytest.raises(EngineError, match=r"another running engine: give each engine an id of its own"):
-            forge.start(llama, settings, **ids[1])
+            launcher.start(llama, settings, **ids[1])
 
     assert regions == ["kvtier_replicas_dp0", "kvtier_replicas_dp1"]
     assert by_first == by_second == reference(*FIRST)

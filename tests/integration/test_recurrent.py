@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import from_vllm, in_full
-from tests.integration.harness import Forge, misplace_chunks
-from tests.integration.test_models import OTHERS, PROMPTS, ROOM, SMALL
+from tests.integration.harness import Launcher
+from tests.integration.test_models import SMALL, run_all
 
 # vLLM saves the state of a block's end where a step ends, and on the CPU its Mamba2 can not save one from
 # inside a step. Steps as long as a block need none, and then a hit equals the engine's own.
@@ -88,33 +88,19 @@ WITH_KERNELS = [from_vllm((0, 32), "has no convolution of this kind for the CPU"
     ],
 )
 def test_a_hit_equals_the_engines_own(
-    forge: Forge, tmp_path: Path, model: tuple[str, str, dict[str, Any]], arguments: dict[str, Any]
+    launcher: Launcher,
+    tmp_path: Path,
+    model: tuple[str, str, dict[str, Any]],
+    arguments: dict[str, Any],
 ) -> None:
-    directory = forge.make_model(tmp_path / "model", *model)
+    directory = launcher.make_model(tmp_path / "model", *model)
     settings = {
         "cpu_bytes_to_use": "128MiB",
         "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path / "root")}],
     }
-    arguments = {**ROOM, "enable_prefix_caching": True, **arguments}
+    seen = run_all(launcher, directory, settings, enable_prefix_caching=True, **arguments)
 
-    with forge.start(directory, **arguments) as engine:
-        expected = [engine.generate(one, one)[1] for one in PROMPTS]
-    with forge.start(directory, settings, **arguments) as engine:
-        engine.generate(*PROMPTS)
-        engine.generate(*OTHERS, *OTHERS)
-        engine.reset(connector=False)
-        again, loaded_again = engine.served(*PROMPTS)
-        misplace_chunks(engine)
-        engine.reset(connector=False)
-        misled, _ = engine.served(*PROMPTS)
-    with forge.start(directory, settings, **arguments) as engine:
-        restarted, loaded_restarted = engine.served(*PROMPTS)
-
-    assert again == restarted == expected
-    assert misled != expected
-    assert loaded_again["cpu"] > 10
-    assert loaded_restarted["fs"] > 10
     if "prefix_match_unit" in arguments:  # vLLM does not wait for the part behind the last whole block
-        assert sum(loaded_restarted.values()) < loaded_again["cpu"]
+        assert sum(seen.loaded_restarted.values()) < seen.loaded["cpu"]
     else:
-        assert sum(loaded_restarted.values()) == loaded_again["cpu"]
+        assert sum(seen.loaded_restarted.values()) == seen.loaded["cpu"]

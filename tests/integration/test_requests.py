@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Ask, from_vllm, in_full
-from tests.integration.harness import PROMPT_CHUNKS, Engine, Forge, Metrics, prompt
+from tests.integration.harness import PROMPT_CHUNKS, Engine, Launcher, Metrics, prompt
 
 pytestmark = pytest.mark.releases
 
@@ -23,16 +23,16 @@ SLOW: dict[str, Any] = {"type": "dummy", "get_latency_s": 0.1, "put_latency_s": 
 
 @pytest.mark.parametrize("kept_in", [in_full("memory"), "files", in_full("a slow tier")])
 def test_aborted_requests_leave_nothing_behind(
-    forge: Forge, llama: Path, reference: Ask, tmp_path: Path, kept_in: str
+    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path, kept_in: str
 ) -> None:
     files = {"type": "fs", "root_dir": str(tmp_path)}
     settings: dict[str, Any] = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [files]}
     if kept_in == "a slow tier":  # and of the primary one little is left when the requests come
         settings = {"cpu_bytes_to_use": "6MiB", "promotion_budget": 1.0, "secondary_tiers": [SLOW]}
     if kept_in == "files":
-        with forge.start(llama, settings) as engine:
+        with launcher.start(llama, settings) as engine:
             engine.served(*STORED)
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         if kept_in != "files":
             engine.served(*STORED)
         before = engine.metrics()
@@ -67,11 +67,15 @@ def _nothing_is_under_way(metrics: Metrics) -> bool:
 
 
 @pytest.fixture(scope="module")
-def engine(forge: Forge, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def shared_settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    tiers = [{"type": "fs", "root_dir": str(tmp_path_factory.mktemp("shared"))}]
+    return {"cpu_bytes_to_use": "256MiB", "secondary_tiers": tiers}
+
+
+@pytest.fixture(scope="module")
+def engine(launcher: Launcher, llama: Path, shared_settings: dict[str, Any]) -> Iterator[Engine]:
     """An engine that several tests use one after the other, each with prompts of its own."""
-    root = tmp_path_factory.mktemp("shared")
-    tiers = [{"type": "fs", "root_dir": str(root)}]
-    with forge.start(llama, {"cpu_bytes_to_use": "256MiB", "secondary_tiers": tiers}) as engine:
+    with launcher.start(llama, shared_settings) as engine:
         yield engine
 
 
@@ -118,11 +122,13 @@ def test_what_a_request_loads_is_bounded(
 
 
 @from_vllm((0, 33), "loads nothing within a step")
-def test_what_fits_into_the_budget_is_loaded_within_a_step(forge: Forge, llama: Path, reference: Ask) -> None:
+def test_what_fits_into_the_budget_is_loaded_within_a_step(
+    launcher: Launcher, llama: Path, reference: Ask
+) -> None:
     asked = prompt(1)
     settings = {"cpu_bytes_to_use": "64MiB", "sync_load_budget_bytes": PROMPT_CHUNKS * 2**17}
     transfer = {"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"}
-    with forge.start(llama, settings, faulty_copies=True, kv_transfer_config=transfer) as engine:
+    with launcher.start(llama, settings, faulty_copies=True, kv_transfer_config=transfer) as engine:
         engine.served(asked)
         engine.reset(connector=False)
         loaded = engine.served(asked)
@@ -153,7 +159,7 @@ FILTERS: list[tuple[Any, dict[str, int]]] = [
 
 @pytest.mark.full
 def test_a_request_is_loaded_from_the_tiers_that_it_allows(
-    forge: Forge, llama: Path, reference: Ask, tmp_path: Path
+    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
 ) -> None:
     tiers = [
         {"type": "fs", "name": "near", "root_dir": str(tmp_path / "near"), "locality": "LOCAL"},
@@ -161,9 +167,9 @@ def test_a_request_is_loaded_from_the_tiers_that_it_allows(
     ]
     settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": tiers}
     prompts = [prompt(seed) for seed in range(len(FILTERS))]
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         engine.served(*prompts)
-    with forge.start(llama, settings) as engine:
+    with launcher.start(llama, settings) as engine:
         served = [
             engine.served(each, kv_transfer_params={"kv_load_tiers": wanted})
             for each, (wanted, _) in zip(prompts, FILTERS, strict=True)
@@ -185,14 +191,12 @@ def test_a_request_is_loaded_from_the_tiers_that_it_allows(
 
 
 def test_a_salt_keeps_tenants_apart_in_every_tier(
-    forge: Forge, llama: Path, reference: Ask, tmp_path: Path
+    engine: Engine, launcher: Launcher, llama: Path, reference: Ask, shared_settings: dict[str, Any]
 ) -> None:
-    settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}
-    asked = prompt(1)
-    with forge.start(llama, settings) as engine:
-        in_memory = _of_tenants(engine, asked)
-    with forge.start(llama, settings) as engine:
-        in_files = _of_tenants(engine, asked, "third")
+    asked = prompt(130)
+    in_memory = _of_tenants(engine, asked)
+    with launcher.start(llama, shared_settings) as another:
+        in_files = _of_tenants(another, asked, "third")
 
     assert {tuple(answer) for (answer,), _ in in_memory + in_files} == {tuple(reference(asked)[0])}
     assert [loaded for _, loaded in in_memory] == [{}, {}, {"cpu": PROMPT_CHUNKS}]

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, Forge, prompt
+from tests.integration.harness import PROMPT_CHUNKS, Launcher, prompt
 
 pytestmark = pytest.mark.releases
 
-STORY = [prompt(seed) for seed in (1, 2)]
+PROMPTS = [prompt(seed) for seed in (1, 2)]
 OTHERS = [prompt(seed) for seed in range(10, 16)]
-CHUNKS = len(STORY) * PROMPT_CHUNKS
+CHUNKS = len(PROMPTS) * PROMPT_CHUNKS
 
 
 @pytest.fixture
@@ -22,47 +22,26 @@ def settings(tmp_path: Path) -> dict[str, Any]:
     return {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}
 
 
-def test_a_reset_hides_everything_for_ever(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
+def test_a_reset_hides_everything_for_ever_and_gives_every_slot_back(
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
-    with forge.start(llama, settings) as engine:
-        engine.served(*STORY)
-        engine.reset()
-        after_reset, loaded_after_reset = engine.served(*STORY)
+    with launcher.start(llama, settings) as engine:
+        for _ in range(3):
+            engine.generate(*PROMPTS, together=True)
+            engine.reset()  # with stores and puts under way
+        after_reset, loaded_after_reset = engine.served(*PROMPTS)
+        metrics = engine.settled()
         engine.generate(*OTHERS)
-        again, loaded_again = engine.served(*STORY)
+        again, loaded_again = engine.served(*PROMPTS)
         engine.reset()
-    with forge.start(llama, settings) as engine:
-        restarted, loaded_restarted = engine.served(*STORY)
-    with forge.start(llama, settings) as engine:
-        stored_after, loaded_stored_after = engine.served(*STORY)
+    with launcher.start(llama, settings) as engine:
+        restarted, loaded_restarted = engine.served(*PROMPTS)
+    with launcher.start(llama, settings) as engine:
+        stored_after, loaded_stored_after = engine.served(*PROMPTS)
 
-    assert after_reset == again == restarted == stored_after == reference(*STORY)
+    assert after_reset == again == restarted == stored_after == reference(*PROMPTS)
     assert loaded_after_reset == {}
+    assert metrics.value("kvtier_free_slots") == metrics.value("kvtier_slots") - CHUNKS
     assert loaded_again == {"cpu": CHUNKS}
     assert loaded_restarted == {}
     assert loaded_stored_after == {"fs": CHUNKS}
-
-
-def test_a_reset_of_the_device_alone_leaves_the_tiers(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
-) -> None:
-    with forge.start(llama, settings) as engine:
-        engine.served(*STORY)
-        engine.reset(connector=False)
-        assert engine.served(*STORY) == (reference(*STORY), {"cpu": CHUNKS})
-
-
-def test_a_reset_with_copies_under_way_gives_every_slot_back(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
-) -> None:
-    with forge.start(llama, settings) as engine:
-        for _ in range(3):
-            engine.generate(*STORY, together=True)
-            engine.reset()  # stores and puts of the last step have not been taken in
-        answers, loaded = engine.served(*STORY)
-        metrics = engine.settled()
-
-    assert answers == reference(*STORY)
-    assert loaded == {}
-    assert metrics.value("kvtier_free_slots") == metrics.value("kvtier_slots") - CHUNKS

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROJECT, PROMPT_CHUNKS, Forge, load_file, prompt
+from tests.integration.harness import PROJECT, PROMPT_CHUNKS, Launcher, load_file, prompt
 
-STORY = [prompt(seed) for seed in (1, 2, 3)]
-CHUNKS = len(STORY) * PROMPT_CHUNKS
+PROMPTS = [prompt(seed) for seed in (1, 2, 3)]
+CHUNKS = len(PROMPTS) * PROMPT_CHUNKS
 BUCKET = "engines"
 
 
@@ -57,26 +57,26 @@ def keys(server: Any) -> dict[str, str]:
 
 
 def test_served_from_the_bucket_after_a_restart_with_an_empty_primary_tier(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any], keys: dict[str, str]
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], keys: dict[str, str]
 ) -> None:
-    with forge.start(llama, settings, environment=keys) as engine:
-        cold, loaded_cold = engine.served(*STORY)
-    with forge.start(llama, settings, environment=keys) as engine:
-        restarted, loaded_restarted = engine.served(*STORY)
+    with launcher.start(llama, settings, environment=keys) as engine:
+        cold, loaded_cold = engine.served(*PROMPTS)
+    with launcher.start(llama, settings, environment=keys) as engine:
+        restarted, loaded_restarted = engine.served(*PROMPTS)
 
-    assert cold == restarted == reference(*STORY)
+    assert cold == restarted == reference(*PROMPTS)
     assert (loaded_cold, loaded_restarted) == ({}, {"s3": CHUNKS})
 
 
 @pytest.mark.full
 def test_an_engine_goes_on_without_its_bucket_and_its_log_shows_no_secret(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any], keys: dict[str, str]
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], keys: dict[str, str]
 ) -> None:
     settings["secondary_tiers"][0]["bucket"] = "not-there"
-    with forge.start(llama, settings, environment=keys) as engine:
-        answers, loaded = engine.served(*STORY)
+    with launcher.start(llama, settings, environment=keys) as engine:
+        answers, loaded = engine.served(*PROMPTS)
         log = engine.log()
 
-    assert (answers, loaded) == (reference(*STORY), {})
+    assert (answers, loaded) == (reference(*PROMPTS), {})
     assert "correct bucket (not-there)" in log
     assert not [name for name, secret in keys.items() if secret in log]

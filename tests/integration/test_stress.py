@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.harness import BLOCK_TOKENS, Forge, Tokens, prompt
+from tests.integration.harness import BLOCK_TOKENS, Launcher, Tokens, prompt
 from tests.integration.test_models import GEMMA_MODEL, LLAMA_MODEL
 
 pytestmark = pytest.mark.full
@@ -50,22 +50,22 @@ def batches(seed: int) -> Iterator[list[Tokens]]:
     ids=["full attention", "sliding windows, answers too", "chunks larger than windows"],
 )
 def test_every_answer_is_that_of_an_engine_that_reuses_nothing(
-    forge: Forge,
+    launcher: Launcher,
     tmp_path: Path,
     model: tuple[str, str, dict[str, Any]],
     more: dict[str, Any],
     arguments: dict[str, Any],
 ) -> None:
-    directory = forge.make_model(tmp_path / "model", *model)
+    directory = launcher.make_model(tmp_path / "model", *model)
     settings = {
         "cpu_bytes_to_use": "8MiB",
         "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path / "root")}],
         **more,
     }
-    with forge.start(directory, enable_prefix_caching=False, **SMALL) as engine:
+    with launcher.start(directory, enable_prefix_caching=False, **SMALL) as engine:
         expected = [engine.generate(*batch) for batch in batches(1)]
     said: list[Sequence[Tokens]] = []
-    with forge.start(directory, settings, **{**SMALL, **arguments}) as engine:
+    with launcher.start(directory, settings, **{**SMALL, **arguments}) as engine:
         for number, batch in enumerate(batches(1)):
             said.append(engine.generate(*batch, together=True))
             if number % 4 == 3:

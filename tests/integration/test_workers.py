@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,9 +13,8 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from kvtier.adapters.vllm.manager import Slots
 from kvtier.adapters.vllm.worker import KVTierWorker
 from kvtier.adapters.vllm.workers import Workers
-from kvtier.device._pinning import PinnedSlots
 from kvtier.device._threaded import LOST_AFTER
-from kvtier.device.base import KVCaches, PageRef, Pinning
+from kvtier.device.base import KVCaches, PageRef
 from kvtier.device.cpu import CpuTransferEngine, copy_plan, copy_staged
 from kvtier.device.plan import CopyPlan
 from kvtier.errors import TransferError
@@ -34,13 +32,12 @@ class Bench:
     ``hold``: copies do not end while this is set.
     """
 
-    def __init__(self, deadline_s: float = 60, pinner: Pinner | None = None) -> None:
+    def __init__(self, deadline_s: float = 60) -> None:
         caches = KVCaches((torch.zeros((SLOTS, PAGE), dtype=torch.int8),), ((PageRef(0, PAGE),),))
         layout = SlotLayout.make(caches.page_bytes, 1)
         status_table = memoryview(bytearray(status_table_bytes(SLOTS, 1)))
         region = Region.anonymous(SLOTS, layout.chunk_bytes)
-        settings = (caches, layout, region, self._copy, self._staged, deadline_s)
-        engine = CpuTransferEngine(*settings) if pinner is None else PinningEngine(pinner, *settings)
+        engine = CpuTransferEngine(caches, layout, region, self._copy, self._staged, deadline_s)
         self.failures = 0
         self.hold = False
         self._go_on = threading.Event()
@@ -69,12 +66,6 @@ class Bench:
     def counts(self) -> dict[Any, float]:
         return self.workers.take_counts()
 
-    def gauges(self) -> dict[str, float]:
-        """Return what the one worker has told by now: vLLM asks for what has ended in each step."""
-        self.worker.get_finished()
-        self.counts()
-        return {name: value for (name, _), value in self.workers.gauges.items()}
-
     def _copy(self, plan: CopyPlan) -> None:
         if self.hold:
             assert self._go_on.wait(20)
@@ -89,47 +80,6 @@ class Bench:
         if self.failures:
             self.failures -= 1
             raise OSError("told to fail")
-
-
-class Pinner:
-    """Pins so many pieces, then nothing until ``go_on`` is set, and then the rest, where it does not fail."""
-
-    def __init__(self, at_once: int, fails: bool) -> None:
-        self.go_on = threading.Event()
-        self._left = at_once
-        self._fails = fails
-
-    def attach(self) -> None:
-        """There is no device."""
-
-    def node(self) -> None:
-        """There is no node."""
-
-    def host_register(self, address: int, nbytes: int) -> None:
-        self._left -= 1
-        if self._left < 0:
-            assert self.go_on.wait(60)
-            if self._fails:
-                raise OSError("told to fail")
-
-    def host_unregister(self, address: int) -> None:
-        """There is nothing to do."""
-
-
-class PinningEngine(CpuTransferEngine):
-    """Pins the slots in pieces of two, as the engine of a device does."""
-
-    def __init__(self, pinner: Any, caches: KVCaches, layout: SlotLayout, region: Region, *more: Any):
-        super().__init__(caches, layout, region, *more)
-        self._pinned = PinnedSlots(pinner, region, piece_slots=2)
-
-    @property
-    def pinning(self) -> Pinning:
-        return Pinning(self._pinned.nbytes, self._pinned.failed)
-
-    def close(self) -> None:
-        super().close()
-        self._pinned.close()
 
 
 def _blocks(slots: tuple[int, ...]) -> GPULoadStoreSpec:
@@ -237,24 +187,3 @@ def test_waiting_for_other_copies_says_nothing_of_one_that_does_not_end(impatien
     impatient.worker.wait({2})
     with pytest.raises(TransferError):
         impatient.worker.wait({1, 2})
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_what_is_pinned_and_that_no_more_can_be_is_told_as_it_happens(fails: bool) -> None:
-    pinner = Pinner(at_once=3, fails=fails)
-    it = Bench(pinner=pinner)
-
-    def until(pinned_slots: int, failed: bool) -> None:
-        expected = {"kvtier_pinned_bytes": pinned_slots * PAGE, "kvtier_pinning_failed": int(failed)}
-        end = time.monotonic() + 20
-        while (shown := {name: it.gauges().get(name) for name in expected}) != expected:
-            assert time.monotonic() < end, f"{shown} is not {expected}"
-            time.sleep(0.001)
-
-    try:
-        until(6, failed=False)
-        pinner.go_on.set()
-        until(6 if fails else SLOTS, failed=fails)
-    finally:
-        pinner.go_on.set()
-        it.close()

@@ -1,4 +1,4 @@
-"""What is done in an engine's own process for some tests. See ``Servant.call``."""
+"""What is done in an engine's own process for some tests. See ``EngineChild.call``."""
 
 from __future__ import annotations
 

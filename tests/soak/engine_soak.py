@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.conftest import ENVIRONMENT, LLAMA
-from tests.integration.harness import BLOCK_TOKENS, Engine, Forge, Metrics, Tokens, prompt
+from tests.integration.harness import BLOCK_TOKENS, Engine, Launcher, Metrics, Tokens, prompt
 from tests.soak.in_engine import OF_REQUESTS
 from tests.soak.process_stats import ProcessStats, SharedMemory, on_disk, zombies_of
 from tests.soak.server import RedisServer
@@ -101,7 +101,7 @@ class SoakError(Exception):
 class Setup:
     """What engines are started from, and one without kvtier and without a prefix cache to compare with."""
 
-    forge: Forge
+    launcher: Launcher
     model: Path
     reference: Engine
 
@@ -109,10 +109,10 @@ class Setup:
     @contextmanager
     def opened(folder: Path) -> Iterator[Setup]:
         """Import the engine, make a model, start the engine to compare with; all in ``folder``."""
-        with Forge(folder, {**ENVIRONMENT, **FEW_SHAPES}) as forge:
-            model = forge.make_model(folder / "model", "LlamaConfig", "LlamaForCausalLM", LLAMA)
-            with forge.start(model, enable_prefix_caching=False, **ENGINE) as reference:
-                yield Setup(forge, model, reference)
+        with Launcher(folder, {**ENVIRONMENT, **FEW_SHAPES}) as launcher:
+            model = launcher.make_model(folder / "model", "LlamaConfig", "LlamaForCausalLM", LLAMA)
+            with launcher.start(model, enable_prefix_caching=False, **ENGINE) as reference:
+                yield Setup(launcher, model, reference)
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def opened(
         stack.callback(server.kill)
         shared_memory = SharedMemory()
         settings = _settings(folder, server, isolation)
-        engine = setup.forge.start(setup.model, settings, prepare=(IN_ENGINE, "hurry"), **ENGINE)
+        engine = setup.launcher.start(setup.model, settings, prepare=(IN_ENGINE, "hurry"), **ENGINE)
         stack.enter_context(engine)
         yield EngineSoak(engine, setup.reference, server, folder, shared_memory, isolation, seed, leak)
 

@@ -1,7 +1,8 @@
 """What the soak does inside of an engine's process: requests with aborts, samples, and planted leaks.
 
-Called by ``tests.integration.servant``, on the engine's thread. With ``VLLM_ENABLE_V1_MULTIPROCESSING=0``
-that thread is also the core's owner, so what is seen of the core is all of one moment.
+Called by ``tests.integration.engine_child``, on the engine's thread. With
+``VLLM_ENABLE_V1_MULTIPROCESSING=0`` that thread is also the core's owner, so what is
+seen of the core is all of one moment.
 """
 
 from __future__ import annotations

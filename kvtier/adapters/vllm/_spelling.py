@@ -111,7 +111,7 @@ class _Speller:
         self._around: list[int] = []
 
     def config(self, config: Any) -> dict[str, object]:
-        """Spell the fields of a dataclass that count and are not at their defaults, and its kind."""
+        """Return the fields of a dataclass that count and are not at their defaults, and its kind."""
         kind = type(config).__name__
         spelled: dict[str, object] = {"kind": kind}
         for field in dataclasses.fields(config):
@@ -143,7 +143,7 @@ class _Speller:
         return bool(_SECRET.search(path.rpartition(".")[2]))
 
     def value(self, value: object, name: str) -> object:
-        """Spell any value; ``name`` is where it stands."""
+        """Return the spelling of any value; ``name`` is where it is."""
         if id(value) in self._around:
             return {"kind": type(value).__name__, "is": "around this"}
         self._around.append(id(value))
@@ -185,7 +185,7 @@ class _Speller:
                 yield str(key), self.value(item, path)
 
     def _of_transformers(self, config: PretrainedConfig) -> object:
-        """Spell what differs from the defaults of the configuration's class.
+        """Return what differs from the defaults of the configuration's class.
 
         Those are for ever: checkpoints leave out what is at its default. A later transformers adds fields.
         """

@@ -70,7 +70,7 @@ def refuse_too_old(version: str) -> None:
 
 
 def warn_if_untested(version: str = vllm.__version__) -> None:
-    """Say in the log that this vLLM is newer than what kvtier was tested with, or of unknown age."""
+    """Log a warning where this vLLM is newer than what kvtier was tested with, or of unknown age."""
     number = release(version)
     if number is None or number > NEWEST:
         logger.warning("kvtier is tested with %s, and this is vLLM %s: going on", _RANGE, version)
@@ -123,7 +123,7 @@ class EngineContext:
         return self.kv_cache_config.kv_cache_groups[group].kv_cache_spec
 
     def is_windowed(self, group: int) -> bool:
-        """Say whether the group is looked up from the back (sliding window, state) or by prefix."""
+        """Return whether the group is looked up from the back (sliding window, state) or by prefix."""
         return not isinstance(self.spec_of(group), FullAttentionSpec)
 
 
@@ -132,7 +132,7 @@ _of_connector: ContextVar[EngineContext | None] = ContextVar("kvtier_engine", de
 
 @contextmanager
 def making_spec_of(engine: EngineContext) -> Iterator[None]:
-    """Have ``engine_context`` return this engine meanwhile: for a connector that makes a spec."""
+    """Make ``engine_context`` return this engine meanwhile: for a connector that makes a spec."""
     token = _of_connector.set(engine)
     try:
         yield
@@ -140,26 +140,30 @@ def making_spec_of(engine: EngineContext) -> Iterator[None]:
         _of_connector.reset(token)
 
 
-def engine_context() -> EngineContext | None:
-    """Return the configuration of the engine that is making the spec; None where it cannot be found.
+def engine_context() -> EngineContext:
+    """Return the configuration of the engine that is making the spec.
 
     vLLM hands a spec an extract that lacks the model's configuration. ``KVTierConnector`` gives all of it
     here. vLLM's own connector gives it to nobody: the spec's constructor has one argument, and vLLM has a
     "current" configuration in the workers only, without that of the KV cache. It received both as
     arguments, so they are looked for among the callers: the one place that reads frames.
+
+    Raises:
+        ConfigError: no caller has it, in a version of vLLM that hands it on in another way.
     """
-    return _of_connector.get() or _of_caller()
-
-
-def _of_caller() -> EngineContext | None:
-    frame: FrameType | None = sys._getframe(2)
+    if (engine := _of_connector.get()) is not None:
+        return engine
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         vllm_config = frame.f_locals.get("vllm_config")
         kv_cache_config = frame.f_locals.get("kv_cache_config")
         if isinstance(vllm_config, VllmConfig) and isinstance(kv_cache_config, KVCacheConfig):
             return EngineContext(vllm_config, kv_cache_config)
         frame = frame.f_back
-    return None
+    raise ConfigError(
+        f"vLLM {vllm.__version__} hides the engine's configuration from kvtier, so caches could not be told "
+        "apart: use KVTierConnector (kv_connector), which receives it"
+    )
 
 
 def hash_seed(algorithm: str) -> str | None:

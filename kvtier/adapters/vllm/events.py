@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent, OffloadKey
 
-from kvtier.adapters.vllm.places import Place
+from kvtier.adapters.vllm._locations import Location
 from kvtier.core.announcements import Change
 
-_PRIMARY = Place(Medium.CPU, Locality.LOCAL)
-_SOMEWHERE = Place(Medium.STORAGE, None)
+_PRIMARY = Location(Medium.CPU, Locality.LOCAL)
+_SOMEWHERE = Location(Medium.STORAGE, None)
 
 
 class EventStream:
@@ -23,19 +23,21 @@ class EventStream:
 
     Args:
         names: the secondary tiers' names.
-        places: where each of them keeps its chunks; empty where that is not known.
+        locations: where each of them keeps its chunks; empty where that is not known.
         self_describing: whether events are to describe themselves.
     """
 
-    def __init__(self, names: Sequence[str], places: Sequence[Place] = (), *, self_describing: bool) -> None:
+    def __init__(
+        self, names: Sequence[str], locations: Sequence[Location] = (), *, self_describing: bool
+    ) -> None:
         self._names = names
-        self._places = places or (_SOMEWHERE,) * len(names)
+        self._locations = locations or (_SOMEWHERE,) * len(names)
         self._self_describing = self_describing
         self._loaded: set[OffloadKey] = set()  # since the last call of ``events``
         self._kept_back: dict[OffloadKey, dict[int | None, None]] = {}  # the tiers, None the primary one
 
     def loaded(self, keys: Collection[OffloadKey]) -> None:
-        """Learn that a request loads chunks: from now on vLLM can describe them."""
+        """Note that a request loads chunks: from now on vLLM can describe them."""
         if self._self_describing:
             self._loaded.update(keys)
 
@@ -60,7 +62,7 @@ class EventStream:
         return told
 
     def _forget(self, key: OffloadKey, tier: int | None) -> bool:
-        """Say whether the news of the chunk had been kept back: then there is nothing to take back."""
+        """Return whether the news of the chunk had been kept back: then there is nothing to take back."""
         tiers = self._kept_back.get(key)
         if tiers is None or tier not in tiers:
             return False
@@ -79,12 +81,12 @@ class EventStream:
             yield self._event(keys, tier, removed=False)
 
     def _event(self, keys: Sequence[OffloadKey], tier: int | None, *, removed: bool) -> OffloadingEvent:
-        place = _PRIMARY if tier is None else self._places[tier]
+        location = _PRIMARY if tier is None else self._locations[tier]
         return OffloadingEvent(
             keys=list(keys),
-            medium=place.medium,
+            medium=location.medium,
             removed=removed,
-            locality=place.locality,
+            locality=location.locality,
             ownership=None if tier is None else self._names[tier],
             removal_expected=True,  # every "stored" has its "removed", so vLLM can forget what it knows
         )

@@ -40,7 +40,7 @@ _SAMPLE_BYTES = 4096
 def engine_identity(
     config: OffloadingConfig, engine: EngineContext, shape: SlotShape, namespace: str
 ) -> Identity:
-    """Spell out the identity of the KV cache of this engine.
+    """Return the identity of the KV cache of this engine.
 
     Where slots hold canonical pages, all is spelled as a single worker would have it. Else the parallel
     layout is a part: nothing is shared that is not proven to have the same bytes.
@@ -72,7 +72,7 @@ def engine_identity(
 
 
 def _weights(vllm_config: VllmConfig, namespace: str) -> Mapping[str, object]:
-    """Spell which weights the models have: the model's, and those of a draft model."""
+    """Return what names the weights of the model, and of a draft model."""
     weights = {"model": _weights_of(vllm_config.model_config, vllm_config.load_config, namespace)}
     speculative = vllm_config.speculative_config
     draft = None if speculative is None else speculative.draft_model_config
@@ -182,7 +182,7 @@ def _field(value: object) -> object:
 
 
 def _canonical_spec(engine: EngineContext, spec: KVCacheSpec) -> Mapping[str, object]:
-    """Spell the spec of pages that hold the heads of all workers, and no padding."""
+    """Return the fields of the spec of pages that hold the heads of all workers, and no padding."""
     fields = {name: value for name, value in spec_fields(spec).items() if name not in _OF_ONE_WORKER}
     return {**fields, "kv_heads": 1 if isinstance(spec, MLAAttentionSpec) else total_kv_heads(engine)}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,12 +25,13 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
+from kvtier.adapters.vllm._locations import Location, allowed_tiers
 from kvtier.adapters.vllm.compat import TELLS_OF_FLUSHES, CacheHitSource
 from kvtier.adapters.vllm.events import EventStream
 from kvtier.adapters.vllm.metrics import GaugeReader, as_stats
-from kvtier.adapters.vllm.places import Place, allowed_tiers
 from kvtier.adapters.vllm.workers import Workers
 from kvtier.core.requests import Request
+from kvtier.core.shared import Count
 from kvtier.core.states import Lookup
 from kvtier.core.tiering import Tiering
 from kvtier.core.transfers import Pinned, Reservation
@@ -70,7 +72,7 @@ class KVTierManager(OffloadingManager):
         core: the state machine, owned from now on by the scheduler thread.
         executor: runs its commands; started already.
         sources: what vLLM calls each secondary tier in its cache-hit metrics.
-        places: where each secondary tier keeps its chunks, for requests that choose among them.
+        locations: where each secondary tier keeps its chunks, for requests that choose among them.
         chunk_bytes: length of a chunk, for metrics.
         self_describing: whether events are sent only when vLLM can say what is in their chunks.
         steps_ahead: steps that vLLM schedules before the first of them has ended, itself included.
@@ -90,7 +92,7 @@ class KVTierManager(OffloadingManager):
         executor: AnyExecutor,
         *,
         sources: Sequence[CacheHitSource] = (),
-        places: Sequence[Place] = (),
+        locations: Sequence[Location] = (),
         chunk_bytes: int = 0,
         self_describing: bool = False,
         steps_ahead: int = 2,
@@ -112,7 +114,7 @@ class KVTierManager(OffloadingManager):
             clock=clock,
         )
         self._sources = sources
-        self._places = places
+        self._locations = locations
         self._steps_ahead = steps_ahead
         self._info = info or {}
         self._on_shutdown = on_shutdown
@@ -130,15 +132,16 @@ class KVTierManager(OffloadingManager):
         self._chunk_bytes = chunk_bytes
         self._gauges = GaugeReader(core, executor.activity, chunk_bytes)
         names = [gate.name for gate in core.shared.tiers]
-        self._stream = EventStream(names, places, self_describing=self_describing)
+        self._stream = EventStream(names, locations, self_describing=self_describing)
         self._closed = False
         self._stopped: str | None = None  # why nothing is copied any more
+        self._not_put: Counter[tuple[str, str]] = Counter()  # chunks, by tier and reason
 
     # --- requests --------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """See vLLM."""
-        tiers = allowed_tiers(req_context.load_tier_filter, self._places)
+        tiers = allowed_tiers(req_context.load_tier_filter, self._locations)
         self._requests[req_context.req_id] = Request(req_context.req_id, tiers)
         return RequestOffloadingContext()
 
@@ -283,6 +286,7 @@ class KVTierManager(OffloadingManager):
             return
         self._closed = True
         self._driver.on_events(self._events)
+        self._warn_of_chunks_not_put()
         unwritten = UnwrittenPuts(self._core, self._drain_s)
         if unconfirmed := sum(len(store.chunks) for store in self._stores.values()):
             logger.warning(
@@ -301,7 +305,7 @@ class KVTierManager(OffloadingManager):
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """See vLLM. Asked in each step; None where nothing has changed."""
-        counts = self._core.take_counts()
+        counts = self._take_counts()
         if self._workers is not None:
             counts.update(self._workers.take_counts())
         gauges = self._gauges.changed(self._workers.gauges if self._workers is not None else None)
@@ -314,6 +318,26 @@ class KVTierManager(OffloadingManager):
         return [self._info]
 
     # --- inside ----------------------------------------------------------------------------------
+
+    def _take_counts(self) -> dict[Count, float]:
+        counts = self._core.take_counts()
+        for (what, *labels), count in counts.items():
+            if what in ("put_dropped", "put_failed"):
+                self._not_put[labels[0], labels[1]] += int(count)
+        return counts
+
+    def _warn_of_chunks_not_put(self) -> None:
+        """Log which chunks this engine never put: its metrics, which have them too, end with it."""
+        self._take_counts()
+        for tier in sorted({tier for tier, _ in self._not_put}):
+            reasons = {reason: count for (name, reason), count in self._not_put.items() if name == tier}
+            logger.warning(
+                "tier %s: %d chunks that this engine has stored were not put there (%s): the next engine "
+                "does not find them",
+                tier,
+                sum(reasons.values()),
+                ", ".join(f"{reason}: {count}" for reason, count in sorted(reasons.items())),
+            )
 
     @staticmethod
     def _nothing_stored() -> PrepareStoreOutput:

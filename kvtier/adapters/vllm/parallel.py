@@ -66,12 +66,12 @@ class SlotShape:
         return whole_pages(self.areas * self.area_bytes)
 
     def __str__(self) -> str:
-        """Say it in words that processes of one engine compare."""
+        """Return the words that processes of one engine compare."""
         kind = f"canonical pages {self.canonical_format}" if self.canonical_format else "areas of workers"
         return f"{self.areas} x {self.area_bytes} bytes, {self.blocks_per_chunk} blocks, {kind}"
 
 
-def slot_shape(config: OffloadingConfig, engine: EngineContext | None) -> SlotShape:
+def slot_shape(config: OffloadingConfig, engine: EngineContext) -> SlotShape:
     """Work out what a slot of this engine holds.
 
     Raises:
@@ -83,7 +83,7 @@ def slot_shape(config: OffloadingConfig, engine: EngineContext | None) -> SlotSh
     return SlotShape(config.parallel.world_size, per_block, config.cache.blocks_per_chunk)
 
 
-def with_chunk_size(config: OffloadingConfig, engine: EngineContext | None) -> OffloadingConfig:
+def with_chunk_size(config: OffloadingConfig, engine: EngineContext) -> OffloadingConfig:
     """Return ``config`` with the default number of blocks per chunk, where the user set no chunk size.
 
     The default is the smallest number that makes a chunk ``CHUNK_BYTES`` large, limited to
@@ -91,7 +91,7 @@ def with_chunk_size(config: OffloadingConfig, engine: EngineContext | None) -> O
     retention interval), and where the groups have blocks of different lengths.
     """
     is_set = any(config.extra_config.get(name) is not None for name in ("block_size", "blocks_per_chunk"))
-    if is_set or engine is None or not _allows_larger_chunks(config, engine):
+    if is_set or not _allows_larger_chunks(config, engine):
         return config
     bytes_per_block = slot_shape(config, engine).chunk_bytes
     (tokens_per_block,) = {group.tokens_per_block for group in config.groups}
@@ -143,9 +143,7 @@ def total_kv_heads(engine: EngineContext) -> int:
     return int(engine.vllm_config.model_config.get_total_num_kv_heads())
 
 
-def _canonical_shape(config: OffloadingConfig, engine: EngineContext | None) -> SlotShape:
-    if engine is None:
-        raise ConfigError(f"canonical_layout: this version of vLLM hides the model's heads; {_REMEDY}")
+def _canonical_shape(config: OffloadingConfig, engine: EngineContext) -> SlotShape:
     parallel = config.parallel
     if parallel.world_size != parallel.tp_size:
         raise ConfigError(
@@ -185,14 +183,14 @@ def _layer_spec(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
     return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
-def _largest_stage_bytes(config: OffloadingConfig, engine: EngineContext | None) -> int:
+def _largest_stage_bytes(config: OffloadingConfig, engine: EngineContext) -> int:
     """Return what a block takes in the worker that holds most layers.
 
     Each process knows the bytes of one pipeline stage only. Where all layers are alike, those of the
     largest one follow; where they are not, stages of different bytes are refused when the region is opened.
     """
     own = config.worker_kv_bytes_per_block
-    if config.parallel.pp_size == 1 or engine is None or len(config.groups) != 1:
+    if config.parallel.pp_size == 1 or len(config.groups) != 1:
         return own
     (group,) = config.groups
     if not group.layer_names or own % len(group.layer_names):

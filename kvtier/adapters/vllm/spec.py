@@ -30,10 +30,10 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier.adapters.vllm import metrics
+from kvtier.adapters.vllm._locations import location_of
 from kvtier.adapters.vllm.identity import engine_identity
 from kvtier.adapters.vllm.manager import KVTierManager
 from kvtier.adapters.vllm.parallel import SlotShape, slot_layout, slot_shape, with_chunk_size
-from kvtier.adapters.vllm.places import place_of
 from kvtier.adapters.vllm.worker import KVTierWorker, as_kv_caches, batched_copy
 from kvtier.adapters.vllm.workers import Workers
 from kvtier.build import make_core, make_tiers, slots_for, start_executor
@@ -71,7 +71,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         config = with_chunk_size(config, self._engine)
         super().__init__(config)
         self._settings = TieringConfig.from_extra_config(config.extra_config)
-        if self._engine is not None and self._engine.nodes > 1:
+        if self._engine.nodes > 1:
             raise ConfigError(
                 f"the engine's workers are on {self._engine.nodes} nodes, which have no memory in common: "
                 "kvtier needs all workers of an engine on one"
@@ -112,10 +112,10 @@ class KVTierOffloadingSpec(OffloadingSpec):
             core,
             executor,
             sources=[_source(tier) for tier in tiers],
-            places=[place_of(tier.tier) for tier in tiers],
+            locations=[location_of(tier.tier) for tier in tiers],
             chunk_bytes=self._shape.chunk_bytes,
             self_describing=self.kv_events_config.self_describing_kv_events,
-            steps_ahead=self._engine.steps_ahead if self._engine is not None else 2,
+            steps_ahead=self._engine.steps_ahead,
             info=self._info(),
             workers=Workers(status_table),
             slot_checksums=slot_checksums,
@@ -174,12 +174,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
     def _identity(self, tiers: list[NamedTier]) -> Identity:
         if not tiers:  # what is kept for this process alone is told apart from nothing
             return Identity.make(self.config.model.name, {})
-        if self._engine is not None:
-            return engine_identity(self.config, self._engine, self._shape, self._settings.namespace)
-        raise ConfigError(
-            "this version of vLLM does not let kvtier see the engine's settings, so what is kept in "
-            "secondary tiers could not be told apart: use KVTierConnector, or remove secondary_tiers"
-        )
+        return engine_identity(self.config, self._engine, self._shape, self._settings.namespace)
 
     def _info(self) -> dict[str, str]:
         return {
@@ -189,13 +184,12 @@ class KVTierOffloadingSpec(OffloadingSpec):
         }
 
 
-def _windowed_groups(config: OffloadingConfig, engine: EngineContext | None) -> frozenset[int]:
-    ids = [group.group_id for group in config.groups]
-    return frozenset(group for group in ids if engine is None or engine.is_windowed(group))
+def _windowed_groups(config: OffloadingConfig, engine: EngineContext) -> frozenset[int]:
+    return frozenset(group.group_id for group in config.groups if engine.is_windowed(group.group_id))
 
 
 def _parts(shape: SlotShape, status_table: StatusTable) -> list[Part]:
-    """Say from which NUMA node each part of a slot is to be taken: vLLM makes its workers first."""
+    """Return the NUMA node of each part of a slot, as far as the workers, which vLLM makes first, told it."""
     if len(numa.online()) < 2:
         return []
     nodes = [row[StatusField.NODE] - 1 if row[StatusField.NODE] else None for row in status_table.rows]

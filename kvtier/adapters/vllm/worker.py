@@ -38,7 +38,7 @@ logger = logging.getLogger("kvtier.vllm")
 
 
 def as_kv_caches(caches: CanonicalKVCaches, canonical: bool = False) -> KVCaches:
-    """See vLLM's canonical KV caches as kvtier's: tensors of int8 pages, and each group's references.
+    """Return vLLM's canonical KV caches as kvtier's: tensors of int8 pages, and each group's references.
 
     Args:
         caches: what vLLM gives a worker.
@@ -132,7 +132,7 @@ class KVTierWorker(OffloadingWorker):
         self._failed_requests: set[str] | None = None
 
     def report_failed_loads(self) -> None:
-        """Have ``take_failed_requests`` tell of failed loads, instead of staging them or raising."""
+        """Make ``take_failed_requests`` return failed loads, instead of staging them or raising."""
         self._failed_requests = set()
         self._engine.stages_loads = False
 

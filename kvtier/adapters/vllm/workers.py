@@ -41,7 +41,7 @@ class Workers:
         return self._status_table.is_lost
 
     def failed_to_store(self, slots: list[int]) -> bool:
-        """Say, once, whether the store into these slots that has just ended failed at any worker."""
+        """Return, once, whether the store into these slots that has just ended failed at any worker."""
         return self._status_table.take_marks(slots)
 
     def take_counts(self) -> dict[Count, float]:

@@ -12,17 +12,17 @@ _copy_batch: Any = None
 
 
 def exchange(llm: Any, stores: int = 0, loads: int = 0) -> dict[str, Any]:
-    """Let the next so many copies of an engine have the bug; -1: all of them. See ``Servant.call``."""
+    """Let the next so many copies of an engine have the bug; -1: all of them. See ``EngineChild.call``."""
     global _copy_batch
     from kvtier import native
 
     if _copy_batch is None:
-        _copy_batch, native.copy_batch = native.copy_batch, _crooked
+        _copy_batch, native.copy_batch = native.copy_batch, _copy_swapped
     _left.update(stores=stores, loads=loads)
     return {}
 
 
-def _crooked(src: int, dst: int, sizes: int, count: int) -> None:
+def _copy_swapped(src: int, dst: int, sizes: int, count: int) -> None:
     queue = _QUEUES.get(threading.current_thread().name, "")
     if not _left.get(queue):
         _copy_batch(src, dst, sizes, count)

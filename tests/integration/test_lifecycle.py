@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, EngineError, Forge, chunks_in, patient, prompt
+from tests.integration.harness import PROMPT_CHUNKS, Launcher, chunks_in, patient, prompt
 
-STORY = [prompt(seed) for seed in (1, 2)]
+PROMPTS = [prompt(seed) for seed in (1, 2)]
 OTHERS = [prompt(seed) for seed in range(10, 16)]
-CHUNKS = len(STORY) * PROMPT_CHUNKS
+CHUNKS = len(PROMPTS) * PROMPT_CHUNKS
 
 
 @pytest.fixture
@@ -31,20 +31,20 @@ def _fs(root: Path, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.full
 def test_tiers_are_asked_in_their_order_and_what_the_second_gives_goes_to_the_first(
-    forge: Forge, llama: Path, reference: Ask, tmp_path: Path
+    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
 ) -> None:
     first, second = _fs(tmp_path / "first", name="first"), _fs(tmp_path / "second", name="second")
     size = {"cpu_bytes_to_use": "64MiB"}
-    for tier, stored in ((first, STORY[0]), (second, STORY[1])):
-        with forge.start(llama, {**size, "secondary_tiers": [tier]}) as engine:
+    for tier, stored in ((first, PROMPTS[0]), (second, PROMPTS[1])):
+        with launcher.start(llama, {**size, "secondary_tiers": [tier]}) as engine:
             engine.served(stored)
-    with forge.start(llama, {**size, "secondary_tiers": [first, second]}) as engine:
-        from_both = engine.served(*STORY)
+    with launcher.start(llama, {**size, "secondary_tiers": [first, second]}) as engine:
+        from_both = engine.served(*PROMPTS)
         metrics = engine.settled()
-    with forge.start(llama, {**size, "secondary_tiers": [first]}) as engine:
-        from_first = engine.served(*STORY)
+    with launcher.start(llama, {**size, "secondary_tiers": [first]}) as engine:
+        from_first = engine.served(*PROMPTS)
 
-    expected = reference(*STORY)
+    expected = reference(*PROMPTS)
     assert from_both == (expected, {"first": PROMPT_CHUNKS, "second": PROMPT_CHUNKS})
     assert metrics.value("kvtier_lifted_chunks", tier="first") == PROMPT_CHUNKS
     assert metrics.value("kvtier_put_chunks", tier="first") == PROMPT_CHUNKS
@@ -53,88 +53,48 @@ def test_tiers_are_asked_in_their_order_and_what_the_second_gives_goes_to_the_fi
 
 @pytest.mark.full
 def test_a_store_threshold_holds_for_every_tier(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    with forge.start(llama, {**settings, "store_threshold": 2}) as engine:
+    with launcher.start(llama, {**settings, "store_threshold": 2}) as engine:
         loads = []
         for _ in range(3):
             engine.reset(connector=False)
-            answers, loaded = engine.served(*STORY)
+            answers, loaded = engine.served(*PROMPTS)
             loads.append((loaded, len(chunks_in(tmp_path))))
-            assert answers == reference(*STORY)
+            assert answers == reference(*PROMPTS)
         refused = engine.metrics().value("kvtier_store_refused_chunks", reason="store_threshold")
-    with forge.start(llama, settings) as engine:
-        restarted = engine.served(*STORY)
+    with launcher.start(llama, settings) as engine:
+        restarted = engine.served(*PROMPTS)
 
     assert loads == [({}, 0), ({}, CHUNKS), ({"cpu": CHUNKS}, CHUNKS)]
     assert refused == CHUNKS
-    assert restarted == (reference(*STORY), {"fs": CHUNKS})
-
-
-@pytest.mark.full
-def test_what_the_tracker_has_forgotten_is_counted_anew(
-    forge: Forge, llama: Path, settings: dict[str, Any], tmp_path: Path
-) -> None:
-    tracker = {"store_threshold": 2, "max_tracker_size": PROMPT_CHUNKS}
-    with forge.start(llama, {**settings, **tracker}) as engine:
-        for asked in (STORY[0], STORY[1], STORY[0], STORY[1]):  # each pushes the other one out
-            engine.reset(connector=False)
-            engine.served(asked)
-        assert chunks_in(tmp_path) == set()
-        engine.reset(connector=False)
-        engine.served(STORY[1])
-        assert len(chunks_in(tmp_path)) == PROMPT_CHUNKS
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("policy", "survives"), [("lru", False), ("arc", True)])
-def test_the_policy_decides_what_a_flood_of_new_prompts_leaves(
-    forge: Forge, llama: Path, reference: Ask, policy: str, survives: bool
-) -> None:
-    with forge.start(llama, {"cpu_bytes_to_use": "6MiB", "eviction_policy": policy}) as engine:
-        for _ in range(2):  # stored, and then read: for arc it is worth more than what came once
-            engine.served(STORY[0])
-            engine.reset(connector=False)
-        for other in OTHERS[:4]:  # each is there before the next: what is being stored cannot leave
-            engine.served(other)
-        engine.reset(connector=False)
-        answers, loaded = engine.served(STORY[0])
-    assert answers == reference(STORY[0])
-    assert bool(loaded) is survives
+    assert restarted == (reference(*PROMPTS), {"fs": CHUNKS})
 
 
 @pytest.mark.full
 def test_the_size_may_come_from_vllms_own_option(
-    forge: Forge, llama: Path, reference: Ask, tmp_path: Path
+    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
 ) -> None:
     """``--kv-offloading-size`` sets the connector and the bytes; the rest is where it always is."""
     extra = {"spec_name": "KVTierOffloadingSpec", **patient({"secondary_tiers": [_fs(tmp_path)]})}
     transfer = {"kv_connector_extra_config": extra}
-    with forge.start(llama, kv_offloading_size=1 / 16, kv_transfer_config=transfer) as engine:
+    with launcher.start(llama, kv_offloading_size=1 / 16, kv_transfer_config=transfer) as engine:
         engine.has_kvtier = True
-        engine.served(*STORY)
+        engine.served(*PROMPTS)
         engine.reset(connector=False)
-        assert engine.served(*STORY) == (reference(*STORY), {"cpu": CHUNKS})
+        assert engine.served(*PROMPTS) == (reference(*PROMPTS), {"cpu": CHUNKS})
         assert engine.metrics().value("kvtier_slots") == 64 * 2**20 // 2**17
-
-
-@pytest.mark.full
-def test_vllms_own_option_alone_is_not_kvtier(forge: Forge, llama: Path) -> None:
-    with pytest.raises(EngineError) as refusal:
-        forge.start(llama, kv_offloading_size=1 / 16)
-    assert "CPUOffloadingSpec" in str(refusal.value)
-    assert "kvtier" not in str(refusal.value)
 
 
 # --- preemption -----------------------------------------------------------------------------------
 
 
 def test_preempted_requests_are_loaded_again_and_not_computed(
-    forge: Forge, llama: Path, reference: Ask
+    launcher: Launcher, llama: Path, reference: Ask
 ) -> None:
     prompts = [prompt(seed, 130) for seed in range(8)]
     settings = {"cpu_bytes_to_use": "64MiB", "offload_prompt_only": False}
-    with forge.start(llama, settings, num_gpu_blocks_override=26, max_model_len=512) as engine:
+    with launcher.start(llama, settings, num_gpu_blocks_override=26, max_model_len=512) as engine:
         answers = engine.generate(*prompts, output_tokens=120, together=True)
         metrics = engine.settled()
 
@@ -148,14 +108,14 @@ def test_preempted_requests_are_loaded_again_and_not_computed(
 
 
 def test_after_sleep_nothing_that_was_stored_before_is_given_in_any_tier(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
-    with forge.start(llama, settings) as engine:
-        engine.served(*STORY)
+    with launcher.start(llama, settings) as engine:
+        engine.served(*PROMPTS)
         engine.sleep()
-        assert engine.served(*STORY) == (reference(*STORY), {})
+        assert engine.served(*PROMPTS) == (reference(*PROMPTS), {})
         engine.reset(connector=False)
-        assert engine.served(*STORY) == (reference(*STORY), {"cpu": CHUNKS})
+        assert engine.served(*PROMPTS) == (reference(*PROMPTS), {"cpu": CHUNKS})
 
 
 @pytest.fixture(scope="module")
@@ -165,15 +125,15 @@ def trained(make_llama: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def answers_of_trained(forge: Forge, trained: Path) -> list[list[int]]:
-    with forge.start(trained, enable_prefix_caching=False) as engine:
-        return engine.generate(*STORY)
+def answers_of_trained(launcher: Launcher, trained: Path) -> list[list[int]]:
+    with launcher.start(trained, enable_prefix_caching=False) as engine:
+        return engine.generate(*PROMPTS)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("told_by", ["sleep", "a reset"])
 def test_new_weights_never_meet_old_chunks(
-    forge: Forge,
+    launcher: Launcher,
     llama: Path,
     trained: Path,
     reference: Ask,
@@ -181,56 +141,56 @@ def test_new_weights_never_meet_old_chunks(
     settings: dict[str, Any],
     told_by: str,
 ) -> None:
-    with forge.start(llama, settings) as engine:
-        engine.served(*STORY)
+    with launcher.start(llama, settings) as engine:
+        engine.served(*PROMPTS)
         if told_by == "sleep":
             engine.sleep(weights=trained)
         else:  # what an operator does where vLLM's own way to new weights tells no connector
             engine.ask("reload", weights=str(trained))
             engine.reset()
-        after = engine.served(*STORY)
+        after = engine.served(*PROMPTS)
         engine.reset(connector=False)
-        again = engine.served(*STORY)
-    with forge.start(llama, settings) as engine:  # with the weights that its files hold: the first ones
-        restarted = engine.served(*STORY)
+        again = engine.served(*PROMPTS)
+    with launcher.start(llama, settings) as engine:  # with the weights that its files hold: the first ones
+        restarted = engine.served(*PROMPTS)
 
-    assert answers_of_trained != reference(*STORY)
+    assert answers_of_trained != reference(*PROMPTS)
     assert after == (answers_of_trained, {})
     assert again == (answers_of_trained, {"cpu": CHUNKS})
-    assert restarted == (reference(*STORY), {})
+    assert restarted == (reference(*PROMPTS), {})
 
 
 # --- shutdown -------------------------------------------------------------------------------------
 
 
 def test_what_was_confirmed_before_a_shutdown_is_served_after_it(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
     """Stores that the workers had not reported by then are lost: nobody can say whether they were made."""
-    with forge.start(llama, settings) as engine:
-        engine.generate(*STORY, *OTHERS, together=True)
+    with launcher.start(llama, settings) as engine:
+        engine.generate(*PROMPTS, *OTHERS, together=True)
         confirmed = engine.metrics().value("kvtier_stored_chunks")
-    with forge.start(llama, settings) as engine:
-        answers, loaded = engine.served(*STORY, *OTHERS)
-    assert answers == reference(*STORY, *OTHERS)
+    with launcher.start(llama, settings) as engine:
+        answers, loaded = engine.served(*PROMPTS, *OTHERS)
+    assert answers == reference(*PROMPTS, *OTHERS)
     assert confirmed >= CHUNKS
     assert loaded["fs"] >= confirmed
 
 
 @pytest.mark.full
 def test_a_tier_that_hangs_holds_up_neither_the_shutdown_nor_the_other_tiers_puts(
-    forge: Forge, llama: Path, reference: Ask, settings: dict[str, Any]
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
     hanging = {"type": "dummy", "hang_rate": 1.0}
     tiers = [hanging, *settings["secondary_tiers"]]
-    with forge.start(llama, {**settings, "secondary_tiers": tiers, "drain_on_shutdown_s": 3.0}) as engine:
-        engine.generate(*STORY)
+    with launcher.start(llama, {**settings, "secondary_tiers": tiers, "drain_on_shutdown_s": 3.0}) as engine:
+        engine.generate(*PROMPTS)
         engine.until(lambda metrics: metrics.value("kvtier_stored_chunks") == CHUNKS, "all is confirmed")
         begin = time.monotonic()
         engine.stop()
         took_s = time.monotonic() - begin
         log = engine.log()
     assert f"tier dummy: {CHUNKS} of {CHUNKS} chunks in flight at the shutdown were not written" in log
-    with forge.start(llama, settings) as engine:
-        assert engine.served(*STORY) == (reference(*STORY), {"fs": CHUNKS})
+    with launcher.start(llama, settings) as engine:
+        assert engine.served(*PROMPTS) == (reference(*PROMPTS), {"fs": CHUNKS})
     assert 3.0 <= took_s < 20.0  # the drain, and the end of the engine; what hangs does so for good

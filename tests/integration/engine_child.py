@@ -28,11 +28,11 @@ _METRICS = (
 
 def serve(channel: socket.socket) -> None:
     """Carry out orders until the other end hangs up. An error is answered in words."""
-    servant = Servant()
+    child = EngineChild()
     with channel.makefile("rw", encoding="utf-8") as lines:
         for line in lines:
             order = json.loads(line)
-            carry_out: Callable[[Order], Answer] = getattr(servant, order["do"])
+            carry_out: Callable[[Order], Answer] = getattr(child, order["do"])
             try:
                 answer = carry_out(order)
             except Exception as error:
@@ -41,10 +41,10 @@ def serve(channel: socket.socket) -> None:
                     raise
             lines.write(json.dumps(answer) + "\n")
             lines.flush()
-    servant.stop({})
+    child.stop({})
 
 
-class Servant:
+class EngineChild:
     """One engine and what can be asked of it."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Servant:
         return {}
 
     def fail_copies(self, order: Order) -> Answer:
-        """Say how many copies fail from now on."""
+        """Set how many copies fail from now on."""
         assert self._faults is not None
         self._faults.set(**{name: order[name] for name in ("stores", "loads", "staged", "rank")})
         return {}

@@ -4,7 +4,7 @@ Importing vLLM takes ten seconds and more, starting an engine two or three. Fork
 import and nothing else: each has its own environment, metrics and log, and can be killed. The parent
 starts no engine itself, so nothing of an engine is inherited.
 
-Run as ``python -m tests.integration.forge``; standard input is a socket. A request comes with two file
+Run as ``python -m tests.integration.fork_server``; standard input is a socket. A request comes with two file
 descriptors, the child's own socket and its log; the answer is the child's process id.
 """
 
@@ -20,7 +20,7 @@ import socket
 import sys
 import traceback
 
-from tests.integration import servant
+from tests.integration import engine_child
 
 _HEAVY = (
     "torch",
@@ -58,13 +58,13 @@ def main() -> None:
         pid = os.fork()
         if pid == 0:
             requests.close()
-            _become_servant(json.loads(request), *fds)
+            _run_child(json.loads(request), *fds)
         for fd in fds:
             os.close(fd)
         requests.sendall(f"{pid}\n".encode())
 
 
-def _become_servant(environment: dict[str, str], channel_fd: int, log_fd: int) -> None:
+def _run_child(environment: dict[str, str], channel_fd: int, log_fd: int) -> None:
     status = 1
     try:
         os.setsid()
@@ -77,7 +77,7 @@ def _become_servant(environment: dict[str, str], channel_fd: int, log_fd: int) -
         faulthandler.enable()
         faulthandler.register(STACKS)
         os.environ.update(environment)
-        servant.serve(socket.socket(fileno=channel_fd))
+        engine_child.serve(socket.socket(fileno=channel_fd))
         status = 0
     except BaseException:
         traceback.print_exc()

@@ -1,0 +1,89 @@
+"""The main job: what was computed is served from the primary tier, and after a restart from files."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.conftest import Ask, from_vllm
+from tests.integration.harness import PROMPT_CHUNKS, Launcher, namespaces, prompt
+
+pytestmark = pytest.mark.releases
+
+PROMPTS = [prompt(seed) for seed in (1, 2, 3)]
+OTHERS = [prompt(seed) for seed in range(10, 16)]  # more than the device cache holds
+CHUNKS = len(PROMPTS) * PROMPT_CHUNKS
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    return {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}
+
+
+def test_served_from_memory_and_after_a_restart_from_files(
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
+) -> None:
+    with launcher.start(llama, settings) as engine:
+        cold, loaded_cold = engine.served(*PROMPTS)
+        engine.generate(*OTHERS)
+        again, loaded_again = engine.served(*PROMPTS)
+        (region,) = engine.regions
+        assert set(engine.ask("defined")["names"]) <= engine.metrics().declared  # or vLLM would assert
+    assert not region.exists()
+    with launcher.start(llama, settings) as engine:
+        restarted, loaded_restarted = engine.served(*PROMPTS)
+        engine.generate(*OTHERS)
+        from_memory, loaded_from_memory = engine.served(*PROMPTS)
+
+    assert cold == again == restarted == from_memory == reference(*PROMPTS)
+    assert (loaded_cold, loaded_again) == ({}, {"cpu": CHUNKS})
+    assert (loaded_restarted, loaded_from_memory) == ({"fs": CHUNKS}, {"cpu": CHUNKS})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plugins", ["", "kvtier"])
+def test_found_by_module_path_without_the_plugin_and_by_name_with_it(
+    launcher: Launcher, llama: Path, settings: dict[str, Any], plugins: str
+) -> None:
+    path = {} if plugins else {"spec_module_path": "kvtier.adapters.vllm.spec"}
+    with launcher.start(llama, {**settings, **path}, environment={"VLLM_PLUGINS": plugins}) as engine:
+        cold = engine.generate(*PROMPTS)
+        engine.generate(*OTHERS)
+        assert engine.served(*PROMPTS) == (cold, {"cpu": CHUNKS})
+
+
+@from_vllm((0, 33), "publishes no configuration")
+def test_the_configuration_is_among_the_metrics(
+    launcher: Launcher, llama: Path, settings: dict[str, Any]
+) -> None:
+    with launcher.start(llama, {**settings, "eviction_policy": "arc"}) as engine:
+        samples = engine.settled().samples
+    published = [labels for name, labels, _ in samples if name == "vllm:kv_offload_config_info" and labels]
+    expected = {
+        "kvtier_version": metadata.version("kvtier"),
+        "eviction_policy": "arc",
+        "secondary_tiers": "fs",
+    }
+    assert [expected.items() <= labels.items() for labels in published] == [True]
+
+
+def test_two_engines_share_a_root(
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    with launcher.start(llama, settings) as first, launcher.start(llama, settings) as second:
+        assert len(first.regions | second.regions) == 2
+        by_first, _ = first.served(*PROMPTS)
+        by_second, loaded = second.served(*PROMPTS)
+        first.tell("generate", prompts=OTHERS, output_tokens=8, together=True)
+        second.tell("generate", prompts=OTHERS[::-1], output_tokens=8, together=True)
+        at_once = first.hear("generate")["answers"], second.hear("generate")["answers"][::-1]
+        second.settled()
+        first.settled()
+
+    assert by_first == by_second == reference(*PROMPTS)
+    assert loaded == {"fs": CHUNKS}
+    assert at_once == (reference(*OTHERS), reference(*OTHERS))
+    assert len(namespaces(tmp_path)) == 1
