@@ -18,7 +18,7 @@ from kvtier.core.requests import Request
 from kvtier.core.tiering import Tiering
 from kvtier.core.transfers import Pinned, Reservation
 from kvtier.memory.custody import Custody, Damage
-from kvtier.telemetry.lines import ChangeLog
+from kvtier.telemetry.log_limit import ChangeLog
 
 
 class TakesCommands(Protocol):

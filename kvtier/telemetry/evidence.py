@@ -18,7 +18,7 @@ from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 
-from kvtier.telemetry.lines import Seldom
+from kvtier.telemetry.log_limit import LogLimit
 
 logger = logging.getLogger("kvtier.audit")
 
@@ -29,7 +29,7 @@ MOST_BYTES = 8 * 2**20
 _BEFORE_BYTES = 4096
 _LOG_EVERY_S = 60.0
 _numbers = count(1)
-_log_limit = Seldom(_LOG_EVERY_S)
+_log_limit = LogLimit(_LOG_EVERY_S)
 _queue: SimpleQueue[tuple[str, Mapping[str, object]]] = SimpleQueue()
 _starting = threading.Lock()
 _thread: threading.Thread | None = None
@@ -46,7 +46,7 @@ def keep(what: str, facts: Mapping[str, object], **contents: bytes | memoryview)
     try:
         folder = _directory()
         if len(list(folder.iterdir())) + len(contents) >= MOST_FILES:
-            added = _log_limit.lets("full", time.monotonic())
+            added = _log_limit.allow("full", time.monotonic())
             if added is not None:
                 logger.error(
                     "%s: %s; evidence folder %s is full, empty it%s", what, dict(facts), folder, added

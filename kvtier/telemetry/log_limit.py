@@ -10,7 +10,7 @@ from kvtier.core.shared import Notice
 _CHANGES_EVERY_S = 30.0
 
 
-class Seldom:
+class LogLimit:
     """Lets one line about a subject through in so many seconds.
 
     Args:
@@ -45,12 +45,12 @@ class ChangeLog:
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
-        self._seldom = Seldom(_CHANGES_EVERY_S)
+        self._log_limit = LogLimit(_CHANGES_EVERY_S)
 
     def tell(self, notices: Iterable[Notice], now_s: float) -> None:
         """Write the lines."""
         for notice in notices:
-            added = self._seldom.lets(f"{notice.subject}: {notice.text}", now_s)
+            added = self._log_limit.allow(f"{notice.subject}: {notice.text}", now_s)
             if added is not None:
                 level = logging.INFO if notice.is_good else logging.WARNING
                 self._logger.log(level, "%s: %s%s", notice.subject, notice.text, added)
