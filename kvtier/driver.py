@@ -18,7 +18,7 @@ from kvtier.core.requests import Request
 from kvtier.core.tiering import Tiering
 from kvtier.core.transfers import Pinned, Reservation
 from kvtier.memory.custody import Custody, Damage
-from kvtier.telemetry.log_limit import ChangeLog
+from kvtier.telemetry.log_limit import NoticeLog
 
 
 class TakesCommands(Protocol):
@@ -55,7 +55,7 @@ class Driver:
         self._custody = custody
         self._has_damage = has_damage
         self._clock = clock or time.monotonic
-        self._log = ChangeLog(logger)
+        self._log = NoticeLog(logger)
 
     # --- what has happened, what to do -----------------------------------------------------------
 

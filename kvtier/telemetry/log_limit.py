@@ -36,7 +36,7 @@ class LogLimit:
         return f" (and {held_back} times since the line before)" if held_back else ""
 
 
-class ChangeLog:
+class NoticeLog:
     """Writes what has changed in the core, a line for each change, and not too many of them.
 
     Args:

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from kvtier.core.shared import Notice
-from kvtier.telemetry.log_limit import ChangeLog, LogLimit
+from kvtier.telemetry.log_limit import LogLimit, NoticeLog
 
 
 def test_the_first_line_is_let_through_and_the_next_after_a_while_with_the_number_of_those_between() -> None:
@@ -21,7 +21,7 @@ def test_the_first_line_is_let_through_and_the_next_after_a_while_with_the_numbe
 
 def test_a_tier_that_comes_and_goes_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("kvtier.test_log_limit")
-    changes = ChangeLog(logger)
+    changes = NoticeLog(logger)
     with caplog.at_level(logging.INFO, logger.name):
         for second in range(60):
             changes.tell([Notice("tier s3", "bad", False), Notice("tier s3", "good", True)], float(second))
