@@ -33,7 +33,7 @@ from kvtier.isolation.remote import RemoteExecutor
 from kvtier.keys import OffloadKey, group_index
 from kvtier.memory.custody import Custody
 from kvtier.memory.region import Region
-from kvtier.telemetry.unwritten import UnwrittenPuts
+from kvtier.telemetry.dropped_puts import DroppedPuts
 from kvtier.tiers.drain import until_done
 
 logger = logging.getLogger("kvtier.manager")
@@ -360,7 +360,7 @@ class TieringManager:
         self._is_open = False
         end_by_s = time.monotonic() + self._drain_s + self._close_s
         self._executor.end_by_s = end_by_s - _LAST_STEP_S
-        unwritten = UnwrittenPuts(self._core, self._drain_s)
+        dropped = DroppedPuts(self._core, self._drain_s)
         try:
             with anyio.move_on_after(self._drain_s):
                 await self.drain()
@@ -371,7 +371,7 @@ class TieringManager:
             try:
                 await until_done(asyncio.ensure_future(self._close(end_by_s)))
             finally:
-                unwritten.warn(logger)
+                dropped.warn(logger)
 
     # --- for Acquired ----------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ from kvtier.core.transfers import Pinned, Reservation
 from kvtier.driver import Driver
 from kvtier.executor import AnyExecutor
 from kvtier.memory.custody import Custody
-from kvtier.telemetry.unwritten import UnwrittenPuts
+from kvtier.telemetry.dropped_puts import DroppedPuts
 
 logger = logging.getLogger("kvtier.vllm")
 
@@ -283,7 +283,7 @@ class KVTierManager(OffloadingManager):
             return
         self._closed = True
         self._driver.take_in(self._events)
-        unwritten = UnwrittenPuts(self._core, self._drain_s)
+        dropped = DroppedPuts(self._core, self._drain_s)
         if unconfirmed := sum(len(store.chunks) for store in self._stores.values()):
             logger.warning(
                 "%d chunks were still being copied from the device at the shutdown: they are in no tier",
@@ -291,7 +291,7 @@ class KVTierManager(OffloadingManager):
             )
         self._on_shutdown()
         self._driver.take_in(self._events)
-        unwritten.warn(logger)
+        dropped.warn(logger)
 
     # --- what is published -----------------------------------------------------------------------
 

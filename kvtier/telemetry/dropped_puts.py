@@ -10,7 +10,7 @@ from kvtier.core.tiering import Tiering
 _UNANSWERED = "unanswered"
 
 
-class UnwrittenPuts:
+class DroppedPuts:
     """The puts in flight when a shutdown begins, for one warning per tier at its end.
 
     Args:
