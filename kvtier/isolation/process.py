@@ -27,8 +27,8 @@ from kvtier.executor import CLOSE_S, NamedTier, failure_of
 from kvtier.identity import Identity
 from kvtier.isolation import settings, wire
 from kvtier.isolation.hearing import Hearing
+from kvtier.isolation.heartbeat import Heartbeat, Pace
 from kvtier.isolation.link import Link, Voice
-from kvtier.isolation.pulse import Pace, Pulse
 from kvtier.isolation.trial import Trial
 from kvtier.isolation.wire import CustodyText, Hello, IdentityText, WireError
 from kvtier.memory.custody import Custody
@@ -256,13 +256,13 @@ class ExecutorProcess:
         self._link = link
         self._has_begun.set()
         begun_s = time.monotonic()
-        pulse = Pulse(self._pace, lambda: link.outbox.add(wire.pack([wire.Ping()])))
+        heartbeat = Heartbeat(self._pace, lambda: link.outbox.add(wire.pack([wire.Ping()])))
         ending = _Ending("killed", "it was ended after an error of its supervisor")
         try:
-            ending = self._attend(link, pulse)
+            ending = self._attend(link, heartbeat)
         finally:
             self._finish(link, ending)
-        if pulse.has_started and time.monotonic() - begun_s > 2 * self._pace.longest_pause_s:
+        if heartbeat.has_started and time.monotonic() - begun_s > 2 * self._pace.longest_pause_s:
             self._backoff.start_anew()
 
     def _hello(self) -> Hello:
@@ -280,7 +280,7 @@ class ExecutorProcess:
             other_log_level=logging.getLogger().getEffectiveLevel(),
         )
 
-    def _attend(self, link: Link, pulse: Pulse) -> _Ending:
+    def _attend(self, link: Link, heartbeat: Heartbeat) -> _Ending:
         """Take in what a process says, until it has ended or is to be ended; say why it is."""
         leave_by_s = inf
         try:
@@ -292,26 +292,26 @@ class ExecutorProcess:
                     link.outbox.add(wire.pack([wire.Leave(drain_s, leave_by_s - now_s - drain_s)]))
                 if now_s >= leave_by_s:
                     return _Ending("silent", "has not ended in time")
-                if pulse.beat():
-                    return self._silence(pulse)
-                link.wait(min(pulse.wait_s, leave_by_s - now_s), self._wakeup)
+                if heartbeat.is_overdue():
+                    return self._silence(heartbeat)
+                link.wait(min(heartbeat.wait_s, leave_by_s - now_s), self._wakeup)
                 self._rest()
                 link.outbox.flush()
-                self._hear(link, pulse)
+                self._hear(link, heartbeat)
         except WireError as error:
             return _Ending("garbled", str(error))
         return _HAS_ENDED
 
-    def _hear(self, link: Link, pulse: Pulse) -> None:
+    def _hear(self, link: Link, heartbeat: Heartbeat) -> None:
         count = len(self.events)
         for frame in link.hear():
             if self._hearing.take(frame, link):
-                pulse.answer()
+                heartbeat.acknowledge()
         if len(self.events) != count:
             self._notify()
 
-    def _silence(self, pulse: Pulse) -> _Ending:
-        if pulse.has_started:
+    def _silence(self, heartbeat: Heartbeat) -> _Ending:
+        if heartbeat.has_started:
             return _Ending("silent", f"its event loop has not run for {self._pace.silent_s:g} s")
         return _Ending("not_started", f"it was not ready within {self._pace.start_s:g} s")
 

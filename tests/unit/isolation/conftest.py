@@ -14,8 +14,8 @@ import pytest
 from kvtier.core.messages import Event, Fetch, Fetched, ProcessEnded, Put, PutEnded, Reset, TierUp
 from kvtier.executor import NamedTier
 from kvtier.identity import Identity
+from kvtier.isolation.heartbeat import Pace
 from kvtier.isolation.process import ExecutorProcess
-from kvtier.isolation.pulse import Pace
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.memory.region import Region
 from kvtier.tiers import registry

@@ -1,4 +1,4 @@
-"""The small parts: settings that go over, bytes that wait for room, and the pulse."""
+"""The small parts: settings that go over, bytes that wait for room, and the heartbeat."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pydantic import SecretStr
 from kvtier.errors import ConfigError
 from kvtier.executor import NamedTier
 from kvtier.isolation import settings
+from kvtier.isolation.heartbeat import Heartbeat, Pace
 from kvtier.isolation.outbox import Outbox
-from kvtier.isolation.pulse import Pace, Pulse
 from kvtier.isolation.wire import Frames
 from kvtier.tiers import registry
 
@@ -173,7 +173,7 @@ def test_to_nobody_nothing_is_sent_and_nothing_is_raised(pair: Any) -> None:
     assert (len(outbox), outbox.is_full) == (0, False)
 
 
-# --- the pulse -----------------------------------------------------------------------------------
+# --- the heartbeat -----------------------------------------------------------------------------------
 
 
 class Clock:
@@ -181,7 +181,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
-        monkeypatch.setattr("kvtier.isolation.pulse.time.monotonic", lambda: self.now_s)
+        monkeypatch.setattr("kvtier.isolation.heartbeat.time.monotonic", lambda: self.now_s)
 
 
 @pytest.fixture
@@ -192,41 +192,41 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 PACE = Pace(beat_s=1, silent_s=3, start_s=10)
 
 
-def beats_until_silent(pulse: Pulse, clock: Clock, step_s: float = 1.0) -> int:
+def beats_until_silent(heartbeat: Heartbeat, clock: Clock, step_s: float = 1.0) -> int:
     for count in range(1, 100):
         clock.now_s += step_s
-        if pulse.beat():
+        if heartbeat.is_overdue():
             return count
     raise AssertionError("never")
 
 
 def test_who_does_not_answer_is_found_silent_and_who_starts_is_given_more_time(clock: Clock) -> None:
     asked: list[float] = []
-    pulse = Pulse(PACE, lambda: asked.append(clock.now_s))
-    assert not pulse.beat()
+    heartbeat = Heartbeat(PACE, lambda: asked.append(clock.now_s))
+    assert not heartbeat.is_overdue()
     assert asked == [100]
-    assert beats_until_silent(pulse, clock) == 10
-    pulse.answer()
-    assert not pulse.beat()
-    assert beats_until_silent(pulse, clock) == 4  # asked with the first, three more without an answer
+    assert beats_until_silent(heartbeat, clock) == 10
+    heartbeat.acknowledge()
+    assert not heartbeat.is_overdue()
+    assert beats_until_silent(heartbeat, clock) == 4  # asked with the first, three more without an answer
     assert len(asked) == 2
 
 
 def test_who_answers_is_asked_once_a_beat(clock: Clock) -> None:
     asked: list[float] = []
-    pulse = Pulse(PACE, lambda: asked.append(clock.now_s))
+    heartbeat = Heartbeat(PACE, lambda: asked.append(clock.now_s))
     for _ in range(40):
-        assert not pulse.beat()
-        pulse.answer()
+        assert not heartbeat.is_overdue()
+        heartbeat.acknowledge()
         clock.now_s += 0.25
     assert len(asked) == 10
-    assert pulse.has_started
+    assert heartbeat.has_started
 
 
 def test_time_in_which_the_engine_was_stopped_does_not_count(clock: Clock) -> None:
-    pulse = Pulse(PACE, lambda: None)
-    pulse.answer()
-    pulse.beat()
+    heartbeat = Heartbeat(PACE, lambda: None)
+    heartbeat.acknowledge()
+    heartbeat.is_overdue()
     clock.now_s += 3600
-    assert not pulse.beat()
-    assert pulse.wait_s == 1
+    assert not heartbeat.is_overdue()
+    assert heartbeat.wait_s == 1

@@ -23,9 +23,9 @@ from kvtier.errors import ConfigError, StateError
 from kvtier.executor import NamedTier
 from kvtier.isolation import link as links
 from kvtier.isolation import process as processes
+from kvtier.isolation.heartbeat import Pace
 from kvtier.isolation.link import Link
 from kvtier.isolation.process import ExecutorProcess
-from kvtier.isolation.pulse import Pace
 from kvtier.memory.region import Region
 from kvtier.tiers.base import TRAILER_BYTES, Usage
 from kvtier.tiers.dummy import DummyConfig, DummyTier

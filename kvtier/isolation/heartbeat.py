@@ -26,7 +26,7 @@ class Pace:
     longest_pause_s: float = 30.0
 
 
-class Pulse:
+class Heartbeat:
     """Asks a process now and then whether its loop runs, and notes for how long it has not answered.
 
     Time in which the engine itself was stopped does not count against it: no more than two beats do at
@@ -54,7 +54,7 @@ class Pulse:
         """Seconds until the next beat."""
         return max(0.0, self._last_s + self._pace.beat_s - time.monotonic())
 
-    def beat(self) -> bool:
+    def is_overdue(self) -> bool:
         """Ask, where it is time to; say whether it has been silent for too long."""
         if self.wait_s > 0:
             return False
@@ -67,7 +67,7 @@ class Pulse:
         self._last_s = now_s
         return self._silent_s >= self._limit_s
 
-    def answer(self) -> None:
+    def acknowledge(self) -> None:
         """Note that it has answered."""
         self.has_started = True
         self._is_asked = False
