@@ -27,7 +27,7 @@ from kvtier.executor import CLOSE_S, NamedTier, failure_of
 from kvtier.identity import Identity
 from kvtier.isolation import settings, wire
 from kvtier.isolation.hearing import Hearing
-from kvtier.isolation.heartbeat import Heartbeat, Pace
+from kvtier.isolation.heartbeat import Heartbeat, SupervisorTimes
 from kvtier.isolation.link import Link, Voice
 from kvtier.isolation.trial import Trial
 from kvtier.isolation.wire import CustodyText, Hello, IdentityText, WireError
@@ -69,7 +69,7 @@ class ExecutorProcess:
         region: where the slots are; not an anonymous one.
         custody: what audited slots must hold, in the region's board; None where nothing is audited.
         memory_limit_bytes: memory of its own that the process may have; None for any.
-        pace: how closely it is watched.
+        times: how closely it is watched.
         trial_s: seconds that ``start`` waits to see whether there can be such a process here; 0 to start
             one again and again where there can not.
         notify: called, by any thread, when there are new events.
@@ -92,7 +92,7 @@ class ExecutorProcess:
         *,
         custody: Custody | None = None,
         memory_limit_bytes: int | None = None,
-        pace: Pace | None = None,
+        times: SupervisorTimes | None = None,
         trial_s: float = 0.0,
         notify: Callable[[], object] = lambda: None,
         chance: Chance = random.random,
@@ -106,10 +106,10 @@ class ExecutorProcess:
         self._identity = IdentityText.of(identity)
         self._region = region
         self._memory_limit_bytes = memory_limit_bytes
-        self._pace = pace or Pace()
+        self._times = times or SupervisorTimes()
         self._trial = Trial(trial_s)
         self._notify = notify
-        self._backoff = Backoff(self._pace.first_pause_s, self._pace.longest_pause_s, chance)
+        self._backoff = Backoff(self._times.first_pause_s, self._times.longest_pause_s, chance)
         self._epochs = (0,) * len(tiers)
         self._early: list[Command] | None = []
         self._link: Link | None = None
@@ -256,13 +256,13 @@ class ExecutorProcess:
         self._link = link
         self._has_begun.set()
         begun_s = time.monotonic()
-        heartbeat = Heartbeat(self._pace, lambda: link.outbox.add(wire.pack([wire.Ping()])))
+        heartbeat = Heartbeat(self._times, lambda: link.outbox.add(wire.pack([wire.Ping()])))
         ending = _Ending("killed", "it was ended after an error of its supervisor")
         try:
             ending = self._attend(link, heartbeat)
         finally:
             self._finish(link, ending)
-        if heartbeat.has_started and time.monotonic() - begun_s > 2 * self._pace.longest_pause_s:
+        if heartbeat.has_started and time.monotonic() - begun_s > 2 * self._times.longest_pause_s:
             self._backoff.start_anew()
 
     def _hello(self) -> Hello:
@@ -312,8 +312,8 @@ class ExecutorProcess:
 
     def _silence(self, heartbeat: Heartbeat) -> _Ending:
         if heartbeat.has_started:
-            return _Ending("silent", f"its event loop has not run for {self._pace.silent_s:g} s")
-        return _Ending("not_started", f"it was not ready within {self._pace.start_s:g} s")
+            return _Ending("silent", f"its event loop has not run for {self._times.silent_timeout_s:g} s")
+        return _Ending("not_started", f"it was not ready within {self._times.start_timeout_s:g} s")
 
     def _finish(self, link: Link, ending: _Ending) -> None:
         """See a process to its end; when it is gone answer for what it was given."""

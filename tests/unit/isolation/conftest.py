@@ -14,7 +14,7 @@ import pytest
 from kvtier.core.messages import Event, Fetch, Fetched, ProcessEnded, Put, PutEnded, Reset, TierUp
 from kvtier.executor import NamedTier
 from kvtier.identity import Identity
-from kvtier.isolation.heartbeat import Pace
+from kvtier.isolation.heartbeat import SupervisorTimes
 from kvtier.isolation.process import ExecutorProcess
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.memory.region import Region
@@ -27,9 +27,9 @@ SLOTS = 64
 PATIENCE_S = 60.0
 CLOSE_S = 9.0  # a third of it is for the end of a process that was killed
 
-SWIFT = Pace(beat_s=0.1, silent_s=60.0, first_pause_s=0.05, longest_pause_s=0.2)
+SWIFT = SupervisorTimes(heartbeat_s=0.1, silent_timeout_s=60.0, first_pause_s=0.05, longest_pause_s=0.2)
 """Restarts come soon; nothing is taken for silent, however busy the machine is."""
-STRICT = Pace(beat_s=0.1, silent_s=5.0, first_pause_s=0.05, longest_pause_s=0.2)
+STRICT = SupervisorTimes(heartbeat_s=0.1, silent_timeout_s=5.0, first_pause_s=0.05, longest_pause_s=0.2)
 """For what is silent on purpose: nothing else may be taken for it, however busy the machine is."""
 
 RECKLESS = """
@@ -158,11 +158,11 @@ def content(number: int) -> bytes:
 class Den:
     """An executor process, seen from its owner. Chunk ``n`` has the bytes ``content(n)``."""
 
-    def __init__(self, *tiers: SecondaryTier[Any], pace: Pace = SWIFT, **settings: Any) -> None:
+    def __init__(self, *tiers: SecondaryTier[Any], times: SupervisorTimes = SWIFT, **settings: Any) -> None:
         self.region = Region.unnamed(SLOTS, CHUNK_BYTES)
         named = [NamedTier(f"tier{index}", tier) for index, tier in enumerate(tiers)]
         self.tiers = len(tiers)
-        self.process = ExecutorProcess(named, IDENTITY, self.region, pace=pace, **settings)
+        self.process = ExecutorProcess(named, IDENTITY, self.region, times=times, **settings)
         self.heard: list[Event] = []
         self.submitted = 0
 

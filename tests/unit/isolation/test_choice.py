@@ -163,7 +163,7 @@ def test_a_tier_that_crashes_its_process_at_once_is_not_taken_into_the_engine(
     den: MakeDen, act: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVTIER_TEST_CRASH", act)
-    it = den(make_tier("reckless"), trial_s=PATIENCE_S, pace=SWIFT)
+    it = den(make_tier("reckless"), trial_s=PATIENCE_S, times=SWIFT)
     it.until(lambda: len(it.endings) > 1, "two ends")
     assert set(it.endings) == {"crashed"}
     monkeypatch.delenv("KVTIER_TEST_CRASH")

@@ -14,7 +14,7 @@ from pydantic import SecretStr
 from kvtier.errors import ConfigError
 from kvtier.executor import NamedTier
 from kvtier.isolation import settings
-from kvtier.isolation.heartbeat import Heartbeat, Pace
+from kvtier.isolation.heartbeat import Heartbeat, SupervisorTimes
 from kvtier.isolation.outbox import Outbox
 from kvtier.isolation.wire import Frames
 from kvtier.tiers import registry
@@ -189,7 +189,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-PACE = Pace(beat_s=1, silent_s=3, start_s=10)
+PACE = SupervisorTimes(heartbeat_s=1, silent_timeout_s=3, start_timeout_s=10)
 
 
 def beats_until_silent(heartbeat: Heartbeat, clock: Clock, step_s: float = 1.0) -> int:

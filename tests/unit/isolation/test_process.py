@@ -23,7 +23,7 @@ from kvtier.errors import ConfigError, StateError
 from kvtier.executor import NamedTier
 from kvtier.isolation import link as links
 from kvtier.isolation import process as processes
-from kvtier.isolation.heartbeat import Pace
+from kvtier.isolation.heartbeat import SupervisorTimes
 from kvtier.isolation.link import Link
 from kvtier.isolation.process import ExecutorProcess
 from kvtier.memory.region import Region
@@ -181,7 +181,10 @@ def test_killed_at_work_each_command_ends_once_and_files_are_found_by_the_next(
 
 
 def test_while_it_is_gone_commands_fail_at_once_and_tiers_are_down_before(den: MakeDen) -> None:
-    it = den(make_tier("dummy"), pace=Pace(beat_s=0.1, silent_s=60, first_pause_s=600, longest_pause_s=600))
+    it = den(
+        make_tier("dummy"),
+        times=SupervisorTimes(heartbeat_s=0.1, silent_timeout_s=60, first_pause_s=600, longest_pause_s=600),
+    )
     it.hold([1])
     os.kill(it.pid(), signal.SIGKILL)
     it.until(lambda: isinstance(it.heard[-1], TierDown), "the end")
@@ -228,14 +231,14 @@ def test_a_command_submitted_while_the_process_dies_is_answered(
 
 @pytest.mark.usefixtures("reckless")
 @pytest.mark.parametrize(
-    ("act", "ending", "pace"),
+    ("act", "ending", "times"),
     [("segfault", "crashed", SWIFT), ("exit", "exited", SWIFT), ("block", "silent", STRICT)],
     ids=["segfault", "exit", "block"],
 )
 def test_a_tier_that_takes_its_process_along_costs_misses(
-    den: MakeDen, act: str, ending: str, pace: Pace
+    den: MakeDen, act: str, ending: str, times: SupervisorTimes
 ) -> None:
-    it = den(make_tier("reckless", act=act), make_tier("dummy"), pace=pace)
+    it = den(make_tier("reckless", act=act), make_tier("dummy"), times=times)
     it.hold([1])
     it.hold([1], tier=1)
     end = it.fetched([1], [10])
@@ -269,7 +272,7 @@ def test_the_lowest_limit_of_memory_has_room_for_files(den: MakeDen, tmp_path: P
 
 
 def test_a_stopped_process_is_killed_before_anything_it_had_is_answered_for(den: MakeDen) -> None:
-    it = den(make_tier("dummy", put_latency_s=600, deadline_s=600), pace=STRICT)
+    it = den(make_tier("dummy", put_latency_s=600, deadline_s=600), times=STRICT)
     put = it.put([1])
     it.until(lambda: it.process.activity[0].puts.running, "the put")
     pid = it.pid()
@@ -285,7 +288,7 @@ def test_a_stopped_process_is_killed_before_anything_it_had_is_answered_for(den:
 def test_a_process_that_wakes_late_does_not_write_to_a_slot_that_was_given_on(
     den: MakeDen, tmp_path: Path
 ) -> None:
-    it = den(make_tier("reckless", act="late", folder=tmp_path, deadline_s=600), pace=STRICT)
+    it = den(make_tier("reckless", act="late", folder=tmp_path, deadline_s=600), times=STRICT)
     it.hold([1])
     fetch = it.fetch([1], [10])
     it.until((tmp_path / "begun").exists, "the get")
@@ -358,7 +361,7 @@ def test_a_process_that_never_starts_is_tried_with_growing_pauses(
         sleep(self, pause_s)
 
     monkeypatch.setattr(ExecutorProcess, "_sleep", noted)
-    it = den(make_tier("dummy"), pace=Pace(first_pause_s=0.01, longest_pause_s=0.05), chance=even)
+    it = den(make_tier("dummy"), times=SupervisorTimes(first_pause_s=0.01, longest_pause_s=0.05), chance=even)
     it.until(lambda: len(it.endings) > 4, "five ends")
     assert set(it.endings) == {"exited"}
     assert pauses[:4] == [0.01, 0.02, 0.04, 0.05]
@@ -372,8 +375,10 @@ def test_a_process_that_hangs_at_its_start_is_killed(
     (tmp_path / "acme_hangs.py").write_text("import time\ntime.sleep(1000)\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(links, "_PROGRAM", "acme_hangs")
-    pace = Pace(beat_s=0.1, start_s=2.0, first_pause_s=600, longest_pause_s=600)  # there is no second one
-    it = den(make_tier("dummy"), pace=pace)
+    times = SupervisorTimes(
+        heartbeat_s=0.1, start_timeout_s=2.0, first_pause_s=600, longest_pause_s=600
+    )  # there is no second one
+    it = den(make_tier("dummy"), times=times)
     put, pid = it.put([1]), it.pid()
     assert it.end_of(put).reasons == {"process": 1}
     assert it.endings == ["not_started"]
@@ -384,7 +389,7 @@ def test_where_no_process_can_be_made_the_engine_goes_on(
     den: MakeDen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    it = den(make_tier("dummy"), pace=SWIFT)
+    it = den(make_tier("dummy"), times=SWIFT)
     assert it.end_of(it.put([1])).reasons == {"down": 1}
     it.until(lambda: "not_started" in it.endings, "a word about it")
     monkeypatch.undo()
@@ -442,7 +447,7 @@ def test_what_a_reset_has_hidden_stays_hidden_whenever_the_process_dies(den: Mak
 def test_a_reset_ordered_while_the_process_is_gone_is_done_before_anything_else(
     den: MakeDen, tmp_path: Path
 ) -> None:
-    it = den(files(tmp_path), pace=Pace(beat_s=0.1, silent_s=60, first_pause_s=0.5))
+    it = den(files(tmp_path), times=SupervisorTimes(heartbeat_s=0.1, silent_timeout_s=60, first_pause_s=0.5))
     it.hold([1])
     os.kill(it.pid(), signal.SIGKILL)
     it.until(lambda: it.process.pid is None, "the end")
@@ -529,7 +534,7 @@ def test_a_shutdown_keeps_to_its_deadline_whatever_hangs(how: str, monkeypatch: 
 
 
 def test_close_between_two_processes_does_not_wait_for_the_next(den: MakeDen) -> None:
-    it = den(make_tier("dummy"), pace=Pace(first_pause_s=600, longest_pause_s=600))
+    it = den(make_tier("dummy"), times=SupervisorTimes(first_pause_s=600, longest_pause_s=600))
     it.hold([1])
     os.kill(it.pid(), signal.SIGKILL)
     it.until(lambda: it.process.pid is None, "the end")
