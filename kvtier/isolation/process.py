@@ -26,7 +26,7 @@ from kvtier.errors import IsolationError, StateError
 from kvtier.executor import CLOSE_S, NamedTier, failure_of
 from kvtier.identity import Identity
 from kvtier.isolation import settings, wire
-from kvtier.isolation.hearing import Hearing
+from kvtier.isolation.decoder import MessageDecoder
 from kvtier.isolation.heartbeat import Heartbeat, SupervisorTimes
 from kvtier.isolation.link import Link, Voice
 from kvtier.isolation.trial import Trial
@@ -99,9 +99,9 @@ class ExecutorProcess:
     ) -> None:
         region.fileno()  # raises where there is none
         self._custody = None if custody is None else _spell(custody, region)
-        self._hearing = Hearing(tiers)
-        self.events: deque[Event] = self._hearing.events
-        self.activity = self._hearing.activity
+        self._decoder = MessageDecoder(tiers)
+        self.events: deque[Event] = self._decoder.events
+        self.activity = self._decoder.activity
         self._settings = [settings.pack(named) for named in tiers]
         self._identity = IdentityText.of(identity)
         self._region = region
@@ -305,7 +305,7 @@ class ExecutorProcess:
     def _hear(self, link: Link, heartbeat: Heartbeat) -> None:
         count = len(self.events)
         for frame in link.hear():
-            if self._hearing.take(frame, link):
+            if self._decoder.decode(frame, link):
                 heartbeat.acknowledge()
         if len(self.events) != count:
             self._notify()
@@ -331,7 +331,7 @@ class ExecutorProcess:
         if not leaves and ending is _HAS_ENDED:
             self._tell_end(_ending_of(code), link.pid)
         link.is_over = True
-        self._hearing.forget()
+        self._decoder.clear_activity()
         self._answer_for(link, "cancelled" if leaves else "process")
 
     def _wait_for_end(self, link: Link) -> bool:
@@ -352,7 +352,7 @@ class ExecutorProcess:
         try:
             while link.voice is not Voice.MUTE:
                 for frame in link.hear():
-                    self._hearing.take(frame, link, last=True)
+                    self._decoder.decode(frame, link, last=True)
                 if link.voice is Voice.QUIET:
                     return
         except WireError as error:

@@ -29,7 +29,7 @@ from kvtier.core.messages import (
 from kvtier.executor import NamedTier
 from kvtier.identity import Identity
 from kvtier.isolation import wire
-from kvtier.isolation.hearing import Hearing
+from kvtier.isolation.decoder import MessageDecoder
 from kvtier.isolation.wire import Frames, WireError
 from kvtier.keys import OffloadKey
 from kvtier.tiers.dummy import DummyConfig, DummyTier
@@ -146,13 +146,13 @@ class Owes:
 
 
 @pytest.fixture
-def hearing() -> Hearing:
-    return Hearing([NamedTier("dummy", DummyTier(DummyConfig()))])
+def decoder() -> MessageDecoder:
+    return MessageDecoder([NamedTier("dummy", DummyTier(DummyConfig()))])
 
 
-def hear(hearing: Hearing, link: Owes, *reports: wire.Report) -> bool:
+def hear(decoder: MessageDecoder, link: Owes, *reports: wire.Report) -> bool:
     (frame,) = Frames().feed(wire.pack(reports))
-    return hearing.take(frame, link)  # type: ignore[arg-type]
+    return decoder.decode(frame, link)  # type: ignore[arg-type]
 
 
 def put_ended(id_: int = 1, kept: int = 2, **fields: Any) -> PutEnded:
@@ -178,10 +178,10 @@ def put_ended(id_: int = 1, kept: int = 2, **fields: Any) -> PutEnded:
         wire.Activity(1, 0, 0, 0, 0, None, None, False),
     ],
 )
-def test_what_makes_no_sense_does_not_reach_the_core(hearing: Hearing, report: wire.Report) -> None:
+def test_what_makes_no_sense_does_not_reach_the_core(decoder: MessageDecoder, report: wire.Report) -> None:
     with pytest.raises(WireError):
-        hear(hearing, Owes(), report)
-    assert not hearing.events
+        hear(decoder, Owes(), report)
+    assert not decoder.events
 
 
 def test_numbers_and_words_of_a_tiers_own_kinds_come_over_as_what_they_are_beneath() -> None:
@@ -197,15 +197,15 @@ def test_numbers_and_words_of_a_tiers_own_kinds_come_over_as_what_they_are_benea
     assert type(activity.used_bytes) is int
 
 
-def test_a_command_ends_once(hearing: Hearing) -> None:
+def test_a_command_ends_once(decoder: MessageDecoder) -> None:
     link = Owes()
-    hear(hearing, link, put_ended())
+    hear(decoder, link, put_ended())
     with pytest.raises(WireError, match="not under way"):
-        hear(hearing, link, put_ended())
-    assert [type(event) for event in hearing.events] == [PutEnded]
+        hear(decoder, link, put_ended())
+    assert [type(event) for event in decoder.events] == [PutEnded]
 
 
-def test_a_process_that_was_given_up_says_nothing_of_its_tiers_any_more(hearing: Hearing) -> None:
+def test_a_process_that_was_given_up_says_nothing_of_its_tiers_any_more(decoder: MessageDecoder) -> None:
     (frame,) = Frames().feed(wire.pack([TierUp(0), TierDown(0, "x"), put_ended()]))
-    hearing.take(frame, Owes(), last=True)  # type: ignore[arg-type]
-    assert [type(event) for event in hearing.events] == [PutEnded]
+    decoder.decode(frame, Owes(), last=True)  # type: ignore[arg-type]
+    assert [type(event) for event in decoder.events] == [PutEnded]

@@ -29,7 +29,7 @@ from kvtier.tiers.base import Usage
 _OURS = "kvtier"
 
 
-class Hearing:
+class MessageDecoder:
     """Takes in what processes say, one after the other.
 
     The core relies on what it is told, in the engine's thread, and a tier's bug can do anything to the
