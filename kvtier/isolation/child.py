@@ -72,7 +72,7 @@ class _Forward(logging.Handler):
             self.handleError(record)
 
 
-class Servant:
+class TierServer:
     """Carries out what the engine orders, on an event loop.
 
     Args:
@@ -120,7 +120,7 @@ class Servant:
             tasks.cancel_scope.cancel()
         self._flush()
 
-    def say_rest(self) -> None:
+    def flush_blocking(self) -> None:
         """Send what is left, once the loop has ended."""
         poll = select.poll()
         poll.register(self._sock, select.POLLOUT)
@@ -218,18 +218,18 @@ def main(arguments: list[str]) -> int:
     keep_fd_from_children(sock.fileno())
     hello = wire.unpack_hello(_first_frame(sock))
     sock.setblocking(False)
-    servant = Servant(sock, hello)
-    _log_to(servant.outbox, hello)
+    server = TierServer(sock, hello)
+    _log_to(server.outbox, hello)
     try:
         _keep_to(hello)
-        servant.memory = Region.borrowed(memory_fd, hello.slots, hello.chunk_bytes, hello.board_bytes)
-        servant.outbox.add(wire.pack([wire.Reached(wire.AT_WORK)]))
-        anyio.run(servant.serve)
+        server.memory = Region.borrowed(memory_fd, hello.slots, hello.chunk_bytes, hello.board_bytes)
+        server.outbox.add(wire.pack([wire.Reached(wire.AT_WORK)]))
+        anyio.run(server.serve)
     except Exception:
         logger.exception("the process of the tiers ends")
         return 1
     finally:
-        servant.say_rest()
+        server.flush_blocking()
     return 0
 
 
