@@ -25,7 +25,7 @@ from kvtier.tiers.base import TierConfig
 logger = logging.getLogger("kvtier.executor")
 
 _LONGEST_PAUSES = 60
-_TRIAL_S = 10.0  # a process says its first word within half a second, on a busy machine within some
+_START_WAIT_S = 10.0  # a process says its first word within half a second, on a busy machine within some
 
 if TYPE_CHECKING:
     from kvtier.device.base import KVCaches
@@ -126,7 +126,7 @@ def _make_process(
         region,
         custody=custody,
         memory_limit_bytes=limit,
-        trial_s=_TRIAL_S,
+        start_wait_s=_START_WAIT_S,
         notify=notify,
     )
 

@@ -29,7 +29,7 @@ from kvtier.isolation import settings, wire
 from kvtier.isolation.decoder import MessageDecoder
 from kvtier.isolation.heartbeat import Heartbeat, SupervisorTimes
 from kvtier.isolation.link import Link, Voice
-from kvtier.isolation.trial import Trial
+from kvtier.isolation.startup import Startup
 from kvtier.isolation.wire import CustodyText, Hello, IdentityText, WireError
 from kvtier.memory.custody import Custody
 from kvtier.memory.region import Region
@@ -70,7 +70,7 @@ class ExecutorProcess:
         custody: what audited slots must hold, in the region's board; None where nothing is audited.
         memory_limit_bytes: memory of its own that the process may have; None for any.
         times: how closely it is watched.
-        trial_s: seconds that ``start`` waits to see whether there can be such a process here; 0 to start
+        start_wait_s: seconds that ``start`` waits to see whether there can be such a process here; 0 to start
             one again and again where there can not.
         notify: called, by any thread, when there are new events.
         chance: the source of chance, for pauses that differ from engine to engine.
@@ -93,7 +93,7 @@ class ExecutorProcess:
         custody: Custody | None = None,
         memory_limit_bytes: int | None = None,
         times: SupervisorTimes | None = None,
-        trial_s: float = 0.0,
+        start_wait_s: float = 0.0,
         notify: Callable[[], object] = lambda: None,
         chance: Chance = random.random,
     ) -> None:
@@ -107,7 +107,7 @@ class ExecutorProcess:
         self._region = region
         self._memory_limit_bytes = memory_limit_bytes
         self._times = times or SupervisorTimes()
-        self._trial = Trial(trial_s)
+        self._startup = Startup(start_wait_s)
         self._notify = notify
         self._backoff = Backoff(self._times.first_pause_s, self._times.longest_pause_s, chance)
         self._epochs = (0,) * len(tiers)
@@ -134,12 +134,12 @@ class ExecutorProcess:
         """Start the process. It opens the tiers meanwhile; where it fails at that, it is tried again.
 
         Raises:
-            IsolationError: it has ended, within ``trial_s``, before it had to do with any tier: there can be
+            IsolationError: it has ended, within ``start_wait_s``, before it had to do with any tier: there can be
                 none here. Nothing of it is left.
         """
         self._thread.start()
         self._has_begun.wait()
-        if failure := self._trial.wait():
+        if failure := self._startup.wait():
             self.close(0.0)
             raise IsolationError(
                 f"the tiers cannot run in a process of their own here: {failure}; set isolation to 'thread'"
@@ -234,7 +234,7 @@ class ExecutorProcess:
                     self._live()
                 except Exception as error:  # of the owner's callbacks, or ours
                     self._has_begun.set()
-                    if self._trial.decide(repr(error)):
+                    if self._startup.decide(repr(error)):
                         self._closing = True
                     else:
                         logger.exception("an error ended a process of the tiers; it is started anew")
@@ -252,7 +252,7 @@ class ExecutorProcess:
             self._tell_end(_Ending("not_started", f"it cannot be started: {error}"))
             self._has_begun.set()
             return
-        link.waiting[wire.AT_WORK] = self._trial.decide
+        link.waiting[wire.AT_WORK] = self._startup.decide
         self._link = link
         self._has_begun.set()
         begun_s = time.monotonic()
@@ -360,7 +360,7 @@ class ExecutorProcess:
 
     def _tell_end(self, ending: _Ending, pid: int | None = None) -> None:
         """Tell of an end before anything else is: nothing more is asked of the tiers."""
-        if self._trial.decide(ending.text):  # by whoever waits for it
+        if self._startup.decide(ending.text):  # by whoever waits for it
             self._closing = True
             return
         who = "the process of the tiers" if pid is None else f"process {pid} of the tiers"

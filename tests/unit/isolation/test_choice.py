@@ -163,7 +163,7 @@ def test_a_tier_that_crashes_its_process_at_once_is_not_taken_into_the_engine(
     den: MakeDen, act: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVTIER_TEST_CRASH", act)
-    it = den(make_tier("reckless"), trial_s=PATIENCE_S, times=SWIFT)
+    it = den(make_tier("reckless"), start_wait_s=PATIENCE_S, times=SWIFT)
     it.until(lambda: len(it.endings) > 1, "two ends")
     assert set(it.endings) == {"crashed"}
     monkeypatch.delenv("KVTIER_TEST_CRASH")
@@ -182,7 +182,7 @@ def test_a_process_that_starts_slowly_is_not_waited_for_and_is_of_use_later(
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(links, "_PROGRAM", "acme_slow")
-    it: Den = den(make_tier("dummy"), trial_s=0.05)
+    it: Den = den(make_tier("dummy"), start_wait_s=0.05)
     put = it.put([1])
     assert not it.ends_of(put)
     (tmp_path / "go").touch()
@@ -193,7 +193,7 @@ def test_a_process_that_starts_slowly_is_not_waited_for_and_is_of_use_later(
 
 
 def test_an_end_after_the_first_word_is_followed_by_another_process(den: MakeDen) -> None:
-    it = den(make_tier("dummy"), trial_s=PATIENCE_S)
+    it = den(make_tier("dummy"), start_wait_s=PATIENCE_S)
     it.hold([1])
     (pid,) = processes_of_tiers()
     os.kill(pid, signal.SIGKILL)

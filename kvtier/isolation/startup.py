@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 
-class Trial:
+class Startup:
     """A question that is decided once, by whoever comes first.
 
     The supervisor decides it when the first process says that it runs, or has ended without a word; the owner
