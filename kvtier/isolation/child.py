@@ -38,7 +38,7 @@ from kvtier.core.messages import (
 from kvtier.executor import Executor, TierActivity
 from kvtier.forks import keep_fd_from_children
 from kvtier.isolation import settings, wire
-from kvtier.isolation.outbox import Outbox
+from kvtier.isolation.send_queue import SendQueue
 from kvtier.isolation.wire import Frames, Hello, Order, Report
 from kvtier.memory.custody import Custody, custody_bytes
 from kvtier.memory.region import Region
@@ -59,15 +59,15 @@ _PTHREAD_ATTR_BYTES = 256  # more than any has
 class _Forward(logging.Handler):
     """Hands lines of the log to the engine, whose handlers write them beside its own."""
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, send_queue: SendQueue) -> None:
         super().__init__()
-        self._outbox = outbox
+        self._send_queue = send_queue
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = wire.log_line(record.levelno, record.name, self.format(record))
-            if len(self._outbox) < _FULL:  # or the engine is stopped, and nobody reads them
-                self._outbox.add(wire.pack([line]))
+            if len(self._send_queue) < _FULL:  # or the engine is stopped, and nobody reads them
+                self._send_queue.add(wire.pack([line]))
         except Exception:
             self.handleError(record)
 
@@ -81,7 +81,7 @@ class TierServer:
 
     Attributes:
         memory: its slots.
-        outbox: what it is told.
+        send_queue: what it is told.
     """
 
     memory: Region
@@ -89,7 +89,7 @@ class TierServer:
     def __init__(self, sock: socket.socket, hello: Hello) -> None:
         self._sock = sock
         self._frames = Frames()
-        self.outbox = Outbox(sock, self._wait_for_room)
+        self.send_queue = SendQueue(sock, self._wait_for_room)
         self._hello = hello
         self._reports: list[Report] = []
         self._activity: Sequence[TierActivity] = ()
@@ -124,8 +124,8 @@ class TierServer:
         """Send what is left, once the loop has ended."""
         poll = select.poll()
         poll.register(self._sock, select.POLLOUT)
-        while self.outbox.is_full and poll.poll(1000 * _LAST_WORDS_S):
-            self.outbox.flush()
+        while self.send_queue.is_full and poll.poll(1000 * _LAST_WORDS_S):
+            self.send_queue.flush()
 
     # --- what the engine says --------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class TierServer:
     def _flush(self) -> None:
         if self._reports:
             reports, self._reports = self._reports, []
-            self.outbox.add(wire.pack([*self._activities(), *reports]))
+            self.send_queue.add(wire.pack([*self._activities(), *reports]))
 
     def _activities(self) -> list[wire.Activity]:
         """Return what has changed of what the tiers are doing."""
@@ -204,8 +204,8 @@ class TierServer:
 
     def _use_room(self) -> None:
         assert self._loop is not None
-        self.outbox.flush()
-        if not self.outbox.is_full:
+        self.send_queue.flush()
+        if not self.send_queue.is_full:
             self._loop.remove_writer(self._sock)
 
 
@@ -219,11 +219,11 @@ def main(arguments: list[str]) -> int:
     hello = wire.unpack_hello(_first_frame(sock))
     sock.setblocking(False)
     server = TierServer(sock, hello)
-    _log_to(server.outbox, hello)
+    _log_to(server.send_queue, hello)
     try:
         _keep_to(hello)
         server.memory = Region.borrowed(memory_fd, hello.slots, hello.chunk_bytes, hello.board_bytes)
-        server.outbox.add(wire.pack([wire.Reached(wire.AT_WORK)]))
+        server.send_queue.add(wire.pack([wire.Reached(wire.AT_WORK)]))
         anyio.run(server.serve)
     except Exception:
         logger.exception("the process of the tiers ends")
@@ -255,8 +255,8 @@ def _first_frame(sock: socket.socket) -> bytes:
     return frame
 
 
-def _log_to(outbox: Outbox, hello: Hello) -> None:
-    handler = _Forward(outbox)
+def _log_to(send_queue: SendQueue, hello: Hello) -> None:
+    handler = _Forward(send_queue)
     logging.basicConfig(level=hello.other_log_level, handlers=[handler], format="%(message)s")
     logging.getLogger("kvtier").setLevel(hello.log_level)
 

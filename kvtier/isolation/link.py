@@ -14,7 +14,7 @@ from enum import Enum
 
 from kvtier.core.messages import Fetch, Put
 from kvtier.forks import keep_fd_from_children
-from kvtier.isolation.outbox import Outbox
+from kvtier.isolation.send_queue import SendQueue
 from kvtier.isolation.wire import Frames, Hello, pack
 
 _READ_BYTES = 256 * 1024
@@ -70,8 +70,8 @@ class Link:
         self.pid = self._process.pid
         self._end = select.poll()
         self._end.register(self._pidfd, select.POLLIN)
-        self.outbox = Outbox(self._sock, on_full)
-        self.outbox.add(pack(hello))
+        self.send_queue = SendQueue(self._sock, on_full)
+        self.send_queue.add(pack(hello))
 
     # --- to wait for it --------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ class Link:
         poll.register(self._pidfd, select.POLLIN)
         poll.register(wakeup, select.POLLIN)
         if self.voice is not Voice.MUTE:
-            poll.register(self._sock, select.POLLIN | (select.POLLOUT if self.outbox.is_full else 0))
+            poll.register(self._sock, select.POLLIN | (select.POLLOUT if self.send_queue.is_full else 0))
         poll.poll(1000 * wait_s)
 
     def hear(self) -> Iterator[bytes]:

@@ -163,7 +163,7 @@ class ExecutorProcess:
             if isinstance(command, Put | Fetch):
                 link.owed[command.id] = command
         if missed or commands:
-            link.outbox.add(wire.pack((*missed, *commands)))
+            link.send_queue.add(wire.pack((*missed, *commands)))
         if link.is_over:  # it has ended meanwhile, and the supervisor may have missed these
             self._answer_for(link, "process")
 
@@ -211,7 +211,7 @@ class ExecutorProcess:
             return
         self._last_wait += 1
         link.waiting[self._last_wait] = done
-        link.outbox.add(wire.pack([order(self._last_wait)]))
+        link.send_queue.add(wire.pack([order(self._last_wait)]))
         if link.is_over:
             self._answer_for(link, "process")
 
@@ -256,7 +256,7 @@ class ExecutorProcess:
         self._link = link
         self._has_begun.set()
         begun_s = time.monotonic()
-        heartbeat = Heartbeat(self._times, lambda: link.outbox.add(wire.pack([wire.Ping()])))
+        heartbeat = Heartbeat(self._times, lambda: link.send_queue.add(wire.pack([wire.Ping()])))
         ending = _Ending("killed", "it was ended after an error of its supervisor")
         try:
             ending = self._attend(link, heartbeat)
@@ -289,14 +289,14 @@ class ExecutorProcess:
                 if self._closing and leave_by_s == inf:
                     leave_by_s = max(now_s, self._leave_by_s)
                     drain_s = min(max(0.0, self._drain_by_s - now_s), leave_by_s - now_s)
-                    link.outbox.add(wire.pack([wire.Leave(drain_s, leave_by_s - now_s - drain_s)]))
+                    link.send_queue.add(wire.pack([wire.Leave(drain_s, leave_by_s - now_s - drain_s)]))
                 if now_s >= leave_by_s:
                     return _Ending("silent", "has not ended in time")
                 if heartbeat.is_overdue():
                     return self._silence(heartbeat)
                 link.wait(min(heartbeat.wait_s, leave_by_s - now_s), self._wakeup)
                 self._rest()
-                link.outbox.flush()
+                link.send_queue.flush()
                 self._hear(link, heartbeat)
         except WireError as error:
             return _Ending("garbled", str(error))

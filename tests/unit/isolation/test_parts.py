@@ -15,7 +15,7 @@ from kvtier.errors import ConfigError
 from kvtier.executor import NamedTier
 from kvtier.isolation import settings
 from kvtier.isolation.heartbeat import Heartbeat, SupervisorTimes
-from kvtier.isolation.outbox import Outbox
+from kvtier.isolation.send_queue import SendQueue
 from kvtier.isolation.wire import Frames
 from kvtier.tiers import registry
 
@@ -109,7 +109,7 @@ def test_settings_that_change_when_they_are_read_again_are_refused(install_distr
         settings.pack(NamedTier("odd", make_tier("acme-odd", word="y")))
 
 
-# --- the outbox ----------------------------------------------------------------------------------
+# --- the send_queue ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -128,27 +128,27 @@ def frame(number: int, size: int) -> bytes:
 def test_what_does_not_fit_into_the_socket_waits_and_goes_out_in_order(pair: Any) -> None:
     ours, theirs = pair
     full: list[None] = []
-    outbox = Outbox(ours, lambda: full.append(None))
+    send_queue = SendQueue(ours, lambda: full.append(None))
     for number in range(50):
-        outbox.add(frame(number, 40_000))
-    assert outbox.is_full
+        send_queue.add(frame(number, 40_000))
+    assert send_queue.is_full
     assert full == [None]  # told once: whoever polls is not to be woken again and again meanwhile
     frames = Frames()
     found: list[int] = []
     while len(found) < 50:
         found += [int.from_bytes(body[:4], "little") for body in frames.feed(theirs.recv(1 << 16))]
-        outbox.flush()
+        send_queue.flush()
     assert found == list(range(50))
-    assert not outbox.is_full
+    assert not send_queue.is_full
 
 
 def test_frames_of_many_threads_come_whole_and_each_threads_in_order(pair: Any) -> None:
     ours, theirs = pair
-    outbox = Outbox(ours, lambda: None)
+    send_queue = SendQueue(ours, lambda: None)
 
     def add(name: int) -> None:
         for number in range(300):
-            outbox.add(frame(name * 1000 + number, 500))
+            send_queue.add(frame(name * 1000 + number, 500))
 
     threads = [threading.Thread(target=add, args=(name,)) for name in range(4)]
     for thread in threads:
@@ -157,7 +157,7 @@ def test_frames_of_many_threads_come_whole_and_each_threads_in_order(pair: Any) 
     found: list[int] = []
     while len(found) < 1200:
         found += [int.from_bytes(body[:4], "little") for body in frames.feed(theirs.recv(1 << 16))]
-        outbox.flush()
+        send_queue.flush()
     for thread in threads:
         thread.join()
     for name in range(4):
@@ -166,11 +166,11 @@ def test_frames_of_many_threads_come_whole_and_each_threads_in_order(pair: Any) 
 
 def test_to_nobody_nothing_is_sent_and_nothing_is_raised(pair: Any) -> None:
     ours, theirs = pair
-    outbox = Outbox(ours, lambda: None)
+    send_queue = SendQueue(ours, lambda: None)
     theirs.close()
-    outbox.add(b"x")
-    outbox.add(b"y")
-    assert (len(outbox), outbox.is_full) == (0, False)
+    send_queue.add(b"x")
+    send_queue.add(b"y")
+    assert (len(send_queue), send_queue.is_full) == (0, False)
 
 
 # --- the heartbeat -----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from collections.abc import Callable
 _AT_ONCE = 64
 
 
-class Outbox:
+class SendQueue:
     """Frames for a socket. Any thread may add some; they go out whole and in order.
 
     Whoever adds a frame sends what the socket takes at once. What it does not take is sent by whoever
