@@ -22,12 +22,12 @@ _READS_AT_ONCE = 16
 _PROGRAM = "kvtier.isolation.child"
 
 
-class Voice(Enum):
+class ReadState(Enum):
     """Whether a process was heard when it was last listened to."""
 
-    QUIET = "it has said nothing more so far"
-    SPEAKS = "it had more to say"
-    MUTE = "it has hung up"
+    DRAINED = "it has said nothing more so far"
+    MORE = "it had more to say"
+    CLOSED = "it has hung up"
 
 
 class Link:
@@ -47,7 +47,7 @@ class Link:
         waiting: who is to be told when it has come so far.
         epochs: for each tier the last reset that it was told of.
         is_over: whether it is gone, and what it owed is answered: nobody answers what comes now.
-        voice: whether something may be left of what it has said.
+        state: whether something may be left of what it has said.
     """
 
     def __init__(self, memory_fd: int, hello: Hello, on_full: Callable[[], object]) -> None:
@@ -55,7 +55,7 @@ class Link:
         self.waiting: dict[int, Callable[[], object]] = {}
         self.epochs = tuple(hello.epochs)
         self.is_over = False
-        self.voice = Voice.QUIET
+        self.state = ReadState.DRAINED
         self._frames = Frames()
         self._sock, theirs = socket.socketpair()
         with theirs:
@@ -80,7 +80,7 @@ class Link:
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         poll.register(wakeup, select.POLLIN)
-        if self.voice is not Voice.MUTE:
+        if self.state is not ReadState.CLOSED:
             poll.register(self._sock, select.POLLIN | (select.POLLOUT if self.send_queue.is_full else 0))
         poll.poll(1000 * wait_s)
 
@@ -100,11 +100,11 @@ class Link:
         data = b""
         try:
             data = self._sock.recv(_READ_BYTES)
-            self.voice = Voice.SPEAKS if data else Voice.MUTE
+            self.state = ReadState.MORE if data else ReadState.CLOSED
         except BlockingIOError:
-            self.voice = Voice.QUIET
+            self.state = ReadState.DRAINED
         except OSError:
-            self.voice = Voice.MUTE
+            self.state = ReadState.CLOSED
         return data
 
     def is_gone(self, wait_s: float = 0.0) -> bool:

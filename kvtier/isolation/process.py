@@ -28,7 +28,7 @@ from kvtier.identity import Identity
 from kvtier.isolation import settings, wire
 from kvtier.isolation.decoder import MessageDecoder
 from kvtier.isolation.heartbeat import Heartbeat, SupervisorTimes
-from kvtier.isolation.link import Link, Voice
+from kvtier.isolation.link import Link, ReadState
 from kvtier.isolation.startup import Startup
 from kvtier.isolation.wire import CustodyText, Hello, IdentityText, WireError
 from kvtier.memory.custody import Custody
@@ -350,10 +350,10 @@ class ExecutorProcess:
     def _hear_out(self, link: Link) -> None:
         """Take in what a process has said before its end: those slots it had let go of."""
         try:
-            while link.voice is not Voice.MUTE:
+            while link.state is not ReadState.CLOSED:
                 for frame in link.hear():
                     self._decoder.decode(frame, link, last=True)
-                if link.voice is Voice.QUIET:
+                if link.state is ReadState.DRAINED:
                     return
         except WireError as error:
             logger.warning("the last words of process %d of the tiers: %s", link.pid, error)
