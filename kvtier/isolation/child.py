@@ -223,7 +223,7 @@ def main(arguments: list[str]) -> int:
     try:
         _keep_to(hello)
         server.memory = Region.borrowed(memory_fd, hello.slots, hello.chunk_bytes, hello.board_bytes)
-        server.send_queue.add(wire.pack([wire.Reached(wire.AT_WORK)]))
+        server.send_queue.add(wire.pack([wire.Reached(wire.STARTED)]))
         anyio.run(server.serve)
     except Exception:
         logger.exception("the process of the tiers ends")

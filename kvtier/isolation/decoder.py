@@ -82,11 +82,11 @@ class MessageDecoder:
                 turns.submitted = turns.running = 0
 
     def _end(self, event: PutEnded | Fetched, link: Link) -> None:
-        owed = link.owed.get(event.id)
+        owed = link.in_flight.get(event.id)
         if owed is None:
             raise WireError(f"transfer {event.id} is not under way")
         _require_answer(event, owed, self._words[owed.tier])
-        del link.owed[event.id]
+        del link.in_flight[event.id]
         self.events.append(event)
 
     def _hear_of_tier(self, report: TierDown | TierUp | Removed | wire.Activity, *, last: bool) -> None:

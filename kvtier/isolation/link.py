@@ -43,7 +43,7 @@ class Link:
 
     Attributes:
         pid: its process id, and that of its group.
-        owed: what it was given and has not answered.
+        in_flight: what it was given and has not answered.
         waiting: who is to be told when it has come so far.
         epochs: for each tier the last reset that it was told of.
         is_over: whether it is gone, and what it owed is answered: nobody answers what comes now.
@@ -51,7 +51,7 @@ class Link:
     """
 
     def __init__(self, memory_fd: int, hello: Hello, on_full: Callable[[], object]) -> None:
-        self.owed: dict[int, Put | Fetch] = {}
+        self.in_flight: dict[int, Put | Fetch] = {}
         self.waiting: dict[int, Callable[[], object]] = {}
         self.epochs = tuple(hello.epochs)
         self.is_over = False
@@ -84,7 +84,7 @@ class Link:
             poll.register(self._sock, select.POLLIN | (select.POLLOUT if self.send_queue.is_full else 0))
         poll.poll(1000 * wait_s)
 
-    def hear(self) -> Iterator[bytes]:
+    def receive(self) -> Iterator[bytes]:
         """Yield frames that have come, some megabytes of them at most.
 
         Raises:

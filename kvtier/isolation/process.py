@@ -161,7 +161,7 @@ class ExecutorProcess:
         link.epochs = self._epochs
         for command in commands:
             if isinstance(command, Put | Fetch):
-                link.owed[command.id] = command
+                link.in_flight[command.id] = command
         if missed or commands:
             link.send_queue.add(wire.pack((*missed, *commands)))
         if link.is_over:  # it has ended meanwhile, and the supervisor may have missed these
@@ -252,7 +252,7 @@ class ExecutorProcess:
             self._tell_end(_Ending("not_started", f"it cannot be started: {error}"))
             self._has_begun.set()
             return
-        link.waiting[wire.AT_WORK] = self._startup.decide
+        link.waiting[wire.STARTED] = self._startup.decide
         self._link = link
         self._has_begun.set()
         begun_s = time.monotonic()
@@ -304,7 +304,7 @@ class ExecutorProcess:
 
     def _hear(self, link: Link, heartbeat: Heartbeat) -> None:
         count = len(self.events)
-        for frame in link.hear():
+        for frame in link.receive():
             if self._decoder.decode(frame, link):
                 heartbeat.acknowledge()
         if len(self.events) != count:
@@ -351,7 +351,7 @@ class ExecutorProcess:
         """Take in what a process has said before its end: those slots it had let go of."""
         try:
             while link.state is not ReadState.CLOSED:
-                for frame in link.hear():
+                for frame in link.receive():
                     self._decoder.decode(frame, link, last=True)
                 if link.state is ReadState.DRAINED:
                     return
@@ -372,8 +372,8 @@ class ExecutorProcess:
 
     def _answer_for(self, link: Link, reason: str) -> None:
         """Answer for what a process owes that is gone. Supervisor and owner may both: each takes some."""
-        for transfer in list(link.owed):
-            command = link.owed.pop(transfer, None)
+        for transfer in list(link.in_flight):
+            command = link.in_flight.pop(transfer, None)
             if command is not None:
                 self.events.extend(failure_of(command, reason))
         for wait in list(link.waiting):

@@ -21,7 +21,7 @@ from kvtier.tiers.activity import TierActivity
 
 MAX_FRAME_BYTES = 256 * 2**20
 LENGTH_BYTES = 4
-AT_WORK = 0
+STARTED = 0
 """The id of the ``Reached`` that a process says unasked: it runs, and has touched no tier so far."""
 
 
@@ -115,7 +115,7 @@ class Pong(Struct, array_like=True, frozen=True, tag=6):
 
 
 class Reached(Struct, array_like=True, frozen=True, tag=7):
-    """The answer to ``WhenSettled`` and ``WhenDrained``; and ``AT_WORK``."""
+    """The answer to ``WhenSettled`` and ``WhenDrained``; and ``STARTED``."""
 
     id: Number
 

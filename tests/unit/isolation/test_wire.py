@@ -141,7 +141,10 @@ class Owes:
     """What a link owes, without a process."""
 
     def __init__(self) -> None:
-        self.owed: dict[int, Put | Fetch] = {1: Put(1, 0, NAMES, [0, 1]), 2: Fetch(2, 0, NAMES, [0], False)}
+        self.in_flight: dict[int, Put | Fetch] = {
+            1: Put(1, 0, NAMES, [0, 1]),
+            2: Fetch(2, 0, NAMES, [0], False),
+        }
         self.waiting: dict[int, Any] = {}
 
 
