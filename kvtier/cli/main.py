@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from kvtier import schema
-from kvtier.cli import doctor, ending, extensions, new_tier, roots, tiers
+from kvtier.cli import doctor, extensions, new_tier, roots, signals, tiers
 from kvtier.cli.report import JsonFlag
 from kvtier.errors import KVTierError
 
@@ -32,7 +32,7 @@ app = typer.Typer(
 def main() -> None:
     """Run the command line; an error that a user can act on ends it in one line, with exit status 2."""
     try:
-        with ending.in_order():
+        with signals.exit_on_signals():
             app()
     except (KVTierError, OSError) as error:
         Console(stderr=True).print(

@@ -122,9 +122,9 @@ main.main()
 def test_what_a_command_is_told_to_ignore_stays_ignored() -> None:
     code = """
 import os, signal
-from kvtier.cli import ending
+from kvtier.cli import signals
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
-with ending.in_order():
+with signals.exit_on_signals():
     os.kill(os.getpid(), signal.SIGHUP)
 assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

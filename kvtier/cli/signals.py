@@ -13,7 +13,7 @@ _REQUESTS: Final = (signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def in_order() -> Iterator[None]:
+def exit_on_signals() -> Iterator[None]:
     """Have a request to end, or a terminal that hangs up, remove what the command has made only for a while.
 
     Without it they end the process at once, and a bench leaves its gigabytes. What is ignored stays so.
