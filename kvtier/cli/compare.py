@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.cli.report import say, table
+from kvtier.cli.report import print_line, table
 from kvtier.errors import TierError
 from kvtier.identity import ABSENT, Difference, differences
 from kvtier.tiers.fs.root import Namespace, Root
@@ -77,7 +77,7 @@ def _fields(path: Path, known: dict[str, Namespace], name: str) -> dict[str, obj
 def show(comparison: Comparison) -> None:
     """Print a comparison for people: a setting in a row."""
     if not comparison.differing:
-        say("they are the same")
+        print_line("they are the same")
         return
     rows = [
         (found.setting, *(str(value) if there else "not set" for value, there in _values(found)))

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from kvtier.cli.report import Bytes, progress, say
+from kvtier.cli.report import Bytes, print_line, progress
 from kvtier.errors import TierError
 from kvtier.tiers.fs.files import make_files
 from kvtier.tiers.fs.files.base import Failures
@@ -108,20 +108,22 @@ def show(collected: Collected) -> None:
     """Say what was removed."""
     verb = "would be removed" if collected.dry_run else "removed"
     one = collected
-    say(f"{Bytes(one.leftover_bytes)} of leftovers {verb}")
+    print_line(f"{Bytes(one.leftover_bytes)} of leftovers {verb}")
     for word, files, size in (
         ("not used for so long", one.expired_files, one.expired_bytes),
         ("to make room", one.evicted_files, one.evicted_bytes),
     ):
         if files:
-            say(f"{files:,} files of chunks, {Bytes(size)}, {verb}: {word}")
-    say(f"{one.root}: {Bytes(one.bytes_before)} before, {Bytes(one.bytes_after)} after")
+            print_line(f"{files:,} files of chunks, {Bytes(size)}, {verb}: {word}")
+    print_line(f"{one.root}: {Bytes(one.bytes_before)} before, {Bytes(one.bytes_after)} after")
     for word, count in one.failed.items():
         reason = os.strerror(getattr(errno, word.upper(), 0))
-        say(f"{count:,} files or directories could not be removed or read: {reason}: run this as their owner")
+        print_line(
+            f"{count:,} files or directories could not be removed or read: {reason}: run this as their owner"
+        )
     if not one.fits:
         others = "" if one.failed else ": what is left are no chunks of kvtier's"
-        say(f"that is more than {Bytes(one.max_bytes or 0)}{others}")
+        print_line(f"that is more than {Bytes(one.max_bytes or 0)}{others}")
 
 
 def remove_leftovers(root: Root, namespace: Namespace) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kvtier.cli.report import Bytes, ago, is_wide, progress, say, table, yes
+from kvtier.cli.report import Bytes, ago, is_wide, print_line, progress, table, yes_no
 from kvtier.tiers.fs.quota import ledger
 from kvtier.tiers.fs.root import ChunkFile, Namespace, Root, Stray, Tick
 
@@ -171,9 +171,9 @@ def show(listing: Listing) -> None:
     table(listing.root, list(columns), rows)
     for one in listing.namespaces:
         if one.problem:
-            say(f"{one.namespace}: {one.problem}")
+            print_line(f"{one.namespace}: {one.problem}")
     if listing.others:
-        say(f"not kvtier's: {', '.join(listing.others)}")
+        print_line(f"not kvtier's: {', '.join(listing.others)}")
 
 
 _COLUMNS: Final[Mapping[str, Callable[[Listed], object]]] = {
@@ -184,7 +184,7 @@ _COLUMNS: Final[Mapping[str, Callable[[Listed], object]]] = {
     "chunks": lambda one: one.chunks,
     "old": lambda one: one.old_chunks,
     "bytes": lambda one: Bytes(one.bytes),
-    "in use": lambda one: yes(one.in_use),
+    "in use": lambda one: yes_no(one.in_use),
     "used": lambda one: ago(one.last_use),
 }
 _NARROW: Final = ("namespace", "epoch", "chunks", "bytes", "in use", "used")
@@ -218,7 +218,9 @@ def show_usage(usage: Usage) -> None:
     rows.append(("", "in all", sum(part.files for part in usage.parts), Bytes(usage.bytes)))
     table(usage.root, ("namespace", "part", "files", "bytes"), rows)
     if usage.unreadable:
-        say(f"the sums are too small: {usage.unreadable:,} directories cannot be read; ask their owner")
+        print_line(
+            f"the sums are too small: {usage.unreadable:,} directories cannot be read; ask their owner"
+        )
 
 
 def _parts(walk: _Walk, one: Namespace) -> Iterator[Part]:

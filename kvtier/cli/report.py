@@ -122,7 +122,7 @@ def is_wide() -> bool:
     return Console().width >= _WIDE
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line on standard output."""
     Console().print(Text(printable(text)), soft_wrap=True)
 
@@ -156,7 +156,7 @@ def ago(when: float | None, now: float | None = None) -> str:
     return f"{seconds:.0f} s ago"
 
 
-def yes(value: bool | None) -> str:
+def yes_no(value: bool | None) -> str:
     """Return yes, no, or unknown."""
     return "unknown" if value is None else "yes" if value else "no"
 
@@ -165,7 +165,7 @@ def _cell(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, bool):
-        return yes(value)
+        return yes_no(value)
     if type(value) is int:
         return f"{value:,}"
     if isinstance(value, list | tuple):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvtier import native
 from kvtier.cli.ls import Listed, listing, usage
-from kvtier.cli.report import Bytes, ago, say, table, yes
+from kvtier.cli.report import Bytes, ago, print_line, table, yes_no
 from kvtier.errors import TierError
 from kvtier.tiers import seal
 from kvtier.tiers.fs.files.base import key_of
@@ -128,11 +128,11 @@ def show_root(state: RootState) -> None:
         ),
         ("namespaces", f"{state.namespaces}, {state.in_use} in use"),
         ("chunks", f"{state.chunks:,}, and {state.old_chunks:,} of other epochs"),
-        ("native helper", yes(state.native)),
+        ("native helper", yes_no(state.native)),
     ]
     table(state.root, ("what", "value"), rows)
     for line in state.problems:
-        say(line)
+        print_line(line)
 
 
 def of_chunk(path: Path) -> ChunkState:

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import Final
 
 from kvtier.cli.gc import correct_ledger, mark_ledger, remove_leftovers
-from kvtier.cli.report import progress, say, table
+from kvtier.cli.report import print_line, progress, table
 from kvtier.tiers.fs import layout
 from kvtier.tiers.fs.files.call import FileCall, Flag, Place, Result
 from kvtier.tiers.fs.layout import BLOCK_BYTES
@@ -151,7 +151,7 @@ def show(verification: Verification) -> None:
     table(verification.root, ("namespace", *(column.replace("_", " ") for column in columns)), rows)
     for one in verification.namespaces:
         for line in _remarks(one):
-            say(f"{one.namespace}: {line}")
+            print_line(f"{one.namespace}: {line}")
 
 
 def _remarks(one: Verified) -> Iterator[str]:
