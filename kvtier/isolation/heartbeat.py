@@ -1,4 +1,4 @@
-"""Whether a process is alive, and not merely there."""
+"""Liveness of the tier process: whether its event loop answers in time."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SupervisorTimes:
-    """How closely the process of the tiers is watched, in seconds.
+    """How closely the tier process is supervised, in seconds.
 
     Attributes:
-        heartbeat_s: from one question whether its loop runs to the next.
-        silent_timeout_s: without an answer until it is killed.
-        start_timeout_s: the same for the first answer, which comes when it has started.
-        first_pause_s, longest_pause_s: from its end to the start of the next one; they grow while
-            processes end soon.
+        heartbeat_s: from one ping to the next.
+        silent_timeout_s: without an answer until the process is killed.
+        start_timeout_s: the same for the first answer, which comes when the process has started.
+        first_pause_s, longest_pause_s: from its end to the next start; pauses grow while processes end soon.
     """
 
     heartbeat_s: float = 1.0
@@ -27,48 +26,48 @@ class SupervisorTimes:
 
 
 class Heartbeat:
-    """Asks a process now and then whether its loop runs, and notes for how long it has not answered.
+    """Pings a process, and measures for how long it has not answered.
 
-    Time in which the engine itself was stopped does not count against it: no more than two beats do at
-    once, and what it has said meanwhile is heard first.
+    Time in which the engine itself was stopped does not count: at most two intervals do at once, and what the
+    process sent meanwhile is read first.
 
     Args:
-        times: how often, and how long is too long.
-        ask: asks it.
+        times: the interval and the timeouts.
+        ping: sends a ping.
 
     Attributes:
-        has_started: whether it has ever answered.
+        has_started: whether the process has ever answered.
     """
 
-    def __init__(self, times: SupervisorTimes, ask: Callable[[], object]) -> None:
+    def __init__(self, times: SupervisorTimes, ping: Callable[[], object]) -> None:
         self.has_started = False
         self._times = times
-        self._ask = ask
+        self._ping = ping
         self._limit_s = times.start_timeout_s
-        self._is_asked = False
+        self._is_pending = False
         self._silence_s = 0.0
         self._last_s = time.monotonic() - times.heartbeat_s
 
     @property
     def wait_s(self) -> float:
-        """Seconds until the next beat."""
+        """Seconds until the next ping."""
         return max(0.0, self._last_s + self._times.heartbeat_s - time.monotonic())
 
     def is_overdue(self) -> bool:
-        """Ask, where it is time to; say whether it has been silent for too long."""
+        """Ping if it is time to; return whether the process has been silent for too long."""
         if self.wait_s > 0:
             return False
         now_s = time.monotonic()
-        if self._is_asked:
+        if self._is_pending:
             self._silence_s += min(now_s - self._last_s, 2 * self._times.heartbeat_s)
         else:
-            self._is_asked = True
-            self._ask()
+            self._is_pending = True
+            self._ping()
         self._last_s = now_s
         return self._silence_s >= self._limit_s
 
     def acknowledge(self) -> None:
-        """Note that it has answered."""
+        """Note an answer."""
         self.has_started = True
-        self._is_asked = False
+        self._is_pending = False
         self._silence_s, self._limit_s = 0.0, self._times.silent_timeout_s

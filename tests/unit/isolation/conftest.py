@@ -1,4 +1,4 @@
-"""Tiers that do to their process whatever a tier can do, and an executor process with its world around it."""
+"""A tier that harms its process, and an executor process as its owner sees it."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def content(number: int) -> bytes:
     return random.Random(number).randbytes(CHUNK_BYTES)
 
 
-class Den:
+class Harness:
     """An executor process, seen from its owner. Chunk ``n`` has the bytes ``content(n)``."""
 
     def __init__(self, *tiers: SecondaryTier[Any], times: SupervisorTimes = SWIFT, **settings: Any) -> None:
@@ -250,16 +250,16 @@ class Den:
         self.region.close()
 
 
-MakeDen = Callable[..., Den]
+Launch = Callable[..., Harness]
 
 
 @pytest.fixture
-def den() -> Iterator[MakeDen]:
+def launch() -> Iterator[Launch]:
     """Make started processes; they are ended with the test."""
-    made: list[Den] = []
+    made: list[Harness] = []
 
-    def make(*tiers: SecondaryTier[Any], **settings: Any) -> Den:
-        made.append(Den(*tiers, **settings))
+    def make(*tiers: SecondaryTier[Any], **settings: Any) -> Harness:
+        made.append(Harness(*tiers, **settings))
         made[-1].process.start()
         return made[-1]
 
