@@ -18,22 +18,20 @@ def pack(named: NamedTier) -> TierSettings:
     Raises:
         ConfigError: the tier process would not make the same tier of them.
     """
-    config = named.tier.config
-    problem = ""
     try:
-        packed = TierSettings(named.name, {**wire.plain(config), "type": config.type})
-        again = unpack(packed).tier
-        if type(again) is not type(named.tier):
-            problem = f"type {config.type!r} does not name its class"
-        elif again.config != config:
-            problem = "its settings differ when they are read again"
+        packed = TierSettings(named.name, {**wire.plain(named.tier.config), "type": named.tier.config.type})
+        if not (problem := _mismatch(named, unpack(packed))):
+            return packed
     except (KVTierError, NotImplementedError, OverflowError, TypeError) as error:
         problem = str(error)
-    if problem:
-        raise ConfigError(
-            f"tier {named.name} cannot run in a tier process: {problem}; set isolation to 'thread'"
-        )
-    return packed
+    raise ConfigError(f"tier {named.name} cannot run in a tier process: {problem}; set isolation to 'thread'")
+
+
+def _mismatch(named: NamedTier, again: NamedTier) -> str:
+    config = named.tier.config
+    if type(again.tier) is not type(named.tier):
+        return f"type {config.type!r} does not name its class"
+    return "" if again.tier.config == config else "its settings differ when they are read again"
 
 
 def unpack(packed: TierSettings) -> NamedTier:

@@ -21,7 +21,7 @@ class LogLimit:
         self._every_s = every_s
         self._last: dict[str, tuple[float, int]] = {}
 
-    def lets(self, subject: str, now_s: float) -> str | None:
+    def allow(self, subject: str, now_s: float) -> str | None:
         """Return what to add to a line about ``subject``, or None where it is not to be written.
 
         Args:
