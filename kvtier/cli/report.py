@@ -132,13 +132,14 @@ def _formatted(name: str, value: object) -> object:
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table; numbers stand on the right. The first column is never broken."""
     cells = [list(row) for row in rows]
-    shown = Table(title=title, title_justify="left")
+    shown = Table()
     for number, column in enumerate(columns):
         numeric = bool(cells) and all(isinstance(row[number], int | Bytes | None) for row in cells)
         side: JustifyMethod = "right" if numeric else "left"
-        shown.add_column(column, justify=side, overflow="fold", no_wrap=not number)
+        shown.add_column(Text(printable(column)), justify=side, overflow="fold", no_wrap=not number)
     for row in cells:
         shown.add_row(*(Text(_cell(value)) for value in row))  # as text: names of files are no markup
+    print_line(title)
     console().print(shown)
 
 

@@ -20,7 +20,7 @@ class RemoteExecutor:
     """An ``ExecutorProcess`` with the face of an ``Executor``. Used as an async context manager.
 
     Args:
-        make: makes the process, given the function that it is to call when there are new events.
+        make: makes the process; it takes ``notify``.
         post: called on the loop with each event.
 
     Attributes:
@@ -28,8 +28,8 @@ class RemoteExecutor:
         end_by_s: the deadline of the process's end, on ``time.monotonic``; set before the executor is left.
     """
 
-    def __init__(self, make: Callable[[Callable[[], object]], ExecutorProcess], post: Post) -> None:
-        self._process = make(self._wake)
+    def __init__(self, make: Callable[..., ExecutorProcess], post: Post) -> None:
+        self._process = make(notify=self._wake)
         self.end_by_s: float | None = None
         self._post = post
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -1,4 +1,4 @@
-"""What a shutdown drops: chunks that were to be put into tiers and are in none of them afterwards."""
+"""The puts that a shutdown drops."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Evidence of bytes that are not what was stored: kept in files, for whoever looks for the cause.
+"""Dumps of damaged chunks, in files for whoever looks for the cause.
 
-There are few of them, in a directory of the user's own: the first ones say as much as the next thousand.
+Their number is bounded: the first ones say as much as the next thousand. Their directory is private.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _thread: threading.Thread | None = None
 
 
 def keep(what: str, facts: Mapping[str, object], **contents: bytes | memoryview) -> None:
-    """Keep facts and bytes in files, all or none of them, and log where, or why not.
+    """Write facts and bytes to files, all or none of them, and log where, or why not.
 
     Args:
-        what: it in one sentence.
-        facts: what is known beside the bytes.
-        contents: of equal length, what is to be compared.
+        what: what was found, in one sentence.
+        facts: what else is known.
+        contents: the bytes to compare, of equal length.
     """
     try:
         folder = _directory()
@@ -64,10 +64,9 @@ def keep(what: str, facts: Mapping[str, object], **contents: bytes | memoryview)
 
 
 def keep_soon(what: str, facts: Mapping[str, object]) -> None:
-    """Have ``keep`` called in a thread of this module's own, for callers that may not wait.
+    """Call ``keep`` in this module's own thread, for callers that must not wait.
 
-    There is one such thread, and what comes faster than it can be written is left out: the folder holds
-    no more of it anyway.
+    What comes faster than it can be written is dropped: the folder holds no more anyway.
     """
     global _thread
     if _queue.qsize() >= MOST_FILES:
@@ -93,7 +92,7 @@ def _directory() -> Path:
 
 
 def _own(folder: Path) -> Path:
-    """Make a directory that nobody else may look into. Raise OSError where it is somebody else's."""
+    """Create a directory that only this user can read. Raise OSError where it is somebody else's."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or not os.access(folder, os.W_OK):

@@ -1,4 +1,4 @@
-"""Lines of the log that may come often: one now and then says as much."""
+"""Rate limits for log lines that may come often."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _CHANGES_EVERY_S = 30.0
 
 
 class LogLimit:
-    """Lets one line about a subject through in so many seconds.
+    """Allows one line about a subject per interval.
 
     Args:
-        every_s: how many.
+        every_s: the interval, in seconds.
     """
 
     def __init__(self, every_s: float) -> None:
@@ -22,7 +22,7 @@ class LogLimit:
         self._last: dict[str, tuple[float, int]] = {}
 
     def allow(self, subject: str, now_s: float) -> str | None:
-        """Return what to add to a line about ``subject``, or None where it is not to be written.
+        """Return what to append to a line about ``subject``; None where the line must not be written.
 
         Args:
             subject: one of few.
@@ -37,7 +37,7 @@ class LogLimit:
 
 
 class NoticeLog:
-    """Writes what has changed in the core, a line for each change, and not too many of them.
+    """Logs the core's notices, at most one of a kind per interval.
 
     Args:
         logger: where they are written.
@@ -45,12 +45,12 @@ class NoticeLog:
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
-        self._log_limit = LogLimit(_CHANGES_EVERY_S)
+        self._limit = LogLimit(_CHANGES_EVERY_S)
 
     def tell(self, notices: Iterable[Notice], now_s: float) -> None:
-        """Write the lines."""
+        """Log notices."""
         for notice in notices:
-            added = self._log_limit.allow(f"{notice.subject}: {notice.text}", now_s)
+            added = self._limit.allow(f"{notice.subject}: {notice.text}", now_s)
             if added is not None:
                 level = logging.INFO if notice.is_good else logging.WARNING
                 self._logger.log(level, "%s: %s%s", notice.subject, notice.text, added)

@@ -186,7 +186,6 @@ def test_all_that_is_wrong_is_told_at_once_of_the_tiers_and_beside_them(install_
         ["/a/b/c", "/a"],
         ["/a/../b", "/b"],
         ["/", "/a"],
-        ["/a/bc", "/a/b", "/a/bc/d"],
     ],
 )
 def test_two_tiers_on_one_root_or_one_inside_the_other_are_refused(roots):
@@ -195,6 +194,10 @@ def test_two_tiers_on_one_root_or_one_inside_the_other_are_refused(roots):
     assert "secondary_tiers: fs (/" in message
     assert "one inside the other" in message
     assert "fs-2 (/" in message
+
+
+def test_roots_beside_each_other_are_no_nested_ones():
+    assert config(secondary_tiers=[{"type": "fs", "root_dir": root} for root in ("/a/b", "/a/bc", "/a/c")])
 
 
 @pytest.mark.parametrize(

@@ -673,6 +673,15 @@ def test_files_without_a_cache_are_no_clean_root_and_a_new_disk_is_one(
     assert "no cache of kvtier's" in said.err.replace("\n", " ")
 
 
+@pytest.mark.parametrize("name", ["[/red]", "[bold]x", "\x1b[31mred"])
+def test_a_root_of_any_name_is_printed_as_it_is(kvtier, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    for command in ("ls", "stat", "du", "verify", "gc"):
+        said = kvtier(command, tmp_path / name)
+        assert (said.status, said.err) == (0, "")
+        assert name.replace("\x1b", "\\x1b") in said.out
+
+
 def test_names_of_others_do_not_command_the_terminal(kvtier, cache) -> None:
     cache.put([0])
     (cache.root / "\x1b[31mred").mkdir()
