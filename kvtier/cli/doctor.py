@@ -265,7 +265,7 @@ class _Collector(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         if record.levelno < logging.ERROR:
-            typer.echo(f"kvtier: {text}", err=True)
+            typer.echo(f"kvtier: {report.printable(text)}", err=True)
             return
         cause = record.exc_info[1] if record.exc_info else None
         text = text if cause is None else f"{text}: {type(cause).__name__}: {cause}"

@@ -176,7 +176,7 @@ def mark_ledger(root: Root) -> Mark:
 
 
 def correct_ledger(root: Root, removed_bytes: int, since: Mark) -> None:
-    """Tell the engines that share the root what was removed since, where they keep a ledger."""
+    """Subtract what was removed since from the ledger of the engines that share the root, if there is one."""
     if not removed_bytes:
         return
     with suppress(OSError):  # they learn it when they count the root again
