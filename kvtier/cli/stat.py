@@ -12,7 +12,7 @@ import typer
 
 from kvtier import native
 from kvtier.cli.du import usage
-from kvtier.cli.ls import Listed, listing
+from kvtier.cli.ls import listing
 from kvtier.cli.report import JsonFlag, finish, print_line, show_record
 from kvtier.cli.roots import require_root
 from kvtier.errors import TierError
@@ -114,6 +114,9 @@ def of_root(path: Path) -> RootState:
     held, taken = listing(path), usage(path)
     with Root(path) as root:
         accounts = ledger.read(root.fd)
+    problems = [f"{one.namespace}: {one.problem}" for one in held.namespaces if one.problem]
+    if taken.unreadable:
+        problems.append(f"{taken.unreadable} directories cannot be read")
     return RootState(
         root=str(path),
         total_bytes=taken.total_bytes,
@@ -126,7 +129,7 @@ def of_root(path: Path) -> RootState:
         in_use=sum(one.in_use is True for one in held.namespaces),
         chunks=sum(one.chunks for one in held.namespaces),
         old_chunks=sum(one.old_chunks for one in held.namespaces),
-        problems=[*_problems(held.namespaces), *_unreadable(taken.unreadable)],
+        problems=problems,
         native=native.available,
     )
 
@@ -135,14 +138,6 @@ def _show_root(state: RootState) -> None:
     show_record(state.root, state)
     for problem in state.problems:
         print_line(problem)
-
-
-def _problems(namespaces: list[Listed]) -> list[str]:
-    return [f"{one.namespace}: {one.problem}" for one in namespaces if one.problem]
-
-
-def _unreadable(count: int) -> list[str]:
-    return [f"{count} directories cannot be read"] if count else []
 
 
 def of_chunk(path: Path) -> ChunkState:
