@@ -68,6 +68,11 @@ def test_tier_that_is_no_mapping(tier):
     assert refusal(secondary_tiers=[tier]).startswith("secondary_tiers[0] must be a mapping")
 
 
+@pytest.mark.parametrize("tiers", ["dummy", {"type": "dummy"}, 3])
+def test_tiers_that_are_no_list(tiers):
+    assert refusal(secondary_tiers=tiers).startswith("secondary_tiers: a list of tiers is needed")
+
+
 def test_unknown_setting_names_the_nearest():
     assert refusal(evicton_policy="lru") == "evicton_policy is not a setting; did you mean eviction_policy?"
 
@@ -101,7 +106,6 @@ def test_unknown_policy_lists_those_installed():
         ("cpu_bytes_to_use", "much"),
         ("block_size", True),
         ("audit_rate", False),
-        ("secondary_tiers", "dummy"),
         ("isolation", "none"),
         ("isolation_memory_limit", 1024),
         ("namespace", "\ud800"),
