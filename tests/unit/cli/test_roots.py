@@ -675,7 +675,7 @@ def test_files_without_a_cache_are_no_clean_root_and_a_new_disk_is_one(
 
 @pytest.mark.parametrize("name", ["[/red]", "[bold]x", "\x1b[31mred"])
 def test_a_root_of_any_name_is_printed_as_it_is(kvtier, tmp_path: Path, name: str) -> None:
-    (tmp_path / name).mkdir()
+    (tmp_path / name).mkdir(parents=True)
     for command in ("ls", "stat", "du", "verify", "gc"):
         said = kvtier(command, tmp_path / name)
         assert (said.status, said.err) == (0, "")
