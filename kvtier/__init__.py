@@ -8,35 +8,72 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from kvtier.build import open_manager as open_manager
-    from kvtier.config import TieringConfig as TieringConfig
-    from kvtier.device.base import KVCaches as KVCaches
-    from kvtier.device.base import PageRef as PageRef
-    from kvtier.errors import KVTierError as KVTierError
-    from kvtier.identity import Identity as Identity
-    from kvtier.keys import OffloadKey as OffloadKey
-    from kvtier.keys import pack_key as pack_key
-    from kvtier.manager import TieringManager as TieringManager
+from kvtier.errors import (
+    AuditError,
+    ConfigError,
+    DamagedSlotError,
+    DeviceLostError,
+    DeviceStuckError,
+    IdentityError,
+    IsolationError,
+    KVTierError,
+    RegionError,
+    StateError,
+    TierError,
+    TransferError,
+)
+from kvtier.identity import Identity
+from kvtier.keys import OffloadKey, pack_key
 
-_HOMES = {
-    "Identity": "kvtier.identity",
+if TYPE_CHECKING:
+    from kvtier.build import open_manager
+    from kvtier.config import TieringConfig
+    from kvtier.device.base import KVCaches, PageMapping, PageRef
+    from kvtier.manager import Acquired, Statistics, TieringManager, TierStatistics
+
+__all__ = [
+    "Acquired",
+    "AuditError",
+    "ConfigError",
+    "DamagedSlotError",
+    "DeviceLostError",
+    "DeviceStuckError",
+    "Identity",
+    "IdentityError",
+    "IsolationError",
+    "KVCaches",
+    "KVTierError",
+    "OffloadKey",
+    "PageMapping",
+    "PageRef",
+    "RegionError",
+    "StateError",
+    "Statistics",
+    "TierError",
+    "TierStatistics",
+    "TieringConfig",
+    "TieringManager",
+    "TransferError",
+    "open_manager",
+    "pack_key",
+]
+
+_LAZY = {
+    "Acquired": "kvtier.manager",
     "KVCaches": "kvtier.device.base",
-    "KVTierError": "kvtier.errors",
-    "OffloadKey": "kvtier.keys",
+    "PageMapping": "kvtier.device.base",
     "PageRef": "kvtier.device.base",
+    "Statistics": "kvtier.manager",
+    "TierStatistics": "kvtier.manager",
     "TieringConfig": "kvtier.config",
     "TieringManager": "kvtier.manager",
     "open_manager": "kvtier.build",
-    "pack_key": "kvtier.keys",
 }
-
-__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> object:
     """Import a public name when it is first used: some need torch, which others do without."""
-    home = _HOMES.get(name)
+    home = _LAZY.get(name)
     if home is None:
         raise AttributeError(f"module 'kvtier' has no attribute {name!r}")
     from importlib import import_module

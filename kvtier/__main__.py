@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-_INTERRUPTED = 130  # as a shell says it
+_FAILED = 2
+_INTERRUPTED = 130  # as a shell does
 
 
 def main() -> None:
@@ -21,12 +22,17 @@ def main() -> None:
 
 
 def _flush() -> None:
-    """Write out what is buffered. Who reads it may have gone: the interpreter would complain at its end."""
+    """Write out what is buffered. Its reader may be gone, or its disk full; that is no traceback."""
+    is_lost = False
     for stream in (sys.stdout, sys.stderr):
         try:
-            stream.flush()
-        except BrokenPipeError:
+            if stream is not None:  # closed before the start
+                stream.flush()
+        except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            is_lost = is_lost or not isinstance(error, BrokenPipeError)
+    if is_lost:
+        sys.exit(_FAILED)
 
 
 if __name__ == "__main__":

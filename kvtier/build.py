@@ -1,4 +1,4 @@
-"""Wires things together: the one place that knows all the parts."""
+"""Builds the parts from a configuration: the one place that knows all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtier.core.breaker import BreakerRules
 from kvtier.core.policies.base import EvictionPolicy
 from kvtier.core.tiering import Tiering
 from kvtier.errors import ConfigError, IsolationError
-from kvtier.executor import AnyExecutor, Executor, ExecutorThread, NamedTier, Post
+from kvtier.executor import AnyExecutor, Executor, ExecutorThread, NamedTier
 from kvtier.isolation.process import ExecutorProcess
 from kvtier.isolation.remote import RemoteExecutor
 from kvtier.tiers import registry
@@ -25,7 +25,7 @@ from kvtier.tiers.base import TierConfig
 logger = logging.getLogger("kvtier.executor")
 
 _LONGEST_PAUSES = 60
-_TRIAL_S = 10.0  # a process says its first word within half a second, on a busy machine within some
+_START_WAIT_S = 10.0  # a process starts within half a second, on a busy machine within some
 
 if TYPE_CHECKING:
     from kvtier.device.base import KVCaches
@@ -85,61 +85,51 @@ def start_executor(
     region: Region,
     slot_checksums: SlotChecksums | None = None,
 ) -> AnyExecutor:
-    """Start what runs the tiers beside the engine's thread: where ``isolation`` says.
+    """Start what runs the tiers beside the engine's thread, as ``isolation`` says.
 
-    With ``auto`` that is a process. Where there can be none the log says why, and it is a thread. A tier that
-    ends its process is no such case: in a thread it would end the engine.
+    With ``auto`` that is a tier process, or a thread, with a warning, where none can be started. A tier that
+    crashes its process does not move to a thread: there it would end the engine.
 
     Raises:
-        ConfigError: a tier's settings can not be handed to the process that was asked for.
-        IsolationError: that process can not be started.
-        StateError: the region can not be shared with it.
+        ConfigError: a tier's settings cannot be sent to the tier process, and isolation is ``process``.
+        IsolationError: no tier process can be started, and isolation is ``process``.
+        StateError: the region cannot be shared with it.
     """
     thread = ExecutorThread(partial(Executor, tiers, identity, region, slot_checksums=slot_checksums))
     if config.isolation == "thread" or (config.isolation == "auto" and not tiers):
         thread.start()
         return thread
+    make_process = _process_maker(config, tiers, identity, region, slot_checksums)
     try:
-        process = _make_process(config, tiers, identity, region, slot_checksums)
+        process = make_process()
         process.start()
     except (ConfigError, IsolationError) as error:
         if config.isolation == "process":
             raise
-        logger.warning("%s. They run in a thread of the engine now: one that crashes would end it", error)
+        logger.warning("%s. The tiers run in a thread of the engine: one that crashes ends the engine", error)
         thread.start()
         return thread
     return process
 
 
-def _make_process(
+def _process_maker(
     config: TieringConfig,
     tiers: Sequence[NamedTier],
     identity: Identity,
     region: Region,
     slot_checksums: SlotChecksums | None,
-    notify: Callable[[], object] = lambda: None,
-) -> ExecutorProcess:
+) -> Callable[..., ExecutorProcess]:
+    """Return what makes the tier process; it may be given ``notify``."""
     limit = config.isolation_memory_limit
-    return ExecutorProcess(
+    return partial(
+        ExecutorProcess,
         tiers,
         identity,
         region,
         slot_checksums=slot_checksums,
         memory_limit_bytes=limit,
-        trial_s=_TRIAL_S,
-        notify=notify,
+        start_wait_s=_START_WAIT_S,
     )
-
-
-def _make_remote(
-    config: TieringConfig,
-    tiers: Sequence[NamedTier],
-    identity: Identity,
-    region: Region,
-    slot_checksums: SlotChecksums | None,
-    post: Post,
-) -> RemoteExecutor:
-    return RemoteExecutor(partial(_make_process, config, tiers, identity, region, slot_checksums), post)
 
 
 def slots_for(config: TieringConfig, chunk_bytes: int) -> int:
@@ -198,7 +188,7 @@ def open_manager(
     if slot_checksums is not None:
         engine.begin_audits(slot_checksums)
     tiers = make_tiers(config)
-    remote = partial(_make_remote, config, tiers, identity, region, slot_checksums)
+    make_process = _process_maker(config, tiers, identity, region, slot_checksums)
     return TieringManager(
         core=make_core(config, windowed_groups=frozenset(windowed_groups)),
         tiers=tiers,
@@ -209,7 +199,7 @@ def open_manager(
         groups=len(kv_caches.groups),
         drain_s=config.drain_on_shutdown_s,
         slot_checksums=slot_checksums,
-        make_executor=remote if config.isolation == "process" else None,
+        make_executor=partial(RemoteExecutor, make_process) if config.isolation == "process" else None,
     )
 
 

@@ -10,13 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import (
-    Field,
-    SerializeAsAny,
-    StrictBool,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, SerializeAsAny, StrictBool, field_validator, model_validator
 
 from kvtier import plugins, validation
 from kvtier.core.tiering import PRIMARY
@@ -29,7 +23,7 @@ ENGINE_KEYS = frozenset({"spec_name", "spec_module_path", "sync_load_budget_byte
 """What vLLM itself reads beside kvtier's settings, whichever spec is in use (0.31 to 0.33)."""
 
 _LONGEST_WAIT_S = 86_400  # no wait without an end
-_LEAST_MEMORY = 256 * 2**20  # for the process of the tiers: the interpreter and some threads
+_LEAST_MEMORY = 256 * 2**20  # for the tier process: the interpreter and some threads
 
 _OTHER_SPECS = {
     "backpressure": "it belongs to vLLM's own tiering spec; kvtier holds puts back by itself",
@@ -43,7 +37,7 @@ _OTHER_SPECS = {
 class TieringConfig(Settings):
     """Settings of the primary tier, of the secondary tiers and of what goes on between them.
 
-    Built by ``from_mapping`` or ``from_extra_config``, what is wrong is told in one ConfigError. The
+    ``from_mapping`` and ``from_extra_config`` raise one ConfigError with everything that is wrong. The
     constructor raises pydantic's ValidationError, as every model does.
     """
 
@@ -127,24 +121,6 @@ class TieringConfig(Settings):
         description="Seconds a shutdown waits for puts that are under way; 1.5 s later it has ended, "
         "whatever hangs. vLLM kills an engine that takes longer than 5 s.",
     )
-
-    @field_validator(
-        "block_size",
-        "blocks_per_chunk",
-        "store_threshold",
-        "max_tracker_size",
-        "promotion_budget",
-        "request_deadline_s",
-        "copy_deadline_s",
-        "audit_rate",
-        "drain_on_shutdown_s",
-        mode="before",
-    )
-    @classmethod
-    def _is_no_truth_value(cls, value: object) -> object:
-        if isinstance(value, bool):
-            raise ValueError("a number is needed, not true or false")
-        return value
 
     @field_validator("secondary_tiers", mode="before")
     @classmethod

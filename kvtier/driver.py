@@ -17,8 +17,8 @@ from kvtier.core.messages import Command, Event
 from kvtier.core.requests import Request
 from kvtier.core.tiering import Tiering
 from kvtier.core.transfers import Pinned, Reservation
-from kvtier.memory.slot_checksums import Damage, SlotChecksums
-from kvtier.telemetry.lines import ChangeLog
+from kvtier.memory.slot_checksums import SlotChecksums, Damage
+from kvtier.telemetry.log_limit import NoticeLog
 
 
 class CommandSink(Protocol):
@@ -55,7 +55,7 @@ class Driver:
         self._slot_checksums = slot_checksums
         self._has_damage = has_damage
         self._clock = clock or time.monotonic
-        self._log = ChangeLog(logger)
+        self._log = NoticeLog(logger)
 
     # --- what has happened, what to do -----------------------------------------------------------
 

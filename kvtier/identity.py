@@ -36,7 +36,7 @@ _DTYPES = {
 
 
 def canonical(value: object) -> Value:
-    """Spell ``value`` in the one way that identities use.
+    """Return the canonical form of ``value``, which identities use.
 
     Enums become their values, paths and types their names, a torch dtype its bare name, tuples and
     sets lists (sets sorted), mappings dicts with string keys.
@@ -64,7 +64,7 @@ def canonical(value: object) -> Value:
 
 
 def canonical_dtype(name: str) -> str:
-    """Spell a dtype's name as torch does, without the module."""
+    """Return a dtype's name as torch spells it, without the module."""
     bare = name.removeprefix("torch.").lower()
     return _DTYPES.get(bare, bare)
 
@@ -83,7 +83,7 @@ class Identity:
 
     @staticmethod
     def make(model: str, fields: Mapping[str, object]) -> Identity:
-        """Spell ``fields`` canonically and add the model and kvtier's format version."""
+        """Make an identity of ``fields``, the model and kvtier's format version."""
         spelled = {str(name): canonical(value) for name, value in fields.items()}
         return Identity(model, {**spelled, "model": model, "kvtier_format": FORMAT_VERSION})
 

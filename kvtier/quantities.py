@@ -7,9 +7,11 @@ and emptied a root.
 
 from __future__ import annotations
 
+import os
 import re
 from decimal import Decimal
-from typing import Annotated, Final
+from pathlib import PurePath
+from typing import Annotated, Final, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, WithJsonSchema, field_validator
 
@@ -84,19 +86,36 @@ Size = Annotated[
 class Settings(BaseModel):
     """Settings whose numbers are bounded, whatever else a field says of them.
 
-    Every number is finite and has 63 bits at most. What is named ``*_s`` is a duration of 100 years at most,
-    what is named ``*_bytes`` a size.
+    Every number is finite and has 63 bits at most; true and false are none. What is named ``*_s`` is a
+    duration of 100 years at most, what is named ``*_bytes`` a size. Text and paths can be encoded.
     """
 
     # Without inputs in errors: settings may hold secrets.
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_no_truth_value(cls, value: object, info: ValidationInfo) -> object:
+        kind = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and {int, float} & {kind, *get_args(kind)}:
+            raise ValueError("a number is needed, not true or false")
+        return value
 
     @field_validator("*", mode="after")
     @classmethod
     def _is_bounded(cls, value: object, info: ValidationInfo) -> object:
         if isinstance(value, int | float) and not isinstance(value, bool):
             _require_bounds(info.field_name or "", value)
+        if isinstance(value, str | PurePath):
+            _require_text(value)
         return value
+
+
+def _require_text(value: str | PurePath) -> None:
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError:
+        raise ValueError("has characters that neither text nor a path can have") from None
 
 
 def _require_bounds(name: str, value: float) -> None:

@@ -59,7 +59,7 @@ def build(model: type[ModelT], raw: Mapping[str, object], where: str = "") -> Mo
 def explain(
     error: ValidationError, model: type[BaseModel], raw: Mapping[str, object], where: str = ""
 ) -> str:
-    """Say in one line what is wrong, with the path of each field and without any secret."""
+    """Return in one line what is wrong, with the path of each field and without any secret."""
     secrets = list(_secrets(model, raw))
     problems = [_problem(detail, model, where, secrets) for detail in error.errors(include_url=False)]
     return _without_logins("; ".join(dict.fromkeys(problems)))
@@ -71,17 +71,17 @@ def explained(problems: Iterable[str]) -> PydanticCustomError:
 
 
 def hide(text: str, settings: BaseModel) -> str:
-    """Take secrets out of what a backend or a client has said: those of ``settings``, and what URLs hold.
+    """Return a backend's or client's text without secrets: those of ``settings``, and those in URLs.
 
-    Some repeat what they were sent: a server that knows no AUTH names its arguments, the password.
+    Some repeat what they were sent: a server without AUTH names its arguments, and so the password.
     """
     return _without_logins(conceal(text, _held(settings)))
 
 
 def conceal(text: str, secrets: Iterable[str]) -> str:
-    """Take secrets out of a text, where they have at least 4 characters.
+    """Return a text without the secrets that have at least 4 characters.
 
-    Shorter ones are found in many words, and each that is hidden tells a letter of theirs.
+    Shorter ones occur in many words, and each place where one is hidden would reveal it.
     """
     for secret in sorted(set(secrets), key=len, reverse=True):
         if len(secret) >= _SHORTEST_HIDDEN:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from kvtier.cli.report import say, table
+import typer
+
+from kvtier.cli.report import JsonFlag, finish, print_line, table
+from kvtier.cli.roots import RootArgument
 from kvtier.errors import TierError
 from kvtier.identity import ABSENT, Difference, differences
 from kvtier.tiers.fs.root import Namespace, Root
@@ -13,7 +17,7 @@ from kvtier.tiers.fs.root import Namespace, Root
 
 @dataclass(frozen=True, slots=True)
 class Differing:
-    """A setting that two caches do not have in common.
+    """A setting in which two caches differ.
 
     Attributes:
         setting: its name, from the outermost part inwards, joined by dots.
@@ -30,13 +34,13 @@ class Differing:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What tells two caches apart.
+    """The differences between two caches.
 
     Attributes:
         root: the directory.
         one: the name of the first cache.
         other: the name of the second.
-        differing: what differs; empty for a cache and itself.
+        differing: the settings that differ; empty for a cache and itself.
     """
 
     root: str
@@ -45,8 +49,24 @@ class Comparison:
     differing: list[Differing]
 
 
+def command(
+    root: RootArgument,
+    one: Annotated[str, typer.Argument(metavar="NAMESPACE", help="A name that `kvtier ls` has.")],
+    other: Annotated[str, typer.Argument(metavar="NAMESPACE", help="Another one.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Show why two caches share nothing: the settings of their engines that differ.
+
+    Exit status 1 where any does.
+
+    Example: kvtier compare /var/cache/kvtier Llama-3.1-8B_0d4f1a6b2c3e5f70 Llama-3.1-8B_9a8b7c6d5e4f3021
+    """
+    found = compare(root, one, other)
+    finish(found, _show, as_json=as_json, is_healthy=not found.differing)
+
+
 def compare(path: Path, one: str, other: str) -> Comparison:
-    """Return what differs in the manifests of two caches of a root.
+    """Return the differences between the manifests of two caches of a root.
 
     Raises:
         TierError: the root has no such cache, or a manifest cannot be read.
@@ -54,14 +74,13 @@ def compare(path: Path, one: str, other: str) -> Comparison:
     with Root(path) as root:
         known = {found.name: found for found in root.namespaces()}
         left, right = (_fields(path, known, name) for name in (one, other))
-    differing = [_differing(found) for found in differences(left, right)]
-    return Comparison(str(path), one, other, differing)
+    return Comparison(str(path), one, other, [_differing(found) for found in differences(left, right)])
 
 
 def _differing(found: Difference) -> Differing:
-    is_set = (found.one is not ABSENT, found.other is not ABSENT)
-    one, other = (None if value is ABSENT else value for value in (found.one, found.other))
-    return Differing(found.path, one, other, is_set)
+    values = (found.one, found.other)
+    one, other = (None if value is ABSENT else value for value in values)
+    return Differing(found.path, one, other, (found.one is not ABSENT, found.other is not ABSENT))
 
 
 def _fields(path: Path, known: dict[str, Namespace], name: str) -> dict[str, object]:
@@ -74,17 +93,12 @@ def _fields(path: Path, known: dict[str, Namespace], name: str) -> dict[str, obj
     return manifest.fields
 
 
-def show(comparison: Comparison) -> None:
-    """Print a comparison for people: a setting in a row."""
+def _show(comparison: Comparison) -> None:
     if not comparison.differing:
-        say("they are the same")
+        print_line("no differences")
         return
-    rows = [
-        (found.setting, *(str(value) if there else "not set" for value, there in _values(found)))
-        for found in comparison.differing
-    ]
+    rows = []
+    for found in comparison.differing:
+        values = zip((found.one, found.other), found.is_set, strict=True)
+        rows.append((found.setting, *(str(value) if is_set else "not set" for value, is_set in values)))
     table(comparison.root, ("setting", comparison.one, comparison.other), rows)
-
-
-def _values(found: Differing) -> list[tuple[object, bool]]:
-    return list(zip((found.one, found.other), found.is_set, strict=True))

@@ -1,8 +1,7 @@
-"""``kvtier doctor``: puts a chunk into each tier, gets it back and discards it, and says what is wrong.
+"""``kvtier doctor``: checks that each tier gives back a chunk that was put there.
 
-That a server listens, or a directory is there, shows little. What counts is whether a chunk comes back.
-The chunk has a key and an identity of its own, so no engine ever finds it. What a tier of files has made
-for it is removed.
+The chunk has a key and an identity of its own, so no engine ever finds it. What a file tier creates for it is
+removed.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ import logging
 import os
 import time
 import tomllib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any
 
 import anyio
@@ -45,24 +43,24 @@ from kvtier.validation import did_you_mean
 
 OPEN_AT_MOST_S = 60.0
 _STEPS = 5  # of each tier
-_LOGGERS = ("kvtier", "asyncio")
+_PAGE_BYTES = 4096
+_MOST_FILE_BYTES = 16 * 2**20
 _INNERMOST = "kv_connector_extra_config"
 _NO_TIERS = "there is no secondary tier to check: name a file that has some, or give --tier"
-_SEE_LOG = "this goes on in engines, and is told in their log"
 
 IDENTITY = Identity.make("kvtier-doctor", {"purpose": "a probe; may be deleted"})
-_NO_ROOM = "give the tier more room, or wait until it has some: an engine goes on without it meanwhile"
+_SEE_TIER = "see the tier's settings, and the backend's own log"
 _REMEDIES: Mapping[Status, str] = {
-    Status.ABSENT: "it was put and is not there: see what else deletes there, and that a chunk fits in",
+    Status.ABSENT: "see what else deletes there, and that the tier has room for a chunk",
     Status.CORRUPT: "do not use it: the medium, or something in between, changes bytes",
-    Status.REFUSED: _NO_ROOM,
-    Status.FAILED: "see the tier's settings, and the backend's own log",
+    Status.REFUSED: "give the tier more room, or wait until it has some: engines run without it meanwhile",
+    Status.FAILED: _SEE_TIER,
 }
 
 
 @dataclass(frozen=True)
 class Check:
-    """What became of a chunk in each tier.
+    """The result of one step of a tier's check.
 
     Attributes:
         tier: the tier's name.
@@ -75,7 +73,7 @@ class Check:
     tier: str
     step: str
     result: str
-    milliseconds: float
+    milliseconds: float = 0.0
     remedy: str = ""
 
     @property
@@ -84,17 +82,18 @@ class Check:
         return self.result == "ok"
 
 
-class _Ill(Exception):
-    """A step has not done what it should have.
+class _StepError(Exception):
+    """A step has not done what it should have."""
 
-    Args:
-        what: what went wrong.
-        remedy: what to do about it.
-    """
-
-    def __init__(self, what: str, remedy: str) -> None:
-        super().__init__(what)
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(problem)
         self.remedy = remedy
+
+
+def _whole_pages(nbytes: int) -> int:
+    if nbytes % _PAGE_BYTES:
+        raise typer.BadParameter(f"{nbytes} is no multiple of {_PAGE_BYTES}")
+    return nbytes
 
 
 def command(
@@ -111,23 +110,30 @@ def command(
         typer.Option(metavar="JSON", help="Settings of one tier, in place of a file; may be given again."),
     ] = None,
     chunk_bytes: Annotated[
-        int, typer.Option(min=4096, max=2**30, help="Length of the chunk, a multiple of 4096.")
+        int,
+        typer.Option(
+            min=_PAGE_BYTES, max=2**30, callback=_whole_pages, help="Length of the chunk, a multiple of 4096."
+        ),
     ] = 1_048_576,
     as_json: report.JsonFlag = False,
 ) -> None:
-    """Put a chunk into each tier, get it back, discard it, and say what is wrong. Status 1 if anything is."""
+    """Put a chunk into each tier, get it back, discard it, and report what fails.
+
+    Exit status 1 if anything does.
+
+    Example: kvtier doctor --tier '{"type": "fs", "root_dir": "/var/cache/kvtier"}'
+    """
     checks = run(config, tier or [], chunk_bytes)
-    ill = list(dict.fromkeys(check.tier for check in checks if not check.is_ok))
+    failed = list(dict.fromkeys(check.tier for check in checks if not check.is_ok))
     if as_json:
         found = [asdict(check) for check in checks]
-        typer.echo(json.dumps({"not_well": ill, "checks": found, "file_work": file_work()}, indent=2))
+        typer.echo(json.dumps({"not_well": failed, "checks": found, "file_work": file_work()}, indent=2))
     else:
         rows = [(c.tier, c.step, c.result, f"{c.milliseconds:.3g}", c.remedy) for c in checks]
-        columns = [field.name for field in fields(Check)]
-        report.table("What became of a chunk in each tier", columns, rows)
-        typer.echo(f"file work: {file_work()}")
-        typer.echo(f"not well: {', '.join(ill)}" if ill else "all tiers are well")
-    raise typer.Exit(1 if ill else 0)
+        report.table("Checks of each tier", [field.name for field in fields(Check)], rows)
+        report.print_line(f"file work: {file_work()}")
+        report.print_line(f"not well: {', '.join(failed)}" if failed else "all tiers are well")
+    raise typer.Exit(report.PROBLEMS if failed else report.OK)
 
 
 def file_work() -> str:
@@ -149,17 +155,18 @@ def run(config: Path | None, tiers: Sequence[str], chunk_bytes: int) -> list[Che
         ConfigError: what is given is no configuration; the message names all that is wrong with it.
         TierError: a tier's plug-in cannot be used.
     """
-    settings = _checked(config, tiers, chunk_bytes)
-    memory = [] if tiers else [_memory(settings.cpu_bytes_to_use)]
+    settings = _configuration(config, tiers, chunk_bytes)
+    memory = [] if tiers else [_check_memory(settings.cpu_bytes_to_use)]
     return memory + _probe(build.make_tiers(settings), chunk_bytes)
 
 
-def _checked(config: Path | None, tiers: Sequence[str], chunk_bytes: int) -> TieringConfig:
-    if config is None and not tiers:
-        raise ConfigError(_NO_TIERS)
-    given = _settings(config) if config is not None else {}
-    if tiers:
-        parsed = [_json(text, f"--tier {number}") for number, text in enumerate(tiers, start=1)]
+def _configuration(config: Path | None, tiers: Sequence[str], chunk_bytes: int) -> TieringConfig:
+    if config is not None and tiers:
+        raise ConfigError(f"both {config} and --tier are given: give one of them")
+    if config is not None:
+        given = _settings(config)
+    else:
+        parsed = [_parsed(json.loads, text, f"--tier {number}") for number, text in enumerate(tiers, start=1)]
         given = {"cpu_bytes_to_use": chunk_bytes, "secondary_tiers": parsed}
     settings = TieringConfig.from_extra_config(given)
     if not settings.secondary_tiers:
@@ -169,21 +176,50 @@ def _checked(config: Path | None, tiers: Sequence[str], chunk_bytes: int) -> Tie
     return settings
 
 
-def _memory(wanted_bytes: int) -> Check:
-    """Check that the primary tier can be as large as the settings say, on this machine."""
+def _settings(path: Path) -> dict[str, Any]:
+    """Read the settings of a file, and unwrap those of an engine."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MOST_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+    if len(data) > _MOST_FILE_BYTES:
+        raise ConfigError(f"{path} is no configuration: it has more than {report.Bytes(_MOST_FILE_BYTES)}")
+    found = _parsed(lambda text: (tomllib if path.suffix == ".toml" else json).loads(text), data, str(path))
+    for outer in ("kv_transfer_config", "kv-transfer-config", _INNERMOST):
+        if isinstance(found, dict) and outer in found:
+            found = found[outer]
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} has no settings: a mapping with the key secondary_tiers is needed")
+    if "kv_connector" in found:
+        others = [key for key in found if key != "kv_connector" and did_you_mean(key, [_INNERMOST])]
+        hint = f"; {others[0]} is probably misspelled" if others else ""
+        raise ConfigError(f"{path} has kv_connector, but no {_INNERMOST}{hint}")
+    return found
+
+
+def _parsed(parse: Callable[[str], Any], text: str | bytes, where: str) -> Any:
+    try:
+        return parse(text if isinstance(text, str) else text.decode())
+    except (ValueError, RecursionError) as error:  # bytes that are no text, too
+        raise ConfigError(f"{where} is neither JSON nor, in a file named *.toml, TOML: {error}") from None
+
+
+def _check_memory(wanted_bytes: int) -> Check:
+    """Check that this machine has room for the primary tier."""
     has_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if wanted_bytes <= has_bytes:
-        return Check(PRIMARY, "memory", "ok", 0.0)
+        return Check(PRIMARY, "memory", "ok")
     wanted, has = report.Bytes(wanted_bytes), report.Bytes(has_bytes)
     result = f"cpu_bytes_to_use is {wanted}, and this machine has {has} of memory"
-    return Check(
-        PRIMARY, "memory", result, 0.0, "set cpu_bytes_to_use to less, or run this on the engine's machine"
-    )
+    remedy = "set cpu_bytes_to_use to less, or run this on the engine's machine"
+    return Check(PRIMARY, "memory", result, remedy=remedy)
 
 
 def _probe(named: Sequence[NamedTier], chunk_bytes: int) -> list[Check]:
-    """Examine each tier, and remove what that has left in roots of files."""
-    roots = [root for one in named for root in _roots_of(one)]
+    """Check each tier, and remove what that has left in roots of files."""
+    configs = [one.tier.config for one in named]
+    roots = [config.root_dir for config in configs if isinstance(config, FsConfig)]
     folders = [folder for root in roots for folder in (root / ledger.FOLDER, root, *root.parents)]
     missing = [folder for folder in folders if _is_missing(folder)]
     try:
@@ -202,92 +238,62 @@ def _probe(named: Sequence[NamedTier], chunk_bytes: int) -> list[Check]:
 def _is_missing(folder: Path) -> bool:
     try:
         return not folder.exists()
-    except OSError:  # it cannot be looked at: what opens it says so
+    except OSError:  # the tier's open says what is wrong
         return False
-
-
-def _roots_of(named: NamedTier) -> tuple[Path, ...]:
-    """Return the directories that a tier of files would leave the probe's place in."""
-    config = named.tier.config
-    return (config.root_dir,) if isinstance(config, FsConfig) else ()
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-        found = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
-    except ValueError as error:  # bytes that are no text, too
-        raise ConfigError(f"{path} is neither JSON nor, named *.toml, TOML: {error}") from None
-    for outer in ("kv_transfer_config", "kv-transfer-config", _INNERMOST):
-        if isinstance(found, dict) and outer in found:
-            found = found[outer]
-    if isinstance(found, dict) and "kv_connector" in found:
-        others = [key for key in found if key != "kv_connector" and did_you_mean(key, [_INNERMOST])]
-        hint = f"; {others[0]} is probably misspelled" if others else ""
-        raise ConfigError(f"{path} has kv_connector, but no {_INNERMOST}{hint}")
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} has no settings: a mapping with the key secondary_tiers is needed")
-    return found
-
-
-def _json(text: str, where: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{where} is no JSON: {error}") from None
 
 
 async def _check_all(named: Sequence[NamedTier], chunk_bytes: int) -> list[Check]:
     checks = []
     with report.progress("steps", len(named) * _STEPS) as tick:
         for one in named:
-            with _Background() as background:
-                done = await Examination(one, chunk_bytes, tick).run()
+            with _background_errors() as errors:
+                done = await _TierCheck(one, chunk_bytes, tick).run()
             checks += done
             if all(check.is_ok for check in done):
-                checks += [Check(one.name, "background", said, 0.0, _SEE_LOG) for said in background.errors]
+                remedy = "engines run into this, too; their log has the details"
+                checks += [Check(one.name, "background", text, remedy=remedy) for text in errors]
     return checks
 
 
-class _Background(logging.Handler):
-    """Gathers the errors that are logged meanwhile: what fails beside the calls fails none of them."""
+class _Collector(logging.Handler):
+    """Collects logged errors, each once and without its traceback; prints warnings."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.errors: list[str] = []
 
-    def __enter__(self) -> _Background:
-        for name in _LOGGERS:
-            logging.getLogger(name).addHandler(self)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for name in _LOGGERS:
-            logging.getLogger(name).removeHandler(self)
-
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep an error, without its traceback, and pass a warning on."""
-        said = record.getMessage()
+        text = record.getMessage()
         if record.levelno < logging.ERROR:
-            typer.echo(f"kvtier: {said}", err=True)
+            typer.echo(f"kvtier: {report.printable(text)}", err=True)
             return
         cause = record.exc_info[1] if record.exc_info else None
-        text = said if cause is None else f"{said}: {type(cause).__name__}: {cause}"
+        text = text if cause is None else f"{text}: {type(cause).__name__}: {cause}"
         if text not in self.errors:
             self.errors.append(text)
 
 
-class Examination:
-    """One tier and the probe that it is given.
+@contextmanager
+def _background_errors() -> Iterator[list[str]]:
+    """Collect the errors that are logged: work beside a tier's calls fails none of them."""
+    collector = _Collector()
+    loggers = [logging.getLogger(name) for name in ("kvtier", "asyncio")]
+    for logger in loggers:
+        logger.addHandler(collector)
+    try:
+        yield collector.errors
+    finally:
+        for logger in loggers:
+            logger.removeHandler(collector)
+
+
+class _TierCheck:
+    """The check of one tier: opens it, puts a chunk, gets it, discards it, closes the tier.
 
     Args:
         named: the tier, not opened yet.
-        chunk_bytes: length of the probe.
-        tick: is told of each step that has ended.
+        chunk_bytes: length of the chunk.
+        tick: called after each step.
     """
 
     def __init__(self, named: NamedTier, chunk_bytes: int, tick: Tick) -> None:
@@ -299,7 +305,7 @@ class Examination:
         self._checks: list[Check] = []
 
     async def run(self) -> list[Check]:
-        """Put the probe, get it, discard it. What follows a step that fails is left out."""
+        """Run the steps. Those that need one that has failed are left out."""
         deadline_s = self._tier.config.deadline_s
         if await self._step("open", self._open, max(OPEN_AT_MOST_S, deadline_s)):
             if await self._step("put", self._put, deadline_s):
@@ -334,19 +340,19 @@ class Examination:
         self._require_ok(await self._tier.put(batch))
 
     async def _get(self) -> None:
-        if not await self._is_there():
-            raise _Ill("it says that it does not have the chunk", _REMEDIES[Status.ABSENT])
+        if not await self._has_chunk():
+            raise _StepError("the chunk was put, and the tier does not have it", _REMEDIES[Status.ABSENT])
         self._require_ok(await self._tier.get(Batch([self._key], [1], self._memory)))
         if self._memory.view(0) != self._memory.view(1):
-            raise _Ill("other bytes came back than were put", _REMEDIES[Status.CORRUPT])
+            raise _StepError("other bytes came back than were put", _REMEDIES[Status.CORRUPT])
 
     async def _discard(self) -> None:
         await self._tier.discard([self._key])
-        if await self._is_there():
-            remedy = "see that it may delete there: what is damaged could not be removed"
-            raise _Ill("the chunk is there still", remedy)
+        if await self._has_chunk():
+            remedy = "see that the tier may delete: damaged chunks could not be removed"
+            raise _StepError("the discarded chunk is still there", remedy)
 
-    async def _is_there(self) -> bool:
+    async def _has_chunk(self) -> bool:
         (known,) = self._tier.known([self._key])
         if known == Knowledge.UNKNOWN:
             (answer,) = await self._tier.contains([self._key])
@@ -359,19 +365,19 @@ class Examination:
             return
         word = next(iter(outcome.reasons), status.name.lower())
         meaning = {**reasons.TRANSFER, **self._tier.reasons}.get(word, "the log has the details")
-        raise _Ill(f"{word}: {meaning}", _REMEDIES[Status(status)])
+        raise _StepError(f"{word}: {meaning}", _REMEDIES[Status(status)])
 
 
 def _described(error: BaseException, limit_s: float, settings: TierConfig) -> tuple[str, str]:
-    """Say what went wrong, and what to do about it."""
-    if isinstance(error, _Ill):
+    """Return what went wrong, and what to do about it."""
+    if isinstance(error, _StepError):
         return str(error), error.remedy
     if isinstance(error, TimeoutError):
         return f"no answer in {limit_s:g} s", "see that it is up and not overloaded; else raise deadline_s"
     return words_of(error, settings), _remedy(error)
 
 
-def _remedy(error: BaseException | None) -> str:
+def _remedy(error: BaseException) -> str:
     """Return what to do about an error, by its kind or by that of its cause."""
     if isinstance(error, ConnectionError):
         return "see that the server runs, and can be reached from this machine"
@@ -379,4 +385,4 @@ def _remedy(error: BaseException | None) -> str:
         return "give this user the permission"
     if isinstance(error, TierError) and error.__cause__ is not None:
         return _remedy(error.__cause__)
-    return "see the tier's settings, and the backend's own log"
+    return _SEE_TIER

@@ -7,15 +7,19 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final, TypeVar
 
-from kvtier.cli.report import Bytes, progress, say
+import typer
+
+from kvtier.cli.report import Bytes, JsonFlag, finish, print_line, progress
+from kvtier.cli.roots import NamespaceOption, RootArgument, require_root
 from kvtier.errors import TierError
+from kvtier.quantities import duration, size
 from kvtier.tiers.fs.files import make_files
 from kvtier.tiers.fs.files.base import Failures
 from kvtier.tiers.fs.files.call import StopFlag
@@ -28,6 +32,7 @@ from kvtier.tiers.fs.quota.accounts import UNKNOWN, Mark
 from kvtier.tiers.fs.quota.quota import look_at
 from kvtier.tiers.fs.root import Namespace, Root, Tick
 
+T = TypeVar("T")
 _PATIENCE_S: Final = 10.0
 
 
@@ -68,7 +73,7 @@ class Collected:
         return self.max_bytes is None or self.bytes_after <= self.max_bytes
 
     @property
-    def is_well(self) -> bool:
+    def is_healthy(self) -> bool:
         """Whether all was done, or with ``dry_run`` all could be looked at."""
         return not self.failed and (self.dry_run or self.fits)
 
@@ -84,6 +89,39 @@ class Wish:
 
     max_bytes: int | None = None
     older_than_s: float | None = None
+
+
+def command(
+    root: RootArgument,
+    max_bytes: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Remove chunks until no more is left, such as 200GiB; else none."),
+    ] = None,
+    older_than: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Remove chunks not used for so long, such as 12h or 30d."),
+    ] = None,
+    namespace: NamespaceOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing; print what would be.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Remove what nobody can use any more, and what is too much or too old.
+
+    Exit status 1 where more than --max-bytes is left, or something could not be removed or read.
+
+    Example: kvtier gc /var/cache/kvtier --max-bytes 200GiB --dry-run
+    """
+    require_root(root)
+    wish = Wish(_parsed(size, max_bytes, "--max-bytes"), _parsed(duration, older_than, "--older-than"))
+    done = collect(root, wish, namespace=namespace, dry_run=dry_run)
+    finish(done, _show, as_json=as_json, is_healthy=done.is_healthy)
+
+
+def _parsed(parse: Callable[[str], T], text: str | None, option: str) -> T | None:
+    try:
+        return None if text is None else parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r}: {error}", param_hint=option) from None
 
 
 def collect(path: Path, wish: Wish, *, namespace: str | None = None, dry_run: bool = False) -> Collected:
@@ -104,24 +142,25 @@ def collect(path: Path, wish: Wish, *, namespace: str | None = None, dry_run: bo
             return _Collector(narrow, only, tick, dry_run).run(str(path), wish)
 
 
-def show(collected: Collected) -> None:
-    """Say what was removed."""
+def _show(collected: Collected) -> None:
     verb = "would be removed" if collected.dry_run else "removed"
     one = collected
-    say(f"{Bytes(one.leftover_bytes)} of leftovers {verb}")
-    for word, files, size in (
+    print_line(f"{Bytes(one.leftover_bytes)} of leftovers {verb}")
+    for word, files, taken in (
         ("not used for so long", one.expired_files, one.expired_bytes),
         ("to make room", one.evicted_files, one.evicted_bytes),
     ):
         if files:
-            say(f"{files:,} files of chunks, {Bytes(size)}, {verb}: {word}")
-    say(f"{one.root}: {Bytes(one.bytes_before)} before, {Bytes(one.bytes_after)} after")
+            print_line(f"{files:,} files of chunks, {Bytes(taken)}, {verb}: {word}")
+    print_line(f"{one.root}: {Bytes(one.bytes_before)} before, {Bytes(one.bytes_after)} after")
     for word, count in one.failed.items():
         reason = os.strerror(getattr(errno, word.upper(), 0))
-        say(f"{count:,} files or directories could not be removed or read: {reason}: run this as their owner")
+        print_line(
+            f"{count:,} files or directories could not be removed or read: {reason}: run this as their owner"
+        )
     if not one.fits:
         others = "" if one.failed else ": what is left are no chunks of kvtier's"
-        say(f"that is more than {Bytes(one.max_bytes or 0)}{others}")
+        print_line(f"that is more than {Bytes(one.max_bytes or 0)}{others}")
 
 
 def remove_leftovers(root: Root, namespace: Namespace) -> int:
@@ -137,7 +176,7 @@ def mark_ledger(root: Root) -> Mark:
 
 
 def correct_ledger(root: Root, removed_bytes: int, since: Mark) -> None:
-    """Tell the engines that share the root what was removed since, where they keep a ledger."""
+    """Subtract what was removed since from the ledger of the engines that share the root, if there is one."""
     if not removed_bytes:
         return
     with suppress(OSError):  # they learn it when they count the root again

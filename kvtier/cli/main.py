@@ -5,72 +5,37 @@ It works without torch and an engine.
 
 from __future__ import annotations
 
-import json
-import sys
-from typing import Annotated
-
-import importlib_metadata
 import typer
-from rich.console import Console
 
-from kvtier import schema
-from kvtier.cli import doctor, ending, extensions, new_tier, roots, tiers
-from kvtier.cli.report import JsonFlag
-from kvtier.errors import KVTierError
+from kvtier.cli import compare, doctor, du, extensions, gc, ls, new_tier, run, schema, stat, tiers, verify
 
 app = typer.Typer(
     name="kvtier",
     cls=extensions.Commands,
     help="Keep the KV cache of an LLM engine in host memory and in slower, larger tiers.",
+    epilog=run.STATUS,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-
-def main() -> None:
-    """Run the command line; an error that a user can act on ends it in one line, with exit status 2."""
-    try:
-        with ending.in_order():
-            app()
-    except (KVTierError, OSError) as error:
-        Console(stderr=True).print(
-            f"kvtier: {error}", style="red", markup=False, highlight=False, soft_wrap=True
-        )
-        sys.exit(2)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"kvtier {importlib_metadata.version('kvtier')}")
-        raise typer.Exit
+app.command("tiers")(tiers.command)
+app.command("doctor")(doctor.command)
+app.command("new-tier")(new_tier.command)
+app.command("schema")(schema.command)
+app.command("ls")(ls.command)
+app.command("compare")(compare.command)
+app.command("stat")(stat.command)
+app.command("verify")(verify.command)
+app.command("gc")(gc.command)
+app.command("du")(du.command)
 
 
 @app.callback()
-def _common(
-    _version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
-    ] = False,
-) -> None:
+def _common(_version: run.VersionFlag = False, _no_color: run.NoColorFlag = False) -> None:
     pass
 
 
-def _schema(
-    table: Annotated[
-        bool, typer.Option("--table", help="Print Markdown tables instead of a JSON schema.")
-    ] = False,
-    as_json: JsonFlag = False,
-) -> None:
-    """Print every setting, those of the installed tiers included: as a JSON schema, or as tables."""
-    if table and as_json:
-        raise typer.BadParameter("--table and --json exclude each other: give one of them, or none")
-    typer.echo(schema.table() if table else json.dumps(schema.json_schema(), indent=2))
-
-
-app.command(name="tiers")(tiers.command)
-app.command(name="doctor")(doctor.command)
-app.command(name="new-tier")(new_tier.command)
-app.command(name="schema")(_schema)
-roots.add_to(app)
+def main() -> None:
+    """Run the command line."""
+    run.run(app)

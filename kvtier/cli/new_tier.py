@@ -25,7 +25,10 @@ def command(
     directory: Annotated[Path, typer.Option(help="Where the folder kvtier-NAME is made.")] = Path(),
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a distribution with a tier that works, and its tests, to be turned into one's own."""
+    """Make a distribution with a tier that works, and its tests, to be turned into one's own.
+
+    Example: kvtier new-tier shelf --directory ~/src
+    """
     folder = create(name, directory)
     if as_json:
         typer.echo(json.dumps({"folder": str(folder)}))

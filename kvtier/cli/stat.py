@@ -1,4 +1,4 @@
-"""``kvtier stat``: one root in a few numbers, or all that can be said of one chunk's file."""
+"""``kvtier stat``: one root in a few numbers, or all that is known of one chunk's file."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from kvtier import native
-from kvtier.cli.ls import Listed, listing, usage
-from kvtier.cli.report import Bytes, ago, say, table, yes
+from kvtier.cli.du import usage
+from kvtier.cli.ls import listing
+from kvtier.cli.report import JsonFlag, finish, print_line, show_record
+from kvtier.cli.roots import require_root
 from kvtier.errors import TierError
 from kvtier.tiers import seal
 from kvtier.tiers.fs.checking import FileChecker, open_quietly
@@ -57,7 +62,7 @@ class RootState:
 
 @dataclass(frozen=True, slots=True)
 class ChunkState:
-    """All that can be said of one chunk's file.
+    """All that is known of one chunk's file.
 
     Attributes:
         path: the file.
@@ -84,8 +89,26 @@ class ChunkState:
     used: float
 
 
+def command(
+    path: Annotated[Path, typer.Argument(metavar="ROOT|CHUNK", help="A root, or one chunk's file.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Show a root in a few numbers, or all that is known of one chunk's file.
+
+    Exit status 1 where something is wrong with it, or nothing can be proven.
+
+    Example: kvtier stat /var/cache/kvtier
+    """
+    if path.is_dir():
+        require_root(path)
+        root = of_root(path)
+        finish(root, _show_root, as_json=as_json, is_healthy=not root.problems)
+    chunk = of_chunk(path)
+    finish(chunk, lambda it: show_record(it.path, it), as_json=as_json, is_healthy=chunk.finding == "sound")
+
+
 def of_root(path: Path) -> RootState:
-    """Look at a root.
+    """Return the state of a root.
 
     Raises:
         TierError: it cannot be read.
@@ -93,6 +116,9 @@ def of_root(path: Path) -> RootState:
     held, taken = listing(path), usage(path)
     with Root(path) as root:
         accounts = ledger.read(root.fd)
+    problems = [f"{one.namespace}: {one.problem}" for one in held.namespaces if one.problem]
+    if taken.unreadable:
+        problems.append(f"{taken.unreadable} directories cannot be read")
     return RootState(
         root=str(path),
         total_bytes=taken.total_bytes,
@@ -105,40 +131,19 @@ def of_root(path: Path) -> RootState:
         in_use=sum(one.in_use is True for one in held.namespaces),
         chunks=sum(one.chunks for one in held.namespaces),
         old_chunks=sum(one.old_chunks for one in held.namespaces),
-        problems=[*_problems(held.namespaces), *_unreadable(taken.unreadable)],
+        problems=problems,
         native=native.available,
     )
 
 
-def _problems(namespaces: list[Listed]) -> list[str]:
-    return [f"{one.namespace}: {one.problem}" for one in namespaces if one.problem]
-
-
-def _unreadable(count: int) -> list[str]:
-    return [f"{count} directories cannot be read"] if count else []
-
-
-def show_root(state: RootState) -> None:
-    """Print the state of a root for people."""
-    rows = [
-        ("file system", f"{Bytes(state.total_bytes)}, {Bytes(state.free_bytes)} free"),
-        ("taken", f"{Bytes(state.bytes)}"),
-        ("ledger", "-" if state.ledger_bytes is None else str(Bytes(state.ledger_bytes))),
-        (
-            "leased",
-            "-" if state.leased_bytes is None else f"{Bytes(state.leased_bytes)}, {state.writers} writers",
-        ),
-        ("namespaces", f"{state.namespaces}, {state.in_use} in use"),
-        ("chunks", f"{state.chunks:,}, and {state.old_chunks:,} of other epochs"),
-        ("native helper", yes(state.native)),
-    ]
-    table(state.root, ("what", "value"), rows)
-    for line in state.problems:
-        say(line)
+def _show_root(state: RootState) -> None:
+    show_record(state.root, state)
+    for problem in state.problems:
+        print_line(problem)
 
 
 def of_chunk(path: Path) -> ChunkState:
-    """Look at the file of a chunk, wherever it is: in its place, in the quarantine, or a copy.
+    """Return the state of a chunk's file, wherever it is: in its place, in the quarantine, or a copy.
 
     That does not count as a use of the chunk, where the file is this user's or this user is root.
 
@@ -164,21 +169,6 @@ def of_chunk(path: Path) -> ChunkState:
         written=found.st_mtime,
         used=max(found.st_atime, found.st_mtime),
     )
-
-
-def show_chunk(state: ChunkState) -> None:
-    """Print the state of a chunk's file for people."""
-    rows = [
-        ("finding", state.finding),
-        ("hash", state.hash or "-"),
-        ("group", "-" if state.group is None else str(state.group)),
-        ("digest", state.digest or "-"),
-        ("bytes", "-" if state.payload_bytes is None else f"{state.payload_bytes:,}"),
-        ("file", f"{state.file_bytes:,}"),
-        ("written", ago(state.written)),
-        ("used", ago(state.used)),
-    ]
-    table(state.path, ("what", "value"), rows)
 
 
 def _sealed(path: Path, length: int) -> seal.Sealed | None:

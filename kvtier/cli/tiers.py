@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import typer
-
 from kvtier import plugins
 from kvtier.cli import report
 from kvtier.core.policies.base import EvictionPolicy
@@ -43,20 +41,17 @@ class Installed:
     tiers: list[Plugin]
     policies: list[Plugin]
 
-    @property
-    def is_well(self) -> bool:
-        """Whether all of them load."""
-        return not any(plugin.problem for plugin in (*self.tiers, *self.policies))
-
 
 def command(as_json: report.JsonFlag = False) -> None:
     """List the installed tiers and eviction policies, and whether each one loads.
 
     Exit status 1 where one does not.
+
+    Example: kvtier tiers --json
     """
     found = Installed(_plugins(plugins.TIERS), _plugins(plugins.POLICIES))
-    report.as_json(found) if as_json else _show(found)
-    raise typer.Exit(report.OK if found.is_well else report.PROBLEMS)
+    is_healthy = not any(plugin.problem for plugin in (*found.tiers, *found.policies))
+    report.finish(found, _show, as_json=as_json, is_healthy=is_healthy)
 
 
 def _show(found: Installed) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import time
 from array import array
@@ -14,10 +15,13 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Final
+from typing import Annotated, Final
+
+import typer
 
 from kvtier.cli.gc import correct_ledger, mark_ledger, remove_leftovers
-from kvtier.cli.report import progress, say, table
+from kvtier.cli.report import JsonFlag, finish, print_line, progress, table
+from kvtier.cli.roots import NamespaceOption, RootArgument, require_root
 from kvtier.tiers.fs import layout
 from kvtier.tiers.fs.checking import FileCheck, FileChecker
 from kvtier.tiers.fs.files.call import FileCall, Flag, Place, Result
@@ -30,13 +34,13 @@ Proven = tuple[ChunkFile, FileCheck]
 
 _FILES_A_JOB: Final = 64
 _JOBS_AHEAD: Final = 2
-MOST_TOLD: Final = 1000
-"""Ill files that are named one by one; all are counted."""
+MOST_LISTED: Final = 1000
+"""Damaged files that are named one by one; all are counted."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ill:
-    """A file that is not what it should be.
+class DamagedFile:
+    """A file that is damaged or unreadable.
 
     Attributes:
         path: relative to the root.
@@ -67,11 +71,11 @@ class Verified:
         strays: files among the chunks that are no chunks; they are left alone.
         quarantined: files in the quarantine, those set aside just now included.
         dead_writers: writers that have left unfinished files behind.
-        set_aside: ill files that were moved to the quarantine just now.
+        set_aside: damaged files that were moved to the quarantine just now.
         removed_bytes: what was left over by dead writers and old epochs, and was removed just now.
         problem: what else is wrong, in words; "" where nothing is.
         manifest_set_aside: whether a damaged manifest was moved to the quarantine just now.
-        ill: the first thousand ill files.
+        ill: the first thousand damaged or unreadable files.
     """
 
     namespace: str
@@ -89,10 +93,10 @@ class Verified:
     removed_bytes: int
     problem: str
     manifest_set_aside: bool
-    ill: list[Ill]
+    ill: list[DamagedFile]
 
     @property
-    def is_well(self) -> bool:
+    def is_healthy(self) -> bool:
         """Whether an engine can have everything that is here."""
         left = self.torn + self.foreign + self.checksum - self.set_aside
         return not (left or self.unreadable or self.problem)
@@ -113,9 +117,36 @@ class Verification:
     namespaces: list[Verified]
 
     @property
-    def is_well(self) -> bool:
+    def is_healthy(self) -> bool:
         """Whether nothing is wrong any more."""
-        return all(one.is_well for one in self.namespaces)
+        return all(one.is_healthy for one in self.namespaces)
+
+
+def command(
+    root: RootArgument,
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair",
+            help="Move damaged files to the quarantine; remove what dead writers and old epochs left.",
+        ),
+    ] = False,
+    namespace: NamespaceOption = None,
+    threads: Annotated[int, typer.Option(min=1, max=64, help="Files that are read at once.")] = min(
+        4, os.cpu_count() or 1
+    ),
+    as_json: JsonFlag = False,
+) -> None:
+    """Read every chunk and prove it: trailer, identity, checksum.
+
+    Exit status 1 where something is wrong that was not repaired.
+
+    Example: kvtier verify /var/cache/kvtier --repair
+    """
+    require_root(root)
+    logging.getLogger("kvtier.tiers.fs").addHandler(logging.NullHandler())  # the result has all of it
+    found = verify(root, repair=repair, threads=threads, namespace=namespace)
+    finish(found, _show, as_json=as_json, is_healthy=found.is_healthy)
 
 
 def verify(path: Path, *, repair: bool, threads: int, namespace: str | None = None) -> Verification:
@@ -123,7 +154,7 @@ def verify(path: Path, *, repair: bool, threads: int, namespace: str | None = No
 
     Args:
         path: the root.
-        repair: move ill files to the quarantine, and remove what dead writers and old epochs left.
+        repair: move damaged files to the quarantine, and remove what dead writers and old epochs left.
         threads: how many files are read at once.
         namespace: look at this one alone.
 
@@ -137,8 +168,7 @@ def verify(path: Path, *, repair: bool, threads: int, namespace: str | None = No
         return Verification(str(path), round(time.monotonic() - began, 3), verified)
 
 
-def show(verification: Verification) -> None:
-    """Print what was found for people."""
+def _show(verification: Verification) -> None:
     columns = ["chunks", "sound"]
     for column in ("torn", "foreign", "checksum", "unreadable", "gone", "strays", "set_aside"):
         if any(getattr(one, column) for one in verification.namespaces):
@@ -147,7 +177,7 @@ def show(verification: Verification) -> None:
     table(verification.root, ("namespace", *(column.replace("_", " ") for column in columns)), rows)
     for one in verification.namespaces:
         for line in _remarks(one):
-            say(f"{one.namespace}: {line}")
+            print_line(f"{one.namespace}: {line}")
 
 
 def _remarks(one: Verified) -> Iterator[str]:
@@ -175,7 +205,7 @@ class _Check:
         self._repair = repair and one.is_kvtiers  # what is not kvtier's is only looked at
         self._threads = threads
         self._found: Counter[str] = Counter()
-        self._ill: list[Ill] = []
+        self._ill: list[DamagedFile] = []
         self._quarantine = Quarantine(root.fd, one.name)
         self._problems = [one.problem] if one.problem else []
         self._manifest_set_aside = False
@@ -183,7 +213,7 @@ class _Check:
     def run(self, tick: Tick) -> Verified:
         dead = [name for name, lives in self._one.writers().items() if lives is False]
         for place in self._one.data_dirs:
-            self._look_through(place, tick)
+            self._check_files(place, tick)
         removed = 0
         if self._repair:
             since = mark_ledger(self._root)
@@ -210,13 +240,13 @@ class _Check:
             ill=self._ill,
         )
 
-    def _look_through(self, place: DataDir, tick: Tick) -> None:
+    def _check_files(self, place: DataDir, tick: Tick) -> None:
         for file, check in self._checked(self._files(place), tick):
             self._found[check.finding] += 1
             if check.finding.is_corrupt or check.finding is Integrity.UNREADABLE:
                 aside = self._repair and check.finding.is_corrupt and self._set_aside(place, file, check)
                 self._found["set aside"] += aside
-                self._tell(Ill(file.path, check.finding, _errno_name(check.errno), aside))
+                self._list(DamagedFile(file.path, check.finding, _errno_name(check.errno), aside))
 
     def _files(self, place: DataDir) -> Iterator[ChunkFile]:
         for found in self._root.chunks(place.name):
@@ -224,16 +254,16 @@ class _Check:
                 yield found
             elif found.problem:
                 self._found["unreadable directory"] += 1
-                self._tell(Ill(found.path, Integrity.UNREADABLE, _errno_name(found.problem), False))
+                self._list(DamagedFile(found.path, Integrity.UNREADABLE, _errno_name(found.problem), False))
             else:
                 self._found["stray"] += 1
 
-    def _tell(self, ill: Ill) -> None:
-        if len(self._ill) < MOST_TOLD:
+    def _list(self, ill: DamagedFile) -> None:
+        if len(self._ill) < MOST_LISTED:
             self._ill.append(ill)
 
     def _set_aside(self, place: DataDir, chunk: ChunkFile, check: FileCheck) -> bool:
-        """Move a file away as an engine does that finds it ill. Another one in its place is left there."""
+        """Move a file away as an engine does that finds it damaged. A newer file in its place stays."""
         call = FileCall(Place(self._root.fd, place.name, "", bytes(16), BLOCK_BYTES, Flag.NONE), [chunk.key])
         call.results = array("i", [Result[check.finding.name]])
         call.inodes = array("Q", [check.inode])
@@ -270,9 +300,9 @@ class _Check:
                 for batch in _batches(files):
                     waiting.append(pool.submit(self._check, checkers, batch))
                     if len(waiting) >= self._threads * _JOBS_AHEAD:
-                        yield from _told(waiting.popleft().result(), tick)
+                        yield from _counted(waiting.popleft().result(), tick)
                 while waiting:
-                    yield from _told(waiting.popleft().result(), tick)
+                    yield from _counted(waiting.popleft().result(), tick)
         finally:
             for checker in made:
                 checker.close()
@@ -299,7 +329,7 @@ def _batches(files: Iterator[ChunkFile]) -> Iterator[list[ChunkFile]]:
         yield batch
 
 
-def _told(proofs: Sequence[Proven], tick: Tick) -> Iterable[Proven]:
+def _counted(proofs: Sequence[Proven], tick: Tick) -> Iterable[Proven]:
     tick(len(proofs))
     return proofs
 

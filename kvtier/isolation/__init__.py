@@ -1,5 +1,5 @@
-"""The tiers in a process of their own, over the primary tier's memory: nothing they do can end the engine.
+"""The tiers in a process of their own, over shared memory: a crash there costs the engine misses only.
 
-``process`` is the engine's side of it, ``child`` the program of that process, ``remote`` the same for an
-owner on an event loop.
+``process`` is the engine's side, ``child`` the program of the tier process, ``remote`` the engine's side for
+an owner on an event loop.
 """

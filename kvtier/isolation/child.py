@@ -1,8 +1,7 @@
-"""The program of the process of the tiers: ``python -m kvtier.isolation.child SOCKET MEMORY``.
+"""The program of the tier process: ``python -m kvtier.isolation.child SOCKET MEMORY``.
 
-Both are descriptors that the engine hands over. It takes commands from the socket and says there what
-came of them, for as long as the engine is at the other end; it ends with the engine, whatever that is
-doing. It imports neither torch nor an engine.
+Both are descriptors that the engine passes. The process carries out the engine's commands for as long as the
+engine is at the other end of the socket, and exits with it. It imports neither torch nor an engine.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import faulthandler
+import json
 import logging
 import os
 import resource
@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -37,8 +38,9 @@ from kvtier.core.messages import (
 )
 from kvtier.executor import Executor, TierActivity
 from kvtier.forks import keep_fd_from_children
+from kvtier.identity import Identity
 from kvtier.isolation import settings, wire
-from kvtier.isolation.outbox import Outbox
+from kvtier.isolation.send_queue import SendQueue
 from kvtier.isolation.wire import Frames, Hello, Order, Report
 from kvtier.memory.region import Region
 from kvtier.memory.slot_checksums import SlotChecksums, slot_checksums_bytes
@@ -47,41 +49,41 @@ from kvtier.tiers.runner import call_soon
 logger = logging.getLogger("kvtier.executor")
 
 _READ_BYTES = 256 * 1024
-_FULL = 1000
+_MOST_FRAMES = 1000
 _PR_SET_PDEATHSIG = 1
-_KILL_ME_BEFORE_THE_ENGINE = 500
-_LAST_WORDS_S = 1.0
+_OOM_SCORE = 500  # more than the engine's: where memory runs out the engine goes last
+_LAST_FLUSH_S = 1.0
 _LAST_STEP_S = 0.2  # of a shutdown, for what follows when tiers are closed
 _STACK_BYTES = 2**20
-_PTHREAD_ATTR_BYTES = 256  # more than any has
+_PTHREAD_ATTR_BYTES = 256  # more than any C library needs
 
 
-class _Forward(logging.Handler):
-    """Hands lines of the log to the engine, whose handlers write them beside its own."""
+class _ForwardHandler(logging.Handler):
+    """Sends log lines to the engine, whose handlers write them beside its own."""
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, send_queue: SendQueue) -> None:
         super().__init__()
-        self._outbox = outbox
+        self._send_queue = send_queue
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = wire.log_line(record.levelno, record.name, self.format(record))
-            if len(self._outbox) < _FULL:  # or the engine is stopped, and nobody reads them
-                self._outbox.add(wire.pack([line]))
+            if len(self._send_queue) < _MOST_FRAMES:  # else the engine is stopped, and nobody reads them
+                self._send_queue.add(wire.pack([line]))
         except Exception:
             self.handleError(record)
 
 
-class Servant:
-    """Carries out what the engine orders, on an event loop.
+class TierServer:
+    """Carries out the engine's commands, on an event loop.
 
     Args:
         sock: the socket to the engine.
-        hello: what it said first.
+        hello: the engine's first message.
 
     Attributes:
-        memory: its slots.
-        outbox: what it is told.
+        memory: the engine's slots.
+        send_queue: messages to the engine.
     """
 
     memory: Region
@@ -89,20 +91,22 @@ class Servant:
     def __init__(self, sock: socket.socket, hello: Hello) -> None:
         self._sock = sock
         self._frames = Frames()
-        self.outbox = Outbox(sock, self._wait_for_room)
+        self.send_queue = SendQueue(sock, self._wait_for_room)
         self._hello = hello
         self._reports: list[Report] = []
         self._activity: Sequence[TierActivity] = ()
-        self._said: list[wire.Activity] = []
+        self._sent: list[wire.Activity] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._leaving = anyio.Event()
         self._drain_by_s = self._end_by_s = 0.0
 
     async def serve(self) -> None:
-        """Serve until the engine says that it is enough."""
+        """Serve until the engine sends ``Shutdown``."""
         self._loop = asyncio.get_running_loop()
         tiers = [settings.unpack(tier) for tier in self._hello.tiers]
-        identity = self._hello.identity.read()
+        identity = Identity(self._hello.model, json.loads(self._hello.manifest))
+        # Resets of before this process, done or not: what is put after a reset is for its opener alone.
+        resets = [Reset(tier, epoch) for tier, epoch in enumerate(self._hello.epochs) if epoch]
         async with anyio.create_task_group() as tasks:
             async with Executor(
                 tiers,
@@ -112,10 +116,10 @@ class Servant:
                 slot_checksums=_slot_checksums(self._hello, self.memory),
             ) as executor:
                 self._activity = executor.activity
-                executor.submit(_owed_resets(self._hello.epochs))
+                executor.submit(resets)
                 for tier in range(len(tiers)):
-                    tasks.start_soon(self._tell_when_up, executor, tier)
-                self._loop.add_reader(self._sock, self._hear, executor, tasks)
+                    tasks.start_soon(self._report_up, executor, tier)
+                self._loop.add_reader(self._sock, self._receive, executor, tasks)
                 await self._leaving.wait()
                 with anyio.move_on_after(max(0.0, self._drain_by_s - time.monotonic())):
                     await executor.drained()
@@ -124,36 +128,36 @@ class Servant:
             tasks.cancel_scope.cancel()
         self._flush()
 
-    def say_rest(self) -> None:
+    def flush_blocking(self) -> None:
         """Send what is left, once the loop has ended."""
         poll = select.poll()
         poll.register(self._sock, select.POLLOUT)
-        while self.outbox.is_full and poll.poll(1000 * _LAST_WORDS_S):
-            self.outbox.flush()
+        while self.send_queue.is_full and poll.poll(1000 * _LAST_FLUSH_S):
+            self.send_queue.flush()
 
-    # --- what the engine says --------------------------------------------------------------------
+    # --- from the engine -------------------------------------------------------------------------
 
-    def _hear(self, executor: Executor, tasks: anyio.abc.TaskGroup) -> None:
+    def _receive(self, executor: Executor, tasks: anyio.abc.TaskGroup) -> None:
         try:
             data = self._sock.recv(_READ_BYTES)
             if not data:
                 os._exit(0)  # the engine is gone: its slots may be another's at any moment
             for frame in self._frames.feed(data):
-                self._obey(wire.unpack_orders(frame), executor, tasks)
+                self._carry_out(wire.unpack_orders(frame), executor, tasks)
         except BlockingIOError:
             pass
         except Exception:
-            logger.exception("what the engine says is not understood: the process of the tiers ends")
+            logger.exception("tier process exits: the engine has sent something malformed")
             os._exit(1)
 
-    def _obey(self, orders: list[Order], executor: Executor, tasks: anyio.abc.TaskGroup) -> None:
+    def _carry_out(self, orders: list[Order], executor: Executor, tasks: anyio.abc.TaskGroup) -> None:
         commands: list[Command] = []
         for order in orders:
             if isinstance(order, wire.Ping):
-                self._say(wire.Pong())
+                self._report(wire.Pong())
             elif isinstance(order, wire.WhenSettled | wire.WhenDrained):
-                tasks.start_soon(self._tell_when, order, executor)
-            elif isinstance(order, wire.Leave):
+                tasks.start_soon(self._report_when, order, executor)
+            elif isinstance(order, wire.Shutdown):
                 self._drain_by_s = time.monotonic() + order.drain_s
                 self._end_by_s = self._drain_by_s + order.close_s
                 self._leaving.set()
@@ -161,28 +165,25 @@ class Servant:
                 commands.append(order)
         executor.submit(commands)
 
-    async def _tell_when(self, order: wire.WhenSettled | wire.WhenDrained, executor: Executor) -> None:
-        if isinstance(order, wire.WhenSettled):
-            await executor.settled()
-        else:
-            await executor.drained()
-        self._say(wire.Reached(order.id))
+    async def _report_when(self, order: wire.WhenSettled | wire.WhenDrained, executor: Executor) -> None:
+        await (executor.settled() if isinstance(order, wire.WhenSettled) else executor.drained())
+        self._report(wire.Reached(order.id))
 
-    async def _tell_when_up(self, executor: Executor, tier: int) -> None:
-        """Tell that a tier can be used: the engine takes it for down since the last process has ended."""
+    async def _report_up(self, executor: Executor, tier: int) -> None:
+        """Report that a tier is open: to the engine it is down since the last process has ended."""
         if await executor.wait_until_up(tier):
             self._post(TierUp(tier))
 
-    # --- what it is told -------------------------------------------------------------------------
+    # --- to the engine ---------------------------------------------------------------------------
 
     def _post(self, event: Event) -> None:
         assert not isinstance(event, SlotsReady | ProcessEnded), event
         if isinstance(event, TierDown):
             event = TierDown(event.tier, event.reason[:MAX_TEXT])
-        self._say(event)
+        self._report(event)
 
-    def _say(self, report: Report) -> None:
-        """Say it in a moment, with all that comes until then."""
+    def _report(self, report: Report) -> None:
+        """Send a message at the end of this turn of the loop, in one frame with others."""
         if not self._reports and self._loop is not None:
             self._loop.call_soon(self._flush)
         self._reports.append(report)
@@ -190,26 +191,21 @@ class Servant:
     def _flush(self) -> None:
         if self._reports:
             reports, self._reports = self._reports, []
-            self.outbox.add(wire.pack([*self._activities(), *reports]))
+            self.send_queue.add(wire.pack([*self._changed_activities(), *reports]))
 
-    def _activities(self) -> list[wire.Activity]:
-        """Return what has changed of what the tiers are doing."""
+    def _changed_activities(self) -> list[wire.Activity]:
         now = [wire.activity_of(tier, activity) for tier, activity in enumerate(self._activity)]
-        before, self._said = self._said, now
+        before, self._sent = self._sent, now
         return [activity for activity in now if activity not in before]
 
     def _wait_for_room(self) -> None:
-        if self._loop is not None:
-            call_soon(self._loop, self._watch_for_room)
+        if self._loop is not None:  # called by any thread
+            call_soon(self._loop, partial(self._loop.add_writer, self._sock, self._send_more))
 
-    def _watch_for_room(self) -> None:
+    def _send_more(self) -> None:
         assert self._loop is not None
-        self._loop.add_writer(self._sock, self._use_room)
-
-    def _use_room(self) -> None:
-        assert self._loop is not None
-        self.outbox.flush()
-        if not self.outbox.is_full:
+        self.send_queue.flush()
+        if not self.send_queue.is_full:
             self._loop.remove_writer(self._sock)
 
 
@@ -218,40 +214,42 @@ def main(arguments: list[str]) -> int:
     _end_with_the_engine()
     sock, memory_fd = socket.socket(fileno=int(arguments[0])), int(arguments[1])
     for fd in (sock.fileno(), memory_fd):
-        os.set_inheritable(fd, False)  # not for what a tier starts
+        os.set_inheritable(fd, False)  # not for processes that a tier starts
     keep_fd_from_children(sock.fileno())
     hello = wire.unpack_hello(_first_frame(sock))
     sock.setblocking(False)
-    servant = Servant(sock, hello)
-    _log_to(servant.outbox, hello)
+    server = TierServer(sock, hello)
+    handler = _ForwardHandler(server.send_queue)
+    logging.basicConfig(level=hello.other_log_level, handlers=[handler], format="%(message)s")
+    logging.getLogger("kvtier").setLevel(hello.log_level)
     try:
-        _keep_to(hello)
-        servant.memory = Region.borrowed(memory_fd, hello.slots, hello.chunk_bytes, hello.metadata_bytes)
-        servant.outbox.add(wire.pack([wire.Reached(wire.AT_WORK)]))
-        anyio.run(servant.serve)
+        _limit_resources(hello)
+        server.memory = Region.borrowed(memory_fd, hello.slots, hello.chunk_bytes, hello.metadata_bytes)
+        server.send_queue.add(wire.pack([wire.Reached(wire.STARTED)]))
+        anyio.run(server.serve)
     except Exception:
-        logger.exception("the process of the tiers ends")
+        logger.exception("tier process exits after an error")
         return 1
     finally:
-        servant.say_rest()
+        server.flush_blocking()
     return 0
 
 
 def _end_with_the_engine() -> None:
-    """Have the system kill this process when the thread of the engine that has started it ends.
+    """Have the kernel kill this process when the engine's thread that has started it ends.
 
-    Where that was before, the socket says so. And where memory runs out the engine should be the last to go.
+    If that thread has ended before this call, the socket tells.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     faulthandler.enable()
     with suppress(OSError, ValueError):
         score = Path("/proc/self/oom_score_adj")
-        score.write_text(str(min(1000, int(score.read_text()) + _KILL_ME_BEFORE_THE_ENGINE)))
+        score.write_text(str(min(1000, int(score.read_text()) + _OOM_SCORE)))
 
 
 def _first_frame(sock: socket.socket) -> bytes:
-    """Read what the engine says first, and no more of it. Where there is nothing the engine is gone."""
+    """Read the engine's first frame, and no more. Exit where there is none: the engine is gone."""
     head = sock.recv(wire.LENGTH_BYTES, socket.MSG_WAITALL)
     frame = sock.recv(wire.length_of(head), socket.MSG_WAITALL) if head else b""
     if not frame:
@@ -259,24 +257,18 @@ def _first_frame(sock: socket.socket) -> bytes:
     return frame
 
 
-def _log_to(outbox: Outbox, hello: Hello) -> None:
-    handler = _Forward(outbox)
-    logging.basicConfig(level=hello.other_log_level, handlers=[handler], format="%(message)s")
-    logging.getLogger("kvtier").setLevel(hello.log_level)
-
-
-def _keep_to(hello: Hello) -> None:
-    """Use the CPUs and the memory that the engine leaves to this process."""
+def _limit_resources(hello: Hello) -> None:
+    """Use the CPUs and the memory that the engine allows this process."""
     with suppress(OSError):
         os.sched_setaffinity(0, hello.cpus)
     if hello.memory_limit_bytes is not None:
-        # Of memory of its own; the engine's slots, which are shared, do not count. Stacks do, in full.
-        _have_small_stacks()
+        # Private memory only: the engine's slots, which are shared, do not count. Stacks do, in full.
+        _shrink_stacks()
         resource.setrlimit(resource.RLIMIT_DATA, (hello.memory_limit_bytes, hello.memory_limit_bytes))
 
 
-def _have_small_stacks() -> None:
-    """Give threads from here on stacks of this size, those of libraries too: of 8 MiB few would fit."""
+def _shrink_stacks() -> None:
+    """Give later threads small stacks, those of C libraries too: of 8 MiB each, few would fit."""
     libc = ctypes.CDLL(None)
     attributes = ctypes.create_string_buffer(_PTHREAD_ATTR_BYTES)
     libc.pthread_attr_init(attributes)
@@ -286,19 +278,11 @@ def _have_small_stacks() -> None:
 
 
 def _slot_checksums(hello: Hello, region: Region) -> SlotChecksums | None:
-    it = hello.slot_checksums
-    if it is None:
+    text = hello.slot_checksums
+    if text is None:
         return None
-    words = region.metadata[it.offset :][: slot_checksums_bytes(region.slots, it.areas)]
-    return SlotChecksums(region, words, it.rate, it.areas, it.area_bytes, is_shared=it.is_shared)
-
-
-def _owed_resets(epochs: list[int]) -> list[Command]:
-    """Return the resets that the engine has ordered of the processes before this one.
-
-    Repeated whether they were done or not: what is put after a reset is for its opener alone.
-    """
-    return [Reset(tier, epoch) for tier, epoch in enumerate(epochs) if epoch]
+    words = region.metadata[text.offset :][: slot_checksums_bytes(region.slots, text.areas)]
+    return SlotChecksums(region, words, text.rate, text.areas, text.area_bytes, is_shared=text.is_shared)
 
 
 if __name__ == "__main__":

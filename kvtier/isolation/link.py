@@ -1,4 +1,4 @@
-"""One process of the tiers, as the engine has it: what it was given, the socket to it, and its end."""
+"""One tier process, as the engine sees it: its socket, what is in flight there, and its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from enum import Enum
 
 from kvtier.core.messages import Fetch, Put
 from kvtier.forks import keep_fd_from_children
-from kvtier.isolation.outbox import Outbox
+from kvtier.isolation.send_queue import SendQueue
 from kvtier.isolation.wire import Frames, Hello, pack
 
 _READ_BYTES = 256 * 1024
@@ -22,40 +22,40 @@ _READS_AT_ONCE = 16
 _PROGRAM = "kvtier.isolation.child"
 
 
-class Voice(Enum):
-    """Whether a process was heard when it was last listened to."""
+class ReadState(Enum):
+    """What the last read of a process's socket found."""
 
-    QUIET = "it has said nothing more so far"
-    SPEAKS = "it had more to say"
-    MUTE = "it has hung up"
+    DRAINED = "no data for now"
+    MORE = "data, and there may be more"
+    CLOSED = "the end"
 
 
 class Link:
-    """A process and what it owes.
+    """A tier process and what is in flight there.
 
-    The owner of the executor gives it commands, its supervisor hears it and ends it; each ``dict`` here is
-    filled by the one and emptied by the other, an entry at a time.
+    The executor's owner sends commands, its supervisor reads the answers and ends the process; each ``dict``
+    here is filled by the one and emptied by the other, an entry at a time.
 
     Args:
         memory_fd: the file of the primary tier.
-        hello: what it needs to know.
-        on_full: called when the socket does not take all that is to be said.
+        hello: the first message.
+        on_full: called when the socket's buffer becomes full.
 
     Attributes:
         pid: its process id, and that of its group.
-        owed: what it was given and has not answered.
-        waiting: who is to be told when it has come so far.
-        epochs: for each tier the last reset that it was told of.
-        is_over: whether it is gone, and what it owed is answered: nobody answers what comes now.
-        voice: whether something may be left of what it has said.
+        in_flight: commands that it has not answered, by id.
+        waiting: callbacks of ``WhenSettled`` and ``WhenDrained``, by id.
+        epochs: for each tier the last reset that it was sent.
+        is_over: whether it is gone and its commands are answered: nobody answers what is added now.
+        state: what the last read of the socket found.
     """
 
     def __init__(self, memory_fd: int, hello: Hello, on_full: Callable[[], object]) -> None:
-        self.owed: dict[int, Put | Fetch] = {}
+        self.in_flight: dict[int, Put | Fetch] = {}
         self.waiting: dict[int, Callable[[], object]] = {}
         self.epochs = tuple(hello.epochs)
         self.is_over = False
-        self.voice = Voice.QUIET
+        self.state = ReadState.DRAINED
         self._frames = Frames()
         self._sock, theirs = socket.socketpair()
         with theirs:
@@ -66,30 +66,24 @@ class Link:
                 self._sock.close()
                 raise
         self._sock.setblocking(False)
-        keep_fd_from_children(self._sock.fileno())  # or the process would not learn of the engine's end
+        keep_fd_from_children(self._sock.fileno())  # or the process would not notice the engine's end
         self.pid = self._process.pid
         self._end = select.poll()
         self._end.register(self._pidfd, select.POLLIN)
-        self.outbox = Outbox(self._sock, on_full)
-        self.outbox.add(pack(hello))
-
-    # --- to wait for it --------------------------------------------------------------------------
+        self.send_queue = SendQueue(self._sock, on_full)
+        self.send_queue.add(pack(hello))
 
     def wait(self, wait_s: float, wakeup: int) -> None:
-        """Wait until it says something, ends, can be told more, or ``wakeup`` can be read."""
+        """Wait until it sends something, ends, can take more, or ``wakeup`` can be read."""
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         poll.register(wakeup, select.POLLIN)
-        if self.voice is not Voice.MUTE:
-            poll.register(self._sock, select.POLLIN | (select.POLLOUT if self.outbox.is_full else 0))
+        if self.state is not ReadState.CLOSED:
+            poll.register(self._sock, select.POLLIN | (select.POLLOUT if self.send_queue.is_full else 0))
         poll.poll(1000 * wait_s)
 
-    def hear(self) -> Iterator[bytes]:
-        """Yield frames that have come, some megabytes of them at most.
-
-        Raises:
-            WireError: they are none.
-        """
+    def receive(self) -> Iterator[bytes]:
+        """Yield received frames, some megabytes of them at most. Raises WireError where they are too long."""
         for _ in range(_READS_AT_ONCE):
             data = self._read()
             if not data:
@@ -100,28 +94,26 @@ class Link:
         data = b""
         try:
             data = self._sock.recv(_READ_BYTES)
-            self.voice = Voice.SPEAKS if data else Voice.MUTE
+            self.state = ReadState.MORE if data else ReadState.CLOSED
         except BlockingIOError:
-            self.voice = Voice.QUIET
+            self.state = ReadState.DRAINED
         except OSError:
-            self.voice = Voice.MUTE
+            self.state = ReadState.CLOSED
         return data
 
     def is_gone(self, wait_s: float = 0.0) -> bool:
-        """Say whether it has ended, each of its threads: nobody writes to the slots for it any more."""
+        """Return whether every thread of it has ended, so that it does not write to slots any more."""
         return bool(self._end.poll(1000 * wait_s))
 
-    # --- to end it -------------------------------------------------------------------------------
-
     def kill(self) -> None:
-        """Kill it and what it has started, as far as that is in its group still. Before it is reaped."""
-        with suppress(ChildProcessError):  # somebody else has reaped it: the number may be another's by now
+        """Kill its process group. Called before it is reaped."""
+        with suppress(ChildProcessError):  # reaped by others: the id may be another process's by now
             os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def reap(self) -> int:
-        """Give everything back of a process that is gone; return its exit status, as subprocess has it."""
+        """Release a process that is gone; return its exit status, as ``subprocess`` does."""
         code = self._process.wait()
         self._sock.close()
         os.close(self._pidfd)
@@ -129,7 +121,7 @@ class Link:
 
 
 def _watch(process: subprocess.Popen[bytes]) -> int:
-    """Return a descriptor that tells when the process has ended; where there is none to be had end it."""
+    """Return a pidfd of the process; end the process where there is none to be had."""
     try:
         return os.pidfd_open(process.pid)
     except BaseException:
@@ -140,8 +132,8 @@ def _watch(process: subprocess.Popen[bytes]) -> int:
 
 def _start(theirs: socket.socket, memory_fd: int) -> subprocess.Popen[bytes]:
     if not sys.executable:
-        raise OSError("this interpreter does not know where its program is, so no other can be started")
-    # Tiers are found there as here, by the same path. Their settings do not go this way: others can see it.
+        raise OSError("sys.executable is empty: no interpreter can be started")
+    # The same path, so that tiers are found. Settings do not go this way: other users can see it.
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     return subprocess.Popen(
         [sys.executable, "-P", "-m", _PROGRAM, str(theirs.fileno()), str(memory_fd)],

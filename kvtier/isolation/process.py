@@ -1,7 +1,7 @@
-"""The executor in a process of its own, seen from the engine: commands go and events come, whatever happens.
+"""The executor in a tier process, seen from the engine.
 
-A thread of the engine, the supervisor, starts the process, hears what it says, and starts another one when
-it has ended. A slot that the process was given is given to nobody else before it is certain that it is gone.
+A thread of the engine, the supervisor, starts the process, reads its messages, and starts another one when
+it has ended. A slot that was given to the process is free again only when the process is gone for certain.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
@@ -26,17 +27,17 @@ from kvtier.errors import IsolationError, StateError
 from kvtier.executor import CLOSE_S, NamedTier, failure_of
 from kvtier.identity import Identity
 from kvtier.isolation import settings, wire
-from kvtier.isolation.hearing import Hearing
-from kvtier.isolation.link import Link, Voice
-from kvtier.isolation.pulse import Pace, Pulse
-from kvtier.isolation.trial import Trial
-from kvtier.isolation.wire import Hello, IdentityText, SlotChecksumsText, WireError
+from kvtier.isolation.decoder import MessageDecoder
+from kvtier.isolation.heartbeat import Heartbeat, SupervisorTimes
+from kvtier.isolation.link import Link, ReadState
+from kvtier.isolation.wire import SlotChecksumsText, Hello, WireError
+from kvtier.memory.slot_checksums import SlotChecksums
 from kvtier.memory.region import Region
 from kvtier.memory.slot_checksums import SlotChecksums
 
 logger = logging.getLogger("kvtier.executor")
 
-_KILL_SHARE = 1 / 3  # of the seconds after the drain, to end a process that does not end by itself
+_KILL_SHARE = 1 / 3  # of the seconds after the drain, to end a process that does not exit by itself
 _LAST_STEP_S = 0.2  # of these, for what follows
 _WARN_S = 5.0
 _LOOK_S = 0.05
@@ -46,42 +47,42 @@ _OWN_FAULTS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class _Ending:
-    """How a process has ended, or why it is to end: a word that is counted, and the rest of a sentence."""
+class _End:
+    """Why a process has ended, or is to be killed: a word of ``reasons.PROCESS_ENDED``, and details."""
 
     reason: str
     text: str
 
 
-_HAS_ENDED = _Ending("", "")
+_EXITED = _End("", "")
 
 
 class ExecutorProcess:
-    """An executor in a process of its own. The same face as ``ExecutorThread``.
+    """An executor in a process of its own, with the interface of ``ExecutorThread``.
 
-    The owner submits and takes from one thread, and waits for nothing. While the process is gone each
-    command fails at once; its tiers are down. The next process begins with the resets that were ordered
-    so far: what one of before a reset has kept is not seen again.
+    The owner submits and takes from one thread, and never waits. While there is no process each command fails
+    at once, and its tiers are down. The next process begins with all resets submitted so far, so that nothing
+    stored before a reset is seen again.
 
     Args:
         tiers: the tiers, in the core's order. They are made anew, and opened, in the process.
         identity: the cache that all chunks belong to.
-        region: where the slots are; not an anonymous one.
-        slot_checksums: what audited slots must hold, in the region's metadata; None where nothing is audited.
-        memory_limit_bytes: memory of its own that the process may have; None for any.
-        pace: how closely it is watched.
-        trial_s: seconds that ``start`` waits to see whether there can be such a process here; 0 to start
-            one again and again where there can not.
+        region: the memory of the slots; not an anonymous one.
+        slot_checksums: the checksums of audited slots, in the region's board; None where nothing is audited.
+        memory_limit_bytes: limit of the process's own memory; None for none.
+        times: how closely it is supervised.
+        start_wait_s: seconds that ``start`` waits to see whether a process can be started here at all; 0 to
+            retry for ever where none can.
         notify: called, by any thread, when there are new events.
         chance: the source of chance, for pauses that differ from engine to engine.
 
     Attributes:
         events: what has happened, to be taken from the left.
-        activity: what each tier was doing when it last said so.
+        activity: the last known activity of each tier.
 
     Raises:
-        ConfigError: a tier's settings can not be handed to another process.
-        StateError: the region can not be shared, or the slot checksums are not in it.
+        ConfigError: a tier's settings cannot be sent to another process.
+        StateError: the region cannot be shared, or the slot_checksums is not in it.
     """
 
     def __init__(
@@ -92,31 +93,32 @@ class ExecutorProcess:
         *,
         slot_checksums: SlotChecksums | None = None,
         memory_limit_bytes: int | None = None,
-        pace: Pace | None = None,
-        trial_s: float = 0.0,
+        times: SupervisorTimes | None = None,
+        start_wait_s: float = 0.0,
         notify: Callable[[], object] = lambda: None,
         chance: RandomSource = random.random,
     ) -> None:
         region.fileno()  # raises where there is none
-        self._slot_checksums = None if slot_checksums is None else _spell(slot_checksums, region)
-        self._hearing = Hearing(tiers)
-        self.events: deque[Event] = self._hearing.events
-        self.activity = self._hearing.activity
+        self._slot_checksums = None if slot_checksums is None else _custody_text(slot_checksums, region)
+        self._decoder = MessageDecoder(tiers)
+        self.events: deque[Event] = self._decoder.events
+        self.activity = self._decoder.activity
         self._settings = [settings.pack(named) for named in tiers]
-        self._identity = IdentityText.of(identity)
+        self._identity = identity
         self._region = region
         self._memory_limit_bytes = memory_limit_bytes
-        self._pace = pace or Pace()
-        self._trial = Trial(trial_s)
+        self._times = times or SupervisorTimes()
+        self._start_wait_s = start_wait_s
+        self._first_start: Future[str] = Future()  # why the first process has failed; "" where it works
         self._notify = notify
-        self._backoff = Backoff(self._pace.first_pause_s, self._pace.longest_pause_s, chance)
+        self._backoff = Backoff(self._times.first_pause_s, self._times.longest_pause_s, chance)
         self._epochs = (0,) * len(tiers)
         self._early: list[Command] | None = []
         self._link: Link | None = None
         self._last_wait = 0
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._forget_wakeup = weakref.finalize(self, os.close, self._wakeup)
-        self._forget_wakeup.atexit = False  # the supervisor may wait for it still
+        self._close_wakeup = weakref.finalize(self, os.close, self._wakeup)
+        self._close_wakeup.atexit = False  # the supervisor may wait for it still
         self._closing = False
         self._drain_by_s = self._leave_by_s = self._end_by_s = inf
         self._has_begun = threading.Event()
@@ -124,36 +126,34 @@ class ExecutorProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the process of this moment; None where there is none."""
+        """The id of the current process; None where there is none."""
         link = self._link
         return None if link is None else link.pid
 
-    # --- what the owner calls --------------------------------------------------------------------
+    # --- called by the owner ---------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the process. It opens the tiers meanwhile; where it fails at that, it is tried again.
+        """Start the process, which then opens the tiers; a tier that fails to open is retried there.
 
         Raises:
-            IsolationError: it has ended, within ``trial_s``, before it had to do with any tier: there can be
-                none here. Nothing of it is left.
+            IsolationError: it ended within ``start_wait_s``, before it touched any tier, so that none can run
+                here. Nothing of it is left.
         """
         self._thread.start()
         self._has_begun.wait()
-        if failure := self._trial.wait():
+        if failure := self._wait_for_first_start():
             self.close(0.0)
-            raise IsolationError(
-                f"the tiers cannot run in a process of their own here: {failure}; set isolation to 'thread'"
-            )
+            raise IsolationError(f"no tier process can run here: {failure}; set isolation to 'thread'")
         early, self._early = self._early or [], None
         self.submit(early)
 
     def submit(self, commands: Sequence[Command]) -> None:
-        """Hand commands over. Raises nothing: where there is no process they fail at once."""
+        """Start commands. Raises nothing: where there is no process they fail at once."""
         if self._early is not None:
             self._early += commands
             return
         before, self._epochs = self._epochs, _after(self._epochs, commands)
-        link = self._link  # only now: a process that is started from here on is told of these resets
+        link = self._link  # only now: a process that is started from here on gets these resets with its start
         if link is None:
             self._refuse(commands)
             return
@@ -161,25 +161,25 @@ class ExecutorProcess:
         link.epochs = self._epochs
         for command in commands:
             if isinstance(command, Put | Fetch):
-                link.owed[command.id] = command
+                link.in_flight[command.id] = command
         if missed or commands:
-            link.outbox.add(wire.pack((*missed, *commands)))
+            link.send_queue.add(wire.pack((*missed, *commands)))
         if link.is_over:  # it has ended meanwhile, and the supervisor may have missed these
-            self._answer_for(link, "process")
+            self._fail_pending(link, "process")
 
     def when_settled(self, done: Callable[[], object]) -> None:
-        """Have ``done`` called, by any thread, when each tier is through with its resets, or is down."""
+        """Have ``done`` called, by any thread, when each tier has done its resets, or is down."""
         self._when(wire.WhenSettled, done)
 
     def when_drained(self, done: Callable[[], object]) -> None:
-        """Have ``done`` called, by any thread, when no put, no fetch and no reset is under way."""
+        """Have ``done`` called, by any thread, when no put, no fetch and no reset is in flight."""
         self._when(wire.WhenDrained, done)
 
     def close(self, drain_s: float, close_s: float | None = None) -> bool:
-        """Let what runs end, for at most ``drain_s`` seconds, close the tiers, end the process.
+        """Drain for at most ``drain_s`` seconds, close the tiers, end the process.
 
         Args:
-            drain_s: seconds for what is under way.
+            drain_s: seconds for what is in flight.
             close_s: seconds after these for everything else, at whose end the process is killed; default
                 ``CLOSE_S``.
 
@@ -187,20 +187,18 @@ class ExecutorProcess:
             Whether it has ended. Where it is false the system does not let go of it, and it may still
             touch slots: the memory must stay where it is.
         """
-        if not self._thread.is_alive():
-            self._forget_wakeup()
-            return self._link is None
-        self.submit(())  # resets that it may have missed
-        close_s = CLOSE_S if close_s is None else close_s
-        self._drain_by_s = time.monotonic() + drain_s
-        self._end_by_s = self._drain_by_s + close_s
-        self._leave_by_s = self._end_by_s - _KILL_SHARE * close_s
-        self._closing = True
-        self._wake()
-        self._thread.join(drain_s + close_s)
+        if self._thread.is_alive():
+            self.submit(())  # resets that it may have missed
+            close_s = CLOSE_S if close_s is None else close_s
+            self._drain_by_s = time.monotonic() + drain_s
+            self._end_by_s = self._drain_by_s + close_s
+            self._leave_by_s = self._end_by_s - _KILL_SHARE * close_s
+            self._closing = True
+            os.eventfd_write(self._wakeup, 1)
+            self._thread.join(drain_s + close_s)
         if self._thread.is_alive():
             return False
-        self._forget_wakeup()
+        self._close_wakeup()
         return self._link is None
 
     def _when(self, order: type[wire.WhenSettled | wire.WhenDrained], done: Callable[[], object]) -> None:
@@ -211,9 +209,9 @@ class ExecutorProcess:
             return
         self._last_wait += 1
         link.waiting[self._last_wait] = done
-        link.outbox.add(wire.pack([order(self._last_wait)]))
+        link.send_queue.add(wire.pack([order(self._last_wait)]))
         if link.is_over:
-            self._answer_for(link, "process")
+            self._fail_pending(link, "process")
 
     def _refuse(self, commands: Sequence[Command]) -> None:
         for command in commands:
@@ -222,53 +220,71 @@ class ExecutorProcess:
             self.events.extend(failure_of(command, "down"))
         self._notify()
 
-    def _wake(self) -> None:
-        os.eventfd_write(self._wakeup, 1)
+    # --- the first start, which supervisor and owner decide about: whoever comes first -----------
+
+    def _decide_first_start(self, failure: str = "") -> bool:
+        """Decide whether the first process works, unless that is decided; return whether this call did."""
+        try:
+            self._first_start.set_result(failure)
+        except InvalidStateError:
+            return False
+        return True
+
+    def _wait_for_first_start(self) -> str:
+        """Return why the first process has failed; "" where it works, or is not known to fail in time."""
+        try:
+            return self._first_start.result(self._start_wait_s)
+        except TimeoutError:
+            self._decide_first_start()
+        return self._first_start.result()
 
     # --- the supervisor --------------------------------------------------------------------------
 
     def _run(self) -> None:
+        if not self._start_wait_s:
+            self._decide_first_start()
         try:
             while not self._closing:
                 try:
-                    self._live()
+                    self._run_process()
                 except Exception as error:  # of the owner's callbacks, or ours
                     self._has_begun.set()
-                    if self._trial.decide(repr(error)):
+                    if self._decide_first_start(repr(error)):
                         self._closing = True
                     else:
-                        logger.exception("an error ended a process of the tiers; it is started anew")
+                        logger.exception("tier process killed after an error of its supervisor; restarting")
                 if not self._closing:
                     self._sleep(self._backoff.next_s())
         finally:
             self._closing = True
             self._has_begun.set()
 
-    def _live(self) -> None:
-        """Start a process, attend to it until it has ended, and answer for what it owes."""
+    def _run_process(self) -> None:
+        """Start a process, supervise it until it has ended, and fail what is still in flight."""
         try:
-            link = Link(self._region.fileno(), self._hello(), self._wake)
+            link = Link(self._region.fileno(), self._hello(), lambda: os.eventfd_write(self._wakeup, 1))
         except (OSError, StateError) as error:
-            self._tell_end(_Ending("not_started", f"it cannot be started: {error}"))
+            self._report_end(_End("not_started", f"it cannot be started: {error}"))
             self._has_begun.set()
             return
-        link.waiting[wire.AT_WORK] = self._trial.decide
+        link.waiting[wire.STARTED] = self._decide_first_start
         self._link = link
         self._has_begun.set()
         begun_s = time.monotonic()
-        pulse = Pulse(self._pace, lambda: link.outbox.add(wire.pack([wire.Ping()])))
-        ending = _Ending("killed", "it was ended after an error of its supervisor")
+        heartbeat = Heartbeat(self._times, lambda: link.send_queue.add(wire.pack([wire.Ping()])))
+        end = _End("killed", "its supervisor failed")
         try:
-            ending = self._attend(link, pulse)
+            end = self._supervise(link, heartbeat)
         finally:
-            self._finish(link, ending)
-        if pulse.has_started and time.monotonic() - begun_s > 2 * self._pace.longest_pause_s:
+            self._finish(link, end)
+        if heartbeat.has_started and time.monotonic() - begun_s > 2 * self._times.longest_pause_s:
             self._backoff.start_anew()
 
     def _hello(self) -> Hello:
         return Hello(
             tiers=self._settings,
-            identity=self._identity,
+            model=self._identity.model,
+            manifest=self._identity.manifest,
             slots=self._region.slots,
             chunk_bytes=self._region.chunk_bytes,
             metadata_bytes=len(self._region.metadata),
@@ -280,8 +296,8 @@ class ExecutorProcess:
             other_log_level=logging.getLogger().getEffectiveLevel(),
         )
 
-    def _attend(self, link: Link, pulse: Pulse) -> _Ending:
-        """Take in what a process says, until it has ended or is to be ended; say why it is."""
+    def _supervise(self, link: Link, heartbeat: Heartbeat) -> _End:
+        """Read a process's messages until it has ended or is to be killed; return why."""
         leave_by_s = inf
         try:
             while not link.is_gone():
@@ -289,91 +305,90 @@ class ExecutorProcess:
                 if self._closing and leave_by_s == inf:
                     leave_by_s = max(now_s, self._leave_by_s)
                     drain_s = min(max(0.0, self._drain_by_s - now_s), leave_by_s - now_s)
-                    link.outbox.add(wire.pack([wire.Leave(drain_s, leave_by_s - now_s - drain_s)]))
+                    link.send_queue.add(wire.pack([wire.Shutdown(drain_s, leave_by_s - now_s - drain_s)]))
                 if now_s >= leave_by_s:
-                    return _Ending("silent", "has not ended in time")
-                if pulse.beat():
-                    return self._silence(pulse)
-                link.wait(min(pulse.wait_s, leave_by_s - now_s), self._wakeup)
-                self._rest()
-                link.outbox.flush()
-                self._hear(link, pulse)
+                    return _End("silent", "it did not exit in time")
+                if heartbeat.is_overdue():
+                    return self._overdue(heartbeat)
+                link.wait(min(heartbeat.wait_s, leave_by_s - now_s), self._wakeup)
+                self._clear_wakeup()
+                link.send_queue.flush()
+                self._receive(link, heartbeat)
         except WireError as error:
-            return _Ending("garbled", str(error))
-        return _HAS_ENDED
+            return _End("garbled", str(error))
+        return _EXITED
 
-    def _hear(self, link: Link, pulse: Pulse) -> None:
+    def _receive(self, link: Link, heartbeat: Heartbeat) -> None:
         count = len(self.events)
-        for frame in link.hear():
-            if self._hearing.take(frame, link):
-                pulse.answer()
+        for frame in link.receive():
+            if self._decoder.decode(frame, link):
+                heartbeat.acknowledge()
         if len(self.events) != count:
             self._notify()
 
-    def _silence(self, pulse: Pulse) -> _Ending:
-        if pulse.has_started:
-            return _Ending("silent", f"its event loop has not run for {self._pace.silent_s:g} s")
-        return _Ending("not_started", f"it was not ready within {self._pace.start_s:g} s")
+    def _overdue(self, heartbeat: Heartbeat) -> _End:
+        if heartbeat.has_started:
+            return _End("silent", f"its event loop has not run for {self._times.silent_timeout_s:g} s")
+        return _End("not_started", f"it was not ready within {self._times.start_timeout_s:g} s")
 
-    def _finish(self, link: Link, ending: _Ending) -> None:
-        """See a process to its end; when it is gone answer for what it was given."""
-        leaves = self._closing
-        if not leaves and ending is not _HAS_ENDED:
-            self._tell_end(ending, link.pid)
+    def _finish(self, link: Link, end: _End) -> None:
+        """Kill a process; when it is gone fail what is still in flight there."""
+        is_shutdown = self._closing
+        if not is_shutdown and end is not _EXITED:
+            self._report_end(end, link.pid)
         self._link = None
         link.kill()
         if not self._wait_for_end(link):
-            self._link = link  # its slots are touched still, and nobody may have them
+            self._link = link  # its slots are still touched, and nobody may have them
             return
-        if ending.reason != "garbled":
-            self._hear_out(link)
+        if end.reason != "garbled":
+            self._receive_rest(link)
         code = link.reap()
-        if not leaves and ending is _HAS_ENDED:
-            self._tell_end(_ending_of(code), link.pid)
+        if not is_shutdown and end is _EXITED:
+            self._report_end(_end_of(code), link.pid)
         link.is_over = True
-        self._hearing.forget()
-        self._answer_for(link, "cancelled" if leaves else "process")
+        self._decoder.clear_activity()
+        self._fail_pending(link, "cancelled" if is_shutdown else "process")
 
     def _wait_for_end(self, link: Link) -> bool:
-        """Wait until a process that was killed is gone, for as long as that takes, unless all is to end."""
+        """Wait until a killed process is gone, however long that takes; at a shutdown until its deadline."""
         warn_s = time.monotonic() + _WARN_S
         while not link.is_gone(_LOOK_S):
             now_s = time.monotonic()
             gives_up = self._closing and now_s > self._end_by_s - _LAST_STEP_S
             if now_s > warn_s or gives_up:
                 warn_s = inf
-                logger.error("process %d of the tiers was killed, but the system does not end it", link.pid)
+                logger.error("tier process %d was killed, but the kernel has not ended it", link.pid)
             if gives_up:
                 return False
         return True
 
-    def _hear_out(self, link: Link) -> None:
-        """Take in what a process has said before its end: those slots it had let go of."""
+    def _receive_rest(self, link: Link) -> None:
+        """Read what a process sent before its end: those transfers did end, and their slots are free."""
         try:
-            while link.voice is not Voice.MUTE:
-                for frame in link.hear():
-                    self._hearing.take(frame, link, last=True)
-                if link.voice is Voice.QUIET:
+            while link.state is not ReadState.CLOSED:
+                for frame in link.receive():
+                    self._decoder.decode(frame, link, is_last=True)
+                if link.state is ReadState.DRAINED:
                     return
         except WireError as error:
-            logger.warning("the last words of process %d of the tiers: %s", link.pid, error)
+            logger.warning("tier process %d: its last messages are malformed: %s", link.pid, error)
 
-    def _tell_end(self, ending: _Ending, pid: int | None = None) -> None:
-        """Tell of an end before anything else is: nothing more is asked of the tiers."""
-        if self._trial.decide(ending.text):  # by whoever waits for it
+    def _report_end(self, end: _End, pid: int | None = None) -> None:
+        """Report an end before anything else: from here on the tiers are given nothing."""
+        if self._decide_first_start(end.text):  # ``start`` raises it
             self._closing = True
             return
-        who = "the process of the tiers" if pid is None else f"process {pid} of the tiers"
-        logger.error("%s: %s; it is started anew", who, ending.text)
-        self.events.append(ProcessEnded(ending.reason))
+        logger.error("tier process%s ended: %s; restarting", "" if pid is None else f" {pid}", end.text)
+        self.events.append(ProcessEnded(end.reason))
         for tier in range(len(self.activity)):
-            self.events.append(TierDown(tier, f"the process of the tiers: {ending.text}"))
+            self.events.append(TierDown(tier, f"the tier process ended: {end.text}"))
         self._notify()
 
-    def _answer_for(self, link: Link, reason: str) -> None:
-        """Answer for what a process owes that is gone. Supervisor and owner may both: each takes some."""
-        for transfer in list(link.owed):
-            command = link.owed.pop(transfer, None)
+    def _fail_pending(self, link: Link, reason: str) -> None:
+        """Fail what is in flight in a process that is gone. Supervisor and owner may do so at once."""
+        for transfer in list(link.in_flight):
+            command = link.in_flight.pop(transfer, None)
             if command is not None:
                 self.events.extend(failure_of(command, reason))
         for wait in list(link.waiting):
@@ -383,27 +398,22 @@ class ExecutorProcess:
         self._notify()
 
     def _sleep(self, pause_s: float) -> None:
-        """Pause, unless all is to end."""
+        """Sleep, unless all is to end."""
         end_s = time.monotonic() + pause_s
         poll = select.poll()
         poll.register(self._wakeup, select.POLLIN)
         while not self._closing and (left_s := end_s - time.monotonic()) > 0:
             poll.poll(1000 * left_s)
-            self._rest()
+            self._clear_wakeup()
 
-    def _rest(self) -> None:
-        """Take back the wake-up."""
+    def _clear_wakeup(self) -> None:
         with suppress(BlockingIOError):
             os.eventfd_read(self._wakeup)
 
 
-def _spell(slot_checksums: SlotChecksums, region: Region) -> SlotChecksumsText:
+def _custody_text(slot_checksums: SlotChecksums, region: Region) -> SlotChecksumsText:
     return SlotChecksumsText(
-        slot_checksums.offset_in(region),
-        slot_checksums.rate,
-        slot_checksums.areas,
-        slot_checksums.area_bytes,
-        slot_checksums.is_shared,
+        slot_checksums.offset_in(region), slot_checksums.rate, slot_checksums.areas, slot_checksums.area_bytes, slot_checksums.is_shared
     )
 
 
@@ -413,20 +423,20 @@ def _after(epochs: tuple[int, ...], commands: Sequence[Command]) -> tuple[int, .
     return tuple(changed.get(tier, epoch) for tier, epoch in enumerate(epochs)) if changed else epochs
 
 
-def _ending_of(code: int) -> _Ending:
-    """Say how a process has ended, by its exit status."""
+def _end_of(code: int) -> _End:
+    """Return why a process has ended, by its exit status."""
     if code >= 0:
-        return _Ending("exited", f"it has ended with status {code}")
+        return _End("exited", f"it exited with status {code}")
     number = -code
     name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
-    return _Ending("crashed" if number in _OWN_FAULTS else "killed", f"it was ended by {name}")
+    return _End("crashed" if number in _OWN_FAULTS else "killed", f"it was ended by {name}")
 
 
 def _cpus() -> set[int]:
     """Return the CPUs that any thread of the engine may run on.
 
-    Engines bind their threads, the one that starts the process among them perhaps: what does not compute
-    must not be squeezed onto the CPU of one that does. What the user leaves to the whole engine is kept to.
+    Engines bind their threads, perhaps also the one that starts the process: the tiers must not compete for
+    the CPU of a thread that computes. A limit on the whole engine is respected.
     """
     cpus = os.sched_getaffinity(0)
     for task in os.listdir("/proc/self/task"):

@@ -1,4 +1,4 @@
-"""The process of the tiers for an owner on an event loop: it awaits what others take from a queue."""
+"""The tier process for an owner on an event loop."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ class RemoteExecutor:
     """An ``ExecutorProcess`` with the face of an ``Executor``. Used as an async context manager.
 
     Args:
-        make: makes the process, given the function that it is to call when there are new events.
+        make: makes the process; it takes ``notify``.
         post: called on the loop with each event.
 
     Attributes:
-        activity: what each tier was doing when it last said so.
-        end_by_s: by when the process has to have ended, on the clock of ``time.monotonic``. Set before the
-            executor is left.
+        activity: the last known activity of each tier.
+        end_by_s: the deadline of the process's end, on ``time.monotonic``; set before the executor is left.
     """
 
-    def __init__(self, make: Callable[[Callable[[], object]], ExecutorProcess], post: Post) -> None:
-        self._process = make(self._wake)
+    def __init__(self, make: Callable[..., ExecutorProcess], post: Post) -> None:
+        self._process = make(notify=self._wake)
         self.end_by_s: float | None = None
         self._post = post
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -52,17 +51,17 @@ class RemoteExecutor:
         self._process.submit(commands)
 
     async def settled(self) -> None:
-        """Wait until every tier is open, and through with the resets submitted so far, or given up."""
-        await self._told(self._process.when_settled)
+        """Wait until every tier is open, and has done the resets submitted so far, or is given up."""
+        await self._wait(self._process.when_settled)
 
     async def drained(self) -> None:
-        """Wait until no put, no fetch and no reset is under way."""
-        await self._told(self._process.when_drained)
+        """Wait until no put, no fetch and no reset is in flight."""
+        await self._wait(self._process.when_drained)
 
-    async def _told(self, ask: Callable[[Callable[[], object]], None]) -> None:
-        loop, told = asyncio.get_running_loop(), anyio.Event()
-        ask(lambda: call_soon(loop, told.set))
-        await told.wait()
+    async def _wait(self, ask: Callable[[Callable[[], object]], None]) -> None:
+        loop, done = asyncio.get_running_loop(), anyio.Event()
+        ask(lambda: call_soon(loop, done.set))
+        await done.wait()
         self._take()  # what had happened before that
 
     def _wake(self) -> None:

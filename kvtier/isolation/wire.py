@@ -1,35 +1,34 @@
-"""What the engine and the process of the tiers say to each other, as bytes.
+"""The protocol between the engine and the tier process.
 
-A message is an array of MessagePack whose first element says what it is; several go into one frame, which
-has its length in front. Nothing is taken as it comes: what does not have the types and the bounds given
-here is refused.
+A message is a MessagePack array whose first element is its type; a frame is a length and a list of messages.
+Decoding checks types and bounds, and refuses everything else.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePath
 from typing import Annotated, Any, cast
 
 import msgspec
 from msgspec import Meta, Struct
+from pydantic import BaseModel, SecretBytes, SecretStr
 
 from kvtier.core.messages import MAX_TEXT, Command, Number, Seconds, Text, TierEvent
 from kvtier.errors import KVTierError
-from kvtier.identity import Identity
 from kvtier.tiers.activity import TierActivity
 
 MAX_FRAME_BYTES = 256 * 2**20
 LENGTH_BYTES = 4
-AT_WORK = 0
-"""The id of the ``Reached`` that a process says unasked: it runs, and has touched no tier so far."""
+STARTED = 0
+"""The id of the ``Reached`` that a process sends unasked: it runs, and has touched no tier so far."""
 
 
 class WireError(KVTierError):
-    """The other side has said something that can not be understood."""
+    """The other side has sent something that is malformed or impossible."""
 
 
-# --- what the engine says --------------------------------------------------------------------------
+# --- from the engine -------------------------------------------------------------------------------
 
 
 class Ping(Struct, array_like=True, frozen=True, tag=5):
@@ -37,25 +36,25 @@ class Ping(Struct, array_like=True, frozen=True, tag=5):
 
 
 class WhenSettled(Struct, array_like=True, frozen=True, tag=6):
-    """Answer with ``Reached`` when every tier is through with the resets so far."""
+    """Answer with ``Reached`` when every tier has done the resets submitted so far."""
 
     id: Number
 
 
 class WhenDrained(Struct, array_like=True, frozen=True, tag=7):
-    """Answer with ``Reached`` when no put, no fetch and no reset is under way."""
+    """Answer with ``Reached`` when no put, no fetch and no reset is in flight."""
 
     id: Number
 
 
-class Leave(Struct, array_like=True, frozen=True, tag=8):
-    """Let what runs end, for ``drain_s`` seconds at most; close the tiers in ``close_s`` more; end."""
+class Shutdown(Struct, array_like=True, frozen=True, tag=8):
+    """Drain for at most ``drain_s`` seconds, close the tiers within ``close_s`` more, and exit."""
 
     drain_s: Seconds
     close_s: Seconds
 
 
-Order = Command | Ping | WhenSettled | WhenDrained | Leave
+Order = Command | Ping | WhenSettled | WhenDrained | Shutdown
 
 
 class TierSettings(Struct, frozen=True):
@@ -65,24 +64,8 @@ class TierSettings(Struct, frozen=True):
     settings: dict[str, Any]
 
 
-class IdentityText(Struct, frozen=True):
-    """An ``Identity``, its fields as JSON text."""
-
-    model: str
-    fields: str
-
-    @staticmethod
-    def of(identity: Identity) -> IdentityText:
-        """Spell an identity."""
-        return IdentityText(identity.model, identity.manifest)
-
-    def read(self) -> Identity:
-        """Return the identity."""
-        return Identity(self.model, json.loads(self.fields))
-
-
 class SlotChecksumsText(Struct, frozen=True):
-    """A ``SlotChecksums``: where in the region's metadata its words are, and how they are to be read."""
+    """A ``SlotChecksums``: where its words are in the region's board, and how to read them."""
 
     offset: Number
     rate: Annotated[float, Meta(ge=0, le=1)]
@@ -92,10 +75,11 @@ class SlotChecksumsText(Struct, frozen=True):
 
 
 class Hello(Struct, frozen=True, kw_only=True):
-    """The first frame: all that the process needs to know. It may hold secrets."""
+    """The first frame: everything that the tier process needs. It may hold secrets."""
 
     tiers: list[TierSettings]
-    identity: IdentityText
+    model: str
+    manifest: str
     slots: Number
     chunk_bytes: Number
     metadata_bytes: Number
@@ -107,7 +91,7 @@ class Hello(Struct, frozen=True, kw_only=True):
     other_log_level: Number
 
 
-# --- what the process of the tiers says ------------------------------------------------------------
+# --- from the tier process -------------------------------------------------------------------------
 
 
 class Pong(Struct, array_like=True, frozen=True, tag=6):
@@ -115,7 +99,7 @@ class Pong(Struct, array_like=True, frozen=True, tag=6):
 
 
 class Reached(Struct, array_like=True, frozen=True, tag=7):
-    """The answer to ``WhenSettled`` and ``WhenDrained``; and ``AT_WORK``."""
+    """The answer to ``WhenSettled`` and ``WhenDrained``; and ``STARTED``."""
 
     id: Number
 
@@ -134,7 +118,7 @@ class Activity(Struct, array_like=True, frozen=True, tag=8):
 
 
 class LogLine(Struct, array_like=True, frozen=True, tag=9):
-    """A line for the log."""
+    """A line for the engine's log."""
 
     level: Annotated[int, Meta(ge=0, le=100)]
     logger: Annotated[str, Meta(max_length=256)]
@@ -144,70 +128,68 @@ class LogLine(Struct, array_like=True, frozen=True, tag=9):
 Report = TierEvent | Pong | Reached | Activity | LogLine
 
 
-def _plain(value: object) -> object:
-    """Return what a tier has said in a kind of its own, as pydantic's ByteSize, as what it is beneath."""
+def _convert(value: object) -> object:
+    """Convert what msgspec does not encode: models, secrets, paths, subclasses of built-in types."""
+    if isinstance(value, BaseModel):
+        return {name: getattr(value, name) for name in sorted(value.model_fields_set)}
+    if isinstance(value, SecretStr | SecretBytes):
+        return value.get_secret_value()
+    if isinstance(value, Mapping):
+        return dict(value)
     for kind in (int, float, str):
         if isinstance(value, kind):
             return kind(value)
-    raise NotImplementedError(f"{type(value).__name__} cannot be sent")
+    if isinstance(value, PurePath):
+        return str(value)
+    raise NotImplementedError(f"a {type(value).__name__} cannot be sent")
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_encoder = msgspec.msgpack.Encoder(enc_hook=_convert)
 _orders = msgspec.msgpack.Decoder(list[Order])
 _reports = msgspec.msgpack.Decoder(list[Report])
 _hello = msgspec.msgpack.Decoder(Hello)
 
 
+def plain(value: object) -> Any:
+    """Return a value as the other side decodes it: of mappings, lists, text, numbers and bytes.
+
+    Raises:
+        NotImplementedError, OverflowError, TypeError: it cannot be sent.
+    """
+    return msgspec.msgpack.decode(_encoder.encode(value))
+
+
 def activity_of(tier: int, activity: TierActivity) -> Activity:
-    """Spell what a tier is doing."""
+    """Return the message about a tier's activity."""
     puts, gets, usage = activity.puts, activity.gets, activity.usage
-    return Activity(
-        tier,
-        puts.submitted,
-        puts.running,
-        gets.submitted,
-        gets.running,
-        usage.used_bytes if usage else None,
-        usage.capacity_bytes if usage else None,
-        usage is not None,
-    )
+    used, capacity = (usage.used_bytes, usage.capacity_bytes) if usage else (None, None)
+    turns = (puts.submitted, puts.running, gets.submitted, gets.running)
+    return Activity(tier, *turns, used, capacity, usage is not None)
 
 
 def log_line(level: int, logger: str, text: str) -> LogLine:
-    """Make a line for the log, of a length that can be sent."""
+    """Return a message with a line for the log, cut to the length that can be sent."""
     return LogLine(min(100, max(0, level)), logger[:256], text[:MAX_TEXT])
 
 
 def pack(messages: Iterable[Order | Report] | Hello) -> bytes:
-    """Make a frame."""
+    """Return a frame."""
     body = _encoder.encode(messages if isinstance(messages, Hello) else list(messages))
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
 
 def unpack_orders(frame: bytes) -> list[Order]:
-    """Read what the engine says.
-
-    Raises:
-        WireError: the frame holds something else.
-    """
+    """Decode a frame of the engine. Raises WireError where it holds something else."""
     return cast("list[Order]", _unpack(_orders, frame))
 
 
 def unpack_reports(frame: bytes) -> list[Report]:
-    """Read what the process of the tiers says.
-
-    Raises:
-        WireError: the frame holds something else.
-    """
+    """Decode a frame of the tier process. Raises WireError where it holds something else."""
     return cast("list[Report]", _unpack(_reports, frame))
 
 
 def unpack_hello(frame: bytes) -> Hello:
-    """Read the first frame.
-
-    Raises:
-        WireError: the frame holds something else.
-    """
+    """Decode the first frame. Raises WireError where it holds something else."""
     return cast("Hello", _unpack(_hello, frame))
 
 
@@ -215,11 +197,11 @@ def _unpack(decoder: msgspec.msgpack.Decoder[Any], frame: bytes) -> object:
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"{len(frame)} bytes cannot be understood: {error}") from None
+        raise WireError(f"{len(frame)} bytes cannot be decoded: {error}") from None
 
 
 def length_of(head: bytes | bytearray) -> int:
-    """Read how long the frame is that begins with ``head``, which does not count.
+    """Return the length of the frame that begins with ``head``, ``head`` not counted.
 
     Raises:
         WireError: it would be too long.
@@ -231,13 +213,13 @@ def length_of(head: bytes | bytearray) -> int:
 
 
 class Frames:
-    """Cuts what has come into frames."""
+    """Splits a stream into frames."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the frames that are whole now.
+        """Add data; yield the frames that are complete.
 
         Raises:
             WireError: one would be too long.

@@ -1,6 +1,6 @@
-"""Evidence of bytes that are not what was stored: kept in files, for whoever looks for the cause.
+"""Dumps of damaged chunks, in files for whoever looks for the cause.
 
-There are few of them, in a directory of the user's own: the first ones say as much as the next thousand.
+Their number is bounded: the first ones say as much as the next thousand. Their directory is private.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 
-from kvtier.telemetry.lines import Seldom
+from kvtier.telemetry.log_limit import LogLimit
 
 logger = logging.getLogger("kvtier.audit")
 
@@ -29,24 +29,24 @@ MOST_BYTES = 8 * 2**20
 _BEFORE_BYTES = 4096
 _LOG_EVERY_S = 60.0
 _numbers = count(1)
-_log_limit = Seldom(_LOG_EVERY_S)
+_log_limit = LogLimit(_LOG_EVERY_S)
 _queue: SimpleQueue[tuple[str, Mapping[str, object]]] = SimpleQueue()
 _starting = threading.Lock()
 _thread: threading.Thread | None = None
 
 
 def keep(what: str, facts: Mapping[str, object], **contents: bytes | memoryview) -> None:
-    """Keep facts and bytes in files, all or none of them, and log where, or why not.
+    """Write facts and bytes to files, all or none of them, and log where, or why not.
 
     Args:
-        what: it in one sentence.
-        facts: what is known beside the bytes.
-        contents: of equal length, what is to be compared.
+        what: what was found, in one sentence.
+        facts: what else is known.
+        contents: the bytes to compare, of equal length.
     """
     try:
         folder = _directory()
         if len(list(folder.iterdir())) + len(contents) >= MOST_FILES:
-            added = _log_limit.lets("full", time.monotonic())
+            added = _log_limit.allow("full", time.monotonic())
             if added is not None:
                 logger.error(
                     "%s: %s; evidence folder %s is full, empty it%s", what, dict(facts), folder, added
@@ -64,10 +64,9 @@ def keep(what: str, facts: Mapping[str, object], **contents: bytes | memoryview)
 
 
 def keep_soon(what: str, facts: Mapping[str, object]) -> None:
-    """Have ``keep`` called in a thread of this module's own, for callers that may not wait.
+    """Call ``keep`` in this module's own thread, for callers that must not wait.
 
-    There is one such thread, and what comes faster than it can be written is left out: the folder holds
-    no more of it anyway.
+    What comes faster than it can be written is dropped: the folder holds no more anyway.
     """
     global _thread
     if _queue.qsize() >= MOST_FILES:
@@ -93,7 +92,7 @@ def _directory() -> Path:
 
 
 def _own(folder: Path) -> Path:
-    """Make a directory that nobody else may look into. Raise OSError where it is somebody else's."""
+    """Create a directory that only this user can read. Raise OSError where it is somebody else's."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or not os.access(folder, os.W_OK):

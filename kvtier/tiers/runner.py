@@ -28,7 +28,7 @@ from kvtier.core.messages import (
 from kvtier.errors import TierError
 from kvtier.identity import Identity
 from kvtier.keys import OffloadKey
-from kvtier.telemetry.lines import Seldom
+from kvtier.telemetry.log_limit import LogLimit
 from kvtier.tiers.activity import NamedTier, TierActivity
 from kvtier.tiers.base import (
     Batch,
@@ -123,7 +123,7 @@ class TierRunner:
         self._digest = identity.short_digest
         self._reasons = reasons.TRANSFER.keys() | named.tier.reasons.keys()
         self._transient = reasons.TRANSIENT | frozenset(named.tier.transient)
-        self._log_limit = Seldom(_LINES_EVERY_S)
+        self._log_limit = LogLimit(_LINES_EVERY_S)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._removed: deque[OffloadKey] = deque()
         self._is_removing = False
@@ -494,7 +494,7 @@ class TierRunner:
         self._log(logging.WARNING, subject, text)
 
     def _log(self, level: int, subject: str, text: str) -> None:
-        added = self._log_limit.lets(subject, self._now_s())
+        added = self._log_limit.allow(subject, self._now_s())
         if added is not None:
             logger.log(level, "tier %s: %s%s", self.name, text, added)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import anyio
 
-from kvtier.core.backoff import Backoff, RandomSource
-from kvtier.telemetry.lines import Seldom
+from kvtier.core.backoff import Backoff, Chance
+from kvtier.telemetry.log_limit import LogLimit
 from kvtier.tiers.base import SecondaryTier, TierContext
 from kvtier.tiers.faults import require_fault, words_of
 
@@ -82,7 +82,7 @@ class TierSupervisor:
         self._tell = tell
         self._deadline_s = tier.config.deadline_s
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, chance)
-        self._log_limit = Seldom(_LOG_EVERY_S)
+        self._log_limit = LogLimit(_LOG_EVERY_S)
         self._pending: deque[Epoch] = deque()  # resets that the tier has not carried out, oldest first
         self._requested = anyio.Event()
         self._is_used_up = False
@@ -194,7 +194,7 @@ class TierSupervisor:
     def _go_down(self, reason: str) -> None:
         was_down, self.down = self.down is not None, reason
         self._release_waiters()
-        suffix = self._log_limit.lets("down", asyncio.get_running_loop().time())
+        suffix = self._log_limit.allow("down", asyncio.get_running_loop().time())
         if not was_down or suffix is not None:
             logger.error("tier %s disabled, retrying: it %s%s", self._name, reason, suffix or "")
         if not was_down:

@@ -575,9 +575,9 @@ def _evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tier_whose_chunk_has_changed_since_it_was_brought_is_not_used_any_more(
     make: Make, is_reset: bool
 ) -> None:
-    board = Board(memoryview(bytearray(board_bytes(8, 1))), slots=8, workers=1)
-    it = make(dummy(), dummy(), slots=8, workers=Workers(board), audits=True)
-    assert it.custody is not None
+    status_table = StatusTable(memoryview(bytearray(status_table_bytes(8, 1))), slots=8, workers=1)
+    it = make(dummy(), dummy(), slots=8, workers=Workers(status_table), audits=True)
+    assert it.slot_checksums is not None
     keys = prompt(1, 2)
     it.store(keys, it.request("a"))
     it.settle()
@@ -586,8 +586,8 @@ def test_a_tier_whose_chunk_has_changed_since_it_was_brought_is_not_used_any_mor
     assert it.find(keys, context) == 2
     load = it.manager.prepare_load(keys, context)
     it.step(["b"])
-    it.custody.blame(slots_of(load)[1], 0, Fault.SLOT)
-    board.rows[0][Word.AUDITS_FAILED] += 1
+    it.slot_checksums.blame(slots_of(load)[1], 0, Fault.SLOT)
+    status_table.rows[0][StatusField.AUDITS_FAILED] += 1
     if is_reset:
         it.manager.reset_cache()
         it.manager.on_reset_flushed()

@@ -31,9 +31,11 @@ def hurry(llm: Any) -> dict[str, Any]:
     To be called before the engine is started: by itself it pauses for half a minute in the end.
     """
     from kvtier.isolation import process
-    from kvtier.isolation.pulse import Pace
+    from kvtier.isolation.heartbeat import SupervisorTimes
 
-    vars(process)["Pace"] = partial(Pace, silent_s=2.0, first_pause_s=0.1, longest_pause_s=0.5)
+    vars(process)["SupervisorTimes"] = partial(
+        SupervisorTimes, silent_timeout_s=2.0, first_pause_s=0.1, longest_pause_s=0.5
+    )
     return {}
 
 

@@ -38,7 +38,7 @@ from kvtier.core.transfers import Pinned, Reservation
 from kvtier.driver import Driver
 from kvtier.executor import AnyExecutor
 from kvtier.memory.slot_checksums import SlotChecksums
-from kvtier.telemetry.unwritten import UnwrittenPuts
+from kvtier.telemetry.dropped_puts import DroppedPuts
 
 logger = logging.getLogger("kvtier.vllm")
 
@@ -287,7 +287,7 @@ class KVTierManager(OffloadingManager):
         self._closed = True
         self._driver.on_events(self._events)
         self._warn_of_chunks_not_put()
-        unwritten = UnwrittenPuts(self._core, self._drain_s)
+        dropped = DroppedPuts(self._core, self._drain_s)
         if unconfirmed := sum(len(store.chunks) for store in self._stores.values()):
             logger.warning(
                 "%d chunks were still being copied from the device at the shutdown: they are in no tier",
@@ -295,7 +295,7 @@ class KVTierManager(OffloadingManager):
             )
         self._on_shutdown()
         self._driver.on_events(self._events)
-        unwritten.warn(logger)
+        dropped.warn(logger)
 
     # --- what is published -----------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import textwrap
@@ -36,12 +35,6 @@ def commands(group: Any = GROUP, path: tuple[str, ...] = ()) -> Iterator[tuple[t
 ALL = dict(commands())
 
 
-@pytest.mark.parametrize("words", ALL, ids=" ".join)
-def test_every_command_has_a_flag_that_prints_json(words: tuple[str, ...]) -> None:
-    (option,) = [one for one in ALL[words].params if "--json" in one.opts]
-    assert option.is_flag
-
-
 @pytest.mark.parametrize("words", [(), *ALL], ids=lambda words: " ".join(words) or "kvtier")
 @pytest.mark.parametrize("option", ["-h", "--help"])
 def test_every_command_has_a_help(kvtier, words: tuple[str, ...], option: str) -> None:
@@ -50,20 +43,11 @@ def test_every_command_has_a_help(kvtier, words: tuple[str, ...], option: str) -
     assert "Usage: " in said.out
 
 
-def test_the_walk_finds_the_commands() -> None:
-    own = {
-        ("compare",),
-        ("doctor",),
-        ("du",),
-        ("gc",),
-        ("ls",),
-        ("new-tier",),
-        ("schema",),
-        ("stat",),
-        ("tiers",),
-        ("verify",),
-    }
-    assert own <= ALL.keys()
+@pytest.mark.parametrize("words", ALL, ids=" ".join)
+@pytest.mark.parametrize("flag", ["--json", "--no-color"])
+def test_every_command_has_the_common_flags(words: tuple[str, ...], flag: str) -> None:
+    (option,) = [one for one in ALL[words].params if flag in one.opts]
+    assert option.is_flag
 
 
 def arguments(words: tuple[str, ...], root: Path) -> list[str]:
@@ -81,6 +65,22 @@ OWN = [words for words in ALL if words[0] not in ("bench", "demo", "simulate")]
 
 
 @pytest.mark.parametrize("words", OWN, ids=" ".join)
+def test_every_help_has_an_example(kvtier, words: tuple[str, ...]) -> None:
+    assert f"Example: kvtier {words[0]}" in kvtier(*words, "-h").out
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands(shell: str) -> None:
+    words = {"bash": {"COMP_WORDS": "kvtier ver", "COMP_CWORD": "1"}}.get(
+        shell, {"_TYPER_COMPLETE_ARGS": "kvtier ver", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    )
+    env = {**os.environ, "_KVTIER_COMPLETE": f"complete_{shell}", **words}
+    done = subprocess.run([Path(sys.executable).with_name("kvtier")], env=env, capture_output=True, text=True)
+    assert "verify" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("words", OWN, ids=" ".join)
 def test_json_is_one_document_on_standard_output(kvtier, cache, words: tuple[str, ...]) -> None:
     cache.put(range(3))
     said = kvtier(*words, *arguments(words, cache.root), "--json")
@@ -94,14 +94,27 @@ def test_tables_and_json_of_the_schema_exclude_each_other(kvtier) -> None:
     assert "exclude each other" in said.err
 
 
-def test_plug_ins_that_do_not_load_end_the_list_of_tiers_with_a_status(kvtier, install_distribution) -> None:
-    assert kvtier("tiers").status == 0
-    install_distribution("acme-broken", "1 / 0", {"broken": "Tier"}, "0.3")
-    said = kvtier("tiers", "--json")
-    assert said.status == 1
-    (broken,) = [tier for tier in said.json["tiers"] if tier["problem"]]
-    assert (broken["name"], broken["version"]) == ("broken", "0.3")
-    assert "ZeroDivisionError" in broken["problem"]
+@pytest.mark.parametrize("words", ["ls", "stat", "verify"])
+@pytest.mark.parametrize("columns", ["", "0"])
+def test_off_a_terminal_no_row_is_folded(
+    kvtier, cache, monkeypatch: pytest.MonkeyPatch, words: str, columns: str
+) -> None:
+    cache.put(range(3))
+    monkeypatch.setenv("COLUMNS", columns)
+    rows = kvtier(words, cache.root).out.splitlines()
+    assert words != "ls" or max(map(len, rows)) > 80
+    assert not [row for row in rows if row.startswith("│ ") and not row.split("│")[1].strip()]
+
+
+@pytest.mark.parametrize("how", ["--no-color", "NO_COLOR"])
+def test_colors_can_be_turned_off(kvtier, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "")
+    assert "\x1b[31m" in kvtier("ls", "/nowhere").err
+    if how == "NO_COLOR":
+        monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[31m" not in kvtier("ls", "/nowhere", *([how] if how == "--no-color" else [])).err
 
 
 # ------------------------------------------------------------------------------------ interruptions
@@ -113,13 +126,11 @@ def started(
     """Start ``python -m kvtier``; ``hook`` runs in it before anything of kvtier is imported."""
     env = {**os.environ, "COLUMNS": "100"}
     if folder is not None:
+        restore = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         (folder / "usercustomize.py").write_text("")
-        (folder / "sitecustomize.py").write_text(textwrap.dedent(hook))
+        (folder / "sitecustomize.py").write_text(restore + textwrap.dedent(hook))
         env["PYTHONPATH"] = str(folder)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
-    restore = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    if folder is not None:
-        (folder / "sitecustomize.py").write_text(restore + textwrap.dedent(hook))
     return subprocess.Popen([sys.executable, "-m", "kvtier", *command], env=env, text=True, **pipes)
 
 
@@ -177,6 +188,20 @@ def test_a_reader_that_has_gone_is_no_traceback(cache, words: tuple[str, ...], b
     assert done.returncode >= 0
 
 
+@pytest.mark.parametrize("words", OWN, ids=" ".join)
+@pytest.mark.parametrize("how", ["full", "closed"])
+def test_output_that_cannot_be_written_is_no_traceback(cache, words: tuple[str, ...], how: str) -> None:
+    cache.put(range(3))
+    redirect = "> /dev/full" if how == "full" else ">&-"
+    command = [sys.executable, "-m", "kvtier", *words, *arguments(words, cache.root)]
+    done = subprocess.run(
+        ["sh", "-c", f'"$@" {redirect}', "sh", *command], stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert done.returncode == (2 if how == "full" else 0), done.stderr
+
+
 # ----------------------------------------------------------------------------------------- progress
 
 
@@ -191,7 +216,3 @@ def test_long_work_says_where_it_is_off_a_terminal_too(
     said = kvtier(words, *arguments((words,), cache.root), "--json")
     assert said.json
     assert re.search(r"^kvtier: \d+.* (files|chunks|steps|files removed), \d+ s$", said.err, re.MULTILINE)
-
-
-def test_signals_are_numbered_as_a_shell_does() -> None:
-    assert 128 + signal.SIGINT == 130

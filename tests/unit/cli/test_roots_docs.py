@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.cli import compare, gc, ls, stat, verify
+from kvtier.cli import compare, du, gc, ls, stat, verify
 
 PAGE = Path(__file__).parents[3] / "docs" / "fs.md"
 
@@ -20,11 +20,11 @@ DOCUMENTS: dict[str, Any] = {
     "of `compare`, a setting": compare.Differing,
     "`stat ROOT`": stat.RootState,
     "`stat FILE`": stat.ChunkState,
-    "`du`": ls.Usage,
-    "of `du`, a part": ls.Part,
+    "`du`": du.Usage,
+    "of `du`, a part": du.Part,
     "`verify`": verify.Verification,
     "of `verify`, a namespace": verify.Verified,
-    "of `verify`, an ill file": verify.Ill,
+    "of `verify`, an ill file": verify.DamagedFile,
     "`gc`": gc.Collected,
 }
 

@@ -1,4 +1,4 @@
-"""Tiers that do to their process whatever a tier can do, and an executor process with its world around it."""
+"""A tier that harms its process, and an executor process as its owner sees it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from kvtier.core.messages import Event, Fetch, Fetched, ProcessEnded, Put, PutEnded, Reset, TierUp
 from kvtier.executor import NamedTier
 from kvtier.identity import Identity
+from kvtier.isolation.heartbeat import SupervisorTimes
 from kvtier.isolation.process import ExecutorProcess
-from kvtier.isolation.pulse import Pace
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.memory.region import Region
 from kvtier.tiers import registry
@@ -27,9 +27,9 @@ SLOTS = 64
 PATIENCE_S = 60.0
 CLOSE_S = 9.0  # a third of it is for the end of a process that was killed
 
-SWIFT = Pace(beat_s=0.1, silent_s=60.0, first_pause_s=0.05, longest_pause_s=0.2)
+SWIFT = SupervisorTimes(heartbeat_s=0.1, silent_timeout_s=60.0, first_pause_s=0.05, longest_pause_s=0.2)
 """Restarts come soon; nothing is taken for silent, however busy the machine is."""
-STRICT = Pace(beat_s=0.1, silent_s=5.0, first_pause_s=0.05, longest_pause_s=0.2)
+STRICT = SupervisorTimes(heartbeat_s=0.1, silent_timeout_s=5.0, first_pause_s=0.05, longest_pause_s=0.2)
 """For what is silent on purpose: nothing else may be taken for it, however busy the machine is."""
 
 RECKLESS = """
@@ -155,14 +155,14 @@ def content(number: int) -> bytes:
     return random.Random(number).randbytes(CHUNK_BYTES)
 
 
-class Den:
+class Harness:
     """An executor process, seen from its owner. Chunk ``n`` has the bytes ``content(n)``."""
 
-    def __init__(self, *tiers: SecondaryTier[Any], pace: Pace = SWIFT, **settings: Any) -> None:
+    def __init__(self, *tiers: SecondaryTier[Any], times: SupervisorTimes = SWIFT, **settings: Any) -> None:
         self.region = Region.unnamed(SLOTS, CHUNK_BYTES)
         named = [NamedTier(f"tier{index}", tier) for index, tier in enumerate(tiers)]
         self.tiers = len(tiers)
-        self.process = ExecutorProcess(named, IDENTITY, self.region, pace=pace, **settings)
+        self.process = ExecutorProcess(named, IDENTITY, self.region, times=times, **settings)
         self.heard: list[Event] = []
         self.submitted = 0
 
@@ -250,16 +250,16 @@ class Den:
         self.region.close()
 
 
-MakeDen = Callable[..., Den]
+Launch = Callable[..., Harness]
 
 
 @pytest.fixture
-def den() -> Iterator[MakeDen]:
+def launch() -> Iterator[Launch]:
     """Make started processes; they are ended with the test."""
-    made: list[Den] = []
+    made: list[Harness] = []
 
-    def make(*tiers: SecondaryTier[Any], **settings: Any) -> Den:
-        made.append(Den(*tiers, **settings))
+    def make(*tiers: SecondaryTier[Any], **settings: Any) -> Harness:
+        made.append(Harness(*tiers, **settings))
         made[-1].process.start()
         return made[-1]
 

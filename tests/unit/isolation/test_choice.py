@@ -1,11 +1,9 @@
-"""Where the tiers run: what was asked for, or what there can be, and in words where that is not the same."""
+"""Where the tiers run: as configured, or in a thread with a warning where no process can be started."""
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +16,7 @@ import torch
 
 from kvtier import KVCaches, PageRef, TieringConfig, open_manager
 from kvtier.build import make_tiers, start_executor
-from kvtier.core.messages import Event, Fetch, Fetched, ProcessEnded, Put, PutEnded
+from kvtier.core.messages import Event, Fetch, Fetched, Put, PutEnded
 from kvtier.errors import ConfigError, IsolationError
 from kvtier.executor import AnyExecutor, ExecutorThread, NamedTier
 from kvtier.isolation import link as links
@@ -27,7 +25,7 @@ from kvtier.manager import TieringManager
 from kvtier.memory.region import Region
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 
-from .conftest import CHUNK_BYTES, IDENTITY, PATIENCE_S, SLOTS, SWIFT, Den, MakeDen, key, make_tier
+from .conftest import CHUNK_BYTES, IDENTITY, PATIENCE_S, SLOTS, SWIFT, Harness, Launch, key, make_tier
 from .test_managed import processes_of_tiers
 from .test_process import resources, until_no_more_than
 
@@ -54,7 +52,7 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
     region.close()
 
 
-def is_of_use(executor: AnyExecutor) -> bool:
+def works(executor: AnyExecutor) -> bool:
     """Whether a chunk is put and got."""
     executor.submit([Put(1, 0, [key(1)], [0])])
     put = ended(executor)
@@ -74,19 +72,12 @@ def ended(executor: AnyExecutor) -> PutEnded | Fetched:
     raise AssertionError("no end")
 
 
-@pytest.fixture(params=["no program", "no process", "no descriptor", "no support", "no start"])
+@pytest.fixture(params=["no program", "no descriptor", "no support", "no start"])
 def nowhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """No process can be started, for one reason or another; return what is said of it."""
     if request.param == "no program":
         monkeypatch.setattr(sys, "executable", "/nonexistent/python")
         return "No such file or directory"
-    if request.param == "no process":  # as with a limit of processes that is reached
-
-        def refuse(*_: object, **__: object) -> None:
-            raise BlockingIOError(11, "Resource temporarily unavailable")
-
-        monkeypatch.setattr(subprocess, "Popen", refuse)
-        return "Resource temporarily unavailable"
     if request.param == "no descriptor":  # as before Linux 5.3
 
         def lack(_: int) -> int:
@@ -98,19 +89,19 @@ def nowhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.delattr(os, "pidfd_open")
         return "pidfd_open"
     monkeypatch.setattr(links, "_PROGRAM", "kvtier.isolation.no_such_program")
-    return "it has ended with status 1"
+    return "it exited with status 1"
 
 
 @pytest.mark.parametrize(
     ("isolation", "kind"),
     [("auto", ExecutorProcess), ("process", ExecutorProcess), ("thread", ExecutorThread)],
 )
-def test_the_tiers_are_where_they_were_asked_to_be(
+def test_the_tiers_run_where_isolation_says(
     begin: Begin, caplog: pytest.LogCaptureFixture, isolation: str, kind: type[AnyExecutor]
 ) -> None:
     executor = begin(isolation=isolation)
     assert isinstance(executor, kind)
-    assert is_of_use(executor)
+    assert works(executor)
     assert not caplog.records
 
 
@@ -118,14 +109,14 @@ def test_without_tiers_there_is_no_process(begin: Begin) -> None:
     assert isinstance(begin(isolation="auto", secondary_tiers=[]), ExecutorThread)
 
 
-def test_where_there_can_be_no_process_they_are_in_a_thread_and_one_warning_says_why(
+def test_auto_falls_back_to_a_thread_with_one_warning(
     begin: Begin, caplog: pytest.LogCaptureFixture, nowhere: str
 ) -> None:
     begin(isolation="thread")  # what comes with the first thread
     before = resources()
     executor = begin(isolation="auto")
     assert isinstance(executor, ExecutorThread)
-    assert is_of_use(executor)
+    assert works(executor)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert nowhere in record.getMessage()
@@ -134,9 +125,7 @@ def test_where_there_can_be_no_process_they_are_in_a_thread_and_one_warning_says
 
 
 @pytest.mark.usefixtures("nowhere")
-def test_a_process_that_was_asked_for_and_can_not_be_had_is_an_error(
-    begin: Begin, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_process_that_cannot_be_started_is_an_error(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
     before = resources()
     with pytest.raises(IsolationError, match="set isolation to 'thread'"):
         begin(isolation="process")
@@ -144,7 +133,7 @@ def test_a_process_that_was_asked_for_and_can_not_be_had_is_an_error(
     assert not caplog.records
 
 
-def test_a_tier_that_another_process_would_make_otherwise_is_in_a_thread_unless_told_otherwise(
+def test_a_tier_that_cannot_be_sent_runs_in_a_thread_or_is_refused(
     begin: Begin, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Homemade(DummyTier):
@@ -159,11 +148,11 @@ def test_a_tier_that_another_process_would_make_otherwise_is_in_a_thread_unless_
 
 @pytest.mark.usefixtures("reckless")
 @pytest.mark.parametrize("act", ["crash_when_loaded", "crash_when_opened"])
-def test_a_tier_that_crashes_its_process_at_once_is_not_taken_into_the_engine(
-    den: MakeDen, act: str, monkeypatch: pytest.MonkeyPatch
+def test_a_tier_that_crashes_at_once_does_not_move_into_the_engine(
+    launch: Launch, act: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVTIER_TEST_CRASH", act)
-    it = den(make_tier("reckless"), trial_s=PATIENCE_S, pace=SWIFT)
+    it = launch(make_tier("reckless"), start_wait_s=PATIENCE_S, times=SWIFT)
     it.until(lambda: len(it.endings) > 1, "two ends")
     assert set(it.endings) == {"crashed"}
     monkeypatch.delenv("KVTIER_TEST_CRASH")
@@ -171,8 +160,8 @@ def test_a_tier_that_crashes_its_process_at_once_is_not_taken_into_the_engine(
     it.hold([1])
 
 
-def test_a_process_that_starts_slowly_is_not_waited_for_and_is_of_use_later(
-    den: MakeDen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_slow_start_is_not_waited_for(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "acme_slow.py").write_text(
         "import pathlib, sys, time\n"
@@ -182,7 +171,7 @@ def test_a_process_that_starts_slowly_is_not_waited_for_and_is_of_use_later(
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(links, "_PROGRAM", "acme_slow")
-    it: Den = den(make_tier("dummy"), trial_s=0.05)
+    it: Harness = launch(make_tier("dummy"), start_wait_s=0.05)
     put = it.put([1])
     assert not it.ends_of(put)
     (tmp_path / "go").touch()
@@ -190,15 +179,6 @@ def test_a_process_that_starts_slowly_is_not_waited_for_and_is_of_use_later(
     assert isinstance(end, PutEnded)
     assert list(end.kept) == [True]
     assert it.endings == []
-
-
-def test_an_end_after_the_first_word_is_followed_by_another_process(den: MakeDen) -> None:
-    it = den(make_tier("dummy"), trial_s=PATIENCE_S)
-    it.hold([1])
-    (pid,) = processes_of_tiers()
-    os.kill(pid, signal.SIGKILL)
-    it.until_up()
-    assert [event.reason for event in it.heard if isinstance(event, ProcessEnded)] == ["killed"]
 
 
 async def make_manager(**settings: Any) -> TieringManager:
@@ -213,7 +193,7 @@ def _make_manager(settings: dict[str, Any]) -> TieringManager:
     return open_manager(config, IDENTITY, caches)
 
 
-async def test_a_manager_of_ones_own_program_starts_no_process_unless_asked_to() -> None:
+async def test_a_manager_starts_no_process_unless_isolation_is_process() -> None:
     async with await make_manager(isolation="auto"):
         assert not processes_of_tiers()
     async with await make_manager(isolation="process"):
@@ -221,7 +201,7 @@ async def test_a_manager_of_ones_own_program_starts_no_process_unless_asked_to()
 
 
 @pytest.mark.usefixtures("nowhere")
-async def test_a_manager_whose_process_can_not_be_had_does_not_open() -> None:
+async def test_a_manager_whose_process_cannot_be_started_does_not_open() -> None:
     manager = await make_manager(isolation="process")
     with pytest.raises(IsolationError, match="set isolation to 'thread'"):
         async with manager:

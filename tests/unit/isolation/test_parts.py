@@ -1,11 +1,10 @@
-"""The small parts: settings that go over, bytes that wait for room, and the pulse."""
+"""Settings that are sent to the tier process, the send queue, and the heartbeat."""
 
 from __future__ import annotations
 
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +13,9 @@ from pydantic import SecretStr
 from kvtier.errors import ConfigError
 from kvtier.executor import NamedTier
 from kvtier.isolation import settings
-from kvtier.isolation.outbox import Outbox
-from kvtier.isolation.pulse import Pace, Pulse
+from kvtier.isolation.heartbeat import Heartbeat, SupervisorTimes
+from kvtier.isolation.send_queue import SendQueue
 from kvtier.isolation.wire import Frames
-from kvtier.tiers import registry
 
 from .conftest import make_tier
 
@@ -79,12 +77,6 @@ def test_settings_of_every_kind_are_made_again(install_distribution: Any) -> Non
     assert isinstance(password, SecretStr)
 
 
-def test_settings_of_files_are_made_again(tmp_path: Path) -> None:
-    config = registry.validate({"type": "fs", "root_dir": str(tmp_path), "max_bytes": 1 << 20})
-    tier: Any = registry.load("fs")(config)
-    assert settings.unpack(settings.pack(NamedTier("fs", tier))).tier.config == config
-
-
 ODD_TIER = """
 from pydantic import Field, field_validator
 from kvtier.tiers.dummy import DummyConfig, DummyTier
@@ -105,11 +97,11 @@ class Tier(DummyTier):
 
 def test_settings_that_change_when_they_are_read_again_are_refused(install_distribution: Any) -> None:
     install_distribution("acme-odd", ODD_TIER, {"acme-odd": "Tier"})
-    with pytest.raises(ConfigError, match=r"the tier odd cannot run .* others when they are read again"):
+    with pytest.raises(ConfigError, match=r"tier odd cannot run .* differ when they are read again"):
         settings.pack(NamedTier("odd", make_tier("acme-odd", word="y")))
 
 
-# --- the outbox ----------------------------------------------------------------------------------
+# --- the send_queue ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -128,27 +120,27 @@ def frame(number: int, size: int) -> bytes:
 def test_what_does_not_fit_into_the_socket_waits_and_goes_out_in_order(pair: Any) -> None:
     ours, theirs = pair
     full: list[None] = []
-    outbox = Outbox(ours, lambda: full.append(None))
+    send_queue = SendQueue(ours, lambda: full.append(None))
     for number in range(50):
-        outbox.add(frame(number, 40_000))
-    assert outbox.is_full
+        send_queue.add(frame(number, 40_000))
+    assert send_queue.is_full
     assert full == [None]  # told once: whoever polls is not to be woken again and again meanwhile
     frames = Frames()
     found: list[int] = []
     while len(found) < 50:
         found += [int.from_bytes(body[:4], "little") for body in frames.feed(theirs.recv(1 << 16))]
-        outbox.flush()
+        send_queue.flush()
     assert found == list(range(50))
-    assert not outbox.is_full
+    assert not send_queue.is_full
 
 
 def test_frames_of_many_threads_come_whole_and_each_threads_in_order(pair: Any) -> None:
     ours, theirs = pair
-    outbox = Outbox(ours, lambda: None)
+    send_queue = SendQueue(ours, lambda: None)
 
     def add(name: int) -> None:
         for number in range(300):
-            outbox.add(frame(name * 1000 + number, 500))
+            send_queue.add(frame(name * 1000 + number, 500))
 
     threads = [threading.Thread(target=add, args=(name,)) for name in range(4)]
     for thread in threads:
@@ -157,7 +149,7 @@ def test_frames_of_many_threads_come_whole_and_each_threads_in_order(pair: Any) 
     found: list[int] = []
     while len(found) < 1200:
         found += [int.from_bytes(body[:4], "little") for body in frames.feed(theirs.recv(1 << 16))]
-        outbox.flush()
+        send_queue.flush()
     for thread in threads:
         thread.join()
     for name in range(4):
@@ -166,14 +158,14 @@ def test_frames_of_many_threads_come_whole_and_each_threads_in_order(pair: Any) 
 
 def test_to_nobody_nothing_is_sent_and_nothing_is_raised(pair: Any) -> None:
     ours, theirs = pair
-    outbox = Outbox(ours, lambda: None)
+    send_queue = SendQueue(ours, lambda: None)
     theirs.close()
-    outbox.add(b"x")
-    outbox.add(b"y")
-    assert (len(outbox), outbox.is_full) == (0, False)
+    send_queue.add(b"x")
+    send_queue.add(b"y")
+    assert (len(send_queue), send_queue.is_full) == (0, False)
 
 
-# --- the pulse -----------------------------------------------------------------------------------
+# --- the heartbeat -----------------------------------------------------------------------------------
 
 
 class Clock:
@@ -181,7 +173,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
-        monkeypatch.setattr("kvtier.isolation.pulse.time.monotonic", lambda: self.now_s)
+        monkeypatch.setattr("kvtier.isolation.heartbeat.time.monotonic", lambda: self.now_s)
 
 
 @pytest.fixture
@@ -189,44 +181,44 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-PACE = Pace(beat_s=1, silent_s=3, start_s=10)
+PACE = SupervisorTimes(heartbeat_s=1, silent_timeout_s=3, start_timeout_s=10)
 
 
-def beats_until_silent(pulse: Pulse, clock: Clock, step_s: float = 1.0) -> int:
+def beats_until_silent(heartbeat: Heartbeat, clock: Clock, step_s: float = 1.0) -> int:
     for count in range(1, 100):
         clock.now_s += step_s
-        if pulse.beat():
+        if heartbeat.is_overdue():
             return count
     raise AssertionError("never")
 
 
 def test_who_does_not_answer_is_found_silent_and_who_starts_is_given_more_time(clock: Clock) -> None:
     asked: list[float] = []
-    pulse = Pulse(PACE, lambda: asked.append(clock.now_s))
-    assert not pulse.beat()
+    heartbeat = Heartbeat(PACE, lambda: asked.append(clock.now_s))
+    assert not heartbeat.is_overdue()
     assert asked == [100]
-    assert beats_until_silent(pulse, clock) == 10
-    pulse.answer()
-    assert not pulse.beat()
-    assert beats_until_silent(pulse, clock) == 4  # asked with the first, three more without an answer
+    assert beats_until_silent(heartbeat, clock) == 10
+    heartbeat.acknowledge()
+    assert not heartbeat.is_overdue()
+    assert beats_until_silent(heartbeat, clock) == 4  # asked with the first, three more without an answer
     assert len(asked) == 2
 
 
 def test_who_answers_is_asked_once_a_beat(clock: Clock) -> None:
     asked: list[float] = []
-    pulse = Pulse(PACE, lambda: asked.append(clock.now_s))
+    heartbeat = Heartbeat(PACE, lambda: asked.append(clock.now_s))
     for _ in range(40):
-        assert not pulse.beat()
-        pulse.answer()
+        assert not heartbeat.is_overdue()
+        heartbeat.acknowledge()
         clock.now_s += 0.25
     assert len(asked) == 10
-    assert pulse.has_started
+    assert heartbeat.has_started
 
 
 def test_time_in_which_the_engine_was_stopped_does_not_count(clock: Clock) -> None:
-    pulse = Pulse(PACE, lambda: None)
-    pulse.answer()
-    pulse.beat()
+    heartbeat = Heartbeat(PACE, lambda: None)
+    heartbeat.acknowledge()
+    heartbeat.is_overdue()
     clock.now_s += 3600
-    assert not pulse.beat()
-    assert pulse.wait_s == 1
+    assert not heartbeat.is_overdue()
+    assert heartbeat.wait_s == 1

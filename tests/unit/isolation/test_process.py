@@ -1,4 +1,4 @@
-"""Whatever becomes of the process: each command ends once, no slot is written late, and nothing is left."""
+"""Whatever happens to the tier process: each command ends once, no slot is written late, nothing leaks."""
 
 from __future__ import annotations
 
@@ -12,34 +12,28 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from kvtier.core.backoff import no_jitter
 from kvtier.core.messages import Answer, Fetched, ProcessEnded, PutEnded, Reset, TierDown
-from kvtier.errors import ConfigError, StateError
-from kvtier.executor import NamedTier
 from kvtier.isolation import link as links
 from kvtier.isolation import process as processes
+from kvtier.isolation.heartbeat import SupervisorTimes
 from kvtier.isolation.link import Link
-from kvtier.isolation.process import ExecutorProcess
-from kvtier.isolation.pulse import Pace
-from kvtier.memory.region import Region
 from kvtier.tiers.base import TRAILER_BYTES, Usage
-from kvtier.tiers.dummy import DummyConfig, DummyTier
 
 from .conftest import (
     CHUNK_BYTES,
-    IDENTITY,
     MUCH,
     PATIENCE_S,
     SLOTS,
     STRICT,
     SWIFT,
-    Den,
-    MakeDen,
+    Harness,
+    Launch,
     children,
     content,
     files,
@@ -50,19 +44,16 @@ from .conftest import (
 MISSING, LOCATED, LANDED = Answer.MISSING, Answer.LOCATED, Answer.LANDED
 
 
-# --- what it is for ------------------------------------------------------------------------------
-
-
-def test_bytes_go_to_files_and_come_back_through_shared_memory(den: MakeDen, tmp_path: Path) -> None:
-    it = den(files(tmp_path))
+def test_bytes_go_to_files_and_come_back_through_shared_memory(launch: Launch, tmp_path: Path) -> None:
+    it = launch(files(tmp_path))
     it.hold([1, 2])
     end = it.fetched([1, 2, 3], [10, 11, 12])
     assert list(end.answers) == [LANDED, LANDED, MISSING]
     assert (it.bytes_in(10), it.bytes_in(11)) == (content(1), content(2))
 
 
-def test_what_a_tier_is_doing_and_how_full_it_is_is_seen(den: MakeDen) -> None:
-    it = den(
+def test_activity_and_usage_reach_the_engine(launch: Launch) -> None:
+    it = launch(
         make_tier("dummy", put_latency_s=600, deadline_s=600, capacity_bytes=1 << 20), make_tier("dummy")
     )
     for number in range(6):
@@ -76,9 +67,9 @@ def test_what_a_tier_is_doing_and_how_full_it_is_is_seen(den: MakeDen) -> None:
 
 
 @pytest.mark.usefixtures("reckless")
-def test_its_log_is_written_by_the_engine(den: MakeDen, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_lines_are_written_by_the_engine(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    it = den(make_tier("reckless", act="log"))
+    it = launch(make_tier("reckless", act="log"))
     it.until(lambda: caplog.records, "a line")
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("kvtier.reckless", logging.WARNING)
@@ -86,7 +77,7 @@ def test_its_log_is_written_by_the_engine(den: MakeDen, caplog: pytest.LogCaptur
 
 
 @pytest.mark.usefixtures("reckless")
-def test_whatever_the_engine_does_with_a_line_of_its_log_the_tiers_stay_in_use(den: MakeDen) -> None:
+def test_a_failing_log_handler_does_not_stop_the_tiers(launch: Launch) -> None:
     failed = threading.Event()
 
     class Failing(logging.Handler):
@@ -98,7 +89,7 @@ def test_whatever_the_engine_does_with_a_line_of_its_log_the_tiers_stay_in_use(d
     handler = Failing()
     logging.getLogger("kvtier").addHandler(handler)
     try:
-        it = den(make_tier("reckless", act="log"))
+        it = launch(make_tier("reckless", act="log"))
         it.until(failed.is_set, "a line")
         it.hold([1])
         assert it.endings == []
@@ -106,16 +97,14 @@ def test_whatever_the_engine_does_with_a_line_of_its_log_the_tiers_stay_in_use(d
         logging.getLogger("kvtier").removeHandler(handler)
 
 
-def test_an_error_in_the_owners_own_callback_costs_the_process_and_not_the_tiers(
-    den: MakeDen, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_callback_costs_a_restart_only(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
     errors = iter([OSError("no memory for a callback")])
 
     def notify() -> None:
         for error in errors:
             raise error
 
-    it = den(make_tier("dummy"), notify=notify)
+    it = launch(make_tier("dummy"), notify=notify)
     it.put([1])
     it.until(lambda: it.endings, "an end")
     it.until_up()
@@ -124,27 +113,27 @@ def test_an_error_in_the_owners_own_callback_costs_the_process_and_not_the_tiers
 
 
 @pytest.mark.usefixtures("reckless")
-def test_settings_with_secrets_go_the_private_way(den: MakeDen) -> None:
-    it = den(make_tier("reckless", password="correct-horse"))
+def test_secrets_are_in_neither_arguments_nor_environment(launch: Launch) -> None:
+    it = launch(make_tier("reckless", password="correct-horse"))
     it.hold([1])
     for name in ("cmdline", "environ"):
         assert b"correct-horse" not in Path(f"/proc/{it.pid()}/{name}").read_bytes()
 
 
-def test_it_is_a_process_without_torch_and_without_an_engine() -> None:
+def test_the_program_imports_neither_torch_nor_an_engine() -> None:
     code = "import sys, kvtier.isolation.child; print({'torch', 'numpy', 'vllm'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("set()\n", "")
 
 
-def test_it_may_use_every_cpu_that_a_thread_of_the_engine_may(den: MakeDen) -> None:
+def test_it_may_use_every_cpu_that_a_thread_of_the_engine_may(launch: Launch) -> None:
     """Whoever starts it may be bound to the one CPU that it computes on."""
     mine = os.sched_getaffinity(0)
-    made: list[Den] = []
+    made: list[Harness] = []
 
     def start() -> None:
         os.sched_setaffinity(0, {min(mine)})
-        made.append(den(make_tier("dummy")))
+        made.append(launch(make_tier("dummy")))
 
     bound = threading.Thread(target=start)
     bound.start()
@@ -153,13 +142,13 @@ def test_it_may_use_every_cpu_that_a_thread_of_the_engine_may(den: MakeDen) -> N
     assert os.sched_getaffinity(made[0].pid()) == mine
 
 
-# --- its death -----------------------------------------------------------------------------------
+# --- crashes, hangs and kills --------------------------------------------------------------------
 
 
-def test_killed_at_work_each_command_ends_once_and_files_are_found_by_the_next(
-    den: MakeDen, tmp_path: Path
+def test_after_a_kill_each_command_ends_once_and_files_are_found_again(
+    launch: Launch, tmp_path: Path
 ) -> None:
-    it = den(files(tmp_path), make_tier("dummy", put_latency_s=600, deadline_s=600))
+    it = launch(files(tmp_path), make_tier("dummy", put_latency_s=600, deadline_s=600))
     it.hold([1, 2, 3])
     ids = [it.put([4], tier=1), it.put([5], tier=1)]
     for number in range(10, 40):
@@ -180,8 +169,11 @@ def test_killed_at_work_each_command_ends_once_and_files_are_found_by_the_next(
     assert sorted(ended) == list(range(1, it.submitted + 1))
 
 
-def test_while_it_is_gone_commands_fail_at_once_and_tiers_are_down_before(den: MakeDen) -> None:
-    it = den(make_tier("dummy"), pace=Pace(beat_s=0.1, silent_s=60, first_pause_s=600, longest_pause_s=600))
+def test_without_a_process_commands_fail_at_once_and_tiers_are_down(launch: Launch) -> None:
+    it = launch(
+        make_tier("dummy"),
+        times=replace(SWIFT, first_pause_s=600, longest_pause_s=600),
+    )
     it.hold([1])
     os.kill(it.pid(), signal.SIGKILL)
     it.until(lambda: isinstance(it.heard[-1], TierDown), "the end")
@@ -196,7 +188,7 @@ def test_while_it_is_gone_commands_fail_at_once_and_tiers_are_down_before(den: M
 
 
 def test_a_command_submitted_while_the_process_dies_is_answered(
-    den: MakeDen, monkeypatch: pytest.MonkeyPatch
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The supervisor answers what it finds; what the owner adds a moment later the owner answers."""
 
@@ -220,7 +212,7 @@ def test_a_command_submitted_while_the_process_dies_is_answered(
             self._epochs = epochs
 
     monkeypatch.setattr(processes, "Link", Slow)
-    it = den(make_tier("dummy"))
+    it = launch(make_tier("dummy"))
     it.hold([1])
     Slow.dies = True
     assert it.end_of(it.fetch([1], [10])).reasons == {"process": 1}
@@ -228,14 +220,12 @@ def test_a_command_submitted_while_the_process_dies_is_answered(
 
 @pytest.mark.usefixtures("reckless")
 @pytest.mark.parametrize(
-    ("act", "ending", "pace"),
+    ("act", "ending", "times"),
     [("segfault", "crashed", SWIFT), ("exit", "exited", SWIFT), ("block", "silent", STRICT)],
     ids=["segfault", "exit", "block"],
 )
-def test_a_tier_that_takes_its_process_along_costs_misses(
-    den: MakeDen, act: str, ending: str, pace: Pace
-) -> None:
-    it = den(make_tier("reckless", act=act), make_tier("dummy"), pace=pace)
+def test_a_crash_or_hang_costs_misses(launch: Launch, act: str, ending: str, times: SupervisorTimes) -> None:
+    it = launch(make_tier("reckless", act=act), make_tier("dummy"), times=times)
     it.hold([1])
     it.hold([1], tier=1)
     end = it.fetched([1], [10])
@@ -246,8 +236,8 @@ def test_a_tier_that_takes_its_process_along_costs_misses(
 
 
 @pytest.mark.usefixtures("reckless")
-def test_a_tier_that_eats_memory_fails_within_its_limit(den: MakeDen) -> None:
-    it = den(make_tier("reckless", act="eat"), memory_limit_bytes=512 << 20)
+def test_the_memory_limit_holds(launch: Launch) -> None:
+    it = launch(make_tier("reckless", act="eat"), memory_limit_bytes=512 << 20)
     it.hold([1])
     end = it.fetched([1], [10])  # it would take 4 GiB
     assert list(end.answers) == [MISSING]
@@ -258,40 +248,27 @@ def test_a_tier_that_eats_memory_fails_within_its_limit(den: MakeDen) -> None:
 
 
 @pytest.mark.full
-def test_the_lowest_limit_of_memory_has_room_for_files(den: MakeDen, tmp_path: Path) -> None:
+def test_the_lowest_limit_of_memory_has_room_for_files(launch: Launch, tmp_path: Path) -> None:
     """Stacks of threads count, and each tier has threads of its own."""
     both = [make_tier("fs", root_dir=tmp_path / name, **MUCH) for name in ("one", "two")]
-    it = den(*both, memory_limit_bytes=256 << 20)
+    it = launch(*both, memory_limit_bytes=256 << 20)
     for number in range(SLOTS // 2):
         for tier in range(len(both)):
             it.hold([number], tier=tier)
     assert it.endings == []
 
 
-def test_a_stopped_process_is_killed_before_anything_it_had_is_answered_for(den: MakeDen) -> None:
-    it = den(make_tier("dummy", put_latency_s=600, deadline_s=600), pace=STRICT)
-    put = it.put([1])
-    it.until(lambda: it.process.activity[0].puts.running, "the put")
-    pid = it.pid()
-    os.kill(pid, signal.SIGSTOP)
-    assert it.end_of(put).reasons == {"process": 1}
-    assert not is_alive(pid)
-    assert it.endings == ["silent"]
-    it.until_up()
-    assert it.pid() != pid
-
-
 @pytest.mark.usefixtures("reckless")
-def test_a_process_that_wakes_late_does_not_write_to_a_slot_that_was_given_on(
-    den: MakeDen, tmp_path: Path
-) -> None:
-    it = den(make_tier("reckless", act="late", folder=tmp_path, deadline_s=600), pace=STRICT)
+def test_a_stopped_process_does_not_write_to_a_reused_slot(launch: Launch, tmp_path: Path) -> None:
+    it = launch(make_tier("reckless", act="late", folder=tmp_path, deadline_s=600), times=STRICT)
     it.hold([1])
     fetch = it.fetch([1], [10])
     it.until((tmp_path / "begun").exists, "the get")
     pid = it.pid()
     os.kill(pid, signal.SIGSTOP)
-    it.end_of(fetch)
+    assert it.end_of(fetch).reasons == {"process": 1}
+    assert not is_alive(pid)
+    assert it.endings == ["silent"]
     it.region.view(10)[:] = content(2)  # another chunk's slot by now
     (tmp_path / "go").touch()
     with suppress(ProcessLookupError):
@@ -303,8 +280,8 @@ def test_a_process_that_wakes_late_does_not_write_to_a_slot_that_was_given_on(
 
 @pytest.mark.full
 @pytest.mark.usefixtures("reckless")
-def test_what_a_tier_has_forked_can_not_write_to_the_slots(den: MakeDen, tmp_path: Path) -> None:
-    it = den(make_tier("reckless", act="fork", folder=tmp_path))
+def test_a_forked_child_cannot_write_to_slots(launch: Launch, tmp_path: Path) -> None:
+    it = launch(make_tier("reckless", act="fork", folder=tmp_path))
     it.hold([1])
     it.region.view(10)[:] = content(2)
     it.fetched([1], [10])
@@ -314,8 +291,8 @@ def test_what_a_tier_has_forked_can_not_write_to_the_slots(den: MakeDen, tmp_pat
 
 @pytest.mark.full
 @pytest.mark.usefixtures("reckless")
-def test_what_a_tier_has_started_ends_with_its_process(den: MakeDen, tmp_path: Path) -> None:
-    it = den(make_tier("reckless", act="leave_a_child", folder=tmp_path))
+def test_processes_that_a_tier_started_are_killed_too(launch: Launch, tmp_path: Path) -> None:
+    it = launch(make_tier("reckless", act="leave_a_child", folder=tmp_path))
     it.hold([1])
     it.fetched([1], [10])
     child = int((tmp_path / "child").read_text())
@@ -324,9 +301,9 @@ def test_what_a_tier_has_started_ends_with_its_process(den: MakeDen, tmp_path: P
     it.until(lambda: not is_alive(child), "its end")
 
 
-def test_a_stopped_process_does_not_hold_up_its_owner(den: MakeDen) -> None:
+def test_a_stopped_process_does_not_hold_up_its_owner(launch: Launch) -> None:
     """The socket is full long before: a send that waited would never return."""
-    it = den(make_tier("dummy"))
+    it = launch(make_tier("dummy"))
     it.hold(range(20))
     pid = it.pid()
     os.kill(pid, signal.SIGSTOP)
@@ -342,49 +319,29 @@ def test_a_stopped_process_does_not_hold_up_its_owner(den: MakeDen) -> None:
     assert it.endings == []
 
 
-# --- its start -----------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_a_process_that_never_starts_is_tried_with_growing_pauses(
-    den: MakeDen, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(links, "_PROGRAM", "kvtier.isolation.no_such_program")
-    pauses: list[float] = []
-    sleep = ExecutorProcess._sleep
-
-    def noted(self: ExecutorProcess, pause_s: float) -> None:
-        pauses.append(pause_s)
-        sleep(self, pause_s)
-
-    monkeypatch.setattr(ExecutorProcess, "_sleep", noted)
-    it = den(make_tier("dummy"), pace=Pace(first_pause_s=0.01, longest_pause_s=0.05), chance=no_jitter)
-    it.until(lambda: len(it.endings) > 4, "five ends")
-    assert set(it.endings) == {"exited"}
-    assert pauses[:4] == [0.01, 0.02, 0.04, 0.05]
-    assert set(it.end_of(it.put([1])).reasons) <= {"down", "process"}
+# --- starts --------------------------------------------------------------------------------------
 
 
 @pytest.mark.full
 def test_a_process_that_hangs_at_its_start_is_killed(
-    den: MakeDen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "acme_hangs.py").write_text("import time\ntime.sleep(1000)\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(links, "_PROGRAM", "acme_hangs")
-    pace = Pace(beat_s=0.1, start_s=2.0, first_pause_s=600, longest_pause_s=600)  # there is no second one
-    it = den(make_tier("dummy"), pace=pace)
+    times = SupervisorTimes(
+        heartbeat_s=0.1, start_timeout_s=2.0, first_pause_s=600, longest_pause_s=600
+    )  # there is no second one
+    it = launch(make_tier("dummy"), times=times)
     put, pid = it.put([1]), it.pid()
     assert it.end_of(put).reasons == {"process": 1}
     assert it.endings == ["not_started"]
     assert not is_alive(pid)
 
 
-def test_where_no_process_can_be_made_the_engine_goes_on(
-    den: MakeDen, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_starting_is_retried_and_the_engine_goes_on(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    it = den(make_tier("dummy"), pace=SWIFT)
+    it = launch(make_tier("dummy"), times=SWIFT)
     assert it.end_of(it.put([1])).reasons == {"down": 1}
     it.until(lambda: "not_started" in it.endings, "a word about it")
     monkeypatch.undo()
@@ -393,8 +350,8 @@ def test_where_no_process_can_be_made_the_engine_goes_on(
 
 
 @pytest.mark.full
-def test_a_process_that_talks_nonsense_is_killed(
-    den: MakeDen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_process_that_sends_garbage_is_killed(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "acme_babbles.py").write_text(
         "import socket, sys, time\n"
@@ -403,29 +360,17 @@ def test_a_process_that_talks_nonsense_is_killed(
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(links, "_PROGRAM", "acme_babbles")
-    it = den(make_tier("dummy"))
+    it = launch(make_tier("dummy"))
     pid = it.pid()
     it.until(lambda: "garbled" in it.endings, "its end")
     it.until(lambda: not is_alive(pid), "its death")
 
 
-def test_a_tier_that_another_process_would_make_otherwise_is_refused() -> None:
-    class Homemade(DummyTier):
-        pass
-
-    region = Region.unnamed(4, 4096)
-    with pytest.raises(ConfigError, match=r"homemade.*does not name its class; set isolation to 'thread'"):
-        ExecutorProcess([NamedTier("homemade", Homemade(DummyConfig()))], IDENTITY, region)
-    with pytest.raises(StateError, match="anonymous"):
-        ExecutorProcess([], IDENTITY, Region.anonymous(4, 4096))
-    region.close()
-
-
 # --- resets --------------------------------------------------------------------------------------
 
 
-def test_what_a_reset_has_hidden_stays_hidden_whenever_the_process_dies(den: MakeDen, tmp_path: Path) -> None:
-    it = den(files(tmp_path))
+def test_a_reset_outlives_the_process(launch: Launch, tmp_path: Path) -> None:
+    it = launch(files(tmp_path))
     it.hold([1])
     it.reset(1)  # it may or may not get to this
     os.kill(it.pid(), signal.SIGKILL)
@@ -439,10 +384,8 @@ def test_what_a_reset_has_hidden_stays_hidden_whenever_the_process_dies(den: Mak
     assert list(it.fetched([1, 2], [10, 11]).answers) == [MISSING] * 2
 
 
-def test_a_reset_ordered_while_the_process_is_gone_is_done_before_anything_else(
-    den: MakeDen, tmp_path: Path
-) -> None:
-    it = den(files(tmp_path), pace=Pace(beat_s=0.1, silent_s=60, first_pause_s=0.5))
+def test_a_reset_without_a_process_is_done_at_the_next_start(launch: Launch, tmp_path: Path) -> None:
+    it = launch(files(tmp_path), times=replace(SWIFT, first_pause_s=0.5))
     it.hold([1])
     os.kill(it.pid(), signal.SIGKILL)
     it.until(lambda: it.process.pid is None, "the end")
@@ -452,11 +395,11 @@ def test_a_reset_ordered_while_the_process_is_gone_is_done_before_anything_else(
 
 
 @pytest.mark.full
-def test_a_reset_ordered_while_the_next_process_is_being_started_is_not_missed(
-    den: MakeDen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_reset_during_a_start_is_not_missed(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It is told of the resets so far before the owner can reach it."""
-    it = den(files(tmp_path))
+    it = launch(files(tmp_path))
     it.hold([1])
     begin = Link.__init__
 
@@ -470,8 +413,8 @@ def test_a_reset_ordered_while_the_next_process_is_being_started_is_not_missed(
     assert list(it.fetched([1], [10]).answers) == [MISSING]
 
 
-def test_whoever_waits_for_resets_is_told_although_the_process_dies(den: MakeDen) -> None:
-    it = den(make_tier("dummy", put_latency_s=600, deadline_s=600))
+def test_waiting_ends_when_the_process_dies(launch: Launch) -> None:
+    it = launch(make_tier("dummy", put_latency_s=600, deadline_s=600))
     it.put([1])
     told: list[str] = []
     it.process.when_settled(lambda: told.append("settled"))
@@ -481,11 +424,11 @@ def test_whoever_waits_for_resets_is_told_although_the_process_dies(den: MakeDen
     it.until(lambda: told == ["settled", "drained"], "that there is nothing to wait for")
 
 
-# --- the end -------------------------------------------------------------------------------------
+# --- shutdown ------------------------------------------------------------------------------------
 
 
-def test_close_cuts_off_what_hangs_and_answers_for_it(den: MakeDen) -> None:
-    it = den(make_tier("dummy", hang_rate=1, deadline_s=600))
+def test_close_cancels_what_hangs(launch: Launch) -> None:
+    it = launch(make_tier("dummy", hang_rate=1, deadline_s=600))
     put = it.put([1])
     it.until(lambda: it.process.activity[0].puts.running, "the put")
     it.close(0.05)
@@ -493,21 +436,10 @@ def test_close_cuts_off_what_hangs_and_answers_for_it(den: MakeDen) -> None:
     assert it.endings == []
 
 
-@pytest.mark.usefixtures("reckless")
-def test_close_ends_a_process_that_does_not_listen(den: MakeDen) -> None:
-    it = den(make_tier("reckless", act="block", deadline_s=600))
-    it.hold([1])
-    fetch, pid = it.fetch([1], [10]), it.pid()
-    it.until(lambda: is_alive(pid))
-    it.close()
-    assert not is_alive(pid)
-    assert it.end_of(fetch).reasons == {"cancelled": 1}
-
-
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("how", ["stopped", "in an endless system call"])
 def test_a_shutdown_keeps_to_its_deadline_whatever_hangs(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    it = Den(make_tier("dummy", hang_rate=1, deadline_s=600))
+    it = Harness(make_tier("dummy", hang_rate=1, deadline_s=600))
     it.process.start()
     put, pid = it.put([1]), it.pid()
     activity = it.process.activity[0]
@@ -528,8 +460,8 @@ def test_a_shutdown_keeps_to_its_deadline_whatever_hangs(how: str, monkeypatch: 
     gc.collect()  # what was given up with the process
 
 
-def test_close_between_two_processes_does_not_wait_for_the_next(den: MakeDen) -> None:
-    it = den(make_tier("dummy"), pace=Pace(first_pause_s=600, longest_pause_s=600))
+def test_close_does_not_wait_for_a_restart(launch: Launch) -> None:
+    it = launch(make_tier("dummy"), times=SupervisorTimes(first_pause_s=600, longest_pause_s=600))
     it.hold([1])
     os.kill(it.pid(), signal.SIGKILL)
     it.until(lambda: it.process.pid is None, "the end")
@@ -562,7 +494,7 @@ if how != "forgotten":
 
 @pytest.mark.usefixtures("reckless")
 @pytest.mark.parametrize("how", ["killed", "stopped", "blocked", "forgotten"])
-def test_it_ends_with_the_engine(how: str, tmp_path: Path) -> None:
+def test_the_process_ends_with_the_engine(how: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ENGINE, how, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(tmp_path / "acme-reckless")},
@@ -579,8 +511,8 @@ def test_it_ends_with_the_engine(how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_twenty_deaths_leave_nothing_behind(den: MakeDen) -> None:
-    it = den(make_tier("dummy"))
+def test_twenty_deaths_leave_nothing_behind(launch: Launch) -> None:
+    it = launch(make_tier("dummy"))
     it.hold([1])
     before = resources()
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""What is said comes over as it was meant; what comes otherwise is refused in one way."""
+"""The protocol: messages survive the wire; malformed and impossible ones are refused."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ from kvtier.core.messages import (
     Removed,
     Reset,
     TierDown,
-    TierEvent,
     TierUp,
     Touch,
     TransferHealth,
 )
 from kvtier.executor import NamedTier
-from kvtier.identity import Identity
 from kvtier.isolation import wire
-from kvtier.isolation.hearing import Hearing
+from kvtier.isolation.decoder import MessageDecoder
 from kvtier.isolation.wire import Frames, WireError
 from kvtier.keys import OffloadKey
 from kvtier.tiers.dummy import DummyConfig, DummyTier
@@ -37,51 +35,39 @@ from kvtier.tiers.dummy import DummyConfig, DummyTier
 numbers = st.integers(0, 2**63 - 1)
 keys = st.lists(st.binary(min_size=1, max_size=68).map(OffloadKey), max_size=5)
 slots = st.lists(numbers, max_size=5)
+words = st.text(max_size=20)
+counts = st.dictionaries(words, numbers, max_size=3)
+seconds = st.floats(0, 1e9)
+health = st.sampled_from(TransferHealth)
+answers = st.lists(st.sampled_from(Answer), max_size=5)
 commands = st.one_of(
     st.builds(Put, numbers, numbers, keys, slots),
     st.builds(Fetch, numbers, numbers, keys, slots, st.booleans()),
     st.builds(Touch, numbers, keys),
     st.builds(Reset, numbers, numbers),
 )
-told = st.one_of(
+
+
+ends = st.one_of(
+    st.builds(PutEnded, numbers, st.lists(st.booleans(), max_size=5), counts, seconds, health, words),
+    st.builds(Fetched, numbers, answers, counts, seconds, health, words),
+)
+tier_events = st.one_of(
     st.builds(TierDown, numbers, st.text(max_size=50)),
     st.builds(TierUp, numbers),
     st.builds(Removed, numbers, keys),
 )
 
 
-@given(st.lists(commands, max_size=5))
-def test_commands_come_over_as_they_are(given_: list[Command]) -> None:
-    (frame,) = Frames().feed(wire.pack(given_))
-    assert wire.unpack_orders(frame) == given_
-
-
-@given(
-    st.lists(st.booleans(), min_size=1, max_size=5),
-    st.dictionaries(st.sampled_from(["full", "down"]), st.integers(0, 9)),
-    st.floats(0, 1e9),
-    st.sampled_from(TransferHealth),
-)
-def test_ends_come_over_as_they_are(
-    kept: list[bool], reasons: dict[str, int], seconds: float, health: TransferHealth
-) -> None:
-    answers = [Answer.LANDED if ok else Answer.MISSING for ok in kept]
-    ends: list[PutEnded | Fetched] = [
-        PutEnded(1, kept, reasons, seconds, health, "helped"),
-        Fetched(2, answers, reasons, seconds, health, ""),
-    ]
-    (frame,) = Frames().feed(wire.pack(ends))
-    assert wire.unpack_reports(frame) == ends
-
-
-@given(told)
-def test_what_is_told_of_a_tier_comes_over_as_it_is(event: TierEvent) -> None:
-    (frame,) = Frames().feed(wire.pack([event]))
-    assert wire.unpack_reports(frame) == [event]
+@given(st.lists(commands, max_size=5), st.lists(ends | tier_events, max_size=5))
+def test_messages_survive_the_wire(orders: list[Command], reports: list[wire.Report]) -> None:
+    sent, received = Frames().feed(wire.pack(orders) + wire.pack(reports))
+    assert wire.unpack_orders(sent) == orders
+    assert wire.unpack_reports(received) == reports
 
 
 @given(st.lists(st.binary(max_size=20), max_size=5), st.lists(st.integers(1, 30), min_size=1))
-def test_frames_are_found_however_they_are_cut(bodies: list[bytes], steps: list[int]) -> None:
+def test_frames_are_found_however_the_stream_is_cut(bodies: list[bytes], steps: list[int]) -> None:
     stream = b"".join(len(body).to_bytes(4, "little") + body for body in bodies)
     frames = Frames()
     found: list[bytes] = []
@@ -94,7 +80,7 @@ def test_frames_are_found_however_they_are_cut(bodies: list[bytes], steps: list[
 
 
 @given(st.binary(max_size=200))
-def test_bytes_of_any_kind_are_read_or_refused(data: bytes) -> None:
+def test_any_bytes_are_decoded_or_refused(data: bytes) -> None:
     for read in (wire.unpack_orders, wire.unpack_reports, wire.unpack_hello):
         with suppress(WireError):
             read(data)
@@ -116,7 +102,7 @@ def test_bytes_of_any_kind_are_read_or_refused(data: bytes) -> None:
         {},
     ],
 )
-def test_what_is_out_of_bounds_is_refused(report: object) -> None:
+def test_values_out_of_bounds_are_refused(report: object) -> None:
     with pytest.raises(WireError):
         wire.unpack_reports(msgspec.msgpack.encode(report))
 
@@ -126,33 +112,28 @@ def test_a_frame_that_would_fill_the_memory_is_refused_at_once() -> None:
         list(Frames().feed((2**31).to_bytes(4, "little")))
 
 
-def test_an_identity_comes_over_with_its_digest() -> None:
-    identity = Identity.make("org/model", {"dtype": "int8", "ratio": 0.1, "nested": {"z": [1, None, True]}})
-    it = wire.IdentityText.of(identity).read()
-    assert (it.digest, it.namespace, it.model) == (identity.digest, identity.namespace, identity.model)
-
-
-# --- what makes sense ----------------------------------------------------------------------------
-
 NAMES = [OffloadKey(b"k1"), OffloadKey(b"k2")]
 
 
-class Owes:
-    """What a link owes, without a process."""
+class FakeLink:
+    """What is in flight, without a process."""
 
     def __init__(self) -> None:
-        self.owed: dict[int, Put | Fetch] = {1: Put(1, 0, NAMES, [0, 1]), 2: Fetch(2, 0, NAMES, [0], False)}
+        self.in_flight: dict[int, Put | Fetch] = {
+            1: Put(1, 0, NAMES, [0, 1]),
+            2: Fetch(2, 0, NAMES, [0], False),
+        }
         self.waiting: dict[int, Any] = {}
 
 
 @pytest.fixture
-def hearing() -> Hearing:
-    return Hearing([NamedTier("dummy", DummyTier(DummyConfig()))])
+def decoder() -> MessageDecoder:
+    return MessageDecoder([NamedTier("dummy", DummyTier(DummyConfig()))])
 
 
-def hear(hearing: Hearing, link: Owes, *reports: wire.Report) -> bool:
+def decode(decoder: MessageDecoder, link: FakeLink, *reports: wire.Report) -> bool:
     (frame,) = Frames().feed(wire.pack(reports))
-    return hearing.take(frame, link)  # type: ignore[arg-type]
+    return decoder.decode(frame, link)  # type: ignore[arg-type]
 
 
 def put_ended(id_: int = 1, kept: int = 2, **fields: Any) -> PutEnded:
@@ -178,13 +159,13 @@ def put_ended(id_: int = 1, kept: int = 2, **fields: Any) -> PutEnded:
         wire.Activity(1, 0, 0, 0, 0, None, None, False),
     ],
 )
-def test_what_makes_no_sense_does_not_reach_the_core(hearing: Hearing, report: wire.Report) -> None:
+def test_impossible_messages_do_not_reach_the_core(decoder: MessageDecoder, report: wire.Report) -> None:
     with pytest.raises(WireError):
-        hear(hearing, Owes(), report)
-    assert not hearing.events
+        decode(decoder, FakeLink(), report)
+    assert not decoder.events
 
 
-def test_numbers_and_words_of_a_tiers_own_kinds_come_over_as_what_they_are_beneath() -> None:
+def test_subclasses_of_numbers_and_text_are_sent_as_plain_ones() -> None:
     class Word(str):
         __slots__ = ()
 
@@ -197,15 +178,17 @@ def test_numbers_and_words_of_a_tiers_own_kinds_come_over_as_what_they_are_benea
     assert type(activity.used_bytes) is int
 
 
-def test_a_command_ends_once(hearing: Hearing) -> None:
-    link = Owes()
-    hear(hearing, link, put_ended())
-    with pytest.raises(WireError, match="not under way"):
-        hear(hearing, link, put_ended())
-    assert [type(event) for event in hearing.events] == [PutEnded]
+def test_a_command_ends_once(decoder: MessageDecoder) -> None:
+    link = FakeLink()
+    decode(decoder, link, put_ended())
+    with pytest.raises(WireError, match="not in flight"):
+        decode(decoder, link, put_ended())
+    assert [type(event) for event in decoder.events] == [PutEnded]
 
 
-def test_a_process_that_was_given_up_says_nothing_of_its_tiers_any_more(hearing: Hearing) -> None:
+def test_the_last_messages_of_a_dead_process_do_not_change_tiers(
+    decoder: MessageDecoder,
+) -> None:
     (frame,) = Frames().feed(wire.pack([TierUp(0), TierDown(0, "x"), put_ended()]))
-    hearing.take(frame, Owes(), last=True)  # type: ignore[arg-type]
-    assert [type(event) for event in hearing.events] == [PutEnded]
+    decoder.decode(frame, FakeLink(), is_last=True)  # type: ignore[arg-type]
+    assert [type(event) for event in decoder.events] == [PutEnded]

@@ -22,7 +22,7 @@ from typing import Final
 import anyio
 
 from kvtier.keys import OffloadKey
-from kvtier.telemetry.lines import Seldom
+from kvtier.telemetry.log_limit import LogLimit
 from kvtier.tiers.fs.config import FsConfig
 from kvtier.tiers.fs.files.base import PARTS, ChunkFiles, key_of
 from kvtier.tiers.fs.files.call import FileCall, Place, StopFlag
@@ -127,7 +127,7 @@ class Maintenance:
         self._eviction_pause_s = 0.0
         self._eviction_paused_until = 0.0
         self._is_warned = False
-        self._log_limit = Seldom(_LINES_EVERY_S)
+        self._log_limit = LogLimit(_LINES_EVERY_S)
 
     # ------------------------------------------------------------------------- in the event loop
 
@@ -389,6 +389,6 @@ class Maintenance:
 
     def warn(self, subject: str, text: str, *, exc_info: bool = False) -> None:
         """Write a line about the root to the log, unless there was one about the subject a moment ago."""
-        added = self._log_limit.lets(subject, time.monotonic())
+        added = self._log_limit.allow(subject, time.monotonic())
         if added is not None:
             _log.warning("%s: %s%s", self._config.root_dir, text, added, exc_info=exc_info)

@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from kvtier.keys import OffloadKey, content_hash, group_index
-from kvtier.telemetry.lines import Seldom
+from kvtier.telemetry.log_limit import LogLimit
 from kvtier.tiers.fs.files import make_files
 from kvtier.tiers.fs.files.call import FileCall, Result, StopFlag
 from kvtier.tiers.fs.layout import DIRECTORY_MODE, chunk_path
@@ -54,7 +54,7 @@ class Quarantine:
         self._counts: Counter[str] = Counter()
         self._reported: set[tuple[str, int]] = set()
         self._full_until = 0.0
-        self._log_limit = Seldom(_LINES_EVERY_S)
+        self._log_limit = LogLimit(_LINES_EVERY_S)
 
     def counts(self) -> Mapping[str, int]:
         """Return how many files were set aside since the tier opened, by reason."""
@@ -125,7 +125,7 @@ class Quarantine:
 
     def _log(self, level: int, what: str, *details: object) -> None:
         """Write a line, unless one of its kind was written a moment ago."""
-        added = self._log_limit.lets(what, time.monotonic())
+        added = self._log_limit.allow(what, time.monotonic())
         if added is not None:
             _log.log(level, what + "%s", *details, added)
 

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 
 from kvtier.errors import StateError, TierError
 from kvtier.keys import OffloadKey
-from kvtier.telemetry.lines import Seldom
+from kvtier.telemetry.log_limit import LogLimit
 from kvtier.tiers.base import (
     TRAILER_BYTES,
     Batch,
@@ -92,7 +92,7 @@ class RedisTier(SecondaryTier[RedisConfig]):
         self._topology_doubted = asyncio.Event()
         self._reset_lock = anyio.Lock()
         self._abandoned: list[str] = []  # private epochs to be removed
-        self._log_limit = Seldom(_LOG_INTERVAL_S)
+        self._log_limit = LogLimit(_LOG_INTERVAL_S)
 
     async def open(self, context: TierContext) -> None:
         """Find the servers and join the cache's epoch. See ``SecondaryTier.open``."""
@@ -277,7 +277,7 @@ class RedisTier(SecondaryTier[RedisConfig]):
                 chunk.result = chunk.result or Result(Status.FAILED, reason)
 
     def _warn(self, reason: str, text: object) -> None:
-        repeats = self._log_limit.lets(reason, time.monotonic())
+        repeats = self._log_limit.allow(reason, time.monotonic())
         if repeats is not None:
             _log.warning("tier %s: %s: %s%s", self._name, reason, self._factory.redact(text), repeats)
         if reason in TOPOLOGY:

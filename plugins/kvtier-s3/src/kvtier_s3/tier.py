@@ -17,7 +17,7 @@ from obstore.exceptions import AlreadyExistsError
 
 from kvtier.errors import StateError, TierError
 from kvtier.keys import OffloadKey
-from kvtier.telemetry.lines import Seldom
+from kvtier.telemetry.log_limit import LogLimit
 from kvtier.tiers.base import Batch, Knowledge, Outcome, SecondaryTier, Status, TierContext, Usage
 from kvtier.tiers.drain import in_thread, until_done
 from kvtier.tiers.faults import require_fault
@@ -55,7 +55,7 @@ class S3Tier(SecondaryTier[S3Config]):
         self._listed = asyncio.Event()
         self._lister: asyncio.Task[None] | None = None
         self._index = ChunkIndex(config.index_keys, config.max_bytes)
-        self._log_limit = Seldom(_LOG_INTERVAL_S)
+        self._log_limit = LogLimit(_LOG_INTERVAL_S)
 
     async def open(self, context: TierContext) -> None:
         """Find the bucket and join the cache in it. See ``SecondaryTier.open``.
@@ -344,7 +344,7 @@ class S3Tier(SecondaryTier[S3Config]):
             self._context.removed(gone)
 
     def _warn(self, verb: str, failure: Failure) -> None:
-        repeats = self._log_limit.lets(f"{verb} {failure.reason}", time.monotonic())
+        repeats = self._log_limit.allow(f"{verb} {failure.reason}", time.monotonic())
         if repeats is not None:
             _log.warning("tier %s: %s failed: %s%s", self._context.name, verb, failure, repeats)
 

@@ -1,4 +1,4 @@
-"""Bytes on their way to the other process. Nobody who hands some over waits for it to take them."""
+"""Frames on their way to the other process. Sending never blocks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from collections.abc import Callable
 _AT_ONCE = 64
 
 
-class Outbox:
+class SendQueue:
     """Frames for a socket. Any thread may add some; they go out whole and in order.
 
-    Whoever adds a frame sends what the socket takes at once. What it does not take is sent by whoever
-    polls it, with ``flush``.
+    ``add`` sends what the socket takes at once; who polls the socket sends the rest, with ``flush``.
 
     Args:
         sock: a stream socket that does not block.
-        on_full: called, by any thread, when the socket begins not to take all.
+        on_full: called, by any thread, when the socket's buffer becomes full.
 
     Attributes:
         is_full: whether frames wait for the socket to take more.
@@ -30,7 +29,7 @@ class Outbox:
         self._on_full = on_full
         self._frames: deque[bytes] = deque()
         self._rest = memoryview(b"")
-        # Never waited for: who does not get it leaves the frame to who has it, and looks again after.
+        # Never waited for: a thread that does not get it leaves its frame to the thread that has it.
         self._sending = threading.Lock()
 
     def __len__(self) -> int:
@@ -55,7 +54,7 @@ class Outbox:
                 return
 
     def _send(self) -> bool:
-        """Send what there is; say whether the socket has taken it all."""
+        """Send what there is; return whether the socket has taken it all."""
         while self._rest or self._frames:
             if not self._rest:
                 count = min(len(self._frames), _AT_ONCE)
@@ -64,7 +63,7 @@ class Outbox:
                 sent = self._sock.send(self._rest, socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 return False
-            except OSError:  # nobody is there any more, which is learned elsewhere
+            except OSError:  # the other process is gone, which its owner notices by other means
                 self._rest = memoryview(b"")
                 self._frames.clear()
                 return True

@@ -1,4 +1,4 @@
-"""Lines of the log that may come often: one now and then says as much."""
+"""Rate limits for log lines that may come often."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from kvtier.core.shared import Notice
 _CHANGES_EVERY_S = 30.0
 
 
-class Seldom:
-    """Lets one line about a subject through in so many seconds.
+class LogLimit:
+    """Allows one line about a subject per interval.
 
     Args:
-        every_s: how many.
+        every_s: the interval, in seconds.
     """
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
         self._last: dict[str, tuple[float, int]] = {}
 
-    def lets(self, subject: str, now_s: float) -> str | None:
-        """Return what to add to a line about ``subject``, or None where it is not to be written.
+    def allow(self, subject: str, now_s: float) -> str | None:
+        """Return what to append to a line about ``subject``; None where the line must not be written.
 
         Args:
             subject: one of few.
@@ -36,8 +36,8 @@ class Seldom:
         return f" (and {held_back} times since the line before)" if held_back else ""
 
 
-class ChangeLog:
-    """Writes what has changed in the core, a line for each change, and not too many of them.
+class NoticeLog:
+    """Logs the core's notices, at most one of a kind per interval.
 
     Args:
         logger: where they are written.
@@ -45,12 +45,12 @@ class ChangeLog:
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
-        self._seldom = Seldom(_CHANGES_EVERY_S)
+        self._limit = LogLimit(_CHANGES_EVERY_S)
 
     def tell(self, notices: Iterable[Notice], now_s: float) -> None:
-        """Write the lines."""
+        """Log notices."""
         for notice in notices:
-            added = self._seldom.lets(f"{notice.subject}: {notice.text}", now_s)
+            added = self._limit.allow(f"{notice.subject}: {notice.text}", now_s)
             if added is not None:
                 level = logging.INFO if notice.is_good else logging.WARNING
                 self._logger.log(level, "%s: %s%s", notice.subject, notice.text, added)

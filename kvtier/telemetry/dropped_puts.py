@@ -1,4 +1,4 @@
-"""What a shutdown drops: chunks that were to be put into tiers and are in none of them afterwards."""
+"""The puts that a shutdown drops."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvtier.core.tiering import Tiering
 _UNANSWERED = "unanswered"
 
 
-class UnwrittenPuts:
+class DroppedPuts:
     """The puts in flight when a shutdown begins, for one warning per tier at its end.
 
     Args:

@@ -7,21 +7,21 @@ import logging
 import pytest
 
 from kvtier.core.shared import Notice
-from kvtier.telemetry.lines import ChangeLog, Seldom
+from kvtier.telemetry.log_limit import LogLimit, NoticeLog
 
 
 def test_the_first_line_is_let_through_and_the_next_after_a_while_with_the_number_of_those_between() -> None:
-    seldom = Seldom(10.0)
-    assert seldom.lets("a", 100.0) == ""
-    assert [seldom.lets("a", 100.0 + step) for step in range(1, 10)] == [None] * 9
-    assert seldom.lets("b", 105.0) == "", "each subject is its own"
-    assert seldom.lets("a", 110.0) == " (and 9 times since the line before)"
-    assert seldom.lets("a", 120.0) == ""
+    seldom = LogLimit(10.0)
+    assert seldom.allow("a", 100.0) == ""
+    assert [seldom.allow("a", 100.0 + step) for step in range(1, 10)] == [None] * 9
+    assert seldom.allow("b", 105.0) == "", "each subject is its own"
+    assert seldom.allow("a", 110.0) == " (and 9 times since the line before)"
+    assert seldom.allow("a", 120.0) == ""
 
 
 def test_a_tier_that_comes_and_goes_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("kvtier.test_lines")
-    changes = ChangeLog(logger)
+    logger = logging.getLogger("kvtier.test_log_limit")
+    changes = NoticeLog(logger)
     with caplog.at_level(logging.INFO, logger.name):
         for second in range(60):
             changes.tell([Notice("tier s3", "bad", False), Notice("tier s3", "good", True)], float(second))

@@ -1,0 +1,73 @@
+"""Liveness of the tier process: whether its event loop answers in time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorTimes:
+    """How closely the tier process is supervised, in seconds.
+
+    Attributes:
+        heartbeat_s: from one ping to the next.
+        silent_timeout_s: without an answer until the process is killed.
+        start_timeout_s: the same for the first answer, which comes when the process has started.
+        first_pause_s, longest_pause_s: from its end to the next start; pauses grow while processes end soon.
+    """
+
+    heartbeat_s: float = 1.0
+    silent_timeout_s: float = 5.0
+    start_timeout_s: float = 60.0
+    first_pause_s: float = 0.5
+    longest_pause_s: float = 30.0
+
+
+class Heartbeat:
+    """Pings a process, and measures for how long it has not answered.
+
+    Time in which the engine itself was stopped does not count: at most two intervals do at once, and what the
+    process sent meanwhile is read first.
+
+    Args:
+        times: the interval and the timeouts.
+        ping: sends a ping.
+
+    Attributes:
+        has_started: whether the process has ever answered.
+    """
+
+    def __init__(self, times: SupervisorTimes, ping: Callable[[], object]) -> None:
+        self.has_started = False
+        self._times = times
+        self._ping = ping
+        self._limit_s = times.start_timeout_s
+        self._is_pending = False
+        self._silence_s = 0.0
+        self._last_s = time.monotonic() - times.heartbeat_s
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until the next ping."""
+        return max(0.0, self._last_s + self._times.heartbeat_s - time.monotonic())
+
+    def is_overdue(self) -> bool:
+        """Ping if it is time to; return whether the process has been silent for too long."""
+        if self.wait_s > 0:
+            return False
+        now_s = time.monotonic()
+        if self._is_pending:
+            self._silence_s += min(now_s - self._last_s, 2 * self._times.heartbeat_s)
+        else:
+            self._is_pending = True
+            self._ping()
+        self._last_s = now_s
+        return self._silence_s >= self._limit_s
+
+    def acknowledge(self) -> None:
+        """Note an answer."""
+        self.has_started = True
+        self._is_pending = False
+        self._silence_s, self._limit_s = 0.0, self._times.silent_timeout_s
