@@ -1,7 +1,7 @@
 """Put into the pages what the code already says: settings, metrics, commands, other files, diagrams.
 
-A page asks for it with a comment on a line of its own, ``<!-- generated: settings max_bytes ttl_s -->``, or is
-one file of the repository, ``<!-- include: CHANGELOG.md -->``. A fence ``mermaid`` with a sequence diagram
+A page asks for it with a comment on a line of its own, ``<!-- generated: settings max_bytes ttl_s -->``, or
+is one file of the repository, ``<!-- include: CHANGELOG.md -->``. A fence ``mermaid`` with a sequence diagram
 becomes an SVG drawing here, because mkdocs-material would load mermaid from the net.
 """
 
@@ -71,7 +71,9 @@ def settings(rest: str) -> str:
     kind, _, names = rest.rpartition(":")
     rows = {_name_of(row): row for row in schema.tables()[kind].splitlines()[2:]}
     chosen = names.split() or rows
-    return "\n".join(["| Setting | Type | Default | Meaning |", "|---|---|---|---|", *(rows[n] for n in chosen)])
+    return "\n".join(
+        ["| Setting | Type | Default | Meaning |", "|---|---|---|---|", *(rows[n] for n in chosen)]
+    )
 
 
 def _name_of(row: str) -> str:
@@ -87,14 +89,13 @@ def metrics(_: str) -> str:
     return "\n".join(parts)
 
 
-def reasons(_: str) -> str:
+def reasons(_rest: str) -> str:
     """Return a table for each set of reasons: what the label can be, and what it means."""
     with_reasons = [metric for metric in COUNTERS.values() if metric.reasons]
     parts = []
-    for words, group in itertools.groupby(sorted(with_reasons, key=_words), key=_words):
+    for _, group in itertools.groupby(sorted(with_reasons, key=_words), key=_words):
         found = list(group)
         parts.append(_reason_table(" and ".join(f"`{one.name}`" for one in found), found[0].reasons))
-        del words
     for name in OWN_TIERS:
         parts.append(_reason_table(f"Transfers of tier `{name}`, besides", registry.load(name).reasons))
     return "\n".join(parts)
@@ -133,7 +134,12 @@ def _described(root: Any, name: str) -> Iterator[str]:
             continue
         yield f"## {path}\n\n{_plain(command.help)}\n"
         if command.params:
-            yield from ("| Parameter | Default | Meaning |", "|---|---|---|", *map(_parameter, command.params), "")
+            yield from (
+                "| Parameter | Default | Meaning |",
+                "|---|---|---|",
+                *map(_parameter, command.params),
+                "",
+            )
 
 
 def _plain(text: str | None) -> str:
@@ -205,8 +211,11 @@ def _columns(actors: dict[str, str], steps: list[tuple[str, str, str, str]]) -> 
     x = _MARGIN + _half(actors[names[0]])
     yield x
     for left, right in itertools.pairwise(names):
-        needed = [len(label) for kind, one, other, label in steps if {one, other} == {left, right} or
-                  (kind != "note" and one == other == left)]
+        needed = [
+            len(label)
+            for kind, one, other, label in steps
+            if {one, other} == {left, right} or (kind != "note" and one == other == left)
+        ]
         labels = max(needed, default=0) * _CHARACTER + 24
         x += max(labels, _half(actors[left]) + _half(actors[right]) + 16)
         yield round(x)
@@ -232,7 +241,8 @@ def _step(at: dict[str, float], y: int, kind: str, one: str, other: str, label: 
         return
     style = "reply" if kind == "-->>" else "call"
     if one == other:
-        yield f'<path class="{style}" d="M{left} {y - 8}h14v12h-8"/><path class="head" d="M{left + 2} {y + 4}l8 -4v8z"/>'
+        yield f'<path class="{style}" d="M{left} {y - 8}h14v12h-8"/>'
+        yield f'<path class="head" d="M{left + 2} {y + 4}l8 -4v8z"/>'
         yield f'<text x="{left + 20}" y="{y + 2}">{escape(label)}</text>'
         return
     step = 1 if right > left else -1
