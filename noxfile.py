@@ -207,7 +207,7 @@ def docs(session: nox.Session) -> None:
     """Does the site build? Strictly: a broken link or a page outside the navigation fails. In build/site."""
     install_kvtier(session, groups=["docs"], distributions=["kvtier-bench"])
     settings = {"NO_MKDOCS_2_WARNING": "1"}
-    session.run("mkdocs", "build", "--quiet", "-f", "docs/mkdocs/mkdocs.yml", *session.posargs, env=settings)
+    session.run("mkdocs", "build", "-f", "docs/mkdocs/mkdocs.yml", *session.posargs, env=settings)
 
 
 @nox.session

@@ -27,6 +27,7 @@ OWN_TIERS = ("fs", "dummy")
 GENERATED = re.compile(r"^<!-- generated: (?P<kind>\w+) ?(?P<rest>.*?) -->$", re.MULTILINE)
 INCLUDED = re.compile(r"^<!-- include: (?P<path>\S+) -->$", re.MULTILINE)
 _DIAGRAM = re.compile(r"^```mermaid\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+_MARKED = re.compile(r"^( *```\w+) [^\n`]+$", re.MULTILINE)  # with a word for the tests
 _PICTURE = re.compile(r"^!\[(?P<label>[^]]*)\]\((?P<path>[\w./-]*architecture\.svg)\)$", re.MULTILINE)
 _ABSOLUTE_SOURCE = re.compile(r'<(?:script|link|img|iframe)[^>]*\s(?:src|href)="(?:https?:)?//')
 
@@ -35,6 +36,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Return the page's text with everything generated in it. mkdocs calls this for each page."""
     if included := INCLUDED.search(markdown):
         return _as_page((ROOT / included["path"]).read_text(encoding="utf-8"))
+    markdown = _MARKED.sub(r"\1", markdown)
     markdown = GENERATED.sub(lambda match: GENERATORS[match["kind"]](match["rest"]), markdown)
     markdown = _DIAGRAM.sub(lambda match: drawing(match["text"]), markdown)
     folder = Path(page.file.abs_src_path).parent
