@@ -203,6 +203,14 @@ def architecture(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """Does the site build? Strictly: a broken link or a page outside the navigation fails. In build/site."""
+    install_kvtier(session, groups=["docs"], distributions=["kvtier-bench"])
+    settings = {"NO_MKDOCS_2_WARNING": "1"}
+    session.run("mkdocs", "build", "-f", "docs/mkdocs/mkdocs.yml", *session.posargs, env=settings)
+
+
+@nox.session
 def demo(session: nox.Session) -> None:
     """What is it good for? A real engine keeps its cache over a restart; ``-- --json`` for figures."""
     if has_nvidia_gpu():

@@ -34,6 +34,7 @@ FAST = {
     "lint": "checks",
     "types": "checks",
     "architecture": "checks",
+    "docs": "checks",
     "bare": "bare",
     "plugins-3.11": "plugins-3.11",
     "sim": "torch",

@@ -57,7 +57,7 @@ async def until_done(work: Awaitable[T]) -> T:
         work: a future, or a coroutine, which then runs in a task of its own.
 
     Raises:
-        What the work has raised, or the cancellation that came meanwhile.
+        BaseException: what the work has raised, or the cancellation that came meanwhile.
     """
     future = asyncio.ensure_future(work)
     cancelled = await wait_for_end(future)
@@ -77,7 +77,7 @@ async def in_thread(
         limiter: bounds how many such calls run at once; by default all of the loop share one.
 
     Raises:
-        What the function has raised, or the cancellation that came meanwhile.
+        BaseException: what the function has raised, or the cancellation that came meanwhile.
     """
     call = partial(function, *arguments)
     return await until_done(anyio.to_thread.run_sync(call, limiter=limiter))

@@ -1,37 +1,43 @@
-"""What the documentation shows is true: its Python runs, its JSON is a configuration that is accepted."""
+"""What the documentation shows is true: its Python runs, its JSON is accepted, and the names in it exist."""
 
 from __future__ import annotations
 
 import ast
 import asyncio
+import importlib.util
 import inspect
 import itertools
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 
-from kvtier.config import TieringConfig
+from kvtier import errors, plugins, reasons, schema
+from kvtier.cli.main import app
+from kvtier.config import ENGINE_KEYS, TieringConfig
 from kvtier.errors import KVTierError
 from kvtier.telemetry.catalogue import BYTES, COUNTERS, GAUGES
-from kvtier.tiers.dummy import DummyTier
+from kvtier.tiers import registry
 from kvtier.tiers.fs import FsTier
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS, EXAMPLES = ROOT / "docs", ROOT / "examples"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=indent)``` *$", re.MULTILINE | re.DOTALL
 )
-_SHOWN_BY = re.compile(r"`(test_\w+)`(?:: ([^`]+?))?(?=, `|, through|$)")
 _SHELL = ("bash", "console", "sh", "shell")
 _IN_SHELL = re.compile(r"--kv-transfer-config[ =]+'(\{.*?\})'", re.DOTALL)
+_SHOWN_BY = re.compile(r"`(test_\w+)`(?:: ([^`]+?))?(?=, `|, through|$)")
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 @dataclass(frozen=True)
@@ -47,10 +53,15 @@ class Block:
     def where(self) -> str:
         return f"{self.page.name}:{self.line}"
 
+    @property
+    def excerpt_of(self) -> Path | None:
+        """The file below examples/ that the block shows a part of, after ``file=``."""
+        return next((EXAMPLES / word[5:] for word in self.info if word.startswith("file=")), None)
 
-def blocks_of(page: Path) -> list[Block]:
+
+def blocks_of(page: Path, *languages: str) -> list[Block]:
     text = page.read_text()
-    return [
+    found = [
         Block(
             page,
             text.count("\n", 0, match.start()) + 2,
@@ -59,28 +70,21 @@ def blocks_of(page: Path) -> list[Block]:
         )
         for match in _FENCE.finditer(text)
     ]
+    return [block for block in found if not languages or (block.info and block.info[0] in languages)]
 
 
-def python_of(page: Path) -> list[Block]:
-    return [
-        block
-        for block in blocks_of(page)
-        if block.info[:1] == ("python",) and "no-run" not in block.info and not excerpt_of(block)
-    ]
+# --- code and configurations --------------------------------------------------------------------------
 
 
-def excerpt_of(block: Block) -> Path | None:
-    """Return the file below examples/ that a block shows a part of, after ``file=``."""
-    return next((EXAMPLES / word[5:] for word in block.info if word.startswith("file=")), None)
-
-
-def run(blocks: list[Block]) -> None:
-    """Run blocks one after the other in one namespace and on one event loop; they may await."""
+def run_python_of(page: Path) -> None:
+    """Run a page's blocks one after the other in one namespace and on one event loop; they may await."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     with asyncio.Runner() as runner:
-        for block in blocks:
+        for block in blocks_of(page, "python"):
+            if block.excerpt_of:
+                continue
             source = "\n" * (block.line - 1) + block.text  # so that a traceback names the page's line
-            code = compile(source, str(block.page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            code = compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
             if code.co_flags & inspect.CO_COROUTINE:
                 runner.run(_awaited(eval(code, namespace)))
             else:
@@ -91,163 +95,194 @@ async def _awaited(coroutine: Any) -> None:
     await coroutine
 
 
-def json_of(page: Path) -> Iterator[tuple[str, str]]:
-    """Yield each JSON text of a page, and where it is: in blocks of its own and in commands."""
-    for block in blocks_of(page):
-        if block.info[:1] == ("json",):
-            yield block.where, block.text
-        elif block.info[:1] and block.info[0] in _SHELL:
-            for found in _IN_SHELL.findall(block.text):
-                yield block.where, found
-
-
-def settings_in(value: object) -> Iterator[dict[str, Any]]:
-    """Yield the settings of kvtier in a JSON value."""
-    if not isinstance(value, dict):
-        return
-    if "kv_connector_extra_config" in value:
-        extra = value["kv_connector_extra_config"]
-        if extra.get("spec_name") == "KVTierOffloadingSpec" or "secondary_tiers" in extra:
-            yield extra
-    elif "secondary_tiers" in value:
-        yield value
-    else:
-        for inner in value.values():
-            yield from settings_in(inner)
-
-
-def validate(where: str, text: str) -> int:
-    """Check one JSON text; return how many configurations it has."""
-    found = list(settings_in(json.loads(text)))
-    for settings in found:
-        try:
-            TieringConfig.from_extra_config(settings)
-        except KVTierError as error:
-            raise AssertionError(f"{where}: {error}") from error
-    return len(found)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@every_page
 def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run(python_of(page))
+    run_python_of(page)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_configurations_of_a_page_are_accepted(page: Path) -> None:
-    for where, text in json_of(page):
-        validate(where, text)
-
-
-def table_of(page: Path, heading: str) -> list[tuple[str, ...]]:
-    """Return the cells of the rows of a table, the heading's row not among them."""
-    lines = page.read_text().splitlines()
-    start = lines.index(heading) + 2
-    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start:])
-    return [tuple(cell.strip() for cell in row.strip("|").split("|")) for row in rows]
-
-
-def code(words: Iterable[str]) -> str:
-    return ", ".join(f"`{word}`" for word in words)
-
-
-def test_the_metrics_page_has_every_metric_and_no_other() -> None:
-    told = table_of(ROOT / "docs" / "vllm.md", "| metric | labels | what it says |")
-    metrics = [*COUNTERS.values(), *BYTES.values(), *GAUGES.values()]
-    assert told == [(code([metric.name]), code(metric.labels), metric.documentation) for metric in metrics]
-
-
-def test_the_metrics_page_has_every_reason_and_no_other() -> None:
-    told = table_of(ROOT / "docs" / "vllm.md", "| metric | `reason` | meaning |")
-    metrics: dict[tuple[str, str], list[str]] = {}
-    for metric in COUNTERS.values():
-        assert bool(metric.reasons) == ("reason" in metric.labels), metric.name
-        for reason in metric.reasons.items():
-            metrics.setdefault(reason, []).append(metric.name)
-    own = [("tier " + code([name]), tier.reasons) for name, tier in (("fs", FsTier), ("dummy", DummyTier))]
-    assert told == [
-        *((code(names), code([word]), text) for (word, text), names in metrics.items()),
-        *((name, code([word]), text) for name, words in own for word, text in words.items()),
+def check_configurations_of(page: Path) -> int:
+    """Check each configuration of a page; return how many it has."""
+    texts = [(block.where, block.text) for block in blocks_of(page, "json")]
+    texts += [
+        (block.where, found)
+        for block in blocks_of(page, *_SHELL)
+        for found in _IN_SHELL.findall(block.text.replace("\\\n", ""))
     ]
+    checked = 0
+    for where, text in texts:
+        value = json.loads(text)
+        try:
+            if value.get("type") in {info.name for info in registry.installed()}:
+                registry.validate(value, where)
+            elif settings := value if "cpu_bytes_to_use" in value else value.get("kv_connector_extra_config"):
+                TieringConfig.from_extra_config(settings)
+            checked += 1
+        except KVTierError as error:
+            raise AssertionError(f"{where}: {error}") from error
+    return checked
+
+
+@every_page
+def test_the_configurations_of_a_page_are_accepted(page: Path) -> None:
+    check_configurations_of(page)
+
+
+@every_page
+def test_excerpts_of_a_page_are_in_their_files(page: Path) -> None:
+    for block in blocks_of(page):
+        if block.excerpt_of:
+            shown = [textwrap.indent(block.text, indent) for indent in ("", " " * 4)]
+            assert any(text in block.excerpt_of.read_text() for text in shown), block.where
+
+
+def test_a_wrong_line_of_a_page_is_named(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n")
+    with pytest.raises(AssertionError) as caught:
+        run_python_of(page)
+    assert caught.traceback[-1].lineno + 1 == 6
+    page.write_text('```json\n{"cpu_bytes_to_use": 1, "secondary_tiers": [{"type": "dumy"}]}\n```\n')
+    with pytest.raises(AssertionError, match=r"page.md:2: .*dumy"):
+        check_configurations_of(page)
+
+
+# --- what the site generates --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hooks() -> Any:
+    """The module that the site is built with."""
+    spec = importlib.util.spec_from_file_location("hooks", DOCS / "mkdocs" / "hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def generated(page: str, hooks: Any) -> str:
+    replace = lambda match: hooks.GENERATORS[match["kind"]](match["rest"])  # noqa: E731
+    return str(hooks.GENERATED.sub(replace, (DOCS / page).read_text()))
+
+
+def test_the_configuration_page_has_every_setting_once(hooks: Any) -> None:
+    told = re.findall(r"^\| `(\w+)` \|", generated("configure.md", hooks), re.MULTILINE)
+    settings = [*TieringConfig.model_fields, *FsTier.Config.model_fields]
+    assert sorted(told) == sorted(settings), "name each setting in one table of docs/configure.md"
+
+
+def test_the_error_page_has_every_error() -> None:
+    page = (DOCS / "reference" / "errors.md").read_text()
+    public = {name for name, kind in vars(errors).items() if inspect.isclass(kind)}
+    assert set(re.findall(r"^## (\w+)", page, re.MULTILINE)) == public - {"KVTierError"}
+
+
+def test_the_diagrams_can_be_drawn(hooks: Any) -> None:
+    drawn = [hooks.drawing(block.text) for page in PAGES for block in blocks_of(page, "mermaid")]
+    assert len(drawn) >= 6
+    assert all(drawing.count("<svg") == 1 for drawing in drawn)
+    with pytest.raises(ValueError, match="loop every minute"):
+        hooks.drawing("sequenceDiagram\n  participant A\n  loop every minute\n")
+
+
+# --- names --------------------------------------------------------------------------------------------
+
+_CODE = re.compile(r"`([^`\n]+)`")
+_VLLM_KEYS = {"enable_kv_cache_events", "publisher", "medium", "locality", "kv_connector_extra_config",
+              "kv_connector_module_path", "kv_load_failure_policy"}  # fmt: skip
+_OWN_TO_VLLM = {"vllm:kv_offload_config_info"}
+_SOURCES = {"kvtier": ROOT / "kvtier"} | {
+    folder.name: folder for folder in (ROOT / "plugins").glob("*/src/kvtier_*") if folder.suffix == ""
+}
+
+
+def metrics() -> Mapping[str, Any]:
+    return {metric.name: metric for metric in (*COUNTERS.values(), *BYTES.values(), *GAUGES.values())}
+
+
+def commands(hooks: Any) -> dict[str, set[str]]:
+    """Return every command, and its options."""
+    found = hooks.walk(typer.main.get_command(app), "kvtier")
+    return {path: {name for one in command.params for name in one.opts} for path, command in found}
+
+
+def code_of(page: Path) -> str:
+    """Return the pieces of code in a page's sentences, one a line, and its shell commands."""
+    sentences = _FENCE.sub("", page.read_text())
+    return "\n".join([*_CODE.findall(sentences), *(block.text for block in blocks_of(page, *_SHELL))])
+
+
+def module_exists(dotted: str) -> bool:
+    """Whether a dotted name is a module of ours, or something that one defines. Imports nothing."""
+    package, *names = dotted.split(".")
+    place = _SOURCES.get(package)
+    if place is None:
+        return False
+    while names and (place / names[0]).is_dir():
+        place /= names.pop(0)
+    if names and place.joinpath(f"{names[0]}.py").exists():
+        place = place / f"{names.pop(0)}.py"
+    file = place if place.suffix else place / "__init__.py"
+    return all(re.search(rf"\b{name}\b", file.read_text()) for name in names)
+
+
+@every_page
+def test_the_names_on_a_page_exist(page: Path, hooks: Any) -> None:
+    code = code_of(page)
+    groups = {group.name for group in vars(plugins).values() if isinstance(group, plugins.Group)}
+    modules = set(re.findall(r"(?<![\w/.-])kvtier(?:_\w+)?(?:\.\w+)+", code)) - groups - {"kvtier.benchmarks"}
+    assert [name for name in modules if not module_exists(name)] == []
+
+    paths = re.findall(r"^(?:tests|docs|examples|plugins|kvtier|\.ci)/[\w./-]+", code, re.MULTILINE)
+    assert [path for path in paths if not (ROOT / path).exists() and not path.endswith(".json")] == []
+
+    sessions = re.findall(r"nox -s (\w+)", code)
+    defined = (ROOT / "noxfile.py").read_text()
+    assert [name for name in sessions if f"def {name}(" not in defined] == []
+
+    known = metrics().keys() | _SOURCES.keys() | _OWN_TO_VLLM
+    named = {name.removesuffix("_total") for name in re.findall(r"\b(?:kvtier_|vllm:)[a-z_]+[a-z]", code)}
+    examples = {path.parent.name for path in EXAMPLES.glob("*/src/*/__init__.py")}
+    if page.name != "metrics.md":  # which compares with vLLM's
+        assert named - known - examples == set()
+
+    words = {word for name, table in vars(reasons).items() if name.isupper() and isinstance(table, Mapping)
+             for word in table} | FsTier.reasons.keys()  # fmt: skip
+    assert set(re.findall(r'reason="(\w+)"', code)) - words == set()
+
+    settings = {
+        name for table in schema.tables().values() for name in re.findall(r"^\| `(\w+)`", table, re.M)
+    }
+    used = set(re.findall(r'"(\w+)": ', "\n".join(_CODE.findall(_FENCE.sub("", page.read_text())))))
+    assert used - settings - ENGINE_KEYS - _VLLM_KEYS == set()
+
+
+@every_page
+def test_the_commands_on_a_page_exist(page: Path, hooks: Any) -> None:
+    known = commands(hooks)
+    for line in re.findall(r"^(?:\$ )?(kvtier [a-z-]+.*)", code_of(page), re.MULTILINE):
+        *_, path = (path for path in itertools.accumulate(line.split(), "{} {}".format) if path in known)
+        assert path != "kvtier", line
+        assert set(re.findall(r"(?<=\s)--[a-z-]+", line)) - {"--help"} <= known[path], line
 
 
 def test_the_tests_that_are_to_show_a_feature_are_there() -> None:
-    features = table_of(ROOT / "docs" / "vllm.md", "| feature | vLLM's own tiering | kvtier | shown by |")
-    named = [found for row in features for found in _SHOWN_BY.findall(row[-1])]
-    assert len(named) >= len(features) - 1  # the first row is shown by all
+    lines = (DOCS / "vllm.md").read_text().splitlines()
+    start = lines.index("| feature | vLLM's own tiering | kvtier | shown by |") + 2
+    rows = [row.strip("| ").split("|") for row in itertools.takewhile(bool, lines[start:])]
+    named = [found for row in rows for found in _SHOWN_BY.findall(row[-1].strip())]
+    assert len(named) >= len(rows) - 1  # the first row is shown by all
     for module, words in named:
         tests = (ROOT / "tests" / "integration" / f"{module}.py").read_text().replace("_", " ")
         assert [each for each in words.split(", ") if each.strip() and each not in tests] == [], module
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_excerpts_of_a_page_are_in_their_files(page: Path) -> None:
-    for block in blocks_of(page):
-        file = excerpt_of(block)
-        if file is not None:
-            shown = [textwrap.indent(block.text, indent) for indent in ("", " " * 4)]
-            assert any(text in file.read_text() for text in shown), f"{block.where}: not in {file}"
+def links_of(page: Path) -> Iterator[Path]:
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", _FENCE.sub("", page.read_text())):
+        yield page.parent / target
 
 
-# --- the check itself ----------------------------------------------------------------------------
-
-SAMPLE = """
-Text.
-
-```python
-import asyncio
-value = 1
-```
-
-- in a list
-
-  ```python
-  await asyncio.sleep(0)
-  from pathlib import Path
-  Path("out").write_text(str(value + 1))
-  ```
-
-```python no-run
-raise RuntimeError
-```
-
-```json
-{"kv_connector_extra_config": {"spec_name": "KVTierOffloadingSpec", "cpu_bytes_to_use": "1GiB"}}
-```
-
-```bash
-serve --kv-transfer-config '{
-  "kv_connector_extra_config": {"cpu_bytes_to_use": 1, "secondary_tiers": [{"type": "dummy"}]}}'
-```
-"""
-
-
-@pytest.fixture
-def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    page = tmp_path / "page.md"
-    page.write_text(SAMPLE)
-    return page
-
-
-def test_blocks_share_a_namespace_and_may_await(sample: Path, tmp_path: Path) -> None:
-    assert [block.line for block in python_of(sample)] == [5, 12]
-    run(python_of(sample))
-    assert (tmp_path / "out").read_text() == "2"
-
-
-def test_a_block_that_fails_is_told_with_its_line(sample: Path) -> None:
-    sample.write_text("```python\nx = 1\nassert x == 2\n```\n")
-    with pytest.raises(AssertionError) as caught:
-        run(python_of(sample))
-    assert caught.traceback[-1].lineno + 1 == 3
-
-
-def test_configurations_are_found_and_checked(sample: Path) -> None:
-    assert [validate(where, text) for where, text in json_of(sample)] == [1, 1]
-    sample.write_text(SAMPLE.replace("dummy", "dumy"))
-    with pytest.raises(AssertionError, match=r"page.md:\d+: .*dumy"):
-        [validate(where, text) for where, text in json_of(sample)]
-    sample.write_text(SAMPLE.replace('"1GiB"', '"1GiB",'))
-    with pytest.raises(json.JSONDecodeError):
-        [validate(where, text) for where, text in json_of(sample)]
+@every_page
+def test_the_links_of_a_page_lead_to_files(page: Path) -> None:
+    assert [target for target in links_of(page) if not target.exists()] == []

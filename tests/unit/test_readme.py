@@ -1,4 +1,4 @@
-"""The README as a user has it: the tables are the schema's, and its commands run in a fresh environment."""
+"""The README as a user has it: what it says to install is enough to run its commands and the example."""
 
 from __future__ import annotations
 
@@ -21,27 +21,14 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def table_after(words: str) -> str:
-    """Return the first table of settings after ``words``."""
-    rows = README[README.index(words) :].partition("| Setting |")
-    return re.match(r"(?:\|.*\n)+", rows[1] + rows[2])[0]  # type: ignore[index]
-
-
-@pytest.mark.parametrize(
-    ("words", "kind"), [("The settings, all in `kv_connector_extra_config`", ""), ("of the tier `fs`", "fs")]
-)
-def test_the_tables_of_settings_are_those_that_kvtier_schema_prints(words: str, kind: str) -> None:
-    assert table_after(words) == schema.tables()[kind], "copy the table from `kvtier schema --table`"
-
-
 def test_sizes_are_called_sizes_and_what_they_are_is_said() -> None:
     rows = dict(re.findall(r"\| `(\w+)` \| ([^|]+) \|", "".join(schema.tables().values())))
-    assert {name: rows[name] for name in rows if name.endswith("_bytes")} == {
-        name: "size" for name in rows if name.endswith("_bytes")
-    }
-    assert rows["cpu_bytes_to_use"] == "size"
-    assert "A *size* is a number of bytes" in README
+    assert {rows[name] for name in rows if name.endswith("_bytes")} == {rows["cpu_bytes_to_use"]} == {"size"}
     assert "A *size* is a number of bytes" in schema.table()
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 120
 
 
 # ------------------------------------------------------------------------- as a user installs it
@@ -130,8 +117,8 @@ def test_the_python_example_runs_with_what_the_readme_says_to_install(
     environment: Environment, tmp_path: Path
 ) -> None:
     assert "pip install 'kvtier[torch]'" in README
-    section = README[README.index("## Use it without vLLM") :]
-    (example,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[:1]
+    page = (ROOT / "docs" / "python.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (tmp_path / "example.py").write_text(example)
     done = ended(environment, tmp_path, "example.py")
     assert done.returncode == 0, done.stderr
@@ -143,14 +130,14 @@ def test_the_python_example_runs_with_what_the_readme_says_to_install(
 def test_the_commands_run_without_torch_and_name_what_is_missing(
     environment: Environment, tmp_path: Path
 ) -> None:
-    commands = sorted(
-        set(re.findall(r"`?kvtier (schema|tiers|new-tier|doctor|ls|stat|du|verify|gc)\b", README))
-    )
-    assert {"schema", "tiers", "new-tier", "doctor"} <= set(commands)
-    for command in commands:
-        done = ended(environment, tmp_path, "-m", "kvtier", command, "-h")
-        assert done.returncode == 0, done.stderr
-    for arguments in (["tiers"], ["schema"], ["new-tier", "shelf"], ["--version"]):
+    for arguments in (
+        ["doctor", "-h"],
+        ["ls", "-h"],
+        ["tiers"],
+        ["schema"],
+        ["new-tier", "shelf"],
+        ["--version"],
+    ):
         done = ended(environment, tmp_path, "-m", "kvtier", *arguments)
         assert done.returncode == 0, done.stderr
     done = ended(environment, tmp_path, "-m", "kvtier", "demo")

@@ -1,4 +1,4 @@
-"""What SECURITY.md says of the sources, of files' modes and of secrets."""
+"""What docs/security.md says of the sources, of files' modes and of secrets."""
 
 from __future__ import annotations
 

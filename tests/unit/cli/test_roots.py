@@ -567,7 +567,7 @@ def test_the_documented_copy_is_proven_and_given_to_an_engine(cache, tmp_path: P
     cache.put(range(20))
     other = type(cache)(cache.root, "org/Other-7B")
     other.put(range(3))
-    page = (Path(__file__).parents[3] / "docs" / "fs.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "tiers" / "fs.md").read_text()
     (recipe,) = re.findall(rf"```bash\n# {which}\n(.*?)```", page, re.DOTALL)
     there = type(cache)(tmp_path / "there")
     there.root.mkdir()

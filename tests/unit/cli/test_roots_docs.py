@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.cli import compare, du, gc, ls, stat, verify
 
-PAGE = Path(__file__).parents[3] / "docs" / "fs.md"
+PAGE = Path(__file__).parents[3] / "docs" / "tiers" / "fs.md"
 
 DOCUMENTS: dict[str, Any] = {
     "`ls`": ls.Listing,
