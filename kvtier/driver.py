@@ -17,7 +17,7 @@ from kvtier.core.messages import Command, Event
 from kvtier.core.requests import Request
 from kvtier.core.tiering import Tiering
 from kvtier.core.transfers import Pinned, Reservation
-from kvtier.memory.slot_checksums import SlotChecksums, Damage
+from kvtier.memory.slot_checksums import Damage, SlotChecksums
 from kvtier.telemetry.log_limit import NoticeLog
 
 

@@ -32,6 +32,7 @@ from kvtier.identity import Identity
 from kvtier.isolation.remote import RemoteExecutor
 from kvtier.keys import OffloadKey, group_index
 from kvtier.memory.region import Region
+from kvtier.memory.slot_checksums import SlotChecksums
 from kvtier.telemetry.dropped_puts import DroppedPuts
 from kvtier.tiers.drain import until_done
 
@@ -357,7 +358,7 @@ class TieringManager:
             return
         self._is_open = False
         end_by_s = time.monotonic() + self._drain_s + self._close_s
-        self._executor.end_by_s = end_by_s - _LAST_STEP_S
+        self._executor.end_by_s = end_by_s - LAST_STEP_S
         dropped = DroppedPuts(self._core, self._drain_s)
         try:
             with anyio.move_on_after(self._drain_s):

@@ -30,8 +30,7 @@ from kvtier.isolation import settings, wire
 from kvtier.isolation.decoder import MessageDecoder
 from kvtier.isolation.heartbeat import Heartbeat, SupervisorTimes
 from kvtier.isolation.link import Link, ReadState
-from kvtier.isolation.wire import SlotChecksumsText, Hello, WireError
-from kvtier.memory.slot_checksums import SlotChecksums
+from kvtier.isolation.wire import Hello, SlotChecksumsText, WireError
 from kvtier.memory.region import Region
 from kvtier.memory.slot_checksums import SlotChecksums
 
@@ -68,7 +67,7 @@ class ExecutorProcess:
         tiers: the tiers, in the core's order. They are made anew, and opened, in the process.
         identity: the cache that all chunks belong to.
         region: the memory of the slots; not an anonymous one.
-        slot_checksums: the checksums of audited slots, in the region's board; None where nothing is audited.
+        slot_checksums: the checksums of audited slots, in the metadata of the region; None where nothing is audited.
         memory_limit_bytes: limit of the process's own memory; None for none.
         times: how closely it is supervised.
         start_wait_s: seconds that ``start`` waits to see whether a process can be started here at all; 0 to
@@ -82,7 +81,7 @@ class ExecutorProcess:
 
     Raises:
         ConfigError: a tier's settings cannot be sent to another process.
-        StateError: the region cannot be shared, or the slot_checksums is not in it.
+        StateError: the region cannot be shared, or the slot checksums are not in it.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class ExecutorProcess:
         chance: RandomSource = random.random,
     ) -> None:
         region.fileno()  # raises where there is none
-        self._slot_checksums = None if slot_checksums is None else _custody_text(slot_checksums, region)
+        self._slot_checksums = None if slot_checksums is None else _checksums_text(slot_checksums, region)
         self._decoder = MessageDecoder(tiers)
         self.events: deque[Event] = self._decoder.events
         self.activity = self._decoder.activity
@@ -411,9 +410,13 @@ class ExecutorProcess:
             os.eventfd_read(self._wakeup)
 
 
-def _custody_text(slot_checksums: SlotChecksums, region: Region) -> SlotChecksumsText:
+def _checksums_text(slot_checksums: SlotChecksums, region: Region) -> SlotChecksumsText:
     return SlotChecksumsText(
-        slot_checksums.offset_in(region), slot_checksums.rate, slot_checksums.areas, slot_checksums.area_bytes, slot_checksums.is_shared
+        slot_checksums.offset_in(region),
+        slot_checksums.rate,
+        slot_checksums.areas,
+        slot_checksums.area_bytes,
+        slot_checksums.is_shared,
     )
 
 

@@ -65,7 +65,7 @@ class TierSettings(Struct, frozen=True):
 
 
 class SlotChecksumsText(Struct, frozen=True):
-    """A ``SlotChecksums``: where its words are in the region's board, and how to read them."""
+    """A ``SlotChecksums``: where its words are in the region's metadata, and how to read them."""
 
     offset: Number
     rate: Annotated[float, Meta(ge=0, le=1)]

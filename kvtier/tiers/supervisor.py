@@ -10,7 +10,7 @@ from typing import Any
 
 import anyio
 
-from kvtier.core.backoff import Backoff, Chance
+from kvtier.core.backoff import Backoff, RandomSource
 from kvtier.telemetry.log_limit import LogLimit
 from kvtier.tiers.base import SecondaryTier, TierContext
 from kvtier.tiers.faults import require_fault, words_of

@@ -15,7 +15,7 @@ from kvtier.core.policies.lru import LRU
 from kvtier.keys import OffloadKey
 from kvtier.tiers.base import Batch, Outcome
 from kvtier.tiers.dummy import DummyConfig, DummyTier
-from kvtier_testing.sim import Backend, Overrides, Scenario, SimTier, SimTierConfig, Violation, run
+from kvtier_testing.sim import Backend, Overrides, SimTier, SimTierConfig, Violation, run
 from kvtier_testing.sim.__main__ import main
 from kvtier_testing.sim.backend import corrupt
 from kvtier_testing.sim.model import GARBAGE

@@ -30,9 +30,9 @@ from kvtier.errors import ConfigError, DeviceStuckError, StateError, TransferErr
 from kvtier.executor import NamedTier
 from kvtier.keys import OffloadKey, content_hash, group_index
 from kvtier.manager import TieringManager
-from kvtier.memory.slot_checksums import SlotChecksums
 from kvtier.memory.layout import SlotLayout
 from kvtier.memory.region import Region
+from kvtier.memory.slot_checksums import SlotChecksums
 from kvtier.tiers.base import Batch, Outcome, SecondaryTier, Status
 from kvtier.tiers.drain import until_done
 from kvtier.tiers.dummy import DummyConfig, DummyTier

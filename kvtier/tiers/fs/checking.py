@@ -28,23 +28,6 @@ _QUIET: Final = getattr(os, "O_NOATIME", 0)
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 
 
-class Integrity(StrEnum):
-    """What comes of looking at a chunk's file."""
-
-    SOUND = "sound"
-    UNVERIFIED = "unverified"  # neither its name nor a trailer says which chunk it should be
-    TORN = "torn"  # the trailer is missing or damaged, or the file is cut off
-    FOREIGN = "foreign"  # another key's or another cache's bytes
-    CHECKSUM = "checksum"  # the bytes are not those that were put
-    UNREADABLE = "unreadable"  # the file system refuses
-    GONE = "gone"  # it was there a moment ago: evicted, or discarded
-
-    @property
-    def is_corrupt(self) -> bool:
-        """Whether the file must not be given to an engine, and can be set aside."""
-        return self in (Integrity.TORN, Integrity.FOREIGN, Integrity.CHECKSUM)
-
-
 @dataclass(frozen=True, slots=True)
 class FileCheck:
     """What was found, and of which file.

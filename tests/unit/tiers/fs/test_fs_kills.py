@@ -115,7 +115,7 @@ print(most)
 def check_well(root):
     """Have ``kvtier verify`` find all that is there sound."""
     (found,) = verify(root, repair=False, threads=2).namespaces
-    assert found.is_well, found
+    assert found.is_healthy, found
     assert found.sound == found.chunks - found.gone > 50, found
 
 
