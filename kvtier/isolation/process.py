@@ -67,7 +67,7 @@ class ExecutorProcess:
         tiers: the tiers, in the core's order. They are made anew, and opened, in the process.
         identity: the cache that all chunks belong to.
         region: the memory of the slots; not an anonymous one.
-        slot_checksums: the checksums of audited slots, in the metadata of the region; None where nothing is audited.
+        slot_checksums: those of audited slots, in the region's metadata; None where nothing is audited.
         memory_limit_bytes: limit of the process's own memory; None for none.
         times: how closely it is supervised.
         start_wait_s: seconds that ``start`` waits to see whether a process can be started here at all; 0 to
