@@ -79,7 +79,7 @@ class Split:
         return range(rank // holders, rank // holders + 1)
 
     def mapping(self, layer: Layer, rank: int) -> PageMapping:
-        """Say where each cell of a rank's page is in the whole page: one run for each of them."""
+        """Return where each cell of a rank's page is in the whole page: one run for each of them."""
         places = {cell: place for place, cell in enumerate(layer.cells(range(max(layer.heads, 1))))}
         heads = self.heads(layer, rank)
         size = layer.cell_bytes
@@ -91,7 +91,7 @@ class Split:
 
 
 def gathered(mapping: PageMapping) -> PageMapping:
-    """Say the same with as few runs as a greedy walk finds: pieces at equal distances are one run."""
+    """Return the same with as few runs as a greedy walk finds: pieces at equal distances are one run."""
     runs: list[Run] = []
     for run in mapping.runs:
         last = runs[-1] if runs else None

@@ -196,7 +196,7 @@ class PlayedDevice:
             assert self._pinned.wait_for(lambda: len(self.pieces) >= count, 20)
 
     def refuses(self, dst: int, src: int, size: int) -> bool:
-        """Say whether the copy is refused: it was chosen, or it is partly in a piece that is pinned."""
+        """Return whether the copy is refused: it was chosen, or it is partly in a piece that is pinned."""
         self.sources.append(src)
         return self.copies - 1 in self.refused or any(
             start < piece + length and piece < start + size
