@@ -98,7 +98,7 @@ class Driver:
 
         Args:
             pinned: what was loaded.
-            request: who is to be computed where the load has failed; None where it has ended.
+            request: the request to be computed if the load has failed; None if the request has ended.
             failed: whether the load did not bring its bytes.
         """
         damage = self._find_damage(pinned.chunks, pinned.origins)

@@ -253,7 +253,7 @@ class ExecutorThread:
             anyio.run(self._serve)
         except BaseException as error:
             self._error = error
-            logger.exception("the executor has ended: the tiers are not used any more")
+            logger.exception("the executor thread failed: no tier is used until the engine restarts")
         finally:
             self._ended = True
             self._refuse_inbox()

@@ -42,10 +42,10 @@ def keep_fd_from_children(fd: int) -> None:
 def keep_memory_from_children(address: int, nbytes: int) -> Callable[[], None]:
     """Replace a mapping by reserved, inaccessible addresses in children forked from now on.
 
-    Nothing else is mapped there in the child, which may still unmap it.
+    The child maps nothing else at these addresses, and may still unmap them.
 
     Returns:
-        What to call before the mapping ends.
+        A function to call before this process removes the mapping.
     """
     _detached[address] = nbytes
 

@@ -74,7 +74,7 @@ class Identity:
     """All that the bytes of a chunk depend on, apart from the tokens that its key names.
 
     Attributes:
-        model: the model's name, used in readable names of places.
+        model: the model's name; the readable part of ``namespace`` comes from it.
         fields: everything the bytes depend on, canonically spelled; see ``make``.
     """
 
@@ -104,15 +104,15 @@ class Identity:
 
     @cached_property
     def namespace(self) -> str:
-        """A name for places that hold this cache: ``<model>_<digest>``, safe as a file name."""
+        """The name under which a tier keeps this cache: ``<model>_<digest>``, safe as a file name."""
         readable = re.sub(r"[^A-Za-z0-9.-]+", "-", self.model.rstrip("/").rsplit("/", 1)[-1]).strip(".-")
         return f"{readable[:48] or 'model'}_{self.digest.hex()[:16]}"
 
     def require(self, manifest: str, where: str) -> None:
-        """Compare with a manifest found beside data.
+        """Check that a manifest, found next to stored chunks, describes this identity.
 
         Raises:
-            IdentityError: it cannot be read, or it differs; the message lists what differs.
+            IdentityError: the manifest is not JSON, or its fields differ; the message lists which.
         """
         try:
             found = differences(json.loads(manifest), dict(self.fields))

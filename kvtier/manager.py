@@ -225,8 +225,8 @@ class TieringManager:
     async def lookup(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many of the leading ``keys`` a load would find.
 
-        What other tiers have is brought to the primary tier on the way, as far as the promotion
-        budget goes. Ends by the request deadline, with what has arrived by then.
+        Fetches chunks that only secondary tiers have into the primary tier, within the promotion budget.
+        Returns at the request deadline at the latest, and counts the chunks that have arrived by then.
         """
         with self._request() as request:
             return await self._find(keys, request)
@@ -497,7 +497,10 @@ class TieringManager:
             await anyio.to_thread.run_sync(self._region.close)
             self._serving.result()  # raises what it has ended with
         else:
-            logger.error("a tier does not end: the primary tier's memory stays as long as the process")
+            logger.error(
+                "a tier did not close in time and may still use the primary tier's memory: the memory stays "
+                "allocated until this process ends"
+            )
 
     def _on_event(self, event: Event) -> None:
         self._driver.on_event(event)

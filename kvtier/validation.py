@@ -1,8 +1,7 @@
-"""From a raw mapping to a settings model, or to one error that a user can act on.
+"""Turns a raw mapping into a settings model, or into one error that tells the user what to change.
 
-pydantic's own message shows the input, and with it secrets; it also speaks of types and links, not
-of settings. Here each problem becomes the path of the field, its value unless that could be a secret,
-and what to do.
+pydantic's own messages show the input, secrets included, and name Python types instead of settings. Here
+each problem gives the path of the field, its value unless that could be a secret, and the remedy.
 """
 
 from __future__ import annotations

@@ -31,11 +31,11 @@ class Plugin:
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """What is installed.
+    """The installed plug-ins, by group.
 
     Attributes:
-        tiers: the tiers.
-        policies: the eviction policies.
+        tiers: plug-ins that add a tier.
+        policies: plug-ins that add an eviction policy.
     """
 
     tiers: list[Plugin]

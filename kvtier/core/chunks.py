@@ -201,14 +201,14 @@ class ChunkTable:
             self._call_policy(lambda policy: policy.add(candidates, used=used))
 
     def drop(self, chunks: Iterable[Chunk]) -> None:
-        """Hide chunks that are pinned for ever; their slots are free when the last pin is gone."""
+        """Hide pinned chunks for good; each slot becomes free when its chunk's last pin ends."""
         for chunk in chunks:
             chunk.move(ChunkEvent.DROPPED)
             if self.visible.get(chunk.key) is chunk:
                 del self.visible[chunk.key]
 
     def reset(self) -> None:
-        """Hide every visible chunk for ever; slots without a pin are free at once."""
+        """Hide every visible chunk for good; slots of unpinned chunks become free at once."""
         for chunk in self.visible.values():
             chunk.move(ChunkEvent.RESET)
             if not chunk.pins:

@@ -44,7 +44,7 @@ class Promotions:
         self.resize(0)
 
     def resize(self, slots: int) -> None:
-        """Fit the budget and the reserve to the number of slots."""
+        """Compute the budget and the reserve for this number of slots."""
         limits = self._shared.limits
         self.budget = max(1, int(slots * limits.promotion_budget))
         self.reserve = min(self.budget, int(slots * limits.landing_reserve)) if self._shared.tiers else 0
@@ -138,7 +138,7 @@ class Promotions:
         return landed
 
     def _go_on(self, transfer: Transfer, event: Fetched, waiters: Waiters, now_s: float) -> None:
-        """Look for what was not found in the next tier, and fetch what is worth it."""
+        """Ask the next tier for the keys that this one lacks; fetch located chunks that waiters can use."""
         missing = _select(transfer.keys, event.answers, Answer.MISSING)
         located = _select(transfer.keys, event.answers, Answer.LOCATED)
         for request in waiters:

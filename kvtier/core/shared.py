@@ -54,7 +54,7 @@ class SharedState:
         self._last_id = 0
 
     def short_of(self, what: str) -> str:
-        """Return the reason to count where room is short: ``what``, unless slots are still on their way."""
+        """Return the reason to count for a lack of slots: "starting" while slots are added, else ``what``."""
         return "starting" if self.is_starting else what
 
     def begin(
@@ -86,7 +86,7 @@ class SharedState:
         return transfer, in_time
 
     def _note_change(self, transfer: Transfer, change: str | None) -> None:
-        """Count what a transfer's end has changed of its tier's breaker, and have the log told."""
+        """Count a breaker's change of state at the end of a transfer, and queue a notice for the log."""
         if change is None:
             return
         gate, verb = self.tiers[transfer.tier], transfer.verb

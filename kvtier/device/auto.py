@@ -71,7 +71,7 @@ def usable(name: str | None = None) -> str:
 
 
 def torch_device(name: str) -> torch.device:
-    """Return the device that a backend's tensors are on: of several the current one."""
+    """Return the device that holds a backend's tensors: the current one, if the machine has several."""
     kind = "cuda" if name == "rocm" else name  # torch's name for AMD's GPUs, too
     return (
         torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())

@@ -45,10 +45,11 @@ class CopyPlanner:
         layout: where the pages lie in a slot.
         address: address of slot 0, as the copying device sees it.
         slots: number of slots.
-        piece_slots: no copy crosses a multiple of so many slots; None where that does not matter.
+        piece_slots: slots per piece of memory: no copy crosses from one piece into the next. None: all slots
+            are one piece.
 
     Raises:
-        ValueError: the layout is of other tensors.
+        ValueError: ``layout`` was made for tensors with other page sizes.
     """
 
     def __init__(

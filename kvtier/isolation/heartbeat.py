@@ -28,8 +28,8 @@ class SupervisorTimes:
 class Heartbeat:
     """Pings a process, and measures for how long it has not answered.
 
-    Time in which the engine itself was stopped does not count: at most two intervals do at once, and what the
-    process sent meanwhile is read first.
+    One check adds two intervals at most to the silence, so a pause of the engine itself hardly counts. The
+    caller reads what the process has sent before it checks.
 
     Args:
         times: the interval and the timeouts.

@@ -357,7 +357,10 @@ class ExecutorProcess:
             gives_up = self._closing and now_s > self._end_by_s - _LAST_STEP_S
             if now_s > warn_s or gives_up:
                 warn_s = inf
-                logger.error("tier process %d was killed, but the kernel has not ended it", link.pid)
+                logger.error(
+                    "tier process %d does not exit after SIGKILL: it hangs in the kernel, as in disk I/O",
+                    link.pid,
+                )
             if gives_up:
                 return False
         return True

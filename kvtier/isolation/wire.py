@@ -201,10 +201,10 @@ def _unpack(decoder: msgspec.msgpack.Decoder[Any], frame: bytes) -> object:
 
 
 def length_of(head: bytes | bytearray) -> int:
-    """Return the length of the frame that begins with ``head``, ``head`` not counted.
+    """Return the length of the frame that follows the length field ``head``.
 
     Raises:
-        WireError: it would be too long.
+        WireError: the length exceeds ``MAX_FRAME_BYTES``.
     """
     length = int.from_bytes(head, "little")
     if length > MAX_FRAME_BYTES:

@@ -223,7 +223,11 @@ def _link(source: Path, path: Path) -> bool:
 
 
 def _has_room(path: Path, nbytes: int) -> bool:
-    """Compare with the free space; False where the file exists by now and so needs none."""
+    """Return whether a new file of ``nbytes`` fits; False if another process has created it meanwhile.
+
+    Raises:
+        RegionError: the file does not fit and does not exist.
+    """
     system = os.statvfs(path.parent)
     free = system.f_bavail * system.f_frsize
     if system.f_blocks == 0 or nbytes <= free:  # no blocks at all: a tmpfs without a limit

@@ -28,11 +28,11 @@ class NamedTier:
 
 
 class Turns:
-    """Lets so many commands of one kind run at once. Entered by each of them when its turn has come.
+    """Limits how many commands of one kind run at once. Each command enters it, and waits there for its turn.
 
     Attributes:
         submitted: commands that have not ended.
-        running: those of them whose turn it is.
+        running: those of them that have been given their turn.
     """
 
     def __init__(self, width: int) -> None:

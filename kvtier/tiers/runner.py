@@ -86,10 +86,10 @@ class _Effort:
 
 
 class TierRunner:
-    """Runs the commands of one tier. Each ends with one event, when its slots are no longer touched.
+    """Runs the commands of one tier. Each ends with one event, once the tier no longer touches its slots.
 
-    A command ends by its deadline, in the queue or out of it: then what it does is cancelled, and it ends
-    as soon as the tier lets go of the slots.
+    At its deadline a command is cancelled, whether it is queued or running. It ends as soon as the tier has
+    let go of the slots.
     """
 
     def __init__(
@@ -319,7 +319,7 @@ class TierRunner:
         return answers, outcome
 
     async def _require_intact(self, command: Put, epoch: Epoch) -> None:
-        """Put nothing that is not what was stored: it would be sealed like that."""
+        """Refuse a put whose slots have changed since the store: its trailer would fit the damage."""
         positions = [] if self._slot_checksums is None else self._slot_checksums.audited(command.slots)
         if self._slot_checksums is None or not positions:
             return
@@ -329,7 +329,7 @@ class TierRunner:
         self._require_usable(epoch)
 
     async def _take_over(self, batch: Batch, outcome: Outcome) -> None:
-        """Audit some of what was got: what is in its slots now is what the tier was given once."""
+        """Choose some fetched chunks for audits, and record the checksums of their slots now."""
         if self._slot_checksums is None or not self._slot_checksums.rate:
             return
         landed = [slot for slot, it in zip(batch.slots, outcome.statuses, strict=True) if it == Status.OK]
@@ -402,7 +402,7 @@ class TierRunner:
         outcome = await self._attempt(verb, act, batch, effort)
         again = self._worth_repeating(outcome)
         if again and await self._may_repeat(effort, effort.seconds):
-            self._require_usable(epoch)  # a put of before a reset would be kept as one of after it
+            self._require_usable(epoch)  # a put from before a reset must not be kept as if it came after
             second = await self._attempt(verb, act, batch.part(again), effort)
             effort.retry = "helped" if _health_of(second) is TransferHealth.GOOD else "failed"
             outcome = self._joined(outcome, again, second)

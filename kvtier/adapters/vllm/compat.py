@@ -73,7 +73,9 @@ def warn_if_untested(version: str = vllm.__version__) -> None:
     """Log a warning where this vLLM is newer than what kvtier was tested with, or of unknown age."""
     number = release(version)
     if number is None or number > NEWEST:
-        logger.warning("kvtier is tested with %s, and this is vLLM %s: going on", _RANGE, version)
+        logger.warning(
+            "kvtier has not been tested with vLLM %s, only with %s: install a tested version", version, _RANGE
+        )
 
 
 _RANGE = f"vLLM {'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
@@ -90,7 +92,7 @@ try:
 except ModuleNotFoundError:
 
     class CacheHitSource(Enum):  # type: ignore[no-redef]
-        """What vLLM calls the places that it finds blocks in, from 0.32 on. Before, it does not ask."""
+        """vLLM's names for the sources of cache hits. vLLM has them from 0.32 on; before, it does not ask."""
 
         HOST = "host"
         DISK = "disk"

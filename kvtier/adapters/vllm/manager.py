@@ -183,7 +183,7 @@ class KVTierManager(OffloadingManager):
         pinned = self._loads.pop(req_context.req_id, None)
         if pinned is None:
             logger.error(
-                "complete_load(%s): no load of %d chunks is in flight", req_context.req_id, len(keys)
+                "complete_load(%s) ignored: no load of %d chunks is in flight", req_context.req_id, len(keys)
             )
             return
         failed = req_context.req_id in self._failed_loads
@@ -229,7 +229,9 @@ class KVTierManager(OffloadingManager):
         reservation = next((stores.pop(key) for key in keys if key in stores), None)
         if reservation is None:
             logger.error(
-                "complete_store(%s): no store of %d chunks is in flight", req_context.req_id, len(keys)
+                "complete_store(%s) ignored: no store of %d chunks is in flight",
+                req_context.req_id,
+                len(keys),
             )
             return
         self._driver.inspect(reservation)
@@ -327,7 +329,7 @@ class KVTierManager(OffloadingManager):
         return counts
 
     def _warn_of_chunks_not_put(self) -> None:
-        """Log which chunks this engine never put: its metrics, which have them too, end with it."""
+        """Log how many chunks this engine never put, by tier and reason: its metrics end with the engine."""
         self._take_counts()
         for tier in sorted({tier for tier, _ in self._not_put}):
             reasons = {reason: count for (name, reason), count in self._not_put.items() if name == tier}
@@ -341,7 +343,7 @@ class KVTierManager(OffloadingManager):
 
     @staticmethod
     def _nothing_stored() -> PrepareStoreOutput:
-        """Answer that vLLM never offers again."""
+        """Return the answer that stores nothing, after which vLLM does not offer the chunks again."""
         return PrepareStoreOutput(keys_to_store=[], store_spec=Slots([]), evicted_keys=[])
 
     def _stop_copying(self, reason: str, text: str) -> None:
@@ -352,10 +354,10 @@ class KVTierManager(OffloadingManager):
             logger.error("%s: nothing is stored or loaded any more until a restart", text)
 
     def _fail_store(self, reservation: Reservation) -> None:
-        """End a store that a worker has failed in. With the device lost its slots are nobody's any more.
+        """End a store in which a worker has failed. If the device is lost, never use the store's slots again.
 
-        A copy that was given up may still write into them. What a tier brought there meanwhile would be
-        overwritten, and could be sealed and put into another tier like that.
+        A copy that was given up may still write into them. It could overwrite a chunk fetched there since,
+        and the damaged chunk could get a valid trailer and be put into another tier.
         """
         if self._workers is not None and self._workers.have_lost_device:
             self._stop_copying("device_lost", "a worker's device is lost")

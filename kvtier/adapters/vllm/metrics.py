@@ -103,7 +103,7 @@ class GaugeReader:
         self._last_of_workers: Gauges = {}
 
     def changed(self, of_workers: Gauges | None = None) -> list[tuple[Gauge, float]]:
-        """Return the gauges that have another value than at the last call. Mostly there are none.
+        """Return the gauges whose values have changed since the last call; usually none.
 
         Args:
             of_workers: gauges of the workers; another mapping where something has changed.
@@ -136,7 +136,7 @@ class GaugeReader:
 
 
 def _read_tier(gate: TierGate, activity: TierActivity, slots: int) -> Iterable[float | None]:
-    """In the order of ``_TIER_GAUGES``."""
+    """Return the values of one tier's gauges, in the order of ``_TIER_GAUGES``."""
     puts, gets, usage = activity.puts, activity.gets, activity.usage
     return (
         gate.unusable is None,
@@ -163,7 +163,7 @@ def _state_of(breaker: Breaker) -> BreakerState:
 def as_stats(
     counts: Mapping[Count, float], gauges: Iterable[tuple[Gauge, float]], chunk_bytes: int
 ) -> OffloadingConnectorStats:
-    """Make of counts and gauges what vLLM carries to its endpoint."""
+    """Return counts and gauges in the form that vLLM carries to its metrics endpoint."""
     stats = OffloadingConnectorStats()
     for (what, *labels), value in counts.items():
         stats.increase_counter(COUNTERS[what].name, value, tuple(labels))

@@ -242,4 +242,7 @@ def _shut_down(executor: AnyExecutor, region: Region, drain_s: float) -> None:
     if executor.close(drain_s):
         region.close(max(0.0, end_by_s - time.monotonic()))
     else:
-        logger.error("a tier did not end within its time; its memory is left to the end of the process")
+        logger.error(
+            "a tier did not close in time and may still use the primary tier's memory: the memory stays "
+            "allocated until this process ends"
+        )

@@ -117,7 +117,10 @@ def wait_for_lock(root_fd: int, path: str, *, create: bool) -> Iterator[None]:
     fd = open_lock(root_fd, path, create=create)
     try:
         if not lock_with_timeout(fd, path):
-            _log.warning("%s: the file system has no locks; resets by two engines at once may collide", path)
+            _log.warning(
+                "%s: the file system has no locks, so resets by two engines may collide: reset one by one",
+                path,
+            )
         yield
     finally:
         os.close(fd)

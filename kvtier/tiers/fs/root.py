@@ -75,8 +75,8 @@ class Stray:
 
     Attributes:
         path: relative to the root.
-        disk_bytes: what it takes on disk, what is in it not counted.
-        problem: an errno where it is a directory that cannot be read, else 0.
+        disk_bytes: what it takes on disk itself, without the files in it.
+        problem: the errno of reading it, if it is a directory that cannot be read; else 0.
     """
 
     path: str
@@ -346,7 +346,7 @@ class Root:
         return any(self.is_there(f"{name}/{sign}") for sign in (layout.MANIFEST, "epoch", "epoch.lock"))
 
     def is_there(self, path: str) -> bool:
-        """Return whether there is anything at a path, or something that cannot be looked into."""
+        """Return whether a path exists. A path that cannot be examined counts as existing."""
         try:
             os.stat(path, dir_fd=self.fd, follow_symlinks=False)
         except FileNotFoundError:

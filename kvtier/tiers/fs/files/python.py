@@ -261,7 +261,7 @@ def _direct_flag(call: FileCall) -> int:
 
 
 def make_parents(root_fd: int, path: str) -> int:
-    """Make the directories above ``path``, the root itself not. Return how many were made."""
+    """Make the missing directories between the root and ``path``. Return how many were made."""
     parent = os.path.dirname(path)
     if not parent:
         return 0

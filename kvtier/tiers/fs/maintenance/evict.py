@@ -1,14 +1,13 @@
-"""Making room below a root: one plain function that needs no engine, and that one process at a time runs.
+"""Makes room below a root. It needs no engine; one process at a time does it for all.
 
-What nobody can use goes first: orphaned chunks, old epochs, what dead writers left, the quarantine.
-Then chunks leave by age (see ``ages``), of all namespaces alike. Nothing is listed or sorted: a part of
-the root's directories, chosen at random, shows how old chunks are; the plan that comes of it is carried
-out directory by directory, in random order, until there is room. Hashes spread chunks evenly over
-directories, so that any part of them is like the whole.
+What no engine can use goes first: orphaned chunks, old epochs, leftovers of dead writers, the quarantine.
+Then chunks leave by age (see ``ages``), from all namespaces alike. The root is never listed or sorted as a
+whole: a random sample of its directories shows how old chunks are, and decides which ages leave. Directories
+are then visited in random order until there is room. Hashes spread chunks evenly over directories, so any
+sample is like the whole.
 
-A chunk that is being read when it is removed is read to its end. What is being written has a name in
-its writer's own directory and is not looked at. Neither is what is not called as chunks are, wherever
-below an epoch's directory somebody has put it.
+A chunk that is removed while a reader has it open is read to its end. Unfinished files lie in their writer's
+own directory and are not touched; nor are files that are not named as chunks, wherever they lie.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from kvtier.tiers.fs.quota import ledger
 from kvtier.tiers.fs.root import Root
 
 SAMPLE_FILES: Final = 32_768
-"""Files that are looked at before it is decided how old is too old; all, where there are fewer."""
+"""Size of the sample of files that decides which ages leave; all files, if there are fewer."""
 
 _ROUNDS: Final = 4
 _log = logging.getLogger("kvtier.tiers.fs")
@@ -57,10 +56,10 @@ class Evicted:
     """What making room has done.
 
     Attributes:
-        is_mine: whether this process did it; else another one is at it, and nothing was done here.
-        leftover_bytes: removed of what nobody could use any more.
-        chunks: removed by age, or because they were not used for ``ttl_s``.
-        chunk_bytes: of these, with directories that became empty.
+        is_mine: whether this process did it; if not, another process is doing it, and this one did nothing.
+        leftover_bytes: bytes removed that no engine could use any more.
+        chunks: chunks removed by age, or because they were not used for ``ttl_s``.
+        chunk_bytes: bytes of these chunks, and of directories that became empty.
         failures: what could not be removed or looked into.
     """
 
@@ -90,13 +89,13 @@ class Evictor:
     Args:
         root_fd: the root directory, open.
         files: what removes directories.
-        stop: set where it shall end soon.
+        stop: set to make it end early.
         gone: called with what was removed.
         ours: writers that live in this process.
         only: names of the namespaces that are looked at; None for all.
         dry_run: remove nothing, and answer what would be removed. What one call has counted is gone for the
             next one. No lock is taken, and nothing is written.
-        chance: in which order directories are looked at; a dry run and a run agree where it is the same.
+        chance: decides the order of the directories; with the same seed a dry run and a run agree.
     """
 
     def __init__(

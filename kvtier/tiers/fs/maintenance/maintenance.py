@@ -334,9 +334,9 @@ class Maintenance:
             self._pause_eviction_if_futile(need, evicted.bytes)
 
     def _pause_eviction_if_futile(self, need: int, removed: int) -> None:
-        """Leave a root alone for a while in which nothing is left that could leave.
+        """Pause eviction for a while if it could remove nothing.
 
-        What is being written takes room and cannot leave yet: a moment later it can.
+        While puts are under way there is no pause: their files take room, and can be evicted once complete.
         """
         first_s, most_s = EVICTION_PAUSE_S
         can_leave = removed or self._quota.has_puts_under_way
@@ -345,7 +345,9 @@ class Maintenance:
         if self._eviction_pause_s == most_s and not self._is_warned:
             self._is_warned = True
             _log.warning(
-                "%s: %d bytes should leave, and nothing is left that could", self._config.root_dir, need
+                "%s: %d bytes too many, and no chunks are left to evict: free disk space, or raise max_bytes",
+                self._config.root_dir,
+                need,
             )
 
     def _count_freed(self) -> Freed:

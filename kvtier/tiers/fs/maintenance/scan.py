@@ -25,7 +25,7 @@ _CHUNK: Final = re.compile(r"(?:[0-9a-f]{2})+\.bin")
 
 
 class _Fate(IntEnum):
-    """What has become of an entry of a directory of chunks."""
+    """What a scan did with a directory entry. GONE: an earlier dry run already counted it as removed."""
 
     STAYS = 0
     REMOVED = 1

@@ -131,12 +131,12 @@ class Accounts(msgspec.Struct, rename={"unconfirmed": "supposed"}):
 
     @property
     def leased(self) -> int:
-        """Bytes that may be there beside them."""
+        """Bytes that writers may have added, or may still add, under their leases."""
         return sum(self.leases.values())
 
     @property
     def charged(self) -> int:
-        """Bytes that are held against the bound."""
+        """Bytes that count against the bound: ``used`` and ``leased``."""
         return self.used + self.leased
 
     def report(self, writer: str, spent: int, generation: str) -> None:
