@@ -593,6 +593,14 @@ def chunks_in(root: Path) -> set[OffloadKey]:
     return found
 
 
+def wait_until_removed(files: Iterable[Path], patience_s: float = 30.0) -> None:
+    """Wait until others have removed files, as a guard removes an engine's memory."""
+    deadline = time.monotonic() + patience_s
+    while there := [file for file in files if file.exists()]:
+        assert time.monotonic() < deadline, there
+        time.sleep(0.02)
+
+
 def namespaces(root: Path) -> list[str]:
     """Return the names of the caches that a root holds."""
     return sorted(path.parent.name for path in root.glob("*/config.json"))

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, Engine, EngineError, Launcher, chunks_in, prompt
+from tests.integration.harness import (
+    PROMPT_CHUNKS,
+    Engine,
+    EngineError,
+    Launcher,
+    chunks_in,
+    prompt,
+    wait_until_removed,
+)
 
 PROMPTS = [prompt(seed) for seed in range(100, 140)]
 ROUNDS = [[prompt(seed) for seed in range(first, first + 25)] for first in (200, 300)]
@@ -32,7 +40,7 @@ def test_killed_in_the_midst_of_cascades(
         engine.kill()
         new = len(chunks_in(tmp_path)) - there
         assert 0 < new < len(prompts) * PROMPT_CHUNKS, f"round_ {round_}: killed too late"
-        _wait_until_removed(left)  # by the guard, which outlives the engine
+        wait_until_removed(left)  # by the guard, which outlives the engine
 
     there = len(chunks_in(tmp_path))
     with launcher.start(llama, settings) as engine:
@@ -62,7 +70,7 @@ def test_killed_with_all_its_processes(
     engine.tell("generate", prompts=PROMPTS, output_tokens=4, together=True)
     _wait_for_chunks(tmp_path, 20, engine)
     engine.kill()
-    _wait_until_removed([left])  # by the guard, which is no child of the engine's
+    wait_until_removed([left])  # by the guard, which is no child of the engine's
 
     there = len(chunks_in(tmp_path))
     with launcher.start(llama, settings) as engine:
@@ -71,13 +79,6 @@ def test_killed_with_all_its_processes(
     assert answers == reference(*PROMPTS)
     assert 0 < loaded["fs"] <= there
     assert not region.exists()
-
-
-def _wait_until_removed(regions: list[Path], patience_s: float = 30.0) -> None:
-    deadline = time.monotonic() + patience_s
-    while there := [region for region in regions if region.exists()]:
-        assert time.monotonic() < deadline, there
-        time.sleep(0.02)
 
 
 def _wait_for_chunks(root: Path, count: int, engine: Engine, patience_s: float = 30.0) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +18,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from tests.integration.test_layouts import BLOCK_TOKENS, FULL, LATENT, WINDOW, Cache, Case, finish
+from tests.integration.test_layouts import BLOCK_TOKENS, FULL, LATENT, STATE, WINDOW, Cache, Case
 
 PROMPT_BLOCKS = 6
 TOKENS = PROMPT_BLOCKS * BLOCK_TOKENS + 5
@@ -68,17 +70,30 @@ class Engine:
             finished_req_ids=set() if ended is None else {ended.request_id},
             preempted_req_ids=set(),
             kv_cache_block_copies=None,
-            kv_connector_block_state=None,
+            kv_connector_block_state=None if new is None else self._states(new, blocks),
         )
         meta: Any = self.scheduler.build_connector_meta(output)
         for number, job in meta.load_jobs.items():
             self.worker.submit_load(number, job.src_spec, job.dst_spec)
         for number, job in meta.store_jobs.items():
             self.worker.submit_store(number, job.src_spec, job.dst_spec)
-        for number in [*meta.load_jobs, *meta.store_jobs]:
-            finish(self.worker, number)
-            done = OffloadingWorkerMetadata(completed_jobs={number: 1})
+        if jobs := {*meta.load_jobs, *meta.store_jobs}:
+            self.worker.wait(jobs)
+            assert {result.job_id for result in self.worker.get_finished()} == jobs
+            done = OffloadingWorkerMetadata(completed_jobs=dict.fromkeys(jobs, 1))
             self.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=done))
+
+    def _states(self, request: Request, blocks: list[list[int]]) -> Any:
+        """Return the blocks with the states at each block's end, which vLLM hands over by themselves."""
+        specs = [group.kv_cache_spec for group in self.cache.config.kv_cache_groups]
+        first = request.num_computed_tokens // BLOCK_TOKENS
+        offloads = [
+            (group, blocks[group][number], (number + 1) * BLOCK_TOKENS)
+            for group, spec in enumerate(specs)
+            if isinstance(spec, MambaSpec)
+            for number in range(first, PROMPT_BLOCKS)
+        ]
+        return SimpleNamespace(boundary_state_offloads={request.request_id: offloads} if offloads else {})
 
     def end(self, request: Request) -> None:
         request.num_computed_tokens = TOKENS
@@ -103,6 +118,7 @@ def blocks_per_chunk(request: pytest.FixtureRequest) -> int:
         "MTP beside sliding windows": Case([(WINDOW, 2), (FULL, 2)]),
         "MTP in windows of its own": Case([(FULL, 2), (WINDOW, 2)]),
         "MTP beside latent attention": Case([(LATENT, 2), (LATENT, 2)]),
+        "MTP beside states": Case([(replace(STATE, page_size_padded=FULL.page_size_bytes), 4), (FULL, 2)]),
     }.items(),
     ids=lambda named: named[0],
 )
@@ -138,7 +154,8 @@ def test_a_prompt_comes_back_but_for_the_last_chunk_of_the_drafter(
     )
     for group, spec in enumerate(engine.scheduler.config.kv_group_configs):
         window = spec.load_window_size_in_chunks(tokens)
-        for block in allocated.blocks[group][: 0 if window is None else tokens // BLOCK_TOKENS - 4]:
+        kept = 1 if isinstance(spec.kv_cache_spec, MambaSpec) else 4  # a state, a window of 64 tokens
+        for block in allocated.blocks[group][: 0 if window is None else tokens // BLOCK_TOKENS - kept]:
             block.is_null = True
     engine.scheduler.update_state_after_alloc(second, allocated, tokens)
     second.num_computed_tokens = tokens
@@ -150,7 +167,3 @@ def test_a_prompt_comes_back_but_for_the_last_chunk_of_the_drafter(
                 assert all(map(torch.equal, after, before[group][number])), (group, number)
     engine.end(second)
     assert not engine.scheduler.has_pending_push_work()
-
-
-def _block(number: int) -> Any:
-    return SimpleNamespace(block_id=number, is_null=False, block_hash=None)

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, Launcher, chunks_in, patient, prompt
+from tests.integration.faulty_backends import FileBackend, Files, InEngine
+from tests.integration.harness import (
+    PROMPT_CHUNKS,
+    Launcher,
+    chunks_in,
+    patient,
+    prompt,
+    wait_until_removed,
+)
 
 PROMPTS = [prompt(seed) for seed in (1, 2)]
 OTHERS = [prompt(seed) for seed in range(10, 16)]
@@ -194,3 +203,30 @@ def test_a_tier_that_hangs_holds_up_neither_the_shutdown_nor_the_other_tiers_put
     with launcher.start(llama, settings) as engine:
         assert engine.served(*PROMPTS) == (reference(*PROMPTS), {"fs": CHUNKS})
     assert 3.0 <= took_s < 20.0  # the drain, and the end of the engine; what hangs does so for good
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend_of", [Files, InEngine])
+def test_a_file_system_that_hangs_holds_up_no_shutdown_and_leaves_no_memory(
+    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path, backend_of: type[FileBackend]
+) -> None:
+    """vLLM kills an engine that takes longer than 5 s, and with it all that would tidy up."""
+    backend = backend_of(tmp_path)
+    with ExitStack() as stack:
+        tier = backend.start(stack)
+        stack.callback(backend.come_back)
+        settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [tier], **backend.more}
+        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        with launcher.start(llama, settings, environment=environment) as engine:
+            (region,) = engine.regions
+            engine.generate(*PROMPTS)
+            engine.settled()
+            backend.begin("hang")
+            assert engine.generate(*OTHERS) == reference(*OTHERS)
+            began_s = time.monotonic()
+            engine.stop()
+            took_s = time.monotonic() - began_s
+            log = engine.log()
+        assert "chunks in flight at the shutdown were not written" in log
+        assert took_s < 15.0, log[-2000:]
+        wait_until_removed([region])
