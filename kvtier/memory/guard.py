@@ -16,6 +16,7 @@ from contextlib import suppress
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
+_GRACE_S = 5.0  # for processes that still use the file; one that hangs in the kernel may use it for hours
 
 
 def start(path: str, fd: int) -> int:
@@ -23,7 +24,7 @@ def start(path: str, fd: int) -> int:
 
     Returns:
         A descriptor to close when the file is given back in order: the guard then ends as soon as the file
-        is gone, or removes it when no process uses it any more.
+        is gone, or removes it when no process uses it any more, or after five seconds.
 
     Raises:
         OSError: no process can be started.
@@ -61,14 +62,17 @@ def main(path: str, device: int, inode: int, pid: int, given_back: int) -> None:
         poll.register(fd, select.POLLIN)
     while not poll.poll():
         pass
-    pause_s = _FIRST_PAUSE_S
-    while not _is_gone(path, device, inode):
+    pause_s, force_at_s = _FIRST_PAUSE_S, time.monotonic() + _GRACE_S
+    while not _is_gone(path, device, inode, is_forced=time.monotonic() >= force_at_s):
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def _is_gone(path: str, device: int, inode: int) -> bool:
-    """Remove the file unless somebody holds it; return whether it is gone."""
+def _is_gone(path: str, device: int, inode: int, *, is_forced: bool) -> bool:
+    """Remove the file, if it is not locked or ``is_forced``; return whether it is gone.
+
+    Processes that have mapped a removed file keep its memory, and their end frees it.
+    """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -76,7 +80,8 @@ def _is_gone(path: str, device: int, inode: int) -> bool:
     try:
         if (os.fstat(fd).st_dev, os.fstat(fd).st_ino) != (device, inode):
             return True  # another engine's by now
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not is_forced:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with suppress(OSError):
             if os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False)):
                 os.unlink(path)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Ask
-from tests.integration.faulty_backends import FileBackend, Files, InEngine
+from tests.integration.faulty_backends import Files
 from tests.integration.harness import (
     PROMPT_CHUNKS,
     Launcher,
@@ -206,16 +206,15 @@ def test_a_tier_that_hangs_holds_up_neither_the_shutdown_nor_the_other_tiers_put
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("backend_of", [Files, InEngine])
 def test_a_file_system_that_hangs_holds_up_no_shutdown_and_leaves_no_memory(
-    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path, backend_of: type[FileBackend]
+    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
 ) -> None:
-    """vLLM kills an engine that takes longer than 5 s, and with it all that would tidy up."""
-    backend = backend_of(tmp_path)
+    """vLLM kills an engine that takes longer than 5 s to stop. The tier process hangs on in the kernel."""
+    backend = Files(tmp_path)
     with ExitStack() as stack:
         tier = backend.start(stack)
         stack.callback(backend.come_back)
-        settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [tier], **backend.more}
+        settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [tier]}
         environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         with launcher.start(llama, settings, environment=environment) as engine:
             (region,) = engine.regions
@@ -227,6 +226,5 @@ def test_a_file_system_that_hangs_holds_up_no_shutdown_and_leaves_no_memory(
             engine.stop()
             took_s = time.monotonic() - began_s
             log = engine.log()
-        assert "chunks in flight at the shutdown were not written" in log
         assert took_s < 15.0, log[-2000:]
         wait_until_removed([region])

@@ -79,14 +79,15 @@ def test_an_engine_that_is_killed_with_all_its_descendants_leaves_no_file(tmp_pa
     until(lambda: guards(tmp_path) == [])
 
 
-def test_the_file_stays_while_a_worker_uses_it(tmp_path: Path) -> None:
+def test_a_worker_that_does_not_end_keeps_its_memory_but_not_the_file(tmp_path: Path) -> None:
+    """It may hang in the kernel for as long as a disk does."""
     with start(tmp_path) as engine, Region.open("engine", 2, 4096, tmp_path) as worker:
         engine.kill()
         engine.wait()
-        time.sleep(0.3)
-        assert os.listdir(tmp_path) == ["kvtier_engine"]
         worker.view(1)[:2] = b"ok"
-    until(lambda: os.listdir(tmp_path) == [] and guards(tmp_path) == [])
+        until(lambda: os.listdir(tmp_path) == [])
+        assert worker.view(1)[:2] == b"ok"
+    until(lambda: guards(tmp_path) == [])
 
 
 def test_a_guard_ends_when_the_region_is_closed_in_order(tmp_path: Path) -> None:
