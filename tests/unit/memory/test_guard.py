@@ -86,7 +86,7 @@ def test_a_worker_that_does_not_end_keeps_its_memory_but_not_the_file(tmp_path: 
         engine.wait()
         worker.view(1)[:2] = b"ok"
         until(lambda: os.listdir(tmp_path) == [])
-        assert worker.view(1)[:2] == b"ok"
+        assert bytes(worker.view(1)[:2]) == b"ok"
     until(lambda: guards(tmp_path) == [])
 
 
