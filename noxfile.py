@@ -110,7 +110,7 @@ def bare(session: nox.Session) -> None:
     session.run("python", "-W", "error", "-c", "import kvtier")
     session.run("kvtier", "--version")
     session.run("kvtier", "tiers")
-    session.run("python", "-c", "from kvtier.tiers.registry import load; load('dummy'); load('fs')")
+    session.run("python", "-c", "from kvtier.tiers._registry import load; load('dummy'); load('fs')")
     session.run("kvtier", "schema", silent=True)
 
 
@@ -427,7 +427,7 @@ def native(session: nox.Session) -> None:
         "-Wall",
         "-Wextra",
     )
-    sources = sorted(map(str, Path("kvtier/native").glob("*.c")))
+    sources = sorted(map(str, Path("kvtier/_native").glob("*.c")))
     for sanitizers, chosen in NOT_UNDER.items():
         built = Path(session.create_tmp()).absolute() / sanitizers.partition(",")[0]
         shutil.rmtree(built, ignore_errors=True)
@@ -488,7 +488,7 @@ def fuzzer(session: nox.Session, name: str) -> tuple[str, ...]:
     program = f"{session.create_tmp()}/{native}"
     sanitizers = ("-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=undefined")
     strict = ("-std=c11", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Werror", *sanitizers)
-    sources = sorted(map(str, Path("kvtier/native").glob("*.c")))
+    sources = sorted(map(str, Path("kvtier/_native").glob("*.c")))
     cc = ("clang", *strict, f"-DTARGET={native}", "-Ikvtier/native", "-o", program)
     session.run(*cc, "tests/fuzz/native.c", *sources, external=True)
     return (program,)

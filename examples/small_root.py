@@ -11,10 +11,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from kvtier.identity import Identity
+from kvtier import HeapMemory, Identity
 from kvtier.keys import pack_key
-from kvtier.memory.heap import HeapMemory
-from kvtier.tiers.base import Batch, Status, TierContext
+from kvtier.tiers import Batch, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
 
 CHUNK_BYTES = 512 * 1024

@@ -1,13 +1,14 @@
 """kvtier keeps the KV cache of an LLM engine in host memory and in slower, larger tiers behind it.
 
 Operators of vLLM configure it by ``"spec_name": "KVTierOffloadingSpec"``. Engine authors use
-``open_manager``. Authors of tiers subclass ``kvtier.tiers.base.SecondaryTier``.
+``open_manager``. Authors of tiers subclass ``kvtier.tiers.SecondaryTier``.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvtier._identity import Identity
 from kvtier.errors import (
     AuditError,
     ConfigError,
@@ -22,14 +23,14 @@ from kvtier.errors import (
     TierError,
     TransferError,
 )
-from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
 
 if TYPE_CHECKING:
-    from kvtier.build import open_manager
-    from kvtier.config import TieringConfig
-    from kvtier.device.base import KVCaches, PageMapping, PageRef
-    from kvtier.manager import Acquired, Statistics, TieringManager, TierStatistics
+    from kvtier._build import open_manager
+    from kvtier._config import TieringConfig
+    from kvtier._device.base import KVCaches, PageMapping, PageRef
+    from kvtier._manager import Acquired, Statistics, TieringManager, TierStatistics
+    from kvtier._memory.heap import HeapMemory
 
 __all__ = [
     "Acquired",
@@ -38,6 +39,7 @@ __all__ = [
     "DamagedSlotError",
     "DeviceLostError",
     "DeviceStuckError",
+    "HeapMemory",
     "Identity",
     "IdentityError",
     "IsolationError",
@@ -59,15 +61,16 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Acquired": "kvtier.manager",
-    "KVCaches": "kvtier.device.base",
-    "PageMapping": "kvtier.device.base",
-    "PageRef": "kvtier.device.base",
-    "Statistics": "kvtier.manager",
-    "TierStatistics": "kvtier.manager",
-    "TieringConfig": "kvtier.config",
-    "TieringManager": "kvtier.manager",
-    "open_manager": "kvtier.build",
+    "Acquired": "kvtier._manager",
+    "HeapMemory": "kvtier._memory.heap",
+    "KVCaches": "kvtier._device.base",
+    "PageMapping": "kvtier._device.base",
+    "PageRef": "kvtier._device.base",
+    "Statistics": "kvtier._manager",
+    "TierStatistics": "kvtier._manager",
+    "TieringConfig": "kvtier._config",
+    "TieringManager": "kvtier._manager",
+    "open_manager": "kvtier._build",
 }
 
 

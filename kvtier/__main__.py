@@ -12,7 +12,7 @@ _INTERRUPTED = 130  # as a shell does
 def main() -> None:
     """Run the command line. Whatever interrupts it, imports included, no traceback is shown."""
     try:
-        from kvtier.cli.main import main as run
+        from kvtier._cli.main import main as run
 
         run()
     except KeyboardInterrupt:

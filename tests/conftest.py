@@ -38,5 +38,5 @@ def _no_blocking_in_the_loop(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     with blockbuster_ctx("kvtier") as blockbuster:
-        blockbuster.functions["os.readlink"].can_block_in("kvtier/forks.py", "_name")  # of /proc/self/fd
+        blockbuster.functions["os.readlink"].can_block_in("kvtier/_forks.py", "_name")  # of /proc/self/fd
         yield

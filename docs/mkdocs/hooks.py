@@ -16,10 +16,10 @@ from typing import Any
 
 import typer.main
 
-from kvtier import schema
-from kvtier.cli.main import app
-from kvtier.telemetry.catalogue import BYTES, COUNTERS, GAUGES, Metric
-from kvtier.tiers import registry
+from kvtier import _schema as schema
+from kvtier._cli.main import app
+from kvtier._telemetry.catalogue import BYTES, COUNTERS, GAUGES, Metric
+from kvtier.tiers import _registry as registry
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN_TIERS = ("fs", "dummy")

@@ -1,1 +1,40 @@
+"""Secondary tiers: what a tier implements, and what helps its author. Tiers are found by entry points.
 
+The file tier is in ``kvtier.tiers.fs``; ``kvtier.tiers.dummy`` keeps chunks in a dictionary.
+"""
+
+from kvtier._quantities import Size
+from kvtier._telemetry.log_limit import LogLimit
+from kvtier._validation import conceal
+from kvtier.tiers._base import (
+    TRAILER_BYTES,
+    Batch,
+    Knowledge,
+    Outcome,
+    SecondaryTier,
+    Status,
+    TierConfig,
+    TierContext,
+    Usage,
+)
+from kvtier.tiers._drain import in_thread, until_done, wait_for_end
+from kvtier.tiers._faults import require_fault
+
+__all__ = [
+    "TRAILER_BYTES",
+    "Batch",
+    "Knowledge",
+    "LogLimit",
+    "Outcome",
+    "SecondaryTier",
+    "Size",
+    "Status",
+    "TierConfig",
+    "TierContext",
+    "Usage",
+    "conceal",
+    "in_thread",
+    "require_fault",
+    "until_done",
+    "wait_for_end",
+]

@@ -14,9 +14,9 @@ from types import MappingProxyType
 import anyio
 from pydantic import Field
 
+from kvtier._quantities import Size
 from kvtier.keys import OffloadKey
-from kvtier.quantities import Size
-from kvtier.tiers.base import (
+from kvtier.tiers._base import (
     Batch,
     Knowledge,
     Outcome,

@@ -21,22 +21,24 @@ from typing import Any
 
 import crc32c
 
-from kvtier import native
+from kvtier import _native as native
+from kvtier._identity import Identity
+from kvtier._isolation import wire
+from kvtier._memory.heap import HeapMemory
 from kvtier.errors import IdentityError
-from kvtier.identity import Identity
-from kvtier.isolation import wire
 from kvtier.keys import pack_key
-from kvtier.memory.heap import HeapMemory
-from kvtier.tiers import seal
-from kvtier.tiers.base import TierContext
-from kvtier.tiers.fs import FsConfig, layout, namespace
-from kvtier.tiers.fs.checking import FileChecker
-from kvtier.tiers.fs.files import ChunkFiles, NativeFiles, PythonFiles
-from kvtier.tiers.fs.files.call import FileCall, Flag, Place, Result
-from kvtier.tiers.fs.quota import ledger
-from kvtier.tiers.fs.quota.accounts import FileSystem
-from kvtier.tiers.fs.root import Root
-from kvtier.tiers.seal import Integrity, Sealed
+from kvtier.tiers import _seal as seal
+from kvtier.tiers._base import TierContext
+from kvtier.tiers._seal import Integrity, Sealed
+from kvtier.tiers.fs import FsConfig
+from kvtier.tiers.fs import _layout as layout
+from kvtier.tiers.fs import _namespace as namespace
+from kvtier.tiers.fs._checking import FileChecker
+from kvtier.tiers.fs._files import ChunkFiles, NativeFiles, PythonFiles
+from kvtier.tiers.fs._files.call import FileCall, Flag, Place, Result
+from kvtier.tiers.fs._quota import ledger
+from kvtier.tiers.fs._quota.accounts import FileSystem
+from kvtier.tiers.fs._root import Root
 
 CORPUS = Path(__file__).parent / "corpus"
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.keys import pack_key
-from kvtier.tiers import seal
-from kvtier.tiers.seal import Integrity
+from kvtier.tiers import _seal as seal
+from kvtier.tiers._seal import Integrity
 from tests.effort import effort
 from tests.fuzz import parsers
 from tests.fuzz.parsers import CORPUS, PARSERS

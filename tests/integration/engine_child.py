@@ -114,7 +114,7 @@ class EngineChild:
 
     def defined(self, order: Order) -> Answer:
         """Return the names of all metrics that kvtier can send."""
-        from kvtier.telemetry.catalogue import BYTES, COUNTERS, GAUGES
+        from kvtier._telemetry.catalogue import BYTES, COUNTERS, GAUGES
 
         return {"names": [metric.name for metric in (*COUNTERS.values(), *BYTES.values(), *GAUGES.values())]}
 
@@ -155,7 +155,7 @@ def _wait_for_slots() -> None:
 
     A server goes on meanwhile, but tests count chunks. An engine in a process of its own is not waited for.
     """
-    from kvtier.memory.region import POPULATING
+    from kvtier._memory.region import POPULATING
 
     for thread in threading.enumerate():
         if thread.name == POPULATING:

@@ -34,7 +34,7 @@ class Faults:
 
     def install(self) -> None:
         """Have every engine for the CPU that is made from now on in this process ask for faults."""
-        from kvtier.device import cpu
+        from kvtier._device import cpu
 
         init = cpu.CpuTransferEngine.__init__
 

@@ -33,8 +33,8 @@ _HEAVY = (
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
     "vllm.model_executor.models.llama",
     "vllm.v1.kv_offload.base",
-    "kvtier.config",
-    "kvtier.executor",
+    "kvtier._config",
+    "kvtier._executor",
 )
 STACKS = signal.SIGUSR2
 """Has a child write its threads' stacks to its log."""

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from kvtier.keys import OffloadKey
-from kvtier.tiers.fs.root import ChunkFile, Root
+from kvtier.tiers.fs._root import ChunkFile, Root
 from tests.integration.fork_server import STACKS
 
 PROJECT = Path(__file__).parents[2]
@@ -396,7 +396,7 @@ class Engine:
     @property
     def tiers_process(self) -> int | None:
         """The process that its tiers run in; None where they run in its own."""
-        found = [pid for pid in self.processes if b"kvtier.isolation.child" in _command_of(pid)]
+        found = [pid for pid in self.processes if b"kvtier._isolation.child" in _command_of(pid)]
         assert len(found) <= 1, found
         return found[0] if found else None
 

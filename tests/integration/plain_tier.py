@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import Batch, Outcome, SecondaryTier, Status, TierConfig
+from kvtier.tiers._base import Batch, Outcome, SecondaryTier, Status, TierConfig
 
 _LOOK_AGAIN_S = 0.02
 

@@ -14,7 +14,7 @@ _copy_batch: Any = None
 def exchange(llm: Any, stores: int = 0, loads: int = 0) -> dict[str, Any]:
     """Let the next so many copies of an engine have the bug; -1: all of them. See ``EngineChild.call``."""
     global _copy_batch
-    from kvtier import native
+    from kvtier import _native as native
 
     if _copy_batch is None:
         _copy_batch, native.copy_batch = native.copy_batch, _copy_swapped

@@ -28,24 +28,24 @@ from vllm.v1.kv_offload.base import (
     TierMatcher,
 )
 
+from kvtier._core.admission import Limits, TierGate
+from kvtier._core.breaker import BreakerRules
+from kvtier._core.messages import SlotsReady
+from kvtier._core.states import ChunkState
+from kvtier._core.tiering import Tiering
+from kvtier._executor import Executor, ExecutorThread, NamedTier
+from kvtier._identity import Identity
+from kvtier._memory.region import Region
+from kvtier._memory.slot_checksums import Fault, SlotChecksums
+from kvtier._memory.worker_status import StatusField, StatusTable, status_table_bytes
+from kvtier.adapters.vllm._compat import TELLS_OF_FLUSHES, CacheHitSource
 from kvtier.adapters.vllm._locations import location_of
-from kvtier.adapters.vllm.compat import TELLS_OF_FLUSHES, CacheHitSource
-from kvtier.adapters.vllm.manager import KVTierManager, Slots
+from kvtier.adapters.vllm._manager import KVTierManager, Slots
+from kvtier.adapters.vllm._workers import Workers
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
-from kvtier.adapters.vllm.workers import Workers
-from kvtier.core.admission import Limits, TierGate
-from kvtier.core.breaker import BreakerRules
-from kvtier.core.messages import SlotsReady
-from kvtier.core.policies.lru import LRU
-from kvtier.core.states import ChunkState
-from kvtier.core.tiering import Tiering
-from kvtier.executor import Executor, ExecutorThread, NamedTier
-from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.memory.region import Region
-from kvtier.memory.slot_checksums import Fault, SlotChecksums
-from kvtier.memory.worker_status import StatusField, StatusTable, status_table_bytes
-from kvtier.tiers.base import Batch, Outcome, SecondaryTier
+from kvtier.policies._lru import LRU
+from kvtier.tiers._base import Batch, Outcome, SecondaryTier
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier_testing import invariants
@@ -215,7 +215,7 @@ def slots_of(spec: object) -> list[int]:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
-    monkeypatch.setattr("kvtier.executor.CLOSE_S", PATIENCE_S)  # a machine may be busy at its end
+    monkeypatch.setattr("kvtier._executor.CLOSE_S", PATIENCE_S)  # a machine may be busy at its end
     made: list[World] = []
 
     def make(*tiers: AnyTier, **settings: Any) -> World:

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvtier.adapters.vllm.compat import (
+from kvtier.adapters.vllm._compat import (
     EngineContext,
     engine_context,
     is_reviewed,

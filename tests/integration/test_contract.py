@@ -20,9 +20,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_offload import base, config
 
 import kvtier.adapters.vllm
-from kvtier.adapters.vllm.manager import KVTierManager
+from kvtier.adapters.vllm._manager import KVTierManager
+from kvtier.adapters.vllm._worker import KVTierWorker
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
-from kvtier.adapters.vllm.worker import KVTierWorker
 from tests.integration.harness import vllm_release
 
 pytestmark = pytest.mark.releases

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.keys import pack_key
-from kvtier.tiers import seal
+from kvtier.tiers import _seal as seal
 from tests.integration.conftest import Ask
 from tests.integration.harness import BLOCK_TOKENS, PROMPT_CHUNKS, Launcher, chunk_files, prompt
 

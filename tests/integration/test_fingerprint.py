@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.adapters.vllm.identity import weights_fingerprint
+from kvtier.adapters.vllm._identity import weights_fingerprint
 
 WEIGHTS = bytes(range(256)) * 4096
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.identity import differences
+from kvtier._identity import differences
 from tests.integration.conftest import ENVIRONMENT
 from tests.integration.harness import PROMPT_CHUNKS, Launcher, Tokens, prompt
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtier.telemetry.catalogue import BYTES, COUNTERS, GAUGES, Metric
+from kvtier._telemetry.catalogue import BYTES, COUNTERS, GAUGES, Metric
 from kvtier.tiers.fs import FsTier
 from tests.integration.conftest import ENVIRONMENT, Ask
 from tests.integration.harness import (

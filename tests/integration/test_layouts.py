@@ -42,9 +42,9 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
-from kvtier.adapters.vllm.compat import EngineContext, making_spec_of
-from kvtier.adapters.vllm.manager import Slots
-from kvtier.adapters.vllm.parallel import with_chunk_size
+from kvtier.adapters.vllm._compat import EngineContext, making_spec_of
+from kvtier.adapters.vllm._manager import Slots
+from kvtier.adapters.vllm._parallel import with_chunk_size
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
 from kvtier.errors import RegionError
 from kvtier.keys import pack_key

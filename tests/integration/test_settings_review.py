@@ -29,8 +29,8 @@ from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from kvtier.adapters.vllm import _without_effect
+from kvtier.adapters.vllm._compat import is_reviewed
 from kvtier.adapters.vllm._spelling import NO_DEFAULT, field_default, spell
-from kvtier.adapters.vllm.compat import is_reviewed
 
 pytestmark = pytest.mark.releases
 

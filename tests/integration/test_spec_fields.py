@@ -18,8 +18,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvtier.adapters.vllm.identity import spec_fields
-from kvtier.identity import Identity
+from kvtier._identity import Identity
+from kvtier.adapters.vllm._identity import spec_fields
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
 SPECS: list[KVCacheSpec] = [

@@ -34,13 +34,13 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
-from kvtier.adapters.vllm.compat import EngineContext
-from kvtier.adapters.vllm.parallel import SlotShape, slot_layout, slot_shape
-from kvtier.adapters.vllm.worker import as_kv_caches
-from kvtier.device.base import Blocks
-from kvtier.device.cpu import CpuTransferEngine
+from kvtier._device.base import Blocks
+from kvtier._device.cpu import CpuTransferEngine
+from kvtier._memory.region import Region
+from kvtier.adapters.vllm._compat import EngineContext
+from kvtier.adapters.vllm._parallel import SlotShape, slot_layout, slot_shape
+from kvtier.adapters.vllm._worker import as_kv_caches
 from kvtier.errors import ConfigError, RegionError
-from kvtier.memory.region import Region
 
 BLOCKS, SLOTS, TOKENS, SIZE = 12, 8, 4, 2  # blocks of TOKENS tokens, heads of SIZE numbers
 PER_CHUNK = 2

@@ -10,17 +10,17 @@ import pytest
 import torch
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
-from kvtier.adapters.vllm.manager import Slots
-from kvtier.adapters.vllm.worker import KVTierWorker
-from kvtier.adapters.vllm.workers import Workers
-from kvtier.device._threaded import LOST_AFTER
-from kvtier.device.base import KVCaches, PageRef
-from kvtier.device.cpu import CpuTransferEngine, copy_plan, copy_staged
-from kvtier.device.plan import CopyPlan
+from kvtier._device._threaded import LOST_AFTER
+from kvtier._device.base import KVCaches, PageRef
+from kvtier._device.cpu import CpuTransferEngine, copy_plan, copy_staged
+from kvtier._device.plan import CopyPlan
+from kvtier._memory.layout import SlotLayout
+from kvtier._memory.region import Region
+from kvtier._memory.worker_status import StatusTable, WorkerStatus, status_table_bytes
+from kvtier.adapters.vllm._manager import Slots
+from kvtier.adapters.vllm._worker import KVTierWorker
+from kvtier.adapters.vllm._workers import Workers
 from kvtier.errors import TransferError
-from kvtier.memory.layout import SlotLayout
-from kvtier.memory.region import Region
-from kvtier.memory.worker_status import StatusTable, WorkerStatus, status_table_bytes
 
 SLOTS = 8
 PAGE = 4096

@@ -22,9 +22,9 @@ def find(llm: Any, directory: str) -> dict[str, Any]:
 
 def start_no_process(llm: Any) -> dict[str, Any]:
     """Have every process of the tiers end at its start, as where the system allows none."""
-    from kvtier.isolation import link
+    from kvtier._isolation import link
 
-    link._PROGRAM = "kvtier.isolation.no_such_program"
+    link._PROGRAM = "kvtier._isolation.no_such_program"
     return {}
 
 

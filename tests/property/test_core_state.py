@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.core.admission import Limits, TierGate
-from kvtier.core.messages import (
+from kvtier._core.admission import Limits, TierGate
+from kvtier._core.messages import (
     Answer,
     Fetch,
     Fetched,
@@ -31,13 +31,13 @@ from kvtier.core.messages import (
     Touch,
     TransferHealth,
 )
-from kvtier.core.policies.arc import ARC
-from kvtier.core.policies.lru import LRU
-from kvtier.core.requests import Request
-from kvtier.core.states import BreakerState, ChunkState, Lookup, RequestState
-from kvtier.core.transfers import Pinned, Reservation
+from kvtier._core.requests import Request
+from kvtier._core.states import BreakerState, ChunkState, Lookup, RequestState
+from kvtier._core.transfers import Pinned, Reservation
+from kvtier._telemetry.catalogue import COUNTERS
 from kvtier.keys import OffloadKey, group_index, pack_key
-from kvtier.telemetry.catalogue import COUNTERS
+from kvtier.policies._arc import ARC
+from kvtier.policies._lru import LRU
 from kvtier_testing import invariants
 from kvtier_testing.sim.efficiency import EfficiencyCheckedTiering
 from tests.effort import effort

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.tiers.fs.config import FsConfig
-from kvtier.tiers.fs.maintenance import ages
-from kvtier.tiers.fs.maintenance.ages import BUCKETS, REUSE_WEIGHT, Histogram, bucket_of, plan, youngest_of
-from kvtier.tiers.fs.quota.accounts import Accounts, FileSystem, Mark
-from kvtier.tiers.fs.quota.ledger import Ledger as OneProcessLedger
-from kvtier.tiers.fs.quota.ledger import _encode, _parse
-from kvtier.tiers.fs.quota.quota import Quota
+from kvtier.tiers.fs._config import FsConfig
+from kvtier.tiers.fs._maintenance import ages
+from kvtier.tiers.fs._maintenance.ages import BUCKETS, REUSE_WEIGHT, Histogram, bucket_of, plan, youngest_of
+from kvtier.tiers.fs._quota.accounts import Accounts, FileSystem, Mark
+from kvtier.tiers.fs._quota.ledger import Ledger as OneProcessLedger
+from kvtier.tiers.fs._quota.ledger import _encode, _parse
+from kvtier.tiers.fs._quota.quota import Quota
 from tests.effort import effort
 
 UNIT = 100

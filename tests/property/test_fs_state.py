@@ -14,16 +14,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtier import native
-from kvtier.identity import Identity
+from kvtier import _native as native
+from kvtier._identity import Identity
+from kvtier._memory.heap import HeapMemory
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.memory.heap import HeapMemory
-from kvtier.tiers.base import Batch, Status, TierContext
+from kvtier.tiers._base import Batch, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
-from kvtier.tiers.fs.files import ChunkFiles
-from kvtier.tiers.fs.files.native import NativeFiles
-from kvtier.tiers.fs.files.python import PythonFiles
-from kvtier.tiers.fs.layout import chunk_path, data_dir
+from kvtier.tiers.fs._files import ChunkFiles
+from kvtier.tiers.fs._files.native import NativeFiles
+from kvtier.tiers.fs._files.python import PythonFiles
+from kvtier.tiers.fs._layout import chunk_path, data_dir
 from tests.effort import effort
 
 CHUNKS = 6

@@ -12,17 +12,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtier import native
-from kvtier.cli import gc
-from kvtier.cli.gc import Wish
-from kvtier.identity import Identity
+from kvtier import _native as native
+from kvtier._cli import gc
+from kvtier._cli.gc import Wish
+from kvtier._identity import Identity
+from kvtier._memory.heap import HeapMemory
+from kvtier._quantities import MOST_SECONDS
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.memory.heap import HeapMemory
-from kvtier.quantities import MOST_SECONDS
-from kvtier.tiers.base import Batch, Status, TierContext
+from kvtier.tiers._base import Batch, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
-from kvtier.tiers.fs.maintenance import evict
-from kvtier.tiers.fs.maintenance.quarantine import MAX_FILES
+from kvtier.tiers.fs._maintenance import evict
+from kvtier.tiers.fs._maintenance.quarantine import MAX_FILES
 
 NOW_S = 4_000_000_000
 CHUNK_BYTES = 8192

@@ -18,11 +18,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.device.base import Blocks, KVCaches, PageMapping, PageRef, Run
-from kvtier.device.cpu import CpuTransferEngine
-from kvtier.device.plan import CopyPlan, CopyPlanner
-from kvtier.memory.layout import SlotLayout
-from kvtier.memory.region import Region
+from kvtier._device.base import Blocks, KVCaches, PageMapping, PageRef, Run
+from kvtier._device.cpu import CpuTransferEngine
+from kvtier._device.plan import CopyPlan, CopyPlanner
+from kvtier._memory.layout import SlotLayout
+from kvtier._memory.region import Region
 from tests.effort import effort
 
 Bytes = npt.NDArray[np.int8]

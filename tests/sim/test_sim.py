@@ -11,9 +11,9 @@ from random import Random
 
 import pytest
 
-from kvtier.core.policies.lru import LRU
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import Batch, Outcome
+from kvtier.policies._lru import LRU
+from kvtier.tiers._base import Batch, Outcome
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier_testing.sim import Backend, Overrides, SimTier, SimTierConfig, Violation, run
 from kvtier_testing.sim.__main__ import main

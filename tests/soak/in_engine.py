@@ -19,7 +19,7 @@ from functools import partial
 from multiprocessing import shared_memory
 from typing import Any
 
-from kvtier.core.requests import Request
+from kvtier._core.requests import Request
 from kvtier_testing import invariants
 
 Tokens = list[int]
@@ -30,8 +30,8 @@ def hurry(llm: Any) -> dict[str, Any]:
 
     To be called before the engine is started: by itself it pauses for half a minute in the end.
     """
-    from kvtier.isolation import process
-    from kvtier.isolation.heartbeat import SupervisorTimes
+    from kvtier._isolation import process
+    from kvtier._isolation.heartbeat import SupervisorTimes
 
     vars(process)["SupervisorTimes"] = partial(
         SupervisorTimes, silent_timeout_s=2.0, first_pause_s=0.1, longest_pause_s=0.5

@@ -29,8 +29,8 @@ import anyio
 import torch
 
 from kvtier import Identity, KVCaches, PageRef, TieringConfig, open_manager, pack_key
+from kvtier._manager import TieringManager
 from kvtier.keys import OffloadKey
-from kvtier.manager import TieringManager
 from tests.soak.in_engine import objects, tasks
 from tests.soak.process_stats import ProcessStats, on_disk
 from tests.soak.trend import FEWEST_SAMPLES, Bound, Sample

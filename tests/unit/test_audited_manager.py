@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.device.cpu import copy_plan
-from kvtier.device.plan import CopyPlan
+from kvtier._device.cpu import copy_plan
+from kvtier._device.plan import CopyPlan
 from kvtier.errors import TransferError
 from tests.unit.test_manager import AnyTier, World, dummy, files, prompt
 

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from kvtier.config import TieringConfig
+from kvtier._config import TieringConfig
+from kvtier._quantities import MOST_BYTES, MOST_SECONDS, duration, size
 from kvtier.errors import ConfigError, KVTierError
-from kvtier.quantities import MOST_BYTES, MOST_SECONDS, duration, size
-from kvtier.tiers import registry
-from kvtier.tiers.base import TierConfig
-from kvtier.tiers.fs.maintenance import ages
-from kvtier.tiers.fs.maintenance.ages import Cutoffs
+from kvtier.tiers import _registry as registry
+from kvtier.tiers._base import TierConfig
+from kvtier.tiers.fs._maintenance import ages
+from kvtier.tiers.fs._maintenance.ages import Cutoffs
 
 ABSURD = [math.inf, -math.inf, math.nan, -1, -0.5, 1e300, 10**30, "99999999999TiB", "1e300", "Infinity"]
 
@@ -128,7 +128,7 @@ class Third(TierConfig):
     ],
 )
 def test_an_author_of_a_tier_need_not_think_of_it(name: str, value: float, words: str) -> None:
-    from kvtier import validation
+    from kvtier import _validation as validation
 
     with pytest.raises(ConfigError, match=f"tier.{name}.*{words}"):
         validation.build(Third, {"type": "third", name: value}, "tier")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.config import TieringConfig
+from kvtier._config import TieringConfig
 from kvtier.errors import ConfigError
 from kvtier.tiers.dummy import DummyConfig
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.tiers import registry
+from kvtier.tiers import _registry as registry
 
 blockbuster = pytest.importorskip("blockbuster")
 

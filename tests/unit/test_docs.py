@@ -18,12 +18,15 @@ from typing import Any
 import pytest
 import typer.main
 
-from kvtier import errors, plugins, reasons, schema
-from kvtier.cli.main import app
-from kvtier.config import ENGINE_KEYS, TieringConfig
+from kvtier import _plugins as plugins
+from kvtier import _reasons as reasons
+from kvtier import _schema as schema
+from kvtier import errors
+from kvtier._cli.main import app
+from kvtier._config import ENGINE_KEYS, TieringConfig
+from kvtier._telemetry.catalogue import BYTES, COUNTERS, GAUGES
 from kvtier.errors import KVTierError
-from kvtier.telemetry.catalogue import BYTES, COUNTERS, GAUGES
-from kvtier.tiers import registry
+from kvtier.tiers import _registry as registry
 from kvtier.tiers.fs import FsTier
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from kvtier.core.admission import Limits, TierGate
-from kvtier.core.messages import (
+from kvtier._core.admission import Limits, TierGate
+from kvtier._core.messages import (
     Answer,
     Command,
     Event,
@@ -21,14 +21,14 @@ from kvtier.core.messages import (
     SlotsReady,
     TransferHealth,
 )
-from kvtier.core.policies.lru import LRU
-from kvtier.core.requests import Request
-from kvtier.core.states import Lookup
-from kvtier.core.tiering import Tiering
-from kvtier.driver import Driver
+from kvtier._core.requests import Request
+from kvtier._core.states import Lookup
+from kvtier._core.tiering import Tiering
+from kvtier._driver import Driver
+from kvtier._memory.heap import HeapMemory
+from kvtier._memory.slot_checksums import Fault, SlotChecksums
 from kvtier.keys import OffloadKey
-from kvtier.memory.heap import HeapMemory
-from kvtier.memory.slot_checksums import Fault, SlotChecksums
+from kvtier.policies._lru import LRU
 
 KEYS = [OffloadKey(bytes([number]) * 36) for number in range(3)]
 CHUNK_BYTES = 64

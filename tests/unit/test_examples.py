@@ -14,9 +14,9 @@ from pathlib import Path
 import anyio
 import pytest
 
-from kvtier.identity import Identity
+from kvtier._identity import Identity
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import Status, TierContext
+from kvtier.tiers._base import Status, TierContext
 from kvtier_testing.tiers.rig import TierRig, keys
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

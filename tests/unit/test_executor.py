@@ -19,7 +19,7 @@ import anyio
 import pytest
 from pydantic import ByteSize
 
-from kvtier.core.messages import (
+from kvtier._core.messages import (
     Answer,
     Command,
     Event,
@@ -33,16 +33,16 @@ from kvtier.core.messages import (
     TierUp,
     Touch,
 )
+from kvtier._executor import AnyExecutor, Executor, ExecutorThread, NamedTier
+from kvtier._identity import Identity
+from kvtier._isolation.process import ExecutorProcess
+from kvtier._isolation.remote import RemoteExecutor
+from kvtier._memory.heap import HeapMemory
+from kvtier._memory.region import Region
 from kvtier.errors import TierError
-from kvtier.executor import AnyExecutor, Executor, ExecutorThread, NamedTier
-from kvtier.identity import Identity
-from kvtier.isolation.process import ExecutorProcess
-from kvtier.isolation.remote import RemoteExecutor
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.memory.heap import HeapMemory
-from kvtier.memory.region import Region
-from kvtier.tiers import runner as runners
-from kvtier.tiers.base import (
+from kvtier.tiers import _runner as runners
+from kvtier.tiers._base import (
     TRAILER_BYTES,
     Batch,
     Knowledge,
@@ -238,7 +238,7 @@ class Gated(DummyTier):
 @pytest.fixture(autouse=True)
 def _patience_with_threads_that_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that stands still for seconds is no tier that hangs."""
-    monkeypatch.setattr("kvtier.executor.CLOSE_S", PATIENCE_S)
+    monkeypatch.setattr("kvtier._executor.CLOSE_S", PATIENCE_S)
 
 
 @pytest.fixture(params=["loop", "process"])
@@ -1127,11 +1127,11 @@ HANGING = """
 import threading, time
 import anyio
 from functools import partial
-from kvtier.core.messages import Put
-from kvtier.executor import Executor, ExecutorThread, NamedTier
-from kvtier.identity import Identity
+from kvtier._core.messages import Put
+from kvtier._executor import Executor, ExecutorThread, NamedTier
+from kvtier._identity import Identity
 from kvtier.keys import pack_key
-from kvtier.memory.heap import HeapMemory
+from kvtier._memory.heap import HeapMemory
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 
 begun = threading.Event()

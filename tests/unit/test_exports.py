@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import builtins
+import importlib
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,9 +30,28 @@ def public_docstrings(path: Path) -> Iterator[str]:
             yield ast.get_docstring(node) or ""
 
 
+def public_modules() -> Iterator[str]:
+    """Yield every module without an underscore in its path."""
+    yield "kvtier"
+    for found in pkgutil.walk_packages(kvtier.__path__, "kvtier."):
+        if not re.search(r"\b_", found.name):
+            yield found.name
+
+
 @pytest.mark.parametrize("name", kvtier.__all__)
 def test_every_exported_name_is_there(name: str) -> None:
     assert getattr(kvtier, name) is not None
+
+
+@pytest.mark.parametrize("module", sorted({*public_modules()} - {"kvtier.adapters", "kvtier.adapters.vllm"}))
+def test_the_reference_lists_what_a_public_module_exports(module: str) -> None:
+    listed = set(re.findall(r"^::: (\S+)", (PROJECT / "docs/reference/api.md").read_text(), re.MULTILINE))
+    if module in listed:
+        return
+    exported = importlib.import_module(module)
+    for name in exported.__all__:
+        home = getattr(getattr(exported, name), "__module__", "")
+        assert {f"{module}.{name}", home} & listed, name
 
 
 def test_every_error_is_exported() -> None:
@@ -38,7 +59,8 @@ def test_every_error_is_exported() -> None:
 
 
 def test_every_error_that_the_manager_is_documented_to_raise_is_exported() -> None:
-    sources = [PROJECT / "kvtier" / name for name in ("build.py", "config.py", "identity.py", "manager.py")]
+    names = ("_build", "_config", "_identity", "_manager")
+    sources = [PROJECT / f"kvtier/{name}.py" for name in names]
     named = {name for path in sources for text in public_docstrings(path) for name in ERROR.findall(text)}
     others = {"ValidationError"}  # pydantic's
     assert named - set(dir(builtins)) - others <= set(kvtier.__all__)

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from kvtier.memory.region import remove_stale_files
+from kvtier._memory.region import remove_stale_files
 
 PATIENCE_S = 60.0
 
@@ -21,11 +23,11 @@ PARENT = """
 import asyncio, os, signal, sys, time
 from pathlib import Path
 
-from kvtier.executor import NamedTier
-from kvtier.identity import Identity
-from kvtier.isolation.process import ExecutorProcess
-from kvtier.memory.region import Region
-from kvtier.tiers.base import Batch, Status, TierContext
+from kvtier._executor import NamedTier
+from kvtier._identity import Identity
+from kvtier._isolation.process import ExecutorProcess
+from kvtier._memory.region import Region
+from kvtier.tiers._base import Batch, Status, TierContext
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
 
@@ -81,19 +83,29 @@ def child(tmp_path: Path) -> Iterator[tuple[int, list[str]]]:
             os.kill(pid, signal.SIGKILL)
 
 
+def eventually(condition: Callable[[], object]) -> None:
+    end_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def is_free(lock: Path) -> bool:
+    with lock.open() as file, suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
 def test_a_forked_child_holds_no_lock_no_memory_and_no_socket_of_its_parent(
     child: tuple[int, list[str]], tmp_path: Path
 ) -> None:
     pid, sockets = child
     locks = [path for path in (tmp_path / "root").rglob("*.lock*") if path.is_file()]
     assert any(path.parent.name == ".kvtier" for path in locks)
+    eventually(lambda: remove_stale_files(tmp_path / "shm"))  # the tier process ends a moment later
     for path in locks:
-        with path.open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    end_s = time.monotonic() + PATIENCE_S
-    while not remove_stale_files(tmp_path / "shm"):  # the process of the tiers ends a moment after the engine
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
+        eventually(partial(is_free, path))
     assert str(tmp_path / "shm") not in Path(f"/proc/{pid}/maps").read_text()
     links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
     assert {link for link in links if "socket:" in link} <= set(sockets)

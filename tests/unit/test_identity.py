@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.errors import IdentityError
-from kvtier.identity import (
+from kvtier._identity import (
     ABSENT,
     FORMAT_VERSION,
     Difference,
@@ -23,6 +22,7 @@ from kvtier.identity import (
     canonical_dtype,
     differences,
 )
+from kvtier.errors import IdentityError
 
 
 class Layout(enum.Enum):

@@ -20,21 +20,21 @@ import pytest
 import torch
 
 from kvtier import Identity, KVCaches, PageRef, TieringConfig, open_manager, pack_key
-from kvtier.core.admission import Limits, TierGate
-from kvtier.core.policies.lru import LRU
-from kvtier.core.tiering import Tiering
-from kvtier.device.base import TransferEngine
-from kvtier.device.cpu import CpuTransferEngine, copy_plan
-from kvtier.device.plan import CopyPlan
+from kvtier._core.admission import Limits, TierGate
+from kvtier._core.tiering import Tiering
+from kvtier._device.base import TransferEngine
+from kvtier._device.cpu import CpuTransferEngine, copy_plan
+from kvtier._device.plan import CopyPlan
+from kvtier._executor import NamedTier
+from kvtier._manager import TieringManager
+from kvtier._memory.layout import SlotLayout
+from kvtier._memory.region import Region
+from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier.errors import ConfigError, DeviceStuckError, StateError, TransferError
-from kvtier.executor import NamedTier
 from kvtier.keys import OffloadKey, content_hash, group_index
-from kvtier.manager import TieringManager
-from kvtier.memory.layout import SlotLayout
-from kvtier.memory.region import Region
-from kvtier.memory.slot_checksums import SlotChecksums
-from kvtier.tiers.base import Batch, Outcome, SecondaryTier, Status
-from kvtier.tiers.drain import until_done
+from kvtier.policies._lru import LRU
+from kvtier.tiers._base import Batch, Outcome, SecondaryTier, Status
+from kvtier.tiers._drain import until_done
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier_testing import invariants

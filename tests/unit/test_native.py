@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier import native
-from kvtier.native import build
+from kvtier import _native as native
+from kvtier._native import build
 
 pytestmark = pytest.mark.timeout(300)  # a busy machine compiles for minutes
 needs_library = pytest.mark.skipif(native.library is None, reason="the native helper is not built")
@@ -172,7 +172,7 @@ def test_a_library_that_cannot_be_loaded_is_not_used(tmp_path, caplog, monkeypat
 @pytest.fixture
 def source_folder(tmp_path):
     """A folder laid out as the project's, with the source and no library."""
-    folder = tmp_path / "kvtier" / "native"
+    folder = tmp_path / "kvtier" / "_native"
     folder.mkdir(parents=True)
     for name in ("__init__.py", *build.SOURCES, *build.HEADERS):
         shutil.copy(Path(native.__file__).with_name(name), folder)
@@ -276,7 +276,7 @@ def run_hook(root, target="wheel", version="standard"):
 @pytest.mark.parametrize("version", ["standard", "editable"])
 def test_a_wheel_with_the_helper_is_for_this_platform(source_folder, version):
     data, warnings = run_hook(source_folder.parent.parent, version=version)
-    assert data["artifacts"] == [f"/kvtier/native/{build.LIBRARY}"]
+    assert data["artifacts"] == [f"/kvtier/_native/{build.LIBRARY}"]
     assert data["pure_python"] is False
     assert data["tag"].startswith("py3-none-")
     assert not {"-", "."} & set(data["tag"].removeprefix("py3-none-"))

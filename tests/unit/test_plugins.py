@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier import plugins
-from kvtier.build import make_core, make_tiers
-from kvtier.config import TieringConfig
-from kvtier.core.policies.base import EvictionPolicy
-from kvtier.core.policies.lru import LRU
+from kvtier import _plugins as plugins
+from kvtier._build import make_core, make_tiers
+from kvtier._config import TieringConfig
+from kvtier._plugins import POLICIES
 from kvtier.errors import ConfigError, TierError
-from kvtier.plugins import POLICIES
+from kvtier.policies._base import EvictionPolicy
+from kvtier.policies._lru import LRU
 
-LRU_IMPORT = "from kvtier.core.policies.lru import LRU\n"
+LRU_IMPORT = "from kvtier.policies._lru import LRU\n"
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_a_policy_of_another_distribution_is_used_by_its_name(install_policy):
         ("", r"acme-bad 1\.2 .*cannot be imported: AttributeError"),
         ("class Policy: pass", r"acme-bad 1\.2 .*is not a subclass of EvictionPolicy"),
         (
-            "from kvtier.core.policies.base import EvictionPolicy\nclass Policy(EvictionPolicy): pass",
+            "from kvtier.policies._base import EvictionPolicy\nclass Policy(EvictionPolicy): pass",
             r"acme-bad 1\.2 .*Policy does not define __contains__, __len__, add, clear, evict, pin",
         ),
     ],

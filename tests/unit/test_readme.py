@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from kvtier import schema
+from kvtier import _schema as schema
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

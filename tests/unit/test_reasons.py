@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from kvtier import reasons
+from kvtier import _reasons as reasons
 
 
 @pytest.mark.parametrize(

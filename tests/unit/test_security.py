@@ -17,14 +17,14 @@ import torch
 from pydantic import SecretStr, field_validator
 
 from kvtier import Identity, KVCaches, PageRef, TieringConfig, open_manager, pack_key
-from kvtier.cli import doctor
+from kvtier._cli import doctor
+from kvtier._memory.region import Region
+from kvtier._validation import hide
 from kvtier.errors import ConfigError, TierError
 from kvtier.keys import OffloadKey
-from kvtier.memory.region import Region
-from kvtier.tiers import registry
-from kvtier.tiers.base import Batch, Knowledge, Outcome, Status, TierContext, Usage
+from kvtier.tiers import _registry as registry
+from kvtier.tiers._base import Batch, Knowledge, Outcome, Status, TierContext, Usage
 from kvtier.tiers.dummy import DummyConfig, DummyTier
-from kvtier.validation import hide
 from kvtier_bench import tier as tier_bench
 
 PROJECT = Path(__file__).parents[2]

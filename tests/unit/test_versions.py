@@ -39,7 +39,7 @@ def release(version: str) -> tuple[int, ...]:
 
 @pytest.fixture(scope="module")
 def supported() -> tuple[tuple[int, int], tuple[int, int]]:
-    oldest, newest = (constant("kvtier/adapters/vllm/compat.py", name) for name in ("OLDEST", "NEWEST"))
+    oldest, newest = (constant("kvtier/adapters/vllm/_compat.py", name) for name in ("OLDEST", "NEWEST"))
     return ast.literal_eval(oldest), ast.literal_eval(newest)
 
 
@@ -56,7 +56,7 @@ def test_the_extra_asks_for_the_range(supported: tuple[tuple[int, int], tuple[in
     assert f"vllm>={oldest[0]}.{oldest[1]},<{major}.{minor + 1}" in extras["vllm"]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/vllm.md", "kvtier/adapters/vllm/compat.py"])
+@pytest.mark.parametrize("page", ["README.md", "docs/vllm.md", "kvtier/adapters/vllm/_compat.py"])
 def test_the_range_is_told_as_it_is(supported: tuple[tuple[int, int], tuple[int, int]], page: str) -> None:
     oldest, newest = (".".join(map(str, number)) for number in supported)
     text = " ".join((PROJECT / page).read_text(encoding="utf-8").split())

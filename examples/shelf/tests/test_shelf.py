@@ -12,7 +12,7 @@ from unittest import mock
 from kvtier_shelf import ShelfTier
 
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import SecondaryTier
+from kvtier.tiers import SecondaryTier
 from kvtier_testing.tiers import Damage, TierConformance
 
 DAMAGES = {

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from vllm.v1.kv_offload.base import Locality, Medium, TierFilter
 
-from kvtier.tiers.base import SecondaryTier
+from kvtier.tiers._base import SecondaryTier
 
 
 class Location(NamedTuple):

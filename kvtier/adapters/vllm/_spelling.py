@@ -34,9 +34,9 @@ from transformers import PretrainedConfig
 from vllm import envs
 from vllm.config import ModelConfig, VllmConfig
 
+from kvtier._identity import canonical
 from kvtier.adapters.vllm import _without_effect
 from kvtier.errors import ConfigError, IdentityError
-from kvtier.identity import canonical
 
 _ADDRESS: Final = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 _SECRET: Final = re.compile(r"(^|_)(secret|password|token|credentials?|(api|access|secret)_key(_id)?)$", re.I)

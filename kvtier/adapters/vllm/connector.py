@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 # First: it refuses a vLLM that is too old, which might lack what is imported next.
-from kvtier.adapters.vllm.compat import EngineContext, making_spec_of
+from kvtier.adapters.vllm._compat import EngineContext, making_spec_of
 
 # isort: split
 import torch
@@ -22,9 +22,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvtier.adapters.vllm.manager import KVTierManager
+from kvtier.adapters.vllm._manager import KVTierManager
+from kvtier.adapters.vllm._worker import KVTierWorker
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
-from kvtier.adapters.vllm.worker import KVTierWorker
 from kvtier.errors import ConfigError
 
 

@@ -12,7 +12,7 @@ from importlib import metadata
 from typing import Any
 
 # First: it refuses a vLLM that is too old, which might lack what is imported next.
-from kvtier.adapters.vllm.compat import (
+from kvtier.adapters.vllm._compat import (
     CacheHitSource,
     EngineContext,
     engine_context,
@@ -29,23 +29,23 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from kvtier.adapters.vllm import metrics
+from kvtier._build import make_core, make_tiers, slots_for, start_executor
+from kvtier._config import TieringConfig
+from kvtier._core.messages import Event, SlotsReady
+from kvtier._executor import CLOSE_S, AnyExecutor, NamedTier
+from kvtier._identity import Identity
+from kvtier._memory import numa
+from kvtier._memory.region import Part, Region
+from kvtier._memory.slot_checksums import SlotChecksums, slot_checksums_bytes
+from kvtier._memory.worker_status import StatusField, StatusTable, WorkerStatus, status_table_bytes
+from kvtier.adapters.vllm import _metrics as metrics
+from kvtier.adapters.vllm._identity import engine_identity
 from kvtier.adapters.vllm._locations import location_of
-from kvtier.adapters.vllm.identity import engine_identity
-from kvtier.adapters.vllm.manager import KVTierManager
-from kvtier.adapters.vllm.parallel import SlotShape, slot_layout, slot_shape, with_chunk_size
-from kvtier.adapters.vllm.worker import KVTierWorker, as_kv_caches, batched_copy
-from kvtier.adapters.vllm.workers import Workers
-from kvtier.build import make_core, make_tiers, slots_for, start_executor
-from kvtier.config import TieringConfig
-from kvtier.core.messages import Event, SlotsReady
+from kvtier.adapters.vllm._manager import KVTierManager
+from kvtier.adapters.vllm._parallel import SlotShape, slot_layout, slot_shape, with_chunk_size
+from kvtier.adapters.vllm._worker import KVTierWorker, as_kv_caches, batched_copy
+from kvtier.adapters.vllm._workers import Workers
 from kvtier.errors import ConfigError
-from kvtier.executor import CLOSE_S, AnyExecutor, NamedTier
-from kvtier.identity import Identity
-from kvtier.memory import numa
-from kvtier.memory.region import Part, Region
-from kvtier.memory.slot_checksums import SlotChecksums, slot_checksums_bytes
-from kvtier.memory.worker_status import StatusField, StatusTable, WorkerStatus, status_table_bytes
 
 logger = logging.getLogger("kvtier.vllm")
 
@@ -125,7 +125,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         )
 
     def _make_worker(self, kv_caches: CanonicalKVCaches) -> KVTierWorker:
-        from kvtier.device.auto import open_transfer_engine
+        from kvtier._device.auto import open_transfer_engine
 
         caches = as_kv_caches(kv_caches, self._shape.is_canonical)
         parallel = self.config.parallel

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from kvtier.tiers.base import TierConfig
+from kvtier.tiers import TierConfig
 from kvtier_bench import commands, core, disk, figures, throughput
 from kvtier_bench import tier as tier_bench
 from kvtier_bench.bare import BareClient

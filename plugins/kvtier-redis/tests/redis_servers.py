@@ -24,8 +24,8 @@ import trustme
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from kvtier.identity import Identity
-from kvtier.tiers.base import TierContext
+from kvtier import Identity
+from kvtier.tiers import TierContext
 from kvtier_redis import RedisConfig, RedisTier
 from kvtier_testing.tiers import TierRig
 

@@ -12,7 +12,7 @@ import pytest
 from redis_servers import GENEROUS_S, Server, TlsServer
 
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import SecondaryTier
+from kvtier.tiers import SecondaryTier
 from kvtier_redis import RedisTier
 from kvtier_testing.tiers import Damage, TierConformance
 

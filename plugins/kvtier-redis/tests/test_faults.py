@@ -14,7 +14,7 @@ import pytest
 import redis_servers
 from redis_servers import GENEROUS_S, Server, opened
 
-from kvtier.tiers.base import Outcome, Status
+from kvtier.tiers import Outcome, Status
 from kvtier_testing.tiers import TierRig
 from kvtier_testing.tiers.rig import Slots, key, keys
 

@@ -14,10 +14,11 @@ import redis
 import redis_servers
 from redis_servers import README, Server, TlsServer, opened
 
-from kvtier import schema, validation
+from kvtier import _schema as schema
+from kvtier import _validation as validation
 from kvtier.errors import ConfigError, TierError
-from kvtier.tiers import registry
-from kvtier.tiers.base import Status, TierContext
+from kvtier.tiers import Status, TierContext
+from kvtier.tiers import _registry as registry
 from kvtier_redis import RedisConfig, RedisTier
 from kvtier_redis._reasons import REASONS
 from kvtier_testing.tiers import TierRig

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvtier.tiers.base import TRAILER_BYTES, Status
+from kvtier.tiers import TRAILER_BYTES, Status
 from kvtier_redis import _commands
 from kvtier_redis._commands import Chunk
 from kvtier_redis._protocol import ErrorReply, RespSocket

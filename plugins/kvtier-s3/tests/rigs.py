@@ -11,10 +11,11 @@ import ceph
 import obstore
 from proxy import Proxy
 
-from kvtier import validation
-from kvtier.identity import Identity
+from kvtier import Identity
+from kvtier import _validation as validation
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import TierContext, ignore_removed
+from kvtier.tiers import TierContext
+from kvtier.tiers._base import ignore_removed
 from kvtier_s3 import S3Tier
 from kvtier_testing.tiers import TierRig
 

@@ -11,7 +11,7 @@ import pytest
 from proxy import Faults, Proxy
 from rigs import Place, wait_until
 
-from kvtier.tiers.base import Status
+from kvtier.tiers import Status
 from kvtier_testing.tiers.rig import keys
 
 pytestmark = pytest.mark.anyio

@@ -12,11 +12,11 @@ import pytest
 from obstore.store import AzureStore, GCSStore, S3Store
 from proxy import Faults, Proxy
 
-from kvtier import schema
-from kvtier.config import TieringConfig
+from kvtier import TieringConfig
+from kvtier import _schema as schema
+from kvtier._reasons import TRANSFER
 from kvtier.errors import ConfigError, TierError
-from kvtier.reasons import TRANSFER
-from kvtier.tiers import registry
+from kvtier.tiers import _registry as registry
 from kvtier_s3 import S3Config
 from kvtier_s3._errors import REASONS, classify
 from kvtier_s3._store import make_store

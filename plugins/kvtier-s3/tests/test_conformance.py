@@ -16,9 +16,9 @@ import pytest
 from proxy import Faults, Proxy
 from rigs import GENEROUS
 
-from kvtier import validation
+from kvtier import _validation as validation
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import SecondaryTier
+from kvtier.tiers import SecondaryTier
 from kvtier_s3 import S3Config, S3Tier
 from kvtier_s3._store import Store, make_store
 from kvtier_testing.tiers import Damage, TierConformance

@@ -12,7 +12,7 @@ from proxy import Faults, Proxy
 from rigs import Place, wait_until
 
 from kvtier.errors import TierError
-from kvtier.tiers.base import Status
+from kvtier.tiers import Status
 
 pytestmark = pytest.mark.anyio
 

@@ -14,7 +14,7 @@ import pytest
 from proxy import Faults, Proxy
 from rigs import CHUNK_BYTES, Place, wait_until
 
-from kvtier.tiers.base import Outcome, Status
+from kvtier.tiers import Outcome, Status
 from kvtier_testing.tiers import TierRig
 from kvtier_testing.tiers.rig import keys
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.tiers.base import Knowledge
+from kvtier.tiers import Knowledge
 from kvtier_s3._index import ChunkIndex
 from kvtier_testing.tiers.rig import key, keys
 

@@ -15,9 +15,9 @@ import trustme
 from proxy import Faults, Proxy
 from rigs import CHUNK_BYTES, IDENTITY, Place
 
+from kvtier import Identity
 from kvtier.errors import TierError
-from kvtier.identity import Identity
-from kvtier.tiers.base import TierContext
+from kvtier.tiers import TierContext
 
 pytestmark = pytest.mark.anyio
 

@@ -16,8 +16,8 @@ from proxy import Proxy
 from rigs import CHUNK_BYTES, IDENTITY, Place, wait_until
 
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import Knowledge, Status
-from kvtier.tiers.seal import Integrity, check
+from kvtier.tiers import Knowledge, Status
+from kvtier.tiers._seal import Integrity, check
 from kvtier_s3 import S3Config
 from kvtier_s3._layout import Layout
 from kvtier_testing.tiers import TierRig

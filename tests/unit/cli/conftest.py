@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from kvtier.cli import main as cli
-from kvtier.identity import Identity
+from kvtier._cli import main as cli
+from kvtier._identity import Identity
+from kvtier._memory.heap import HeapMemory
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.memory.heap import HeapMemory
-from kvtier.tiers.base import Batch, Status, TierContext
+from kvtier.tiers._base import Batch, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
 
 CHUNK_BYTES = 16384

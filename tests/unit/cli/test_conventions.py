@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import typer
 
-from kvtier.cli import main as cli
-from kvtier.cli import report
+from kvtier._cli import main as cli
+from kvtier._cli import report
 
 GROUP = typer.main.get_command(cli.app)
 
@@ -151,7 +151,7 @@ AT_WORK = """
 """
 
 
-@pytest.mark.parametrize("module", ["kvtier.cli", "typer", "pydantic", "kvtier.cli.main", "kvtier.config"])
+@pytest.mark.parametrize("module", ["kvtier._cli", "typer", "pydantic", "kvtier._cli.main", "kvtier._config"])
 def test_an_interrupt_while_it_imports_shows_no_traceback(tmp_path: Path, module: str) -> None:
     with started(["tiers"], AT_IMPORT.format(module=module), tmp_path) as done:
         said, complaint = done.communicate(timeout=60)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvtier.cli import doctor
-from kvtier.cli import main as cli
+from kvtier._cli import doctor
+from kvtier._cli import main as cli
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiers.dummy import DummyTier
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvtier.cli import main as cli
+from kvtier._cli import main as cli
 from kvtier.errors import KVTierError
 from tests.unit.conftest import InstallDistribution
 
@@ -89,7 +89,7 @@ def test_a_command_that_is_run_imports_no_other(run: Run, install_distribution: 
 def test_a_command_that_is_not_installed_names_its_distribution(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
-    monkeypatch.setattr("kvtier.cli.extensions.plugins.installed", lambda group: [])
+    monkeypatch.setattr("kvtier._cli.extensions.plugins.installed", lambda group: [])
     monkeypatch.setattr(sys, "argv", ["kvtier", *arguments])
     with pytest.raises(SystemExit, match="2"):
         cli.main()

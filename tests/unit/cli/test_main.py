@@ -12,7 +12,7 @@ import importlib_metadata
 import pytest
 from typer.testing import CliRunner
 
-from kvtier.cli import main as cli
+from kvtier._cli import main as cli
 from kvtier.errors import ConfigError
 
 
@@ -76,7 +76,7 @@ def test_the_tools_need_neither_torch_nor_an_engine(cache, command: list[str]) -
     code = (
         "import sys; sys.modules.update(torch=None, vllm=None, numpy=None);"
         f"sys.argv = {['kvtier', *arguments]!r};"
-        "from kvtier.cli.main import main; main()"
+        "from kvtier._cli.main import main; main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -86,7 +86,7 @@ def test_the_tools_need_neither_torch_nor_an_engine(cache, command: list[str]) -
 def test_a_command_that_is_asked_to_end_removes_what_it_has_made(tmp_path: Path, number: int) -> None:
     code = """
 import signal, sys, tempfile, time
-from kvtier.cli import main
+from kvtier._cli import main
 for number in (signal.SIGTERM, signal.SIGHUP):  # which may be ignored where the tests run
     signal.signal(number, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli import new_tier
+from kvtier._cli import new_tier
 from kvtier.errors import ConfigError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "shelf"

@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 
-from kvtier import native
-from kvtier.identity import Identity
-from kvtier.tiers.fs.layout import BLOCK_BYTES
-from kvtier.tiers.fs.root import Root
+from kvtier import _native as native
+from kvtier._identity import Identity
+from kvtier.tiers.fs._layout import BLOCK_BYTES
+from kvtier.tiers.fs._root import Root
 
 CHUNK_BYTES = 16384
 FILE_BYTES = CHUNK_BYTES + BLOCK_BYTES
@@ -34,10 +34,10 @@ def put_in_another_process(root: Path, then: str) -> subprocess.Popen[str]:
     """Have another process open the cache of the fixture, put chunk 0, say so, and go on with ``then``."""
     source = """
         import asyncio, hashlib, random, sys, time
-        from kvtier.identity import Identity
+        from kvtier._identity import Identity
         from kvtier.keys import pack_key
-        from kvtier.memory.heap import HeapMemory
-        from kvtier.tiers.base import Batch, TierContext
+        from kvtier._memory.heap import HeapMemory
+        from kvtier.tiers._base import Batch, TierContext
         from kvtier.tiers.fs import FsConfig, FsTier
 
         def batch(number):

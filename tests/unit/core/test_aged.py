@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from kvtier.core.policies.aged import AgedKeys
 from kvtier.keys import OffloadKey, pack_key
+from kvtier.policies._aged import AgedKeys
 
 
 def keys(first: int, count: int) -> list[OffloadKey]:

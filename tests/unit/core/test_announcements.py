@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.core.announcements import Announcements, Change
-from kvtier.core.messages import Fetched, PutEnded, Removed, TierDown
-from kvtier.core.requests import Request
-from kvtier.core.tiering import Tiering
+from kvtier._core.announcements import Announcements, Change
+from kvtier._core.messages import Fetched, PutEnded, Removed, TierDown
+from kvtier._core.requests import Request
+from kvtier._core.tiering import Tiering
 from tests.unit.core.world import (
     LANDED,
     LOCATED,

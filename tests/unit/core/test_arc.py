@@ -6,10 +6,10 @@ from itertools import count
 
 import pytest
 
-from kvtier.core.policies.arc import ARC
-from kvtier.core.policies.base import EvictionPolicy
-from kvtier.core.policies.lru import LRU
 from kvtier.keys import OffloadKey, pack_key
+from kvtier.policies._arc import ARC
+from kvtier.policies._base import EvictionPolicy
+from kvtier.policies._lru import LRU
 from tests.unit.core.world import keys
 
 

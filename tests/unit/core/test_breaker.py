@@ -8,9 +8,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.core.breaker import Breaker, BreakerRules
-from kvtier.core.messages import TransferHealth
-from kvtier.core.states import BreakerState
+from kvtier._core.breaker import Breaker, BreakerRules
+from kvtier._core.messages import TransferHealth
+from kvtier._core.states import BreakerState
 
 GOOD, BAD, LATE, NONE = TransferHealth.GOOD, TransferHealth.BAD, TransferHealth.LATE, TransferHealth.NONE
 CLOSED, HALF_OPEN, OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN

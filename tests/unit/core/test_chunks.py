@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.core.chunks import ChunkTable
-from kvtier.core.policies.lru import LRU
-from kvtier.core.states import ChunkState
+from kvtier._core.chunks import ChunkTable
+from kvtier._core.states import ChunkState
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey, pack_key
+from kvtier.policies._lru import LRU
 
 A, B, C, D = (pack_key(name) for name in (b"a", b"b", b"c", b"d"))
 

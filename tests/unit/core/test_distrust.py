@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvtier.core.admission import TierGate
-from kvtier.core.messages import (
+from kvtier._core.admission import TierGate
+from kvtier._core.messages import (
     Fetch,
     Reset,
     TierUp,
 )
-from kvtier.core.policies.arc import ARC
-from kvtier.core.requests import Request
-from kvtier.core.states import Lookup
-from kvtier.core.tiering import Tiering
+from kvtier._core.requests import Request
+from kvtier._core.states import Lookup
+from kvtier._core.tiering import Tiering
 from kvtier.keys import OffloadKey
+from kvtier.policies._arc import ARC
 from kvtier_testing import invariants
 from tests.unit.core.world import (
     GOOD,

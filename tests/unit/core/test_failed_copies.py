@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.core.announcements import Change
-from kvtier.core.policies.arc import ARC
-from kvtier.core.requests import Request
-from kvtier.core.tiering import Tiering
-from kvtier.core.transfers import Pinned
+from kvtier._core.announcements import Change
+from kvtier._core.requests import Request
+from kvtier._core.tiering import Tiering
+from kvtier._core.transfers import Pinned
 from kvtier.keys import OffloadKey, pack_key
+from kvtier.policies._arc import ARC
 from kvtier_testing import invariants
 from tests.unit.core.world import (
     HIT,

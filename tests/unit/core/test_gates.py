@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.core.admission import TierGate
-from kvtier.core.messages import (
+from kvtier._core.admission import TierGate
+from kvtier._core.messages import (
     Answer,
     Command,
     Fetch,
@@ -17,8 +17,8 @@ from kvtier.core.messages import (
     Touch,
     TransferHealth,
 )
-from kvtier.core.requests import Request
-from kvtier.core.states import BreakerState, Lookup
+from kvtier._core.requests import Request
+from kvtier._core.states import BreakerState, Lookup
 from kvtier.keys import OffloadKey
 from tests.unit.core import world
 from tests.unit.core.world import BAD, GOOD, LATE, keys, taken

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.core.policies.lru import LRU
+from kvtier.policies._lru import LRU
 from tests.unit.core.world import keys
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvtier.core.policies.arc import ARC
-from kvtier.core.policies.lru import LRU
+from kvtier.policies._arc import ARC
+from kvtier.policies._lru import LRU
 from kvtier_testing.policies import PolicyConformance
 
 

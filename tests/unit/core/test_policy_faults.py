@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvtier.core.messages import SlotsReady
-from kvtier.core.policies.lru import LRU
-from kvtier.core.tiering import Tiering
+from kvtier._core.messages import SlotsReady
+from kvtier._core.tiering import Tiering
 from kvtier.keys import OffloadKey
+from kvtier.policies._lru import LRU
 from kvtier_testing import invariants
 from tests.unit.core.world import keys, reserve, store
 from tests.unit.core.world import make as core_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.core.pressure import PutPressure
+from kvtier._core.pressure import PutPressure
 
 
 def test_what_is_queued_is_through_within_the_bound() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.core.admission import Limits, TierGate
-from kvtier.core.messages import (
+from kvtier._core.admission import Limits, TierGate
+from kvtier._core.messages import (
     Answer,
     Fetched,
     Put,
@@ -14,11 +14,11 @@ from kvtier.core.messages import (
     TierDown,
     TransferHealth,
 )
-from kvtier.core.policies.lru import LRU
-from kvtier.core.requests import Request
-from kvtier.core.states import RequestState
-from kvtier.core.tiering import Tiering
+from kvtier._core.requests import Request
+from kvtier._core.states import RequestState
+from kvtier._core.tiering import Tiering
 from kvtier.errors import StateError
+from kvtier.policies._lru import LRU
 from kvtier_testing import invariants
 from tests.unit.core.world import (
     HIT,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.core.admission import Limits
-from kvtier.core.announcements import Change
-from kvtier.core.messages import (
+from kvtier._core.admission import Limits
+from kvtier._core.announcements import Change
+from kvtier._core.messages import (
     Answer,
     Fetch,
     Fetched,
@@ -16,11 +16,11 @@ from kvtier.core.messages import (
     TierDown,
     Touch,
 )
-from kvtier.core.policies.lru import LRU
-from kvtier.core.requests import Request
-from kvtier.core.states import Lookup
-from kvtier.core.tiering import Tiering
+from kvtier._core.requests import Request
+from kvtier._core.states import Lookup
+from kvtier._core.tiering import Tiering
 from kvtier.errors import StateError
+from kvtier.policies._lru import LRU
 from kvtier_testing import invariants
 from tests.unit.core.world import (
     keys,

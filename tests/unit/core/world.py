@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.core.admission import Limits, TierGate
-from kvtier.core.messages import (
+from kvtier._core.admission import Limits, TierGate
+from kvtier._core.messages import (
     Answer,
     Command,
     Fetch,
@@ -16,13 +16,13 @@ from kvtier.core.messages import (
     SlotsReady,
     TransferHealth,
 )
-from kvtier.core.policies.base import EvictionPolicy
-from kvtier.core.policies.lru import LRU
-from kvtier.core.requests import Request
-from kvtier.core.states import Lookup
-from kvtier.core.tiering import Tiering
-from kvtier.core.transfers import Reservation
+from kvtier._core.requests import Request
+from kvtier._core.states import Lookup
+from kvtier._core.tiering import Tiering
+from kvtier._core.transfers import Reservation
 from kvtier.keys import OffloadKey, pack_key
+from kvtier.policies._base import EvictionPolicy
+from kvtier.policies._lru import LRU
 from kvtier_testing import invariants
 
 HIT, MISS, PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.PENDING, Lookup.RETRY

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier.native import build
+from kvtier._native import build
 
 STUB = """
 #include <stddef.h>

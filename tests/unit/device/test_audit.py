@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtier.device.base import Attempt, Audits, Blocks, Finished, PageMapping, Run
-from kvtier.device.cpu import CpuTransferEngine, copy_plan
-from kvtier.device.plan import CopyPlan
+from kvtier._device.base import Attempt, Audits, Blocks, Finished, PageMapping, Run
+from kvtier._device.cpu import CpuTransferEngine, copy_plan
+from kvtier._device.plan import CopyPlan
+from kvtier._memory.slot_checksums import Fault, SlotChecksums, slot_checksums_bytes
 from kvtier.errors import AuditError, DamagedSlotError
-from kvtier.memory.slot_checksums import Fault, SlotChecksums, slot_checksums_bytes
 from kvtier_testing.device import Rig, Shape, rig
 
 PLAIN = Shape(blocks_per_chunk=2)

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier.device import cpu, cuda, rocm, xpu
-from kvtier.device.auto import BACKENDS, open_transfer_engine
-from kvtier.device.base import KVCaches, PageRef
-from kvtier.device.cpu import CpuTransferEngine
+from kvtier._device import cpu, cuda, rocm, xpu
+from kvtier._device.auto import BACKENDS, open_transfer_engine
+from kvtier._device.base import KVCaches, PageRef
+from kvtier._device.cpu import CpuTransferEngine
+from kvtier._memory.layout import SlotLayout
+from kvtier._memory.region import Region
 from kvtier.errors import ConfigError
-from kvtier.memory.layout import SlotLayout
-from kvtier.memory.region import Region
 
 LAYOUT = SlotLayout.make((64,), 1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.device.base import Blocks
+from kvtier._device.base import Blocks
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ from functools import partial
 
 import pytest
 
-from kvtier import native
-from kvtier.device._threaded import LOST_AFTER
-from kvtier.device.base import Attempt, Blocks
-from kvtier.device.cpu import CpuTransferEngine, copy_plan
-from kvtier.device.plan import CopyPlan
+from kvtier import _native as native
+from kvtier._device._threaded import LOST_AFTER
+from kvtier._device.base import Attempt, Blocks
+from kvtier._device.cpu import CpuTransferEngine, copy_plan
+from kvtier._device.plan import CopyPlan
+from kvtier._memory.layout import SlotLayout
+from kvtier._memory.region import Region
 from kvtier.errors import DeviceLostError
-from kvtier.memory.layout import SlotLayout
-from kvtier.memory.region import Region
 from kvtier_testing.device import (
     DeviceConformance,
     EngineFactory,

@@ -15,19 +15,19 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier import native
-from kvtier.device._cuda_runtime import (
+from kvtier import _native as native
+from kvtier._device._cuda_runtime import (
     RuntimeLibrary,
     TorchRuntime,
     TorchStream,
     common_methods,
     find_library,
 )
-from kvtier.device._methods import BATCH, CASES, EACH, ENGINE, Method
-from kvtier.device._streams import StreamEngine
-from kvtier.device.base import Blocks, CopyQueue
-from kvtier.device.cuda import Cudart
-from kvtier.device.plan import CopyPlan
+from kvtier._device._methods import BATCH, CASES, EACH, ENGINE, Method
+from kvtier._device._streams import StreamEngine
+from kvtier._device.base import Blocks, CopyQueue
+from kvtier._device.cuda import Cudart
+from kvtier._device.plan import CopyPlan
 from kvtier.errors import ConfigError, DeviceLostError, TransferError
 from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory, Shape, rig
 

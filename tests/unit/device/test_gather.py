@@ -14,8 +14,8 @@ SCRIPT = """
 import numpy as np
 import torch
 
-from kvtier.device import _gather as gather
-from kvtier.device.plan import CopyPlan
+from kvtier._device import _gather as gather
+from kvtier._device.plan import CopyPlan
 
 noise = np.random.default_rng(1)
 source = noise.integers(0, 256, 2**16, np.uint8)

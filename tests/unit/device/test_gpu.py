@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier.device import cuda, rocm
-from kvtier.device._cuda_runtime import RuntimeLibrary, TorchRuntime, TorchStream, common_methods
-from kvtier.device._methods import BATCH, CASES, EACH, GATHER
-from kvtier.device._streams import StreamEngine
-from kvtier.device.auto import open_transfer_engine
-from kvtier.device.base import Blocks, CopyQueue
-from kvtier.device.plan import CopyPlan
-from kvtier.device.xpu import XpuRuntime, XpuStream
+from kvtier._device import cuda, rocm
+from kvtier._device._cuda_runtime import RuntimeLibrary, TorchRuntime, TorchStream, common_methods
+from kvtier._device._methods import BATCH, CASES, EACH, GATHER
+from kvtier._device._streams import StreamEngine
+from kvtier._device.auto import open_transfer_engine
+from kvtier._device.base import Blocks, CopyQueue
+from kvtier._device.plan import CopyPlan
+from kvtier._device.xpu import XpuRuntime, XpuStream
 from kvtier.errors import TransferError
 from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory, Rig, Shape, rig
 

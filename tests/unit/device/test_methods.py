@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier.device._methods import (
+from kvtier._device._methods import (
     BATCH,
     CASES,
     EACH,
@@ -19,8 +19,8 @@ from kvtier.device._methods import (
     Size,
     case_of,
 )
-from kvtier.device.base import CopyQueue
-from kvtier.device.plan import CopyPlan
+from kvtier._device.base import CopyQueue
+from kvtier._device.plan import CopyPlan
 
 HOST = 1 << 40
 DEVICE = 1 << 44

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier import native
-from kvtier.device.base import Blocks
-from kvtier.device.cpu import CpuTransferEngine
+from kvtier import _native as native
+from kvtier._device.base import Blocks
+from kvtier._device.cpu import CpuTransferEngine
 from kvtier_testing.device import Shape, rig
 
 BLOCKS = 48

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.device.base import Blocks, KVCaches, PageMapping, PageRef, Run
-from kvtier.device.plan import CopyPlanner
-from kvtier.memory.layout import SlotLayout
+from kvtier._device.base import Blocks, KVCaches, PageMapping, PageRef, Run
+from kvtier._device.plan import CopyPlanner
+from kvtier._memory.layout import SlotLayout
 
 HOST = 1 << 40
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier.device._methods import CASES, Case, Size, case_of
-from kvtier.device._probe import Scratch, cached_choice, choose
-from kvtier.device.plan import CopyPlan
+from kvtier._device._methods import CASES, Case, Size, case_of
+from kvtier._device._probe import Scratch, cached_choice, choose
+from kvtier._device.plan import CopyPlan
 
 
 class Host:

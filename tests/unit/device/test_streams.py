@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from kvtier import native
-from kvtier.device import _threaded
-from kvtier.device._streams import StreamEngine
-from kvtier.device.base import Attempt, Blocks, CopyQueue, Pinning
-from kvtier.device.plan import CopyPlan
+from kvtier import _native as native
+from kvtier._device import _threaded
+from kvtier._device._streams import StreamEngine
+from kvtier._device.base import Attempt, Blocks, CopyQueue, Pinning
+from kvtier._device.plan import CopyPlan
 from kvtier.errors import DeviceLostError, DeviceStuckError, TransferError
 from kvtier_testing.device import (
     Compute,

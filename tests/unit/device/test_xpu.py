@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.device._streams import StreamEngine
-from kvtier.device.base import DEADLINE_S, CopyQueue
-from kvtier.device.plan import CopyPlan
-from kvtier.device.xpu import DeviceBytes, XpuRuntime, XpuStream, _pieces
+from kvtier._device._streams import StreamEngine
+from kvtier._device.base import DEADLINE_S, CopyQueue
+from kvtier._device.plan import CopyPlan
+from kvtier._device.xpu import DeviceBytes, XpuRuntime, XpuStream, _pieces
 from kvtier.errors import TransferError
 from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory
 

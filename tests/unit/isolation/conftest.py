@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from kvtier.core.messages import Event, Fetch, Fetched, ProcessEnded, Put, PutEnded, Reset, TierUp
-from kvtier.executor import NamedTier
-from kvtier.identity import Identity
-from kvtier.isolation.heartbeat import SupervisorTimes
-from kvtier.isolation.process import ExecutorProcess
+from kvtier._core.messages import Event, Fetch, Fetched, ProcessEnded, Put, PutEnded, Reset, TierUp
+from kvtier._executor import NamedTier
+from kvtier._identity import Identity
+from kvtier._isolation.heartbeat import SupervisorTimes
+from kvtier._isolation.process import ExecutorProcess
+from kvtier._memory.region import Region
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.memory.region import Region
-from kvtier.tiers import registry
-from kvtier.tiers.base import SecondaryTier
+from kvtier.tiers import _registry as registry
+from kvtier.tiers._base import SecondaryTier
 
 IDENTITY = Identity.make("model", {"dtype": "int8"})
 CHUNK_BYTES = 4096
@@ -44,11 +44,11 @@ from pathlib import Path
 import anyio
 from pydantic import SecretStr
 
-from kvtier.tiers.base import Outcome, Status
-from kvtier.tiers.drain import in_thread
+from kvtier.tiers._base import Outcome, Status
+from kvtier.tiers._drain import in_thread
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 
-IS_CHILD = "kvtier.isolation.child" in getattr(sys.modules["__main__"].__spec__, "name", "")
+IS_CHILD = "kvtier._isolation.child" in getattr(sys.modules["__main__"].__spec__, "name", "")
 CRASH = os.environ.get("KVTIER_TEST_CRASH") if IS_CHILD else None
 if CRASH == "crash_when_loaded":
     ctypes.string_at(0)

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from kvtier import KVCaches, PageRef, TieringConfig, open_manager
-from kvtier.build import make_tiers, start_executor
-from kvtier.core.messages import Event, Fetch, Fetched, Put, PutEnded
+from kvtier._build import make_tiers, start_executor
+from kvtier._core.messages import Event, Fetch, Fetched, Put, PutEnded
+from kvtier._executor import AnyExecutor, ExecutorThread, NamedTier
+from kvtier._isolation import link as links
+from kvtier._isolation.process import ExecutorProcess
+from kvtier._manager import TieringManager
+from kvtier._memory.region import Region
 from kvtier.errors import ConfigError, IsolationError
-from kvtier.executor import AnyExecutor, ExecutorThread, NamedTier
-from kvtier.isolation import link as links
-from kvtier.isolation.process import ExecutorProcess
-from kvtier.manager import TieringManager
-from kvtier.memory.region import Region
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 
 from .conftest import CHUNK_BYTES, IDENTITY, PATIENCE_S, SLOTS, SWIFT, Harness, Launch, key, make_tier
@@ -35,7 +35,7 @@ Begin = Callable[..., AnyExecutor]
 @pytest.fixture
 def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
     """Start executors, with these settings, over a tier in memory; they are closed with the test."""
-    monkeypatch.setattr("kvtier.executor.CLOSE_S", PATIENCE_S)  # a machine may stand still for seconds
+    monkeypatch.setattr("kvtier._executor.CLOSE_S", PATIENCE_S)  # a machine may stand still for seconds
     region, made = Region.unnamed(SLOTS, CHUNK_BYTES), []
 
     def start(*tiers: NamedTier, tier: str = "dummy", **settings: Any) -> AnyExecutor:
@@ -88,7 +88,7 @@ def nowhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "no support":  # by a Python that was built for an older system
         monkeypatch.delattr(os, "pidfd_open")
         return "pidfd_open"
-    monkeypatch.setattr(links, "_PROGRAM", "kvtier.isolation.no_such_program")
+    monkeypatch.setattr(links, "_PROGRAM", "kvtier._isolation.no_such_program")
     return "it exited with status 1"
 
 
@@ -165,7 +165,7 @@ def test_a_slow_start_is_not_waited_for(
 ) -> None:
     (tmp_path / "acme_slow.py").write_text(
         "import pathlib, sys, time\n"
-        "from kvtier.isolation import child\n"
+        "from kvtier._isolation import child\n"
         f"while not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.01)\n"
         "sys.exit(child.main(sys.argv[1:]))\n"
     )

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from kvtier import KVCaches, PageRef, TieringConfig, open_manager, pack_key
+from kvtier._manager import TieringManager
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey
-from kvtier.manager import TieringManager
 
 from .conftest import IDENTITY, MUCH, PATIENCE_S, children, is_alive
 
@@ -96,7 +96,7 @@ def processes_of_tiers() -> Sequence[int]:
     found = []
     for pid in children():
         with suppress(OSError):  # one that was reaped meanwhile
-            if b"kvtier.isolation.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"kvtier._isolation.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
     return found
 

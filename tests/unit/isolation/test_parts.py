@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
+from kvtier._executor import NamedTier
+from kvtier._isolation import settings
+from kvtier._isolation.heartbeat import Heartbeat, SupervisorTimes
+from kvtier._isolation.send_queue import SendQueue
+from kvtier._isolation.wire import Frames
 from kvtier.errors import ConfigError
-from kvtier.executor import NamedTier
-from kvtier.isolation import settings
-from kvtier.isolation.heartbeat import Heartbeat, SupervisorTimes
-from kvtier.isolation.send_queue import SendQueue
-from kvtier.isolation.wire import Frames
 
 from .conftest import make_tier
 
@@ -173,7 +173,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
-        monkeypatch.setattr("kvtier.isolation.heartbeat.time.monotonic", lambda: self.now_s)
+        monkeypatch.setattr("kvtier._isolation.heartbeat.time.monotonic", lambda: self.now_s)
 
 
 @pytest.fixture

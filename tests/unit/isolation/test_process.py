@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.core.messages import Answer, Fetched, ProcessEnded, PutEnded, Reset, TierDown
-from kvtier.isolation import link as links
-from kvtier.isolation import process as processes
-from kvtier.isolation.heartbeat import SupervisorTimes
-from kvtier.isolation.link import Link
-from kvtier.tiers.base import TRAILER_BYTES, Usage
+from kvtier._core.messages import Answer, Fetched, ProcessEnded, PutEnded, Reset, TierDown
+from kvtier._isolation import link as links
+from kvtier._isolation import process as processes
+from kvtier._isolation.heartbeat import SupervisorTimes
+from kvtier._isolation.link import Link
+from kvtier.tiers._base import TRAILER_BYTES, Usage
 
 from .conftest import (
     CHUNK_BYTES,
@@ -121,7 +121,7 @@ def test_secrets_are_in_neither_arguments_nor_environment(launch: Launch) -> Non
 
 
 def test_the_program_imports_neither_torch_nor_an_engine() -> None:
-    code = "import sys, kvtier.isolation.child; print({'torch', 'numpy', 'vllm'} & set(sys.modules))"
+    code = "import sys, kvtier._isolation.child; print({'torch', 'numpy', 'vllm'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("set()\n", "")
 
@@ -470,11 +470,11 @@ def test_close_does_not_wait_for_a_restart(launch: Launch) -> None:
 
 ENGINE = """
 import os, signal, sys, time
-from kvtier.executor import NamedTier
-from kvtier.identity import Identity
-from kvtier.isolation.process import ExecutorProcess
-from kvtier.memory.region import Region
-from kvtier.tiers import registry
+from kvtier._executor import NamedTier
+from kvtier._identity import Identity
+from kvtier._isolation.process import ExecutorProcess
+from kvtier._memory.region import Region
+from kvtier.tiers import _registry as registry
 from pathlib import Path
 
 how, folder = sys.argv[1], Path(sys.argv[2])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ByteSize
 
-from kvtier.core.messages import (
+from kvtier._core.messages import (
     Answer,
     Command,
     Fetch,
@@ -25,10 +25,10 @@ from kvtier.core.messages import (
     Touch,
     TransferHealth,
 )
-from kvtier.executor import NamedTier
-from kvtier.isolation import wire
-from kvtier.isolation.decoder import MessageDecoder
-from kvtier.isolation.wire import Frames, WireError
+from kvtier._executor import NamedTier
+from kvtier._isolation import wire
+from kvtier._isolation.decoder import MessageDecoder
+from kvtier._isolation.wire import Frames, WireError
 from kvtier.keys import OffloadKey
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 

@@ -19,7 +19,7 @@ _HOLDER = """
 import sys
 from pathlib import Path
 from kvtier.errors import RegionError
-from kvtier.memory.region import Region
+from kvtier._memory.region import Region
 
 directory, name, slots, chunk_bytes = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 try:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from kvtier._memory.region import Region
+from kvtier._memory.slot_checksums import SlotChecksums, slot_checksums_bytes
 from kvtier.errors import RegionError, StateError
-from kvtier.memory.region import Region
-from kvtier.memory.slot_checksums import SlotChecksums, slot_checksums_bytes
 
 PAGE = 4096
 
@@ -54,7 +54,7 @@ def test_what_audited_slots_must_hold_is_found_in_the_board_or_refused() -> None
 HOLDER = """
 import os, subprocess, sys
 from pathlib import Path
-from kvtier.memory.region import Region
+from kvtier._memory.region import Region
 
 region = Region.open("engine", 4, 4096, Path(sys.argv[1]))
 region.claim()
@@ -67,7 +67,7 @@ sys.stdin.read()
 """
 BORROWER = """
 import sys, time
-from kvtier.memory.region import Region
+from kvtier._memory.region import Region
 region = Region.borrowed(int(sys.argv[1]), 4, 4096)
 print("ready", flush=True)
 time.sleep(1000)

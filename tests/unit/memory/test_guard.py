@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.memory import guard
-from kvtier.memory.region import Region
+from kvtier._memory import guard
+from kvtier._memory.region import Region
 
 PATIENCE_S = 60.0
 
 ENGINE = """
 import sys, time
 from pathlib import Path
-from kvtier.memory.region import Region
+from kvtier._memory.region import Region
 
 region = Region.open("engine", 2, 4096, Path(sys.argv[1]))
 region.start_guard()

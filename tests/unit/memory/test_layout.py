@@ -4,7 +4,7 @@ import mmap
 
 import pytest
 
-from kvtier.memory.layout import SlotLayout
+from kvtier._memory.layout import SlotLayout
 
 
 def test_tensors_follow_each_other_and_workers_do() -> None:

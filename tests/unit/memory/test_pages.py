@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtier.memory import numa, pages
-from kvtier.memory.region import Part, Region
+from kvtier._memory import numa, pages
+from kvtier._memory.region import Part, Region
 
 if TYPE_CHECKING:
     from tests.unit.memory.conftest import Mounted

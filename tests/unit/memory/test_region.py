@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtier import native
+from kvtier import _native as native
+from kvtier._memory import _locked_file, pages
+from kvtier._memory import region as regions
+from kvtier._memory.region import PIECE_BYTES, Region
 from kvtier.errors import RegionError, StateError
-from kvtier.memory import _locked_file, pages
-from kvtier.memory import region as regions
-from kvtier.memory.region import PIECE_BYTES, Region
 
 if TYPE_CHECKING:
     from tests.unit.memory.conftest import Mounted
@@ -327,7 +327,7 @@ def test_a_region_that_does_not_fit_a_small_file_system(small_tmpfs: Path) -> No
 
 def test_needs_neither_torch_nor_numpy() -> None:
     script = (
-        "import sys, kvtier.memory.region, kvtier.memory.layout\n"
+        "import sys, kvtier._memory.region, kvtier._memory.layout\n"
         "print(sorted({'torch', 'numpy', 'vllm'} & set(sys.modules)))"
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtier.memory.region import Region, remove_stale_files
+from kvtier._memory.region import Region, remove_stale_files
 
 if TYPE_CHECKING:
     from tests.unit.memory.conftest import Holding
@@ -96,7 +96,7 @@ def test_the_end_of_a_forked_child_changes_nothing(shm: Path) -> None:
     script = """
 import os, sys
 from pathlib import Path
-from kvtier.memory.region import Region, remove_stale_files
+from kvtier._memory.region import Region, remove_stale_files
 shm = Path(sys.argv[1])
 region = Region.open("e", 1, 4096, shm)
 region.claim()
@@ -127,7 +127,7 @@ def test_many_starts_at_once_make_one_region(holding: Holding, shm: Path) -> Non
 _CHURN = """
 import os, signal, sys
 from pathlib import Path
-from kvtier.memory.region import Region
+from kvtier._memory.region import Region
 shm, number = Path(sys.argv[1]), int(sys.argv[2])
 for turn in range(150):
     kind = turn % 3

@@ -7,11 +7,11 @@ from pathlib import Path
 import crc32c
 import pytest
 
-from kvtier.core.chunks import Chunk
-from kvtier.core.messages import Fetch, Put, Touch
+from kvtier._core.chunks import Chunk
+from kvtier._core.messages import Fetch, Put, Touch
+from kvtier._memory.heap import HeapMemory
+from kvtier._memory.slot_checksums import Damage, Fault, SlotChecksums, slot_checksums_bytes
 from kvtier.keys import pack_key
-from kvtier.memory.heap import HeapMemory
-from kvtier.memory.slot_checksums import Damage, Fault, SlotChecksums, slot_checksums_bytes
 
 SLOTS = 8
 AREAS = 3

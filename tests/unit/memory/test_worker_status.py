@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.memory.worker_status import StatusField, StatusTable, WorkerStatus, status_table_bytes
+from kvtier._memory.worker_status import StatusField, StatusTable, WorkerStatus, status_table_bytes
 
 SLOTS = 300
 WORKERS = 3

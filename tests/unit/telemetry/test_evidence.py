@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.telemetry import evidence
+from kvtier._telemetry import evidence
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_the_first_byte_that_differs_is_found(place: int) -> None:
 FULL = """
 import logging, resource, signal, sys
 from pathlib import Path
-from kvtier.telemetry import evidence
+from kvtier._telemetry import evidence
 
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))

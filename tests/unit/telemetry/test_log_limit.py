@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from kvtier.core.shared import Notice
-from kvtier.telemetry.log_limit import LogLimit, NoticeLog
+from kvtier._core.shared import Notice
+from kvtier._telemetry.log_limit import LogLimit, NoticeLog
 
 
 def test_the_first_line_is_let_through_and_the_next_after_a_while_with_the_number_of_those_between() -> None:

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtier.core.admission import Limits, TierGate
-from kvtier.core.chunks import Chunk
-from kvtier.core.messages import Fetch, PutEnded, SlotsReady
-from kvtier.core.policies.lru import LRU
-from kvtier.core.requests import Request
-from kvtier.core.states import BreakerState, ChunkState, RequestState
-from kvtier.core.tiering import Tiering
+from kvtier._core.admission import Limits, TierGate
+from kvtier._core.chunks import Chunk
+from kvtier._core.messages import Fetch, PutEnded, SlotsReady
+from kvtier._core.requests import Request
+from kvtier._core.states import BreakerState, ChunkState, RequestState
+from kvtier._core.tiering import Tiering
 from kvtier.keys import pack_key
+from kvtier.policies._lru import LRU
 from kvtier_testing import invariants
 
 READY, PUT, FETCHED, OTHER = map(pack_key, (b"ready", b"put", b"fetched", b"other"))

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import hypothesis
 import pytest
 
-from kvtier.core.policies.base import EvictionPolicy
-from kvtier.core.policies.lru import LRU
 from kvtier.keys import OffloadKey
+from kvtier.policies._base import EvictionPolicy
+from kvtier.policies._lru import LRU
 from kvtier_testing.policies import PolicyConformance
 
 

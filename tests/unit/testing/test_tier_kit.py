@@ -19,8 +19,17 @@ import hypothesis
 import pytest
 
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import Batch, Knowledge, Outcome, SecondaryTier, Status, TierConfig, TierContext, Usage
-from kvtier.tiers.drain import in_thread
+from kvtier.tiers._base import (
+    Batch,
+    Knowledge,
+    Outcome,
+    SecondaryTier,
+    Status,
+    TierConfig,
+    TierContext,
+    Usage,
+)
+from kvtier.tiers._drain import in_thread
 from kvtier_testing.tiers import TierConformance
 
 Store = dict[bytes, tuple[bytes, bytes]]
@@ -692,7 +701,7 @@ def test_blocking_calls_are_refused_where_blockbuster_is_installed(tmp_path):
 A_RUN = """
 import sys, threading
 from contextlib import nullcontext
-from kvtier.tiers.drain import in_thread
+from kvtier.tiers._drain import in_thread
 from kvtier.tiers.dummy import DummyTier
 from kvtier_testing.tiers import TierConformance
 

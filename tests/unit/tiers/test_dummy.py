@@ -5,11 +5,11 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from kvtier.identity import Identity
+from kvtier._identity import Identity
 from kvtier.keys import pack_key
-from kvtier.tiers.base import TRAILER_BYTES, Batch, Knowledge, Outcome, Status, TierContext
+from kvtier.tiers._base import TRAILER_BYTES, Batch, Knowledge, Outcome, Status, TierContext
+from kvtier.tiers._seal import Integrity, check, seal
 from kvtier.tiers.dummy import DummyConfig, DummyTier
-from kvtier.tiers.seal import Integrity, check, seal
 
 CHUNK_BYTES = 1024
 KEYS = [pack_key(bytes([number]) * 32) for number in range(20)]

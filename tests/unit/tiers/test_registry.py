@@ -8,7 +8,7 @@ import pytest
 from pydantic import SecretStr
 
 from kvtier.errors import ConfigError, TierError
-from kvtier.tiers import registry
+from kvtier.tiers import _registry as registry
 from kvtier.tiers.dummy import DummyTier
 
 DUMMY = "from kvtier.tiers.dummy import DummyConfig, DummyTier\n"
@@ -76,7 +76,7 @@ def test_what_is_no_tier_is_refused(install_distribution, source):
 
 def test_incomplete_tier_is_refused_with_what_it_lacks(install_distribution):
     source = """
-from kvtier.tiers.base import SecondaryTier, TierConfig
+from kvtier.tiers._base import SecondaryTier, TierConfig
 class Tier(SecondaryTier):
     Config = TierConfig
     async def put(self, batch): ...

@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 import pytest
 
-from kvtier.core.messages import (
+from kvtier._core.messages import (
     Answer,
     Event,
     Fetch,
@@ -26,13 +26,13 @@ from kvtier.core.messages import (
     Touch,
     TransferHealth,
 )
+from kvtier._executor import Executor, NamedTier
+from kvtier._identity import Identity
+from kvtier._memory.heap import HeapMemory
 from kvtier.errors import TierError
-from kvtier.executor import Executor, NamedTier
-from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.memory.heap import HeapMemory
-from kvtier.tiers.base import Batch, Outcome, SecondaryTier, Status, TierContext
-from kvtier.tiers.drain import until_done
+from kvtier.tiers._base import Batch, Outcome, SecondaryTier, Status, TierContext
+from kvtier.tiers._drain import until_done
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 
 CHUNK_BYTES = 4096

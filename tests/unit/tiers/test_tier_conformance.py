@@ -11,14 +11,14 @@ from typing import Any, ClassVar, cast
 
 import pytest
 
-from kvtier import native
+from kvtier import _native as native
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import SecondaryTier
+from kvtier.tiers._base import SecondaryTier
 from kvtier.tiers.dummy import DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
-from kvtier.tiers.fs.files import ChunkFiles
-from kvtier.tiers.fs.files.native import NativeFiles
-from kvtier.tiers.fs.files.python import PythonFiles
+from kvtier.tiers.fs._files import ChunkFiles
+from kvtier.tiers.fs._files.native import NativeFiles
+from kvtier.tiers.fs._files.python import PythonFiles
 from kvtier_testing.tiers import Damage, TierConformance
 from tests.unit.tiers.fs.slow import FileConformance, SlowFiles, SlowLibrary, Slowness
 

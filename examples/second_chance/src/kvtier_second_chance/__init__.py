@@ -3,8 +3,8 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvtier.core.policies.base import EvictionPolicy
 from kvtier.keys import OffloadKey
+from kvtier.policies import EvictionPolicy
 
 
 class SecondChance(EvictionPolicy):

@@ -12,9 +12,17 @@ from pydantic import Field
 
 from kvtier.errors import TierError
 from kvtier.keys import OffloadKey
-from kvtier.quantities import Size
-from kvtier.tiers.base import TRAILER_BYTES, Batch, Outcome, SecondaryTier, Status, TierConfig, TierContext
-from kvtier.tiers.drain import in_thread
+from kvtier.tiers import (
+    TRAILER_BYTES,
+    Batch,
+    Outcome,
+    SecondaryTier,
+    Size,
+    Status,
+    TierConfig,
+    TierContext,
+    in_thread,
+)
 
 
 class ShelfConfig(TierConfig):

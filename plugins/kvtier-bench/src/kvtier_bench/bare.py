@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Generic
 
-from kvtier.tiers.base import ConfigT
+from kvtier.tiers._base import ConfigT
 
 
 class BareClient(ABC, Generic[ConfigT]):

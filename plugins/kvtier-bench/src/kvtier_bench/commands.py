@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from kvtier.cli.report import JsonFlag
+from kvtier._cli.report import JsonFlag
 from kvtier_bench import engines, figures
 
 bench = typer.Typer(

@@ -20,17 +20,16 @@ from functools import partial
 from statistics import median
 from typing import Any, Protocol
 
-from kvtier.build import make_core, make_tiers
-from kvtier.config import TieringConfig
-from kvtier.core.messages import Answer, Command, Event, Fetch, Fetched, Put, PutEnded, SlotsReady
-from kvtier.core.requests import Request
-from kvtier.core.states import Lookup
-from kvtier.core.tiering import Tiering
-from kvtier.core.transfers import Pinned, Reservation
-from kvtier.executor import Executor, ExecutorThread, TierActivity
-from kvtier.identity import Identity
+from kvtier import Identity, TieringConfig
+from kvtier._build import make_core, make_tiers
+from kvtier._core.messages import Answer, Command, Event, Fetch, Fetched, Put, PutEnded, SlotsReady
+from kvtier._core.requests import Request
+from kvtier._core.states import Lookup
+from kvtier._core.tiering import Tiering
+from kvtier._core.transfers import Pinned, Reservation
+from kvtier._executor import Executor, ExecutorThread, TierActivity
+from kvtier._memory.region import Region
 from kvtier.keys import OffloadKey
-from kvtier.memory.region import Region
 from kvtier_bench.machine import Machine, files_below, open_folder
 
 CHUNK_BYTES = 4096  # the smallest slot: what is measured does not depend on it

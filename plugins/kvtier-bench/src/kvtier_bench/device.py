@@ -16,11 +16,12 @@ from statistics import median
 import numpy as np
 import torch
 
-from kvtier.device.auto import description, open_transfer_engine, torch_device, usable
-from kvtier.device.base import Blocks, KVCaches, PageRef, TransferEngine
-from kvtier.device.plan import CopyPlanner
-from kvtier.memory.layout import SlotLayout
-from kvtier.memory.region import Region
+from kvtier import KVCaches, PageRef
+from kvtier._device.auto import description, open_transfer_engine, torch_device, usable
+from kvtier._device.base import Blocks, TransferEngine
+from kvtier._device.plan import CopyPlanner
+from kvtier._memory.layout import SlotLayout
+from kvtier._memory.region import Region
 
 KIB = 2**10
 PAGE_BYTES = (16 * KIB, 64 * KIB, 256 * KIB, 2048 * KIB, 8192 * KIB)

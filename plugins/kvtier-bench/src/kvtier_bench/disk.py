@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
 
-from kvtier import native
+from kvtier import HeapMemory
+from kvtier import _native as native
 from kvtier.errors import KVTierError
-from kvtier.memory.heap import HeapMemory
 from kvtier_bench import machine
 
 BLOCK_BYTES: Final = 4 * 2**20

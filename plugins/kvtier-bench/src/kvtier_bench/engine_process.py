@@ -184,7 +184,7 @@ class Engine:
 
 def _wait_for_slots() -> None:
     """Wait for the memory of the primary tier: what a benchmark offers before it is there is not stored."""
-    from kvtier.memory.region import POPULATING
+    from kvtier._memory.region import POPULATING
 
     for thread in threading.enumerate():
         if thread.name == POPULATING:
@@ -224,7 +224,7 @@ def _tasks_of_tiers() -> Iterator[Path]:
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):
             for child in (task / "children").read_text().split():
-                if b"kvtier.isolation" in Path("/proc", child, "cmdline").read_bytes():
+                if b"kvtier._isolation" in Path("/proc", child, "cmdline").read_bytes():
                     yield from Path("/proc", child, "task").iterdir()
 
 

@@ -14,11 +14,10 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Final
 
-from kvtier.identity import Identity
-from kvtier.memory.heap import HeapMemory
-from kvtier.tiers.base import TierContext
+from kvtier import HeapMemory, Identity
+from kvtier.tiers import TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
-from kvtier.tiers.fs.layout import BLOCK_BYTES
+from kvtier.tiers.fs._layout import BLOCK_BYTES
 from kvtier_bench import disk
 from kvtier_bench.busy import BusyProcess
 from kvtier_bench.disk import RawLimit, fill, raw_limit

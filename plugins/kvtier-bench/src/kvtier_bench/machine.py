@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import importlib_metadata
 
-from kvtier import native
+from kvtier import _native as native
 from kvtier.errors import KVTierError
 
 REMEDY: Final = "name a directory on a file system with more room, or make some there"

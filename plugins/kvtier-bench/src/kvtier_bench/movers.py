@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, Final, Generic, TypeVar
 
-from kvtier import native
+from kvtier import HeapMemory, Identity
+from kvtier import _native as native
 from kvtier.errors import KVTierError
-from kvtier.identity import Identity
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.memory.heap import HeapMemory
-from kvtier.tiers.base import Batch, Outcome, SecondaryTier, Status
-from kvtier.tiers.seal import Integrity, check, seal
+from kvtier.tiers import Batch, Outcome, SecondaryTier, Status
+from kvtier.tiers._seal import Integrity, check, seal
 from kvtier_bench import machine
 
 SIZES: Final = (65536, 524288, 2097152)

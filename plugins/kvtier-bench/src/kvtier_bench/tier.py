@@ -17,15 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from kvtier import plugins
+from kvtier import HeapMemory, Identity
+from kvtier import _plugins as plugins
+from kvtier._plugins import Group
 from kvtier.errors import ConfigError, KVTierError, TierError
-from kvtier.identity import Identity
 from kvtier.keys import OffloadKey
-from kvtier.memory.heap import HeapMemory
-from kvtier.plugins import Group
-from kvtier.tiers import registry
-from kvtier.tiers.base import SecondaryTier, TierConfig, TierContext
-from kvtier.tiers.faults import words_of
+from kvtier.tiers import SecondaryTier, TierConfig, TierContext
+from kvtier.tiers import _registry as registry
+from kvtier.tiers._faults import words_of
 from kvtier_bench.bare import BareClient
 from kvtier_bench.busy import BusyProcess
 from kvtier_bench.disk import fill

@@ -13,8 +13,8 @@ from typing import Final
 from vllm.v1.kv_offload.tiering.fs import io
 from vllm.v1.kv_offload.tiering.fs.thread_pool import DualQueueThreadPool
 
+from kvtier import HeapMemory
 from kvtier.keys import OffloadKey
-from kvtier.memory.heap import HeapMemory
 from kvtier_bench.movers import Amount, BatchMover
 
 THREADS: Final = 16

@@ -29,8 +29,8 @@ from vllm.v1.kv_offload.tiering.example.manager import ExampleSecondaryTierManag
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
-from kvtier.adapters.vllm.manager import KVTierManager
-from kvtier.core.tiering import Tiering
+from kvtier._core.tiering import Tiering
+from kvtier.adapters.vllm._manager import KVTierManager
 
 _NOTHING = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
 

@@ -14,10 +14,10 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kvtier.adapters.vllm.manager import Slots
-from kvtier.adapters.vllm.worker import KVTierWorker, as_kv_caches
-from kvtier.device.cpu import CpuTransferEngine
-from kvtier.memory.layout import SlotLayout
+from kvtier._device.cpu import CpuTransferEngine
+from kvtier._memory.layout import SlotLayout
+from kvtier.adapters.vllm._manager import Slots
+from kvtier.adapters.vllm._worker import KVTierWorker, as_kv_caches
 
 
 class NativeTieringSpec(TieringOffloadingSpec):

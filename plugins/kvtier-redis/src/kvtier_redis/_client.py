@@ -13,7 +13,7 @@ from redis.connection import Connection, SSLConnection, UnixDomainSocketConnecti
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
-from kvtier.validation import conceal
+from kvtier.tiers import conceal
 from kvtier_redis.config import Address, RedisConfig
 
 _VERIFY: Final = {"full": ("required", True), "chain": ("required", False), "none": ("none", False)}

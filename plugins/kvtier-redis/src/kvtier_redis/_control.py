@@ -32,7 +32,7 @@ from redis.exceptions import (
 from redis.sentinel import MasterNotFoundError
 
 from kvtier.errors import IdentityError, TierError
-from kvtier.tiers.base import TierContext
+from kvtier.tiers import TierContext
 from kvtier_redis._client import ClientFactory
 from kvtier_redis.config import Address, RedisConfig
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from kvtier.tiers.drain import wait_for_end
+from kvtier.tiers import wait_for_end
 from kvtier_redis._protocol import RespSocket
 
 T = TypeVar("T")

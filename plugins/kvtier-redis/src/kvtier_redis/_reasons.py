@@ -14,7 +14,7 @@ from redis.exceptions import (
     TimeoutError,
 )
 
-from kvtier.tiers.base import Status
+from kvtier.tiers import Status
 from kvtier_redis._protocol import ErrorReply
 
 REASONS: Final[Mapping[str, str]] = MappingProxyType(

@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
-from kvtier.quantities import Size
-from kvtier.tiers.base import TierConfig
+from kvtier.tiers import Size, TierConfig
 
 _DEFAULT_PORT = 6379
 _SENTINEL_PORT = 26379

@@ -16,19 +16,19 @@ from redis.exceptions import RedisError
 
 from kvtier.errors import StateError, TierError
 from kvtier.keys import OffloadKey
-from kvtier.telemetry.log_limit import LogLimit
-from kvtier.tiers.base import (
+from kvtier.tiers import (
     TRAILER_BYTES,
     Batch,
+    LogLimit,
     Outcome,
     SecondaryTier,
     Status,
     TierConfig,
     TierContext,
     Usage,
+    require_fault,
+    until_done,
 )
-from kvtier.tiers.drain import until_done
-from kvtier.tiers.faults import require_fault
 from kvtier_redis import _commands
 from kvtier_redis._client import ClientFactory, PasswordFileError
 from kvtier_redis._commands import Chunk

@@ -18,7 +18,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError
 
 from kvtier.errors import IdentityError, TierError
-from kvtier.tiers.base import TierContext
+from kvtier.tiers import TierContext
 from kvtier_s3._errors import classify
 from kvtier_s3._layout import Epoch, Layout
 from kvtier_s3._store import Store, describe, remedy

@@ -31,7 +31,7 @@ REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "read_only": "the credentials allow reading only",
     }
 )
-"""Reasons beside ``kvtier.reasons.TRANSFER``."""
+"""Reasons beside ``kvtier._reasons.TRANSFER``."""
 
 TRANSIENT: Final = frozenset({"throttled", "server", "conflict"})
 """Those of them that may be over a moment later."""

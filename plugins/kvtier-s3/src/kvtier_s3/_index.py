@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import Knowledge, Usage
+from kvtier.tiers import Knowledge, Usage
 
 
 @dataclass(eq=False)

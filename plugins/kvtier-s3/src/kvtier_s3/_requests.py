@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from kvtier.tiers.drain import wait_for_end
+from kvtier.tiers import wait_for_end
 
 Request = Callable[[int], Awaitable[None]]
 

@@ -11,8 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, StrictBool, field_validator, model_validator
 
-from kvtier.quantities import Size
-from kvtier.tiers.base import TierConfig
+from kvtier.tiers import Size, TierConfig
 
 Provider = Literal["s3", "gcs", "azure"]
 

@@ -17,10 +17,19 @@ from obstore.exceptions import AlreadyExistsError
 
 from kvtier.errors import StateError, TierError
 from kvtier.keys import OffloadKey
-from kvtier.telemetry.log_limit import LogLimit
-from kvtier.tiers.base import Batch, Knowledge, Outcome, SecondaryTier, Status, TierContext, Usage
-from kvtier.tiers.drain import in_thread, until_done
-from kvtier.tiers.faults import require_fault
+from kvtier.tiers import (
+    Batch,
+    Knowledge,
+    LogLimit,
+    Outcome,
+    SecondaryTier,
+    Status,
+    TierContext,
+    Usage,
+    in_thread,
+    require_fault,
+    until_done,
+)
 from kvtier_s3._cache import Cache, JoinedCache
 from kvtier_s3._errors import REASONS, TRANSIENT, Failure, classify, is_conflict
 from kvtier_s3._index import ChunkIndex

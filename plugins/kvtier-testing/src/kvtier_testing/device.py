@@ -21,11 +21,12 @@ from itertools import zip_longest
 import pytest
 import torch
 
-from kvtier.device.base import Blocks, CopyQueue, KVCaches, PageMapping, PageRef, Run, TransferEngine
+from kvtier import KVCaches, PageMapping, PageRef
+from kvtier._device.base import Blocks, CopyQueue, Run, TransferEngine
+from kvtier._memory.layout import SlotLayout
+from kvtier._memory.region import Region
+from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier.errors import DamagedSlotError, DeviceLostError, DeviceStuckError, StateError
-from kvtier.memory.layout import SlotLayout
-from kvtier.memory.region import Region
-from kvtier.memory.slot_checksums import SlotChecksums
 
 EngineFactory = Callable[[KVCaches, SlotLayout, Region], TransferEngine]
 

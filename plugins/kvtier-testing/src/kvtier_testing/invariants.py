@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvtier.core.chunks import Chunk
-from kvtier.core.states import BreakerState, ChunkState
-from kvtier.core.tiering import Tiering
+from kvtier._core.chunks import Chunk
+from kvtier._core.states import BreakerState, ChunkState
+from kvtier._core.tiering import Tiering
 
 
 def check(core: Tiering) -> None:

@@ -232,7 +232,7 @@ class _Run:
             return ""
         return (
             ", and cancelling it has no effect: it blocks the event loop or swallows the cancellation. A "
-            "call that blocks belongs in a thread (kvtier.tiers.drain.in_thread)"
+            "call that blocks belongs in a thread (kvtier.tiers.in_thread)"
         )
 
 

@@ -23,9 +23,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvtier.core.policies.base import EvictionPolicy
+from kvtier._plugins import POLICIES, installed, load
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.plugins import POLICIES, installed, load
+from kvtier.policies import EvictionPolicy
 from kvtier_testing.limits import LimitedSuite
 
 _VERBS = ("resize", "add", "pin", "evict", "clear")

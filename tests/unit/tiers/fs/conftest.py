@@ -11,16 +11,17 @@ from pathlib import Path
 import anyio
 import pytest
 
-from kvtier import native
-from kvtier.identity import Identity
+from kvtier import _native as native
+from kvtier._identity import Identity
+from kvtier._memory.heap import HeapMemory
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.memory.heap import HeapMemory
-from kvtier.tiers.base import Batch, Outcome, TierContext, ignore_lost, ignore_removed
-from kvtier.tiers.fs import FsConfig, FsTier, layout
-from kvtier.tiers.fs.files import ChunkFiles
-from kvtier.tiers.fs.files.call import StopFlag
-from kvtier.tiers.fs.files.native import NativeFiles
-from kvtier.tiers.fs.files.python import PythonFiles
+from kvtier.tiers._base import Batch, Outcome, TierContext, ignore_lost, ignore_removed
+from kvtier.tiers.fs import FsConfig, FsTier
+from kvtier.tiers.fs import _layout as layout
+from kvtier.tiers.fs._files import ChunkFiles
+from kvtier.tiers.fs._files.call import StopFlag
+from kvtier.tiers.fs._files.native import NativeFiles
+from kvtier.tiers.fs._files.python import PythonFiles
 
 SLOTS = 64
 AT_FDCWD = -100

@@ -12,10 +12,10 @@ from typing import Any
 
 import hypothesis
 
-from kvtier.tiers.base import SecondaryTier
+from kvtier.tiers._base import SecondaryTier
 from kvtier.tiers.fs import FsTier
-from kvtier.tiers.fs.files import ChunkFiles
-from kvtier.tiers.fs.files.call import FileCall
+from kvtier.tiers.fs._files import ChunkFiles
+from kvtier.tiers.fs._files.call import FileCall
 from kvtier_testing.tiers import TierConformance
 from tests.effort import effort
 

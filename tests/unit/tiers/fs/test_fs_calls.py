@@ -17,8 +17,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from kvtier import native
-from kvtier.native import build
+from kvtier import _native as native
+from kvtier._native import build
 
 pytestmark = pytest.mark.timeout(200)
 MEMORY = Path("/dev/shm")  # where flushing costs nothing
@@ -95,11 +95,11 @@ int utimensat(int d, const char *p, const struct timespec t[2], int f) {
 DRIVER = r"""
 import asyncio, ctypes, errno, functools, hashlib, logging, random, sys
 from pathlib import Path
-from kvtier import native
-from kvtier.identity import Identity
+from kvtier import _native as native
+from kvtier._identity import Identity
 from kvtier.keys import pack_key
-from kvtier.memory.heap import HeapMemory
-from kvtier.tiers.base import Batch, Status, TierContext
+from kvtier._memory.heap import HeapMemory
+from kvtier.tiers._base import Batch, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
 
 logging.disable()

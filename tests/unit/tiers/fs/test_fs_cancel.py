@@ -8,12 +8,12 @@ import threading
 import anyio
 import pytest
 
-from kvtier.executor import Executor
-from kvtier.memory.heap import HeapMemory
-from kvtier.tiers.activity import NamedTier
-from kvtier.tiers.base import Status
+from kvtier._executor import Executor
+from kvtier._memory.heap import HeapMemory
+from kvtier.tiers._activity import NamedTier
+from kvtier.tiers._base import Status
 from kvtier.tiers.fs import FsConfig, FsTier
-from kvtier.tiers.fs import tier as tier_module
+from kvtier.tiers.fs import _tier as tier_module
 
 pytestmark = pytest.mark.timeout(60)
 

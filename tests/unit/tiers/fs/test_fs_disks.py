@@ -20,9 +20,9 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from kvtier.tiers.base import Status
+from kvtier.tiers._base import Status
 from kvtier.tiers.fs import FsTier
-from kvtier.tiers.fs.maintenance import maintenance
+from kvtier.tiers.fs._maintenance import maintenance
 
 pytestmark = pytest.mark.timeout(60)
 OK, ABSENT, REFUSED, FAILED, CORRUPT = (

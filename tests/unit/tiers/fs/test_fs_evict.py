@@ -15,20 +15,20 @@ from typing import Any
 import anyio
 import pytest
 
-from kvtier import native
+from kvtier import _native as native
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.tiers.base import Knowledge, Outcome, Status
+from kvtier.tiers._base import Knowledge, Outcome, Status
 from kvtier.tiers.fs import FsConfig
-from kvtier.tiers.fs.files.base import key_of
-from kvtier.tiers.fs.files.call import StopFlag
-from kvtier.tiers.fs.files.index import fingerprint
-from kvtier.tiers.fs.files.native import NativeFiles
-from kvtier.tiers.fs.files.python import PythonFiles
-from kvtier.tiers.fs.maintenance import maintenance, recency
-from kvtier.tiers.fs.maintenance.ages import Cutoffs, Histogram
-from kvtier.tiers.fs.maintenance.evict import Evictor
-from kvtier.tiers.fs.maintenance.scan import ChunkScan
-from kvtier.tiers.fs.quota import ledger
+from kvtier.tiers.fs._files.base import key_of
+from kvtier.tiers.fs._files.call import StopFlag
+from kvtier.tiers.fs._files.index import fingerprint
+from kvtier.tiers.fs._files.native import NativeFiles
+from kvtier.tiers.fs._files.python import PythonFiles
+from kvtier.tiers.fs._maintenance import maintenance, recency
+from kvtier.tiers.fs._maintenance.ages import Cutoffs, Histogram
+from kvtier.tiers.fs._maintenance.evict import Evictor
+from kvtier.tiers.fs._maintenance.scan import ChunkScan
+from kvtier.tiers.fs._quota import ledger
 from tests.unit.tiers.fs.conftest import World
 
 pytestmark = pytest.mark.timeout(60)
@@ -226,7 +226,7 @@ async def test_one_process_evicts_and_others_leave_it_alone(world, evictor):
 
 
 async def test_a_sample_is_enough_where_there_is_much(world, evictor, monkeypatch):
-    monkeypatch.setattr("kvtier.tiers.fs.maintenance.evict.SAMPLE_FILES", 40)
+    monkeypatch.setattr("kvtier.tiers.fs._maintenance.evict.SAMPLE_FILES", 40)
     world.chunk_bytes = 4096
     await filled(world, [(60 * (number + 1), None) for number in range(400)])
     one = world.file(0).stat().st_blocks * 512
@@ -311,7 +311,7 @@ async def test_only_what_is_called_as_chunks_are_leaves(world, evictor):
 async def test_a_scan_removes_no_more_than_it_can_name(world, monkeypatch, in_python):
     if native.library is None:
         pytest.skip("in Python there is room for every name")
-    monkeypatch.setattr("kvtier.tiers.fs.maintenance.scan.NAMES_BYTES", 200)
+    monkeypatch.setattr("kvtier.tiers.fs._maintenance.scan.NAMES_BYTES", 200)
     (folder,) = await filled(world, [(HOUR, None)]) and first_level(world)
     leaf = world.file(0).parent
     for number in range(29):

@@ -8,8 +8,8 @@ import shutil
 import anyio
 import pytest
 
-from kvtier.tiers.base import Status
-from kvtier.tiers.fs.maintenance import maintenance
+from kvtier.tiers._base import Status
+from kvtier.tiers.fs._maintenance import maintenance
 
 pytestmark = pytest.mark.timeout(60)
 OK, ABSENT, REFUSED, FAILED = Status.OK, Status.ABSENT, Status.REFUSED, Status.FAILED

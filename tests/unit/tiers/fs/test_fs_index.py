@@ -11,10 +11,10 @@ from array import array
 import anyio
 import pytest
 
-from kvtier import native
+from kvtier import _native as native
 from kvtier.keys import pack_key
-from kvtier.tiers.base import Knowledge, Status
-from kvtier.tiers.fs.files.index import Index, NativeIndex, PythonIndex, fingerprint
+from kvtier.tiers._base import Knowledge, Status
+from kvtier.tiers.fs._files.index import Index, NativeIndex, PythonIndex, fingerprint
 
 pytestmark = pytest.mark.timeout(60)
 PRESENT, UNKNOWN = Knowledge.PRESENT, Knowledge.UNKNOWN

@@ -9,14 +9,14 @@ import shutil
 import anyio
 import pytest
 
-from kvtier import reasons
-from kvtier.tiers.base import Status
+from kvtier import _reasons as reasons
+from kvtier.tiers._base import Status
 from kvtier.tiers.fs import FsTier
-from kvtier.tiers.fs.files.call import FileCall, Flag, Place, Result, StopFlag
-from kvtier.tiers.fs.maintenance.quarantine import Quarantine
-from kvtier.tiers.fs.maintenance.removal import Removal
-from kvtier.tiers.fs.maintenance.sweep import Sweeper
-from kvtier.tiers.fs.root import Root
+from kvtier.tiers.fs._files.call import FileCall, Flag, Place, Result, StopFlag
+from kvtier.tiers.fs._maintenance.quarantine import Quarantine
+from kvtier.tiers.fs._maintenance.removal import Removal
+from kvtier.tiers.fs._maintenance.sweep import Sweeper
+from kvtier.tiers.fs._root import Root
 
 pytestmark = pytest.mark.timeout(60)
 OK, ABSENT, CORRUPT = Status.OK, Status.ABSENT, Status.CORRUPT

@@ -9,11 +9,11 @@ import sys
 import anyio
 import pytest
 
-from kvtier.cli.verify import verify
-from kvtier.tiers.base import Status
-from kvtier.tiers.fs.files.call import StopFlag
-from kvtier.tiers.fs.files.native import NativeFiles
-from kvtier.tiers.fs.quota import ledger
+from kvtier._cli.verify import verify
+from kvtier.tiers._base import Status
+from kvtier.tiers.fs._files.call import StopFlag
+from kvtier.tiers.fs._files.native import NativeFiles
+from kvtier.tiers.fs._quota import ledger
 from tests.effort import effort
 
 pytestmark = pytest.mark.timeout(400)  # a busy machine needs seconds for each kill
@@ -27,13 +27,13 @@ MAX_BYTES = 3_000_000  # less than half of what the writers have, so that they e
 DRIVER = """
 import asyncio, hashlib, os, random, signal, sys, time, traceback
 from pathlib import Path
-from kvtier.identity import Identity
+from kvtier._identity import Identity
 from kvtier.keys import pack_key
-from kvtier.memory.heap import HeapMemory
-from kvtier.tiers.base import Batch, Status, TierContext
+from kvtier._memory.heap import HeapMemory
+from kvtier.tiers._base import Batch, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
-from kvtier.tiers.fs.files.call import StopFlag
-from kvtier.tiers.fs.files import make_files
+from kvtier.tiers.fs._files.call import StopFlag
+from kvtier.tiers.fs._files import make_files
 
 root, reports = sys.argv[1:3]
 kills, at_once, chunk_bytes, numbers, max_bytes = map(int, sys.argv[3:])

@@ -8,9 +8,9 @@ import subprocess
 import anyio
 import pytest
 
-from kvtier.tiers.base import Status
-from kvtier.tiers.fs.maintenance import maintenance
-from kvtier.tiers.fs.quota.quota import Quota
+from kvtier.tiers._base import Status
+from kvtier.tiers.fs._maintenance import maintenance
+from kvtier.tiers.fs._quota.quota import Quota
 
 OK = Status.OK
 

@@ -13,11 +13,13 @@ from pathlib import Path
 import anyio
 import pytest
 
+from kvtier._identity import Identity
 from kvtier.errors import TierError
-from kvtier.identity import Identity
-from kvtier.tiers.base import Status, TierContext
-from kvtier.tiers.fs import FsConfig, FsTier, layout, locks
-from kvtier.tiers.fs.locks import make_lock
+from kvtier.tiers._base import Status, TierContext
+from kvtier.tiers.fs import FsConfig, FsTier
+from kvtier.tiers.fs import _layout as layout
+from kvtier.tiers.fs import _locks as locks
+from kvtier.tiers.fs._locks import make_lock
 
 pytestmark = pytest.mark.timeout(60)
 OK, ABSENT, REFUSED = Status.OK, Status.ABSENT, Status.REFUSED
@@ -260,10 +262,10 @@ async def test_a_reset_that_cannot_be_stored_holds_after_opening_again_too(world
 OTHER_PROCESS = """
 import asyncio, hashlib, sys
 from pathlib import Path
-from kvtier.identity import Identity
+from kvtier._identity import Identity
 from kvtier.keys import pack_key
-from kvtier.memory.heap import HeapMemory
-from kvtier.tiers.base import Batch, TierContext
+from kvtier._memory.heap import HeapMemory
+from kvtier.tiers._base import Batch, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
 
 SIZE = int(sys.argv[2])

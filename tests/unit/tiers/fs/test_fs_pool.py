@@ -10,7 +10,7 @@ from array import array
 
 import pytest
 
-from kvtier import native
+from kvtier import _native as native
 
 pytestmark = [
     pytest.mark.timeout(60),

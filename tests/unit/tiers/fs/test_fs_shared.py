@@ -16,12 +16,12 @@ import msgspec
 import pytest
 
 from kvtier.errors import TierError
-from kvtier.tiers.base import Outcome, Status
-from kvtier.tiers.fs.files.call import StopFlag
-from kvtier.tiers.fs.maintenance import maintenance
-from kvtier.tiers.fs.quota import ledger
-from kvtier.tiers.fs.quota.accounts import Accounts, FileSystem
-from kvtier.tiers.fs.quota.quota import Quota
+from kvtier.tiers._base import Outcome, Status
+from kvtier.tiers.fs._files.call import StopFlag
+from kvtier.tiers.fs._maintenance import maintenance
+from kvtier.tiers.fs._quota import ledger
+from kvtier.tiers.fs._quota.accounts import Accounts, FileSystem
+from kvtier.tiers.fs._quota.quota import Quota
 
 pytestmark = pytest.mark.timeout(60)
 OK, ABSENT, REFUSED, FAILED = Status.OK, Status.ABSENT, Status.REFUSED, Status.FAILED

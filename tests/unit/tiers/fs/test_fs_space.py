@@ -11,12 +11,12 @@ from typing import Any
 import anyio
 import pytest
 
-from kvtier.tiers.base import Status
-from kvtier.tiers.fs.config import FsConfig
-from kvtier.tiers.fs.files.call import Result
-from kvtier.tiers.fs.quota.accounts import LEASE_BYTES, FileSystem
-from kvtier.tiers.fs.quota.ledger import Ledger
-from kvtier.tiers.fs.quota.quota import Quota
+from kvtier.tiers._base import Status
+from kvtier.tiers.fs._config import FsConfig
+from kvtier.tiers.fs._files.call import Result
+from kvtier.tiers.fs._quota.accounts import LEASE_BYTES, FileSystem
+from kvtier.tiers.fs._quota.ledger import Ledger
+from kvtier.tiers.fs._quota.quota import Quota
 
 pytestmark = pytest.mark.timeout(60)
 OK, REFUSED = Status.OK, Status.REFUSED
@@ -309,7 +309,7 @@ def test_the_default_of_min_free_is_a_share_and_bounded(total, kept):
 
 def test_a_file_system_with_hardly_an_inode_has_no_free_bytes(monkeypatch, tmp_path):
     """A chunk may need directories, too: with one inode left no put would end, and none make room."""
-    from kvtier.tiers.fs.quota.quota import look_at
+    from kvtier.tiers.fs._quota.quota import look_at
 
     real = os.statvfs(tmp_path)
     values = dict(
@@ -384,9 +384,9 @@ async def test_min_free_refuses(world):
 
 
 async def test_puts_that_follow_one_another_find_a_lease_and_wait_for_no_ledger(world, monkeypatch):
-    monkeypatch.setattr("kvtier.tiers.fs.quota.accounts.LEASE_BYTES", 16 * 2 * world.chunk_bytes)
-    monkeypatch.setattr("kvtier.tiers.fs.quota.quota.LOOK_EVERY_S", 1e9)
-    monkeypatch.setattr("kvtier.tiers.fs.maintenance.maintenance.TICK_S", 1e9)
+    monkeypatch.setattr("kvtier.tiers.fs._quota.accounts.LEASE_BYTES", 16 * 2 * world.chunk_bytes)
+    monkeypatch.setattr("kvtier.tiers.fs._quota.quota.LOOK_EVERY_S", 1e9)
+    monkeypatch.setattr("kvtier.tiers.fs._maintenance.maintenance.TICK_S", 1e9)
     tier = await world.open()
     if not tier.statistics().native:
         pytest.skip("without the helper's threads a thread of Python's asks")
@@ -423,7 +423,7 @@ async def test_a_file_system_that_cannot_be_asked_is_a_failure_of_the_put(world,
         raise OSError(errno.EIO, "gone")
 
     monkeypatch.setattr(os, "fstatvfs", fail)
-    monkeypatch.setattr("kvtier.tiers.fs.quota.quota.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("kvtier.tiers.fs._quota.quota.LOOK_EVERY_S", 0.0)
     outcome = await world.put(tier, [1, 2])
     assert (outcome.statuses, dict(outcome.reasons)) == ((Status.FAILED,) * 2, {"eio": 2})
     monkeypatch.undo()

@@ -10,16 +10,16 @@ from collections import Counter
 import anyio
 import pytest
 
-from kvtier import native
+from kvtier import _native as native
+from kvtier._memory.heap import HeapMemory
 from kvtier.errors import StateError, TierError
 from kvtier.keys import pack_key
-from kvtier.memory.heap import HeapMemory
-from kvtier.tiers.base import Batch, Knowledge, Status, TierContext
+from kvtier.tiers._base import Batch, Knowledge, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
-from kvtier.tiers.fs.files import ChunkFiles
-from kvtier.tiers.fs.files.native import NativeFiles
-from kvtier.tiers.fs.files.python import PythonFiles
-from kvtier.tiers.fs.quota import quota
+from kvtier.tiers.fs._files import ChunkFiles
+from kvtier.tiers.fs._files.native import NativeFiles
+from kvtier.tiers.fs._files.python import PythonFiles
+from kvtier.tiers.fs._quota import quota
 
 pytestmark = pytest.mark.timeout(60)
 OK, ABSENT, REFUSED, FAILED = Status.OK, Status.ABSENT, Status.REFUSED, Status.FAILED

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from kvtier.keys import OffloadKey
-from kvtier.tiers.seal import seal
+from kvtier.tiers._seal import seal
 from kvtier_testing.sim.model import GARBAGE, IDENTITY, World, content
 
 _ANOTHER = OffloadKey(b"another chunk\0\0\0\0")

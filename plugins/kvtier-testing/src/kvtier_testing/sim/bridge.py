@@ -10,12 +10,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from kvtier.core.messages import SlotsReady
-from kvtier.core.requests import Request
-from kvtier.core.states import Lookup
-from kvtier.core.transfers import Pinned, Reservation
-from kvtier.driver import Driver
-from kvtier.executor import Executor, ExecutorThread, Post
+from kvtier._core.messages import SlotsReady
+from kvtier._core.requests import Request
+from kvtier._core.states import Lookup
+from kvtier._core.transfers import Pinned, Reservation
+from kvtier._driver import Driver
+from kvtier._executor import Executor, ExecutorThread, Post
 from kvtier.keys import OffloadKey
 from kvtier_testing.sim.model import CheckedTiering, World
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
-from kvtier.core.messages import Answer, Command, Event, Fetch, Fetched
-from kvtier.core.requests import Request
-from kvtier.core.tiering import Tiering
-from kvtier.core.transfers import Pinned, Reservation, Transfer
+from kvtier._core.messages import Answer, Command, Event, Fetch, Fetched
+from kvtier._core.requests import Request
+from kvtier._core.tiering import Tiering
+from kvtier._core.transfers import Pinned, Reservation, Transfer
 from kvtier.keys import OffloadKey, group_index
 
 Told = dict[OffloadKey, set[int]]

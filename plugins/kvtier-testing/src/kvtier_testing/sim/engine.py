@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from kvtier.core.states import Lookup
-from kvtier.core.transfers import Reservation
+from kvtier._core.states import Lookup
+from kvtier._core.transfers import Reservation
 from kvtier.keys import OffloadKey, group_index
 from kvtier_testing.sim.bridge import Bridge
 from kvtier_testing.sim.device import Copies

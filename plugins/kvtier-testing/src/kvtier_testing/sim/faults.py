@@ -18,7 +18,7 @@ import anyio
 
 from kvtier.errors import TierError
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import (
+from kvtier.tiers import (
     Batch,
     Knowledge,
     Outcome,
@@ -27,8 +27,8 @@ from kvtier.tiers.base import (
     TierConfig,
     TierContext,
     Usage,
+    until_done,
 )
-from kvtier.tiers.drain import until_done
 from kvtier_testing.sim.backend import Backend, FaultProfile, corrupt
 from kvtier_testing.sim.model import SimMemory, show
 

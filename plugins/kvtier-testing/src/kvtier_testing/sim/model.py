@@ -17,12 +17,12 @@ from functools import cache
 from random import Random
 from typing import NoReturn
 
-from kvtier.core.chunks import Chunk
-from kvtier.core.messages import Command, Event, Fetched
-from kvtier.core.requests import Request
-from kvtier.core.states import ChunkState
-from kvtier.core.transfers import Pinned, Reservation
-from kvtier.identity import Identity
+from kvtier import Identity
+from kvtier._core.chunks import Chunk
+from kvtier._core.messages import Command, Event, Fetched
+from kvtier._core.requests import Request
+from kvtier._core.states import ChunkState
+from kvtier._core.transfers import Pinned, Reservation
 from kvtier.keys import OffloadKey
 from kvtier_testing import invariants
 from kvtier_testing.sim.efficiency import EfficiencyCheckedTiering

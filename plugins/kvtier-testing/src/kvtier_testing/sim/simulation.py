@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from kvtier.build import make_gate
-from kvtier.core.policies.arc import ARC
-from kvtier.core.policies.base import EvictionPolicy
-from kvtier.core.policies.lru import LRU
-from kvtier.executor import Executor, NamedTier
+from kvtier._build import make_gate
+from kvtier._executor import Executor, NamedTier
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import SecondaryTier
+from kvtier.policies import ARC, LRU, EvictionPolicy
+from kvtier.tiers import SecondaryTier
 from kvtier_testing.sim.backend import Backend
 from kvtier_testing.sim.bridge import SimExecutorThread
 from kvtier_testing.sim.device import Copies

@@ -10,12 +10,12 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
-from kvtier.device.base import Blocks, Finished, TransferEngine
+from kvtier import TieringManager
+from kvtier._device.base import Blocks, Finished, TransferEngine
+from kvtier._executor import NamedTier
+from kvtier._memory.region import Region
 from kvtier.errors import StateError, TransferError
-from kvtier.executor import NamedTier
 from kvtier.keys import OffloadKey
-from kvtier.manager import TieringManager
-from kvtier.memory.region import Region
 from kvtier_testing.sim.device import Copies
 from kvtier_testing.sim.faults import FaultyTier
 from kvtier_testing.sim.model import CHUNK_BYTES, IDENTITY, CheckedTiering, SimMemory, World, content, show

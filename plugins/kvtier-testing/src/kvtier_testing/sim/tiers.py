@@ -7,17 +7,8 @@ from collections.abc import Callable, Sequence
 import anyio
 
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import (
-    Batch,
-    Knowledge,
-    Outcome,
-    SecondaryTier,
-    Status,
-    TierConfig,
-    TierContext,
-    Usage,
-    ignore_removed,
-)
+from kvtier.tiers import Batch, Knowledge, Outcome, SecondaryTier, Status, TierConfig, TierContext, Usage
+from kvtier.tiers._base import ignore_removed
 from kvtier_testing.sim.backend import Backend
 from kvtier_testing.sim.model import CHUNK_BYTES, show
 

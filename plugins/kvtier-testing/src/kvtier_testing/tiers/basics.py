@@ -8,8 +8,8 @@ from pathlib import Path
 import anyio
 
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.tiers import registry
-from kvtier.tiers.base import Batch, Knowledge, Status
+from kvtier.tiers import Batch, Knowledge, Status
+from kvtier.tiers import _registry as registry
 from kvtier_testing.tiers.rig import EMPTY, expect, fail, key, keys, names_of
 from kvtier_testing.tiers.setup import TierSetup
 

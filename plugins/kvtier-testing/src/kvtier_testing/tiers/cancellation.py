@@ -20,7 +20,7 @@ from typing import Any
 import anyio
 import pytest
 
-from kvtier.tiers.base import Batch, Outcome, Status
+from kvtier.tiers import Batch, Outcome, Status
 from kvtier_testing.tiers.rig import Slots, TierRig, calls_of, check_whole, expect, keys, names_of
 from kvtier_testing.tiers.setup import FOREVER, TierSetup, context_of
 from kvtier_testing.tiers.steps import Ended, Way, held, run_cancelled

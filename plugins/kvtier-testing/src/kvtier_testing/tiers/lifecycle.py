@@ -9,9 +9,9 @@ from pathlib import Path
 import anyio
 import pytest
 
-from kvtier.core.messages import Answer
-from kvtier.identity import Identity
-from kvtier.tiers.base import Status
+from kvtier import Identity
+from kvtier._core.messages import Answer
+from kvtier.tiers import Status
 from kvtier_testing.tiers.rig import aside, check_whole, expect, key, keys, names_of
 from kvtier_testing.tiers.setup import Damage, TierSetup
 

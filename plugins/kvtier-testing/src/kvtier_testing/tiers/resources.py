@@ -95,7 +95,7 @@ class ResourceTests(TierSetup):
         verb = max(pauses, key=lambda verb: pauses[verb])
         fail(
             f"{verb}() of {_MANY_CHUNKS} chunks blocks the event loop for {pauses[verb]:.2f} s: a call that "
-            "blocks belongs in a thread (kvtier.tiers.drain.in_thread)",
+            "blocks belongs in a thread (kvtier.tiers.in_thread)",
         )
 
     async def _open_use_and_close(self, place: Path) -> None:

@@ -10,15 +10,13 @@ from functools import lru_cache
 from itertools import count
 from typing import Any, NoReturn
 
-from kvtier.core.messages import Answer, Command, Event, Fetch, Fetched, Put, PutEnded
-from kvtier.executor import Executor, NamedTier
-from kvtier.identity import Identity
+from kvtier import HeapMemory, Identity
+from kvtier._core.messages import Answer, Command, Event, Fetch, Fetched, Put, PutEnded
+from kvtier._executor import Executor, NamedTier
+from kvtier._reasons import TRANSFER
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.memory.heap import HeapMemory
-from kvtier.reasons import TRANSFER
-from kvtier.tiers.base import Batch, Knowledge, Outcome, SecondaryTier, Status, Usage
-from kvtier.tiers.drain import in_thread
-from kvtier.tiers.seal import Integrity, check, seal
+from kvtier.tiers import Batch, Knowledge, Outcome, SecondaryTier, Status, Usage, in_thread
+from kvtier.tiers._seal import Integrity, check, seal
 
 UNUSED = 0xA5
 EMPTY = 0x5A
@@ -228,7 +226,7 @@ class TierRig:
         unknown = set(outcome.reasons) - set(TRANSFER) - set(self.tier.reasons)
         expect(
             not unknown,
-            f"a {verb} gave the reasons {sorted(unknown)}, which are neither in kvtier.reasons.TRANSFER "
+            f"a {verb} gave the reasons {sorted(unknown)}, which are neither in kvtier._reasons.TRANSFER "
             "nor in the tier's own reasons: they would be counted as 'error'",
         )
 

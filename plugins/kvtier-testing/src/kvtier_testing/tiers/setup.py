@@ -14,10 +14,11 @@ import anyio
 import hypothesis
 import pytest
 
-from kvtier import validation
-from kvtier.identity import Identity
+from kvtier import Identity
+from kvtier import _validation as validation
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import SecondaryTier, TierContext, ignore_removed
+from kvtier.tiers import SecondaryTier, TierContext
+from kvtier.tiers._base import ignore_removed
 from kvtier_testing.limits import LimitedSuite
 from kvtier_testing.tiers.rig import Driver, TierRig
 

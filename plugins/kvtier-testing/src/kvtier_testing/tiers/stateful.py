@@ -17,13 +17,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvtier.tiers.base import Status
+from kvtier.tiers import Status
 from kvtier_testing.limits import ended_process
 from kvtier_testing.tiers.rig import TierRig, expect, keys
 from kvtier_testing.tiers.setup import TierSetup, context_of
 
 if TYPE_CHECKING:
-    from kvtier.tiers.base import SecondaryTier
+    from kvtier.tiers._base import SecondaryTier
 
 T = TypeVar("T")
 _CHUNKS = 6

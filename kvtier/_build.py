@@ -1,0 +1,216 @@
+"""Builds the parts from a configuration: the one place that knows all of them."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvtier import _plugins as plugins
+from kvtier._config import TieringConfig
+from kvtier._core.admission import Limits, TierGate
+from kvtier._core.breaker import BreakerRules
+from kvtier._core.tiering import Tiering
+from kvtier._executor import AnyExecutor, Executor, ExecutorThread, NamedTier
+from kvtier._isolation.process import ExecutorProcess
+from kvtier._isolation.remote import RemoteExecutor
+from kvtier.errors import ConfigError, IsolationError
+from kvtier.policies._base import EvictionPolicy
+from kvtier.tiers import _registry as registry
+from kvtier.tiers._activity import puts_at_once
+from kvtier.tiers._base import TierConfig
+
+logger = logging.getLogger("kvtier.executor")
+
+_LONGEST_PAUSES = 60
+_START_WAIT_S = 10.0  # a process starts within half a second, on a busy machine within some
+
+if TYPE_CHECKING:
+    from kvtier._device.base import KVCaches
+    from kvtier._identity import Identity
+    from kvtier._manager import TieringManager
+    from kvtier._memory.layout import SlotLayout
+    from kvtier._memory.region import Region
+    from kvtier._memory.slot_checksums import SlotChecksums
+
+
+def make_core(
+    config: TieringConfig,
+    *,
+    windowed_groups: frozenset[int] = frozenset(),
+    track_changes: bool = False,
+) -> Tiering:
+    """Make the state machine that ``config`` describes. It has no slots yet."""
+    name = config.eviction_policy
+    policy = plugins.load(plugins.POLICIES, name, EvictionPolicy, "eviction_policy")
+    gates = [
+        make_gate(name, tier) for name, tier in zip(config.tier_names, config.secondary_tiers, strict=True)
+    ]
+    limits = Limits(
+        request_deadline_s=config.request_deadline_s,
+        promotion_budget=config.promotion_budget,
+        store_threshold=config.store_threshold,
+        max_tracker_size=config.max_tracker_size,
+    )
+    made = plugins.make(plugins.POLICIES, name, policy)
+    return Tiering(made, gates, limits, windowed_groups=windowed_groups, track_changes=track_changes)
+
+
+def make_gate(name: str, tier: TierConfig) -> TierGate:
+    """Make what the core knows of a tier with these settings."""
+    rules = BreakerRules(
+        failures=tier.breaker_failures,
+        pause_s=tier.breaker_pause_s,
+        longest_pause_s=_LONGEST_PAUSES * tier.breaker_pause_s,
+    )
+    width = puts_at_once(tier.max_concurrency)
+    return TierGate(name, tier.deadline_s, width=width, rules=rules, chance=random.random)
+
+
+def make_tiers(config: TieringConfig) -> list[NamedTier]:
+    """Make the tiers that ``config`` names, not opened yet."""
+    named = []
+    for name, tier in zip(config.tier_names, config.secondary_tiers, strict=True):
+        make = partial(plugins.make, plugins.TIERS, tier.type, registry.load(tier.type), tier)
+        named.append(NamedTier(name, make(), make))
+    return named
+
+
+def start_executor(
+    config: TieringConfig,
+    tiers: Sequence[NamedTier],
+    identity: Identity,
+    region: Region,
+    slot_checksums: SlotChecksums | None = None,
+) -> AnyExecutor:
+    """Start what runs the tiers beside the engine's thread, as ``isolation`` says.
+
+    With ``auto`` that is a tier process, or a thread, with a warning, where none can be started. A tier that
+    crashes its process does not move to a thread: there it would end the engine.
+
+    Raises:
+        ConfigError: a tier's settings cannot be sent to the tier process, and isolation is ``process``.
+        IsolationError: no tier process can be started, and isolation is ``process``.
+        StateError: the region cannot be shared with it.
+    """
+    thread = ExecutorThread(partial(Executor, tiers, identity, region, slot_checksums=slot_checksums))
+    if config.isolation == "thread" or (config.isolation == "auto" and not tiers):
+        thread.start()
+        return thread
+    make_process = _process_maker(config, tiers, identity, region, slot_checksums)
+    try:
+        process = make_process()
+        process.start()
+    except (ConfigError, IsolationError) as error:
+        if config.isolation == "process":
+            raise
+        logger.warning("%s. The tiers run in a thread of the engine: one that crashes ends the engine", error)
+        thread.start()
+        return thread
+    return process
+
+
+def _process_maker(
+    config: TieringConfig,
+    tiers: Sequence[NamedTier],
+    identity: Identity,
+    region: Region,
+    slot_checksums: SlotChecksums | None,
+) -> Callable[..., ExecutorProcess]:
+    """Return what makes the tier process; it may be given ``notify``."""
+    limit = config.isolation_memory_limit
+    return partial(
+        ExecutorProcess,
+        tiers,
+        identity,
+        region,
+        slot_checksums=slot_checksums,
+        memory_limit_bytes=limit,
+        start_wait_s=_START_WAIT_S,
+    )
+
+
+def slots_for(config: TieringConfig, chunk_bytes: int) -> int:
+    """Return how many chunks fit into the primary tier.
+
+    Raises:
+        ConfigError: not even one does.
+    """
+    slots = int(config.cpu_bytes_to_use) // chunk_bytes
+    if not slots:
+        raise ConfigError(
+            f"cpu_bytes_to_use is {int(config.cpu_bytes_to_use)}, but one chunk has {chunk_bytes} bytes; "
+            "give room for some hundred chunks at least"
+        )
+    return slots
+
+
+def open_manager(
+    config: TieringConfig,
+    identity: Identity,
+    kv_caches: KVCaches,
+    *,
+    windowed_groups: Sequence[int] = (),
+    device: str | None = None,
+) -> TieringManager:
+    """Make the asyncio face of kvtier, for use with ``async with``.
+
+    With ``isolation`` ``auto`` the tiers run on the program's own event loop, and the primary tier is plain
+    memory of its process: a library starts no process that nobody has asked for, and what the program
+    measures, limits and patches is in one place. ``process`` needs room in shared memory for the primary
+    tier, of which many containers have 64 MiB.
+
+    Args:
+        config: the settings; ``blocks_per_chunk`` says how many blocks a chunk has, default 1.
+        identity: what the bytes depend on; see ``Identity.make``.
+        kv_caches: the engine's KV tensors.
+        windowed_groups: groups that are not looked up from the front of the prompt.
+        device: name of the device backend; default: by where the tensors are.
+
+    Raises:
+        ConfigError: no chunk fits, no backend can copy these tensors, or canonical_layout is set and
+            ``kv_caches`` does not say how pages lie in canonical ones.
+    """
+    from kvtier._device.auto import open_transfer_engine
+    from kvtier._manager import TieringManager
+    from kvtier._memory.layout import SlotLayout
+
+    refs = [ref for group in kv_caches.groups for ref in group]
+    if config.canonical_layout and not all(ref.mapping for ref in refs):
+        raise ConfigError(
+            "canonical_layout is set, but the KV tensors come without mappings (PageRef.mapping): remove it"
+        )
+    layout = SlotLayout.make(kv_caches.page_bytes, config.blocks_per_chunk or 1, rank=0, workers=1)
+    region, slot_checksums = _make_memory(config, layout)
+    engine = open_transfer_engine(kv_caches, layout, region, device, deadline_s=config.copy_deadline_s)
+    if slot_checksums is not None:
+        engine.begin_audits(slot_checksums)
+    tiers = make_tiers(config)
+    make_process = _process_maker(config, tiers, identity, region, slot_checksums)
+    return TieringManager(
+        core=make_core(config, windowed_groups=frozenset(windowed_groups)),
+        tiers=tiers,
+        identity=identity,
+        region=region,
+        engine=engine,
+        blocks_per_chunk=layout.blocks_per_chunk,
+        groups=len(kv_caches.groups),
+        drain_s=config.drain_on_shutdown_s,
+        slot_checksums=slot_checksums,
+        make_executor=partial(RemoteExecutor, make_process) if config.isolation == "process" else None,
+    )
+
+
+def _make_memory(config: TieringConfig, layout: SlotLayout) -> tuple[Region, SlotChecksums | None]:
+    """Make the primary tier's memory of a process that has no workers, and what its slots must hold."""
+    from kvtier._memory.region import Region
+    from kvtier._memory.slot_checksums import SlotChecksums, slot_checksums_bytes
+
+    slots, rate = slots_for(config, layout.chunk_bytes), config.audit_rate
+    if config.isolation != "process":
+        region = Region.anonymous(slots, layout.chunk_bytes)
+        return region, SlotChecksums.private(region, rate, layout.area_bytes) if rate else None
+    region = Region.unnamed(slots, layout.chunk_bytes, slot_checksums_bytes(slots, 1) if rate else 0)
+    return region, SlotChecksums(region, region.metadata, rate, 1, layout.area_bytes) if rate else None

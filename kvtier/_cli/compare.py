@@ -1,0 +1,104 @@
+"""``kvtier compare``: why two caches of a root share nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtier._cli.report import JsonFlag, finish, print_line, table
+from kvtier._cli.roots import RootArgument
+from kvtier._identity import ABSENT, Difference, differences
+from kvtier.errors import TierError
+from kvtier.tiers.fs._root import Namespace, Root
+
+
+@dataclass(frozen=True, slots=True)
+class Differing:
+    """A setting in which two caches differ.
+
+    Attributes:
+        setting: its name, from the outermost part inwards, joined by dots.
+        one: its value in the first cache; None where it is not set, and so at its default.
+        other: its value in the second one.
+        is_set: whether it is set in the first and in the second.
+    """
+
+    setting: str
+    one: object
+    other: object
+    is_set: tuple[bool, bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The differences between two caches.
+
+    Attributes:
+        root: the directory.
+        one: the name of the first cache.
+        other: the name of the second.
+        differing: the settings that differ; empty for a cache and itself.
+    """
+
+    root: str
+    one: str
+    other: str
+    differing: list[Differing]
+
+
+def command(
+    root: RootArgument,
+    one: Annotated[str, typer.Argument(metavar="NAMESPACE", help="A name that `kvtier ls` has.")],
+    other: Annotated[str, typer.Argument(metavar="NAMESPACE", help="Another one.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Show why two caches share nothing: the settings of their engines that differ.
+
+    Exit status 1 where any does.
+
+    Example: kvtier compare /var/cache/kvtier Llama-3.1-8B_0d4f1a6b2c3e5f70 Llama-3.1-8B_9a8b7c6d5e4f3021
+    """
+    found = compare(root, one, other)
+    finish(found, _show, as_json=as_json, is_healthy=not found.differing)
+
+
+def compare(path: Path, one: str, other: str) -> Comparison:
+    """Return the differences between the manifests of two caches of a root.
+
+    Raises:
+        TierError: the root has no such cache, or a manifest cannot be read.
+    """
+    with Root(path) as root:
+        known = {found.name: found for found in root.namespaces()}
+        left, right = (_fields(path, known, name) for name in (one, other))
+    return Comparison(str(path), one, other, [_differing(found) for found in differences(left, right)])
+
+
+def _differing(found: Difference) -> Differing:
+    values = (found.one, found.other)
+    one, other = (None if value is ABSENT else value for value in values)
+    return Differing(found.path, one, other, (found.one is not ABSENT, found.other is not ABSENT))
+
+
+def _fields(path: Path, known: dict[str, Namespace], name: str) -> dict[str, object]:
+    if name not in known:
+        names = ", ".join(sorted(known)) or "none"
+        raise TierError(f"{path} has no cache {name}; it has {names}")
+    manifest = known[name].manifest
+    if not manifest.fields:
+        raise TierError(f"{path}: the manifest of {name} cannot be read: {manifest.problem}")
+    return manifest.fields
+
+
+def _show(comparison: Comparison) -> None:
+    if not comparison.differing:
+        print_line("no differences")
+        return
+    rows = []
+    for found in comparison.differing:
+        values = zip((found.one, found.other), found.is_set, strict=True)
+        rows.append((found.setting, *(str(value) if is_set else "not set" for value, is_set in values)))
+    table(comparison.root, ("setting", comparison.one, comparison.other), rows)

@@ -1,0 +1,390 @@
+"""``kvtier doctor``: checks that each tier gives back a chunk that was put there.
+
+The chunk has a key and an identity of its own, so no engine ever finds it. What a file tier creates for it is
+removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+import tomllib
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import anyio
+import typer
+
+from kvtier import _build as build
+from kvtier import _native as native
+from kvtier import _reasons as reasons
+from kvtier._cli import report
+from kvtier._config import TieringConfig
+from kvtier._core.tiering import PRIMARY
+from kvtier._executor import NamedTier
+from kvtier._identity import Identity
+from kvtier._memory.heap import HeapMemory
+from kvtier._validation import did_you_mean
+from kvtier.errors import ConfigError, TierError
+from kvtier.keys import pack_key
+from kvtier.tiers._base import Batch, Knowledge, Outcome, SecondaryTier, Status, TierConfig, TierContext
+from kvtier.tiers._faults import require_fault, words_of
+from kvtier.tiers._seal import seal
+from kvtier.tiers.fs import FsConfig
+from kvtier.tiers.fs._files import make_files
+from kvtier.tiers.fs._files.call import StopFlag
+from kvtier.tiers.fs._maintenance.sweep import remove_cache
+from kvtier.tiers.fs._quota import ledger
+from kvtier.tiers.fs._root import Root, Tick
+
+OPEN_AT_MOST_S = 60.0
+_STEPS = 5  # of each tier
+_PAGE_BYTES = 4096
+_MOST_FILE_BYTES = 16 * 2**20
+_INNERMOST = "kv_connector_extra_config"
+_NO_TIERS = "there is no secondary tier to check: name a file that has some, or give --tier"
+
+IDENTITY = Identity.make("kvtier-doctor", {"purpose": "a probe; may be deleted"})
+_SEE_TIER = "see the tier's settings, and the backend's own log"
+_REMEDIES: Mapping[Status, str] = {
+    Status.ABSENT: "see what else deletes there, and that the tier has room for a chunk",
+    Status.CORRUPT: "do not use it: the medium, or something in between, changes bytes",
+    Status.REFUSED: "give the tier more room, or wait until it has some: engines run without it meanwhile",
+    Status.FAILED: _SEE_TIER,
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of one step of a tier's check.
+
+    Attributes:
+        tier: the tier's name.
+        step: what was done.
+        result: ``ok``, or what went wrong.
+        milliseconds: how long it took.
+        remedy: what to do about it.
+    """
+
+    tier: str
+    step: str
+    result: str
+    milliseconds: float = 0.0
+    remedy: str = ""
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether it went well."""
+        return self.result == "ok"
+
+
+class _StepError(Exception):
+    """A step has not done what it should have."""
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(problem)
+        self.remedy = remedy
+
+
+def _whole_pages(nbytes: int) -> int:
+    if nbytes % _PAGE_BYTES:
+        raise typer.BadParameter(f"{nbytes} is no multiple of {_PAGE_BYTES}")
+    return nbytes
+
+
+def command(
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FILE]",
+            show_default=False,
+            help="Settings as JSON, or TOML in a *.toml: kvtier's, or an engine's kv_transfer_config.",
+        ),
+    ] = None,
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(metavar="JSON", help="Settings of one tier, in place of a file; may be given again."),
+    ] = None,
+    chunk_bytes: Annotated[
+        int,
+        typer.Option(
+            min=_PAGE_BYTES, max=2**30, callback=_whole_pages, help="Length of the chunk, a multiple of 4096."
+        ),
+    ] = 1_048_576,
+    as_json: report.JsonFlag = False,
+) -> None:
+    """Put a chunk into each tier, get it back, discard it, and report what fails.
+
+    Exit status 1 if anything does.
+
+    Example: kvtier doctor --tier '{"type": "fs", "root_dir": "/var/cache/kvtier"}'
+    """
+    checks = run(config, tier or [], chunk_bytes)
+    failed = list(dict.fromkeys(check.tier for check in checks if not check.is_ok))
+    if as_json:
+        found = [asdict(check) for check in checks]
+        typer.echo(json.dumps({"not_well": failed, "checks": found, "file_work": file_work()}, indent=2))
+    else:
+        rows = [(c.tier, c.step, c.result, f"{c.milliseconds:.3g}", c.remedy) for c in checks]
+        report.table("Checks of each tier", [field.name for field in fields(Check)], rows)
+        report.print_line(f"file work: {file_work()}")
+        report.print_line(f"not well: {', '.join(failed)}" if failed else "all tiers are well")
+    raise typer.Exit(report.PROBLEMS if failed else report.OK)
+
+
+def file_work() -> str:
+    """Return whether the native helper or Python reads and writes chunks' files, and why."""
+    if native.library is not None:
+        return f"native ({native.library._name})"
+    return f"Python, slower ({native.missing_because})"
+
+
+def run(config: Path | None, tiers: Sequence[str], chunk_bytes: int) -> list[Check]:
+    """Check each tier of a configuration, or those that are given.
+
+    Args:
+        config: a JSON or TOML file: kvtier's settings, or vLLM's ``kv_transfer_config`` around them.
+        tiers: settings of one tier each, as JSON.
+        chunk_bytes: length of the chunk.
+
+    Raises:
+        ConfigError: what is given is no configuration; the message names all that is wrong with it.
+        TierError: a tier's plug-in cannot be used.
+    """
+    settings = _configuration(config, tiers, chunk_bytes)
+    memory = [] if tiers else [_check_memory(settings.cpu_bytes_to_use)]
+    return memory + _probe(build.make_tiers(settings), chunk_bytes)
+
+
+def _configuration(config: Path | None, tiers: Sequence[str], chunk_bytes: int) -> TieringConfig:
+    if config is not None and tiers:
+        raise ConfigError(f"both {config} and --tier are given: give one of them")
+    if config is not None:
+        given = _settings(config)
+    else:
+        parsed = [_parsed(json.loads, text, f"--tier {number}") for number, text in enumerate(tiers, start=1)]
+        given = {"cpu_bytes_to_use": chunk_bytes, "secondary_tiers": parsed}
+    settings = TieringConfig.from_extra_config(given)
+    if not settings.secondary_tiers:
+        raise ConfigError(_NO_TIERS)
+    if problem := settings.shared_directory(os.path.realpath):  # here it may ask a file system
+        raise ConfigError(f"secondary_tiers: {problem}: give each a directory of its own")
+    return settings
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """Read the settings of a file, and unwrap those of an engine."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MOST_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+    if len(data) > _MOST_FILE_BYTES:
+        raise ConfigError(f"{path} is no configuration: it has more than {report.Bytes(_MOST_FILE_BYTES)}")
+    found = _parsed(lambda text: (tomllib if path.suffix == ".toml" else json).loads(text), data, str(path))
+    for outer in ("kv_transfer_config", "kv-transfer-config", _INNERMOST):
+        if isinstance(found, dict) and outer in found:
+            found = found[outer]
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} has no settings: a mapping with the key secondary_tiers is needed")
+    if "kv_connector" in found:
+        others = [key for key in found if key != "kv_connector" and did_you_mean(key, [_INNERMOST])]
+        hint = f"; {others[0]} is probably misspelled" if others else ""
+        raise ConfigError(f"{path} has kv_connector, but no {_INNERMOST}{hint}")
+    return found
+
+
+def _parsed(parse: Callable[[str], Any], text: str | bytes, where: str) -> Any:
+    try:
+        return parse(text if isinstance(text, str) else text.decode())
+    except (ValueError, RecursionError) as error:  # bytes that are no text, too
+        raise ConfigError(f"{where} is neither JSON nor, in a file named *.toml, TOML: {error}") from None
+
+
+def _check_memory(wanted_bytes: int) -> Check:
+    """Check that this machine has room for the primary tier."""
+    has_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if wanted_bytes <= has_bytes:
+        return Check(PRIMARY, "memory", "ok")
+    wanted, has = report.Bytes(wanted_bytes), report.Bytes(has_bytes)
+    result = f"cpu_bytes_to_use is {wanted}, and this machine has {has} of memory"
+    remedy = "set cpu_bytes_to_use to less, or run this on the engine's machine"
+    return Check(PRIMARY, "memory", result, remedy=remedy)
+
+
+def _probe(named: Sequence[NamedTier], chunk_bytes: int) -> list[Check]:
+    """Check each tier, and remove what that has left in roots of files."""
+    configs = [one.tier.config for one in named]
+    roots = [config.root_dir for config in configs if isinstance(config, FsConfig)]
+    folders = [folder for root in roots for folder in (root / ledger.FOLDER, root, *root.parents)]
+    missing = [folder for folder in folders if _is_missing(folder)]
+    try:
+        return anyio.run(_check_all, named, chunk_bytes)
+    finally:
+        for root in roots:
+            with suppress(OSError, TierError), Root(root) as found:
+                remove_cache(found, IDENTITY.namespace, make_files())
+                if root / ledger.FOLDER in missing and not ledger.has_writers(found.fd):
+                    make_files().tree_remove(found.fd, ledger.FOLDER, StopFlag())
+        for folder in missing:
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def _is_missing(folder: Path) -> bool:
+    try:
+        return not folder.exists()
+    except OSError:  # the tier's open says what is wrong
+        return False
+
+
+async def _check_all(named: Sequence[NamedTier], chunk_bytes: int) -> list[Check]:
+    checks = []
+    with report.progress("steps", len(named) * _STEPS) as tick:
+        for one in named:
+            with _background_errors() as errors:
+                done = await _TierCheck(one, chunk_bytes, tick).run()
+            checks += done
+            if all(check.is_ok for check in done):
+                remedy = "engines run into this, too; their log has the details"
+                checks += [Check(one.name, "background", text, remedy=remedy) for text in errors]
+    return checks
+
+
+class _Collector(logging.Handler):
+    """Collects logged errors, each once and without its traceback; prints warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.errors: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.levelno < logging.ERROR:
+            typer.echo(f"kvtier: {report.printable(text)}", err=True)
+            return
+        cause = record.exc_info[1] if record.exc_info else None
+        text = text if cause is None else f"{text}: {type(cause).__name__}: {cause}"
+        if text not in self.errors:
+            self.errors.append(text)
+
+
+@contextmanager
+def _background_errors() -> Iterator[list[str]]:
+    """Collect the errors that are logged: work beside a tier's calls fails none of them."""
+    collector = _Collector()
+    loggers = [logging.getLogger(name) for name in ("kvtier", "asyncio")]
+    for logger in loggers:
+        logger.addHandler(collector)
+    try:
+        yield collector.errors
+    finally:
+        for logger in loggers:
+            logger.removeHandler(collector)
+
+
+class _TierCheck:
+    """The check of one tier: opens it, puts a chunk, gets it, discards it, closes the tier.
+
+    Args:
+        named: the tier, not opened yet.
+        chunk_bytes: length of the chunk.
+        tick: called after each step.
+    """
+
+    def __init__(self, named: NamedTier, chunk_bytes: int, tick: Tick) -> None:
+        self._tick = tick
+        self._name = named.name
+        self._tier: SecondaryTier[Any] = named.tier
+        self._memory = HeapMemory(2, chunk_bytes)
+        self._key = pack_key(os.urandom(32))
+        self._checks: list[Check] = []
+
+    async def run(self) -> list[Check]:
+        """Run the steps. Those that need one that has failed are left out."""
+        deadline_s = self._tier.config.deadline_s
+        if await self._step("open", self._open, max(OPEN_AT_MOST_S, deadline_s)):
+            if await self._step("put", self._put, deadline_s):
+                await self._step("get", self._get, deadline_s)
+            await self._step("discard", self._discard, deadline_s)
+            await self._step("close", self._tier.aclose, max(OPEN_AT_MOST_S, deadline_s))
+        return self._checks
+
+    async def _step(self, name: str, act: Callable[[], Awaitable[None]], limit_s: float) -> bool:
+        begun_s = time.perf_counter()
+        result, remedy = "ok", ""
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                await act()
+            if limit.expired():
+                raise TimeoutError
+        except BaseException as error:
+            require_fault(error)
+            result, remedy = _described(error, limit_s, self._tier.config)
+        milliseconds = (time.perf_counter() - begun_s) * 1e3
+        self._checks.append(Check(self._name, name, result, milliseconds, remedy))
+        self._tick(1)
+        return result == "ok"
+
+    async def _open(self) -> None:
+        await self._tier.open(TierContext(self._name, IDENTITY, self._memory.chunk_bytes))
+
+    async def _put(self) -> None:
+        self._memory.view(0)[:] = os.urandom(self._memory.chunk_bytes)
+        batch = Batch([self._key], [0], self._memory)
+        batch.trailers[0] = seal(self._key, batch.views[0], IDENTITY.short_digest)
+        self._require_ok(await self._tier.put(batch))
+
+    async def _get(self) -> None:
+        if not await self._has_chunk():
+            raise _StepError("the chunk was put, and the tier does not have it", _REMEDIES[Status.ABSENT])
+        self._require_ok(await self._tier.get(Batch([self._key], [1], self._memory)))
+        if self._memory.view(0) != self._memory.view(1):
+            raise _StepError("other bytes came back than were put", _REMEDIES[Status.CORRUPT])
+
+    async def _discard(self) -> None:
+        await self._tier.discard([self._key])
+        if await self._has_chunk():
+            remedy = "see that the tier may delete: damaged chunks could not be removed"
+            raise _StepError("the discarded chunk is still there", remedy)
+
+    async def _has_chunk(self) -> bool:
+        (known,) = self._tier.known([self._key])
+        if known == Knowledge.UNKNOWN:
+            (answer,) = await self._tier.contains([self._key])
+            return bool(answer)
+        return known == Knowledge.PRESENT
+
+    def _require_ok(self, outcome: Outcome) -> None:
+        (status,) = outcome.statuses
+        if status == Status.OK:
+            return
+        word = next(iter(outcome.reasons), status.name.lower())
+        meaning = {**reasons.TRANSFER, **self._tier.reasons}.get(word, "the log has the details")
+        raise _StepError(f"{word}: {meaning}", _REMEDIES[Status(status)])
+
+
+def _described(error: BaseException, limit_s: float, settings: TierConfig) -> tuple[str, str]:
+    """Return what went wrong, and what to do about it."""
+    if isinstance(error, _StepError):
+        return str(error), error.remedy
+    if isinstance(error, TimeoutError):
+        return f"no answer in {limit_s:g} s", "see that it is up and not overloaded; else raise deadline_s"
+    return words_of(error, settings), _remedy(error)
+
+
+def _remedy(error: BaseException) -> str:
+    """Return what to do about an error, by its kind or by that of its cause."""
+    if isinstance(error, ConnectionError):
+        return "see that the server runs, and can be reached from this machine"
+    if isinstance(error, PermissionError):
+        return "give this user the permission"
+    if isinstance(error, TierError) and error.__cause__ is not None:
+        return _remedy(error.__cause__)
+    return _SEE_TIER

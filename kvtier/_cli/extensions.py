@@ -1,0 +1,91 @@
+"""Commands from other distributions: entry points in the group ``kvtier.commands``.
+
+Each names a ``typer.Typer`` application or a function, which becomes the command of the entry point's name:
+
+    [project.entry-points."kvtier.commands"]
+    bench = "kvtier_bench.commands:bench"
+
+Only the command that is run is imported; ``kvtier --help`` imports all. One that cannot be imported is
+listed with its error, and the others work.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from rich.markup import escape
+from typer.core import TyperGroup
+from typer.main import get_group
+
+from kvtier import _plugins as plugins
+from kvtier._cli.run import no_color_option
+from kvtier.errors import KVTierError
+
+Command = Any
+"""A command of click's, which newer versions of typer have a copy of."""
+
+WHERE = {"bench": "kvtier-bench", "demo": "kvtier-bench"}
+"""Commands of kvtier's own distributions, and the distribution that brings each."""
+
+
+class Commands(TyperGroup):
+    """The commands of kvtier itself, and of other distributions. A name of kvtier's own is kvtier's."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return all names, kvtier's own first."""
+        own = super().list_commands(ctx)
+        return [*own, *(name for name in _installed() if name not in own)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Command:
+        """Return a command; None where nobody brings one of this name."""
+        command = super().get_command(ctx, cmd_name)
+        if command is None and cmd_name in _installed():
+            command = _load(cmd_name)
+        if command is None and cmd_name in WHERE:
+            return _unusable(cmd_name, f"this command is not installed: pip install {WHERE[cmd_name]}")
+        return None if command is None else _with_common_options(command)
+
+
+def _installed() -> list[str]:
+    return list(dict.fromkeys(info.name for info in plugins.installed(plugins.COMMANDS)))
+
+
+def _load(name: str) -> Command:
+    try:
+        found = plugins.load_object(plugins.COMMANDS, name, "command")
+        if isinstance(found, typer.Typer) or callable(found):
+            return _as_command(name, found)
+    except Exception as error:  # typer refuses what it cannot make options of, in ways of its own
+        return _unusable(name, str(error) if isinstance(error, KVTierError) else f"{name}: {error!r}")
+    return _unusable(name, f"the command {name!r} is neither a Typer application nor a function: {found!r}")
+
+
+def _as_command(name: str, found: object) -> Command:
+    outer = typer.Typer(callback=lambda: None)  # with a callback it stays a group
+    if isinstance(found, typer.Typer):
+        outer.add_typer(found, name=name)
+    else:
+        outer.command(name=name)(found)  # type: ignore[type-var]
+    return get_group(outer).commands[name]
+
+
+def _with_common_options(command: Command) -> Command:
+    """Give a command, and each one of a group, the options that all commands have."""
+    if not any("--no-color" in option.opts for option in command.params):
+        command.params.append(no_color_option())
+    for inner in getattr(command, "commands", {}).values():
+        _with_common_options(inner)
+    return command
+
+
+def _unusable(name: str, problem: str) -> Command:
+    """Return a command that fails with an error, whatever it is given, and has it as its help."""
+
+    def fail() -> None:
+        raise KVTierError(problem)
+
+    lenient = {"ignore_unknown_options": True, "allow_extra_args": True}
+    outer = typer.Typer(callback=lambda: None)
+    outer.command(name=name, help=escape(problem), context_settings=lenient, add_help_option=False)(fail)
+    return get_group(outer).commands[name]

@@ -1,0 +1,283 @@
+"""``kvtier gc``: what nobody can use any more, and what is too much or too old, removed from a root."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Container
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Final, TypeVar
+
+import typer
+
+from kvtier._cli.report import Bytes, JsonFlag, finish, print_line, progress
+from kvtier._cli.roots import NamespaceOption, RootArgument, require_root
+from kvtier._quantities import duration, size
+from kvtier.errors import TierError
+from kvtier.tiers.fs._files import make_files
+from kvtier.tiers.fs._files.base import Failures
+from kvtier.tiers.fs._files.call import StopFlag
+from kvtier.tiers.fs._layout import DIRECTORY_MODE
+from kvtier.tiers.fs._maintenance.evict import Evicted, Evictor
+from kvtier.tiers.fs._maintenance.removal import Removal
+from kvtier.tiers.fs._maintenance.sweep import Sweeper
+from kvtier.tiers.fs._quota import ledger
+from kvtier.tiers.fs._quota.accounts import UNKNOWN, Mark
+from kvtier.tiers.fs._quota.quota import look_at
+from kvtier.tiers.fs._root import Namespace, Root, Tick
+
+T = TypeVar("T")
+_PATIENCE_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What was removed from a root, or with ``dry_run`` what would be, about.
+
+    Attributes:
+        root: the directory.
+        dry_run: whether nothing was removed.
+        bytes_before: what the root took on disk, or with ``--namespace`` that namespace.
+        bytes_after: what it takes now, or would take.
+        max_bytes: what it was to take at most; None where that was not asked for.
+        leftover_bytes: of dead writers, old epochs, chunks without an owner, and the quarantine.
+        expired_files: chunks that were not used for as long as was asked.
+        expired_bytes: their bytes.
+        evicted_files: files that had to make room, those not used for longest first.
+        evicted_bytes: their bytes.
+        failed: files that could not be removed and directories that could not be read, by the name of the
+            errno, such as ``eperm``.
+    """
+
+    root: str
+    dry_run: bool
+    bytes_before: int
+    bytes_after: int
+    max_bytes: int | None
+    leftover_bytes: int
+    expired_files: int
+    expired_bytes: int
+    evicted_files: int
+    evicted_bytes: int
+    failed: dict[str, int]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the root takes no more than was asked for."""
+        return self.max_bytes is None or self.bytes_after <= self.max_bytes
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether all was done, or with ``dry_run`` all could be looked at."""
+        return not self.failed and (self.dry_run or self.fits)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What shall be removed besides what nobody can use.
+
+    Attributes:
+        max_bytes: chunks until no more than this is left; None for none.
+        older_than_s: chunks that were not used for so long; None for none.
+    """
+
+    max_bytes: int | None = None
+    older_than_s: float | None = None
+
+
+def command(
+    root: RootArgument,
+    max_bytes: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Remove chunks until no more is left, such as 200GiB; else none."),
+    ] = None,
+    older_than: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Remove chunks not used for so long, such as 12h or 30d."),
+    ] = None,
+    namespace: NamespaceOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing; print what would be.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Remove what nobody can use any more, and what is too much or too old.
+
+    Exit status 1 where more than --max-bytes is left, or something could not be removed or read.
+
+    Example: kvtier gc /var/cache/kvtier --max-bytes 200GiB --dry-run
+    """
+    require_root(root)
+    wish = Wish(_parsed(size, max_bytes, "--max-bytes"), _parsed(duration, older_than, "--older-than"))
+    done = collect(root, wish, namespace=namespace, dry_run=dry_run)
+    finish(done, _show, as_json=as_json, is_healthy=done.is_healthy)
+
+
+def _parsed(parse: Callable[[str], T], text: str | None, option: str) -> T | None:
+    try:
+        return None if text is None else parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r}: {error}", param_hint=option) from None
+
+
+def collect(path: Path, wish: Wish, *, namespace: str | None = None, dry_run: bool = False) -> Collected:
+    """Remove what nobody can use, and what is asked for.
+
+    Args:
+        path: the root.
+        wish: what else.
+        namespace: look at this one alone.
+        dry_run: remove nothing, and say what would be removed.
+
+    Raises:
+        TierError: the root cannot be read, has no such namespace, or somebody else is making room in it.
+    """
+    with Root(path) as root:
+        only = None if namespace is None else frozenset((root.namespace(namespace).name,))
+        with Root.at(root.fd, only) as narrow, progress("files" if dry_run else "files removed") as tick:
+            return _Collector(narrow, only, tick, dry_run).run(str(path), wish)
+
+
+def _show(collected: Collected) -> None:
+    verb = "would be removed" if collected.dry_run else "removed"
+    one = collected
+    print_line(f"{Bytes(one.leftover_bytes)} of leftovers {verb}")
+    for word, files, taken in (
+        ("not used for so long", one.expired_files, one.expired_bytes),
+        ("to make room", one.evicted_files, one.evicted_bytes),
+    ):
+        if files:
+            print_line(f"{files:,} files of chunks, {Bytes(taken)}, {verb}: {word}")
+    print_line(f"{one.root}: {Bytes(one.bytes_before)} before, {Bytes(one.bytes_after)} after")
+    for word, count in one.failed.items():
+        reason = os.strerror(getattr(errno, word.upper(), 0))
+        print_line(
+            f"{count:,} files or directories could not be removed or read: {reason}: run this as their owner"
+        )
+    if not one.fits:
+        others = "" if one.failed else ": what is left are no chunks of kvtier's"
+        print_line(f"that is more than {Bytes(one.max_bytes or 0)}{others}")
+
+
+def remove_leftovers(root: Root, namespace: Namespace) -> int:
+    """Remove what dead writers and old epochs left in one namespace. Returns the bytes removed, about."""
+    with Root.at(root.fd, (namespace.name,)) as narrow:
+        return Sweeper(narrow, Removal(root.fd, make_files(), StopFlag())).sweep()
+
+
+def mark_ledger(root: Root) -> Mark:
+    """Return what ``correct_ledger`` is told of the bytes that are removed from now on."""
+    accounts = ledger.read(root.fd)
+    return UNKNOWN if accounts is None else accounts.mark
+
+
+def correct_ledger(root: Root, removed_bytes: int, since: Mark) -> None:
+    """Subtract what was removed since from the ledger of the engines that share the root, if there is one."""
+    if not removed_bytes:
+        return
+    with suppress(OSError):  # they learn it when they count the root again
+        if ledger.read(root.fd) is None:
+            return
+        shared = ledger.SharedLedger(root.fd, partial(look_at, root.fd))
+        try:
+            with shared.change() as accounts:
+                accounts.remove(removed_bytes, since)
+        finally:
+            shared.close()
+
+
+class _Collector:
+    """Removes, or in a dry run counts: the evictor knows which, and all else is the same."""
+
+    def __init__(self, root: Root, only: Container[str] | None, tick: Tick, dry_run: bool) -> None:
+        self._root = root
+        self._dry_run = dry_run
+        self._files = make_files()
+        self._stop = StopFlag()
+        self._evictor = Evictor(
+            root.fd,
+            self._files,
+            self._stop,
+            lambda _, paths: tick(len(paths)),
+            only=only,
+            dry_run=dry_run,
+            chance=random.Random(0),  # so that a run after a dry one does what that has said
+        )
+        self._is_narrow = only is not None
+        self._failures: Failures = Counter()
+
+    def run(self, path: str, wish: Wish) -> Collected:
+        since, before = mark_ledger(self._root), self._taken()
+        swept = self._evictor.sweep()
+        leftover = swept.bytes
+        expired = evicted = _NOTHING
+        if wish.older_than_s is not None:
+            expired = self._alone(partial(self._evictor.expire, wish.older_than_s))
+        removed = leftover + expired.bytes
+        if wish.max_bytes is not None and before - removed > wish.max_bytes:
+            evicted = self._alone(partial(self._evictor.make_room, before - removed - wish.max_bytes))
+        removed += evicted.bytes
+        if not self._dry_run:
+            correct_ledger(self._root, removed, since)
+        return Collected(
+            root=path,
+            dry_run=self._dry_run,
+            bytes_before=before,
+            bytes_after=before - removed if self._dry_run else self._taken(),
+            max_bytes=wish.max_bytes,
+            leftover_bytes=leftover + evicted.leftover_bytes,
+            expired_files=expired.chunks,
+            expired_bytes=expired.chunk_bytes,
+            evicted_files=evicted.chunks,
+            evicted_bytes=evicted.chunk_bytes,
+            failed=_named(self._failures | swept.failures | expired.failures | evicted.failures),
+        )
+
+    def _taken(self) -> int:
+        """Return the bytes that all takes, or the chosen namespace."""
+        if not self._is_narrow:
+            return self._tree_bytes(".")
+        return sum(
+            self._tree_bytes(name)
+            for one in self._root.namespaces()
+            for name in (one.name, *(found.name for found in one.data_dirs))
+        )
+
+    def _tree_bytes(self, name: str) -> int:
+        failures: Failures = Counter()
+        try:
+            return self._files.tree_bytes(self._root.fd, name, self._stop, failures)
+        except OSError:
+            return 0
+        finally:
+            self._failures |= failures
+
+    def _alone(self, work: partial[Evicted]) -> Evicted:
+        """Do what one process at a time may do; wait a little for one that does it now."""
+        if not any(one.is_kvtiers for one in self._root.namespaces()):
+            return _NOTHING
+        if not self._dry_run:
+            with suppress(OSError):  # then it is there, or cannot be, which is told below
+                os.mkdir(ledger.FOLDER, DIRECTORY_MODE, dir_fd=self._root.fd)
+        give_up_at = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                done = work()
+            except OSError as error:
+                raise TierError(f"no room can be made: {error.strerror or error}") from error
+            if done.is_mine:
+                return done
+            if time.monotonic() > give_up_at:
+                raise TierError("an engine is making room in this root all the time: try again later")
+            time.sleep(0.1)
+
+
+_NOTHING: Final = Evicted(True)
+
+
+def _named(failures: Failures) -> dict[str, int]:
+    return {errno.errorcode.get(number, "EIO").lower(): count for number, count in sorted(failures.items())}

@@ -1,0 +1,41 @@
+"""The command ``kvtier``: tools for operators, and the commands that other distributions bring.
+
+It works without torch and an engine.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from kvtier._cli import compare, doctor, du, extensions, gc, ls, new_tier, run, schema, stat, tiers, verify
+
+app = typer.Typer(
+    name="kvtier",
+    cls=extensions.Commands,
+    help="Keep the KV cache of an LLM engine in host memory and in slower, larger tiers.",
+    epilog=run.STATUS,
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+app.command("tiers")(tiers.command)
+app.command("doctor")(doctor.command)
+app.command("new-tier")(new_tier.command)
+app.command("schema")(schema.command)
+app.command("ls")(ls.command)
+app.command("compare")(compare.command)
+app.command("stat")(stat.command)
+app.command("verify")(verify.command)
+app.command("gc")(gc.command)
+app.command("du")(du.command)
+
+
+@app.callback()
+def _common(_version: run.VersionFlag = False, _no_color: run.NoColorFlag = False) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line."""
+    run.run(app)

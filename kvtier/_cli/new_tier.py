@@ -1,0 +1,102 @@
+"""``kvtier new-tier``: a distribution with a tier that works, to be turned into one's own."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path, PurePosixPath
+from typing import Annotated
+
+import typer
+
+from kvtier._cli.report import JsonFlag
+from kvtier.errors import ConfigError
+from kvtier.tiers import _registry as registry
+
+_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+_PREFIX = "kvtier-"
+
+
+def command(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The tier's type in configurations.")],
+    directory: Annotated[Path, typer.Option(help="Where the folder kvtier-NAME is made.")] = Path(),
+    as_json: JsonFlag = False,
+) -> None:
+    """Make a distribution with a tier that works, and its tests, to be turned into one's own.
+
+    Example: kvtier new-tier shelf --directory ~/src
+    """
+    folder = create(name, directory)
+    if as_json:
+        typer.echo(json.dumps({"folder": str(folder)}))
+        return
+    typer.echo(f"made {folder}; next: pip install -e '{folder}[tests]' && pytest {folder}")
+
+
+def create(name: str, directory: Path) -> Path:
+    """Write the distribution ``kvtier-<name>`` into a folder of that name.
+
+    Args:
+        name: the tier's type in configurations: lower-case letters and digits, in words joined by ``-``.
+        directory: where the folder is made.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: the name is none that a distribution and a module can have, a tier of this name is
+            installed, or the folder cannot be made. What is there is never written over.
+    """
+    _require_name(name)
+    folder = directory / f"{_PREFIX}{name}"
+    try:
+        folder.mkdir(parents=True)
+        for path, text in _files(files("kvtier._cli") / "templates" / "tier", PurePosixPath()):
+            target = folder / _renamed(str(path), name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(_renamed(text, name), encoding="utf-8")
+    except FileExistsError:
+        raise ConfigError(f"{folder} is there already, and is left as it is: give another name") from None
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror or error}") from error
+    return folder
+
+
+def _require_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        better = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+        hint = f"; try {better}" if _NAME.fullmatch(better) else ""
+        raise ConfigError(
+            f"NAME = {name!r}: a tier's name has lower-case letters and digits, in words joined by '-', "
+            f"and begins with a letter{hint}"
+        )
+    if name.startswith(_PREFIX):
+        raise ConfigError(
+            f"NAME = {name!r}: {_PREFIX} is put in front anyway; try {name.removeprefix(_PREFIX)}"
+        )
+    for info in registry.installed():
+        if info.name == name:
+            raise ConfigError(f"NAME = {name!r}: the tier of this name is that of {info.origin}")
+
+
+def _files(folder: Traversable, path: PurePosixPath) -> Iterator[tuple[PurePosixPath, str]]:
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if entry.is_dir() and not entry.name.startswith(("__", ".")):
+            yield from _files(entry, path / entry.name)
+        elif entry.is_file():
+            yield path / entry.name, entry.read_text(encoding="utf-8")
+
+
+def _renamed(text: str, name: str) -> str:
+    """Put ``name`` in the place of the example's, in the spelling that each place needs."""
+    module = name.replace("-", "_")
+    words = {
+        "kvtier_shelf": f"kvtier_{module}",
+        "test_shelf": f"test_{module}",
+        "Shelf": "".join(map(str.capitalize, name.split("-"))),
+        "shelf": name,
+    }
+    return re.sub("|".join(words), lambda match: words[match[0]], text)

@@ -1,0 +1,208 @@
+"""The output of the commands: tables for people, JSON for programs, progress on standard error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, TypeVar
+
+import typer
+from rich.console import Console, JustifyMethod
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from kvtier.tiers.fs._root import Tick
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+R = TypeVar("R", bound="DataclassInstance")
+
+OK: Final = 0
+PROBLEMS: Final = 1
+"""Exit status where something is wrong with the data; 2 is a wrong use or what cannot be done at all."""
+
+JsonFlag = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document on standard output instead of text.")
+]
+"""The option of every command: what programs read."""
+
+LINE_EVERY_S: Final = 10.0
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_EVERY_S: Final = 0.1
+_WIDE: Final = 130
+_UNBOUNDED: Final = 10_000
+
+
+@contextmanager
+def progress(what: str, total: int | None = None) -> Iterator[Tick]:
+    """Show the progress of long work on standard error: on a terminal a bar, else a line every 10 seconds.
+
+    Args:
+        what: what is counted, such as ``"files"``.
+        total: how many there are, where that is known.
+    """
+    shown = console(stderr=True)
+    with _bar(shown, what, total) if shown.is_terminal else _lines(what, total) as tick:
+        yield tick
+
+
+@contextmanager
+def _bar(shown: Console, what: str, total: int | None) -> Iterator[Tick]:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=shown, transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        counted, told_at = 0, 0.0
+
+        def tick(count: int) -> None:
+            nonlocal counted, told_at
+            counted += count
+            if (now := time.monotonic()) - told_at >= _EVERY_S:
+                bar.update(task, completed=counted)
+                told_at = now
+
+        yield tick
+
+
+@contextmanager
+def _lines(what: str, total: int | None) -> Iterator[Tick]:
+    """Print lines from a thread of their own: what is counted may stand still for long."""
+    counted, begun_at, ended = 0, time.monotonic(), threading.Event()
+    of_all = "" if total is None else f" of {total:,}"
+
+    def tick(count: int) -> None:
+        nonlocal counted
+        counted += count
+
+    def tell() -> None:
+        while not ended.wait(LINE_EVERY_S):
+            with suppress(OSError):  # its reader is gone
+                typer.echo(
+                    f"kvtier: {counted:,}{of_all} {what}, {time.monotonic() - begun_at:.0f} s", err=True
+                )
+
+    teller = threading.Thread(target=tell, name="kvtier-progress", daemon=True)
+    teller.start()
+    try:
+        yield tick
+    finally:
+        ended.set()
+        teller.join()
+
+
+def finish(record: R, show: Callable[[R], None], *, as_json: bool, is_healthy: bool) -> NoReturn:
+    """Print a command's result, as one JSON document or with ``show``, and exit with its status."""
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(record), indent=2, default=str))
+    else:
+        show(record)
+    raise typer.Exit(OK if is_healthy else PROBLEMS)
+
+
+def show_record(title: str, record: DataclassInstance) -> None:
+    """Print a record as a table with a row for each field that is no list and not the title."""
+    values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    rows = [
+        (name.replace("_", " "), _formatted(name, value))
+        for name, value in values.items()
+        if value != title and not isinstance(value, list)
+    ]
+    table(title, ("what", "value"), rows)
+
+
+def _formatted(name: str, value: object) -> object:
+    if name.endswith("bytes") and isinstance(value, int):
+        return Bytes(value)
+    return ago(value) if isinstance(value, float) else value
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a table; numbers stand on the right. The first column is never broken."""
+    cells = [list(row) for row in rows]
+    shown = Table()
+    for number, column in enumerate(columns):
+        numeric = bool(cells) and all(isinstance(row[number], int | Bytes | None) for row in cells)
+        side: JustifyMethod = "right" if numeric else "left"
+        shown.add_column(Text(printable(column)), justify=side, overflow="fold", no_wrap=not number)
+    for row in cells:
+        shown.add_row(*(Text(_cell(value)) for value in row))  # as text: names of files are no markup
+    print_line(title)
+    console().print(shown)
+
+
+def is_wide() -> bool:
+    """Return whether there is room for a table of many columns."""
+    return console().width >= _WIDE
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console. Off a terminal its lines are as long as they need to be, unless COLUMNS is set."""
+    made = Console(stderr=stderr)
+    is_unknown = not made.is_terminal and not os.environ.get("COLUMNS")
+    if is_unknown or not made.width:  # 0 is what terminals without a size report
+        made.width = _UNBOUNDED
+    return made
+
+
+def print_line(text: str) -> None:
+    """Print a line on standard output."""
+    console().print(Text(printable(text)), soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """Return text with escapes for control characters: in names of files they could command the terminal."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text
+    )
+
+
+class Bytes(int):
+    """A number of bytes, shown with its unit."""
+
+    def __str__(self) -> str:
+        """Return it in the largest unit that leaves a digit before the point."""
+        value, unit = float(self), 0
+        while abs(value) >= 1024 and unit < len(_UNITS) - 1:
+            value, unit = value / 1024, unit + 1
+        return f"{value:.0f} {_UNITS[unit]}" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+
+
+def ago(when: float | None, now: float | None = None) -> str:
+    """Return how long ago a time was, in words."""
+    if when is None:
+        return "never"
+    seconds = max(0.0, (time.time() if now is None else now) - when)
+    for length, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def yes_no(value: bool | None) -> str:
+    """Return yes, no, or unknown."""
+    return "unknown" if value is None else "yes" if value else "no"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return yes_no(value)
+    if type(value) is int:
+        return f"{value:,}"
+    if isinstance(value, list | tuple):
+        return printable(", ".join(map(str, value))) or "-"
+    return printable(str(value))

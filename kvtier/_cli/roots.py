@@ -1,0 +1,33 @@
+"""What the commands for the root of a file tier share. They work while engines use the root."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from kvtier.errors import TierError
+from kvtier.tiers.fs._quota import ledger
+from kvtier.tiers.fs._root import Root
+
+RootArgument = Annotated[Path, typer.Argument(metavar="ROOT", help="The root_dir of a file tier.")]
+NamespaceOption = Annotated[
+    str | None, typer.Option(metavar="NAME", help="This cache alone; `kvtier ls` has the names.")
+]
+
+_OF_FILE_SYSTEMS: Final = {"lost+found"}
+
+
+def require_root(path: Path) -> None:
+    """Refuse another directory than a root, in which a command would never find anything wrong.
+
+    Raises:
+        TierError: there are files, and no cache of kvtier's.
+    """
+    with Root(path) as root:
+        if root.namespaces() or not set(root.others()) - _OF_FILE_SYSTEMS:
+            return
+    above = (one for one in path.absolute().parents if (one / ledger.FOLDER).is_dir())
+    hint = f"; did you mean {root_above}?" if (root_above := next(above, None)) else ""
+    raise TierError(f"{path} is no root_dir: it has files, and no cache of kvtier's{hint}")

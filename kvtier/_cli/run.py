@@ -1,0 +1,107 @@
+"""How the command line runs: its exit status, what signals and errors do, the options of all commands."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Annotated, Any, Final
+
+import importlib_metadata
+import typer
+from typer.main import get_command
+
+from kvtier._cli.report import console, printable
+from kvtier.errors import KVTierError
+
+STATUS: Final = (
+    "Exit status: 0 all is well; 1 something is wrong with what was looked at; 2 wrong use, or it cannot be "
+    "done; 128 and more ended by a signal."
+)
+_FAILED: Final = 2
+_REQUESTS: Final = (signal.SIGTERM, signal.SIGHUP)
+
+
+def run(app: Callable[[], object]) -> None:
+    """Run the command line. An error that a user can act on ends it with one line and exit status 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name that the encoding lacks must not end a command
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        with exit_on_signals():
+            app()
+    except (KVTierError, OSError) as error:
+        _fail(str(error))
+    except RecursionError:
+        _fail("a file is nested too deeply to be read: see that it is what it should be")
+    except MemoryError:
+        _fail("out of memory: run this where more is free")
+
+
+def _fail(message: str) -> None:
+    text = f"kvtier: {printable(message)}"
+    console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+    sys.exit(_FAILED)
+
+
+@contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP unwind the command, so that it removes its temporary files.
+
+    By default they end the process at once, and a bench leaves its gigabytes. Ignored ones stay ignored.
+    """
+    ours = [number for number in _REQUESTS if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, _exit)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _exit(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)  # as a shell does
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"kvtier {importlib_metadata.version('kvtier')}")
+        raise typer.Exit
+
+
+VersionFlag = Annotated[
+    bool,
+    typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+]
+
+
+def _disable_color(is_wanted: bool) -> None:
+    if is_wanted:
+        os.environ["NO_COLOR"] = "1"
+
+
+NoColorFlag = Annotated[
+    bool,
+    typer.Option(
+        "--no-color",
+        callback=_disable_color,
+        is_eager=True,
+        expose_value=False,
+        help="Print without colors; so does NO_COLOR=1.",
+    ),
+]
+
+
+def no_color_option() -> Any:
+    """Return the option ``--no-color``, for a command to have it beside its own."""
+    donor = typer.Typer(add_completion=False)
+    donor.command()(_only_no_color)
+    return get_command(donor).params[0]
+
+
+def _only_no_color(_no_color: NoColorFlag = False) -> None: ...

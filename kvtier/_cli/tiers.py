@@ -1,0 +1,81 @@
+"""``kvtier tiers``: the installed tiers and eviction policies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtier import _plugins as plugins
+from kvtier._cli import report
+from kvtier._plugins import Group
+from kvtier.errors import KVTierError
+from kvtier.policies._base import EvictionPolicy
+from kvtier.tiers import _registry as registry
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """An installed tier or policy.
+
+    Attributes:
+        name: of its entry point.
+        distribution: that brings it.
+        version: of that distribution.
+        problem: why it cannot be loaded; "" where it can.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """The installed plug-ins, by group.
+
+    Attributes:
+        tiers: plug-ins that add a tier.
+        policies: plug-ins that add an eviction policy.
+    """
+
+    tiers: list[Plugin]
+    policies: list[Plugin]
+
+
+def command(as_json: report.JsonFlag = False) -> None:
+    """List the installed tiers and eviction policies, and whether each one loads.
+
+    Exit status 1 where one does not.
+
+    Example: kvtier tiers --json
+    """
+    found = Installed(_plugins(plugins.TIERS), _plugins(plugins.POLICIES))
+    is_healthy = not any(plugin.problem for plugin in (*found.tiers, *found.policies))
+    report.finish(found, _show, as_json=as_json, is_healthy=is_healthy)
+
+
+def _show(found: Installed) -> None:
+    for title, listed in (("Tiers", found.tiers), ("Eviction policies", found.policies)):
+        rows = [
+            (one.name, one.distribution, one.version, f"no: {one.problem}" if one.problem else "yes")
+            for one in listed
+        ]
+        report.table(title, ("name", "distribution", "version", "loads"), rows)
+
+
+def _plugins(group: Group) -> list[Plugin]:
+    return [
+        Plugin(info.name, info.distribution, info.version, _problem(group, info.name))
+        for info in plugins.installed(group)
+    ]
+
+
+def _problem(group: Group, name: str) -> str:
+    try:
+        if group is plugins.TIERS:
+            registry.load(name)
+        else:
+            plugins.load(group, name, EvictionPolicy, "name")
+    except KVTierError as error:
+        return str(error)
+    return ""

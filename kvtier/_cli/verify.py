@@ -1,0 +1,338 @@
+"""``kvtier verify``: every chunk of a root read and proven, beside engines that use it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Annotated, Final
+
+import typer
+
+from kvtier._cli.gc import correct_ledger, mark_ledger, remove_leftovers
+from kvtier._cli.report import JsonFlag, finish, print_line, progress, table
+from kvtier._cli.roots import NamespaceOption, RootArgument, require_root
+from kvtier.tiers._seal import Integrity
+from kvtier.tiers.fs import _layout as layout
+from kvtier.tiers.fs._checking import FileCheck, FileChecker
+from kvtier.tiers.fs._files.call import FileCall, Flag, Place, Result
+from kvtier.tiers.fs._layout import BLOCK_BYTES
+from kvtier.tiers.fs._maintenance.quarantine import Quarantine
+from kvtier.tiers.fs._root import ChunkFile, DataDir, Namespace, Root, Stray, Tick
+
+Proven = tuple[ChunkFile, FileCheck]
+
+_FILES_A_JOB: Final = 64
+_JOBS_AHEAD: Final = 2
+MOST_LISTED: Final = 1000
+"""Damaged files that are named one by one; all are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedFile:
+    """A file that is damaged or unreadable.
+
+    Attributes:
+        path: relative to the root.
+        finding: ``torn``, ``foreign``, ``checksum`` or ``unreadable``.
+        errno: why it is unreadable, as a name; "" else.
+        set_aside: whether it is in the quarantine now.
+    """
+
+    path: str
+    finding: str
+    errno: str
+    set_aside: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What was found in a cache of a root.
+
+    Attributes:
+        namespace: the name of its directory.
+        chunks: files that were looked at.
+        sound: whose bytes and identity are proven.
+        torn: cut off, or without a whole trailer.
+        foreign: with another chunk's or another cache's bytes.
+        checksum: whose bytes are not those that were put.
+        unreadable: files and directories that the file system refuses.
+        gone: removed by somebody while they were being looked at.
+        strays: files among the chunks that are no chunks; they are left alone.
+        quarantined: files in the quarantine, those set aside just now included.
+        dead_writers: writers that have left unfinished files behind.
+        set_aside: damaged files that were moved to the quarantine just now.
+        removed_bytes: what was left over by dead writers and old epochs, and was removed just now.
+        problem: what else is wrong, in words; "" where nothing is.
+        manifest_set_aside: whether a damaged manifest was moved to the quarantine just now.
+        ill: the first thousand damaged or unreadable files.
+    """
+
+    namespace: str
+    chunks: int
+    sound: int
+    torn: int
+    foreign: int
+    checksum: int
+    unreadable: int
+    gone: int
+    strays: int
+    quarantined: int
+    dead_writers: int
+    set_aside: int
+    removed_bytes: int
+    problem: str
+    manifest_set_aside: bool
+    ill: list[DamagedFile]
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether an engine can have everything that is here."""
+        left = self.torn + self.foreign + self.checksum - self.set_aside
+        return not (left or self.unreadable or self.problem)
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was found in a root.
+
+    Attributes:
+        root: the directory.
+        seconds: how long it took.
+        namespaces: its caches.
+    """
+
+    root: str
+    seconds: float
+    namespaces: list[Verified]
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether nothing is wrong any more."""
+        return all(one.is_healthy for one in self.namespaces)
+
+
+def command(
+    root: RootArgument,
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair",
+            help="Move damaged files to the quarantine; remove what dead writers and old epochs left.",
+        ),
+    ] = False,
+    namespace: NamespaceOption = None,
+    threads: Annotated[int, typer.Option(min=1, max=64, help="Files that are read at once.")] = min(
+        4, os.cpu_count() or 1
+    ),
+    as_json: JsonFlag = False,
+) -> None:
+    """Read every chunk and prove it: trailer, identity, checksum.
+
+    Exit status 1 where something is wrong that was not repaired.
+
+    Example: kvtier verify /var/cache/kvtier --repair
+    """
+    require_root(root)
+    logging.getLogger("kvtier.tiers.fs").addHandler(logging.NullHandler())  # the result has all of it
+    found = verify(root, repair=repair, threads=threads, namespace=namespace)
+    finish(found, _show, as_json=as_json, is_healthy=found.is_healthy)
+
+
+def verify(path: Path, *, repair: bool, threads: int, namespace: str | None = None) -> Verification:
+    """Read and prove every chunk.
+
+    Args:
+        path: the root.
+        repair: move damaged files to the quarantine, and remove what dead writers and old epochs left.
+        threads: how many files are read at once.
+        namespace: look at this one alone.
+
+    Raises:
+        TierError: the root cannot be read, or has no such namespace.
+    """
+    began = time.monotonic()
+    with Root(path) as root, progress("chunks") as tick:
+        wanted = root.namespaces() if namespace is None else [root.namespace(namespace)]
+        verified = [_Check(root, one, repair, threads).run(tick) for one in wanted]
+        return Verification(str(path), round(time.monotonic() - began, 3), verified)
+
+
+def _show(verification: Verification) -> None:
+    columns = ["chunks", "sound"]
+    for column in ("torn", "foreign", "checksum", "unreadable", "gone", "strays", "set_aside"):
+        if any(getattr(one, column) for one in verification.namespaces):
+            columns.append(column)
+    rows = [(one.namespace, *(getattr(one, column) for column in columns)) for one in verification.namespaces]
+    table(verification.root, ("namespace", *(column.replace("_", " ") for column in columns)), rows)
+    for one in verification.namespaces:
+        for line in _remarks(one):
+            print_line(f"{one.namespace}: {line}")
+
+
+def _remarks(one: Verified) -> Iterator[str]:
+    if one.problem:
+        yield one.problem
+    if one.manifest_set_aside:
+        yield f"{layout.MANIFEST} was damaged and set aside: the next engine with this cache writes it anew"
+    for ill in one.ill:
+        why = ill.errno or ill.finding
+        yield f"{ill.path} {why}{', set aside' if ill.set_aside else ''}"
+    if (more := one.torn + one.foreign + one.checksum + one.unreadable - len(one.ill)) > 0:
+        yield f"and {more} more"
+    if one.dead_writers and not one.removed_bytes:
+        yield f"{one.dead_writers} dead writers left files: verify --repair or the next engine removes them"
+    if one.removed_bytes:
+        yield f"{one.removed_bytes} bytes of dead writers and old epochs were removed"
+
+
+class _Check:
+    """The check of one namespace."""
+
+    def __init__(self, root: Root, one: Namespace, repair: bool, threads: int) -> None:
+        self._root = root
+        self._one = one
+        self._repair = repair and one.is_kvtiers  # what is not kvtier's is only looked at
+        self._threads = threads
+        self._found: Counter[str] = Counter()
+        self._ill: list[DamagedFile] = []
+        self._quarantine = Quarantine(root.fd, one.name)
+        self._problems = [one.problem] if one.problem else []
+        self._manifest_set_aside = False
+
+    def run(self, tick: Tick) -> Verified:
+        dead = [name for name, lives in self._one.writers().items() if lives is False]
+        for place in self._one.data_dirs:
+            self._check_files(place, tick)
+        removed = 0
+        if self._repair:
+            since = mark_ledger(self._root)
+            removed = remove_leftovers(self._root, self._one)
+            correct_ledger(self._root, removed, since)
+            self._set_manifest_aside()
+        found = self._found
+        return Verified(
+            namespace=self._one.name,
+            chunks=sum(found[finding] for finding in Integrity),
+            sound=found[Integrity.SOUND],
+            torn=found[Integrity.TORN],
+            foreign=found[Integrity.FOREIGN],
+            checksum=found[Integrity.CHECKSUM],
+            gone=found[Integrity.GONE],
+            unreadable=found[Integrity.UNREADABLE] + found["unreadable directory"],
+            strays=found["stray"],
+            quarantined=len(self._one.quarantine()),
+            dead_writers=len(dead),
+            set_aside=found["set aside"],
+            removed_bytes=removed,
+            problem="; ".join(self._problems),
+            manifest_set_aside=self._manifest_set_aside,
+            ill=self._ill,
+        )
+
+    def _check_files(self, place: DataDir, tick: Tick) -> None:
+        for file, check in self._checked(self._files(place), tick):
+            self._found[check.finding] += 1
+            if check.finding.is_corrupt or check.finding is Integrity.UNREADABLE:
+                aside = self._repair and check.finding.is_corrupt and self._set_aside(place, file, check)
+                self._found["set aside"] += aside
+                self._list(DamagedFile(file.path, check.finding, _errno_name(check.errno), aside))
+
+    def _files(self, place: DataDir) -> Iterator[ChunkFile]:
+        for found in self._root.chunks(place.name):
+            if not isinstance(found, Stray):
+                yield found
+            elif found.problem:
+                self._found["unreadable directory"] += 1
+                self._list(DamagedFile(found.path, Integrity.UNREADABLE, _errno_name(found.problem), False))
+            else:
+                self._found["stray"] += 1
+
+    def _list(self, ill: DamagedFile) -> None:
+        if len(self._ill) < MOST_LISTED:
+            self._ill.append(ill)
+
+    def _set_aside(self, place: DataDir, chunk: ChunkFile, check: FileCheck) -> bool:
+        """Move a file away as an engine does that finds it damaged. A newer file in its place stays."""
+        call = FileCall(Place(self._root.fd, place.name, "", bytes(16), BLOCK_BYTES, Flag.NONE), [chunk.key])
+        call.results = array("i", [Result[check.finding.name]])
+        call.inodes = array("Q", [check.inode])
+        return self._quarantine.set_aside(call, 0)
+
+    def _set_manifest_aside(self) -> None:
+        """Move a damaged manifest away: no engine opens the place with it; the next one writes it anew."""
+        manifest = self._one.manifest
+        if not manifest.problem or not self._root.is_file(f"{self._one.name}/{layout.MANIFEST}"):
+            return
+        try:
+            with suppress(FileExistsError):
+                os.mkdir(f"{self._one.name}/quarantine", layout.DIRECTORY_MODE, dir_fd=self._root.fd)
+            target = f"{self._one.name}/quarantine/{layout.MANIFEST}.manifest.{time.time_ns()}-{os.getpid()}"
+            fd = self._root.fd
+            os.rename(f"{self._one.name}/{layout.MANIFEST}", target, src_dir_fd=fd, dst_dir_fd=fd)
+        except OSError as error:
+            self._problems.append(f"{layout.MANIFEST} cannot be set aside: {error.strerror}")
+            return
+        self._problems.remove(manifest.problem)
+        self._manifest_set_aside = True
+
+    # ----------------------------------------------------------------------------- reading
+
+    def _checked(self, files: Iterator[ChunkFile], tick: Tick) -> Iterator[Proven]:
+        """Prove chunks in several threads, a bounded number of them ahead of whoever takes the proofs."""
+        checkers: SimpleQueue[FileChecker] = SimpleQueue()
+        made = [FileChecker(self._root.fd, self._belongs()) for _ in range(self._threads)]
+        for checker in made:
+            checkers.put(checker)
+        try:
+            with ThreadPoolExecutor(self._threads, "verify") as pool:
+                waiting: deque[Future[list[Proven]]] = deque()
+                for batch in _batches(files):
+                    waiting.append(pool.submit(self._check, checkers, batch))
+                    if len(waiting) >= self._threads * _JOBS_AHEAD:
+                        yield from _counted(waiting.popleft().result(), tick)
+                while waiting:
+                    yield from _counted(waiting.popleft().result(), tick)
+        finally:
+            for checker in made:
+                checker.close()
+
+    def _check(self, checkers: SimpleQueue[FileChecker], files: list[ChunkFile]) -> list[Proven]:
+        checker = checkers.get()
+        try:
+            return [(file, checker.check(file.path, file.key)) for file in files]
+        finally:
+            checkers.put(checker)
+
+    def _belongs(self) -> Callable[[bytes], bool]:
+        """Return what tells this cache's digest; where the manifest is of no use its name still does."""
+        digest = self._one.manifest.digest
+        if digest is not None:
+            return digest[:16].__eq__
+        ends = self._one.name.rpartition("_")[2]
+        return lambda found: found.hex().startswith(ends[:32])
+
+
+def _batches(files: Iterator[ChunkFile]) -> Iterator[list[ChunkFile]]:
+    """Yield files in lists for one job each."""
+    while batch := list(islice(files, _FILES_A_JOB)):
+        yield batch
+
+
+def _counted(proofs: Sequence[Proven], tick: Tick) -> Iterable[Proven]:
+    tick(len(proofs))
+    return proofs
+
+
+def _errno_name(number: int) -> str:
+    return errno.errorcode.get(number, str(number)).lower() if number else ""

@@ -1,0 +1,140 @@
+"""Breakers: one for the puts and one for the gets of each tier.
+
+A breaker sees how real transfers end, and nothing else. It opens when too many of them have failed, or
+when one has passed its deadline. After a pause one transfer is let through, and how that ends decides.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from math import inf
+
+from kvtier._core.backoff import Backoff, RandomSource, no_jitter
+from kvtier._core.messages import TransferHealth
+from kvtier._core.states import BreakerState
+
+_CLOSED, _HALF_OPEN, _OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN
+_RELAPSE_PAUSES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerRules:
+    """When a breaker opens, and for how long.
+
+    Attributes:
+        failures: transfers in a row that fail until it opens.
+        window: the last transfers that a share is taken of.
+        share: the share of them that fails until it opens; not before half of the window is known.
+        pause_s: seconds until the first probe.
+        longest_pause_s: what the pause grows to while probes go on failing.
+    """
+
+    failures: int = 5
+    window: int = 20
+    share: float = 0.5
+    pause_s: float = 1.0
+    longest_pause_s: float = 60.0
+
+
+class Breaker:
+    """Decides whether a tier is given transfers of one verb now.
+
+    Attributes:
+        state: see ``BreakerState``.
+        overdue: transfers that have passed their deadline and not ended. While there is one the tier
+            gets no other: it would only tie up more slots.
+        probe: the transfer that is to show how things are, while it is HALF_OPEN.
+        health: what the last transfer that said anything of the tier said.
+    """
+
+    def __init__(self, rules: BreakerRules | None = None, chance: RandomSource = no_jitter) -> None:
+        rules = rules or BreakerRules()
+        self.state: BreakerState = _CLOSED
+        self.overdue = 0
+        self.health = TransferHealth.NONE
+        self._rules = rules
+        self._backoff = Backoff(rules.pause_s, rules.longest_pause_s, chance)
+        self._until_s = -inf
+        self._closed_s = -inf
+        self.probe: int | None = None
+        self._in_a_row = 0
+        self._recent: deque[bool] = deque(maxlen=rules.window)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether transfers are begun as if nothing were."""
+        return self.state is _CLOSED and not self.overdue
+
+    def refusal(self, now_s: float) -> str | None:
+        """Return the reason why no transfer is to be begun now, or None. Where it is OPEN one may."""
+        if self.overdue:
+            return "unresponsive"
+        if self.state is _CLOSED or (self.state is _OPEN and now_s >= self._until_s):
+            return None
+        return "breaker_open"
+
+    def begin(self, transfer_id: int) -> None:
+        """Note that a transfer was begun."""
+        if self.state is _OPEN:
+            self.state = _HALF_OPEN
+            self.probe = transfer_id
+
+    def late(self, transfer_id: int, now_s: float) -> str | None:
+        """Note that a transfer has passed its deadline. Returns what ``end`` does."""
+        self.overdue += 1
+        return self._judge(transfer_id, TransferHealth.LATE, now_s)
+
+    def end(self, transfer_id: int, health: TransferHealth, now_s: float, *, in_time: bool) -> str | None:
+        """Note that a transfer has ended.
+
+        Returns:
+            Where that has changed anything: ``"closed"``, or the reason for opening.
+        """
+        if in_time:
+            return self._judge(transfer_id, health, now_s)
+        self.overdue -= 1  # that it was late is known already
+        return None
+
+    def _judge(self, transfer_id: int, health: TransferHealth, now_s: float) -> str | None:
+        if health is not TransferHealth.NONE:
+            self.health = health
+        if self.state is _HALF_OPEN and transfer_id == self.probe:
+            return self._end_probe(health, now_s)
+        if self.state is not _CLOSED or health is TransferHealth.NONE:
+            return None  # what was begun before it opened says nothing new
+        return self._count(health, now_s)
+
+    def _end_probe(self, health: TransferHealth, now_s: float) -> str | None:
+        self.probe = None
+        if health is TransferHealth.NONE:
+            self.state = _OPEN  # the pause is over: the next one is a probe again
+            return None
+        if health is not TransferHealth.GOOD:
+            return self._trip("probe", now_s)
+        self.state = _CLOSED
+        self._closed_s = now_s
+        self._in_a_row = 0
+        self._recent.clear()
+        return "closed"
+
+    def _count(self, health: TransferHealth, now_s: float) -> str | None:
+        failed = health is not TransferHealth.GOOD
+        self._in_a_row = self._in_a_row + 1 if failed else 0
+        self._recent.append(failed)
+        if health is TransferHealth.LATE:
+            return self._trip("overdue", now_s)
+        if self._in_a_row >= self._rules.failures:
+            return self._trip("failures", now_s)
+        known = len(self._recent)
+        if failed and 2 * known >= self._rules.window and sum(self._recent) >= self._rules.share * known:
+            return self._trip("failure_rate", now_s)
+        return None
+
+    def _trip(self, reason: str, now_s: float) -> str:
+        relapse = now_s < self._closed_s + _RELAPSE_PAUSES * self._backoff.pause_s
+        if self.state is _CLOSED and not relapse:
+            self._backoff.start_anew()
+        self.state = _OPEN
+        self._until_s = now_s + self._backoff.next_s()
+        return reason

@@ -1,0 +1,227 @@
+"""The chunks of the primary tier: which key is in which slot, in what state, under how many pins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvtier._core.states import CHUNK_MOVES, ChunkEvent, ChunkState, Stateful
+from kvtier.keys import OffloadKey
+from kvtier.policies._base import EvictionPolicy
+from kvtier.policies._lru import LRU
+
+NO_KEY = OffloadKey(b"")
+_FILLING, _READY = ChunkState.FILLING, ChunkState.READY
+_AFTER_EVICTION = CHUNK_MOVES[ChunkEvent.EVICTED][_READY]  # the one state that this is allowed in
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Chunk(Stateful):
+    """What one slot holds now. There is one such record for each slot, used again and again.
+
+    Attributes:
+        slot: index of the slot.
+        key: the chunk's offload key.
+        state: see ``ChunkState``.
+        pins: reasons why the slot may not be given on; the copy that fills it is one.
+        origin: index of the tier that it was promoted from and not yet loaded, else None.
+    """
+
+    MOVES: ClassVar = CHUNK_MOVES
+
+    slot: int
+    key: OffloadKey = NO_KEY
+    state: ChunkState = ChunkState.ABSENT
+    pins: int = 0
+    origin: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<chunk {self.key.hex()[:16]} in slot {self.slot}, {self.state.name}, {self.pins} pins>"
+
+
+class ChunkTable:
+    """Owns the slots. Visible chunks are found by key; a landing one is seen only by its fetch.
+
+    A chunk is a candidate for eviction, and known to the policy as one, exactly while it is READY
+    and has no pins. The policy is a plug-in: what it chooses is checked here.
+
+    Attributes:
+        policy: chooses what is evicted; LRU from its first fault on.
+        visible: the chunks that are found by their keys.
+        free: chunks whose slots hold nothing.
+        all: the chunks of all slots.
+        faults: policies that were replaced, and why, in a word of ``reasons.POLICY_REPLACED``; whoever
+            reads it clears it.
+    """
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.policy = policy
+        self.faults: list[tuple[str, str]] = []
+        self.visible: dict[OffloadKey, Chunk] = {}
+        self.free: list[Chunk] = []
+        self.all: list[Chunk] = []
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return iter(self.all)
+
+    def add_slots(self, slots: Iterable[int]) -> None:
+        """Add free slots."""
+        added = [Chunk(slot) for slot in slots]
+        self.all += added
+        self.free[:0] = reversed(added)
+        self._call_policy(lambda policy: policy.resize(len(self.all)))
+
+    @property
+    def evictable(self) -> int:
+        """How many chunks may be evicted, as far as the policy knows."""
+        try:
+            return len(self.policy)
+        except Exception:
+            self._replace_policy("raised")
+            return len(self.policy)
+
+    def evict(self, count: int) -> list[OffloadKey]:
+        """Free up to ``count`` slots by the policy's choice; return the keys that went.
+
+        A policy that chooses what it must not is not asked again: LRU takes its place.
+        """
+        evicted: list[OffloadKey] = []
+        fault = self._evict(count, evicted)
+        if fault:
+            self._replace_policy(fault)
+            self._evict(count - len(evicted), evicted)
+        return evicted
+
+    def _evict(self, count: int, evicted: list[OffloadKey]) -> str:
+        """Free what the policy chooses as far as it may be freed; return what was wrong with the choice."""
+        pop, free = self.visible.pop, self.free.append
+        fault = ""
+        try:
+            keys = self.policy.evict(count)
+            if len(keys) > count:
+                keys, fault = keys[:count], "too_many"
+            elif len(keys) < count and len(self.policy):
+                fault = "withheld"
+            for key in keys:
+                chunk = pop(key, None)
+                if chunk is None or chunk.state is not _READY or chunk.pins:
+                    fault = "not_a_candidate"
+                    if chunk is not None:
+                        self.visible[key] = chunk
+                    continue
+                chunk.state = _AFTER_EVICTION
+                free(chunk)
+                evicted.append(key)
+        except Exception:  # whatever a plug-in does: it must not end the engine
+            return "raised"
+        return fault
+
+    def _replace_policy(self, fault: str) -> None:
+        self.faults.append((type(self.policy).__name__, fault))
+        self.policy = LRU(len(self.all))
+        chunks = self.visible.values()
+        candidates = [chunk.key for chunk in chunks if chunk.state is _READY and not chunk.pins]
+        self.policy.add(candidates[::-1], used=False)  # what came first goes first
+
+    def _call_policy(self, act: Callable[[EvictionPolicy], object]) -> None:
+        """Call the policy. One that raises is replaced by LRU over the chunks as they are."""
+        try:
+            act(self.policy)
+        except Exception:
+            self._replace_policy("raised")
+
+    def take(self, keys: Sequence[OffloadKey], *, visible: bool) -> list[Chunk]:
+        """Assign a free slot to each key: FILLING, with the pin of the copy that will fill it."""
+        count = len(keys)
+        chunks = self.free[-count:][::-1] if count else []
+        del self.free[len(self.free) - count :]
+        for chunk, key in zip(chunks, keys, strict=True):
+            chunk.key = key
+            chunk.state = _FILLING  # free slots are ABSENT: the table's one move from there
+            chunk.pins = 1
+            chunk.origin = None
+        if visible:
+            self.visible.update(zip(keys, chunks, strict=True))
+        return chunks
+
+    def filled(self, chunks: Iterable[Chunk], pins: int = 0) -> list[Chunk]:
+        """End the copies into ``chunks``; those that are READY now get ``pins`` pins and are returned.
+
+        With no pins they are candidates at once. DOOMED ones are given back.
+        """
+        ready = []
+        for chunk in chunks:
+            if chunk.state is _FILLING:
+                chunk.state = _READY  # as the table says
+                chunk.pins = pins
+                ready.append(chunk)
+            else:
+                chunk.move(ChunkEvent.FILLED)
+                self._drop_pin(chunk)
+        if not pins:
+            keys = [chunk.key for chunk in ready]
+            self._call_policy(lambda policy: policy.add(keys, used=False))
+        return ready
+
+    def failed(self, chunks: Iterable[Chunk]) -> None:
+        """End copies that brought nothing: the chunks are never seen, the slots are free."""
+        visible = self.visible
+        for chunk in chunks:
+            if visible.get(chunk.key) is chunk:
+                del visible[chunk.key]
+            chunk.move(ChunkEvent.FAILED)
+            self._drop_pin(chunk)
+
+    def show(self, chunk: Chunk) -> None:
+        """Make a landed chunk visible under its key."""
+        self.visible[chunk.key] = chunk
+
+    def pin(self, chunks: Iterable[Chunk]) -> None:
+        """Add a pin to READY chunks."""
+        held = []
+        for chunk in chunks:
+            if not chunk.pins:
+                held.append(chunk.key)
+            chunk.pins += 1
+        if held:
+            self._call_policy(lambda policy: policy.pin(held))
+
+    def unpin(self, chunks: Iterable[Chunk], *, used: bool = False) -> None:
+        """Remove a pin from chunks, prefix first; ``used`` is whether a request has read them."""
+        candidates = []
+        for chunk in chunks:
+            if chunk.state is not _READY:
+                self._drop_pin(chunk)
+                continue
+            chunk.pins -= 1
+            if not chunk.pins:
+                candidates.append(chunk.key)
+        if candidates:
+            self._call_policy(lambda policy: policy.add(candidates, used=used))
+
+    def drop(self, chunks: Iterable[Chunk]) -> None:
+        """Hide pinned chunks for good; each slot becomes free when its chunk's last pin ends."""
+        for chunk in chunks:
+            chunk.move(ChunkEvent.DROPPED)
+            if self.visible.get(chunk.key) is chunk:
+                del self.visible[chunk.key]
+
+    def reset(self) -> None:
+        """Hide every visible chunk for good; slots of unpinned chunks become free at once."""
+        for chunk in self.visible.values():
+            chunk.move(ChunkEvent.RESET)
+            if not chunk.pins:
+                self._free(chunk)
+        self.visible.clear()
+        self._call_policy(lambda policy: policy.clear())
+
+    def _drop_pin(self, chunk: Chunk) -> None:
+        chunk.pins -= 1
+        if not chunk.pins:
+            self._free(chunk)
+
+    def _free(self, chunk: Chunk) -> None:
+        chunk.move(ChunkEvent.FREED)
+        chunk.key, chunk.origin = NO_KEY, None
+        self.free.append(chunk)

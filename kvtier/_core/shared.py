@@ -1,0 +1,158 @@
+"""What the parts of the core share: slots, tiers, transfers under way, and what is to be told."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from kvtier._core.admission import Limits, TierGate
+from kvtier._core.announcements import Announcements
+from kvtier._core.chunks import Chunk, ChunkTable
+from kvtier._core.messages import Command, Fetched, PutEnded, TransferHealth
+from kvtier._core.transfers import Transfer
+from kvtier._reasons import BREAKER_OPENED, POLICY_REPLACED
+from kvtier.errors import StateError
+from kvtier.keys import OffloadKey
+
+Count = tuple[str, ...]
+"""What is counted: the occurrence, then the tier where there is one, then the reason where there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A change that the log should have a line of.
+
+    Attributes:
+        subject: what it is about.
+        text: what has changed, and why.
+        is_good: whether it is for the better.
+    """
+
+    subject: str
+    text: str
+    is_good: bool
+
+
+class SharedState:
+    """The slots, tiers and transfers that all parts of the core work on, and its output until it is taken."""
+
+    def __init__(
+        self, table: ChunkTable, tiers: Sequence[TierGate], limits: Limits, *, track_changes: bool
+    ) -> None:
+        self.table = table
+        self.tiers = list(tiers)
+        self.limits = limits
+        self.counts: defaultdict[Count, float] = defaultdict(int)
+        self.transfers: dict[int, Transfer] = {}
+        self.is_starting = True  # more slots are on their way
+        self.commands: list[Command] = []
+        self.notices: list[Notice] = []
+        self.announcements = Announcements(len(self.tiers), limits.max_announced, enabled=track_changes)
+        self._earliest_s = inf  # no running transfer has an earlier deadline
+        self._last_id = 0
+
+    def short_of(self, what: str) -> str:
+        """Return the reason to count for a lack of slots: "starting" while slots are added, else ``what``."""
+        return "starting" if self.is_starting else what
+
+    def begin(
+        self, tier: int, keys: Sequence[OffloadKey], chunks: list[Chunk], now_s: float, *, is_put: bool
+    ) -> Transfer:
+        """Enter a transfer that a tier will be told to do."""
+        self._last_id += 1
+        deadline_s = now_s + self.tiers[tier].deadline_s
+        transfer = Transfer(self._last_id, tier, keys, chunks, deadline_s, is_put)
+        self.transfers[transfer.id] = transfer
+        self.tiers[tier].of(puts=is_put).begin(transfer.id)
+        self._earliest_s = min(self._earliest_s, deadline_s)
+        return transfer
+
+    def end(self, event: PutEnded | Fetched, now_s: float) -> tuple[Transfer, bool]:
+        """Remove a transfer that has ended; return it, and whether it ended in time."""
+        transfer = self.transfers.pop(event.id, None)
+        if transfer is None:
+            raise StateError(f"transfer {event.id} has ended already or never began")
+        in_time = not transfer.is_overdue
+        gate = self.tiers[transfer.tier]
+        health = gate.judge(event.health, event.seconds, is_put=transfer.is_put)
+        change = gate.of(puts=transfer.is_put).end(transfer.id, health, now_s, in_time=in_time)
+        self._note_change(transfer, change)
+        if in_time and health is TransferHealth.LATE:  # the tier's clock has seen it first
+            self.counts["overdue", gate.name, transfer.verb] += 1
+        if event.retry:
+            self.counts["retries", gate.name, transfer.verb, event.retry] += 1
+        return transfer, in_time
+
+    def _note_change(self, transfer: Transfer, change: str | None) -> None:
+        """Count a breaker's change of state at the end of a transfer, and queue a notice for the log."""
+        if change is None:
+            return
+        gate, verb = self.tiers[transfer.tier], transfer.verb
+        if change == "closed":
+            self.counts["breaker_closed", gate.name, verb] += 1
+            text = f"a {verb} has gone well: it is given {verb}s again"
+        else:
+            self.counts["breaker_opened", gate.name, verb, change] += 1
+            text = f"its {verb}s: {BREAKER_OPENED[change]}; it gets none for a while"
+        if change != "probe":
+            self.notices.append(Notice(f"tier {gate.name}", text, change == "closed"))
+
+    @property
+    def running(self) -> list[Transfer]:
+        """The transfers that are waited for."""
+        return [transfer for transfer in self.transfers.values() if not transfer.is_overdue]
+
+    def overdue(self, now_s: float) -> list[Transfer]:
+        """Mark the running transfers whose deadline has passed, and return them."""
+        if now_s < self._earliest_s:
+            return []
+        late = [transfer for transfer in self.running if transfer.deadline_s <= now_s]
+        for transfer in late:
+            transfer.is_overdue = True
+            gate = self.tiers[transfer.tier]
+            self.counts["overdue", gate.name, transfer.verb] += 1
+            self._note_change(transfer, gate.of(puts=transfer.is_put).late(transfer.id, now_s))
+        self._earliest_s = min((transfer.deadline_s for transfer in self.running), default=inf)
+        return late
+
+    def evict(self, count: int) -> list[OffloadKey]:
+        """Free up to ``count`` slots of chunks that nobody pins."""
+        if count <= 0:
+            return []
+        keys = self.table.evict(count)
+        self.counts["evicted",] += len(keys)
+        self.announcements.removed(keys)
+        return keys
+
+    def note_policy(self) -> None:
+        """Count policies that were replaced, and have the log told."""
+        for name, reason in self.table.faults:
+            self.counts["policy_replaced", reason] += 1
+            text = f"{POLICY_REPLACED[reason]}; lru has taken its place"
+            self.notices.append(Notice(f"eviction policy {name}", text, is_good=False))
+        self.table.faults.clear()
+
+    def announce_kept(self, transfer: Transfer, keys: Sequence[OffloadKey], *, found: bool) -> None:
+        """Announce what a transfer says that its tier has, unless that may not be so any more."""
+        if self.tiers[transfer.tier].unusable is None:
+            still = [key for key in keys if key not in transfer.left] if transfer.left else keys
+            self.announcements.stored(still, transfer.tier, found=found)
+
+    def announce_left(self, tier: int, keys: Sequence[OffloadKey]) -> None:
+        """Announce that chunks have left a tier, whatever transfers under way will say of them."""
+        if not self.announcements.enabled:
+            return
+        gone = frozenset(keys)
+        for transfer in self.transfers.values():
+            if transfer.tier == tier:
+                transfer.left |= gone.intersection(transfer.keys)
+        self.announcements.removed(keys, tier)
+
+    def announce_reset(self) -> None:
+        """Announce that every secondary tier is empty, whatever transfers under way will say."""
+        for transfer in self.transfers.values():
+            transfer.left = frozenset(transfer.keys)
+        for tier in range(len(self.tiers)):
+            self.announcements.clear(tier)

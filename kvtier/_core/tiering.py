@@ -1,0 +1,520 @@
+"""The state machine of tiering: events in, commands out.
+
+It has one owner, which calls it from one thread and then takes the commands that follow. It never
+blocks and reads no clock: time is an argument, in seconds on the owner's clock.
+
+How a chunk is found: ``lookup`` answers each key from what is known and notes what is not. ``settle``,
+called when a round of questions is over, turns the notes into fetches. A fetch looks for its keys in
+one tier and, into slots it was given, brings the run of keys it finds from the front: question and
+transfer cost a waiting request one delay, not two. Slots for keys that may turn out to be absent come
+only from free ones, so asking for what is not there evicts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvtier._core import messages
+from kvtier._core.admission import Limits, ReuseTracker, TierGate
+from kvtier._core.announcements import Change
+from kvtier._core.chunks import Chunk, ChunkTable
+from kvtier._core.promotion import Promotions
+from kvtier._core.requests import Request
+from kvtier._core.shared import Count, Notice, SharedState
+from kvtier._core.states import ChunkState, Lookup, RequestEvent, RequestState
+from kvtier._core.transfers import Pinned, Reservation
+from kvtier.errors import StateError
+from kvtier.keys import OffloadKey, group_index
+from kvtier.policies._base import EvictionPolicy
+
+PRIMARY = "cpu"
+"""How counts name the primary tier."""
+
+_READY = ChunkState.READY
+_HIT, _MISS, _PENDING, _RETRY = Lookup.HIT, Lookup.MISS, Lookup.PENDING, Lookup.RETRY
+
+
+class Tiering:
+    """Owns the chunks of the primary tier and decides what moves between it and the other tiers.
+
+    Args:
+        policy: chooses what leaves the primary tier.
+        tiers: the secondary tiers, in the order in which they are asked.
+        limits: the bounds to keep.
+        windowed_groups: KV cache groups that are not looked up from the front of the prompt (sliding
+            windows); their chunks are located first and then fetched as they are asked for.
+        track_changes: whether to note what becomes available where, for ``take_changes``.
+
+    Attributes:
+        is_distrusted: whether nothing is stored and nothing found any more, as ``distrust`` says.
+    """
+
+    def __init__(
+        self,
+        policy: EvictionPolicy,
+        tiers: Sequence[TierGate] = (),
+        limits: Limits | None = None,
+        *,
+        windowed_groups: frozenset[int] = frozenset(),
+        track_changes: bool = False,
+    ) -> None:
+        limits = limits or Limits()
+        self.table = ChunkTable(policy)
+        self.shared = SharedState(self.table, tiers, limits, track_changes=track_changes)
+        self.promotions = Promotions(self.shared, windowed_groups)
+        self.epoch = 0
+        self.reservations: set[Reservation] = set()
+        self.pinned: set[Pinned] = set()
+        self._tiers = self.shared.tiers
+        self._visible = self.table.visible
+        self._counts = self.shared.counts
+        self._asked: list[Request] = []
+        self._reused: dict[OffloadKey, None] = {}  # loaded from the primary tier since the last round
+        self._round: object = object()
+        self._has_damage = False
+        self.is_distrusted = False
+        self._tracker = ReuseTracker(limits.store_threshold, limits.max_tracker_size)
+
+    # --- lookup ----------------------------------------------------------------------------------
+
+    def lookup(self, key: OffloadKey, request: Request) -> Lookup:
+        """Return whether the chunk is there. Notes what a following ``settle`` will act upon."""
+        if request.round is not self._round:
+            if request.state is RequestState.COMPUTED:
+                self._counts["miss", "load_failed"] += 1
+                return _MISS
+            request.begin_round(self._round, key)
+            self._asked.append(request)
+        chunk = self._visible.get(key)
+        if chunk is not None and chunk.state is _READY:
+            request.hits.append(key)
+            return _HIT
+        return self._unready(key, request, chunk)
+
+    def refuse(self, reason: str) -> Lookup:
+        """Answer MISS for a reason that the owner has, a word of ``reasons.MISS``."""
+        self._counts["miss", reason] += 1
+        return _MISS
+
+    def repeat(self, key: OffloadKey, request: Request) -> Lookup | None:
+        """Answer the questions of a scan in short where its last answers stand: it is deferred again.
+
+        The engine asks in each step for each key of each request that waits. Told RETRY at its first
+        question and MISS at the next, it ends the scan there, and defers the request all the same.
+
+        Returns:
+            None where something has changed, or other questions are asked: then ``lookup`` answers.
+        """
+        if not request.stands or request.first is None or not request.is_waiting:
+            return None
+        if key == request.first:
+            if request.round is not self._round:
+                request.round = self._round
+                request.hits.clear()  # they are held
+                self._asked.append(request)
+            return _RETRY
+        if request.round is not self._round:
+            return None
+        return _MISS if group_index(key) == group_index(request.first) else _RETRY
+
+    def _unready(self, key: OffloadKey, request: Request, chunk: Chunk | None) -> Lookup:
+        if chunk is None and (not self._tiers or key in request.absent):
+            self._counts["miss", "absent"] += 1
+            return _MISS
+        if chunk is None and request.tiers is not None and not request.tiers:
+            self._counts["miss", "filter"] += 1
+            return _MISS
+        if request.state is RequestState.EXPIRED:
+            self._counts["miss", "deadline"] += 1
+            return _MISS
+        request.wanted.append(key)
+        return _PENDING if chunk is not None or key in request.located else _RETRY
+
+    def settle(self, now_s: float) -> None:
+        """End a round of questions: fetch what is wanted, keep the deadlines, keep the reserve free."""
+        asked, self._asked = self._asked, []
+        self._round = object()
+        for transfer in self.shared.overdue(now_s):
+            if not transfer.is_put:
+                self.promotions.give_up(transfer, now_s)
+        for request in asked:
+            if request.state is RequestState.CLOSED:
+                continue
+            if request.wanted:
+                self._defer(request, now_s)
+            elif request.state is not RequestState.EXPIRED:
+                self.served(request)
+        for request in list(self.promotions.holders):
+            if request.deadline_s is not None and request.deadline_s <= now_s:
+                self._expire(request)
+        for request in asked:  # only now, when what each of them was told is there is pinned
+            if request.is_waiting:
+                self.promotions.fetch_wanted(request, now_s)
+        if self._tiers:
+            self.promotions.keep_reserve()
+        if self._reused:
+            self._touch_tiers()
+        if self.table.faults:
+            self.shared.note_policy()
+        if self._has_damage:
+            self._has_damage = False
+            self.distrust(None, "when it was about to be put into a tier")
+
+    def next_deadline_s(self) -> float | None:
+        """Return when ``settle`` has to be called at the latest, where anything is pending."""
+        deadlines = [transfer.deadline_s for transfer in self.shared.running]
+        deadlines += [
+            holder.deadline_s for holder in self.promotions.holders if holder.deadline_s is not None
+        ]
+        return min(deadlines, default=None)
+
+    def served(self, request: Request) -> None:
+        """Unpin what is held for a request that waits for nothing now.
+
+        A request whose deadline has passed stays EXPIRED until it is served, or every scan of it would
+        wait once more.
+        """
+        if request.held or request.state is not RequestState.IDLE:
+            request.move(RequestEvent.SERVED)
+            request.deadline_s = None
+            self.promotions.unhold(request)
+
+    def scheduled(self, request: Request) -> None:
+        """Note that the engine computes the request from now on: it is served, whatever it has asked for.
+
+        Where one group of blocks has nothing the engine goes on without, though for others something may
+        be pending still.
+        """
+        request.wanted.clear()
+        self.served(request)
+
+    def restart(self, request: Request) -> None:
+        """Note that the request was preempted: it is looked up anew, from what is known by then.
+
+        It was served long before, so what was learned for it since is old, a deadline that passed too. Hits
+        reported in this round stay valid until the round ends.
+        """
+        told = [chunk.key for chunk, when in request.held.items() if when is self._round]
+        self.served(request)
+        request.hits += told
+        request.absent.clear()
+        request.located.clear()
+        request.stands = False
+
+    def close(self, request: Request) -> None:
+        """End a request: nothing is held for it and nothing is pending."""
+        request.move(RequestEvent.ENDED)
+        self.promotions.unhold(request)
+        request.forget_answers()
+
+    def _defer(self, request: Request, now_s: float) -> None:
+        request.move(RequestEvent.DEFERRED)
+        if request.deadline_s is None:
+            request.deadline_s = now_s + self.shared.limits.request_deadline_s
+        self.promotions.hold(request)
+        self.promotions.keep_asked(request)
+
+    def _hold_hits(self) -> None:
+        """Pin what was answered HIT in this round, before something is evicted in its midst."""
+        for request in self._asked:
+            if request.hits and request.state is not RequestState.CLOSED:
+                self.promotions.hold(request)
+
+    def _expire(self, request: Request) -> None:
+        if request.state is RequestState.WAITING:
+            request.move(RequestEvent.OVERDUE)
+            self._counts["expired",] += 1
+        self.promotions.unhold(request)
+
+    # --- loads -----------------------------------------------------------------------------------
+
+    def acquire(self, keys: Sequence[OffloadKey], request: Request | None = None) -> Pinned:
+        """Pin chunks that were answered HIT, for a load. Ends the request's waiting.
+
+        A HIT holds until the round ends, whatever else happens in it, a reset and ``fail_load`` excepted.
+
+        Raises:
+            StateError: a key is not READY: it was not answered HIT in this round.
+        """
+        chunks = [self._ready(key) for key in keys]
+        self.table.pin(chunks)
+        pinned = Pinned(chunks, [chunk.origin for chunk in chunks])
+        for chunk in chunks:
+            self._counts["loaded", PRIMARY if chunk.origin is None else self._tiers[chunk.origin].name] += 1
+            chunk.origin = None
+        if self._tiers:
+            reused = [key for key, origin in zip(keys, pinned.origins, strict=True) if origin is None]
+            self._reused.update(dict.fromkeys(reused))
+        self.pinned.add(pinned)
+        self.promotions.landing.difference_update(chunks)
+        if request is not None:
+            self.served(request)
+            request.forget_answers()
+        return pinned
+
+    def release(self, pinned: Pinned) -> None:
+        """End a load: its chunks may be evicted again, as recently used ones."""
+        self._end_handle(self.pinned, pinned)
+        self.table.unpin(pinned.chunks, used=True)
+
+    def fail_load(self, pinned: Pinned, request: Request | None = None) -> None:
+        """End a load that did not bring its bytes: its chunks are dropped from the primary tier.
+
+        The request, where it still lives, is computed: it is never told HIT again. Another load for it
+        could fail as well, and so on for ever. A HIT for one of the chunks in the round under way does not
+        hold any more: an engine is told of its copies between rounds.
+        """
+        self._end_handle(self.pinned, pinned)
+        self._counts["dropped", "load"] += sum(chunk.state is _READY for chunk in pinned.chunks)
+        self._drop(pinned.chunks)
+        if request is not None:
+            self.served(request)
+            request.forget_answers()
+            request.round = None  # what it is told is not that of the round under way
+            request.move(RequestEvent.LOAD_FAILED)
+
+    def _drop(self, chunks: Sequence[Chunk]) -> None:
+        """Hide chunks for ever and take a pin from each."""
+        self.shared.announcements.removed([chunk.key for chunk in chunks if chunk.state is _READY])
+        self.table.drop(chunks)
+        self.table.unpin(chunks)
+
+    def _ready(self, key: OffloadKey) -> Chunk:
+        chunk = self._visible.get(key)
+        if chunk is None or chunk.state is not _READY:
+            raise StateError(f"chunk {key.hex()} is not READY: {chunk or 'absent'}")
+        return chunk
+
+    @staticmethod
+    def _end_handle(handles: set, handle: object) -> None:  # type: ignore[type-arg]
+        try:
+            handles.remove(handle)
+        except KeyError:
+            raise StateError(f"{type(handle).__name__} was ended before") from None
+
+    # --- stores ----------------------------------------------------------------------------------
+
+    def reserve(self, keys: Sequence[OffloadKey]) -> Reservation | None:
+        """Reserve slots for those of ``keys`` that are not there yet; evict for them where need be.
+
+        Where room is short a prefix of them is given slots: a prompt with holes serves nobody.
+
+        Returns:
+            The reservation, empty where nothing is to be stored; None where no slot can be had now.
+        """
+        if self.is_distrusted:
+            self._counts["store_refused", "audit"] += len(keys)
+            return None
+        visible, free = self._visible, self.table.free
+        new = list(dict.fromkeys([key for key in keys if key not in visible]))
+        admitted = self._tracker.admit(new)
+        if len(admitted) < len(new):
+            self._counts["store_refused", "store_threshold"] += len(new) - len(admitted)
+            new = admitted
+        short = len(new) - len(free)
+        evicted = self._make_room(short, keys) if short > 0 else []
+        if len(new) > len(free):
+            self._counts["store_refused", self.shared.short_of("no_slot")] += len(new) - len(free)
+            if not free:
+                return None
+            del new[len(free) :]
+        reservation = Reservation(new, self.table.take(new, visible=True), evicted)
+        self.reservations.add(reservation)
+        return reservation
+
+    def commit(self, reservation: Reservation, now_s: float) -> None:
+        """End a store that has copied its bytes: the chunks are there, and go to the other tiers."""
+        if self.is_distrusted:
+            self.abort(reservation)
+            return
+        self._end_handle(self.reservations, reservation)
+        chunks = reservation.chunks
+        takers = self._takers(len(chunks), range(len(self._tiers)), now_s)
+        ready = self.table.filled(chunks, pins=len(takers))
+        self._counts["stored",] += len(ready)
+        if self.shared.announcements.enabled:
+            self.shared.announcements.stored([chunk.key for chunk in ready])
+        for tier, count in takers:
+            self._cascade(tier, ready[:count], now_s)
+            self.table.unpin(ready[count:])
+
+    def abort(self, reservation: Reservation) -> None:
+        """End a store that did not copy its bytes, or whose bytes were reset away."""
+        self._end_handle(self.reservations, reservation)
+        self.table.failed(reservation.chunks)
+
+    def fail_store(self, reservation: Reservation) -> None:
+        """End a store whose copies failed: its chunks are dropped."""
+        self.abandon(reservation)
+        self.abort(reservation)
+
+    def abandon(self, reservation: Reservation) -> None:
+        """Count a failed store as dropped, but keep its slots: a copy that never ended may write to them."""
+        self._counts["dropped", "store"] += len(reservation.chunks)
+
+    def _make_room(self, count: int, offered: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Evict for a store, but neither this round's hits nor the chunks that the new ones continue."""
+        self._hold_hits()
+        kept = [chunk for key in offered if (chunk := self._visible.get(key)) and chunk.state is _READY]
+        self.table.pin(kept)
+        evicted = self.shared.evict(count)
+        self.table.unpin(kept)
+        return evicted
+
+    def _takers(self, count: int, tiers: Iterable[int], now_s: float) -> list[tuple[int, int]]:
+        """Return which of the tiers take how many of the next chunks."""
+        takers = []
+        gates = self._tiers
+        most = max(1, int(len(self.table.all) * self.shared.limits.put_backlog))
+        unused = most - sum(gate.backlog for gate in gates)
+        for index in tiers:
+            gate = gates[index]
+            share = max(1, most // len(gates))  # its own, whatever the others hold
+            room, reason = gate.put_room(count, max(share, unused + gate.backlog), now_s)
+            if room < count:
+                self._counts["put_dropped", gate.name, reason] += count - room
+            if room:
+                takers.append((index, room))
+        return takers
+
+    def _cascade(self, tier: int, chunks: list[Chunk], now_s: float) -> None:
+        if not chunks:
+            return
+        keys = [chunk.key for chunk in chunks]
+        transfer = self.shared.begin(tier, keys, chunks, now_s, is_put=True)
+        self._tiers[tier].backlog += len(chunks)
+        self.shared.commands.append(messages.Put(transfer.id, tier, keys, [chunk.slot for chunk in chunks]))
+
+    def _copy_to_earlier_tiers(self, chunks: Sequence[Chunk], now_s: float) -> None:
+        """Put what a tier gave into the tiers before it, which did not: the next time they may be asked."""
+        ready = [chunk for chunk in chunks if chunk.state is _READY and chunk.origin]
+        if not ready:
+            return
+        for tier, count in self._takers(len(ready), range(ready[0].origin or 0), now_s):
+            self._counts["lifted", self._tiers[tier].name] += count
+            self.table.pin(ready[:count])
+            self._cascade(tier, ready[:count], now_s)
+
+    def _touch_tiers(self) -> None:
+        """Send the tiers what was loaded from the primary tier, or they would take it for unused."""
+        keys = list(self._reused)
+        self._reused.clear()
+        self.shared.commands += [
+            messages.Touch(tier, keys) for tier, gate in enumerate(self._tiers) if gate.works
+        ]
+
+    # --- what happened, what to do ----------------------------------------------------------------
+
+    def on_event(self, event: messages.Event, now_s: float) -> None:
+        """Process an event."""
+        if isinstance(event, messages.Fetched):
+            self._hold_hits()
+            self._copy_to_earlier_tiers(self.promotions.fetched(event, now_s), now_s)
+        elif isinstance(event, messages.PutEnded):
+            self._put_ended(event, now_s)
+        elif isinstance(event, messages.SlotsReady):
+            self.table.add_slots(event.slots)
+            self.shared.is_starting = self.shared.is_starting and not event.is_last
+            self.promotions.resize(len(self.table.all))
+        elif isinstance(event, messages.TierDown):
+            self._tier_down(event)
+        elif isinstance(event, messages.TierUp):
+            self._tiers[event.tier].down = None
+        elif isinstance(event, messages.Removed):
+            self.shared.announce_left(event.tier, event.keys)
+        elif isinstance(event, messages.ProcessEnded):
+            self._counts["process_ended", event.reason] += 1
+
+    def take_commands(self) -> list[messages.Command]:
+        """Return and clear the commands since the last call, in the order to carry them out."""
+        commands, self.shared.commands = self.shared.commands, []
+        return commands
+
+    def take_notices(self) -> list[Notice]:
+        """Return and clear the changes that the log should have a line of."""
+        notices, self.shared.notices = self.shared.notices, []
+        return notices
+
+    def take_changes(self) -> list[Change]:
+        """Return and clear what has become available, or has left, since the last call."""
+        return self.shared.announcements.take()
+
+    def take_counts(self) -> dict[Count, float]:
+        """Return and clear the counts since the last call."""
+        counts = dict(self._counts)
+        self._counts.clear()
+        return counts
+
+    def reset(self) -> None:
+        """Make everything stored so far invisible for ever, in every tier.
+
+        Stores and loads under way must still be ended by their owner; their slots are out of use
+        until then.
+        """
+        self.epoch += 1
+        self._asked.clear()
+        self._reused.clear()
+        self._round = object()
+        self.promotions.reset()
+        ready = [key for key, chunk in self._visible.items() if chunk.state is _READY]
+        self.shared.announcements.removed(ready)
+        self.shared.announce_reset()
+        self.table.reset()
+        self.shared.commands += [messages.Reset(tier, self.epoch) for tier in range(len(self._tiers))]
+
+    def distrust(self, tier: int | None, where: str) -> str:
+        """Use a tier no more: an audit has found a chunk damaged that came from it.
+
+        What it gave is dropped, unless it was loaded before. As with ``fail_load``, a HIT in the round
+        under way does not hold any more.
+
+        Args:
+            tier: its index; None where the damage came about in the primary tier, or on the way between it
+                and the device. Every chunk goes that way: no tier is used then, and nothing is stored.
+            where: for the log: which chunk it was, and when that was noticed.
+
+        Returns:
+            The tier's name.
+        """
+        name = PRIMARY if tier is None else self._tiers[tier].name
+        self._counts["audit_failed", name] += 1
+        self.is_distrusted = self.is_distrusted or tier is None
+        for index, gate in enumerate(self._tiers):
+            if tier in (None, index) and not gate.distrusted:
+                gate.distrusted = True
+                self.shared.announcements.clear(index)
+        given = [chunk for chunk in self.table if chunk.state is _READY and tier in (None, chunk.origin)]
+        self.table.pin(given)
+        self._drop(given)
+        what = "nothing is stored or loaded" if tier is None else "it is not used"
+        text = f"an audit has found a chunk damaged, {where}: {what} any more until a restart"
+        self.shared.notices.append(Notice(f"tier {name}", text, is_good=False))
+        return name
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no tier has anything to do."""
+        return not self.shared.transfers and not self.shared.commands
+
+    def _tier_down(self, event: messages.TierDown) -> None:
+        gate = self._tiers[event.tier]
+        if gate.down is None:
+            self._counts["tier_down", gate.name] += 1
+        gate.down = event.reason
+        self.shared.announcements.clear(event.tier)
+
+    def _put_ended(self, event: messages.PutEnded, now_s: float) -> None:
+        transfer, _ = self.shared.end(event, now_s)
+        gate = self._tiers[transfer.tier]
+        gate.backlog -= len(transfer.chunks)
+        gate.put_ended(len(transfer.chunks), event.health, event.seconds)
+        self._counts["put", gate.name] += sum(event.kept)
+        self._counts["put_seconds", gate.name] += event.seconds
+        for reason, count in event.reasons.items():
+            self._counts["put_failed", gate.name, reason] += count
+        self._has_damage = self._has_damage or "audit" in event.reasons
+        if self.shared.announcements.enabled:
+            kept = [key for key, ok in zip(transfer.keys, event.kept, strict=True) if ok]
+            self.shared.announce_kept(transfer, kept, found=False)
+        self.table.unpin(transfer.chunks)
+        self.promotions.let_go(transfer.chunks)

@@ -1,0 +1,148 @@
+"""Audits: the bytes of the device are read back after a copy, and compared with what they must be.
+
+They are read in the plainest way there is, copy by copy and in the order of a single chunk, so that what is
+wrong with the way of the real copies shows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import crc32c
+import numpy as np
+import numpy.typing as npt
+
+from kvtier._device.base import Audits, Blocks
+from kvtier._device.plan import Addresses, CopyPlan, CopyPlanner
+from kvtier._memory.layout import SlotLayout
+from kvtier._memory.slot_checksums import Fault, SlotChecksums
+from kvtier._telemetry import evidence
+from kvtier.errors import AuditError, DamagedSlotError
+
+Check = Callable[[], None]
+"""Audits one transfer, in the thread of a queue after its copies have ended. Raises AuditError."""
+
+_Bytes = npt.NDArray[np.uint8]
+_MEANING = {
+    Fault.SLOT: (DamagedSlotError, "a chunk has changed in the primary tier"),
+    Fault.COPY: (AuditError, "a copy between the device and the primary tier has brought other bytes"),
+}
+
+
+class Auditor:
+    """Audits the transfers of one engine.
+
+    Args:
+        slot_checksums: what the slots must hold.
+        planner: plans the copies.
+        layout: where the pages lie in a slot.
+        address: address of slot 0.
+        read: makes copies from the device to memory of this process, and returns when they are done.
+    """
+
+    def __init__(
+        self,
+        slot_checksums: SlotChecksums,
+        planner: CopyPlanner,
+        layout: SlotLayout,
+        address: int,
+        read: Callable[[CopyPlan], None],
+    ) -> None:
+        self._slot_checksums = slot_checksums
+        self._planner = planner
+        self._width = layout.blocks_per_chunk
+        self._area = layout.rank
+        self._address = address + layout.rank * layout.area_bytes
+        self._chunk_bytes = layout.chunk_bytes
+        self._read = read
+        self._scratch = threading.local()
+        self._lock = threading.Lock()
+        self.audits = Audits()
+
+    def of_store(self, transfer_id: int, blocks: Blocks, slots: Sequence[int]) -> Check | None:
+        """Return what audits a store; None where none of its chunks is to be audited."""
+        self._slot_checksums.forget(slots, self._area)
+        return self._check(self._audit_store, blocks, slots, self._slot_checksums.chosen(transfer_id, slots))
+
+    def of_load(self, transfer_id: int, slots: Sequence[int], blocks: Blocks) -> Check | None:
+        """Return what audits a load; None where none of its chunks is audited."""
+        positions = self._slot_checksums.audited(slots, self._area)
+        if self._slot_checksums.is_shared:
+            positions = sorted({*positions, *self._slot_checksums.chosen(transfer_id, slots)})
+        return self._check(self._audit_load, blocks, slots, positions)
+
+    def _check(
+        self,
+        audit: Callable[[int, Blocks], None],
+        blocks: Blocks,
+        slots: Sequence[int],
+        positions: Sequence[int],
+    ) -> Check | None:
+        if not positions:
+            return None
+        chunks = list(_chunks(blocks, self._width))
+        audited = [(slots[position], chunks[position]) for position in positions]
+
+        def check() -> None:
+            for slot, chunk in audited:
+                audit(slot, chunk)
+
+        return check
+
+    def _audit_store(self, slot: int, chunk: Blocks) -> None:
+        plan = self._planner.store(chunk, [slot])
+        held, read = self._read_back(slot, plan.src, plan.dst, plan)
+        self._require(slot, held, read, None)
+        if len(chunk.ids) == self._width and not self._slot_checksums.is_shared:
+            self._slot_checksums.expect(slot, self._area, crc32c.crc32c(read.data))
+
+    def _audit_load(self, slot: int, chunk: Blocks) -> None:
+        plan = self._planner.load([slot], chunk)
+        held, read = self._read_back(slot, plan.dst, plan.src, plan)
+        self._require(slot, held, read, self._slot_checksums.expected(slot, self._area))
+
+    def _read_back(
+        self, slot: int, device: Addresses, host: Addresses, plan: CopyPlan
+    ) -> tuple[_Bytes, _Bytes]:
+        """Return the bytes of this worker's area, and the same with those of the device in their places."""
+        if not hasattr(self._scratch, "bytes"):
+            self._scratch.bytes = np.empty((2, self._slot_checksums.area_bytes), dtype=np.uint8)
+        held, read = self._scratch.bytes
+        held[:] = np.frombuffer(self._slot_checksums.view(slot, self._area), dtype=np.uint8)
+        read[:] = held
+        area = np.uint64(self._address + slot * self._chunk_bytes)
+        self._read(CopyPlan(device, host - area + np.uint64(read.ctypes.data), plan.sizes, plan.nbytes))
+        return held, read
+
+    def _require(self, slot: int, held: _Bytes, read: _Bytes, expected: int | None) -> None:
+        """Raise AuditError, and keep the evidence, where the bytes are not what they must be."""
+        found = crc32c.crc32c(held.data) if expected is not None else None
+        fault = Fault.SLOT if found != expected else Fault(0)
+        if not fault and not np.array_equal(held, read):
+            fault = Fault.COPY
+        with self._lock:
+            self.audits = Audits(self.audits.chunks + 1, self.audits.failed + bool(fault))
+        if fault:
+            kind, text = _MEANING[fault]
+            self._slot_checksums.blame(slot, self._area, fault)
+            facts = {"slot": slot, "area": self._area, "expected": expected, "found": found}
+            facts["of_device"] = crc32c.crc32c(read.data)
+            evidence.keep(text, facts, slot=held.tobytes(), device=read.tobytes())
+            raise kind(f"{text} (slot {slot})")
+
+
+def _chunks(blocks: Blocks, width: int) -> Iterator[Blocks]:
+    """Yield the blocks of each chunk alone, in the order of the slots."""
+    groups = len(blocks.group_sizes)
+    start = 0
+    for group, (size, first) in enumerate(zip(blocks.group_sizes, blocks.first_indices, strict=True)):
+        index, end = first, first + size
+        while index < end:
+            stop = min(end, (index // width + 1) * width)
+            ids = blocks.ids[start + index - first : start + stop - first]
+            sizes, firsts = [0] * groups, [0] * groups
+            sizes[group], firsts[group] = stop - index, index
+            yield Blocks(ids, tuple(sizes), tuple(firsts))
+            index = stop
+        start += size

@@ -1,0 +1,82 @@
+"""Pinning of the slots, in pieces and in the background, while the engine uses them already."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from kvtier._memory import numa
+from kvtier._memory.region import Region
+
+if TYPE_CHECKING:
+    from kvtier._device._streams import Runtime
+
+logger = logging.getLogger("kvtier.device")
+
+PIECE_BYTES = 256 * 2**20
+"""Bytes that are pinned at once: a limit, because other threads' calls can wait in the driver meanwhile."""
+
+
+class PinnedSlots:
+    """Pins the slots in a thread, piece by piece, and keeps them mapped until it has unpinned them.
+
+    CUDA refuses a copy that touches two pieces: the copy plans keep to the same ``piece_slots``.
+
+    Attributes:
+        nbytes: bytes that are pinned.
+        failed: whether no more can be pinned.
+    """
+
+    def __init__(self, runtime: Runtime, region: Region, piece_slots: int) -> None:
+        self.nbytes = 0
+        self.failed = False
+        self._runtime = runtime
+        self._address = region.address
+        self._total_bytes = region.nbytes
+        self._piece_bytes = piece_slots * region.chunk_bytes
+        self._mapped: memoryview | None = region.view(0)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="kvtier-pin", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Unpin. No copy may be in flight. May be called again."""
+        self._stopping.set()
+        self._thread.join()
+        self._mapped = None
+
+    def _work(self) -> None:
+        pieces: list[int] = []
+        try:
+            self._runtime.attach()
+            with numa.preferring(self._runtime.node()):  # pinning allocates pages that were not touched yet
+                self._pin(pieces)
+        except Exception as error:
+            self.failed = True
+            logger.warning(
+                "%d of %d bytes of the primary tier are pinned, and no more can be (%s): copies to and "
+                "from the rest are slower",
+                self.nbytes,
+                self._total_bytes,
+                error,
+            )
+        self._stopping.wait()
+        self._unpin(pieces)
+
+    def _pin(self, pieces: list[int]) -> None:
+        for start in range(0, self._total_bytes, self._piece_bytes):
+            if self._stopping.is_set():
+                return
+            size = min(self._piece_bytes, self._total_bytes - start)
+            self._runtime.host_register(self._address + start, size)
+            pieces.append(self._address + start)
+            self.nbytes += size
+
+    def _unpin(self, pieces: list[int]) -> None:
+        self.nbytes = 0
+        for address in pieces:
+            try:
+                self._runtime.host_unregister(address)
+            except Exception:  # the others must be unpinned too
+                logger.exception("a piece of the primary tier cannot be unpinned")

@@ -1,0 +1,390 @@
+"""What a device backend is: asynchronous copies between the engine's KV tensors and slots."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvtier._memory.slot_checksums import SlotChecksums
+
+_Integers = npt.NDArray[np.int64]
+
+DEADLINE_S = 60.0
+"""Seconds that a copy may take by default: a thousand times what a large one needs."""
+
+BatchedCopy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+"""An engine's own operation. It takes sources, destinations and sizes as int64 tensors in host memory, shape
+(copies,), and gives the copies to the current stream of the device."""
+
+
+class CopyQueue(StrEnum):
+    """The queues of transfers, each with a thread of its own; the value is the name of the thread."""
+
+    STORE = "kvtier-store"
+    LOAD = "kvtier-load"
+    EXPEDITED = "kvtier-expedited"
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Blocks of the device, of all KV cache groups.
+
+    The blocks of a group follow each other in their request. They fill chunks of
+    ``blocks_per_chunk`` blocks, aligned to the start of the request: the first chunk of a group is
+    entered ``first_indices[g] % blocks_per_chunk`` blocks from its start, and the last can end early.
+
+    Attributes:
+        ids: int64, shape (blocks,): the rows of the tensors, group after group.
+        group_sizes: blocks of each group; they add up to ``len(ids)``.
+        first_indices: index of each group's first block within its request.
+    """
+
+    ids: npt.NDArray[np.int64]
+    group_sizes: tuple[int, ...]
+    first_indices: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.ids.ndim != 1 or self.ids.dtype != np.int64:
+            raise ValueError(f"ids must be int64 of one dimension, not {self.ids.dtype} of {self.ids.ndim}")
+        if len(self.first_indices) != len(self.group_sizes):
+            raise ValueError(
+                f"{len(self.group_sizes)} group_sizes, but {len(self.first_indices)} first_indices"
+            )
+        if sum(self.group_sizes) != len(self.ids):
+            raise ValueError(
+                f"group_sizes add up to {sum(self.group_sizes)}, but there are {len(self.ids)} ids"
+            )
+        if min((*self.group_sizes, *self.first_indices), default=0) < 0:
+            raise ValueError("group_sizes and first_indices must not be negative")
+
+    @staticmethod
+    def make(
+        ids: Sequence[int] | npt.NDArray[np.integer[Any]],
+        group_sizes: Sequence[int],
+        first_indices: Sequence[int],
+    ) -> Blocks:
+        """Make blocks from any sequences; ``ids`` of another integer type are converted."""
+        return Blocks(np.asarray(ids, dtype=np.int64), tuple(group_sizes), tuple(first_indices))
+
+    def fill(self, slots: int, blocks_per_chunk: int) -> bool:
+        """Return whether they fill so many chunks to the end. Only the first of a group may lack blocks."""
+        ends_whole = all(
+            (size + first) % blocks_per_chunk == 0
+            for size, first in zip(self.group_sizes, self.first_indices, strict=True)
+            if size
+        )
+        return ends_whole and sum(self.slots_needed(blocks_per_chunk)) == slots
+
+    def slots_needed(self, blocks_per_chunk: int) -> tuple[int, ...]:
+        """Return how many slots each group takes. A group without blocks takes none."""
+        return tuple(
+            -(-(size + first % blocks_per_chunk) // blocks_per_chunk) if size else 0
+            for size, first in zip(self.group_sizes, self.first_indices, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Equally long pieces of a page, each of which has its place in the canonical page.
+
+    Piece ``i`` of ``pieces`` is ``piece_bytes`` long and begins in the worker's page at
+    ``local_offset + i * local_stride``, in the canonical one at
+    ``canonical_offset + i * canonical_stride``.
+    """
+
+    local_offset: int
+    canonical_offset: int
+    piece_bytes: int
+    pieces: int = 1
+    local_stride: int = 0
+    canonical_stride: int = 0
+
+    def __post_init__(self) -> None:
+        numbers = (self.local_offset, self.canonical_offset, self.local_stride, self.canonical_stride)
+        if min(numbers) < 0 or self.piece_bytes < 1 or self.pieces < 1:
+            raise ValueError(f"a run has lengths from 1 and offsets from 0: {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class PageMapping:
+    """How one worker's page lies in a canonical page: the page as a single worker would have it.
+
+    Workers that hold the same bytes take turns to write them: of the canonical pages of a slot, in
+    all slots counted through, worker ``writer`` of ``writers`` writes every ``writers``-th one.
+
+    Attributes:
+        canonical_bytes: bytes of the canonical page.
+        runs: where the bytes of the worker's page are in it; they cover the worker's page exactly.
+        writers: how many workers hold exactly these bytes.
+        writer: which of them this worker is.
+    """
+
+    canonical_bytes: int
+    runs: tuple[Run, ...]
+    writers: int = 1
+    writer: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.writer < self.writers:
+            raise ValueError(f"writer is {self.writer} of {self.writers}")
+
+    def pieces(self) -> _Integers:
+        """Return what to copy, neighbours joined: int64, shape (pieces, 3).
+
+        The columns are the offset in the worker's page, that in the canonical page, and the length.
+        """
+        spread = np.concatenate([_spread(run) for run in self.runs])
+        spread = spread[np.argsort(spread[:, 0], kind="stable")]
+        ends = spread[:-1, :2] + spread[:-1, 2:]
+        first = np.append(True, np.any(spread[1:, :2] != ends, axis=1))
+        starts = np.flatnonzero(first)
+        lengths = np.add.reduceat(spread[:, 2], starts)
+        return np.column_stack((spread[starts, :2], lengths))
+
+    def require_cover(self, page_bytes: int) -> None:
+        """Raise ValueError unless the runs take each byte of a page once, and to a place of its own."""
+        pieces = self.pieces()
+        for column, what in ((0, "page"), (1, "canonical page")):
+            ordered = pieces[np.argsort(pieces[:, column])]
+            if np.any(ordered[:-1, column] + ordered[:-1, 2] > ordered[1:, column]):
+                raise ValueError(f"runs overlap in the {what}")
+        ends = pieces[:, :2] + pieces[:, 2:]
+        if pieces[:, 2].sum() != page_bytes or ends[:, 0].max() > page_bytes:
+            raise ValueError(f"the runs do not cover a page of {page_bytes} bytes exactly")
+        if ends[:, 1].max() > self.canonical_bytes:
+            raise ValueError(f"a run goes beyond the canonical page of {self.canonical_bytes} bytes")
+
+
+def _spread(run: Run) -> _Integers:
+    steps = np.arange(run.pieces, dtype=np.int64)
+    local = run.local_offset + steps * run.local_stride
+    canonical = run.canonical_offset + steps * run.canonical_stride
+    return np.column_stack((local, canonical, np.full_like(steps, run.piece_bytes)))
+
+
+@dataclass(frozen=True, slots=True)
+class PageRef:
+    """A tensor that a group's blocks have pages in.
+
+    Attributes:
+        tensor: its index in ``KVCaches.tensors``.
+        page_bytes: bytes of the page that the group uses, padding not counted. Only they are copied.
+        mapping: where they lie in a canonical page; None where slots hold the worker's pages as they are.
+    """
+
+    tensor: int
+    page_bytes: int
+    mapping: PageMapping | None = None
+
+    def __post_init__(self) -> None:
+        if self.mapping is not None:
+            self.mapping.require_cover(self.page_bytes)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot that the page takes, or shares with other workers' pages."""
+        return self.page_bytes if self.mapping is None else self.mapping.canonical_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class KVCaches:
+    """The engine's KV cache as tensors of pages.
+
+    Attributes:
+        tensors: int8, each of shape (num_blocks, page_bytes); a row's bytes are contiguous, rows
+            can be further apart than ``page_bytes``.
+        groups: for each KV cache group, the tensors that its blocks have pages in.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    groups: tuple[tuple[PageRef, ...], ...]
+
+    def __post_init__(self) -> None:
+        for index, tensor in enumerate(self.tensors):
+            if tensor.ndim != 2 or tensor.dtype != torch.int8 or tensor.stride(1) != 1:
+                raise ValueError(
+                    f"tensor {index} is not int8 of shape (num_blocks, page_bytes) with contiguous rows"
+                )
+        for ref in (ref for group in self.groups for ref in group):
+            if not 0 <= ref.tensor < len(self.tensors):
+                raise ValueError(f"a group refers to tensor {ref.tensor} of {len(self.tensors)}")
+            if not 0 < ref.page_bytes <= self.tensors[ref.tensor].shape[1]:
+                raise ValueError(
+                    f"a group uses {ref.page_bytes} bytes of a page of tensor {ref.tensor}, which "
+                    f"has {self.tensors[ref.tensor].shape[1]}"
+                )
+
+    @property
+    def page_bytes(self) -> tuple[int, ...]:
+        """Bytes of one block of each tensor in a slot, as ``SlotLayout.make`` takes them."""
+        refs = [ref for group in self.groups for ref in group]
+        return tuple(
+            _slot_bytes(tensor, [ref for ref in refs if ref.tensor == index])
+            for index, tensor in enumerate(self.tensors)
+        )
+
+
+def _slot_bytes(tensor: torch.Tensor, refs: Sequence[PageRef]) -> int:
+    if refs and all(ref.mapping is not None for ref in refs):
+        return max(ref.slot_bytes for ref in refs)
+    return max([int(tensor.shape[1])] + [ref.slot_bytes for ref in refs])
+
+
+class Attempt(IntEnum):
+    """The ways to make the copies of one transfer, tried in this order."""
+
+    FIRST = 0
+    RETRY = 1  # on a fresh stream
+    STAGED = 2  # loads only: copy by copy, through memory that is neither shared nor pinned
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a transfer ended.
+
+    Attributes:
+        transfer_id: as submitted.
+        nbytes: bytes of its pages.
+        seconds: how long the copy took, waiting for its turn not counted.
+        error: why it failed for good; None where it succeeded.
+        attempt: the last one that was made; None where none was, because the device was lost.
+    """
+
+    transfer_id: int
+    nbytes: int
+    seconds: float
+    error: BaseException | None = None
+    attempt: Attempt | None = Attempt.FIRST
+
+
+@dataclass(frozen=True, slots=True)
+class Pinning:
+    """How much of the primary tier is pinned, so that the device accesses it directly.
+
+    Attributes:
+        nbytes: bytes that are pinned.
+        failed: whether no more can be pinned: copies to and from the rest are slower.
+    """
+
+    nbytes: int = 0
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Audits:
+    """How many chunks were audited so far.
+
+    Attributes:
+        chunks: all of them.
+        failed: those whose bytes were not what they must be.
+    """
+
+    chunks: int = 0
+    failed: int = 0
+
+
+class TransferEngine(ABC):
+    """Copies blocks to slots and back, beside the engine's work.
+
+    Stores happen in the order of their submission, and so do loads; a store and a load have no order between
+    them, and an expedited load does not wait for other loads. The caller ensures that nobody else writes to
+    the blocks and slots of a transfer until it has ended.
+
+    A copy that fails is repeated once on a fresh stream. A load that fails again is tried in a third way,
+    unless ``stages_loads`` is false and it is not expedited. What fails then is reported with its error;
+    nothing is raised from the copying threads. When the device is lost, this transfer and all that follow
+    end with a ``DeviceLostError``.
+
+    A copy that has not ended by a deadline is abandoned, and the device is lost with it: no call below blocks
+    for longer. The error of that transfer is a ``DeviceStuckError``: its bytes may still move, and its blocks
+    and slots must not be reused. The engine keeps its memory mapped and pinned.
+
+    A transfer that fails its audit has failed, and is repeated like others. Its error is an ``AuditError``.
+
+    Submissions come from one thread; the rest can be called from any.
+
+    Attributes:
+        stages_loads: whether ordinary loads are staged when all else has failed. False where the caller can
+            recompute instead. An expedited load always is: a request waits for it.
+    """
+
+    stages_loads: bool = True
+
+    @abstractmethod
+    def submit_store(self, transfer_id: int, blocks: Blocks, slots: Sequence[int]) -> None:
+        """Copy ``blocks`` to ``slots``, after what the caller has given the device to do so far.
+
+        Args:
+            transfer_id: names the transfer; not the id of one that is in flight.
+            blocks: what to copy.
+            slots: as many as ``Blocks.slots_needed`` adds up to, group after group.
+
+        Raises:
+            ValueError: the number of slots does not fit, or an id, block or slot is out of range.
+            StateError: the engine is closed.
+        """
+
+    @abstractmethod
+    def submit_load(
+        self, transfer_id: int, slots: Sequence[int], blocks: Blocks, *, expedited: bool = False
+    ) -> None:
+        """Copy ``slots`` to ``blocks``. Arguments and errors as in ``submit_store``.
+
+        Args:
+            expedited: do not wait for loads that were submitted before.
+        """
+
+    @abstractmethod
+    def finished(self) -> list[Finished]:
+        """Return the transfers that ended since the last call, in the order of their ends."""
+
+    @abstractmethod
+    def wait(self, transfer_ids: Iterable[int]) -> None:
+        """Block until these have ended or were abandoned. Ids that are unknown or ended are no error.
+
+        The results stay where ``finished`` finds them.
+        """
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Block until every transfer submitted so far has ended or was abandoned."""
+
+    @abstractmethod
+    def set_wakeup(self, wakeup: Callable[[], object] | None) -> None:
+        """Call ``wakeup`` from a copying thread whenever ``finished`` has something new.
+
+        It must not block: the owner of an event loop passes a ``call_soon_threadsafe``.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drain, then stop. May be called again; ``finished`` and ``wait`` go on working."""
+
+    @property
+    def node(self) -> int | None:
+        """The NUMA node that the device is at; None where that is not known."""
+        return None
+
+    @property
+    def pinning(self) -> Pinning:
+        """How much of the region is pinned by now; nothing on a device that needs no pinning."""
+        return Pinning()
+
+    def begin_audits(self, slot_checksums: SlotChecksums) -> None:  # noqa: B027
+        """Audit what is submitted from now on. By default an engine audits nothing.
+
+        Args:
+            slot_checksums: what the slots must hold, and how many chunks are audited.
+        """
+
+    @property
+    def audits(self) -> Audits:
+        """What has been audited so far. The audits of a transfer are counted before it is reported."""
+        return Audits()

@@ -1,0 +1,255 @@
+"""From blocks and slots to the list of copies: addresses and lengths, neighbours joined.
+
+All arithmetic is numpy's over whole groups: no Python runs for each page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier._device.base import Blocks, KVCaches, PageRef
+from kvtier._memory.layout import SlotLayout
+
+Addresses = npt.NDArray[np.uint64]
+_Integers = npt.NDArray[np.int64]
+_Pairs = tuple[Addresses, Addresses, Addresses]
+_Axis = tuple[slice | None, slice | None]
+_DOWN: _Axis = (slice(None), None)
+_ACROSS: _Axis = (None, slice(None))
+
+
+@dataclass(frozen=True, eq=False)
+class CopyPlan:
+    """Copies to make, in any order: ``sizes[i]`` bytes from address ``src[i]`` to ``dst[i]``.
+
+    Attributes:
+        src, dst, sizes: uint64, shape (copies,), contiguous.
+        nbytes: sum of the sizes.
+    """
+
+    src: Addresses
+    dst: Addresses
+    sizes: Addresses
+    nbytes: int
+
+
+class CopyPlanner:
+    """Makes the copy plans of one worker.
+
+    Args:
+        kv_caches: the device's tensors; their addresses are taken now.
+        layout: where the pages lie in a slot.
+        address: address of slot 0, as the copying device sees it.
+        slots: number of slots.
+        piece_slots: slots per piece of memory: no copy crosses from one piece into the next. None: all slots
+            are one piece.
+
+    Raises:
+        ValueError: ``layout`` was made for tensors with other page sizes.
+    """
+
+    def __init__(
+        self,
+        kv_caches: KVCaches,
+        layout: SlotLayout,
+        address: int,
+        slots: int,
+        piece_slots: int | None = None,
+    ) -> None:
+        if kv_caches.page_bytes != layout.page_bytes:
+            raise ValueError(
+                f"the tensors have pages of {kv_caches.page_bytes}, the layout of {layout.page_bytes}"
+            )
+        self._blocks_per_chunk = layout.blocks_per_chunk
+        self._slots = slots
+        piece = slots if piece_slots is None else piece_slots
+        self._groups = [_Group(kv_caches, refs, layout, address, piece) for refs in kv_caches.groups]
+
+    def store(self, blocks: Blocks, slots: Sequence[int]) -> CopyPlan:
+        """Plan the copies from ``blocks`` to ``slots``, of the pages that are this worker's to write.
+
+        Raises:
+            ValueError: the number of groups or slots does not fit, or a block or slot is out of range.
+        """
+        device, host, sizes = self._pairs(blocks, slots, to_write=True)
+        return CopyPlan(device, host, sizes, int(sizes.sum()))
+
+    def load(self, slots: Sequence[int], blocks: Blocks) -> CopyPlan:
+        """Plan the copies from ``slots`` to ``blocks``, of all pages. Errors as in ``store``."""
+        device, host, sizes = self._pairs(blocks, slots, to_write=False)
+        return CopyPlan(host, device, sizes, int(sizes.sum()))
+
+    def _pairs(self, blocks: Blocks, slots: Sequence[int], *, to_write: bool) -> _Pairs:
+        """Return the addresses of the pages in the tensors, those in the slots, and the sizes."""
+        slot_ids = np.asarray(slots, dtype=np.int64)
+        needed = self._check(blocks, slot_ids)
+        parts, first_id, first_slot = [], 0, 0
+        for group, size, first, count in zip(
+            self._groups, blocks.group_sizes, blocks.first_indices, needed, strict=True
+        ):
+            if size:
+                ids = blocks.ids[first_id : first_id + size]
+                parts += group.pairs(ids, slot_ids[first_slot : first_slot + count], first, to_write)
+            first_id += size
+            first_slot += count
+        if len(parts) == 1:
+            return parts[0]
+        device, host, sizes = zip(*parts, strict=True) if parts else ((), (), ())
+        return _joined(device), _joined(host), _joined(sizes)
+
+    def _check(self, blocks: Blocks, slot_ids: _Integers) -> tuple[int, ...]:
+        if len(blocks.group_sizes) != len(self._groups):
+            raise ValueError(
+                f"there are {len(blocks.group_sizes)} groups of blocks; the caches have {len(self._groups)}"
+            )
+        needed = blocks.slots_needed(self._blocks_per_chunk)
+        if sum(needed) != len(slot_ids):
+            raise ValueError(f"the blocks need {sum(needed)} slots, but {len(slot_ids)} are given")
+        _require_within(slot_ids, self._slots, "slot")
+        return needed
+
+
+class _Group:
+    """Finds the pages of one group's blocks, in its tensors and in slots."""
+
+    def __init__(
+        self, caches: KVCaches, refs: Sequence[PageRef], layout: SlotLayout, address: int, piece_slots: int
+    ) -> None:
+        used = _distinct(refs)
+        self._blocks_per_chunk = layout.blocks_per_chunk
+        self._num_blocks = min((caches.tensors[ref.tensor].shape[0] for ref in used), default=0)
+        # A tensor's pages in the next slot follow only where a slot holds nothing else.
+        slots_join = layout.chunk_bytes == layout.worker_bytes and len(layout.page_bytes) == 1
+        joined_blocks = layout.blocks_per_chunk * (piece_slots if slots_join else 1)
+        kinds: dict[tuple[bool, int, int], list[PageRef]] = {}
+        for ref in used:
+            writers, writer = (ref.mapping.writers, ref.mapping.writer) if ref.mapping else (1, 0)
+            kinds.setdefault((_is_dense(caches, ref, layout), writers, writer), []).append(ref)
+        self._pages = [
+            _Pages(caches, kinds[kind], layout, address, joined_blocks if kind[0] else 1, *kind[1:])
+            for kind in sorted(kinds, reverse=True)
+        ]
+
+    def pairs(self, ids: _Integers, slots: _Integers, first: int, to_write: bool) -> list[_Pairs]:
+        per_chunk = self._blocks_per_chunk
+        _require_within(ids, self._num_blocks, "block")
+        places = np.arange(first % per_chunk, first % per_chunk + len(ids))  # in the row of the slots' blocks
+        chunk, block = np.divmod(places, per_chunk)
+        places = slots[chunk] * per_chunk + block
+        return [pages.pairs(ids, places, to_write) for pages in self._pages]
+
+
+class _Pages:
+    """Pages that are copied alike, as arrays of numbers: one for each piece of a page in a tensor.
+
+    Pages in several pieces are copied block after block, others tensor after tensor: the pieces of a
+    page lie close together, and small copies that jump through the memory cost a multiple.
+
+    Args:
+        joined_blocks: neighbours are copied as one up to a multiple of so many places; 1 where the
+            pages of neighbours have bytes between them.
+        writers, writer: as in ``PageMapping``.
+    """
+
+    def __init__(
+        self,
+        caches: KVCaches,
+        refs: Sequence[PageRef],
+        layout: SlotLayout,
+        address: int,
+        joined_blocks: int,
+        writers: int,
+        writer: int,
+    ) -> None:
+        pieces = [_pieces(ref) for ref in refs]
+        self._device_base = _numbers(pieces, 0, [caches.tensors[ref.tensor].data_ptr() for ref in refs])
+        self._device_stride = _numbers(pieces, None, [caches.tensors[ref.tensor].stride(0) for ref in refs])
+        self._host_base = _numbers(pieces, 1, [address + layout.tensor_offsets[ref.tensor] for ref in refs])
+        self._host_stride = _numbers(pieces, None, [layout.page_bytes[ref.tensor] for ref in refs])
+        self._sizes = _numbers(pieces, 2, [0] * len(refs))
+        in_pieces = any(len(rows) > 1 for rows in pieces)
+        self._pieces, self._blocks = (_ACROSS, _DOWN) if in_pieces else (_DOWN, _ACROSS)
+        self._chunk_bytes = layout.chunk_bytes
+        self._blocks_per_chunk = layout.blocks_per_chunk
+        self._joined_blocks = joined_blocks
+        self._writers, self._writer = writers, writer
+
+    def pairs(self, ids: _Integers, places: _Integers, to_write: bool) -> _Pairs:
+        """Return the addresses and sizes of the pages of blocks; to write, of this worker's own ones."""
+        if to_write and self._writers > 1:
+            own = places % self._writers == self._writer
+            ids, places = ids[own], places[own]
+        lengths = np.ones_like(ids)
+        if self._joined_blocks > 1 and len(ids):
+            starts = self._run_starts(ids, places)
+            lengths = np.diff(starts, append=len(ids))
+            ids, places = ids[starts], places[starts]
+        chunk, block = np.divmod(places, self._blocks_per_chunk)
+        pieces, blocks = self._pieces, self._blocks
+        device = self._device_stride[pieces] * ids[blocks]
+        device += self._device_base[pieces]
+        host = self._host_stride[pieces] * block[blocks]
+        host += (chunk * self._chunk_bytes)[blocks]
+        host += self._host_base[pieces]
+        sizes = self._sizes[pieces] * lengths[blocks]
+        return _flat(device), _flat(host), _flat(sizes)
+
+    def _run_starts(self, ids: _Integers, places: _Integers) -> _Integers:
+        """Find where a run of blocks begins that are neighbours in the tensors and in the slots."""
+        breaks = np.empty(len(ids), dtype=np.bool_)
+        breaks[0] = True
+        np.logical_or(ids[1:] - ids[:-1] != 1, places[1:] - places[:-1] != 1, out=breaks[1:])
+        breaks |= places % self._joined_blocks == 0
+        return np.flatnonzero(breaks)
+
+
+def _distinct(refs: Sequence[PageRef]) -> list[PageRef]:
+    """Return one reference for each tensor: one that a group names twice is copied once."""
+    used: dict[int, PageRef] = {}
+    for ref in refs:
+        other = used.setdefault(ref.tensor, ref)
+        if other.mapping != ref.mapping:
+            raise ValueError(f"a group maps its pages of tensor {ref.tensor} in two ways")
+        if ref.page_bytes > other.page_bytes:
+            used[ref.tensor] = ref
+    return list(used.values())
+
+
+def _pieces(ref: PageRef) -> _Integers:
+    if ref.mapping is None:
+        return np.array([[0, 0, ref.page_bytes]], dtype=np.int64)
+    return ref.mapping.pieces()
+
+
+def _is_dense(caches: KVCaches, ref: PageRef, layout: SlotLayout) -> bool:
+    """Return whether blocks that follow each other have adjacent bytes, in the tensor and in a slot."""
+    whole = ref.page_bytes == layout.page_bytes[ref.tensor] == caches.tensors[ref.tensor].stride(0)
+    return whole and len(_pieces(ref)) == 1
+
+
+def _numbers(pieces: Sequence[_Integers], place: int | None, bases: Sequence[int]) -> _Integers:
+    """Return a base for each piece, plus what ``pieces`` have in column ``place``; shape (pieces,)."""
+    parts = [
+        np.full(len(rows), base, dtype=np.int64) if place is None else rows[:, place] + base
+        for rows, base in zip(pieces, bases, strict=True)
+    ]
+    return np.concatenate(parts)
+
+
+def _flat(numbers: _Integers) -> Addresses:
+    return numbers.ravel().view(np.uint64)
+
+
+def _joined(parts: Sequence[Addresses]) -> Addresses:
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint64)
+
+
+def _require_within(numbers: _Integers, count: int, what: str) -> None:
+    if len(numbers) and not (numbers.min() >= 0 and numbers.max() < count):
+        raise ValueError(
+            f"{what} ids from {numbers.min()} to {numbers.max()} are out of range: there are {count}"
+        )

@@ -1,0 +1,312 @@
+"""Runs the core's commands against the tiers: awaits them on an event loop and posts back what came of it.
+
+One task a command, never one a chunk. How many commands of a tier run at once is bounded, gets apart
+from puts, so that a load never queues behind writes. Whatever a tier does, each command ends with
+exactly one event, and only when its slots are no longer touched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import anyio
+import anyio.abc
+
+from kvtier._core.backoff import RandomSource
+from kvtier._core.messages import (
+    Answer,
+    Command,
+    Event,
+    Fetch,
+    Fetched,
+    Put,
+    PutEnded,
+    TierDown,
+    Touch,
+)
+from kvtier._identity import Identity
+from kvtier.tiers._activity import NamedTier, TierActivity
+from kvtier.tiers._base import SlotChecksums, SlotMemory
+from kvtier.tiers._drain import until_done
+from kvtier.tiers._runner import Post, TierRunner, call_soon
+from kvtier.tiers._supervisor import Epoch
+
+logger = logging.getLogger("kvtier.executor")
+
+_SEAL_THREADS = 4
+CLOSE_S = 1.5
+"""Seconds after the drain by which a shutdown has ended, whatever hangs: vLLM kills an engine after 5."""
+
+LAST_STEP_S = 0.2
+"""Seconds of a shutdown for what follows when tiers are closed."""
+
+
+class Executor:
+    """The tiers at work on one event loop. Used as an async context manager.
+
+    Args:
+        tiers: the tiers, in the core's order. They are opened, and closed, by the executor.
+        identity: the cache that all chunks belong to.
+        memory: where the slots are.
+        post: called on the loop with each event.
+        close_s: seconds that the tiers have to close, all at once.
+        chance: the source of chance, for pauses that differ from engine to engine.
+        slot_checksums: what audited slots must hold; None where nothing is audited. The caller clears the
+            slots of a fetch before it submits that.
+
+    Attributes:
+        activity: what each tier is doing, in the core's order.
+        end_by_s: by when the tiers have to be closed, on the clock of ``time.monotonic``, in place of
+            ``close_s``. Set before the executor is left.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[NamedTier],
+        identity: Identity,
+        memory: SlotMemory,
+        post: Post,
+        *,
+        close_s: float = CLOSE_S,
+        chance: RandomSource = random.random,
+        slot_checksums: SlotChecksums | None = None,
+    ) -> None:
+        threads = anyio.CapacityLimiter(_SEAL_THREADS)  # not the loop's own: others may use that up
+        self._runners = [
+            TierRunner(index, named, identity, memory, self._posted, threads, chance, slot_checksums)
+            for index, named in enumerate(tiers)
+        ]
+        self.activity = tuple(runner.activity for runner in self._runners)
+        self._post = post
+        self.end_by_s: float | None = None
+        self._close_s = close_s
+        self._progress = anyio.Event()
+        self._tasks: anyio.abc.TaskGroup | None = None
+
+    async def __aenter__(self) -> Executor:
+        self._tasks = await anyio.create_task_group().__aenter__()
+        for runner in self._runners:
+            self._tasks.start_soon(runner.supervise)
+            self._tasks.start_soon(runner.watch_usage)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        assert self._tasks is not None
+        self._tasks.cancel_scope.cancel()
+        try:
+            await self._tasks.__aexit__(None, None, None)  # waits for transfers that still touch slots
+        finally:
+            await until_done(asyncio.ensure_future(self._close_tiers()))
+
+    async def _close_tiers(self) -> None:
+        left_s = 0.0 if self.end_by_s is None else self.end_by_s - anyio.current_time()
+        if left_s <= 0:  # nobody waits any more
+            left_s = self._close_s
+        async with anyio.create_task_group() as tasks:
+            for runner in self._runners:
+                tasks.start_soon(runner.close, left_s)
+
+    def submit(self, commands: Iterable[Command]) -> None:
+        """Start commands. Called on the loop."""
+        assert self._tasks is not None
+        for command in commands:
+            runner = self._runners[command.tier]
+            if isinstance(command, Fetch):
+                runner.activity.gets.submitted += 1
+                self._tasks.start_soon(runner.fetch, command, runner.epoch)
+            elif isinstance(command, Put):
+                runner.activity.puts.submitted += 1
+                self._tasks.start_soon(runner.put, command, runner.epoch)
+            elif isinstance(command, Touch):
+                if runner.note_touched(command.keys):
+                    self._tasks.start_soon(runner.send_touched)
+            else:
+                runner.reset(command.epoch)
+
+    async def wait_until_up(self, tier: int) -> bool:
+        """Wait until a tier is open and reset, or given up; return whether it can be used."""
+        runner = self._runners[tier]
+        epoch: Epoch | None = None
+        while epoch is not runner.epoch:
+            epoch = runner.epoch
+            await epoch.settled.wait()
+        return runner.is_usable
+
+    async def settled(self) -> None:
+        """Wait until every tier is open, and through with the resets submitted so far, or given up."""
+        for runner in self._runners:
+            await runner.epoch.settled.wait()
+
+    async def drained(self) -> None:
+        """Wait until no put, no fetch and no reset is under way."""
+        while any(tier.puts.submitted or tier.gets.submitted for tier in self.activity):
+            await self._progress.wait()
+        for runner in self._runners:
+            await runner.resets_ended()
+
+    def _posted(self, event: Event) -> None:
+        self._post(event)
+        progress, self._progress = self._progress, anyio.Event()
+        progress.set()
+
+
+class AnyExecutor(Protocol):
+    """An executor beside its owner: ``ExecutorThread``, or ``ExecutorProcess`` of ``kvtier._isolation``."""
+
+    @property
+    def events(self) -> deque[Event]:
+        """What has happened, to be taken from the left."""
+
+    @property
+    def activity(self) -> Sequence[TierActivity]:
+        """What each tier is doing, in the core's order; known from the start on."""
+
+    def start(self) -> None:
+        """Begin. The tiers are opened meanwhile."""
+
+    def submit(self, commands: Sequence[Command]) -> None:
+        """Hand commands over, without waiting for anything."""
+
+    def close(self, drain_s: float, close_s: float | None = None) -> bool:
+        """Drain for at most ``drain_s`` seconds, and close the tiers.
+
+        Returns within ``drain_s + close_s`` seconds, whatever hangs: whether all has ended.
+        """
+
+
+class ExecutorThread:
+    """An executor on an event loop in a thread of its own, for an owner that can not wait.
+
+    The owner submits and takes from one thread. Commands go over in a deque with one wake-up for all
+    that are submitted before the loop runs; events come back in another deque. No lock is held.
+
+    Whatever becomes of the thread, a command that it does not take any more is answered all the same.
+
+    Args:
+        make: makes the executor, given the function that it posts events with. Called in the thread.
+
+    Attributes:
+        events: what has happened, to be taken from the left.
+        activity: what each tier is doing, in the core's order; empty before the start.
+    """
+
+    def __init__(self, make: Callable[[Post], Executor]) -> None:
+        self.events: deque[Event] = deque()
+        self.activity: Sequence[TierActivity] = ()
+        self._make = make
+        self._inbox: deque[Sequence[Command]] = deque()
+        self._woken = False
+        self._closing = False
+        self._ended = False
+        self._drain_by_s = self._end_by_s = 0.0
+        self._wake: Callable[[], object] = lambda: None
+        self._started = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="kvtier-executor", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread and wait until its loop runs. The tiers are opened there, meanwhile."""
+        self._thread.start()
+        self._started.wait()
+        if self._error is not None:
+            raise self._error
+
+    def submit(self, commands: Sequence[Command]) -> None:
+        """Hand commands over. Raises nothing: where the thread has ended they fail at once."""
+        self._inbox.append(commands)
+        if self._ended:
+            self._refuse_inbox()
+        elif not self._woken:
+            self._woken = True
+            self._wake()
+
+    def close(self, drain_s: float, close_s: float | None = None) -> bool:
+        """Drain for at most ``drain_s`` seconds, close the tiers, and end the thread.
+
+        Args:
+            drain_s: seconds for what is under way.
+            close_s: seconds after these for everything else; default ``CLOSE_S``.
+
+        Returns:
+            Whether all has ended. Where it is false a tier hangs and may still touch slots: the
+            memory must stay where it is.
+        """
+        if not self._thread.is_alive():
+            return True
+        close_s = CLOSE_S if close_s is None else close_s
+        self._drain_by_s = time.monotonic() + drain_s
+        self._end_by_s = self._drain_by_s + close_s
+        self._closing = True
+        self._wake()
+        self._thread.join(drain_s + close_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            anyio.run(self._serve)
+        except BaseException as error:
+            self._error = error
+            logger.exception("the executor thread failed: no tier is used until the engine restarts")
+        finally:
+            self._ended = True
+            self._refuse_inbox()
+            self._started.set()
+
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        wakeup = asyncio.Event()
+        wakeup.set()  # for what was submitted before
+        self._wake = lambda: call_soon(loop, wakeup.set)
+        async with self._make(self.events.append) as executor:
+            self.activity = executor.activity
+            self._started.set()
+            while not self._closing or self._inbox:
+                await wakeup.wait()
+                wakeup.clear()
+                self._woken = False
+                while self._inbox:
+                    executor.submit(self._inbox.popleft())
+            with anyio.move_on_after(max(0.0, self._drain_by_s - time.monotonic())):
+                await executor.drained()
+            executor.end_by_s = self._end_by_s - LAST_STEP_S
+
+    def _refuse_inbox(self) -> None:
+        """Fail the commands left in the inbox. Both threads may do this: a command is popped once."""
+        while True:
+            try:
+                commands = self._inbox.popleft()
+            except IndexError:
+                return
+            for command in commands:
+                self.events.append(TierDown(command.tier, "the executor has ended"))
+                self.events.extend(failure_of(command, "down"))
+
+
+def failure_of(command: Command, reason: str) -> Sequence[Event]:
+    """Return the event of a command that nobody carries out; none where nobody waits for one."""
+    if isinstance(command, Put):
+        kept = (False,) * len(command.keys)
+        return (PutEnded(command.id, kept, {reason: len(kept)}),)
+    if isinstance(command, Fetch):
+        answers = (Answer.MISSING,) * len(command.keys)
+        return (Fetched(command.id, answers, {reason: len(answers)}),)
+    return ()
+
+
+__all__ = [
+    "CLOSE_S",
+    "AnyExecutor",
+    "Executor",
+    "ExecutorThread",
+    "NamedTier",
+    "Post",
+    "TierActivity",
+    "failure_of",
+]

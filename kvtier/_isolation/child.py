@@ -1,0 +1,289 @@
+"""The program of the tier process: ``python -m kvtier._isolation.child SOCKET MEMORY``.
+
+Both are descriptors that the engine passes. The process carries out the engine's commands for as long as the
+engine is at the other end of the socket, and exits with it. It imports neither torch nor an engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import faulthandler
+import json
+import logging
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import anyio
+import anyio.abc
+
+from kvtier._core.messages import (
+    MAX_TEXT,
+    Command,
+    Event,
+    ProcessEnded,
+    Reset,
+    SlotsReady,
+    TierDown,
+    TierUp,
+)
+from kvtier._executor import Executor, TierActivity
+from kvtier._forks import keep_fd_from_children
+from kvtier._identity import Identity
+from kvtier._isolation import settings, wire
+from kvtier._isolation.send_queue import SendQueue
+from kvtier._isolation.wire import Frames, Hello, Order, Report
+from kvtier._memory.region import Region
+from kvtier._memory.slot_checksums import SlotChecksums, slot_checksums_bytes
+from kvtier.tiers._runner import call_soon
+
+logger = logging.getLogger("kvtier.executor")
+
+_READ_BYTES = 256 * 1024
+_MOST_FRAMES = 1000
+_PR_SET_PDEATHSIG = 1
+_OOM_SCORE = 500  # more than the engine's: where memory runs out the engine goes last
+_LAST_FLUSH_S = 1.0
+_LAST_STEP_S = 0.2  # of a shutdown, for what follows when tiers are closed
+_STACK_BYTES = 2**20
+_PTHREAD_ATTR_BYTES = 256  # more than any C library needs
+
+
+class _ForwardHandler(logging.Handler):
+    """Sends log lines to the engine, whose handlers write them beside its own."""
+
+    def __init__(self, send_queue: SendQueue) -> None:
+        super().__init__()
+        self._send_queue = send_queue
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = wire.log_line(record.levelno, record.name, self.format(record))
+            if len(self._send_queue) < _MOST_FRAMES:  # else the engine is stopped, and nobody reads them
+                self._send_queue.add(wire.pack([line]))
+        except Exception:
+            self.handleError(record)
+
+
+class TierServer:
+    """Carries out the engine's commands, on an event loop.
+
+    Args:
+        sock: the socket to the engine.
+        hello: the engine's first message.
+
+    Attributes:
+        memory: the engine's slots.
+        send_queue: messages to the engine.
+    """
+
+    memory: Region
+
+    def __init__(self, sock: socket.socket, hello: Hello) -> None:
+        self._sock = sock
+        self._frames = Frames()
+        self.send_queue = SendQueue(sock, self._wait_for_room)
+        self._hello = hello
+        self._reports: list[Report] = []
+        self._activity: Sequence[TierActivity] = ()
+        self._sent: list[wire.Activity] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._leaving = anyio.Event()
+        self._drain_by_s = self._end_by_s = 0.0
+
+    async def serve(self) -> None:
+        """Serve until the engine sends ``Shutdown``."""
+        self._loop = asyncio.get_running_loop()
+        tiers = [settings.unpack(tier) for tier in self._hello.tiers]
+        identity = Identity(self._hello.model, json.loads(self._hello.manifest))
+        # Resets of before this process, done or not: what is put after a reset is for its opener alone.
+        resets = [Reset(tier, epoch) for tier, epoch in enumerate(self._hello.epochs) if epoch]
+        async with anyio.create_task_group() as tasks:
+            async with Executor(
+                tiers,
+                identity,
+                self.memory,
+                self._post,
+                slot_checksums=_slot_checksums(self._hello, self.memory),
+            ) as executor:
+                self._activity = executor.activity
+                executor.submit(resets)
+                for tier in range(len(tiers)):
+                    tasks.start_soon(self._report_up, executor, tier)
+                self._loop.add_reader(self._sock, self._receive, executor, tasks)
+                await self._leaving.wait()
+                with anyio.move_on_after(max(0.0, self._drain_by_s - time.monotonic())):
+                    await executor.drained()
+                executor.end_by_s = self._end_by_s - _LAST_STEP_S
+            self._loop.remove_reader(self._sock)
+            tasks.cancel_scope.cancel()
+        self._flush()
+
+    def flush_blocking(self) -> None:
+        """Send what is left, once the loop has ended."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLOUT)
+        while self.send_queue.is_full and poll.poll(1000 * _LAST_FLUSH_S):
+            self.send_queue.flush()
+
+    # --- from the engine -------------------------------------------------------------------------
+
+    def _receive(self, executor: Executor, tasks: anyio.abc.TaskGroup) -> None:
+        try:
+            data = self._sock.recv(_READ_BYTES)
+            if not data:
+                os._exit(0)  # the engine is gone: its slots may be another's at any moment
+            for frame in self._frames.feed(data):
+                self._carry_out(wire.unpack_orders(frame), executor, tasks)
+        except BlockingIOError:
+            pass
+        except Exception:
+            logger.exception("tier process exits: the engine has sent something malformed")
+            os._exit(1)
+
+    def _carry_out(self, orders: list[Order], executor: Executor, tasks: anyio.abc.TaskGroup) -> None:
+        commands: list[Command] = []
+        for order in orders:
+            if isinstance(order, wire.Ping):
+                self._report(wire.Pong())
+            elif isinstance(order, wire.WhenSettled | wire.WhenDrained):
+                tasks.start_soon(self._report_when, order, executor)
+            elif isinstance(order, wire.Shutdown):
+                self._drain_by_s = time.monotonic() + order.drain_s
+                self._end_by_s = self._drain_by_s + order.close_s
+                self._leaving.set()
+            else:
+                commands.append(order)
+        executor.submit(commands)
+
+    async def _report_when(self, order: wire.WhenSettled | wire.WhenDrained, executor: Executor) -> None:
+        await (executor.settled() if isinstance(order, wire.WhenSettled) else executor.drained())
+        self._report(wire.Reached(order.id))
+
+    async def _report_up(self, executor: Executor, tier: int) -> None:
+        """Report that a tier is open: to the engine it is down since the last process has ended."""
+        if await executor.wait_until_up(tier):
+            self._post(TierUp(tier))
+
+    # --- to the engine ---------------------------------------------------------------------------
+
+    def _post(self, event: Event) -> None:
+        assert not isinstance(event, SlotsReady | ProcessEnded), event
+        if isinstance(event, TierDown):
+            event = TierDown(event.tier, event.reason[:MAX_TEXT])
+        self._report(event)
+
+    def _report(self, report: Report) -> None:
+        """Send a message at the end of this turn of the loop, in one frame with others."""
+        if not self._reports and self._loop is not None:
+            self._loop.call_soon(self._flush)
+        self._reports.append(report)
+
+    def _flush(self) -> None:
+        if self._reports:
+            reports, self._reports = self._reports, []
+            self.send_queue.add(wire.pack([*self._changed_activities(), *reports]))
+
+    def _changed_activities(self) -> list[wire.Activity]:
+        now = [wire.activity_of(tier, activity) for tier, activity in enumerate(self._activity)]
+        before, self._sent = self._sent, now
+        return [activity for activity in now if activity not in before]
+
+    def _wait_for_room(self) -> None:
+        if self._loop is not None:  # called by any thread
+            call_soon(self._loop, partial(self._loop.add_writer, self._sock, self._send_more))
+
+    def _send_more(self) -> None:
+        assert self._loop is not None
+        self.send_queue.flush()
+        if not self.send_queue.is_full:
+            self._loop.remove_writer(self._sock)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the process; return its exit status."""
+    _end_with_the_engine()
+    sock, memory_fd = socket.socket(fileno=int(arguments[0])), int(arguments[1])
+    for fd in (sock.fileno(), memory_fd):
+        os.set_inheritable(fd, False)  # not for processes that a tier starts
+    keep_fd_from_children(sock.fileno())
+    hello = wire.unpack_hello(_first_frame(sock))
+    sock.setblocking(False)
+    server = TierServer(sock, hello)
+    handler = _ForwardHandler(server.send_queue)
+    logging.basicConfig(level=hello.other_log_level, handlers=[handler], format="%(message)s")
+    logging.getLogger("kvtier").setLevel(hello.log_level)
+    try:
+        _limit_resources(hello)
+        server.memory = Region.borrowed(memory_fd, hello.slots, hello.chunk_bytes, hello.metadata_bytes)
+        server.send_queue.add(wire.pack([wire.Reached(wire.STARTED)]))
+        anyio.run(server.serve)
+    except Exception:
+        logger.exception("tier process exits after an error")
+        return 1
+    finally:
+        server.flush_blocking()
+    return 0
+
+
+def _end_with_the_engine() -> None:
+    """Have the kernel kill this process when the engine's thread that has started it ends.
+
+    If that thread has ended before this call, the socket tells.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    faulthandler.enable()
+    with suppress(OSError, ValueError):
+        score = Path("/proc/self/oom_score_adj")
+        score.write_text(str(min(1000, int(score.read_text()) + _OOM_SCORE)))
+
+
+def _first_frame(sock: socket.socket) -> bytes:
+    """Read the engine's first frame, and no more. Exit where there is none: the engine is gone."""
+    head = sock.recv(wire.LENGTH_BYTES, socket.MSG_WAITALL)
+    frame = sock.recv(wire.length_of(head), socket.MSG_WAITALL) if head else b""
+    if not frame:
+        sys.exit(0)
+    return frame
+
+
+def _limit_resources(hello: Hello) -> None:
+    """Use the CPUs and the memory that the engine allows this process."""
+    with suppress(OSError):
+        os.sched_setaffinity(0, hello.cpus)
+    if hello.memory_limit_bytes is not None:
+        # Private memory only: the engine's slots, which are shared, do not count. Stacks do, in full.
+        _shrink_stacks()
+        resource.setrlimit(resource.RLIMIT_DATA, (hello.memory_limit_bytes, hello.memory_limit_bytes))
+
+
+def _shrink_stacks() -> None:
+    """Give later threads small stacks, those of C libraries too: of 8 MiB each, few would fit."""
+    libc = ctypes.CDLL(None)
+    attributes = ctypes.create_string_buffer(_PTHREAD_ATTR_BYTES)
+    libc.pthread_attr_init(attributes)
+    libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(_STACK_BYTES))
+    with suppress(AttributeError):  # other C libraries have small ones anyway
+        libc.pthread_setattr_default_np(attributes)
+
+
+def _slot_checksums(hello: Hello, region: Region) -> SlotChecksums | None:
+    text = hello.slot_checksums
+    if text is None:
+        return None
+    words = region.metadata[text.offset :][: slot_checksums_bytes(region.slots, text.areas)]
+    return SlotChecksums(region, words, text.rate, text.areas, text.area_bytes, is_shared=text.is_shared)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,118 @@
+"""Messages of the tier process become events for the core, once they were checked."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+
+from kvtier import _reasons as reasons
+from kvtier._core.messages import Answer, Event, Fetch, Fetched, Put, PutEnded, Removed, TierDown, TierUp
+from kvtier._executor import NamedTier, TierActivity
+from kvtier._isolation import wire
+from kvtier._isolation.link import Link
+from kvtier._isolation.wire import WireError
+from kvtier.tiers._base import Usage
+
+_OURS = "kvtier"
+
+
+class MessageDecoder:
+    """Decodes and checks the messages of one tier process after the other.
+
+    The core relies on its events, in the engine's thread, and a tier's bug can do anything to the memory of
+    its process. So messages from there are checked like messages from a network.
+
+    Args:
+        tiers: the tiers, in the core's order.
+
+    Attributes:
+        events: what has happened.
+        activity: the last activity of each tier.
+    """
+
+    def __init__(self, tiers: Sequence[NamedTier]) -> None:
+        self.events: deque[Event] = deque()
+        self.activity = tuple(TierActivity(named.tier.config.max_concurrency) for named in tiers)
+        self._reasons = [frozenset(reasons.TRANSFER).union(named.tier.reasons) for named in tiers]
+
+    def decode(self, frame: bytes, link: Link, *, is_last: bool = False) -> bool:
+        """Decode a frame; return whether it answers a ``Ping``.
+
+        Args:
+            frame: what ``link`` has sent.
+            link: the process.
+            is_last: whether the process has ended since, so that the state of its tiers does not matter.
+
+        Raises:
+            WireError: a message is malformed or impossible.
+        """
+        is_alive = False
+        for report in wire.unpack_reports(frame):
+            if isinstance(report, PutEnded | Fetched):
+                self._complete(report, link)
+            elif isinstance(report, wire.Pong):
+                is_alive = True
+            elif isinstance(report, wire.Reached):
+                if (done := link.waiting.pop(report.id, None)) is not None:
+                    done()
+            elif isinstance(report, wire.LogLine):
+                _log(report)
+            else:
+                self._update_tier(report, is_last=is_last)
+        return is_alive
+
+    def clear_activity(self) -> None:
+        """Note that the process has ended, and nothing is in flight any more."""
+        for activity in self.activity:
+            activity.usage = None
+            for turns in (activity.puts, activity.gets):
+                turns.submitted = turns.running = 0
+
+    def _complete(self, event: PutEnded | Fetched, link: Link) -> None:
+        command = link.in_flight.get(event.id)
+        if command is None:
+            raise WireError(f"transfer {event.id} is not in flight")
+        _require_answer(event, command, self._reasons[command.tier])
+        del link.in_flight[event.id]
+        self.events.append(event)
+
+    def _update_tier(self, report: TierDown | TierUp | Removed | wire.Activity, *, is_last: bool) -> None:
+        if report.tier >= len(self.activity):
+            raise WireError(f"there is no tier {report.tier}")
+        if isinstance(report, wire.Activity):
+            _update_activity(report, self.activity[report.tier])
+        elif isinstance(report, Removed) or not is_last:
+            self.events.append(report)
+
+
+def _require_answer(event: PutEnded | Fetched, command: Put | Fetch, known: frozenset[str]) -> None:
+    """Raise WireError unless an event can be the end of the command with its id."""
+    if isinstance(event, PutEnded):
+        answers = isinstance(command, Put) and len(event.kept) == len(command.keys)
+    else:
+        landed = [index for index, answer in enumerate(event.answers) if answer is Answer.LANDED]
+        answers = isinstance(command, Fetch) and len(event.answers) == len(command.keys)
+        answers = answers and (not landed or landed[-1] < len(command.slots))
+    if not answers:
+        raise WireError(f"the answer to transfer {command.id} does not fit {type(command).__name__}")
+    if not math.isfinite(event.seconds):
+        raise WireError(f"transfer {event.id} took {event.seconds} s")
+    if not known.issuperset(event.reasons) or sum(event.reasons.values()) > len(command.keys):
+        raise WireError(f"transfer {event.id} failed for unknown reasons, or too many")
+    if event.retry and event.retry not in reasons.RETRY:
+        raise WireError(f"transfer {event.id} has an unknown retry outcome")
+
+
+def _update_activity(report: wire.Activity, activity: TierActivity) -> None:
+    activity.puts.submitted, activity.puts.running = report.puts_submitted, report.puts_running
+    activity.gets.submitted, activity.gets.running = report.gets_submitted, report.gets_running
+    activity.usage = Usage(report.used_bytes, report.capacity_bytes) if report.knows_usage else None
+
+
+def _log(line: wire.LogLine) -> None:
+    name = line.logger if line.logger.startswith(_OURS) else _OURS
+    with suppress(Exception):  # a handler of the engine's that fails costs a line, not the tiers
+        logging.getLogger(name).log(line.level, "%s", line.text)

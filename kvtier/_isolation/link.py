@@ -1,0 +1,144 @@
+"""One tier process, as the engine sees it: its socket, what is in flight there, and its end."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from enum import Enum
+
+from kvtier._core.messages import Fetch, Put
+from kvtier._forks import keep_fd_from_children
+from kvtier._isolation.send_queue import SendQueue
+from kvtier._isolation.wire import Frames, Hello, pack
+
+_READ_BYTES = 256 * 1024
+_READS_AT_ONCE = 16
+_PROGRAM = "kvtier._isolation.child"
+
+
+class ReadState(Enum):
+    """What the last read of a process's socket found."""
+
+    DRAINED = "no data for now"
+    MORE = "data, and there may be more"
+    CLOSED = "the end"
+
+
+class Link:
+    """A tier process and what is in flight there.
+
+    The executor's owner sends commands, its supervisor reads the answers and ends the process; each ``dict``
+    here is filled by the one and emptied by the other, an entry at a time.
+
+    Args:
+        memory_fd: the file of the primary tier.
+        hello: the first message.
+        on_full: called when the socket's buffer becomes full.
+
+    Attributes:
+        pid: its process id, and that of its group.
+        in_flight: commands that it has not answered, by id.
+        waiting: callbacks of ``WhenSettled`` and ``WhenDrained``, by id.
+        epochs: for each tier the last reset that it was sent.
+        is_over: whether it is gone and its commands are answered: nobody answers what is added now.
+        state: what the last read of the socket found.
+    """
+
+    def __init__(self, memory_fd: int, hello: Hello, on_full: Callable[[], object]) -> None:
+        self.in_flight: dict[int, Put | Fetch] = {}
+        self.waiting: dict[int, Callable[[], object]] = {}
+        self.epochs = tuple(hello.epochs)
+        self.is_over = False
+        self.state = ReadState.DRAINED
+        self._frames = Frames()
+        self._sock, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = _start(theirs, memory_fd)
+                self._pidfd = _watch(self._process)
+            except BaseException:
+                self._sock.close()
+                raise
+        self._sock.setblocking(False)
+        keep_fd_from_children(self._sock.fileno())  # or the process would not notice the engine's end
+        self.pid = self._process.pid
+        self._end = select.poll()
+        self._end.register(self._pidfd, select.POLLIN)
+        self.send_queue = SendQueue(self._sock, on_full)
+        self.send_queue.add(pack(hello))
+
+    def wait(self, wait_s: float, wakeup: int) -> None:
+        """Wait until it sends something, ends, can take more, or ``wakeup`` can be read."""
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        poll.register(wakeup, select.POLLIN)
+        if self.state is not ReadState.CLOSED:
+            poll.register(self._sock, select.POLLIN | (select.POLLOUT if self.send_queue.is_full else 0))
+        poll.poll(1000 * wait_s)
+
+    def receive(self) -> Iterator[bytes]:
+        """Yield received frames, some megabytes of them at most. Raises WireError where they are too long."""
+        for _ in range(_READS_AT_ONCE):
+            data = self._read()
+            if not data:
+                return
+            yield from self._frames.feed(data)
+
+    def _read(self) -> bytes:
+        data = b""
+        try:
+            data = self._sock.recv(_READ_BYTES)
+            self.state = ReadState.MORE if data else ReadState.CLOSED
+        except BlockingIOError:
+            self.state = ReadState.DRAINED
+        except OSError:
+            self.state = ReadState.CLOSED
+        return data
+
+    def is_gone(self, wait_s: float = 0.0) -> bool:
+        """Return whether every thread of it has ended, so that it does not write to slots any more."""
+        return bool(self._end.poll(1000 * wait_s))
+
+    def kill(self) -> None:
+        """Kill its process group. Called before it is reaped."""
+        with suppress(ChildProcessError):  # reaped by others: the id may be another process's by now
+            os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def reap(self) -> int:
+        """Release a process that is gone; return its exit status, as ``subprocess`` does."""
+        code = self._process.wait()
+        self._sock.close()
+        os.close(self._pidfd)
+        return code
+
+
+def _watch(process: subprocess.Popen[bytes]) -> int:
+    """Return a pidfd of the process; end the process where there is none to be had."""
+    try:
+        return os.pidfd_open(process.pid)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+
+
+def _start(theirs: socket.socket, memory_fd: int) -> subprocess.Popen[bytes]:
+    if not sys.executable:
+        raise OSError("sys.executable is empty: no interpreter can be started")
+    # The same path, so that tiers are found. Settings do not go this way: other users can see it.
+    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", _PROGRAM, str(theirs.fileno()), str(memory_fd)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=(theirs.fileno(), memory_fd),
+        env={**os.environ, "PYTHONPATH": path},
+        process_group=0,
+    )

@@ -1,0 +1,451 @@
+"""The executor in a tier process, seen from the engine.
+
+A thread of the engine, the supervisor, starts the process, reads its messages, and starts another one when
+it has ended. A slot that was given to the process is free again only when the process is gone for certain.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import select
+import signal
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
+
+from kvtier._core.backoff import Backoff, RandomSource
+from kvtier._core.messages import Command, Event, Fetch, ProcessEnded, Put, Reset, TierDown
+from kvtier._executor import CLOSE_S, NamedTier, failure_of
+from kvtier._identity import Identity
+from kvtier._isolation import settings, wire
+from kvtier._isolation.decoder import MessageDecoder
+from kvtier._isolation.heartbeat import Heartbeat, SupervisorTimes
+from kvtier._isolation.link import Link, ReadState
+from kvtier._isolation.wire import Hello, SlotChecksumsText, WireError
+from kvtier._memory.region import Region
+from kvtier._memory.slot_checksums import SlotChecksums
+from kvtier.errors import IsolationError, StateError
+
+logger = logging.getLogger("kvtier.executor")
+
+_KILL_SHARE = 1 / 3  # of the seconds after the drain, to end a process that does not exit by itself
+_LAST_STEP_S = 0.2  # of these, for what follows
+_WARN_S = 5.0
+_LOOK_S = 0.05
+_OWN_FAULTS = frozenset(
+    (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGSYS)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """Why a process has ended, or is to be killed: a word of ``reasons.PROCESS_ENDED``, and details."""
+
+    reason: str
+    text: str
+
+
+_EXITED = _End("", "")
+
+
+class ExecutorProcess:
+    """An executor in a process of its own, with the interface of ``ExecutorThread``.
+
+    The owner submits and takes from one thread, and never waits. While there is no process each command fails
+    at once, and its tiers are down. The next process begins with all resets submitted so far, so that nothing
+    stored before a reset is seen again.
+
+    Args:
+        tiers: the tiers, in the core's order. They are made anew, and opened, in the process.
+        identity: the cache that all chunks belong to.
+        region: the memory of the slots; not an anonymous one.
+        slot_checksums: those of audited slots, in the region's metadata; None where nothing is audited.
+        memory_limit_bytes: limit of the process's own memory; None for none.
+        times: how closely it is supervised.
+        start_wait_s: seconds that ``start`` waits to see whether a process can be started here at all; 0 to
+            retry for ever where none can.
+        notify: called, by any thread, when there are new events.
+        chance: the source of chance, for pauses that differ from engine to engine.
+
+    Attributes:
+        events: what has happened, to be taken from the left.
+        activity: the last known activity of each tier.
+
+    Raises:
+        ConfigError: a tier's settings cannot be sent to another process.
+        StateError: the region cannot be shared, or the slot checksums are not in it.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[NamedTier],
+        identity: Identity,
+        region: Region,
+        *,
+        slot_checksums: SlotChecksums | None = None,
+        memory_limit_bytes: int | None = None,
+        times: SupervisorTimes | None = None,
+        start_wait_s: float = 0.0,
+        notify: Callable[[], object] = lambda: None,
+        chance: RandomSource = random.random,
+    ) -> None:
+        region.fileno()  # raises where there is none
+        self._slot_checksums = None if slot_checksums is None else _checksums_text(slot_checksums, region)
+        self._decoder = MessageDecoder(tiers)
+        self.events: deque[Event] = self._decoder.events
+        self.activity = self._decoder.activity
+        self._settings = [settings.pack(named) for named in tiers]
+        self._identity = identity
+        self._region = region
+        self._memory_limit_bytes = memory_limit_bytes
+        self._times = times or SupervisorTimes()
+        self._start_wait_s = start_wait_s
+        self._first_start: Future[str] = Future()  # why the first process has failed; "" where it works
+        self._notify = notify
+        self._backoff = Backoff(self._times.first_pause_s, self._times.longest_pause_s, chance)
+        self._epochs = (0,) * len(tiers)
+        self._early: list[Command] | None = []
+        self._link: Link | None = None
+        self._last_wait = 0
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._close_wakeup = weakref.finalize(self, os.close, self._wakeup)
+        self._close_wakeup.atexit = False  # the supervisor may wait for it still
+        self._closing = False
+        self._drain_by_s = self._leave_by_s = self._end_by_s = inf
+        self._has_begun = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvtier-supervisor", daemon=True)
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the current process; None where there is none."""
+        link = self._link
+        return None if link is None else link.pid
+
+    # --- called by the owner ---------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the process, which then opens the tiers; a tier that fails to open is retried there.
+
+        Raises:
+            IsolationError: it ended within ``start_wait_s``, before it touched any tier, so that none can run
+                here. Nothing of it is left.
+        """
+        self._thread.start()
+        self._has_begun.wait()
+        if failure := self._wait_for_first_start():
+            self.close(0.0)
+            raise IsolationError(f"no tier process can run here: {failure}; set isolation to 'thread'")
+        early, self._early = self._early or [], None
+        self.submit(early)
+
+    def submit(self, commands: Sequence[Command]) -> None:
+        """Start commands. Raises nothing: where there is no process they fail at once."""
+        if self._early is not None:
+            self._early += commands
+            return
+        before, self._epochs = self._epochs, _after(self._epochs, commands)
+        link = self._link  # only now: a process that is started from here on gets these resets with its start
+        if link is None:
+            self._refuse(commands)
+            return
+        missed = [Reset(tier, epoch) for tier, epoch in enumerate(before) if link.epochs[tier] != epoch]
+        link.epochs = self._epochs
+        for command in commands:
+            if isinstance(command, Put | Fetch):
+                link.in_flight[command.id] = command
+        if missed or commands:
+            link.send_queue.add(wire.pack((*missed, *commands)))
+        if link.is_over:  # it has ended meanwhile, and the supervisor may have missed these
+            self._fail_pending(link, "process")
+
+    def when_settled(self, done: Callable[[], object]) -> None:
+        """Have ``done`` called, by any thread, when each tier has done its resets, or is down."""
+        self._when(wire.WhenSettled, done)
+
+    def when_drained(self, done: Callable[[], object]) -> None:
+        """Have ``done`` called, by any thread, when no put, no fetch and no reset is in flight."""
+        self._when(wire.WhenDrained, done)
+
+    def close(self, drain_s: float, close_s: float | None = None) -> bool:
+        """Drain for at most ``drain_s`` seconds, close the tiers, end the process.
+
+        Args:
+            drain_s: seconds for what is in flight.
+            close_s: seconds after these for everything else, at whose end the process is killed; default
+                ``CLOSE_S``.
+
+        Returns:
+            Whether it has ended. Where it is false the system does not let go of it, and it may still
+            touch slots: the memory must stay where it is.
+        """
+        if self._thread.is_alive():
+            self.submit(())  # resets that it may have missed
+            close_s = CLOSE_S if close_s is None else close_s
+            self._drain_by_s = time.monotonic() + drain_s
+            self._end_by_s = self._drain_by_s + close_s
+            self._leave_by_s = self._end_by_s - _KILL_SHARE * close_s
+            self._closing = True
+            os.eventfd_write(self._wakeup, 1)
+            self._thread.join(drain_s + close_s)
+        if self._thread.is_alive():
+            return False
+        self._close_wakeup()
+        return self._link is None
+
+    def _when(self, order: type[wire.WhenSettled | wire.WhenDrained], done: Callable[[], object]) -> None:
+        self.submit(())
+        link = self._link
+        if link is None:
+            done()
+            return
+        self._last_wait += 1
+        link.waiting[self._last_wait] = done
+        link.send_queue.add(wire.pack([order(self._last_wait)]))
+        if link.is_over:
+            self._fail_pending(link, "process")
+
+    def _refuse(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            if self._closing:
+                self.events.append(TierDown(command.tier, "the executor has ended"))
+            self.events.extend(failure_of(command, "down"))
+        self._notify()
+
+    # --- the first start, which supervisor and owner decide about: whoever comes first -----------
+
+    def _decide_first_start(self, failure: str = "") -> bool:
+        """Decide whether the first process works, unless that is decided; return whether this call did."""
+        try:
+            self._first_start.set_result(failure)
+        except InvalidStateError:
+            return False
+        return True
+
+    def _wait_for_first_start(self) -> str:
+        """Return why the first process has failed; "" where it works, or is not known to fail in time."""
+        try:
+            return self._first_start.result(self._start_wait_s)
+        except TimeoutError:
+            self._decide_first_start()
+        return self._first_start.result()
+
+    # --- the supervisor --------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        if not self._start_wait_s:
+            self._decide_first_start()
+        try:
+            while not self._closing:
+                try:
+                    self._run_process()
+                except Exception as error:  # of the owner's callbacks, or ours
+                    self._has_begun.set()
+                    if self._decide_first_start(repr(error)):
+                        self._closing = True
+                    else:
+                        logger.exception("tier process killed after an error of its supervisor; restarting")
+                if not self._closing:
+                    self._sleep(self._backoff.next_s())
+        finally:
+            self._closing = True
+            self._has_begun.set()
+
+    def _run_process(self) -> None:
+        """Start a process, supervise it until it has ended, and fail what is still in flight."""
+        try:
+            link = Link(self._region.fileno(), self._hello(), lambda: os.eventfd_write(self._wakeup, 1))
+        except (OSError, StateError) as error:
+            self._report_end(_End("not_started", f"it cannot be started: {error}"))
+            self._has_begun.set()
+            return
+        link.waiting[wire.STARTED] = self._decide_first_start
+        self._link = link
+        self._has_begun.set()
+        begun_s = time.monotonic()
+        heartbeat = Heartbeat(self._times, lambda: link.send_queue.add(wire.pack([wire.Ping()])))
+        end = _End("killed", "its supervisor failed")
+        try:
+            end = self._supervise(link, heartbeat)
+        finally:
+            self._finish(link, end)
+        if heartbeat.has_started and time.monotonic() - begun_s > 2 * self._times.longest_pause_s:
+            self._backoff.start_anew()
+
+    def _hello(self) -> Hello:
+        return Hello(
+            tiers=self._settings,
+            model=self._identity.model,
+            manifest=self._identity.manifest,
+            slots=self._region.slots,
+            chunk_bytes=self._region.chunk_bytes,
+            metadata_bytes=len(self._region.metadata),
+            slot_checksums=self._slot_checksums,
+            epochs=list(self._epochs),
+            cpus=sorted(_cpus()),
+            memory_limit_bytes=self._memory_limit_bytes,
+            log_level=logging.getLogger("kvtier").getEffectiveLevel(),
+            other_log_level=logging.getLogger().getEffectiveLevel(),
+        )
+
+    def _supervise(self, link: Link, heartbeat: Heartbeat) -> _End:
+        """Read a process's messages until it has ended or is to be killed; return why."""
+        leave_by_s = inf
+        try:
+            while not link.is_gone():
+                now_s = time.monotonic()
+                if self._closing and leave_by_s == inf:
+                    leave_by_s = max(now_s, self._leave_by_s)
+                    drain_s = min(max(0.0, self._drain_by_s - now_s), leave_by_s - now_s)
+                    link.send_queue.add(wire.pack([wire.Shutdown(drain_s, leave_by_s - now_s - drain_s)]))
+                if now_s >= leave_by_s:
+                    return _End("silent", "it did not exit in time")
+                if heartbeat.is_overdue():
+                    return self._overdue(heartbeat)
+                link.wait(min(heartbeat.wait_s, leave_by_s - now_s), self._wakeup)
+                self._clear_wakeup()
+                link.send_queue.flush()
+                self._receive(link, heartbeat)
+        except WireError as error:
+            return _End("garbled", str(error))
+        return _EXITED
+
+    def _receive(self, link: Link, heartbeat: Heartbeat) -> None:
+        count = len(self.events)
+        for frame in link.receive():
+            if self._decoder.decode(frame, link):
+                heartbeat.acknowledge()
+        if len(self.events) != count:
+            self._notify()
+
+    def _overdue(self, heartbeat: Heartbeat) -> _End:
+        if heartbeat.has_started:
+            return _End("silent", f"its event loop has not run for {self._times.silent_timeout_s:g} s")
+        return _End("not_started", f"it was not ready within {self._times.start_timeout_s:g} s")
+
+    def _finish(self, link: Link, end: _End) -> None:
+        """Kill a process; when it is gone fail what is still in flight there."""
+        is_shutdown = self._closing
+        if not is_shutdown and end is not _EXITED:
+            self._report_end(end, link.pid)
+        self._link = None
+        link.kill()
+        if not self._wait_for_end(link):
+            self._link = link  # its slots are still touched, and nobody may have them
+            return
+        if end.reason != "garbled":
+            self._receive_rest(link)
+        code = link.reap()
+        if not is_shutdown and end is _EXITED:
+            self._report_end(_end_of(code), link.pid)
+        link.is_over = True
+        self._decoder.clear_activity()
+        self._fail_pending(link, "cancelled" if is_shutdown else "process")
+
+    def _wait_for_end(self, link: Link) -> bool:
+        """Wait until a killed process is gone, however long that takes; at a shutdown until its deadline."""
+        warn_s = time.monotonic() + _WARN_S
+        while not link.is_gone(_LOOK_S):
+            now_s = time.monotonic()
+            gives_up = self._closing and now_s > self._end_by_s - _LAST_STEP_S
+            if now_s > warn_s or gives_up:
+                warn_s = inf
+                logger.error(
+                    "tier process %d does not exit after SIGKILL: it hangs in the kernel, as in disk I/O",
+                    link.pid,
+                )
+            if gives_up:
+                return False
+        return True
+
+    def _receive_rest(self, link: Link) -> None:
+        """Read what a process sent before its end: those transfers did end, and their slots are free."""
+        try:
+            while link.state is not ReadState.CLOSED:
+                for frame in link.receive():
+                    self._decoder.decode(frame, link, is_last=True)
+                if link.state is ReadState.DRAINED:
+                    return
+        except WireError as error:
+            logger.warning("tier process %d: its last messages are malformed: %s", link.pid, error)
+
+    def _report_end(self, end: _End, pid: int | None = None) -> None:
+        """Report an end before anything else: from here on the tiers are given nothing."""
+        if self._decide_first_start(end.text):  # ``start`` raises it
+            self._closing = True
+            return
+        logger.error("tier process%s ended: %s; restarting", "" if pid is None else f" {pid}", end.text)
+        self.events.append(ProcessEnded(end.reason))
+        for tier in range(len(self.activity)):
+            self.events.append(TierDown(tier, f"the tier process ended: {end.text}"))
+        self._notify()
+
+    def _fail_pending(self, link: Link, reason: str) -> None:
+        """Fail what is in flight in a process that is gone. Supervisor and owner may do so at once."""
+        for transfer in list(link.in_flight):
+            command = link.in_flight.pop(transfer, None)
+            if command is not None:
+                self.events.extend(failure_of(command, reason))
+        for wait in list(link.waiting):
+            done = link.waiting.pop(wait, None)
+            if done is not None:
+                done()
+        self._notify()
+
+    def _sleep(self, pause_s: float) -> None:
+        """Sleep, unless all is to end."""
+        end_s = time.monotonic() + pause_s
+        poll = select.poll()
+        poll.register(self._wakeup, select.POLLIN)
+        while not self._closing and (left_s := end_s - time.monotonic()) > 0:
+            poll.poll(1000 * left_s)
+            self._clear_wakeup()
+
+    def _clear_wakeup(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wakeup)
+
+
+def _checksums_text(slot_checksums: SlotChecksums, region: Region) -> SlotChecksumsText:
+    return SlotChecksumsText(
+        slot_checksums.offset_in(region),
+        slot_checksums.rate,
+        slot_checksums.areas,
+        slot_checksums.area_bytes,
+        slot_checksums.is_shared,
+    )
+
+
+def _after(epochs: tuple[int, ...], commands: Sequence[Command]) -> tuple[int, ...]:
+    """Return the tiers' epochs after these commands: the same object where there is no reset among them."""
+    changed = {command.tier: command.epoch for command in commands if isinstance(command, Reset)}
+    return tuple(changed.get(tier, epoch) for tier, epoch in enumerate(epochs)) if changed else epochs
+
+
+def _end_of(code: int) -> _End:
+    """Return why a process has ended, by its exit status."""
+    if code >= 0:
+        return _End("exited", f"it exited with status {code}")
+    number = -code
+    name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
+    return _End("crashed" if number in _OWN_FAULTS else "killed", f"it was ended by {name}")
+
+
+def _cpus() -> set[int]:
+    """Return the CPUs that any thread of the engine may run on.
+
+    Engines bind their threads, perhaps also the one that starts the process: the tiers must not compete for
+    the CPU of a thread that computes. A limit on the whole engine is respected.
+    """
+    cpus = os.sched_getaffinity(0)
+    for task in os.listdir("/proc/self/task"):
+        with suppress(OSError):
+            cpus |= os.sched_getaffinity(int(task))
+    return cpus

@@ -1,0 +1,76 @@
+"""The tier process for an owner on an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import anyio
+import anyio.to_thread
+
+from kvtier._core.messages import Command
+from kvtier._executor import CLOSE_S, Post, TierActivity
+from kvtier._isolation.process import ExecutorProcess
+from kvtier.tiers._drain import until_done
+from kvtier.tiers._runner import call_soon
+
+
+class RemoteExecutor:
+    """An ``ExecutorProcess`` with the face of an ``Executor``. Used as an async context manager.
+
+    Args:
+        make: makes the process; it takes ``notify``.
+        post: called on the loop with each event.
+
+    Attributes:
+        activity: the last known activity of each tier.
+        end_by_s: the deadline of the process's end, on ``time.monotonic``; set before the executor is left.
+    """
+
+    def __init__(self, make: Callable[..., ExecutorProcess], post: Post) -> None:
+        self._process = make(notify=self._wake)
+        self.end_by_s: float | None = None
+        self._post = post
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_woken = False
+        self.activity: Sequence[TierActivity] = self._process.activity
+
+    async def __aenter__(self) -> RemoteExecutor:
+        self._loop = asyncio.get_running_loop()
+        await anyio.to_thread.run_sync(self._process.start)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        left_s = CLOSE_S if self.end_by_s is None else max(0.0, self.end_by_s - time.monotonic())
+        await until_done(anyio.to_thread.run_sync(self._process.close, 0.0, left_s))
+        self._take()
+
+    def submit(self, commands: Sequence[Command]) -> None:
+        """Start commands. Called on the loop."""
+        self._process.submit(commands)
+
+    async def settled(self) -> None:
+        """Wait until every tier is open, and has done the resets submitted so far, or is given up."""
+        await self._wait(self._process.when_settled)
+
+    async def drained(self) -> None:
+        """Wait until no put, no fetch and no reset is in flight."""
+        await self._wait(self._process.when_drained)
+
+    async def _wait(self, ask: Callable[[Callable[[], object]], None]) -> None:
+        loop, done = asyncio.get_running_loop(), anyio.Event()
+        ask(lambda: call_soon(loop, done.set))
+        await done.wait()
+        self._take()  # what had happened before that
+
+    def _wake(self) -> None:
+        if self._loop is not None and not self._is_woken:
+            self._is_woken = True
+            call_soon(self._loop, self._take)
+
+    def _take(self) -> None:
+        self._is_woken = False  # first: what comes from here on wakes the loop again
+        events = self._process.events
+        while events:
+            self._post(events.popleft())

@@ -1,0 +1,239 @@
+"""The protocol between the engine and the tier process.
+
+A message is a MessagePack array whose first element is its type; a frame is a length and a list of messages.
+Decoding checks types and bounds, and refuses everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePath
+from typing import Annotated, Any, cast
+
+import msgspec
+from msgspec import Meta, Struct
+from pydantic import BaseModel, SecretBytes, SecretStr
+
+from kvtier._core.messages import MAX_TEXT, Command, Number, Seconds, Text, TierEvent
+from kvtier.errors import KVTierError
+from kvtier.tiers._activity import TierActivity
+
+MAX_FRAME_BYTES = 256 * 2**20
+LENGTH_BYTES = 4
+STARTED = 0
+"""The id of the ``Reached`` that a process sends unasked: it runs, and has touched no tier so far."""
+
+
+class WireError(KVTierError):
+    """The other side has sent something that is malformed or impossible."""
+
+
+# --- from the engine -------------------------------------------------------------------------------
+
+
+class Ping(Struct, array_like=True, frozen=True, tag=5):
+    """Answer with ``Pong``: the event loop runs."""
+
+
+class WhenSettled(Struct, array_like=True, frozen=True, tag=6):
+    """Answer with ``Reached`` when every tier has done the resets submitted so far."""
+
+    id: Number
+
+
+class WhenDrained(Struct, array_like=True, frozen=True, tag=7):
+    """Answer with ``Reached`` when no put, no fetch and no reset is in flight."""
+
+    id: Number
+
+
+class Shutdown(Struct, array_like=True, frozen=True, tag=8):
+    """Drain for at most ``drain_s`` seconds, close the tiers within ``close_s`` more, and exit."""
+
+    drain_s: Seconds
+    close_s: Seconds
+
+
+Order = Command | Ping | WhenSettled | WhenDrained | Shutdown
+
+
+class TierSettings(Struct, frozen=True):
+    """A tier: its name in logs, and its settings as a user would write them."""
+
+    name: Text
+    settings: dict[str, Any]
+
+
+class SlotChecksumsText(Struct, frozen=True):
+    """A ``SlotChecksums``: where its words are in the region's metadata, and how to read them."""
+
+    offset: Number
+    rate: Annotated[float, Meta(ge=0, le=1)]
+    areas: Number
+    area_bytes: Number
+    is_shared: bool
+
+
+class Hello(Struct, frozen=True, kw_only=True):
+    """The first frame: everything that the tier process needs. It may hold secrets."""
+
+    tiers: list[TierSettings]
+    model: str
+    manifest: str
+    slots: Number
+    chunk_bytes: Number
+    metadata_bytes: Number
+    slot_checksums: SlotChecksumsText | None
+    epochs: list[Number]
+    cpus: list[Number]
+    memory_limit_bytes: Number | None
+    log_level: Number
+    other_log_level: Number
+
+
+# --- from the tier process -------------------------------------------------------------------------
+
+
+class Pong(Struct, array_like=True, frozen=True, tag=6):
+    """The answer to ``Ping``."""
+
+
+class Reached(Struct, array_like=True, frozen=True, tag=7):
+    """The answer to ``WhenSettled`` and ``WhenDrained``; and ``STARTED``."""
+
+    id: Number
+
+
+class Activity(Struct, array_like=True, frozen=True, tag=8):
+    """What a tier is doing."""
+
+    tier: Number
+    puts_submitted: Number
+    puts_running: Number
+    gets_submitted: Number
+    gets_running: Number
+    used_bytes: Number | None
+    capacity_bytes: Number | None
+    knows_usage: bool
+
+
+class LogLine(Struct, array_like=True, frozen=True, tag=9):
+    """A line for the engine's log."""
+
+    level: Annotated[int, Meta(ge=0, le=100)]
+    logger: Annotated[str, Meta(max_length=256)]
+    text: Text
+
+
+Report = TierEvent | Pong | Reached | Activity | LogLine
+
+
+def _convert(value: object) -> object:
+    """Convert what msgspec does not encode: models, secrets, paths, subclasses of built-in types."""
+    if isinstance(value, BaseModel):
+        return {name: getattr(value, name) for name in sorted(value.model_fields_set)}
+    if isinstance(value, SecretStr | SecretBytes):
+        return value.get_secret_value()
+    if isinstance(value, Mapping):
+        return dict(value)
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, PurePath):
+        return str(value)
+    raise NotImplementedError(f"a {type(value).__name__} cannot be sent")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_convert)
+_orders = msgspec.msgpack.Decoder(list[Order])
+_reports = msgspec.msgpack.Decoder(list[Report])
+_hello = msgspec.msgpack.Decoder(Hello)
+
+
+def plain(value: object) -> Any:
+    """Return a value as the other side decodes it: of mappings, lists, text, numbers and bytes.
+
+    Raises:
+        NotImplementedError, OverflowError, TypeError: it cannot be sent.
+    """
+    return msgspec.msgpack.decode(_encoder.encode(value))
+
+
+def activity_of(tier: int, activity: TierActivity) -> Activity:
+    """Return the message about a tier's activity."""
+    puts, gets, usage = activity.puts, activity.gets, activity.usage
+    used, capacity = (usage.used_bytes, usage.capacity_bytes) if usage else (None, None)
+    turns = (puts.submitted, puts.running, gets.submitted, gets.running)
+    return Activity(tier, *turns, used, capacity, usage is not None)
+
+
+def log_line(level: int, logger: str, text: str) -> LogLine:
+    """Return a message with a line for the log, cut to the length that can be sent."""
+    return LogLine(min(100, max(0, level)), logger[:256], text[:MAX_TEXT])
+
+
+def pack(messages: Iterable[Order | Report] | Hello) -> bytes:
+    """Return a frame."""
+    body = _encoder.encode(messages if isinstance(messages, Hello) else list(messages))
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+def unpack_orders(frame: bytes) -> list[Order]:
+    """Decode a frame of the engine. Raises WireError where it holds something else."""
+    return cast("list[Order]", _unpack(_orders, frame))
+
+
+def unpack_reports(frame: bytes) -> list[Report]:
+    """Decode a frame of the tier process. Raises WireError where it holds something else."""
+    return cast("list[Report]", _unpack(_reports, frame))
+
+
+def unpack_hello(frame: bytes) -> Hello:
+    """Decode the first frame. Raises WireError where it holds something else."""
+    return cast("Hello", _unpack(_hello, frame))
+
+
+def _unpack(decoder: msgspec.msgpack.Decoder[Any], frame: bytes) -> object:
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"{len(frame)} bytes cannot be decoded: {error}") from None
+
+
+def length_of(head: bytes | bytearray) -> int:
+    """Return the length of the frame that follows the length field ``head``.
+
+    Raises:
+        WireError: the length exceeds ``MAX_FRAME_BYTES``.
+    """
+    length = int.from_bytes(head, "little")
+    if length > MAX_FRAME_BYTES:
+        raise WireError(f"a frame has {length} bytes; {MAX_FRAME_BYTES} are possible")
+    return length
+
+
+class Frames:
+    """Splits a stream into frames."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Add data; yield the frames that are complete.
+
+        Raises:
+            WireError: one would be too long.
+        """
+        rest = self._rest
+        rest += data
+        start = 0
+        try:
+            while len(rest) - start >= LENGTH_BYTES:
+                body = start + LENGTH_BYTES
+                end = body + length_of(rest[start:body])
+                if end > len(rest):
+                    break
+                start = end
+                yield bytes(rest[body:end])
+        finally:
+            del rest[:start]

@@ -1,0 +1,515 @@
+"""TieringManager: the asyncio face of kvtier, for engines that own their event loop.
+
+The event loop owns the core. Tiers are awaited on the same loop; the device copies on threads or
+streams of its own. A task that is cancelled while bytes move waits until they have stopped: a slot is
+given on only then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import anyio
+import anyio.to_thread
+
+from kvtier._core.admission import TierGate
+from kvtier._core.messages import Event, SlotsReady, TierDown
+from kvtier._core.requests import Request
+from kvtier._core.states import BreakerState, ChunkState, Lookup
+from kvtier._core.tiering import Tiering
+from kvtier._core.transfers import Pinned
+from kvtier._device.base import Blocks, Finished, TransferEngine
+from kvtier._driver import Driver
+from kvtier._executor import CLOSE_S, LAST_STEP_S, Executor, NamedTier, Post
+from kvtier._identity import Identity
+from kvtier._isolation.remote import RemoteExecutor
+from kvtier._memory.region import Region
+from kvtier._memory.slot_checksums import SlotChecksums
+from kvtier._telemetry.dropped_puts import DroppedPuts
+from kvtier.errors import DeviceStuckError, StateError, TransferError
+from kvtier.keys import OffloadKey, group_index
+from kvtier.tiers._drain import until_done
+
+logger = logging.getLogger("kvtier.manager")
+
+_FIRST_SLOTS_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatistics:
+    """One secondary tier at this moment.
+
+    Attributes:
+        name: its name.
+        down: why it is not used now, or None.
+        backlog_chunks: chunks that are being put.
+        overdue: transfers past their deadline that have not ended.
+        puts: whether it is given puts.
+        gets: whether it is given gets.
+        is_healthy: whether its last real put and get were answered in time; None where there was none.
+    """
+
+    name: str
+    down: str | None
+    backlog_chunks: int
+    overdue: int
+    puts: BreakerState
+    gets: BreakerState
+    is_healthy: bool | None
+
+    @staticmethod
+    def of(gate: TierGate) -> TierStatistics:
+        """Read the core's gate of the tier."""
+        return TierStatistics(
+            gate.name,
+            "audit" if gate.distrusted else gate.down,
+            gate.backlog,
+            gate.overdue,
+            gate.puts.state,
+            gate.gets.state,
+            gate.is_healthy,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """The manager at this moment, and what it has counted since it was opened.
+
+    Attributes:
+        slots: slots of the primary tier that are usable.
+        free_slots: slots that hold nothing.
+        ready_chunks: chunks that a load would find.
+        pinned_chunks: chunks that can not be evicted now.
+        counts: what happened how often; the keys begin with what, then the tier, then the reason.
+        tiers: the secondary tiers, in order.
+    """
+
+    slots: int
+    free_slots: int
+    ready_chunks: int
+    pinned_chunks: int
+    counts: Mapping[tuple[str, ...], float]
+    tiers: tuple[TierStatistics, ...]
+
+
+class Acquired:
+    """Chunks that stay in the primary tier while this is held.
+
+    Attributes:
+        keys: the leading keys of those asked for that could be had.
+    """
+
+    def __init__(self, manager: TieringManager, keys: Sequence[OffloadKey], pinned: Pinned) -> None:
+        self.keys = tuple(keys)
+        self._manager = manager
+        self._pinned: Pinned | None = pinned
+
+    @property
+    def views(self) -> tuple[memoryview, ...]:
+        """The chunks' bytes, read-only; not to be used after the chunks are given back.
+
+        Raises:
+            StateError: they were given back before.
+        """
+        return tuple(self._manager.view(slot).toreadonly() for slot in self._slots)
+
+    async def load(self, blocks: Sequence[int]) -> None:
+        """Copy the chunks to the device.
+
+        Args:
+            blocks: block ids, ``blocks_per_chunk`` for each of ``keys``, in their order.
+
+        Raises:
+            StateError: the chunks were given back before.
+            TransferError: the device copy failed.
+            ValueError: ``blocks`` does not fit ``keys``.
+        """
+        await self._manager.copy_to_device(self.keys, self._slots, blocks)
+
+    def give_back(self) -> None:
+        """Forget the slots: they are given to other chunks."""
+        self._pinned = None
+
+    @property
+    def _slots(self) -> list[int]:
+        if self._pinned is None:
+            raise StateError("the chunks were given back: use them inside of the acquire block")
+        return self._pinned.slots
+
+
+class TieringManager:
+    """Stores, finds and loads chunks. Made by ``kvtier.open_manager``; an async context manager.
+
+    All calls come from tasks of the event loop that it was entered on. Before it is entered and from
+    ``aclose`` on, they raise StateError.
+    """
+
+    def __init__(
+        self,
+        *,
+        core: Tiering,
+        tiers: Sequence[NamedTier],
+        identity: Identity,
+        region: Region,
+        engine: TransferEngine,
+        blocks_per_chunk: int,
+        groups: int,
+        drain_s: float,
+        close_s: float = CLOSE_S,
+        slot_checksums: SlotChecksums | None = None,
+        make_executor: Callable[[Post], Executor | RemoteExecutor] | None = None,
+    ) -> None:
+        self._core = core
+        self._region = region
+        self._engine = engine
+        self._blocks_per_chunk = blocks_per_chunk
+        self._groups = groups
+        self._drain_s = drain_s
+        self._close_s = close_s
+        self._slot_checksums = slot_checksums
+        make = make_executor or partial(Executor, tiers, identity, region, slot_checksums=slot_checksums)
+        self._executor = make(self._on_event)
+        self._driver = Driver(
+            core,
+            self._executor,
+            logger,
+            slot_checksums=slot_checksums,
+            has_damage=lambda: engine.audits.failed > 0,
+        )
+        self._serving: asyncio.Future[None] | None = None
+        self._serves = anyio.Event()
+        self._closing = anyio.Event()
+        self._is_open = False
+        self._changed = anyio.Event()
+        self._copies: dict[int, asyncio.Future[Finished]] = {}
+        self._last_copy = 0
+        self._counts: dict[tuple[str, ...], float] = {}
+
+    async def __aenter__(self) -> TieringManager:
+        loop = asyncio.get_running_loop()
+        first_slots = anyio.Event()
+
+        def slots_ready(slots: range) -> None:
+            loop.call_soon_threadsafe(self._on_event, SlotsReady(slots, is_last=False))
+            loop.call_soon_threadsafe(first_slots.set)
+
+        def slots_end() -> None:
+            loop.call_soon_threadsafe(self._on_event, SlotsReady(range(0)))
+
+        self._region.populate(slots_ready, on_end=slots_end)  # raises where the manager was closed before
+        self._engine.set_wakeup(lambda: loop.call_soon_threadsafe(self._collect_copies))
+        self._serving = asyncio.ensure_future(self._serve())
+        self._is_open = True
+        try:
+            await self._serves.wait()
+            if self._serving.done():
+                self._serving.result()  # raises why it has not begun
+            with anyio.move_on_after(_FIRST_SLOTS_S):
+                await first_slots.wait()
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    # --- what engines call -----------------------------------------------------------------------
+
+    async def lookup(self, keys: Sequence[OffloadKey]) -> int:
+        """Return how many of the leading ``keys`` a load would find.
+
+        Fetches chunks that only secondary tiers have into the primary tier, within the promotion budget.
+        Returns at the request deadline at the latest, and counts the chunks that have arrived by then.
+        """
+        with self._request() as request:
+            return await self._find(keys, request)
+
+    @asynccontextmanager
+    async def acquire(self, keys: Sequence[OffloadKey]) -> AsyncIterator[Acquired]:
+        """Find the leading ``keys`` that can be had, and keep them in the primary tier meanwhile."""
+        with self._request() as request:
+            count = await self._find(keys, request)
+            pinned = self._core.acquire(keys[:count], request)
+            acquired = Acquired(self, keys[:count], pinned)
+            self._driver.settle()
+            try:
+                yield acquired
+            finally:
+                acquired.give_back()
+                self._driver.end_load(pinned)
+
+    async def load(self, keys: Sequence[OffloadKey], blocks: Sequence[int]) -> int:
+        """Copy the leading ``keys`` that can be had to the device.
+
+        Args:
+            keys: offload keys in the order of the prompt.
+            blocks: block ids, ``blocks_per_chunk`` for each key.
+
+        Returns:
+            How many chunks were loaded. The blocks of the others are as they were.
+
+        Raises:
+            TransferError: the device copy failed; the blocks may hold anything. DeviceStuckError: they may
+                still be written to.
+            ValueError: ``blocks`` does not fit ``keys``.
+        """
+        self._require_fit(keys, blocks)
+        async with self.acquire(keys) as acquired:
+            if acquired.keys:
+                await acquired.load(blocks[: len(acquired.keys) * self._blocks_per_chunk])
+            return len(acquired.keys)
+
+    async def store(self, keys: Sequence[OffloadKey], blocks: Sequence[int]) -> int:
+        """Copy chunks from the device to the primary tier; from there they go to the other tiers.
+
+        The blocks must not be written while this runs.
+
+        Args:
+            keys: offload keys in the order of the prompt. Those that are there already are skipped.
+            blocks: block ids, ``blocks_per_chunk`` for each key.
+
+        Returns:
+            How many chunks were copied: fewer than were new where there was no room.
+
+        Raises:
+            TransferError: the device copy failed; nothing was stored. DeviceStuckError: it has not ended by
+                its deadline; its slots are lost to the primary tier, because its bytes may still move.
+            ValueError: ``blocks`` does not fit ``keys``.
+        """
+        self._require_open()
+        self._require_fit(keys, blocks)
+        reservation = self._core.reserve(keys)
+        if reservation is None or not reservation.keys:
+            if reservation is not None:
+                self._core.abort(reservation)
+            return 0
+        place = {key: index for index, key in enumerate(keys)}
+        width = self._blocks_per_chunk
+        mine = [block for key in reservation.keys for block in blocks[place[key] * width :][:width]]
+        is_settled = False
+        try:
+            try:
+                await self._copy(self._engine.submit_store, reservation.keys, mine, reservation.slots)
+            finally:
+                self._driver.inspect(reservation)
+            self._driver.settle()  # a tier whose puts are overdue is given no more
+            self._driver.commit(reservation)
+            is_settled = True
+        except DeviceStuckError:
+            is_settled = True  # never: whatever came into these slots now could be written over
+            raise
+        finally:
+            if not is_settled:
+                self._core.abort(reservation)
+            self._driver.dispatch()
+            self._notify()
+        return 0 if self._core.is_distrusted else len(reservation.keys)
+
+    async def reset(self) -> None:
+        """Make everything stored so far invisible for ever, in every tier.
+
+        For new weights. Returns when every tier has done so; a tier that cannot, or takes longer than its
+        ``deadline_s``, is not used until it has.
+        """
+        self._require_open()
+        self._driver.reset()
+        self._notify()
+        await self._executor.settled()
+
+    def statistics(self) -> Statistics:
+        """Return the state of this moment and the counts since the start."""
+        table = self._core.table
+        for name, count in self._core.take_counts().items():
+            self._counts[name] = self._counts.get(name, 0) + count
+        if self._slot_checksums is not None:
+            self._counts["audited",] = self._engine.audits.chunks
+        return Statistics(
+            slots=len(table.all),
+            free_slots=len(table.free),
+            ready_chunks=sum(chunk.state is ChunkState.READY for chunk in table.all),
+            pinned_chunks=sum(chunk.pins > 0 for chunk in table.all),
+            counts=dict(self._counts),
+            tiers=tuple(map(TierStatistics.of, self._core.shared.tiers)),
+        )
+
+    async def drain(self) -> None:
+        """Wait until every copy, put and fetch under way has ended."""
+        while self._copies or not self._core.is_idle:
+            await self._changed.wait()
+
+    async def aclose(self) -> None:
+        """Drain for at most ``drain_on_shutdown_s``, and release everything.
+
+        Lookups under way end with what is there by then, device copies in full. Leaving ``async with``
+        calls it. May be called again.
+
+        A tier that does not end, even seconds after it was cancelled, is left alone, and the log says so: it
+        may still touch slots, so the primary tier's memory stays as long as the process. Its task stays in
+        the event loop, too, and ``asyncio.run`` waits for it.
+        """
+        if not self._is_open:
+            return
+        self._is_open = False
+        end_by_s = time.monotonic() + self._drain_s + self._close_s
+        self._executor.end_by_s = end_by_s - LAST_STEP_S
+        dropped = DroppedPuts(self._core, self._drain_s)
+        try:
+            with anyio.move_on_after(self._drain_s):
+                await self.drain()
+                await self._executor.drained()  # resets as well
+        finally:
+            self._forget_tiers()
+            self._closing.set()
+            try:
+                await until_done(asyncio.ensure_future(self._close(end_by_s)))
+            finally:
+                dropped.warn(logger)
+
+    # --- for Acquired ----------------------------------------------------------------------------
+
+    def view(self, slot: int) -> memoryview:
+        """Return the bytes of a slot."""
+        return self._region.view(slot)
+
+    async def copy_to_device(
+        self, keys: Sequence[OffloadKey], slots: Sequence[int], blocks: Sequence[int]
+    ) -> None:
+        """Copy pinned slots to the device. See ``Acquired.load``."""
+        self._require_fit(keys, blocks)
+        await self._copy(self._submit_load, keys, blocks, slots)
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _request(self) -> Iterator[Request]:
+        self._require_open()
+        request = Request()
+        try:
+            yield request
+        finally:
+            self._core.close(request)
+            self._driver.settle()
+            self._notify()  # what was held for this request is there for others
+
+    async def _find(self, keys: Sequence[OffloadKey], request: Request) -> int:
+        """Look up until nothing is pending; return how many leading keys are HIT in this very round."""
+        hits, pending = self._scan(keys, request)
+        while pending:
+            self._driver.settle()
+            hits, pending = self._scan(keys, request)  # a deadline, or a tier that is down, answers at once
+            if pending:
+                await self._next_change()
+                hits, pending = self._scan(keys, request)
+        return hits
+
+    def _scan(self, keys: Sequence[OffloadKey], request: Request) -> tuple[int, bool]:
+        pending = False
+        for index, key in enumerate(keys):
+            answer = self._core.lookup(key, request)
+            if answer is Lookup.MISS:
+                return index, pending
+            pending = pending or answer is not Lookup.HIT
+        return len(keys), pending
+
+    async def _next_change(self) -> None:
+        deadline_s = self._core.next_deadline_s()
+        wait_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+        with anyio.move_on_after(wait_s):
+            await self._changed.wait()
+
+    async def _copy(
+        self,
+        submit: Callable[[int, Blocks, Sequence[int]], None],
+        keys: Sequence[OffloadKey],
+        blocks: Sequence[int],
+        slots: Sequence[int],
+    ) -> None:
+        """Submit a device copy and wait for its true end, cancelled or not."""
+        copy = self._last_copy = self._last_copy + 1
+        submit(copy, *self._by_group(keys, blocks, slots))
+        self._copies[copy] = asyncio.get_running_loop().create_future()
+        try:
+            finished = await until_done(self._copies[copy])
+        finally:
+            del self._copies[copy]  # only now: what follows it at once is part of what drain() waits for
+            self._notify()
+        if finished.error is not None:
+            kind = DeviceStuckError if isinstance(finished.error, DeviceStuckError) else TransferError
+            raise kind(f"a copy of {len(keys)} chunks failed: {finished.error}") from finished.error
+
+    def _submit_load(self, transfer_id: int, blocks: Blocks, slots: Sequence[int]) -> None:
+        self._engine.submit_load(transfer_id, slots, blocks)
+
+    def _by_group(
+        self, keys: Sequence[OffloadKey], blocks: Sequence[int], slots: Sequence[int]
+    ) -> tuple[Blocks, list[int]]:
+        """Order blocks and slots as the device layer wants them: group after group."""
+        width = self._blocks_per_chunk
+        order = sorted(range(len(keys)), key=lambda index: group_index(keys[index]))
+        sizes = [0] * self._groups
+        for key in keys:
+            sizes[group_index(key)] += width
+        ids = [block for index in order for block in blocks[index * width : (index + 1) * width]]
+        return Blocks.make(ids, sizes, [0] * self._groups), [slots[index] for index in order]
+
+    def _require_fit(self, keys: Sequence[OffloadKey], blocks: Sequence[int]) -> None:
+        if len(blocks) != len(keys) * self._blocks_per_chunk:
+            raise ValueError(
+                f"{len(keys)} keys need {len(keys) * self._blocks_per_chunk} blocks, not {len(blocks)}"
+            )
+        if groups := {group_index(key) for key in keys if group_index(key) >= self._groups}:
+            raise ValueError(f"there are {self._groups} groups; keys name group {min(groups)}")
+
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise StateError("the manager is not open: use it inside of its async with block")
+
+    async def _serve(self) -> None:
+        """Run the executor, in a task of its own: it cannot be left while a tier does not end."""
+        try:
+            async with self._executor:
+                self._serves.set()
+                await self._closing.wait()
+        finally:
+            self._serves.set()
+            self._forget_tiers()
+
+    def _forget_tiers(self) -> None:
+        """Mark all tiers as down, so that they get no more work."""
+        for tier in range(len(self._core.shared.tiers)):
+            self._on_event(TierDown(tier, "closed"))
+
+    async def _close(self, end_by_s: float) -> None:
+        """Wait for tiers and device copies under way, tell their tasks, and give the memory back."""
+        assert self._serving is not None
+        await asyncio.wait((self._serving,), timeout=max(0.0, end_by_s - time.monotonic()))
+        await anyio.to_thread.run_sync(self._engine.close)
+        self._engine.set_wakeup(None)
+        self._collect_copies()
+        if self._serving.done():
+            await anyio.to_thread.run_sync(self._region.close)
+            self._serving.result()  # raises what it has ended with
+        else:
+            logger.error(
+                "a tier did not close in time and may still use the primary tier's memory: the memory stays "
+                "allocated until this process ends"
+            )
+
+    def _on_event(self, event: Event) -> None:
+        self._driver.on_event(event)
+        self._notify()
+
+    def _collect_copies(self) -> None:
+        for finished in self._engine.finished():
+            self._copies[finished.transfer_id].set_result(finished)
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()

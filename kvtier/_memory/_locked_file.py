@@ -1,0 +1,298 @@
+"""Files that exist as long as a process holds a lock on them, and the removal of stale ones.
+
+A region's file lives in memory, so a file that outlives its processes is memory lost. Every user holds a
+shared ``flock`` on it, which ends with the process however it ends. Whoever gets the exclusive lock without
+waiting knows that nobody uses the file. Age, names and process ids prove nothing.
+
+What makes this safe while others start and stop at the same time:
+
+* a file gets its final name only after its creator holds the lock, so a named file without a lock
+  never belongs to a process that is still starting;
+* a name is removed only with the exclusive lock on the very file that it names;
+* after a file was opened and locked, the name is checked again: it may mean another file by then.
+
+Each holder has an open file description of its own, so that two holders in one process count twice.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+import stat
+import struct
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier._forks import keep_fd_from_children
+from kvtier.errors import RegionError
+
+logger = logging.getLogger("kvtier.memory")
+
+PREFIX = "kvtier_"
+PATIENCE_S = 10.0  # exclusive locks last microseconds; a stopped process must not hang a start
+RETRY_S = 0.001
+_NOBODY = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LockedFile:
+    """An open file that carries a shared lock of this process.
+
+    Attributes:
+        fd: the open file description that has the lock.
+        path: the file's name; None where it has none and ends with its last descriptor.
+        pid: the process that took the lock; children forked from it do not have the file.
+    """
+
+    fd: int
+    path: Path | None
+    pid: int
+
+
+def create_or_join(path: Path, nbytes: int, note: bytes = b"") -> LockedFile:
+    """Create the file ``path`` with ``nbytes`` zeros, or join it where a living process holds it.
+
+    Args:
+        path: the file's name.
+        nbytes: bytes of use; behind them the file ends with ``note``.
+        note: what all holders of the file must agree on beside its size; always of one length.
+
+    Raises:
+        RegionError: it exists with another size, note or owner, the directory has no room, or the name
+            stayed contested for ``PATIENCE_S`` seconds.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        try:
+            found = _open_existing(path)
+            fd = _create(path, nbytes, note) if found is None else _join(found, path, nbytes, note)
+        except OSError as error:
+            raise RegionError(f"{path} cannot be created or opened: {error.strerror or error}") from error
+        if fd is not None:
+            return LockedFile(fd, path, os.getpid())
+        time.sleep(RETRY_S)
+    raise RegionError(f"{path} is locked by another process that has not released it for {PATIENCE_S:g} s")
+
+
+def create_unnamed(nbytes: int) -> LockedFile:
+    """Make a file in memory that has no name; it is shared by passing its descriptor.
+
+    Raises:
+        RegionError: the system has no memory or descriptor for it.
+    """
+    try:
+        fd = os.memfd_create("kvtier", os.MFD_CLOEXEC)
+        os.ftruncate(fd, nbytes)
+    except OSError as error:
+        raise RegionError(f"{nbytes} bytes of shared memory cannot be had: {error.strerror}") from error
+    keep_fd_from_children(fd)
+    return LockedFile(fd, None, os.getpid())
+
+
+def borrow(fd: int, nbytes: int) -> LockedFile:
+    """Take a file that another process holds and has handed over. Its locks stay that one's.
+
+    They end when both processes have ended; until then no other process can claim the file.
+
+    Raises:
+        RegionError: it is shorter than ``nbytes``.
+    """
+    found = os.fstat(fd).st_size
+    if found < nbytes:
+        raise RegionError(f"the primary tier has {found} bytes, but {nbytes} bytes are asked for")
+    keep_fd_from_children(fd)
+    return LockedFile(fd, None, _NOBODY)
+
+
+def release(file: LockedFile) -> None:
+    """Release the file; its last holder removes it. To be called once."""
+    if file.pid != os.getpid():  # borrowed, or a forked child: the lock is another process's
+        os.close(file.fd)
+        return
+    try:
+        if file.path is not None and _try_lock(file.fd, fcntl.LOCK_EX):
+            _unlink_if_named(file.fd, file.path)
+    finally:
+        # A mapping duplicates the descriptor and can outlive it: locks do not end with close alone.
+        _set_claim(file.fd, fcntl.F_UNLCK)
+        fcntl.flock(file.fd, fcntl.LOCK_UN)
+        os.close(file.fd)
+
+
+def claim(file: LockedFile) -> bool:
+    """Become the only claimant of the file until it is released; return whether that worked.
+
+    The claim is a record lock beside the ``flock``; the two do not see each other.
+    """
+    try:
+        _set_claim(file.fd, fcntl.F_WRLCK)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def remove_stale_files(directory: Path) -> list[Path]:
+    """Remove every ``kvtier_*`` file of ``directory`` that no living process holds.
+
+    Returns:
+        The names that were removed. Files of other users that may not be removed are left.
+    """
+    removed = []
+    for path in sorted(directory.glob(PREFIX + "*")):
+        with suppress(OSError):
+            fd = _open_existing(path)
+            if fd is not None and _remove_if_stale(fd, path):
+                removed.append(path)
+    return removed
+
+
+def _remove_if_stale(fd: int, path: Path) -> bool:
+    """Remove the file if nobody holds it, and close ``fd``."""
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode) or not _try_lock(fd, fcntl.LOCK_EX):
+            return False
+        if not _unlink_if_named(fd, path):
+            return False
+        logger.info("removed %s (%d bytes): no living process holds it", path, os.fstat(fd).st_size)
+        return True
+    finally:
+        os.close(fd)
+
+
+def _join(fd: int, path: Path, nbytes: int, note: bytes) -> int | None:
+    """Take the shared lock on an existing file; None where it vanished or must be tried again."""
+    keep = False
+    try:
+        _require_own_file(fd, path)
+        if _try_lock(fd, fcntl.LOCK_EX):  # its last holder died since the sweep
+            _unlink_if_named(fd, path)
+        elif _try_lock(fd, fcntl.LOCK_SH) and _is_named(fd, path):
+            _require_same(fd, path, nbytes, note)
+            keep = True
+    finally:
+        if not keep:
+            os.close(fd)
+    return fd if keep else None
+
+
+def _create(path: Path, nbytes: int, note: bytes) -> int | None:
+    """Make the file, lock it, then name it; None where somebody else was first."""
+    if not _has_room(path, nbytes + len(note)):
+        return None
+    fd, source = _new_file(path)
+    keep = False
+    try:
+        os.ftruncate(fd, nbytes)
+        if note:
+            os.pwrite(fd, note, nbytes)
+        keep = _try_lock(fd, fcntl.LOCK_SH) and _link(source, path)
+    finally:
+        if source.parent == path.parent:
+            source.unlink(missing_ok=True)
+        if not keep:
+            os.close(fd)
+    return fd if keep else None
+
+
+def _new_file(path: Path) -> tuple[int, Path]:
+    """Open a new file without a name, or with one of its own; return it and what to link it from."""
+    with suppress(OSError):  # not every file system has unnamed files
+        fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        source = Path(f"/proc/self/fd/{fd}")
+        if source.exists():
+            return fd, source
+        os.close(fd)
+    source = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    return os.open(source, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600), source
+
+
+def _link(source: Path, path: Path) -> bool:
+    # With a directory descriptor, os.link follows the link in /proc to the file itself.
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.link(source, path, src_dir_fd=directory, follow_symlinks=True)
+    except (FileExistsError, FileNotFoundError):  # somebody was first, or swept the temporary name
+        return False
+    finally:
+        os.close(directory)
+    return True
+
+
+def _has_room(path: Path, nbytes: int) -> bool:
+    """Return whether a new file of ``nbytes`` fits; False if another process has created it meanwhile.
+
+    Raises:
+        RegionError: the file does not fit and does not exist.
+    """
+    system = os.statvfs(path.parent)
+    free = system.f_bavail * system.f_frsize
+    if system.f_blocks == 0 or nbytes <= free:  # no blocks at all: a tmpfs without a limit
+        return True
+    if path.exists():
+        return False
+    raise RegionError(
+        f"the primary tier needs {nbytes} bytes, but only {free} bytes are free in {path.parent}: "
+        "set cpu_bytes_to_use to less, or make the directory's file system larger"
+    )
+
+
+def _require_own_file(fd: int, path: Path) -> None:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        raise RegionError(f"{path} is not a file of this user: it may not be shared; remove it")
+
+
+def _require_same(fd: int, path: Path, nbytes: int, note: bytes) -> None:
+    found, asked = os.fstat(fd).st_size, nbytes + len(note)
+    theirs = os.pread(fd, len(note), max(found - len(note), 0))
+    if (found, theirs) == (asked, note):
+        return
+    notes = f" ({_words(theirs)}; here {_words(note)})" if theirs != note else ""
+    raise RegionError(
+        f"{path} is in use with {found} bytes, but {asked} bytes are asked for here{notes}: all processes of "
+        "an engine need the same settings, and each engine needs an id of its own"
+    )
+
+
+def _words(note: bytes) -> str:
+    return note.rstrip(b"\0").decode("ascii", errors="replace")
+
+
+def _set_claim(fd: int, kind: int) -> None:
+    # struct flock: type, whence, start, length (0: to the end), pid (0: owned by the description)
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi0q", kind, os.SEEK_SET, 0, 0, 0))
+
+
+def _open_existing(path: Path) -> int | None:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+
+
+def _try_lock(fd: int, kind: int) -> bool:
+    keep_fd_from_children(fd)  # or a child would hold the lock of a parent that is dead
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_named(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _unlink_if_named(fd: int, path: Path) -> bool:
+    """Remove the name if it means this file. The caller has the exclusive lock."""
+    if not _is_named(fd, path):
+        return False
+    path.unlink()
+    return True

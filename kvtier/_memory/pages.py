@@ -1,0 +1,109 @@
+"""Memory for the pages of a region: allocated before it is used, huge pages where the system has them.
+
+What the kernel documents: ``madvise(2)`` for ``MADV_POPULATE_WRITE`` and ``MADV_HUGEPAGE``, ``tmpfs(5)`` for
+the mount option ``huge``, ``Documentation/admin-guide/mm/transhuge.rst`` for ``shmem_enabled``.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import re
+from pathlib import Path
+
+from kvtier import _native as native
+from kvtier._memory._locked_file import LockedFile
+
+_MADV_POPULATE_WRITE = 23
+_MOUNTS = Path("/proc/self/mountinfo")
+_SMAPS = Path("/proc/self/smaps")
+_SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
+_GRANTED = frozenset(("always", "within_size", "advise", "force", "madvise"))
+
+
+def ask_for_huge(mapping: mmap.mmap, path: Path | None, *, shared: bool = False) -> bool:
+    """Ask for huge pages in a mapping of ``path``; return whether the system grants them there.
+
+    Args:
+        mapping: the whole region.
+        path: its file; None where that has no name, and for anonymous memory.
+        shared: whether it has a file though that has no name.
+    """
+    if not grants_huge(path, shared=shared):
+        return False
+    try:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+        # A kernel that cannot do this would leave touches, and one that finds no room kills the process.
+        mapping.madvise(_MADV_POPULATE_WRITE, 0, mmap.PAGESIZE)
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def grants_huge(path: Path | None, *, shared: bool = False) -> bool:
+    """Return whether the system grants huge pages to mappings of ``path`` that ask for them."""
+    if path is None and not shared:
+        return _setting(_SETTINGS / "enabled") in _GRANTED
+    forced = _setting(_SETTINGS / "shmem_enabled")
+    if path is None:
+        return forced in _GRANTED
+    return (forced if forced in ("deny", "force") else _huge_option(path.parent)) in _GRANTED
+
+
+def _setting(path: Path) -> str:
+    """Return the word in brackets of a setting such as ``always [madvise] never``."""
+    try:
+        found = re.search(r"\[(\w+)\]", path.read_text())
+    except OSError:
+        return ""
+    return found[1] if found else ""
+
+
+def _huge_option(directory: Path, mounts: Path = _MOUNTS) -> str:
+    """Return the option ``huge`` that the file system of ``directory`` is mounted with, or nothing."""
+    device = os.stat(directory).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in mounts.read_text().splitlines():
+        if line.split()[2] == number and (found := re.search(r"\bhuge=(\w+)", line)):
+            return found[1]
+    return ""
+
+
+def huge_bytes(address: int, nbytes: int, smaps: Path = _SMAPS) -> int:
+    """Return how many bytes of a mapping of this process are in huge pages that one entry maps."""
+    counted = re.compile(r"(?:AnonHugePages|ShmemPmdMapped|FilePmdMapped): +(\d+) kB")
+    total, inside = 0, False
+    for line in smaps.read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = address <= int(found[1], 16) < address + nbytes
+        elif inside and (found := counted.match(line)):
+            total += int(found[1]) * 1024
+    return total
+
+
+def back(address: int, nbytes: int, file: LockedFile | None, offset: int, *, huge: bool) -> int:
+    """Get memory for a part of a mapping and map it. What it holds stays.
+
+    Args:
+        address: start of the part.
+        nbytes: its length.
+        file: what is mapped there; None for anonymous memory.
+        offset: the part's place in the file.
+        huge: whether huge pages were asked for and are granted.
+
+    Returns:
+        0 or the errno.
+    """
+    if huge:  # by touch alone: what is allocated through the file comes in small pages
+        code = native.populate(address, nbytes)
+        if code not in (errno.EINVAL, errno.ENOSYS):
+            return code
+    if file is not None:
+        # Unlike a touch this fails without harm where there is no room, on every kernel, and takes nothing.
+        try:
+            os.posix_fallocate(file.fd, offset, nbytes)
+        except OSError as error:
+            return error.errno or errno.EIO
+    code = native.populate(address, nbytes)
+    return 0 if code in (errno.EINVAL, errno.ENOSYS) else code  # an old kernel: first touches will be slow

@@ -1,0 +1,516 @@
+"""The primary tier's bytes: one region of equally long slots, shared by the processes of an engine.
+
+Needs neither torch nor numpy: the scheduler's process uses it for views of slots.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import logging
+import mmap
+import os
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+from kvtier._forks import keep_fd_from_children, keep_memory_from_children
+from kvtier._memory import _locked_file, guard, numa, pages
+from kvtier._memory._locked_file import PREFIX, LockedFile, remove_stale_files
+from kvtier.errors import RegionError, StateError
+
+logger = logging.getLogger("kvtier.memory")
+
+PIECE_BYTES = 64 * 2**20
+SHARED_MEMORY = Path("/dev/shm")
+POPULATING = "kvtier-populate"
+"""Name of the threads that allocate memory for slots."""
+
+_JOIN_S = 10.0
+_MAX_NAME = 160
+_NOTE_BYTES = 256
+_CPUS_PER_THREAD = 4
+_MAX_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of each slot that one worker uses more than others.
+
+    Attributes:
+        offset: where it begins in the slot.
+        nbytes: its length.
+        node: the NUMA node that the worker is at; None where that is not known or does not matter.
+    """
+
+    offset: int
+    nbytes: int
+    node: int | None
+
+
+class Region:
+    """``slots`` slots of ``chunk_bytes`` bytes each, one after the other, page-aligned.
+
+    Made by ``open`` (a file that several processes map), ``unnamed`` (the same without a name), or
+    ``anonymous`` (memory of this process).
+    A slot may be used only after ``populate`` has reported it: a page without memory kills the process that
+    touches it. It is a context manager that closes.
+
+    Attributes:
+        slots: number of slots.
+        chunk_bytes: length of one slot, and distance to the next, in bytes.
+        path: the file's path; None where it has none.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        chunk_bytes: int,
+        file: LockedFile | None = None,
+        metadata_bytes: int = 0,
+    ) -> None:
+        self.slots = slots
+        self.chunk_bytes = chunk_bytes
+        self.path = file.path if file else None
+        self._file = file
+        self._map: mmap.mmap | None = mmap.mmap(
+            file.fd if file else -1,
+            slots * chunk_bytes + metadata_bytes,
+            flags=mmap.MAP_SHARED if file else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+        )
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._guard: Callable[[], object] | None = None
+        self._leftover: mmap.mmap | None = None  # of a closed region, until it is unmapped
+        self._forget_memory: Callable[[], object] = lambda: None
+        if file is not None:
+            self._forget_memory = keep_memory_from_children(self._address, len(self._map))
+            weakref.finalize(self._map, self._forget_memory)
+        self._stopping = threading.Event()
+        self._populating: list[threading.Thread] = []
+        self._lock = threading.Lock()  # of the two below
+        self._running = 0  # threads that populate
+        self._is_closed = False
+        # Also runs at interpreter exit, so that a forgotten region does not hold memory till the next start.
+        self._release = weakref.finalize(self, _locked_file.release, file) if file else None
+
+    @staticmethod
+    def open(
+        name: str,
+        slots: int,
+        chunk_bytes: int,
+        directory: Path = SHARED_MEMORY,
+        metadata_bytes: int = 0,
+        contents: str = "",
+    ) -> Region:
+        """Create the shared region ``name``, or join it where a living process has it open.
+
+        First removes what dead processes left behind in ``directory``.
+
+        Args:
+            name: one name for each engine on this machine, such as the engine's id.
+            slots: number of slots, at least 1.
+            chunk_bytes: bytes of a slot, a multiple of the page size.
+            directory: a directory of a file system in memory.
+            metadata_bytes: bytes to share beside the slots; the same for all who open the region.
+            contents: what the slots hold, in ASCII words that must be the same for all who open the region;
+                equal sizes do not prove that a slot means the same to them.
+
+        Raises:
+            RegionError: there is no room, a living region of that name has another size or contents, the
+                directory is not there, or ``chunk_bytes`` is not a multiple of the page size.
+        """
+        _require_shape(slots, chunk_bytes)
+        remove_stale_files(directory)
+        nbytes = slots * chunk_bytes + metadata_bytes
+        file = _locked_file.create_or_join(directory / _file_name(name), nbytes, _note(contents))
+        return Region._over(file, slots, chunk_bytes, metadata_bytes)
+
+    @staticmethod
+    def _over(file: LockedFile, slots: int, chunk_bytes: int, metadata_bytes: int) -> Region:
+        """Make a region of a file, which is released where that fails."""
+        try:
+            _allocate(file, slots * chunk_bytes, metadata_bytes)
+            return Region(slots, chunk_bytes, file, metadata_bytes)
+        except BaseException:
+            _locked_file.release(file)
+            raise
+
+    @staticmethod
+    def anonymous(slots: int, chunk_bytes: int) -> Region:
+        """Make a region of this process alone, without a file. Arguments as in ``open``."""
+        _require_shape(slots, chunk_bytes)
+        return Region(slots, chunk_bytes)
+
+    @staticmethod
+    def unnamed(slots: int, chunk_bytes: int, metadata_bytes: int = 0) -> Region:
+        """Make a region that other processes can be handed, by ``fileno``. Arguments as in ``open``.
+
+        Raises:
+            RegionError: there is no shared memory, or the shape is wrong.
+        """
+        _require_shape(slots, chunk_bytes)
+        file = _locked_file.create_unnamed(slots * chunk_bytes + metadata_bytes)
+        return Region._over(file, slots, chunk_bytes, metadata_bytes)
+
+    @staticmethod
+    def borrowed(fd: int, slots: int, chunk_bytes: int, metadata_bytes: int = 0) -> Region:
+        """Map another process's region.
+
+        The children of this process do not have the mapping: when this process has ended, nobody writes
+        to the slots on its behalf.
+
+        Args:
+            fd: the ``fileno`` of that region, handed over; it belongs to the new region.
+            slots, chunk_bytes, metadata_bytes: as in the region that it is.
+
+        Raises:
+            RegionError: that region is smaller, or the shape is wrong.
+        """
+        _require_shape(slots, chunk_bytes)
+        file = _locked_file.borrow(fd, slots * chunk_bytes + metadata_bytes)
+        region = Region(slots, chunk_bytes, file, metadata_bytes)
+        region._require_open().madvise(mmap.MADV_DONTFORK)
+        return region
+
+    def fileno(self) -> int:
+        """Return the file's descriptor, for ``borrowed``.
+
+        Raises:
+            StateError: the region is closed, or anonymous.
+        """
+        self._require_open()
+        if self._file is None:
+            raise StateError("an anonymous region has no file that could be shared")
+        return self._file.fd
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return self.slots * self.chunk_bytes
+
+    @property
+    def address(self) -> int:
+        """Address of slot 0 in this process."""
+        self._require_open()
+        return self._address
+
+    def view(self, slot: int) -> memoryview:
+        """Return the bytes of one slot: one-dimensional, format ``B``, writable.
+
+        A view keeps the memory mapped, also beyond ``close``.
+
+        Raises:
+            IndexError: there is no such slot.
+            StateError: the region is closed.
+        """
+        if not 0 <= slot < self.slots:
+            raise IndexError(f"slot is {slot}; the region has {self.slots} slots")
+        start = slot * self.chunk_bytes
+        with memoryview(self._require_open()) as whole:
+            return whole[start : start + self.chunk_bytes]
+
+    @property
+    def metadata(self) -> memoryview:
+        """The bytes that are shared beside the slots, backed with memory; zeros when the region is new."""
+        with memoryview(self._require_open()) as whole:
+            return whole[self.nbytes :]
+
+    def claim(self) -> None:
+        """Become the only one who decides what the slots hold; a no-op for an anonymous region.
+
+        Of all who have the region open one can claim it, until it closes. Without that, two engines with the
+        same id would overwrite each other's chunks.
+
+        Raises:
+            RegionError: another one has claimed it.
+        """
+        self._require_open()
+        if self._file is not None and not _locked_file.claim(self._file):
+            raise RegionError(
+                f"{self.path} belongs to another running engine: give each engine an id of its own"
+            )
+
+    def start_guard(self) -> None:
+        """Start a process that removes the file when all who use it are gone, however they end.
+
+        Where none can be started, a warning is logged, and the next start on this machine removes the file.
+        """
+        self._require_open()
+        if self._file is None or self._file.path is None or self._guard is not None:
+            return
+        try:
+            fd = guard.start(str(self._file.path), self._file.fd)
+        except OSError as error:
+            logger.warning("%s: if the engine is killed, its file stays until the next start", error)
+            return
+        keep_fd_from_children(fd)
+        self._guard = weakref.finalize(self, os.close, fd)
+
+    def populate(
+        self,
+        on_ready: Callable[[range], None],
+        parts: Sequence[Part] = (),
+        threads: int | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start to back the slots with memory, in daemon threads, in pieces from slot 0 on.
+
+        Every process that has the region open may do so, more than once: pages that are there keep their
+        content. Huge pages are used where the system grants them. Where memory
+        runs out, one error is logged, the rest is not reported, and the region has fewer usable slots.
+        ``close`` stops it.
+
+        Args:
+            on_ready: called in these threads with each range of slots that can be used from now on.
+                It must not block.
+            parts: the NUMA nodes to allocate the parts of each slot on; default: as the system decides.
+            threads: how many; default: one for each four CPUs, four at most. The engine starts meanwhile.
+            on_end: called in one of these threads when no more slots will be ready, unless the region is
+                closed before.
+        """
+        mapping = self._require_open()
+        ask_for_huge = partial(pages.ask_for_huge, mapping, self.path, shared=self._file is not None)
+        filling = _Filling(self, on_ready, on_end, parts, ask_for_huge)
+        for _ in range(threads or default_threads()):
+            thread = threading.Thread(target=self._populate, args=(filling,), name=POPULATING, daemon=True)
+            self._populating.append(thread)
+            with self._lock:
+                self._running += 1
+            thread.start()
+
+    def close(self, wait_s: float | None = None) -> None:
+        """Give the region back; the last one who closes it removes the file. May be called again.
+
+        Memory that is still in use through views stays mapped until the last view is gone. A thread that
+        still populates a piece gives the region back when it has ended.
+
+        Args:
+            wait_s: seconds to wait for such threads; default: some.
+        """
+        self._stopping.set()
+        give_up_s = time.monotonic() + (_JOIN_S if wait_s is None else wait_s)
+        for thread in self._populating:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, give_up_s - time.monotonic()))
+        self._populating.clear()
+        if self._map is not None:
+            self._leftover, self._map = self._map, None
+        with self._lock:
+            self._is_closed = True
+            is_unused = not self._running
+        if is_unused:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        leftover, self._leftover = self._leftover, None
+        if leftover is not None:
+            self._forget_memory()
+            try:
+                leftover.close()
+            except BufferError:  # views are out: the last of them takes the mapping along
+                logger.debug("views of the region are still in use at its end")
+        if self._release is not None:
+            self._release()
+        if self._guard is not None:
+            self._guard()
+
+    def __enter__(self) -> Region:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _require_open(self) -> mmap.mmap:
+        mapping = self._map
+        if mapping is None:
+            raise StateError("the region is closed")
+        return mapping
+
+    def _populate(self, filling: _Filling) -> None:
+        try:
+            self._fill(filling)
+        finally:
+            with self._lock:
+                self._running -= 1
+                is_last_user = self._is_closed and not self._running
+            if is_last_user:
+                self._give_back()
+
+    def _fill(self, filling: _Filling) -> None:
+        filling.prepare()
+        while not self._stopping.is_set() and (piece := filling.take()) is not None:
+            code = self._back(piece, filling)
+            if self._stopping.is_set():
+                return
+            if code:
+                self._report_shortage(code, filling)
+            else:
+                filling.done(piece)
+
+    def _back(self, piece: range, filling: _Filling) -> int:
+        """Allocate memory for the slots of a piece, each part on its node; return 0 or the errno."""
+        for part in filling.parts:
+            with numa.preferring(part.node):
+                for start, end in self._ranges(piece, part):
+                    address = self._address + start
+                    code = pages.back(address, end - start, self._file, start, huge=filling.huge)
+                    if code:
+                        return code
+        return 0
+
+    def _ranges(self, piece: range, part: Part) -> Iterator[tuple[int, int]]:
+        """Yield where in the region the part is in each slot; slots that it fills are taken as one."""
+        size = self.chunk_bytes
+        if part.nbytes == size:
+            yield piece.start * size, piece.stop * size
+            return
+        for slot in piece:
+            start = slot * size + part.offset
+            end = start + part.nbytes
+            # A page that two parts share is taken for the first of them; a slot ends with a page.
+            yield start - start % mmap.PAGESIZE, end + -end % mmap.PAGESIZE
+
+    def _report_shortage(self, code: int, filling: _Filling) -> None:
+        ready, is_reported = filling.give_up()
+        if not is_reported:
+            logger.error(
+                "the primary tier lacks %d of %d bytes (%s) and continues with %d of %d slots: "
+                "set cpu_bytes_to_use to less",
+                self.nbytes - ready * self.chunk_bytes,
+                self.nbytes,
+                errno.errorcode.get(code, code),
+                ready,
+                self.slots,
+            )
+            filling.on_end()
+
+
+class _Filling:
+    """What the threads of one ``populate`` share.
+
+    Attributes:
+        parts: the parts of each slot, and where they are to be taken from.
+        on_end: to be called when no more slots will be ready.
+        huge: whether the memory comes in huge pages; known after ``prepare``.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        on_ready: Callable[[range], None],
+        on_end: Callable[[], None],
+        parts: Sequence[Part],
+        ask_for_huge: Callable[[], bool],
+    ) -> None:
+        self.parts = parts or (Part(0, region.chunk_bytes, None),)
+        self.on_end = on_end
+        self.huge = False
+        self._ask_for_huge: Callable[[], bool] | None = ask_for_huge
+        self._region = region
+        self._on_ready = on_ready
+        self._lock = threading.Lock()
+        self._start_s = time.monotonic()
+        self._next = 0
+        self._ready = 0
+        self._is_reported = False
+
+    def prepare(self) -> None:
+        """Ask for huge pages, once: it reads the system's settings, which a caller may not wait for."""
+        with self._lock:
+            ask, self._ask_for_huge = self._ask_for_huge, None
+            if ask is not None:
+                self.huge = ask()
+
+    def take(self) -> range | None:
+        """Return the slots to do next; None where there are none left."""
+        step = max(1, PIECE_BYTES // self._region.chunk_bytes)
+        with self._lock:
+            first, self._next = self._next, min(self._next + step, self._region.slots)
+            return range(first, self._next) if first < self._next else None
+
+    def done(self, piece: range) -> None:
+        """Report that slots can be used from now on."""
+        self._on_ready(piece)
+        with self._lock:
+            self._ready += len(piece)
+            is_last = self._ready == self._region.slots
+        if is_last:
+            self._log_ready()
+            self.on_end()
+
+    def give_up(self) -> tuple[int, bool]:
+        """Skip the rest; return how many slots are ready, and whether this was called before."""
+        with self._lock:
+            self._next = self._region.slots
+            is_reported, self._is_reported = self._is_reported, True
+            return self._ready, is_reported
+
+    def _log_ready(self) -> None:
+        region = self._region
+        huge = pages.huge_bytes(region.address, region.nbytes) if self.huge else 0
+        logger.info(
+            "the primary tier is ready: %d slots, %d bytes, %d of them in huge pages, after %.1f s",
+            region.slots,
+            region.nbytes,
+            huge,
+            time.monotonic() - self._start_s,
+        )
+
+
+def _note(contents: str) -> bytes:
+    if len(contents) > _NOTE_BYTES:
+        raise ValueError(f"contents has {len(contents)} characters; {_NOTE_BYTES} are possible")
+    return contents.encode("ascii").ljust(_NOTE_BYTES, b"\0") if contents else b""
+
+
+def _allocate(file: LockedFile, offset: int, nbytes: int) -> None:
+    """Get memory for a part of the file that is used at once; raise RegionError where there is none."""
+    if nbytes:
+        try:
+            os.posix_fallocate(file.fd, offset, nbytes)
+        except OSError as error:
+            raise RegionError(
+                f"{file.path or 'shared memory'}: there is no room for {nbytes} bytes: {error.strerror}"
+            ) from error
+
+
+def default_threads() -> int:
+    """Return the default number of threads of ``Region.populate``."""
+    return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // _CPUS_PER_THREAD))
+
+
+def _require_shape(slots: int, chunk_bytes: int) -> None:
+    if slots < 1:
+        raise RegionError(f"the primary tier has {slots} slots: set cpu_bytes_to_use to at least one chunk")
+    if chunk_bytes < 1 or chunk_bytes % mmap.PAGESIZE:
+        raise RegionError(
+            f"chunk_bytes is {chunk_bytes}; it must be a multiple of {mmap.PAGESIZE}, the page size"
+        )
+
+
+def _file_name(name: str) -> str:
+    """Return a file name for ``name``; different names stay different."""
+    safe = re.sub(r"[^A-Za-z0-9._-]", "-", name)[:_MAX_NAME]
+    if safe == name and name:
+        return PREFIX + name
+    return f"{PREFIX}{safe}.{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"
+
+
+__all__ = [
+    "PIECE_BYTES",
+    "POPULATING",
+    "SHARED_MEMORY",
+    "Part",
+    "Region",
+    "default_threads",
+    "remove_stale_files",
+]

@@ -1,0 +1,215 @@
+"""Checksums of what audited slots must hold, handed on from copy to copy with the chunk itself.
+
+Each area of each slot has a word, shared by the processes of an engine. Whoever fills a slot sets it: a
+worker after a store, from the bytes that it has read back from its device; a tier's runner after a get, once
+the seal was verified. Whoever reads the slot compares: before a put, and after a load with the bytes that are
+in the device then.
+
+So a chunk is never compared with another one of the same key: what two engines compute for one key may
+differ in its last bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntFlag
+
+import crc32c
+
+from kvtier._core.chunks import Chunk
+from kvtier._core.messages import Command, Fetch
+from kvtier._memory.heap import HeapMemory
+from kvtier._memory.region import Region
+from kvtier._telemetry import evidence
+from kvtier.errors import StateError
+from kvtier.keys import OffloadKey
+
+_WORD_BYTES = 8
+_KNOWN = 1 << 32
+_CHECKSUM = _KNOWN - 1
+_MIX_ID, _MIX_SLOT = 0x9E3779B1, 0x85EBCA6B
+
+
+class Fault(IntFlag):
+    """What an audit can find."""
+
+    SLOT = 1 << 33  # the slot does not hold any more what it was filled with
+    COPY = 1 << 34  # the device does not hold what the slot does
+
+
+_FAULTS = Fault.SLOT | Fault.COPY
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A chunk that an audit has found damaged.
+
+    Attributes:
+        key: its key.
+        slot: where it is.
+        origin: the tier that it was promoted from for this load; None where it was there.
+        fault: what is wrong.
+    """
+
+    key: OffloadKey
+    slot: int
+    origin: int | None
+    fault: Fault
+
+    @property
+    def tier(self) -> int | None:
+        """The tier at fault; None for the primary one, which the copies of the device belong to."""
+        return None if self.fault & Fault.COPY else self.origin
+
+    def __str__(self) -> str:
+        return f"{self.key.hex()} in slot {self.slot}"
+
+    def keep_evidence(self, tier: str) -> None:
+        """Keep what a worker does not know, beside the bytes that it has kept. Does not block."""
+        facts = {"key": self.key.hex(), "slot": self.slot, "tier": tier, "origin": self.origin}
+        evidence.keep_soon("an audit has found a chunk damaged", facts)
+
+
+def slot_checksums_bytes(slots: int, areas: int) -> int:
+    """Return how many bytes the words of so many slots take."""
+    return slots * areas * _WORD_BYTES
+
+
+class SlotChecksums:
+    """The words of all slots.
+
+    One process at a time writes a word: the one that fills the slot, or the one that loads it.
+
+    Args:
+        region: the slots.
+        words: ``slot_checksums_bytes(slots, areas)`` bytes, zeros at first.
+        rate: share of chunks that are audited, 0 to 1.
+        areas: areas of a slot.
+        area_bytes: length of an area.
+        is_shared: whether several workers write to an area. Then none of them knows what it must hold, and
+            after a store only device and slot are compared.
+
+    Attributes:
+        areas, area_bytes, is_shared, rate: as above.
+    """
+
+    def __init__(
+        self,
+        region: Region | HeapMemory,
+        words: memoryview,
+        rate: float,
+        areas: int,
+        area_bytes: int,
+        *,
+        is_shared: bool = False,
+    ) -> None:
+        self.rate = rate
+        self.areas = areas
+        self.area_bytes = area_bytes
+        self.is_shared = is_shared
+        self._region = region
+        self._words = words.cast("B").cast("Q")
+
+    @staticmethod
+    def private(region: Region | HeapMemory, rate: float, area_bytes: int) -> SlotChecksums:
+        """Make checksums for this process alone, of slots with one area."""
+        return SlotChecksums(
+            region, memoryview(bytearray(slot_checksums_bytes(region.slots, 1))), rate, 1, area_bytes
+        )
+
+    def offset_in(self, region: Region) -> int:
+        """Return where the words are in a region's metadata, in bytes.
+
+        Raises:
+            StateError: they are elsewhere.
+        """
+        words = self._words.cast("B")
+        address = ctypes.addressof(ctypes.c_char.from_buffer(words))
+        offset = address - region.address - region.nbytes
+        if not 0 <= offset <= len(region.metadata) - len(words):
+            raise StateError("the slot checksums are not shared with other processes")
+        return offset
+
+    # --- for those who fill a slot ---------------------------------------------------------------
+
+    def forget(self, slots: Sequence[int], area: int | None = None) -> None:
+        """Clear the checksums of slots, or of one area of each, because they are about to be filled."""
+        words, areas = self._words, self.areas
+        for part in range(areas) if area is None else (area,):
+            for place in [slot * areas + part for slot in slots]:
+                if words[place]:
+                    words[place] &= _FAULTS
+
+    def forget_fetched(self, commands: Iterable[Command]) -> None:
+        """Clear the checksums of the slots of fetches. To be called before these are submitted."""
+        for command in commands:
+            if isinstance(command, Fetch):
+                self.forget(command.slots)
+
+    def chosen(self, transfer_id: int, slots: Sequence[int]) -> list[int]:
+        """Return the positions of those slots of a store to audit: the same in every worker."""
+        bound = round(self.rate * (_CHECKSUM + 1))  # of integers the comparison is much faster
+        seed = transfer_id * _MIX_ID
+        return [at for at, slot in enumerate(slots) if (seed + slot * _MIX_SLOT) & _CHECKSUM < bound]
+
+    def expect(self, slot: int, area: int, checksum: int) -> None:
+        """Set the checksum of what an area must hold from now on."""
+        place = slot * self.areas + area
+        self._words[place] = (self._words[place] & _FAULTS) | _KNOWN | checksum
+
+    def take_over(self, slots: Iterable[int]) -> None:
+        """Set the checksums of slots from their content, which a tier has brought and its seal has proven."""
+        for slot in slots:
+            for area in range(self.areas):
+                self.expect(slot, area, crc32c.crc32c(self.view(slot, area)))
+
+    # --- for those who read a slot ---------------------------------------------------------------
+
+    def view(self, slot: int, area: int) -> memoryview:
+        """Return the bytes of one area of a slot."""
+        return self._region.view(slot)[area * self.area_bytes :][: self.area_bytes]
+
+    def expected(self, slot: int, area: int) -> int | None:
+        """Return the checksum of what an area must hold; None where it is not audited."""
+        word = self._words[slot * self.areas + area]
+        return word & _CHECKSUM if word & _KNOWN else None
+
+    def audited(self, slots: Sequence[int], area: int = 0) -> list[int]:
+        """Return the positions of those slots that have a checksum for this area."""
+        words, areas = self._words, self.areas
+        return [at for at, slot in enumerate(slots) if words[slot * areas + area] & _KNOWN]
+
+    def are_intact(self, chunks: Sequence[tuple[OffloadKey, int]]) -> bool:
+        """Return whether the slots of these keys hold what they must; keep evidence of what does not."""
+        return all([self._is_intact(key, slot, area) for key, slot in chunks for area in range(self.areas)])
+
+    def _is_intact(self, key: OffloadKey, slot: int, area: int) -> bool:
+        content = self.view(slot, area)
+        expected, found = self.expected(slot, area), crc32c.crc32c(content)
+        if expected is None or found == expected:
+            return True
+        facts = {"key": key.hex(), "slot": slot, "area": area, "expected": expected, "found": found}
+        evidence.keep("a chunk has changed in the primary tier", facts, slot=content)
+        return False
+
+    def blame(self, slot: int, area: int, fault: Fault) -> None:
+        """Record what an audit has found."""
+        self._words[slot * self.areas + area] |= fault
+
+    def take_damage(self, chunks: Sequence[Chunk], origins: Sequence[int | None]) -> list[Damage]:
+        """Return what audits have found in the slots of these chunks since the last call."""
+        damage = [
+            Damage(chunk.key, chunk.slot, origin, self.take_fault(chunk.slot))
+            for chunk, origin in zip(chunks, origins, strict=True)
+        ]
+        return [it for it in damage if it.fault]
+
+    def take_fault(self, slot: int) -> Fault:
+        """Return what audits have found in a slot since the last call."""
+        words, found = self._words, Fault(0)
+        for place in range(slot * self.areas, (slot + 1) * self.areas):
+            found |= Fault(words[place] & _FAULTS)
+            words[place] &= ~_FAULTS
+        return found

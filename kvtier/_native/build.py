@@ -1,0 +1,115 @@
+"""Build of the native helper: a hatchling build hook, and ``python -m kvtier._native.build`` in place.
+
+The library depends neither on Python's version nor on its ABI, so one wheel for each platform is
+enough. Without a compiler the wheel is pure, and Python does the helper's work.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+    _Hook = BuildHookInterface[Any]
+else:
+    try:
+        from hatchling.builders.hooks.plugin.interface import BuildHookInterface as _Hook
+    except ImportError:  # building in place needs no hatchling
+        _Hook = object
+
+SOURCE = "kvtier_native.c"
+SOURCES = (SOURCE, "index.c", "pool.c", "scan.c")
+HEADERS = ("kvtier_native.h",)
+LIBRARY = "libkvtier_native.so"
+FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-fvisibility=default")
+
+
+class BuildError(Exception):
+    """The helper cannot be compiled here. The message is the reason."""
+
+
+def compiler() -> list[str]:
+    """Return the command of a C compiler: ``$CC``, or the first of cc, gcc and clang.
+
+    Raises:
+        BuildError: there is none.
+    """
+    chosen = shlex.split(os.environ.get("CC", ""))
+    if chosen:
+        return chosen
+    for name in ("cc", "gcc", "clang"):
+        if shutil.which(name):
+            return [name]
+    raise BuildError("there is no C compiler (tried $CC, cc, gcc, clang)")
+
+
+def compile_library(folder: Path, extra_flags: tuple[str, ...] = (), into: Path | None = None) -> Path:
+    """Compile the helper and return the library's path.
+
+    Args:
+        folder: where the sources are.
+        extra_flags: for the compiler.
+        into: where the library goes; None: beside the sources.
+
+    The library appears under its name only when it is whole, so that a process that has the old one
+    loaded keeps it.
+
+    Raises:
+        BuildError: there is no compiler, or it failed.
+    """
+    target = (into or folder) / LIBRARY
+    building = target.with_name(f"{LIBRARY}.{os.getpid()}")
+    sources = [str(folder / name) for name in SOURCES]
+    command = [*compiler(), *FLAGS, *extra_flags, "-o", str(building), *sources]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise BuildError(f"{command[0]} cannot be run: {error}") from error
+    if done.returncode:
+        building.unlink(missing_ok=True)
+        raise BuildError(f"{command[0]} ended with {done.returncode}:\n{done.stderr.strip()}")
+    building.replace(target)
+    return target
+
+
+class CustomBuildHook(_Hook):
+    """Compiles the helper into wheels and editable installs; a pure wheel where that fails."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile, and mark the wheel as made for this platform. Called by hatchling."""
+        del version
+        if self.target_name != "wheel":
+            return
+        folder = Path(self.root) / "kvtier" / "_native"
+        try:
+            library = compile_library(folder)
+        except BuildError as error:
+            self.app.display_warning(f"kvtier is built without its native helper: {error}")
+            return
+        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["pure_python"] = False
+        build_data["infer_tag"] = False
+        build_data["tag"] = f"py3-none-{platform}"
+        build_data["artifacts"].append(f"/{library.relative_to(self.root).as_posix()}")
+
+
+def main() -> int:
+    """Build in place, strictly: warnings of the compiler are errors."""
+    try:
+        print(compile_library(Path(__file__).parent, ("-Werror",)))
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

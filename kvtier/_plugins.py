@@ -1,0 +1,162 @@
+"""What other distributions add to kvtier: entry points, listed without importing and loaded one at a time.
+
+A plug-in that is broken, or two that claim one name, must not harm an engine that uses neither. So
+everything that can go wrong with a plug-in is looked at when that one is asked for, and is told in
+one error that names its distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+from importlib_metadata import EntryPoint, entry_points
+from pydantic import BaseModel
+
+from kvtier._validation import did_you_mean, hide
+from kvtier.errors import ConfigError, KVTierError, TierError
+
+BaseT = TypeVar("BaseT")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A kind of plug-in.
+
+    Attributes:
+        name: the group of its entry points.
+        noun: what one of them is called in messages.
+        error: raised when a plug-in that is asked for cannot be used.
+    """
+
+    name: str
+    noun: str
+    error: type[KVTierError]
+
+
+TIERS = Group("kvtier.tiers", "tier", TierError)
+POLICIES = Group("kvtier.policies", "eviction policy", ConfigError)
+COMMANDS = Group("kvtier.commands", "command", KVTierError)
+
+
+@dataclass(frozen=True, slots=True)
+class PluginInfo:
+    """A plug-in as its distribution announces it; nothing of it was imported.
+
+    Attributes:
+        name: the entry point's name, which a configuration uses.
+        distribution: the installed distribution that it comes with.
+        version: that distribution's version.
+        target: what the entry point names, as ``module:attribute``.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    target: str
+
+    @property
+    def origin(self) -> str:
+        """Distribution, version and target in one line, for messages."""
+        return f"{self.distribution} {self.version} ({self.target})"
+
+
+def installed(group: Group) -> list[PluginInfo]:
+    """List the plug-ins of ``group``, sorted by name. A name that is taken twice is there twice."""
+    return sorted((_info(entry) for entry in entry_points(group=group.name)), key=lambda info: info.name)
+
+
+def require(group: Group, name: str, field: str) -> None:
+    """Check that a plug-in of this name is installed, without importing it.
+
+    Args:
+        group: where to look.
+        name: the plug-in's name.
+        field: the setting that holds the name, for the message.
+
+    Raises:
+        ConfigError: there is none; the message lists what is installed and the nearest name.
+    """
+    names = {info.name for info in installed(group)}
+    if name not in names:
+        listed = ", ".join(sorted(names)) or "none"
+        hint = did_you_mean(name, names) or "; install the distribution that brings it"
+        raise ConfigError(f"{field} = {name!r}: no such {group.noun}; installed are: {listed}{hint}")
+
+
+def load(group: Group, name: str, base: type[BaseT], field: str) -> type[BaseT]:
+    """Import one plug-in, and no other, and check that it is a complete subclass of ``base``.
+
+    Args:
+        group: what kind of plug-in it is.
+        name: its name.
+        base: the class that plug-ins of this group subclass.
+        field: the setting that holds the name, for messages.
+
+    Raises:
+        ConfigError: no plug-in has this name.
+        KVTierError: the group's own error: two distributions claim the name, the import failed, or
+            what it names is no such class. The message names the distribution.
+    """
+    plugin = load_object(group, name, field)
+    if problem := _shape_problem(plugin, base):
+        raise group.error(f"{_title(group, name)} cannot be used: {problem}")
+    return cast("type[BaseT]", plugin)
+
+
+def load_object(group: Group, name: str, field: str) -> object:
+    """Import what one plug-in names, and no other plug-in. Raises as ``load`` does, and checks no class."""
+    require(group, name, field)
+    entries = list(entry_points(group=group.name, name=name))
+    title = _title(group, name)
+    if len(entries) > 1:
+        raise group.error(f"{title}: the name is claimed {len(entries)} times; uninstall all but one of them")
+    try:
+        return entries[0].load()
+    except (Exception, SystemExit) as error:  # a plug-in's import may raise anything
+        raise group.error(f"{title} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def make(group: Group, name: str, plugin: Callable[..., BaseT], *arguments: object) -> BaseT:
+    """Make an instance of a plug-in that was loaded.
+
+    Args:
+        group, name: what kind of plug-in it is, and its name.
+        plugin: its class.
+        arguments: what the class is called with.
+
+    Raises:
+        KVTierError: the group's own error: the class cannot be called like this. The message names the
+            distribution.
+    """
+    try:
+        return plugin(*arguments)
+    except Exception as error:  # a plug-in may raise anything
+        said = shown = f"{type(error).__name__}: {error}"
+        cause: Exception | None = error
+    for settings in arguments:
+        shown = hide(shown, settings) if isinstance(settings, BaseModel) else shown
+    # Chained, an error would be printed with what is hidden here.
+    raise group.error(f"{_title(group, name)} cannot be made: {shown}") from (
+        cause if shown == said else None
+    )
+
+
+def _title(group: Group, name: str) -> str:
+    origins = " and ".join(info.origin for info in installed(group) if info.name == name)
+    return f"the {group.noun} {name!r} of {origins}"
+
+
+def _shape_problem(plugin: object, base: type) -> str:
+    if not (isinstance(plugin, type) and issubclass(plugin, base)):
+        return f"{plugin!r} is not a subclass of {base.__name__}"
+    missing = ", ".join(sorted(getattr(plugin, "__abstractmethods__", ())))
+    return f"{plugin.__qualname__} does not define {missing}" if missing else ""
+
+
+def _info(entry: EntryPoint) -> PluginInfo:
+    distribution = entry.dist
+    if distribution is None:
+        return PluginInfo(entry.name, "an unknown distribution", "?", entry.value)
+    return PluginInfo(entry.name, distribution.name, distribution.version, entry.value)

@@ -1,0 +1,226 @@
+"""Turns a raw mapping into a settings model, or into one error that tells the user what to change.
+
+pydantic's own messages show the input, secrets included, and name Python types instead of settings. Here
+each problem gives the path of the field, its value unless that could be a secret, and the remedy.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar, get_args
+
+from pydantic import BaseModel, SecretBytes, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from kvtier._quantities import SIZE_NEEDED
+from kvtier.errors import ConfigError
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+Loc = tuple[int | str, ...]
+
+_EXPLAINED = "explained"
+_IN_WORDS = {  # where pydantic's own words are of its types, not of settings
+    "byte_size": SIZE_NEEDED,
+    "byte_size_unit": SIZE_NEEDED,
+    "path_type": "a path is needed, as text",
+    "finite_number": "a finite number is needed",
+}
+_HIDDEN = "**********"
+_SHORTEST_HIDDEN = 4
+_LOGIN_IN_URL = re.compile(r"(?<=://)[^\s'\"]*@")
+_QUERY_IN_URL = re.compile(r"(://[^\s'\"?]*\?)[^\s'\"]+")
+
+
+def build(model: type[ModelT], raw: Mapping[str, object], where: str = "") -> ModelT:
+    """Validate ``raw`` with ``model``.
+
+    Args:
+        model: the settings' model.
+        raw: what a user wrote.
+        where: path of ``raw`` in the whole configuration, such as ``secondary_tiers[1]``.
+
+    Raises:
+        ConfigError: something is wrong; one message names every field that is.
+    """
+    try:
+        return model.model_validate(dict(raw))
+    except ValidationError as error:
+        message = explain(error, model, raw, where)
+    # Outside of the handler: chained, pydantic's error would be printed with the secrets it shows.
+    raise ConfigError(message)
+
+
+def explain(
+    error: ValidationError, model: type[BaseModel], raw: Mapping[str, object], where: str = ""
+) -> str:
+    """Return in one line what is wrong, with the path of each field and without any secret."""
+    secrets = list(_secrets(model, raw))
+    problems = [_problem(detail, model, where, secrets) for detail in error.errors(include_url=False)]
+    return _without_logins("; ".join(dict.fromkeys(problems)))
+
+
+def explained(problems: Iterable[str]) -> PydanticCustomError:
+    """Return an error for a validator to raise whose problems have their paths and words already."""
+    return PydanticCustomError(_EXPLAINED, "{problems}", {"problems": "; ".join(problems)})
+
+
+def hide(text: str, settings: BaseModel) -> str:
+    """Return a backend's or client's text without secrets: those of ``settings``, and those in URLs.
+
+    Some repeat what they were sent: a server without AUTH names its arguments, and so the password.
+    """
+    return _without_logins(conceal(text, _held(settings)))
+
+
+def conceal(text: str, secrets: Iterable[str]) -> str:
+    """Return a text without the secrets that have at least 4 characters.
+
+    Shorter ones occur in many words, and each place where one is hidden would reveal it.
+    """
+    for secret in sorted(set(secrets), key=len, reverse=True):
+        if len(secret) >= _SHORTEST_HIDDEN:
+            text = text.replace(secret, _HIDDEN)
+    return text
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean x?"`` for the known word nearest to ``word``, or nothing."""
+    by_lower = {name.lower(): name for name in sorted(known)}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return f"; did you mean {by_lower[close[0]]}?" if close else ""
+
+
+def nesting(paths: Iterable[tuple[str, str]]) -> str:
+    """Return which two of ``paths`` are one directory, or one inside the other, in words; "" where none are.
+
+    Args:
+        paths: absolute paths, and what each is called in the answer.
+    """
+    for (one, its_name), (other, others_name) in itertools.combinations(paths, 2):
+        if os.path.commonpath((one, other)) in (one, other):
+            return f"{its_name} and {others_name} are one directory, or one inside the other"
+    return ""
+
+
+def _without_logins(text: str) -> str:
+    return _QUERY_IN_URL.sub(rf"\1{_HIDDEN}", _LOGIN_IN_URL.sub(f"{_HIDDEN}@", text))
+
+
+def _held(value: object) -> Iterator[str]:
+    """Every secret in what was validated."""
+    if isinstance(value, SecretStr | SecretBytes):
+        secret = value.get_secret_value()
+        text = secret.decode(errors="replace") if isinstance(secret, bytes) else secret
+        yield from [text] if text else []
+    elif isinstance(value, BaseModel):
+        yield from _held({**vars(value), **(value.model_extra or {})})
+    elif isinstance(value, Mapping):
+        yield from (secret for item in value.values() for secret in _held(item))
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from (secret for item in value for secret in _held(item))
+
+
+def _problem(detail: ErrorDetails, model: type[BaseModel], where: str, secrets: list[str]) -> str:
+    loc = detail["loc"]
+    path = _path(where, loc)
+    if detail["type"] == _EXPLAINED:
+        return detail["msg"]
+    if detail["type"] == "extra_forbidden":
+        # No value: it belongs to a setting that is not known, and could be a misspelled secret.
+        names = _fields(_owner(model, loc))
+        hint = did_you_mean(str(loc[-1]), names) or f"; the settings are: {', '.join(sorted(names))}"
+        return f"{path} is not a setting{hint}"
+    field = _field(model, loc)
+    if detail["type"] == "missing":
+        return f"{path} is missing{_remedy(field)}"
+    return f"{path}{_shown(detail['input'], field)}: {_reason(detail, secrets)}{_remedy(field)}"
+
+
+def _path(where: str, loc: Loc) -> str:
+    text = where
+    for part in loc:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text or "the configuration"
+
+
+def _reason(detail: ErrorDetails, secrets: list[str]) -> str:
+    text = _IN_WORDS.get(detail["type"], detail["msg"])
+    text = text.removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    text = conceal(text, secrets)  # a validator's author may have put the value into the message
+    return text[:1].lower() + text[1:]
+
+
+def _remedy(field: FieldInfo | None) -> str:
+    return f" ({field.description.rstrip('.')})" if field is not None and field.description else ""
+
+
+def _shown(value: object, field: FieldInfo | None) -> str:
+    """The value, where it is known to be a plain one."""
+    if field is None or _is_secret(field) or _inner_model(field.annotation) is not None:
+        return ""
+    return f" = {value!r}" if isinstance(value, str | int | float | None) else ""
+
+
+def _is_secret(field: FieldInfo) -> bool:
+    return "Secret" in repr(field.annotation)
+
+
+def _inner_model(annotation: object) -> type[BaseModel] | None:
+    """The model that a field holds, be it in a list, a mapping or a union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_inner_model, get_args(annotation))), None)
+
+
+def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+def _owner(model: type[BaseModel], loc: Loc) -> type[BaseModel]:
+    """The model that the last part of ``loc`` is, or should be, a field of."""
+    for part in loc[:-1]:
+        field = _fields(model).get(str(part))
+        inner = _inner_model(field.annotation) if field is not None else None
+        model = inner or model
+    return model
+
+
+def _field(model: type[BaseModel], loc: Loc) -> FieldInfo | None:
+    names = [part for part in loc if isinstance(part, str)]
+    return _fields(_owner(model, loc)).get(names[-1]) if names else None
+
+
+def _secrets(model: type[BaseModel], raw: object) -> Iterator[str]:
+    """Every text in ``raw`` that belongs to a field that holds a secret."""
+    if not isinstance(raw, Mapping):
+        return
+    for name, field in _fields(model).items():
+        inner = _inner_model(field.annotation)
+        if _is_secret(field):
+            yield from _texts(raw.get(name))
+        elif inner is not None:
+            for item in _items(raw.get(name)):
+                yield from _secrets(inner, item)
+
+
+def _items(value: object) -> list[object]:
+    """What may be a model's raw mapping: the value itself, or what it contains."""
+    if isinstance(value, Mapping):
+        return [value, *value.values()]
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for item in value.values():
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+    elif value is not None and str(value):
+        yield str(value)

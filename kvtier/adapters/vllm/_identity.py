@@ -1,0 +1,216 @@
+"""The identity of an engine's KV cache: all that the bytes of a block depend on besides its tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import os
+import re
+import uuid
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from vllm.config import LoadConfig, ModelConfig, VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from kvtier._identity import Identity, canonical_dtype
+from kvtier.adapters.vllm._compat import EngineContext, hash_seed, is_reviewed, kv_format
+from kvtier.adapters.vllm._parallel import SlotShape, pipeline_stages, total_kv_heads
+from kvtier.adapters.vllm._spelling import NO_DEFAULT, field_default, spell, spell_environment, spell_settings
+from kvtier.errors import ConfigError
+
+logger = logging.getLogger("kvtier.vllm")
+
+_NOT_THE_BYTES = frozenset({"block_stride_alignment"})  # of a spec: how far apart blocks are on the device
+_OF_ONE_WORKER = frozenset({"num_kv_heads", "num_head_slots", "max_tp_shards", "page_size_padded"})
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
+_FILES_BESIDE = ("*.json", "*.py")
+_NOT_THE_WEIGHTS = re.compile(
+    r"config\.json|tokenizer|vocab|added_tokens|special_tokens_map|chat_template|merges", re.IGNORECASE
+)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SAMPLES = 1024
+_SAMPLE_BYTES = 4096
+
+
+def engine_identity(
+    config: OffloadingConfig, engine: EngineContext, shape: SlotShape, namespace: str
+) -> Identity:
+    """Return the identity of the KV cache of this engine.
+
+    Where slots hold canonical pages, all is spelled as a single worker would have it. Else the parallel
+    layout is a part: nothing is shared that is not proven to have the same bytes.
+
+    Args:
+        config: what vLLM gives an offloading spec.
+        engine: the engine's own configuration, for what ``config`` lacks.
+        shape: what a slot holds.
+        namespace: the user's own part, for what no engine knows, such as adapters that were replaced.
+
+    Raises:
+        ConfigError: nothing tells the weights or a setting from others of the same name.
+    """
+    vllm_config = engine.vllm_config
+    return Identity.make(
+        config.model.name,
+        {
+            "namespace": namespace,
+            "engine": {"name": "vllm", "kv_format": kv_format()},
+            "device": current_platform.device_type,
+            "weights": _weights(vllm_config, namespace),
+            "kv_cache": _kv_cache(config, engine, shape),
+            "parallel": _parallel(config, engine, shape),
+            "hash": _hash(vllm_config),
+            "settings": spell_settings(vllm_config, is_reviewed=is_reviewed()),
+            "environment": spell_environment(),
+        },
+    )
+
+
+def _weights(vllm_config: VllmConfig, namespace: str) -> Mapping[str, object]:
+    """Return what names the weights of the model, and of a draft model."""
+    weights = {"model": _weights_of(vllm_config.model_config, vllm_config.load_config, namespace)}
+    speculative = vllm_config.speculative_config
+    draft = None if speculative is None else speculative.draft_model_config
+    if draft is not None and draft is not vllm_config.model_config:
+        load = speculative.draft_load_config or vllm_config.load_config
+        weights["draft"] = _weights_of(draft, load, namespace)
+    return weights
+
+
+def _weights_of(model: ModelConfig, load: LoadConfig, namespace: str) -> Mapping[str, object]:
+    name = model.model_weights or model.model  # the first where they are streamed from an object store
+    # A hub's revision is a name that moves, such as "main"; vLLM notes beside it what it stands for.
+    revision = getattr(model.revision, "resolved", model.revision)
+    files = None if model.model_weights else weights_fingerprint(Path(model.model))
+    seed = model.seed if str(load.load_format) == "dummy" else None
+    is_commit = revision is not None and _COMMIT.fullmatch(revision)
+    if not namespace and not is_commit and files is None and seed is None:
+        raise ConfigError(
+            f"nothing tells the weights of {name} from others that replace them there: they are not in a "
+            "local directory, and no commit of a hub is known. Set `namespace` in kv_connector_extra_config "
+            "to a name that changes with the weights, or remove secondary_tiers"
+        )
+    return {"name": name, "revision": revision, "files": files, "seed": seed}
+
+
+def weights_fingerprint(model: Path) -> str | None:
+    """Return a digest of a model's files: their names, sizes and samples of their bytes.
+
+    A model that was replaced at the same path must not be given the old one's chunks. Up to 1,024
+    evenly spread samples of 4 KiB are read from each file, some milliseconds of work; a change that
+    touches less than about half a percent of a file can go unseen, which is what the setting
+    ``namespace`` is for. Beside the weights count the files that say how to use them: settings of the
+    quantisation, of image processors and of generation, and code. Those of the tokenizer do not, and
+    ``config.json`` is in the settings as vLLM has read it.
+
+    Args:
+        model: the directory that holds them, or the one file that is all of the model.
+
+    Returns:
+        The digest; None where there are no weights: then the revision names them.
+    """
+    digest = hashlib.sha256()
+    if model.is_file():
+        _add_samples(digest, model)
+        return digest.hexdigest()[:32]
+    weights = [path for pattern in _WEIGHT_FILES for path in sorted(model.glob(pattern))]
+    if not weights:
+        return None
+    beside = [path for pattern in _FILES_BESIDE for path in sorted(model.glob(pattern))]
+    for path in [*weights, *(path for path in beside if not _NOT_THE_WEIGHTS.match(path.name))]:
+        _add_samples(digest, path)
+    return digest.hexdigest()[:32]
+
+
+def _add_samples(digest: hashlib._Hash, path: Path) -> None:
+    size = path.stat().st_size
+    digest.update(f"{path.name}\0{size}\0".encode())
+    step = max(_SAMPLE_BYTES, size // _SAMPLES)
+    with path.open("rb", buffering=0) as file:
+        for offset in range(0, size, step):
+            digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, offset))
+
+
+def _kv_cache(config: OffloadingConfig, engine: EngineContext, shape: SlotShape) -> Mapping[str, object]:
+    spell = partial(_canonical_spec, engine) if shape.is_canonical else spec_fields
+    per_block = "bytes_per_block" if shape.is_canonical else "bytes_per_block_and_worker"
+    return {
+        "dtype": canonical_dtype(config.model.dtype),
+        # Of layers that differ in a group the scheduler sees the first one's spec.
+        "layers_not_quantized": list(engine.vllm_config.cache_config.kv_cache_dtype_skip_layers),
+        "layout": config.kv_cache_layout,
+        per_block: shape.bytes_per_block,
+        "blocks_per_chunk": config.cache.blocks_per_chunk,
+        "tokens_per_hash": config.cache.tokens_per_hash,
+        "groups": [
+            {
+                "id": group.group_id,
+                "tokens_per_block": group.tokens_per_block,
+                "layers": list(group.layer_names),
+                "spec": spell(engine.spec_of(group.group_id)),
+            }
+            for group in config.groups
+        ],
+    }
+
+
+def spec_fields(spec: KVCacheSpec) -> Mapping[str, object]:
+    """Return how the blocks of one KV cache group are laid out: the kind and all fields not at their default.
+
+    The fields are those that the spec has, and not a list of ours: one that a new version of vLLM adds
+    tells caches apart where it says anything.
+    """
+    told: dict[str, object] = {"kind": type(spec).__name__}
+    for field in dataclasses.fields(spec):
+        value, default = _field(getattr(spec, field.name)), field_default(field)
+        if field.name not in _NOT_THE_BYTES and (default is NO_DEFAULT or value != _field(default)):
+            told[field.name] = value
+    return told
+
+
+def _field(value: object) -> object:
+    if isinstance(value, KVCacheSpec):
+        return spec_fields(value)
+    if isinstance(value, Mapping):  # a group of layers that differ
+        return {name: _field(item) for name, item in value.items()}
+    return spell(value, "KVCacheSpec")
+
+
+def _canonical_spec(engine: EngineContext, spec: KVCacheSpec) -> Mapping[str, object]:
+    """Return the fields of the spec of pages that hold the heads of all workers, and no padding."""
+    fields = {name: value for name, value in spec_fields(spec).items() if name not in _OF_ONE_WORKER}
+    return {**fields, "kv_heads": 1 if isinstance(spec, MLAAttentionSpec) else total_kv_heads(engine)}
+
+
+def _parallel(config: OffloadingConfig, engine: EngineContext, shape: SlotShape) -> Mapping[str, object]:
+    if shape.is_canonical:
+        return {"canonical": shape.canonical_format}
+    parallel = config.parallel
+    fields: dict[str, object] = {
+        "workers": parallel.world_size,
+        "tensor": parallel.tp_size,
+        "pipeline": parallel.pp_size,
+        "prefill_context": parallel.pcp_size,
+        "decode_context": parallel.dcp_size,
+    }
+    if parallel.pp_size > 1:  # the layers can be divided in more than one way
+        fields["layers_of_stages"] = [len(stage) for stage in pipeline_stages(engine)]
+    return fields
+
+
+def _hash(vllm_config: VllmConfig) -> Mapping[str, object]:
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    seed = hash_seed(algorithm)
+    if seed is None:
+        logger.warning(
+            "the block hashes (%s) are seeded at random in each process, so nothing that is stored will be "
+            "found after a restart or by another engine: set PYTHONHASHSEED, or use sha256",
+            algorithm,
+        )
+        seed = f"random {uuid.uuid4()}"
+    return {"algorithm": algorithm, "seed": seed}

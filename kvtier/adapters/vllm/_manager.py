@@ -1,0 +1,387 @@
+"""The bridge: vLLM's scheduler thread owns the core, and what the tiers do comes back to it in a queue.
+
+Nothing here waits, takes a lock or does I/O. What has come back is taken in at the next question or at
+the end of the step; the core keeps what it has answered HIT in a step until the step is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+
+from kvtier._core.requests import Request
+from kvtier._core.shared import Count
+from kvtier._core.states import Lookup
+from kvtier._core.tiering import Tiering
+from kvtier._core.transfers import Pinned, Reservation
+from kvtier._driver import Driver
+from kvtier._executor import AnyExecutor
+from kvtier._memory.slot_checksums import SlotChecksums
+from kvtier._telemetry.dropped_puts import DroppedPuts
+from kvtier.adapters.vllm._compat import TELLS_OF_FLUSHES, CacheHitSource
+from kvtier.adapters.vllm._events import EventStream
+from kvtier.adapters.vllm._locations import Location, allowed_tiers
+from kvtier.adapters.vllm._metrics import GaugeReader, as_stats
+from kvtier.adapters.vllm._workers import Workers
+
+logger = logging.getLogger("kvtier.vllm")
+
+_RESULTS = [LookupResult.MISS] * len(Lookup)
+_RESULTS[Lookup.HIT] = LookupResult.HIT
+_RESULTS[Lookup.PENDING] = LookupResult.HIT_PENDING
+_RESULTS[Lookup.RETRY] = LookupResult.RETRY
+
+
+@dataclass
+class Slots(LoadStoreSpec):
+    """Where chunks are in the primary tier, and for a load whose they are; goes to the workers."""
+
+    slots: list[int]
+    request: str = ""
+
+
+@dataclass
+class _Flushing:
+    """Handles of copies that a reset has cut off, until the workers have surely stopped."""
+
+    reservations: list[Reservation]
+    loads: list[Pinned]
+    steps_left: int
+
+
+class KVTierManager(OffloadingManager):
+    """What vLLM's scheduler asks.
+
+    Args:
+        core: the state machine, owned from now on by the scheduler thread.
+        executor: runs its commands; started already.
+        sources: what vLLM calls each secondary tier in its cache-hit metrics.
+        locations: where each secondary tier keeps its chunks, for requests that choose among them.
+        chunk_bytes: length of a chunk, for metrics.
+        self_describing: whether events are sent only when vLLM can say what is in their chunks.
+        steps_ahead: steps that vLLM schedules before the first of them has ended, itself included.
+        info: labels of the info metric.
+        on_shutdown: gives back what the manager was made with.
+        drain_s: seconds that it waits for puts, for the log.
+        workers: what is known of the workers; None where they tell nothing.
+        slot_checksums: what audited slots must hold; None where nothing is audited.
+        repeats_stores: whether vLLM may offer again, in later steps, what found no room. Of a window's
+            chunk of several blocks the first ones may be gone by then, which nobody is told of.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        core: Tiering,
+        executor: AnyExecutor,
+        *,
+        sources: Sequence[CacheHitSource] = (),
+        locations: Sequence[Location] = (),
+        chunk_bytes: int = 0,
+        self_describing: bool = False,
+        steps_ahead: int = 2,
+        info: Mapping[str, str] | None = None,
+        on_shutdown: Callable[[], None] = lambda: None,
+        drain_s: float = 0.0,
+        workers: Workers | None = None,
+        slot_checksums: SlotChecksums | None = None,
+        repeats_stores: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._core = core
+        self._driver = Driver(
+            core,
+            executor,
+            logger,
+            slot_checksums=slot_checksums,
+            has_damage=lambda: workers is not None and workers.have_found_damage,
+            clock=clock,
+        )
+        self._sources = sources
+        self._locations = locations
+        self._steps_ahead = steps_ahead
+        self._info = info or {}
+        self._on_shutdown = on_shutdown
+        self._drain_s = drain_s
+        self._workers = workers
+        self._repeats_stores = repeats_stores
+        self._ask = core.lookup
+        self._events = executor.events
+        self._requests: dict[str, Request] = {}
+        self._loads: dict[str, Pinned] = {}
+        self._failed_loads: set[str] = set()  # requests in ``_loads``
+        self._load_sources: dict[OffloadKey, CacheHitSource] = {}  # of the last load, the tiers' chunks
+        self._stores: dict[OffloadKey, Reservation] = {}
+        self._flushing: list[_Flushing] = []
+        self._chunk_bytes = chunk_bytes
+        self._gauges = GaugeReader(core, executor.activity, chunk_bytes)
+        names = [gate.name for gate in core.shared.tiers]
+        self._stream = EventStream(names, locations, self_describing=self_describing)
+        self._closed = False
+        self._stopped: str | None = None  # why nothing is copied any more
+        self._not_put: Counter[tuple[str, str]] = Counter()  # chunks, by tier and reason
+
+    # --- requests --------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """See vLLM."""
+        tiers = allowed_tiers(req_context.load_tier_filter, self._locations)
+        self._requests[req_context.req_id] = Request(req_context.req_id, tiers)
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """See vLLM. Copies of the request can still be under way."""
+        request = self._requests.pop(req_context.req_id, None)
+        if request is not None:
+            self._core.close(request)
+
+    # --- lookups and loads -----------------------------------------------------------------------
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """See vLLM. Asked for each key of each waiting request in each step."""
+        if self._events:
+            self._driver.on_events(self._events)
+        request = self._requests[req_context.req_id]
+        answer = self._core.repeat(key, request) if request.stands else None
+        if answer is None:
+            answer = self._ask(key, request)
+        return _RESULTS[answer]
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        """See vLLM."""
+        request = self._requests[req_context.req_id]
+        pinned = self._core.acquire(list(keys), request)
+        self._loads[req_context.req_id] = pinned
+        self._stream.loaded(keys)
+        if self._sources:
+            origins = zip(keys, pinned.origins, strict=True)
+            self._load_sources = {key: self._sources[tier] for key, tier in origins if tier is not None}
+        return Slots(pinned.slots, req_context.req_id)
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:  # noqa: ARG002
+        """See vLLM: asked for each key right after ``prepare_load``, for a metric."""
+        return self._load_sources.get(key, CacheHitSource.HOST)
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """See vLLM. Can come after the request's end."""
+        pinned = self._loads.pop(req_context.req_id, None)
+        if pinned is None:
+            logger.error(
+                "complete_load(%s) ignored: no load of %d chunks is in flight", req_context.req_id, len(keys)
+            )
+            return
+        failed = req_context.req_id in self._failed_loads
+        self._failed_loads.discard(req_context.req_id)
+        self._driver.end_load(pinned, self._requests.get(req_context.req_id), failed=failed)
+
+    def fail_loads(self, req_ids: Iterable[str]) -> None:
+        """Note that the loads of these requests, about to be completed, did not bring their bytes.
+
+        ``KVTierConnector`` says so. The requests are computed by the engine and not loaded again.
+        """
+        self._failed_loads.update(req_id for req_id in req_ids if req_id in self._loads)
+
+    # --- stores ----------------------------------------------------------------------------------
+
+    def prepare_store(
+        self,
+        keys: Collection[OffloadKey],
+        req_context: ReqContext,  # noqa: ARG002
+    ) -> PrepareStoreOutput | None:
+        """See vLLM. Where room is short a prefix is accepted; where there is none, None: not now."""
+        if self._stopped:
+            return self._nothing_stored()
+        reservation = self._core.reserve(list(keys))
+        if reservation is None:
+            return None if self._repeats_stores else self._nothing_stored()
+        stored = list(reservation.keys)
+        if stored:
+            self._stores[stored[0]] = reservation
+        else:
+            self._core.abort(reservation)
+        return PrepareStoreOutput(
+            keys_to_store=stored,
+            store_spec=Slots(reservation.slots),
+            evicted_keys=list(reservation.evicted),
+        )
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        """See vLLM. The keys are those of one ``prepare_store``, in any order."""
+        stores = self._stores
+        reservation = next((stores.pop(key) for key in keys if key in stores), None)
+        if reservation is None:
+            logger.error(
+                "complete_store(%s) ignored: no store of %d chunks is in flight",
+                req_context.req_id,
+                len(keys),
+            )
+            return
+        self._driver.inspect(reservation)
+        if self._workers is not None and self._workers.failed_to_store(reservation.slots):
+            self._fail_store(reservation)
+        elif success:
+            self._driver.commit(reservation)
+        else:
+            self._core.abort(reservation)
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """See vLLM. Called in each step, before or after its stores, by version."""
+        run = [self._requests[req_id] for req_id in context.new_req_ids if req_id in self._requests]
+        for request in run:
+            self._core.scheduled(request)
+        for req_id in context.preempted_req_ids:
+            if req_id in self._requests:
+                self._core.restart(self._requests[req_id])
+        self._driver.on_events(self._events)  # first: what has ended while the engine slept is not overdue
+        self._driver.settle()
+        if self._flushing:
+            self._count_down()
+        if self._core.is_distrusted:
+            self._stop_copying("audit", "a chunk was damaged")
+        elif self._workers is not None and self._workers.have_lost_device:
+            self._stop_copying("device_lost", "a worker's device is lost")
+
+    def has_pending_work(self) -> bool:
+        """See vLLM. Puts need no steps; slots that a reset has cut off are given back by steps."""
+        return bool(self._flushing)
+
+    def reset_cache(self) -> None:
+        """See vLLM, which forgets its copies under way here and lets workers finish them."""
+        if self._stores or self._loads:
+            # vLLM tells workers with the next step which copies to wait for. From 0.33 on it says when
+            # they are through; before, they are when the step after so many others is scheduled.
+            stores, loads = list(self._stores.values()), list(self._loads.values())
+            self._flushing.append(_Flushing(stores, loads, self._steps_ahead + 1))
+        self._stores.clear()
+        self._loads.clear()
+        self._failed_loads.clear()
+        self._driver.reset()
+
+    def on_reset_flushed(self) -> None:
+        """See vLLM 0.33: workers have stopped writing to what the last reset cut off."""
+        while self._flushing:
+            self._flush(self._flushing.pop())
+
+    def shutdown(self) -> None:
+        """See vLLM. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        self._driver.on_events(self._events)
+        self._warn_of_chunks_not_put()
+        dropped = DroppedPuts(self._core, self._drain_s)
+        if unconfirmed := sum(len(store.chunks) for store in self._stores.values()):
+            logger.warning(
+                "%d chunks were still being copied from the device at the shutdown: they are in no tier",
+                unconfirmed,
+            )
+        self._on_shutdown()
+        self._driver.on_events(self._events)
+        dropped.warn(logger)
+
+    # --- what is published -----------------------------------------------------------------------
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """See vLLM."""
+        return self._stream.events(self._core.take_changes())
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """See vLLM. Asked in each step; None where nothing has changed."""
+        counts = self._take_counts()
+        if self._workers is not None:
+            counts.update(self._workers.take_counts())
+        gauges = self._gauges.changed(self._workers.gauges if self._workers is not None else None)
+        if not counts and not gauges:
+            return None
+        return as_stats(counts, gauges, self._chunk_bytes)
+
+    def config_info(self) -> Sequence[Mapping[str, str]]:
+        """See vLLM 0.33."""
+        return [self._info]
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _take_counts(self) -> dict[Count, float]:
+        counts = self._core.take_counts()
+        for (what, *labels), count in counts.items():
+            if what in ("put_dropped", "put_failed"):
+                self._not_put[labels[0], labels[1]] += int(count)
+        return counts
+
+    def _warn_of_chunks_not_put(self) -> None:
+        """Log how many chunks this engine never put, by tier and reason: its metrics end with the engine."""
+        self._take_counts()
+        for tier in sorted({tier for tier, _ in self._not_put}):
+            reasons = {reason: count for (name, reason), count in self._not_put.items() if name == tier}
+            logger.warning(
+                "tier %s: %d chunks that this engine has stored were not put there (%s): the next engine "
+                "does not find them",
+                tier,
+                sum(reasons.values()),
+                ", ".join(f"{reason}: {count}" for reason, count in sorted(reasons.items())),
+            )
+
+    @staticmethod
+    def _nothing_stored() -> PrepareStoreOutput:
+        """Return the answer that stores nothing, after which vLLM does not offer the chunks again."""
+        return PrepareStoreOutput(keys_to_store=[], store_spec=Slots([]), evicted_keys=[])
+
+    def _stop_copying(self, reason: str, text: str) -> None:
+        """Give workers no more work. The engine goes on, or ends, as it sees fit."""
+        if self._stopped is None:
+            self._stopped = reason
+            self._ask = self._miss
+            logger.error("%s: nothing is stored or loaded any more until a restart", text)
+
+    def _fail_store(self, reservation: Reservation) -> None:
+        """End a store in which a worker has failed. If the device is lost, never use the store's slots again.
+
+        A copy that was given up may still write into them. It could overwrite a chunk fetched there since,
+        and the damaged chunk could get a valid trailer and be put into another tier.
+        """
+        if self._workers is not None and self._workers.have_lost_device:
+            self._stop_copying("device_lost", "a worker's device is lost")
+            self._core.abandon(reservation)
+        else:
+            self._core.fail_store(reservation)
+
+    def _miss(self, key: OffloadKey, request: Request) -> Lookup:  # noqa: ARG002
+        return self._core.refuse(self._stopped or "device_lost")
+
+    def _count_down(self) -> None:
+        if TELLS_OF_FLUSHES:
+            return
+        for flushing in self._flushing:
+            flushing.steps_left -= 1
+        while self._flushing and self._flushing[0].steps_left <= 0:
+            self._flush(self._flushing.pop(0))
+
+    def _flush(self, flushing: _Flushing) -> None:
+        for reservation in flushing.reservations:
+            self._driver.inspect(reservation)
+            if self._workers is not None and self._workers.failed_to_store(reservation.slots):
+                self._fail_store(reservation)
+            else:
+                self._core.abort(reservation)
+        for pinned in flushing.loads:
+            self._driver.end_load(pinned)

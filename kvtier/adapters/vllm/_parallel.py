@@ -1,0 +1,205 @@
+"""How the workers of one engine share a slot: each with an area of its own, or one of canonical pages.
+
+vLLM makes the spec in the scheduler's process and in every worker, and neither sees all: the scheduler
+has the first worker's configuration and no tensors, a worker has its own. Both work out the same shape
+here from what they have; a worker then holds it against its tensors, and the region refuses whoever
+comes with another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
+from vllm.distributed.utils import get_pp_indices
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from kvtier._memory.layout import SlotLayout, whole_pages
+from kvtier.adapters.vllm._compat import EngineContext
+from kvtier.errors import ConfigError, RegionError
+
+CHUNK_BYTES = 512 * 1024
+"""A chunk has at least so many bytes by default: files of this size reach the limit of a disk."""
+
+CHUNK_TOKENS = 256
+"""A chunk has at most so many tokens by default: the tail of a prompt behind its last chunk is computed."""
+
+_REMEDY = "remove canonical_layout: the chunks are then kept for engines of this parallel layout alone"
+
+
+@dataclass(frozen=True)
+class SlotShape:
+    """What a slot holds.
+
+    Attributes:
+        areas: one for each worker, or a single one of canonical pages.
+        bytes_per_block: bytes that one block takes in an area.
+        blocks_per_chunk: blocks of a chunk.
+        canonical_format: the id of the canonical pages' format; None where each worker has an area.
+    """
+
+    areas: int
+    bytes_per_block: int
+    blocks_per_chunk: int
+    canonical_format: str | None = None
+
+    @property
+    def is_canonical(self) -> bool:
+        """Whether the bytes are the same for every number of workers."""
+        return self.canonical_format is not None
+
+    @property
+    def area_bytes(self) -> int:
+        """Bytes of one area."""
+        return self.bytes_per_block * self.blocks_per_chunk
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a slot."""
+        return whole_pages(self.areas * self.area_bytes)
+
+    def __str__(self) -> str:
+        """Return the words that processes of one engine compare."""
+        kind = f"canonical pages {self.canonical_format}" if self.canonical_format else "areas of workers"
+        return f"{self.areas} x {self.area_bytes} bytes, {self.blocks_per_chunk} blocks, {kind}"
+
+
+def slot_shape(config: OffloadingConfig, engine: EngineContext) -> SlotShape:
+    """Work out what a slot of this engine holds.
+
+    Raises:
+        ConfigError: canonical_layout is set, and that the pages become canonical cannot be proven.
+    """
+    if config.canonical_layout:
+        return _canonical_shape(config, engine)
+    per_block = _largest_stage_bytes(config, engine)
+    return SlotShape(config.parallel.world_size, per_block, config.cache.blocks_per_chunk)
+
+
+def with_chunk_size(config: OffloadingConfig, engine: EngineContext) -> OffloadingConfig:
+    """Return ``config`` with the default number of blocks per chunk, where the user set no chunk size.
+
+    The default is the smallest number that makes a chunk ``CHUNK_BYTES`` large, limited to
+    ``CHUNK_TOKENS``. One block stays one chunk where vLLM supports nothing else (state-space layers, a
+    retention interval), and where the groups have blocks of different lengths.
+    """
+    is_set = any(config.extra_config.get(name) is not None for name in ("block_size", "blocks_per_chunk"))
+    if is_set or not _allows_larger_chunks(config, engine):
+        return config
+    bytes_per_block = slot_shape(config, engine).chunk_bytes
+    (tokens_per_block,) = {group.tokens_per_block for group in config.groups}
+    blocks = min(-(-CHUNK_BYTES // bytes_per_block), max(1, CHUNK_TOKENS // tokens_per_block))
+    return replace(config, cache=replace(config.cache, blocks_per_chunk=blocks))
+
+
+def _allows_larger_chunks(config: OffloadingConfig, engine: EngineContext) -> bool:
+    attention = AttentionSpec | UniformTypeKVCacheSpecs
+    return (
+        len({group.tokens_per_block for group in config.groups}) == 1
+        and all(isinstance(engine.spec_of(group.group_id), attention) for group in config.groups)
+        and not engine.vllm_config.cache_config.prefix_cache_retention_interval
+    )
+
+
+def slot_layout(shape: SlotShape, page_bytes: Sequence[int], rank: int) -> SlotLayout:
+    """Return where the pages of one worker lie in a slot.
+
+    Args:
+        shape: what the slots of the engine hold.
+        page_bytes: bytes of one block in each tensor, as ``KVCaches.page_bytes`` says.
+        rank: the worker.
+
+    Raises:
+        RegionError: the tensors do not have the bytes that the engine says.
+    """
+    has, says = sum(page_bytes), shape.bytes_per_block
+    # Only a worker that holds fewer layers than others may have less.
+    if has > says or (has < says and shape.areas == 1):
+        raise RegionError(
+            f"a block of the KV cache's tensors takes {has} bytes of a slot, but the engine says {says}: "
+            "this KV cache layout is not supported"
+        )
+    area = 0 if shape.is_canonical else rank
+    return SlotLayout.make(page_bytes, shape.blocks_per_chunk, area, shape.areas, shape.area_bytes)
+
+
+def head_shards(spec: KVCacheSpec, engine: EngineContext) -> int:
+    """Return into how many different parts tensor parallelism divides the pages of a canonical cache."""
+    if isinstance(spec, MLAAttentionSpec):
+        return 1
+    parallel = engine.vllm_config.parallel_config
+    return int(min(parallel.tensor_parallel_size, total_kv_heads(engine)))
+
+
+def total_kv_heads(engine: EngineContext) -> int:
+    """Return the model's KV heads, over all workers."""
+    return int(engine.vllm_config.model_config.get_total_num_kv_heads())
+
+
+def _canonical_shape(config: OffloadingConfig, engine: EngineContext) -> SlotShape:
+    parallel = config.parallel
+    if parallel.world_size != parallel.tp_size:
+        raise ConfigError(
+            f"canonical_layout: only tensor parallelism can be undone, and {parallel.world_size} workers are "
+            f"not {parallel.tp_size} tensor-parallel ranks (pipeline or context parallelism); {_REMEDY}"
+        )
+    if not parallel.is_parallelism_agnostic or config.kv_cache_layout is None:
+        kinds = sorted({type(engine.spec_of(group.group_id)).__name__ for group in config.groups})
+        raise ConfigError(
+            f"canonical_layout: vLLM does not say that blocks of this KV cache ({', '.join(kinds)}) come out "
+            f"the same for every tensor-parallel size; {_REMEDY}"
+        )
+    per_block = _canonical_bytes_per_block(config, engine)
+    return SlotShape(1, per_block, config.cache.blocks_per_chunk, canonical_format_id(config.kv_cache_layout))
+
+
+def _canonical_bytes_per_block(config: OffloadingConfig, engine: EngineContext) -> int:
+    """Add up the canonical pages of all tensors. Layers whose pages are in one place share a tensor."""
+    specs = {
+        layer: _layer_spec(engine.spec_of(group.group_id), layer)
+        for group in config.groups
+        for layer in group.layer_names
+    }
+    pages: dict[int, int] = {}
+    for tensor in engine.kv_cache_config.kv_cache_tensors:
+        for number, layer in enumerate(tensor.layers):
+            if (spec := specs.get(layer)) is None:
+                continue
+            padded = getattr(spec, "page_size_padded", None) is not None
+            page = spec.unpadded_page_size_bytes if padded else tensor.block_stride
+            place = tensor.offset + number * tensor.layer_stride
+            pages[place] = max(pages.get(place, 0), page * head_shards(spec, engine))
+    return sum(pages.values())
+
+
+def _layer_spec(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
+    return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def _largest_stage_bytes(config: OffloadingConfig, engine: EngineContext) -> int:
+    """Return what a block takes in the worker that holds most layers.
+
+    Each process knows the bytes of one pipeline stage only. Where all layers are alike, those of the
+    largest one follow; where they are not, stages of different bytes are refused when the region is opened.
+    """
+    own = config.worker_kv_bytes_per_block
+    if config.parallel.pp_size == 1 or len(config.groups) != 1:
+        return own
+    (group,) = config.groups
+    if not group.layer_names or own % len(group.layer_names):
+        return own
+    return own // len(group.layer_names) * max(len(stage) for stage in pipeline_stages(engine))
+
+
+def pipeline_stages(engine: EngineContext) -> list[range]:
+    """Return the layers of each pipeline stage, by number."""
+    stages = engine.vllm_config.parallel_config.pipeline_parallel_size
+    layers = engine.vllm_config.model_config.get_total_num_hidden_layers()
+    return [range(*get_pp_indices(layers, stage, stages)) for stage in range(stages)]

@@ -1,0 +1,271 @@
+"""The worker's side: vLLM's copy jobs given to kvtier's transfer engine."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from vllm import _custom_ops
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+
+from kvtier._device.base import (
+    Attempt,
+    Audits,
+    BatchedCopy,
+    Blocks,
+    Finished,
+    KVCaches,
+    PageMapping,
+    PageRef,
+    Pinning,
+    Run,
+    TransferEngine,
+)
+from kvtier._memory.region import Region
+from kvtier._memory.worker_status import StatusField, WorkerStatus
+from kvtier.adapters.vllm._manager import Slots
+from kvtier.errors import ConfigError, DeviceLostError, DeviceStuckError, TransferError
+
+logger = logging.getLogger("kvtier.vllm")
+
+
+def as_kv_caches(caches: CanonicalKVCaches, canonical: bool = False) -> KVCaches:
+    """Return vLLM's canonical KV caches as kvtier's: tensors of int8 pages, and each group's references.
+
+    Args:
+        caches: what vLLM gives a worker.
+        canonical: whether slots hold canonical pages.
+
+    Raises:
+        ConfigError: they do, and how a page lies in one is not known, or differs by parallel layout.
+    """
+    tensors = tuple(_as_pages(tensor.tensor, tensor.page_size_bytes) for tensor in caches.tensors)
+    groups = tuple(
+        tuple(
+            PageRef(ref.tensor_idx, ref.page_size_bytes, _mapping(ref) if canonical else None) for ref in refs
+        )
+        for refs in caches.group_data_refs
+    )
+    return KVCaches(tensors, groups)
+
+
+def batched_copy() -> BatchedCopy | None:
+    """Return vLLM's own operation for many copies at once; None where this build of vLLM has none."""
+    if not hasattr(torch.ops._C_cache_ops, "swap_blocks_batch"):
+        return None
+    operation: BatchedCopy = _custom_ops.swap_blocks_batch
+    return operation
+
+
+def _mapping(ref: CanonicalKVCacheRef) -> PageMapping:
+    mapping = ref.mapping
+    if mapping is None or not mapping.parallelism_agnostic:
+        raise ConfigError(
+            "canonical_layout: the layout of this KV cache in the device's memory is not one that vLLM can "
+            "tell the places of heads in; remove canonical_layout"
+        )
+    runs = tuple(
+        Run(
+            run.local_offset,
+            run.canonical_offset,
+            run.fragment_size,
+            run.num_fragments,
+            run.local_stride,
+            run.canonical_stride,
+        )
+        for run in mapping.runs
+    )
+    return PageMapping(mapping.canonical_page_size_bytes, runs, mapping.num_writers, mapping.writer_index)
+
+
+def _as_pages(tensor: torch.Tensor, page_bytes: int) -> torch.Tensor:
+    if tensor.dtype == torch.int8 and tensor.ndim == 2 and tensor.shape[1] == page_bytes:
+        return tensor
+    return tensor.view(torch.int8).view(-1, page_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    slots: Slots
+    is_store: bool
+    is_awaited: bool = False
+
+
+class KVTierWorker(OffloadingWorker):
+    """Copies between the KV cache of one worker and its area of the shared slots.
+
+    vLLM asserts that copies succeed, so none is ever reported as failed. A store that failed for good is
+    marked in the status table, and the scheduler's side drops its chunks. A load that failed for good is
+    reported to ``KVTierConnector``, where that is in use.
+
+    Args:
+        engine: makes the copies.
+        region: the slots; both are closed by ``shutdown``.
+        row: what the scheduler is told with; None where nobody reads it.
+        blocks_per_chunk: blocks of one chunk.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        region: Region,
+        row: WorkerStatus | None = None,
+        blocks_per_chunk: int = 1,
+    ) -> None:
+        self._engine = engine
+        self._region = region
+        self._row = row
+        self._blocks_per_chunk = blocks_per_chunk
+        self._unmade: list[TransferResult] = []
+        self._ended: list[Finished] = []
+        self._jobs: dict[int, _Job] = {}
+        self._pinning = Pinning()
+        self._audits = Audits()
+        self._failed_requests: set[str] | None = None
+
+    def report_failed_loads(self) -> None:
+        """Make ``take_failed_requests`` return failed loads, instead of staging them or raising."""
+        self._failed_requests = set()
+        self._engine.stages_loads = False
+
+    def take_failed_requests(self) -> set[str]:
+        """Take the ids of the requests whose loads were reported as finished but brought no bytes."""
+        if not self._failed_requests:
+            return set()
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+        """See vLLM."""
+        slots, blocks = _slots(dst_spec), _blocks(src_spec)
+        if self._row is not None and not blocks.fill(len(slots.slots), self._blocks_per_chunk):
+            # vLLM leaves out blocks of a window that were given on before their chunk was complete, and
+            # does not say which: the blocks that follow would be taken for those that are missing.
+            self._row.mark(slots.slots)
+            self._count(StatusField.STORES_DROPPED)
+            self._unmade.append(TransferResult(job_id=job_id, success=True))
+            return True
+        self._jobs[job_id] = _Job(slots, is_store=True)
+        self._engine.submit_store(job_id, blocks, slots.slots)
+        return True
+
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
+        """See vLLM. Of an expedited load the request runs already: its failure can be told to nobody."""
+        slots = _slots(src_spec)
+        self._jobs[job_id] = _Job(slots, is_store=False, is_awaited=expedited)
+        self._engine.submit_load(job_id, slots.slots, _blocks(dst_spec), expedited=expedited)
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        """See vLLM.
+
+        Raises:
+            TransferError: a load failed in every way, and nobody can be told but by an error: going on
+                would serve bytes that are not the prompt's. Or it has not ended by its deadline: its bytes
+                could still come when its blocks are another request's.
+        """
+        self._tell_pinning()
+        unmade, self._unmade = self._unmade, []
+        self._take_ended()
+        self._tell_audits()
+        ended, self._ended = self._ended, []
+        return unmade + [self._result(finished) for finished in ended]
+
+    def wait(self, job_ids: set[int]) -> None:
+        """See vLLM: called before blocks of running copies are given on.
+
+        Raises:
+            TransferError: a load has not ended by its deadline, and could write to blocks that are given on.
+        """
+        self._engine.wait(job_ids)
+        self._take_ended()
+        for finished in self._ended:
+            if finished.transfer_id in job_ids and isinstance(finished.error, DeviceStuckError):
+                self._require_end(self._jobs[finished.transfer_id], finished.error)
+
+    def shutdown(self) -> None:
+        """See vLLM."""
+        self._engine.close()
+        self._region.close()
+
+    def _take_ended(self) -> None:
+        self._ended += self._engine.finished()
+
+    def _require_end(self, job: _Job, error: BaseException) -> None:
+        """Raise where a load was given up: its bytes may come when its blocks are somebody else's."""
+        if not job.is_store and isinstance(error, DeviceStuckError):
+            raise TransferError(f"a load of {len(job.slots.slots)} chunks does not end: {error}") from error
+
+    def _result(self, finished: Finished) -> TransferResult:
+        job = self._jobs.pop(finished.transfer_id)
+        if finished.error is not None:
+            self._fail(job, finished.error)
+            return TransferResult(job_id=finished.transfer_id, success=True)
+        if finished.attempt is Attempt.RETRY:
+            self._count(StatusField.STORES_REPEATED if job.is_store else StatusField.LOADS_REPEATED)
+        elif finished.attempt is Attempt.STAGED:
+            self._count(StatusField.LOADS_STAGED)
+        return TransferResult(
+            job_id=finished.transfer_id,
+            success=True,
+            transfer_size=finished.nbytes,
+            transfer_time=finished.seconds,
+        )
+
+    def _fail(self, job: _Job, error: BaseException) -> None:
+        if self._row is not None and isinstance(error, DeviceLostError):
+            self._row[StatusField.LOST] = 1
+        self._require_end(job, error)
+        if job.is_store and self._row is not None:
+            logger.error("a store failed, its %d chunks are dropped: %s", len(job.slots.slots), error)
+            self._row.mark(job.slots.slots)
+            self._count(StatusField.STORES_DROPPED)
+        elif not job.is_store and not job.is_awaited and self._failed_requests is not None:
+            logger.error(
+                "a load of request %s failed, the engine computes it instead: %s", job.slots.request, error
+            )
+            self._failed_requests.add(job.slots.request)
+            self._count(StatusField.LOADS_RECOMPUTED)
+        else:
+            raise TransferError(
+                f"a copy of {len(job.slots.slots)} chunks failed in every way: {error}. With the connector "
+                "KVTierConnector the engine would compute them instead"
+            ) from error
+
+    def _count(self, word: StatusField) -> None:
+        if self._row is not None:
+            self._row.count(word)
+
+    def _tell_audits(self) -> None:
+        audits = self._engine.audits
+        if self._row is not None and audits != self._audits:
+            self._audits = audits
+            self._row[StatusField.AUDITED] = audits.chunks
+            self._row[StatusField.AUDITS_FAILED] = audits.failed
+
+    def _tell_pinning(self) -> None:
+        pinning = self._engine.pinning
+        if self._row is not None and pinning != self._pinning:
+            self._pinning = pinning
+            self._row[StatusField.PINNED_BYTES] = pinning.nbytes
+            self._row[StatusField.PINNING_FAILED] = int(pinning.failed)
+
+
+def _slots(spec: LoadStoreSpec) -> Slots:
+    if not isinstance(spec, Slots):
+        raise TypeError(f"a copy job of kvtier names slots, not {type(spec).__name__}")
+    return spec
+
+
+def _blocks(spec: GPULoadStoreSpec) -> Blocks:
+    return Blocks(spec.block_ids.astype("int64"), tuple(spec.group_sizes), tuple(spec.block_indices))

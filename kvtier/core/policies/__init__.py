@@ -1,1 +1,0 @@
-"""Eviction policies of the primary tier. Others are found through entry points in ``kvtier.policies``."""

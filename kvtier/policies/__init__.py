@@ -1,0 +1,7 @@
+"""Eviction policies of the primary tier. Others are found through entry points in ``kvtier.policies``."""
+
+from kvtier.policies._arc import ARC
+from kvtier.policies._base import EvictionPolicy
+from kvtier.policies._lru import LRU
+
+__all__ = ["ARC", "LRU", "EvictionPolicy"]

@@ -1,0 +1,97 @@
+"""Adaptive replacement: recency and reuse share the room by what turned out to be evicted too soon.
+
+The algorithm is that of Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache"
+(FAST 2003), changed in two ways that the pins need: chunks that are pinned stand outside of both
+lists and remember theirs, and eviction is asked for in batches, ahead of the insertions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+from kvtier.keys import OffloadKey
+from kvtier.policies._aged import AgedKeys
+from kvtier.policies._base import EvictionPolicy
+
+_Ghosts = dict[OffloadKey, None]
+
+
+class ARC(EvictionPolicy):
+    """Adaptive replacement cache."""
+
+    def __init__(self, capacity: int = 0) -> None:
+        super().__init__(capacity)
+        self._recent = AgedKeys()  # seen once
+        self._frequent = AgedKeys()  # seen more than once
+        self._ghosts_recent: _Ghosts = {}  # evicted from _recent not long ago
+        self._ghosts_frequent: _Ghosts = {}
+        self._pinned: dict[OffloadKey, AgedKeys] = {}
+        self._target = 0.0  # how many chunks _recent should have
+
+    def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
+        pinned, ghosts_recent, ghosts_frequent = self._pinned, self._ghosts_recent, self._ghosts_frequent
+        if all(known.keys().isdisjoint(keys) for known in (pinned, ghosts_recent, ghosts_frequent)):
+            (self._frequent if used else self._recent).add(reversed(keys))
+            return
+        recent: list[OffloadKey] = []
+        frequent: list[OffloadKey] = []
+        for key in reversed(keys):
+            if key in pinned:
+                known = pinned.pop(key) is self._frequent
+            elif key in ghosts_recent or key in ghosts_frequent:
+                self._welcome_back(key)
+                known = True
+            else:
+                known = False
+            (frequent if used or known else recent).append(key)
+        self._recent.add(recent)
+        self._frequent.add(frequent)
+
+    def _welcome_back(self, key: OffloadKey) -> None:
+        """Shift the target: a ghost's return shows that its list should have had more room."""
+        recent, frequent = self._ghosts_recent, self._ghosts_frequent
+        if key in recent:
+            self._target = min(self.capacity, self._target + max(1.0, len(frequent) / len(recent)))
+            del recent[key]
+        else:
+            self._target = max(0.0, self._target - max(1.0, len(recent) / len(frequent)))
+            del frequent[key]
+
+    def pin(self, keys: Sequence[OffloadKey]) -> None:
+        for key in keys:
+            home = self._recent if key in self._recent else self._frequent
+            home.remove(key)
+            self._pinned[key] = home
+
+    def evict(self, count: int) -> list[OffloadKey]:
+        recent, frequent = self._recent, self._frequent
+        count = min(count, len(recent) + len(frequent))
+        surplus = max(0, len(recent) - int(self._target))
+        from_recent = max(min(count, surplus), count - len(frequent))
+        victims = recent.pop_oldest(from_recent)
+        others = frequent.pop_oldest(count - from_recent)
+        self._remember(self._ghosts_recent, victims)
+        self._remember(self._ghosts_frequent, others)
+        return victims + others
+
+    def _remember(self, ghosts: _Ghosts, keys: list[OffloadKey]) -> None:
+        ghosts.update(dict.fromkeys(keys))
+        # A sixteenth too many is let pass: to walk to the front of a dict is worth it for many only.
+        if len(ghosts) > self.capacity + self.capacity // 16:
+            for key in list(islice(ghosts, len(ghosts) - self.capacity)):
+                del ghosts[key]
+
+    def clear(self) -> None:
+        self._recent.clear()
+        self._frequent.clear()
+        self._ghosts_recent.clear()
+        self._ghosts_frequent.clear()
+        self._pinned.clear()
+        self._target = 0.0
+
+    def __len__(self) -> int:
+        return len(self._recent) + len(self._frequent)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._recent or key in self._frequent

@@ -1,0 +1,37 @@
+"""Least recently used goes first; of chunks stored together, the tail of the prompt goes first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.keys import OffloadKey
+from kvtier.policies._aged import AgedKeys
+from kvtier.policies._base import EvictionPolicy
+
+
+class LRU(EvictionPolicy):
+    """Least recently used."""
+
+    def __init__(self, capacity: int = 0) -> None:
+        super().__init__(capacity)
+        self._order = AgedKeys()
+
+    def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:  # noqa: ARG002
+        self._order.add(reversed(keys))
+
+    def pin(self, keys: Sequence[OffloadKey]) -> None:
+        remove = self._order.remove
+        for key in keys:
+            remove(key)
+
+    def evict(self, count: int) -> list[OffloadKey]:
+        return self._order.pop_oldest(count)
+
+    def clear(self) -> None:
+        self._order.clear()
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._order

@@ -1,0 +1,65 @@
+"""The secondary tiers that are installed, and settings checked by the tier that they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvtier import _plugins as plugins
+from kvtier import _validation as validation
+from kvtier._plugins import PluginInfo
+from kvtier.errors import ConfigError, TierError
+from kvtier.tiers._base import SecondaryTier, TierConfig
+
+TierInfo = PluginInfo
+
+
+def installed() -> list[TierInfo]:
+    """List the installed tiers by name, without importing any."""
+    return plugins.installed(plugins.TIERS)
+
+
+def load(name: str, field: str = "type") -> type[SecondaryTier[Any]]:
+    """Import the tier called ``name``, and no other, and check that it can be used.
+
+    Args:
+        name: the entry point's name.
+        field: the setting that holds it, for messages.
+
+    Raises:
+        ConfigError: no tier has this name; the message lists those installed and the nearest one.
+        TierError: the name is claimed twice, the import fails, or what it names is no usable tier.
+    """
+    tier = plugins.load(plugins.TIERS, name, SecondaryTier, field)
+    if problem := _config_problem(tier):
+        origin = next(info.origin for info in installed() if info.name == name)
+        raise TierError(f"the tier {name!r} of {origin} cannot be used: {problem}")
+    return tier
+
+
+def validate(raw: Mapping[str, object], where: str = "tier") -> TierConfig:
+    """Turn one entry of ``secondary_tiers`` into the settings of the tier that its ``type`` names.
+
+    Args:
+        raw: what a user wrote; ``type`` is read first, then that one plug-in is loaded.
+        where: path of ``raw`` in the configuration, for messages.
+
+    Raises:
+        ConfigError: ``type`` or a setting is wrong; the message names the field.
+        TierError: the plug-in cannot be used.
+    """
+    name = raw.get("type")
+    if not isinstance(name, str):
+        names = ", ".join(info.name for info in installed())
+        raise ConfigError(f"{where}.type is missing; installed are: {names}")
+    return validation.build(load(name, f"{where}.type").Config, raw, where)
+
+
+def _config_problem(tier: type[SecondaryTier[Any]]) -> str:
+    """Return why a tier's settings model would let a misspelled setting pass; "" where it would not."""
+    config = getattr(tier, "Config", None)
+    if not (isinstance(config, type) and issubclass(config, TierConfig)):
+        return f"{tier.__qualname__}.Config is not a subclass of TierConfig"
+    if config.model_config.get("extra") != "forbid" or not config.model_config.get("frozen"):
+        return f'{config.__qualname__} must keep extra="forbid" and frozen=True of TierConfig'
+    return ""

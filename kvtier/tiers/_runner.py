@@ -1,0 +1,546 @@
+"""One tier at work: its turns, its deadlines, its second attempts, and the guard around all it does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import anyio
+
+from kvtier import _reasons as reasons
+from kvtier._core.backoff import RandomSource
+from kvtier._core.messages import (
+    Answer,
+    Event,
+    Fetch,
+    Fetched,
+    Put,
+    PutEnded,
+    Removed,
+    TierDown,
+    TierUp,
+    TransferHealth,
+)
+from kvtier._identity import Identity
+from kvtier._telemetry.log_limit import LogLimit
+from kvtier.errors import TierError
+from kvtier.keys import OffloadKey
+from kvtier.tiers._activity import NamedTier, TierActivity
+from kvtier.tiers._base import (
+    Batch,
+    Knowledge,
+    Outcome,
+    SecondaryTier,
+    SlotChecksums,
+    SlotMemory,
+    Status,
+    TierContext,
+    Usage,
+)
+from kvtier.tiers._drain import in_thread
+from kvtier.tiers._faults import RetryBudget, require_fault, words_of
+from kvtier.tiers._seal import Integrity, check, seal
+from kvtier.tiers._supervisor import AnyTier, Epoch, TierSupervisor
+
+logger = logging.getLogger("kvtier.executor")
+
+Post = Callable[[Event], None]
+T = TypeVar("T")
+
+_LOOK_EVERY_S = 1.0
+_TOUCHED_AT_ONCE = 16_384
+_RETRY_PAUSE_S = 0.05
+_LINES_EVERY_S = 10.0
+
+
+class _Effort:
+    """What one command has taken so far.
+
+    Args:
+        deadline_s: when it ends at the latest, on the loop's clock.
+
+    Attributes:
+        limit: cancels it then. Once: whoever waits for the end of what it has begun is let do so.
+        has_begun: whether its turn has come.
+        seconds: how long the tier has taken, over all attempts.
+        answered: what its answers say of the tier.
+        retry: what came of a second attempt, or why there was none.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self.limit = asyncio.timeout_at(deadline_s)
+        self.has_begun = False
+        self.seconds = 0.0
+        self.answered = TransferHealth.NONE
+        self.retry = ""
+
+    @property
+    def health(self) -> TransferHealth:
+        """What it says of the tier."""
+        return TransferHealth.LATE if self.has_begun and self.limit.expired() else self.answered
+
+
+class TierRunner:
+    """Runs the commands of one tier. Each ends with one event, once the tier no longer touches its slots.
+
+    At its deadline a command is cancelled, whether it is queued or running. It ends as soon as the tier has
+    let go of the slots.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        named: NamedTier,
+        identity: Identity,
+        memory: SlotMemory,
+        post: Post,
+        threads: anyio.CapacityLimiter,
+        chance: RandomSource,
+        slot_checksums: SlotChecksums | None = None,
+    ) -> None:
+        config = named.tier.config
+        self.index = index
+        self.name = named.name
+        self.activity = TierActivity(config.max_concurrency)
+        self._supervisor = TierSupervisor(
+            named.name, named.tier, named.again, self._post_condition, chance, self._is_idle
+        )
+        self._deadline_s = config.deadline_s
+        self._budget = RetryBudget(config.retry_share)
+        self._chance = chance
+        self._memory = memory
+        self._slot_checksums = slot_checksums
+        self._post = post
+        self._threads = threads
+        self._context = TierContext(
+            named.name, identity, memory.chunk_bytes, self._note_removed, self._note_lost
+        )
+        self._digest = identity.short_digest
+        self._reasons = reasons.TRANSFER.keys() | named.tier.reasons.keys()
+        self._transient = reasons.TRANSIENT | frozenset(named.tier.transient)
+        self._log_limit = LogLimit(_LINES_EVERY_S)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._removed: deque[OffloadKey] = deque()
+        self._is_removing = False
+        self._touched: dict[OffloadKey, None] = {}
+        self._is_sending_touches = False
+
+    # --- its condition ---------------------------------------------------------------------------
+
+    async def supervise(self) -> None:
+        """Open the tier and keep it usable. Where it cannot be opened the engine goes on without it."""
+        self._loop = asyncio.get_running_loop()
+        await self._supervisor.run(self._context)
+
+    async def close(self, close_s: float) -> None:
+        """Close the tier, where it is open, within ``close_s`` seconds."""
+        if not self._supervisor.is_open:
+            return
+        with anyio.move_on_after(close_s) as scope:
+            try:
+                await self._tier.aclose()
+            except BaseException as error:
+                require_fault(error)
+                # Without the traceback: it would repeat what the error says, be there a secret in it.
+                logger.error("tier %s: closing failed: %s", self.name, self._words(error))
+        if scope.cancelled_caught:
+            logger.error("tier %s: closing was given up after %g s", self.name, close_s)
+
+    def reset(self, epoch: int) -> None:
+        """Start a new epoch: the tier is reset, and what was submitted before does not start any more."""
+        self._supervisor.request_reset(epoch)
+
+    @property
+    def epoch(self) -> Epoch:
+        """The epoch that commands submitted now belong to."""
+        return self._supervisor.epoch
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the tier is open and not down."""
+        return self._supervisor.is_open and self._supervisor.down is None
+
+    async def resets_ended(self) -> None:
+        """Wait for the resets submitted so far, but not for ``open`` where there was none."""
+        await self._supervisor.resets_ended()
+
+    async def watch_usage(self) -> None:
+        """Ask the tier now and then how full it is, until this task is cancelled."""
+        await self._supervisor.opened()
+        while True:
+            self.activity.usage = self._usage() if self._supervisor.is_open else None
+            await anyio.sleep(_LOOK_EVERY_S)
+
+    def _usage(self) -> Usage | None:
+        """Return how full the tier is; None where it does not know, or fails to say."""
+        try:
+            return _in_integers(self._tier.usage())
+        except BaseException as error:
+            require_fault(error)
+            self._warn("usage", f"usage() failed, it is not known how full it is: {self._words(error)}")
+            return None
+
+    @property
+    def _tier(self) -> AnyTier:
+        return self._supervisor.tier
+
+    def _post_condition(self, down: str | None) -> None:
+        self._post(TierUp(self.index) if down is None else TierDown(self.index, down))
+
+    def _require_usable(self, epoch: Epoch) -> None:
+        if self._supervisor.down is not None:
+            raise _NotBegunError("down")
+        if epoch is not self.epoch:
+            raise _NotBegunError("reset")
+
+    # --- what it has lost --------------------------------------------------------------------------
+
+    def _note_lost(self, why: str) -> None:
+        """Request that the tier is opened again. Any thread."""
+        if self._loop is not None:
+            call_soon(self._loop, partial(self._supervisor.request_restart, why))
+
+    def _is_idle(self) -> bool:
+        """Return whether nothing of the tier is under way, which begins nothing while it is down."""
+        return not (self.activity.puts.running or self.activity.gets.running or self._is_sending_touches)
+
+    # --- what has left it, and what was used without it ------------------------------------------
+
+    def _note_removed(self, keys: Sequence[OffloadKey]) -> None:
+        """Take in which chunks have left the tier. Any thread; many calls make one event."""
+        self._removed.extend(keys)
+        if self._removed and not self._is_removing and self._loop is not None:
+            self._is_removing = True
+            call_soon(self._loop, self._post_removed)
+
+    def _post_removed(self) -> None:
+        self._is_removing = False
+        removed = self._removed
+        keys = [removed.popleft() for _ in range(len(removed))]
+        if keys:
+            self._post(Removed(self.index, keys))
+
+    def note_touched(self, keys: Sequence[OffloadKey]) -> bool:
+        """Note that chunks were used; return whether ``send_touched`` has to be started."""
+        if type(self._tier).touch is SecondaryTier.touch:
+            return False  # recency is nothing to this tier
+        if len(self._touched) < _TOUCHED_AT_ONCE:  # or it is too slow for all of them
+            self._touched.update(dict.fromkeys(keys))
+        start, self._is_sending_touches = not self._is_sending_touches, True
+        return start
+
+    async def send_touched(self) -> None:
+        """Send the tier the chunks that were used, all that have gathered meanwhile at once."""
+        try:
+            await self._supervisor.opened()
+            while self._touched and self._supervisor.down is None:
+                keys, self._touched = list(self._touched), {}
+                async with asyncio.timeout(self._deadline_s):
+                    await self._tier.touch(keys)
+        except BaseException as error:
+            require_fault(error)
+            self._warn("touch", f"touch failed: {self._words(error)}")
+        finally:
+            self._is_sending_touches = False
+
+    # --- puts and fetches ------------------------------------------------------------------------
+
+    async def put(self, command: Put, epoch: Epoch) -> None:
+        """Run a put, when its turn comes."""
+        effort = self._begin()
+        outcome = Outcome.all(Status.FAILED, len(command.keys), "cancelled")
+        try:
+            async with effort.limit:
+                await epoch.settled.wait()
+                async with self.activity.puts:
+                    effort.has_begun = True
+                    outcome = await self._put(command, epoch, effort)
+        except BaseException as error:
+            outcome = self._end_badly("put", command.keys, error, effort)
+        finally:
+            self.activity.puts.submitted -= 1
+            kept = [status == Status.OK for status in outcome.statuses]
+            self._post(
+                PutEnded(command.id, kept, outcome.reasons, effort.seconds, effort.health, effort.retry)
+            )
+
+    async def fetch(self, command: Fetch, epoch: Epoch) -> None:
+        """Run a fetch, when its turn comes."""
+        effort = self._begin()
+        answers: Sequence[Answer] = (Answer.MISSING,) * len(command.keys)
+        outcome = Outcome((), {"cancelled": len(command.keys)})
+        try:
+            async with effort.limit:
+                await epoch.settled.wait()
+                async with self.activity.gets:
+                    effort.has_begun = True
+                    answers, outcome = await self._fetch(command, epoch, effort)
+        except BaseException as error:
+            outcome = self._end_badly("get", command.keys, error, effort)
+        finally:
+            self.activity.gets.submitted -= 1
+            self._post(
+                Fetched(command.id, answers, outcome.reasons, effort.seconds, effort.health, effort.retry)
+            )
+
+    def _begin(self) -> _Effort:
+        self._budget.earn()
+        return _Effort(self._now_s() + self._deadline_s)
+
+    async def _put(self, command: Put, epoch: Epoch, effort: _Effort) -> Outcome:
+        self._require_usable(epoch)
+        await self._require_intact(command, epoch)
+        batch = Batch(command.keys, command.slots, self._memory)
+        if not self._tier.verifies:
+            await self._in_thread(_seal_all, batch, self._digest)
+            self._require_usable(epoch)  # the tier would take what comes now for a put of the new epoch
+        return await self._attempts("put", self._put_once, batch, epoch, effort)
+
+    async def _fetch(self, command: Fetch, epoch: Epoch, effort: _Effort) -> tuple[list[Answer], Outcome]:
+        self._require_usable(epoch)
+        count = len(command.keys)
+        found = [True] * count if command.located else await self._find(command.keys, epoch, effort)
+        answers = [Answer.LOCATED if there else Answer.MISSING for there in found]
+        run = min(found.index(False) if False in found else count, len(command.slots))
+        if not run:
+            return answers, Outcome(())
+        self._require_usable(epoch)
+        batch = Batch(command.keys[:run], command.slots[:run], self._memory)
+        outcome = await self._attempts("get", self._get_once, batch, epoch, effort)
+        answers[:run] = [
+            Answer.LANDED if status == Status.OK else Answer.MISSING for status in outcome.statuses
+        ]
+        await self._take_over(batch, outcome)
+        return answers, outcome
+
+    async def _require_intact(self, command: Put, epoch: Epoch) -> None:
+        """Refuse a put whose slots have changed since the store: its trailer would fit the damage."""
+        positions = [] if self._slot_checksums is None else self._slot_checksums.audited(command.slots)
+        if self._slot_checksums is None or not positions:
+            return
+        audited = [(command.keys[at], command.slots[at]) for at in positions]
+        if not await self._in_thread(self._slot_checksums.are_intact, audited):
+            raise _NotBegunError("audit")
+        self._require_usable(epoch)
+
+    async def _take_over(self, batch: Batch, outcome: Outcome) -> None:
+        """Choose some fetched chunks for audits, and record the checksums of their slots now."""
+        if self._slot_checksums is None or not self._slot_checksums.rate:
+            return
+        landed = [slot for slot, it in zip(batch.slots, outcome.statuses, strict=True) if it == Status.OK]
+        audited = [slot for slot in landed if self._chance() < self._slot_checksums.rate]
+        if audited:
+            await self._in_thread(self._slot_checksums.take_over, audited)
+
+    async def _put_once(self, batch: Batch) -> Outcome:
+        return self._complete(await self._tier.put(batch), len(batch))
+
+    async def _get_once(self, batch: Batch) -> Outcome:
+        outcome = self._complete(await self._tier.get(batch), len(batch))
+        if self._tier.verifies:
+            return outcome
+        integrity = await self._in_thread(_check_all, batch, outcome.statuses, self._digest)
+        bad = [(key, found) for key, found in zip(batch.keys, integrity, strict=True) if found.is_corrupt]
+        if not bad:
+            return outcome
+        statuses = [
+            Status.CORRUPT if found.is_corrupt else status
+            for status, found in zip(outcome.statuses, integrity, strict=True)
+        ]
+        counts = Counter(outcome.reasons)
+        for key, found in bad:
+            counts[found] += 1
+            self._log(logging.ERROR, found, f"chunk {key.hex()} is not what was put: {found}")
+        await self._discard([key for key, _ in bad])
+        return Outcome(statuses, counts)
+
+    async def _find(self, keys: Sequence[OffloadKey], epoch: Epoch, effort: _Effort) -> list[bool]:
+        known = self._tier.known(keys)
+        found = [knowledge == Knowledge.PRESENT for knowledge in known]
+        unknown = [index for index, knowledge in enumerate(known) if knowledge == Knowledge.UNKNOWN]
+        if len(found) != len(keys):
+            raise TierError(f"known() answered {len(found)} of {len(keys)} keys")
+        if unknown:
+            answers = await self._contains([keys[index] for index in unknown], epoch, effort)
+            for index, there in zip(unknown, answers, strict=True):
+                found[index] = bool(there)
+        return found
+
+    async def _contains(self, keys: Sequence[OffloadKey], epoch: Epoch, effort: _Effort) -> Sequence[bool]:
+        begun_s = self._now_s()
+        try:
+            answers = await self._tier.contains(keys)
+        except BaseException as error:
+            require_fault(error)
+            if not self._is_transient(error) or not await self._may_repeat(effort, self._now_s() - begun_s):
+                raise
+            self._require_usable(epoch)
+            effort.retry = "failed"
+            answers = await self._tier.contains(keys)
+            effort.retry = "helped"
+        if len(answers) != len(keys):
+            raise TierError(f"contains() answered {len(answers)} of {len(keys)} keys")
+        effort.answered = TransferHealth.GOOD
+        return answers
+
+    # --- attempts --------------------------------------------------------------------------------
+
+    async def _attempts(
+        self,
+        verb: str,
+        act: Callable[[Batch], Awaitable[Outcome]],
+        batch: Batch,
+        epoch: Epoch,
+        effort: _Effort,
+    ) -> Outcome:
+        """Do it, and a second time for what has failed in a way that may be over by then."""
+        outcome = await self._attempt(verb, act, batch, effort)
+        again = self._worth_repeating(outcome)
+        if again and await self._may_repeat(effort, effort.seconds):
+            self._require_usable(epoch)  # a put from before a reset must not be kept as if it came after
+            second = await self._attempt(verb, act, batch.part(again), effort)
+            effort.retry = "helped" if _health_of(second) is TransferHealth.GOOD else "failed"
+            outcome = self._joined(outcome, again, second)
+        effort.answered = _health_of(outcome)
+        return outcome
+
+    async def _attempt(
+        self, verb: str, act: Callable[[Batch], Awaitable[Outcome]], batch: Batch, effort: _Effort
+    ) -> Outcome:
+        begun_s = self._now_s()
+        try:
+            return await act(batch)
+        except BaseException as error:
+            return self._failure(verb, batch.keys, error)
+        finally:
+            effort.seconds += self._now_s() - begun_s
+
+    def _worth_repeating(self, outcome: Outcome) -> list[int]:
+        """Return which chunks have failed, where all of them have for reasons that pass."""
+        failed = [index for index, status in enumerate(outcome.statuses) if status == Status.FAILED]
+        passing = sum(count for word, count in outcome.reasons.items() if word in self._transient)
+        return failed if passing >= len(failed) else []
+
+    async def _may_repeat(self, effort: _Effort, took_s: float) -> bool:
+        """Pause before a second attempt, where there is time and budget for one."""
+        pause_s = _RETRY_PAUSE_S * (0.5 + self._chance())
+        if self._now_s() + pause_s + took_s >= effort.deadline_s:
+            effort.retry = "no_time"
+        elif not self._budget.take():
+            effort.retry = "no_budget"
+        else:
+            await anyio.sleep(pause_s)
+            return True
+        return False
+
+    def _joined(self, first: Outcome, indices: Sequence[int], second: Outcome) -> Outcome:
+        statuses = list(first.statuses)
+        for index, status in zip(indices, second.statuses, strict=True):
+            statuses[index] = status
+        counts = Counter(
+            {word: count for word, count in first.reasons.items() if word not in self._transient}
+        )
+        counts.update(second.reasons)
+        return self._complete(Outcome(statuses, counts), len(statuses))
+
+    def _is_transient(self, error: BaseException) -> bool:
+        return reasons.word_for(error) in self._transient
+
+    def _complete(self, outcome: Outcome, count: int) -> Outcome:
+        """Check what the tier returned: the core relies on it, in the engine's thread."""
+        statuses = tuple(outcome.statuses)
+        if len(statuses) != count:
+            raise TierError(f"the outcome has {len(statuses)} statuses for {count} chunks")
+        failed = sum(status not in (Status.OK, Status.ABSENT) for status in statuses)
+        return Outcome(statuses, reasons.bounded(outcome.reasons, self._reasons, failed))
+
+    async def _discard(self, keys: Sequence[OffloadKey]) -> None:
+        """Forget chunks that are no good; where that fails they will be found no good again."""
+        try:
+            await self._tier.discard(keys)
+        except Exception as error:
+            self._warn("discard", f"discard of {len(keys)} chunks failed: {self._words(error)}")
+
+    async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
+        return await in_thread(function, *arguments, limiter=self._threads)
+
+    def _end_badly(
+        self, verb: str, keys: Sequence[OffloadKey], error: BaseException, effort: _Effort
+    ) -> Outcome:
+        """Return the outcome of a command that was not begun, cut off by its deadline, or failed all over."""
+        require_fault(error)
+        if isinstance(error, _NotBegunError):
+            return Outcome.all(Status.FAILED, len(keys), str(error))
+        if not effort.has_begun:
+            return Outcome.all(Status.FAILED, len(keys), "late")
+        effort.answered = TransferHealth.BAD
+        return self._failure(verb, keys, error)
+
+    def _failure(self, verb: str, keys: Sequence[OffloadKey], error: BaseException) -> Outcome:
+        require_fault(error)
+        word = reasons.word_for(error)
+        self._warn(f"{verb} {word}", f"{verb} of {len(keys)} chunks failed: {self._words(error)}")
+        return Outcome.all(Status.FAILED, len(keys), word)
+
+    def _words(self, error: BaseException) -> str:
+        return words_of(error, self._tier.config)
+
+    def _warn(self, subject: str, text: str) -> None:
+        self._log(logging.WARNING, subject, text)
+
+    def _log(self, level: int, subject: str, text: str) -> None:
+        added = self._log_limit.allow(subject, self._now_s())
+        if added is not None:
+            logger.log(level, "tier %s: %s%s", self.name, text, added)
+
+    @staticmethod
+    def _now_s() -> float:
+        return asyncio.get_running_loop().time()
+
+
+class _NotBegunError(Exception):
+    """A command was not begun; the text is the reason that is counted."""
+
+
+def _in_integers(usage: Usage | None) -> Usage | None:
+    """Return it in Python's own integers, none below zero: a tier's may be of pydantic's kind, or numpy's."""
+    if usage is None:
+        return None
+    used, capacity = (
+        None if nbytes is None else max(0, int(nbytes)) for nbytes in (usage.used_bytes, usage.capacity_bytes)
+    )
+    return Usage(used, capacity)
+
+
+def _health_of(outcome: Outcome) -> TransferHealth:
+    """Return the health that an outcome shows: bad where most chunks failed, or came with wrong bytes.
+
+    That a tier has no room, or does not have a chunk, is an answer as good as any.
+    """
+    bad = sum(status in (Status.FAILED, Status.CORRUPT) for status in outcome.statuses)
+    return TransferHealth.BAD if 2 * bad > len(outcome.statuses) else TransferHealth.GOOD
+
+
+def _seal_all(batch: Batch, digest: bytes) -> None:
+    for index, (key, view) in enumerate(zip(batch.keys, batch.views, strict=True)):
+        batch.trailers[index] = seal(key, view, digest)
+
+
+def _check_all(batch: Batch, statuses: Sequence[Status], digest: bytes) -> list[Integrity]:
+    return [
+        check(trailer, key, view, digest) if status == Status.OK else Integrity.SOUND
+        for key, view, trailer, status in zip(batch.keys, batch.views, batch.trailers, statuses, strict=True)
+    ]
+
+
+def call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+    """Schedule a callback on a loop, from any thread; drop it where the loop is closed."""
+    try:
+        loop.call_soon_threadsafe(callback)
+    except RuntimeError:
+        logger.debug("the executor's loop is closed: nobody is to be woken")

@@ -1,0 +1,231 @@
+"""Supervises one tier: opens it, resets it, restarts it, and repeats what failed until it succeeds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+
+from kvtier._core.backoff import Backoff, RandomSource
+from kvtier._telemetry.log_limit import LogLimit
+from kvtier.tiers._base import SecondaryTier, TierContext
+from kvtier.tiers._faults import require_fault, words_of
+
+logger = logging.getLogger("kvtier.tiers")
+
+AnyTier = SecondaryTier[Any]
+
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 60.0
+_STEP_LIMIT_S = 60.0
+_IDLE_POLL_S = 0.02
+_LOG_EVERY_S = 60.0
+
+
+class Epoch:
+    """The time from one reset to the next, as one tier sees it.
+
+    A command belongs to the epoch in which it was submitted and does not start in a later one, or its
+    bytes would come back after the reset.
+
+    Attributes:
+        number: how many resets came before; 0 until the first.
+        settled: set once the tier is usable in this epoch, or is down.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.settled = anyio.Event()
+
+
+class TierSupervisor:
+    """Keeps one tier usable: a task that opens it, carries out its resets and restarts it.
+
+    A tier that could not be opened or reset is down and gets no commands. The supervisor retries with
+    growing pauses. What such a tier holds from before a missed reset cannot be told from valid chunks, so
+    it is used again only after a reset that began after the last one requested.
+
+    Args:
+        name: the tier's name.
+        tier: the tier.
+        again: makes a new object of it, for an ``open`` that follows a failed one; None to reuse the same.
+        tell: called with the reason when the tier goes down, and with None when it is up again.
+        chance: the source of randomness.
+        is_idle: returns whether no command of the tier is in flight.
+
+    Attributes:
+        tier: the tier; replaced by a new object when ``open`` has failed.
+        epoch: the epoch that commands submitted now belong to.
+        down: why the tier cannot be used, or None.
+        is_open: whether it has to be closed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tier: AnyTier,
+        again: Callable[[], AnyTier] | None,
+        tell: Callable[[str | None], None],
+        chance: RandomSource,
+        is_idle: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.tier = tier
+        self.epoch = self._first_epoch = Epoch(0)
+        self.down: str | None = None
+        self.is_open = False
+        self._name = name
+        self._again = again
+        self._tell = tell
+        self._deadline_s = tier.config.deadline_s
+        self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, chance)
+        self._log_limit = LogLimit(_LOG_EVERY_S)
+        self._pending: deque[Epoch] = deque()  # resets that the tier has not carried out, oldest first
+        self._requested = anyio.Event()
+        self._is_used_up = False
+        self._is_idle = is_idle
+        self._restart_reason: str | None = None
+
+    async def run(self, context: TierContext) -> None:
+        """Open the tier and carry out its resets until this task is cancelled."""
+        try:
+            while True:
+                try:
+                    await self._bring_up(context)
+                except _StepError as error:
+                    self._go_down(str(error))
+                    await anyio.sleep(self._backoff.next_s())
+                else:
+                    self._come_up()
+                    if self._restart_reason is None:  # it may be set again by now
+                        await self._requested.wait()
+        finally:
+            self._end()
+
+    async def opened(self) -> None:
+        """Wait until the tier has been opened once, or is down."""
+        await self._first_epoch.settled.wait()
+
+    async def resets_ended(self) -> None:
+        """Wait for the resets requested so far; not for ``open`` where there was none."""
+        if self.epoch is not self._first_epoch:
+            await self.epoch.settled.wait()
+
+    def request_reset(self, number: int) -> None:
+        """Start epoch ``number``: the tier is reset before it is used again."""
+        self.epoch = Epoch(number)
+        self._pending.append(self.epoch)
+        if self.down is not None:
+            self._release_waiters()
+        self._wake_up()
+
+    def request_restart(self, reason: str) -> None:
+        """Close the tier and open a new object of it, which finds again what was stored durably."""
+        if self.is_open and self._restart_reason is None:
+            self._restart_reason = reason
+            self._wake_up()
+
+    def _wake_up(self) -> None:
+        requested, self._requested = self._requested, anyio.Event()
+        requested.set()
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    async def _bring_up(self, context: TierContext) -> None:
+        """Bring the tier to the latest epoch, restarting and opening it first where needed."""
+        if self._restart_reason is not None and self.is_open:
+            await self._close(self._restart_reason)
+        self._restart_reason = None
+        if not self.is_open:
+            await self._step(self._open(context), "cannot be opened", "is not opened yet")
+            self.is_open = True
+            self._first_epoch.settled.set()
+        while self._pending:
+            epoch = self._pending[0]
+            failure = f"cannot be reset to epoch {self._pending[-1].number}"
+            await self._step(self.tier.reset(), failure, "is not reset yet")
+            epoch.settled.set()
+            if self._pending[0] is epoch:  # or it was dropped in favour of a later one, which is still due
+                self._pending.popleft()
+
+    async def _open(self, context: TierContext) -> None:
+        if self._is_used_up and self._again is not None:
+            self.tier = self._again()
+        self._is_used_up = True
+        await self.tier.open(context)
+
+    async def _close(self, reason: str) -> None:
+        """Close a tier that has lost its backend, once none of its commands is in flight."""
+        self._go_down(f"is opened anew: {reason}")
+        while not self._is_idle():  # noqa: ASYNC110 (short, and rare in the life of a tier)
+            await anyio.sleep(_IDLE_POLL_S)
+        self.is_open = False
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                await self.tier.aclose()
+        except BaseException as error:
+            require_fault(error)
+            logger.warning("tier %s: closing failed: %s", self._name, words_of(error, self.tier.config))
+        if self.epoch is not self._first_epoch and not self._pending:
+            self._pending.append(self.epoch)  # a new opener must not see what a reset has hidden
+
+    async def _step(self, work: Awaitable[None], failure: str, slow: str) -> None:
+        """Run one step of the tier; after its deadline nobody else waits for it.
+
+        Raises:
+            _StepError: it failed, or was given up.
+        """
+        reason = f"{slow} after {self._deadline_s:g} s"
+        watch = asyncio.get_running_loop().call_later(self._deadline_s, self._go_down, reason)
+        try:
+            async with asyncio.timeout(max(_STEP_LIMIT_S, self._deadline_s)):
+                await work
+        except BaseException as error:
+            require_fault(error)
+            raise _StepError(f"{failure}: {words_of(error, self.tier.config)}") from None
+        finally:
+            watch.cancel()
+
+    # --- up and down -----------------------------------------------------------------------------
+
+    def _go_down(self, reason: str) -> None:
+        was_down, self.down = self.down is not None, reason
+        self._release_waiters()
+        suffix = self._log_limit.allow("down", asyncio.get_running_loop().time())
+        if not was_down or suffix is not None:
+            logger.error("tier %s disabled, retrying: it %s%s", self._name, reason, suffix or "")
+        if not was_down:
+            self._tell(reason)
+
+    def _come_up(self) -> None:
+        self._backoff.start_anew()
+        if self.down is not None:
+            self.down = None
+            logger.warning("tier %s is used again", self._name)
+            self._tell(None)
+
+    def _release_waiters(self) -> None:
+        """Let nobody wait for a tier that is down. One reset is enough for all that it has missed."""
+        self._first_epoch.settled.set()
+        for epoch in self._pending:
+            epoch.settled.set()
+        while len(self._pending) > 1:
+            self._pending.popleft()
+
+    def _end(self) -> None:
+        """Release all waiters at shutdown; log a reset that was not carried out."""
+        if self._pending:
+            logger.error(
+                "tier %s: shut down before its reset to epoch %d ended: "
+                "the next engine may be served chunks from before it",
+                self._name,
+                self._pending[-1].number,
+            )
+        self._release_waiters()
+
+
+class _StepError(Exception):
+    """A step of a tier failed; the text says which and why."""

@@ -1,0 +1,143 @@
+"""Checks of chunks' files outside of an engine: by the trailer behind the bytes.
+
+Reading leaves no trace where that is possible: it goes past the page cache, and the time of the last use
+stays what it was, because eviction goes by it.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+import crc32c
+
+from kvtier.keys import OffloadKey
+from kvtier.tiers import _seal as seal
+from kvtier.tiers._seal import Integrity
+from kvtier.tiers.fs._layout import BLOCK_BYTES, CAREFULLY
+
+PIECE_BYTES: Final = 1 << 20
+_QUIET: Final = getattr(os, "O_NOATIME", 0)
+_DIRECT: Final = getattr(os, "O_DIRECT", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class FileCheck:
+    """What was found, and of which file.
+
+    Attributes:
+        finding: what comes of it.
+        inode: of the file that was looked at; 0 where there was none.
+        sealed: what its trailer says, where it has one.
+        errno: why it is unreadable.
+    """
+
+    finding: Integrity
+    inode: int = 0
+    sealed: seal.Sealed | None = None
+    errno: int = 0
+
+
+class FileChecker:
+    """Reads chunks' files in pieces and proves them. For one thread; a context manager.
+
+    Args:
+        root_fd: the root directory, open.
+        belongs: says whether a digest in a trailer is that of the cache.
+    """
+
+    def __init__(self, root_fd: int, belongs: Callable[[bytes], bool]) -> None:
+        self._root_fd = root_fd
+        self._belongs = belongs
+        self._piece = mmap.mmap(-1, PIECE_BYTES)
+
+    def __enter__(self) -> FileChecker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._piece.close()
+
+    def check(self, path: str, key: OffloadKey) -> FileCheck:
+        """Return whether the file at ``path`` holds the chunk of ``key``. It raises nothing."""
+        try:
+            with opened(self._root_fd, path) as fd:
+                return self._check(fd, key)
+        except (FileNotFoundError, NotADirectoryError):
+            return FileCheck(Integrity.GONE)
+        except OSError as error:
+            if error.errno == errno.ELOOP:  # a link in a chunk's place: nobody follows it
+                return FileCheck(Integrity.UNREADABLE, errno=errno.ELOOP)
+            return FileCheck(Integrity.UNREADABLE, errno=error.errno or errno.EIO)
+
+    def _check(self, fd: int, key: OffloadKey) -> FileCheck:
+        found = os.fstat(fd)
+        payload_bytes = found.st_size - BLOCK_BYTES
+        if payload_bytes <= 0 or payload_bytes % BLOCK_BYTES:
+            return FileCheck(Integrity.TORN, found.st_ino)
+        sealed = seal.read(self._trailer(fd, payload_bytes))
+        if sealed is None:
+            return FileCheck(Integrity.TORN, found.st_ino)
+        if sealed.key != key or sealed.payload_bytes != payload_bytes or not self._belongs(sealed.digest):
+            return FileCheck(Integrity.FOREIGN, found.st_ino, sealed)
+        checksum = self.checksum(fd, 0, payload_bytes)
+        if checksum is None:
+            return FileCheck(Integrity.TORN, found.st_ino, sealed)
+        well = checksum == sealed.checksum
+        return FileCheck(Integrity.SOUND if well else Integrity.CHECKSUM, found.st_ino, sealed)
+
+    def _trailer(self, fd: int, at: int) -> bytes:
+        with memoryview(self._piece) as piece, piece[:BLOCK_BYTES] as block:
+            return bytes(block[: seal.TRAILER_BYTES]) if os.preadv(fd, [block], at) == BLOCK_BYTES else b""
+
+    def checksum(self, fd: int, at: int, length: int) -> int | None:
+        """Return the checksum of bytes of a file; None where it ends before. OSError."""
+        checksum, done = 0, 0
+        with memoryview(self._piece) as whole:
+            while done < length:
+                with whole[: min(PIECE_BYTES, length - done)] as piece:
+                    moved = os.preadv(fd, [piece], at + done)
+                    if moved <= 0:
+                        return None
+                    with piece[:moved] as got:
+                        checksum = crc32c.crc32c(got, checksum)
+                    done += moved
+        return checksum
+
+
+@contextmanager
+def opened(root_fd: int, path: str) -> Iterator[int]:
+    """Open a file for reading without a trace, as far as the file system and its owner allow. OSError."""
+    fd = _open_first(path, (_QUIET | _DIRECT, _QUIET, _DIRECT, 0), root_fd)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def open_quietly(path: Path) -> int:
+    """Open a file for reading that keeps the time of its last use, where it is this user's. OSError."""
+    return _open_first(path, (_QUIET, 0))
+
+
+def _open_first(path: str | Path, ways: Sequence[int], root_fd: int | None = None) -> int:
+    """Open a file in the first way that its file system and its owner allow."""
+    for extra in ways[:-1]:
+        try:
+            return os.open(path, os.O_RDONLY | CAREFULLY | extra, dir_fd=root_fd)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EPERM):
+                raise
+    return os.open(path, os.O_RDONLY | CAREFULLY | ways[-1], dir_fd=root_fd)

@@ -1,0 +1,155 @@
+"""Threads of the file tier's own, and functions that run in them to their true end.
+
+The tier shares no threads with anyone: a disk that hangs takes these threads and no others. They are
+daemons, so that a hung disk does not keep a process from ending either. That is why they are neither a
+``ThreadPoolExecutor``'s nor anyio's: the interpreter waits for the threads of these when it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from typing import TypeVar
+
+from kvtier.tiers._drain import wait_for_end
+from kvtier.tiers.fs._files.base import ChunkFiles
+from kvtier.tiers.fs._files.call import FileCall, StopFlag, Verb
+from kvtier.tiers.fs._files.index import Index
+
+_log = logging.getLogger("kvtier.tiers.fs")
+T = TypeVar("T")
+
+
+class Workers:
+    """Threads that do one kind of work, in the order in which it comes.
+
+    Args:
+        name: prefix of the threads' names.
+        threads: how many.
+    """
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"{name}-{i}", daemon=True) for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Callable[[], object]) -> None:
+        """Submit a function. It must not raise."""
+        self._queue.put(job)
+
+    def call(self, job: Callable[[], T]) -> Future[T]:
+        """Submit a function. Returns what holds its result, or what it has raised."""
+        result: Future[T] = Future()
+        self.submit(partial(_complete, result, job))
+        return result
+
+    def close(self) -> None:
+        """Let the threads end when all that was submitted is done. Returns at once."""
+        for _ in self._threads:
+            self._queue.put(None)
+
+    def join(self) -> None:
+        """Wait for the threads' end. Blocks."""
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self) -> None:
+        while (job := self._queue.get()) is not None:
+            job()
+            del job  # what it holds is given back before the next one is waited for
+
+
+class ThreadPool:
+    """``NativePool`` in Python's threads, for files without the native helper.
+
+    Args:
+        files: what puts and gets.
+        name: prefix of the threads' names.
+        readers: threads for gets.
+        writers: threads for puts.
+    """
+
+    def __init__(self, files: ChunkFiles, name: str, readers: int, writers: int) -> None:
+        self._files = files
+        self._readers = Workers(f"{name}-read", readers)
+        self._writers = Workers(f"{name}-write", writers)
+
+    async def transfer(
+        self, call: FileCall, verb: Verb, end: int, index: Index
+    ) -> tuple[int, asyncio.CancelledError | None]:
+        """See ``NativePool.transfer``: one thread does all of it."""
+        del index
+        if verb is Verb.PUT:
+            return await run_alone(self._writers, partial(self._files.put, call, 0, end), call.stop)
+        _, cancelled = await run_alone(self._readers, partial(self._files.get, call, 0, end), call.stop)
+        return 0, cancelled
+
+    async def drain(self) -> asyncio.CancelledError | None:
+        """See ``NativePool.drain``: ``close`` waits for all that was begun."""
+        return None
+
+    def close(self) -> None:
+        """See ``NativePool.close``."""
+        join_all((self._readers, self._writers))
+
+
+def post(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+    """Schedule ``callback`` on the loop, from any thread."""
+    try:
+        loop.call_soon_threadsafe(callback)
+    except RuntimeError:  # the loop was closed before: nobody waits any more
+        _log.warning("file work ended after its event loop was closed")
+
+
+async def run_alone(
+    workers: Workers, job: Callable[[], T], stop: StopFlag | None = None
+) -> tuple[T, asyncio.CancelledError | None]:
+    """Run one function in a worker thread to its end. Returns its result and the cancellation to be raised.
+
+    Args:
+        workers: the threads.
+        job: the function.
+        stop: set when the waiter is cancelled.
+
+    Raises:
+        What the function raised, or the cancellation where it raised too.
+    """
+    future = asyncio.wrap_future(workers.call(job))
+    cancelled = await wait_for_end(future, stop.set if stop is not None else None)
+    try:
+        return future.result(), cancelled
+    except Exception as error:
+        if cancelled is not None:
+            raise cancelled from error
+        raise
+
+
+async def run(workers: Workers, job: Callable[[], T], stop: StopFlag | None = None) -> T:
+    """Run one function in a worker thread to its end, then raise a cancellation that came meanwhile."""
+    result, cancelled = await run_alone(workers, job, stop)
+    if cancelled is not None:
+        raise cancelled
+    return result
+
+
+def join_all(groups: Sequence[Workers]) -> None:
+    """Close groups of workers and wait for their threads. Blocks."""
+    for workers in groups:
+        workers.close()
+    for workers in groups:
+        workers.join()
+
+
+def _complete(result: Future[T], job: Callable[[], T]) -> None:
+    try:
+        result.set_result(job())
+    except BaseException as error:  # shown to the waiter: nothing may be lost in a thread
+        result.set_exception(error)

@@ -1,0 +1,136 @@
+"""File locks that show whether a process is alive: they end with the process that holds them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
+
+from kvtier._forks import keep_fd_from_children
+from kvtier.tiers.fs._layout import CAREFULLY, FILE_MODE
+
+_PATIENCE_S: Final = 5.0
+_WRITER_ATTEMPTS: Final = 5
+_UNSUPPORTED: Final = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
+_log = logging.getLogger("kvtier.tiers.fs")
+
+
+def make_lock(root_fd: int, path: str) -> int:
+    """Make a lock file that must not exist yet, and open it."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    return os.open(path, flags, FILE_MODE, dir_fd=root_fd)
+
+
+def make_writer_lock(root_fd: int, folder: str) -> tuple[str, int]:
+    """Make and hold a lock file that shows that a writer is alive, under a name that nobody had before.
+
+    Between the making of the file and the locking a sweep may take it for a dead writer's. Then there is
+    another attempt.
+
+    Returns:
+        The writer's name, and the lock file, open.
+
+    Raises:
+        OSError: the file system has no locks (ENOLCK), or sweeps took each writer for a dead one (EAGAIN).
+    """
+    for _ in range(_WRITER_ATTEMPTS):
+        writer = f"{os.getpid()}-{secrets.token_hex(8)}"
+        path = f"{folder}/{writer}.lock"
+        fd = make_lock(root_fd, path)
+        locked = try_lock(fd)
+        if locked and is_current(root_fd, path, fd):
+            return writer, fd
+        os.close(fd)
+        if locked is None:
+            with suppress(OSError):
+                os.unlink(path, dir_fd=root_fd)
+            raise OSError(errno.ENOLCK, "the file system has no locks", folder)
+    raise OSError(errno.EAGAIN, "sweeps took each new writer for a dead one", folder)
+
+
+def open_lock(root_fd: int, path: str, *, create: bool) -> int:
+    """Open a lock file; without ``create`` for reading only, as one may where nothing is written."""
+    flags = os.O_RDWR | os.O_CREAT if create else os.O_RDONLY
+    return os.open(path, flags | CAREFULLY, FILE_MODE, dir_fd=root_fd)
+
+
+def is_current(root_fd: int, path: str, fd: int) -> bool:
+    """Return whether an open lock file is still the one at its path, where others look for it.
+
+    Who makes a lock file holds it a moment later. Meanwhile a sweep may have taken it for one of the dead.
+    """
+    try:
+        return os.path.samestat(os.stat(path, dir_fd=root_fd, follow_symlinks=False), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def close_lock(fd: int) -> None:
+    """Close a lock file. A file system that is gone fails that, and the descriptor is free all the same."""
+    with suppress(OSError):
+        os.close(fd)
+
+
+def try_lock(fd: int, *, shared: bool = False) -> bool | None:
+    """Lock an open file without waiting. None where the file system has no such locks."""
+    keep_fd_from_children(fd)  # or a child would hold the lock of a parent that is dead
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _UNSUPPORTED:
+            return None
+        raise
+    return True
+
+
+def lock_with_timeout(fd: int, path: str, patience_s: float = _PATIENCE_S) -> bool:
+    """Lock an open file that nobody holds for long. False where the file system has no locks.
+
+    Raises:
+        TimeoutError: somebody held it for seconds: a process that is stopped, or a share that hangs.
+    """
+    give_up_at = time.monotonic() + patience_s
+    pause_s = 0.0002
+    while (locked := try_lock(fd)) is False:
+        if time.monotonic() > give_up_at:
+            raise TimeoutError(errno.ETIMEDOUT, f"another process has held it for {patience_s} s", path)
+        time.sleep(pause_s)
+        pause_s = min(0.01, 2 * pause_s)
+    return locked is True
+
+
+@contextmanager
+def wait_for_lock(root_fd: int, path: str, *, create: bool) -> Iterator[None]:
+    """Hold a lock that nobody holds for long.
+
+    Raises:
+        TimeoutError: somebody held it for seconds: a process that is stopped, or a share that hangs.
+    """
+    fd = open_lock(root_fd, path, create=create)
+    try:
+        if not lock_with_timeout(fd, path):
+            _log.warning(
+                "%s: the file system has no locks, so resets by two engines may collide: reset one by one",
+                path,
+            )
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def exclusive_lock(root_fd: int, path: str, *, create: bool) -> Iterator[bool]:
+    """Hold a lock file if nobody else does. Yields whether it is held."""
+    fd = open_lock(root_fd, path, create=create)
+    try:
+        yield try_lock(fd) is True
+    finally:
+        os.close(fd)

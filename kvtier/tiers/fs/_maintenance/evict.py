@@ -1,0 +1,261 @@
+"""Makes room below a root. It needs no engine; one process at a time does it for all.
+
+What no engine can use goes first: orphaned chunks, old epochs, leftovers of dead writers, the quarantine.
+Then chunks leave by age (see ``ages``), from all namespaces alike. The root is never listed or sorted as a
+whole: a random sample of its directories shows how old chunks are, and decides which ages leave. Directories
+are then visited in random order until there is room. Hashes spread chunks evenly over directories, so any
+sample is like the whole.
+
+A chunk that is removed while a reader has it open is read to its end. Unfinished files lie in their writer's
+own directory and are not touched; nor are files that are not named as chunks, wherever they lie.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvtier.tiers.fs import _layout as layout
+from kvtier.tiers.fs._files import ChunkFiles
+from kvtier.tiers.fs._files.base import Failures
+from kvtier.tiers.fs._files.call import StopFlag
+from kvtier.tiers.fs._maintenance import ages
+from kvtier.tiers.fs._maintenance.ages import Cutoffs, Histogram
+from kvtier.tiers.fs._maintenance.removal import Removal
+from kvtier.tiers.fs._maintenance.scan import ChunkScan
+from kvtier.tiers.fs._maintenance.sweep import Sweeper
+from kvtier.tiers.fs._quota import ledger
+from kvtier.tiers.fs._root import Root
+
+SAMPLE_FILES: Final = 32_768
+"""Size of the sample of files that decides which ages leave; all files, if there are fewer."""
+
+_ROUNDS: Final = 4
+_log = logging.getLogger("kvtier.tiers.fs")
+
+Gone = Callable[[str, Sequence[str]], None]
+"""Called with an epoch's directory and the paths below it of chunks that were removed."""
+
+Freed = Callable[[int], None]
+"""Called with the bytes removed since the last call, so that others can use them before all is done."""
+
+
+def _ignore(*details: object) -> None:
+    """Do nothing with what was removed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """What making room has done.
+
+    Attributes:
+        is_mine: whether this process did it; if not, another process is doing it, and this one did nothing.
+        leftover_bytes: bytes removed that no engine could use any more.
+        chunks: chunks removed by age, or because they were not used for ``ttl_s``.
+        chunk_bytes: bytes of these chunks, and of directories that became empty.
+        failures: what could not be removed or looked into.
+    """
+
+    is_mine: bool
+    leftover_bytes: int = 0
+    chunks: int = 0
+    chunk_bytes: int = 0
+    failures: Failures = field(default_factory=Counter)
+
+    @property
+    def bytes(self) -> int:
+        """All bytes removed."""
+        return self.leftover_bytes + self.chunk_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One directory with chunks: hashes spread over those of an epoch."""
+
+    data_dir: str
+    name: str
+
+
+class Evictor:
+    """Makes room below a root.
+
+    Args:
+        root_fd: the root directory, open.
+        files: what removes directories.
+        stop: set to make it end early.
+        gone: called with what was removed.
+        ours: writers that live in this process.
+        only: names of the namespaces that are looked at; None for all.
+        dry_run: remove nothing, and answer what would be removed. What one call has counted is gone for the
+            next one. No lock is taken, and nothing is written.
+        chance: decides the order of the directories; with the same seed a dry run and a run agree.
+    """
+
+    def __init__(
+        self,
+        root_fd: int,
+        files: ChunkFiles,
+        stop: StopFlag,
+        gone: Gone = _ignore,
+        ours: frozenset[str] = frozenset(),
+        only: Container[str] | None = None,
+        *,
+        dry_run: bool = False,
+        chance: random.Random | None = None,
+    ) -> None:
+        self._only = only
+        self._root_fd = root_fd
+        self._removal = Removal(root_fd, files, stop, dry_run=dry_run)
+        self._stop = stop
+        self._gone = gone
+        self._ours = ours
+        self._random = chance or random.Random()
+        self._counted = ages.NOTHING if dry_run else None
+
+    def sweep(self) -> Evicted:
+        """Remove what nobody can use any more, and of the quarantine what is beyond its bound. Blocks.
+
+        Raises:
+            OSError: the root cannot be looked at.
+        """
+        with Root.at(self._root_fd, self._only) as root:
+            sweeper = self._sweeper(root)
+            removed = sweeper.sweep() + sweeper.sweep_orphans(lambda _: False)
+        return Evicted(True, removed, failures=self._removal.take_failures())
+
+    def make_room(self, need_bytes: int, freed: Freed = _ignore) -> Evicted:
+        """Remove ``need_bytes``, or all there is where that is less, and report to ``freed``. Blocks.
+
+        Raises:
+            OSError: the root cannot be looked at.
+        """
+        with self._elected() as now_ns, Root.at(self._root_fd, self._only) as root:
+            if now_ns is None:
+                return Evicted(is_mine=False)
+            leftover = self._remove_leftovers(root, need_bytes)
+            freed(leftover)
+            scan = self._remove_by_age(root, now_ns, need_bytes - leftover, freed)
+        return self._evicted(scan, leftover)
+
+    def expire(self, ttl_s: float, freed: Freed = _ignore) -> Evicted:
+        """Remove what was not used for ``ttl_s``, and report to ``freed``. Blocks.
+
+        Raises:
+            OSError: the root cannot be looked at.
+        """
+        with self._elected() as now_ns, Root.at(self._root_fd, self._only) as root:
+            if now_ns is None:
+                return Evicted(is_mine=False)
+            scan = self._scan(now_ns, cutoffs=ages.expired(ttl_s), want_bytes=ages.NEVER)
+            self._carry_out(self._parts(root), scan, freed)
+        return self._evicted(scan)
+
+    @contextmanager
+    def _elected(self) -> Iterator[int | None]:
+        """Become the one process that removes. Yields the time now, None where another does."""
+        if self._removal.dry_run:
+            yield _clock(None)
+            return
+        with ledger.elected(self._root_fd, ledger.EVICTING) as lock:
+            yield None if lock is None else _clock(lock)
+
+    def _scan(
+        self,
+        now_ns: int,
+        histogram: Histogram | None = None,
+        cutoffs: Cutoffs = ages.NOTHING,
+        want_bytes: int = 0,
+    ) -> ChunkScan:
+        return ChunkScan(now_ns, histogram, cutoffs, want_bytes, gone=self._counted)
+
+    def _parts(self, root: Root) -> list[_Part]:
+        """List the directories with chunks, of all namespaces that kvtier has made."""
+        return [
+            _Part(found.name, name)
+            for namespace in root.namespaces()
+            if namespace.is_kvtiers
+            for found in namespace.data_dirs
+            if not self._removal.is_gone(found.name)
+            for name in root.names(found.name)
+            if layout.PART.fullmatch(name)
+        ]
+
+    def _sweeper(self, root: Root) -> Sweeper:
+        return Sweeper(root, self._removal, self._ours)
+
+    def _evicted(self, scan: ChunkScan, leftover_bytes: int = 0) -> Evicted:
+        failures = self._removal.take_failures() + scan.failures
+        return Evicted(True, leftover_bytes, scan.removed, scan.removed_bytes, failures)
+
+    def _remove_leftovers(self, root: Root, need_bytes: int) -> int:
+        sweeper = self._sweeper(root)
+        removed = sweeper.sweep_orphans(lambda done: done >= need_bytes)
+        if removed < need_bytes:
+            removed += sweeper.sweep()
+        left = need_bytes - removed
+        return removed + sweeper.sweep_quarantines(lambda done: done >= left)
+
+    def _remove_by_age(self, root: Root, now_ns: int, need_bytes: int, freed: Freed) -> ChunkScan:
+        scan = self._scan(now_ns, want_bytes=max(0, need_bytes))
+        parts = self._parts(root)
+        for _ in range(_ROUNDS):  # what the sample says of the whole can be a little too young
+            if scan.is_done or self._stop:
+                break
+            self._random.shuffle(parts)
+            # What cannot be removed is among the oldest again: as much of what is younger leaves instead.
+            cutoffs = self._plan(parts, now_ns, scan.want_bytes - scan.removed_bytes + scan.failed_bytes)
+            if cutoffs == ages.NOTHING:
+                break
+            scan.cutoffs = cutoffs
+            self._carry_out(parts, scan, freed)
+        return scan
+
+    def _carry_out(self, parts: Sequence[_Part], scan: ChunkScan, freed: Freed) -> None:
+        """Remove what is older than the cutoffs. Of several rounds the one with most failures counts: what
+        cannot be removed fails again, unless there is room before it is looked at.
+        """
+        before, scan.failures, scan.failed_bytes = scan.failures, Counter(), 0
+        self._look_at(parts, scan, freed)
+        scan.failures |= before
+        if self._counted is not None:
+            self._counted = scan.gone = self._counted.and_older(scan.cutoffs)
+
+    def _plan(self, parts: Sequence[_Part], now_ns: int, need_bytes: int) -> Cutoffs:
+        sample, looked_at = self._scan(now_ns, Histogram()), 0
+        for part in parts:
+            if sample.seen >= SAMPLE_FILES or self._stop:
+                break
+            self._look_at((part,), sample)
+            looked_at += 1
+        assert sample.histogram is not None
+        return ages.plan(sample.histogram, looked_at / max(1, len(parts)), need_bytes)
+
+    def _look_at(self, parts: Iterable[_Part], scan: ChunkScan, freed: Freed = _ignore) -> None:
+        for part in parts:
+            if self._stop or (scan.want_bytes and scan.is_done):
+                break
+            before, path = scan.removed_bytes, f"{part.data_dir}/{part.name}"
+            removed: list[str] = []
+            try:
+                removed = scan.look(self._root_fd, path, self._stop)
+            except OSError as error:  # it has vanished, or cannot be read: then the others
+                scan.note(error)
+            if removed:
+                scan.removed_bytes += self._removal.folder(path, is_empty=not scan.left)
+                freed(scan.removed_bytes - before)
+                self._gone(part.data_dir, [f"{part.name}/{path}" for path in removed])
+
+
+def _clock(lock: int | None) -> int:
+    """Return the time in ns: of an open file by its file system's clock, which a server may have."""
+    if lock is None:
+        return time.time_ns()
+    os.utime(lock)
+    return os.fstat(lock).st_mtime_ns

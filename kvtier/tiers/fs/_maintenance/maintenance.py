@@ -1,0 +1,396 @@
+"""What the file tier does in the background: count, sweep, evict, set times, list what is there.
+
+Two threads do it. What may take minutes on a cold disk (counting, listing, sweeping) has one of its
+own, so that room is made meanwhile. Nothing of it can fail a put or a get: it is written to the log and
+tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import anyio
+
+from kvtier._telemetry.log_limit import LogLimit
+from kvtier.keys import OffloadKey
+from kvtier.tiers.fs._config import FsConfig
+from kvtier.tiers.fs._files.base import PARTS, ChunkFiles, key_of
+from kvtier.tiers.fs._files.call import FileCall, Place, StopFlag
+from kvtier.tiers.fs._files.index import Index, make_index
+from kvtier.tiers.fs._files.workers import Workers, post
+from kvtier.tiers.fs._maintenance.evict import Evictor, Freed
+from kvtier.tiers.fs._maintenance.recency import Recency
+from kvtier.tiers.fs._maintenance.removal import Removal
+from kvtier.tiers.fs._maintenance.sweep import Sweeper
+from kvtier.tiers.fs._namespace import Epoch, Namespace
+from kvtier.tiers.fs._quota import ledger
+from kvtier.tiers.fs._quota.quota import Quota
+from kvtier.tiers.fs._root import Root
+
+TICK_S: Final = 2.0
+"""Between two looks at the ledger, which return a lease that is not used and see what others need."""
+
+UNCOUNTED_S: Final = 1.0
+"""Between two tries to have the root counted, where it was never counted."""
+
+ROOM_EVERY_S: Final = 0.02
+"""Between two tries of a put that waits for room while another process makes it."""
+
+EVICTION_PAUSE_S: Final = (0.1, 30.0)
+"""After nothing could be removed, so long nothing is tried again: at first, and at most."""
+
+_TOUCHED_A_CALL: Final = 1024
+_FRESH_MARKS: Final = 65_536
+_MANY_MARKS: Final = 64
+_LEFT: Final = 65_536
+_BREATH_S: Final = 0.001
+_LINES_EVERY_S: Final = 30.0
+_log = logging.getLogger("kvtier.tiers.fs")
+
+
+@dataclass
+class _Watched:
+    """An epoch and what is known of it: one object, for whoever is late must not mix two epochs.
+
+    Attributes:
+        place: the epoch's.
+        index: what is known of its chunks.
+        listed: chunks when it was listed last; -1 before.
+    """
+
+    place: Place
+    index: Index
+    listed: int = -1
+
+
+class Maintenance:
+    """The background work of one open tier.
+
+    Args:
+        config: the tier's settings.
+        namespace: its place.
+        quota: its bounds.
+        files: what works on chunks.
+        closing: set when the tier closes.
+        removed: called with the keys that have left.
+        lost: called where another directory is at the root's path, such as that of a new mount.
+        epoch: the one to look after until ``follow`` names another.
+
+    Attributes:
+        evicted_chunks: chunks that this process has evicted.
+        evicted_bytes: bytes that it has removed to make room.
+    """
+
+    def __init__(
+        self,
+        config: FsConfig,
+        namespace: Namespace,
+        quota: Quota,
+        files: ChunkFiles,
+        closing: StopFlag,
+        removed: Callable[[Sequence[OffloadKey]], None],
+        lost: Callable[[str], None],
+        epoch: Epoch,
+    ) -> None:
+        self.evicted_chunks = 0
+        self.evicted_bytes = 0
+        self._config = config
+        self._namespace = namespace
+        self._quota = quota
+        self._files = files
+        self._closing = closing
+        self._removed = removed
+        self._lost = lost
+        self._loop = asyncio.get_running_loop()
+        self._slow = Workers(f"{config.type}-maintain", 1)
+        self._quick = Workers(f"{config.type}-evict", 1)
+        self.workers: Final = (self._slow, self._quick)
+        self._recency = Recency()
+        self._evictor = Evictor(namespace.root_fd, files, closing, self._gone, frozenset({namespace.writer}))
+        self._watched = _Watched(epoch.place, make_index())
+        self._left: deque[OffloadKey] = deque(maxlen=_LEFT)
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._asked = threading.Lock()  # held from a call for room until it is answered
+        self._renewing = threading.Lock()  # the same for a lease
+        self._recounting = threading.Lock()  # and for a count that cannot wait for the next one
+        self._room_made = asyncio.Event()
+        self._eviction_pause_s = 0.0
+        self._eviction_paused_until = 0.0
+        self._is_warned = False
+        self._log_limit = LogLimit(_LINES_EVERY_S)
+
+    # ------------------------------------------------------------------------- in the event loop
+
+    @property
+    def index(self) -> Index:
+        """What is known of the epoch's chunks."""
+        return self._watched.index
+
+    def begin(self, counted: asyncio.Event | None = None) -> None:
+        """Look after the epoch: at once, and from time to time.
+
+        Args:
+            counted: set when the root's bytes are known, or could not be counted.
+        """
+        self._look_after(counted)
+        self._after("tick", TICK_S, self._tick)
+
+    def follow(self, epoch: Epoch) -> None:
+        """Look after this epoch from now on, of which nothing is known yet."""
+        self._watched = _Watched(epoch.place, make_index())
+        self._recency.clear()
+        self.begin()
+
+    def stop(self) -> None:
+        """Begin nothing more. ``closing`` is set already."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        self._wake_puts()
+
+    def learn(self, place: Place, there: Sequence[OffloadKey], gone: Sequence[OffloadKey] = ()) -> None:
+        """Note which chunks of an epoch are there and which are not. Any thread may call it."""
+        watched = self._watched
+        if place is watched.place:  # what began before a reset says nothing of the epoch after it
+            watched.index.add(there)
+            self._forget(watched, gone)
+
+    def _forget(self, watched: _Watched, gone: Sequence[OffloadKey]) -> None:
+        if gone:
+            self._left.extend(gone)  # before: a list may be about to bring them back
+            watched.index.discard(gone)
+
+    def note_used(self, keys: Sequence[OffloadKey]) -> None:
+        """Note that chunks were used. Any thread may call it."""
+        self._recency.note(keys)
+
+    def make_room_soon(self) -> None:
+        """Request an eviction if one is due. Any thread may call it."""
+        if not self._closing and not self._is_eviction_paused and self._asked.acquire(blocking=False):
+            self._quick.submit(self._make_room)
+
+    async def room_made(self, give_up_at: float) -> bool:
+        """Request an eviction, and wait for room. Returns whether a put that was refused should try again.
+
+        Another process may be the one that makes room, unseen, so this returns after a moment.
+
+        Args:
+            give_up_at: when nobody waits any more, on the loop's clock.
+        """
+        left_s = give_up_at - self._loop.time()
+        if left_s <= 0 or self._closing or not self._quota.can_make_room or self._is_eviction_paused:
+            return False
+        if self._quota.unconfirmed_bytes:
+            self._recount_soon()
+        self.make_room_soon()
+        with anyio.move_on_after(min(left_s, ROOM_EVERY_S)):
+            await self._room_made.wait()
+        return True
+
+    def renew_lease_soon(self) -> None:
+        """Request a new lease before it is used up. Any thread may call it."""
+        if not self._closing and self._renewing.acquire(blocking=False):
+            self._quick.submit(self._renew_lease)
+
+    @property
+    def _is_eviction_paused(self) -> bool:
+        """Whether nothing could be removed a moment ago."""
+        return time.monotonic() < self._eviction_paused_until
+
+    def _wake_puts(self) -> None:
+        """Wake the puts that wait for room."""
+        self._room_made.set()
+        self._room_made = asyncio.Event()
+
+    def _recount_soon(self) -> None:
+        if self._recounting.acquire(blocking=False):
+            self._slow.submit(self._recount)
+
+    def _after(self, name: str, seconds: float, action: Callable[[], None]) -> None:
+        if name in self._timers:
+            self._timers[name].cancel()
+        if not self._closing:
+            self._timers[name] = self._loop.call_later(seconds, action)
+
+    def _look_after(self, counted: asyncio.Event | None = None) -> None:
+        if not self._closing:
+            self._slow.submit(partial(self._do_slow_work, self._watched, counted))
+
+    def _tick(self) -> None:
+        self._quick.submit(partial(self._do_tick, self._watched.place))
+
+    def _plan_next(self) -> None:
+        every_s = min(self._config.recount_s, self._config.ttl_s or self._config.recount_s)
+        if self._quota.used_bytes is None:
+            every_s = min(every_s, UNCOUNTED_S)
+        self._after("look after", every_s, self._look_after)
+
+    # ---------------------------------------------------------------------------- in two threads
+
+    def _do_slow_work(self, watched: _Watched, counted: asyncio.Event | None) -> None:
+        self._try(self._count, "counted")
+        if counted is not None:
+            post(self._loop, counted.set)
+        if self._namespace.read_only is None:
+            self._try(self._sweep, "swept")
+            if self._config.ttl_s is not None:
+                self._try(partial(self._expire, self._config.ttl_s), "looked through for what is too old")
+        self._try(partial(self._list, watched), "listed")
+        post(self._loop, self._plan_next)
+
+    def _do_tick(self, place: Place) -> None:
+        if self._namespace.is_replaced():
+            self._lost(f"another directory is at {self._config.root_dir} now")
+        self._try(self._quota.refresh, "asked for its ledger")
+        if self._quota.excess_bytes:
+            self.make_room_soon()
+        if self._quota.unconfirmed_bytes:
+            self._recount_soon()
+        if self._namespace.read_only is None:
+            self._try(partial(self._touch, place), "updated with what was used")
+        post(self._loop, partial(self._after, "tick", TICK_S, self._tick))
+
+    def _count(self) -> None:
+        if not self._quota.count_is_due(self._config.recount_s):
+            return
+        if self._namespace.read_only is not None:
+            self._quota.count(self._add_up)
+            return
+        with ledger.elected(self._namespace.root_fd, ledger.COUNTING) as lock:
+            if lock is not None:
+                self._quota.count(self._add_up)
+
+    def _recount(self) -> None:
+        try:
+            self._try(self._count, "counted")
+        finally:
+            self._recounting.release()
+
+    def _add_up(self) -> int:
+        return self._files.tree_bytes(self._namespace.root_fd, ".", self._closing)
+
+    def _sweep(self) -> None:
+        with Root.at(self._namespace.root_fd) as root:
+            ours = frozenset({self._namespace.writer})
+            freed = self._count_freed()
+            removal = Removal(root.fd, self._files, self._closing)
+            sweeper = Sweeper(root, removal, ours)
+            freed(sweeper.sweep())
+            for problem in sweeper.problems:
+                self.warn("quarantine", problem)
+
+    def _expire(self, ttl_s: float) -> None:
+        self.evicted_chunks += self._evictor.expire(ttl_s, self._count_freed()).chunks
+
+    def _list(self, watched: _Watched) -> None:
+        """List the epoch's chunks, the first time and when there may be many that are not there any more."""
+        index, place = watched.index, watched.place
+        if watched.listed >= 0:
+            if len(index) <= 2 * watched.listed + _FRESH_MARKS:
+                return
+            index = make_index()
+        for part in range(PARTS if self._namespace.has_data(place) else 0):
+            self._left.clear()
+            marks = self._files.fingerprints(place, part, self._closing)
+            index.add_listed(marks)
+            index.discard(list(self._left))  # what has left since it was listed
+            if len(marks) > _MANY_MARKS:
+                time.sleep(_BREATH_S)  # an engine that computes wants the interpreter as well
+        watched.index, watched.listed = index, len(index)
+
+    def _make_room(self) -> None:
+        try:
+            self._try(self._evict, "made room in")
+        finally:
+            self._asked.release()
+            post(self._loop, self._wake_puts)
+
+    def _renew_lease(self) -> None:
+        try:
+            self._try(self._quota.renew, "asked for a lease")
+        finally:
+            self._renewing.release()
+
+    def _evict(self) -> None:
+        need = self._quota.excess_bytes
+        if not need:
+            return
+        evicted = self._evictor.make_room(need, self._count_freed())
+        self.evicted_chunks += evicted.chunks
+        if evicted.failures:
+            reasons = ", ".join(f"{os.strerror(n)} ({count})" for n, count in evicted.failures.items())
+            self.warn("failures", f"files or directories could not be removed or read: {reasons}")
+        if evicted.is_mine:
+            self._pause_eviction_if_futile(need, evicted.bytes)
+
+    def _pause_eviction_if_futile(self, need: int, removed: int) -> None:
+        """Pause eviction for a while if it could remove nothing.
+
+        While puts are under way there is no pause: their files take room, and can be evicted once complete.
+        """
+        first_s, most_s = EVICTION_PAUSE_S
+        can_leave = removed or self._quota.has_puts_under_way
+        self._eviction_pause_s = 0.0 if can_leave else min(most_s, 2 * self._eviction_pause_s or first_s)
+        self._eviction_paused_until = time.monotonic() + self._eviction_pause_s
+        if self._eviction_pause_s == most_s and not self._is_warned:
+            self._is_warned = True
+            _log.warning(
+                "%s: %d bytes too many, and no chunks are left to evict: free disk space, or raise max_bytes",
+                self._config.root_dir,
+                need,
+            )
+
+    def _count_freed(self) -> Freed:
+        """Return a callback for the bytes that are removed from now on, called as often as there are some."""
+        since = self._quota.mark()
+
+        def freed(count: int) -> None:
+            nonlocal since
+            self.evicted_bytes += count
+            since = self._quota.changed(-count, since)
+            if self._quota.needs_renewal:  # who makes room for long cannot be asked for a lease meanwhile
+                self._quota.renew()
+
+        return freed
+
+    def _gone(self, data_dir: str, paths: Sequence[str]) -> None:
+        watched = self._watched
+        if data_dir == watched.place.data_dir:
+            keys = [key for path in paths if (key := key_of(path)) is not None]
+            self._forget(watched, keys)
+            self._removed(keys)
+
+    def _touch(self, place: Place) -> None:
+        keys = self._recency.take()
+        for first in range(0, len(keys), _TOUCHED_A_CALL):
+            call = FileCall(place, keys[first : first + _TOUCHED_A_CALL])
+            self._files.touch(call, 0, len(call))
+            if self._closing:
+                return
+
+    def _try(self, work: Callable[[], None], what: str) -> None:
+        try:
+            work()
+        except Exception:
+            if not self._closing:
+                with suppress(Exception):
+                    self._complain(what)
+
+    def _complain(self, what: str) -> None:
+        self.warn(what, f"could not be {what}", exc_info=True)
+
+    def warn(self, subject: str, text: str, *, exc_info: bool = False) -> None:
+        """Write a line about the root to the log, unless there was one about the subject a moment ago."""
+        added = self._log_limit.allow(subject, time.monotonic())
+        if added is not None:
+            _log.warning("%s: %s%s", self._config.root_dir, text, added, exc_info=exc_info)

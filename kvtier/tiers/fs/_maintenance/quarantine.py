@@ -1,0 +1,170 @@
+"""Where files go that failed a check: out of the way, never deleted unseen, bounded in number.
+
+Anything may lie in a chunk's place: a directory, a FIFO, something that nobody may remove. When the oldest
+entries cannot be removed and the quarantine is full, nothing more is moved: what failed stays where it is,
+and is a miss each time.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+from kvtier._telemetry.log_limit import LogLimit
+from kvtier.keys import OffloadKey, content_hash, group_index
+from kvtier.tiers.fs._files import make_files
+from kvtier.tiers.fs._files.call import FileCall, Result, StopFlag
+from kvtier.tiers.fs._layout import DIRECTORY_MODE, chunk_path
+from kvtier.tiers.fs._maintenance.removal import Removal
+
+MAX_FILES: Final = 128
+"""Entries in the quarantine of one namespace, of whatever kind."""
+
+FULL_S: Final = 30.0
+"""After the quarantine was full of what cannot be removed, nothing is moved for so long."""
+
+_MAX_REPORTED: Final = 1024
+_LINES_EVERY_S: Final = 30.0
+_OURS: Final = re.compile(r".+\.[a-z]+\.([0-9]{1,20})-[0-9]{1,10}")
+
+_log = logging.getLogger("kvtier.tiers.fs")
+
+
+class Quarantine:
+    """The quarantine of one namespace. Any thread may call it.
+
+    Args:
+        root_fd: the tier's root directory, open.
+        namespace: name of the namespace's directory.
+    """
+
+    def __init__(self, root_fd: int, namespace: str) -> None:
+        self._root_fd = root_fd
+        self._folder = f"{namespace}/quarantine"
+        self._removal = Removal(root_fd, make_files(), StopFlag())
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._reported: set[tuple[str, int]] = set()
+        self._full_until = 0.0
+        self._log_limit = LogLimit(_LINES_EVERY_S)
+
+    def counts(self) -> Mapping[str, int]:
+        """Return how many files were set aside since the tier opened, by reason."""
+        with self._lock:
+            return dict(self._counts)
+
+    def set_aside(self, call: FileCall, i: int) -> bool:
+        """Move chunk ``i`` away, unless another one has taken its place since. Returns whether it was moved.
+
+        Where it cannot be moved it stays, and fails its check each time it is read.
+
+        Args:
+            call: the get that found it, or the put that found something else in its place: ``call.inodes``
+                says which file.
+            i: which chunk.
+        """
+        key, reason = call.keys[i], Result(call.results[i]).name.lower()
+        path = chunk_path(call.place.data_dir, key)
+        target = self.target(key, reason)
+        with self._lock:
+            try:
+                with suppress(FileExistsError):
+                    os.mkdir(self._folder, DIRECTORY_MODE, dir_fd=self._root_fd)
+                self._require_place()
+                if not self._move(path, call.inodes[i], target):
+                    return False  # another reader was faster
+            except OSError as error:
+                self._count_once(path, call.inodes[i], reason)
+                what = "%s failed its check (%s) and cannot be set aside: %s"
+                self._log(logging.ERROR, what, path, reason, error.strerror or error)
+                return False
+            self._counts[reason] += 1
+            self._log(logging.ERROR, "%s failed its check (%s) and was moved to %s", path, reason, target)
+            return True
+
+    def _move(self, path: str, inode: int, target: str) -> bool:
+        with suppress(FileNotFoundError):
+            if os.stat(path, dir_fd=self._root_fd, follow_symlinks=False).st_ino == inode:
+                os.rename(path, target, src_dir_fd=self._root_fd, dst_dir_fd=self._root_fd)
+                return True
+        return False
+
+    def target(self, key: OffloadKey, reason: str) -> str:
+        """Name the file that a chunk goes to, relative to the root."""
+        name = f"{content_hash(key).hex()}_g{group_index(key)}.{reason}.{time.time_ns()}-{os.getpid()}"
+        return f"{self._folder}/{name}"
+
+    def _count_once(self, path: str, inode: int, reason: str) -> None:
+        if len(self._reported) >= _MAX_REPORTED:
+            self._reported.clear()
+        if (path, inode) not in self._reported:
+            self._reported.add((path, inode))
+            self._counts[reason] += 1
+
+    def _require_place(self) -> None:
+        """Remove the oldest entries until there is a place for one more. OSError where there is none."""
+        if time.monotonic() >= self._full_until:
+            pruned = prune(self._removal, self._folder, MAX_FILES - 1)
+            if pruned.entries:
+                what = "%s has no more than %d places, of the oldest entries %d were removed"
+                self._log(logging.WARNING, what, self._folder, MAX_FILES, pruned.entries)
+            if pruned.problem is None:
+                return
+            self._full_until = time.monotonic() + FULL_S
+            what = "%s is full and nothing more is moved there: its entries cannot be removed (%s)"
+            self._log(logging.WARNING, what, self._folder, pruned.problem)
+        raise OSError(errno.ENOSPC, "the quarantine is full of what cannot be removed")
+
+    def _log(self, level: int, what: str, *details: object) -> None:
+        """Write a line, unless one of its kind was written a moment ago."""
+        added = self._log_limit.allow(what, time.monotonic())
+        if added is not None:
+            _log.log(level, what + "%s", *details, added)
+
+
+class Pruned(NamedTuple):
+    """What ``prune`` has done.
+
+    Attributes:
+        entries: how many are gone.
+        bytes: that they took.
+        problem: why there are still too many; None where there are not.
+    """
+
+    entries: int
+    bytes: int
+    problem: str | None
+
+
+def prune(removal: Removal, folder: str, keep: int) -> Pruned:
+    """Remove the oldest entries of a quarantine, until there are ``keep``."""
+    try:
+        names = removal.names(folder)
+    except OSError as error:
+        return Pruned(0, 0, error.strerror)
+    entries, removed_bytes, problem = 0, 0, "not kvtier's"
+    for name in by_age(names):
+        if len(names) - entries <= keep:
+            break
+        try:
+            removed_bytes += removal.entry(f"{folder}/{name}")
+            entries += 1
+        except FileNotFoundError:
+            entries += 1
+        except OSError as error:
+            problem = error.strerror or problem
+    return Pruned(entries, removed_bytes, None if len(names) - entries <= keep else problem)
+
+
+def by_age(names: Iterable[str]) -> list[str]:
+    """Return the names of entries that were set aside, the oldest first, and no other names."""
+    aged = [(int(found[1]), name) for name in names if (found := _OURS.fullmatch(name))]
+    return [name for _, name in sorted(aged)]

@@ -1,0 +1,142 @@
+"""Removing what nobody will use any more, in every namespace of a root. Blocks; needs no engine.
+
+What a writer has not finished is removed when its lock shows that it is dead. An epoch is removed when
+it is behind and nobody holds its users' lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from kvtier.tiers.fs import _layout as layout
+from kvtier.tiers.fs._files import ChunkFiles
+from kvtier.tiers.fs._files.call import StopFlag
+from kvtier.tiers.fs._locks import wait_for_lock
+from kvtier.tiers.fs._maintenance.quarantine import MAX_FILES, by_age, prune
+from kvtier.tiers.fs._maintenance.removal import Removal
+from kvtier.tiers.fs._root import Namespace, Root
+
+
+def remove_cache(root: Root, name: str, files: ChunkFiles) -> bool:
+    """Remove a cache that no living process uses.
+
+    Returns:
+        Whether the cache is gone.
+
+    Raises:
+        OSError: something cannot be removed.
+        TierError: the root cannot be read, or has no such cache.
+    """
+    namespace, stop = root.namespace(name), StopFlag()
+    with wait_for_lock(root.fd, f"{name}/epoch.lock", create=True):  # nobody joins meanwhile
+        if not _is_left(root, namespace):
+            return False
+        for found in namespace.data_dirs:
+            files.tree_remove(root.fd, found.name, stop)
+        files.tree_remove(root.fd, name, stop)
+    return True
+
+
+def _is_left(root: Root, namespace: Namespace) -> bool:
+    """Return whether nobody uses a cache, under its epoch's lock."""
+    users = [name for name in root.names(namespace.name) if layout.epoch_of_users_lock(name) is not None]
+    used = [root.is_locked(f"{namespace.name}/{name}") for name in users]
+    return not any(alive is not False for alive in (*used, *namespace.writers().values()))
+
+
+class Sweeper:
+    """Removes what is left over below a root.
+
+    Args:
+        root: the root, open.
+        removal: what removes, or counts.
+        ours: writers of this process: with some network file systems a lock does not tell two
+            users in one process apart.
+
+    Attributes:
+        problems: what should have been removed and could not be, and why.
+    """
+
+    def __init__(self, root: Root, removal: Removal, ours: frozenset[str] = frozenset()) -> None:
+        self._root = root
+        self._removal = removal
+        self._stop = removal.stop
+        self._ours = ours
+        self.problems: list[str] = []
+
+    def sweep(self) -> int:
+        """Remove what the dead left behind and epochs that nobody uses. Returns the bytes removed, about."""
+        removed = 0
+        for namespace in self._root.namespaces():
+            removed += self.sweep_writers(namespace) + self.sweep_epochs(namespace)
+            if namespace.is_kvtiers:
+                removed += self._prune_quarantine(namespace)
+        return removed
+
+    def sweep_writers(self, namespace: Namespace) -> int:
+        """Remove the unfinished files of dead writers."""
+        folder = f"{namespace.name}/.tmp"
+        names = set(self._root.names(folder))
+        removed = 0
+        for writer in {name.removesuffix(".lock") for name in names} - self._ours:
+            if self._stop:
+                break
+            lock = f"{folder}/{writer}.lock"
+            with suppress(OSError), self._removal.alone(lock, create=False) as alone:
+                if alone:
+                    removed += self._removal.tree(f"{folder}/{writer}")
+            # The lock is there before the directory and goes after it.
+            if f"{writer}.lock" not in names and not self._root.is_file(lock):
+                removed += self._removal.tree(f"{folder}/{writer}")
+        return removed
+
+    def sweep_epochs(self, namespace: Namespace) -> int:
+        """Remove epochs that are behind and that nobody uses."""
+        current = namespace.epoch
+        if current is None:
+            return 0
+        traces = {found.epoch for found in namespace.data_dirs}
+        traces |= {
+            number
+            for name in self._root.names(namespace.name)
+            if (number := layout.epoch_of_users_lock(name)) is not None
+        }
+        removed = 0
+        for number in sorted(number for number in traces if number < current):
+            if self._stop:
+                break
+            lock = layout.users_lock(namespace.name, number)
+            with suppress(OSError), self._removal.alone(lock, create=True) as alone:
+                if alone:
+                    removed += self._removal.tree(layout.data_dir(namespace.name, number))
+        return removed
+
+    def sweep_orphans(self, is_enough: Callable[[int], bool]) -> int:
+        """Remove chunks of which nothing says whose they are, until it is enough."""
+        removed = 0
+        for namespace in self._root.namespaces():
+            if not is_enough(removed) and namespace.is_orphaned:
+                removed += sum(self._removal.tree(found.name) for found in namespace.data_dirs)
+        return removed
+
+    def sweep_quarantines(self, is_enough: Callable[[int], bool]) -> int:
+        """Remove what failed a check, the oldest first in each namespace, until it is enough."""
+        removed = 0
+        for namespace in self._root.namespaces():
+            for name in by_age(namespace.quarantine()):
+                if self._stop or is_enough(removed):
+                    return removed
+                with suppress(OSError):
+                    removed += self._removal.entry(f"{namespace.name}/quarantine/{name}")
+        return removed
+
+    def _prune_quarantine(self, namespace: Namespace) -> int:
+        if self._stop:
+            return 0
+        folder = f"{namespace.name}/quarantine"
+        pruned = prune(self._removal, folder, MAX_FILES)
+        if pruned.problem is not None and not self._stop and self._root.is_there(folder):
+            what = f"{folder} holds more than {MAX_FILES} entries, which cannot be removed"
+            self.problems.append(f"{what}: {pruned.problem}")
+        return pruned.bytes

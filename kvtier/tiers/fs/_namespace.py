@@ -1,0 +1,406 @@
+"""One identity's directories below a root: epoch, writers, and the sweeping of what is left over.
+
+Everything here blocks and runs in the tier's own threads.
+
+**Epochs.** Chunks live in a directory of their epoch. A reset starts an epoch for whoever resets, and
+raises the number in the file ``epoch`` beyond it: whoever opens later starts another one, because the
+reset may have been for weights that the other process alone has. Who opened before keeps its epoch
+until it resets or opens again. An epoch that is behind and that nobody holds a lock on any more is
+removed in the background.
+
+The number never goes back: where the file is missing, unreadable or behind a trace of a higher
+epoch, a number above all traces is taken. Old bytes are lost then, and never mixed up.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Final
+
+from kvtier.errors import IdentityError, TierError
+from kvtier.tiers._base import TierContext
+from kvtier.tiers.fs import _layout as layout
+from kvtier.tiers.fs._config import FsConfig
+from kvtier.tiers.fs._files.call import Flag, Place
+from kvtier.tiers.fs._locks import close_lock, make_writer_lock, open_lock, try_lock, wait_for_lock
+
+_READ_ONLY: Final = frozenset(
+    {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENOLCK}
+)
+_DURABILITY: Final = {
+    "none": Flag.NONE,
+    "data": Flag.SYNC_DATA,
+    "full": Flag.SYNC_DATA | Flag.SYNC_DIRECTORY,
+}
+_log = logging.getLogger("kvtier.tiers.fs")
+
+
+def errno_name(number: int) -> str:
+    """Return an errno's name as reasons have it: ``"enospc"``."""
+    return errno.errorcode.get(number, f"errno_{number}").lower()
+
+
+class Epoch:
+    """An epoch in use by this opener: where its chunks are, and the lock that keeps them.
+
+    Attributes:
+        number: the epoch's number.
+        place: where its chunks are.
+    """
+
+    def __init__(self, number: int, place: Place, lock_fd: int | None) -> None:
+        self.number = number
+        self.place = place
+        self._lock_fd = lock_fd
+        self._holds = 0
+        self._retired = False
+
+    @contextmanager
+    def hold(self) -> Iterator[Place]:
+        """Keep the epoch's files from being swept. In the event loop only."""
+        self._holds += 1
+        try:
+            yield self.place
+        finally:
+            self._holds -= 1
+            self._release_unused()
+
+    def retire(self) -> None:
+        """Give the epoch up as soon as nothing under way holds it. In the event loop only."""
+        self._retired = True
+        self._release_unused()
+
+    def _release_unused(self) -> None:
+        if self._retired and not self._holds and self._lock_fd is not None:
+            close_lock(self._lock_fd)
+            self._lock_fd = None
+
+
+class Namespace:
+    """One identity's directories below a root, opened.
+
+    Attributes:
+        name: name of its directory below the root.
+        root_fd: the root directory, open.
+        direct: whether files bypass the page cache.
+        writer: what this opener's lock and directory for unfinished files are called.
+    """
+
+    def __init__(self, config: FsConfig, context: TierContext, root_fd: int) -> None:
+        self.name = context.identity.namespace
+        self.root_fd = root_fd
+        self._refusal = 0  # errno of the first write, where it failed
+        self.direct = False
+        self._mount = _mount_above(config.root_dir)
+        self._config = config
+        self._context = context
+        self.writer = ""
+        self._writer_fd: int | None = None
+
+    @staticmethod
+    def open(config: FsConfig, context: TierContext) -> tuple[Namespace, Epoch]:
+        """Make or open the directories, join the epoch, and compare or write the manifest. Blocks.
+
+        Raises:
+            TierError: the root can be neither written nor read, direct I/O was asked for and is not
+                possible, or the directory belongs to another cache: the message lists what differs.
+        """
+        root = config.root_dir
+        try:
+            _make_folder(root)
+            root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise _cannot_open(context, root, error) from error
+        namespace = Namespace(config, context, root_fd)
+        epoch = None
+        try:
+            epoch = namespace._join()
+            namespace._agree_on_identity()
+            return namespace, epoch
+        except BaseException as error:
+            if epoch is not None:
+                epoch.retire()
+            namespace.close()
+            if isinstance(error, OSError):
+                raise _cannot_open(context, root, error) from error
+            raise
+
+    @property
+    def read_only(self) -> str | None:
+        """Why nothing can be written, as an errno's name; None where all is well."""
+        return errno_name(self._refusal) if self._refusal else None
+
+    @property
+    def tmp_dir(self) -> str:
+        """This writer's own directory for unfinished files."""
+        return f"{self.name}/.tmp/{self.writer}"
+
+    def has_data(self, place: Place) -> bool:
+        """Return whether an epoch may hold chunks: its directory comes with the first one."""
+        try:
+            os.stat(place.data_dir, dir_fd=self.root_fd)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def is_replaced(self) -> bool:
+        """Return whether there is a directory at the root's path that should be used in place of this one.
+
+        Where there is none what is open may be of use still, and if not, nothing else is. So it is where
+        the file system was unmounted and none is mounted yet: what comes to light below its mount point
+        would fill another disk.
+        """
+        try:
+            there = os.stat(self._config.root_dir)
+            if not os.path.ismount(self._mount) and there.st_dev == os.stat(self._mount).st_dev:
+                return False
+        except OSError:
+            return False
+        try:
+            return not os.path.samestat(there, os.fstat(self.root_fd))
+        except OSError:  # its file system is gone
+            return True
+
+    def close(self) -> None:
+        """Give back the root and this writer's directory. The epoch is retired before.
+
+        On a disk that has failed nothing can be removed: a later engine does it, as for a dead writer.
+        """
+        if self._writer_fd is not None:
+            with suppress(OSError):
+                for name in self._names(self.tmp_dir):
+                    os.unlink(f"{self.tmp_dir}/{name}", dir_fd=self.root_fd)
+            with suppress(OSError):
+                os.rmdir(self.tmp_dir, dir_fd=self.root_fd)
+            with suppress(OSError):
+                os.unlink(f"{self.tmp_dir}.lock", dir_fd=self.root_fd)
+            close_lock(self._writer_fd)
+            self._writer_fd = None
+        os.close(self.root_fd)
+
+    def advance(self, beyond: int) -> Epoch:
+        """Start a new epoch, above ``beyond`` and every trace of an epoch, for this opener alone.
+
+        The new epoch's lock file comes first. It needs no room for bytes, and where the number cannot be
+        written it is a trace that openers see: they take a number above it.
+
+        Raises:
+            OSError: the new number could not be written.
+        """
+        if self._refusal:
+            raise OSError(self._refusal, os.strerror(self._refusal), self.name)
+        with self._epoch_lock():
+            number = max(beyond, self._highest_trace(), self._stored_epoch() or 0) + 1
+            self._require_number(number + 1)
+            epoch = self._enter(number)
+            try:
+                self._write_small("epoch", f"{number + 1}\n")
+            except OSError:
+                epoch.retire()
+                raise
+            return epoch
+
+    # ------------------------------------------------------------------------------ opening
+
+    def _join(self) -> Epoch:
+        try:
+            self._make_writer()
+        except OSError as error:
+            if error.errno not in _READ_ONLY:
+                raise
+            self._accept_read_only(error)
+        with self._epoch_lock():
+            epoch = self._enter(self._current_epoch())
+        self.direct = self._probe_direct()
+        if self.direct:
+            epoch.place = self._place(epoch.number)
+        return epoch
+
+    def _agree_on_identity(self) -> None:
+        """Compare the manifest with the identity; write it where there is none."""
+        where, identity = f"{self.name}/{layout.MANIFEST}", self._context.identity
+        try:
+            try:
+                found = layout.read_small(self.root_fd, where).decode(errors="replace")
+            except FileNotFoundError:
+                if self.read_only is not None:
+                    raise
+                self._write_small(layout.MANIFEST, identity.manifest)
+                return
+            identity.require(found, str(self._config.root_dir / where))
+        except IdentityError as error:
+            raise TierError(f"tier {self._context.name}: {error}") from error
+        except OSError as error:
+            raise TierError(f"tier {self._context.name}: {where} ({errno_name(error.errno or 0)})") from error
+
+    def _accept_read_only(self, error: OSError) -> None:
+        self._refusal = error.errno or errno.EROFS
+        if not self._exists(layout.MANIFEST):
+            raise error
+        where = self._config.root_dir / self.name
+        _log.warning("%s: %s cannot be written (%s): it is only read", self._context.name, where, error)
+
+    def _make_writer(self) -> None:
+        """Make a directory for unfinished files, and a lock that shows that its owner is alive.
+
+        The lock is there before the directory and goes after it: a directory without is left over. Without
+        locks no writer is known to be alive, and no bound holds for several: then nothing is written.
+        """
+        for name in (self.name, f"{self.name}/.tmp"):
+            with suppress(FileExistsError):
+                os.mkdir(name, layout.DIRECTORY_MODE, dir_fd=self.root_fd)
+        self.writer, self._writer_fd = make_writer_lock(self.root_fd, f"{self.name}/.tmp")
+        with suppress(FileExistsError):
+            os.mkdir(self.tmp_dir, layout.DIRECTORY_MODE, dir_fd=self.root_fd)
+
+    def _current_epoch(self) -> int:
+        stored, highest = self._stored_epoch(), self._highest_trace()
+        if stored is not None and stored >= highest:
+            return stored
+        if self.read_only is not None:
+            raise OSError(errno.EINVAL, "the epoch is not readable, and no new one can be written")
+        if stored is not None or highest >= 0:
+            what = "%s: the epoch of %s is missing, damaged or out of bounds; epoch %d starts"
+            _log.warning(what, self._context.name, self.name, highest + 1)
+        self._require_number(highest + 1)
+        self._write_small("epoch", f"{highest + 1}\n")
+        return highest + 1
+
+    def _stored_epoch(self) -> int | None:
+        try:
+            return layout.stored_epoch(self.root_fd, self.name)
+        except OSError:
+            return None
+
+    def _highest_trace(self) -> int:
+        """Return the highest epoch that left a trace, -1 where none did."""
+        found = [
+            trace[1]
+            for name in self._names(".")
+            if (trace := layout.parse_data_dir(name)) and trace[0] == self.name
+        ]
+        locks = (layout.epoch_of_users_lock(name) for name in self._names(self.name))
+        return max((*found, *(number for number in locks if number is not None)), default=-1)
+
+    def _require_number(self, number: int) -> None:
+        """Refuse an epoch above the last one: a forged trace is the only way to get there. OSError."""
+        if number > layout.MAX_EPOCH:
+            what = f"no epoch can follow {number - 1}: remove its data directory, users lock and epoch file"
+            raise OSError(errno.EOVERFLOW, what, self.name)
+
+    def _enter(self, number: int) -> Epoch:
+        """Join an epoch. Under the epoch's lock: nobody can sweep it meanwhile."""
+        lock_fd: int | None = None
+        # A root that cannot be written may have no such file, and then nobody sweeps in it either.
+        writable = self.read_only is None
+        with nullcontext() if writable else suppress(FileNotFoundError):
+            lock_fd = open_lock(self.root_fd, layout.users_lock(self.name, number), create=writable)
+            if try_lock(lock_fd, shared=True) is False:
+                os.close(lock_fd)
+                raise OSError(errno.EAGAIN, "the current epoch is locked by a sweep", self.name)
+        return Epoch(number, self._place(number), lock_fd)
+
+    def _place(self, epoch: int) -> Place:
+        flags = _DURABILITY[self._config.durability] | (Flag.DIRECT if self.direct else Flag.NONE)
+        return Place(
+            root_fd=self.root_fd,
+            data_dir=layout.data_dir(self.name, epoch),
+            tmp_dir=self.tmp_dir,
+            digest=self._context.identity.short_digest,
+            chunk_bytes=self._context.chunk_bytes,
+            flags=flags,
+        )
+
+    def _probe_direct(self) -> bool:
+        """Return whether this file system takes aligned I/O that bypasses the page cache."""
+        if self._config.direct_io == "never":
+            return False
+        try:
+            self._try_direct()
+        except OSError as error:
+            if self._config.direct_io == "always":
+                where = self._config.root_dir
+                raise TierError(
+                    f"tier {self._context.name}: direct_io is 'always', and {where} has none "
+                    f"({error.strerror}); use 'auto'"
+                ) from error
+            return False
+        return True
+
+    def _try_direct(self) -> None:
+        direct = getattr(os, "O_DIRECT", None)
+        if direct is None:
+            raise OSError(errno.EOPNOTSUPP, "this platform has no direct I/O")
+        if self.read_only is not None:
+            path, flags = f"{self.name}/{layout.MANIFEST}", os.O_RDONLY
+        else:
+            path, flags = f"{self.tmp_dir}/probe", os.O_RDWR | os.O_CREAT
+        fd = os.open(path, flags | direct | os.O_CLOEXEC, layout.FILE_MODE, dir_fd=self.root_fd)
+        try:
+            with mmap.mmap(-1, layout.BLOCK_BYTES) as block:
+                if self.read_only is None:
+                    os.pwritev(fd, [block], 0)
+                os.preadv(fd, [block], 0)
+        finally:
+            os.close(fd)
+            if self.read_only is None:
+                os.unlink(path, dir_fd=self.root_fd)
+
+    # -------------------------------------------------------------------------- small files
+
+    def _epoch_lock(self) -> AbstractContextManager[None]:
+        if self.read_only is not None and not self._exists("epoch.lock"):
+            return nullcontext()
+        return wait_for_lock(self.root_fd, f"{self.name}/epoch.lock", create=self.read_only is None)
+
+    def _exists(self, name: str) -> bool:
+        try:
+            os.stat(f"{self.name}/{name}", dir_fd=self.root_fd)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _names(self, folder: str) -> list[str]:
+        try:
+            return layout.names_in(self.root_fd, folder, follow=True)
+        except FileNotFoundError:
+            return []
+
+    def _write_small(self, name: str, text: str) -> None:
+        """Write a file that is there whole or not at all, after a power cut too."""
+        tmp = f"{self.tmp_dir}/{name}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        fd = os.open(tmp, flags, layout.FILE_MODE, dir_fd=self.root_fd)
+        with open(fd, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(fd)
+        os.rename(tmp, f"{self.name}/{name}", src_dir_fd=self.root_fd, dst_dir_fd=self.root_fd)
+        with layout.open_folder(self.root_fd, self.name, follow=True) as folder:
+            os.fsync(folder)
+
+
+def _mount_above(path: Path) -> Path:
+    """Return where the file system is mounted that a path is on."""
+    path = path.resolve()
+    while not os.path.ismount(path):
+        path = path.parent
+    return path
+
+
+def _make_folder(path: Path) -> None:
+    """Make a directory, where it is missing, and those above it: nobody else may look into any of them."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        folder.mkdir(mode=layout.DIRECTORY_MODE, exist_ok=True)
+
+
+def _cannot_open(context: TierContext, root: Path, error: OSError) -> TierError:
+    name = errno_name(error.errno or 0)
+    return TierError(f"tier {context.name}: {root} cannot be used: {error.strerror or error} ({name})")

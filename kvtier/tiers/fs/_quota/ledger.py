@@ -1,0 +1,283 @@
+"""The ledger of a root: one small file that all its writers share, however many processes they are.
+
+::
+
+    <root>/.kvtier/ledger           the accounts, with a checksum
+    <root>/.kvtier/<writer>.lock    held by a writer while it is alive, so that leases of dead ones are seen
+    <root>/.kvtier/evict.lock       held by the one process that evicts
+    <root>/.kvtier/count.lock       held by the one process that counts
+
+The ledger is read and written under its own lock, which is held for these two system calls and a
+question to the file system, and never while chunks are moved. It may be lost, damaged or out of date
+at any time: the root is then taken to hold all that the file system holds until it has been counted.
+It is out of date after a restart of the machine that nobody has survived, for it is not flushed.
+
+It is neither mapped into memory, for a file that is cut would then kill the process, nor kept open:
+that would hide from a process that the file was replaced, and on network file systems what others
+wrote.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import crc32c
+import msgspec
+
+from kvtier.tiers.fs._layout import CAREFULLY, DIRECTORY_MODE, FILE_MODE, names_in, read_small
+from kvtier.tiers.fs._locks import (
+    close_lock,
+    is_current,
+    lock_with_timeout,
+    make_writer_lock,
+    open_lock,
+    try_lock,
+)
+from kvtier.tiers.fs._quota.accounts import MOST, Accounts, FileSystem
+
+FOLDER: Final = ".kvtier"
+EVICTING: Final = f"{FOLDER}/evict.lock"
+COUNTING: Final = f"{FOLDER}/count.lock"
+_LEDGER: Final = f"{FOLDER}/ledger"
+_PAGE_BYTES: Final = 4096
+_MOST_BYTES: Final = 1 << 20
+_PATIENCE_S: Final = 2.0
+_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_WRITERS_LOCK: Final = re.compile(r"[0-9]+-[0-9a-f]{16}\.lock")
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_log = logging.getLogger("kvtier.tiers.fs")
+
+
+class Ledger:
+    """Accounts of one process alone: for a root that cannot be written. Blocks; any thread may call it.
+
+    Attributes:
+        writer: the name that this writer's lease is under.
+    """
+
+    def __init__(self, disk: FileSystem) -> None:
+        self.writer = "self"
+        self.accounts = Accounts("private", "", disk.used)
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def change(self) -> Iterator[Accounts]:
+        """Hold the accounts; what they are at the end is what others see then. OSError if it cannot."""
+        with self._lock:
+            yield self.accounts
+
+    def expire_dead_leases(self, accounts: Accounts) -> None:
+        """End the leases of dead writers in accounts that are held."""
+
+    def close(self) -> None:
+        """End this writer's lease. What was leased and not reported counts as written."""
+
+
+class SharedLedger(Ledger):
+    """The shared accounts of a root, open for one writer.
+
+    Args:
+        root_fd: the root directory, open; it stays the caller's.
+        look: returns the file system's state; it blocks.
+
+    Raises:
+        OSError: the ledger cannot be made, or the file system has no locks.
+    """
+
+    def __init__(self, root_fd: int, look: Callable[[], FileSystem]) -> None:
+        self._root_fd = root_fd
+        self._look = look
+        self._lock = threading.Lock()
+        with suppress(FileExistsError):
+            os.mkdir(FOLDER, DIRECTORY_MODE, dir_fd=root_fd)
+        self._fd: int | None = None
+        self.writer, self._fd = make_writer_lock(root_fd, FOLDER)
+        try:
+            with self.change() as accounts:
+                self._join(accounts)
+        except BaseException:
+            self._unregister()
+            raise
+
+    def close(self) -> None:
+        with suppress(OSError), self.change() as accounts:
+            accounts.expire_leases((self.writer,))
+        self._unregister()
+
+    @contextmanager
+    def change(self) -> Iterator[Accounts]:
+        with self._lock:
+            fd = self._open()
+            try:
+                lock_with_timeout(fd, _LEDGER, _PATIENCE_S)
+                before = os.pread(fd, _MOST_BYTES, 0)
+                accounts = _parse(before) or self._new_accounts()
+                if self.writer not in accounts.leases:
+                    self._register_again()
+                yield accounts
+                after = _encode(accounts)
+                if after != before:
+                    _write(fd, after)
+            finally:
+                os.close(fd)
+
+    def expire_dead_leases(self, accounts: Accounts) -> None:
+        """End the leases of dead writers, and remove the lock files of those that had none yet."""
+        known = {writer for writer in accounts.leases if writer != self.writer}
+        dead = {writer for writer in known | _writers_locks(self._root_fd) if not self._is_alive(writer)}
+        accounts.expire_leases(dead & known)
+
+    def _open(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | CAREFULLY
+        try:
+            return os.open(_LEDGER, flags, FILE_MODE, dir_fd=self._root_fd)
+        except FileNotFoundError:  # somebody has removed the directory
+            with suppress(FileExistsError):
+                os.mkdir(FOLDER, DIRECTORY_MODE, dir_fd=self._root_fd)
+            return os.open(_LEDGER, flags, FILE_MODE, dir_fd=self._root_fd)
+
+    def _join(self, accounts: Accounts) -> None:
+        self.expire_dead_leases(accounts)
+        boot = _boot()
+        if not accounts.leases and accounts.boot != boot:
+            fresh = self._new_accounts()
+            for name in accounts.__struct_fields__:
+                setattr(accounts, name, getattr(fresh, name))
+        accounts.leases[self.writer] = 0
+
+    def _new_accounts(self) -> Accounts:
+        return Accounts(secrets.token_hex(8), _boot(), self._look().used)
+
+    # ------------------------------------------------------------------------------ liveness
+
+    def _register_again(self) -> None:
+        """Take another name where the lock file of this one is gone."""
+        assert self._fd is not None
+        if is_current(self._root_fd, f"{FOLDER}/{self.writer}.lock", self._fd):
+            return
+        os.close(self._fd)
+        self._fd = None
+        self.writer, self._fd = make_writer_lock(self._root_fd, FOLDER)
+
+    def _unregister(self) -> None:
+        if self._fd is not None:
+            with suppress(OSError):
+                os.unlink(f"{FOLDER}/{self.writer}.lock", dir_fd=self._root_fd)
+            close_lock(self._fd)
+            self._fd = None
+
+    def _is_alive(self, writer: str) -> bool:
+        """Return whether a writer is alive, and remove the lock file of one that is not."""
+        if writer == self.writer:
+            return True
+        path = f"{FOLDER}/{writer}.lock"
+        try:
+            fd = open_lock(self._root_fd, path, create=False)
+        except FileNotFoundError:
+            return False
+        try:
+            if not try_lock(fd):
+                return True
+            with suppress(OSError):
+                os.unlink(path, dir_fd=self._root_fd)
+            return False
+        finally:
+            os.close(fd)
+
+
+@contextmanager
+def elected(root_fd: int, path: str) -> Iterator[int | None]:
+    """Become the one process that does something for the root, unless another one does it already.
+
+    Yields:
+        The lock file, open, or None where another process does it.
+    """
+    try:
+        fd = open_lock(root_fd, path, create=True)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        # Where not even an empty file can be made, room is needed most: the directory is locked instead.
+        fd = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root_fd)
+    try:
+        yield fd if try_lock(fd) else None
+    finally:
+        os.close(fd)
+
+
+def has_writers(root_fd: int) -> bool:
+    """Return whether writers, alive or dead, have left their locks. OSError where that cannot be said."""
+    return bool(_writers_locks(root_fd))
+
+
+def read(root_fd: int) -> Accounts | None:
+    """Read a root's accounts without a lock: for people who look. None where there are none.
+
+    They may have been read while they were written, or something else may be in their place; then there are
+    none either.
+    """
+    try:
+        return _parse(read_small(root_fd, _LEDGER))
+    except OSError:
+        return None
+
+
+def _writers_locks(root_fd: int) -> set[str]:
+    try:
+        names = names_in(root_fd, FOLDER, follow=True)
+    except FileNotFoundError:
+        return set()
+    return {name.removesuffix(".lock") for name in names if _WRITERS_LOCK.fullmatch(name)}
+
+
+def _boot() -> str:
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return "unknown"  # an orderly restart and a power cut cannot be distinguished from none
+
+
+# ------------------------------------------------------------------------------------ the file
+
+
+_decoder = msgspec.json.Decoder(Accounts)
+
+
+def _encode(accounts: Accounts) -> bytes:
+    body = msgspec.json.encode(accounts)
+    text = b"%08x %s\n" % (crc32c.crc32c(body), body)
+    # In whole pages: a file that keeps its length needs no room on a full file system.
+    return text.ljust(-(-len(text) // _PAGE_BYTES) * _PAGE_BYTES)
+
+
+def _parse(text: bytes) -> Accounts | None:
+    """Return what ``_encode`` has made, or None where it is anything else."""
+    head, _, _ = text.partition(b"\n")
+    checksum, _, body = head.partition(b" ")
+    if checksum != b"%08x" % crc32c.crc32c(body):
+        return None
+    try:
+        accounts = _decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return accounts if accounts.charged < MOST else None
+
+
+def _write(fd: int, text: bytes) -> None:
+    if os.pwrite(fd, text, 0) != len(text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), _LEDGER)
+
+
+def now() -> float:
+    """Return seconds since 1970: what ``counted_at`` is in."""
+    return time.time()

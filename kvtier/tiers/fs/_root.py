@@ -1,0 +1,403 @@
+"""The root of a file tier as it lies on disk, read without an engine: what the command line's tools know.
+
+Nothing here holds a lock for longer than a moment, and what other processes add and remove meanwhile is
+no error. Chunks are yielded one by one: a root may hold millions.
+
+A cache of kvtier's is a directory ``<model>_<digest>`` with kvtier's manifest or an epoch in it, and
+``<model>_<digest>_r0[.e<epoch>]`` beside it. Everything else below a root is somebody else's.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Container, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+from kvtier.errors import TierError
+from kvtier.keys import OffloadKey, group_index
+from kvtier.tiers.fs import _layout as layout
+from kvtier.tiers.fs._files.base import key_of
+from kvtier.tiers.fs._locks import open_lock, try_lock, wait_for_lock
+from kvtier.tiers.fs._quota import ledger
+
+_NAMESPACE: Final = re.compile(r"[A-Za-z0-9.-]+_([0-9a-f]{16})")
+_LEVELS: Final = (layout.PART, layout.LEAF)
+
+Tick = Callable[[int], None]
+"""Called with the number of files looked at since the last call."""
+
+
+def no_tick(count: int) -> None:
+    """Ignore progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFile:
+    """A chunk's file, as the directory says.
+
+    Attributes:
+        path: relative to the root.
+        key: the offload key that its name spells.
+        bytes: its length.
+        disk_bytes: what it takes on disk.
+        written: when it was written, in seconds since the epoch of Unix.
+        used: when it was last used, in the same.
+        inode: its number, which another file under the same name does not have.
+    """
+
+    path: str
+    key: OffloadKey
+    bytes: int
+    disk_bytes: int
+    written: float
+    used: float
+    inode: int
+
+    @property
+    def group(self) -> int:
+        """Index of the KV cache group."""
+        return group_index(self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class Stray:
+    """Something among the chunks that is no chunk's file.
+
+    Attributes:
+        path: relative to the root.
+        disk_bytes: what it takes on disk itself, without the files in it.
+        problem: the errno of reading it, if it is a directory that cannot be read; else 0.
+    """
+
+    path: str
+    disk_bytes: int
+    problem: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DataDir:
+    """The chunks of one epoch.
+
+    Attributes:
+        name: of the directory below the root.
+        epoch: in its name.
+    """
+
+    name: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What ``config.json`` says.
+
+    Attributes:
+        fields: all of it; empty where it cannot be read.
+        digest: of the identity; None where the file does not belong to its directory's name.
+        problem: why it is of no use; "" where it is well, or missing: then the next engine writes it.
+    """
+
+    fields: dict[str, Any]
+    digest: bytes | None
+    problem: str
+
+    @property
+    def model(self) -> str | None:
+        """The model's name."""
+        name = self.fields.get("model")
+        return name if isinstance(name, str) else None
+
+
+class Namespace:
+    """One cache's place below a root.
+
+    Attributes:
+        name: of its directory.
+        data_dirs: the directories of its chunks that were there when the root was listed.
+    """
+
+    def __init__(self, root: Root, name: str, data_dirs: list[DataDir]) -> None:
+        self._root = root
+        self.name = name
+        self.data_dirs = sorted(data_dirs, key=lambda found: found.epoch)
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """What ``config.json`` says."""
+        try:
+            text = layout.read_small(self._root.fd, f"{self.name}/{layout.MANIFEST}")
+        except FileNotFoundError:
+            return Manifest({}, None, "")
+        except OSError as error:
+            return Manifest({}, None, f"{layout.MANIFEST}: {error.strerror}")
+        return _understood(self.name, text)
+
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether there are chunks and nothing that says whose they are: nobody can open the place.
+
+        Only what can be nothing but kvtier's is meant: nothing but directories of chunks is in it.
+        """
+        if not self.data_dirs or self._root.is_home(self.name):
+            return False
+        return all(
+            layout.PART.fullmatch(name) for found in self.data_dirs for name in self._root.names(found.name)
+        )
+
+    @property
+    def is_kvtiers(self) -> bool:
+        """Whether an engine with kvtier has made the place."""
+        if "kvtier_format" in self.manifest.fields:
+            return True
+        return any(self._root.is_there(f"{self.name}/{sign}") for sign in ("epoch", "epoch.lock"))
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with it as a whole; "" where nothing is."""
+        problem = self.manifest.problem
+        if not problem and self.data_dirs and not self.is_orphaned and self.epoch is None:
+            problem = "epoch is not readable: the next engine starts another one and removes what is here"
+        return problem
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch that an engine joins which opens the place now; None where that cannot be said."""
+        try:
+            return layout.stored_epoch(self._root.fd, self.name)
+        except OSError:
+            return None
+
+    @property
+    def current(self) -> DataDir | None:
+        """Where the chunks are that an engine is given which opens the place now; None where nowhere."""
+        wanted = self.epoch
+        return next((found for found in self.data_dirs if found.epoch == wanted), None)
+
+    def is_old(self, found: DataDir) -> bool:
+        """Return whether an epoch is behind: engines that open the place are not given its chunks."""
+        current = self.epoch
+        return current is not None and found.epoch < current
+
+    def users(self) -> dict[int, bool | None]:
+        """Return for each epoch with a lock whether a living process uses it; None where that is unknown."""
+        found = sorted(
+            number
+            for name in self._root.names(self.name)
+            if (number := layout.epoch_of_users_lock(name)) is not None
+        )
+        return {number: self._is_used(number) for number in found}
+
+    def writers(self) -> dict[str, bool | None]:
+        """Return for each writer with a directory for unfinished files whether it is alive."""
+        folder = f"{self.name}/.tmp"
+        names = {name.removesuffix(".lock") for name in self._root.names(folder)}
+        return {name: self._root.is_locked(f"{folder}/{name}.lock") for name in sorted(names)}
+
+    def quarantine(self) -> list[str]:
+        """Return the names of the files that were set aside."""
+        return sorted(self._root.names(f"{self.name}/quarantine"))
+
+    def _is_used(self, epoch: int) -> bool | None:
+        # Openers take the epoch's lock first: they never meet the moment in which this one is held.
+        try:
+            with wait_for_lock(self._root.fd, f"{self.name}/epoch.lock", create=False):
+                return self._root.is_locked(layout.users_lock(self.name, epoch))
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return None
+
+
+class Root:
+    """A root directory, open for looking. A context manager.
+
+    Args:
+        path: the directory.
+
+    Raises:
+        TierError: it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._only: Container[str] | None = None
+        try:
+            self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise TierError(f"{path} cannot be read: {error.strerror}") from error
+
+    @classmethod
+    def at(cls, fd: int, only: Container[str] | None = None) -> Root:
+        """Look at a root that is open already, whatever is at its path now.
+
+        Args:
+            fd: the directory, open; it stays the caller's.
+            only: names of the namespaces that are there for who looks; None for all.
+        """
+        root = cls.__new__(cls)
+        root._only = only
+        root.path = Path(".")
+        root.fd = os.dup(fd)
+        return root
+
+    def __enter__(self) -> Root:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self.fd)
+
+    def namespaces(self) -> list[Namespace]:
+        """Return the caches that have a place here, by name.
+
+        Raises:
+            TierError: the root cannot be read any more.
+        """
+        data_dirs: dict[str, list[DataDir]] = {}
+        homes = []
+        for name in self._directories():
+            if found := layout.parse_data_dir(name):
+                data_dirs.setdefault(found[0], []).append(DataDir(name, found[1]))
+            elif _NAMESPACE.fullmatch(name) and self.is_home(name):
+                homes.append(name)
+        wanted = sorted(name for name in {*homes, *data_dirs} if self._only is None or name in self._only)
+        found_here = [Namespace(self, name, data_dirs.get(name, [])) for name in wanted]
+        return [one for one in found_here if one.is_kvtiers or one.is_orphaned]
+
+    def namespace(self, name: str) -> Namespace:
+        """Return the cache whose directory is called ``name``.
+
+        Raises:
+            TierError: there is none; the message lists those that are there.
+        """
+        found = self.namespaces()
+        for one in found:
+            if one.name == name:
+                return one
+        names = ", ".join(one.name for one in found) or "none at all"
+        raise TierError(f"{self.path} has no namespace {name!r}; it has: {names}")
+
+    def others(self) -> list[str]:
+        """Return the names directly below the root that are not kvtier's."""
+        mine = {one.name for one in self.namespaces()}
+        mine |= {found.name for one in self.namespaces() for found in one.data_dirs}
+        return sorted(set(self.names(".")) - mine - {ledger.FOLDER})
+
+    def chunks(self, data_dir: str, tick: Tick = no_tick) -> Iterator[ChunkFile | Stray]:
+        """Yield the files of an epoch's chunks, and what else is among them, in no order.
+
+        What vanishes meanwhile is left out. A directory that cannot be read is yielded as a ``Stray``
+        with a problem.
+        """
+        yield from self._below(data_dir, "", 0, tick)
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names in a directory; none where it is missing or cannot be read."""
+        try:
+            return layout.names_in(self.fd, folder)
+        except OSError:
+            return []
+
+    def is_file(self, path: str) -> bool:
+        """Return whether there is a regular file."""
+        try:
+            return stat.S_ISREG(os.stat(path, dir_fd=self.fd, follow_symlinks=False).st_mode)
+        except OSError:
+            return False
+
+    def is_locked(self, path: str) -> bool | None:
+        """Return whether a living process holds a lock file; None where that is unknown."""
+        try:
+            fd = open_lock(self.fd, path, create=False)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return None
+        try:
+            free = try_lock(fd)
+            return None if free is None else not free
+        except OSError:
+            return None
+        finally:
+            os.close(fd)
+
+    # ------------------------------------------------------------------------------ looking
+
+    def _directories(self) -> list[str]:
+        try:
+            with os.scandir(self.fd) as entries:
+                return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        except OSError as error:
+            raise TierError(f"{self.path} cannot be read: {error.strerror}") from error
+
+    def is_home(self, name: str) -> bool:
+        """Return whether a directory is that of a namespace."""
+        return any(self.is_there(f"{name}/{sign}") for sign in (layout.MANIFEST, "epoch", "epoch.lock"))
+
+    def is_there(self, path: str) -> bool:
+        """Return whether a path exists. A path that cannot be examined counts as existing."""
+        try:
+            os.stat(path, dir_fd=self.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def _entries(self, folder: str, tick: Tick) -> Iterator[os.DirEntry[str] | Stray]:
+        """Yield what is in a directory, which stays open meanwhile: entries are asked through it."""
+        try:
+            with layout.open_folder(self.fd, folder) as fd, os.scandir(fd) as entries:
+                for entry in entries:
+                    yield entry
+                    tick(1)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            yield Stray(folder, 0, error.errno or errno.EIO)
+
+    def _below(self, data_dir: str, path: str, level: int, tick: Tick) -> Iterator[ChunkFile | Stray]:
+        for entry in self._entries(f"{data_dir}/{path}".rstrip("/"), tick):
+            if isinstance(entry, Stray):
+                yield entry
+                continue
+            below = f"{path}/{entry.name}".lstrip("/")
+            if level < len(_LEVELS) and _LEVELS[level].fullmatch(entry.name):
+                yield from self._below(data_dir, below, level + 1, tick)
+            else:
+                with suppress(OSError):  # it has vanished
+                    yield _found(data_dir, below, entry)
+
+
+def _found(data_dir: str, below: str, entry: os.DirEntry[str]) -> ChunkFile | Stray:
+    found, path, key = entry.stat(follow_symlinks=False), f"{data_dir}/{below}", key_of(below)
+    if key is None or path != layout.chunk_path(data_dir, key) or not stat.S_ISREG(found.st_mode):
+        return Stray(path, found.st_blocks * 512)
+    used = max(found.st_atime, found.st_mtime)
+    return ChunkFile(path, key, found.st_size, found.st_blocks * 512, found.st_mtime, used, found.st_ino)
+
+
+def _understood(name: str, text: bytes) -> Manifest:
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        return Manifest({}, None, f"{layout.MANIFEST} is not readable JSON")
+    if "kvtier_format" not in fields:
+        return Manifest(fields, None, f"{layout.MANIFEST} is not one of kvtier's")
+    named, digest = _NAMESPACE.fullmatch(name), hashlib.sha256(text).digest()
+    if named is None or not digest.hex().startswith(named[1]):
+        return Manifest(fields, None, f"{layout.MANIFEST} belongs to another cache")
+    return Manifest(fields, digest, "")
