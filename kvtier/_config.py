@@ -120,7 +120,8 @@ class TieringConfig(Settings):
         ge=0,
         le=_LONGEST_WAIT_S,
         description="Seconds a shutdown waits for puts that are under way; 1.5 s later it has ended, "
-        "whatever hangs. vLLM kills an engine that takes longer than 5 s.",
+        "whatever hangs. Both count from when vLLM's workers begin to stop: vLLM waits for them first, and "
+        "kills an engine that takes longer than 5 s in all.",
     )
 
     @field_validator("secondary_tiers", mode="before")

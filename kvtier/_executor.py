@@ -47,6 +47,19 @@ CLOSE_S = 1.5
 LAST_STEP_S = 0.2
 """Seconds of a shutdown for what follows when tiers are closed."""
 
+_LEAST_CLOSE_S = 0.5
+
+
+def time_left(drain_s: float, passed_s: float) -> tuple[float, float]:
+    """Return the seconds that are left to drain and to close in a shutdown that has lasted for a while.
+
+    Args:
+        drain_s: seconds for the drain, at the shutdown's beginning.
+        passed_s: seconds since then.
+    """
+    left_s = drain_s - passed_s
+    return max(0.0, left_s), min(CLOSE_S, max(_LEAST_CLOSE_S, CLOSE_S + left_s))
+
 
 class Executor:
     """The tiers at work on one event loop. Used as an async context manager.
@@ -309,4 +322,5 @@ __all__ = [
     "Post",
     "TierActivity",
     "failure_of",
+    "time_left",
 ]

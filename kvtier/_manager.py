@@ -359,7 +359,7 @@ class TieringManager:
         self._is_open = False
         end_by_s = time.monotonic() + self._drain_s + self._close_s
         self._executor.end_by_s = end_by_s - LAST_STEP_S
-        dropped = DroppedPuts(self._core, self._drain_s)
+        dropped = DroppedPuts(self._core, self._drain_s, logger)
         try:
             with anyio.move_on_after(self._drain_s):
                 await self.drain()
@@ -370,7 +370,7 @@ class TieringManager:
             try:
                 await until_done(asyncio.ensure_future(self._close(end_by_s)))
             finally:
-                dropped.warn(logger)
+                dropped.warn()
 
     # --- for Acquired ----------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ class StatusField(IntEnum):
     NODE = 9  # the NUMA node that the worker's device is at, counted from 1; 0 where it is not known
     AUDITED = 10  # chunks
     AUDITS_FAILED = 11  # of them, those that were damaged
+    STOPPED_MS = 12  # when the worker's shutdown began, on the clock of ``time.monotonic``; 0 before
 
 
 _WORDS_BYTES = len(StatusField) * _WORD_BYTES
@@ -114,6 +115,12 @@ class StatusTable:
         """Return whether a number has changed since the last call."""
         seen, self._seen = self._seen, [row.words for row in self.rows]
         return seen != self._seen
+
+    @property
+    def stopped_s(self) -> float | None:
+        """When the first worker's shutdown began, in seconds of ``time.monotonic``; None before."""
+        stopped = [row[StatusField.STOPPED_MS] for row in self.rows if row[StatusField.STOPPED_MS]]
+        return min(stopped) / 1000 if stopped else None
 
     @property
     def is_lost(self) -> bool:

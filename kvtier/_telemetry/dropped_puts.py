@@ -11,20 +11,29 @@ _UNANSWERED = "unanswered"
 
 
 class DroppedPuts:
-    """The puts in flight when a shutdown begins, for one warning per tier at its end.
+    """The puts in flight when a shutdown begins: logged then, for it may be killed, and at its end.
 
     Args:
         core: the state machine; it is told of the puts' ends meanwhile.
         drain_s: seconds that the shutdown waits for puts.
+        logger: takes a line per tier when a shutdown begins, and a warning per tier that drops chunks.
     """
 
-    def __init__(self, core: Tiering, drain_s: float) -> None:
+    def __init__(self, core: Tiering, drain_s: float, logger: logging.Logger) -> None:
         self._core = core
         self._drain_s = drain_s
+        self._logger = logger
         self._in_flight = self._count_puts()
         self._failed_before = self._count_failures()
+        for tier, chunks in self._in_flight.items():
+            logger.info(
+                "tier %s: the shutdown waits up to %g s (drain_on_shutdown_s) for %d chunks in flight",
+                tier,
+                drain_s,
+                chunks,
+            )
 
-    def warn(self, logger: logging.Logger) -> None:
+    def warn(self) -> None:
         """Log for each tier how many chunks were not written, and why."""
         left = self._count_puts()
         failures = self._count_failures()
@@ -34,7 +43,7 @@ class DroppedPuts:
             if left[tier]:
                 reasons[_UNANSWERED] = left[tier]
             if reasons:
-                logger.warning(
+                self._logger.warning(
                     "tier %s: %d of %d chunks in flight at the shutdown were not written (%s) within "
                     "drain_on_shutdown_s (%g): the next engine does not find them",
                     tier,

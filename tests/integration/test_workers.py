@@ -16,10 +16,11 @@ from kvtier._device.cpu import CpuTransferEngine, copy_plan, copy_staged
 from kvtier._device.plan import CopyPlan
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
-from kvtier._memory.worker_status import StatusTable, WorkerStatus, status_table_bytes
+from kvtier._memory.worker_status import StatusField, StatusTable, WorkerStatus, status_table_bytes
 from kvtier.adapters.vllm._manager import Slots
 from kvtier.adapters.vllm._worker import KVTierWorker
 from kvtier.adapters.vllm._workers import Workers
+from kvtier.adapters.vllm.spec import _shut_down
 from kvtier.errors import TransferError
 
 SLOTS = 8
@@ -42,7 +43,8 @@ class Bench:
         self.hold = False
         self._go_on = threading.Event()
         self.worker = KVTierWorker(engine, region, WorkerStatus(status_table, SLOTS, 0))
-        self.workers = Workers(StatusTable(status_table, SLOTS, 1))
+        self.status_table = StatusTable(status_table, SLOTS, 1)
+        self.workers = Workers(self.status_table)
         self._last_job = 0
 
     def store(self, *slots: int) -> None:
@@ -187,3 +189,23 @@ def test_waiting_for_other_copies_says_nothing_of_one_that_does_not_end(impatien
     impatient.worker.wait({2})
     with pytest.raises(TransferError):
         impatient.worker.wait({1, 2})
+
+
+class Closing:
+    """An executor that notes the seconds that it is given to close."""
+
+    def close(self, drain_s: float, close_s: float) -> bool:
+        self.given_s = (drain_s, close_s)
+        return True
+
+
+def test_the_drain_of_a_shutdown_counts_from_the_end_of_the_workers() -> None:
+    """vLLM waits for its workers first, and its limit for both is 5 s."""
+    bench = Bench()
+    executor: Any = Closing()
+    bench.worker.shutdown()
+    bench.status_table.rows[0][StatusField.STOPPED_MS] -= 2_000
+    _shut_down(executor, Region.anonymous(SLOTS, PAGE), bench.status_table, 3.0)
+    drain_s, close_s = executor.given_s
+    assert 0 <= drain_s <= 1.0
+    assert close_s <= 1.5

@@ -17,8 +17,11 @@ from typing import Any
 
 import anyio
 import pytest
+from hypothesis import given
+from hypothesis.strategies import floats
 from pydantic import ByteSize
 
+from kvtier import _executor
 from kvtier._core.messages import (
     Answer,
     Command,
@@ -33,7 +36,7 @@ from kvtier._core.messages import (
     TierUp,
     Touch,
 )
-from kvtier._executor import AnyExecutor, Executor, ExecutorThread, NamedTier
+from kvtier._executor import AnyExecutor, Executor, ExecutorThread, NamedTier, time_left
 from kvtier._identity import Identity
 from kvtier._isolation.process import ExecutorProcess
 from kvtier._isolation.remote import RemoteExecutor
@@ -1158,3 +1161,12 @@ def test_a_tier_that_hangs_for_good_holds_up_neither_close_nor_the_process() -> 
         [sys.executable, "-W", "error", "-c", HANGING], capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["put", "False", "True", "0"], "")
+
+
+@given(drain_s=floats(0, 100), passed_s=floats(0, 100))
+def test_a_shutdown_that_began_earlier_ends_at_the_same_time(drain_s: float, passed_s: float) -> None:
+    left_s, close_s = time_left(drain_s, passed_s)
+    assert left_s == max(0.0, drain_s - passed_s)
+    assert 0.5 <= close_s <= _executor.CLOSE_S
+    if close_s > 0.5:
+        assert passed_s + left_s + close_s <= drain_s + _executor.CLOSE_S + 1e-9

@@ -289,7 +289,7 @@ class KVTierManager(OffloadingManager):
         self._closed = True
         self._driver.on_events(self._events)
         self._warn_of_chunks_not_put()
-        dropped = DroppedPuts(self._core, self._drain_s)
+        dropped = DroppedPuts(self._core, self._drain_s, logger)
         if unconfirmed := sum(len(store.chunks) for store in self._stores.values()):
             logger.warning(
                 "%d chunks were still being copied from the device at the shutdown: they are in no tier",
@@ -297,7 +297,7 @@ class KVTierManager(OffloadingManager):
             )
         self._on_shutdown()
         self._driver.on_events(self._events)
-        dropped.warn(logger)
+        dropped.warn()
 
     # --- what is published -----------------------------------------------------------------------
 

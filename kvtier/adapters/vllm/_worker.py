@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 
 import torch
@@ -195,6 +196,8 @@ class KVTierWorker(OffloadingWorker):
 
     def shutdown(self) -> None:
         """See vLLM."""
+        if self._row is not None:
+            self._row[StatusField.STOPPED_MS] = int(time.monotonic() * 1000)
         self._engine.close()
         self._region.close()
 

@@ -32,7 +32,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvtier._build import make_core, make_tiers, slots_for, start_executor
 from kvtier._config import TieringConfig
 from kvtier._core.messages import Event, SlotsReady
-from kvtier._executor import CLOSE_S, AnyExecutor, NamedTier
+from kvtier._executor import AnyExecutor, NamedTier, time_left
 from kvtier._identity import Identity
 from kvtier._memory import numa
 from kvtier._memory.region import Part, Region
@@ -121,7 +121,9 @@ class KVTierOffloadingSpec(OffloadingSpec):
             slot_checksums=slot_checksums,
             repeats_stores=not windowed or self.config.cache.blocks_per_chunk == 1,
             drain_s=self._settings.drain_on_shutdown_s,
-            on_shutdown=partial(_shut_down, executor, region, self._settings.drain_on_shutdown_s),
+            on_shutdown=partial(
+                _shut_down, executor, region, status_table, self._settings.drain_on_shutdown_s
+            ),
         )
 
     def _make_worker(self, kv_caches: CanonicalKVCaches) -> KVTierWorker:
@@ -237,9 +239,12 @@ def _source(tier: NamedTier) -> CacheHitSource:
     return CacheHitSource.DISK if tier.tier.medium == "disk" else CacheHitSource.EXTERNAL_UNSPECIFIED
 
 
-def _shut_down(executor: AnyExecutor, region: Region, drain_s: float) -> None:
-    end_by_s = time.monotonic() + drain_s + CLOSE_S
-    if executor.close(drain_s):
+def _shut_down(executor: AnyExecutor, region: Region, status_table: StatusTable, drain_s: float) -> None:
+    """Drain and close in the time that the workers, which vLLM waits for first, have left of it."""
+    now_s = time.monotonic()
+    drain_s, close_s = time_left(drain_s, now_s - (status_table.stopped_s or now_s))
+    end_by_s = now_s + drain_s + close_s
+    if executor.close(drain_s, close_s):
         region.close(max(0.0, end_by_s - time.monotonic()))
     else:
         logger.error(

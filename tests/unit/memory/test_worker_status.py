@@ -69,3 +69,10 @@ def test_one_lost_device_is_enough(desk: Desk, rank: int) -> None:
     assert not desk.scheduler.is_lost
     desk.workers[rank][StatusField.LOST] = 1
     assert desk.scheduler.is_lost
+
+
+def test_a_shutdown_has_begun_when_the_first_worker_has_stopped(desk: Desk) -> None:
+    assert desk.scheduler.stopped_s is None
+    desk.workers[2][StatusField.STOPPED_MS] = 7_500
+    desk.workers[0][StatusField.STOPPED_MS] = 9_000
+    assert desk.scheduler.stopped_s == 7.5
