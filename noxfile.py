@@ -172,9 +172,10 @@ def device(session: nox.Session) -> None:
         )
     install_torch_gpu(session, kind)
     install_kvtier(session, "torch", groups=["tests"])
+    session.install("transformers")
     found = f"import torch; assert torch.accelerator.is_available(), 'torch finds no GPU: {kind}'"
     session.run("python", "-c", found)  # else all tests would be skipped, and nothing shown
-    session.run("python", "-m", "pytest", "-m", "device", *(session.posargs or ["tests"]))
+    session.run("python", "-m", "pytest", "-m", "device", *(session.posargs or DEVICE_TESTS))
 
 
 @nox.session
@@ -401,6 +402,7 @@ def has_nvidia_gpu() -> bool:
     )
 
 
+DEVICE_TESTS = ("tests/unit/device", "tests/integration/test_transformers_example.py")
 NATIVE_TESTS = (
     "tests/unit/test_native.py",
     *(f"tests/unit/tiers/fs/test_fs_{name}.py" for name in ("pool", "tier", "index", "evict", "integrity")),

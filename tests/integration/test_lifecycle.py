@@ -227,6 +227,6 @@ def test_a_file_system_that_hangs_holds_up_no_shutdown_and_leaves_no_memory(
             took_s = time.monotonic() - began_s
             log = engine.log()
         assert took_s < 15.0, log[-2000:]
-        # vLLM waits for its workers first: where that takes its 5 s, it kills the engine before kvtier is asked.
+        # vLLM waits for its workers first: where that takes its 5 s, it never comes to ask kvtier.
         assert "in flight at the shutdown were not written" in log or "force killing" in log
         wait_until_removed([region])
