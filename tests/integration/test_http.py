@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -36,6 +37,7 @@ from tests.integration.harness import (
     prompt,
     vllm_release,
 )
+from tests.integration.prometheus import Prometheus, panels
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -52,6 +54,7 @@ START_S = 400.0
 ANSWER_S = 120.0
 UNTIL_S = 60.0
 END_S = 30.0
+UNHEALTHY = ("KvtierTierUnhealthy", "stuck", "pending")
 
 
 class Server:
@@ -81,6 +84,11 @@ class Server:
                 env={**os.environ, **environment},
                 start_new_session=True,
             )
+
+    @property
+    def address(self) -> str:
+        """Host and port."""
+        return self._url.removeprefix("http://")
 
     def __enter__(self) -> Server:
         try:
@@ -240,6 +248,7 @@ class FirstRun:
         most_pieces: in how many pieces answers were streamed, at most: what an API server does not send on
             at once goes with the next.
         metrics: the metrics after all.
+        alerts: name, tier and state of the alerts then, when each panel of the dashboard that can has data.
     """
 
     root: Path
@@ -248,6 +257,7 @@ class FirstRun:
     again: Tokens
     most_pieces: int
     metrics: Metrics
+    alerts: set[tuple[str, str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +277,10 @@ def first_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> FirstRun
         {"type": "dummy", "name": "stuck", "hang_rate": 1, "deadline_s": STUCK_S},
     ]
     settings = {**_settings(tiers), "drain_on_shutdown_s": 0}
-    with Server(model, settings, folder / "server.log") as server:
+    with (
+        Server(model, settings, folder / "server.log") as server,
+        Prometheus(server.address, _free_port(), folder / "prometheus") as prometheus,
+    ):
         server.complete(PROMPT[: POSITION * BLOCK_TOKENS + 2])
         server.until(lambda metrics: _put(metrics) == POSITION and _is_given_up(metrics))
         before = set(chunk_files(root))
@@ -278,12 +291,25 @@ def first_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> FirstRun
         others = [server.complete(other) for other in OTHERS]
         again = server.complete(PROMPT)
         metrics = server.until(lambda metrics: _put(metrics) == STORED and _has_settled(metrics))
+        server.until(lambda metrics: UNHEALTHY in prometheus.alerts() and not _lacking(prometheus, metrics))
+        alerts = prometheus.alerts()
     most_pieces = max(map(len, [cold, *others, again]))
-    return FirstRun(root, damaged, _joined(cold), _joined(again), most_pieces, metrics)
+    return FirstRun(root, damaged, _joined(cold), _joined(again), most_pieces, metrics, alerts)
 
 
 def _joined(pieces: Sequence[Tokens]) -> Tokens:
     return [token for piece in pieces for token in piece]
+
+
+def _lacking(prometheus: Prometheus, metrics: Metrics) -> list[str]:
+    """Return the panels without data, although the server has samples of their metrics."""
+    having = {panel: text for panel, text in panels().items() if _has_samples(metrics, text)}
+    return [panel for panel, expression in having.items() if not prometheus.query(expression)]
+
+
+def _has_samples(metrics: Metrics, expression: str) -> bool:
+    used = re.findall(r"\b(?:kvtier_|vllm:)\w+", expression)
+    return {*used} <= {name for name, labels, _ in metrics.samples if labels}
 
 
 def _settings(tiers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -401,6 +427,13 @@ def test_a_tier_that_hangs_is_seen_to_hang(first_run: FirstRun) -> None:
     for tier in tiers:
         assert value("kvtier_breaker_state", tier=tier, verb="get") == 0
         assert value("kvtier_tier_up", tier=tier) == 1
+
+
+def test_prometheus_has_data_for_the_dashboard_and_alerts_of_the_tier_that_hangs(first_run: FirstRun) -> None:
+    shown = [panel for panel, expression in panels().items() if _has_samples(first_run.metrics, expression)]
+    assert len(shown) >= 15  # the others show gets and failures that there were none of
+    others = {("KvtierTierFull", "full", "pending"), ("KvtierPutsDropped", "stuck", "pending")}
+    assert {UNHEALTHY} <= first_run.alerts <= {UNHEALTHY} | others
 
 
 @pytest.mark.full

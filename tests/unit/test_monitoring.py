@@ -1,0 +1,59 @@
+"""The alert rules and the dashboard: they name metrics that exist, and alerts fire when they should."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier._telemetry.catalogue import BYTES, COUNTERS, GAUGES
+
+ROOT = Path(__file__).parents[2]
+FILES = ROOT / "docs" / "assets" / "monitoring"
+ADDED = {"instance", "job", "engine", "model_name"}  # by Prometheus and vLLM
+LABELS = {
+    **{f"{metric.name}_total": metric.labels for metric in (*COUNTERS.values(), *BYTES.values())},
+    **{metric.name: metric.labels for metric in GAUGES.values()},
+}
+METRIC = re.compile(r"\b((?:kvtier_|vllm:)\w+)(?:\{([^}]*)\})?")
+GROUPED = re.compile(r"\bby \(([\w, ]+)\)")
+
+
+def expressions() -> Iterator[str]:
+    dashboard = json.loads((FILES / "dashboard.json").read_text())
+    yield from (target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", []))
+    rules = (FILES / "alerts.yml").read_text()
+    yield from re.findall(r"expr: (.*?)\n +(?:for|labels):", rules, re.DOTALL)
+
+
+@pytest.mark.parametrize("expression", sorted({*expressions()}))
+def test_an_expression_uses_metrics_and_labels_that_exist(expression: str) -> None:
+    used = METRIC.findall(expression)
+    assert used
+    grouped = {label for labels in GROUPED.findall(expression) for label in labels.split(", ")}
+    for metric, matchers in used:
+        known = ADDED | set(LABELS[metric])
+        assert set(re.findall(r"(\w+)=", matchers)) | grouped <= known, metric
+
+
+def test_each_alert_names_a_row_of_the_runbook() -> None:
+    page, rules = (ROOT / "docs" / "operate.md").read_text(), (FILES / "alerts.yml").read_text()
+    assert sorted(re.findall(r"`(Kvtier\w+)`", page)) == sorted(re.findall(r"alert: (\w+)", rules))
+    named = re.findall(r"runbook: (.*)", rules)
+    for row in named:
+        assert re.search(rf"^\| (\*\*)?{row}(\*\*)? \|", page, re.MULTILINE), row
+
+
+def test_each_alert_fires_when_it_should_and_not_before() -> None:
+    rules = (FILES / "alerts.yml").read_text()
+    cases = Path(__file__).with_name("alerts_test.yml")
+    assert set(re.findall(r"alert: (\w+)", rules)) == set(re.findall(r"alertname: (\w+)", cases.read_text()))
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed: it comes with Prometheus")
+    done = subprocess.run(["promtool", "test", "rules", str(cases)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
