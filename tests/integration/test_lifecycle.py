@@ -210,12 +210,10 @@ def test_a_file_system_that_hangs_holds_up_no_shutdown_and_leaves_no_memory(
     launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
 ) -> None:
     """vLLM kills an engine that takes longer than 5 s to stop. The tier process hangs on in the kernel."""
-    backend = Files(tmp_path)
     with ExitStack() as stack:
-        tier = backend.start(stack)
-        stack.callback(backend.come_back)
-        settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [tier]}
-        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        backend = Files(tmp_path, stack)
+        settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [backend.settings]}
+        environment = {**backend.launch["environment"], "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         with launcher.start(llama, settings, environment=environment) as engine:
             (region,) = engine.regions
             engine.generate(*PROMPTS)
