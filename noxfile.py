@@ -102,16 +102,28 @@ def plugins(session: nox.Session) -> None:
 
 @nox.session
 def bare(session: nox.Session) -> None:
-    """Does it import and list its tiers as a user installs it, with neither torch nor an engine?"""
+    """Does what the README says to install do? Neither torch nor an engine; with KVTIER_TESTS=full torch."""
+    sources = Path.cwd()
     session.install(".")
     session.chdir(session.create_tmp())  # away from the sources: what is installed has to do
+    shutil.rmtree("shelf", ignore_errors=True)
     absent = ("torch", "vllm", "numpy", "pytest", "hypothesis", "kvtier_testing", "kvtier_bench")
     session.run("python", "-c", f"import importlib.util as u; assert not any(map(u.find_spec, {absent}))")
     session.run("python", "-W", "error", "-c", "import kvtier")
-    session.run("kvtier", "--version")
-    session.run("kvtier", "tiers")
+    for command in ("--version", "tiers", "schema", "doctor -h", "ls -h", "new-tier shelf"):
+        session.run("kvtier", *command.split(), silent=True)
     session.run("python", "-c", "from kvtier.tiers._registry import load; load('dummy'); load('fs')")
-    session.run("kvtier", "schema", silent=True)
+    for missing, status, command in (
+        ("pip install kvtier-bench", 2, ("kvtier", "demo")),
+        ("pip install 'kvtier[torch]'", 1, ("python", "-c", "from kvtier import KVCaches")),
+    ):
+        if missing not in str(session.run(*command, success_codes=[status], silent=True)):
+            session.error(f"{' '.join(command)} does not say: {missing}")
+    if FULL:
+        install_torch_cpu(session)
+        session.install(f"{sources}[torch]")
+        (example,) = re.findall(r"```python\n(.*?)```", (sources / "docs/python.md").read_text(), re.DOTALL)
+        session.run("python", "-c", example)
 
 
 @nox.session

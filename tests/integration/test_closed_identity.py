@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.config import ModelConfig, MultiModalConfig, VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 
 from kvtier.adapters.vllm import _without_effect
 from kvtier.adapters.vllm._spelling import spell, spell_environment, spell_settings
@@ -101,7 +101,6 @@ def test_what_online_quantisation_leaves_out_counts(models: Callable[[str], Path
         {"disable_sliding_window": True},
         {"compilation_config": {"custom_ops": ["+rms_norm"]}},
         {"enforce_eager": True},
-        {"block_size": 64},
         {"prefix_caching_hash_algo": "sha256_cbor"},
         {"extra": {"block_size": 64}},
         {"kv_cache_dtype": "fp8_e5m2", "dtype": "bfloat16"},
@@ -135,26 +134,6 @@ def test_a_setting_without_effect_does_not_split(
     models: Callable[[str], Path], arguments: dict[str, Any]
 ) -> None:
     assert is_shared(models("llama"), {}, arguments)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"mm_processor_kwargs": {"max_pixels": 1000}},
-        {"video_pruning_rate": 0.5, "video_pruning_method": "evs"},
-        {"video_pruning_rate": 0.25},
-        {"media_io_kwargs": {"video": {"num_frames": 4}}},
-    ],
-    ids=lambda options: "-".join(options),
-)
-def test_settings_of_images_and_videos_split(models: Callable[[str], Path], options: dict[str, Any]) -> None:
-    def spelled(**options: Any) -> object:
-        config = configure(models("llama"))
-        config.model_config.multimodal_config = MultiModalConfig(**options)
-        return spell_settings(config, is_reviewed=True)
-
-    assert spelled() == spelled(mm_processor_cache_gb=1)
-    assert spelled() != spelled(**options)
 
 
 def test_a_secret_is_never_spelled(models: Callable[[str], Path]) -> None:

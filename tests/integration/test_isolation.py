@@ -70,25 +70,6 @@ def test_killed_or_stopped_while_requests_run_it_costs_misses_and_comes_back(
     assert not region.exists()
 
 
-@pytest.mark.full
-def test_it_ends_with_an_engine_that_is_killed(
-    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
-) -> None:
-    with launcher.start(llama, settings) as engine:
-        engine.until_open("fs")
-        engine.served(*PROMPTS)
-        tiers = process_of_tiers(engine)
-        os.kill(engine.pid, signal.SIGKILL)
-        end_s = time.monotonic() + MUCH_LATER_S
-        while is_alive(tiers):
-            assert time.monotonic() < end_s
-            time.sleep(0.01)
-        engine.kill()
-    with launcher.start(llama, settings) as engine:
-        engine.until_open("fs")
-        assert engine.served(*PROMPTS) == (reference(*PROMPTS), {"fs": CHUNKS})
-
-
 def process_of_tiers(engine: Engine) -> int:
     pid = engine.tiers_process
     assert pid is not None
