@@ -153,10 +153,12 @@ def test_a_secret_is_never_spelled(models: Callable[[str], Path]) -> None:
 ARGUMENTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {}),
     "longrope": ("longrope", {}),
-    "moe": ("mixtral", {"enable_lora": True}),
-    "ngram": (
-        "llama",
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+    "experts, adapters, drafts": (
+        "mixtral",
+        {
+            "enable_lora": True,
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
+        },
     ),
     "online": (
         "llama",

@@ -43,7 +43,7 @@ def test_a_root_that_cannot_be_written(
         engine.generate(*OTHERS)
         again, loaded = engine.served(*PROMPTS)
         metrics = engine.metrics()
-        log = engine.log()
+    log = engine.log()
 
     assert cold == again == reference(*PROMPTS)
     assert loaded == {"cpu": len(PROMPTS) * PROMPT_CHUNKS}
@@ -51,6 +51,7 @@ def test_a_root_that_cannot_be_written(
     assert metrics.value("kvtier_put_dropped_chunks", tier="fs", reason="down") > 0
     assert "tier fs disabled, retrying" in log
     assert str(root) in log
+    assert "chunks that this engine has stored were not put there (down: " in log
 
 
 def _fs(root: Path) -> dict[str, Any]:
