@@ -420,23 +420,14 @@ def native(session: nox.Session) -> None:
     """Can the C code be trusted? Its tests and a stress of several processes, under ASan, UBSan and TSan."""
     install_kvtier(session, groups=["tests"])
     stress_s = session.posargs[0] if session.posargs else "20"
-    strict = [
-        "-std=c11",
-        "-D_GNU_SOURCE",
-        "-O1",
-        "-g",
-        "-fno-omit-frame-pointer",
-        "-pthread",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-    ]
+    strict = ("-std=c11", "-D_GNU_SOURCE", "-pthread", "-Wall", "-Wextra", "-Werror")
+    debuggable = ("-O1", "-g", "-fno-omit-frame-pointer")
     sources = sorted(map(str, Path("kvtier/_native").glob("*.c")))
     for sanitizers, (names, chosen) in SANITIZERS.items():
         built = Path(session.create_tmp()).absolute() / sanitizers.partition(",")[0]
         shutil.rmtree(built, ignore_errors=True)
         (built / "root").mkdir(parents=True)
-        cc = ("gcc", *strict, f"-fsanitize={sanitizers}", "-fno-sanitize-recover=undefined")
+        cc = ("gcc", *strict, *debuggable, f"-fsanitize={sanitizers}", "-fno-sanitize-recover=undefined")
         stress = f"{built}/stress"
         session.run(*cc, "-Ikvtier/_native", "-o", stress, "tests/native/stress.c", *sources, external=True)
         session.run(stress, f"{built}/root", stress_s, "3", external=True)
