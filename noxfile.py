@@ -104,8 +104,8 @@ def bare(session: nox.Session) -> None:
     absent = ("torch", "vllm", "numpy", "pytest", "hypothesis", "kvtier_testing", "kvtier_bench")
     session.run("python", "-c", f"import importlib.util as u; assert not any(map(u.find_spec, {absent}))")
     session.run("python", "-W", "error", "-c", "import kvtier")
-    for command in ("--version", "tiers", "schema", "doctor -h", "ls -h", "new-tier shelf"):
-        session.run("kvtier", *command.split(), silent=True)
+    for words in ("--version", "tiers", "schema", "doctor -h", "ls -h", "new-tier shelf"):
+        session.run("kvtier", *words.split(), silent=True)
     session.run("python", "-c", "from kvtier.tiers._registry import load; load('dummy'); load('fs')")
     for missing, status, command in (
         ("pip install kvtier-bench", 2, ("kvtier", "demo")),

@@ -131,3 +131,10 @@ def reference(reference_engine: Engine) -> Ask:
         return [known[key] for key in keys]
 
     return ask
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    """Settings of a primary tier with room for 512 chunks, over files."""
+    files = {"type": "fs", "root_dir": str(tmp_path / "root")}
+    return {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [files]}

@@ -239,6 +239,8 @@ def first_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> FirstRun
     ]
     settings = {**_settings(tiers), "drain_on_shutdown_s": 0}
     with Server(model, settings, folder / "server.log") as server:
+        server.complete(PROMPT[: 2 * BLOCK_TOKENS + 2])
+        server.until(_is_given_up)
         cold = server.complete(PROMPT)
         for other in OTHERS:
             server.complete(other)

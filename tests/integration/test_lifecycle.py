@@ -26,11 +26,6 @@ OTHERS = [prompt(seed) for seed in range(10, 16)]
 CHUNKS = len(PROMPTS) * PROMPT_CHUNKS
 
 
-@pytest.fixture
-def settings(tmp_path: Path) -> dict[str, Any]:
-    return {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [_fs(tmp_path)]}
-
-
 def _fs(root: Path, **more: Any) -> dict[str, Any]:
     return {"type": "fs", "root_dir": str(root), **more}
 
@@ -69,7 +64,7 @@ def test_a_store_threshold_holds_for_every_tier(
         for _ in range(3):
             engine.reset(connector=False)
             answers, loaded = engine.served(*PROMPTS)
-            loads.append((loaded, len(chunks_in(tmp_path))))
+            loads.append((loaded, len(chunks_in(tmp_path / "root"))))
             assert answers == reference(*PROMPTS)
         refused = engine.metrics().value("kvtier_store_refused_chunks", reason="store_threshold")
     with launcher.start(llama, settings) as engine:
