@@ -96,7 +96,7 @@ def plugins(session: nox.Session) -> None:
 
 @nox.session
 def bare(session: nox.Session) -> None:
-    """Does what the README says to install do? Neither torch nor an engine; with KVTIER_TESTS=full torch."""
+    """Do the README's commands run with what it says to install? No torch, no engine; ``full`` adds torch."""
     sources = Path.cwd()
     session.install(".")
     session.chdir(session.create_tmp())  # away from the sources: what is installed has to do

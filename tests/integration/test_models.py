@@ -28,17 +28,7 @@ PROMPTS: Sequence[Tokens] = [
 ]
 OTHERS = [prompt(seed, 700) for seed in range(10, 16)]
 
-SMALL = {
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 8192,
-    "initializer_range": 0.1,
-}
+SMALL = {name: value for name, value in LLAMA.items() if name != "tie_word_embeddings"}
 GEMMA = {
     **SMALL,
     "num_hidden_layers": 6,
