@@ -446,9 +446,6 @@ def native(session: nox.Session) -> None:
         session.run("python", "-m", "pytest", "-k", chosen, *NATIVE_TESTS, env=env)
 
 
-NATIVE_FUZZERS = ("chunk_file", "names")
-
-
 @nox.session
 def fuzz(session: nox.Session) -> None:
     """Do any bytes from outside break a parser? A minute for each; ``-- ledger --seconds 600`` for some.
