@@ -205,18 +205,3 @@ def test_the_connector_refuses_what_it_cannot_work_with(
 ) -> None:
     with pytest.raises(EngineError, match=message):
         launcher.start(llama, settings, kv_transfer_config=transfer)
-
-
-@pytest.mark.full
-def test_the_connector_is_found_by_module_path_without_the_plugin(
-    launcher: Launcher, llama: Path, reference: Ask
-) -> None:
-    transfer = {**RECOMPUTING, "kv_connector_module_path": "kvtier.adapters.vllm.connector"}
-    settings = {**SETTINGS, "spec_module_path": "kvtier.adapters.vllm.spec"}
-    with launcher.start(
-        llama, settings, kv_transfer_config=transfer, environment={"VLLM_PLUGINS": ""}
-    ) as engine:
-        cold, _ = engine.served(prompt(1))
-        engine.reset(connector=False)
-        assert engine.served(prompt(1)) == (cold, {"cpu": PROMPT_CHUNKS})
-        assert cold == reference(prompt(1))

@@ -17,7 +17,6 @@ from tests.integration.harness import (
     Engine,
     EngineError,
     Launcher,
-    chunk_files,
     namespaces,
     prompt,
 )
@@ -88,30 +87,6 @@ def test_two_ranks_and_one_worker_share_what_is_canonical(
     )
     assert all(wrong != right for wrong, right in zip(misled, by_two, strict=True))
     assert len(namespaces(tmp_path / "root")) == 1
-
-
-@pytest.mark.full
-def test_two_ranks_that_hold_the_same_head_write_it_once(
-    launcher: Launcher, make_llama: Callable[..., Path], settings: dict[str, Any], tmp_path: Path
-) -> None:
-    model = make_llama(tmp_path / "model", num_key_value_heads=1)
-    settings |= {"canonical_layout": True, "blocks_per_chunk": 2}
-    settings["secondary_tiers"] = [_fs(tmp_path / "root")]
-    with launcher.start(model, **ROOM) as engine:
-        expected = engine.generate(*FIRST, *SECOND)
-    with launcher.start(model, settings, **ROOM) as engine:
-        engine.served(*FIRST)
-    by_one = chunk_files(tmp_path / "root")
-    with launcher.start(model, settings, **TWO_RANKS) as engine:
-        by_two, loaded_by_two = engine.served(*FIRST, *SECOND)
-    by_both = chunk_files(tmp_path / "root")
-    with launcher.start(model, settings, **ROOM) as engine:
-        again, loaded_again = engine.served(*FIRST, *SECOND)
-
-    assert by_two == again == expected
-    assert (loaded_by_two, loaded_again) == ({"fs": CHUNKS // 2}, {"fs": CHUNKS})
-    assert (len(by_one), len(by_both)) == (CHUNKS // 2, CHUNKS)
-    assert len({file.stat().st_size for file in by_both}) == 1
 
 
 @pytest.mark.full
