@@ -56,12 +56,6 @@ def tests(session: nox.Session) -> None:
     run_pytest(session, marks="not device and not integration")
 
 
-@nox.session(venv_backend="none")
-def full(session: nox.Session) -> None:
-    """Does it hold in every case, rare and long ones too? ``-- integration plugins sim`` for parts of it."""
-    session.run(sys.executable, ".ci/lanes.py", "--full", *session.posargs, external=True)
-
-
 @nox.session
 def sim(session: nox.Session) -> None:
     """Does it hold whatever fails when? 2,000 runs in virtual time; ``-- --minutes 60`` for more."""
@@ -102,16 +96,28 @@ def plugins(session: nox.Session) -> None:
 
 @nox.session
 def bare(session: nox.Session) -> None:
-    """Does it import and list its tiers as a user installs it, with neither torch nor an engine?"""
+    """Do the README's commands run with what it says to install? No torch, no engine; ``full`` adds torch."""
+    sources = Path.cwd()
     session.install(".")
     session.chdir(session.create_tmp())  # away from the sources: what is installed has to do
+    shutil.rmtree("shelf", ignore_errors=True)
     absent = ("torch", "vllm", "numpy", "pytest", "hypothesis", "kvtier_testing", "kvtier_bench")
     session.run("python", "-c", f"import importlib.util as u; assert not any(map(u.find_spec, {absent}))")
     session.run("python", "-W", "error", "-c", "import kvtier")
-    session.run("kvtier", "--version")
-    session.run("kvtier", "tiers")
+    for words in ("--version", "tiers", "schema", "doctor -h", "ls -h", "new-tier shelf"):
+        session.run("kvtier", *words.split(), silent=True)
     session.run("python", "-c", "from kvtier.tiers._registry import load; load('dummy'); load('fs')")
-    session.run("kvtier", "schema", silent=True)
+    for missing, status, command in (
+        ("pip install kvtier-bench", 2, ("kvtier", "demo")),
+        ("pip install 'kvtier[torch]'", 1, ("python", "-c", "from kvtier import KVCaches")),
+    ):
+        if missing not in str(session.run(*command, success_codes=[status], silent=True)):
+            session.error(f"{' '.join(command)} does not say: {missing}")
+    if FULL:
+        install_torch_cpu(session)
+        session.install(f"{sources}[torch]")
+        (example,) = re.findall(r"```python\n(.*?)```", (sources / "docs/python.md").read_text(), re.DOTALL)
+        session.run("python", "-c", example)
 
 
 @nox.session
@@ -163,14 +169,20 @@ def soak(session: nox.Session) -> None:
 
 @nox.session
 def device(session: nox.Session) -> None:
-    """Does it work on this machine's GPU, NVIDIA's, AMD's or Intel's? Skips where there is none."""
+    """Does it work on this machine's GPU, NVIDIA's, AMD's or Intel's? Skips where there is none.
+
+    ``TORCH_INDEX_URL`` names another index for torch, for another ROCm, say.
+    """
     kind = gpu()
     if kind is None:
         session.skip(
             "no GPU: nvidia-smi finds none, there is no /dev/kfd (AMD's driver), and no Intel GPU under "
             "/sys/class/drm. docs/devices.md says what to install"
         )
-    install_torch_gpu(session, kind)
+    if (index := os.environ.get("TORCH_INDEX_URL") or TORCH_INDEX.get(kind)) is None:
+        session.install(f"torch=={TORCH}")
+    else:
+        session.install("torch>=2.9", "--index-url", index)  # which versions it has is up to that index
     install_kvtier(session, "torch", groups=["tests"])
     session.install("transformers")
     found = f"import torch; assert torch.accelerator.is_available(), 'torch finds no GPU: {kind}'"
@@ -268,15 +280,6 @@ def install_torch_cpu(session: nox.Session) -> None:
     except CommandFailed:
         session.log(f"{wanted} is not where pip looks by default; asking PyTorch's CPU index")
         session.install(wanted, "--extra-index-url", TORCH_CPU_INDEX)
-
-
-def install_torch_gpu(session: nox.Session, kind: str) -> None:
-    """Install torch for a kind of GPU. ``TORCH_INDEX_URL`` names another index, for another ROCm, say."""
-    index = os.environ.get("TORCH_INDEX_URL") or TORCH_INDEX.get(kind)
-    if index is None:
-        session.install(f"torch=={TORCH}")
-    else:
-        session.install("torch>=2.9", "--index-url", index)  # which versions it has is up to that index
 
 
 def install_cpu_engine(session: nox.Session, version: str) -> None:
@@ -407,10 +410,10 @@ NATIVE_TESTS = (
     "tests/unit/test_native.py",
     *(f"tests/unit/tiers/fs/test_fs_{name}.py" for name in ("pool", "tier", "index", "evict", "integrity")),
 )
-NOT_UNDER = {
-    "address,undefined": "not python",
-    # Its madvise() ends where nothing can be mapped, which is what this test asks for.
-    "thread": "not python and not populate_says",
+SANITIZERS = {  # by option: the libraries, and which tests
+    "address,undefined": (("asan", "ubsan"), "not python"),
+    # Its madvise() ends where nothing can be mapped, which is what that test asks for.
+    "thread": (("tsan",), "not python and not populate_says"),
 }
 
 
@@ -419,30 +422,22 @@ def native(session: nox.Session) -> None:
     """Can the C code be trusted? Its tests and a stress of several processes, under ASan, UBSan and TSan."""
     install_kvtier(session, groups=["tests"])
     stress_s = session.posargs[0] if session.posargs else "20"
-    strict = (
-        "-std=c11",
-        "-D_GNU_SOURCE",
-        "-O1",
-        "-g",
-        "-fno-omit-frame-pointer",
-        "-pthread",
-        "-Wall",
-        "-Wextra",
-    )
+    strict = ("-std=c11", "-D_GNU_SOURCE", "-pthread", "-Wall", "-Wextra", "-Werror")
+    debuggable = ("-O1", "-g", "-fno-omit-frame-pointer")
     sources = sorted(map(str, Path("kvtier/_native").glob("*.c")))
-    for sanitizers, chosen in NOT_UNDER.items():
+    for sanitizers, (names, chosen) in SANITIZERS.items():
         built = Path(session.create_tmp()).absolute() / sanitizers.partition(",")[0]
         shutil.rmtree(built, ignore_errors=True)
         (built / "root").mkdir(parents=True)
-        cc = ("gcc", *strict, "-Werror", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=undefined")
+        cc = ("gcc", *strict, *debuggable, f"-fsanitize={sanitizers}", "-fno-sanitize-recover=undefined")
         stress = f"{built}/stress"
-        session.run(*cc, "-Ikvtier/native", "-o", stress, "tests/native/stress.c", *sources, external=True)
+        session.run(*cc, "-Ikvtier/_native", "-o", stress, "tests/native/stress.c", *sources, external=True)
         session.run(stress, f"{built}/root", stress_s, "3", external=True)
         library = f"{built}/libkvtier_native.so"
         session.run(*cc, "-fPIC", "-shared", "-o", library, *sources, external=True)
         runtimes = [
             str(session.run("gcc", f"-print-file-name=lib{name}.so", external=True, silent=True)).strip()
-            for name in {"address,undefined": ("asan", "ubsan"), "thread": ("tsan",)}[sanitizers]
+            for name in names
         ]
         env = {
             "LD_PRELOAD": " ".join(runtimes),
@@ -451,9 +446,6 @@ def native(session: nox.Session) -> None:
             "TSAN_OPTIONS": "exitcode=66",
         }
         session.run("python", "-m", "pytest", "-k", chosen, *NATIVE_TESTS, env=env)
-
-
-NATIVE_FUZZERS = ("chunk_file", "names")
 
 
 @nox.session
@@ -491,7 +483,7 @@ def fuzzer(session: nox.Session, name: str) -> tuple[str, ...]:
     sanitizers = ("-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=undefined")
     strict = ("-std=c11", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Werror", *sanitizers)
     sources = sorted(map(str, Path("kvtier/_native").glob("*.c")))
-    cc = ("clang", *strict, f"-DTARGET={native}", "-Ikvtier/native", "-o", program)
+    cc = ("clang", *strict, f"-DTARGET={native}", "-Ikvtier/_native", "-o", program)
     session.run(*cc, "tests/fuzz/native.c", *sources, external=True)
     return (program,)
 

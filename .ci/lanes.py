@@ -17,10 +17,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -61,9 +63,13 @@ GRACE_S = 30.0
 POLL_S = 0.2
 LAST_LINES = 25  # of a session that has failed, once more at the end
 
+_printing = threading.Lock()
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _SUMMARY = re.compile(r"^=+ (.* in [0-9.]+s.*?) =+$", re.MULTILINE)
 _RED = re.compile(r"^(?:FAILED|ERROR) .*$", re.MULTILINE)
+
+
+_ended = threading.Event()  # set when this run is broken off
 
 
 @dataclass
@@ -82,58 +88,49 @@ class Job:
     seconds: float = 0.0
     result: str = "did not run"
     summaries: Sequence[str] = ()
-    _process: subprocess.Popen[bytes] | None = None
-    _started_s: float = field(default_factory=time.monotonic)
 
     @property
     def has_failed(self) -> bool:
         """Whether it ended otherwise than passed or skipped."""
         return self.result not in ("passed", "skipped")
 
-    def start(self, variables: Mapping[str, str], lock: int) -> None:
-        """Start it in a process group of its own, in the environment of its owner where there is one.
+    def run(self, limit_s: float, variables: Mapping[str, str], lock: int) -> None:
+        """Run it in a process group of its own, in the environment of its owner where there is one.
 
         It inherits the lock, and holds it should this process be killed.
         """
-        self._started_s = time.monotonic()
+        print(f"---- {self.name}: started", flush=True)
         if _folder(self.owner).exists() and not _folder(self.name).exists():
             _folder(self.name).symlink_to(_folder(self.owner))
-        command = [sys.executable, "-m", "nox", "-s", self.name, "--report", str(self._report)]
+        report = self.folder / f"{self.name}.json"
+        command = [sys.executable, "-m", "nox", "-s", self.name, "--report", str(report)]
+        environment = {**os.environ, **variables}
+        started_s = time.monotonic()
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 command,
                 cwd=PROJECT,
-                env={**os.environ, **variables},
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 pass_fds=[lock],
             )
-
-    def has_ended(self, limit_s: float) -> bool:
-        """Return whether it has ended; one that has passed its limit is ended."""
-        assert self._process is not None
-        self.seconds = time.monotonic() - self._started_s
-        status = self._process.poll()
-        if status is None and self.seconds < limit_s:
-            return False
+        while (status := process.poll()) is None and time.monotonic() < started_s + limit_s:
+            if _ended.wait(POLL_S):
+                break
+        self.seconds = time.monotonic() - started_s
         if status is None:
-            self.stop()
+            _stop(process)
             self.result = f"ENDED after its limit of {limit_s:.0f} s"
         else:
-            self.result = f"FAILED ({status})" if status else self._reported()
-        self.summaries = _SUMMARY.findall(self.log())
-        return True
-
-    def stop(self) -> None:
-        """End it with all that it has started: first asked, so that pytest tells what it was at."""
-        assert self._process is not None
-        for number, patience_s in ((signal.SIGINT, GRACE_S), (signal.SIGKILL, None)):
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(patience_s)
+            self.result = f"FAILED ({status})" if status else _reported(report)
+        log_text = self.log()
+        self.summaries = _SUMMARY.findall(log_text)
+        with _printing:
+            print(f"\n==== nox -s {self.name} ====\n{log_text}", end="")
+            print(f"---- {self.name}: {self.result} in {self.seconds:.0f} s\n", flush=True)
 
     def log(self) -> str:
         """Return what it has printed, without colours."""
@@ -143,38 +140,43 @@ class Job:
     def _log(self) -> Path:
         return self.folder / f"{self.name}.log"
 
-    @property
-    def _report(self) -> Path:
-        return self.folder / f"{self.name}.json"
 
-    def _reported(self) -> str:
-        """Return whether it was skipped: nox ends well then, too."""
-        sessions = json.loads(self._report.read_text(encoding="utf-8"))["sessions"]
-        return "passed" if any(one["result"] == "success" for one in sessions) else "skipped"
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End a session with all that it has started: first asked, so that pytest tells what it was at."""
+    for number, patience_s in ((signal.SIGINT, GRACE_S), (signal.SIGKILL, None)):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(patience_s)
+
+
+def _reported(report: Path) -> str:
+    """Return whether a session was skipped: nox ends well then, too."""
+    sessions = json.loads(report.read_text(encoding="utf-8"))["sessions"]
+    return "passed" if any(one["result"] == "success" for one in sessions) else "skipped"
 
 
 def run(jobs: Sequence[Job], limit_s: float, variables: Mapping[str, str]) -> None:
-    """Run all, in this order as far as their environments are free, and remove the environments made here."""
-    with _locked() as lock:
-        new = {job.name for job in jobs if not _folder(job.name).exists()}
-        waiting, running = list(jobs), list[Job]()
+    """Run all, those of one environment one after the other, and remove the environments made here."""
+    groups: dict[str, list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(job.owner, []).append(job)
+    with _locked() as lock, ThreadPoolExecutor(LANES) as pool:
+
+        def run_group(group: Sequence[Job]) -> None:
+            new = [_folder(job.name) for job in group if not _folder(job.name).exists()]
+            for job in group:
+                if not _ended.is_set():
+                    job.run(limit_s, variables, lock)
+            for folder in new:
+                _remove(folder)
+
         try:
-            while waiting or running:
-                for job in _next(waiting, running):
-                    print(f"---- {job.name}: started", flush=True)
-                    job.start(variables, lock)
-                    waiting.remove(job)
-                    running.append(job)
-                time.sleep(POLL_S)
-                for ended in [job for job in running if job.has_ended(limit_s)]:
-                    running.remove(ended)
-                    _show(ended)
-                    if all(job.owner != ended.owner for job in waiting):
-                        for name in new & {job.name for job in jobs if job.owner == ended.owner}:
-                            _remove(_folder(name))
-        finally:
-            for job in running:
-                job.stop()
+            for future in [pool.submit(run_group, group) for group in groups.values()]:
+                future.result()
+        except BaseException:
+            _ended.set()
+            raise
 
 
 @contextmanager
@@ -191,16 +193,6 @@ def _locked() -> Iterator[int]:
         yield file.fileno()
 
 
-def _next(waiting: Collection[Job], running: Sequence[Job]) -> Iterator[Job]:
-    busy = {job.owner for job in running}
-    free = LANES - len(running)
-    for job in list(waiting):
-        if free and job.owner not in busy:
-            busy.add(job.owner)
-            free -= 1
-            yield job
-
-
 def _folder(name: str) -> Path:
     """Return where nox has the environment of a session."""
     return PROJECT / ".nox" / name.replace(".", "-")
@@ -212,11 +204,6 @@ def _remove(folder: Path) -> None:
         folder.unlink()
     else:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _show(job: Job) -> None:
-    print(f"\n==== nox -s {job.name} ====\n{job.log()}", end="")
-    print(f"---- {job.name}: {job.result} in {job.seconds:.0f} s\n", flush=True)
 
 
 def conclude(jobs: Sequence[Job], seconds: float) -> None:

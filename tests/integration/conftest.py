@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from _pytest.mark import ParameterSet
@@ -48,6 +48,13 @@ def from_vllm(release: tuple[int, int], why: str) -> pytest.MarkDecorator:
 def in_full(*values: Any) -> ParameterSet:
     """Return parameters of a test that not every commit runs."""
     return pytest.param(*values, marks=pytest.mark.full)
+
+
+def absent(what: str) -> NoReturn:
+    """Skip where something is not installed; on CI it has to be."""
+    if os.environ.get("CI", "").lower() == "true":
+        pytest.fail(what)
+    pytest.skip(what)
 
 
 VLLM_LINE = re.compile(r"\(\w+ pid=\d+\) (INFO|WARNING)|\s*$|Loading safetensors|.*(Warning: |dispatcher)")
@@ -124,3 +131,10 @@ def reference(reference_engine: Engine) -> Ask:
         return [known[key] for key in keys]
 
     return ask
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    """Settings of a primary tier with room for 512 chunks, over files."""
+    files = {"type": "fs", "root_dir": str(tmp_path / "root")}
+    return {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [files]}

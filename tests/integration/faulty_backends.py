@@ -1,25 +1,25 @@
-"""Tiers whose backends can be made slow, hang, fail, be damaged, go away and fill up, and be well again.
+"""Tiers whose backends are made slow, hang, fail, be damaged, go away and fill up, and are well again.
 
-A ``Backend`` is one tier over a real backend. Nothing in kvtier takes part in a fault: it happens where the
-backend is, in another process, in the file system or in what is kept, but for the tier that represents a
-third party's.
+Nothing in kvtier takes part in a fault. Those of the file tier happen in its system calls, by a library that
+its process preloads (``trouble.c``); a third party's tier, which does nothing about faults, makes its own.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import mmap
 import os
+import shutil
+import subprocess
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pytest
-
-from tests.integration import fuse_mount
-from tests.integration.fuse_mount import FuseMount, Trouble
+from tests.integration.conftest import absent
 
 FAULTS = ("slow", "hang", "error", "corrupt", "vanish", "fill up")
 DAMAGE = {"checksum", "torn", "foreign"}
@@ -28,46 +28,41 @@ BALLAST_BYTES = 2**20
 
 
 class Backend(ABC):
-    """One tier and its backend. Each fault may be begun again while it lasts; one at a time.
+    """One tier and its backend. A fault may be begun again while it lasts; one at a time.
 
     Args:
         directory: for all that it needs.
+        stack: is left when nobody needs the backend any more.
 
     Attributes:
         tier: what it is called in metrics.
         counted: reasons, one of which at least is counted for the tier while a fault lasts; none where it
             need not cost a chunk.
         more: settings of the engine.
+        settings: of the tier.
+        launch: arguments of ``Launcher.start``.
     """
 
     tier: ClassVar[str]
     counted: ClassVar[Mapping[str, set[str]]]
     more: ClassVar[Mapping[str, Any]] = {}
+    settings: dict[str, Any]
+    launch: dict[str, Any]
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
         self.directory = directory
-        self.finds: Path | None = None
-
-    @abstractmethod
-    def start(self, stack: ExitStack) -> dict[str, Any]:
-        """Start the backend; return the tier's settings. ``stack`` is left when nobody needs it any more."""
 
     @abstractmethod
     def begin(self, fault: str) -> None:
         """Begin a fault, or go on with it."""
-
-    def shows(self, fault: str, reasons: Collection[str]) -> bool:
-        """Return whether the reasons that were counted tell of this fault."""
-        wanted = self.counted[fault]
-        return not wanted or not wanted.isdisjoint(reasons)
 
     @abstractmethod
     def come_back(self) -> None:
         """End whatever fault there is."""
 
 
-class FileBackend(Backend):
-    """The file tier, on a file system that obeys; its files are on another one, in memory and bounded."""
+class Files(Backend):
+    """The file tier, in a process of its own; its files are on a file system in memory, which is bounded."""
 
     tier = "fs"
     counted = {
@@ -75,55 +70,113 @@ class FileBackend(Backend):
         "hang": {"timeout", "unresponsive"},
         "error": {"eio"},
         "corrupt": DAMAGE,
-        "vanish": {"enotconn", "econnaborted"},
+        "vanish": {"enotconn"},
         "fill up": {"enospc", "min_free", "max_bytes", "full"},
     }
+    # Words of the library: the device, a delay in microseconds, whether calls hang, the number of an error,
+    # whether what is read is damaged.
+    _WORDS: ClassVar[Mapping[str, Mapping[int, int]]] = {
+        "slow": {1: 10_000},
+        "hang": {2: 1},
+        "error": {3: errno.EIO},
+        "corrupt": {4: 1},
+        "vanish": {3: errno.ENOTCONN},
+    }
 
-    def start(self, stack: ExitStack) -> dict[str, Any]:
-        if why := fuse_mount.why_not():
-            absent(f"no file system can be mounted: {why}")
-        fuse_mount.sweep()
-        self._files = fuse_mount.memory(self.directory / "files", ROOT_BYTES, stack)
-        self._mount = stack.enter_context(FuseMount(self._files, self.directory / "root"))
-        self._is_gone = False
-        return {"type": "fs", "root_dir": str(self.directory / "root")}
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        super().__init__(directory, stack)
+        self._root, self._mute = directory / "root", directory / "mute"
+        self._words = self._trouble(directory / "words")
+        self._hanging: subprocess.Popen[str] | None = None
+        for point in (self._root, self._mute):
+            point.mkdir()
+        if os.geteuid() or not os.path.exists("/dev/fuse"):
+            absent("no file system can be mounted here")
+        self._mount()
+        stack.callback(_unmount, self._root)
+        stack.callback(self.come_back)
+        self.settings = {"type": "fs", "root_dir": str(self._root)}
+        library = {"LD_PRELOAD": _built(directory), "KVTIER_TEST_TROUBLE": str(directory / "words")}
+        self.launch = {"environment": {**library, "KVTIER_TEST_MUTE": f"{self._mute}/file"}}
+
+    def _mount(self) -> None:
+        memory = ["mount", "-t", "tmpfs", "-o", f"size={ROOT_BYTES}", "kvtier-tests", str(self._root)]
+        subprocess.run(memory, check=True)
+        self._words[0] = self._root.stat().st_dev
+
+    @staticmethod
+    def _trouble(path: Path) -> memoryview:
+        with path.open("w+b") as file:
+            file.truncate(mmap.PAGESIZE)
+            return memoryview(mmap.mmap(file.fileno(), mmap.PAGESIZE)).cast("Q")
 
     def begin(self, fault: str) -> None:
-        if fault == "slow":
-            self._mount.be(Trouble(delay_s=0.01))
-        elif fault == "hang":
-            self._mount.be(Trouble(hangs=True))
-        elif fault == "error":
-            self._mount.be(Trouble(error=errno.EIO))
-        elif fault == "corrupt":
-            self._mount.be(Trouble(damages=True))
-        elif fault == "vanish":
-            self._mount.die()
-            self._is_gone = True
-        else:
-            self._fill()
+        if fault == "fill up":
+            with (self._root / "ballast").open("ab", buffering=0) as file, suppress(OSError):
+                while file.write(bytes(BALLAST_BYTES)):
+                    pass
+            return
+        if fault == "hang" and self._hanging is None:
+            command = [sys.executable, "-m", "tests.integration.mute_mount", str(self._mute)]
+            self._hanging = subprocess.Popen(
+                command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+            )
+            assert self._hanging.stdout is not None
+            assert self._hanging.stdout.readline() == "mounted\n"
+        if fault == "vanish" and self._root.is_mount():
+            _unmount(self._root)
+        for place, value in self._WORDS[fault].items():
+            self._words[place] = value
 
     def come_back(self) -> None:
-        (self._files / "ballast").unlink(missing_ok=True)
-        if self._is_gone:
-            self._mount.mount()
-            self._is_gone = False
-        self._mount.be(Trouble())
-
-    def _fill(self) -> None:
-        with (self._files / "ballast").open("ab", buffering=0) as file, suppress(OSError):
-            while file.write(bytes(BALLAST_BYTES)):
-                pass
-
-
-class Files(FileBackend):
-    """The tiers in a process of their own."""
+        (self._root / "ballast").unlink(missing_ok=True)
+        for place in range(1, 5):
+            self._words[place] = 0
+        if not self._root.is_mount():
+            self._mount()
+        if self._hanging is not None:
+            with self._hanging as mute:  # with which all that waits for it ends
+                mute.kill()
+            self._hanging = None
+            _unmount(self._mute)
 
 
-class InEngine(FileBackend):
-    """The tiers in a thread of the engine; those of the other rows are in a process of their own."""
+class InEngine(Files):
+    """The file tier in a thread of the engine's own process; the other rows have a process for the tiers."""
 
     more: ClassVar[Mapping[str, Any]] = {"isolation": "thread"}
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        super().__init__(directory, stack)
+        # What a process preloads it does when it is started: a fork of the launcher's is none of those.
+        spawned = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+        self.launch["environment"] |= spawned
+
+
+def _built(directory: Path) -> str:
+    """Return the library that is preloaded."""
+    if (compiler := shutil.which("gcc") or shutil.which("cc")) is None:
+        absent("there is no C compiler")
+    library = directory / "trouble.so"
+    source = Path(__file__).with_name("trouble.c")
+    command = [
+        compiler,
+        "-O1",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-shared",
+        "-fPIC",
+        "-o",
+        str(library),
+        str(source),
+    ]
+    subprocess.run(command, check=True)
+    return str(library)
+
+
+def _unmount(point: Path) -> None:
+    subprocess.run(["umount", "-l", str(point)], check=True)
 
 
 class Plain(Backend):
@@ -138,42 +191,23 @@ class Plain(Backend):
         "vanish": {"connection"},
         "fill up": {"error"},
     }
-    _TROUBLE = {
-        "slow": {"delay_s": 0.1},
-        "hang": {"hangs": True},
-        "error": {"fails": True},
-        "corrupt": {"damages": True},
-        "vanish": {"is_gone": True},
-        "fill up": {"is_full": True},
-    }
 
-    def start(self, stack: ExitStack) -> dict[str, Any]:
-        self.finds = self.directory / "installed"
-        information = self.finds / "kvtier_plain-1.0.dist-info"
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        super().__init__(directory, stack)
+        self._fault = directory / "fault.json"
+        finds = directory / "installed"
+        information = finds / "kvtier_plain-1.0.dist-info"
         information.mkdir(parents=True)
         (information / "METADATA").write_text("Metadata-Version: 2.1\nName: kvtier-plain\nVersion: 1.0\n")
         entry = "plain = tests.integration.plain_tier:PlainTier"
         (information / "entry_points.txt").write_text(f"[kvtier.tiers]\n{entry}\n")
-        return {"type": "plain", "trouble": str(self._file)}
-
-    @property
-    def _file(self) -> Path:
-        return self.directory / "trouble.json"
+        self.settings = {"type": "plain", "fault": str(self._fault)}
+        self.launch = {"finds": finds}
 
     def begin(self, fault: str) -> None:
-        new = self._file.with_suffix(".new")
-        new.write_text(json.dumps(self._TROUBLE[fault]))
-        new.rename(self._file)
+        new = self._fault.with_suffix(".new")
+        new.write_text(json.dumps(fault))
+        new.rename(self._fault)
 
     def come_back(self) -> None:
-        self._file.unlink(missing_ok=True)
-
-
-BACKENDS: Sequence[type[Backend]] = (Files, InEngine, Plain)
-
-
-def absent(what: str) -> None:
-    """Skip where something is not installed; on CI it has to be."""
-    if os.environ.get("CI", "").lower() == "true":
-        pytest.fail(what)
-    pytest.skip(what)
+        self._fault.unlink(missing_ok=True)

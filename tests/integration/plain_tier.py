@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import anyio
 
@@ -16,12 +15,13 @@ from kvtier.keys import OffloadKey
 from kvtier.tiers._base import Batch, Outcome, SecondaryTier, Status, TierConfig
 
 _LOOK_AGAIN_S = 0.02
+_DELAY_S = 0.1
 
 
 class PlainConfig(TierConfig):
-    """Settings: the file that says what goes wrong; nothing does while it is not there."""
+    """Settings: the file that names the fault; there is none while it is not there."""
 
-    trouble: Path
+    fault: Path
 
 
 class PlainTier(SecondaryTier[PlainConfig]):
@@ -40,7 +40,7 @@ class PlainTier(SecondaryTier[PlainConfig]):
 
     async def put(self, batch: Batch) -> Outcome:
         """Copy the chunks into the dict."""
-        if (await self._suffer()).get("is_full"):
+        if await self._suffer() == "fill up":
             raise OSError(28, "no space left on the server")
         for key, view, trailer in zip(batch.keys, batch.views, batch.trailers, strict=True):
             self._chunks[key] = bytes(view), trailer
@@ -48,14 +48,14 @@ class PlainTier(SecondaryTier[PlainConfig]):
 
     async def get(self, batch: Batch) -> Outcome:
         """Copy the chunks out of the dict."""
-        trouble = await self._suffer()
+        fault = await self._suffer()
         statuses = []
         for index, (key, view) in enumerate(zip(batch.keys, batch.views, strict=True)):
             found = self._chunks.get(key)
             statuses.append(Status.OK if found else Status.ABSENT)
             if found:
                 view[:], batch.trailers[index] = found
-                if trouble.get("damages"):
+                if fault == "corrupt":
                     half = len(view) // 2
                     view[:] = found[0][half:] + found[0][:half]
         return Outcome(statuses)
@@ -69,22 +69,23 @@ class PlainTier(SecondaryTier[PlainConfig]):
         """Remove everything."""
         self._chunks.clear()
 
-    async def _suffer(self) -> dict[str, Any]:
-        trouble = self._trouble()
-        await anyio.sleep(trouble.get("delay_s", 0.0))
+    async def _suffer(self) -> str:
+        """Let a call suffer; return the fault, for what depends on the call."""
+        fault = self._fault()
+        if fault == "slow":
+            await anyio.sleep(_DELAY_S)
         with anyio.CancelScope(shield=True):  # as a client does that heeds no cancellation
-            while self._trouble().get("hangs"):  # noqa: ASYNC110 - nobody tells when it is over
+            while self._fault() == "hang":  # noqa: ASYNC110 - nobody tells when it is over
                 await anyio.sleep(_LOOK_AGAIN_S)
-        if trouble.get("is_gone"):
+        if fault == "vanish":
             self._chunks.clear()
             raise ConnectionRefusedError(111, "nobody listens")
-        if trouble.get("fails"):
+        if fault == "error":
             raise RuntimeError("the client library has raised something of its own")
-        return trouble
+        return fault
 
-    def _trouble(self) -> dict[str, Any]:
+    def _fault(self) -> str:
         try:
-            found: dict[str, Any] = json.loads(self.config.trouble.read_text())
+            return str(json.loads(self.config.fault.read_text()))
         except FileNotFoundError:
-            return {}
-        return found
+            return ""

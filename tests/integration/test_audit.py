@@ -55,12 +55,6 @@ class Audited:
                 file.seek(-1, 1)
                 file.write(bytes([byte ^ 0x40]))
 
-    def exchange_pages(self, **copies: int) -> None:
-        """Let the next copies exchange two pages. Of loads or stores, so many."""
-        self.engine.ask(
-            "call", module="tests.integration.swapped_pages", function="exchange", arguments=copies
-        )
-
     def not_served(self, *prompts: list[int]) -> list[list[int]]:
         """Generate for prompts that nothing may be loaded for."""
         answers, loaded = self.engine.served(*prompts)
@@ -144,38 +138,3 @@ def test_a_chunk_that_changes_in_host_memory_is_never_used(
     for path in it.folder.iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(it.folder.stat().st_mode) == 0o700
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("copies", ["stores", "loads"])
-def test_what_one_copy_exchanged_is_put_right_and_no_other_one_is_trusted(
-    audited: Callable[..., Any], reference: Ask, copies: str
-) -> None:
-    with audited(kv_transfer_config={}) as it:  # with vLLM's own connector
-        if copies == "stores":
-            it.exchange_pages(stores=1)
-        it.engine.served(PROMPT)
-        it.engine.reset(connector=False)
-        it.exchange_pages(loads=int(copies == "loads"))
-        answers = it.engine.generate(PROMPT)
-        failures = it.failures()
-        again = it.not_served(PROMPT)
-        kept = it.evidence()
-
-    assert answers == again == reference(PROMPT)
-    assert failures == {"cpu": 1}
-    assert len([facts for facts in kept if "of_device" in facts]) == 1
-
-
-@pytest.mark.full
-def test_control_without_audits_the_exchanged_pages_change_the_tokens(
-    audited: Callable[..., Any], reference: Ask
-) -> None:
-    with audited(settings={"audit_rate": 0}) as it:
-        it.exchange_pages(stores=1)
-        it.engine.served(PROMPT)
-        it.engine.reset(connector=False)
-        answers, loaded = it.engine.served(PROMPT)
-
-    assert loaded == {"cpu": PROMPT_CHUNKS}
-    assert answers != reference(PROMPT)

@@ -6,9 +6,6 @@ import copy
 import dataclasses
 import functools
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -18,13 +15,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.config import ModelConfig, MultiModalConfig, VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 
 from kvtier.adapters.vllm import _without_effect
+from kvtier.adapters.vllm._identity import weights_fingerprint
 from kvtier.adapters.vllm._spelling import spell, spell_environment, spell_settings
 from kvtier.errors import ConfigError
 from tests.integration.configurations import MODELS, configure, identity_of, make_model
-from tests.integration.harness import PROJECT
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -105,6 +102,9 @@ def test_what_online_quantisation_leaves_out_counts(models: Callable[[str], Path
         {"disable_sliding_window": True},
         {"compilation_config": {"custom_ops": ["+rms_norm"]}},
         {"enforce_eager": True},
+        {"prefix_caching_hash_algo": "sha256_cbor"},
+        {"extra": {"block_size": 64}},
+        {"kv_cache_dtype": "fp8_e5m2", "dtype": "bfloat16"},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
         {"enable_lora": True},
     ],
@@ -137,26 +137,6 @@ def test_a_setting_without_effect_does_not_split(
     assert is_shared(models("llama"), {}, arguments)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"mm_processor_kwargs": {"max_pixels": 1000}},
-        {"video_pruning_rate": 0.5, "video_pruning_method": "evs"},
-        {"video_pruning_rate": 0.25},
-        {"media_io_kwargs": {"video": {"num_frames": 4}}},
-    ],
-    ids=lambda options: "-".join(options),
-)
-def test_settings_of_images_and_videos_split(models: Callable[[str], Path], options: dict[str, Any]) -> None:
-    def spelled(**options: Any) -> object:
-        config = configure(models("llama"))
-        config.model_config.multimodal_config = MultiModalConfig(**options)
-        return spell_settings(config, is_reviewed=True)
-
-    assert spelled() == spelled(mm_processor_cache_gb=1)
-    assert spelled() != spelled(**options)
-
-
 def test_a_secret_is_never_spelled(models: Callable[[str], Path]) -> None:
     config = configure(
         models("llama"),
@@ -174,10 +154,12 @@ def test_a_secret_is_never_spelled(models: Callable[[str], Path]) -> None:
 ARGUMENTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {}),
     "longrope": ("longrope", {}),
-    "moe": ("mixtral", {"enable_lora": True}),
-    "ngram": (
-        "llama",
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+    "experts, adapters, drafts": (
+        "mixtral",
+        {
+            "enable_lora": True,
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
+        },
     ),
     "online": (
         "llama",
@@ -358,34 +340,31 @@ def test_what_is_long_is_told_by_its_digest() -> None:
     assert spell(long) != spell(other)
 
 
-SCRIPT = """
-import json, sys
-from pathlib import Path
-from kvtier.adapters.vllm._spelling import spell_settings
-from tests.integration.configurations import configure
-config = configure(Path(sys.argv[1]), additional_config={"names": {"a", "b", "c", "d", "e"}})
-print("spelled", json.dumps(spell_settings(config, is_reviewed=True)))
-"""
-
-
-def test_every_process_spells_the_same(models: Callable[[str], Path]) -> None:
-    # The order of sets follows the seed, which here is drawn for each process.
-    config = configure(models("llama"), additional_config={"names": {"a", "b", "c", "d", "e"}})
-    here = json.dumps(spell_settings(config, is_reviewed=True))
-    ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(models("llama"))],
-        cwd=PROJECT,
-        env={**os.environ, "PYTHONHASHSEED": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert f"spelled {here}" in ended.stdout.splitlines()
-    assert '["a", "b", "c", "d", "e"]' in here
-
-
 # --- weights and environment -------------------------------------------------------------------------
+
+
+WEIGHTS = bytes(range(256)) * 4096
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.bin", "model.pt", "model.pth", "model.gguf"])
+def test_other_bytes_of_the_same_length_have_another_fingerprint(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(WEIGHTS)
+    before = weights_fingerprint(tmp_path)
+    assert before == weights_fingerprint(tmp_path)
+    (tmp_path / name).write_bytes(WEIGHTS[::-1])
+    assert weights_fingerprint(tmp_path) not in (before, None)
+
+
+def test_a_model_that_is_one_file_has_one(tmp_path: Path) -> None:
+    model = tmp_path / "model.gguf"
+    model.write_bytes(WEIGHTS)
+    before = weights_fingerprint(model)
+    model.write_bytes(WEIGHTS[1:] + WEIGHTS[:1])
+    assert None is not weights_fingerprint(model) != before
+
+
+def test_a_name_on_a_hub_has_none() -> None:
+    assert weights_fingerprint(Path("organisation/model")) is None
 
 
 def test_weights_of_which_only_a_name_is_known_are_refused_without_a_namespace(

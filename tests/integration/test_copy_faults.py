@@ -14,42 +14,34 @@ from tests.integration.conftest import Ask
 from tests.integration.harness import PROMPT_CHUNKS, Engine, EngineError, Launcher, prompt
 
 SETTINGS = {"cpu_bytes_to_use": "64MiB"}
-PLAIN: dict[str, Any] = {}
 RECOMPUTING = {"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"}
-LOST_AFTER = 5
 ATTEMPTS = 2
-STAGED_TOO = 3
 
 
 @pytest.fixture(scope="module")
-def engines(launcher: Launcher, llama: Path) -> Iterator[dict[str, Engine]]:
-    """Two engines that go on after each fault: with the plain connector, and with kvtier's."""
-    with (
-        launcher.start(llama, SETTINGS, faulty_copies=True) as plain,
-        launcher.start(llama, SETTINGS, faulty_copies=True, kv_transfer_config=RECOMPUTING) as recomputing,
-    ):
-        yield {"plain": plain, "recomputing": recomputing}
+def plain_engine(launcher: Launcher, llama: Path) -> Iterator[Engine]:
+    with launcher.start(llama, SETTINGS, faulty_copies=True) as engine:
+        yield engine
 
 
-@pytest.fixture(params=["plain", "recomputing"])
-def engine(engines: dict[str, Engine], request: pytest.FixtureRequest) -> Engine:
-    return _anew(engines[request.param])
+@pytest.fixture(scope="module")
+def recomputing_engine(launcher: Launcher, llama: Path) -> Iterator[Engine]:
+    with launcher.start(llama, SETTINGS, faulty_copies=True, kv_transfer_config=RECOMPUTING) as engine:
+        yield engine
 
 
 @pytest.fixture
-def plain(engines: dict[str, Engine]) -> Engine:
-    return _anew(engines["plain"])
+def plain(plain_engine: Engine) -> Engine:
+    """An engine with vLLM's connector."""
+    plain_engine.reset()
+    return plain_engine
 
 
 @pytest.fixture
-def recomputing(engines: dict[str, Engine]) -> Engine:
-    return _anew(engines["recomputing"])
-
-
-def _anew(engine: Engine) -> Engine:
-    engine.fail_copies()
-    engine.reset()
-    return engine
+def recomputing(recomputing_engine: Engine) -> Engine:
+    """An engine with kvtier's connector."""
+    recomputing_engine.reset()
+    return recomputing_engine
 
 
 def _failed(engine: Engine) -> dict[tuple[str, str], float]:
@@ -72,33 +64,33 @@ class Counted:
         return {key: value for key, value in since.items() if value}
 
 
-def test_a_copy_that_fails_once_is_noticed_by_the_counters_alone(engine: Engine, reference: Ask) -> None:
-    counted = Counted(engine)
-    engine.fail_copies(stores=1, loads=1)
-    cold, _ = engine.served(prompt(1))
-    engine.reset(connector=False)
-    again = engine.served(prompt(1))
+def test_a_copy_that_fails_once_is_noticed_by_the_counters_alone(plain: Engine, reference: Ask) -> None:
+    counted = Counted(plain)
+    plain.fail_copies(stores=1, loads=1)
+    cold, _ = plain.served(prompt(1))
+    plain.reset(connector=False)
+    again = plain.served(prompt(1))
 
     assert cold == reference(prompt(1))
     assert again == (cold, {"cpu": PROMPT_CHUNKS})
     assert counted() == {("store", "repeated"): 1, ("load", "repeated"): 1}
 
 
-def test_chunks_whose_store_failed_are_never_read(engine: Engine, reference: Ask) -> None:
-    counted = Counted(engine)
-    dropped = engine.metrics().value("kvtier_dropped_chunks", verb="store")
-    engine.fail_copies(stores=ATTEMPTS)
-    cold, _ = engine.served(prompt(1))
-    engine.reset(connector=False)
-    again = engine.served(prompt(1))  # computed, and stored this time
-    engine.reset(connector=False)
-    loaded = engine.served(prompt(1))
+def test_chunks_whose_store_failed_are_never_read(recomputing: Engine, reference: Ask) -> None:
+    counted = Counted(recomputing)
+    dropped = recomputing.metrics().value("kvtier_dropped_chunks", verb="store")
+    recomputing.fail_copies(stores=ATTEMPTS)
+    cold, _ = recomputing.served(prompt(1))
+    recomputing.reset(connector=False)
+    again = recomputing.served(prompt(1))  # computed, and stored this time
+    recomputing.reset(connector=False)
+    loaded = recomputing.served(prompt(1))
 
     assert cold == reference(prompt(1))
     assert again == (cold, {})
     assert loaded == (cold, {"cpu": PROMPT_CHUNKS})
     assert counted() == {("store", "dropped"): 1}
-    assert engine.metrics().value("kvtier_dropped_chunks", verb="store") - dropped == PROMPT_CHUNKS
+    assert recomputing.metrics().value("kvtier_dropped_chunks", verb="store") - dropped == PROMPT_CHUNKS
 
 
 def test_a_request_whose_load_failed_is_computed_and_not_loaded_again(
@@ -130,21 +122,6 @@ def test_a_request_whose_load_failed_is_computed_and_not_loaded_again(
     assert stored_anew == (answers, {"cpu": PROMPT_CHUNKS})
 
 
-def test_of_many_requests_only_those_whose_load_failed_are_computed(
-    recomputing: Engine, reference: Ask
-) -> None:
-    prompts = [prompt(seed) for seed in (1, 2, 3)]
-    recomputing.served(*prompts)
-    recomputing.reset(connector=False)
-    counted = Counted(recomputing)
-    recomputing.fail_copies(loads=ATTEMPTS)
-    answers, loaded = recomputing.served(*prompts, together=True)
-
-    assert answers == reference(*prompts)
-    assert loaded == {"cpu": 3 * PROMPT_CHUNKS}
-    assert counted() == {("load", "recomputed"): 1}
-
-
 def test_without_the_connector_a_load_that_fails_twice_is_staged(plain: Engine, reference: Ask) -> None:
     plain.served(prompt(1))
     plain.reset(connector=False)
@@ -154,19 +131,6 @@ def test_without_the_connector_a_load_that_fails_twice_is_staged(plain: Engine, 
 
     assert again == (reference(prompt(1)), {"cpu": PROMPT_CHUNKS})
     assert counted() == {("load", "staged"): 1}
-
-
-@pytest.mark.full
-def test_without_the_connector_a_load_that_fails_in_every_way_ends_the_engine_in_words(
-    launcher: Launcher, llama: Path
-) -> None:
-    engine = launcher.start(llama, SETTINGS, faulty_copies=True)
-    engine.served(prompt(1))
-    engine.reset(connector=False)
-    engine.fail_copies(loads=ATTEMPTS, staged=1)
-    with pytest.raises(EngineError, match="KVTierConnector the engine would compute them instead"):
-        engine.generate(prompt(1))
-    engine.kill()
 
 
 def test_with_the_connector_the_engine_outlives_a_lost_device(
@@ -188,7 +152,7 @@ def test_with_the_connector_the_engine_outlives_a_lost_device(
     assert passed_s < 30
     assert metrics.value("kvtier_device_up", worker="0") == 0
     assert metrics.value("kvtier_misses", reason="device_lost") >= 1
-    assert metrics.value("kvtier_copy_failed") >= LOST_AFTER
+    assert metrics.value("kvtier_copy_failed") >= 5
     assert log.count("nothing is stored or loaded any more") == 1
 
 
@@ -207,7 +171,7 @@ def test_a_failure_of_one_worker_of_two_is_one_of_all(
             "kv_connector_module_path": "tests.integration.faulty_connector",
         },
     }
-    with launcher.start(llama, {**SETTINGS, "audit_rate": 1}, faulty_copies=True, **two) as engine:
+    with launcher.start(llama, SETTINGS, faulty_copies=True, **two) as engine:
         counted = Counted(engine)
         engine.fail_copies(stores=ATTEMPTS, rank=1)
         cold, _ = engine.served(prompt(1))
@@ -219,32 +183,13 @@ def test_a_failure_of_one_worker_of_two_is_one_of_all(
         engine.reset(connector=False)
         dropped = engine.served(prompt(1))
         engine.reset(connector=False)
-        audited = engine.metrics().value("kvtier_audited_chunks")
         loaded = engine.served(prompt(1))
         counts = counted()
-        audited = engine.metrics().value("kvtier_audited_chunks") - audited
-        engine.reset(connector=False)
-        _flip_at_the_second_worker(engine)
-        found_by_one = engine.generate(prompt(1))
-        suspects = engine.metrics().value("kvtier_audit_failures", tier="cpu")
 
-    assert cold == found_by_one
-    assert (audited, suspects) == (2 * PROMPT_CHUNKS, 1)
     assert cold == computed == reference(prompt(1))
     assert not_stored == dropped == (cold, {})
     assert loaded == (cold, {"cpu": PROMPT_CHUNKS})
     assert counts == {("store", "dropped"): 1, ("load", "recomputed"): 1}
-
-
-def _flip_at_the_second_worker(engine: Engine) -> None:
-    """Change a byte of each slot's second half."""
-    (region,) = engine.regions
-    metrics = engine.metrics()
-    size, slots = (int(metrics.value(name)) for name in ("kvtier_tier_capacity_bytes", "kvtier_slots"))
-    with region.open("r+b", buffering=0) as file:
-        for end in range(size // slots, size + 1, size // slots):
-            (byte,) = os.pread(file.fileno(), 1, end - 100)
-            os.pwrite(file.fileno(), bytes([byte ^ 1]), end - 100)
 
 
 @pytest.mark.full
@@ -260,18 +205,3 @@ def test_the_connector_refuses_what_it_cannot_work_with(
 ) -> None:
     with pytest.raises(EngineError, match=message):
         launcher.start(llama, settings, kv_transfer_config=transfer)
-
-
-@pytest.mark.full
-def test_the_connector_is_found_by_module_path_without_the_plugin(
-    launcher: Launcher, llama: Path, reference: Ask
-) -> None:
-    transfer = {**RECOMPUTING, "kv_connector_module_path": "kvtier.adapters.vllm.connector"}
-    settings = {**SETTINGS, "spec_module_path": "kvtier.adapters.vllm.spec"}
-    with launcher.start(
-        llama, settings, kv_transfer_config=transfer, environment={"VLLM_PLUGINS": ""}
-    ) as engine:
-        cold, _ = engine.served(prompt(1))
-        engine.reset(connector=False)
-        assert engine.served(prompt(1)) == (cold, {"cpu": PROMPT_CHUNKS})
-        assert cold == reference(prompt(1))

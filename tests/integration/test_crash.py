@@ -11,7 +11,6 @@ import pytest
 from tests.integration.conftest import Ask
 from tests.integration.harness import (
     PROMPT_CHUNKS,
-    Engine,
     EngineError,
     Launcher,
     chunks_in,
@@ -19,7 +18,6 @@ from tests.integration.harness import (
     wait_until_removed,
 )
 
-PROMPTS = [prompt(seed) for seed in range(100, 140)]
 ROUNDS = [[prompt(seed) for seed in range(first, first + 25)] for first in (200, 300)]
 
 
@@ -56,36 +54,6 @@ def test_killed_in_the_midst_of_cascades(
     assert list(tmp_path.glob("*/quarantine/*")) == []
     assert len(chunks_in(tmp_path)) == len(prompts) * PROMPT_CHUNKS
     assert not region.exists()
-
-
-@pytest.mark.full
-def test_killed_with_all_its_processes(
-    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
-) -> None:
-    files = {"type": "fs", "root_dir": str(tmp_path)}
-    settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [files]}
-    engine = launcher.start(llama, settings, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
-    assert len(engine.processes) > 1
-    (left,) = engine.regions
-    engine.tell("generate", prompts=PROMPTS, output_tokens=4, together=True)
-    _wait_for_chunks(tmp_path, 20, engine)
-    engine.kill()
-    wait_until_removed([left])  # by the guard, which is no child of the engine's
-
-    there = len(chunks_in(tmp_path))
-    with launcher.start(llama, settings) as engine:
-        (region,) = engine.regions
-        answers, loaded = engine.served(*PROMPTS)
-    assert answers == reference(*PROMPTS)
-    assert 0 < loaded["fs"] <= there
-    assert not region.exists()
-
-
-def _wait_for_chunks(root: Path, count: int, engine: Engine, patience_s: float = 30.0) -> None:
-    deadline = time.monotonic() + patience_s
-    while len(chunks_in(root)) < count:
-        assert time.monotonic() < deadline, engine.log()[-2000:]
-        time.sleep(0.002)
 
 
 def _wait_until_swept(root: Path, patience_s: float = 20.0) -> None:

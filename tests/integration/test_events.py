@@ -20,7 +20,6 @@ from tests.integration.harness import (
     Launcher,
     Metrics,
     Tokens,
-    chunk_files,
     chunks_in,
     prompt,
 )
@@ -91,10 +90,6 @@ class Router:
 
     def stored(self, place: Place) -> list[dict[str, Any]]:
         return [event for event in self.events if event["type"] == "BlockStored" and _place(event) == place]
-
-    def removed(self, place: Place) -> set[bytes]:
-        removed = [event for event in self.events if event["type"] == "BlockRemoved"]
-        return {block for event in removed if _place(event) == place for block in event["block_hashes"]}
 
     def chain(self, place: Place, tokens: Tokens, blocks: int = 1) -> list[bytes]:
         """Return the hashes of a prompt's blocks, found in the events by their tokens and parents alone."""
@@ -191,39 +186,6 @@ def test_a_router_knows_what_is_where_whoever_evicts(
             router,
             lambda: router.cleared > cleared and (blocks > 1 or not any(router.belief.values())),
         )
-
-
-@pytest.mark.full
-def test_after_a_restart_a_router_learns_what_is_found_and_what_is_lost(
-    launcher: Launcher, llama: Path, tmp_path: Path, router: Router
-) -> None:
-    root = tmp_path / "root"
-    settings = {
-        "cpu_bytes_to_use": 96 * BLOCK_BYTES,  # a quarter of it is for what is found
-        "secondary_tiers": [{"type": "fs", "root_dir": str(root)}],
-    }
-    with launcher.start(llama, settings) as engine:
-        engine.served(*PROMPTS)
-    with _start(launcher, llama, settings, router) as engine:
-        router.join(engine)
-        _, loaded = engine.served(PROMPTS[0], PROMPTS[1])
-        _until(engine, router, lambda: len(router.belief[FILES]) >= 2 * PROMPT_CHUNKS)
-        found = set(router.chain(FILES, PROMPTS[0]) + router.chain(FILES, PROMPTS[1]))
-        assert loaded == {"fs": 2 * PROMPT_CHUNKS}
-        assert router.belief[FILES] == router.belief[CPU] == found
-        assert router.chain(CPU, PROMPTS[0]) == router.chain(FILES, PROMPTS[0])
-
-        lost = router.chain(FILES, PROMPTS[0])[3:]
-        for path in chunk_files(root):
-            if bytes.fromhex(path.stem) in lost:
-                path.unlink()
-        engine.served(*PROMPTS[2:], prompt(100), prompt(101))  # all else leaves the device and the memory
-        _until(engine, router, lambda: found.isdisjoint(router.belief[CPU]))
-        assert router.removed(FILES) == set()
-        _, loaded = engine.served(PROMPTS[0])
-        _until(engine, router, lambda: router.removed(FILES) >= set(lost))
-        assert loaded == {"fs": 3}
-        assert router.removed(FILES) == set(lost)
 
 
 def _locality(router: Router, place: Place) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, Engine, EngineError, Launcher, prompt
+from tests.integration.harness import PROMPT_CHUNKS, Engine, Launcher, prompt
 
 PROMPTS = [prompt(seed) for seed in (1, 2, 3)]
 OTHERS = [prompt(seed) for seed in range(10, 22)]  # more than the device cache and the primary tier hold
@@ -68,49 +68,6 @@ def test_killed_or_stopped_while_requests_run_it_costs_misses_and_comes_back(
     assert ended == 2
     assert not is_alive(tiers)
     assert not region.exists()
-
-
-@pytest.mark.full
-def test_it_ends_with_an_engine_that_is_killed(
-    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
-) -> None:
-    with launcher.start(llama, settings) as engine:
-        engine.until_open("fs")
-        engine.served(*PROMPTS)
-        tiers = process_of_tiers(engine)
-        os.kill(engine.pid, signal.SIGKILL)
-        end_s = time.monotonic() + MUCH_LATER_S
-        while is_alive(tiers):
-            assert time.monotonic() < end_s
-            time.sleep(0.01)
-        engine.kill()
-    with launcher.start(llama, settings) as engine:
-        engine.until_open("fs")
-        assert engine.served(*PROMPTS) == (reference(*PROMPTS), {"fs": CHUNKS})
-
-
-NO_PROCESS = ("tests.integration.traffic", "start_no_process")
-
-
-@pytest.mark.full
-def test_where_there_can_be_no_process_they_run_in_a_thread_and_the_log_says_so(
-    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
-) -> None:
-    for loaded in ({}, {"fs": CHUNKS}):
-        with launcher.start(llama, settings, prepare=NO_PROCESS) as engine:
-            assert engine.served(*PROMPTS) == (reference(*PROMPTS), loaded)
-            assert engine.tiers_process is None
-            lines = [line for line in engine.log().splitlines() if "set isolation to 'thread'" in line]
-            assert len(lines) == 1
-            assert engine.metrics().value("kvtier_tier_process_ended") == 0
-
-
-@pytest.mark.full
-def test_where_there_can_be_no_process_and_one_was_asked_for_the_engine_does_not_start(
-    launcher: Launcher, llama: Path, settings: dict[str, Any]
-) -> None:
-    with pytest.raises(EngineError, match="it has ended with status 1; set isolation to 'thread'"):
-        launcher.start(llama, {**settings, "isolation": "process"}, prepare=NO_PROCESS)
 
 
 def process_of_tiers(engine: Engine) -> int:

@@ -26,11 +26,6 @@ OTHERS = [prompt(seed) for seed in range(10, 16)]
 CHUNKS = len(PROMPTS) * PROMPT_CHUNKS
 
 
-@pytest.fixture
-def settings(tmp_path: Path) -> dict[str, Any]:
-    return {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [_fs(tmp_path)]}
-
-
 def _fs(root: Path, **more: Any) -> dict[str, Any]:
     return {"type": "fs", "root_dir": str(root), **more}
 
@@ -69,7 +64,7 @@ def test_a_store_threshold_holds_for_every_tier(
         for _ in range(3):
             engine.reset(connector=False)
             answers, loaded = engine.served(*PROMPTS)
-            loads.append((loaded, len(chunks_in(tmp_path))))
+            loads.append((loaded, len(chunks_in(tmp_path / "root"))))
             assert answers == reference(*PROMPTS)
         refused = engine.metrics().value("kvtier_store_refused_chunks", reason="store_threshold")
     with launcher.start(llama, settings) as engine:
@@ -210,12 +205,10 @@ def test_a_file_system_that_hangs_holds_up_no_shutdown_and_leaves_no_memory(
     launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
 ) -> None:
     """vLLM kills an engine that takes longer than 5 s to stop. The tier process hangs on in the kernel."""
-    backend = Files(tmp_path)
     with ExitStack() as stack:
-        tier = backend.start(stack)
-        stack.callback(backend.come_back)
-        settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [tier]}
-        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        backend = Files(tmp_path, stack)
+        settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [backend.settings]}
+        environment = {**backend.launch["environment"], "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         with launcher.start(llama, settings, environment=environment) as engine:
             (region,) = engine.regions
             engine.generate(*PROMPTS)

@@ -24,14 +24,6 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
 PIECES = 3 * BLOCK_TOKENS  # no prompt's length is a multiple, nor is a chunk's
 
 
-@pytest.fixture
-def settings(tmp_path: Path) -> dict[str, Any]:
-    return {
-        "cpu_bytes_to_use": "64MiB",
-        "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path / "root")}],
-    }
-
-
 @pytest.mark.parametrize(
     ("arguments", "more_settings"),
     [

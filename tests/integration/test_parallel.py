@@ -14,21 +14,17 @@ import pytest
 from tests.integration.conftest import LLAMA, Ask
 from tests.integration.harness import (
     PROMPT_CHUNKS,
-    PROMPT_TOKENS,
     Engine,
     EngineError,
     Launcher,
-    chunk_files,
     namespaces,
     prompt,
 )
-from tests.integration.test_models import MLA, MLA_MODEL
 
 FIRST, SECOND = [prompt(1), prompt(2)], [prompt(3), prompt(4)]
 CHUNKS = len(FIRST) * PROMPT_CHUNKS
 # Of a layer, canonical: tokens, heads, keys and values, numbers, their bytes.
 PAGE_BYTES = 32 * 2 * 2 * 64 * 4
-MLA_BLOCK_TOKENS = 16  # as vLLM chooses for latent attention
 ROOM: dict[str, Any] = {"num_gpu_blocks_override": 200, "start_s": 300}
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -91,66 +87,6 @@ def test_two_ranks_and_one_worker_share_what_is_canonical(
     )
     assert all(wrong != right for wrong, right in zip(misled, by_two, strict=True))
     assert len(namespaces(tmp_path / "root")) == 1
-
-
-@pytest.mark.full
-def test_two_ranks_that_hold_the_same_head_write_it_once(
-    launcher: Launcher, make_llama: Callable[..., Path], settings: dict[str, Any], tmp_path: Path
-) -> None:
-    model = make_llama(tmp_path / "model", num_key_value_heads=1)
-    settings |= {"canonical_layout": True, "blocks_per_chunk": 2}
-    settings["secondary_tiers"] = [_fs(tmp_path / "root")]
-    with launcher.start(model, **ROOM) as engine:
-        expected = engine.generate(*FIRST, *SECOND)
-    with launcher.start(model, settings, **ROOM) as engine:
-        engine.served(*FIRST)
-    by_one = chunk_files(tmp_path / "root")
-    with launcher.start(model, settings, **TWO_RANKS) as engine:
-        by_two, loaded_by_two = engine.served(*FIRST, *SECOND)
-    by_both = chunk_files(tmp_path / "root")
-    with launcher.start(model, settings, **ROOM) as engine:
-        again, loaded_again = engine.served(*FIRST, *SECOND)
-
-    assert by_two == again == expected
-    assert (loaded_by_two, loaded_again) == ({"fs": CHUNKS // 2}, {"fs": CHUNKS})
-    assert (len(by_one), len(by_both)) == (CHUNKS // 2, CHUNKS)
-    assert len({file.stat().st_size for file in by_both}) == 1
-
-
-@pytest.mark.full
-def test_a_latent_cache_is_shared(launcher: Launcher, settings: dict[str, Any], tmp_path: Path) -> None:
-    # With two ranks vLLM computes latent attention otherwise on the CPU, without a connector too, and
-    # behind a hit otherwise than a whole prompt. Whose latents were read shows in the first token; those
-    # of the first layer follow from the prompt alone.
-    model = launcher.make_model(tmp_path / "model", *MLA_MODEL)
-    settings["canonical_layout"] = True
-    apart = {**settings, "secondary_tiers": [_fs(tmp_path / "apart")]}
-    settings["secondary_tiers"] = [_fs(tmp_path / "root")]
-    with launcher.start(model, apart, **ROOM) as engine:
-        engine.served(*SECOND)
-    with launcher.start(model, settings, **ROOM) as engine:
-        first, _ = engine.served(*FIRST)
-    with launcher.start(model, settings, **TWO_RANKS) as engine:
-        first_by_two, loaded_by_two = engine.served(*FIRST)
-        second, _ = engine.served(*SECOND)
-    with launcher.start(model, settings, **ROOM) as engine:
-        second_by_one, loaded_by_one = engine.served(*SECOND)
-
-    chunks = 2 * (PROMPT_TOKENS // MLA_BLOCK_TOKENS)
-    assert loaded_by_two == loaded_by_one == {"fs": chunks}
-    assert [said[0] for said in first_by_two] == [said[0] for said in first]
-    assert [said[0] for said in second_by_one] == [said[0] for said in second]
-    by_one, by_two = first_layers(tmp_path / "apart"), first_layers(tmp_path / "root")
-    assert len(by_one) == chunks
-    for name, latents in by_one.items():
-        np.testing.assert_allclose(by_two[name], latents, rtol=1e-4, atol=1e-5)
-
-
-def first_layers(root: Path) -> dict[str, Any]:
-    """Return the first layer's latents of each chunk of the model with latent attention."""
-    fields: dict[str, Any] = MLA
-    numbers = MLA_BLOCK_TOKENS * (fields["kv_lora_rank"] + fields["qk_rope_head_dim"])
-    return {file.name: np.fromfile(file, np.float32, numbers) for file in chunk_files(root)}
 
 
 @pytest.mark.full

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integration.conftest import Ask, in_full
-from tests.integration.harness import PROMPT_CHUNKS, EngineError, Launcher, chunks_in, prompt
+from tests.integration.harness import PROMPT_CHUNKS, EngineError, Launcher, prompt
 
 PROMPTS = [prompt(seed) for seed in (1, 2)]
 OTHERS = [prompt(seed) for seed in range(10, 16)]
@@ -44,7 +43,7 @@ def test_a_root_that_cannot_be_written(
         engine.generate(*OTHERS)
         again, loaded = engine.served(*PROMPTS)
         metrics = engine.metrics()
-        log = engine.log()
+    log = engine.log()
 
     assert cold == again == reference(*PROMPTS)
     assert loaded == {"cpu": len(PROMPTS) * PROMPT_CHUNKS}
@@ -52,31 +51,7 @@ def test_a_root_that_cannot_be_written(
     assert metrics.value("kvtier_put_dropped_chunks", tier="fs", reason="down") > 0
     assert "tier fs disabled, retrying" in log
     assert str(root) in log
-
-
-@pytest.mark.full
-def test_a_root_that_is_read_only_is_read(
-    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
-) -> None:
-    written, root = tmp_path / "written", tmp_path / "root"
-    with launcher.start(llama, _fs(written)) as engine:
-        engine.served(*PROMPTS)
-    before = chunks_in(written)
-    root.mkdir()
-    mounted = subprocess.run(["mount", "--bind", "-o", "ro", written, root], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"nothing can be mounted here: {mounted.stderr.decode().strip()}")
-    try:
-        with launcher.start(llama, _fs(root)) as engine:
-            answers, loaded = engine.served(*PROMPTS, *OTHERS)
-            metrics = engine.metrics()
-    finally:
-        subprocess.run(["umount", root], check=True)
-
-    assert answers == reference(*PROMPTS, *OTHERS)
-    assert loaded == {"fs": len(PROMPTS) * PROMPT_CHUNKS}
-    assert metrics.value("kvtier_put_failed_chunks", tier="fs", reason="erofs") > 0
-    assert chunks_in(written) == before
+    assert "chunks that this engine has stored were not put there (down: " in log
 
 
 def _fs(root: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ sees them, so that what a rank must find does not come from the mappings.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from types import SimpleNamespace
@@ -47,6 +47,7 @@ PER_CHUNK = 2
 LAYERS = 4  # two groups of two where the model has sliding windows, which share two tensors
 SPLITS = (1, 2, 4, 8)
 SOURCES, TARGETS = (3, 9, 2, 5, 7), (11, 0, 1, 6, 4)  # five blocks, entered in the middle of a chunk
+INTO = (6, 1, 3)
 
 
 @dataclass(frozen=True)
@@ -224,64 +225,21 @@ def ranks(model: Model, tp: int) -> list[Rank]:
 
 
 def passes(model: Model, writing: int, reading: int) -> None:
-    """Have the ranks of one split store blocks of all groups, and those of another load them."""
-    groups = len(model.groups)
-    sources, targets = (
-        Blocks.make(list(ids) * groups, (len(ids),) * groups, (1,) * groups) for ids in (SOURCES, TARGETS)
-    )
-    slots = [6, 1, 3][: sum(sources.slots_needed(PER_CHUNK)) // groups]
-    slots += [slot + 1 for slot in slots][: len(slots) * (groups - 1)]
+    """Have the ranks of one split store blocks of each group, and those of another load them."""
     writers, readers = ranks(model, writing), ranks(model, reading)
-    with Region.anonymous(SLOTS, writers[0].shape.chunk_bytes) as region:
-        for rank in writers:
-            part = model.part(writing, rank.config.parallel.rank)
-            for group, layers in enumerate(model.groups):
-                _store(rank, part, layers, group, sources, slots, region)
-        for rank in readers:
-            part = model.part(reading, rank.config.parallel.rank)
-            for group, layers in enumerate(model.groups):
-                _load(rank, part, layers, group, targets, slots, region)
-
-
-def _only(blocks: Blocks, group: int) -> Blocks:
-    """Return the blocks of one group. Groups share tensors, and each block belongs to one group."""
-    sizes = [size if number == group else 0 for number, size in enumerate(blocks.group_sizes)]
-    return Blocks.make(blocks.ids[: sizes[group]], sizes, blocks.first_indices)
-
-
-def _slots_of(slots: Sequence[int], group: int, groups: int) -> Sequence[int]:
-    each = len(slots) // groups
-    return slots[group * each : (group + 1) * each]
-
-
-def _store(
-    rank: Rank,
-    part: torch.Tensor,
-    layers: Sequence[int],
-    group: int,
-    blocks: Blocks,
-    slots: Sequence[int],
-    region: Region,
-) -> None:
-    own, into = _only(blocks, group), _slots_of(slots, group, len(rank.model.groups))
-    for tensor, layer in enumerate(layers):
-        rank.views[tensor].copy_(part[layer])
-    rank.transfer(region, lambda engine: engine.submit_store(1, own, into))
-
-
-def _load(
-    rank: Rank,
-    part: torch.Tensor,
-    layers: Sequence[int],
-    group: int,
-    blocks: Blocks,
-    slots: Sequence[int],
-    region: Region,
-) -> None:
-    own, source = _only(blocks, group), _slots_of(slots, group, len(rank.model.groups))
-    rank.transfer(region, lambda engine: engine.submit_load(1, source, own))
-    for tensor, layer in enumerate(layers):
-        assert torch.equal(rank.views[tensor][list(TARGETS)], part[layer][list(SOURCES)])
+    for group, layers in enumerate(model.groups):
+        sizes = [len(SOURCES) if number == group else 0 for number in range(len(model.groups))]
+        sources, targets = (Blocks.make(ids, sizes, [1] * len(sizes)) for ids in (SOURCES, TARGETS))
+        with Region.anonymous(SLOTS, writers[0].shape.chunk_bytes) as region:
+            for number, rank in enumerate(writers):
+                for tensor, layer in enumerate(layers):
+                    rank.views[tensor].copy_(model.part(writing, number)[layer])
+                rank.transfer(region, lambda engine, own=sources: engine.submit_store(1, own, INTO))  # type: ignore[misc]
+            for number, rank in enumerate(readers):
+                rank.transfer(region, lambda engine, own=targets: engine.submit_load(1, INTO, own))  # type: ignore[misc]
+                for tensor, layer in enumerate(layers):
+                    found, part = rank.views[tensor], model.part(reading, number)[layer]
+                    assert torch.equal(found[list(TARGETS)], part[list(SOURCES)])
 
 
 @pytest.mark.parametrize("windows", [False, True], ids=["one group", "windows too"])

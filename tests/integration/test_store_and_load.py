@@ -1,4 +1,7 @@
-"""The main job: what was computed is served from the primary tier, and after a restart from files."""
+"""The main job: what was computed is served from the primary tier, and after a restart from files.
+
+After a reset nothing that was stored before is given back, in no tier and after no restart.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,6 @@ pytestmark = pytest.mark.releases
 PROMPTS = [prompt(seed) for seed in (1, 2, 3)]
 OTHERS = [prompt(seed) for seed in range(10, 16)]  # more than the device cache holds
 CHUNKS = len(PROMPTS) * PROMPT_CHUNKS
-
-
-@pytest.fixture
-def settings(tmp_path: Path) -> dict[str, Any]:
-    return {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}
 
 
 def test_served_from_memory_and_after_a_restart_from_files(
@@ -41,6 +39,31 @@ def test_served_from_memory_and_after_a_restart_from_files(
     assert cold == again == restarted == from_memory == reference(*PROMPTS)
     assert (loaded_cold, loaded_again) == ({}, {"cpu": CHUNKS})
     assert (loaded_restarted, loaded_from_memory) == ({"fs": CHUNKS}, {"cpu": CHUNKS})
+
+
+def test_a_reset_hides_everything_for_ever_and_gives_every_slot_back(
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
+) -> None:
+    with launcher.start(llama, settings) as engine:
+        for _ in range(3):
+            engine.generate(*PROMPTS, together=True)
+            engine.reset()  # with stores and puts under way
+        after_reset, loaded_after_reset = engine.served(*PROMPTS)
+        metrics = engine.settled()
+        engine.generate(*OTHERS)
+        again, loaded_again = engine.served(*PROMPTS)
+        engine.reset()
+    with launcher.start(llama, settings) as engine:
+        restarted, loaded_restarted = engine.served(*PROMPTS)
+    with launcher.start(llama, settings) as engine:
+        stored_after, loaded_stored_after = engine.served(*PROMPTS)
+
+    assert after_reset == again == restarted == stored_after == reference(*PROMPTS)
+    assert loaded_after_reset == {}
+    assert metrics.value("kvtier_free_slots") == metrics.value("kvtier_slots") - CHUNKS
+    assert loaded_again == {"cpu": CHUNKS}
+    assert loaded_restarted == {}
+    assert loaded_stored_after == {"fs": CHUNKS}
 
 
 @pytest.mark.full
@@ -86,4 +109,4 @@ def test_two_engines_share_a_root(
     assert by_first == by_second == reference(*PROMPTS)
     assert loaded == {"fs": CHUNKS}
     assert at_once == (reference(*OTHERS), reference(*OTHERS))
-    assert len(namespaces(tmp_path)) == 1
+    assert len(namespaces(tmp_path / "root")) == 1

@@ -10,7 +10,6 @@ import pytest
 import torch
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
-from kvtier._device._threaded import LOST_AFTER
 from kvtier._device.base import KVCaches, PageRef
 from kvtier._device.cpu import CpuTransferEngine, copy_plan, copy_staged
 from kvtier._device.plan import CopyPlan
@@ -104,16 +103,6 @@ def impatient() -> Iterator[Bench]:
     bench.close()
 
 
-def test_a_store_that_failed_is_a_success_to_vllm_and_a_mark_to_the_scheduler(it: Bench) -> None:
-    it.failures = 2
-    it.store(2, 3)
-    it.store(4)
-    assert it.finish() == [True, True]
-    assert [it.workers.failed_to_store([slot]) for slot in (4, 3, 3)] == [False, True, False]
-    assert it.counts() == {("copy_failed", "store", "dropped"): 1}
-    assert it.counts() == {}
-
-
 def test_a_failed_load_is_told_of_once_and_by_request(it: Bench) -> None:
     it.worker.report_failed_loads()
     it.failures = 2
@@ -143,20 +132,6 @@ def test_a_load_that_a_running_request_waits_for_is_never_reported_too_late(it: 
     with pytest.raises(TransferError):
         it.finish()
     assert it.worker.take_failed_requests() == set()
-
-
-def test_a_lost_device_is_told_to_the_scheduler(it: Bench) -> None:
-    it.failures = 2 * LOST_AFTER
-    for slot in range(LOST_AFTER):
-        assert not it.workers.have_lost_device
-        it.store(slot)
-        assert it.finish() == [True]
-    assert it.workers.have_lost_device
-    it.counts()
-    assert it.workers.gauges["kvtier_device_up", ("0",)] == 0
-    it.store(7)  # not tried
-    assert it.finish() == [True]
-    assert it.workers.failed_to_store([7])
 
 
 def test_a_store_that_does_not_end_is_dropped_and_the_device_with_it(impatient: Bench) -> None:

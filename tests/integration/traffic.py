@@ -20,14 +20,6 @@ def find(llm: Any, directory: str) -> dict[str, Any]:
     return {}
 
 
-def start_no_process(llm: Any) -> dict[str, Any]:
-    """Have every process of the tiers end at its start, as where the system allows none."""
-    from kvtier._isolation import link
-
-    link._PROGRAM = "kvtier._isolation.no_such_program"
-    return {}
-
-
 def die_at(llm: Any, root: str, chunks: int) -> dict[str, Any]:
     """Have the engine killed when so many chunks are below a root.
 

@@ -30,7 +30,7 @@ int64_t kvt_files_get(const struct call *call, size_t first, size_t end);
 void kvt_files_contains(const struct call *call, size_t first, size_t end);
 int64_t kvt_files_discard(const struct call *call, size_t first, size_t end);
 void kvt_files_touch(const struct call *call, size_t first, size_t end);
-int64_t kvt_tree_bytes(int root_fd, const char *path, const uint32_t *stop);
+int64_t kvt_tree_bytes(int root_fd, const char *path, const uint32_t *stop, int64_t sums[3]);
 int64_t kvt_chunks_list(int root_fd, const char *folder, const uint32_t *stop, uint64_t *out, uint64_t room);
 struct index *kvt_index_open(void);
 void kvt_index_close(struct index *index);
@@ -116,6 +116,7 @@ static void *maintain(void *argument)
     struct batch *batch = make_batch();
     uint64_t marks[CHUNKS];
     uint8_t found[BATCH];
+    int64_t sums[3] = {0};
     for (; time(NULL) < end_at; choose(batch, &seed)) {
         kvt_index_known(known, batch->keys, batch->key_ends, BATCH, found);
         kvt_files_contains(&batch->call, 0, BATCH);
@@ -124,7 +125,7 @@ static void *maintain(void *argument)
             kvt_files_discard(&batch->call, 0, BATCH);
             kvt_index_set(known, batch->keys, batch->key_ends, BATCH, false);
         }
-        kvt_tree_bytes(root_fd, ".", &batch->stop);
+        kvt_tree_bytes(root_fd, ".", &batch->stop, sums);
         kvt_chunks_list(root_fd, "data/070", &batch->stop, marks, CHUNKS);
         kvt_index_count(known);
     }

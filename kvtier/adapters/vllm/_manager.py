@@ -33,6 +33,7 @@ from kvtier._core.transfers import Pinned, Reservation
 from kvtier._driver import Driver
 from kvtier._executor import AnyExecutor
 from kvtier._memory.slot_checksums import SlotChecksums
+from kvtier._memory.worker_status import StatusTable
 from kvtier._telemetry.dropped_puts import DroppedPuts
 from kvtier.adapters.vllm._compat import TELLS_OF_FLUSHES, CacheHitSource
 from kvtier.adapters.vllm._events import EventStream
@@ -79,7 +80,7 @@ class KVTierManager(OffloadingManager):
         info: labels of the info metric.
         on_shutdown: gives back what the manager was made with.
         drain_s: seconds that it waits for puts, for the log.
-        workers: what is known of the workers; None where they tell nothing.
+        workers: what is known of the workers; nothing where it is None.
         slot_checksums: what audited slots must hold; None where nothing is audited.
         repeats_stores: whether vLLM may offer again, in later steps, what found no room. Of a window's
             chunk of several blocks the first ones may be gone by then, which nobody is told of.
@@ -90,6 +91,7 @@ class KVTierManager(OffloadingManager):
         self,
         core: Tiering,
         executor: AnyExecutor,
+        workers: Workers | None = None,
         *,
         sources: Sequence[CacheHitSource] = (),
         locations: Sequence[Location] = (),
@@ -99,18 +101,18 @@ class KVTierManager(OffloadingManager):
         info: Mapping[str, str] | None = None,
         on_shutdown: Callable[[], None] = lambda: None,
         drain_s: float = 0.0,
-        workers: Workers | None = None,
         slot_checksums: SlotChecksums | None = None,
         repeats_stores: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        workers = workers or Workers(StatusTable(memoryview(b""), 0, 0))
         self._core = core
         self._driver = Driver(
             core,
             executor,
             logger,
             slot_checksums=slot_checksums,
-            has_damage=lambda: workers is not None and workers.have_found_damage,
+            has_damage=lambda: workers.have_found_damage,
             clock=clock,
         )
         self._sources = sources
@@ -234,13 +236,7 @@ class KVTierManager(OffloadingManager):
                 len(keys),
             )
             return
-        self._driver.inspect(reservation)
-        if self._workers is not None and self._workers.failed_to_store(reservation.slots):
-            self._fail_store(reservation)
-        elif success:
-            self._driver.commit(reservation)
-        else:
-            self._core.abort(reservation)
+        self._end_store(reservation, success)
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -258,7 +254,7 @@ class KVTierManager(OffloadingManager):
             self._count_down()
         if self._core.is_distrusted:
             self._stop_copying("audit", "a chunk was damaged")
-        elif self._workers is not None and self._workers.have_lost_device:
+        elif self._workers.have_lost_device:
             self._stop_copying("device_lost", "a worker's device is lost")
 
     def has_pending_work(self) -> bool:
@@ -308,9 +304,8 @@ class KVTierManager(OffloadingManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         """See vLLM. Asked in each step; None where nothing has changed."""
         counts = self._take_counts()
-        if self._workers is not None:
-            counts.update(self._workers.take_counts())
-        gauges = self._gauges.changed(self._workers.gauges if self._workers is not None else None)
+        counts.update(self._workers.take_counts())
+        gauges = self._gauges.changed(self._workers.gauges)
         if not counts and not gauges:
             return None
         return as_stats(counts, gauges, self._chunk_bytes)
@@ -353,13 +348,19 @@ class KVTierManager(OffloadingManager):
             self._ask = self._miss
             logger.error("%s: nothing is stored or loaded any more until a restart", text)
 
-    def _fail_store(self, reservation: Reservation) -> None:
-        """End a store in which a worker has failed. If the device is lost, never use the store's slots again.
+    def _end_store(self, reservation: Reservation, success: bool) -> None:
+        """End a store. Where a worker has failed in it and lost its device, never use its slots again.
 
         A copy that was given up may still write into them. It could overwrite a chunk fetched there since,
         and the damaged chunk could get a valid trailer and be put into another tier.
         """
-        if self._workers is not None and self._workers.have_lost_device:
+        self._driver.inspect(reservation)
+        if not self._workers.failed_to_store(reservation.slots):
+            if success:
+                self._driver.commit(reservation)
+            else:
+                self._core.abort(reservation)
+        elif self._workers.have_lost_device:
             self._stop_copying("device_lost", "a worker's device is lost")
             self._core.abandon(reservation)
         else:
@@ -378,10 +379,6 @@ class KVTierManager(OffloadingManager):
 
     def _flush(self, flushing: _Flushing) -> None:
         for reservation in flushing.reservations:
-            self._driver.inspect(reservation)
-            if self._workers is not None and self._workers.failed_to_store(reservation.slots):
-                self._fail_store(reservation)
-            else:
-                self._core.abort(reservation)
+            self._end_store(reservation, success=False)
         for pinned in flushing.loads:
             self._driver.end_load(pinned)

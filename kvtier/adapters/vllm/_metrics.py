@@ -26,33 +26,6 @@ Gauge = tuple[str, tuple[str, ...]]
 Gauges = Mapping[Gauge, float]
 """Values of gauges."""
 
-PINNED_BYTES = "kvtier_pinned_bytes"
-PINNING_FAILED = "kvtier_pinning_failed"
-DEVICE_UP = "kvtier_device_up"
-
-_PRIMARY_GAUGES: Sequence[Gauge] = (
-    ("kvtier_slots", ()),
-    ("kvtier_free_slots", ()),
-    ("kvtier_tier_used_bytes", (PRIMARY,)),
-    ("kvtier_tier_capacity_bytes", (PRIMARY,)),
-    ("vllm:kv_offload_cpu_cache_usage_perc", ()),
-)
-_TIER_GAUGES: Sequence[Gauge] = (
-    ("kvtier_tier_up", ()),
-    ("kvtier_tier_healthy", ()),
-    ("kvtier_breaker_state", ("put",)),
-    ("kvtier_breaker_state", ("get",)),
-    ("kvtier_tier_used_bytes", ()),
-    ("kvtier_tier_capacity_bytes", ()),
-    ("kvtier_queued_transfers", ("put",)),
-    ("kvtier_queued_transfers", ("get",)),
-    ("kvtier_in_flight_transfers", ("put",)),
-    ("kvtier_in_flight_transfers", ("get",)),
-    ("vllm:kv_offload_tiering_active_cascade_jobs", ()),
-    ("vllm:kv_offload_tiering_active_promotion_jobs", ()),
-    ("vllm:kv_offload_tiering_primary_read_usage_perc", ()),
-)
-
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:
     """Declare every metric: vLLM asserts that what is sent was declared.
@@ -61,18 +34,12 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
     process registered goes first, as vLLM does with its own metrics, by their prefix.
     """
     _unregister_earlier()
-    counters = [*COUNTERS.values(), *BYTES.values()]
+    kinds = ((OffloadingCounterMetadata, (COUNTERS, BYTES)), (OffloadingGaugeMetadata, (GAUGES,)))
     return {
-        **{
-            metric.name: OffloadingCounterMetadata(
-                documentation=metric.documentation, labelnames=metric.labels
-            )
-            for metric in counters
-        },
-        **{
-            name: OffloadingGaugeMetadata(documentation=metric.documentation, labelnames=metric.labels)
-            for name, metric in GAUGES.items()
-        },
+        metric.name: kind(documentation=metric.documentation, labelnames=metric.labels)
+        for kind, catalogues in kinds
+        for catalogue in catalogues
+        for metric in catalogue.values()
     }
 
 
@@ -96,63 +63,53 @@ class GaugeReader:
         self._table = core.table
         self._tiers = list(zip(core.shared.tiers, activity, strict=True))
         self._chunk_bytes = chunk_bytes
-        self._gauges = [*_PRIMARY_GAUGES]
-        for gate, _ in self._tiers:
-            self._gauges += [(name, (gate.name, *labels)) for name, labels in _TIER_GAUGES]
-        self._last: list[float | None] = [None] * len(self._gauges)
-        self._last_of_workers: Gauges = {}
+        self._last: dict[Gauge, float | None] = {}
 
-    def changed(self, of_workers: Gauges | None = None) -> list[tuple[Gauge, float]]:
-        """Return the gauges whose values have changed since the last call; usually none.
+    def changed(self, of_workers: Gauges) -> list[tuple[Gauge, float]]:
+        """Return the gauges, the workers' too, that have changed since the last call; usually none."""
+        values, last = {**self._read(), **of_workers}, self._last
+        if values == last:
+            return []
+        self._last = values
+        return [
+            (gauge, value)
+            for gauge, value in values.items()
+            if value is not None and value != last.get(gauge)
+        ]
 
-        Args:
-            of_workers: gauges of the workers; another mapping where something has changed.
-        """
-        changed: list[tuple[Gauge, float]] = []
-        values = self._read()
-        if values != self._last:
-            pairs = zip(self._gauges, values, self._last, strict=True)
-            changed += [(gauge, new) for gauge, new, old in pairs if new is not None and new != old]
-            self._last = values
-        if of_workers is not None and of_workers is not self._last_of_workers:
-            last, self._last_of_workers = self._last_of_workers, of_workers
-            changed += [(gauge, new) for gauge, new in of_workers.items() if last.get(gauge) != new]
-        return changed
-
-    def _read(self) -> list[float | None]:
+    def _read(self) -> dict[Gauge, float | None]:
         table, size = self._table, self._chunk_bytes
         slots, free = len(table.all), len(table.free)
         busy = slots - free - table.evictable
-        values: list[float | None] = [
-            slots,
-            free,
-            (slots - free) * size,
-            slots * size,
-            busy / slots if slots else 0.0,
-        ]
+        values: dict[Gauge, float | None] = {
+            ("kvtier_slots", ()): slots,
+            ("kvtier_free_slots", ()): free,
+            ("kvtier_tier_used_bytes", (PRIMARY,)): (slots - free) * size,
+            ("kvtier_tier_capacity_bytes", (PRIMARY,)): slots * size,
+            ("vllm:kv_offload_cpu_cache_usage_perc", ()): busy / slots if slots else 0.0,
+        }
         for gate, activity in self._tiers:
-            values += _read_tier(gate, activity, slots)
+            values |= _read_tier(gate, activity, slots)
         return values
 
 
-def _read_tier(gate: TierGate, activity: TierActivity, slots: int) -> Iterable[float | None]:
-    """Return the values of one tier's gauges, in the order of ``_TIER_GAUGES``."""
-    puts, gets, usage = activity.puts, activity.gets, activity.usage
-    return (
-        gate.unusable is None,
-        gate.is_healthy,
-        _state_of(gate.puts),
-        _state_of(gate.gets),
-        usage.used_bytes if usage else None,
-        usage.capacity_bytes if usage else None,
-        puts.waiting,
-        gets.waiting,
-        puts.running,
-        gets.running,
-        puts.submitted,
-        gets.submitted,
-        gate.backlog / slots if slots else 0.0,
-    )
+def _read_tier(gate: TierGate, activity: TierActivity, slots: int) -> dict[Gauge, float | None]:
+    tier, puts, gets, usage = gate.name, activity.puts, activity.gets, activity.usage
+    return {
+        ("kvtier_tier_up", (tier,)): float(gate.unusable is None),
+        ("kvtier_tier_healthy", (tier,)): gate.is_healthy,
+        ("kvtier_breaker_state", (tier, "put")): _state_of(gate.puts),
+        ("kvtier_breaker_state", (tier, "get")): _state_of(gate.gets),
+        ("kvtier_queued_transfers", (tier, "put")): puts.waiting,
+        ("kvtier_queued_transfers", (tier, "get")): gets.waiting,
+        ("kvtier_in_flight_transfers", (tier, "put")): puts.running,
+        ("kvtier_in_flight_transfers", (tier, "get")): gets.running,
+        ("vllm:kv_offload_tiering_active_cascade_jobs", (tier,)): puts.submitted,
+        ("vllm:kv_offload_tiering_active_promotion_jobs", (tier,)): gets.submitted,
+        ("vllm:kv_offload_tiering_primary_read_usage_perc", (tier,)): gate.backlog / slots if slots else 0.0,
+        ("kvtier_tier_used_bytes", (tier,)): usage.used_bytes if usage else None,
+        ("kvtier_tier_capacity_bytes", (tier,)): usage.capacity_bytes if usage else None,
+    }
 
 
 def _state_of(breaker: Breaker) -> BreakerState:

@@ -110,16 +110,12 @@ class KVTierWorker(OffloadingWorker):
     Args:
         engine: makes the copies.
         region: the slots; both are closed by ``shutdown``.
-        row: what the scheduler is told with; None where nobody reads it.
+        row: what the scheduler is told with.
         blocks_per_chunk: blocks of one chunk.
     """
 
     def __init__(
-        self,
-        engine: TransferEngine,
-        region: Region,
-        row: WorkerStatus | None = None,
-        blocks_per_chunk: int = 1,
+        self, engine: TransferEngine, region: Region, row: WorkerStatus, blocks_per_chunk: int = 1
     ) -> None:
         self._engine = engine
         self._region = region
@@ -128,8 +124,7 @@ class KVTierWorker(OffloadingWorker):
         self._unmade: list[TransferResult] = []
         self._ended: list[Finished] = []
         self._jobs: dict[int, _Job] = {}
-        self._pinning = Pinning()
-        self._audits = Audits()
+        self._told: tuple[Pinning, Audits] = (Pinning(), Audits())
         self._failed_requests: set[str] | None = None
 
     def report_failed_loads(self) -> None:
@@ -147,11 +142,10 @@ class KVTierWorker(OffloadingWorker):
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """See vLLM."""
         slots, blocks = _slots(dst_spec), _blocks(src_spec)
-        if self._row is not None and not blocks.fill(len(slots.slots), self._blocks_per_chunk):
+        if not blocks.fill(len(slots.slots), self._blocks_per_chunk):
             # vLLM leaves out blocks of a window that were given on before their chunk was complete, and
             # does not say which: the blocks that follow would be taken for those that are missing.
-            self._row.mark(slots.slots)
-            self._count(StatusField.STORES_DROPPED)
+            self._drop(slots)
             self._unmade.append(TransferResult(job_id=job_id, success=True))
             return True
         self._jobs[job_id] = _Job(slots, is_store=True)
@@ -175,10 +169,9 @@ class KVTierWorker(OffloadingWorker):
                 would serve bytes that are not the prompt's. Or it has not ended by its deadline: its bytes
                 could still come when its blocks are another request's.
         """
-        self._tell_pinning()
+        self._ended += self._engine.finished()
+        self._tell()
         unmade, self._unmade = self._unmade, []
-        self._take_ended()
-        self._tell_audits()
         ended, self._ended = self._ended, []
         return unmade + [self._result(finished) for finished in ended]
 
@@ -189,7 +182,7 @@ class KVTierWorker(OffloadingWorker):
             TransferError: a load has not ended by its deadline, and could write to blocks that are given on.
         """
         self._engine.wait(job_ids)
-        self._take_ended()
+        self._ended += self._engine.finished()
         for finished in self._ended:
             if finished.transfer_id in job_ids and isinstance(finished.error, DeviceStuckError):
                 self._require_end(self._jobs[finished.transfer_id], finished.error)
@@ -200,9 +193,6 @@ class KVTierWorker(OffloadingWorker):
             self._row[StatusField.STOPPED_MS] = int(time.monotonic() * 1000)
         self._engine.close()
         self._region.close()
-
-    def _take_ended(self) -> None:
-        self._ended += self._engine.finished()
 
     def _require_end(self, job: _Job, error: BaseException) -> None:
         """Raise where a load was given up: its bytes may come when its blocks are somebody else's."""
@@ -215,9 +205,9 @@ class KVTierWorker(OffloadingWorker):
             self._fail(job, finished.error)
             return TransferResult(job_id=finished.transfer_id, success=True)
         if finished.attempt is Attempt.RETRY:
-            self._count(StatusField.STORES_REPEATED if job.is_store else StatusField.LOADS_REPEATED)
+            self._row.count(StatusField.STORES_REPEATED if job.is_store else StatusField.LOADS_REPEATED)
         elif finished.attempt is Attempt.STAGED:
-            self._count(StatusField.LOADS_STAGED)
+            self._row.count(StatusField.LOADS_STAGED)
         return TransferResult(
             job_id=finished.transfer_id,
             success=True,
@@ -226,42 +216,37 @@ class KVTierWorker(OffloadingWorker):
         )
 
     def _fail(self, job: _Job, error: BaseException) -> None:
-        if self._row is not None and isinstance(error, DeviceLostError):
+        if isinstance(error, DeviceLostError):
             self._row[StatusField.LOST] = 1
         self._require_end(job, error)
-        if job.is_store and self._row is not None:
+        if job.is_store:
             logger.error("a store failed, its %d chunks are dropped: %s", len(job.slots.slots), error)
-            self._row.mark(job.slots.slots)
-            self._count(StatusField.STORES_DROPPED)
-        elif not job.is_store and not job.is_awaited and self._failed_requests is not None:
+            self._drop(job.slots)
+        elif not job.is_awaited and self._failed_requests is not None:
             logger.error(
                 "a load of request %s failed, the engine computes it instead: %s", job.slots.request, error
             )
             self._failed_requests.add(job.slots.request)
-            self._count(StatusField.LOADS_RECOMPUTED)
+            self._row.count(StatusField.LOADS_RECOMPUTED)
         else:
             raise TransferError(
                 f"a copy of {len(job.slots.slots)} chunks failed in every way: {error}. With the connector "
                 "KVTierConnector the engine would compute them instead"
             ) from error
 
-    def _count(self, word: StatusField) -> None:
-        if self._row is not None:
-            self._row.count(word)
+    def _drop(self, slots: Slots) -> None:
+        self._row.mark(slots.slots)
+        self._row.count(StatusField.STORES_DROPPED)
 
-    def _tell_audits(self) -> None:
-        audits = self._engine.audits
-        if self._row is not None and audits != self._audits:
-            self._audits = audits
-            self._row[StatusField.AUDITED] = audits.chunks
-            self._row[StatusField.AUDITS_FAILED] = audits.failed
-
-    def _tell_pinning(self) -> None:
-        pinning = self._engine.pinning
-        if self._row is not None and pinning != self._pinning:
-            self._pinning = pinning
+    def _tell(self) -> None:
+        """Tell the scheduler of pinned memory and audits, where something has changed."""
+        pinning, audits = self._engine.pinning, self._engine.audits
+        if (pinning, audits) != self._told:
+            self._told = pinning, audits
             self._row[StatusField.PINNED_BYTES] = pinning.nbytes
             self._row[StatusField.PINNING_FAILED] = int(pinning.failed)
+            self._row[StatusField.AUDITED] = audits.chunks
+            self._row[StatusField.AUDITS_FAILED] = audits.failed
 
 
 def _slots(spec: LoadStoreSpec) -> Slots:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from kvtier._core.shared import Count
 from kvtier._memory.worker_status import StatusField, StatusTable
-from kvtier.adapters.vllm._metrics import DEVICE_UP, PINNED_BYTES, PINNING_FAILED, Gauges
+from kvtier.adapters.vllm._metrics import Gauges
 
 _COUNTED: Mapping[StatusField, Count] = {
     StatusField.STORES_REPEATED: ("copy_failed", "store", "repeated"),
@@ -53,9 +53,9 @@ class Workers:
             key: value
             for rank, row in enumerate(rows)
             for key, value in {
-                (PINNED_BYTES, (str(rank),)): row[StatusField.PINNED_BYTES],
-                (PINNING_FAILED, (str(rank),)): row[StatusField.PINNING_FAILED],
-                (DEVICE_UP, (str(rank),)): 1 - row[StatusField.LOST],
+                ("kvtier_pinned_bytes", (str(rank),)): row[StatusField.PINNED_BYTES],
+                ("kvtier_pinning_failed", (str(rank),)): row[StatusField.PINNING_FAILED],
+                ("kvtier_device_up", (str(rank),)): 1 - row[StatusField.LOST],
             }.items()
         }
         totals = {count: sum(row[word] for row in rows) for word, count in _COUNTED.items()}

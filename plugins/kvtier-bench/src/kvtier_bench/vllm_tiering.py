@@ -16,6 +16,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvtier._device.cpu import CpuTransferEngine
 from kvtier._memory.layout import SlotLayout
+from kvtier._memory.worker_status import WorkerStatus, status_table_bytes
 from kvtier.adapters.vllm._manager import Slots
 from kvtier.adapters.vllm._worker import KVTierWorker, as_kv_caches
 
@@ -39,7 +40,9 @@ class NativeTieringSpec(TieringOffloadingSpec):
             self.num_chunks,
             self.kv_bytes_per_chunk,
         )
-        return _NativeWorker(CpuTransferEngine(caches, layout, region), region)
+        table = memoryview(bytearray(status_table_bytes(self.num_chunks, 1)))
+        row = WorkerStatus(table, self.num_chunks, 0)  # which nobody reads
+        return _NativeWorker(CpuTransferEngine(caches, layout, region), region, row, self.blocks_per_chunk)
 
 
 class _NativeRegion:

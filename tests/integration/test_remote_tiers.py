@@ -1,0 +1,106 @@
+"""A real engine keeps its cache in a real Redis or object store, and has it again after a restart."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.conftest import Ask, absent
+from tests.integration.harness import PROJECT, PROMPT_CHUNKS, Launcher, load_file, prompt
+
+PROMPTS = [prompt(seed) for seed in (1, 2, 3)]
+CHUNKS = len(PROMPTS) * PROMPT_CHUNKS
+
+Rig = tuple[dict[str, Any], dict[str, str]]
+"""The settings of a tier over a server of its own, and environment variables of the engine."""
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[Rig]:
+    if not shutil.which("redis-server") or not importlib.util.find_spec("kvtier_redis"):
+        absent("redis-server or kvtier-redis is not installed")
+    path = tmp_path / "redis.sock"
+    command = ["redis-server", "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
+        try:
+            _wait_until_it_answers(path)
+            yield {"type": "redis", "addresses": [str(path)]}, {}
+        finally:
+            server.kill()
+
+
+def _wait_until_it_answers(path: Path) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        with socket.socket(socket.AF_UNIX) as connection, suppress(OSError):
+            connection.connect(str(path))
+            connection.sendall(b"PING\r\n")
+            if connection.recv(16) == b"+PONG\r\n":
+                return
+        time.sleep(0.02)
+    raise AssertionError("the server does not answer")
+
+
+@pytest.fixture(scope="module")
+def ceph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The object store that the plug-in's own tests start."""
+    if importlib.util.find_spec("kvtier_s3") is None:
+        absent("kvtier-s3 is not installed: pip install -e plugins/kvtier-s3")
+    ceph = load_file("kvtier_s3_tests_ceph", PROJECT / "plugins/kvtier-s3/tests/ceph.py")
+    if missing := ceph.missing():
+        absent(f"no S3 server: {', '.join(missing)} not found; install {' '.join(ceph.PACKAGES)}")
+    with ceph.Ceph(tmp_path_factory.mktemp("ceph") / "server") as server:
+        server.make_bucket("engines")
+        yield server
+
+
+@pytest.fixture
+def s3(ceph: Any, tmp_path: Path) -> Rig:
+    """Credentials are in the environment: the engine itself logs what is in its configuration."""
+    place = {"bucket": "engines", "prefix": tmp_path.name, "endpoint": ceph.endpoint, "allow_http": True}
+    keys = {"AWS_ACCESS_KEY_ID": ceph.access_key_id, "AWS_SECRET_ACCESS_KEY": ceph.secret_access_key}
+    return {"type": "s3", **place}, keys
+
+
+@pytest.mark.parametrize("name", ["redis", "s3"])
+def test_served_after_a_restart_with_an_empty_primary_tier_and_not_after_a_reset(
+    request: pytest.FixtureRequest, launcher: Launcher, llama: Path, reference: Ask, name: str
+) -> None:
+    tier, environment = request.getfixturevalue(name)
+    settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [tier]}
+    with launcher.start(llama, settings, environment=environment) as engine:
+        cold = engine.served(*PROMPTS)
+    with launcher.start(llama, settings, environment=environment) as engine:
+        restarted = engine.served(*PROMPTS)
+        engine.reset()
+        after_reset = engine.served(*PROMPTS)
+        metrics = engine.metrics()
+
+    answers = reference(*PROMPTS)
+    assert (cold, restarted, after_reset) == ((answers, {}), (answers, {name: CHUNKS}), (answers, {}))
+    assert metrics.value("kvtier_tier_up", tier=name) == 1
+    assert metrics.value("kvtier_get_failed_chunks") == metrics.value("kvtier_put_failed_chunks") == 0
+
+
+@pytest.mark.full
+def test_an_engine_goes_on_without_its_bucket_and_its_log_shows_no_secret(
+    launcher: Launcher, llama: Path, reference: Ask, s3: Rig
+) -> None:
+    tier, keys = s3
+    settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [{**tier, "bucket": "not-there"}]}
+    with launcher.start(llama, settings, environment=keys) as engine:
+        served = engine.served(*PROMPTS)
+        log = engine.log()
+
+    assert served == (reference(*PROMPTS), {})
+    assert "correct bucket (not-there)" in log
+    assert not [name for name, secret in keys.items() if secret in log]
