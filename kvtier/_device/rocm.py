@@ -1,20 +1,15 @@
 """The backend for KV caches on AMD GPUs: torch's classes for CUDA, over HIP's runtime library.
 
-What differs from CUDA: the names in the library, no call for many copies at once (HIP's is new, and takes no
-attributes), and no kernel that reads the host's memory.
+What differs from CUDA: the names in the library, and no call for many copies at once: HIP's is new, and takes
+no attributes.
 """
 
 from __future__ import annotations
 
 import torch
 
-from kvtier._device._cuda_runtime import (
-    RuntimeLibrary,
-    TorchRuntime,
-    common_methods,
-    find_library,
-    measured_choice,
-)
+from kvtier._device._cuda_runtime import RuntimeLibrary, TorchRuntime, find_library, first_right
+from kvtier._device._methods import engine_method
 from kvtier._device._streams import StreamEngine
 from kvtier._device._threaded import only_device
 from kvtier._device.base import DEADLINE_S, BatchedCopy, KVCaches
@@ -45,6 +40,6 @@ def open_engine(
     """Open the engine for tensors on one AMD GPU. See ``kvtier._device.auto.open_transfer_engine``."""
     device = only_device(kv_caches, "cuda")  # torch's name for AMD's GPUs, too
     library = open_library()
-    methods = common_methods(library, batched_copy)
-    runtime = TorchRuntime(device, library, methods, measured_choice(device, library, methods))
+    methods = {} if batched_copy is None else {"the engine's": engine_method(batched_copy)}
+    runtime = TorchRuntime(device, library, first_right(device, methods))
     return StreamEngine(kv_caches, layout, region, runtime, deadline_s=deadline_s)

@@ -159,7 +159,7 @@ class SlotChecksums:
         place = slot * self.areas + area
         self._words[place] = (self._words[place] & _FAULTS) | _KNOWN | checksum
 
-    def take_over(self, slots: Iterable[int]) -> None:
+    def record_checksums(self, slots: Iterable[int]) -> None:
         """Set the checksums of slots from their content, which a tier has brought and its seal has proven."""
         for slot in slots:
             for area in range(self.areas):

@@ -241,12 +241,6 @@ def _patience_with_threads_that_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier._executor.CLOSE_S", PATIENCE_S)
 
 
-@pytest.fixture(params=["loop", "process"])
-def where(request: pytest.FixtureRequest) -> str:
-    """Where the tiers run, for tests of what holds in both places."""
-    return str(request.param)
-
-
 # --- fetching ------------------------------------------------------------------------------------
 
 
@@ -433,21 +427,6 @@ async def test_a_reset_between_the_seal_and_the_put_is_seen() -> None:
         ended = await it.put_ended(put)
         assert (list(ended.kept), ended.reasons) == ([False], {"reset": 1})
         assert tier.known(keys([1])) == [Knowledge.ABSENT]
-
-
-async def test_a_put_that_runs_during_the_reset_is_done_in_the_old_epoch(tmp_path: Path, where: str) -> None:
-    """Here with files: the put ends well, and what it wrote is not there afterwards."""
-    tier = FsTier(FsConfig(root_dir=tmp_path, n_threads=1, min_free_bytes=0, max_bytes=2**50))
-    async with world(tier, where=where) as it:
-        puts = [it.put([number]) for number in range(30)]
-        await it.put_ended(puts[0])
-        it.reset()
-        with anyio.fail_after(PATIENCE_S):
-            await it.executor.settled()
-        for put in puts:
-            await it.put_ended(put)
-        event = await it.fetched(it.fetch(range(30), range(30, 60)))
-        assert list(event.answers) == [MISSING] * 30
 
 
 # --- tiers that have to be opened anew -----------------------------------------------------------
@@ -756,53 +735,7 @@ async def test_a_chunk_that_is_not_what_was_put_is_missing_and_discarded(
         assert tier.known(keys([1, 2, 3])) == [Knowledge.PRESENT, Knowledge.ABSENT, Knowledge.PRESENT]
 
 
-async def test_a_chunk_of_another_identity_is_missing() -> None:
-    tier = dummy()
-
-    class Kept(DummyTier):
-        """What one engine has put and another one, of other weights, finds."""
-
-        known, contains, put, get, discard = (
-            staticmethod(tier.known), staticmethod(tier.contains), staticmethod(tier.put),
-            staticmethod(tier.get), staticmethod(tier.discard),
-        )  # fmt: skip
-
-    async with world(Kept(DummyConfig())) as it:
-        await it.hold([1])
-    events: list[Event] = []
-    other = Identity.make("model", {"dtype": "int8", "weights": 2})
-    memory = HeapMemory(SLOTS, CHUNK_BYTES)
-    async with Executor([NamedTier("kept", Kept(DummyConfig()))], other, memory, events.append) as executor:
-        executor.submit([Fetch(1, 0, keys([1]), [5], False)])
-        with anyio.fail_after(10):
-            await executor.drained()
-    (event,) = events
-    assert isinstance(event, Fetched)
-    assert (list(event.answers), event.reasons) == ([MISSING], {"foreign": 1})
-
-
 # --- what it is doing ------------------------------------------------------------------------------
-
-
-async def test_what_waits_for_its_turn_and_what_runs_is_seen() -> None:
-    released = anyio.Event()
-
-    class Waiting(DummyTier):
-        async def put(self, batch: Batch) -> Outcome:
-            await released.wait()
-            return await super().put(batch)
-
-    async with world(Waiting(DummyConfig(max_concurrency=4))) as it:
-        (activity,) = it.executor.activity
-        ids = [it.put([number]) for number in range(5)]
-        for _ in range(20):
-            await anyio.lowlevel.checkpoint()
-        assert (activity.puts.running, activity.puts.waiting) == (2, 3)
-        assert (activity.gets.running, activity.gets.waiting) == (0, 0)
-        released.set()
-        for id_ in ids:
-            await it.put_ended(id_)
-        assert (activity.puts.running, activity.puts.waiting) == (0, 0)
 
 
 @pytest.mark.parametrize("error", [OSError("busy"), SystemExit(1), Panic("poisoned"), Unspeakable()])
@@ -995,43 +928,6 @@ def test_beside_its_owner_events_come_back_in_a_deque(thread_world: MakeThreadWo
     (event,) = it.take(1)
     assert (event.id, list(event.answers)) == (2, [LANDED, LANDED, MISSING])
     assert bytes(it.memory.view(11)) == content(2)
-
-
-class BlocksTheLoop(DummyTier):
-    """Keeps the executor's thread from running its loop while the gate is closed."""
-
-    def __init__(self) -> None:
-        super().__init__(DummyConfig())
-        self.entered = threading.Event()
-        self.opened = threading.Event()
-
-    def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
-        self.entered.set()
-        assert self.opened.wait(20)
-        return super().known(keys)
-
-
-def test_commands_submitted_while_the_loop_is_busy_cost_one_wake_up(
-    thread_world: MakeThreadWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier = BlocksTheLoop()
-    it = thread_world(tier)
-    it.fetch(0, [1], [10])
-    assert tier.entered.wait(20)
-    mine, calls = threading.current_thread(), []
-    original = asyncio.BaseEventLoop.call_soon_threadsafe
-
-    def counted(loop: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.current_thread() is mine:
-            calls.append(args)
-        return original(loop, *args, **kwargs)
-
-    monkeypatch.setattr(asyncio.BaseEventLoop, "call_soon_threadsafe", counted)
-    for id_ in range(1, 101):
-        it.fetch(id_, [1], [10])
-    assert len(calls) <= 1  # none where the loop took the first command before its wake-up had come
-    tier.opened.set()
-    assert {event.id for event in it.take(101)} == set(range(101))
 
 
 def test_commands_submitted_before_the_start_are_run(beside: str) -> None:

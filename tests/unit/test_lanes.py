@@ -92,13 +92,6 @@ def test_each_result_is_in_the_table_and_what_failed_is_named_last(run: Run) -> 
     assert "FAILED tests/test_one.py::test_it" in said[said.index("==== the end of nox -s fails") :]
 
 
-def test_what_a_session_prints_is_in_one_piece(run: Run) -> None:
-    _, said = run({"meets-1": "meets-1", "meets-2": "meets-2"})
-    for name in ("meets-1", "meets-2"):
-        whole = f"==== nox -s {name} ====\n{name} finds []\n===== 1 passed, 2 skipped in 3.21s =====\n"
-        assert whole in said
-
-
 def test_a_session_that_hangs_is_ended_and_named(run: Run) -> None:
     results, said = run({"hangs": "hangs"}, limit_s=1.0)
     assert results == ["ENDED after its limit of 1 s"]
@@ -132,14 +125,3 @@ def test_a_run_waits_for_another_one_whose_sessions_are_alive(
         assert not results.done()
         left.communicate()
         assert results.result(30)[0] == ["passed"]
-
-
-def test_parts_are_named_by_their_sessions(lanes: ModuleType) -> None:
-    assert lanes.chosen(["contract", "integration"], full=True) == {
-        "integration": "integration",
-        "contract": "integration",
-    }
-    assert list(lanes.chosen(["plugins"], full=True)) == ["plugins-3.11", "plugins-3.12", "plugins-3.13"]
-    assert lanes.chosen([], full=False).keys() < lanes.chosen([], full=True).keys()
-    with pytest.raises(SystemExit, match="no session integrations"):
-        lanes.chosen(["integrations"], full=True)

@@ -88,31 +88,6 @@ def modes_below(root: Path) -> dict[str, set[int]]:
     return found
 
 
-async def store(config: TieringConfig, resets: int = 0) -> None:
-    """Store; reset and store again, so many times."""
-    caches = KVCaches((torch.ones((8, 16384), dtype=torch.int8),), ((PageRef(0, 16384),),))
-    keys = [pack_key(bytes([index]) * 32) for index in range(4)]
-    async with open_manager(config, Identity.make("model", {}), caches) as manager:
-        assert await manager.store(keys, blocks=range(4)) == 4
-        for _ in range(resets):
-            await manager.reset()
-            assert await manager.store(keys, blocks=range(4)) == 4
-
-
-def test_nobody_else_can_read_what_the_file_tier_keeps(tmp_path: Path, no_umask: None) -> None:
-    root = tmp_path / "root"
-    tier = {
-        "type": "fs",
-        "root_dir": str(root),
-        "min_free_bytes": 0,
-        "max_bytes": 2**50,
-    }
-    config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [tier]})
-    anyio.run(store, config, 1)
-    assert modes_below(root) == {"files": {0o600}, "directories": {0o700}}
-    assert stat.S_IMODE(root.stat().st_mode) == 0o700
-
-
 def test_nobody_else_can_read_the_shared_region(tmp_path: Path, no_umask: None) -> None:
     region = Region.open("security-test", slots=4, chunk_bytes=4096, directory=tmp_path)
     try:

@@ -31,12 +31,3 @@ def test_it_does_what_a_list_does(seed: int) -> None:
         del truth[:count]
         assert len(aged) == len(truth)
         assert all(key in aged for key in truth[:3])
-
-
-def test_a_key_that_comes_back_is_the_youngest() -> None:
-    aged, (a, b, c) = AgedKeys(), keys(0, 3)
-    aged.add([a, b, c])
-    assert aged.pop_oldest(1) == [a]
-    aged.remove(b)
-    aged.add([b])
-    assert aged.pop_oldest(5) == [c, b]

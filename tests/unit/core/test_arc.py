@@ -72,16 +72,6 @@ def test_a_pinned_chunk_is_no_candidate_and_comes_back_to_its_list(used: bool) -
     assert set(policy.evict(2)) == ({once[1], read[1]} if used else set(once))
 
 
-def test_eviction_takes_from_both_lists_when_one_is_too_short() -> None:
-    policy = ARC(10)
-    once, read = keys("once", 2), keys("read", 3)
-    policy.add(once, used=False)
-    policy.add(read, used=True)
-    assert set(policy.evict(4)) == {*once, read[2], read[1]}
-    assert policy.evict(4) == [read[0]]
-    assert policy.evict(4) == []
-
-
 def test_the_frequent_ones_are_evicted_where_the_target_asks_for_more_recent_ones() -> None:
     policy = ARC(4)
     policy.add(keys("read", 1), used=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -77,13 +76,6 @@ def test_after_a_pause_one_probe_is_let_through_and_closes_it() -> None:
     assert breaker.ends(BAD, BAD, BAD, BAD, now_s=9.0) == [None] * 4, "old failures are forgotten"
 
 
-def test_the_share_of_failures_from_before_is_forgotten_when_it_closes() -> None:
-    breaker = Driven(BreakerRules(window=8))
-    assert breaker.ends(*[BAD] * 4) == [None, None, None, "failure_rate"]
-    assert breaker.ends(GOOD, now_s=1.0) == ["closed"]
-    assert breaker.ends(BAD, now_s=99.0) == [None]
-
-
 def test_pauses_grow_while_probes_fail_and_not_beyond_the_longest() -> None:
     breaker = opened(rules=BreakerRules(pause_s=1.0, longest_pause_s=6.0))
     now_s, pauses = 0.0, []
@@ -109,25 +101,6 @@ def test_after_a_quiet_time_pauses_begin_anew() -> None:
     assert breaker.ends(GOOD, now_s=3.0) == ["closed"]
     assert breaker.ends(*[BAD] * 5, now_s=100.0)[-1] == "failures"
     assert breaker.refusal(101.0) is None
-
-
-def test_a_probe_that_shows_nothing_makes_the_next_one_a_probe() -> None:
-    breaker = opened()
-    assert breaker.ends(NONE, now_s=1.0) == [None]
-    assert (breaker.state, breaker.refusal(1.0)) == (OPEN, None)
-    assert breaker.ends(GOOD, now_s=1.0) == ["closed"]
-
-
-@pytest.mark.parametrize("health", [GOOD, BAD])
-def test_what_was_begun_before_it_opened_neither_closes_it_nor_counts(health: TransferHealth) -> None:
-    breaker = Driven()
-    breaker.begin(100)
-    breaker.begin(101)
-    breaker.ends(*[BAD] * 5)
-    assert breaker.end(100, health, 0.1, in_time=True) is None
-    breaker.begin(200)
-    assert breaker.end(101, health, 1.0, in_time=True) is None
-    assert breaker.state is HALF_OPEN
 
 
 @dataclass

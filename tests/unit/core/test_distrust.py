@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
-
 from kvtier._core.admission import TierGate
 from kvtier._core.messages import (
     Fetch,
@@ -24,14 +22,11 @@ from tests.unit.core.world import (
     LANDED,
     MISS,
     MISSING,
-    NONE,
     RETRY,
     answer,
     ask_all,
     fetches,
     keys,
-    put_ends,
-    puts,
     reserve,
     step,
     store,
@@ -155,28 +150,3 @@ def test_where_the_primary_tier_is_damaged_nothing_is_there_and_nothing_comes() 
     assert core.reserve(KEYS) is None
     assert len(core.table.free) == 8
     assert core.take_counts()["store_refused", "audit"] == 4
-
-
-def test_damage_that_is_found_before_a_put_ends_all_when_the_round_is_over() -> None:
-    core, request = make(), Request()
-    begun = puts(core, KEYS)
-    assert ask_all(core, request, KEYS) == [HIT] * 4
-    for command in begun:
-        put_ends(core, command, [False] * 4, health=NONE, audit=4)
-    core.release(core.acquire(KEYS, request))  # a HIT holds to the end of its round
-    core.settle(0.0)
-
-    invariants.check(core)
-    assert core.is_distrusted
-    counts = core.take_counts()
-    assert counts["audit_failed", "cpu"] == 1
-    assert counts["put_failed", "near", "audit"] == 4
-
-
-@pytest.mark.parametrize("tier", [0, None])
-def test_it_may_be_told_more_than_once(tier: int | None) -> None:
-    core = make()
-    core.distrust(tier, "here")
-    core.distrust(tier, "there")
-    core.distrust(1, "there")
-    invariants.check(core)

@@ -15,14 +15,3 @@ def test_the_oldest_go_first_and_the_tail_of_a_prompt_before_its_front() -> None
     assert len(policy) == 2
     assert new[0] in policy
     assert new[2] not in policy
-
-
-def test_what_was_pinned_is_recent_when_it_comes_back() -> None:
-    policy = LRU()
-    first, second = keys("first", 2), keys("second", 2)
-    policy.add(first, used=False)
-    policy.add(second, used=False)
-    policy.pin(first)
-    assert len(policy) == 2
-    policy.add(first, used=True)
-    assert policy.evict(2) == second[::-1]

@@ -305,64 +305,6 @@ def wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("kind", ["store", "load", "expedited"])
-def test_a_transfer_waits_for_what_was_enqueued_before_it(device: PlayedDevice, kind: str) -> None:
-    gate = threading.Event()
-    with rig(engine_on(device)) as it:
-        device.compute.run(lambda: gate.wait(20))
-        device.compute.run(lambda: it.caches.tensors[0][5].fill_(17))
-        it.model.rows[0][5][:512] = bytes([17]) * 512
-        if kind == "store":
-            it.store(1, one(5), [3])
-        else:
-            it.load(1, [3], one(5), expedited=kind == "expedited")
-        waiter = threading.Thread(target=it.engine.wait, args=([1],))
-        waiter.start()
-        waiter.join(0.05)
-        assert waiter.is_alive()
-        gate.set()
-        waiter.join(20)
-        it.check()
-
-
-def test_a_transfer_does_not_wait_for_what_is_computed_later(device: PlayedDevice) -> None:
-    gate = threading.Event()
-    with rig(engine_on(device)) as it:
-        it.store(1, one(5), [3])
-        device.compute.run(lambda: gate.wait(20))
-        it.check()
-        assert [end.error for end in it.engine.finished()] == [None]
-        gate.set()
-
-
-def test_each_direction_has_a_stream_of_its_own(device: PlayedDevice) -> None:
-    gate = threading.Event()
-    with rig(engine_on(device)) as it:
-        held = it.caches.tensors[0][1].data_ptr()
-        device.before_copy = lambda dst: gate.wait(20) if dst == held else None
-        it.load(1, [1], one(1))
-        it.load(2, [2], one(2), expedited=True)
-        it.store(3, one(3), [3])
-        it.engine.wait([2, 3])
-        assert sorted(end.transfer_id for end in it.engine.finished()) == [2, 3]
-        gate.set()
-        it.check()
-
-
-def test_seconds_are_those_of_the_stream(device: PlayedDevice) -> None:
-    device.before_copy = lambda dst: time.sleep(0.02)
-    with rig(engine_on(device)) as it:
-        gate = threading.Event()
-        device.compute.run(lambda: gate.wait(20))
-        it.store(1, one(5), [3])  # two pages
-        start = time.perf_counter()
-        threading.Timer(0.3, gate.set).start()
-        it.engine.drain()
-        passed = time.perf_counter() - start
-        (end,) = it.engine.finished()
-        assert 0.04 <= end.seconds <= passed - 0.2  # the wait for the compute stream is not counted
-
-
 def test_nothing_moves_any_more_when_a_failure_is_reported(device: PlayedDevice) -> None:
     device.before_copy = lambda dst: time.sleep(0.01)
     device.refused = {5, 11}
@@ -568,31 +510,6 @@ def test_what_cannot_be_pinned_is_copied_all_the_same(
     assert record.getMessage().startswith(
         f"{10 * CHUNK} of {SLOTS * CHUNK} bytes of the primary tier are pinned, and no more can be (out of m"
     )
-
-
-def test_closing_stops_the_pinning(device: PlayedDevice) -> None:
-    reached, gate = threading.Event(), threading.Event()
-
-    def hold(count: int) -> None:
-        if count == 1:
-            reached.set()
-            assert gate.wait(20)
-
-    device.before_pinning = hold
-    with rig(engine_on(device, 1)) as it:
-        assert reached.wait(20)
-        assert isinstance(it.engine, StreamEngine)
-        pinned = it.engine._pinned
-        assert pinned is not None
-        closing = threading.Thread(target=it.engine.close)
-        closing.start()
-        assert pinned._stopping.wait(20)
-        closing.join(0.05)
-        assert closing.is_alive()
-        gate.set()
-        closing.join(20)
-        assert len(device.pieces) == 2
-        assert device.unpinned == [address for address, _ in device.pieces]
 
 
 def test_slots_stay_pinned_while_they_are_copied(device: PlayedDevice) -> None:

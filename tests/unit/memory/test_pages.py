@@ -84,13 +84,6 @@ def test_huge_pages_of_memory_without_a_name_depend_on_the_setting_for_shared_me
     assert pages.grants_huge(None)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_each_slot_is_told_of_once(threads: int) -> None:
-    with Region.anonymous(300, MIB) as region:
-        slots = populate(region, threads=threads)
-    assert sorted(slots) == list(range(300))
-
-
 def test_the_parts_of_a_slot_are_taken_from_their_nodes(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int | None, int, int]] = []
     node: list[int | None] = [None]

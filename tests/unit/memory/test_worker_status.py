@@ -48,14 +48,6 @@ def test_a_mark_of_any_worker_is_taken_once(desk: Desk) -> None:
     assert desk.scheduler.take_marks([299])
 
 
-def test_a_slot_that_is_marked_twice_is_wiped_once(desk: Desk) -> None:
-    desk.workers[0].mark([3])
-    desk.workers[0].mark([3])
-    assert desk.scheduler.take_marks([3])
-    desk.workers[0].mark([8])
-    assert desk.scheduler.take_marks([8])
-
-
 def test_changes_are_told_once(desk: Desk) -> None:
     assert desk.scheduler.has_changed()
     assert not desk.scheduler.has_changed()

@@ -357,13 +357,6 @@ async def test_in_an_outage_second_attempts_are_few() -> None:
         assert {event.retry for event in events} == {"failed", "no_budget"}
 
 
-async def test_no_second_attempts_where_they_are_switched_off() -> None:
-    tier = Scripted(DummyConfig(retry_share=0.0), put=[raises(ConnectionResetError())] * 9)
-    async with world(tier) as it:
-        assert {(await it.ended(it.put(1))).retry for _ in range(5)} == {"no_budget"}
-        assert len(tier.of("put")) == 5
-
-
 async def test_a_reset_between_two_attempts_keeps_the_second_from_being_made() -> None:
     """The tier would keep the bytes of old weights as ones of the new."""
     tier = Scripted(put=[raises(ConnectionResetError())])
