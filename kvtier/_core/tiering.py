@@ -462,7 +462,7 @@ class Tiering:
         self.table.reset()
         self.shared.commands += [messages.Reset(tier, self.epoch) for tier in range(len(self._tiers))]
 
-    def distrust(self, tier: int | None, where: str) -> str:
+    def distrust(self, tier: int | None, where: str) -> None:
         """Use a tier no more: an audit has found a chunk damaged that came from it.
 
         What it gave is dropped, unless it was loaded before. As with ``fail_load``, a HIT in the round
@@ -472,9 +472,6 @@ class Tiering:
             tier: its index; None where the damage came about in the primary tier, or on the way between it
                 and the device. Every chunk goes that way: no tier is used then, and nothing is stored.
             where: for the log: which chunk it was, and when that was noticed.
-
-        Returns:
-            The tier's name.
         """
         name = PRIMARY if tier is None else self._tiers[tier].name
         self._counts["audit_failed", name] += 1
@@ -489,7 +486,6 @@ class Tiering:
         what = "nothing is stored or loaded" if tier is None else "it is not used"
         text = f"an audit has found a chunk damaged, {where}: {what} any more until a restart"
         self.shared.notices.append(Notice(f"tier {name}", text, is_good=False))
-        return name
 
     @property
     def is_idle(self) -> bool:

@@ -66,11 +66,6 @@ class Damage:
     def __str__(self) -> str:
         return f"{self.key.hex()} in slot {self.slot}"
 
-    def keep_evidence(self, tier: str) -> None:
-        """Keep what a worker does not know, beside the bytes that it has kept. Does not block."""
-        facts = {"key": self.key.hex(), "slot": self.slot, "tier": tier, "origin": self.origin}
-        evidence.keep_soon("an audit has found a chunk damaged", facts)
-
 
 def slot_checksums_bytes(slots: int, areas: int) -> int:
     """Return how many bytes the words of so many slots take."""

@@ -8,7 +8,6 @@ import random
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -33,14 +32,10 @@ from kvtier._core.messages import (
     TierUp,
     Touch,
 )
-from kvtier._executor import AnyExecutor, Executor, ExecutorThread, NamedTier
-from kvtier._identity import Identity
-from kvtier._isolation.process import ExecutorProcess
-from kvtier._isolation.remote import RemoteExecutor
+from kvtier._executor import Executor, ExecutorThread, NamedTier
 from kvtier._memory.heap import HeapMemory
-from kvtier._memory.region import Region
 from kvtier.errors import TierError
-from kvtier.keys import OffloadKey, pack_key
+from kvtier.keys import OffloadKey
 from kvtier.tiers import _runner as runners
 from kvtier.tiers._base import (
     TRAILER_BYTES,
@@ -54,26 +49,20 @@ from kvtier.tiers._base import (
 )
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
+from tests.unit.isolation.conftest import (
+    CHUNK_BYTES,
+    IDENTITY,
+    PATIENCE_S,
+    SLOTS,
+    Harness,
+    content,
+    key,
+    keys,
+)
 
-IDENTITY = Identity.make("model", {"dtype": "int8"})
-CHUNK_BYTES = 4096
-SLOTS = 64
-PATIENCE_S = 60.0  # a process may have to be started first, on a machine that does much else
 MISSING, LOCATED, LANDED = Answer.MISSING, Answer.LOCATED, Answer.LANDED
 
 AnyTier = SecondaryTier[Any]
-
-
-def key(number: int) -> OffloadKey:
-    return pack_key(number.to_bytes(32, "big"))
-
-
-def keys(numbers: Sequence[int]) -> list[OffloadKey]:
-    return [key(number) for number in numbers]
-
-
-def content(number: int) -> bytes:
-    return random.Random(number).randbytes(CHUNK_BYTES)
 
 
 def dummy(**settings: object) -> DummyTier:
@@ -95,21 +84,12 @@ class World:
         tiers: Sequence[AnyTier],
         memory: HeapMemory | None = None,
         close_s: float = 5,
-        where: str = "loop",
     ) -> None:
         self.events: list[Event] = []
         self._arrived = anyio.Event()
         named = [NamedTier(f"tier{index}", tier) for index, tier in enumerate(tiers)]
-        self.memory: HeapMemory | Region
-        self.executor: Executor | RemoteExecutor
-        if where == "loop":
-            self.memory = memory or HeapMemory(SLOTS, CHUNK_BYTES)
-            self.executor = Executor(named, IDENTITY, self.memory, self._post, close_s=close_s)
-        else:
-            self.memory = region = Region.unnamed(SLOTS, CHUNK_BYTES)
-            self.executor = RemoteExecutor(
-                lambda notify: ExecutorProcess(named, IDENTITY, region, notify=notify), self._post
-            )
+        self.memory = memory or HeapMemory(SLOTS, CHUNK_BYTES)
+        self.executor = Executor(named, IDENTITY, self.memory, self._post, close_s=close_s)
         self.submitted = 0
 
     def _post(self, event: Event) -> None:
@@ -175,10 +155,9 @@ class World:
 
 @asynccontextmanager
 async def world(
-    *tiers: AnyTier, memory: HeapMemory | None = None, close_s: float = 5, where: str = "loop"
+    *tiers: AnyTier, memory: HeapMemory | None = None, close_s: float = 5
 ) -> AsyncIterator[World]:
-    # Not on the loop: plug-ins are looked up on the way into another process, as before any start.
-    it = await anyio.to_thread.run_sync(World, tiers, memory, close_s, where)
+    it = World(tiers, memory, close_s)
     async with it.executor:
         yield it
 
@@ -192,7 +171,6 @@ class Gated(DummyTier):
         self.gets_open = anyio.Event()
         self.begun: list[str] = []
         self.running = {"put": 0, "get": 0}
-        self.most = {"put": 0, "get": 0}
         self._changed = anyio.Event()
 
     def open_all(self) -> None:
@@ -226,7 +204,6 @@ class Gated(DummyTier):
 
     async def _through(self, verb: str, gate: anyio.Event, act: Callable[[], Awaitable[Outcome]]) -> Outcome:
         self.running[verb] += 1
-        self.most[verb] = max(self.most[verb], self.running[verb])
         self._note(verb)
         try:
             await gate.wait()
@@ -244,27 +221,11 @@ def _patience_with_threads_that_end(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- fetching ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(
-    params=[
-        *("complete_index", "asked", "fs", "fs in a process"),
-        pytest.param("asked in a process", marks=pytest.mark.full),
-    ]
-)
-def place(request: pytest.FixtureRequest) -> str:
-    """A kind of tier, and where it runs."""
-    return str(request.param)
-
-
-@pytest.fixture
-def where_it_is(place: str) -> str:
-    return "process" if place.endswith("process") else "loop"
-
-
-@pytest.fixture
-def tier(place: str, tmp_path: Path) -> AnyTier:
-    if place.startswith("fs"):
+@pytest.fixture(params=["complete_index", "asked", "fs"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> AnyTier:
+    if request.param == "fs":
         return FsTier(FsConfig(root_dir=tmp_path / "root", n_threads=2, min_free_bytes=0, max_bytes=2**50))
-    return dummy(complete_index=place == "complete_index")
+    return dummy(complete_index=request.param == "complete_index")
 
 
 @pytest.mark.parametrize(
@@ -280,9 +241,9 @@ def tier(place: str, tmp_path: Path) -> AnyTier:
     ],
 )
 async def test_a_fetch_brings_the_run_from_the_front(
-    tier: AnyTier, where_it_is: str, present: list[int], slots: int, answers: list[Answer]
+    tier: AnyTier, present: list[int], slots: int, answers: list[Answer]
 ) -> None:
-    async with world(tier, where=where_it_is) as it:
+    async with world(tier) as it:
         if present:
             await it.hold(present)
         it.clear(range(SLOTS))
@@ -293,54 +254,28 @@ async def test_a_fetch_brings_the_run_from_the_front(
             assert it.bytes_in(10 + number) == (content(number) if answer is LANDED else bytes(CHUNK_BYTES))
 
 
-async def test_what_a_located_fetch_does_not_find_any_more_is_missing(
-    tier: AnyTier, where_it_is: str
-) -> None:
-    async with world(tier, where=where_it_is) as it:
+async def test_what_a_located_fetch_does_not_find_any_more_is_missing(tier: AnyTier) -> None:
+    async with world(tier) as it:
         await it.hold([1, 3])
         event = await it.fetched(it.fetch([1, 2, 3], [7, 8, 9], located=True))
         assert list(event.answers) == [LANDED, MISSING, LANDED]
         assert (it.bytes_in(7), it.bytes_in(9)) == (content(1), content(3))
 
 
-async def test_only_what_is_not_known_is_asked_for() -> None:
-    class KnowsSome(DummyTier):
-        asked: list[OffloadKey]
-
-        def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
-            knowledge = [Knowledge.PRESENT, Knowledge.UNKNOWN, Knowledge.ABSENT, Knowledge.UNKNOWN]
-            return knowledge[: len(keys)]
-
-        async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-            self.asked = list(keys)
-            return await super().contains(keys)
-
-    tier = KnowsSome(DummyConfig())
-    async with world(tier) as it:
-        await it.hold([0, 1, 2])
-        event = await it.fetched(it.fetch(range(4), [10, 11, 12, 13]))
-        assert tier.asked == keys([1, 3])
-        # 2 is there, but the tier says that it is not, and is believed.
-        assert list(event.answers) == [LANDED, LANDED, MISSING, MISSING]
-
-
 # --- touches -------------------------------------------------------------------------------------
 
 
 class Touched(DummyTier):
-    """Notes what it is told to touch, and is slow at it, or fails."""
+    """Notes what it is told to touch, and is slow at it."""
 
     def __init__(self) -> None:
         super().__init__(DummyConfig())
         self.calls: list[list[OffloadKey]] = []
-        self.error: Exception | None = None
         self.opened = anyio.Event()
 
     async def touch(self, keys: Sequence[OffloadKey]) -> None:
         self.calls.append(list(keys))
         await self.opened.wait()
-        if self.error is not None:
-            raise self.error
 
 
 async def test_what_gathers_while_a_tier_is_told_what_was_used_is_told_at_once() -> None:
@@ -763,22 +698,6 @@ async def test_how_full_a_tier_is_is_asked_again_after_any_failure(
     assert seen[-1] is None  # what was known before is not told any more
 
 
-async def test_how_full_a_tier_is_is_told_in_plain_integers() -> None:
-    """It goes to another process, which takes nothing else, and settings are of kinds of their own."""
-    odd: list[Any] = [ByteSize(5), ByteSize(7), -1, 2.5]
-    tiers = Rude(usage=lambda: Usage(*odd[:2])), Rude(usage=lambda: Usage(*odd[2:]))
-    async with world(*tiers) as it:
-        await it.hold([1])
-        await it.hold([2], tier=1)
-        with anyio.fail_after(PATIENCE_S):
-            while any(one.usage is None for one in it.executor.activity):  # noqa: ASYNC110
-                await anyio.sleep(0.01)
-        first, second = (one.usage for one in it.executor.activity)
-        assert (first, second) == (Usage(5, 7), Usage(0, 2))
-        assert first is not None
-        assert type(first.used_bytes) is int
-
-
 async def test_what_leaves_a_tier_by_itself_is_told_from_any_thread_in_few_events() -> None:
     context: list[TierContext] = []
 
@@ -824,10 +743,8 @@ async def test_what_is_under_way_at_the_end_is_cancelled_and_answered_once() -> 
             assert (list(event.answers), event.reasons) == ([MISSING], {"cancelled": 1})
 
 
-@pytest.mark.parametrize(
-    ("run_in", "seed"), [*(("loop", seed) for seed in range(12)), *(("process", seed) for seed in range(3))]
-)
-async def test_every_command_has_one_event_whenever_it_is_closed(run_in: str, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(12))
+async def test_every_command_has_one_event_whenever_it_is_closed(seed: int) -> None:
     chance = random.Random(seed)
     faults = {"failure_rate": 0.2, "corruption_rate": 0.2, "hang_rate": 0.05, "seed": seed}
     tiers = [
@@ -836,7 +753,7 @@ async def test_every_command_has_one_event_whenever_it_is_closed(run_in: str, se
         )
         for index in range(2)
     ]
-    async with world(*tiers, where=run_in) as it:
+    async with world(*tiers) as it:
         for _ in range(chance.randrange(1, 60)):
             tier, first = chance.randrange(2), chance.randrange(20)
             if chance.random() < 0.1:
@@ -855,62 +772,27 @@ async def test_every_command_has_one_event_whenever_it_is_closed(run_in: str, se
 # --- in a thread ---------------------------------------------------------------------------------
 
 
-class ThreadWorld:
-    """An executor in a thread, or in a process, seen from its owner's thread."""
-
-    def __init__(self, *tiers: AnyTier, where: str = "thread") -> None:
-        named = [NamedTier(f"tier{index}", tier) for index, tier in enumerate(tiers)]
-        self.memory: HeapMemory | Region
-        self.thread: AnyExecutor
-        if where == "thread":
-            self.memory = HeapMemory(SLOTS, CHUNK_BYTES)
-            self.thread = ExecutorThread(partial(Executor, named, IDENTITY, self.memory))
-        else:
-            self.memory = Region.unnamed(SLOTS, CHUNK_BYTES)
-            self.thread = ExecutorProcess(named, IDENTITY, self.memory)
-
-    def put(self, id_: int, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            self.memory.view(number)[:] = content(number)
-        self.thread.submit([Put(id_, 0, keys(numbers), list(numbers))])
-
-    def fetch(self, id_: int, numbers: Sequence[int], slots: Sequence[int]) -> None:
-        self.thread.submit([Fetch(id_, 0, keys(numbers), list(slots), False)])
-
-    def take(self, count: int) -> list[Any]:
-        """Take so many events, as they come, but for those of tiers that have been opened."""
-        taken: list[Any] = []
-        end = time.monotonic() + PATIENCE_S
-        while len(taken) < count:
-            assert time.monotonic() < end, taken
-            if self.thread.events:
-                event = self.thread.events.popleft()
-                taken += [] if isinstance(event, TierUp) else [event]
-            else:
-                time.sleep(0.001)
-        return taken
-
-
 def executor_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "kvtier-executor"]
 
 
-@pytest.fixture
-def thread_world() -> Iterator[Callable[..., ThreadWorld]]:
-    made: list[ThreadWorld] = []
+MakeHarness = Callable[..., Harness]
 
-    def make(*tiers: AnyTier, where: str = "thread") -> ThreadWorld:
-        made.append(ThreadWorld(*tiers, where=where))
-        made[-1].thread.start()
+
+@pytest.fixture
+def launch() -> Iterator[MakeHarness]:
+    """Make started executors beside this thread: in a thread, or in a process."""
+    made: list[Harness] = []
+
+    def make(*tiers: AnyTier, where: str = "thread") -> Harness:
+        made.append(Harness(*tiers, where=where))
+        made[-1].process.start()
         return made[-1]
 
     yield make
     for one in made:
-        assert one.thread.close(0)
+        assert one.process.close(0)
     assert executor_threads() == []
-
-
-MakeThreadWorld = Callable[..., ThreadWorld]
 
 
 @pytest.fixture(params=["thread", "process"])
@@ -919,71 +801,64 @@ def beside(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_beside_its_owner_events_come_back_in_a_deque(thread_world: MakeThreadWorld, beside: str) -> None:
-    it = thread_world(dummy(), where=beside)
-    it.put(1, [1, 2])
-    (ended,) = it.take(1)
-    assert (ended.id, list(ended.kept)) == (1, [True, True])
-    it.fetch(2, [1, 2, 3], [10, 11, 12])
-    (event,) = it.take(1)
-    assert (event.id, list(event.answers)) == (2, [LANDED, LANDED, MISSING])
-    assert bytes(it.memory.view(11)) == content(2)
+def test_beside_its_owner_events_come_back_in_a_deque(launch: MakeHarness, beside: str) -> None:
+    it = launch(dummy(), where=beside)
+    it.hold([1, 2])
+    assert list(it.fetched([1, 2, 3], [10, 11, 12]).answers) == [LANDED, LANDED, MISSING]
+    assert it.bytes_in(11) == content(2)
 
 
 def test_commands_submitted_before_the_start_are_run(beside: str) -> None:
-    it = ThreadWorld(dummy(), where=beside)
-    it.put(1, [1])
-    it.thread.start()
-    it.put(2, [2])
-    assert [list(event.kept) for event in it.take(2)] == [[True], [True]]
-    assert it.thread.close(1)
+    it = Harness(dummy(), where=beside)
+    early = it.put([1])
+    it.process.start()
+    assert [it.kept(early), it.kept(it.put([2]))] == [[True], [True]]
+    it.close()
 
 
-def test_close_lets_puts_end(thread_world: MakeThreadWorld, beside: str) -> None:
-    it = thread_world(dummy(put_latency_s=0.1), where=beside)
-    for id_ in range(5):
-        it.put(id_, [id_])
-    assert it.thread.close(PATIENCE_S)  # at once: nothing of it has begun
+def test_close_lets_puts_end(launch: MakeHarness, beside: str) -> None:
+    it = launch(dummy(put_latency_s=0.1), where=beside)
+    ids = [it.put([number]) for number in range(5)]
+    assert it.process.close(PATIENCE_S)  # at once: nothing of it has begun
     assert executor_threads() == []
-    assert [list(event.kept) for event in it.take(5)] == [[True]] * 5
-    assert not ends_of(it.thread.events)
+    assert [it.kept(id_) for id_ in ids] == [[True]] * 5
 
 
-def test_close_lets_a_reset_end(thread_world: MakeThreadWorld) -> None:
+def test_close_lets_a_reset_end(launch: MakeHarness) -> None:
     """A tier that outlives the process would give what is from before it to the next one."""
     tier = SlowReset(0.1)
-    it = thread_world(tier)
-    it.thread.submit([Reset(0, 1)])
-    assert it.thread.close(20)
+    it = launch(tier)
+    it.reset(1)
+    assert it.process.close(20)
     assert tier.was_reset
 
 
-def test_close_cancels_what_does_not_end_in_time(thread_world: MakeThreadWorld) -> None:
-    it = thread_world(dummy(hang_rate=1, deadline_s=600))
-    it.put(1, [1])
-    it.fetch(2, [1], [10])
-    assert it.thread.close(0.05)
-    events = {event.id: event for event in it.take(2)}
-    assert events[1].reasons == {"cancelled": 1}
-    assert list(events[2].answers) == [MISSING]
+def test_close_cancels_what_does_not_end_in_time(launch: MakeHarness) -> None:
+    it = launch(dummy(hang_rate=1, deadline_s=600))
+    put, fetch = it.put([1]), it.fetch([1], [10])
+    assert it.process.close(0.05)
+    assert it.end_of(put).reasons == {"cancelled": 1}
+    found = it.end_of(fetch)
+    assert isinstance(found, Fetched)
+    assert list(found.answers) == [MISSING]
 
 
-def test_close_can_be_called_again_and_without_a_start(thread_world: MakeThreadWorld, beside: str) -> None:
-    it = thread_world(dummy(), where=beside)
-    assert it.thread.close(1)
-    assert it.thread.close(1)
-    assert ThreadWorld(dummy(), where=beside).thread.close(1)
+def test_close_can_be_called_again_and_without_a_start(launch: MakeHarness, beside: str) -> None:
+    it = launch(dummy(), where=beside)
+    assert it.process.close(1)
+    assert it.process.close(1)
+    assert Harness(dummy(), where=beside).process.close(1)
 
 
-def test_after_the_end_commands_fail_at_once(thread_world: MakeThreadWorld, beside: str) -> None:
-    it = thread_world(dummy(), where=beside)
-    assert it.thread.close(1)
-    it.put(7, [1, 2])
-    it.fetch(8, [1], [10])
-    it.thread.submit([Reset(0, 1)])
-    ends = [(event.id, dict(event.reasons)) for event in ends_of(it.thread.events)]
-    assert ends == [(7, {"down": 2}), (8, {"down": 1})]
-    assert {event.tier for event in it.thread.events if isinstance(event, TierDown)} == {0}
+def test_after_the_end_commands_fail_at_once(launch: MakeHarness, beside: str) -> None:
+    it = launch(dummy(), where=beside)
+    assert it.process.close(1)
+    put, fetch = it.put([1, 2]), it.fetch([1], [10])
+    it.reset(1)
+    it.take()
+    ends = [(event.id, dict(event.reasons)) for event in ends_of(it.heard)]
+    assert ends == [(put, {"down": 2}), (fetch, {"down": 1})]
+    assert {event.tier for event in it.heard if isinstance(event, TierDown)} == {0}
 
 
 def test_a_thread_that_dies_answers_what_it_has_and_what_comes() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import importlib.util
-import os
 import subprocess
 import sys
 import threading
@@ -96,17 +95,6 @@ def test_a_session_that_hangs_is_ended_and_named(run: Run) -> None:
     results, said = run({"hangs": "hangs"}, limit_s=1.0)
     assert results == ["ENDED after its limit of 1 s"]
     assert said.splitlines()[-1] == "failed: hangs"
-
-
-def test_sessions_of_one_environment_follow_each_other_and_it_goes_with_the_last(
-    run: Run, tmp_path: Path
-) -> None:
-    kept = tmp_path / ".nox/kept"
-    kept.mkdir(parents=True)
-    results, said = run({"first": "first", "second": "first", "kept": "kept"})
-    assert results == ["passed"] * 3
-    assert "second finds ['was-first']" in said
-    assert sorted(os.listdir(tmp_path / ".nox")) == ["kept", "lanes.lock"]
 
 
 def test_a_run_waits_for_another_one_whose_sessions_are_alive(

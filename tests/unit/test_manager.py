@@ -304,27 +304,6 @@ async def test_what_has_left_the_primary_tier_comes_back(tier: AnyTier) -> None:
         await it.check_idle()
 
 
-async def test_requests_that_want_more_than_the_budget_get_their_turn() -> None:
-    """The budget is 8 slots. Whoever waits is woken when another one gives its chunks back."""
-    limits = Limits(request_deadline_s=30, promotion_budget=0.25)
-    async with opened(dummy(get_latency_s=0.005), slots=32, limits=limits) as it:
-        for name in range(4):
-            await it.store(prompt(name, 6))
-        await it.forget_primary()
-        found: list[int] = []
-
-        async def load(name: int) -> None:
-            found.append(await it.load(prompt(name, 6), 10 * name))
-
-        with anyio.fail_after(10):
-            async with anyio.create_task_group() as tasks:
-                for name in range(4):
-                    tasks.start_soon(load, name)
-        assert len(found) == 4
-        assert max(found) == 6
-        await it.check_idle()
-
-
 # --- deadlines -----------------------------------------------------------------------------------
 
 
@@ -334,21 +313,6 @@ class Silent(DummyTier):
     async def get(self, batch: Batch) -> Outcome:
         await anyio.sleep_forever()
         raise AssertionError
-
-
-@pytest.mark.parametrize(("tier_s", "request_s"), [(0.1, 30), (30, 0.1), (0.1, 0.1)])
-async def test_a_lookup_ends_in_time_with_what_there_is(tier_s: float, request_s: float) -> None:
-    silent = Silent(DummyConfig(deadline_s=tier_s))
-    async with opened(silent, slots=16, limits=Limits(request_deadline_s=request_s), drain_s=0) as it:
-        keys = prompt(1, 6)
-        await it.store(keys)
-        await it.forget_primary()
-        await it.store(keys[:2])
-        with anyio.fail_after(10):
-            assert await it.load(keys, 40) == 2
-            assert await it.manager.lookup(keys) == 2
-        it.check()
-    it.check()
 
 
 class Deaf(DummyTier):
@@ -399,22 +363,6 @@ async def test_the_slots_of_a_store_that_does_not_end_are_given_to_nobody() -> N
 
 
 # --- reset ---------------------------------------------------------------------------------------
-
-
-async def test_after_a_reset_nothing_from_before_is_found(tier: AnyTier, tmp_path: Path) -> None:
-    async with opened(tier) as it:
-        keys = prompt(1, 6)
-        await it.store(keys)
-        await it.manager.drain()
-        await it.manager.reset()
-        assert await it.manager.lookup(keys) == 0
-        await it.store(keys[:3], version=1)
-        await it.forget_primary()
-        assert await it.load(keys, 40, lambda: [1]) == 3
-        await it.check_idle()
-    if tier.config.type == "fs":  # what was put after a reset is for whoever has reset alone
-        async with opened(files(tmp_path / "root")) as it:
-            assert await it.manager.lookup(keys) == 0
 
 
 async def test_a_reset_during_a_load_lets_it_end_well() -> None:

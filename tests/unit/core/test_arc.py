@@ -72,31 +72,6 @@ def test_a_pinned_chunk_is_no_candidate_and_comes_back_to_its_list(used: bool) -
     assert set(policy.evict(2)) == ({once[1], read[1]} if used else set(once))
 
 
-def test_the_frequent_ones_are_evicted_where_the_target_asks_for_more_recent_ones() -> None:
-    policy = ARC(4)
-    policy.add(keys("read", 1), used=True)
-    policy.add(keys("once", 2), used=False)
-    policy.evict(2)
-    policy.add(keys("once", 2), used=False)  # back from the ghosts: the target is two now
-    policy.pin(keys("once", 2))
-    policy.add(keys("new", 2), used=False)
-    assert policy.evict(1) == keys("read", 1)
-
-
-@pytest.mark.parametrize(("others", "is_remembered"), [(9, True), (10, False)])
-def test_no_more_is_remembered_than_there_is_room_for(others: int, is_remembered: bool) -> None:
-    policy = ARC(10)
-    (back,) = keys("back", 1)
-    for key in [back, *keys("other", others)]:
-        policy.add([key], used=False)
-        policy.evict(1)
-    (read,) = keys("read", 1)
-    policy.add([read], used=True)
-    policy.add([back], used=False)
-    # One that is remembered counts as used again; one that is not is new, and goes first.
-    assert policy.evict(1) == ([read] if is_remembered else [back])
-
-
 def test_clear_forgets_ghosts_too() -> None:
     policy = ARC(4)
     a = keys("a", 2)

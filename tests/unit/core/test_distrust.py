@@ -75,7 +75,7 @@ def test_what_a_tier_gave_is_dropped_and_what_others_gave_stays() -> None:
     bring(core, request, KEYS[:2], tier=1)
     bring(core, Request(), KEYS[2:], tier=0)
     core.take_changes()
-    assert core.distrust(1, "somewhere") == "far"
+    core.distrust(1, "somewhere")
     invariants.check(core)
 
     assert outcome(core, request, KEYS[:2]) == [MISS] * 2
@@ -138,7 +138,7 @@ def test_where_the_primary_tier_is_damaged_nothing_is_there_and_nothing_comes() 
     command = fetch(core, waiting, KEYS[2:], 0)
     under_way = reserve(core, keys("stored meanwhile"))
     loaded = core.acquire(OTHERS)
-    assert core.distrust(None, "somewhere") == "cpu"
+    core.distrust(None, "somewhere")
 
     answer(core, command, [LANDED] * 2, health=GOOD)
     core.commit(under_way, 0.0)
