@@ -20,7 +20,6 @@ import torch
 
 from kvtier import _native as native
 from kvtier._device._methods import Method, PinnedMemory, require_right
-from kvtier._device._streams import EventPool
 from kvtier._device.base import CopyQueue
 from kvtier._device.plan import CopyPlan
 from kvtier._memory import numa
@@ -144,6 +143,10 @@ def first_right(device: torch.device, methods: Mapping[str, Method]) -> Method |
     return None
 
 
+def _new_event() -> Any:
+    return torch.cuda.Event(enable_timing=True, blocking=True)
+
+
 class TorchStream:
     """A ``kvtier._device._streams.Stream`` of torch's.
 
@@ -152,7 +155,6 @@ class TorchStream:
     Args:
         device: the GPU.
         queue: whose plans it is given.
-        events: to record.
         each: makes one call for each copy.
         batched: makes one call for all; used where the host memory of all copies is pinned.
         pinned: the host memory that is.
@@ -162,14 +164,12 @@ class TorchStream:
         self,
         device: torch.device,
         queue: CopyQueue,
-        events: EventPool,
         each: Method,
         batched: Method | None,
         pinned: PinnedMemory,
     ) -> None:
         priority = _EXPEDITED_PRIORITY if queue is CopyQueue.EXPEDITED else 0
         self._stream = torch.cuda.Stream(device, priority=priority)
-        self._events = events
         self._each = each
         self._batched = batched
         self._pinned = pinned
@@ -179,7 +179,7 @@ class TorchStream:
         self._stream.wait_event(event)
 
     def record(self) -> Any:
-        return self._stream.record_event(self._events.take())
+        return self._stream.record_event(_new_event())
 
     def copy(self, plan: CopyPlan) -> None:
         method, host = self._each, plan.dst if self._is_store else plan.src
@@ -204,14 +204,13 @@ class TorchRuntime:
         self._library = library
         self._batched = batched
         self._pinned = PinnedMemory()
-        self._events = EventPool(lambda: torch.cuda.Event(enable_timing=True, blocking=True))
 
     def attach(self) -> None:
         torch.cuda.set_device(self._device)
         self._library.relax_capture()
 
     def record_compute(self) -> Any:
-        return torch.cuda.current_stream(self._device).record_event(self._events.take())
+        return torch.cuda.current_stream(self._device).record_event(_new_event())
 
     def node(self) -> int | None:
         it = torch.cuda.get_device_properties(self._device)
@@ -223,10 +222,7 @@ class TorchRuntime:
 
     def open_stream(self, queue: CopyQueue, *, plain: bool = False) -> TorchStream:
         batched = None if plain else self._batched
-        return TorchStream(self._device, queue, self._events, self._library.copy, batched, self._pinned)
-
-    def recycle(self, *events: Any) -> None:
-        self._events.put_back(*events)
+        return TorchStream(self._device, queue, self._library.copy, batched, self._pinned)
 
     def host_register(self, address: int, nbytes: int) -> None:
         self._library.host_register(address, nbytes)

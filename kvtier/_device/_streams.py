@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
@@ -77,9 +76,6 @@ class Runtime(Protocol):
             plain: copy one by one, because another way may be what has failed.
         """
 
-    def recycle(self, *events: Event) -> None:
-        """Return events to the pool, to be recorded again. No thread may wait for them any more."""
-
     def host_register(self, address: int, nbytes: int) -> None:
         """Pin host memory, so that the device copies from it and to it directly."""
 
@@ -138,9 +134,7 @@ class StreamEngine(ThreadedEngine):
             stream = self._readers.stream = self._runtime.open_stream(CopyQueue.STORE, plain=True)
         try:
             stream.copy(plan)
-            end = stream.record()
-            end.synchronize()
-            self._runtime.recycle(end)
+            stream.record().synchronize()
         except BaseException:
             del self._readers.stream
             raise
@@ -187,9 +181,7 @@ class _QueueStream:
             raise
         end = stream.record()
         end.synchronize()
-        seconds = start.elapsed_time(end) / 1000
-        self._runtime.recycle(computed, start, end)
-        return seconds
+        return start.elapsed_time(end) / 1000
 
 
 def _copy_staged(stream: Stream, plan: CopyPlan) -> None:
@@ -201,22 +193,3 @@ def _copy_staged(stream: Stream, plan: CopyPlan) -> None:
         here = slice(index, index + 1)
         stream.copy(CopyPlan(staging, plan.dst[here], plan.sizes[here], nbytes))
         stream.record().synchronize()
-
-
-class EventPool:
-    """Events that are recorded again and again, instead of created anew. Any thread may use it."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
-        self._free: list[Any] = []
-
-    def take(self) -> Any:
-        """Return an event to record: one that was put back, or a new one."""
-        try:
-            return self._free.pop()
-        except IndexError:
-            return self._make()
-
-    def put_back(self, *events: Any) -> None:
-        """Return events that are over and that no thread waits for."""
-        self._free.extend(events)

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from kvtier import _native as native
-from kvtier._device._streams import EventPool
 from kvtier._device._threaded import only_device
 from kvtier._device.base import BatchedCopy, CopyQueue, KVCaches
 from kvtier._device.plan import Addresses, CopyPlan
@@ -57,18 +56,14 @@ class XpuStream:
     Args:
         api: ``torch.xpu``.
         stream: torch's.
-        events: to record.
         memory: the engine's tensors.
         is_store: which way it copies.
         buffer_bytes: length of the buffer.
     """
 
-    def __init__(
-        self, api: Any, stream: Any, events: EventPool, memory: DeviceBytes, is_store: bool, buffer_bytes: int
-    ) -> None:
+    def __init__(self, api: Any, stream: Any, memory: DeviceBytes, is_store: bool, buffer_bytes: int) -> None:
         self._api = api
         self._stream = stream
-        self._events = events
         self._memory = memory
         self._is_store = is_store
         self._buffer = torch.empty(buffer_bytes, dtype=torch.int8, pin_memory=bool(api.is_available()))
@@ -78,7 +73,7 @@ class XpuStream:
         self._stream.wait_event(event)
 
     def record(self) -> Any:
-        return self._stream.record_event(self._events.take())
+        return self._stream.record_event(self._api.Event(enable_timing=True))
 
     def copy(self, plan: CopyPlan) -> None:
         """Enqueue the copies; the calling thread makes the host's part. See ``Stream.copy``."""
@@ -109,7 +104,6 @@ class XpuStream:
         """Block until the device is through with the buffer."""
         if self._used is not None:
             self._used.synchronize()
-            self._events.put_back(self._used)
             self._used = None
 
     def _laid_out(self, piece: CopyPlan) -> tuple[Addresses, list[int]]:
@@ -167,13 +161,12 @@ class XpuRuntime:
         self._memory = DeviceBytes(tensors)
         self._api = api
         self._buffer_bytes = buffer_bytes
-        self._events = EventPool(lambda: api.Event(enable_timing=True))
 
     def attach(self) -> None:
         self._api.set_device(self._device)
 
     def record_compute(self) -> Any:
-        return self._api.current_stream(self._device).record_event(self._events.take())
+        return self._api.current_stream(self._device).record_event(self._api.Event(enable_timing=True))
 
     def node(self) -> int | None:
         return None  # torch does not tell
@@ -181,10 +174,7 @@ class XpuRuntime:
     def open_stream(self, queue: CopyQueue, *, plain: bool = False) -> XpuStream:  # noqa: ARG002
         is_store = queue is CopyQueue.STORE
         stream = self._api.Stream(self._device)
-        return XpuStream(self._api, stream, self._events, self._memory, is_store, self._buffer_bytes)
-
-    def recycle(self, *events: Any) -> None:
-        self._events.put_back(*events)
+        return XpuStream(self._api, stream, self._memory, is_store, self._buffer_bytes)
 
     def host_register(self, address: int, nbytes: int) -> None:  # noqa: ARG002
         raise TransferError("torch cannot pin memory for this device that it has not allocated")

@@ -8,8 +8,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,11 @@ from pydantic import ByteSize
 
 from kvtier._core.messages import (
     Answer,
-    Command,
     Event,
-    Fetch,
     Fetched,
     Put,
     PutEnded,
     Removed,
-    Reset,
     TierDown,
     TierUp,
     Touch,
@@ -42,7 +38,6 @@ from kvtier.tiers._base import (
     Batch,
     Knowledge,
     Outcome,
-    SecondaryTier,
     Status,
     TierContext,
     Usage,
@@ -59,107 +54,13 @@ from tests.unit.isolation.conftest import (
     key,
     keys,
 )
+from tests.unit.tiers.world import AnyTier, Scripted, ends_of, raises, world
 
 MISSING, LOCATED, LANDED = Answer.MISSING, Answer.LOCATED, Answer.LANDED
-
-AnyTier = SecondaryTier[Any]
 
 
 def dummy(**settings: object) -> DummyTier:
     return DummyTier(DummyConfig.model_validate(settings))
-
-
-Ended = PutEnded | Fetched
-
-
-def ends_of(events: Iterable[Event]) -> list[Ended]:
-    return [event for event in events if isinstance(event, PutEnded | Fetched)]
-
-
-class World:
-    """An executor and its events. Chunk ``n`` has the bytes ``content(n)``; puts use slot ``n``."""
-
-    def __init__(
-        self,
-        tiers: Sequence[AnyTier],
-        memory: HeapMemory | None = None,
-        close_s: float = 5,
-    ) -> None:
-        self.events: list[Event] = []
-        self._arrived = anyio.Event()
-        named = [NamedTier(f"tier{index}", tier) for index, tier in enumerate(tiers)]
-        self.memory = memory or HeapMemory(SLOTS, CHUNK_BYTES)
-        self.executor = Executor(named, IDENTITY, self.memory, self._post, close_s=close_s)
-        self.submitted = 0
-
-    def _post(self, event: Event) -> None:
-        self.events.append(event)
-        arrived, self._arrived = self._arrived, anyio.Event()
-        arrived.set()
-
-    def put(self, numbers: Sequence[int], tier: int = 0) -> int:
-        for number in numbers:
-            self.memory.view(number)[:] = content(number)
-        return self.submit(Put, tier, keys(numbers), list(numbers))
-
-    def fetch(
-        self, numbers: Sequence[int], slots: Sequence[int], tier: int = 0, located: bool = False
-    ) -> int:
-        return self.submit(Fetch, tier, keys(numbers), list(slots), located)
-
-    def reset(self, tier: int = 0) -> None:
-        self.executor.submit([Reset(tier, 1)])
-
-    def submit(self, kind: Callable[..., Command], *args: object) -> int:
-        self.submitted += 1
-        self.executor.submit([kind(self.submitted, *args)])
-        return self.submitted
-
-    async def until(self, holds: Callable[[], object]) -> None:
-        """Wait for something that an event comes with."""
-        with anyio.fail_after(PATIENCE_S):
-            while not holds():
-                await self._arrived.wait()
-
-    async def put_ended(self, id_: int) -> PutEnded:
-        await self.until(lambda: self.of(id_))
-        (event,) = self.of(id_)
-        assert isinstance(event, PutEnded)
-        return event
-
-    async def fetched(self, id_: int) -> Fetched:
-        await self.until(lambda: self.of(id_))
-        (event,) = self.of(id_)
-        assert isinstance(event, Fetched)
-        return event
-
-    def of(self, id_: int) -> list[Ended]:
-        return [event for event in ends_of(self.events) if event.id == id_]
-
-    @property
-    def downs(self) -> list[TierDown]:
-        return [event for event in self.events if isinstance(event, TierDown)]
-
-    async def hold(self, numbers: Sequence[int], tier: int = 0) -> None:
-        """Put chunks and see that they are kept."""
-        ended = await self.put_ended(self.put(numbers, tier))
-        assert list(ended.kept) == [True] * len(numbers), ended
-
-    def clear(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            self.memory.view(slot)[:] = bytes(CHUNK_BYTES)
-
-    def bytes_in(self, slot: int) -> bytes:
-        return bytes(self.memory.view(slot))
-
-
-@asynccontextmanager
-async def world(
-    *tiers: AnyTier, memory: HeapMemory | None = None, close_s: float = 5
-) -> AsyncIterator[World]:
-    it = World(tiers, memory, close_s)
-    async with it.executor:
-        yield it
 
 
 class Gated(DummyTier):
@@ -247,7 +148,7 @@ async def test_a_fetch_brings_the_run_from_the_front(
         if present:
             await it.hold(present)
         it.clear(range(SLOTS))
-        event = await it.fetched(it.fetch(range(4), range(10, 10 + slots)))
+        event = await it.ended(it.fetch(range(4), range(10, 10 + slots)))
         assert list(event.answers) == answers
         assert event.reasons == {}
         for number, answer in enumerate(answers):
@@ -257,7 +158,7 @@ async def test_a_fetch_brings_the_run_from_the_front(
 async def test_what_a_located_fetch_does_not_find_any_more_is_missing(tier: AnyTier) -> None:
     async with world(tier) as it:
         await it.hold([1, 3])
-        event = await it.fetched(it.fetch([1, 2, 3], [7, 8, 9], located=True))
+        event = await it.ended(it.fetch([1, 2, 3], [7, 8, 9], located=True))
         assert list(event.answers) == [LANDED, MISSING, LANDED]
         assert (it.bytes_in(7), it.bytes_in(9)) == (content(1), content(3))
 
@@ -303,11 +204,11 @@ async def test_gets_do_not_wait_for_puts() -> None:
         await it.hold([1])
         tier.puts_open, tier.gets_open = anyio.Event(), tier.puts_open
         puts = [it.put([10 + number]) for number in range(12)]
-        assert list((await it.fetched(it.fetch([1], [50]))).answers) == [LANDED]
+        assert list((await it.ended(it.fetch([1], [50]))).answers) == [LANDED]
         assert not any(it.of(put) for put in puts)
         tier.puts_open.set()
         for put in puts:
-            assert list((await it.put_ended(put)).kept) == [True]
+            assert list((await it.ended(put)).kept) == [True]
 
 
 # --- resets --------------------------------------------------------------------------------------
@@ -322,10 +223,10 @@ async def test_a_put_before_a_reset_that_has_not_begun_is_refused() -> None:
         after = it.put([3])
         await tier.until(lambda: "reset" in tier.begun)
         tier.open_all()
-        assert (await it.put_ended(running)).kept == [False]
-        ended = await it.put_ended(queued)
+        assert (await it.ended(running)).kept == [False]
+        ended = await it.ended(queued)
         assert (list(ended.kept), ended.reasons) == ([False], {"reset": 1})
-        assert list((await it.put_ended(after)).kept) == [True]
+        assert list((await it.ended(after)).kept) == [True]
         assert tier.known(keys([1, 2, 3])) == [Knowledge.ABSENT, Knowledge.ABSENT, Knowledge.PRESENT]
 
 
@@ -359,7 +260,7 @@ async def test_a_reset_between_the_seal_and_the_put_is_seen() -> None:
         await tier.until(lambda: tier.begun == ["reset"])
         await it.executor.settled()
         memory.opened.set()
-        ended = await it.put_ended(put)
+        ended = await it.ended(put)
         assert (list(ended.kept), ended.reasons) == ([False], {"reset": 1})
         assert tier.known(keys([1])) == [Knowledge.ABSENT]
 
@@ -392,14 +293,14 @@ async def test_a_tier_that_has_lost_what_it_opened_is_opened_anew_when_nothing_i
         await anyio.to_thread.run_sync(tier.context.lost, "the share was unmounted")
         await it.until(lambda: it.downs)
         assert "the share was unmounted" in it.downs[0].reason
-        assert (await it.fetched(it.fetch([1], [10]))).reasons == {"down": 1}
+        assert (await it.ended(it.fetch([1], [10]))).reasons == {"down": 1}
         assert tier.begun == ["open", "put"]
         tier.open_all()
-        assert list((await it.put_ended(putting)).kept) == [True]
+        assert list((await it.ended(putting)).kept) == [True]
         await tier.until_opened(2)
         assert tier.begun == ["open", "put", "close", "open"]
         await it.until(lambda: any(isinstance(event, TierUp) for event in it.events))
-        assert list((await it.fetched(it.fetch([1], [11]))).answers) == [LANDED]
+        assert list((await it.ended(it.fetch([1], [11]))).answers) == [LANDED]
     assert it.bytes_in(11) == content(1)
 
 
@@ -452,41 +353,6 @@ async def test_a_shutdown_is_no_failure_of_the_step_that_it_interrupts(
 # --- faults --------------------------------------------------------------------------------------
 
 
-class Rude(DummyTier):
-    """Does what ``acts`` says in place of the verb, once for each entry."""
-
-    def __init__(self, **acts: Callable[[], Any]) -> None:
-        super().__init__(DummyConfig(complete_index=False))
-        self._acts = acts
-
-    def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
-        return self._acts["known"]() if "known" in self._acts else super().known(keys)
-
-    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        return self._acts["contains"]() if "contains" in self._acts else await super().contains(keys)
-
-    async def put(self, batch: Batch) -> Outcome:
-        return self._acts["put"]() if "put" in self._acts else await super().put(batch)
-
-    async def get(self, batch: Batch) -> Outcome:
-        return self._acts["get"]() if "get" in self._acts else await super().get(batch)
-
-    def usage(self) -> Usage:
-        return self._acts["usage"]() if "usage" in self._acts else super().usage()
-
-    async def reset(self) -> None:
-        self._acts.get("reset", lambda: None)()
-        await super().reset()
-
-    async def open(self, context: TierContext) -> None:
-        self._acts.get("open", lambda: None)()
-        await super().open(context)
-
-    async def aclose(self) -> None:
-        self._acts.get("aclose", lambda: None)()
-        await super().aclose()
-
-
 class SlowReset(DummyTier):
     """A tier whose reset takes a while, and which says whether it was done."""
 
@@ -501,13 +367,6 @@ class SlowReset(DummyTier):
 
     async def aclose(self) -> None:
         """Do not reset, as a dummy does."""
-
-
-def raises(error: BaseException) -> Callable[[], Any]:
-    def act() -> Any:
-        raise error
-
-    return act
 
 
 class Panic(BaseException):
@@ -529,7 +388,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "an exit": (raises(SystemExit(3)), "error"),
     "a panic": (raises(Panic("index out of bounds")), "error"),
     "an error without words": (raises(Unspeakable()), "error"),
-    "nothing": (lambda: None, "error"),
+    "nothing of use": (lambda: "odd", "error"),
     "too few": (lambda: Outcome((Status.OK,)), "error"),
     "too many": (lambda: Outcome((Status.OK,) * 9), "error"),
     "no reasons": (lambda: Outcome((Status.OK,) * 3, None), "error"),  # type: ignore[arg-type]
@@ -540,11 +399,11 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_transfer_that_goes_wrong_is_answered_once(fault: str) -> None:
     act, reason = FAULTS[fault]
-    async with world(Rude(put=act), Rude(get=act), dummy()) as it:
-        ended = await it.put_ended(it.put([1, 2, 3]))
+    async with world(Scripted(put=act), Scripted(get=act), dummy()) as it:
+        ended = await it.ended(it.put([1, 2, 3]))
         assert (list(ended.kept), ended.reasons) == ([False] * 3, {reason: 3})
         await it.hold([1, 2, 3], tier=1)
-        event = await it.fetched(it.fetch([1, 2, 3], [10, 11, 12], tier=1))
+        event = await it.ended(it.fetch([1, 2, 3], [10, 11, 12], tier=1))
         assert (list(event.answers), event.reasons) == ([MISSING] * 3, {reason: 3})
         await it.hold([4], tier=2)  # the others go on
 
@@ -558,12 +417,12 @@ async def test_a_transfer_that_goes_wrong_is_answered_once(fault: str) -> None:
         raises(Panic("index out of bounds")),
         lambda: [True],
         list,
-        lambda: None,
+        lambda: 7,
     ],
 )
 async def test_a_question_that_goes_wrong_is_answered_once(verb: str, act: Callable[[], Any]) -> None:
-    async with world(Rude(**{verb: act}), dummy()) as it:
-        event = await it.fetched(it.fetch([1, 2, 3], [10, 11, 12]))
+    async with world(Scripted(**{verb: act}), dummy()) as it:
+        event = await it.ended(it.fetch([1, 2, 3], [10, 11, 12]))
         assert (list(event.answers), event.reasons) == ([MISSING] * 3, {"error": 3})
         await it.hold([4], tier=1)
 
@@ -573,14 +432,14 @@ async def test_a_question_that_goes_wrong_is_answered_once(verb: str, act: Calla
 )
 async def test_a_tier_that_cannot_be_opened_is_down_and_the_others_are_not(error: BaseException) -> None:
     closed: list[str] = []
-    tier = Rude(open=raises(error), aclose=lambda: closed.append("closed"))
+    tier = Scripted(open=raises(error), aclose=lambda: closed.append("closed"))
     async with world(tier, dummy()) as it:
         ids = [it.put([1]), it.put([2])]
         with anyio.fail_after(10):
             await it.executor.settled()
         for id_ in ids:
-            assert (await it.put_ended(id_)).reasons == {"down": 1}
-        assert (await it.fetched(it.fetch([1], [10]))).reasons == {"down": 1}
+            assert (await it.ended(id_)).reasons == {"down": 1}
+        assert (await it.ended(it.fetch([1], [10]))).reasons == {"down": 1}
         await it.hold([4], tier=1)
         (down,) = it.downs
         assert down.tier == 0
@@ -593,7 +452,7 @@ async def test_a_tier_that_cannot_be_opened_is_down_and_the_others_are_not(error
 )
 async def test_a_tier_that_fails_to_close_does_not_keep_the_next_one_open(error: BaseException) -> None:
     closed: list[str] = []
-    first, second = Rude(aclose=raises(error)), Rude(aclose=lambda: closed.append("second"))
+    first, second = Scripted(aclose=raises(error)), Scripted(aclose=lambda: closed.append("second"))
     async with world(first, second) as it:
         await it.hold([1])
     assert closed == ["second"]
@@ -607,7 +466,7 @@ async def test_a_tier_that_does_not_close_is_given_up() -> None:
     closed: list[str] = []
     with anyio.fail_after(20):
         async with world(
-            Clinging(DummyConfig()), Rude(aclose=lambda: closed.append("x")), close_s=0.05
+            Clinging(DummyConfig()), Scripted(aclose=lambda: closed.append("x")), close_s=0.05
         ) as it:
             await it.hold([1])
     assert closed == ["x"]
@@ -664,7 +523,7 @@ async def test_a_chunk_that_is_not_what_was_put_is_missing_and_discarded(
     tier = Forger(forge, [2])
     async with world(tier) as it:
         await it.hold([1, 2, 3])
-        event = await it.fetched(it.fetch([1, 2, 3], [10, 11, 12]))
+        event = await it.ended(it.fetch([1, 2, 3], [10, 11, 12]))
         assert (list(event.answers), event.reasons) == ([LANDED, MISSING, LANDED], {reason: 1})
         assert (it.bytes_in(10), it.bytes_in(12)) == (content(1), content(3))
         assert tier.known(keys([1, 2, 3])) == [Knowledge.PRESENT, Knowledge.ABSENT, Knowledge.PRESENT]
@@ -689,7 +548,7 @@ async def test_how_full_a_tier_is_is_asked_again_after_any_failure(
         return last
 
     seen: list[Usage | None] = []
-    async with world(Rude(usage=usage)) as it:
+    async with world(Scripted(usage=usage)) as it:
         activity = it.executor.activity[0]
         with anyio.fail_after(20):
             while activity.usage != Usage(2, 9):
@@ -757,7 +616,7 @@ async def test_every_command_has_one_event_whenever_it_is_closed(seed: int) -> N
         for _ in range(chance.randrange(1, 60)):
             tier, first = chance.randrange(2), chance.randrange(20)
             if chance.random() < 0.1:
-                it.reset(tier)
+                it.reset(tier=tier)
             elif chance.random() < 0.5:
                 it.put(range(first, first + chance.randrange(1, 5)), tier)
             else:

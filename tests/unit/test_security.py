@@ -23,9 +23,10 @@ from kvtier._validation import hide
 from kvtier.errors import ConfigError, TierError
 from kvtier.keys import OffloadKey
 from kvtier.tiers import _registry as registry
-from kvtier.tiers._base import Batch, Knowledge, Outcome, Status, TierContext, Usage
-from kvtier.tiers.dummy import DummyConfig, DummyTier
+from kvtier.tiers._base import Batch, Knowledge, Outcome, Status
+from kvtier.tiers.dummy import DummyConfig
 from kvtier_bench import tier as tier_bench
+from tests.unit.tiers.world import Scripted
 
 PROJECT = Path(__file__).parents[2]
 CODE_FROM_DATA = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "yaml", "jsonpickle"}
@@ -112,53 +113,26 @@ class SecretConfig(DummyConfig):
         return value
 
 
-class SecretTier(DummyTier):
+class SecretTier(Scripted):
     """A tier with a password, whose client repeats it whenever something goes wrong."""
 
     Config = SecretConfig  # type: ignore[assignment]
+    verifies = False
     fails: ClassVar[Collection[str]] = ()
-
-    async def open(self, context: TierContext) -> None:
-        self._fail("open")
-        await super().open(context)
 
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
         return [Knowledge.UNKNOWN] * len(keys)
 
-    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        self._fail("contains")
-        return [True] * len(keys)
-
-    async def put(self, batch: Batch) -> Outcome:
-        self._fail("put")
-        return await super().put(batch)
-
-    async def get(self, batch: Batch) -> Outcome:
-        self._fail("get")
-        return Outcome.all(Status.OK, len(batch))  # not what was put: it is discarded
-
-    async def touch(self, keys: Sequence[OffloadKey]) -> None:
-        self._fail("touch")
-
-    async def discard(self, keys: Sequence[OffloadKey]) -> None:
-        self._fail("discard")
-
-    def usage(self) -> Usage:
-        self._fail("usage")
-        return super().usage()
-
-    async def reset(self) -> None:
-        self._fail("reset")
-        await super().reset()
-
-    async def aclose(self) -> None:
-        self._fail("aclose")
-
-    def _fail(self, verb: str) -> None:
+    def _next(self, verb: str) -> Any:
         if verb in self.fails:
             config: Any = self.config
             secret = config.password.get_secret_value()
             raise RuntimeError(f"{verb}: unknown command 'AUTH', with args beginning with: '{secret}'")
+        return [True, True] if verb == "contains" else None
+
+    async def get(self, batch: Batch) -> Outcome:
+        await self._scripted("get", batch)
+        return Outcome.all(Status.OK, len(batch))  # not what was put: it is discarded
 
 
 @pytest.fixture

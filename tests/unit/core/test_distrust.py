@@ -86,15 +86,6 @@ def test_what_a_tier_gave_is_dropped_and_what_others_gave_stays() -> None:
     assert {key for change in changes if change.tier == 1 for key in change.keys} >= {*OTHERS, *KEYS[:2]}
 
 
-def test_what_was_loaded_from_it_before_stays_until_it_is_evicted() -> None:
-    core, request = make(), Request()
-    bring(core, request, KEYS, tier=0)
-    assert ask_all(core, request, KEYS) == [HIT] * 4
-    core.release(core.acquire(KEYS, request))
-    core.distrust(0, "somewhere")
-    assert ask_all(core, Request(), KEYS) == [HIT] * 4
-
-
 def test_it_gets_no_work_any_more_and_says_why_even_when_it_comes_up() -> None:
     core = make()
     core.distrust(0, "somewhere")

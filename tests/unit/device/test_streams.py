@@ -68,7 +68,7 @@ class PlayedStream:
         self.run(event.reached.result)  # of what it was recorded for by now
 
     def record(self) -> PlayedEvent:
-        return self._device.take_event(self._work.submit(time.perf_counter))
+        return PlayedEvent(self._work.submit(time.perf_counter))
 
     def copy(self, plan: CopyPlan) -> None:
         self._device.require_attached()
@@ -117,9 +117,7 @@ class PlayedDevice:
         self._attached = threading.local()
         self._streams: list[PlayedStream] = []
         self._pinned = threading.Condition()
-        self.made_events = 0
         self.plain = False
-        self._free_events: list[PlayedEvent] = []
         self.gate = Gate()
         self.compute = self.open_stream(CopyQueue.STORE)
         self.pieces: list[tuple[int, int]] = []
@@ -162,21 +160,6 @@ class PlayedDevice:
         self._streams.append(PlayedStream(self))
         self.plain = plain
         return self._streams[-1]
-
-    def take_event(self, reached: Future[float]) -> PlayedEvent:
-        """Record an event anew, as a device does."""
-        if self._free_events:
-            event = self._free_events.pop()
-            event.reached = reached
-            return event
-        self.made_events += 1
-        return PlayedEvent(reached)
-
-    def recycle(self, *events: Any) -> None:
-        for event in events:
-            if any(event is free for free in self._free_events) or not event.reached.done():
-                raise AssertionError("this event is not over, or was given back before")
-            self._free_events.append(event)
 
     def host_register(self, address: int, nbytes: int) -> None:
         self.require_attached()
@@ -344,27 +327,6 @@ def test_a_refused_copy_is_repeated_on_a_fresh_stream_which_is_kept(device: Play
             (None, Attempt.RETRY),
             (None, Attempt.FIRST),
         ]
-
-
-def test_events_are_used_again(device: PlayedDevice) -> None:
-    with rig(engine_on(device)) as it:
-        for number in range(40):
-            it.store(number, one(number % 48), [number % SLOTS])
-            it.engine.wait([number])
-        it.check()
-        assert device.made_events <= 6  # of two transfers: one can begin while the other one is reported
-
-
-@pytest.mark.parametrize("refused", [1, 3, 7, 9])
-def test_transfers_keep_their_order_when_one_is_repeated(device: PlayedDevice, refused: int) -> None:
-    device.before_copy = lambda dst: time.sleep(0.005)
-    device.refused = {refused}
-    with rig(engine_on(device)) as it:
-        for number in range(5):
-            it.store(number, one(number), [7])  # the last one to write stays
-        it.check()
-        ends = it.engine.finished()
-        assert [(end.transfer_id, end.error) for end in ends] == [(number, None) for number in range(5)]
 
 
 def test_what_a_copy_is_stuck_with_stays_pinned_and_mapped(device: PlayedDevice) -> None:

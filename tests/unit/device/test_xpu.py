@@ -64,7 +64,6 @@ def test_a_buffer_is_filled_again_only_when_the_device_is_through_with_it(
     stream = XpuStream(
         played_torch,
         played_torch.Stream(),
-        XpuRuntime([memory], played_torch)._events,
         DeviceBytes([memory]),
         is_store=False,
         buffer_bytes=512,
