@@ -17,31 +17,13 @@ import anyio
 import pytest
 from pydantic import ByteSize
 
-from kvtier._core.messages import (
-    Answer,
-    Event,
-    Fetched,
-    Put,
-    PutEnded,
-    Removed,
-    TierDown,
-    TierUp,
-    Touch,
-)
+from kvtier._core.messages import Answer, Event, Fetched, Put, PutEnded, Removed, TierDown, TierUp, Touch
 from kvtier._executor import Executor, ExecutorThread, NamedTier
 from kvtier._memory.heap import HeapMemory
 from kvtier.errors import TierError
 from kvtier.keys import OffloadKey
 from kvtier.tiers import _runner as runners
-from kvtier.tiers._base import (
-    TRAILER_BYTES,
-    Batch,
-    Knowledge,
-    Outcome,
-    Status,
-    TierContext,
-    Usage,
-)
+from kvtier.tiers._base import TRAILER_BYTES, Batch, Knowledge, Outcome, Status, TierContext, Usage
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
 from tests.unit.isolation.conftest import (

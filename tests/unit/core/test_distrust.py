@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier._core.admission import TierGate
-from kvtier._core.messages import (
-    Fetch,
-    Reset,
-    TierUp,
-)
+from kvtier._core.messages import Fetch, Reset, TierUp
 from kvtier._core.requests import Request
 from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering

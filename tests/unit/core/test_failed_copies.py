@@ -10,17 +10,7 @@ from kvtier._core.transfers import Pinned
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.policies._arc import ARC
 from kvtier_testing import invariants
-from tests.unit.core.world import (
-    HIT,
-    MISS,
-    RETRY,
-    ask_all,
-    fetches,
-    keys,
-    make,
-    reserve,
-    store,
-)
+from tests.unit.core.world import HIT, MISS, RETRY, ask_all, fetches, keys, make, reserve, store
 
 KEYS = keys("k", 4)
 

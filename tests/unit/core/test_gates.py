@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier._core.admission import TierGate
-from kvtier._core.messages import (
-    Answer,
-    Command,
-    Fetch,
-    Fetched,
-    Put,
-    PutEnded,
-    TierDown,
-    TransferHealth,
-)
+from kvtier._core.messages import Answer, Command, Fetch, Fetched, Put, PutEnded, TierDown, TransferHealth
 from kvtier._core.requests import Request
 from kvtier._core.states import BreakerState
 from kvtier.keys import OffloadKey

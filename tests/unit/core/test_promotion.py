@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier._core.messages import (
-    Answer,
-    Fetched,
-    Put,
-    PutEnded,
-)
+from kvtier._core.messages import Answer, Fetched, Put, PutEnded
 from kvtier._core.requests import Request
 from kvtier._core.states import RequestState
 from kvtier.errors import StateError

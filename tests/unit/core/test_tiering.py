@@ -6,28 +6,13 @@ import pytest
 
 from kvtier._core.admission import Limits
 from kvtier._core.announcements import Announcements, Change
-from kvtier._core.messages import (
-    PutEnded,
-    SlotsReady,
-    Touch,
-)
+from kvtier._core.messages import PutEnded, SlotsReady, Touch
 from kvtier._core.requests import Request
 from kvtier._core.tiering import Tiering
 from kvtier.errors import StateError
 from kvtier.policies._lru import LRU
 from kvtier_testing import invariants
-from tests.unit.core.world import (
-    LANDED,
-    LOCATED,
-    MISSING,
-    answer,
-    keys,
-    make,
-    puts,
-    reserve,
-    step,
-    store,
-)
+from tests.unit.core.world import LANDED, LOCATED, MISSING, answer, keys, make, puts, reserve, step, store
 
 # --- stores --------------------------------------------------------------------------------------
 

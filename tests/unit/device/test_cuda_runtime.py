@@ -15,12 +15,7 @@ import pytest
 import torch
 
 from kvtier import _native as native
-from kvtier._device._cuda_runtime import (
-    RuntimeLibrary,
-    TorchRuntime,
-    TorchStream,
-    find_library,
-)
+from kvtier._device._cuda_runtime import RuntimeLibrary, TorchRuntime, TorchStream, find_library
 from kvtier._device._methods import Method, engine_method
 from kvtier._device._streams import StreamEngine
 from kvtier._device.base import Blocks, CopyQueue

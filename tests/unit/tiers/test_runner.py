@@ -11,13 +11,7 @@ from typing import Any
 import anyio
 import pytest
 
-from kvtier._core.messages import (
-    Answer,
-    TierDown,
-    TierUp,
-    Touch,
-    TransferHealth,
-)
+from kvtier._core.messages import Answer, TierDown, TierUp, Touch, TransferHealth
 from kvtier._executor import NamedTier
 from kvtier.errors import TierError
 from kvtier.tiers._base import Outcome, Status
