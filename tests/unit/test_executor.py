@@ -148,32 +148,20 @@ async def test_what_a_located_fetch_does_not_find_any_more_is_missing(tier: AnyT
 # --- touches -------------------------------------------------------------------------------------
 
 
-class Touched(DummyTier):
-    """Notes what it is told to touch, and is slow at it."""
-
-    def __init__(self) -> None:
-        super().__init__(DummyConfig())
-        self.calls: list[list[OffloadKey]] = []
-        self.opened = anyio.Event()
-
-    async def touch(self, keys: Sequence[OffloadKey]) -> None:
-        self.calls.append(list(keys))
-        await self.opened.wait()
-
-
 async def test_what_gathers_while_a_tier_is_told_what_was_used_is_told_at_once() -> None:
-    tier = Touched()
+    opened = anyio.Event()
+    tier = Scripted(touch=[opened.wait])
     async with world(tier) as it:
         for number in (1, 2, 3):
             it.executor.submit([Touch(0, keys([number, 9]))])
             await anyio.wait_all_tasks_blocked()
-        assert tier.calls == [keys([1, 9])]
-        tier.opened.set()
+        assert tier.batches == [keys([1, 9])]
+        opened.set()
         await anyio.wait_all_tasks_blocked()
-        assert tier.calls == [keys([1, 9]), keys([2, 9, 3])]
+        assert tier.batches == [keys([1, 9]), keys([2, 9, 3])]
         it.executor.submit([Touch(0, keys([4]))])
         await anyio.wait_all_tasks_blocked()
-        assert tier.calls[2:] == [keys([4])]
+        assert tier.batches[2:] == [keys([4])]
 
 
 # --- how many at once ----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from kvtier._core.messages import Command, Event, Fetch, Fetched, Put, PutEnded,
 from kvtier._executor import Executor, NamedTier
 from kvtier._memory.heap import HeapMemory
 from kvtier.keys import OffloadKey
-from kvtier.tiers._base import Batch, Knowledge, Outcome, SecondaryTier, TierContext, Usage
+from kvtier.tiers._base import Batch, Knowledge, SecondaryTier, TierContext, Usage
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 from tests.unit.isolation.conftest import CHUNK_BYTES, IDENTITY, PATIENCE_S, SLOTS, content, keys
 
@@ -182,18 +182,19 @@ class Scripted(DummyTier):
         answer = self._next("usage")
         return super().usage() if answer is None else answer
 
-    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+    async def contains(self, keys: Sequence[OffloadKey]) -> Any:
         return await self._scripted("contains", keys)
 
-    async def put(self, batch: Batch) -> Outcome:
+    async def put(self, batch: Batch) -> Any:
         self.batches.append(list(batch.keys))
         return await self._scripted("put", batch)
 
-    async def get(self, batch: Batch) -> Outcome:
+    async def get(self, batch: Batch) -> Any:
         self.batches.append(list(batch.keys))
         return await self._scripted("get", batch)
 
     async def touch(self, keys: Sequence[OffloadKey]) -> None:
+        self.batches.append(list(keys))
         await self._scripted("touch", keys)
 
     async def discard(self, keys: Sequence[OffloadKey]) -> None:
