@@ -62,15 +62,6 @@ def test_what_cannot_be_is_refused_in_words(devices: tuple[str, ...], name: str 
         open_transfer_engine(caches(*devices), LAYOUT, region, name)
 
 
-@pytest.mark.parametrize("name", ["cuda", "rocm", "xpu"])
-def test_a_backend_refuses_tensors_of_another_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for backend in (cuda, rocm, xpu):
-        monkeypatch.setattr(backend, "missing", lambda: None)
-    message = f"'{'xpu' if name == 'xpu' else 'cuda'}' cannot copy tensors on cpu"
-    with Region.anonymous(2, LAYOUT.chunk_bytes) as region, pytest.raises(ConfigError, match=message):
-        open_transfer_engine(caches("cpu"), LAYOUT, region, name)
-
-
 @pytest.mark.parametrize(
     ("hip", "built", "found", "expected"),
     [

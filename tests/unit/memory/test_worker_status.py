@@ -54,10 +54,3 @@ def test_changes_are_told_once(desk: Desk) -> None:
     desk.workers[2].count(StatusField.LOADS_REPEATED)
     assert desk.scheduler.has_changed()
     assert not desk.scheduler.has_changed()
-
-
-@pytest.mark.parametrize("rank", range(WORKERS))
-def test_one_lost_device_is_enough(desk: Desk, rank: int) -> None:
-    assert not desk.scheduler.is_lost
-    desk.workers[rank][StatusField.LOST] = 1
-    assert desk.scheduler.is_lost
