@@ -1,16 +1,61 @@
-"""ARC keeps what is used again through a scan, adapts, and remembers within bounds."""
+"""kvtier's own eviction policies: the contract of all, what LRU and ARC add to it, and keys by age."""
 
 from __future__ import annotations
 
 from itertools import count
+from random import Random
 
 import pytest
 
 from kvtier.keys import OffloadKey, pack_key
+from kvtier.policies._aged import AgedKeys
 from kvtier.policies._arc import ARC
 from kvtier.policies._base import EvictionPolicy
 from kvtier.policies._lru import LRU
+from kvtier_testing.policies import PolicyConformance
 from tests.unit.core.world import keys
+
+
+class TestLRU(PolicyConformance):
+    policy = LRU
+
+
+class TestARC(PolicyConformance):
+    policy = ARC
+
+
+def test_the_oldest_go_first_and_the_tail_of_a_prompt_before_its_front() -> None:
+    policy = LRU()
+    old, new = keys("old", 3), keys("new", 3)
+    policy.add(old, used=False)
+    policy.add(new, used=False)
+    assert policy.evict(4) == [old[2], old[1], old[0], new[2]]
+    assert len(policy) == 2
+    assert new[0] in policy
+    assert new[2] not in policy
+
+
+def numbered(first: int, count: int) -> list[OffloadKey]:
+    return [pack_key(f"{index:06}".encode()) for index in range(first, first + count)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_does_what_a_list_does(seed: int) -> None:
+    random, aged, truth, made = Random(seed), AgedKeys(), list[OffloadKey](), 0
+    for _ in range(300):
+        added = numbered(made, random.randrange(60))
+        made += len(added)
+        aged.add(added)
+        truth += added
+        for key in random.sample(truth, min(len(truth), random.randrange(10))):
+            truth.remove(key)
+            aged.remove(key)
+            assert key not in aged
+        count = random.choice([0, 1, 5, 50, 100])
+        assert aged.pop_oldest(count) == truth[:count]
+        del truth[:count]
+        assert len(aged) == len(truth)
+        assert all(key in aged for key in truth[:3])
 
 
 def use(policy: EvictionPolicy, key: OffloadKey) -> bool:
