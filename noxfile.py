@@ -52,7 +52,7 @@ FULL = os.environ.get("KVTIER_TESTS") == "full"  # with what is rare and long; t
 def tests(session: nox.Session) -> None:
     """Does it work? Unit and property tests, with torch on the CPU and no engine."""
     install_torch_cpu(session)
-    install_kvtier(session, "torch", groups=["tests", "kernels"])
+    install_kvtier(session, "torch", groups=["tests"])
     run_pytest(session, marks="not device and not integration")
 
 

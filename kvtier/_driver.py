@@ -124,7 +124,7 @@ class Driver:
 
     def _distrust(self, damage: Iterable[Damage]) -> None:
         for it in damage:
-            it.keep_evidence(self._core.distrust(it.tier, str(it)))
+            self._core.distrust(it.tier, str(it))
 
 
 __all__ = ["Driver"]

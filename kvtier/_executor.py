@@ -20,17 +20,7 @@ import anyio
 import anyio.abc
 
 from kvtier._core.backoff import RandomSource
-from kvtier._core.messages import (
-    Answer,
-    Command,
-    Event,
-    Fetch,
-    Fetched,
-    Put,
-    PutEnded,
-    TierDown,
-    Touch,
-)
+from kvtier._core.messages import Answer, Command, Event, Fetch, Fetched, Put, PutEnded, TierDown, Touch
 from kvtier._identity import Identity
 from kvtier.tiers._activity import NamedTier, TierActivity
 from kvtier.tiers._base import SlotChecksums, SlotMemory

@@ -50,18 +50,11 @@ def build(model: type[ModelT], raw: Mapping[str, object], where: str = "") -> Mo
     try:
         return model.model_validate(dict(raw))
     except ValidationError as error:
-        message = explain(error, model, raw, where)
+        secrets = list(_secrets(model, raw))
+        problems = [_problem(detail, model, where, secrets) for detail in error.errors(include_url=False)]
+        message = _without_logins("; ".join(dict.fromkeys(problems)))
     # Outside of the handler: chained, pydantic's error would be printed with the secrets it shows.
     raise ConfigError(message)
-
-
-def explain(
-    error: ValidationError, model: type[BaseModel], raw: Mapping[str, object], where: str = ""
-) -> str:
-    """Return in one line what is wrong, with the path of each field and without any secret."""
-    secrets = list(_secrets(model, raw))
-    problems = [_problem(detail, model, where, secrets) for detail in error.errors(include_url=False)]
-    return _without_logins("; ".join(dict.fromkeys(problems)))
 
 
 def explained(problems: Iterable[str]) -> PydanticCustomError:

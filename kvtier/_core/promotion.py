@@ -66,7 +66,7 @@ class Promotions:
     def unhold(self, request: Request) -> None:
         """Unpin what is held for a request."""
         self.holders.pop(request, None)
-        request.stands = False
+        request.answers_stand = False
         if request.held:
             chunks, request.held = request.held, {}
             self._shared.table.unpin(chunks)
@@ -78,7 +78,7 @@ class Promotions:
         It has that in its own cache by now, mostly because another request of the same prefix ran. The first
         key was asked for, though a scan that was begun as a repeated one does not show it.
         """
-        if request.stands or self._windowed:
+        if request.answers_stand or self._windowed:
             return
         now, first = request.round, request.first
         gone = [chunk for chunk, when in request.held.items() if when is not now and chunk.key != first]
@@ -102,10 +102,10 @@ class Promotions:
         known: list[OffloadKey] = []
         unknown: list[OffloadKey] = []
         unsure = unsure_before = False
-        request.stands = not self._windowed
+        request.answers_stand = not self._windowed
         for key in self._still_wanted(request):
             if key in visible:
-                request.stands = False
+                request.answers_stand = False
                 continue
             transfer = fetching.get(key)
             if transfer is not None:
@@ -129,15 +129,15 @@ class Promotions:
         self._stop_expecting(transfer)
         waiters = _waiting(transfer) if in_time else {}
         for request in waiters:
-            request.stands = False
+            request.answers_stand = False
         landed = self._land(transfer, event.answers, waiters)
         self._announce(transfer, event.answers)
         self._count(transfer, event, now_s)
         if waiters:
-            self._go_on(transfer, event, waiters, now_s)
+            self._ask_next_tier(transfer, event, waiters, now_s)
         return landed
 
-    def _go_on(self, transfer: Transfer, event: Fetched, waiters: Waiters, now_s: float) -> None:
+    def _ask_next_tier(self, transfer: Transfer, event: Fetched, waiters: Waiters, now_s: float) -> None:
         """Ask the next tier for the keys that this one lacks; fetch located chunks that waiters can use."""
         missing = _select(transfer.keys, event.answers, Answer.MISSING)
         located = _select(transfer.keys, event.answers, Answer.LOCATED)
@@ -164,7 +164,7 @@ class Promotions:
             keys = [key for key in transfer.keys if key not in visible]
             self._ask(keys, waiters, now_s, transfer.tier + 1, transfer.bring)
 
-    def keep_reserve(self) -> None:
+    def evict_to_reserve(self) -> None:
         """Evict until slots are free for chunks that may land, counting those lent to fetches under way.
 
         They come back where the keys are nowhere: asking for what is not there evicts nothing.
@@ -195,7 +195,7 @@ class Promotions:
         wanted, absent = dict.fromkeys(request.wanted), request.absent
         if absent.isdisjoint(wanted):
             return wanted
-        request.stands = False
+        request.answers_stand = False
         kept: list[OffloadKey] = []
         gaps: set[int] = set()  # groups that are looked up from the front and end there
         for key in wanted:
@@ -292,7 +292,7 @@ class Promotions:
         self._shared.evict(count)
         for holder in behind:
             holder.held = {chunk: when for chunk, when in holder.held.items() if chunk.state is _READY}
-            holder.stands = False
+            holder.answers_stand = False
             table.pin(holder.held)
         self.let_go(list(landing))
 

@@ -30,7 +30,7 @@ class Request(Stateful):
         held: chunks that it pins until it has loaded them, and the round in which each was asked last.
         absent: keys that no tier has, or could give.
         located: keys that a tier has, and which.
-        stands: whether it waits and nothing has changed since it was last asked, so that the same
+        answers_stand: whether it waits and nothing has changed since it was last asked, so that the same
             questions would be answered alike.
     """
 
@@ -47,7 +47,7 @@ class Request(Stateful):
     held: dict[Chunk, object] = field(default_factory=dict)
     absent: set[OffloadKey] = field(default_factory=set)
     located: dict[OffloadKey, int] = field(default_factory=dict)
-    stands: bool = False
+    answers_stand: bool = False
 
     def __str__(self) -> str:
         return f"request {self.name}"
@@ -61,14 +61,14 @@ class Request(Stateful):
         """Start the answers of a new step."""
         self.round = round_
         self.first = first
-        self.stands = False
+        self.answers_stand = False
         self.hits.clear()
         self.wanted.clear()
 
     def give_up(self, keys: Iterable[OffloadKey]) -> None:
         """Answer MISS for ``keys`` from now on."""
         self.absent.update(keys)
-        self.stands = False
+        self.answers_stand = False
 
     def forget_answers(self) -> None:
         """Forget what the scan has learned."""

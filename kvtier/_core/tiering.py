@@ -73,6 +73,7 @@ class Tiering:
         self._round: object = object()
         self._has_damage = False
         self.is_distrusted = False
+        self._refusal: str | None = None
         self._tracker = ReuseTracker(limits.store_threshold, limits.max_tracker_size)
 
     # --- lookup ----------------------------------------------------------------------------------
@@ -80,8 +81,8 @@ class Tiering:
     def lookup(self, key: OffloadKey, request: Request) -> Lookup:
         """Return whether the chunk is there. Notes what a following ``settle`` will act upon."""
         if request.round is not self._round:
-            if request.state is RequestState.COMPUTED:
-                self._counts["miss", "load_failed"] += 1
+            if self._refusal is not None or request.state is RequestState.COMPUTED:
+                self._counts["miss", self._refusal or "load_failed"] += 1
                 return _MISS
             request.begin_round(self._round, key)
             self._asked.append(request)
@@ -91,12 +92,11 @@ class Tiering:
             return _HIT
         return self._unready(key, request, chunk)
 
-    def refuse(self, reason: str) -> Lookup:
-        """Answer MISS for a reason that the owner has, a word of ``reasons.MISS``."""
-        self._counts["miss", reason] += 1
-        return _MISS
+    def refuse_lookups(self, reason: str) -> None:
+        """Answer MISS in every round that begins from now on, for a reason in a word of ``reasons.MISS``."""
+        self._refusal = reason
 
-    def repeat(self, key: OffloadKey, request: Request) -> Lookup | None:
+    def repeat_answer(self, key: OffloadKey, request: Request) -> Lookup | None:
         """Answer the questions of a scan in short where its last answers stand: it is deferred again.
 
         The engine asks in each step for each key of each request that waits. Told RETRY at its first
@@ -105,7 +105,7 @@ class Tiering:
         Returns:
             None where something has changed, or other questions are asked: then ``lookup`` answers.
         """
-        if not request.stands or request.first is None or not request.is_waiting:
+        if not request.answers_stand or request.first is None or not request.is_waiting:
             return None
         if key == request.first:
             if request.round is not self._round:
@@ -151,7 +151,7 @@ class Tiering:
             if request.is_waiting:
                 self.promotions.fetch_wanted(request, now_s)
         if self._tiers:
-            self.promotions.keep_reserve()
+            self.promotions.evict_to_reserve()
         if self._reused:
             self._touch_tiers()
         if self.table.faults:
@@ -199,7 +199,7 @@ class Tiering:
         request.hits += told
         request.absent.clear()
         request.located.clear()
-        request.stands = False
+        request.answers_stand = False
 
     def close(self, request: Request) -> None:
         """End a request: nothing is held for it and nothing is pending."""
@@ -462,7 +462,7 @@ class Tiering:
         self.table.reset()
         self.shared.commands += [messages.Reset(tier, self.epoch) for tier in range(len(self._tiers))]
 
-    def distrust(self, tier: int | None, where: str) -> str:
+    def distrust(self, tier: int | None, where: str) -> None:
         """Use a tier no more: an audit has found a chunk damaged that came from it.
 
         What it gave is dropped, unless it was loaded before. As with ``fail_load``, a HIT in the round
@@ -472,9 +472,6 @@ class Tiering:
             tier: its index; None where the damage came about in the primary tier, or on the way between it
                 and the device. Every chunk goes that way: no tier is used then, and nothing is stored.
             where: for the log: which chunk it was, and when that was noticed.
-
-        Returns:
-            The tier's name.
         """
         name = PRIMARY if tier is None else self._tiers[tier].name
         self._counts["audit_failed", name] += 1
@@ -489,7 +486,6 @@ class Tiering:
         what = "nothing is stored or loaded" if tier is None else "it is not used"
         text = f"an audit has found a chunk damaged, {where}: {what} any more until a restart"
         self.shared.notices.append(Notice(f"tier {name}", text, is_good=False))
-        return name
 
     @property
     def is_idle(self) -> bool:

@@ -19,10 +19,8 @@ from typing import Any
 import torch
 
 from kvtier import _native as native
-from kvtier._device._methods import EACH, ENGINE, Choice, Chooser, Method, PinnedMemory, engine_method
-from kvtier._device._probe import Scratch, cached_choice, choose
-from kvtier._device._streams import EventPool
-from kvtier._device.base import BatchedCopy, CopyQueue
+from kvtier._device._methods import Method, PinnedMemory, require_right
+from kvtier._device.base import CopyQueue
 from kvtier._device.plan import CopyPlan
 from kvtier._memory import numa
 from kvtier.errors import ConfigError, DeviceLostError, TransferError
@@ -131,51 +129,63 @@ class RuntimeLibrary:
         return number.value
 
 
-def common_methods(library: RuntimeLibrary, batched_copy: BatchedCopy | None) -> dict[str, Method]:
-    """Return the ways to copy that all GPUs of torch's have, by name."""
-    methods: dict[str, Method] = {EACH: library.copy}
-    if batched_copy is not None:
-        methods[ENGINE] = engine_method(batched_copy)
-    return methods
+def first_right(device: torch.device, methods: Mapping[str, Method]) -> Method | None:
+    """Return the first of these ways to make many copies in one call that works here, or None."""
+    stream = torch.cuda.Stream(device)
+    for name, method in methods.items():
+        try:
+            with torch.cuda.device(device):
+                require_right(method, device, stream)
+        except Exception as error:  # a driver that is too old, say, or no memory left
+            logger.info("copy method %r not used: %s", name, error)
+        else:
+            return method
+    return None
 
 
-def measured_choice(device: torch.device, library: RuntimeLibrary, methods: Mapping[str, Method]) -> Choice:
-    """Return which method is best for which case on this device; the first time it is measured."""
-    name = torch.cuda.get_device_properties(device).name
-    versions = f"driver {library.driver_version}, runtime {library.runtime_version}"
-    key = f"{name}, {versions}, torch {torch.__version__}, {' '.join(sorted(methods))}"
-
-    def measure() -> dict[str, str]:
-        with torch.cuda.device(device):
-            return choose(methods, Scratch(device, torch.cuda.Stream(device)).measure)
-
-    try:
-        return cached_choice(key, measure)
-    except Exception as error:  # no memory left, say: a copy is made all the same
-        logger.warning("copy methods not measured (%s): copies are made one by one", error)
-        return {}
+def _new_event() -> Any:
+    return torch.cuda.Event(enable_timing=True, blocking=True)
 
 
 class TorchStream:
     """A ``kvtier._device._streams.Stream`` of torch's.
 
     Waiting for its events, a thread sleeps instead of spinning.
+
+    Args:
+        device: the GPU.
+        queue: whose plans it is given.
+        each: makes one call for each copy.
+        batched: makes one call for all; used where the host memory of all copies is pinned.
+        pinned: the host memory that is.
     """
 
-    def __init__(self, device: torch.device, queue: CopyQueue, events: EventPool, chooser: Chooser) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        queue: CopyQueue,
+        each: Method,
+        batched: Method | None,
+        pinned: PinnedMemory,
+    ) -> None:
         priority = _EXPEDITED_PRIORITY if queue is CopyQueue.EXPEDITED else 0
         self._stream = torch.cuda.Stream(device, priority=priority)
-        self._events = events
-        self._chooser = chooser
+        self._each = each
+        self._batched = batched
+        self._pinned = pinned
+        self._is_store = queue is CopyQueue.STORE
 
     def wait(self, event: Any) -> None:
         self._stream.wait_event(event)
 
     def record(self) -> Any:
-        return self._stream.record_event(self._events.take())
+        return self._stream.record_event(_new_event())
 
     def copy(self, plan: CopyPlan) -> None:
-        self._chooser.copy(plan, self._stream)
+        method, host = self._each, plan.dst if self._is_store else plan.src
+        if self._batched is not None and len(host) > 1 and self._pinned.holds(host, plan.sizes):
+            method = self._batched
+        method(plan, self._stream)
 
 
 class TorchRuntime:
@@ -184,26 +194,23 @@ class TorchRuntime:
     Args:
         device: the GPU, with its index.
         library: the runtime library that torch uses.
-        methods: the ways to copy, by name, ``EACH`` among them.
-        choice: which of them when.
+        batched: makes many copies in one call; None where there is no such way.
     """
 
-    def __init__(
-        self, device: torch.device, library: RuntimeLibrary, methods: Mapping[str, Method], choice: Choice
-    ) -> None:
+    pins = True
+
+    def __init__(self, device: torch.device, library: RuntimeLibrary, batched: Method | None = None) -> None:
         self._device = device
         self._library = library
-        self._methods = methods
-        self._choice = choice
+        self._batched = batched
         self._pinned = PinnedMemory()
-        self._events = EventPool(lambda: torch.cuda.Event(enable_timing=True, blocking=True))
 
     def attach(self) -> None:
         torch.cuda.set_device(self._device)
         self._library.relax_capture()
 
     def record_compute(self) -> Any:
-        return torch.cuda.current_stream(self._device).record_event(self._events.take())
+        return torch.cuda.current_stream(self._device).record_event(_new_event())
 
     def node(self) -> int | None:
         it = torch.cuda.get_device_properties(self._device)
@@ -214,11 +221,8 @@ class TorchRuntime:
         return numa.node_of_pci(address)
 
     def open_stream(self, queue: CopyQueue, *, plain: bool = False) -> TorchStream:
-        chooser = Chooser(self._methods, {} if plain else self._choice, queue, self._pinned)
-        return TorchStream(self._device, queue, self._events, chooser)
-
-    def recycle(self, *events: Any) -> None:
-        self._events.put_back(*events)
+        batched = None if plain else self._batched
+        return TorchStream(self._device, queue, self._library.copy, batched, self._pinned)
 
     def host_register(self, address: int, nbytes: int) -> None:
         self._library.host_register(address, nbytes)

@@ -1,28 +1,27 @@
-"""The ways to give a device many copies at once, and which one is used for a plan.
+"""The ways to give a device many copies at once.
 
-The plan has joined neighbours before. What is best for the rest depends on the device, its driver and the
-sizes: it is measured (``kvtier._device._probe``), never assumed. Memory that is not pinned is copied with one
-call for each copy.
+The plan has joined neighbours before. The rest goes to the device in one call: the engine's own batched
+operation where it has one, else that of the device's library. A way that does not copy a scratch buffer
+right is not used. Memory that is not pinned is copied with one call for each copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvtier._device.base import BatchedCopy, CopyQueue
+from kvtier._device.base import BatchedCopy
 from kvtier._device.plan import Addresses, CopyPlan
 
 Method = Callable[[CopyPlan, Any], None]
 """Gives the copies of a plan, at least one, to a stream of torch's. Raises where one is refused: those before
 it are in flight then."""
 
-EACH, BATCH, ENGINE, GATHER = "each", "batch", "engine", "gather"
+_COPIES, _COPY_BYTES = 64, 4096
 
 
 def engine_method(operation: BatchedCopy) -> Method:
@@ -35,39 +34,37 @@ def engine_method(operation: BatchedCopy) -> Method:
     return copy
 
 
-class Size(StrEnum):
-    """Classes of the mean length of a plan's copies. The value names the largest length of the class."""
+def require_right(method: Method, device: torch.device, stream: Any) -> None:
+    """Copy scattered ranges of a scratch buffer to the device and back.
 
-    TINY = "4KiB"
-    SMALL = "32KiB"
-    MIDDLE = "256KiB"
-    LARGE = "any"
-
-
-_BOUNDS = ((4 * 2**10, Size.TINY), (32 * 2**10, Size.SMALL), (256 * 2**10, Size.MIDDLE))
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """Plans that one method is chosen for: copies to the host or to the device, of one class of lengths."""
-
-    is_store: bool
-    size: Size
-
-    def __str__(self) -> str:
-        return f"{'store' if self.is_store else 'load'} {self.size.value}"
-
-
-CASES = tuple(Case(is_store, size) for is_store in (True, False) for size in Size)
-
-Choice = Mapping[str, str]
-"""The name of the method for each case, by ``str(case)``."""
-
-
-def case_of(plan: CopyPlan, is_store: bool) -> Case:
-    """Return the case of a plan that is not empty."""
-    mean = plan.nbytes // len(plan.sizes)
-    return Case(is_store, next((size for bound, size in _BOUNDS if mean <= bound), Size.LARGE))
+    Raises:
+        ValueError: wrong bytes were copied, or others were changed. Else whatever the method raises.
+    """
+    random, pinned = np.random.default_rng(1), device.type != "cpu"
+    nbytes = 2 * _COPIES * _COPY_BYTES
+    content = random.integers(0, 256, nbytes, np.uint8)
+    source, there, back = (
+        torch.from_numpy(content).pin_memory() if pinned else torch.from_numpy(content),
+        torch.zeros(nbytes, dtype=torch.uint8, device=device),
+        torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned),
+    )
+    places = [random.permutation(_COPIES) * 2 * _COPY_BYTES for _ in range(3)]
+    addresses = [
+        at.astype(np.uint64) + np.uint64(buffer.data_ptr())
+        for at, buffer in zip(places, (source, there, back), strict=True)
+    ]
+    if pinned:  # the filling is work of another stream than the copies
+        torch.accelerator.synchronize(device)
+    sizes = np.full(_COPIES, _COPY_BYTES, dtype=np.uint64)
+    for start, end in pairwise(addresses):
+        method(CopyPlan(start, end, sizes, _COPIES * _COPY_BYTES), stream)
+    stream.synchronize()
+    for buffer, targets in ((there, places[1]), (back, places[2])):
+        expected = np.zeros(nbytes, dtype=np.uint8)
+        for origin, target in zip(places[0].tolist(), targets.tolist(), strict=True):
+            expected[target : target + _COPY_BYTES] = content[origin : origin + _COPY_BYTES]
+        if not np.array_equal(buffer.cpu().numpy(), expected):
+            raise ValueError("it copied wrong bytes")
 
 
 class PinnedMemory:
@@ -92,35 +89,3 @@ class PinnedMemory:
         """Return whether all these ranges are pinned."""
         start, end = self._range
         return int(addresses.min()) >= start and int((addresses + sizes).max()) <= end
-
-
-class Chooser:
-    """Gives the plans of one queue to the method that was chosen for them.
-
-    Args:
-        methods: by name; one of them is ``EACH``, which can copy everything.
-        choice: the name for each case; ``EACH`` where one is missing.
-        queue: whose plans.
-        pinned: the host memory that the device can access directly.
-    """
-
-    def __init__(
-        self, methods: Mapping[str, Method], choice: Choice, queue: CopyQueue, pinned: PinnedMemory
-    ) -> None:
-        self._methods = methods
-        self._choice = choice
-        self._is_store = queue is CopyQueue.STORE
-        self._pinned = pinned
-
-    def copy(self, plan: CopyPlan, stream: Any) -> None:
-        """Give the copies to a stream. See ``Method``."""
-        self._methods[self.name(plan)](plan, stream)
-
-    def name(self, plan: CopyPlan) -> str:
-        """Return the name of the method for a plan."""
-        if len(plan.sizes) < 2 or not self._choice:
-            return EACH
-        if not self._pinned.holds(plan.dst if self._is_store else plan.src, plan.sizes):
-            return EACH
-        name = self._choice.get(str(case_of(plan, self._is_store)), EACH)
-        return name if name in self._methods else EACH

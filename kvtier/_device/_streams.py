@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
@@ -18,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvtier._device._pinning import PIECE_BYTES, PinnedSlots
-from kvtier._device._threaded import Begin, Finish, Prepare, ThreadedEngine
+from kvtier._device._threaded import Copy, Prepare, ThreadedEngine
 from kvtier._device.base import DEADLINE_S, Attempt, CopyQueue, KVCaches, Pinning
 from kvtier._device.plan import CopyPlan
 from kvtier._memory.layout import SlotLayout
@@ -52,7 +51,13 @@ class Stream(Protocol):
 
 
 class Runtime(Protocol):
-    """What the engine needs from a device. Errors are raised."""
+    """What the engine needs from a device. Errors are raised.
+
+    Attributes:
+        pins: whether it can pin memory that it has not allocated.
+    """
+
+    pins: bool
 
     def attach(self) -> None:
         """Prepare the calling thread for the calls below. May be called again."""
@@ -70,9 +75,6 @@ class Runtime(Protocol):
             queue: the queue.
             plain: copy one by one, because another way may be what has failed.
         """
-
-    def recycle(self, *events: Event) -> None:
-        """Return events to the pool, to be recorded again. No thread may wait for them any more."""
 
     def host_register(self, address: int, nbytes: int) -> None:
         """Pin host memory, so that the device copies from it and to it directly."""
@@ -97,9 +99,8 @@ class StreamEngine(ThreadedEngine):
         layout: where the pages lie in a slot.
         region: the slots; it stays mapped until ``close``.
         runtime: the device.
-        piece_bytes: at most so many bytes are pinned at once, but at least one slot; None where the device
-            cannot pin memory that it has not allocated.
-        at_once, deadline_s: as for ``ThreadedEngine``.
+        piece_bytes: at most so many bytes are pinned at once, but at least one slot.
+        deadline_s: as for ``ThreadedEngine``.
 
     Raises:
         ValueError: region, layout and tensors do not fit each other.
@@ -111,16 +112,15 @@ class StreamEngine(ThreadedEngine):
         layout: SlotLayout,
         region: Region,
         runtime: Runtime,
-        piece_bytes: int | None = PIECE_BYTES,
-        at_once: int = 2,
+        piece_bytes: int = PIECE_BYTES,
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        piece_slots = None if piece_bytes is None else max(1, piece_bytes // region.chunk_bytes)
+        piece_slots = max(1, piece_bytes // region.chunk_bytes) if runtime.pins else None
 
         def open_queue(queue: CopyQueue) -> Prepare:
             return _QueueStream(runtime, queue).prepare
 
-        super().__init__(kv_caches, layout, region, open_queue, piece_slots, at_once, deadline_s)
+        super().__init__(kv_caches, layout, region, open_queue, piece_slots, deadline_s)
         self._runtime = runtime
         self._readers = threading.local()
         self._node = runtime.node()
@@ -134,9 +134,7 @@ class StreamEngine(ThreadedEngine):
             stream = self._readers.stream = self._runtime.open_stream(CopyQueue.STORE, plain=True)
         try:
             stream.copy(plan)
-            end = stream.record()
-            end.synchronize()
-            self._runtime.recycle(end)
+            stream.record().synchronize()
         except BaseException:
             del self._readers.stream
             raise
@@ -164,13 +162,13 @@ class _QueueStream:
         self._queue = queue
         self._stream = runtime.open_stream(queue)
 
-    def prepare(self, plan: CopyPlan) -> Begin:
-        return partial(self._begin, plan, self._runtime.record_compute())
+    def prepare(self, plan: CopyPlan) -> Copy:
+        return partial(self._copy, plan, self._runtime.record_compute())
 
-    def _begin(self, plan: CopyPlan, computed: Event, attempt: Attempt) -> Finish:
+    def _copy(self, plan: CopyPlan, computed: Event, attempt: Attempt) -> float:
         self._runtime.attach()
         if attempt is not Attempt.FIRST:
-            with suppress(Exception):  # what was begun after the one that failed keeps its place
+            with suppress(Exception):  # what is left of the failed one
                 self._stream.record().synchronize()
             self._stream = self._runtime.open_stream(self._queue, plain=True)
         stream = self._stream
@@ -181,13 +179,9 @@ class _QueueStream:
         except BaseException:
             stream.record().synchronize()  # when one is refused, those before it are in flight
             raise
-        return partial(self._finish, plan, computed, start, stream.record())
-
-    def _finish(self, plan: CopyPlan, computed: Event, start: Event, end: Event) -> float:  # noqa: ARG002
-        end.synchronize()  # the plan is kept until then
-        seconds = start.elapsed_time(end) / 1000
-        self._runtime.recycle(computed, start, end)
-        return seconds
+        end = stream.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
 
 
 def _copy_staged(stream: Stream, plan: CopyPlan) -> None:
@@ -199,22 +193,3 @@ def _copy_staged(stream: Stream, plan: CopyPlan) -> None:
         here = slice(index, index + 1)
         stream.copy(CopyPlan(staging, plan.dst[here], plan.sizes[here], nbytes))
         stream.record().synchronize()
-
-
-class EventPool:
-    """Events that are recorded again and again, instead of created anew. Any thread may use it."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
-        self._free: list[Any] = []
-
-    def take(self) -> Any:
-        """Return an event to record: one that was put back, or a new one."""
-        try:
-            return self._free.pop()
-        except IndexError:
-            return self._make()
-
-    def put_back(self, *events: Any) -> None:
-        """Return events that are over and that no thread waits for."""
-        self._free.extend(events)

@@ -5,18 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TypeVar
 
 import torch
 
 from kvtier._device._audit import Auditor, Check
-from kvtier._device._transfer_table import TransferTable
 from kvtier._device.base import (
     DEADLINE_S,
     Attempt,
@@ -42,8 +39,6 @@ from kvtier.errors import (
 
 logger = logging.getLogger("kvtier.device")
 
-T = TypeVar("T")
-
 LOST_AFTER = 5
 """So many transfers in a row that fail in every way, in all queues together, mean a lost device."""
 
@@ -54,14 +49,11 @@ it the copy, has missed one look and not its deadline."""
 _abandoned: list[object] = []
 """Memory that abandoned copies may still write to: it stays mapped for the rest of the process."""
 
-Finish = Callable[[], float]
-"""Waits for the end of a transfer's copies; returns the seconds they took. When it raises, they are over."""
+Copy = Callable[[Attempt], float]
+"""Makes the copies of one transfer, in the thread of its queue; returns the seconds they took. None is in
+flight when it raises. It is called again for the next attempt then."""
 
-Begin = Callable[[Attempt], Finish]
-"""Begins the copies of one transfer, in the thread of its queue. None is in flight when it raises. It is
-called again for the next attempt when it or what it has returned has raised."""
-
-Prepare = Callable[[CopyPlan], Begin]
+Prepare = Callable[[CopyPlan], Copy]
 """Takes a plan in the submitting thread, where the order against the caller's own work is known."""
 
 
@@ -95,8 +87,6 @@ class ThreadedEngine(TransferEngine):
         region: the slots; it stays mapped until ``close``.
         open_queue: called once for each queue.
         piece_slots: no copy crosses a multiple of so many slots; None where that does not matter.
-        at_once: how many transfers a queue has begun at a time. With two the device continues with the next
-            one while the host learns that the last has ended.
         deadline_s: seconds after which a copy that has not ended is abandoned, and the device with it. This
             is noticed within a quarter more.
 
@@ -111,7 +101,6 @@ class ThreadedEngine(TransferEngine):
         region: Region,
         open_queue: Callable[[CopyQueue], Prepare],
         piece_slots: int | None = None,
-        at_once: int = 1,
         deadline_s: float = DEADLINE_S,
     ) -> None:
         if layout.chunk_bytes != region.chunk_bytes:
@@ -121,13 +110,13 @@ class ThreadedEngine(TransferEngine):
         self._address = region.address
         self._auditor: Auditor | None = None
         self._memory: tuple[object, ...] = (kv_caches, region.view(0))  # keeps what the copies touch mapped
-        self._transfers = TransferTable()
+        self._transfers = _TransferTable()
         self._closed = False
         self._submitting = threading.Lock()  # so that nothing is submitted behind the end of the queues
         health = _Health()
         busy = threading.Event()
         self._queues = {
-            queue: _QueueThread(queue, open_queue(queue), at_once, self._transfers, health, busy)
+            queue: _QueueThread(queue, open_queue(queue), self._transfers, health, busy)
             for queue in CopyQueue
         }
         self._watchdog = _Watchdog(tuple(self._queues.values()), deadline_s, busy)
@@ -203,6 +192,62 @@ class ThreadedEngine(TransferEngine):
             self._queues[queue].submit(transfer_id, plan, attempts, check)
 
 
+class _TransferTable:
+    """The copies in flight and those that have ended; thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._in_flight: set[int] = set()
+        self._ended: list[Finished] = []
+        self._wakeup: Callable[[], object] | None = None
+
+    def begin(self, transfer_id: int) -> None:
+        """Record a transfer. Raise ValueError when one of that id is in flight."""
+        with self._changed:
+            if transfer_id in self._in_flight:
+                raise ValueError(f"transfer {transfer_id} is in flight already")
+            self._in_flight.add(transfer_id)
+
+    def end(self, result: Finished) -> None:
+        """Record how a transfer ended, and wake those who wait for it."""
+        with self._changed:
+            self._in_flight.discard(result.transfer_id)
+            self._ended.append(result)
+            self._changed.notify_all()
+            wakeup = self._wakeup
+        if wakeup is not None:
+            try:
+                wakeup()
+            except Exception:  # a closed event loop, say; copies must go on
+                logger.exception("the wake-up after transfer %d failed", result.transfer_id)
+
+    def take(self) -> list[Finished]:
+        """Return what ended since the last call, in the order of the ends."""
+        with self._changed:
+            ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self, transfer_ids: Iterable[int]) -> None:
+        """Block until none of these is in flight."""
+        awaited = frozenset(transfer_ids)
+        with self._changed:
+            self._changed.wait_for(lambda: self._in_flight.isdisjoint(awaited))
+
+    def drain(self) -> None:
+        """Block until none of those is in flight that are now."""
+        with self._changed:
+            awaited = frozenset(self._in_flight)
+        self.wait(awaited)
+
+    def set_wakeup(self, wakeup: Callable[[], object] | None) -> None:
+        """Call ``wakeup`` after each end, in the thread that reports it; and now, if some are untaken."""
+        with self._changed:
+            self._wakeup = wakeup
+            waiting = bool(self._ended)
+        if waiting and wakeup is not None:
+            wakeup()
+
+
 class _Health:
     """Whether the device still works, as far as the copies show. Shared by all queues."""
 
@@ -236,7 +281,7 @@ class _Health:
 class _Job:
     transfer_id: int
     nbytes: int
-    begin: Begin
+    copy: Copy
     attempts: tuple[Attempt, ...]
     check: Check | None
 
@@ -248,6 +293,7 @@ class _QueueThread:
     """A thread that makes transfers in order; it starts with the first one.
 
     Attributes:
+        current: the transfer that the thread has begun and not ended.
         is_stuck: whether a transfer was abandoned. The thread reports nothing any more, and may never end.
     """
 
@@ -255,17 +301,14 @@ class _QueueThread:
         self,
         name: str,
         prepare: Prepare,
-        at_once: int,
-        transfers: TransferTable,
+        transfers: _TransferTable,
         health: _Health,
         busy: threading.Event,
     ) -> None:
+        self.current: _Job | None = None
         self.is_stuck = False
         self._name = name
         self._prepare = prepare
-        self._at_once = at_once
-        self._begun: deque[_Job] = deque()
-        self._outcomes: deque[Finish | BaseException | None] = deque()  # of their first attempts
         self._transfers = transfers
         self._health = health
         self._busy = busy
@@ -278,10 +321,10 @@ class _QueueThread:
     ) -> None:
         self._transfers.begin(transfer_id)
         try:
-            begin = self._prepare(plan)
+            copy = self._prepare(plan)
         except Exception as error:  # a device that has failed must not fail the caller's own work
-            begin = partial(_raise, error)
-        job = _Job(transfer_id, plan.nbytes, begin, attempts, check)
+            copy = partial(_raise, error)
+        job = _Job(transfer_id, plan.nbytes, copy, attempts, check)
         with self._lock:
             is_stuck = self.is_stuck
             if not is_stuck:
@@ -293,12 +336,6 @@ class _QueueThread:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
 
-    @property
-    def oldest(self) -> _Job | None:
-        """What the thread has begun and waits for, or would wait for next."""
-        with self._lock:
-            return self._begun[0] if self._begun else None
-
     def stop(self) -> None:
         """End the thread after the jobs it was given. One that is stuck is left alone."""
         if self._thread is not None and not self.is_stuck:
@@ -309,76 +346,44 @@ class _QueueThread:
     def abandon(self, job: _Job, deadline_s: float) -> None:
         """Report ``job``, which the thread is stuck with, and all that come after it."""
         with self._lock:
-            if not self._begun or self._begun[0] is not job:
+            if self.current is not job:
                 return
             self.is_stuck = True
             text = f"a copy of {job.nbytes} bytes has not ended within {deadline_s:g} s ({self._name})"
             lost = self._health.lose(DeviceLostError(text))
-            begun, queued = list(self._begun), _take_all(self._jobs)
-        for moving in begun:
-            self._transfers.end(moving.failed(DeviceStuckError(text)))
+            queued = _take_all(self._jobs)
+        self._transfers.end(job.failed(DeviceStuckError(text)))
         for waiting in queued:
             self._transfers.end(waiting.failed(lost))
 
     def _work(self) -> None:
-        is_ending = False
-        while self._begun or not is_ending:
-            if not is_ending and self._may_begin():
-                try:
-                    job = self._jobs.get(block=not self._begun)
-                except Empty:
-                    pass
-                else:
-                    is_ending = job is None or not self._begin(job)
-                    del job  # or the last plan stays in memory while the thread waits
-                    continue
-            if not self._end_oldest():
-                return
+        while (job := self._jobs.get()) is not None:
+            self.current = job
+            self._busy.set()
+            finished = self._make(job)
+            with self._lock:
+                if self.is_stuck:
+                    return  # too late: others were told that it has not ended
+                self.current = None
+            del job  # or its plan stays in memory while the thread waits
+            self._transfers.end(finished)
 
-    def _may_begin(self) -> bool:
-        """Return whether the next transfer may begin: one that is to be repeated keeps its place."""
-        is_repeated = bool(self._outcomes) and isinstance(self._outcomes[-1], BaseException)
-        return len(self._begun) < self._at_once and not is_repeated
-
-    def _begin(self, job: _Job) -> bool:
-        """Make the first attempt; return whether to go on."""
-        with self._lock:
-            is_stuck = self.is_stuck
-            if not is_stuck:
-                self._begun.append(job)
-        if is_stuck:  # abandoned since this job was taken, so nobody else reports it
-            assert self._health.lost is not None
-            self._transfers.end(job.failed(self._health.lost))
-            return False
-        self._busy.set()
-        is_lost = self._health.lost is not None
-        self._outcomes.append(None if is_lost else _try(partial(job.begin, job.attempts[0])))
-        return True
-
-    def _end_oldest(self) -> bool:
-        """Wait for the first of those begun and report it; return whether to go on."""
-        finished = self._finish(self._begun[0], self._outcomes.popleft())
-        with self._lock:
-            if self.is_stuck:
-                return False  # too late: others were told that it has not ended
-            self._begun.popleft()
-        self._transfers.end(finished)
-        return True
-
-    def _finish(self, job: _Job, begun: Finish | BaseException | None) -> Finished:
-        if begun is None:
-            assert self._health.lost is not None
+    def _make(self, job: _Job) -> Finished:
+        """Make a transfer, in as many ways as need be; return how it has ended."""
+        if self._health.lost is not None:
             return job.failed(self._health.lost)
         for attempt in job.attempts:
-            if attempt is not job.attempts[0]:
-                begun = _try(partial(job.begin, attempt))
-            ended = begun if isinstance(begun, BaseException) else _try(partial(_end, begun, job.check))
-            if not isinstance(ended, BaseException):
+            try:
+                seconds = job.copy(attempt)
+                if job.check is not None:
+                    job.check()
+            except BaseException as error:  # the thread must live, whatever a copy raises
+                if attempt is job.attempts[-1] or isinstance(error, DamagedSlotError):
+                    return job.failed(self._health.failed(error), attempt)
+                logger.warning("transfer %d failed (%s); repeating it", job.transfer_id, error)
+            else:
                 self._health.worked()
-                return Finished(job.transfer_id, job.nbytes, ended, None, attempt)
-            if attempt is job.attempts[-1] or isinstance(ended, DamagedSlotError):
-                return job.failed(self._health.failed(ended), attempt)
-            logger.warning("transfer %d failed (%s); repeating it", job.transfer_id, ended)
+                return Finished(job.transfer_id, job.nbytes, seconds, None, attempt)
         raise AssertionError("a transfer has one attempt at least")
 
 
@@ -394,7 +399,7 @@ class _Watchdog:
     def __init__(self, queues: Sequence[_QueueThread], deadline_s: float, busy: threading.Event) -> None:
         self._queues = queues
         self._deadline_s = deadline_s
-        self._seen: dict[_QueueThread, tuple[_Job | None, int]] = {}  # the oldest job, and looks since then
+        self._seen: dict[_QueueThread, tuple[_Job | None, int]] = {}  # the current job, and looks since then
         self._busy = busy
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -414,14 +419,14 @@ class _Watchdog:
         while not self._stopping.is_set():
             self._busy.wait()
             self._busy.clear()  # before looking, so that what begins meanwhile is not overlooked
-            while any(queue.oldest and not queue.is_stuck for queue in self._queues):
+            while any(queue.current and not queue.is_stuck for queue in self._queues):
                 if self._stopping.wait(self._deadline_s / _LOOKS):
                     return
                 self._look()
 
     def _look(self) -> None:
         for queue in self._queues:
-            job = queue.oldest
+            job = queue.current
             seen, looks = self._seen.get(queue, (None, 0))
             looks = looks + 1 if job is seen else 0
             self._seen[queue] = job, looks
@@ -438,19 +443,5 @@ def _take_all(queue: SimpleQueue[_Job | None]) -> list[_Job]:
     return jobs
 
 
-def _end(finish: Finish, check: Check | None) -> float:
-    seconds = finish()
-    if check is not None:
-        check()
-    return seconds
-
-
-def _try(work: Callable[[], T]) -> T | BaseException:
-    try:
-        return work()
-    except BaseException as error:  # the thread must live, whatever a copy raises
-        return error
-
-
-def _raise(error: Exception, attempt: Attempt) -> Finish:  # noqa: ARG001
+def _raise(error: Exception, attempt: Attempt) -> float:  # noqa: ARG001
     raise error

@@ -7,24 +7,14 @@ from typing import Any
 
 import torch
 
-from kvtier._device._cuda_runtime import (
-    RuntimeLibrary,
-    TorchRuntime,
-    common_methods,
-    find_library,
-    measured_choice,
-)
-from kvtier._device._methods import BATCH, GATHER, Method
-from kvtier._device._streams import StreamEngine
+from kvtier._device._cuda_runtime import RuntimeLibrary, TorchRuntime, find_library, first_right
+from kvtier._device._methods import Method, engine_method
 from kvtier._device._threaded import only_device
-from kvtier._device.base import DEADLINE_S, BatchedCopy, KVCaches
+from kvtier._device.base import BatchedCopy, KVCaches
 from kvtier._device.plan import CopyPlan
-from kvtier._memory.layout import SlotLayout
-from kvtier._memory.region import Region
 
 _IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
 _WITHOUT_FAILED_INDEX = 13000  # from this version on the batched call has one argument less
-_HOST_POINTERS_WORK = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 
 
 class _Attributes(ctypes.Structure):
@@ -52,12 +42,6 @@ class Cudart(RuntimeLibrary):
         self._attributes = _Attributes(_IN_STREAM_ORDER)
         self._first = ctypes.c_size_t(0)
         self._tells_failed = self.runtime_version < _WITHOUT_FAILED_INDEX
-
-    def kernels_reach_host(self, device: int) -> bool:
-        """Return whether kernels on this device can use the host's own addresses of pinned memory."""
-        answer = ctypes.c_int()
-        self.call("DeviceGetAttribute", ctypes.byref(answer), _HOST_POINTERS_WORK, device)
-        return bool(answer.value)
 
     def copy_batch(self, plan: CopyPlan, stream: Any) -> None:
         """Give all copies of ``plan`` in one call, or none. The library has read the plan when this returns.
@@ -91,37 +75,19 @@ def open_library() -> Cudart:
     return Cudart(find_library("libcudart"))
 
 
-def methods_for(
-    library: Cudart, device: torch.device, batched_copy: BatchedCopy | None = None
-) -> dict[str, Method]:
-    """Return all ways to copy that this GPU and its software have, by name.
+def methods_for(library: Cudart, batched_copy: BatchedCopy | None = None) -> dict[str, Method]:
+    """Return the ways to make many copies in one call, by name, the best first.
 
     Args:
         library: CUDA's.
-        device: the GPU, with its index.
         batched_copy: the engine's own operation.
     """
-    methods = {BATCH: library.copy_batch, **common_methods(library, batched_copy)}
-    if library.kernels_reach_host(device.index):
-        try:
-            from kvtier._device._gather import gather_method
-        except ImportError:  # torch's wheels for GPUs bring Triton, others need not
-            return methods
-        methods[GATHER] = gather_method(library.copy)
-    return methods
+    own = {} if batched_copy is None else {"the engine's": engine_method(batched_copy)}
+    return {**own, "cudaMemcpyBatchAsync": library.copy_batch}
 
 
-def open_engine(
-    kv_caches: KVCaches,
-    layout: SlotLayout,
-    region: Region,
-    *,
-    deadline_s: float = DEADLINE_S,
-    batched_copy: BatchedCopy | None = None,
-) -> StreamEngine:
-    """Open the engine for tensors on one NVIDIA GPU. See ``kvtier._device.auto.open_transfer_engine``."""
+def open_runtime(kv_caches: KVCaches, batched_copy: BatchedCopy | None) -> TorchRuntime:
+    """Return the NVIDIA GPU that all tensors are on. Raises ConfigError where there is not one."""
     device = only_device(kv_caches, "cuda")
     library = open_library()
-    methods = methods_for(library, device, batched_copy)
-    runtime = TorchRuntime(device, library, methods, measured_choice(device, library, methods))
-    return StreamEngine(kv_caches, layout, region, runtime, deadline_s=deadline_s)
+    return TorchRuntime(device, library, first_right(device, methods_for(library, batched_copy)))

@@ -1,7 +1,7 @@
 """The backend for KV caches on Intel GPUs, through torch alone.
 
 torch cannot pin memory there that it has not allocated, such as the slots: copies go through pinned buffers
-of torch's, two for each queue, one of which the host fills or empties while the device copies the other.
+of torch's, one for each queue.
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ import numpy as np
 import torch
 
 from kvtier import _native as native
-from kvtier._device._streams import EventPool, StreamEngine
 from kvtier._device._threaded import only_device
-from kvtier._device.base import DEADLINE_S, BatchedCopy, CopyQueue, KVCaches
+from kvtier._device.base import BatchedCopy, CopyQueue, KVCaches
 from kvtier._device.plan import Addresses, CopyPlan
-from kvtier._memory.layout import SlotLayout
-from kvtier._memory.region import Region
 from kvtier.errors import TransferError
 
 BUFFER_BYTES = 8 * 2**20
@@ -53,53 +50,30 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided(((rows - 1) * tensor.stride(0) + width,), (1,)) if rows else tensor.reshape(-1)
 
 
-class _Buffer:
-    """Pinned memory, and the event after the last copy that the device makes with it."""
-
-    def __init__(self, nbytes: int, pinned: bool) -> None:
-        self.bytes = torch.empty(nbytes, dtype=torch.int8, pin_memory=pinned)
-        self.used: Any = None
-
-    @property
-    def address(self) -> int:
-        """Where it begins."""
-        return self.bytes.data_ptr()
-
-    def wait(self) -> None:
-        """Block until the device is through with it."""
-        if self.used is not None:
-            self.used.synchronize()
-
-
 class XpuStream:
-    """A ``kvtier._device._streams.Stream`` of torch's, with buffers.
+    """A ``kvtier._device._streams.Stream`` of torch's, with a buffer.
 
     Args:
         api: ``torch.xpu``.
         stream: torch's.
-        events: to record.
         memory: the engine's tensors.
         is_store: which way it copies.
-        buffer_bytes: length of a buffer.
+        buffer_bytes: length of the buffer.
     """
 
-    def __init__(
-        self, api: Any, stream: Any, events: EventPool, memory: DeviceBytes, is_store: bool, buffer_bytes: int
-    ) -> None:
+    def __init__(self, api: Any, stream: Any, memory: DeviceBytes, is_store: bool, buffer_bytes: int) -> None:
         self._api = api
         self._stream = stream
-        self._events = events
         self._memory = memory
         self._is_store = is_store
-        pinned = bool(api.is_available())
-        self._buffers = (_Buffer(buffer_bytes, pinned), _Buffer(buffer_bytes, pinned))
-        self._buffer_bytes = buffer_bytes
+        self._buffer = torch.empty(buffer_bytes, dtype=torch.int8, pin_memory=bool(api.is_available()))
+        self._used: Any = None  # the event after the last copy that the device makes with the buffer
 
     def wait(self, event: Any) -> None:
         self._stream.wait_event(event)
 
     def record(self) -> Any:
-        return self._stream.record_event(self._events.take())
+        return self._stream.record_event(self._api.Event(enable_timing=True))
 
     def copy(self, plan: CopyPlan) -> None:
         """Enqueue the copies; the calling thread makes the host's part. See ``Stream.copy``."""
@@ -107,46 +81,35 @@ class XpuStream:
             self._store(plan) if self._is_store else self._load(plan)
 
     def _load(self, plan: CopyPlan) -> None:
-        for number, piece in enumerate(_pieces(plan, self._buffer_bytes)):
-            buffer = self._buffers[number % 2]
-            buffer.wait()
-            places, offsets = self._laid_out(buffer, piece)
+        for piece in _pieces(plan, len(self._buffer)):
+            self._wait_for_buffer()
+            places, offsets = self._laid_out(piece)
             _copy_on_host(piece.src, places, piece.sizes)
             targets = self._memory.find(piece.dst, piece.sizes)
             for target, start in zip(targets, offsets, strict=True):
-                target.copy_(buffer.bytes[start : start + len(target)], non_blocking=True)
-            self._mark(buffer)
+                target.copy_(self._buffer[start : start + len(target)], non_blocking=True)
+            self._used = self.record()
 
     def _store(self, plan: CopyPlan) -> None:
-        arrived: tuple[_Buffer, Addresses, CopyPlan] | None = None
-        for number, piece in enumerate(_pieces(plan, self._buffer_bytes)):
-            buffer = self._buffers[number % 2]
-            places, offsets = self._laid_out(buffer, piece)
+        for piece in _pieces(plan, len(self._buffer)):
+            places, offsets = self._laid_out(piece)
             sources = self._memory.find(piece.src, piece.sizes)
             for source, start in zip(sources, offsets, strict=True):
-                buffer.bytes[start : start + len(source)].copy_(source, non_blocking=True)
-            self._mark(buffer)
-            if arrived is not None:
-                _empty(*arrived)
-            arrived = (buffer, places, piece)
-        if arrived is not None:
-            _empty(*arrived)
+                self._buffer[start : start + len(source)].copy_(source, non_blocking=True)
+            self._used = self.record()
+            self._wait_for_buffer()
+            _copy_on_host(places, piece.dst, piece.sizes)
 
-    def _laid_out(self, buffer: _Buffer, piece: CopyPlan) -> tuple[Addresses, list[int]]:
+    def _wait_for_buffer(self) -> None:
+        """Block until the device is through with the buffer."""
+        if self._used is not None:
+            self._used.synchronize()
+            self._used = None
+
+    def _laid_out(self, piece: CopyPlan) -> tuple[Addresses, list[int]]:
         """Return where each copy's bytes are in the buffer, as addresses and as offsets."""
         offsets = np.cumsum(piece.sizes) - piece.sizes
-        return offsets + np.uint64(buffer.address), offsets.tolist()
-
-    def _mark(self, buffer: _Buffer) -> None:
-        if buffer.used is not None:
-            self._events.put_back(buffer.used)
-        buffer.used = self.record()
-
-
-def _empty(buffer: _Buffer, places: Addresses, piece: CopyPlan) -> None:
-    """Copy what the device has brought to the slots."""
-    buffer.wait()
-    _copy_on_host(places, piece.dst, piece.sizes)
+        return offsets + np.uint64(self._buffer.data_ptr()), offsets.tolist()
 
 
 def _copy_on_host(src: Addresses, dst: Addresses, sizes: Addresses) -> None:
@@ -189,6 +152,8 @@ class XpuRuntime:
         buffer_bytes: length of each pinned buffer.
     """
 
+    pins = False
+
     def __init__(
         self, tensors: Sequence[torch.Tensor], api: Any = torch.xpu, buffer_bytes: int = BUFFER_BYTES
     ) -> None:
@@ -196,13 +161,12 @@ class XpuRuntime:
         self._memory = DeviceBytes(tensors)
         self._api = api
         self._buffer_bytes = buffer_bytes
-        self._events = EventPool(lambda: api.Event(enable_timing=True))
 
     def attach(self) -> None:
         self._api.set_device(self._device)
 
     def record_compute(self) -> Any:
-        return self._api.current_stream(self._device).record_event(self._events.take())
+        return self._api.current_stream(self._device).record_event(self._api.Event(enable_timing=True))
 
     def node(self) -> int | None:
         return None  # torch does not tell
@@ -210,10 +174,7 @@ class XpuRuntime:
     def open_stream(self, queue: CopyQueue, *, plain: bool = False) -> XpuStream:  # noqa: ARG002
         is_store = queue is CopyQueue.STORE
         stream = self._api.Stream(self._device)
-        return XpuStream(self._api, stream, self._events, self._memory, is_store, self._buffer_bytes)
-
-    def recycle(self, *events: Any) -> None:
-        self._events.put_back(*events)
+        return XpuStream(self._api, stream, self._memory, is_store, self._buffer_bytes)
 
     def host_register(self, address: int, nbytes: int) -> None:  # noqa: ARG002
         raise TransferError("torch cannot pin memory for this device that it has not allocated")
@@ -222,18 +183,7 @@ class XpuRuntime:
         raise TransferError("nothing was pinned")
 
 
-def open_engine(
-    kv_caches: KVCaches,
-    layout: SlotLayout,
-    region: Region,
-    *,
-    deadline_s: float = DEADLINE_S,
-    batched_copy: BatchedCopy | None = None,  # noqa: ARG001
-) -> StreamEngine:
-    """Open the engine for tensors on one Intel GPU. See ``kvtier._device.auto.open_transfer_engine``."""
+def open_runtime(kv_caches: KVCaches, batched_copy: BatchedCopy | None) -> XpuRuntime:  # noqa: ARG001
+    """Return the Intel GPU that all tensors are on. Raises ConfigError where there is not one."""
     only_device(kv_caches, "xpu")
-    runtime = XpuRuntime(kv_caches.tensors)
-    # One at a time: beginning a transfer is work of the host, which would delay the end of the last one.
-    return StreamEngine(
-        kv_caches, layout, region, runtime, piece_bytes=None, at_once=1, deadline_s=deadline_s
-    )
+    return XpuRuntime(kv_caches.tensors)

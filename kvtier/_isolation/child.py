@@ -26,16 +26,7 @@ from pathlib import Path
 import anyio
 import anyio.abc
 
-from kvtier._core.messages import (
-    MAX_TEXT,
-    Command,
-    Event,
-    ProcessEnded,
-    Reset,
-    SlotsReady,
-    TierDown,
-    TierUp,
-)
+from kvtier._core.messages import MAX_TEXT, Command, Event, ProcessEnded, Reset, SlotsReady, TierDown, TierUp
 from kvtier._executor import Executor, TierActivity
 from kvtier._forks import keep_fd_from_children
 from kvtier._identity import Identity

@@ -66,11 +66,6 @@ class Damage:
     def __str__(self) -> str:
         return f"{self.key.hex()} in slot {self.slot}"
 
-    def keep_evidence(self, tier: str) -> None:
-        """Keep what a worker does not know, beside the bytes that it has kept. Does not block."""
-        facts = {"key": self.key.hex(), "slot": self.slot, "tier": tier, "origin": self.origin}
-        evidence.keep_soon("an audit has found a chunk damaged", facts)
-
 
 def slot_checksums_bytes(slots: int, areas: int) -> int:
     """Return how many bytes the words of so many slots take."""
@@ -159,7 +154,7 @@ class SlotChecksums:
         place = slot * self.areas + area
         self._words[place] = (self._words[place] & _FAULTS) | _KNOWN | checksum
 
-    def take_over(self, slots: Iterable[int]) -> None:
+    def record_checksums(self, slots: Iterable[int]) -> None:
         """Set the checksums of slots from their content, which a tier has brought and its seal has proven."""
         for slot in slots:
             for area in range(self.areas):

@@ -10,29 +10,22 @@ import logging
 import os
 import stat
 import tempfile
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from queue import SimpleQueue
 
 from kvtier._telemetry.log_limit import LogLimit
 
 logger = logging.getLogger("kvtier.audit")
 
 MOST_FILES = 48
-MOST_BYTES = 8 * 2**20
-"""Of each file: what surrounds the first byte that differs is kept."""
+MOST_BYTES = 8 * 2**20  # of each file
 
-_BEFORE_BYTES = 4096
 _LOG_EVERY_S = 60.0
 _numbers = count(1)
 _log_limit = LogLimit(_LOG_EVERY_S)
-_queue: SimpleQueue[tuple[str, Mapping[str, object]]] = SimpleQueue()
-_starting = threading.Lock()
-_thread: threading.Thread | None = None
 
 
 def keep(what: str, facts: Mapping[str, object], **contents: bytes | memoryview) -> None:
@@ -53,35 +46,12 @@ def keep(what: str, facts: Mapping[str, object], **contents: bytes | memoryview)
                 )
             return
         name = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-{next(_numbers)}"
-        start = _first_difference(list(contents.values()))
-        start -= min(start, _BEFORE_BYTES)
-        text = json.dumps({"what": what, **facts, "files_begin_at_byte": start}, indent=2)
-        parts = {kind: content[start : start + MOST_BYTES] for kind, content in contents.items()}
+        text = json.dumps({"what": what, **facts}, indent=2)
+        parts = {kind: content[:MOST_BYTES] for kind, content in contents.items()}
         _write_all(folder, name, {"json": text.encode(), **parts})
         logger.error("%s: %s; the evidence is kept in %s, as %s.*", what, dict(facts), folder, name)
     except OSError as error:
         logger.error("%s: %s; the evidence cannot be kept: %s", what, dict(facts), error)
-
-
-def keep_soon(what: str, facts: Mapping[str, object]) -> None:
-    """Call ``keep`` in this module's own thread, for callers that must not wait.
-
-    What comes faster than it can be written is dropped: the folder holds no more anyway.
-    """
-    global _thread
-    if _queue.qsize() >= MOST_FILES:
-        return
-    _queue.put((what, facts))
-    with _starting:
-        if _thread is None or not _thread.is_alive():  # it is gone in a forked child
-            _thread = threading.Thread(target=_serve, name="kvtier-evidence", daemon=True)
-            _thread.start()
-
-
-def _serve() -> None:
-    while True:
-        what, facts = _queue.get()
-        keep(what, facts)
 
 
 def _directory() -> Path:
@@ -116,16 +86,3 @@ def _write_all(folder: Path, name: str, parts: Mapping[str, bytes | memoryview])
 def _write(path: Path, content: bytes | memoryview) -> None:
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
-
-
-def _first_difference(contents: list[bytes | memoryview]) -> int:
-    if len(contents) < 2:
-        return 0
-    one, other = (bytes(content) for content in contents[:2])
-    if one == other:
-        return 0
-    low, high = 0, min(len(one), len(other))
-    while high - low > 1:  # the first half is the same, or has the first difference
-        middle = (low + high) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle)
-    return low

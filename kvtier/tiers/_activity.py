@@ -27,7 +27,7 @@ class NamedTier:
     again: Callable[[], AnyTier] | None = None
 
 
-class Turns:
+class ConcurrencyLimit:
     """Limits how many commands of one kind run at once. Each command enters it, and waits there for its turn.
 
     Attributes:
@@ -64,8 +64,8 @@ class TierActivity:
     """
 
     def __init__(self, max_concurrency: int) -> None:
-        self.puts = Turns(puts_at_once(max_concurrency))
-        self.gets = Turns(max_concurrency)
+        self.puts = ConcurrencyLimit(puts_at_once(max_concurrency))
+        self.gets = ConcurrencyLimit(max_concurrency)
         self.usage: Usage | None = None
 
 

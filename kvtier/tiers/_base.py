@@ -105,7 +105,7 @@ class SlotChecksums(Protocol):
     def are_intact(self, chunks: Sequence[tuple[OffloadKey, int]]) -> bool:
         """Return whether these slots hold what they must."""
 
-    def take_over(self, slots: Sequence[int]) -> None:
+    def record_checksums(self, slots: Sequence[int]) -> None:
         """Record what slots hold now as what they must hold from now on."""
 
 

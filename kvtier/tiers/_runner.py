@@ -315,7 +315,7 @@ class TierRunner:
         answers[:run] = [
             Answer.LANDED if status == Status.OK else Answer.MISSING for status in outcome.statuses
         ]
-        await self._take_over(batch, outcome)
+        await self._record_checksums(batch, outcome)
         return answers, outcome
 
     async def _require_intact(self, command: Put, epoch: Epoch) -> None:
@@ -328,14 +328,14 @@ class TierRunner:
             raise _NotBegunError("audit")
         self._require_usable(epoch)
 
-    async def _take_over(self, batch: Batch, outcome: Outcome) -> None:
+    async def _record_checksums(self, batch: Batch, outcome: Outcome) -> None:
         """Choose some fetched chunks for audits, and record the checksums of their slots now."""
         if self._slot_checksums is None or not self._slot_checksums.rate:
             return
         landed = [slot for slot, it in zip(batch.slots, outcome.statuses, strict=True) if it == Status.OK]
         audited = [slot for slot in landed if self._chance() < self._slot_checksums.rate]
         if audited:
-            await self._in_thread(self._slot_checksums.take_over, audited)
+            await self._in_thread(self._slot_checksums.record_checksums, audited)
 
     async def _put_once(self, batch: Batch) -> Outcome:
         return self._complete(await self._tier.put(batch), len(batch))

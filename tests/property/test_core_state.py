@@ -240,7 +240,7 @@ class CoreMachine(RuleBasedStateMachine):
         for number, key in enumerate(reversed(asker.keys) if asker.backwards else asker.keys):
             if number in ends:
                 self._end_fetch(*ends[number])
-            answer = self.core.repeat(key, asker.request) if asker.request.stands else None
+            answer = self.core.repeat_answer(key, asker.request) if asker.request.answers_stand else None
             answer = self.core.lookup(key, asker.request) if answer is None else answer
             assert not asker.expired or answer in FINAL
             if answer is Lookup.HIT:

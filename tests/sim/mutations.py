@@ -198,7 +198,7 @@ MUTATIONS = (
     Mutation(
         "turn_not_given_back",
         "A command that was cut off keeps one of the tier's turns.",
-        "kvtier.tiers._activity:Turns.__aexit__",
+        "kvtier.tiers._activity:ConcurrencyLimit.__aexit__",
         (("self._semaphore.release()", "exc[0] or self._semaphore.release()"),),
     ),
     Mutation(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import typing
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,10 +144,3 @@ def test_an_age_that_c_would_read_as_another_is_refused(age_us: int) -> None:
         Cutoffs(age_us, 0)
     with pytest.raises(ValueError, match="age"):
         Cutoffs(0, age_us)
-
-
-def test_a_list_of_roots_is_refused_by_the_same_bounds(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"secondary_tiers\[0\]\.ttl_s"):
-        TieringConfig.from_mapping(
-            {"cpu_bytes_to_use": 1, "secondary_tiers": [{"type": "fs", "root_dir": "/a", "ttl_s": 1e300}]}
-        )

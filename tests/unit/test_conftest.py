@@ -14,10 +14,6 @@ async def test_a_blocking_call_of_kvtier_in_the_loop_is_refused():
         registry.installed()  # reads the metadata files of every distribution
 
 
-def test_outside_of_the_loop_it_is_not():
-    assert registry.installed()
-
-
 @pytest.mark.blocking(reason="shows that the mark works")
 async def test_nor_in_a_test_that_blocks_on_purpose():
     assert registry.installed()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import importlib.util
-import os
 import subprocess
 import sys
 import threading
@@ -92,28 +91,10 @@ def test_each_result_is_in_the_table_and_what_failed_is_named_last(run: Run) -> 
     assert "FAILED tests/test_one.py::test_it" in said[said.index("==== the end of nox -s fails") :]
 
 
-def test_what_a_session_prints_is_in_one_piece(run: Run) -> None:
-    _, said = run({"meets-1": "meets-1", "meets-2": "meets-2"})
-    for name in ("meets-1", "meets-2"):
-        whole = f"==== nox -s {name} ====\n{name} finds []\n===== 1 passed, 2 skipped in 3.21s =====\n"
-        assert whole in said
-
-
 def test_a_session_that_hangs_is_ended_and_named(run: Run) -> None:
     results, said = run({"hangs": "hangs"}, limit_s=1.0)
     assert results == ["ENDED after its limit of 1 s"]
     assert said.splitlines()[-1] == "failed: hangs"
-
-
-def test_sessions_of_one_environment_follow_each_other_and_it_goes_with_the_last(
-    run: Run, tmp_path: Path
-) -> None:
-    kept = tmp_path / ".nox/kept"
-    kept.mkdir(parents=True)
-    results, said = run({"first": "first", "second": "first", "kept": "kept"})
-    assert results == ["passed"] * 3
-    assert "second finds ['was-first']" in said
-    assert sorted(os.listdir(tmp_path / ".nox")) == ["kept", "lanes.lock"]
 
 
 def test_a_run_waits_for_another_one_whose_sessions_are_alive(
@@ -132,14 +113,3 @@ def test_a_run_waits_for_another_one_whose_sessions_are_alive(
         assert not results.done()
         left.communicate()
         assert results.result(30)[0] == ["passed"]
-
-
-def test_parts_are_named_by_their_sessions(lanes: ModuleType) -> None:
-    assert lanes.chosen(["contract", "integration"], full=True) == {
-        "integration": "integration",
-        "contract": "integration",
-    }
-    assert list(lanes.chosen(["plugins"], full=True)) == ["plugins-3.11", "plugins-3.12", "plugins-3.13"]
-    assert lanes.chosen([], full=False).keys() < lanes.chosen([], full=True).keys()
-    with pytest.raises(SystemExit, match="no session integrations"):
-        lanes.chosen(["integrations"], full=True)

@@ -31,9 +31,9 @@ from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier.errors import ConfigError, DeviceStuckError, StateError, TransferError
-from kvtier.keys import OffloadKey, content_hash, group_index
+from kvtier.keys import OffloadKey, group_index
 from kvtier.policies._lru import LRU
-from kvtier.tiers._base import Batch, Outcome, SecondaryTier, Status
+from kvtier.tiers._base import Batch, Outcome, SecondaryTier
 from kvtier.tiers._drain import until_done
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
@@ -281,9 +281,6 @@ async def test_acquired_chunks_can_be_read_and_stay() -> None:
         await it.check_idle()
 
 
-# --- the primary tier is small -------------------------------------------------------------------
-
-
 # --- the tiers behind it -------------------------------------------------------------------------
 
 
@@ -307,44 +304,6 @@ async def test_what_has_left_the_primary_tier_comes_back(tier: AnyTier) -> None:
         await it.check_idle()
 
 
-async def test_a_damaged_file_shortens_what_is_loaded_and_spoils_nothing(tmp_path: Path) -> None:
-    keys = prompt(1, 8)
-    async with opened(files(tmp_path)) as it:
-        await it.store(keys)
-    (damaged,) = tmp_path.rglob(f"{content_hash(keys[5]).hex()}.bin")
-    raw = bytearray(damaged.read_bytes())
-    raw[100] ^= 1
-    damaged.write_bytes(raw)
-    async with opened(files(tmp_path)) as it:
-        assert await it.load(keys) == 5
-        assert it.manager.statistics().counts["get_failed", "fs0", "checksum"] == 1
-        assert await it.load(keys[6:]) == 2
-        await it.store(keys)  # the chunk is made anew
-    async with opened(files(tmp_path)) as it:
-        assert await it.load(keys) == 8
-
-
-async def test_requests_that_want_more_than_the_budget_get_their_turn() -> None:
-    """The budget is 8 slots. Whoever waits is woken when another one gives its chunks back."""
-    limits = Limits(request_deadline_s=30, promotion_budget=0.25)
-    async with opened(dummy(get_latency_s=0.005), slots=32, limits=limits) as it:
-        for name in range(4):
-            await it.store(prompt(name, 6))
-        await it.forget_primary()
-        found: list[int] = []
-
-        async def load(name: int) -> None:
-            found.append(await it.load(prompt(name, 6), 10 * name))
-
-        with anyio.fail_after(10):
-            async with anyio.create_task_group() as tasks:
-                for name in range(4):
-                    tasks.start_soon(load, name)
-        assert len(found) == 4
-        assert max(found) == 6
-        await it.check_idle()
-
-
 # --- deadlines -----------------------------------------------------------------------------------
 
 
@@ -354,21 +313,6 @@ class Silent(DummyTier):
     async def get(self, batch: Batch) -> Outcome:
         await anyio.sleep_forever()
         raise AssertionError
-
-
-@pytest.mark.parametrize(("tier_s", "request_s"), [(0.1, 30), (30, 0.1), (0.1, 0.1)])
-async def test_a_lookup_ends_in_time_with_what_there_is(tier_s: float, request_s: float) -> None:
-    silent = Silent(DummyConfig(deadline_s=tier_s))
-    async with opened(silent, slots=16, limits=Limits(request_deadline_s=request_s), drain_s=0) as it:
-        keys = prompt(1, 6)
-        await it.store(keys)
-        await it.forget_primary()
-        await it.store(keys[:2])
-        with anyio.fail_after(10):
-            assert await it.load(keys, 40) == 2
-            assert await it.manager.lookup(keys) == 2
-        it.check()
-    it.check()
 
 
 class Deaf(DummyTier):
@@ -419,22 +363,6 @@ async def test_the_slots_of_a_store_that_does_not_end_are_given_to_nobody() -> N
 
 
 # --- reset ---------------------------------------------------------------------------------------
-
-
-async def test_after_a_reset_nothing_from_before_is_found(tier: AnyTier, tmp_path: Path) -> None:
-    async with opened(tier) as it:
-        keys = prompt(1, 6)
-        await it.store(keys)
-        await it.manager.drain()
-        await it.manager.reset()
-        assert await it.manager.lookup(keys) == 0
-        await it.store(keys[:3], version=1)
-        await it.forget_primary()
-        assert await it.load(keys, 40, lambda: [1]) == 3
-        await it.check_idle()
-    if tier.config.type == "fs":  # what was put after a reset is for whoever has reset alone
-        async with opened(files(tmp_path / "root")) as it:
-            assert await it.manager.lookup(keys) == 0
 
 
 async def test_a_reset_during_a_load_lets_it_end_well() -> None:
@@ -781,102 +709,3 @@ async def test_a_second_and_third_cancellation_do_not_cut_the_wait_short() -> No
             await store
         await it.check_idle()
         assert await it.store(prompt(2, 4)) == 4  # other copies' ends are still noticed
-
-
-# --- everything at once --------------------------------------------------------------------------
-
-
-class Flaky(DummyTier):
-    """A dummy tier that is through with the slots only some time after it was cancelled."""
-
-    async def put(self, batch: Batch) -> Outcome:
-        with anyio.CancelScope(shield=True):
-            outcome = await super().put(batch)
-            await anyio.sleep(0.001)
-        return outcome
-
-    async def get(self, batch: Batch) -> Outcome:
-        with anyio.CancelScope(shield=True):
-            outcome = await super().get(batch)
-            await anyio.sleep(0.001)
-            if outcome.statuses and outcome.statuses[0] is not Status.OK:
-                batch.views[0][:] = b"\xa5" * len(batch.views[0])  # a slot that is not OK may hold anything
-        return outcome
-
-
-class Crowd:
-    """Tasks that store, load, look up, acquire and reset, and are cancelled, all over one manager."""
-
-    def __init__(self, it: World, seed: int) -> None:
-        self.it = it
-        self.chance = random.Random(seed)
-        self.version = 0
-        self.loaded = 0
-
-    async def run(self, workers: int) -> None:
-        async with anyio.create_task_group() as tasks:
-            for worker in range(workers):
-                tasks.start_soon(self._worker, worker * 16)
-
-    def has_seen_enough(self) -> bool:
-        """Whether all that can go wrong had its chance: how soon depends on the machine."""
-        counts = self.it.manager.statistics().counts
-        fetched = sum(count for name, count in counts.items() if name[0] == "fetched")
-        corrupt = counts.get(("get_failed", "dummy0", "checksum"), 0)
-        return self.loaded > 100 and fetched > 40 and corrupt > 2 and self.version > 1
-
-    async def _worker(self, first: int) -> None:
-        rounds = itertools.count()
-        while next(rounds) < 50 or not self.has_seen_enough():
-            acts = [self._store, self._load, self._acquire, self._reset]
-            (act,) = self.chance.choices(acts, [100, 150, 50, 1])
-            task = asyncio.ensure_future(act(self._prompt(), first))
-            if self.chance.random() < 0.25:
-                await asyncio.sleep(self.chance.choice([0, 0, 0.0005, 0.002]))
-                task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
-            self.it.check()
-
-    def _prompt(self) -> list[OffloadKey]:
-        """Prompts that share their beginning with others; all of them are many times the slots."""
-        name, length = self.chance.randrange(16), self.chance.randrange(1, 12)
-        return (prompt(100, 3) + prompt(name, 9))[:length]
-
-    async def _store(self, keys: list[OffloadKey], first: int) -> None:
-        await self.it.store(keys, first, self.version)
-
-    async def _load(self, keys: list[OffloadKey], first: int) -> None:
-        begun = self.version
-        self.loaded += await self.it.load(keys, first, lambda: range(begun, self.version + 1))
-
-    async def _acquire(self, keys: list[OffloadKey], first: int) -> None:
-        begun = self.version
-        async with self.it.manager.acquire(keys) as acquired:
-            before = [bytes(view) for view in acquired.views]
-            await asyncio.sleep(self.chance.choice([0, 0.002]))
-            assert [bytes(view) for view in acquired.views] == before
-            blocks = range(first, first + len(acquired.keys))
-            if blocks:
-                await acquired.load(blocks)
-        for key, block in zip(acquired.keys, blocks, strict=True):
-            versions = range(begun, self.version + 1)
-            assert any(self.it.device.holds([key], [block], version) for version in versions)
-
-    async def _reset(self, _keys: list[OffloadKey], _first: int) -> None:
-        self.version += 1  # new weights: what is found by a call that begins from here on is of them
-        await self.it.manager.reset()
-
-
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.full) for seed in (0, 1, 3))])
-async def test_many_tasks_at_once_never_see_a_wrong_byte(seed: int, tmp_path: Path) -> None:
-    faults = {"failure_rate": 0.05, "corruption_rate": 0.1, "seed": seed, "complete_index": seed % 2 == 0}
-    flaky = Flaky(DummyConfig.model_validate({"put_latency_s": 0.001, "deadline_s": 20, **faults}))
-    tiers: list[AnyTier] = [flaky, files(tmp_path)] if seed < 3 else [flaky]
-    limits = Limits(request_deadline_s=5 if seed else 0.05, promotion_budget=0.5)
-    async with opened(*tiers, slots=32, limits=limits) as it:
-        crowd = Crowd(it, seed)
-        with anyio.fail_after(300):
-            await crowd.run(workers=8)
-        await it.check_idle()

@@ -69,14 +69,6 @@ def test_broken_tier_is_left_out_and_named(install_distribution):
     assert "ZeroDivisionError" in document["$comment"]
 
 
-def test_table_has_a_row_for_each_setting_and_a_part_for_each_tier(acme):
-    lines = schema.table().splitlines()
-    for name in TieringConfig.model_fields:
-        assert any(line.startswith(f"| `{name}` |") for line in lines)
-    assert "Settings of a tier of type `acme`:" in lines
-    assert "Settings of a tier of type `dummy`:" in lines
-
-
 def test_table_shows_types_and_defaults(acme):
     lines = schema.table().splitlines()
     assert any(line.startswith("| `cpu_bytes_to_use` | size | required | ") for line in lines)

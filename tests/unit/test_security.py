@@ -23,9 +23,10 @@ from kvtier._validation import hide
 from kvtier.errors import ConfigError, TierError
 from kvtier.keys import OffloadKey
 from kvtier.tiers import _registry as registry
-from kvtier.tiers._base import Batch, Knowledge, Outcome, Status, TierContext, Usage
-from kvtier.tiers.dummy import DummyConfig, DummyTier
+from kvtier.tiers._base import Batch, Knowledge, Outcome, Status
+from kvtier.tiers.dummy import DummyConfig
 from kvtier_bench import tier as tier_bench
+from tests.unit.tiers.world import Scripted
 
 PROJECT = Path(__file__).parents[2]
 CODE_FROM_DATA = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "yaml", "jsonpickle"}
@@ -88,31 +89,6 @@ def modes_below(root: Path) -> dict[str, set[int]]:
     return found
 
 
-async def store(config: TieringConfig, resets: int = 0) -> None:
-    """Store; reset and store again, so many times."""
-    caches = KVCaches((torch.ones((8, 16384), dtype=torch.int8),), ((PageRef(0, 16384),),))
-    keys = [pack_key(bytes([index]) * 32) for index in range(4)]
-    async with open_manager(config, Identity.make("model", {}), caches) as manager:
-        assert await manager.store(keys, blocks=range(4)) == 4
-        for _ in range(resets):
-            await manager.reset()
-            assert await manager.store(keys, blocks=range(4)) == 4
-
-
-def test_nobody_else_can_read_what_the_file_tier_keeps(tmp_path: Path, no_umask: None) -> None:
-    root = tmp_path / "root"
-    tier = {
-        "type": "fs",
-        "root_dir": str(root),
-        "min_free_bytes": 0,
-        "max_bytes": 2**50,
-    }
-    config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [tier]})
-    anyio.run(store, config, 1)
-    assert modes_below(root) == {"files": {0o600}, "directories": {0o700}}
-    assert stat.S_IMODE(root.stat().st_mode) == 0o700
-
-
 def test_nobody_else_can_read_the_shared_region(tmp_path: Path, no_umask: None) -> None:
     region = Region.open("security-test", slots=4, chunk_bytes=4096, directory=tmp_path)
     try:
@@ -137,53 +113,26 @@ class SecretConfig(DummyConfig):
         return value
 
 
-class SecretTier(DummyTier):
+class SecretTier(Scripted):
     """A tier with a password, whose client repeats it whenever something goes wrong."""
 
     Config = SecretConfig  # type: ignore[assignment]
+    verifies = False
     fails: ClassVar[Collection[str]] = ()
-
-    async def open(self, context: TierContext) -> None:
-        self._fail("open")
-        await super().open(context)
 
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
         return [Knowledge.UNKNOWN] * len(keys)
 
-    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        self._fail("contains")
-        return [True] * len(keys)
-
-    async def put(self, batch: Batch) -> Outcome:
-        self._fail("put")
-        return await super().put(batch)
-
-    async def get(self, batch: Batch) -> Outcome:
-        self._fail("get")
-        return Outcome.all(Status.OK, len(batch))  # not what was put: it is discarded
-
-    async def touch(self, keys: Sequence[OffloadKey]) -> None:
-        self._fail("touch")
-
-    async def discard(self, keys: Sequence[OffloadKey]) -> None:
-        self._fail("discard")
-
-    def usage(self) -> Usage:
-        self._fail("usage")
-        return super().usage()
-
-    async def reset(self) -> None:
-        self._fail("reset")
-        await super().reset()
-
-    async def aclose(self) -> None:
-        self._fail("aclose")
-
-    def _fail(self, verb: str) -> None:
+    def _next(self, verb: str) -> Any:
         if verb in self.fails:
             config: Any = self.config
             secret = config.password.get_secret_value()
             raise RuntimeError(f"{verb}: unknown command 'AUTH', with args beginning with: '{secret}'")
+        return [True, True] if verb == "contains" else None
+
+    async def get(self, batch: Batch) -> Outcome:
+        await self._scripted("get", batch)
+        return Outcome.all(Status.OK, len(batch))  # not what was put: it is discarded
 
 
 @pytest.fixture

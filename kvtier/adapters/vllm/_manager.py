@@ -123,7 +123,6 @@ class KVTierManager(OffloadingManager):
         self._drain_s = drain_s
         self._workers = workers
         self._repeats_stores = repeats_stores
-        self._ask = core.lookup
         self._events = executor.events
         self._requests: dict[str, Request] = {}
         self._loads: dict[str, Pinned] = {}
@@ -160,9 +159,9 @@ class KVTierManager(OffloadingManager):
         if self._events:
             self._driver.on_events(self._events)
         request = self._requests[req_context.req_id]
-        answer = self._core.repeat(key, request) if request.stands else None
+        answer = self._core.repeat_answer(key, request) if request.answers_stand else None
         if answer is None:
-            answer = self._ask(key, request)
+            answer = self._core.lookup(key, request)
         return _RESULTS[answer]
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
@@ -345,7 +344,7 @@ class KVTierManager(OffloadingManager):
         """Give workers no more work. The engine goes on, or ends, as it sees fit."""
         if self._stopped is None:
             self._stopped = reason
-            self._ask = self._miss
+            self._core.refuse_lookups(reason)
             logger.error("%s: nothing is stored or loaded any more until a restart", text)
 
     def _end_store(self, reservation: Reservation, success: bool) -> None:
@@ -365,9 +364,6 @@ class KVTierManager(OffloadingManager):
             self._core.abandon(reservation)
         else:
             self._core.fail_store(reservation)
-
-    def _miss(self, key: OffloadKey, request: Request) -> Lookup:  # noqa: ARG002
-        return self._core.refuse(self._stopped or "device_lost")
 
     def _count_down(self) -> None:
         if TELLS_OF_FLUSHES:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtier._core.breaker import Breaker, BreakerRules
 from kvtier._core.messages import TransferHealth
@@ -77,13 +73,6 @@ def test_after_a_pause_one_probe_is_let_through_and_closes_it() -> None:
     assert breaker.ends(BAD, BAD, BAD, BAD, now_s=9.0) == [None] * 4, "old failures are forgotten"
 
 
-def test_the_share_of_failures_from_before_is_forgotten_when_it_closes() -> None:
-    breaker = Driven(BreakerRules(window=8))
-    assert breaker.ends(*[BAD] * 4) == [None, None, None, "failure_rate"]
-    assert breaker.ends(GOOD, now_s=1.0) == ["closed"]
-    assert breaker.ends(BAD, now_s=99.0) == [None]
-
-
 def test_pauses_grow_while_probes_fail_and_not_beyond_the_longest() -> None:
     breaker = opened(rules=BreakerRules(pause_s=1.0, longest_pause_s=6.0))
     now_s, pauses = 0.0, []
@@ -128,85 +117,3 @@ def test_what_was_begun_before_it_opened_neither_closes_it_nor_counts(health: Tr
     breaker.begin(200)
     assert breaker.end(101, health, 1.0, in_time=True) is None
     assert breaker.state is HALF_OPEN
-
-
-@dataclass
-class Begun:
-    id: int
-    begun_s: float
-    is_late: bool = False
-
-
-class BreakerMachine(RuleBasedStateMachine):
-    """Transfers begin when they may, and end in any way, in any order, at any time."""
-
-    @initialize(failures=st.integers(1, 4), window=st.integers(2, 8), chance=st.floats(0, 0.99))
-    def start(self, failures: int, window: int, chance: float) -> None:
-        rules = BreakerRules(failures=failures, window=window, pause_s=1.0, longest_pause_s=8.0)
-        self.breaker = Breaker(rules, lambda: chance)
-        self.now_s = 0.0
-        self.under_way: list[Begun] = []
-        self.last = 0
-        self.opened_s: float | None = None
-
-    @rule(step_s=st.sampled_from([0.0, 0.1, 1.0, 10.0]))
-    def time_passes(self, step_s: float) -> None:
-        self.now_s += step_s
-
-    @precondition(lambda self: self.breaker.refusal(self.now_s) is None)
-    @rule()
-    def begin(self) -> None:
-        is_probe = self.breaker.state is OPEN
-        self.last += 1
-        self.under_way.append(Begun(self.last, self.now_s))
-        self.breaker.begin(self.last)
-        if is_probe:
-            assert self.opened_s is not None
-            assert self.now_s >= self.opened_s + 0.75, "not before the pause is over"
-            assert self.breaker.refusal(self.now_s), "one at a time"
-
-    @precondition(lambda self: any(not one.is_late for one in self.under_way))
-    @rule(pick=st.integers(0, 99))
-    def deadline(self, pick: int) -> None:
-        running = [one for one in self.under_way if not one.is_late]
-        one = running[pick % len(running)]
-        one.is_late = True
-        self._note(self.breaker.late(one.id, self.now_s))
-        assert self.breaker.refusal(self.now_s + 1e6) == "unresponsive"
-
-    @precondition(lambda self: self.under_way)
-    @rule(pick=st.integers(0, 99), health=st.sampled_from(TransferHealth))
-    def end(self, pick: int, health: TransferHealth) -> None:
-        one = self.under_way.pop(pick % len(self.under_way))
-        before = self.breaker.state
-        change = self.breaker.end(one.id, health, self.now_s, in_time=not one.is_late)
-        if change == "closed":
-            assert before is HALF_OPEN
-            assert health is GOOD, "only a probe that was answered closes it"
-        self._note(change)
-
-    def _note(self, change: str | None) -> None:
-        if change not in (None, "closed"):
-            self.opened_s = self.now_s
-
-    @invariant()
-    def is_half_open_only_for_a_probe_under_way(self) -> None:
-        if hasattr(self, "breaker"):
-            running = {one.id for one in self.under_way if not one.is_late}
-            assert (self.breaker.probe in running) is (self.breaker.state is HALF_OPEN)
-            assert self.breaker.overdue == sum(one.is_late for one in self.under_way)
-
-    def teardown(self) -> None:
-        """Whatever has happened: once the tier answers again it is used again, within the longest pause."""
-        if not hasattr(self, "breaker"):
-            return
-        for one in self.under_way:
-            self.breaker.end(one.id, NONE, self.now_s, in_time=not one.is_late)
-        self.now_s += 1.25 * 8.0
-        assert self.breaker.refusal(self.now_s) is None
-        self.breaker.begin(-1)
-        self.breaker.end(-1, GOOD, self.now_s, in_time=True)
-        assert self.breaker.is_closed
-
-
-TestAnySequence = BreakerMachine.TestCase

@@ -5,20 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier._core.admission import TierGate
-from kvtier._core.messages import (
-    Answer,
-    Command,
-    Fetch,
-    Fetched,
-    Put,
-    PutEnded,
-    TierDown,
-    TierUp,
-    Touch,
-    TransferHealth,
-)
+from kvtier._core.messages import Answer, Command, Fetch, Fetched, Put, PutEnded, TierDown, TransferHealth
 from kvtier._core.requests import Request
-from kvtier._core.states import BreakerState, Lookup
+from kvtier._core.states import BreakerState
 from kvtier.keys import OffloadKey
 from tests.unit.core import world
 from tests.unit.core.world import BAD, GOOD, LATE, keys, taken
@@ -150,29 +139,6 @@ def test_a_tier_that_says_it_was_late_before_the_core_sees_it_is_late_all_the_sa
     assert counts["overdue", "t0", "put"] == 1
 
 
-def test_chunks_that_are_not_there_or_find_no_room_or_are_not_begun_say_nothing_bad() -> None:
-    it = World()
-    for _ in range(30):
-        (put,) = it.store()
-        it.core.on_event(PutEnded(put.id, [False], {"full": 1}, 0.1, GOOD), it.now_s)
-        (put,) = it.store()
-        it.core.on_event(PutEnded(put.id, [False], {"reset": 1}), it.now_s)
-    assert it.gates[0].works
-    assert it.gates[0].is_healthy is True
-
-
-def test_a_tier_that_is_down_gets_nothing_and_is_used_again_when_it_is_up() -> None:
-    it = World()
-    it.core.on_event(TierDown(0, "refused"), 0.0)
-    it.core.on_event(TierDown(0, "refused still"), 0.0)
-    assert it.store() == []
-    assert it.ask(keys("a")) == []
-    assert it.core.take_counts()["tier_down", "t0"] == 1
-    it.core.on_event(TierUp(0), 1.0)
-    assert len(it.store()) == 1
-    assert len(it.ask(keys("a"))) == 1
-
-
 def test_health_is_that_of_the_last_real_put_and_get() -> None:
     it = World()
     (gate,) = it.gates
@@ -206,21 +172,6 @@ def test_each_change_is_told_once_and_probes_that_fail_are_not() -> None:
     assert it.notices() == [("tier t0: a put has gone well: it is given puts again", True)]
 
 
-def test_nobody_is_told_what_was_used_of_a_tier_that_fails() -> None:
-    it = World()
-    (put,) = it.store(2)
-    it.end(put, GOOD)
-    for _ in range(2):
-        request = Request()
-        for key in put.keys:
-            assert it.core.lookup(key, request) is Lookup.HIT
-        it.core.release(it.core.acquire(list(put.keys), request))
-        it.core.settle(it.now_s)
-        told = [command for command in it.take() if isinstance(command, Touch)]
-        assert len(told) == it.gates[0].works
-        it.gets_fail()
-
-
 # --- back-pressure ---------------------------------------------------------------------------------
 
 
@@ -233,41 +184,3 @@ def test_puts_that_would_not_be_through_in_time_are_dropped() -> None:
     assert list(put.keys) == keys("store2", 30)[:20], "the front of the prompt is put"
     assert it.core.take_counts()["put_dropped", "t0", "back_pressure"] == 10
     assert [len(more.keys) for _ in range(5) for more in it.store(20)] == [20, 20, 20], "four at once"
-
-
-def test_puts_are_dropped_before_they_delay_gets() -> None:
-    it = World()
-    for _ in range(3):
-        (fetch,) = it.ask(keys(f"quiet{it.stores}"))
-        it.fetched(fetch, GOOD, Answer.LANDED, seconds=0.02)
-        (put,) = it.store()
-        it.end(put, GOOD, seconds=0.001)
-    before = len(it.store(100)[0].keys)
-    for number in range(12):
-        it.now_s += 0.2
-        (fetch,) = it.ask(keys(f"held-up{number}"))
-        it.fetched(fetch, GOOD, Answer.LANDED, seconds=0.15)
-    after = sum(len(put.keys) for put in it.store(100))
-    assert before == 100
-    assert after <= before / 4
-    assert it.core.take_counts()["put_dropped", "t0", "back_pressure"] >= 75
-
-
-def test_tiers_that_never_end_their_puts_leave_slots_to_stores_and_to_each_other() -> None:
-    it = World(tiers=2, slots=60, put_backlog=0.5)
-    for _ in range(40):  # the first tier hangs, the second does not
-        for put in it.store():
-            if put.tier == 1:
-                it.end(put, GOOD)
-    assert [gate.backlog for gate in it.gates] == [30, 0]
-    given = [put.tier for _ in range(40) for put in it.store()]  # now the second one, too
-    assert given == [1] * 15, "its share, whatever the first one holds"
-    assert sum(chunk.pins > 0 for chunk in it.core.table.all) == 45
-    assert it.core.take_counts()["put_dropped", "t1", "backlog"] == 25
-
-
-def test_a_second_attempt_is_counted_by_what_came_of_it() -> None:
-    it = World()
-    (put,) = it.store()
-    it.end(put, GOOD, retry="helped")
-    assert it.core.take_counts()["retries", "t0", "put", "helped"] == 1

@@ -8,29 +8,6 @@ from hypothesis import strategies as st
 from kvtier._core.pressure import PutPressure
 
 
-def test_what_is_queued_is_through_within_the_bound() -> None:
-    pressure = PutPressure(2.0, 4)
-    pressure.put_ended(10, 1.0)  # 0.1 s a chunk: 20 in a put of 2 s, 80 in four at once
-    assert pressure.room(0) == 20
-    assert pressure.room(70) == 10
-    assert pressure.room(80) == 0
-    assert pressure.room(500) == 0
-
-
-def test_however_slow_a_tier_is_one_chunk_is_let_in_while_nothing_is_under_way() -> None:
-    pressure = PutPressure(2.0, 4)
-    pressure.put_ended(1, 1000.0)
-    assert (pressure.room(0), pressure.room(1)) == (1.0, 0.0)
-
-
-def test_a_tier_that_is_fast_again_is_given_more_again() -> None:
-    pressure = PutPressure(2.0, 4)
-    pressure.put_ended(1, 100.0)
-    for _ in range(60):
-        pressure.put_ended(1, 0.001)
-    assert pressure.room(0) > 1000
-
-
 def slowed(pressure: PutPressure, gets: int, now_s: float = 10.0) -> None:
     for _ in range(gets):
         now_s += 1.0

@@ -4,21 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier._core.admission import Limits, TierGate
-from kvtier._core.messages import (
-    Answer,
-    Fetched,
-    Put,
-    PutEnded,
-    SlotsReady,
-    TierDown,
-    TransferHealth,
-)
+from kvtier._core.messages import Answer, Fetched, Put, PutEnded
 from kvtier._core.requests import Request
 from kvtier._core.states import RequestState
-from kvtier._core.tiering import Tiering
 from kvtier.errors import StateError
-from kvtier.policies._lru import LRU
 from kvtier_testing import invariants
 from tests.unit.core.world import (
     HIT,
@@ -63,17 +52,6 @@ def test_what_is_located_next_to_what_landed_is_fetched_at_once() -> None:
     assert (list(rest.keys), len(rest.slots), rest.located) == (prompt[2:], 4, True)
     answer(core, rest, [LANDED] * 4)
     assert ask(core, request, prompt) == [HIT] * 6
-
-
-def test_keys_behind_a_gap_are_not_fetched() -> None:
-    core, request, prompt = make(slots=8, budget=1.0), Request(), keys("a", 6)
-    store(core, keys("old", 6))
-    (fetch,) = step(core, request, prompt)
-    assert answer(core, fetch, [LANDED, MISSING, LOCATED, LOCATED, LOCATED, LOCATED]) == []
-    assert ask(core, request, prompt) == [HIT, MISS]
-    core.settle(0.0)
-    assert fetches(core) == []
-    assert len(core.table.visible) == 7, "nothing was evicted for them"
 
 
 @pytest.mark.parametrize(("second", "expected"), [(LOCATED, [1, 2, 3]), (MISSING, [])])
@@ -125,42 +103,6 @@ def test_asking_for_what_is_nowhere_evicts_nothing() -> None:
     assert core.take_counts()["evicted",] == 4
 
 
-def test_the_second_tier_is_asked_for_what_the_first_does_not_have() -> None:
-    core, request, prompt = make(tiers=2), Request(), keys("a", 4)
-    (fetch,) = step(core, request, prompt)
-    (second,) = answer(core, fetch, [LANDED, LANDED, MISSING, MISSING])
-    assert (second.tier, list(second.keys), len(second.slots)) == (1, prompt[2:], 2)
-    answer(core, second, [LANDED, MISSING])
-    assert ask(core, request, prompt) == [HIT, HIT, HIT, MISS]
-    assert core.acquire(prompt[:3], request).origins == [0, 0, 1]
-
-
-def test_a_failed_get_ends_as_a_miss_after_the_last_tier() -> None:
-    core, request, prompt = make(slots=8, tiers=2), Request(), keys("a", 2)
-    store(core, keys("old", 8))
-    (fetch,) = step(core, request, prompt)
-    (located,) = answer(core, fetch, [LOCATED] * 2)
-    core.on_event(Fetched(located.id, [MISSING] * 2, {"checksum": 2}), 0.0)
-    (second,) = fetches(core)
-    assert (second.tier, list(second.keys)) == (1, prompt)
-    assert answer(core, second, [MISSING] * 2) == []
-    assert ask(core, request, prompt) == [MISS]
-    assert core.take_counts()["get_failed", "t0", "checksum"] == 2
-
-
-def test_what_is_found_by_the_second_tier_without_room_is_fetched_when_asked_again() -> None:
-    core, request, prompt = make(slots=8, tiers=2, budget=1.0), Request(), keys("a", 2)
-    store(core, keys("old", 8))
-    (fetch,) = step(core, request, prompt)
-    (located,) = answer(core, fetch, [LOCATED] * 2)
-    (second,) = answer(core, located, [MISSING] * 2)
-    assert answer(core, second, [LOCATED] * 2) == []
-    assert ask(core, request, prompt) == [PENDING] * 2
-    core.settle(0.0)
-    (last,) = fetches(core)
-    assert (last.tier, list(last.keys), last.located) == (1, prompt, True)
-
-
 def test_the_first_request_makes_do_with_what_fits_the_budget() -> None:
     core, first, second = make(slots=16, budget=0.25), Request(), Request()
     long, other = keys("long", 8), keys("other", 8)
@@ -178,19 +120,6 @@ def test_the_first_request_makes_do_with_what_fits_the_budget() -> None:
     core.release(core.acquire(long[:4], first))
     (turn,) = step(core, second, other)
     assert list(turn.keys) == other[:4], "the budget is free again"
-
-
-def test_what_does_not_fit_while_memory_still_comes_is_no_matter_of_the_budget() -> None:
-    gates = [TierGate("t0", deadline_s=3.0)]
-    core = Tiering(LRU(), gates, Limits(request_deadline_s=5.0, promotion_budget=0.25, landing_reserve=0.0))
-    request, prompt = Request(), keys("long", 8)
-    core.on_event(SlotsReady(range(16), is_last=False), 0.0)
-    (fetch,) = step(core, request, prompt)
-    answer(core, fetch, [LANDED] * 4 + [LOCATED] * 4)
-    assert ask(core, request, prompt) == [HIT] * 4 + [MISS]
-    counts = core.take_counts()
-    assert counts["miss", "starting"] == 4
-    assert ("miss", "budget") not in counts
 
 
 def test_the_budget_that_others_fill_makes_way_for_the_first_in_line() -> None:
@@ -232,7 +161,7 @@ def test_what_a_waiting_request_does_not_ask_for_any_more_is_given_back() -> Non
     assert [core.table.visible[key].pins for key in there] == [1, 1], "it asks as before"
     step(core, request, [there[1], *wanted])
     assert [core.table.visible[key].pins for key in there] == [0, 1]
-    core.repeat(there[1], request)
+    core.repeat_answer(there[1], request)
     core.settle(0.0)
     assert [core.table.visible[key].pins for key in there] == [0, 1], "two questions stand for all"
 
@@ -241,9 +170,9 @@ def test_what_is_held_stays_held_when_a_tier_answers_in_the_midst_of_a_repeated_
     core, request, there, wanted = make(slots=8), Request(), keys("there", 2), keys("wanted", 2)
     store(core, there)
     (fetch,) = step(core, request, [*there, *wanted])
-    assert core.repeat(there[0], request) is RETRY
+    assert core.repeat_answer(there[0], request) is RETRY
     answer(core, fetch, [LANDED] * 2)
-    assert core.repeat(there[1], request) is None
+    assert core.repeat_answer(there[1], request) is None
     assert ask(core, request, [there[1], *wanted]) == [HIT] * 3
     core.settle(1.0)
     assert [core.table.visible[key].pins for key in [*there, *wanted]] == [1] * 4
@@ -253,37 +182,20 @@ def test_what_is_held_stays_held_when_a_tier_answers_in_the_midst_of_a_repeated_
 
 def test_a_scan_whose_answers_stand_is_two_questions() -> None:
     core, request, prompt = make(), Request(), keys("a", 4)
-    assert core.repeat(prompt[0], request) is None, "it was not asked yet"
+    assert core.repeat_answer(prompt[0], request) is None, "it was not asked yet"
     (fetch,) = step(core, request, prompt)
-    assert core.repeat(prompt[1], request) is None, "another scan"
+    assert core.repeat_answer(prompt[1], request) is None, "another scan"
     for now_s in (1.0, 2.0):
-        assert [core.repeat(key, request) for key in prompt[:2]] == [RETRY, MISS]
-        assert core.repeat(keys("a", 1, group=1)[0], request) is RETRY, (
+        assert [core.repeat_answer(key, request) for key in prompt[:2]] == [RETRY, MISS]
+        assert core.repeat_answer(keys("a", 1, group=1)[0], request) is RETRY, (
             "a miss would end the scan of its group"
         )
         core.settle(now_s)
         assert fetches(core) == []
         assert (request.is_waiting, request.deadline_s) == (True, 5.0)
     answer(core, fetch, [LANDED] * 4)
-    assert core.repeat(prompt[0], request) is None
+    assert core.repeat_answer(prompt[0], request) is None
     assert ask(core, request, prompt) == [HIT] * 4
-
-
-@pytest.mark.parametrize("when", ["between two questions", "after the scan"])
-def test_nothing_is_fetched_behind_a_chunk_that_turns_out_to_be_nowhere(when: str) -> None:
-    core, request, prompt = make(slots=8), Request(), keys("a", 8)
-    store(core, keys("old", 6))
-    (fetch,) = step(core, request, prompt)
-    assert core.repeat(prompt[0], request) is RETRY
-    if when == "after the scan":
-        assert core.repeat(prompt[1], request) is MISS
-    answer(core, fetch, [LANDED, MISSING] + [LOCATED] * 6)
-    if when == "between two questions":
-        assert ask(core, request, prompt[1:]) == [MISS]
-    core.settle(1.0)
-    assert fetches(core) == [], "the engine can use none of it"
-    assert len(core.table.visible) == 7, "nothing was evicted"
-    assert ask(core, request, prompt) == [HIT, MISS]
 
 
 def test_of_a_window_everything_that_was_found_is_fetched() -> None:
@@ -294,97 +206,6 @@ def test_of_a_window_everything_that_was_found_is_fetched() -> None:
     core.settle(1.0)
     (found,) = fetches(core)
     assert list(found.keys) == [window[1], window[0]], "another run of the window may end before the gap"
-
-
-def test_a_scan_that_is_repeated_keeps_its_turn() -> None:
-    core, first, second = make(slots=16, budget=0.25), Request(), Request()
-    long, other = keys("long", 4), keys("other", 4)
-    (fetch,) = step(core, first, long)
-    (waits,) = step(core, second, other)
-    answer(core, fetch, [LANDED] * 4)
-    answer(core, waits, [LOCATED] * 4)
-    assert step(core, second, other) == [], "the first holds the budget"
-    assert core.repeat(other[0], second) is RETRY
-    core.settle(0.0)
-    ask(core, first, long)
-    core.release(core.acquire(long, first))
-    assert core.repeat(other[0], second) is RETRY
-    core.settle(0.0)
-    (turn,) = fetches(core)
-    assert list(turn.keys) == other
-
-
-@pytest.mark.parametrize("change", ["stored", "expired", "reset", "given up", "windowed"])
-def test_a_scan_is_asked_in_full_when_something_has_changed(change: str) -> None:
-    windowed = frozenset({0}) if change == "windowed" else frozenset()
-    core, request, prompt = make(windowed=windowed), Request(), keys("a", 4)
-    (fetch,) = step(core, request, prompt)
-    if change == "stored":
-        store(core, prompt[:1])
-        core.repeat(prompt[0], request)
-        core.settle(0.0)
-    elif change == "expired":
-        core.settle(5.0)
-    elif change == "reset":
-        core.reset()
-    elif change == "given up":
-        answer(core, fetch, [MISSING] * 4)
-    assert core.repeat(prompt[0], request) is None
-
-
-def test_a_deadline_makes_a_miss_and_stays_one_until_the_request_is_served() -> None:
-    core, request, prompt = make(), Request(), keys("a", 2)
-    store(core, prompt[:1])
-    (fetch,) = step(core, request, prompt, now_s=1.0)
-    assert core.next_deadline_s() == 4.0, "the transfer's"
-    core.settle(5.9)
-    assert request.is_waiting
-    assert core.next_deadline_s() == 6.0, "the request's"
-    core.settle(6.0)
-    assert request.state is RequestState.EXPIRED
-    assert core.next_deadline_s() is None
-    for _ in range(3):
-        assert ask(core, request, prompt) == [HIT, MISS]
-        core.settle(7.0)
-    assert request.state is RequestState.EXPIRED
-    ask(core, request, prompt)
-    core.release(core.acquire(prompt[:1], request))
-    answer(core, fetch, [LANDED], now_s=8.0)
-    assert ask(core, request, prompt) == [HIT, HIT], "what came late is of use to the next"
-
-
-def test_an_overdue_get_keeps_a_tier_from_gets_until_a_probe_is_answered() -> None:
-    core, request = make(tiers=2), Request()
-    prompt, other = keys("a", 2), keys("b", 2)
-    (fetch,) = step(core, request, prompt, now_s=0.0)
-    core.settle(3.0)
-    (second,) = fetches(core)
-    assert (second.tier, list(second.keys)) == (1, prompt), "looked for elsewhere meanwhile"
-    assert [each.tier for each in step(core, Request(), other, now_s=3.0)] == [1]
-    assert core.take_counts()["skipped", "t0", "unresponsive"] == 2
-    core.on_event(Fetched(fetch.id, [LANDED] * 2), 3.5)
-    answer(core, second, [LANDED] * 2, now_s=3.5)
-    assert ask(core, request, prompt) == [HIT, HIT]
-    assert [each.tier for each in step(core, Request(), keys("c", 1), now_s=3.5)] == [1]
-    assert core.take_counts()["skipped", "t0", "breaker_open"] == 1
-    (probe,) = step(core, Request(), keys("d", 1), now_s=4.0)
-    assert probe.tier == 0
-    assert [each.tier for each in step(core, Request(), keys("e", 1), now_s=4.0)] == [1], "one at a time"
-    core.on_event(Fetched(probe.id, [LANDED], seconds=0.1, health=TransferHealth.GOOD), 4.1)
-    assert [each.tier for each in step(core, Request(), keys("f", 1), now_s=4.1)] == [0]
-
-
-def test_what_a_tier_had_that_is_down_now_is_looked_for_in_the_next() -> None:
-    core, one, two = make(slots=8, tiers=2, budget=0.5), Request(), Request()
-    store(core, keys("old", 8))
-    (first,) = step(core, one, keys("a", 4))
-    (fetch,) = step(core, two, keys("b", 2))
-    answer(core, first, [LOCATED] * 4)
-    assert answer(core, fetch, [LOCATED] * 2) == [], "no budget"
-    core.on_event(TierDown(0, "gone"), 0.0)
-    core.close(one)
-    for command in step(core, two, keys("b", 2)):
-        assert (command.tier, command.located) == (1, False)
 
 
 def test_windowed_groups_are_located_before_they_are_fetched() -> None:
@@ -455,17 +276,6 @@ def test_only_the_tiers_of_the_filter_are_asked_and_the_others_are_counted() -> 
     }
 
 
-def test_with_an_empty_filter_the_primary_tier_alone_serves_and_nothing_is_asked() -> None:
-    core, request, prompt = make(), Request("r", frozenset()), keys("a", 3)
-    store(core, prompt[:1])
-    filling = core.reserve(prompt[1:2])
-    assert filling is not None
-    assert ask(core, request, prompt) == [HIT, PENDING, MISS]
-    core.settle(0.0)
-    assert fetches(core) == []
-    assert core.take_counts()["miss", "filter"] == 1
-
-
 def test_requests_with_different_filters_do_not_wait_for_each_others_tiers() -> None:
     core, prompt = make(tiers=2), keys("a", 2)
     first, second = Request("first"), Request("second", frozenset({1}))
@@ -480,18 +290,6 @@ def test_requests_with_different_filters_do_not_wait_for_each_others_tiers() -> 
     answer(core, slow, [LANDED] * 2)
     assert ask(core, first, prompt) == [HIT] * 2
     assert ask(core, second, prompt) == [HIT] * 2, "in the primary tier it is there for all"
-
-
-def test_nothing_is_brought_behind_a_chunk_whose_tier_is_down() -> None:
-    core, request, prompt = make(slots=8, tiers=2), Request(), keys("a", 4)
-    (asked,) = step(core, request, prompt)
-    (asked,) = answer(core, asked, [LANDED, LANDED, MISSING, LOCATED])
-    (fetch,) = answer(core, asked, [LOCATED])
-    assert (fetch.tier, list(fetch.keys), fetch.located) == (1, prompt[2:3], True)
-    assert answer(core, fetch, [LOCATED]) == []
-    core.on_event(TierDown(1, "test"), 0.0)
-    assert step(core, request, prompt) == []
-    assert ask(core, request, prompt) == [HIT, HIT, MISS]
 
 
 # --- preemption ------------------------------------------------------------------------------------
@@ -542,17 +340,3 @@ def test_what_a_later_tier_brings_is_put_into_the_earlier_ones() -> None:
         core.on_event(PutEnded(put.id, [True]), 0.0)  # type: ignore[union-attr]
         invariants.check(core)
     assert ask(core, request, prompt) == [HIT, HIT]
-
-
-def test_what_is_lifted_counts_against_the_promotion_budget_until_it_is_put() -> None:
-    core, request, prompt = make(slots=4, tiers=2, budget=0.5), Request(), keys("a", 2)
-    (first,) = step(core, request, prompt)
-    (second,) = answer(core, first, [MISSING] * 2)
-    core.on_event(Fetched(second.id, [LANDED] * 2), 0.0)
-    (put,) = core.take_commands()
-    assert isinstance(put, Put)
-    core.close(request)
-    assert len(core.promotions.landing) == 2
-    core.on_event(PutEnded(put.id, [True] * 2), 0.0)
-    assert not core.promotions.landing
-    invariants.check(core)

@@ -30,7 +30,7 @@ _Thread_local int last_error, capture_mode;
 void *registered, *unregistered, *used_stream;
 size_t registered_bytes;
 unsigned flags;
-int fails, calls, version = 12090, reaches_host = 1, failed_index_given;
+int fails, calls, version = 12090, failed_index_given;
 
 static int end(int code) { calls++; if (code) last_error = code; return code; }
 const char *cudaGetErrorString(int code) { return code == 2 ? "out of memory" : "invalid argument"; }
@@ -39,12 +39,6 @@ int peek_error(void) { return last_error; }
 int peek_mode(void) { return capture_mode; }
 int cudaRuntimeGetVersion(int *value) { *value = version; return 0; }
 int cudaDriverGetVersion(int *value) { *value = version + 10; return 0; }
-int cudaDeviceGetAttribute(int *value, int attribute, int device)
-{
-    *value = attribute == 91 && device == 3 && reaches_host;
-    return 0;
-}
-
 int cudaMemcpyAsync(void *dst, const void *src, size_t count, int kind, cudaStream_t stream)
 {
     if (fails || kind != 4)
@@ -131,7 +125,7 @@ def prefix(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def stub(prefix: str, stub_paths: dict[str, Path]) -> Iterator[Stub]:
     it = Stub(stub_paths[prefix], prefix)
-    defaults = {"fails": 0, "calls": 0, "version": 12090, "reaches_host": 1, "failed_index_given": 0}
+    defaults = {"fails": 0, "calls": 0, "version": 12090, "failed_index_given": 0}
     for name, value in defaults.items():
         it.variable(name).value = value
     yield it

@@ -88,19 +88,6 @@ class Crooked:
         copy_plan(plan)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_right_copies_pass_and_their_audits_change_nothing(shape: Shape) -> None:
-    with audited(shape) as (it, _):
-        store(it)
-        it.check()
-        blocks = LOADED[len(it.caches.groups)]
-        it.load(2, SLOTS, blocks)
-        it.load(3, SLOTS, blocks, expedited=True)
-        it.check()
-        assert [end.error for end in it.engine.finished()] == [None, None]
-        assert it.engine.audits == Audits(3 * len(SLOTS), 0)
-
-
 def test_chunks_that_are_loaded_in_part_are_audited_too() -> None:
     with audited(PLAIN) as (it, _):
         store(it)
@@ -195,16 +182,7 @@ def test_of_what_a_tier_brought_the_bytes_of_then_are_expected() -> None:
     with audited(SHARED) as (it, slot_checksums):  # its workers can not say what all of a slot must be
         store(it)
         assert slot_checksums.audited(SLOTS) == []
-        slot_checksums.take_over(SLOTS)
+        slot_checksums.record_checksums(SLOTS)
         assert load(it).error is None
         flip(it, SLOTS[1], 1)
         assert isinstance(load(it).error, DamagedSlotError)
-
-
-def test_the_share_of_chunks_that_are_audited_is_that_of_the_settings() -> None:
-    shape = Shape((64,), num_blocks=1024, slots=1024)
-    with audited(shape, rate=0.1) as (it, _):
-        for job in range(10):
-            it.engine.submit_store(job, Blocks.make(range(1024), (1024,), (0,)), range(1024))
-        it.engine.drain()
-        assert 800 < it.engine.audits.chunks < 1200

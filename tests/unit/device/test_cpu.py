@@ -16,13 +16,7 @@ from kvtier._device.plan import CopyPlan
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
 from kvtier.errors import DeviceLostError
-from kvtier_testing.device import (
-    DeviceConformance,
-    EngineFactory,
-    Gate,
-    GatedFactory,
-    rig,
-)
+from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory, rig
 
 
 class OnCpu(DeviceConformance):

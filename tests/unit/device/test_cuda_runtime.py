@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,14 +15,8 @@ import pytest
 import torch
 
 from kvtier import _native as native
-from kvtier._device._cuda_runtime import (
-    RuntimeLibrary,
-    TorchRuntime,
-    TorchStream,
-    common_methods,
-    find_library,
-)
-from kvtier._device._methods import BATCH, CASES, EACH, ENGINE, Method
+from kvtier._device._cuda_runtime import RuntimeLibrary, TorchRuntime, TorchStream, find_library
+from kvtier._device._methods import Method, engine_method
 from kvtier._device._streams import StreamEngine
 from kvtier._device.base import Blocks, CopyQueue
 from kvtier._device.cuda import Cudart
@@ -72,14 +65,6 @@ def test_a_batch_goes_to_the_stream_in_one_call(stub: Any, version: int, failed_
     assert stub.variable("used_stream", ctypes.c_void_p).value == ADDRESS
     assert stub.variable("failed_index_given").value == failed_index
     assert stub.variable("calls").value == 1
-
-
-@pytest.mark.parametrize("prefix", ["cuda"], indirect=True)
-def test_whether_kernels_reach_the_host_is_asked_of_the_device(stub: Any) -> None:
-    library = Cudart(str(stub.path))
-    assert [library.kernels_reach_host(device) for device in (3, 4)] == [True, False]
-    stub.variable("reaches_host").value = 0
-    assert not library.kernels_reach_host(3)
 
 
 def test_a_refused_copy_is_an_error_that_does_not_stay(library: RuntimeLibrary, stub: Any) -> None:
@@ -133,10 +118,6 @@ def test_the_capture_mode_is_relaxed_in_the_calling_thread(library: RuntimeLibra
     assert stub.call("peek_mode") == 0
 
 
-def test_versions_are_those_of_driver_and_library(library: RuntimeLibrary) -> None:
-    assert (library.driver_version, library.runtime_version) == (12100, 12090)
-
-
 MAPS = """\
 55d0c8a00000-55d0c8a01000 r--p 00000000 08:01 1312 /usr/bin/python3.11
 7f10a0000000-7f10a0021000 rw-p 00000000 00:00 0
@@ -180,28 +161,28 @@ def copy_like_vllm(src: torch.Tensor, dst: torch.Tensor, sizes: torch.Tensor) ->
         ctypes.memmove(target, source, size)
 
 
-FLAVOURS = [("cuda", EACH), ("cuda", BATCH), ("cuda", ENGINE), ("hip", EACH), ("hip", ENGINE)]
+FLAVOURS = [("cuda", "each"), ("cuda", "batch"), ("cuda", "engine"), ("hip", "each"), ("hip", "engine")]
 
 
 @pytest.fixture(params=FLAVOURS, ids="-".join)
 def runtime(request: pytest.FixtureRequest, stub_paths: dict[str, Path], as_torch_cuda: Any) -> TorchRuntime:
-    """A runtime that copies all that it may in one way; ``used`` counts the plans of each way."""
+    """A runtime with one way to make many copies in one call, or none; ``used`` counts these calls."""
     prefix, chosen = request.param
     path = str(stub_paths[prefix])
-    library = RuntimeLibrary(path, prefix)
-    methods = common_methods(library, copy_like_vllm)
+    used: list[CopyPlan] = []
+    methods: dict[str, Method] = {"engine": engine_method(copy_like_vllm)}
     if prefix == "cuda":
-        methods[BATCH] = Cudart(path).copy_batch
-    used: Counter[str] = Counter()
+        methods["batch"] = Cudart(path).copy_batch
 
-    def counted(name: str, plan: CopyPlan, stream: Any) -> None:
-        used[name] += 1
-        methods[name](plan, stream)
+    def counted(plan: CopyPlan, stream: Any) -> None:
+        used.append(plan)
+        methods[chosen](plan, stream)
 
-    counting: dict[str, Method] = {name: partial(counted, name) for name in methods}
-    made = TorchRuntime(torch.device("cpu"), library, counting, {str(case): chosen for case in CASES})
+    made = TorchRuntime(
+        torch.device("cpu"), RuntimeLibrary(path, prefix), counted if chosen != "each" else None
+    )
     made.used = used  # type: ignore[attr-defined]
-    made.chosen = chosen  # type: ignore[attr-defined]
+    made.most_used = 0 if chosen == "each" else 2  # type: ignore[attr-defined]
     return made
 
 
@@ -236,17 +217,17 @@ class TestEachMethod(DeviceConformance):
         return partial(pinned_engine, runtime)
 
 
-def test_the_chosen_method_is_used(runtime: TorchRuntime) -> None:
+def test_many_copies_are_made_in_one_call_where_there_is_a_way(runtime: TorchRuntime) -> None:
     with rig(pinned_engine(runtime), Shape(gaps=(64, 64))) as it:
         it.store(1, Blocks.make(range(0, 32, 2), (16,), (0,)), range(16))
         it.check()
         it.load(2, range(16), Blocks.make(range(1, 33, 2), (16,), (0,)))
         it.check()
-    assert runtime.used == {runtime.chosen: 2}  # type: ignore[attr-defined]
+    assert len(runtime.used) == runtime.most_used  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("prefix", ["cuda"], indirect=True)
 def test_expedited_loads_have_a_stream_of_higher_priority(stub: Any, as_torch_cuda: Any) -> None:
-    runtime = TorchRuntime(torch.device("cpu"), RuntimeLibrary(str(stub.path)), {}, {})
+    runtime = TorchRuntime(torch.device("cpu"), RuntimeLibrary(str(stub.path)))
     priorities = {queue: runtime.open_stream(queue)._stream.priority for queue in CopyQueue}
     assert priorities[CopyQueue.EXPEDITED] < priorities[CopyQueue.LOAD] == priorities[CopyQueue.STORE]

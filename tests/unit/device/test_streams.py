@@ -12,17 +12,15 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from kvtier import _native as native
-from kvtier._device import _threaded
 from kvtier._device._streams import StreamEngine
 from kvtier._device.base import Attempt, Blocks, CopyQueue, Pinning
 from kvtier._device.plan import CopyPlan
-from kvtier.errors import DeviceLostError, DeviceStuckError, TransferError
+from kvtier.errors import TransferError
 from kvtier_testing.device import (
     Compute,
     DeviceConformance,
@@ -70,7 +68,7 @@ class PlayedStream:
         self.run(event.reached.result)  # of what it was recorded for by now
 
     def record(self) -> PlayedEvent:
-        return self._device.take_event(self._work.submit(time.perf_counter))
+        return PlayedEvent(self._work.submit(time.perf_counter))
 
     def copy(self, plan: CopyPlan) -> None:
         self._device.require_attached()
@@ -113,13 +111,13 @@ class PlayedDevice:
         before_pinning: called in the pinning thread before each piece, with the number of those before.
     """
 
+    pins = True
+
     def __init__(self) -> None:
         self._attached = threading.local()
         self._streams: list[PlayedStream] = []
         self._pinned = threading.Condition()
-        self.made_events = 0
         self.plain = False
-        self._free_events: list[PlayedEvent] = []
         self.gate = Gate()
         self.compute = self.open_stream(CopyQueue.STORE)
         self.pieces: list[tuple[int, int]] = []
@@ -162,21 +160,6 @@ class PlayedDevice:
         self._streams.append(PlayedStream(self))
         self.plain = plain
         return self._streams[-1]
-
-    def take_event(self, reached: Future[float]) -> PlayedEvent:
-        """Record an event anew, as a device does."""
-        if self._free_events:
-            event = self._free_events.pop()
-            event.reached = reached
-            return event
-        self.made_events += 1
-        return PlayedEvent(reached)
-
-    def recycle(self, *events: Any) -> None:
-        for event in events:
-            if any(event is free for free in self._free_events) or not event.reached.done():
-                raise AssertionError("this event is not over, or was given back before")
-            self._free_events.append(event)
 
     def host_register(self, address: int, nbytes: int) -> None:
         self.require_attached()
@@ -305,64 +288,6 @@ def wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("kind", ["store", "load", "expedited"])
-def test_a_transfer_waits_for_what_was_enqueued_before_it(device: PlayedDevice, kind: str) -> None:
-    gate = threading.Event()
-    with rig(engine_on(device)) as it:
-        device.compute.run(lambda: gate.wait(20))
-        device.compute.run(lambda: it.caches.tensors[0][5].fill_(17))
-        it.model.rows[0][5][:512] = bytes([17]) * 512
-        if kind == "store":
-            it.store(1, one(5), [3])
-        else:
-            it.load(1, [3], one(5), expedited=kind == "expedited")
-        waiter = threading.Thread(target=it.engine.wait, args=([1],))
-        waiter.start()
-        waiter.join(0.05)
-        assert waiter.is_alive()
-        gate.set()
-        waiter.join(20)
-        it.check()
-
-
-def test_a_transfer_does_not_wait_for_what_is_computed_later(device: PlayedDevice) -> None:
-    gate = threading.Event()
-    with rig(engine_on(device)) as it:
-        it.store(1, one(5), [3])
-        device.compute.run(lambda: gate.wait(20))
-        it.check()
-        assert [end.error for end in it.engine.finished()] == [None]
-        gate.set()
-
-
-def test_each_direction_has_a_stream_of_its_own(device: PlayedDevice) -> None:
-    gate = threading.Event()
-    with rig(engine_on(device)) as it:
-        held = it.caches.tensors[0][1].data_ptr()
-        device.before_copy = lambda dst: gate.wait(20) if dst == held else None
-        it.load(1, [1], one(1))
-        it.load(2, [2], one(2), expedited=True)
-        it.store(3, one(3), [3])
-        it.engine.wait([2, 3])
-        assert sorted(end.transfer_id for end in it.engine.finished()) == [2, 3]
-        gate.set()
-        it.check()
-
-
-def test_seconds_are_those_of_the_stream(device: PlayedDevice) -> None:
-    device.before_copy = lambda dst: time.sleep(0.02)
-    with rig(engine_on(device)) as it:
-        gate = threading.Event()
-        device.compute.run(lambda: gate.wait(20))
-        it.store(1, one(5), [3])  # two pages
-        start = time.perf_counter()
-        threading.Timer(0.3, gate.set).start()
-        it.engine.drain()
-        passed = time.perf_counter() - start
-        (end,) = it.engine.finished()
-        assert 0.04 <= end.seconds <= passed - 0.2  # the wait for the compute stream is not counted
-
-
 def test_nothing_moves_any_more_when_a_failure_is_reported(device: PlayedDevice) -> None:
     device.before_copy = lambda dst: time.sleep(0.01)
     device.refused = {5, 11}
@@ -402,91 +327,6 @@ def test_a_refused_copy_is_repeated_on_a_fresh_stream_which_is_kept(device: Play
             (None, Attempt.RETRY),
             (None, Attempt.FIRST),
         ]
-
-
-def test_events_are_used_again(device: PlayedDevice) -> None:
-    with rig(engine_on(device)) as it:
-        for number in range(40):
-            it.store(number, one(number % 48), [number % SLOTS])
-            it.engine.wait([number])
-        it.check()
-        assert device.made_events <= 6  # of two transfers: one can begin while the other one is reported
-
-
-def test_the_next_transfer_is_given_before_the_last_one_has_ended(device: PlayedDevice) -> None:
-    gate = threading.Event()
-    device.before_copy = lambda dst: gate.wait(20)
-    with rig(engine_on(device)) as it:
-        device.gate.hold(CopyQueue.STORE)
-        for number in range(3):
-            it.store(number, one(number), [number])
-        device.gate.open()  # only now, so that all three are there when the first one is given
-        wait_until(lambda: device.copies >= 4)
-        time.sleep(0.02)
-        assert device.copies == 4  # of two transfers, two pages each; the third one waits
-        assert it.engine.finished() == []
-        gate.set()
-        it.check()
-        assert [end.transfer_id for end in it.engine.finished()] == [0, 1, 2]
-
-
-@pytest.mark.parametrize("refused", [1, 3, 7, 9])
-def test_transfers_keep_their_order_when_one_is_repeated(device: PlayedDevice, refused: int) -> None:
-    device.before_copy = lambda dst: time.sleep(0.005)
-    device.refused = {refused}
-    with rig(engine_on(device)) as it:
-        for number in range(5):
-            it.store(number, one(number), [7])  # the last one to write stays
-        it.check()
-        ends = it.engine.finished()
-        assert [(end.transfer_id, end.error) for end in ends] == [(number, None) for number in range(5)]
-
-
-def test_of_two_transfers_that_are_given_both_may_still_move_when_the_first_hangs(
-    device: PlayedDevice,
-) -> None:
-    gate = threading.Event()
-    device.before_copy = lambda dst: gate.wait(20)
-    it = Rig(engine_on(device, deadline_s=1), Shape())
-    device.gate.hold(CopyQueue.LOAD)
-    for number in range(3):
-        it.engine.submit_load(number, [number], one(number))
-    device.gate.open()
-    it.engine.drain()
-    kinds = {end.transfer_id: type(end.error) for end in it.engine.finished()}
-    assert kinds == {0: DeviceStuckError, 1: DeviceStuckError, 2: DeviceLostError}
-    it.close()
-    gate.set()
-
-
-def test_a_transfer_that_is_taken_while_the_one_before_it_is_abandoned_ends_too(
-    device: PlayedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate, lost = threading.Event(), threading.Event()
-
-    class Slow(SimpleQueue[Any]):
-        """Gives out the second transfer only when the first one was abandoned."""
-
-        def get(self, *arguments: Any, **more: Any) -> Any:
-            job = super().get(*arguments, **more)
-            if job is not None and job.transfer_id == 2:
-                assert lost.wait(20)
-            return job
-
-    monkeypatch.setattr(_threaded, "SimpleQueue", Slow)
-    device.before_copy = lambda dst: gate.wait(20)
-    it = Rig(engine_on(device, deadline_s=0.1), Shape())
-    it.engine.set_wakeup(lost.set)
-    device.gate.hold(CopyQueue.STORE)
-    for number in (1, 2):
-        it.engine.submit_store(number, one(number), [number])
-    device.gate.open()
-    assert lost.wait(20)
-    gate.set()
-    it.engine.drain()
-    kinds = {end.transfer_id: type(end.error) for end in it.engine.finished()}
-    assert kinds == {1: DeviceStuckError, 2: DeviceLostError}
-    it.close()
 
 
 def test_what_a_copy_is_stuck_with_stays_pinned_and_mapped(device: PlayedDevice) -> None:
@@ -568,31 +408,6 @@ def test_what_cannot_be_pinned_is_copied_all_the_same(
     assert record.getMessage().startswith(
         f"{10 * CHUNK} of {SLOTS * CHUNK} bytes of the primary tier are pinned, and no more can be (out of m"
     )
-
-
-def test_closing_stops_the_pinning(device: PlayedDevice) -> None:
-    reached, gate = threading.Event(), threading.Event()
-
-    def hold(count: int) -> None:
-        if count == 1:
-            reached.set()
-            assert gate.wait(20)
-
-    device.before_pinning = hold
-    with rig(engine_on(device, 1)) as it:
-        assert reached.wait(20)
-        assert isinstance(it.engine, StreamEngine)
-        pinned = it.engine._pinned
-        assert pinned is not None
-        closing = threading.Thread(target=it.engine.close)
-        closing.start()
-        assert pinned._stopping.wait(20)
-        closing.join(0.05)
-        assert closing.is_alive()
-        gate.set()
-        closing.join(20)
-        assert len(device.pieces) == 2
-        assert device.unpinned == [address for address, _ in device.pieces]
 
 
 def test_slots_stay_pinned_while_they_are_copied(device: PlayedDevice) -> None:

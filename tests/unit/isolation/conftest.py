@@ -6,13 +6,14 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtier._core.messages import Event, Fetch, Fetched, ProcessEnded, Put, PutEnded, Reset, TierUp
-from kvtier._executor import NamedTier
+from kvtier._executor import Executor, ExecutorThread, NamedTier
 from kvtier._identity import Identity
 from kvtier._isolation.heartbeat import SupervisorTimes
 from kvtier._isolation.process import ExecutorProcess
@@ -156,13 +157,23 @@ def content(number: int) -> bytes:
 
 
 class Harness:
-    """An executor process, seen from its owner. Chunk ``n`` has the bytes ``content(n)``."""
+    """An executor beside its owner, in a process or a thread. Chunk ``n`` has the bytes ``content(n)``."""
 
-    def __init__(self, *tiers: SecondaryTier[Any], times: SupervisorTimes = SWIFT, **settings: Any) -> None:
+    def __init__(
+        self,
+        *tiers: SecondaryTier[Any],
+        where: str = "process",
+        times: SupervisorTimes = SWIFT,
+        **settings: Any,
+    ) -> None:
         self.region = Region.unnamed(SLOTS, CHUNK_BYTES)
         named = [NamedTier(f"tier{index}", tier) for index, tier in enumerate(tiers)]
         self.tiers = len(tiers)
-        self.process = ExecutorProcess(named, IDENTITY, self.region, times=times, **settings)
+        self.process: Any = (
+            ExecutorProcess(named, IDENTITY, self.region, times=times, **settings)
+            if where == "process"
+            else ExecutorThread(partial(Executor, named, IDENTITY, self.region))
+        )
         self.heard: list[Event] = []
         self.submitted = 0
 
@@ -209,9 +220,13 @@ class Harness:
 
     def hold(self, numbers: Sequence[int], tier: int = 0) -> None:
         """Put chunks and see that they are kept."""
-        end = self.end_of(self.put(numbers, tier=tier))
+        assert self.kept(self.put(numbers, tier=tier)) == [True] * len(numbers)
+
+    def kept(self, id_: int) -> list[bool]:
+        """Wait for the end of a put; return which of its chunks are kept."""
+        end = self.end_of(id_)
         assert isinstance(end, PutEnded)
-        assert list(end.kept) == [True] * len(numbers), end
+        return list(end.kept)
 
     def ends_of(self, id_: int) -> list[PutEnded | Fetched]:
         return [event for event in self.heard if isinstance(event, PutEnded | Fetched) and event.id == id_]
@@ -233,9 +248,7 @@ class Harness:
     def pid(self) -> int:
         """Wait for a process and return its id."""
         self.until(lambda: self.process.pid is not None, "a process")
-        pid = self.process.pid
-        assert pid is not None
-        return pid
+        return int(self.process.pid)
 
     def is_another(self, pid: int) -> bool:
         """Whether there is a process, and it is not this one."""

@@ -138,26 +138,6 @@ async def test_killed_while_a_lookup_waits_it_is_a_miss_and_found_by_the_next_pr
         assert await it.load(1, 4) == 4
 
 
-async def test_a_reset_is_for_ever_although_the_process_dies(tmp_path: Path) -> None:
-    async with opened(tmp_path) as it:
-        await it.store(1, 4)
-        await it.manager.reset()
-        for ended in (1, 2):
-            (pid,) = processes_of_tiers()
-            os.kill(pid, signal.SIGKILL)
-            await it.until(lambda ended=ended: it.ended == ended and it.is_up)  # type: ignore[misc]
-            assert await it.load(1, 4) == 0
-            await it.manager.reset()
-
-
-async def test_closing_lets_puts_end(tmp_path: Path) -> None:
-    async with opened(tmp_path) as it:
-        it.blocks[:4] = torch.arange(10, 14, dtype=torch.int8)[:, None]
-        await it.manager.store(prompt(1, 4), range(4))
-    async with opened(tmp_path) as it:
-        assert await it.load(1, 4) == 4
-
-
 async def test_after_closing_nothing_is_left(tmp_path: Path) -> None:
     gc.collect()
     before = mappings()

@@ -44,14 +44,6 @@ from .conftest import (
 MISSING, LOCATED, LANDED = Answer.MISSING, Answer.LOCATED, Answer.LANDED
 
 
-def test_bytes_go_to_files_and_come_back_through_shared_memory(launch: Launch, tmp_path: Path) -> None:
-    it = launch(files(tmp_path))
-    it.hold([1, 2])
-    end = it.fetched([1, 2, 3], [10, 11, 12])
-    assert list(end.answers) == [LANDED, LANDED, MISSING]
-    assert (it.bytes_in(10), it.bytes_in(11)) == (content(1), content(2))
-
-
 def test_activity_and_usage_reach_the_engine(launch: Launch) -> None:
     it = launch(
         make_tier("dummy", put_latency_s=600, deadline_s=600, capacity_bytes=1 << 20), make_tier("dummy")

@@ -7,14 +7,6 @@ import pytest
 from kvtier._memory.layout import SlotLayout
 
 
-def test_tensors_follow_each_other_and_workers_do() -> None:
-    layouts = [SlotLayout.make((100, 7), 4, rank, 3) for rank in range(3)]
-    assert [layouts[0].offset(0, block) for block in range(4)] == [0, 100, 200, 300]
-    assert [layouts[0].offset(1, block) for block in range(4)] == [400, 407, 414, 421]
-    assert layouts[0].worker_bytes == 428
-    assert [layout.tensor_offsets for layout in layouts] == [(0, 400), (428, 828), (856, 1256)]
-
-
 def test_no_byte_belongs_to_two_pages() -> None:
     owners = [
         (layout.offset(tensor, block), size)

@@ -53,26 +53,6 @@ def test_huge_pages_are_used_where_they_are_granted_and_told_of(
     assert f"8 slots, {32 * MIB} bytes, {got} of them in huge pages" in caplog.text
 
 
-def test_a_full_file_system_ends_nothing_with_huge_pages_either(
-    tmpfs: tuple[Path, str], caplog: pytest.LogCaptureFixture
-) -> None:
-    directory, _ = tmpfs
-    with Region.open("a", 30, 2 * MIB, directory) as region:
-        (directory / "other").write_bytes(bytes(40 * MIB))
-        region.populate(lambda slots: None, threads=1)
-        region._populating[0].join(20)
-        said = caplog.text
-    assert "the primary tier lacks" in said
-
-
-def test_what_slots_hold_stays_when_they_are_populated(tmpfs: tuple[Path, str]) -> None:
-    with Region.open("a", 8, 2 * MIB, tmpfs[0]) as region:
-        for slot in range(8):
-            region.view(slot)[:] = bytes([slot + 1]) * (2 * MIB)
-        populate(region)
-        assert all(region.view(slot) == bytes([slot + 1]) * (2 * MIB) for slot in range(8))
-
-
 @pytest.mark.parametrize(("setting", "granted"), [("advise", True), ("never", False), ("deny", False)])
 def test_huge_pages_of_memory_without_a_name_depend_on_the_setting_for_shared_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: str, granted: bool
@@ -82,13 +62,6 @@ def test_huge_pages_of_memory_without_a_name_depend_on_the_setting_for_shared_me
     monkeypatch.setattr(pages, "_SETTINGS", tmp_path)
     assert pages.grants_huge(None, shared=True) is granted
     assert pages.grants_huge(None)
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_each_slot_is_told_of_once(threads: int) -> None:
-    with Region.anonymous(300, MIB) as region:
-        slots = populate(region, threads=threads)
-    assert sorted(slots) == list(range(300))
 
 
 def test_the_parts_of_a_slot_are_taken_from_their_nodes(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import crc32c
 import pytest
 
 from kvtier._core.chunks import Chunk
@@ -39,14 +38,6 @@ def make(rate: float = 1.0) -> SlotChecksums:
     )
 
 
-def test_areas_do_not_overlap_and_lie_in_the_order_of_the_workers() -> None:
-    slot_checksums = make()
-    for area in range(AREAS):
-        slot_checksums.view(5, area)[:] = bytes([100 + area]) * AREA_BYTES
-    whole = bytes([100]) * AREA_BYTES + bytes([101]) * AREA_BYTES + bytes([102]) * AREA_BYTES
-    assert b"".join(slot_checksums.view(5, area) for area in range(AREAS)) == whole
-
-
 def test_what_an_area_must_hold_is_known_until_it_is_filled_again() -> None:
     slot_checksums = make()
     for area in range(AREAS):
@@ -64,7 +55,7 @@ def test_what_an_area_must_hold_is_known_until_it_is_filled_again() -> None:
 
 def test_slots_that_a_fetch_is_lent_are_forgotten_and_no_others() -> None:
     slot_checksums = make()
-    slot_checksums.take_over(range(SLOTS))
+    slot_checksums.record_checksums(range(SLOTS))
     slot_checksums.forget_fetched(
         [Put(1, 0, [KEY], [1]), Fetch(2, 0, [KEY, KEY], [2, 3], False), Touch(0, [KEY])]
     )
@@ -74,7 +65,7 @@ def test_slots_that_a_fetch_is_lent_are_forgotten_and_no_others() -> None:
 def test_every_area_of_a_slot_that_was_taken_over_is_compared(tmp_path: Path) -> None:
     for area in range(AREAS):
         slot_checksums = make()
-        slot_checksums.take_over([4, 5])
+        slot_checksums.record_checksums([4, 5])
         assert slot_checksums.are_intact([(KEY, 4), (KEY, 5)])
         slot_checksums.view(5, area)[AREA_BYTES - 1] ^= 1
         assert not slot_checksums.are_intact([(KEY, 4), (KEY, 5)])
@@ -109,10 +100,3 @@ def test_what_was_found_is_told_once_and_outlives_that_the_slot_is_filled_anew()
     assert [it.tier for it in found] == [None, 5]  # a copy that goes wrong is no tier's doing
     assert slot_checksums.take_damage(chunks, [None] * SLOTS) == []
     assert slot_checksums.expected(6, 0) == 1
-
-
-def test_processes_that_share_the_words_see_the_same() -> None:
-    slots, words = Slots(SLOTS, 4096), bytearray(slot_checksums_bytes(SLOTS, AREAS))
-    worker, scheduler = (SlotChecksums(slots, memoryview(words), 1, AREAS, AREA_BYTES) for _ in range(2))
-    worker.expect(7, 2, crc32c.crc32c(worker.view(7, 2)))
-    assert scheduler.expected(7, 2) == crc32c.crc32c(bytes(AREA_BYTES))

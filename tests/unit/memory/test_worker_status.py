@@ -48,27 +48,12 @@ def test_a_mark_of_any_worker_is_taken_once(desk: Desk) -> None:
     assert desk.scheduler.take_marks([299])
 
 
-def test_a_slot_that_is_marked_twice_is_wiped_once(desk: Desk) -> None:
-    desk.workers[0].mark([3])
-    desk.workers[0].mark([3])
-    assert desk.scheduler.take_marks([3])
-    desk.workers[0].mark([8])
-    assert desk.scheduler.take_marks([8])
-
-
 def test_changes_are_told_once(desk: Desk) -> None:
     assert desk.scheduler.has_changed()
     assert not desk.scheduler.has_changed()
     desk.workers[2].count(StatusField.LOADS_REPEATED)
     assert desk.scheduler.has_changed()
     assert not desk.scheduler.has_changed()
-
-
-@pytest.mark.parametrize("rank", range(WORKERS))
-def test_one_lost_device_is_enough(desk: Desk, rank: int) -> None:
-    assert not desk.scheduler.is_lost
-    desk.workers[rank][StatusField.LOST] = 1
-    assert desk.scheduler.is_lost
 
 
 def test_a_shutdown_has_begun_when_the_first_worker_has_stopped(desk: Desk) -> None:

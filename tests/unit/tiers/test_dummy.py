@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import anyio
-import pytest
-
 from kvtier._identity import Identity
 from kvtier.keys import pack_key
 from kvtier.tiers._base import TRAILER_BYTES, Batch, Knowledge, Outcome, Status, TierContext
@@ -59,33 +56,6 @@ async def test_without_an_index_nothing_is_known_until_asked():
 ROOM = CHUNK_BYTES + TRAILER_BYTES
 
 
-async def test_least_recently_used_leave_first():
-    tier = make_tier(capacity_bytes=4 * ROOM)
-    await tier.put(to_put(range(4)))
-    await tier.get(to_get([0]))
-    await tier.touch([KEYS[1], KEYS[9]])
-    await tier.put(to_put([4, 5]))
-    assert present(tier) == [0, 1, 4, 5]
-
-
-async def test_of_chunks_touched_together_the_last_leaves_first():
-    tier = make_tier(capacity_bytes=4 * ROOM)
-    await tier.put(to_put(range(4)))
-    await tier.touch(KEYS[:4])
-    await tier.put(to_put([4, 5]))
-    assert present(tier) == [0, 1, 4, 5]
-
-
-async def test_capacity_counts_every_byte_and_forgotten_ones_no_more():
-    tier = make_tier(capacity_bytes=4 * ROOM - 1)
-    await tier.put(to_put(range(4)))
-    assert present(tier) == [1, 2, 3]
-    await tier.discard([KEYS[1], KEYS[2], KEYS[2], KEYS[9]])
-    assert present(tier) == [3]
-    await tier.put(to_put([3, 4, 5]))
-    assert present(tier) == [3, 4, 5]
-
-
 async def test_chunk_larger_than_the_tier_is_refused_and_drives_nothing_out():
     tier = make_tier(capacity_bytes=ROOM - 1)
     assert await tier.put(to_put([0])) == Outcome([Status.REFUSED], {"full": 1})
@@ -93,23 +63,6 @@ async def test_chunk_larger_than_the_tier_is_refused_and_drives_nothing_out():
     assert (await tier.put(unsealed)).statuses == [Status.OK]
     assert (await tier.put(to_put([0]))).statuses == [Status.REFUSED]
     assert present(tier) == [1]
-
-
-@pytest.mark.parametrize("operation", ["put", "get"])
-async def test_hanging_ends_only_by_cancellation(operation):
-    tier = make_tier(hang_rate=1.0)
-    with anyio.move_on_after(0.05) as scope:
-        await getattr(tier, operation)(to_put([0]))
-    assert scope.cancelled_caught
-
-
-async def test_failing_chunks_do_not_take_the_others_with_them():
-    tier = make_tier(failure_rate=0.5, seed=1)
-    outcome = await tier.put(to_put(range(20)))
-    failed = [number for number, status in enumerate(outcome.statuses) if status is Status.FAILED]
-    assert 0 < len(failed) < 20
-    assert outcome.reasons == {"injected": len(failed)}
-    assert present(tier) == [number for number in range(20) if number not in failed]
 
 
 async def test_corrupted_bytes_are_seen_by_their_trailer_and_heal():

@@ -41,53 +41,6 @@ def test_unknown_type_lists_what_is_installed_and_the_nearest():
         registry.load("dumy")
 
 
-def test_unknown_type_without_a_near_name():
-    with pytest.raises(
-        ConfigError, match=r"installed are: .*dummy.*; install the distribution that brings it"
-    ):
-        registry.load("qqqqqq")
-
-
-def test_name_claimed_twice_names_both_distributions(acme, install_distribution):
-    install_distribution("acme-rival", DUMMY, {"acme": "DummyTier"})
-    with pytest.raises(TierError, match=r"(?=.*acme-tiers 1\.2)(?=.*acme-rival 1\.2).*uninstall all but one"):
-        registry.load("acme")
-    assert len([info for info in registry.installed() if info.name == "acme"]) == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "cause"),
-    [
-        ("broken", "ModuleNotFoundError: No module named 'acme_missing_dependency'"),
-        ("exits", "SystemExit: 3"),
-    ],
-)
-def test_failing_import_names_distribution_and_cause(broken_neighbours, name, cause):
-    with pytest.raises(TierError, match=rf"acme-{name} 1\.2 .*cannot be imported: {cause}"):
-        registry.load(name)
-
-
-@pytest.mark.parametrize("source", ["class Tier: pass", "Tier = 3"])
-def test_what_is_no_tier_is_refused(install_distribution, source):
-    install_distribution("acme-other", source, {"other": "Tier"})
-    with pytest.raises(TierError, match=r"acme-other 1\.2 .*is not a subclass of SecondaryTier"):
-        registry.load("other")
-
-
-def test_incomplete_tier_is_refused_with_what_it_lacks(install_distribution):
-    source = """
-from kvtier.tiers._base import SecondaryTier, TierConfig
-class Tier(SecondaryTier):
-    Config = TierConfig
-    async def put(self, batch): ...
-    async def get(self, batch): ...
-    async def reset(self): ...
-"""
-    install_distribution("acme-half", source, {"half": "Tier"})
-    with pytest.raises(TierError, match="Tier does not define contains, discard"):
-        registry.load("half")
-
-
 @pytest.mark.parametrize("config", ["None", "dict", "DummyConfig(type='x')"])
 def test_missing_settings_model_is_refused(install_distribution, config):
     install_distribution("acme-bare", f"{DUMMY}class Tier(DummyTier): Config = {config}", {"bare": "Tier"})

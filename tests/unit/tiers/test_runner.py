@@ -5,38 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import selectors
-from collections.abc import Callable, Sequence
-from contextlib import asynccontextmanager
-from types import MappingProxyType
+from functools import partial
 from typing import Any
 
 import anyio
 import pytest
 
-from kvtier._core.messages import (
-    Answer,
-    Event,
-    Fetch,
-    Fetched,
-    Put,
-    PutEnded,
-    Reset,
-    TierDown,
-    TierUp,
-    Touch,
-    TransferHealth,
-)
-from kvtier._executor import Executor, NamedTier
-from kvtier._identity import Identity
-from kvtier._memory.heap import HeapMemory
+from kvtier._core.messages import Answer, TierDown, TierUp, Touch, TransferHealth
+from kvtier._executor import NamedTier
 from kvtier.errors import TierError
-from kvtier.keys import OffloadKey, pack_key
-from kvtier.tiers._base import Batch, Outcome, SecondaryTier, Status, TierContext
+from kvtier.tiers._base import Outcome, Status
 from kvtier.tiers._drain import until_done
-from kvtier.tiers.dummy import DummyConfig, DummyTier
+from kvtier.tiers.dummy import DummyConfig
+from tests.unit.isolation.conftest import content, key
+from tests.unit.tiers import world as worlds
+from tests.unit.tiers.world import Act, Scripted, now_s, raises
 
-CHUNK_BYTES = 4096
-SLOTS = 64
+world = partial(worlds.world, chance=lambda: 0.5)
 
 
 class JumpingSelector(selectors.DefaultSelector):
@@ -66,80 +51,6 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
     return "asyncio", {"loop_factory": JumpingLoop}
 
 
-def key(number: int) -> OffloadKey:
-    return pack_key(number.to_bytes(32, "big"))
-
-
-def content(number: int) -> bytes:
-    return bytes([number]) * CHUNK_BYTES
-
-
-def now_s() -> float:
-    return asyncio.get_running_loop().time()
-
-
-Act = Callable[[], Any]
-
-
-class Scripted(DummyTier):
-    """For each call of a verb does what its script says next, and what a dummy does when that is over.
-
-    It proves nothing and is taken at its word, so that no thread is needed to check it.
-    """
-
-    verifies = True
-    reasons = MappingProxyType({"busy": "come again", "sad": "never"})
-    transient = frozenset({"busy"})
-
-    def __init__(self, config: DummyConfig | None = None, /, **scripts: Sequence[Act | None]) -> None:
-        super().__init__(config or DummyConfig(complete_index=False))
-        self.scripts = {verb: list(acts) for verb, acts in scripts.items()}
-        self.calls: list[tuple[str, float]] = []
-        self.batches: list[list[OffloadKey]] = []
-
-    def of(self, verb: str) -> list[float]:
-        return [when for what, when in self.calls if what == verb]
-
-    async def _scripted(self, verb: str) -> Any:
-        self.calls.append((verb, now_s()))
-        script = self.scripts.get(verb)
-        act = script.pop(0) if script else None
-        result = act() if act is not None else None
-        return await result if asyncio.iscoroutine(result) else result
-
-    async def open(self, context: TierContext) -> None:
-        await self._scripted("open")
-        await super().open(context)
-
-    async def reset(self) -> None:
-        await self._scripted("reset")
-        await super().reset()
-
-    async def aclose(self) -> None:
-        self.calls.append(("aclose", now_s()))
-
-    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        answers = await self._scripted("contains")
-        return await super().contains(keys) if answers is None else answers
-
-    async def put(self, batch: Batch) -> Outcome:
-        self.batches.append(list(batch.keys))
-        outcome = await self._scripted("put")
-        return await super().put(batch) if outcome is None else outcome
-
-    async def get(self, batch: Batch) -> Outcome:
-        self.batches.append(list(batch.keys))
-        outcome = await self._scripted("get")
-        return await super().get(batch) if outcome is None else outcome
-
-
-def raises(error: BaseException) -> Act:
-    def act() -> Any:
-        raise error
-
-    return act
-
-
 def takes(seconds: float, result: Any = None) -> Act:
     async def wait() -> Any:
         await anyio.sleep(seconds)
@@ -155,55 +66,6 @@ def returns(*statuses: Status, **reasons: int) -> Act:
     return lambda: Outcome(statuses, reasons)
 
 
-class World:
-    """An executor in virtual time, and its events with their times."""
-
-    def __init__(self, named: NamedTier, chance: float) -> None:
-        self.memory = HeapMemory(SLOTS, CHUNK_BYTES)
-        self.events: list[tuple[float, Event]] = []
-        identity = Identity.make("model", {})
-        self.executor = Executor([named], identity, self.memory, self._post, chance=lambda: chance)
-        self.submitted = 0
-
-    def _post(self, event: Event) -> None:
-        self.events.append((now_s(), event))
-
-    def put(self, *numbers: int) -> int:
-        for number in numbers:
-            self.memory.view(number)[:] = content(number)
-        return self._submit(Put, [key(number) for number in numbers], list(numbers))
-
-    def fetch(self, *numbers: int, located: bool = False) -> int:
-        slots = [30 + number for number in numbers]
-        return self._submit(Fetch, [key(number) for number in numbers], slots, located)
-
-    def _submit(self, kind: Any, *args: object) -> int:
-        self.submitted += 1
-        self.executor.submit([kind(self.submitted, 0, *args)])
-        return self.submitted
-
-    def reset(self, epoch: int = 1) -> None:
-        self.executor.submit([Reset(0, epoch)])
-
-    async def ended(self, id_: int) -> Any:
-        for _ in range(100_000):
-            for _, event in self.events:
-                if isinstance(event, PutEnded | Fetched) and event.id == id_:
-                    return event
-            await anyio.sleep(0.01)
-        raise AssertionError(f"{id_} does not end")
-
-    def conditions(self) -> list[tuple[float, type]]:
-        return [(when, type(event)) for when, event in self.events if isinstance(event, TierDown | TierUp)]
-
-
-@asynccontextmanager
-async def world(tier: SecondaryTier[Any], again: Callable[[], Any] | None = None, chance: float = 0.5):
-    it = World(NamedTier("tier", tier, again), chance)
-    async with it.executor:
-        yield it
-
-
 # --- deadlines -------------------------------------------------------------------------------------
 
 
@@ -211,11 +73,11 @@ async def world(tier: SecondaryTier[Any], again: Callable[[], Any] | None = None
 async def test_what_hangs_is_cut_off_at_its_deadline_and_the_next_goes_well(verb: str) -> None:
     tier = Scripted(DummyConfig(deadline_s=3.0, complete_index=False), **{verb: [hangs]})
     async with world(tier) as it:
-        event = await it.ended(it.put(1) if verb == "put" else it.fetch(1, located=verb == "get"))
+        event = await it.ended(it.put([1]) if verb == "put" else it.fetch([1], located=verb == "get"))
         assert now_s() == pytest.approx(3.0, abs=0.02)
         assert (event.health, event.reasons) == (TransferHealth.LATE, {"timeout": 1})
-        assert (await it.ended(it.put(1))).kept == [True]
-        assert (await it.ended(it.fetch(1))).answers == [Answer.LANDED]
+        assert (await it.ended(it.put([1]))).kept == [True]
+        assert (await it.ended(it.fetch([1]))).answers == [Answer.LANDED]
 
 
 async def test_slots_are_not_given_back_before_a_tier_that_can_not_be_stopped_has_ended() -> None:
@@ -224,7 +86,7 @@ async def test_slots_are_not_given_back_before_a_tier_that_can_not_be_stopped_ha
 
     tier = Scripted(DummyConfig(deadline_s=2.0), put=[stubborn])
     async with world(tier) as it:
-        event = await it.ended(it.put(1))
+        event = await it.ended(it.put([1]))
         assert now_s() == pytest.approx(10.0, abs=0.02)
         assert (event.kept, event.health) == ([False], TransferHealth.LATE)
 
@@ -232,7 +94,7 @@ async def test_slots_are_not_given_back_before_a_tier_that_can_not_be_stopped_ha
 async def test_what_waits_for_its_turn_beyond_its_deadline_is_not_begun() -> None:
     tier = Scripted(DummyConfig(deadline_s=2.0, max_concurrency=2), put=[hangs] * 9)
     async with world(tier) as it:
-        first, second = it.put(1), it.put(2)
+        first, second = it.put([1]), it.put([2])
         late = await it.ended(second)
         assert (late.health, late.reasons) == (TransferHealth.NONE, {"late": 1})
         assert (await it.ended(first)).health is TransferHealth.LATE
@@ -243,24 +105,20 @@ async def test_what_waits_for_its_turn_beyond_its_deadline_is_not_begun() -> Non
 async def test_nobody_waits_for_a_tier_that_takes_long_to_open() -> None:
     tier = Scripted(DummyConfig(deadline_s=2.0), open=[takes(10.0)])
     async with world(tier) as it:
-        assert (await it.ended(it.put(1))).reasons == {"late": 1}
+        assert (await it.ended(it.put([1]))).reasons == {"late": 1}
         assert now_s() == pytest.approx(2.0, abs=0.02)
         assert it.conditions() == [(2.0, TierDown)]
         with anyio.fail_after(0.001):
             await it.executor.settled()
-        assert (await it.ended(it.put(1))).reasons == {"down": 1}
+        assert (await it.ended(it.put([1]))).reasons == {"down": 1}
         await anyio.sleep(9.0)
         assert it.conditions()[1:] == [(10.0, TierUp)]
-        assert (await it.ended(it.put(1))).kept == [True]
+        assert (await it.ended(it.put([1]))).kept == [True]
         assert tier.of("open") == [0.0], "it was not opened twice"
 
 
 async def test_a_touch_that_hangs_does_not_end_all_others() -> None:
-    class Touchy(Scripted):
-        async def touch(self, keys: Sequence[OffloadKey]) -> None:
-            await self._scripted("touch")
-
-    tier = Touchy(DummyConfig(deadline_s=2.0), touch=[hangs])
+    tier = Scripted(DummyConfig(deadline_s=2.0), touch=[hangs])
     async with world(tier) as it:
         it.executor.submit([Touch(0, [key(1)])])
         await anyio.sleep(5.0)
@@ -285,12 +143,12 @@ async def test_what_may_be_over_a_moment_later_is_tried_once_more(verb: str, fau
     tier = Scripted(**{verb: [TRANSIENT[fault]]})
     async with world(tier) as it:
         if verb == "put":
-            event = await it.ended(it.put(1, 2))
+            event = await it.ended(it.put([1, 2]))
             assert event.kept == [True, True]
         else:
-            await it.ended(it.put(1, 2))
+            await it.ended(it.put([1, 2]))
             tier.calls.clear()
-            event = await it.ended(it.fetch(1, 2))
+            event = await it.ended(it.fetch([1, 2]))
             assert event.answers == [Answer.LANDED] * 2
             assert bytes(it.memory.view(31)) == content(1)
         assert (event.retry, event.health, event.reasons) == ("helped", TransferHealth.GOOD, {})
@@ -301,12 +159,12 @@ async def test_what_may_be_over_a_moment_later_is_tried_once_more(verb: str, fau
 async def test_a_question_that_lost_its_connection_is_asked_once_more() -> None:
     tier = Scripted(contains=[raises(ConnectionResetError())])
     async with world(tier) as it:
-        await it.ended(it.put(1))
-        event = await it.ended(it.fetch(1))
+        await it.ended(it.put([1]))
+        event = await it.ended(it.fetch([1]))
         assert (event.answers, event.retry) == ([Answer.LANDED], "helped")
     tier = Scripted(contains=[raises(ConnectionResetError())] * 2)
     async with world(tier) as it:
-        event = await it.ended(it.fetch(1))
+        event = await it.ended(it.fetch([1]))
         assert (event.retry, event.health, event.reasons) == ("failed", TransferHealth.BAD, {"connection": 1})
 
 
@@ -323,7 +181,7 @@ async def test_a_question_that_lost_its_connection_is_asked_once_more() -> None:
 async def test_what_can_not_succeed_is_not_tried_again(act: Act) -> None:
     tier = Scripted(put=[act])
     async with world(tier) as it:
-        event = await it.ended(it.put(1, 2))
+        event = await it.ended(it.put([1, 2]))
         assert (event.kept, event.retry) == ([False, False], "")
         assert len(tier.of("put")) == 1
 
@@ -332,7 +190,7 @@ async def test_only_the_chunks_that_failed_are_tried_again() -> None:
     outcome = returns(Status.OK, Status.FAILED, Status.REFUSED, Status.FAILED, busy=2, full=1)
     tier = Scripted(put=[outcome])
     async with world(tier) as it:
-        event = await it.ended(it.put(1, 2, 3, 4))
+        event = await it.ended(it.put([1, 2, 3, 4]))
         assert tier.batches == [[key(1), key(2), key(3), key(4)], [key(2), key(4)]]
         assert event.kept == [True, True, False, True]
         assert event.reasons == {"full": 1}
@@ -344,7 +202,7 @@ async def test_there_is_no_second_attempt_where_there_is_no_time_for_it() -> Non
         get=[takes(1.2, Outcome((Status.FAILED,), {"connection": 1}))],
     )
     async with world(tier) as it:
-        event = await it.ended(it.fetch(1, located=True))
+        event = await it.ended(it.fetch([1], located=True))
         assert (event.retry, event.seconds) == ("no_time", pytest.approx(1.2))
         assert len(tier.of("get")) == 1
 
@@ -352,28 +210,21 @@ async def test_there_is_no_second_attempt_where_there_is_no_time_for_it() -> Non
 async def test_in_an_outage_second_attempts_are_few() -> None:
     tier = Scripted(put=[raises(ConnectionResetError())] * 1000)
     async with world(tier) as it:
-        events = [await it.ended(it.put(1)) for _ in range(200)]
+        events = [await it.ended(it.put([1])) for _ in range(200)]
         assert 200 + 20 <= len(tier.of("put")) <= 200 + 21
         assert {event.retry for event in events} == {"failed", "no_budget"}
-
-
-async def test_no_second_attempts_where_they_are_switched_off() -> None:
-    tier = Scripted(DummyConfig(retry_share=0.0), put=[raises(ConnectionResetError())] * 9)
-    async with world(tier) as it:
-        assert {(await it.ended(it.put(1))).retry for _ in range(5)} == {"no_budget"}
-        assert len(tier.of("put")) == 5
 
 
 async def test_a_reset_between_two_attempts_keeps_the_second_from_being_made() -> None:
     """The tier would keep the bytes of old weights as ones of the new."""
     tier = Scripted(put=[raises(ConnectionResetError())])
     async with world(tier) as it:
-        put = it.put(1)
+        put = it.put([1])
         await anyio.sleep(0.01)
         it.reset()
         event = await it.ended(put)
         assert (event.kept, event.reasons) == ([False], {"reset": 1})
-        assert (await it.ended(it.fetch(1))).answers == [Answer.MISSING]
+        assert (await it.ended(it.fetch([1]))).answers == [Answer.MISSING]
 
 
 # --- what a transfer says of the tier --------------------------------------------------------------
@@ -393,14 +244,14 @@ async def test_a_reset_between_two_attempts_keeps_the_second_from_being_made() -
 )
 async def test_most_of_the_chunks_decide_what_it_says(act: Act, health: TransferHealth) -> None:
     async with world(Scripted(get=[act])) as it:
-        assert (await it.ended(it.fetch(1, 2, 3, located=True))).health is health
+        assert (await it.ended(it.fetch([1, 2, 3], located=True))).health is health
 
 
 async def test_what_the_index_alone_has_answered_says_nothing() -> None:
     async with world(Scripted(DummyConfig(complete_index=True))) as it:
-        assert (await it.ended(it.fetch(1))).health is TransferHealth.NONE
+        assert (await it.ended(it.fetch([1]))).health is TransferHealth.NONE
     async with world(Scripted(DummyConfig(complete_index=False))) as it:
-        assert (await it.ended(it.fetch(1))).health is TransferHealth.GOOD
+        assert (await it.ended(it.fetch([1]))).health is TransferHealth.GOOD
 
 
 # --- a tier that does not open, or does not reset --------------------------------------------------
@@ -410,20 +261,21 @@ async def test_a_tier_that_fails_to_open_is_tried_again_with_growing_pauses_and_
     tier = Scripted(open=[raises(ConnectionRefusedError())] * 4)
     async with world(tier) as it:
         await anyio.sleep(5.0)
-        assert (await it.ended(it.put(1))).reasons == {"down": 1}
+        assert (await it.ended(it.put([1]))).reasons == {"down": 1}
         await anyio.sleep(20.0)
         assert tier.of("open") == pytest.approx([0.0, 1.0, 3.0, 7.0, 15.0])
         assert it.conditions() == [(0.0, TierDown), (pytest.approx(15.0), TierUp)]
-        assert (await it.ended(it.put(1))).kept == [True]
+        assert (await it.ended(it.put([1]))).kept == [True]
     assert len(tier.of("aclose")) == 1
 
 
 async def test_each_attempt_to_open_gets_an_object_of_its_own() -> None:
     made = [Scripted(open=[raises(ConnectionRefusedError())]), Scripted()]
-    async with world(Scripted(open=[raises(ConnectionRefusedError())]), lambda: made.pop(0)) as it:
+    first = Scripted(open=[raises(ConnectionRefusedError())])
+    async with world(NamedTier("tier", first, lambda: made.pop(0))) as it:
         await anyio.sleep(10.0)
         assert made == []
-        assert (await it.ended(it.put(1))).kept == [True]
+        assert (await it.ended(it.put([1]))).kept == [True]
 
 
 async def test_an_opening_without_an_end_is_given_up_and_tried_again() -> None:
@@ -448,34 +300,34 @@ async def test_a_tier_that_missed_a_reset_is_reset_before_it_is_used() -> None:
         assert verbs == ["open", "open", "open", "reset", "reset"], "one reset is enough for both"
         assert [kind for _, kind in it.conditions()] == [TierDown, TierUp]
         assert it.conditions()[1][0] >= tier.of("reset")[-1]
-        assert (await it.ended(it.put(1))).kept == [True]
+        assert (await it.ended(it.put([1]))).kept == [True]
 
 
 async def test_a_failed_reset_is_repeated_and_nothing_is_asked_of_the_tier_meanwhile() -> None:
     tier = Scripted(reset=[raises(OSError("read only"))] * 2)
     async with world(tier) as it:
-        assert (await it.ended(it.put(1))).kept == [True]
+        assert (await it.ended(it.put([1]))).kept == [True]
         it.reset()
         with anyio.fail_after(0.001):
             await it.executor.settled()
         tier.calls.clear()
-        assert (await it.ended(it.fetch(1, located=True))).reasons == {"down": 1}
-        assert (await it.ended(it.put(2))).reasons == {"down": 1}
+        assert (await it.ended(it.fetch([1], located=True))).reasons == {"down": 1}
+        assert (await it.ended(it.put([2]))).reasons == {"down": 1}
         await anyio.sleep(10.0)
         assert [verb for verb, _ in tier.calls] == ["reset", "reset"]
         assert [kind for _, kind in it.conditions()] == [TierDown, TierUp]
-        assert (await it.ended(it.fetch(1))).answers == [Answer.MISSING]
+        assert (await it.ended(it.fetch([1]))).answers == [Answer.MISSING]
 
 
 async def test_a_reset_without_an_end_holds_up_nobody() -> None:
     tier = Scripted(DummyConfig(deadline_s=2.0), reset=[takes(30.0)])
     async with world(tier) as it:
-        await it.ended(it.put(1))
+        await it.ended(it.put([1]))
         it.reset()
         before_s = now_s()
         await it.executor.settled()
         assert now_s() - before_s == pytest.approx(2.0, abs=0.02)
-        assert (await it.ended(it.fetch(1))).reasons == {"down": 1}
+        assert (await it.ended(it.fetch([1]))).reasons == {"down": 1}
         await anyio.sleep(30.0)
         assert [kind for _, kind in it.conditions()] == [TierDown, TierUp]
         assert tier.of("reset") == [pytest.approx(before_s)], "it was let go on"
@@ -486,7 +338,7 @@ async def test_an_outage_does_not_fill_the_log(caplog: pytest.LogCaptureFixture)
         tier = Scripted(put=[raises(OSError("disk"))] * 1000)
         async with world(tier) as it:
             for _ in range(200):
-                await it.ended(it.put(1))
+                await it.ended(it.put([1]))
                 await anyio.sleep(0.1)
     lines = [record.message for record in caplog.records]
     assert 2 <= len(lines) <= 4

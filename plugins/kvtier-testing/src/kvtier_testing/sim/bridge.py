@@ -80,7 +80,7 @@ class Bridge:
         if self._events and self._chance.random() < 0.5:
             self._driver.on_events(self._events)
         request = self._requests[name]
-        if request.stands and (answer := self.core.repeat(key, request)) is not None:
+        if request.answers_stand and (answer := self.core.repeat_answer(key, request)) is not None:
             return answer
         return self.core.lookup(key, request)
 

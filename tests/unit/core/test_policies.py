@@ -1,16 +1,61 @@
-"""ARC keeps what is used again through a scan, adapts, and remembers within bounds."""
+"""kvtier's own eviction policies: the contract of all, what LRU and ARC add to it, and keys by age."""
 
 from __future__ import annotations
 
 from itertools import count
+from random import Random
 
 import pytest
 
 from kvtier.keys import OffloadKey, pack_key
+from kvtier.policies._aged import AgedKeys
 from kvtier.policies._arc import ARC
 from kvtier.policies._base import EvictionPolicy
 from kvtier.policies._lru import LRU
+from kvtier_testing.policies import PolicyConformance
 from tests.unit.core.world import keys
+
+
+class TestLRU(PolicyConformance):
+    policy = LRU
+
+
+class TestARC(PolicyConformance):
+    policy = ARC
+
+
+def test_the_oldest_go_first_and_the_tail_of_a_prompt_before_its_front() -> None:
+    policy = LRU()
+    old, new = keys("old", 3), keys("new", 3)
+    policy.add(old, used=False)
+    policy.add(new, used=False)
+    assert policy.evict(4) == [old[2], old[1], old[0], new[2]]
+    assert len(policy) == 2
+    assert new[0] in policy
+    assert new[2] not in policy
+
+
+def numbered(first: int, count: int) -> list[OffloadKey]:
+    return [pack_key(f"{index:06}".encode()) for index in range(first, first + count)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_does_what_a_list_does(seed: int) -> None:
+    random, aged, truth, made = Random(seed), AgedKeys(), list[OffloadKey](), 0
+    for _ in range(300):
+        added = numbered(made, random.randrange(60))
+        made += len(added)
+        aged.add(added)
+        truth += added
+        for key in random.sample(truth, min(len(truth), random.randrange(10))):
+            truth.remove(key)
+            aged.remove(key)
+            assert key not in aged
+        count = random.choice([0, 1, 5, 50, 100])
+        assert aged.pop_oldest(count) == truth[:count]
+        del truth[:count]
+        assert len(aged) == len(truth)
+        assert all(key in aged for key in truth[:3])
 
 
 def use(policy: EvictionPolicy, key: OffloadKey) -> bool:
@@ -70,41 +115,6 @@ def test_a_pinned_chunk_is_no_candidate_and_comes_back_to_its_list(used: bool) -
     policy.add([once[0]], used=used)
     # What was seen once goes before what was read, unless it was read meanwhile.
     assert set(policy.evict(2)) == ({once[1], read[1]} if used else set(once))
-
-
-def test_eviction_takes_from_both_lists_when_one_is_too_short() -> None:
-    policy = ARC(10)
-    once, read = keys("once", 2), keys("read", 3)
-    policy.add(once, used=False)
-    policy.add(read, used=True)
-    assert set(policy.evict(4)) == {*once, read[2], read[1]}
-    assert policy.evict(4) == [read[0]]
-    assert policy.evict(4) == []
-
-
-def test_the_frequent_ones_are_evicted_where_the_target_asks_for_more_recent_ones() -> None:
-    policy = ARC(4)
-    policy.add(keys("read", 1), used=True)
-    policy.add(keys("once", 2), used=False)
-    policy.evict(2)
-    policy.add(keys("once", 2), used=False)  # back from the ghosts: the target is two now
-    policy.pin(keys("once", 2))
-    policy.add(keys("new", 2), used=False)
-    assert policy.evict(1) == keys("read", 1)
-
-
-@pytest.mark.parametrize(("others", "is_remembered"), [(9, True), (10, False)])
-def test_no_more_is_remembered_than_there_is_room_for(others: int, is_remembered: bool) -> None:
-    policy = ARC(10)
-    (back,) = keys("back", 1)
-    for key in [back, *keys("other", others)]:
-        policy.add([key], used=False)
-        policy.evict(1)
-    (read,) = keys("read", 1)
-    policy.add([read], used=True)
-    policy.add([back], used=False)
-    # One that is remembered counts as used again; one that is not is new, and goes first.
-    assert policy.evict(1) == ([read] if is_remembered else [back])
 
 
 def test_clear_forgets_ghosts_too() -> None:
