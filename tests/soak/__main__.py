@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,13 +18,11 @@ from rich.table import Table
 
 from tests.integration.conftest import VLLM_LINE
 from tests.integration.harness import EngineError
-from tests.soak import engine_soak, manager_soak
+from tests.soak import engine_soak
 from tests.soak.engine_soak import Setup, SoakError
-from tests.soak.in_engine import LEAKS
-from tests.soak.trend import Bound, Sample, judge
+from tests.soak.figures import Bound, Sample, judge
 
 ISOLATIONS = ("thread", "process")
-MANAGER_SHARE = 0.15
 
 _folder = partial(tempfile.TemporaryDirectory, prefix="kvtier-soak-")
 
@@ -84,15 +81,14 @@ class Report:
         return 0
 
 
-def _soak_engines(report: Report, seconds: float, given: argparse.Namespace, seed: int) -> None:
+def _soak_engines(report: Report, seconds: float, isolations: Sequence[str], seed: int) -> None:
     if shutil.which("redis-server") is None:
         raise SoakError("redis-server is not installed: it is one of the tiers")
-    isolations = given.isolation or ISOLATIONS
     with _folder() as folder, Setup.opened(Path(folder)) as setup:
         for isolation in isolations:
             with (
                 _folder() as roots,
-                engine_soak.opened(setup, Path(roots), seed, isolation, given.leak) as soak,
+                engine_soak.opened(setup, Path(roots), seed, isolation) as soak,
             ):
                 try:
                     soak.run(seconds / len(isolations))
@@ -102,27 +98,14 @@ def _soak_engines(report: Report, seconds: float, given: argparse.Namespace, see
                     report.show(f"engine, tiers in a {isolation}", soak.samples, seen, engine_soak.BOUNDS)
 
 
-def _soak_manager(report: Report, seconds: float, seed: int) -> None:
-    with _folder() as folder:
-        try:
-            samples, seen = manager_soak.run_apart(Path(folder), seconds, seed)
-        except subprocess.CalledProcessError as error:
-            raise SoakError(f"the manager: {error}\n{error.stderr[-4000:]}") from error
-        report.show("manager", samples, seen, manager_soak.BOUNDS)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line asks for; return the exit status."""
     given = _parser().parse_args(arguments)
     seed = random.SystemRandom().getrandbits(32) if given.seed is None else given.seed
     report = Report(seed)
     started_s = time.monotonic()
-    seconds = 60 * given.minutes
     try:
-        if given.leak is None and not given.no_manager:
-            _soak_manager(report, MANAGER_SHARE * seconds, seed)
-            seconds -= MANAGER_SHARE * seconds
-        _soak_engines(report, seconds, given, seed)
+        _soak_engines(report, 60 * given.minutes, given.isolation or ISOLATIONS, seed)
     except (SoakError, EngineError, AssertionError) as error:
         report.fail("the soak has ended early", error)
     print(f"{time.monotonic() - started_s:,.0f} s in all")
@@ -138,8 +121,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--minutes", type=float, default=1.5, help="for how long, starting engines aside (default: 1.5)")
     add("--seed", type=int, help="of all choices (default: a new one, which is printed)")
     add("--isolation", choices=ISOLATIONS, action="append", help="may be given again (default: each)")
-    add("--no-manager", action="store_true", help="engines alone, without the part that needs none")
-    add("--leak", choices=sorted(LEAKS), help="leak this on purpose, to see that it is found")
     return parser
 
 

@@ -22,10 +22,8 @@ from typing import Any
 
 from tests.integration.conftest import ENVIRONMENT, LLAMA
 from tests.integration.harness import BLOCK_TOKENS, Engine, Launcher, Metrics, Tokens, prompt
-from tests.soak.in_engine import OF_REQUESTS
-from tests.soak.process_stats import ProcessStats, SharedMemory, on_disk, zombies_of
+from tests.soak.figures import FEWEST_SAMPLES, Bound, ProcessStats, Sample, on_disk, shared_memory, zombies_of
 from tests.soak.server import RedisServer
-from tests.soak.trend import FEWEST_SAMPLES, Bound, Sample
 
 MIB = 1 << 20
 CHUNK_BYTES = 128 * 1024
@@ -73,7 +71,6 @@ BOUNDS: Mapping[str, Bound] = {
     "tiers' process: threads": Bound(4, "kills", 0.25),
     "processes": Bound(0, "kills"),
     "shared memory: files": Bound(0, "kills"),
-    "shared memory: MiB": Bound(0.5, "kills"),
     "disk, files: MiB": Bound(FILES_BYTES / MIB, "requests", most=FILES_BYTES / MIB),
     "disk: files and folders": Bound(MOST_PATHS, "requests", most=MOST_PATHS),
 }
@@ -116,9 +113,7 @@ class Setup:
 
 
 @contextmanager
-def opened(
-    setup: Setup, folder: Path, seed: int, isolation: str, leak: str | None = None
-) -> Iterator[EngineSoak]:
+def opened(setup: Setup, folder: Path, seed: int, isolation: str) -> Iterator[EngineSoak]:
     """Start an engine and a server, and stop them at the end.
 
     Args:
@@ -126,17 +121,16 @@ def opened(
         folder: for the roots and the server.
         seed: of all choices.
         isolation: where the tiers run.
-        leak: see ``EngineSoak``.
     """
     with ExitStack() as stack:
         server = RedisServer(folder / "redis", REDIS_BYTES)
         server.start()
         stack.callback(server.kill)
-        shared_memory = SharedMemory()
+        earlier = shared_memory()
         settings = _settings(folder, server, isolation)
         engine = setup.launcher.start(setup.model, settings, prepare=(IN_ENGINE, "hurry"), **ENGINE)
         stack.enter_context(engine)
-        yield EngineSoak(engine, setup.reference, server, folder, shared_memory, isolation, seed, leak)
+        yield EngineSoak(engine, setup.reference, server, folder, earlier, isolation, seed)
 
 
 def _settings(folder: Path, server: RedisServer, isolation: str) -> dict[str, Any]:
@@ -213,10 +207,9 @@ class EngineSoak:
         reference: without it, and without a prefix cache.
         server: the Redis server.
         folder: the roots.
-        shared_memory: knows what was there before the engine.
+        earlier: the files in shared memory that were there before the engine.
         isolation: where the tiers run.
         seed: of all choices.
-        leak: what to leak, see ``in_engine.LEAKS``. To see that it is found.
 
     Attributes:
         seen: what has happened how often.
@@ -228,10 +221,9 @@ class EngineSoak:
     reference: Engine
     server: RedisServer
     folder: Path
-    shared_memory: SharedMemory
+    earlier: set[Path]
     isolation: str
     seed: int
-    leak: str | None = None
     seen: Counter[str] = field(default_factory=Counter)
     samples: list[Sample] = field(default_factory=list)
     work: list[Counter[str]] = field(default_factory=list)
@@ -242,7 +234,7 @@ class EngineSoak:
         self._began_s = time.monotonic()
         self._fault: Fault | None = None
         self._fault_begins = self._fault_ends = 0
-        self._deck: list[str] = []
+        self._faults_begun = 0
 
     def run(self, seconds: float) -> None:
         """Run for so long.
@@ -275,7 +267,7 @@ class EngineSoak:
     # --- requests --------------------------------------------------------------------------------
 
     def _batch(self) -> None:
-        prompts, kills = self._prompts.batch(), self.seen["kills"]
+        prompts = self._prompts.batch()
         aborts = {
             str(place): self._chance.randrange(1, 6)
             for place in range(len(prompts))
@@ -294,7 +286,6 @@ class EngineSoak:
             )
         self.seen["batches"] += 1
         self.seen["requests"] += len(prompts)
-        self._plant(len(prompts) if self.leak in OF_REQUESTS else self.seen["kills"] - kills)
 
     def _compare(self, asked: Tokens, said: Tokens, has_ended: bool, right: Tokens, may_abort: bool) -> None:
         if not has_ended and not may_abort:
@@ -319,13 +310,10 @@ class EngineSoak:
             self._begin_fault()
 
     def _begin_fault(self) -> None:
-        """Begin the next of all faults in an order by chance."""
-        possible = {fault.name: fault for fault in self._faults()}
-        self._deck = [name for name in self._deck if name in possible]
-        if not self._deck:
-            self._deck = sorted(possible)
-            self._chance.shuffle(self._deck)
-        fault = possible[self._deck.pop()]
+        """Begin one of the faults; each has its turn."""
+        possible = self._faults()
+        fault = possible[self._faults_begun % len(possible)]
+        self._faults_begun += 1
         self._fault, self._fault_ends = fault, self.seen["batches"] + self._chance.randrange(1, 4)
         fault.begin()
         self.seen[fault.name] += 1
@@ -340,7 +328,12 @@ class EngineSoak:
         server = self.server
         faults = [
             Fault("redis killed", self._kill_redis, server.start),
-            Fault("redis stopped", server.stop, server.go_on, is_kill=False),
+            Fault(
+                "redis stopped",
+                partial(server.send, signal.SIGSTOP),
+                partial(server.send, signal.SIGCONT),
+                is_kill=False,
+            ),
         ]
         for pid in self._tiers_processes():
             faults += [
@@ -359,11 +352,6 @@ class EngineSoak:
 
     def _tiers_processes(self) -> list[int]:
         return [pid for pid in self.engine.processes if pid != self.engine.pid]
-
-    def _plant(self, times: int) -> None:
-        if self.leak is not None and times:
-            order = {"what": self.leak, "times": times}
-            self.engine.ask("call", module=IN_ENGINE, function="leak", arguments=order)
 
     # --- figures ---------------------------------------------------------------------------------
 
@@ -387,15 +375,13 @@ class EngineSoak:
     def _sample(self) -> None:
         pids = [self.engine.pid, *self._tiers_processes()]
         core = self.engine.ask("call", module=IN_ENGINE, function="sample", arguments={})
-        self.shared_memory.look(pids)
-        files, shared_bytes = self.shared_memory.left()
+        shared = shared_memory() - self.earlier
         paths, disk_bytes = on_disk(self.folder / "files")
         figures = {
             **self._figures_of_engine(core),
             **self._figures_of_tiers(pids[1:]),
             "processes": len(pids),
-            "shared memory: files": files,
-            "shared memory: MiB": shared_bytes / MIB,
+            "shared memory: files": len(shared),
             "disk, files: MiB": disk_bytes / MIB,
             "disk: files and folders": paths,
         }

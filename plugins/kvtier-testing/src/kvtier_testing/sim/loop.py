@@ -12,13 +12,14 @@ import heapq
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import Context
 from functools import partial
+from inspect import CORO_CREATED, getcoroutinestate
 from itertools import count
 from random import Random
-from typing import Any, Protocol, TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple
 from unittest import mock
 
 import anyio
@@ -132,7 +133,7 @@ class SimLoop(asyncio.BaseEventLoop):
         *args: *Ts,
     ) -> asyncio.Future[T]:
         """Run a function in this thread, at a time that the seed picks."""
-        return run_later(self, lambda: func(*args))
+        return _run_later(self, lambda: func(*args))
 
     def run_forever(self) -> None:
         """Run callbacks until ``stop``.
@@ -154,8 +155,8 @@ class SimLoop(asyncio.BaseEventLoop):
                 left = asyncio.all_tasks(self)
                 if not left:
                     return
-                for task in left if turn % _CANCEL_EVERY == 0 else ():
-                    task.cancel()
+                if turn % _CANCEL_EVERY == 0:
+                    cancel_begun(left)
                 with suppress(BaseException):  # whatever it is, it is not the failure
                     self._turn()
         for task in asyncio.all_tasks(self):
@@ -230,20 +231,20 @@ class SimTask(asyncio.Task[T]):
     number: int
 
 
+def cancel_begun(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, but those that have not begun: anyio never awaits the coroutine of one cancelled then."""
+    for task in tasks:
+        if getcoroutinestate(task.get_coro()) != CORO_CREATED:
+            task.cancel()
+
+
 def _number_of(handle: asyncio.Handle) -> int:
     """Return the number of the task that a handle is a step of; 0 for other callbacks."""
     task = getattr(handle._callback, "__self__", None)  # type: ignore[attr-defined]
     return task.number if isinstance(task, SimTask) else 0
 
 
-class _Scheduler(Protocol):
-    chance: Random
-
-    def create_future(self) -> asyncio.Future[Any]: ...
-    def call_later(self, delay: float, callback: Callable[[], object]) -> object: ...
-
-
-def run_later(loop: _Scheduler, call: Callable[[], T]) -> asyncio.Future[T]:
+def _run_later(loop: SimLoop, call: Callable[[], T]) -> asyncio.Future[T]:
     """Call a function as a thread would, beside the loop's tasks: it runs, whoever still waits for it."""
     future: asyncio.Future[T] = loop.create_future()
     begins_s, ends_s = (loop.chance.choice((0.0, 0.0, 1e-4, 3e-3)) for _ in range(2))
@@ -276,7 +277,7 @@ async def _in_simulated_thread(
     await anyio.lowlevel.checkpoint()
     async with limiter or anyio.CapacityLimiter(1):
         with anyio.CancelScope(shield=not abandon_on_cancel):
-            return await run_later(loop, lambda: func(*args))
+            return await _run_later(loop, lambda: func(*args))
     raise AssertionError("the scope is nobody's to cancel")
 
 
@@ -337,4 +338,4 @@ def simulate(main: Callable[[], Coroutine[Any, Any, T]], seed: object = 0) -> T:
             loop.close()
 
 
-__all__ = ["SimLoop", "Spinning", "Stalled", "run_later", "simulate"]
+__all__ = ["SimLoop", "Spinning", "Stalled", "cancel_begun", "simulate"]

@@ -17,12 +17,12 @@ from kvtier.keys import OffloadKey
 from kvtier.policies import ARC, LRU, EvictionPolicy
 from kvtier.tiers import SecondaryTier
 from kvtier_testing.sim.backend import Backend
-from kvtier_testing.sim.bridge import SimExecutorThread
 from kvtier_testing.sim.device import Copies
-from kvtier_testing.sim.faults import FaultyTier, inject_faults
-from kvtier_testing.sim.loop import simulate
+from kvtier_testing.sim.engine import EngineProcess, SimExecutorThread
+from kvtier_testing.sim.faults import FaultyTier
+from kvtier_testing.sim.loop import cancel_begun, simulate
 from kvtier_testing.sim.model import ADDRESS, IDENTITY, CheckedTiering, SimMemory, World, show
-from kvtier_testing.sim.processes import DRAIN_S, EngineProcess, Process
+from kvtier_testing.sim.processes import DRAIN_S, Process
 from kvtier_testing.sim.scenario import End, Owner, Scenario, TierScenario, chain
 from kvtier_testing.sim.tiers import SimTier, VerifyingSimTier
 
@@ -172,10 +172,9 @@ class _Run:
             await task
         closing = asyncio.ensure_future(process.aclose())
         await asyncio.wait([closing], timeout=DRAIN_S)
-        for left in asyncio.all_tasks() - {asyncio.current_task()}:
-            left.cancel()
-            with suppress(BaseException):
-                await left
+        while left := asyncio.all_tasks() - {asyncio.current_task()}:
+            cancel_begun(left)
+            await asyncio.wait(left, timeout=0.001)
         for backend in self._backends:
             backend.set_faults(backend.faults)
 
@@ -266,13 +265,12 @@ class _Run:
         world.note(f"process {world.process} starts")
         core = self._core()
         if scenario.owner is Owner.TASKS:
-            from kvtier_testing.sim.tasks import Clients, SimRegion, TasksProcess  # needs torch
+            from kvtier_testing.sim.tasks import ManagerProcess, SimRegion  # needs torch
 
             region = SimRegion(world, scenario.slots)
             tiers, named = self._tiers(region)
             core.watch(world, region)
-            clients = Clients(world, scenario, core, region, self._copies(region), named)
-            return TasksProcess(world, core, tiers, clients)
+            return ManagerProcess(world, scenario, core, tiers, named, region, self._copies(region))
         memory = SimMemory(world, scenario.slots)
         tiers, named = self._tiers(memory)
         core.watch(world, memory)
@@ -327,7 +325,7 @@ class _Run:
             inner = self._given.tier(backend)
         else:
             inner = (VerifyingSimTier if scenario.verifies else SimTier)(scenario.config, backend)
-        return inject_faults(inner, backend, memory, drains=scenario.config.drains)
+        return FaultyTier(inner, backend, memory, drains=scenario.config.drains)
 
     def _schedule_faults(self, backend: Backend, scenario: TierScenario) -> None:
         for prompt, preloaded in zip(self._scenario.prompts, scenario.preloaded, strict=False):
