@@ -56,6 +56,10 @@ ChunkTokensOption = Annotated[
 NativeOption = Annotated[
     bool, typer.Option("--native/--no-native", help="vLLM's own tiering over a CPU worker, too.")
 ]
+ChunkBytesOption = Annotated[
+    list[int] | None,
+    typer.Option(min=4096, help="Bytes of a chunk; may be given again. [65536, 524288, 2097152]"),
+]
 RoundsOption = Annotated[int, typer.Option(min=1, help="How often each measurement is repeated.")]
 
 
@@ -75,10 +79,7 @@ def fs(
     root: Annotated[
         Path, typer.Argument(help="A directory on the file system to measure; it is left empty.")
     ],
-    chunk_bytes: Annotated[
-        list[int] | None,
-        typer.Option(min=4096, help="Bytes of a chunk; may be given again. [65536, 524288, 2097152]"),
-    ] = None,
+    chunk_bytes: ChunkBytesOption = None,
     seconds: Annotated[float, typer.Option(min=0.01, help="Length of each measured stretch.")] = 1.0,
     rounds: RoundsOption = 5,
     as_json: JsonFlag = False,
@@ -93,10 +94,7 @@ def tier(
     config: Annotated[
         Path, typer.Option(metavar="FILE", help="Settings of one tier, as JSON, or TOML in a *.toml.")
     ],
-    chunk_bytes: Annotated[
-        list[int] | None,
-        typer.Option(min=4096, help="Bytes of a chunk; may be given again. [65536, 524288, 2097152]"),
-    ] = None,
+    chunk_bytes: ChunkBytesOption = None,
     mib: Annotated[int, typer.Option(min=1, help="MiB that are moved in each measured stretch.")] = 256,
     rounds: RoundsOption = 5,
     as_json: JsonFlag = False,
@@ -111,9 +109,6 @@ def device(
     backend: Annotated[
         str | None, typer.Option(metavar="NAME", help="cpu, cuda, rocm or xpu. Default: what is there.")
     ] = None,
-    host_only: Annotated[
-        bool, typer.Option("--host-only", help="Only the host's time to describe copies: needs no device.")
-    ] = False,
     mib: Annotated[
         int | None,
         typer.Option(min=16, help="MiB of device memory, and of slots. [2048; 64 on the CPU]"),
@@ -121,7 +116,7 @@ def device(
     as_json: JsonFlag = False,
 ) -> None:
     """GB/s of copies between device and primary tier, host time for them, and the loss of computing."""
-    _report(_lazy("device").run(backend, host_only=host_only, mib=mib), as_json)
+    _report(_lazy("device").run(backend, mib), as_json)
 
 
 @bench.command()

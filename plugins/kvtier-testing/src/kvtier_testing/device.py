@@ -412,24 +412,6 @@ class DeviceConformance:
             assert [number for number in ended if number % 2 == 0] == list(range(0, 40, 2))
             assert [number for number in ended if number % 2] == list(range(1, 40, 2))
 
-    def test_many_groups(self, engine_factory: EngineFactory) -> None:
-        noise = random.Random(5)
-        pages = (512, 192, 64, 33, 4096, 8)
-        groups = tuple(
-            tuple((tensor, noise.randint(1, pages[tensor])) for tensor in noise.sample(range(6), 3))
-            for _ in range(24)
-        )
-        shape = Shape(pages, groups=groups, blocks_per_chunk=3, num_blocks=96, slots=64)
-        with rig(engine_factory, shape, self.device) as it:
-            sizes = tuple(noise.randint(0, 2) for _ in groups)
-            firsts = tuple(noise.randint(0, 7) for _ in groups)
-            blocks = Blocks.make(noise.sample(range(48), sum(sizes)), sizes, firsts)
-            slots = noise.sample(range(64), sum(blocks.slots_needed(3)))
-            it.store(1, blocks, slots)
-            it.check()
-            it.load(2, slots, Blocks.make(noise.sample(range(48, 96), sum(sizes)), sizes, firsts))
-            it.check()
-
     @pytest.mark.parametrize("awaited", [False, True])
     def test_a_store_takes_what_was_computed_before_it_and_nothing_later(
         self, engine_factory: EngineFactory, compute: Compute, awaited: bool
@@ -566,14 +548,6 @@ class DeviceConformance:
         assert sum("device disabled" in record.getMessage() for record in caplog.records) == 1
         it.close()
 
-    def test_a_copy_that_is_slow_is_not_abandoned(self, gated_factory: GatedFactory, gate: Gate) -> None:
-        with rig(gated_factory(2), device=self.device) as it:
-            gate.hold(CopyQueue.LOAD)
-            it.load(1, [1], _run(1, 1))
-            threading.Timer(0.4, gate.open).start()
-            it.check()
-            assert [end.error for end in it.engine.finished()] == [None]
-
     def test_many_copies_may_take_longer_than_the_deadline_of_one(self, gated_factory: GatedFactory) -> None:
         with rig(gated_factory(0.5), device=self.device) as it:
             start = time.monotonic()
@@ -585,16 +559,6 @@ class DeviceConformance:
             it.check()
             assert {end.error for end in it.engine.finished()} == {None}
 
-    def test_results_say_what_was_moved(self, engine_factory: EngineFactory) -> None:
-        with rig(engine_factory, device=self.device) as it:
-            blocks = _run(0, 5)
-            it.store(7, blocks, range(5))
-            it.engine.drain()
-            (end,) = it.engine.finished()
-            assert (end.transfer_id, end.nbytes, end.error) == (7, it.model.nbytes(blocks), None)
-            assert end.seconds > 0
-            assert it.engine.finished() == []
-
     def test_wait_ignores_what_is_unknown_or_ended(self, engine_factory: EngineFactory) -> None:
         with rig(engine_factory, device=self.device) as it:
             it.engine.wait([99])
@@ -604,15 +568,6 @@ class DeviceConformance:
             assert [end.transfer_id for end in it.engine.finished()][:5] == [0, 1, 2, 3, 4]
             it.engine.wait([4])
             it.check()
-
-    def test_every_end_wakes(self, engine_factory: EngineFactory) -> None:
-        with rig(engine_factory, device=self.device) as it:
-            seen: list[int] = []
-            it.engine.set_wakeup(lambda: seen.extend(end.transfer_id for end in it.engine.finished()))
-            for number in range(10):
-                it.store(number, _run(number, 8), range(8))
-            it.engine.close()
-            assert sorted(seen) == list(range(10))
 
     def test_close_finishes_what_was_submitted(self, engine_factory: EngineFactory) -> None:
         with rig(engine_factory, device=self.device) as it:

@@ -234,7 +234,8 @@ class SimTask(asyncio.Task[T]):
 def cancel_begun(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel tasks, but those that have not begun: anyio never awaits the coroutine of one cancelled then."""
     for task in tasks:
-        if getcoroutinestate(task.get_coro()) != CORO_CREATED:
+        coroutine: Any = task.get_coro()
+        if getcoroutinestate(coroutine) != CORO_CREATED:
             task.cancel()
 
 

@@ -127,29 +127,6 @@ class BasicTests(TierSetup):
             await it.tier.discard(keys([1, 9, 1]))
             expect(await it.get([1]) == [Status.ABSENT], "a discarded chunk is still there")
 
-    async def test_a_chunk_may_be_put_twice(self, place: Path) -> None:
-        async with self.opened(place) as it:
-            it.expect_kept(await it.put([1, 2]), "a put")
-            it.expect_kept(await it.put([2, 3]), "a put of a chunk that is there")
-            it.expect_kept(await it.get([1, 2, 3]), "chunks that were put once and twice")
-
-    async def test_other_bytes_under_a_key_leave_the_old_or_the_new_ones(self, place: Path) -> None:
-        async with self.opened(place) as it:
-            await it.put(range(4))
-            await it.put(range(2, 6), version=1)
-            it.expect_kept(await it.get([0, 1]), "chunks that were put once")
-            it.expect_kept(await it.get([2, 3], versions=(0, 1)), "chunks that were put in two versions")
-            it.expect_kept(await it.get([4, 5], versions=(1,)), "chunks that were put once")
-
-    async def test_a_put_leaves_its_slots_as_they_are(self, place: Path) -> None:
-        async with self.opened(place) as it:
-            for _ in range(2):  # the second time the chunks are there
-                batch, slots = it.filled(range(8))
-                await it.tier.put(batch)
-                for number, view in enumerate(batch.views):
-                    expect(view == it.content(number), "a put has changed the bytes of a slot")
-                slots.check_unused("a put")
-
     async def test_the_slots_of_a_put_may_hold_something_else_when_it_has_ended(self, place: Path) -> None:
         async with self.opened(place) as it:
             for version in (0, 1):
@@ -180,13 +157,6 @@ class BasicTests(TierSetup):
             it.expect_kept(await it.get([0, 2]), "chunks that were not discarded")
             it.expect_kept(await it.put([1]), "a put of a chunk that was discarded")
             it.expect_kept(await it.get([1]), "a chunk that was discarded and put again")
-
-    async def test_touch_changes_nothing_that_is_kept(self, place: Path) -> None:
-        async with self.opened(place) as it:
-            await it.put(range(4))
-            await it.tier.touch(keys([2, 0, 77]))
-            it.expect_kept(await it.get(range(4)), "chunks after a touch")
-            expect(await it.get([77]) == [Status.ABSENT], "a touch has made a chunk")
 
     async def test_a_reset_hides_everything(self, place: Path) -> None:
         async with self.opened(place) as it:

@@ -22,7 +22,6 @@ class Way(Enum):
     CANCEL = "Task.cancel"
     AGAIN = "Task.cancel, three times"
     SCOPE = "anyio.CancelScope"
-    TIMEOUT = "asyncio.timeout"
 
 
 class Stepped(Generic[T]):
@@ -158,13 +157,10 @@ class _Cancellation(Generic[T]):
         self._then = then
         self._stepped = Stepped(call(), on_wait=self._waits)
         self._cancel: Callable[[], object] = lambda: None
-        self._expired = False
 
     async def run(self) -> T:
         if self._way is Way.SCOPE:
             return await self._in_scope()
-        if self._way is Way.TIMEOUT:
-            return await self._in_timeout()
         task = asyncio.current_task()
         assert task is not None
         return await self._run(task.cancel)
@@ -174,8 +170,6 @@ class _Cancellation(Generic[T]):
         if task.cancelled():
             return Ended(waits, fired, raised_cancellation=True)
         error = task.exception()
-        if isinstance(error, TimeoutError) and self._expired:
-            return Ended(waits, fired, raised_cancellation=True)
         if error is not None:
             return Ended(waits, fired, raised_cancellation=False, error=error)
         return Ended(waits, fired, raised_cancellation=False, result=task.result())
@@ -184,16 +178,6 @@ class _Cancellation(Generic[T]):
         with anyio.CancelScope() as scope:
             return await self._run(scope.cancel)
         raise asyncio.CancelledError  # the scope has caught it, as its owner would see it
-
-    async def _in_timeout(self) -> T:
-        loop = asyncio.get_running_loop()
-        timeout = asyncio.timeout(None)
-        try:
-            async with timeout:
-                return await self._run(lambda: timeout.reschedule(loop.time()))
-        finally:
-            self._expired = timeout.expired()
-            self.fired = int(self._expired)  # a deadline may come too late to be felt
 
     async def _run(self, cancel: Callable[[], object]) -> T:
         self._cancel = cancel
