@@ -10,19 +10,25 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from tests.integration.conftest import VLLM_LINE
-from tests.integration.harness import EngineError
+from tests.integration.conftest import ENVIRONMENT, LLAMA, VLLM_LINE
+from tests.integration.harness import Engine, EngineError, Launcher
 from tests.soak import engine_soak
-from tests.soak.engine_soak import Setup, SoakError
-from tests.soak.figures import Bound, Sample, judge
+from tests.soak.engine_soak import EngineSoak, SoakError
+from tests.soak.figures import Bound, Sample, judge, shared_memory
+from tests.soak.server import RedisServer
 
 ISOLATIONS = ("thread", "process")
+
+# oneDNN and torch keep what they have made for each number of tokens, up to a thousand of them, which grows
+# a CPU engine by some hundred MiB with kvtier and without.
+FEW_SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "LRU_CACHE_CAPACITY": "8"}
 
 _folder = partial(tempfile.TemporaryDirectory, prefix="kvtier-soak-")
 
@@ -84,18 +90,36 @@ class Report:
 def _soak_engines(report: Report, seconds: float, isolations: Sequence[str], seed: int) -> None:
     if shutil.which("redis-server") is None:
         raise SoakError("redis-server is not installed: it is one of the tiers")
-    with _folder() as folder, Setup.opened(Path(folder)) as setup:
-        for isolation in isolations:
-            with (
-                _folder() as roots,
-                engine_soak.opened(setup, Path(roots), seed, isolation) as soak,
-            ):
-                try:
-                    soak.run(seconds / len(isolations))
-                    soak.require_work()
-                finally:
-                    seen = soak.seen | soak.work[-1] if soak.work else soak.seen
-                    report.show(f"engine, tiers in a {isolation}", soak.samples, seen, engine_soak.BOUNDS)
+    with _folder() as folder, Launcher(Path(folder), {**ENVIRONMENT, **FEW_SHAPES}) as launcher:
+        model = launcher.make_model(Path(folder, "model"), "LlamaConfig", "LlamaForCausalLM", LLAMA)
+        with launcher.start(model, enable_prefix_caching=False, **engine_soak.ENGINE) as reference:
+            for isolation in isolations:
+                _soak(report, seconds / len(isolations), isolation, seed, launcher, model, reference)
+
+
+def _soak(
+    report: Report,
+    seconds: float,
+    isolation: str,
+    seed: int,
+    launcher: Launcher,
+    model: Path,
+    reference: Engine,
+) -> None:
+    with ExitStack() as stack:
+        roots = Path(stack.enter_context(_folder()))
+        server = RedisServer(roots / "redis", engine_soak.REDIS_BYTES)
+        stack.callback(server.kill)
+        server.start()
+        earlier = shared_memory()
+        settings = engine_soak.settings(roots, server, isolation)
+        prepare = (engine_soak.IN_ENGINE, "hurry")
+        engine = stack.enter_context(launcher.start(model, settings, prepare=prepare, **engine_soak.ENGINE))
+        soak = EngineSoak(engine, reference, server, roots, earlier, isolation, seed)
+        try:
+            soak.run(seconds)
+        finally:
+            report.show(f"engine, tiers in a {isolation}", soak.samples, soak.seen, engine_soak.BOUNDS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

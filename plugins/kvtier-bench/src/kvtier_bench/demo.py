@@ -108,7 +108,7 @@ def find_problems(phases: Sequence[Phase]) -> list[str]:
 
 
 def _run_engines(folder: Path) -> dict[str, Round]:
-    settings = connectors(PRIMARY_BYTES, BLOCK_TOKENS, folder, native=False)
+    settings = connectors(PRIMARY_BYTES, folder)
     rounds: dict[str, Round] = {}
     for title, connector, prompts in (
         ("engine without a connector", PLAIN, {"reference": PROMPTS}),

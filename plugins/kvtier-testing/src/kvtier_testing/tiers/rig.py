@@ -232,16 +232,16 @@ class TierRig:
         expect(count == len(batch), f"a {verb} of {len(batch)} chunks answered with {count} statuses")
         strange = [status for status in statuses if status not in _POSSIBLE[verb]]
         expect(not strange, f"a {verb} cannot end as {strange}")
+        for reason, number in reasons.items():
+            expect(type(number) is int and number > 0, f"a {verb} counts {number!r} for {reason!r}")
+        failed, told = sum(status is not Status.OK for status in statuses), sum(reasons.values())
+        expect(told <= failed, f"a {verb} gives {told} reasons for {failed} chunks that did not end OK")
         unknown = set(reasons) - set(TRANSFER) - set(self.tier.reasons)
         expect(
             not unknown,
             f"a {verb} gave the reasons {sorted(unknown)}, which are neither in kvtier._reasons.TRANSFER "
             "nor in the tier's own reasons: they would be counted as 'error'",
         )
-        for reason, number in reasons.items():
-            expect(type(number) is int and number > 0, f"a {verb} counts {number!r} for {reason!r}")
-        failed, told = sum(status is not Status.OK for status in statuses), sum(reasons.values())
-        expect(told <= failed, f"a {verb} gives {told} reasons for {failed} chunks that did not end OK")
 
     async def contains(self, numbers: Iterable[int]) -> list[bool]:
         """Ask the tier what it has, and check that what it knows agrees."""
