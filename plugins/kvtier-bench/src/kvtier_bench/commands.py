@@ -94,6 +94,7 @@ def overhead(
     root: RootOption = None,
     model: ModelOption = engines.Size.MEDIUM,
     rounds: RoundsOption = 10,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of a round, each one new.")] = 16,
     control: Annotated[
         bool, typer.Option("--control", help="A second engine without a connector, too: what noise does.")
     ] = False,
@@ -101,7 +102,7 @@ def overhead(
 ) -> None:
     """Tokens a second lost where nothing is reused: real engines, with and without kvtier."""
     measure = _lazy("overhead")
-    _report(measure.run(root, measure.Work(model.value, rounds), control=control), as_json)
+    _report(measure.run(root, measure.Work(model.value, rounds, prompts), control=control), as_json)
 
 
 @bench.command()
@@ -109,11 +110,12 @@ def convoy(
     root: RootOption = None,
     model: ModelOption = engines.Size.SMALL,
     rounds: RoundsOption = 5,
+    requests: Annotated[int, typer.Option(min=1, help="Requests that are sent at once.")] = 50,
     as_json: JsonFlag = False,
 ) -> None:
     """Many requests at once whose prefixes lie in files, with a small primary tier: real engines."""
     measure = _lazy("convoy")
-    _report(measure.run(root, measure.Work(model.value, rounds)), as_json)
+    _report(measure.run(root, measure.Work(model.value, rounds, requests)), as_json)
 
 
 def _lazy(module: str) -> Any:
