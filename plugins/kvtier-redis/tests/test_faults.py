@@ -231,9 +231,9 @@ async def test_keys_moved_to_another_server_are_found_there(own_cluster: list[Se
         for server in own_cluster:
             with server.client() as client:
                 where.update({name: server for name in client.keys(f"*{key(0).hex()}*")})
-                slots = {name: client.execute_command("CLUSTER", "KEYSLOT", name) for name in where}
         ((name, home),) = where.items()
-        slot = slots[name]
+        with home.client() as client:
+            slot = client.execute_command("CLUSTER", "KEYSLOT", name)
         target = next(server for server in own_cluster if server is not home)
         with home.client() as source, target.client() as other:
             names = [

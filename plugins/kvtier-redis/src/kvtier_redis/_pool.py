@@ -71,8 +71,14 @@ class Connections:
             job = _Job(self, call)
             running = self._threads.start(job.run)
             ended = asyncio.get_running_loop().create_future()
-            running.add_done_callback(lambda _: ended.done() or ended.set_result(None))
-            running.add_done_callback(lambda _: running.cancelled() or running.exception())
+
+            def end(_: asyncio.Future[T]) -> None:
+                if not running.cancelled():
+                    running.exception()  # looked at, should nobody wait for it any more
+                if not ended.done():
+                    ended.set_result(None)
+
+            running.add_done_callback(end)
             cancelled = await wait_for_end(ended, lambda: job.cut() or ended.cancel())
             if cancelled is not None:
                 raise cancelled

@@ -64,14 +64,6 @@ def run_many(first: int, count: int | None, minutes: float | None, jobs: int) ->
     return total
 
 
-def show_failures(failures: dict[int, str]) -> None:
-    """Print which seeds have failed, and how to repeat and keep each of them."""
-    for seed, what in sorted(failures.items()):
-        print(f"\nseed {seed}: {what}")
-        print(f"  see it:  python -m {_MODULE} --seed {seed} --trace")
-        print(f"  keep it: a line in tests/sim/seeds: {seed}  # what it has shown")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line asks for; return the exit status."""
     given = _parser().parse_args(arguments)
@@ -88,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.show:
         for what, number in sorted(total.seen.items()):
             print(f"{number:10} {what}")
-    show_failures(total.failures)
+    for seed, what in sorted(total.failures.items()):
+        print(f"\nseed {seed}: {what}\n  see it:  python -m {_MODULE} --seed {seed} --trace")
     return 1 if total.failures else 0
 
 

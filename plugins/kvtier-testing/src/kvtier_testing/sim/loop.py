@@ -11,6 +11,7 @@ import asyncio
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import Context
@@ -51,6 +52,9 @@ class SimLoop(asyncio.BaseEventLoop):
     Args:
         chance: draws the order and how long threads take.
     """
+
+    _ready: deque[asyncio.Handle]  # the base's
+    _scheduled: list[asyncio.TimerHandle]
 
     def __init__(self, chance: Random) -> None:
         super().__init__()
@@ -150,7 +154,7 @@ class SimLoop(asyncio.BaseEventLoop):
 
         They are sorted before, because who wakes several at once may do so in the order of a set.
         """
-        batch: list[asyncio.Handle] = list(self._ready)
+        batch = list(self._ready)
         numbers = [_number_of(handle) for handle in batch]
         places = [index for index, number in enumerate(numbers) if number]
         if len(places) > 1:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -21,7 +21,7 @@ from kvtier_testing.sim.device import Copies
 from kvtier_testing.sim.engine import EngineProcess, SimExecutorThread
 from kvtier_testing.sim.faults import FaultyTier
 from kvtier_testing.sim.loop import cancel_begun, simulate
-from kvtier_testing.sim.model import ADDRESS, IDENTITY, CheckedTiering, SimMemory, World, show
+from kvtier_testing.sim.model import IDENTITY, CheckedTiering, SimMemory, World, show
 from kvtier_testing.sim.processes import DRAIN_S, Process
 from kvtier_testing.sim.scenario import End, Owner, Scenario, TierScenario, chain
 from kvtier_testing.sim.tiers import SimTier, VerifyingSimTier
@@ -84,34 +84,11 @@ def run(
     async def main() -> Result:
         return await _Run(seed, given or Overrides(), drawn, trace).run()
 
-    with _quiet(trace):
-        return simulate(main, seed)
-
-
-@contextmanager
-def _quiet(trace: Callable[[str], object] | None) -> Iterator[None]:
-    """Keep kvtier's logs to those who read a trace: nearly all that happens here is an error."""
-    logger = logging.getLogger("kvtier")
-    handler = _Tracing(trace) if trace is not None else logging.NullHandler()
-    level, propagates = logger.level, logger.propagate
-    logger.setLevel(logging.DEBUG if trace is not None else logging.CRITICAL + 1)
-    logger.propagate = False
-    logger.addHandler(handler)
+    logging.disable()  # nearly all that happens here is an error
     try:
-        yield
+        return simulate(main, seed)
     finally:
-        logger.removeHandler(handler)
-        logger.propagate = propagates
-        logger.setLevel(level)
-
-
-class _Tracing(logging.Handler):
-    def __init__(self, trace: Callable[[str], object]) -> None:
-        super().__init__()
-        self._write = trace
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._write(f"           log: {ADDRESS.sub('...', record.getMessage())}")
+        logging.disable(logging.NOTSET)
 
 
 class _Run:
