@@ -38,12 +38,10 @@ class Result:
     """What a run has shown.
 
     Attributes:
-        seed: its seed.
         seen: what happened how often, in the words of the simulation and, with ``core`` before them, in
             those of the core's counts.
     """
 
-    seed: object
     seen: Counter[str]
 
 
@@ -65,7 +63,6 @@ def run(
     seed: object,
     given: Overrides | None = None,
     *,
-    scenario: Scenario | None = None,
     trace: Callable[[str], object] | None = None,
 ) -> Result:
     """Run one seed.
@@ -73,16 +70,14 @@ def run(
     Args:
         seed: names the run.
         given: parts of one's own.
-        scenario: the scenario, where it is not to be drawn from the seed.
         trace: called with each line of what happens.
 
     Raises:
         Violation, AssertionError, KVTierError: something happened that must not.
     """
-    drawn = scenario or Scenario.draw(seed)
 
     async def main() -> Result:
-        return await _Run(seed, given or Overrides(), drawn, trace).run()
+        return await _Run(seed, given or Overrides(), Scenario.draw(seed), trace).run()
 
     logging.disable()  # nearly all that happens here is an error
     try:
@@ -98,7 +93,6 @@ class _Run:
         self, seed: object, given: Overrides, scenario: Scenario, trace: Callable[[str], object] | None
     ) -> None:
         self.world = World(seed, trace)
-        self._seed = seed
         self._given = given
         self._scenario = scenario
         self._backends = [
@@ -120,7 +114,7 @@ class _Run:
         await self._run_last_process()
         left = asyncio.all_tasks() - {asyncio.current_task()}
         world.require(not left, f"tasks are left behind: {left}")
-        return Result(self._seed, +world.seen)
+        return Result(+world.seen)
 
     async def _run_process(self, until_s: float, end: End) -> None:
         process = self._start()
@@ -151,7 +145,8 @@ class _Run:
         await asyncio.wait([closing], timeout=DRAIN_S)
         while left := asyncio.all_tasks() - {asyncio.current_task()}:
             cancel_begun(left)
-            await asyncio.wait(left, timeout=0.001)
+            for ended in (await asyncio.wait(left, timeout=0.001))[0]:
+                _ = ended.cancelled() or ended.exception()  # looked at
         for backend in self._backends:
             backend.set_faults(backend.faults)
 
