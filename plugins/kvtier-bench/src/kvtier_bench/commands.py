@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from kvtier._cli.report import JsonFlag
 from kvtier_bench import engines, figures
@@ -43,7 +42,7 @@ def demo(as_json: JsonFlag = False) -> None:
 @bench.command()
 def core(as_json: JsonFlag = False) -> None:
     """Microseconds that the owner's thread spends for each chunk."""
-    _report(_lazy("core").run(), as_json)
+    figures.report(_lazy("core").run(), as_json)
 
 
 @bench.command()
@@ -58,7 +57,7 @@ def fs(
 ) -> None:
     """GB/s of the fs tier against the limit of its file system."""
     measure = _lazy("fs")
-    _report(measure.run(root, chunk_bytes or measure.SIZES, mib, rounds), as_json)
+    figures.report(measure.run(root, chunk_bytes or measure.SIZES, mib, rounds), as_json)
 
 
 @bench.command()
@@ -71,7 +70,7 @@ def tier(
 ) -> None:
     """GB/s, latency and processor time of any tier, beside the client that it is built on."""
     measure = _lazy("tier")
-    _report(measure.run(config, chunk_bytes or measure.SIZES, mib, rounds), as_json)
+    figures.report(measure.run(config, chunk_bytes or measure.SIZES, mib, rounds), as_json)
 
 
 @bench.command()
@@ -86,7 +85,7 @@ def device(
     as_json: JsonFlag = False,
 ) -> None:
     """GB/s of copies between device and primary tier, host time for them, and the loss of computing."""
-    _report(_lazy("device").run(backend, mib), as_json)
+    figures.report(_lazy("device").run(backend, mib), as_json)
 
 
 @bench.command()
@@ -102,7 +101,7 @@ def overhead(
 ) -> None:
     """Tokens a second lost where nothing is reused: real engines, with and without kvtier."""
     measure = _lazy("overhead")
-    _report(measure.run(root, measure.Work(model.value, rounds, prompts), control=control), as_json)
+    figures.report(measure.run(root, measure.Work(model.value, rounds, prompts), control=control), as_json)
 
 
 @bench.command()
@@ -115,7 +114,7 @@ def convoy(
 ) -> None:
     """Many requests at once whose prefixes lie in files, with a small primary tier: real engines."""
     measure = _lazy("convoy")
-    _report(measure.run(root, measure.Work(model.value, rounds, requests)), as_json)
+    figures.report(measure.run(root, measure.Work(model.value, rounds, requests)), as_json)
 
 
 def _lazy(module: str) -> Any:
@@ -126,10 +125,3 @@ def _lazy(module: str) -> Any:
             raise
         typer.echo(f"kvtier: this command needs {error.name}, which is not installed", err=True)
         raise typer.Exit(2) from None
-
-
-def _report(result: object, as_json: bool) -> None:
-    if as_json:
-        typer.echo(figures.as_json(result))
-    else:
-        figures.show(result, Console())

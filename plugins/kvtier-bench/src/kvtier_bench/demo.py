@@ -66,11 +66,7 @@ def main(as_json: bool) -> int:
         machine = Machine.here()
         rounds = _run_engines(folder)
     phases = compare(rounds)
-    result = [*phases, machine.again()]
-    if as_json:
-        print(figures.as_json(result))
-    else:
-        figures.show(result, Console())
+    figures.report([*phases, machine.again()], as_json)
     problems = find_problems(phases)
     for problem in problems:
         Console(stderr=True).print(f"[red]{problem}")
