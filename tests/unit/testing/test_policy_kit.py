@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import hypothesis
 import pytest
 
 from kvtier.keys import OffloadKey
@@ -149,6 +150,9 @@ def kit(bad: type[EvictionPolicy]) -> PolicyConformance:
     class Kit(PolicyConformance):
         policy = bad
         patience_s = 0.3 if bad is NeverReturns else 30.0
+
+        def sequences(self) -> hypothesis.settings:
+            return hypothesis.settings(super().sequences(), phases=[hypothesis.Phase.generate], database=None)
 
     return Kit()
 
