@@ -19,14 +19,12 @@ class Mutation:
     """A bug.
 
     Attributes:
-        name: names it.
-        what: what would be wrong.
+        name: what would be wrong.
         where: the function: module, colon, name.
         replace: pieces of its source, and what is there instead.
     """
 
     name: str
-    what: str
     where: str
     replace: tuple[tuple[str, str], ...]
 
@@ -34,19 +32,16 @@ class Mutation:
 MUTATIONS = (
     Mutation(
         "epoch_not_checked",
-        "A command that was submitted before a reset is begun after it.",
         "kvtier.tiers._runner:TierRunner._require_usable",
         (("if epoch is not self.epoch:", "if False:"),),
     ),
     Mutation(
         "put_does_not_wait_for_the_reset",
-        "A put that was submitted after a reset is begun before the tier is through with it.",
         "kvtier.tiers._runner:TierRunner.put",
         (("await epoch.settled.wait()", "pass"),),
     ),
     Mutation(
         "failed_reset_is_not_repeated",
-        "A tier that could not be reset is used again with what it had before.",
         "kvtier.tiers._supervisor:TierSupervisor._bring_up",
         (
             ("    epoch = self._pending[0]", "    epoch = self._pending.popleft()"),
@@ -56,7 +51,6 @@ MUTATIONS = (
     ),
     Mutation(
         "overdue_slots_are_given_on",
-        "The slots of a fetch that is late are free at once, while the tier goes on writing to them.",
         "kvtier._core.promotion:Promotions.give_up",
         (
             (
@@ -68,43 +62,36 @@ MUTATIONS = (
     ),
     Mutation(
         "pin_is_kept_after_a_request",
-        "What was held for a request stays pinned when the request is served or has ended.",
         "kvtier._core.promotion:Promotions.unhold",
         (("self._shared.table.unpin(chunks)", "pass"),),
     ),
     Mutation(
         "aborted_store_keeps_its_slots",
-        "A store that was aborted does not give its slots back.",
         "kvtier._core.tiering:Tiering.abort",
         (("self.table.failed(reservation.chunks)", "pass"),),
     ),
     Mutation(
         "checksum_not_verified",
-        "Bytes that a tier gives are not compared with their checksum.",
         "kvtier.tiers._runner:_check_all",
         (("check(trailer, key, view, digest) if status == Status.OK else", ""),),
     ),
     Mutation(
         "seal_of_another_chunk_will_do",
-        "A whole chunk is taken for another one.",
         "kvtier.tiers._seal:check",
         (("if sealed.key != key or", "if"),),
     ),
     Mutation(
         "reset_does_not_reach_fetches",
-        "What is being fetched while the cache is reset is shown when it has landed.",
         "kvtier._core.promotion:Promotions.reset",
         (("chunk.move(ChunkEvent.RESET)", "pass"), ("transfer.waiters.clear()", "pass")),
     ),
     Mutation(
         "reset_does_not_reach_tiers",
-        "The secondary tiers are not told of a reset.",
         "kvtier._core.tiering:Tiering.reset",
         (("for tier in range(len(self._tiers))]", "for tier in range(0)]"),),
     ),
     Mutation(
         "reset_forgets_stores_under_way",
-        "A store that a reset has cut off becomes visible when it ends.",
         "kvtier._core.chunks:ChunkTable.reset",
         (
             (
@@ -115,43 +102,36 @@ MUTATIONS = (
     ),
     Mutation(
         "commit_before_the_copy_has_ended",
-        "The manager shows chunks, and gives slots back, while the device still copies.",
         "kvtier._manager:TieringManager._copy",
         (("await until_done(self._copies[copy])", "Finished(copy, 0, 0.0)"),),
     ),
     Mutation(
         "deadline_ignored",
-        "A request whose deadline has passed goes on waiting.",
         "kvtier._core.tiering:Tiering._expire",
         (("request.move(RequestEvent.OVERDUE)", "pass"),),
     ),
     Mutation(
         "tier_deadline_ignored",
-        "What a tier does is not cut off at its deadline.",
         "kvtier.tiers._runner:TierRunner._begin",
         (("self._now_s() + self._deadline_s", "self._now_s() + 1e9"),),
     ),
     Mutation(
         "pinned_chunks_are_evicted",
-        "The policy is not told what is pinned.",
         "kvtier._core.chunks:ChunkTable.pin",
         (("policy.pin(held)", "None"),),
     ),
     Mutation(
         "answers_in_the_wrong_order",
-        "The answers of a get are given to other keys of the batch.",
         "kvtier.tiers._runner:TierRunner._fetch",
         (("for status in outcome.statuses", "for status in reversed(outcome.statuses)"),),
     ),
     Mutation(
         "failed_get_lands",
-        "A chunk that the tier could not give is taken for one that is there.",
         "kvtier.tiers._runner:TierRunner._fetch",
         (("if status == Status.OK else", "if status != Status.ABSENT else"),),
     ),
     Mutation(
         "load_released_twice",
-        "The end of a load gives back more than was taken.",
         "kvtier._core.tiering:Tiering.release",
         (
             (
@@ -162,25 +142,21 @@ MUTATIONS = (
     ),
     Mutation(
         "load_not_pinned",
-        "Chunks that are being loaded may be evicted.",
         "kvtier._core.tiering:Tiering.acquire",
         (("self.table.pin(chunks)", "pass"),),
     ),
     Mutation(
         "damaged_chunk_not_discarded",
-        "What was seen to be no good stays in the tier.",
         "kvtier.tiers._runner:TierRunner._get_once",
         (("await self._discard([key for key, _ in bad])", "pass"),),
     ),
     Mutation(
         "wakeup_lost",
-        "The executor is woken for its first commands, and never again.",
         "kvtier._executor:ExecutorThread._serve",
         (("self._woken = False", "pass"),),
     ),
     Mutation(
         "budget_not_given_back",
-        "The promotion budget is used up for ever.",
         "kvtier._core.promotion:Promotions.let_go",
         (
             (
@@ -191,79 +167,66 @@ MUTATIONS = (
     ),
     Mutation(
         "backlog_not_given_back",
-        "The slots of puts that have ended count as those of puts under way.",
         "kvtier._core.tiering:Tiering._put_ended",
         (("gate.backlog -= len(transfer.chunks)", "pass"),),
     ),
     Mutation(
         "turn_not_given_back",
-        "A command that was cut off keeps one of the tier's turns.",
         "kvtier.tiers._activity:ConcurrencyLimit.__aexit__",
         (("self._semaphore.release()", "exc[0] or self._semaphore.release()"),),
     ),
     Mutation(
         "more_turns_than_there_are",
-        "More puts of a tier run at once than it can do.",
         "kvtier.tiers._activity:puts_at_once",
         (("max(1, max_concurrency // 2)", "max(1, max_concurrency)"),),
     ),
     Mutation(
         "late_transfers_are_never_over",
-        "A tier that was too slow once gets no work any more.",
         "kvtier._core.breaker:Breaker.end",
         (("self.overdue -= 1", "pass"),),
     ),
     Mutation(
         "breaker_never_closes",
-        "A tier that has failed often enough is not used again, however well it is.",
         "kvtier._core.breaker:Breaker._end_probe",
         (("if health is not TransferHealth.GOOD:", "if True:"),),
     ),
     Mutation(
         "tier_never_comes_back",
-        "It is not told that a tier that was down can be used.",
         "kvtier.tiers._supervisor:TierSupervisor._come_up",
         (("self._tell(None)", "pass"),),
     ),
     Mutation(
         "second_attempt_after_a_reset",
-        "A put that has failed is repeated though there was a reset since.",
         "kvtier.tiers._runner:TierRunner._attempts",
         (("self._require_usable(epoch)", "pass"),),
     ),
     Mutation(
         "cancelled_while_bytes_move",
-        "Who is cancelled does not wait until the bytes have stopped moving.",
         "kvtier.tiers._drain:wait_for_end",
         (("cancelled = error", "raise"),),
     ),
     Mutation(
         "failed_load_is_tried_again",
-        "A request whose load has failed is told once more that its chunks are there.",
         "kvtier._core.tiering:Tiering.fail_load",
         (("request.move(RequestEvent.LOAD_FAILED)", "pass"),),
     ),
     Mutation(
         "key_in_two_slots",
-        "What lands is shown though its key got into the primary tier another way meanwhile.",
         "kvtier._core.promotion:Promotions._land",
         (("and chunk.key not in table.visible", ""),),
     ),
     Mutation(
         "asked_again_for_what_no_tier_has",
-        "What a request learned in the midst of a repeated scan is looked for once more.",
         "kvtier._core.promotion:Promotions._still_wanted",
         (("if absent.isdisjoint(wanted):", "if True:"),),
     ),
     Mutation(
         "brought_behind_a_gap",
-        "Chunks are brought to the primary tier behind one that is nowhere, where nobody can use them.",
         "kvtier._core.promotion:Promotions._still_wanted",
         (("and group not in gaps", ""),),
     ),
     Mutation(
         "evictions_not_told",
-        "Whoever follows what is announced is not told what has left a tier.",
         "kvtier.tiers._runner:TierRunner._post_removed",
         (("self._post(Removed(self.index, keys))", "pass"),),
     ),

@@ -152,10 +152,6 @@ class Stale(LRU):
         pass
 
 
-def test_a_policy_of_ones_own() -> None:
-    run_some(20, Overrides(policy=LRU))
-
-
 def test_a_policy_that_breaks_its_contract_is_found() -> None:
     with pytest.raises(AssertionError):
         run_some(50, Overrides(policy=Stale))
@@ -169,19 +165,3 @@ def test_the_command_runs_seeds_in_processes(capsys: pytest.CaptureFixture[str])
     told = capsys.readouterr().out
     assert told.startswith("40 runs")
     assert "chunks stored" in told
-
-
-def test_the_command_shows_one_seed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--seed", "3", "--trace"]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert "Scenario(" in told[0]
-    assert told[-1] == "seed 3: nothing to complain about"
-
-
-def test_a_seed_that_fails_says_how_it_is_seen_again(capsys: pytest.CaptureFixture[str]) -> None:
-    from kvtier_testing.sim.__main__ import show_failures
-
-    show_failures({4711: "Violation: something"})
-    told = capsys.readouterr().out
-    assert "python -m kvtier_testing.sim --seed 4711 --trace" in told
-    assert "tests/sim/seeds" in told

@@ -5,27 +5,30 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from tests.integration.conftest import VLLM_LINE
-from tests.integration.harness import EngineError
-from tests.soak import engine_soak, manager_soak
-from tests.soak.engine_soak import Setup, SoakError
-from tests.soak.in_engine import LEAKS
-from tests.soak.trend import Bound, Sample, judge
+from tests.integration.conftest import ENVIRONMENT, LLAMA, VLLM_LINE
+from tests.integration.harness import Engine, EngineError, Launcher
+from tests.soak import engine_soak
+from tests.soak.engine_soak import EngineSoak, SoakError
+from tests.soak.figures import Bound, Sample, judge, shared_memory
+from tests.soak.server import RedisServer
 
 ISOLATIONS = ("thread", "process")
-MANAGER_SHARE = 0.15
+
+# oneDNN and torch keep what they have made for each number of tokens, up to a thousand of them, which grows
+# a CPU engine by some hundred MiB with kvtier and without.
+FEW_SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "LRU_CACHE_CAPACITY": "8"}
 
 _folder = partial(tempfile.TemporaryDirectory, prefix="kvtier-soak-")
 
@@ -84,31 +87,39 @@ class Report:
         return 0
 
 
-def _soak_engines(report: Report, seconds: float, given: argparse.Namespace, seed: int) -> None:
+def _soak_engines(report: Report, seconds: float, isolations: Sequence[str], seed: int) -> None:
     if shutil.which("redis-server") is None:
         raise SoakError("redis-server is not installed: it is one of the tiers")
-    isolations = given.isolation or ISOLATIONS
-    with _folder() as folder, Setup.opened(Path(folder)) as setup:
-        for isolation in isolations:
-            with (
-                _folder() as roots,
-                engine_soak.opened(setup, Path(roots), seed, isolation, given.leak) as soak,
-            ):
-                try:
-                    soak.run(seconds / len(isolations))
-                    soak.require_work()
-                finally:
-                    seen = soak.seen | soak.work[-1] if soak.work else soak.seen
-                    report.show(f"engine, tiers in a {isolation}", soak.samples, seen, engine_soak.BOUNDS)
+    with _folder() as folder, Launcher(Path(folder), {**ENVIRONMENT, **FEW_SHAPES}) as launcher:
+        model = launcher.make_model(Path(folder, "model"), "LlamaConfig", "LlamaForCausalLM", LLAMA)
+        with launcher.start(model, enable_prefix_caching=False, **engine_soak.ENGINE) as reference:
+            for isolation in isolations:
+                _soak(report, seconds / len(isolations), isolation, seed, launcher, model, reference)
 
 
-def _soak_manager(report: Report, seconds: float, seed: int) -> None:
-    with _folder() as folder:
+def _soak(
+    report: Report,
+    seconds: float,
+    isolation: str,
+    seed: int,
+    launcher: Launcher,
+    model: Path,
+    reference: Engine,
+) -> None:
+    with ExitStack() as stack:
+        roots = Path(stack.enter_context(_folder()))
+        server = RedisServer(roots / "redis", engine_soak.REDIS_BYTES)
+        stack.callback(server.kill)
+        server.start()
+        earlier = shared_memory()
+        settings = engine_soak.settings(roots, server, isolation)
+        prepare = (engine_soak.IN_ENGINE, "hurry")
+        engine = stack.enter_context(launcher.start(model, settings, prepare=prepare, **engine_soak.ENGINE))
+        soak = EngineSoak(engine, reference, server, roots, earlier, isolation, seed)
         try:
-            samples, seen = manager_soak.run_apart(Path(folder), seconds, seed)
-        except subprocess.CalledProcessError as error:
-            raise SoakError(f"the manager: {error}\n{error.stderr[-4000:]}") from error
-        report.show("manager", samples, seen, manager_soak.BOUNDS)
+            soak.run(seconds)
+        finally:
+            report.show(f"engine, tiers in a {isolation}", soak.samples, soak.seen, engine_soak.BOUNDS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -117,12 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = random.SystemRandom().getrandbits(32) if given.seed is None else given.seed
     report = Report(seed)
     started_s = time.monotonic()
-    seconds = 60 * given.minutes
     try:
-        if given.leak is None and not given.no_manager:
-            _soak_manager(report, MANAGER_SHARE * seconds, seed)
-            seconds -= MANAGER_SHARE * seconds
-        _soak_engines(report, seconds, given, seed)
+        _soak_engines(report, 60 * given.minutes, given.isolation or ISOLATIONS, seed)
     except (SoakError, EngineError, AssertionError) as error:
         report.fail("the soak has ended early", error)
     print(f"{time.monotonic() - started_s:,.0f} s in all")
@@ -138,8 +145,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--minutes", type=float, default=1.5, help="for how long, starting engines aside (default: 1.5)")
     add("--seed", type=int, help="of all choices (default: a new one, which is printed)")
     add("--isolation", choices=ISOLATIONS, action="append", help="may be given again (default: each)")
-    add("--no-manager", action="store_true", help="engines alone, without the part that needs none")
-    add("--leak", choices=sorted(LEAKS), help="leak this on purpose, to see that it is found")
     return parser
 
 

@@ -3,7 +3,7 @@
 Rounds of a few seconds: batches of prompts that share beginnings, are new, or were asked before; some
 requests are aborted; caches are reset; the Redis server and the tiers' process are killed or stopped in
 the midst of it, and come back. A second engine without kvtier computes every prompt anew, and all tokens
-are compared. After each round the faults end, transfers end, and all figures are sampled.
+are compared. After each round the fault ends, transfers end, and all figures are sampled.
 """
 
 from __future__ import annotations
@@ -13,19 +13,23 @@ import random
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.integration.conftest import ENVIRONMENT, LLAMA
-from tests.integration.harness import BLOCK_TOKENS, Engine, Launcher, Metrics, Tokens, prompt
-from tests.soak.in_engine import OF_REQUESTS
-from tests.soak.process_stats import ProcessStats, SharedMemory, on_disk, zombies_of
+from tests.integration.harness import BLOCK_TOKENS, Engine, Metrics, Tokens, prompt
+from tests.soak.figures import (
+    FEWEST_SAMPLES,
+    Bound,
+    ProcessStats,
+    Sample,
+    on_disk,
+    shared_memory,
+    zombies_of,
+)
 from tests.soak.server import RedisServer
-from tests.soak.trend import FEWEST_SAMPLES, Bound, Sample
 
 MIB = 1 << 20
 CHUNK_BYTES = 128 * 1024
@@ -43,6 +47,7 @@ STEM_TOKENS = 400
 KEPT_PROMPTS = 40
 LONGEST_TAIL = 240
 IN_ENGINE = "tests.soak.in_engine"
+_SIGNALS = signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT
 _ASKED = "vllm:kv_offload_tiering_chunk_queries"
 
 ENGINE: Mapping[str, Any] = {
@@ -51,10 +56,6 @@ ENGINE: Mapping[str, Any] = {
     "max_num_batched_tokens": 1024,
     "max_num_seqs": 8,
 }
-
-# oneDNN and torch keep what they have made for each number of tokens, up to a thousand of them, which grows
-# a CPU engine by some hundred MiB with kvtier and without.
-FEW_SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "LRU_CACHE_CAPACITY": "8"}
 
 BOUNDS: Mapping[str, Bound] = {
     "engine: memory, MiB": Bound(16, "requests", 1 / 1024),
@@ -73,11 +74,10 @@ BOUNDS: Mapping[str, Bound] = {
     "tiers' process: threads": Bound(4, "kills", 0.25),
     "processes": Bound(0, "kills"),
     "shared memory: files": Bound(0, "kills"),
-    "shared memory: MiB": Bound(0.5, "kills"),
     "disk, files: MiB": Bound(FILES_BYTES / MIB, "requests", most=FILES_BYTES / MIB),
     "disk: files and folders": Bound(MOST_PATHS, "requests", most=MOST_PATHS),
 }
-"""How much may grow; see ``trend``.
+"""How much may grow; see ``figures``.
 
 - A descriptor, thread or task leaked by every kill grows its figure by the kills between the middles of
   the thirds; 2, or 4, and a quarter of them are let pass. The constants are what pools do: connections to
@@ -97,49 +97,7 @@ class SoakError(Exception):
     """Something is wrong that is no leak: a wrong token, a request that failed, no work done."""
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What engines are started from, and one without kvtier and without a prefix cache to compare with."""
-
-    launcher: Launcher
-    model: Path
-    reference: Engine
-
-    @staticmethod
-    @contextmanager
-    def opened(folder: Path) -> Iterator[Setup]:
-        """Import the engine, make a model, start the engine to compare with; all in ``folder``."""
-        with Launcher(folder, {**ENVIRONMENT, **FEW_SHAPES}) as launcher:
-            model = launcher.make_model(folder / "model", "LlamaConfig", "LlamaForCausalLM", LLAMA)
-            with launcher.start(model, enable_prefix_caching=False, **ENGINE) as reference:
-                yield Setup(launcher, model, reference)
-
-
-@contextmanager
-def opened(
-    setup: Setup, folder: Path, seed: int, isolation: str, leak: str | None = None
-) -> Iterator[EngineSoak]:
-    """Start an engine and a server, and stop them at the end.
-
-    Args:
-        setup: where the engine comes from.
-        folder: for the roots and the server.
-        seed: of all choices.
-        isolation: where the tiers run.
-        leak: see ``EngineSoak``.
-    """
-    with ExitStack() as stack:
-        server = RedisServer(folder / "redis", REDIS_BYTES)
-        server.start()
-        stack.callback(server.kill)
-        shared_memory = SharedMemory()
-        settings = _settings(folder, server, isolation)
-        engine = setup.launcher.start(setup.model, settings, prepare=(IN_ENGINE, "hurry"), **ENGINE)
-        stack.enter_context(engine)
-        yield EngineSoak(engine, setup.reference, server, folder, shared_memory, isolation, seed, leak)
-
-
-def _settings(folder: Path, server: RedisServer, isolation: str) -> dict[str, Any]:
+def settings(folder: Path, server: RedisServer, isolation: str) -> dict[str, Any]:
     """Return kvtier's settings: a primary tier of 40 chunks, and two more of which none holds it all."""
     quick = {"deadline_s": DEADLINE_S, "breaker_pause_s": 0.1}
     redis = {"type": "redis", "addresses": [str(server.path)], **quick}
@@ -187,24 +145,10 @@ class Prompts:
         return prompt(self._chance.getrandbits(60), length, shared=shared)
 
 
-@dataclass(frozen=True)
-class Fault:
-    """Something that can be taken away and comes back.
-
-    Attributes:
-        name: in tallies.
-        begin: takes it away.
-        end: brings it back.
-        is_kill: whether something dies of it.
-    """
-
-    name: str
-    begin: Callable[[], object]
-    end: Callable[[], object] = lambda: None
-    is_kill: bool = True
+# What happens, what begins it, and what ends it.
+Fault = tuple[str, Callable[[], object], Callable[[], object]]
 
 
-@dataclass
 class EngineSoak:
     """Two engines and a server, and what is done to them.
 
@@ -213,36 +157,36 @@ class EngineSoak:
         reference: without it, and without a prefix cache.
         server: the Redis server.
         folder: the roots.
-        shared_memory: knows what was there before the engine.
+        earlier: the files in shared memory that were there before the engine.
         isolation: where the tiers run.
         seed: of all choices.
-        leak: what to leak, see ``in_engine.LEAKS``. To see that it is found.
 
     Attributes:
         seen: what has happened how often.
         samples: of all figures, in order.
-        work: what the tiers had done at each sample.
     """
 
-    engine: Engine
-    reference: Engine
-    server: RedisServer
-    folder: Path
-    shared_memory: SharedMemory
-    isolation: str
-    seed: int
-    leak: str | None = None
-    seen: Counter[str] = field(default_factory=Counter)
-    samples: list[Sample] = field(default_factory=list)
-    work: list[Counter[str]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._chance = random.Random(self.seed)
+    def __init__(
+        self,
+        engine: Engine,
+        reference: Engine,
+        server: RedisServer,
+        folder: Path,
+        earlier: set[Path],
+        isolation: str,
+        seed: int,
+    ) -> None:
+        self.seen: Counter[str] = Counter()
+        self.samples: list[Sample] = []
+        self._engine = engine
+        self._reference = reference
+        self._server = server
+        self._folder = folder
+        self._earlier = earlier
+        self._isolation = isolation
+        self._chance = random.Random(seed)
         self._prompts = Prompts(self._chance)
         self._began_s = time.monotonic()
-        self._fault: Fault | None = None
-        self._fault_begins = self._fault_ends = 0
-        self._deck: list[str] = []
 
     def run(self, seconds: float) -> None:
         """Run for so long.
@@ -251,31 +195,41 @@ class EngineSoak:
             SoakError: see there.
             EngineError: an engine has failed.
         """
-        until_s = self._began_s + seconds
-        while time.monotonic() < until_s or len(self.samples) < FEWEST_SAMPLES:
-            self._reset(connector=len(self.samples) % 3 == 2)
+        while time.monotonic() < self._began_s + seconds or len(self.samples) < FEWEST_SAMPLES:
+            number = len(self.samples)
+            self._reset(connector=number % 3 == 2)
+            faults = self._faults()
+            what, begin, end = faults[number % len(faults)]
             ends_s = time.monotonic() + ROUND_S
-            self._fault_begins = self.seen["batches"] + self._chance.randrange(3)
-            while time.monotonic() < ends_s or self.seen["batches"] <= self._fault_begins:
+            self._batch()
+            self._batch(begin)
+            while time.monotonic() < ends_s:
                 self._batch()
+            end()
+            self.seen[what] += 1
+            self.seen["kills"] += "killed" in what
             self._drain()
             self._sample()
+        self._require_work()
 
-    def require_work(self) -> None:
-        """Check that everything was as busy as it was meant to be, in what is judged.
-
-        Raises:
-            SoakError: the soak has shown nothing, because something did nothing.
-        """
-        done = Counter(self.work[-1])
-        done.subtract(self.work[len(self.work) // 3])
-        if idle := [what for what, count in sorted(done.items()) if count <= 0]:
-            raise SoakError(f"nothing has happened of: {', '.join(idle)}; {dict(done)}")
+    def _require_work(self) -> None:
+        """Check that everything was busy: a soak in which something did nothing has shown nothing."""
+        metrics = self._engine.metrics()
+        self.seen["evicted from the primary tier"] = int(metrics.value("kvtier_evicted_chunks"))
+        self.seen["evicted by redis"] += self._server.evicted()
+        for tier in TIERS:
+            self.seen[f"put into {tier}"] = int(metrics.value("kvtier_put_chunks", tier=tier))
+            self.seen[f"asked of {tier}"] = int(metrics.value(_ASKED, tier=tier))
+        # The server is emptied by each kill: it does not have much to give.
+        self.seen["loaded from files"] = int(metrics.value("kvtier_loaded_chunks", tier="files"))
+        wanted = [*self.seen, "requests that were aborted", "resets of all tiers", "kills"]
+        if idle := sorted({what for what in wanted if not self.seen[what]}):
+            raise SoakError(f"nothing has happened of: {', '.join(idle)}; {dict(self.seen)}")
 
     # --- requests --------------------------------------------------------------------------------
 
-    def _batch(self) -> None:
-        prompts, kills = self._prompts.batch(), self.seen["kills"]
+    def _batch(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        prompts = self._prompts.batch()
         aborts = {
             str(place): self._chance.randrange(1, 6)
             for place in range(len(prompts))
@@ -283,89 +237,51 @@ class EngineSoak:
         }
         order = {"prompts": prompts, "output_tokens": OUTPUT_TOKENS, "aborts": aborts}
         name = f"batch-{self.seen['batches']}"
-        self.engine.tell("call", module=IN_ENGINE, function="batch", arguments={"name": name, **order})
-        self.reference.tell("generate", prompts=prompts, output_tokens=OUTPUT_TOKENS, together=True)
-        self._meddle()
-        done = self.engine.hear("batch")
-        expected = self.reference.hear("generate")["answers"]
+        self._engine.tell("call", module=IN_ENGINE, function="batch", arguments={"name": name, **order})
+        self._reference.tell("generate", prompts=prompts, output_tokens=OUTPUT_TOKENS, together=True)
+        time.sleep(self._chance.random() * 0.1)
+        meanwhile()
+        done = self._engine.hear("batch")
+        expected = self._reference.hear("generate")["answers"]
         for place, right in enumerate(expected):
-            self._compare(
-                prompts[place], done["answers"][place], done["ended"][place], right, str(place) in aborts
-            )
+            said, has_ended = done["answers"][place], done["ended"][place]
+            if not has_ended and str(place) not in aborts:
+                raise SoakError(f"a request did not end, and was not aborted: {said} to {prompts[place]}")
+            if said != right[: len(said)] or (has_ended and len(said) != OUTPUT_TOKENS):
+                raise SoakError(f"wrong tokens: {said} instead of {right}, to {prompts[place]}")
+            self.seen["requests that ended" if has_ended else "requests that were aborted"] += 1
         self.seen["batches"] += 1
         self.seen["requests"] += len(prompts)
-        self._plant(len(prompts) if self.leak in OF_REQUESTS else self.seen["kills"] - kills)
-
-    def _compare(self, asked: Tokens, said: Tokens, has_ended: bool, right: Tokens, may_abort: bool) -> None:
-        if not has_ended and not may_abort:
-            raise SoakError(f"a request did not end, and was not aborted: it said {said} to {asked}")
-        if said != right[: len(said)] or (has_ended and len(said) != OUTPUT_TOKENS):
-            raise SoakError(f"wrong tokens: {said} instead of {right}, to {asked}")
-        self.seen["requests that ended" if has_ended else "requests that were aborted"] += 1
 
     def _reset(self, connector: bool) -> None:
-        done = self.engine.ask("reset", connector=connector)["done"]
+        done = self._engine.ask("reset", connector=connector)["done"]
         self.seen["resets of all tiers" if connector else "resets of the device's cache"] += bool(done)
 
     # --- faults ----------------------------------------------------------------------------------
 
-    def _meddle(self) -> None:
-        """Begin or end a fault while a batch is under way; one in each round at least."""
-        if self._fault is not None:
-            if self.seen["batches"] >= self._fault_ends:
-                self._end_fault()
-        elif self.seen["batches"] == self._fault_begins or self._chance.random() < 0.1:
-            time.sleep(self._chance.random() * 0.1)
-            self._begin_fault()
-
-    def _begin_fault(self) -> None:
-        """Begin the next of all faults in an order by chance."""
-        possible = {fault.name: fault for fault in self._faults()}
-        self._deck = [name for name in self._deck if name in possible]
-        if not self._deck:
-            self._deck = sorted(possible)
-            self._chance.shuffle(self._deck)
-        fault = possible[self._deck.pop()]
-        self._fault, self._fault_ends = fault, self.seen["batches"] + self._chance.randrange(1, 4)
-        fault.begin()
-        self.seen[fault.name] += 1
-        self.seen["kills"] += fault.is_kill
-
-    def _end_fault(self) -> None:
-        if self._fault is not None:
-            self._fault.end()
-            self._fault = None
-
     def _faults(self) -> list[Fault]:
-        server = self.server
-        faults = [
-            Fault("redis killed", self._kill_redis, server.start),
-            Fault("redis stopped", server.stop, server.go_on, is_kill=False),
+        server = self._server
+        faults: list[Fault] = [
+            ("redis killed", self._kill_redis, server.start),
+            ("redis stopped", partial(server.send, signal.SIGSTOP), partial(server.send, signal.SIGCONT)),
         ]
         for pid in self._tiers_processes():
-            faults += [
-                Fault("tiers' process killed", partial(_send, pid, signal.SIGKILL)),
-                Fault(  # the engine ends it if that takes long
-                    "tiers' process stopped",
-                    partial(_send, pid, signal.SIGSTOP),
-                    partial(_send, pid, signal.SIGCONT),
-                ),
-            ]
+            kill, stop, go_on = (partial(_send, pid, number) for number in _SIGNALS)
+            faults.append(("tiers' process killed", kill, lambda: None))
+            faults.append(("tiers' process stopped", stop, go_on))  # the engine ends it if that takes long
         return faults
 
     def _kill_redis(self) -> None:
-        self.seen["evicted by redis"] += self.server.evicted()
-        self.server.kill()
+        self.seen["evicted by redis"] += self._server.evicted()
+        self._server.kill()
 
     def _tiers_processes(self) -> list[int]:
-        return [pid for pid in self.engine.processes if pid != self.engine.pid]
-
-    def _plant(self, times: int) -> None:
-        if self.leak is not None and times:
-            order = {"what": self.leak, "times": times}
-            self.engine.ask("call", module=IN_ENGINE, function="leak", arguments=order)
+        return [pid for pid in self._engine.processes if pid != self._engine.pid]
 
     # --- figures ---------------------------------------------------------------------------------
+
+    def _call(self, function: str) -> Any:
+        return self._engine.ask("call", module=IN_ENGINE, function=function, arguments={})
 
     def _drain(self) -> None:
         """Wait until every tier is up and nothing is under way.
@@ -373,71 +289,38 @@ class EngineSoak:
         Raises:
             EngineError, SoakError: that takes too long.
         """
-        self._end_fault()
         deadline_s = time.monotonic() + DRAIN_S
         while time.monotonic() < deadline_s:
             pids = self._tiers_processes()  # first: what has just died is not told by the metrics yet
-            self.engine.until(_is_drained, "all is idle, and every tier is up", DRAIN_S)
-            under_way = self.engine.ask("call", module=IN_ENGINE, function="transfers", arguments={})
-            is_complete = len(pids) == (self.isolation == "process") and pids == self._tiers_processes()
-            if is_complete and not under_way["transfers"]:
+            self._engine.until(_is_drained, "all is idle, and every tier is up", DRAIN_S)
+            under_way = self._call("transfers")["transfers"]
+            is_complete = len(pids) == (self._isolation == "process") and pids == self._tiers_processes()
+            if is_complete and not under_way:
                 return
         raise SoakError(f"within {DRAIN_S:g} s transfers do not end, or the tiers' process is not there")
 
     def _sample(self) -> None:
-        pids = [self.engine.pid, *self._tiers_processes()]
-        core = self.engine.ask("call", module=IN_ENGINE, function="sample", arguments={})
-        self.shared_memory.look(pids)
-        files, shared_bytes = self.shared_memory.left()
-        paths, disk_bytes = on_disk(self.folder / "files")
-        figures = {
-            **self._figures_of_engine(core),
-            **self._figures_of_tiers(pids[1:]),
-            "processes": len(pids),
-            "shared memory: files": files,
-            "shared memory: MiB": shared_bytes / MIB,
-            "disk, files: MiB": disk_bytes / MIB,
-            "disk: files and folders": paths,
-        }
-        events = {name: self.seen[name] for name in ("requests", "kills")}
-        self.samples.append(Sample(time.monotonic() - self._began_s, events, figures))
-        self.work.append(self._work())
-
-    def _figures_of_engine(self, core: Mapping[str, float]) -> dict[str, float]:
-        its = ProcessStats.of(self.engine.pid, self.folder)
-        plain = ProcessStats.of(self.reference.pid, self.folder)
-        return {
+        its = ProcessStats.of(self._engine.pid, self._folder)
+        paths, disk_bytes = on_disk(self._folder / "files")
+        figures: dict[str, float] = {
             "engine: memory, MiB": its.memory_bytes / MIB,
-            "engine without kvtier: memory, MiB": plain.memory_bytes / MIB,
             "engine: descriptors, not of roots": its.other_files,
             "engine: descriptors, of roots": its.disk_files,
             "engine: threads": its.threads,
-            "engine: dead children": zombies_of(self.engine.pid),
-            **core,
+            "engine: dead children": zombies_of(self._engine.pid),
+            **self._call("sample"),
+            "processes": len(self._engine.processes),
+            "shared memory: files": len(shared_memory() - self._earlier),
+            "disk, files: MiB": disk_bytes / MIB,
+            "disk: files and folders": paths,
         }
-
-    def _figures_of_tiers(self, pids: Sequence[int]) -> dict[str, float]:
-        if not pids:
-            return {}
-        stats = [ProcessStats.of(pid, self.folder) for pid in pids]
-        return {
-            "tiers' process: memory, MiB": sum(its.memory_bytes for its in stats) / MIB,
-            "tiers' process: descriptors": sum(its.disk_files + its.other_files for its in stats),
-            "tiers' process: threads": sum(its.threads for its in stats),
-        }
-
-    def _work(self) -> Counter[str]:
-        metrics = self.engine.metrics()
-        work = Counter({"evicted from the primary tier": int(metrics.value("kvtier_evicted_chunks"))})
-        for tier in TIERS:
-            work[f"put into {tier}"] = int(metrics.value("kvtier_put_chunks", tier=tier))
-            work[f"asked of {tier}"] = int(metrics.value(_ASKED, tier=tier))
-        for tier in TIERS[1:]:  # the server is emptied by each kill: it does not have much to give
-            work[f"loaded from {tier}"] = int(metrics.value("kvtier_loaded_chunks", tier=tier))
-        work["evicted by redis"] = self.seen["evicted by redis"] + self.server.evicted()
-        for what in ("requests that were aborted", "resets of all tiers", "kills"):
-            work[what] = self.seen[what]
-        return work
+        for pid in self._tiers_processes():
+            its = ProcessStats.of(pid, self._folder)
+            figures["tiers' process: memory, MiB"] = its.memory_bytes / MIB
+            figures["tiers' process: descriptors"] = its.disk_files + its.other_files
+            figures["tiers' process: threads"] = its.threads
+        events = {name: self.seen[name] for name in ("requests", "kills")}
+        self.samples.append(Sample(time.monotonic() - self._began_s, events, figures))
 
 
 def _is_drained(metrics: Metrics) -> bool:

@@ -1,4 +1,4 @@
-"""What the soak does inside of an engine's process: requests with aborts, samples, and planted leaks.
+"""What the soak does inside of an engine's process: requests with aborts, and samples.
 
 Called by ``tests.integration.engine_child``, on the engine's thread. With
 ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` that thread is also the core's owner, so what is
@@ -10,13 +10,10 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
-import os
 import sys
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from multiprocessing import shared_memory
 from typing import Any
 
 from kvtier._core.requests import Request
@@ -87,12 +84,12 @@ def sample(llm: Any) -> dict[str, float]:
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    core, kinds = _core(llm), objects()
+    core, kinds = _core(llm), _objects()
     invariants.check(core)
     return {
         "engine: python blocks": sys.getallocatedblocks(),
         "engine: objects of kvtier": sum(kinds.values()),
-        "engine: tasks": tasks(),
+        "engine: tasks": _tasks(),
         "core: requests": kinds[Request.__name__],
         "core: transfers": transfers(llm)["transfers"],
         "core: handles": len(core.reservations) + len(core.pinned) + len(list(core.promotions.holders)),
@@ -109,68 +106,20 @@ def _core(llm: Any) -> Any:
     return scheduler.connector.connector_scheduler.manager._core
 
 
-def objects() -> Counter[str]:
+def _objects() -> Counter[str]:
     """Count the objects of kvtier's classes that were made since the engine has started, by class."""
     things = gc.get_objects()  # without those that vLLM has frozen by then
     return Counter(type(thing).__name__ for thing in things if type(thing).__module__.startswith("kvtier."))
 
 
-def tasks() -> int:
+def _tasks() -> int:
     """Count the tasks of all event loops that run in this process's threads."""
-    return sum(len(asyncio.all_tasks(loop)) for loop in set(_loops()))
-
-
-def _loops() -> Iterator[asyncio.AbstractEventLoop]:
+    loops: set[asyncio.AbstractEventLoop] = set()
     for top in sys._current_frames().values():
         frame: Any = top
         while frame is not None:
             it = frame.f_locals.get("self")
             if isinstance(it, asyncio.AbstractEventLoop):
-                yield it
+                loops.add(it)
             frame = frame.f_back
-
-
-# --- leaks, to see that they are found ---------------------------------------------------------------
-
-_leaked: list[Any] = []
-
-
-def leak(llm: Any, *, what: str, times: int) -> dict[str, Any]:
-    """Leak something so many times."""
-    for _ in range(times):
-        LEAKS[what]()
-    return {}
-
-
-def _leak_thread() -> None:
-    threading.Thread(target=threading.Event().wait, daemon=True).start()
-
-
-def _leak_task() -> None:
-    """Have tasks wait for ever, one on each loop."""
-
-    def wait_for_ever(loop: asyncio.AbstractEventLoop) -> None:
-        _leaked.append(loop.create_task(asyncio.Event().wait()))
-
-    for loop in set(_loops()):
-        loop.call_soon_threadsafe(wait_for_ever, loop)
-
-
-def _leak_shared_memory() -> None:
-    memory = shared_memory.SharedMemory(create=True, size=65536)
-    assert memory.buf is not None
-    memory.buf[:] = bytes(65536)
-    _leaked.append(memory)
-
-
-LEAKS: Mapping[str, Callable[[], object]] = {
-    "descriptor": lambda: _leaked.append(os.open(os.devnull, os.O_RDONLY)),
-    "memory": lambda: _leaked.append(os.urandom(32 * 1024)),
-    "object": lambda: _leaked.append(Request()),
-    "shared-memory": _leak_shared_memory,
-    "task": _leak_task,
-    "thread": _leak_thread,
-}
-"""By name. ``memory`` and ``object`` are leaked with each request, the others with each kill."""
-
-OF_REQUESTS = frozenset({"memory", "object"})
+    return sum(len(asyncio.all_tasks(loop)) for loop in loops)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import time
-from contextlib import suppress
 from pathlib import Path
+
+import redis
 
 _PATIENCE_S = 20.0
 
@@ -26,23 +26,23 @@ class RedisServer:
     def __init__(self, directory: Path, max_bytes: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "redis.sock"
-        self._directory = directory
-        self._max_bytes = max_bytes
+        where = ["--port", "0", "--unixsocket", str(self.path), "--dir", str(directory)]
+        limits = ["--maxmemory", str(max_bytes), "--maxmemory-policy", "allkeys-lru"]
+        self._command = ["redis-server", *where, *limits, "--save", "", "--appendonly", "no"]
         self._process: subprocess.Popen[bytes] | None = None
-        self._evicted = 0
 
     def start(self) -> None:
         """Start it and wait until it answers."""
         self.path.unlink(missing_ok=True)
-        limits = ["--maxmemory", str(self._max_bytes), "--maxmemory-policy", "allkeys-lru"]
-        where = ["--port", "0", "--unixsocket", str(self.path), "--dir", str(self._directory)]
-        self._process = subprocess.Popen(
-            ["redis-server", *where, *limits, "--save", "", "--appendonly", "no"], stdout=subprocess.DEVNULL
-        )
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + _PATIENCE_S
-        while self._ask(b"PING") != b"+PONG\r\n":
-            assert time.monotonic() < deadline, "the server does not answer"
-            time.sleep(0.02)
+        while True:
+            try:
+                self.evicted()
+                return
+            except redis.ConnectionError:
+                assert time.monotonic() < deadline, "the server does not answer"
+                time.sleep(0.02)
 
     def kill(self) -> None:
         """Kill it with SIGKILL and wait for its end."""
@@ -51,31 +51,13 @@ class RedisServer:
             self._process.wait()
             self._process = None
 
-    def stop(self) -> None:
-        """Stop it with SIGSTOP: it keeps its connections and answers nothing."""
+    def send(self, number: signal.Signals) -> None:
+        """Stop it with SIGSTOP, when it keeps its connections and answers nothing; or let it go on."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        """Let it go on after ``stop``."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
+        self._process.send_signal(number)
 
     def evicted(self) -> int:
         """Return how many keys it has evicted since it was started."""
-        for line in self._ask(b"INFO stats", until=b"evicted_keys").splitlines():
-            if line.startswith(b"evicted_keys:"):
-                return int(line.partition(b":")[2])
-        return 0
-
-    def _ask(self, command: bytes, until: bytes = b"\r\n") -> bytes:
-        answer = b""
-        with socket.socket(socket.AF_UNIX) as connection, suppress(OSError):
-            connection.settimeout(_PATIENCE_S)
-            connection.connect(str(self.path))
-            connection.sendall(command + b"\r\n")
-            while until not in answer or not answer.endswith(b"\r\n"):
-                if not (piece := connection.recv(65536)):
-                    break
-                answer += piece
-        return answer
+        with redis.Redis(unix_socket_path=str(self.path), socket_timeout=_PATIENCE_S) as client:
+            stats: dict[str, int] = client.info("stats")
+            return stats["evicted_keys"]

@@ -15,7 +15,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 # For each example its arguments, where {tmp} is a directory of its own, and patterns of what it prints.
 SHOWS: dict[str, tuple[list[str], list[str]]] = {
-    "small_root.py": (["{tmp}/root", "16"], ["16 chunks, 1 engines: ?? of 64 taken, 1? kept"]),
     "tensors.py": (
         ["{tmp}/chunks"],
         ["stored 8 chunks", "loaded 8 chunks", "from {'fs': 8}", "the same bytes: True"],

@@ -68,7 +68,7 @@ def test_replies_of_every_kind_in_pieces_of_any_size(pair: Pair, size: int) -> N
     found = [sock.reply() for _ in range(4)]
     assert found == [b"OK", 1, "OOM no room", -2]
     assert isinstance(found[2], ErrorReply)
-    assert sock.is_idle()
+    assert not sock.has_unread
 
 
 @pytest.mark.parametrize("size", [1, 5, 11, 1000])
@@ -113,17 +113,6 @@ def test_cut_ends_a_blocked_call(pair: Pair, call: str) -> None:
     threading.Timer(0.1, sock.cut).start()
     with pytest.raises(ConnectionError):  # or the test's timeout
         calls[call]()
-
-
-def test_a_connection_with_unread_data_or_closed_by_the_server_is_not_idle(pair: Pair) -> None:
-    sock, theirs = pair
-    assert sock.is_idle()
-    theirs.sendall(b"+unasked\r\n")
-    assert not sock.is_idle()
-    assert sock.reply() == b"unasked"
-    assert sock.is_idle()
-    theirs.close()
-    assert not sock.is_idle()
 
 
 PIECES = st.sampled_from([b"+OK\r\n", b":1\r\n", b"$-1\r\n", b"$5\r\nabcde\r\n", b"$", b"-E\r\n", b"\r\n"])

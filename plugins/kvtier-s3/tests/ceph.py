@@ -106,7 +106,7 @@ class Ceph:
             self._start_store()
             # When the gateway makes its pools by itself, it sometimes crashes (16.2).
             self._run("ceph", given="".join(f"osd pool create {pool}\n" for pool in POOLS))
-            self.start_gateway()
+            self._start_gateway()
             keys = (f"--access-key={self.access_key_id}", f"--secret-key={self.secret_access_key}")
             self._run("radosgw-admin", "user", "create", "--uid=tests", "--display-name=tests", *keys)
         except BaseException:
@@ -134,17 +134,10 @@ class Ceph:
         with urlopen(Request(url, method="PUT"), timeout=10):
             pass
 
-    def start_gateway(self) -> None:
-        """Start the gateway, at the beginning or after ``kill_gateway``, and wait until it answers."""
+    def _start_gateway(self) -> None:
         frontend = f"--rgw-frontends=beast endpoint=127.0.0.1:{self._port} tcp_nodelay=1"
         self._start("radosgw", "-n", "client.rgw", frontend)
         self._wait("the gateway", self._answers)
-
-    def kill_gateway(self) -> None:
-        """Kill the gateway. What it has stored is kept."""
-        gateway = self._running.pop("radosgw")
-        gateway.kill()
-        gateway.wait()
 
     def stop(self) -> None:
         """End the processes, the gateway first: it hangs without the store."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import socket
 import ssl
 import subprocess
 import sys
@@ -18,9 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-PIECE_BYTES = 64 * 1024
-TCP_ESTABLISHED = 1
 
 
 @dataclass(frozen=True)
@@ -32,9 +28,7 @@ class Faults:
             until this is changed, if its sender still waits then.
         refused: whether requests are answered with ``status`` and ``code``.
         status, code: see there.
-        slow_body_s: seconds between two pieces of an answer's body.
         cut_after: bytes of an answer's body after which the connection is cut; -1: never.
-        deaf: whether no request is attended to; those whose sender has left by its end never are.
         methods: the requests that this is about; empty: all.
         header: those of them that this is about: with this header, in lower case; empty: all.
     """
@@ -43,9 +37,7 @@ class Faults:
     refused: bool = False
     status: int = 503
     code: str = "SlowDown"
-    slow_body_s: float = 0.0
     cut_after: int = -1
-    deaf: bool = False
     methods: tuple[str, ...] = ()
     header: str = ""
 
@@ -59,11 +51,13 @@ class Proxy:
     """
 
     def __init__(self, upstream_port: int, certificate: Path | None = None) -> None:
-        self._command = [sys.executable, __file__, str(upstream_port)]
-        self._scheme = "http"
-        if certificate is not None:
-            self._command.append(str(certificate))
-            self._scheme = "https"
+        self._command = [
+            sys.executable,
+            __file__,
+            str(upstream_port),
+            *([str(certificate)] * bool(certificate)),
+        ]
+        self._scheme = "https" if certificate else "http"
 
     def __enter__(self) -> Proxy:
         self._process = subprocess.Popen(
@@ -90,7 +84,7 @@ class Proxy:
         return self._say(asdict(faults))
 
     def held(self) -> int:
-        """Return how many requests are held back, by a delay or by deafness, whose senders still wait."""
+        """Return how many requests are held back whose senders still wait."""
         return self._say(None)
 
     @contextmanager
@@ -122,155 +116,86 @@ class _Server:
         self._faults = Faults()
         self._changed = asyncio.Event()
         self._requests = 0
-        self._held: set[_Client] = set()
+        self._held: set[asyncio.StreamReader] = set()
 
     def answer(self, line: str) -> int:
         values = json.loads(line)
         if values is None:
-            return sum(client.waits for client in self._held)
+            return sum(not reader.at_eof() for reader in self._held)
         self._faults = Faults(**{**values, "methods": tuple(values["methods"])})
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
         return self._requests
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        client = _Client(reader, writer)
+        """Serve one connection, over one connection to the server."""
+        upstream: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         with suppress(asyncio.IncompleteReadError, OSError):
-            if await self._refuse_or_receive(client):
-                upstream = await asyncio.open_connection("127.0.0.1", self._upstream_port)
-                try:
-                    while await self._exchange(client, *upstream) and await self._refuse_or_receive(client):
-                        pass
-                finally:
-                    upstream[1].transport.abort()
+            goes_on = True
+            while goes_on:
+                head = await reader.readuntil(b"\r\n\r\n")
+                body = await reader.readexactly(_length(head))
+                self._requests += 1
+                faults = self._for(head)
+                if faults.refused:
+                    writer.write(_refusal(head, faults))
+                    await writer.drain()
+                    continue
+                await self._hold(reader, faults.delay_s)
+                upstream = upstream or await asyncio.open_connection("127.0.0.1", self._upstream_port)
+                upstream[1].write(head + body)
+                goes_on = await _pass_answer(head, upstream[0], writer, faults.cut_after)
         writer.transport.abort()
+        if upstream is not None:
+            upstream[1].transport.abort()
 
-    async def _refuse_or_receive(self, client: _Client) -> bool:
-        """Receive the head of a request that is to be passed on; those before it are refused."""
-        while True:
-            client.head = await client.reader.readuntil(b"\r\n\r\n")
-            with self._holding(client):
-                while self._faults.deaf:
-                    await self._changed.wait()
-                    client.check_it_waits()
-            self._requests += 1
-            faults = self._for(client)
-            if not faults.refused:
-                return True
-            await client.reader.readexactly(_length(client.head))
-            client.writer.write(_refusal(client.method, faults))
-            await client.writer.drain()
+    def _for(self, head: bytes) -> Faults:
+        """Return the faults of a request."""
+        faults, lines = self._faults, head.lower()
+        is_meant = not faults.methods or head.split(b" ", 1)[0].decode() in faults.methods
+        has_header = not faults.header or f"\r\n{faults.header}:".encode() in lines
+        return faults if is_meant and has_header else Faults()
 
-    async def _exchange(
-        self, client: _Client, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> bool:
-        """Pass on one request and its answer; return whether the connection lives on."""
-        faults = self._for(client)
-        with self._holding(client):
-            await self._pause(faults.delay_s)
-        if math.isinf(faults.delay_s):
-            client.check_it_waits()
-        writer.write(client.head)
-        await _copy(client.reader, writer, _length(client.head))
-        return await self._answer(client.method, reader, client.writer, faults)
-
-    async def _answer(
-        self, method: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, faults: Faults
-    ) -> bool:
-        head = await reader.readuntil(b"\r\n\r\n")
-        if b"100 Continue" in head.split(b"\r\n", 1)[0]:
-            head = await reader.readuntil(b"\r\n\r\n")
-        writer.write(head)
-        if method == "HEAD" or b" 204 " in head.split(b"\r\n", 1)[0]:
-            await writer.drain()
-            return True
-        if b"transfer-encoding: chunked" in head.lower():
-            await _copy_chunked(reader, writer)
-            return True
-        left = _length(head)
-        if 0 <= faults.cut_after < left:
-            await _copy(reader, writer, faults.cut_after)
-            return False
-        while left and faults.slow_body_s:
-            piece = min(left, 4096)
-            await _copy(reader, writer, piece)
-            left -= piece
-            await self._pause(faults.slow_body_s)
-        await _copy(reader, writer, left)
-        return True
-
-    def _for(self, client: _Client) -> Faults:
-        about, header = self._faults.methods, f"\r\n{self._faults.header}:".encode()
-        is_about = (not about or client.method in about) and (
-            header == b"\r\n:" or header in client.head.lower()
-        )
-        return self._faults if is_about else Faults()
-
-    @contextmanager
-    def _holding(self, client: _Client) -> Iterator[None]:
-        self._held.add(client)
+    async def _hold(self, reader: asyncio.StreamReader, seconds: float) -> None:
+        if not seconds:
+            return
+        self._held.add(reader)
         try:
-            yield
-        finally:
-            self._held.discard(client)
-
-    async def _pause(self, seconds: float) -> None:
-        if seconds:
             with suppress(TimeoutError):
                 async with asyncio.timeout(None if math.isinf(seconds) else seconds):
                     await self._changed.wait()
-
-
-class _Client:
-    """A connection from a client, and the head of the request that is being passed on."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-        self.head = b""
-
-    @property
-    def method(self) -> str:
-        return self.head.split(b" ", 1)[0].decode()
-
-    @property
-    def waits(self) -> bool:
-        """Whether the other side has not hung up, not even behind bytes not read yet."""
-        end: socket.socket = self.writer.get_extra_info("socket")
-        return end.fileno() >= 0 and (
-            end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_ESTABLISHED
-        )
-
-    def check_it_waits(self) -> None:
-        """Raise ``ConnectionError`` if the other side has hung up."""
-        if not self.waits:
+        finally:
+            self._held.discard(reader)
+        if math.isinf(seconds) and reader.at_eof():
             raise ConnectionResetError
 
 
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, count: int) -> None:
-    while count:
-        piece = await reader.read(min(count, PIECE_BYTES))
-        if not piece:
-            raise ConnectionError
-        count -= len(piece)
-        writer.write(piece)
-        await writer.drain()
+async def _pass_answer(
+    request: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, cut_after: int
+) -> bool:
+    """Pass an answer on; return whether the connection lives on."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    writer.write(head)
+    left, is_cut = _length(head), False
+    if request.startswith(b"HEAD ") or b" 204 " in head.split(b"\r\n", 1)[0]:
+        left = 0
+    elif b"transfer-encoding: chunked" in head.lower():
+        size = -1
+        while size:
+            line = await reader.readuntil(b"\r\n")
+            size = int(line.split(b";")[0], 16)
+            writer.write(line + await reader.readexactly(size + 2))
+    elif 0 <= cut_after < left:
+        left, is_cut = cut_after, True
+    writer.write(await reader.readexactly(left))
     await writer.drain()
+    return not is_cut
 
 
-async def _copy_chunked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while True:
-        line = await reader.readuntil(b"\r\n")
-        writer.write(line)
-        size = int(line.split(b";")[0], 16)
-        await _copy(reader, writer, size + 2)
-        if not size:
-            return
-
-
-def _refusal(method: str, faults: Faults) -> bytes:
+def _refusal(request: bytes, faults: Faults) -> bytes:
     body = f"<Error><Code>{faults.code}</Code><Message>as asked for</Message></Error>".encode()
     head = f"HTTP/1.1 {faults.status} Refused\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}"
-    return head.encode() + b"\r\n\r\n" + (b"" if method == "HEAD" else body)
+    return head.encode() + b"\r\n\r\n" + (b"" if request.startswith(b"HEAD ") else body)
 
 
 def _length(head: bytes) -> int:

@@ -30,7 +30,8 @@ from kvtier.tiers._base import (
     Usage,
 )
 from kvtier.tiers._drain import in_thread
-from kvtier_testing.tiers import TierConformance
+from kvtier_testing import limits
+from kvtier_testing.tiers import TierConformance, resources
 
 Store = dict[bytes, tuple[bytes, bytes]]
 
@@ -111,18 +112,14 @@ OPENED: dict[str, int] = {}  # open files, closed when a test has ended
 
 
 CAUGHT: list[tuple[type[GoodTier], str, str]] = []  # a bug, the test that finds it, its words
-BY_SEQUENCE: list[type[GoodTier]] = []  # bugs that some sequence of calls shows, too
 HANGING: list[type[GoodTier]] = []
 
 
-def broken(
-    *caught: tuple[str, str], by_sequence: bool = False, hangs: bool = False
-) -> Callable[[type], type]:
+def broken(*caught: tuple[str, str], hangs: bool = False) -> Callable[[type], type]:
     """Register a class with a bug: the tests that have to fail for it, and in which words."""
 
     def register(tier: type) -> type:
         CAUGHT.extend((tier, test, words) for test, words in caught)
-        BY_SEQUENCE.extend([tier] * by_sequence)
         HANGING.extend([tier] * hangs)
         return tier
 
@@ -145,7 +142,7 @@ async def abandoned(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def later(function: Callable[[], object]) -> None:
-    asyncio.get_running_loop().call_later(0.02, function)
+    asyncio.get_running_loop().call_later(0.005, function)
 
 
 def stored(batch: Batch) -> Outcome:
@@ -157,16 +154,12 @@ CANCELLED_GET = "a_cancelled_get_never_writes_into_the_slots_next_content"
 CANCELLED_OPEN = "a_cancelled_open_leaves_nothing_running_or_open"
 CANCELLED_PUT = "a_cancelled_put_leaves_whole_chunks_or_none"
 CLOSING = "nothing_is_left_running_or_open_after_closing"
-DISCARDED = "discarded_chunks_are_gone_and_others_stay"
-KNOWN = "contains_and_known_agree_with_what_a_get_finds"
 NEVER_PUT = "what_was_never_put_is_absent"
 NO_BLOCKING = "no_call_blocks_the_event_loop"
 ONE_KEY = "puts_gets_and_discards_of_one_key_at_once_never_show_other_bytes"
-PARTLY = "a_batch_that_is_partly_there"
 PUT_AND_GOT = "what_is_put_is_got"
 PUT_AT_RESET = "a_put_in_flight_at_a_reset_does_not_appear_after_it"
 RAISED = "a_cancelled_call_raises_the_cancellation"
-REOPENED = "a_reset_holds_after_opening_again"
 REPEATED = "repeated_calls_add_up_to_nothing"
 SEQUENCE = "any_sequence_of_calls_agrees_with_a_dict"
 SLOTS_OF_A_PUT = "the_slots_of_a_put_may_hold_something_else_when_it_has_ended"
@@ -216,7 +209,7 @@ async def writes_later(self: GoodTier, batch: Batch) -> Outcome:
     return outcome
 
 
-@bug("put", ("a_put_leaves_its_slots_as_they_are", "changed the bytes of a slot"))
+@bug("put", (PUT_AND_GOT, "changed the bytes of a slot"))
 async def compresses_in_place(self: GoodTier, batch: Batch) -> Outcome:
     outcome = await GoodTier.put(self, batch)
     batch.views[-1][:4] = b"done"
@@ -252,7 +245,7 @@ class StoresTornValues(GoodTier):
         return Outcome(self.fill(batch))  # not in a thread, which may come when all is whole
 
 
-@bug("fill_one", (PUT_AND_GOT, "not the trailer"), by_sequence=True)
+@bug("fill_one", (PUT_AND_GOT, "not the trailer"))
 def loses_trailers(self: GoodTier, batch: Batch, index: int) -> Status:
     status = GoodTier.fill_one(self, batch, index)
     batch.trailers[index] = b""
@@ -287,7 +280,7 @@ class TrimsZeros(GoodTier):
         return Status.OK
 
 
-@bug("copies", (PUT_AND_GOT, "ABSENT"), by_sequence=True)
+@bug("copies", (PUT_AND_GOT, "ABSENT"))
 def loses_chunks(self: GoodTier, batch: Batch) -> Store:
     return dict(list(GoodTier.copies(self, batch).items())[:3])
 
@@ -304,7 +297,7 @@ async def uses_one_buffer_for_all(self: GoodTier, batch: Batch) -> Outcome:
 # --- answers -----------------------------------------------------------------------------------------
 
 
-@bug("get", (PARTLY, "of 6 chunks answered with 3 statuses"))
+@bug("get", (SEQUENCE, r"of \d chunks answered with \d statuses"))
 async def counts_wrong(self: GoodTier, batch: Batch) -> Outcome:
     outcome = await GoodTier.get(self, batch)
     return Outcome([status for status in outcome.statuses if status is Status.OK])
@@ -316,17 +309,17 @@ def raises_where_a_key_is_absent(self: GoodTier, batch: Batch, index: int) -> St
     return GoodTier.fill_one(self, batch, index)
 
 
-@bug("contains", (NEVER_PUT, "says yes to what was never put"), (KNOWN, "a get finds"), by_sequence=True)
+@bug("contains", (NEVER_PUT, "says yes to what was never put"), (SEQUENCE, "says yes to what is gone"))
 async def says_yes(self: GoodTier, keys: Sequence[OffloadKey]) -> Sequence[bool]:
     return [True] * len(keys)
 
 
-@bug("contains", (PARTLY, "contains.. answered"), by_sequence=True)
+@bug("contains", (SEQUENCE, "was kept, but contains.. says no"))
 async def says_no(self: GoodTier, keys: Sequence[OffloadKey]) -> Sequence[bool]:
     return [False] * len(keys)
 
 
-@broken((KNOWN, "known.. says PRESENT"), by_sequence=True)
+@broken((SEQUENCE, "known.. says (PRESENT|ABSENT) where"))
 class KnowsWrong(GoodTier):
     """An index that learns of puts and not of discards."""
 
@@ -357,30 +350,30 @@ def is_over_full(self: GoodTier) -> Usage:
 # --- forgetting --------------------------------------------------------------------------------------
 
 
-@bug("discard", (DISCARDED, "were discarded: OK"), by_sequence=True)
+@bug("discard", (SEQUENCE, "says yes to what is gone"))
 async def ignores_discard(self: GoodTier, keys: Sequence[OffloadKey]) -> None:
     pass
 
 
-@bug("discard", (DISCARDED, r"KeyError(.|\n)*discard.. raised this"))
+@bug("discard", (SEQUENCE, r"KeyError(.|\n)*discard.. raised this"))
 async def raises_at_unknown_keys(self: GoodTier, keys: Sequence[OffloadKey]) -> None:
     for key in keys:
         del self.store[key]
 
 
-@bug("reset", ("a_reset_hides_everything", "after a reset: OK"), by_sequence=True)
+@bug("reset", (SEQUENCE, "says yes to what is gone"))
 async def ignores_reset(self: GoodTier) -> None:
     pass
 
 
-@bug("reset", (REOPENED, "opening again: OK"), by_sequence=True)
+@bug("reset", (SEQUENCE, "says yes to what is gone"))
 async def forgets_a_reset(self: GoodTier) -> None:
     """Hides what was there until it is opened again."""
     self.resets += 1
     self.store = {}
 
 
-@bug("reset", (REOPENED, "given to one who opened later"), by_sequence=True)
+@bug("reset", (SEQUENCE, "says yes to what is gone"))
 async def shares_what_follows_a_reset(self: GoodTier) -> None:
     self.resets += 1
     self.store.clear()
@@ -423,7 +416,7 @@ def ignores_the_identity(self: GoodTier, context: TierContext) -> object:
     return context.identity.model
 
 
-@bug("aclose", ("chunks_are_there_after_closing_and_opening_again", "ABSENT"), by_sequence=True)
+@bug("aclose", (SEQUENCE, "was kept, but contains.. says no"))
 async def drops_when_closing(self: GoodTier) -> None:
     self.store.clear()
 
@@ -468,8 +461,8 @@ async def blocks_for_many_keys(self: GoodTier, keys: Sequence[OffloadKey]) -> Se
 
 @bug(
     "get",
-    (NEVER_PUT, r"get.. has not ended within 1 s.*blocks the event loop(.|\n)*HUNG.wait"),
-    (SEQUENCE, "get.. has not ended within 1 s"),
+    (NEVER_PUT, r"get.. has not ended within 0.3 s.*blocks the event loop(.|\n)*HUNG.wait"),
+    (SEQUENCE, "get.. has not ended within 0.3 s"),
     hangs=True,
 )
 async def never_returns(self: GoodTier, batch: Batch) -> Outcome:
@@ -477,13 +470,13 @@ async def never_returns(self: GoodTier, batch: Batch) -> Outcome:
     return await GoodTier.get(self, batch)
 
 
-@bug("get", (NEVER_PUT, "get.. has not ended within 1 s"), hangs=True)
+@bug("get", (NEVER_PUT, "get.. has not ended within 0.3 s"), hangs=True)
 async def never_ends(self: GoodTier, batch: Batch) -> Outcome:
     forever: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
     return await forever
 
 
-@bug("discard", (DISCARDED, "discard.. has not .*swallows"), hangs=True)
+@bug("discard", ("a_lookup_may_name_a_key_twice", "discard.. has not .*swallows"), hangs=True)
 async def ignores_its_cancellation(self: GoodTier, keys: Sequence[OffloadKey]) -> None:
     while not HUNG.is_set():
         with suppress(asyncio.CancelledError):
@@ -618,8 +611,8 @@ def kit(bad: type[GoodTier]) -> TierConformance:
         tier = bad
         is_persistent = True
         is_shared = True
-        settle_s = 0.2 if bad is leaves_a_get_behind else 0.05
-        patience_s = 1.0 if bad in HANGING else 30.0
+        settle_s = 0.1 if bad is leaves_a_get_behind else 0.02
+        patience_s = 0.3 if bad in HANGING else 30.0
 
         def around_test(self) -> AbstractContextManager[None]:
             return nullcontext()  # bad tiers block, too
@@ -649,7 +642,10 @@ def run(suite: TierConformance, test: str, place: Path) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_stored():
+def _nothing_stored(monkeypatch):
+    monkeypatch.setattr(limits, "_STOP_S", 0.2)
+    monkeypatch.setattr(resources, "_ATTEMPTS", 3)
+    monkeypatch.setattr(resources, "_ROUNDS", 4)
     GoodTier.stores.clear()
     HUNG.clear()
     yield
@@ -670,21 +666,6 @@ def test_a_bad_tier_is_caught_by_the_test_that_names_what_is_wrong(tier, test, w
     assert any(re.search(words, one) for one in said), said
 
 
-@pytest.mark.parametrize("test", sorted({test for _, test, _ in CAUGHT}))
-def test_a_good_tier_passes_the_tests_that_catch_bad_ones(test, tmp_path):
-    run(kit(GoodTier), test, tmp_path)
-
-
-@pytest.mark.parametrize("tier", BY_SEQUENCE, ids=lambda value: value.__name__)
-def test_a_bad_tier_is_caught_by_some_sequence_of_calls(tier, tmp_path):
-    with pytest.raises(AssertionError):
-        kit(tier).test_any_sequence_of_calls_agrees_with_a_dict(tmp_path / "place")
-
-
-def test_a_good_tier_agrees_with_a_dict(tmp_path):
-    kit(GoodTier).test_any_sequence_of_calls_agrees_with_a_dict(tmp_path / "place")
-
-
 def test_blocking_calls_are_refused_where_blockbuster_is_installed(tmp_path):
     blockbuster = pytest.importorskip("blockbuster")
 
@@ -703,7 +684,10 @@ import sys, threading
 from contextlib import nullcontext
 from kvtier.tiers._drain import in_thread
 from kvtier.tiers.dummy import DummyTier
+from kvtier_testing import limits
 from kvtier_testing.tiers import TierConformance
+
+limits._STOP_S = 0.2
 
 class Exits(DummyTier):
     async def get(self, batch):
@@ -718,7 +702,7 @@ class HangsInAThread(DummyTier):
         await in_thread(threading.Event().wait)
 
 class Kit(TierConformance):
-    patience_s = 1.0
+    patience_s = 0.3
     def around_test(self):
         return nullcontext()  # without blockbuster
     def settings(self, place):
@@ -743,5 +727,5 @@ def test_a_run_of_the_kit_ends_whatever_a_tier_does(tmp_path):
     assert done.returncode == 1, done.stdout
     assert "3 failed" in done.stdout
     assert "get() raised SystemExit(3)" in done.stdout
-    ended = re.findall(r"^E +AssertionError: get\(\) has not ended within 1 s", done.stdout, re.MULTILINE)
+    ended = re.findall(r"^E +AssertionError: get\(\) has not ended within 0.3 s", done.stdout, re.MULTILINE)
     assert len(ended) == 2, done.stdout

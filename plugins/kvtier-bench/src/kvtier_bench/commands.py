@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from kvtier._cli.report import JsonFlag
 from kvtier_bench import engines, figures
@@ -15,18 +14,6 @@ from kvtier_bench import engines, figures
 bench = typer.Typer(
     help="Measure parts of kvtier; figures are ratios taken in one run.", no_args_is_help=True
 )
-
-
-def _known_model(size: str) -> str:
-    if size not in engines.MODELS:
-        raise typer.BadParameter(f"{size!r} is none of {', '.join(engines.MODELS)}")
-    return size
-
-
-def _whole_blocks(tokens: int) -> int:
-    if tokens % engines.BLOCK_TOKENS:
-        raise typer.BadParameter(f"{tokens} is no multiple of {engines.BLOCK_TOKENS}, the engine's block")
-    return tokens
 
 
 RootOption = Annotated[
@@ -38,24 +25,12 @@ RootOption = Annotated[
         "one.",
     ),
 ]
-ModelOption = Annotated[
-    str,
-    typer.Option(
-        metavar="|".join(engines.MODELS),
-        callback=_known_model,
-        help="Size of the random model that is made for it.",
-    ),
+ModelOption = Annotated[engines.Size, typer.Option(help="Size of the random model that is made for it.")]
+ChunkBytesOption = Annotated[
+    list[int] | None,
+    typer.Option(min=4096, help="Bytes of a chunk; may be given again. [65536, 524288, 2097152]"),
 ]
-PromptTokensOption = Annotated[
-    int, typer.Option(min=engines.BLOCK_TOKENS, max=4096, help="Tokens of a prompt that fill chunks.")
-]
-OutputTokensOption = Annotated[int, typer.Option(min=1, max=1024, help="Tokens generated for each prompt.")]
-ChunkTokensOption = Annotated[
-    int, typer.Option(min=engines.BLOCK_TOKENS, callback=_whole_blocks, help="Tokens of a chunk.")
-]
-NativeOption = Annotated[
-    bool, typer.Option("--native/--no-native", help="vLLM's own tiering over a CPU worker, too.")
-]
+MibOption = Annotated[int, typer.Option(min=1, help="MiB that are moved in each measured stretch.")]
 RoundsOption = Annotated[int, typer.Option(min=1, help="How often each measurement is repeated.")]
 
 
@@ -67,7 +42,7 @@ def demo(as_json: JsonFlag = False) -> None:
 @bench.command()
 def core(as_json: JsonFlag = False) -> None:
     """Microseconds that the owner's thread spends for each chunk."""
-    _report(_lazy("core").run(), as_json)
+    figures.report(_lazy("core").run(), as_json)
 
 
 @bench.command()
@@ -75,35 +50,27 @@ def fs(
     root: Annotated[
         Path, typer.Argument(help="A directory on the file system to measure; it is left empty.")
     ],
-    chunk_bytes: Annotated[
-        list[int] | None,
-        typer.Option(min=4096, help="Bytes of a chunk; may be given again. [65536, 524288, 2097152]"),
-    ] = None,
-    seconds: Annotated[float, typer.Option(min=0.01, help="Length of each measured stretch.")] = 1.0,
+    chunk_bytes: ChunkBytesOption = None,
+    mib: MibOption = 512,
     rounds: RoundsOption = 5,
     as_json: JsonFlag = False,
 ) -> None:
     """GB/s of the fs tier against the limit of its file system."""
     measure = _lazy("fs")
-    _report(measure.run(root, chunk_bytes or measure.SIZES, seconds, rounds), as_json)
+    figures.report(measure.run(root, chunk_bytes or measure.SIZES, mib, rounds), as_json)
 
 
 @bench.command()
 def tier(
-    config: Annotated[
-        Path, typer.Option(metavar="FILE", help="Settings of one tier, as JSON, or TOML in a *.toml.")
-    ],
-    chunk_bytes: Annotated[
-        list[int] | None,
-        typer.Option(min=4096, help="Bytes of a chunk; may be given again. [65536, 524288, 2097152]"),
-    ] = None,
-    mib: Annotated[int, typer.Option(min=1, help="MiB that are moved in each measured stretch.")] = 256,
+    config: Annotated[Path, typer.Option(metavar="FILE", help="Settings of one tier, as JSON.")],
+    chunk_bytes: ChunkBytesOption = None,
+    mib: MibOption = 256,
     rounds: RoundsOption = 5,
     as_json: JsonFlag = False,
 ) -> None:
     """GB/s, latency and processor time of any tier, beside the client that it is built on."""
     measure = _lazy("tier")
-    _report(measure.run(config, chunk_bytes or measure.SIZES, mib, rounds), as_json)
+    figures.report(measure.run(config, chunk_bytes or measure.SIZES, mib, rounds), as_json)
 
 
 @bench.command()
@@ -111,9 +78,6 @@ def device(
     backend: Annotated[
         str | None, typer.Option(metavar="NAME", help="cpu, cuda, rocm or xpu. Default: what is there.")
     ] = None,
-    host_only: Annotated[
-        bool, typer.Option("--host-only", help="Only the host's time to describe copies: needs no device.")
-    ] = False,
     mib: Annotated[
         int | None,
         typer.Option(min=16, help="MiB of device memory, and of slots. [2048; 64 on the CPU]"),
@@ -121,47 +85,36 @@ def device(
     as_json: JsonFlag = False,
 ) -> None:
     """GB/s of copies between device and primary tier, host time for them, and the loss of computing."""
-    _report(_lazy("device").run(backend, host_only=host_only, mib=mib), as_json)
+    figures.report(_lazy("device").run(backend, mib), as_json)
 
 
 @bench.command()
 def overhead(
     root: RootOption = None,
-    model: ModelOption = "medium",
+    model: ModelOption = engines.Size.MEDIUM,
     rounds: RoundsOption = 10,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of a round, each one new.")] = 16,
-    prompt_tokens: PromptTokensOption = 512,
-    output_tokens: OutputTokensOption = 32,
-    at_once: Annotated[int, typer.Option(min=1, help="Prompts that an engine works on at once.")] = 8,
-    chunk_tokens: ChunkTokensOption = engines.BLOCK_TOKENS,
     control: Annotated[
         bool, typer.Option("--control", help="A second engine without a connector, too: what noise does.")
     ] = False,
-    native: NativeOption = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Tokens a second lost where nothing is reused: real engines, with and without kvtier."""
     measure = _lazy("overhead")
-    work = measure.Work(model, rounds, prompts, prompt_tokens, output_tokens, at_once, chunk_tokens)
-    _report(measure.run(root, work, control=control, native=native), as_json)
+    figures.report(measure.run(root, measure.Work(model.value, rounds, prompts), control=control), as_json)
 
 
 @bench.command()
 def convoy(
     root: RootOption = None,
-    model: ModelOption = "small",
+    model: ModelOption = engines.Size.SMALL,
     rounds: RoundsOption = 5,
     requests: Annotated[int, typer.Option(min=1, help="Requests that are sent at once.")] = 50,
-    prefix_tokens: PromptTokensOption = 512,
-    output_tokens: OutputTokensOption = 8,
-    chunk_tokens: ChunkTokensOption = engines.BLOCK_TOKENS,
-    native: NativeOption = True,
     as_json: JsonFlag = False,
 ) -> None:
     """Many requests at once whose prefixes lie in files, with a small primary tier: real engines."""
     measure = _lazy("convoy")
-    work = measure.Work(model, rounds, requests, prefix_tokens, output_tokens, chunk_tokens)
-    _report(measure.run(root, work, native=native), as_json)
+    figures.report(measure.run(root, measure.Work(model.value, rounds, requests)), as_json)
 
 
 def _lazy(module: str) -> Any:
@@ -172,10 +125,3 @@ def _lazy(module: str) -> Any:
             raise
         typer.echo(f"kvtier: this command needs {error.name}, which is not installed", err=True)
         raise typer.Exit(2) from None
-
-
-def _report(result: object, as_json: bool) -> None:
-    if as_json:
-        typer.echo(figures.as_json(result))
-    else:
-        figures.show(result, Console())

@@ -14,12 +14,11 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from kvtier_bench.engines import (
     BLOCK_TOKENS,
@@ -40,6 +39,13 @@ from kvtier_bench.machine import Machine, open_folder
 DISTINCT, SHARED = "distinct", "shared"
 FAMILIES = 5
 SHARED_PARTS = 4  # in the shared scenario a quarter of each prefix is its own
+_OF_KVTIER = {
+    "kvtier_fetched_chunks": "fetched",
+    "kvtier_loaded_chunks": "loaded{where}",
+    "kvtier_expired_requests": "expired",
+    "kvtier_misses": "miss {reason}",
+}
+_OF_VLLM = {"vllm:kv_offload_tiering_read_bytes": "fetched", "vllm:kv_offload_load_bytes": "loaded"}
 TAIL_TOKENS = 48  # of each request, new in each round: one chunk of it is stored
 
 
@@ -104,10 +110,9 @@ class Work:
 
     model: str
     rounds: int
-    requests: int
-    prefix_tokens: int
-    output_tokens: int
-    chunk_tokens: int = BLOCK_TOKENS
+    requests: int = 50
+    prefix_tokens: int = 512
+    output_tokens: int = 8
 
     @property
     def prefix_blocks(self) -> int:
@@ -116,13 +121,8 @@ class Work:
 
     @property
     def primary_blocks(self) -> int:
-        """Blocks that the primary tier holds: a tenth of all prefixes, and at least one chunk."""
-        return max(self.chunk_tokens // BLOCK_TOKENS, self.requests * self.prefix_blocks // 10)
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of a chunk."""
-        return self.chunk_tokens // BLOCK_TOKENS * block_bytes(self.model)
+        """Blocks that the primary tier holds, a chunk each: a tenth of all prefixes."""
+        return self.requests * self.prefix_blocks // 10
 
     @property
     def device_blocks(self) -> int:
@@ -152,7 +152,7 @@ class Work:
 
     def chunks_in_files(self, scenario: str) -> int:
         """Count the chunks of all prefixes, those that are shared once."""
-        ends = range(self.chunk_tokens, self.prefix_tokens + 1, self.chunk_tokens)
+        ends = range(BLOCK_TOKENS, self.prefix_tokens + 1, BLOCK_TOKENS)
         return len({tuple(prefix[:end]) for prefix in self.prefixes(scenario) for end in ends})
 
 
@@ -168,13 +168,12 @@ class Sample:
     counts: Mapping[str, float]
 
 
-def run(root: Path | None, work: Work, *, native: bool = True) -> list[Convoy | Traffic | Work | Machine]:
+def run(root: Path | None, work: Work) -> list[Convoy | Traffic | Work | Machine]:
     """Measure.
 
     Args:
         root: directory for the files; what is written there is removed. Default: a temporary one.
         work: the requests; ``prefix_tokens`` of each lie in files.
-        native: measure vLLM's own tiering over a CPU worker, too.
     """
     with open_folder(root) as folder, open_folder(None) as logs:
         machine = Machine.here(folder)
@@ -185,14 +184,26 @@ def run(root: Path | None, work: Work, *, native: bool = True) -> list[Convoy | 
             "max_num_seqs": work.requests,
         }
         # To fill the files, each primary tier has room for everything until it has been written.
-        filling = connectors(20 * primary_bytes, work.chunk_tokens, folder, native=native)
+        filling = connectors(20 * primary_bytes, folder, native=True)
         with_files = {name: settings for name, settings in filling.items() if name in (FS, NATIVE_FS)}
         with open_engines(logs, work.model, with_files, **arguments) as engines:
             _fill(engines, work)
-        settings = connectors(primary_bytes, work.chunk_tokens, folder, native=native)
+        settings = connectors(primary_bytes, folder, native=True)
         with open_engines(logs, work.model, settings, **arguments) as engines:
             samples = _measure(engines, work, folder)
-    return [*_convoys(samples), *_traffic(samples, work), work, machine.again()]
+    return [
+        *(
+            convoy(scenario, name, rows, samples[scenario, PRIMARY], samples[scenario, PLAIN])
+            for (scenario, name), rows in samples.items()
+        ),
+        *(
+            traffic(scenario, name, rows, work.chunks_in_files(scenario) * len(rows))
+            for (scenario, name), rows in samples.items()
+            if name in (FS, NATIVE_FS)
+        ),
+        work,
+        machine.again(),
+    ]
 
 
 def _fill(engines: Mapping[str, Engine], work: Work) -> None:
@@ -236,66 +247,33 @@ def _ask(engine: Engine, prompts: Sequence[Sequence[int]], work: Work) -> Sample
 
 
 def _counts(engine: Engine, work: Work) -> Counter[str]:
-    return counts_of(engine.ask("counts")["samples"], work.chunk_bytes)
+    return counts_of(engine.ask("counts")["samples"], block_bytes(work.model))
 
 
 def counts_of(samples: Sequence[tuple[str, Mapping[str, str], float]], chunk_bytes: int) -> Counter[str]:
     """Count by one set of names what an engine has done so far, from its metrics.
 
-    kvtier's own where there are any: it speaks vLLM's, too, and nothing may count twice.
+    kvtier's own where there are any: it speaks vLLM's, too, and nothing may count twice. vLLM's are in bytes,
+    and do not say where a chunk came from.
     """
-    own = any(name.startswith("kvtier_") for name, _, _ in samples)
-    count = _count_kvtier if own else _count_native
+    is_kvtier = any(name.startswith("kvtier_") for name, _, _ in samples)
+    names = _OF_KVTIER if is_kvtier else _OF_VLLM
     counts: Counter[str] = Counter()
     for name, labels, value in samples:
-        count(counts, name.removesuffix("_total"), labels, value / (1 if own else chunk_bytes))
+        if what := names.get(name.removesuffix("_total")):
+            where = "_cpu" if labels.get("tier") == "cpu" else "_fs"
+            what = what.format(where=where, reason=labels.get("reason"))
+            counts[what] += value if is_kvtier else value / chunk_bytes  # type: ignore[assignment]
     return counts
-
-
-def _count_kvtier(counts: Counter[str], name: str, labels: Mapping[str, str], value: Any) -> None:
-    match name, labels:
-        case "kvtier_fetched_chunks", _:
-            counts["fetched"] += value
-        case "kvtier_loaded_chunks", {"tier": "cpu"}:
-            counts["loaded_cpu"] += value
-        case "kvtier_loaded_chunks", _:
-            counts["loaded_fs"] += value
-        case "kvtier_expired_requests", _:
-            counts["expired"] += value
-        case "kvtier_misses", {"reason": reason}:
-            counts[f"miss {reason}"] += value
-
-
-def _count_native(counts: Counter[str], name: str, _: Mapping[str, str], value: Any) -> None:
-    """``value`` is in chunks where the metric is in bytes."""
-    if name == "vllm:kv_offload_tiering_read_bytes":
-        counts["fetched"] += value
-    elif name == "vllm:kv_offload_load_bytes":
-        counts["loaded"] += value
 
 
 def _drop_from_page_cache(folder: Path) -> None:
     """Ask the kernel to forget the files' bytes. What is being written stays."""
-    for path in _files(folder):
-        with suppress(OSError):
-            fd = os.open(path, os.O_RDONLY)
-            try:
-                os.fdatasync(fd)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(fd)
-
-
-def _files(folder: Path) -> Iterator[Path]:
     for parent, _, names in os.walk(folder):
-        yield from (Path(parent, name) for name in names)
-
-
-def _convoys(samples: Mapping[tuple[str, str], Sequence[Sample]]) -> list[Convoy]:
-    return [
-        convoy(scenario, name, rows, samples[scenario, PRIMARY], samples[scenario, PLAIN])
-        for (scenario, name), rows in samples.items()
-    ]
+        for name in names:
+            with suppress(OSError), open(Path(parent, name), "rb") as file:
+                os.fdatasync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def convoy(
@@ -323,14 +301,6 @@ def convoy(
         cpu_s=median(row.cpu_s for row in rows),
         wrong=f"{sum(mine != its for mine, its in pairs)} of {len(pairs)}",
     )
-
-
-def _traffic(samples: Mapping[tuple[str, str], Sequence[Sample]], work: Work) -> list[Traffic]:
-    return [
-        traffic(scenario, name, rows, work.chunks_in_files(scenario) * len(rows))
-        for (scenario, name), rows in samples.items()
-        if name in (FS, NATIVE_FS)
-    ]
 
 
 def traffic(scenario: str, name: str, rows: Sequence[Sample], in_files: int) -> Traffic:

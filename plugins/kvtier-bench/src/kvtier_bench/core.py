@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 from kvtier import Identity, TieringConfig
 from kvtier._build import make_core, make_tiers
@@ -51,41 +51,6 @@ class Cost:
     kvtier: float
     vllm: float | None
     ratio: float | None
-
-
-class Driver(Protocol):
-    """A tiering manager under measurement. A request is whatever ``begin`` returns."""
-
-    lookup: Callable[[OffloadKey, Any], object]
-    hit: object
-    miss: object
-
-    def begin(self) -> Any:
-        """Start a request."""
-
-    def finish(self, request: Any) -> None:
-        """End it."""
-
-    def load(self, keys: Sequence[OffloadKey], request: Any) -> object:
-        """Pin chunks that were hits."""
-
-    def loaded(self, keys: Sequence[OffloadKey], request: Any) -> None:
-        """Unpin them."""
-
-    def reserve(self, keys: Sequence[OffloadKey], request: Any) -> bool:
-        """Reserve slots for new chunks; return whether all of them got one."""
-
-    def commit(self, keys: Sequence[OffloadKey], request: Any) -> None:
-        """Report that they are filled."""
-
-    def end_step(self) -> None:
-        """End a step of the engine."""
-
-    def is_quiet(self) -> bool:
-        """Whether no tier has anything under way."""
-
-    def collect(self) -> None:
-        """Take the statistics, as an engine does now and then."""
 
 
 class MemoryTier:
@@ -121,7 +86,11 @@ class MemoryTier:
 
 
 class CoreDriver:
-    """Drives the core directly, as the bridges do."""
+    """Drives the core directly, as the bridges do; ``vllm_managers.ManagerDriver`` has the same methods.
+
+    ``begin`` starts a request, ``load`` pins chunks that were hits, ``reserve`` says whether each chunk got
+    a slot, ``collect`` takes the statistics as an engine does now and then.
+    """
 
     hit: object = Lookup.HIT
     miss: object = Lookup.MISS
@@ -225,7 +194,7 @@ def _vllm_bench() -> Any:
 
 def _measure_case(case: Case, beside: Any) -> list[Cost]:
     with ExitStack() as stack:
-        drivers: list[Driver] = [_open_kvtier(case, beside, stack)]
+        drivers: list[Any] = [_open_kvtier(case, beside, stack)]
         if beside is not None:
             folder = stack.enter_context(open_folder(None))
             theirs = beside.open_vllm(case.policy, case.tier, case.slots, CHUNK_BYTES, folder)
@@ -255,7 +224,7 @@ def _costs(case: Case, subjects: Sequence[_Subject]) -> list[Cost]:
 class _Subject:
     """A driver, the keys it has been given, and what was measured of it."""
 
-    def __init__(self, driver: Driver, case: Case) -> None:
+    def __init__(self, driver: Any, case: Case) -> None:
         self.samples: dict[tuple[str, str], list[float]] = {}
         self._driver = driver
         self._case = case
@@ -271,17 +240,20 @@ class _Subject:
 
     def measure(self) -> None:
         """Take one sample of each call, on a full primary tier."""
-        self._lookups("lookup, miss, and the end of its step", _new_keys(PROMPT * 8), "miss")
         recent = [key for batch in list(self._stored)[-8:] for key in batch]
-        self._lookups("lookup, primary hit, and the end of its step", recent, "hit")
-        self._top_up()
+        for what, keys, answer in (("miss", _new_keys(PROMPT * 8), "miss"), ("primary hit", recent, "hit")):
+            spent_s = self._resolve(keys, answer, loads=False)
+            self._note(f"lookup, {what}, and the end of its step", "us", spent_s / len(keys) * 1e6)
+        if not self._is_full:  # the slots that are left, so that the next store has to evict
+            self._is_full = True
+            self._store(self._case.slots // 6 // BATCH, None)
         self._store(64, "full")
         if self._case.tier != "none":
             self._secondary_hits()
         self._large_store()
         self._driver.collect()
 
-    def _store(self, batches: int, when: str) -> None:
+    def _store(self, batches: int, when: str | None) -> None:
         """Time is taken over many batches, and between them tiers may catch up."""
         driver, keep_up = self._driver, 8
         reserve_s = commit_s = step_s = 0.0
@@ -303,25 +275,9 @@ class _Subject:
                 self._quiesce()
         self._quiesce()
         whole_s = reserve_s + commit_s + step_s
-        for call, spent_s in (
-            ("reserve", reserve_s),
-            ("commit", commit_s),
-            ("both and end of step", whole_s),
-        ):
+        calls = {"reserve": reserve_s, "commit": commit_s, "both and end of step": whole_s}
+        for call, spent_s in calls.items() if when is not None else ():
             self._note(f"store 64, {when}: {call}", "us", spent_s / batches / BATCH * 1e6)
-
-    def _top_up(self) -> None:
-        """Fill the slots that are left, so that the next store has to evict."""
-        if self._is_full:
-            return
-        self._is_full = True
-        before = {name: list(samples) for name, samples in self.samples.items()}
-        self._store(self._case.slots // 6 // BATCH, "full")
-        self.samples = before
-
-    def _lookups(self, call: str, keys: Sequence[OffloadKey], expected: str) -> None:
-        """Ask until nothing is pending, as an engine does in each step."""
-        self._note(call, "us", self._resolve(keys, expected, loads=False) / len(keys) * 1e6)
 
     def _secondary_hits(self) -> None:
         """Bring back what was evicted long ago."""
@@ -393,7 +349,7 @@ def _new_keys(count: int) -> list[OffloadKey]:
     return [OffloadKey(os.urandom(32) + b"\0\0\0\0") for _ in range(count)]
 
 
-def _open_kvtier(case: Case, beside: Any, stack: ExitStack) -> Driver:
+def _open_kvtier(case: Case, beside: Any, stack: ExitStack) -> Any:
     core, executor = _open_parts(case, stack)
     events = executor.events
     ready = 0
@@ -407,8 +363,7 @@ def _open_kvtier(case: Case, beside: Any, stack: ExitStack) -> Driver:
         time.sleep(0.001)
     if beside is None:
         return CoreDriver(core, executor)
-    driver: Driver = beside.open_kvtier(core, executor)
-    return driver
+    return beside.open_kvtier(core, executor)
 
 
 def _open_parts(case: Case, stack: ExitStack) -> tuple[Tiering, MemoryTier | ExecutorThread]:

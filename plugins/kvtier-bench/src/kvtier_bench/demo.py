@@ -66,11 +66,7 @@ def main(as_json: bool) -> int:
         machine = Machine.here()
         rounds = _run_engines(folder)
     phases = compare(rounds)
-    result = [*phases, machine.again()]
-    if as_json:
-        print(figures.as_json(result))
-    else:
-        figures.show(result, Console())
+    figures.report([*phases, machine.again()], as_json)
     problems = find_problems(phases)
     for problem in problems:
         Console(stderr=True).print(f"[red]{problem}")
@@ -108,7 +104,7 @@ def find_problems(phases: Sequence[Phase]) -> list[str]:
 
 
 def _run_engines(folder: Path) -> dict[str, Round]:
-    settings = connectors(PRIMARY_BYTES, BLOCK_TOKENS, folder, native=False)
+    settings = connectors(PRIMARY_BYTES, folder)
     rounds: dict[str, Round] = {}
     for title, connector, prompts in (
         ("engine without a connector", PLAIN, {"reference": PROMPTS}),

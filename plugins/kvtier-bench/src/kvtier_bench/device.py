@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median
 
@@ -75,7 +75,7 @@ class PlanCost:
 
 @dataclass(frozen=True)
 class CopySpeed:
-    """Copies through the engine, beside one pinned copy of as many bytes and a loop of tensor.copy_.
+    """Copies through the engine, beside one pinned copy of as many bytes.
 
     Attributes:
         page_kib: KiB of a page.
@@ -84,7 +84,6 @@ class CopySpeed:
         gb_s: from the submission to the end, median.
         limit_gb_s: one pinned copy in each way, of as many bytes in all.
         percent: of the limit; median of the rounds' ratios.
-        loop_gb_s: ``tensor.copy_`` page by page.
         host_us: microseconds that the submitting call takes, median.
     """
 
@@ -94,7 +93,6 @@ class CopySpeed:
     gb_s: float
     limit_gb_s: float
     percent: float
-    loop_gb_s: float
     host_us: float
 
 
@@ -114,20 +112,17 @@ class ComputeLoss:
 Figure = Machine | PlanCost | CopySpeed | ComputeLoss
 
 
-def run(backend: str | None = None, *, host_only: bool = False, mib: int | None = None) -> list[Figure]:
+def run(backend: str | None = None, mib: int | None = None) -> list[Figure]:
     """Measure a backend.
 
     Args:
         backend: its name; default: that of this machine's accelerator, else the CPU's.
-        host_only: only how long it takes to describe copies, which needs no device.
         mib: MiB of device memory to use, and as many of slots; default: 2048, on the CPU 64.
 
     Raises:
         ConfigError: there is no such backend, or it cannot be used here.
     """
     costs = [_plan_cost(pages, scattered) for scattered in (True, False) for pages in PLANNED_PAGES]
-    if host_only:
-        return list(costs)
     name = usable(backend)
     device = torch_device(name)
     is_host = device.type == "cpu"
@@ -212,7 +207,6 @@ class _Bench:
         self._memory = memory
         self._region = region
         self._device = memory.device
-        self._slots = [torch.frombuffer(region.view(slot), dtype=torch.int8) for slot in range(region.slots)]
         self.pages, self._page_bytes = memory.shape
         self._orders = [np.random.default_rng(seed).permutation(self.pages) for seed in (1, 2)]
         self._last = 0
@@ -226,16 +220,15 @@ class _Bench:
         measures: list[tuple[list[float], Callable[[], float]]] = [
             ([], lambda: self._through_engine(count, way, host)),
             ([], lambda: self._timed_on_device(lambda: self._in_one_piece(count, way))),
-            ([], lambda: self._timed_on_device(lambda: self._page_by_page(count, way))),
         ]
         for number in range(ROUNDS + 1):
-            for turn in range(3):  # each is the first in every third round: it finds the caches cold
-                times, measure = measures[(number + turn) % 3]
+            for turn in range(2):  # each is the first in every second round: it finds the caches cold
+                times, measure = measures[(number + turn) % 2]
                 times.append(measure())
-        ours, limits, loops = (times[1:] for times, _ in measures)
+        ours, limits = (times[1:] for times, _ in measures)
         nbytes = sum(len(blocks) for _, (blocks, _) in self._shares(count, way)) * self._page_bytes
         ratios = [limit / own for own, limit in zip(ours, limits, strict=True)]
-        gb_s, limit_gb_s, loop_gb_s = (nbytes / median(times) / 1e9 for times in (ours, limits, loops))
+        gb_s, limit_gb_s = (nbytes / median(times) / 1e9 for times in (ours, limits))
         return CopySpeed(
             self._page_bytes // KIB,
             count,
@@ -243,7 +236,6 @@ class _Bench:
             gb_s,
             limit_gb_s,
             100 * median(ratios),
-            loop_gb_s,
             median(host[1:]) * 1e6,
         )
 
@@ -279,17 +271,14 @@ class _Bench:
 
     def _submit(self, count: int, way: str) -> list[int]:
         ids = []
-        for is_store, (blocks, slots) in self._shares(count, way):
+        for is_store, (ids_of_blocks, slots) in self._shares(count, way):
             self._last += 1
             ids.append(self._last)
+            blocks = Blocks.make(ids_of_blocks, (len(ids_of_blocks),), (0,))
             if is_store:
-                self._engine.submit_store(
-                    self._last, Blocks.make(blocks, (len(blocks),), (0,)), slots.tolist()
-                )
+                self._engine.submit_store(self._last, blocks, slots.tolist())
             else:
-                self._engine.submit_load(
-                    self._last, slots.tolist(), Blocks.make(blocks, (len(blocks),), (0,))
-                )
+                self._engine.submit_load(self._last, slots.tolist(), blocks)
         return ids
 
     def _shares(
@@ -308,21 +297,10 @@ class _Bench:
         for number, (is_store, (blocks, _)) in enumerate(self._shares(count, way)):
             end = start + len(blocks) * self._page_bytes
             there, here = self._host[start:end], flat[start:end]
-            self._copy(number, there if is_store else here, here if is_store else there)
+            target, source = (there, here) if is_store else (here, there)
+            with self._streams[number] if self._streams else nullcontext():
+                target.copy_(source, non_blocking=bool(self._streams))
             start = end
-
-    def _page_by_page(self, count: int, way: str) -> None:
-        for number, (is_store, (blocks, slots)) in enumerate(self._shares(count, way)):
-            for block, slot in zip(blocks.tolist(), slots.tolist(), strict=True):
-                page, place = self._memory[block], self._slots[slot]
-                self._copy(number, place if is_store else page, page if is_store else place)
-
-    def _copy(self, stream: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        if not self._streams:
-            target.copy_(source)
-            return
-        with self._streams[stream]:
-            target.copy_(source, non_blocking=True)
 
     @contextmanager
     def _copying(self) -> Iterator[None]:

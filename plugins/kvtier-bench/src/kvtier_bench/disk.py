@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
@@ -34,15 +32,11 @@ class RawLimit:
     def __init__(self, channel: Connection) -> None:
         self._channel = channel
 
-    def measure(self, verb: str, seconds: float) -> tuple[int, float]:
-        """Write or read for some seconds.
-
-        Returns:
-            The bytes moved, and how many seconds that took.
-        """
-        self._channel.send((verb, seconds))
-        moved, took_s = self._channel.recv()
-        return moved, took_s
+    def measure(self, verb: str, nbytes: float) -> int:
+        """Write or read about so many bytes; return how many."""
+        self._channel.send((verb, nbytes))
+        moved: int = self._channel.recv()
+        return moved
 
 
 @contextmanager
@@ -85,11 +79,10 @@ def _serve(channel: Connection, path: Path, file_bytes: int) -> None:
     channel.send(None)
     while True:
         try:
-            verb, seconds = channel.recv()
+            verb, nbytes = channel.recv()
         except EOFError:
             return
-        started = time.perf_counter()
-        channel.send((_move(fd, memory, verb, started + seconds), time.perf_counter() - started))
+        channel.send(_move(fd, memory, verb, max(THREADS, int(nbytes) // BLOCK_BYTES)))
 
 
 def _write(path: Path, memory: HeapMemory) -> int:
@@ -104,19 +97,15 @@ def _write(path: Path, memory: HeapMemory) -> int:
     return fd
 
 
-def _move(fd: int, memory: HeapMemory, verb: str, end_at: float) -> int:
+def _move(fd: int, memory: HeapMemory, verb: str, blocks: int) -> int:
     move = os.pwritev if verb == "put" else os.preadv
-    numbers = count()
 
-    def work(_: int) -> int:
-        moved = 0
-        while moved == 0 or time.perf_counter() < end_at:
-            block = next(numbers) % memory.slots
-            moved += move(fd, [memory.view(block)], block * BLOCK_BYTES)
-        return moved
+    def work(number: int) -> int:
+        block = number % memory.slots
+        return move(fd, [memory.view(block)], block * BLOCK_BYTES)
 
     with ThreadPoolExecutor(THREADS) as pool:
-        return sum(pool.map(work, range(THREADS)))
+        return sum(pool.map(work, range(blocks)))
 
 
 def fill(memory: HeapMemory) -> None:

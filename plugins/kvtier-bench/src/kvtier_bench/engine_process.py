@@ -205,27 +205,22 @@ def _thread_seconds() -> dict[int, tuple[str, float]]:
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     names[os.getpid()] = "engine"  # after a fork Python still has the parent's id of it
     found = {}
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            nanoseconds = int((task / "schedstat").read_text().split()[0])
-            name = names.get(int(task.name)) or _name_of_foreign(task)
-        except OSError:
-            continue  # it has ended
-        found[int(task.name)] = (name, nanoseconds / 1e9)
-    for task in _tasks_of_tiers():
-        with suppress(OSError):
-            nanoseconds = int((task / "schedstat").read_text().split()[0])
-            found[int(task.name)] = ("tiers-process", nanoseconds / 1e9)
+    for task in _tasks_of("self"):
+        with suppress(OSError):  # it has ended
+            found[int(task.name)] = (names.get(int(task.name)) or _name_of_foreign(task), _seconds_of(task))
+            for child in (task / "children").read_text().split():
+                if b"kvtier._isolation" in Path("/proc", child, "cmdline").read_bytes():
+                    for other in _tasks_of(child):
+                        found[int(other.name)] = ("tiers-process", _seconds_of(other))
     return found
 
 
-def _tasks_of_tiers() -> Iterator[Path]:
-    """Yield the threads of the process that this one's tiers run in."""
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):
-            for child in (task / "children").read_text().split():
-                if b"kvtier._isolation" in Path("/proc", child, "cmdline").read_bytes():
-                    yield from Path("/proc", child, "task").iterdir()
+def _tasks_of(process: str) -> Iterator[Path]:
+    return Path("/proc", process, "task").iterdir()
+
+
+def _seconds_of(task: Path) -> float:
+    return int((task / "schedstat").read_text().split()[0]) / 1e9
 
 
 def _name_of_foreign(task: Path) -> str:

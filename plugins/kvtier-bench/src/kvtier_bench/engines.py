@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from enum import Enum
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -77,6 +78,14 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 """Random Llama-style models by size: fields of their configuration."""
 
 
+class Size(Enum):
+    """A size in ``MODELS``."""
+
+    TINY = "tiny"
+    SMALL = "small"
+    MEDIUM = "medium"
+
+
 class EngineError(KVTierError):
     """An engine refused, died or did not answer in time; the end of its log is in the message."""
 
@@ -94,18 +103,15 @@ def make_prompt(seed: int | str, tokens: int, shared: Sequence[int] = ()) -> lis
     return [*shared, *(generator.randrange(2, VOCABULARY) for _ in range(tokens - len(shared)))]
 
 
-def connectors(
-    primary_bytes: int, chunk_tokens: int, folder: Path, *, native: bool
-) -> dict[str, Settings | None]:
+def connectors(primary_bytes: int, folder: Path, *, native: bool = False) -> dict[str, Settings | None]:
     """Return the connectors that are compared: none, kvtier without and with files, and vLLM's own tiering.
 
     Args:
         primary_bytes: of each primary tier.
-        chunk_tokens: tokens of a chunk, a multiple of ``BLOCK_TOKENS``.
         folder: for the roots of the tiers of files.
         native: whether vLLM's own tiering, over a CPU worker, is among them.
     """
-    sizes = {"cpu_bytes_to_use": primary_bytes, "block_size": chunk_tokens}
+    sizes = {"cpu_bytes_to_use": primary_bytes, "block_size": BLOCK_TOKENS}
     kvtier = {**sizes, "spec_name": "KVTierOffloadingSpec"}
     found: dict[str, Settings | None] = {
         PLAIN: None,

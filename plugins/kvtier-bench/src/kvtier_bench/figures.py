@@ -20,6 +20,16 @@ if TYPE_CHECKING:
 _EDGE = 3  # characters between two columns
 
 
+def report(result: object, as_json: bool) -> None:
+    """Print figures: tables, or JSON, ``{class name: [record, ...], ...}``."""
+    if as_json:
+        tables = _by_class(result).items()
+        found = {name: [dataclasses.asdict(row) for row in rows] for name, rows in tables}
+        print(json.dumps(found, indent=2, default=str))
+    else:
+        show(result, Console())
+
+
 def show(result: object, console: Console) -> None:
     """Print one table for each class of record in ``result``."""
     for rows in _by_class(result).values():
@@ -38,12 +48,6 @@ def show(result: object, console: Console) -> None:
         # As wide as its longest words need, even beyond the console: no figure is cut off or folded.
         console.width = max(console.width, needed)
         console.print(table, crop=False)
-
-
-def as_json(result: object) -> str:
-    """Return ``{class name: [record, ...], ...}``."""
-    tables = {name: [dataclasses.asdict(row) for row in rows] for name, rows in _by_class(result).items()}
-    return json.dumps(tables, indent=2, default=str)
 
 
 def _by_class(result: object) -> dict[str, list[DataclassInstance]]:

@@ -22,72 +22,55 @@ from kvtier_bench import disk
 from kvtier_bench.busy import BusyProcess
 from kvtier_bench.disk import RawLimit, fill, raw_limit
 from kvtier_bench.machine import Machine, open_folder, require_room
-from kvtier_bench.movers import BATCHES_IN_FLIGHT, SIZES, Amount, Contestant, TierMover
+from kvtier_bench.movers import BATCHES_IN_FLIGHT, SIZES, Contestant, TierMover
 from kvtier_bench.throughput import Throughput, compare
 
 BATCH_CHUNKS: Final = 64
-RATE_HEADROOM: Final = 1.5
-"""By how much a tier may be faster than the disk was when the room was looked at."""
-
 KVTIER: Final = "kvtier"
 VLLM: Final = "vllm"
 
-_GLANCE_S: Final = 0.2
 _UNBOUNDED: Final = 2**62
 
 
 class Disk(Contestant):
     """What the disk does without files."""
 
-    def __init__(self, limit: RawLimit, amount: Amount) -> None:
+    def __init__(self, limit: RawLimit) -> None:
         self._limit = limit
-        self._amount = amount
 
-    async def move(self, verb: str, share: float) -> int:
+    async def move(self, verb: str, nbytes: float) -> int:
         """See ``Contestant.move``."""
-        return (await asyncio.to_thread(self._limit.measure, verb, share * self._amount.seconds))[0]
+        return await asyncio.to_thread(self._limit.measure, verb, nbytes)
 
 
 def run(
-    root: Path, sizes: Sequence[int] = SIZES, seconds: float = 1.0, rounds: int = 5
+    root: Path, sizes: Sequence[int] = SIZES, mib: int = 512, rounds: int = 5
 ) -> list[Throughput | Machine]:
     """Measure. What is written below ``root`` is removed again.
 
     Args:
-        root: directory on the file system to be measured; it needs some GB for each second.
+        root: directory on the file system to be measured.
         sizes: bytes of a chunk, multiples of 4096.
-        seconds: length of each measured stretch.
+        mib: MiB that are moved in each stretch.
         rounds: how often each is repeated; medians are given.
 
     Raises:
         KVTierError: the file system has no room for it, or the tier has failed.
     """
-    amount = Amount(BATCH_CHUNKS, seconds=seconds)
+    nbytes = mib * 2**20
+    in_flight = BATCHES_IN_FLIGHT * BATCH_CHUNKS
+    chunks = max(int((nbytes / size + in_flight) * (size + BLOCK_BYTES)) for size in sizes)
     points: list[Throughput] = []
     with open_folder(root) as folder:
-        require_room(root, disk.FILE_BYTES, "the file that shows the disk's rate")
-        with raw_limit(folder) as limit:
-            moved, took_s = limit.measure("put", _GLANCE_S)
-            needed = _most_bytes_put(moved / took_s, sizes, seconds)
-            require_room(root, needed, f"chunks put for {seconds:g} s at the disk's rate")
-            with BusyProcess() as engine:
-                for size in sizes:
-                    points += asyncio.run(
-                        _measure_size(folder, size, rounds, amount, Disk(limit, amount), engine)
-                    )
+        require_room(root, disk.FILE_BYTES + chunks, "chunks, and the file that shows the disk's rate")
+        with raw_limit(folder) as limit, BusyProcess() as engine:
+            for size in sizes:
+                points += asyncio.run(_measure_size(folder, size, nbytes, rounds, Disk(limit), engine))
         return [Machine.here(root), *points]
 
 
-def _most_bytes_put(bytes_s: float, sizes: Sequence[int], seconds: float) -> int:
-    """Return the most bytes that are there at once: what one path puts in a stretch, and what it began."""
-    in_flight = BATCHES_IN_FLIGHT * BATCH_CHUNKS
-    return max(
-        int((RATE_HEADROOM * bytes_s * seconds / size + in_flight) * (size + BLOCK_BYTES)) for size in sizes
-    )
-
-
 async def _measure_size(
-    root: Path, size: int, rounds: int, amount: Amount, limit: Disk, engine: BusyProcess
+    root: Path, size: int, nbytes: int, rounds: int, limit: Disk, engine: BusyProcess
 ) -> list[Throughput]:
     memory = HeapMemory(BATCH_CHUNKS * BATCHES_IN_FLIGHT, size)
     fill(memory)
@@ -99,9 +82,9 @@ async def _measure_size(
     async with AsyncExitStack() as stack:
         await tier.open(TierContext("bench", identity, size))
         stack.push_async_callback(tier.aclose)
-        subjects: dict[str, Contestant] = {KVTIER: TierMover(tier, identity, memory, amount)}
+        subjects: dict[str, Contestant] = {KVTIER: TierMover(tier, identity, memory)}
         with suppress(ImportError):
-            vllm = importlib.import_module("kvtier_bench.vllm_files").VllmFiles(root / VLLM, memory, amount)
+            vllm = importlib.import_module("kvtier_bench.vllm_files").VllmFiles(root / VLLM, memory)
             stack.callback(vllm.close)
             subjects[VLLM] = vllm
-        return await compare(subjects, limit, engine, size, rounds)
+        return await compare(subjects, limit, engine, size, nbytes, rounds)

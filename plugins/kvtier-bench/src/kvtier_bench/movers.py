@@ -6,9 +6,8 @@ import asyncio
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import cycle
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import cycle, islice
 from typing import Any, Final, Generic, TypeVar
 
 from kvtier import HeapMemory, Identity
@@ -21,24 +20,9 @@ from kvtier_bench import machine
 
 SIZES: Final = (65536, 524288, 2097152)
 BATCHES_IN_FLIGHT: Final = 4
-MOST_GB_S: Final = 5.0  # keys are made before a stretch; beyond this rate they are made meanwhile
 _NO_ROOM: Final = frozenset({"max_bytes", "min_free", "enospc", "edquot"})
 
 BatchT = TypeVar("BatchT")
-
-
-@dataclass(frozen=True, slots=True)
-class Amount:
-    """How much one stretch moves: until its time or its bytes are used up, whichever is first."""
-
-    batch_chunks: int
-    seconds: float = math.inf
-    nbytes: float = math.inf
-
-    def batches(self, chunk_bytes: int, share: float) -> int:
-        """Return how many batches a share of a stretch can have, at ``MOST_GB_S``."""
-        most = min(self.nbytes, self.seconds * MOST_GB_S * 1e9) * share
-        return BATCHES_IN_FLIGHT + math.ceil(most / chunk_bytes / self.batch_chunks)
 
 
 class Contestant(ABC):
@@ -48,10 +32,10 @@ class Contestant(ABC):
     """Processor time that it spends on the checksum of a chunk, in microseconds."""
 
     @abstractmethod
-    async def move(self, verb: str, share: float) -> int:
-        """Put new chunks, or get those that were put, for a share of a stretch. Returns bytes."""
+    async def move(self, verb: str, nbytes: float) -> int:
+        """Put new chunks, or get those that were put, of so many bytes; return how many it were."""
 
-    def prepare(self, share: float) -> None:  # noqa: B027
+    def prepare(self, nbytes: float) -> None:  # noqa: B027
         """Prepare a put: what an engine would have at hand is not measured."""
 
     def check(self) -> None:  # noqa: B027
@@ -65,13 +49,12 @@ class BatchMover(Contestant, Generic[BatchT]):
     """A contestant that is given batches of chunks, several at once.
 
     Args:
-        memory: where the chunks are.
-        amount: how much a stretch moves.
+        memory: where the chunks are: as many slots for each batch in flight as it has chunks.
     """
 
-    def __init__(self, memory: HeapMemory, amount: Amount) -> None:
+    def __init__(self, memory: HeapMemory) -> None:
         self._memory = memory
-        self._amount = amount
+        self._batch_chunks = memory.slots // BATCHES_IN_FLIGHT
         self._serial = 0
         self._prepared: list[BatchT] = []
         self._stored: list[BatchT] = []
@@ -97,51 +80,54 @@ class BatchMover(Contestant, Generic[BatchT]):
         first, self._serial = self._serial, self._serial + count
         return [key_of(number) for number in range(first, self._serial)]
 
-    def prepare(self, share: float) -> None:
+    def prepare(self, nbytes: float) -> None:
         """See ``Contestant.prepare``."""
-        wanted = self._amount.batches(self._memory.chunk_bytes, share) - len(self._prepared)
-        for _ in range(wanted):
-            self._prepared.append(self._make_next())
+        for _ in range(self._batches(nbytes)):
+            self._prepared.append(self.make(self.new_keys(self._batch_chunks)))
 
-    async def move(self, verb: str, share: float) -> int:
+    async def move(self, verb: str, nbytes: float) -> int:
         """See ``Contestant.move``."""
-        new = self._new_batches()
-        batches, call = (new, self._put_and_keep) if verb == "put" else (cycle(self._stored), self.get)
-        moved = await _move_all(self._limited(batches, share), self._amount.batch_chunks, call)
-        return moved * self._amount.batch_chunks * self._memory.chunk_bytes
+        count = self._batches(nbytes)
+        if verb == "put":
+            batches, self._prepared = self._prepared[:count], self._prepared[count:]
+            self._stored += batches
+            await self._move_all(batches, self.put)
+        else:
+            await self._move_all(list(islice(cycle(self._stored), count)), self.get)
+        return count * self._batch_chunks * self._memory.chunk_bytes
 
     async def discard(self) -> None:
         """See ``Contestant.discard``."""
-        stored, self._stored = self._stored, []
+        stored, self._stored, self._prepared = self._stored, [], []
         await self.remove(stored)
 
-    def _make_next(self) -> BatchT:
-        return self.make(self.new_keys(self._amount.batch_chunks))
+    def _batches(self, nbytes: float) -> int:
+        return max(BATCHES_IN_FLIGHT, math.ceil(nbytes / self._memory.chunk_bytes / self._batch_chunks))
 
-    def _new_batches(self) -> Iterator[BatchT]:
-        while True:
-            yield self._prepared.pop() if self._prepared else self._make_next()
+    async def _move_all(
+        self, batches: Sequence[BatchT], call: Callable[[BatchT, range], Awaitable[None]]
+    ) -> None:
+        """Move batches, several at once, each flight with slots of its own."""
+        left = iter(batches)
 
-    async def _put_and_keep(self, batch: BatchT, slots: range) -> None:
-        self._stored.append(batch)
-        await self.put(batch, slots)
+        async def fly(flight: int) -> None:
+            first = flight * self._batch_chunks
+            for batch in left:
+                await call(batch, range(first, first + self._batch_chunks))
 
-    def _limited(self, batches: Iterable[BatchT], share: float) -> Iterator[BatchT]:
-        end_at_s = time.perf_counter() + share * self._amount.seconds
-        most = share * self._amount.nbytes / self._memory.chunk_bytes / self._amount.batch_chunks
-        for number, batch in enumerate(batches):
-            if number >= BATCHES_IN_FLIGHT and (number >= most or time.perf_counter() >= end_at_s):
-                return
-            yield batch
+        try:
+            async with asyncio.TaskGroup() as group:
+                for flight in range(BATCHES_IN_FLIGHT):
+                    group.create_task(fly(flight))
+        except ExceptionGroup as errors:  # one of them says it all
+            raise errors.exceptions[0] from None
 
 
 class TierMover(BatchMover[tuple[Sequence[OffloadKey], list[bytes]]]):
     """An open tier. Chunks of one that does not verify are sealed before they are put, and checked after."""
 
-    def __init__(
-        self, tier: SecondaryTier[Any], identity: Identity, memory: HeapMemory, amount: Amount
-    ) -> None:
-        super().__init__(memory, amount)
+    def __init__(self, tier: SecondaryTier[Any], identity: Identity, memory: HeapMemory) -> None:
+        super().__init__(memory)
         self.tier = tier
         self._digest = identity.short_digest
         self._last: Batch | None = None
@@ -182,27 +168,6 @@ class TierMover(BatchMover[tuple[Sequence[OffloadKey], list[bytes]]]):
 def key_of(number: int) -> OffloadKey:
     """Return the key of a chunk. It is spread like a hash, and costs next to nothing to make."""
     return pack_key((number * 0x9E3779B97F4A7C15 % 2**64).to_bytes(8, "little") * 4)
-
-
-async def _move_all(
-    batches: Iterator[BatchT], batch_chunks: int, call: Callable[[BatchT, range], Awaitable[None]]
-) -> int:
-    """Move batches, several at once, each flight with slots of its own. Returns how many there were."""
-
-    async def fly(flight: int) -> int:
-        slots = range(flight * batch_chunks, (flight + 1) * batch_chunks)
-        moved = 0
-        for batch in batches:
-            await call(batch, slots)
-            moved += 1
-        return moved
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            flights = [group.create_task(fly(flight)) for flight in range(BATCHES_IN_FLIGHT)]
-    except ExceptionGroup as errors:  # one of them says it all
-        raise errors.exceptions[0] from None
-    return sum(flight.result() for flight in flights)
 
 
 def _checksum_us(memory: HeapMemory) -> float:

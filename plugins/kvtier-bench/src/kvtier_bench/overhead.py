@@ -17,14 +17,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
 from kvtier_bench.engines import (
     BLOCK_TOKENS,
-    NATIVE_FS,
     PLAIN,
     Engine,
-    Settings,
     block_bytes,
     connectors,
     make_prompt,
@@ -62,7 +60,6 @@ class Loss:
         tokens_s: median tokens a second.
         lost_percent: median over the rounds of the tokens a second that are missing.
         low, high: 95 % of the medians of resampled rounds lie between them.
-        quartiles: of the rounds' losses.
         cpu_percent: the same median of the processor time that came on top.
         cpu_low, cpu_high: see ``low``.
         goal: whether at most ``GOAL_PERCENT`` is lost: "met" or "missed" where both bounds say so, and those
@@ -75,7 +72,6 @@ class Loss:
     lost_percent: float
     low: float
     high: float
-    quartiles: str
     cpu_percent: float
     cpu_low: float
     cpu_high: float
@@ -127,48 +123,33 @@ class Work:
 
     model: str
     rounds: int
-    prompts: int
-    prompt_tokens: int
-    output_tokens: int
-    at_once: int
-    chunk_tokens: int = BLOCK_TOKENS
+    prompts: int = 16
+    prompt_tokens: int = 512
+    output_tokens: int = 32
+    at_once: int = 8
 
     @property
     def chunks(self) -> int:
-        """Chunks that a round stores."""
-        return self.prompts * (self.prompt_tokens // self.chunk_tokens)
-
-    @property
-    def primary_bytes(self) -> int:
-        """Bytes of a primary tier: two rounds fill it, then each store evicts."""
-        return 2 * self.chunks * self.chunk_tokens // BLOCK_TOKENS * block_bytes(self.model)
+        """Chunks that a round stores, of one block each."""
+        return self.prompts * self.prompt_tokens // BLOCK_TOKENS
 
     @property
     def prompt_length(self) -> int:
         """Tokens of a prompt and its answer."""
         return self.prompt_tokens + self.output_tokens
 
-    @property
-    def tokens(self) -> int:
-        """Tokens that a round computes."""
-        return self.prompts * self.prompt_length
 
-
-def run(
-    root: Path | None, work: Work, *, control: bool = False, native: bool = False
-) -> list[Loss | Share | Work | Machine]:
+def run(root: Path | None, work: Work, *, control: bool = False) -> list[Loss | Share | Work | Machine]:
     """Measure.
 
     Args:
         root: directory for the fs tiers; what is written there is removed. Default: a temporary one.
         work: what each engine does in each round; two more rounds before do not count.
         control: measure a second engine without a connector, too.
-        native: measure vLLM's own tiering over a CPU worker, too.
     """
     with open_folder(root) as folder, open_folder(None) as logs:
-        settings: dict[str, Settings | None] = connectors(
-            work.primary_bytes, work.chunk_tokens, folder, native=native
-        )
+        # Two rounds fill the primary tier, then each store evicts.
+        settings = connectors(2 * work.chunks * block_bytes(work.model), folder)
         if control:
             settings[CONTROL] = None
         machine = Machine.here(folder)
@@ -202,7 +183,6 @@ def losses(samples: Mapping[str, Sequence[Sample]]) -> list[Loss]:
         ]
         low, high = spread_of_median(lost)
         cpu_low, cpu_high = spread_of_median(more)
-        first, _, third = quantiles(lost, n=4, method="inclusive") if len(lost) > 1 else (lost * 3)
         found.append(
             Loss(
                 name,
@@ -211,11 +191,10 @@ def losses(samples: Mapping[str, Sequence[Sample]]) -> list[Loss]:
                 median(lost),
                 low,
                 high,
-                f"{first:.1f} to {third:.1f}",
                 median(more),
                 cpu_low,
                 cpu_high,
-                "" if name in (CONTROL, NATIVE_FS) else verdict(low, high, is_noisy),
+                "" if name == CONTROL else verdict(low, high, is_noisy),
             )
         )
     return found
@@ -258,7 +237,9 @@ def _ask(engine: Engine, work: Work, seed: str) -> Sample:
     settled = engine.ask("settle")
     # Until the last put has ended the engine does steps that a busy one would not: they do not count.
     after = {thread: seconds for thread, seconds in settled["threads"].items() if part_of(thread)}
-    return Sample(work.tokens, answer["wall_s"], Counter(answer["threads"]) + Counter(after))
+    return Sample(
+        work.prompts * work.prompt_length, answer["wall_s"], Counter(answer["threads"]) + Counter(after)
+    )
 
 
 def explain(
@@ -269,17 +250,15 @@ def explain(
     for name, engine in engines.items():
         if name in (PLAIN, CONTROL):
             continue
-        cpu_s = sum(row.cpu_s for row in samples[name])
-        parts: Counter[str] = Counter()
-        for row in samples[name]:
-            for thread, seconds in row.threads.items():
-                if part := part_of(thread):
-                    parts[part] += seconds  # type: ignore[assignment]
+        rows = samples[name]
         engine.ask("watch")
         _ask(engine, work, f"{name} watched")
-        spent = sum(engine.ask("spent")["seconds"].values())
-        parts["engine thread"] = spent * len(samples[name])
-        chunks = work.chunks * len(samples[name])
+        parts = {"engine thread": len(rows) * sum(engine.ask("spent")["seconds"].values())}
+        for row in rows:
+            for thread, seconds in row.threads.items():
+                if part := part_of(thread):
+                    parts[part] = parts.get(part, 0.0) + seconds
+        cpu_s, chunks = sum(row.cpu_s for row in rows), work.chunks * len(rows)
         shares += [
             Share(name, part, 100 * seconds / cpu_s, seconds / chunks * 1e6)
             for part, seconds in sorted(parts.items())

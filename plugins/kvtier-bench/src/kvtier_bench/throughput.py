@@ -19,7 +19,7 @@ from kvtier_bench.busy import BusyProcess
 from kvtier_bench.movers import Contestant
 
 ALONE_S: Final = 0.25  # for which the computing process is measured by itself
-_WARM_UP: Final = 0.25  # of a stretch
+_WARM_UP_BYTES: Final = 2**25
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,7 @@ async def compare(
     reference: Contestant | None,
     engine: BusyProcess,
     chunk_bytes: int,
+    nbytes: float,
     rounds: int,
     goal: float | None = None,
 ) -> list[Throughput]:
@@ -103,6 +104,7 @@ async def compare(
         reference: what they are measured against.
         engine: computes in half of the rounds.
         chunk_bytes: bytes of a chunk.
+        nbytes: bytes that are moved in each stretch.
         rounds: how often each stretch is repeated.
         goal: the ratio that a subject should reach.
     """
@@ -110,13 +112,13 @@ async def compare(
     for subject in subjects.values():
         async with _emptied(subject, reference):  # connects, makes directories, starts threads
             for verb in ("put", "get"):
-                await _round(subject, reference, verb, None, _WARM_UP)
+                await _round(subject, reference, verb, min(nbytes, _WARM_UP_BYTES), None)
     for number in range(2 * rounds):
         busy = number % 2 == 1
         for name, subject in subjects.items():
             async with _emptied(subject, reference):
                 for verb in ("put", "get"):
-                    row = await _round(subject, reference, verb, engine if busy else None)
+                    row = await _round(subject, reference, verb, nbytes, engine if busy else None)
                     found.setdefault((name, verb, busy), []).append(row)
                 subject.check()
     return [
@@ -144,33 +146,32 @@ async def _emptied(*contestants: Contestant | None) -> AsyncIterator[None]:
 
 
 async def _round(
-    subject: Contestant, reference: Contestant | None, verb: str, engine: BusyProcess | None, share: float = 1
+    subject: Contestant, reference: Contestant | None, verb: str, nbytes: float, engine: BusyProcess | None
 ) -> _Round:
     """Measure the reference, the subject and the reference again: rates change within seconds."""
+    halves = [] if reference is None else [reference, reference]
     if verb == "put":
-        subject.prepare(share)
-    if verb == "put" and reference is not None:
-        reference.prepare(share)
+        for half in halves:
+            half.prepare(nbytes / 2)
+        subject.prepare(nbytes)
     with engine.computing() if engine is not None else nullcontext():
         alone = None
         if engine is not None:
             loops, started_s = engine.loops, time.perf_counter()
             await asyncio.sleep(ALONE_S)
             alone = (engine.loops - loops) / (time.perf_counter() - started_s)
-        if reference is None:
-            return _Round(await _stretch(subject, verb, share, engine), None, alone)
-        before = await _stretch(reference, verb, share / 2, engine)
-        own = await _stretch(subject, verb, share, engine)
-        after = await _stretch(reference, verb, share / 2, engine)
-        return _Round(own, before + after, alone)
+        before = [await _stretch(half, verb, nbytes / 2, engine) for half in halves[:1]]
+        own = await _stretch(subject, verb, nbytes, engine)
+        after = [await _stretch(half, verb, nbytes / 2, engine) for half in halves[1:]]
+        return _Round(own, before[0] + after[0] if before else None, alone)
 
 
-async def _stretch(contestant: Contestant, verb: str, share: float, engine: BusyProcess | None) -> Stretch:
+async def _stretch(contestant: Contestant, verb: str, nbytes: float, engine: BusyProcess | None) -> Stretch:
     loops = engine.loops if engine is not None else 0
     wall_s, cpu_s = time.perf_counter(), time.process_time()
-    nbytes = await contestant.move(verb, share)
+    moved = await contestant.move(verb, nbytes)
     wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
-    return Stretch(nbytes, wall_s, cpu_s, engine.loops - loops if engine is not None else 0)
+    return Stretch(moved, wall_s, cpu_s, engine.loops - loops if engine is not None else 0)
 
 
 def _throughput(

@@ -10,7 +10,6 @@ import asyncio
 import json
 import secrets
 import time
-import tomllib
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from kvtier.tiers._faults import words_of
 from kvtier_bench.bare import BareClient
 from kvtier_bench.busy import BusyProcess
 from kvtier_bench.disk import fill
-from kvtier_bench.movers import BATCHES_IN_FLIGHT, SIZES, Amount, BatchMover, TierMover
+from kvtier_bench.movers import BATCHES_IN_FLIGHT, SIZES, BatchMover, TierMover
 from kvtier_bench.throughput import Throughput, compare
 
 BENCHMARKS: Final = Group("kvtier.benchmarks", "bare client", KVTierError)
@@ -61,8 +60,8 @@ class Latency:
 class BareMover(BatchMover[list[str]]):
     """The bare client. A batch is the names of its chunks."""
 
-    def __init__(self, client: BareClient[Any], memory: HeapMemory, amount: Amount) -> None:
-        super().__init__(memory, amount)
+    def __init__(self, client: BareClient[Any], memory: HeapMemory) -> None:
+        super().__init__(memory)
         self._client = client
 
     def make(self, keys: Sequence[OffloadKey]) -> list[str]:
@@ -84,19 +83,18 @@ class BareMover(BatchMover[list[str]]):
 
 
 def read_config(path: Path) -> TierConfig:
-    """Read the settings of one tier: JSON, or TOML where the file's name ends in ``.toml``.
+    """Read the settings of one tier.
 
     Raises:
         ConfigError: the file cannot be read, or a setting is wrong.
         TierError: the tier's plug-in cannot be used.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        raw = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
-        raise ConfigError(f"{path} cannot be read: {error}; JSON is needed, or TOML in a *.toml") from error
+        raise ConfigError(f"{path} cannot be read: {error}; JSON is needed") from error
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{path} must hold the settings of one tier: an object with the key type")
     return registry.validate(raw, str(path))
@@ -117,40 +115,37 @@ def run(
         KVTierError: the tier cannot be opened, or does not do its work.
     """
     settings = read_config(config)
-    amount = Amount(BATCH_CHUNKS, nbytes=mib * 2**20)
     result: list[Throughput | Latency] = []
     with BusyProcess() as engine:
         for size in sizes:
-            result += asyncio.run(_measure_size(settings, size, amount, rounds, engine))
+            result += asyncio.run(_measure_size(settings, size, mib * 2**20, rounds, engine))
     return result
 
 
 async def _measure_size(
-    settings: TierConfig, size: int, amount: Amount, rounds: int, engine: BusyProcess
+    settings: TierConfig, size: int, nbytes: int, rounds: int, engine: BusyProcess
 ) -> list[Throughput | Latency]:
-    async with _opened(settings, size, amount) as (tier, bare):
-        points = await compare({settings.type: tier}, bare, engine, size, rounds, GOAL)
+    async with _opened(settings, size) as (tier, bare):
+        points = await compare({settings.type: tier}, bare, engine, size, nbytes, rounds, GOAL)
         return [*points, *await _latencies(size, tier, bare, rounds)]
 
 
 @asynccontextmanager
-async def _opened(
-    settings: TierConfig, size: int, amount: Amount
-) -> AsyncIterator[tuple[TierMover, BareMover | None]]:
+async def _opened(settings: TierConfig, size: int) -> AsyncIterator[tuple[TierMover, BareMover | None]]:
     memory = HeapMemory(BATCH_CHUNKS * BATCHES_IN_FLIGHT, size)
     fill(memory)
     identity = Identity.make("bench", {"chunk_bytes": size, "run": secrets.token_hex(8)})
     tier = plugins.make(plugins.TIERS, settings.type, registry.load(settings.type), settings)
     bare = _bare_client(settings, size)
     await _open(tier, TierContext(settings.name or settings.type, identity, size))
-    mover = TierMover(tier, identity, memory, amount)
+    mover = TierMover(tier, identity, memory)
     try:
         if bare is None:
             yield mover, None
             return
         try:
             await bare.open()
-            yield mover, BareMover(bare, memory, amount)
+            yield mover, BareMover(bare, memory)
         finally:
             await bare.aclose()
     finally:

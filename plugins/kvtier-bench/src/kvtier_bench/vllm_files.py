@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.tiering.fs.thread_pool import DualQueueThreadPool
 
 from kvtier import HeapMemory
 from kvtier.keys import OffloadKey
-from kvtier_bench.movers import Amount, BatchMover
+from kvtier_bench.movers import BatchMover
 
 THREADS: Final = 16
 """Of each kind: vLLM's default."""
@@ -30,16 +30,15 @@ class VllmFiles(BatchMover[list[str]]):
     Args:
         root: directory of the files.
         memory: where the chunks are.
-        amount: how much a stretch moves.
 
     Raises:
         ImportError: vLLM is not installed, or without its compiled helper.
     """
 
-    def __init__(self, root: Path, memory: HeapMemory, amount: Amount) -> None:
+    def __init__(self, root: Path, memory: HeapMemory) -> None:
         if not io._HAS_FSIO_C:
             raise ImportError("this vLLM has no compiled path for files")
-        super().__init__(memory, amount)
+        super().__init__(memory)
         self._root = root
         self._view = memoryview(memory.view(0).obj)
         self._tokens = itertools.count(1)

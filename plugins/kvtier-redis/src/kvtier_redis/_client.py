@@ -78,12 +78,12 @@ class ClientFactory:
         """Return redis-py's options of a connection, its address apart."""
         return {**self._common, **self._login, "db": self._config.db}
 
-    def connection(self, address: Address) -> _Tcp | _Tls | _Unix:
-        """Return a connection that is not connected yet. Its ``connect`` blocks."""
+    def pool(self, address: Address) -> redis.ConnectionPool:
+        """Return a pool of connections to one server. It connects when one is taken."""
         if address.path:
-            return _Unix(path=address.path, **self.options())
+            return redis.ConnectionPool(_Unix, path=address.path, **self.options())
         kind = _Tls if self._config.tls else _Tcp
-        return kind(host=address.host, port=address.port, **self.options())
+        return redis.ConnectionPool(kind, host=address.host, port=address.port, **self.options())
 
     def client(self, address: Address) -> redis.Redis:
         """Return a client of one server. It connects when it is first used."""

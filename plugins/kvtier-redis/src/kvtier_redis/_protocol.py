@@ -73,18 +73,10 @@ class RespSocket:
             # On the plain socket: SSLSocket.shutdown would free the state that the other thread is using.
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
-    def is_idle(self) -> bool:
-        """Return whether the connection is open and nothing was received. Does not block."""
-        if self._inbox:
-            return False
-        try:
-            # Below TLS, too: any byte means an alert or an unexpected reply.
-            socket.socket.recv(self._sock, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return True
-        except OSError:
-            pass
-        return False
+    @property
+    def has_unread(self) -> bool:
+        """Whether more was received than was read: the connection is out of step, and must be closed."""
+        return bool(self._inbox)
 
     def send(self, buffers: Iterable[Buffer]) -> None:
         """Send all buffers."""

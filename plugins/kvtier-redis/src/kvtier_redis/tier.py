@@ -33,7 +33,7 @@ from kvtier_redis import _commands
 from kvtier_redis._client import ClientFactory, PasswordFileError
 from kvtier_redis._commands import Chunk
 from kvtier_redis._control import PRIVATE, ControlClient, MemoryUsage, Topology
-from kvtier_redis._pool import ConnectionPool, WorkerThreads
+from kvtier_redis._pool import Connections, WorkerThreads
 from kvtier_redis._protocol import ErrorReply, Reply, RespSocket, command
 from kvtier_redis._reasons import REASONS, TIMED_OUT, TOPOLOGY, TRANSIENT, Result, reason_of, result_of
 from kvtier_redis.config import Address, RedisConfig
@@ -55,14 +55,14 @@ _log = logging.getLogger("kvtier.tiers.redis")
 class _Server:
     """The connections to one server."""
 
-    def __init__(self, make: Callable[[], object], connections: int, threads: WorkerThreads) -> None:
-        self.gets = ConnectionPool(make, connections, threads)
-        self.puts = ConnectionPool(make, connections, threads)
-        self.small = ConnectionPool(make, 1, threads)
+    def __init__(self, factory: ClientFactory, address: Address, size: int, threads: WorkerThreads) -> None:
+        self.gets = Connections(factory.pool(address), size, threads)
+        self.puts = Connections(factory.pool(address), size, threads)
+        self.small = Connections(factory.pool(address), 1, threads)
 
     def close(self) -> None:
-        for pool in (self.gets, self.puts, self.small):
-            pool.close()
+        for connections in (self.gets, self.puts, self.small):
+            connections.close()
 
 
 class RedisTier(SecondaryTier[RedisConfig]):
@@ -221,7 +221,7 @@ class RedisTier(SecondaryTier[RedisConfig]):
         batch: Batch,
         names: Sequence[bytes],
         trailers: Sequence[bytearray],
-        pool_of: Callable[[_Server], ConnectionPool],
+        pool_of: Callable[[_Server], Connections],
     ) -> Outcome:
         """Run a put or a get, on as many connections as its bytes are worth."""
         chunks = [Chunk(*parts) for parts in zip(names, batch.views, trailers, strict=True)]
@@ -253,7 +253,7 @@ class RedisTier(SecondaryTier[RedisConfig]):
         return replies
 
     async def _run(
-        self, jobs: Sequence[tuple[ConnectionPool, Callable[[RespSocket], None], Sequence[Chunk]]]
+        self, jobs: Sequence[tuple[Connections, Callable[[RespSocket], None], Sequence[Chunk]]]
     ) -> None:
         """Run jobs concurrently, each on a connection, until the deadline."""
         timeout_s = _DEADLINE_SHARE * self.config.deadline_s
@@ -265,11 +265,10 @@ class RedisTier(SecondaryTier[RedisConfig]):
             self._warn("timeout", f"no reply within {timeout_s:g} s")
 
     async def _run_one(
-        self, pool: ConnectionPool, call: Callable[[RespSocket], None], chunks: Sequence[Chunk]
+        self, pool: Connections, call: Callable[[RespSocket], None], chunks: Sequence[Chunk]
     ) -> None:
         try:
-            async with pool.connection() as connection:
-                await connection.run(call)
+            await pool.run(call)
         except Exception as error:  # whatever the server or redis-py comes up with is a miss
             reason = reason_of(error)
             self._warn(reason, error)
@@ -291,8 +290,8 @@ class RedisTier(SecondaryTier[RedisConfig]):
 
     def _server(self, address: Address) -> _Server:
         if address not in self._servers:
-            make = partial(self._factory.connection, address)
-            self._servers[address] = _Server(make, self.config.connections, self._threads)
+            size = self.config.connections
+            self._servers[address] = _Server(self._factory, address, size, self._threads)
         return self._servers[address]
 
     async def _maintain(self, control: ControlClient) -> None:

@@ -39,8 +39,6 @@ from kvtier_s3._store import Store, describe, make_store
 from kvtier_s3.config import S3Config
 
 _METADATA: Final = "kvtier"  # holds the trailer, base64
-_PAGE: Final = 1000  # objects that one request lists
-_HEADS_PER_PAGE: Final = 100  # HEAD requests that take as long as listing a page
 _LIST_BATCH: Final = 250  # objects between two turns of the event loop
 _FIRST_LISTING_WAIT_S: Final = 1.0
 _LIST_RETRY_S: Final = 30.0
@@ -139,19 +137,13 @@ class S3Tier(SecondaryTier[S3Config]):
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         """Return which keys have an object, even a torn one. See ``SecondaryTier.contains``.
 
-        Known keys cost nothing. The others cost one HEAD each; where listing the epoch takes far fewer
-        requests it is tried first.
+        Known keys cost nothing. The others cost one HEAD each.
         """
         prefix = self._prefix
         if prefix is None:
             return (False,) * len(keys)
         present = {key for key in keys if key in self._index}
         unknown = [key for key in dict.fromkeys(keys) if key not in present]
-        pages = len(unknown) // _HEADS_PER_PAGE
-        if pages > len(self._index) // _PAGE:
-            listed, is_complete = await self._list_pages(prefix, pages)
-            present |= listed
-            unknown = [] if is_complete else [key for key in unknown if key not in listed]
         await self._reads.run(len(unknown), lambda index: self._head(prefix, unknown[index], present))
         return [key in present for key in keys]
 
@@ -165,24 +157,6 @@ class S3Tier(SecondaryTier[S3Config]):
             return
         present.add(key)
         self._add(prefix, key)
-
-    async def _list_pages(self, prefix: str, pages: int) -> tuple[set[OffloadKey], bool]:
-        """List at most so many pages of an epoch; return the chunks found, and whether these are all."""
-        listed: set[OffloadKey] = set()
-        try:
-            async for objects in obstore.list(self._store, prefix, chunk_size=_PAGE):
-                for found in objects:
-                    key = parse_key(found["path"])
-                    if key is not None:
-                        listed.add(key)
-                        self._add(prefix, key)
-                pages -= 1
-                if not pages:
-                    return listed, len(objects) < _PAGE
-        except Exception as error:
-            self._warn("list", classify(error))
-            return listed, False
-        return listed, True
 
     async def put(self, batch: Batch) -> Outcome:
         """Put the chunks that are not known to be there. See ``SecondaryTier.put``."""

@@ -32,18 +32,18 @@ class Calls:
     """The calls in flight of what a suite tests, and for how long each has been. Any thread may ask."""
 
     def __init__(self) -> None:
-        self._ages: dict[int, tuple[str, float]] = {}
+        self._started: dict[int, tuple[str, float]] = {}
         self._ids = itertools.count()
 
     @contextmanager
     def in_flight(self, name: str) -> Iterator[None]:
         """Count a call as in flight while the context is entered."""
         number = next(self._ids)
-        self._ages[number] = (name, 0.0)
+        self._started[number] = (name, time.monotonic())
         try:
             yield
         finally:
-            del self._ages[number]
+            del self._started[number]
 
     def watch(self, subject: object, verbs: Sequence[str], contract: type) -> None:
         """Replace methods of ``subject`` by ones that are in flight while they run.
@@ -58,19 +58,14 @@ class Calls:
             note = f"{verb}() raised this. Its contract: {summary}"
             setattr(subject, verb, self._watched(f"{verb}()", getattr(subject, verb), note))
 
-    def grow_older(self, seconds: float) -> None:
-        """Add to the age of every call. A process that is stopped for a while does not age its calls."""
-        for number, (name, age_s) in list(self._ages.items()):
-            if number in self._ages:
-                self._ages[number] = (name, age_s + seconds)
-
     def older_than(self, seconds: float) -> list[str]:
         """Return the names of the calls that have been in flight for longer."""
-        return [name for name, age_s in list(self._ages.values()) if age_s > seconds]
+        since_s = time.monotonic() - seconds
+        return [name for name, started_s in list(self._started.values()) if started_s < since_s]
 
     def names(self) -> str:
         """Return the names of all calls in flight."""
-        return ", ".join(name for name, _ in list(self._ages.values())) or "no call"
+        return ", ".join(name for name, _ in list(self._started.values())) or "no call"
 
     def _watched(self, name: str, call: Callable[..., Any], note: str) -> Callable[..., Any]:
         @contextmanager
@@ -207,13 +202,11 @@ class _Run:
         await self._test()
 
     def _wait(self) -> str | None:
-        calls, left_s = self._suite.calls, self._suite.limit_s
+        calls, until_s = self._suite.calls, time.monotonic() + self._suite.limit_s
         while not self._ended.wait(_LOOK_S):
-            calls.grow_older(_LOOK_S)
-            left_s -= _LOOK_S
             if late := calls.older_than(self._suite.patience_s):
                 return f"{late[0]} has not ended within {self._suite.patience_s:g} s"
-            if left_s < 0:
+            if time.monotonic() > until_s:
                 return f"the test has not ended within {self._suite.limit_s:g} s; in flight: {calls.names()}"
         return None
 

@@ -132,16 +132,6 @@ class PolicyConformance(LimitedSuite):
         policy.add(pinned, used=True)
         _expect_evicted(policy, 100, pinned, "after add() of keys that were pinned, a policy")
 
-    def test_an_evicted_key_may_be_added_and_evicted_again(self) -> None:
-        policy = self.make(4)
-        for number in range(40):
-            added = keys(number % 6, 1)
-            policy.add(added, used=number % 3 == 0)
-            _expect(added[0] in policy, "__contains__() says no after add() of a key that was evicted before")
-            _expect_evicted(
-                policy, 1 if number % 2 else 100, added, "after add() of an evicted key, a policy"
-            )
-
     def test_clear_forgets_candidates_and_pinned_ones(self) -> None:
         policy = self.make()
         policy.add(keys(0, 8), used=False)

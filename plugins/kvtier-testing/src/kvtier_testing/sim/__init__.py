@@ -10,36 +10,21 @@ seed gives the same run: ``python -m kvtier_testing.sim --seed 4711 --trace`` sh
 
 from __future__ import annotations
 
-from kvtier_testing.sim.backend import NO_FAULTS, Backend, FaultProfile
-from kvtier_testing.sim.faults import FaultyTier, inject_faults
-from kvtier_testing.sim.loop import SimLoop, Spinning, Stalled, simulate
-from kvtier_testing.sim.model import CHUNK_BYTES, SimMemory, Violation, World, content
-from kvtier_testing.sim.scenario import End, Owner, Scenario, TierScenario
+from kvtier_testing.sim.backend import Backend
+from kvtier_testing.sim.loop import Spinning, Stalled, simulate
+from kvtier_testing.sim.model import Violation
 from kvtier_testing.sim.simulation import Overrides, Result, run
 from kvtier_testing.sim.tiers import SimTier, SimTierConfig
 
 __all__ = [
-    "CHUNK_BYTES",
-    "NO_FAULTS",
     "Backend",
-    "End",
-    "FaultProfile",
-    "FaultyTier",
     "Overrides",
-    "Owner",
     "Result",
-    "Scenario",
-    "SimLoop",
-    "SimMemory",
     "SimTier",
     "SimTierConfig",
     "Spinning",
     "Stalled",
-    "TierScenario",
     "Violation",
-    "World",
-    "content",
-    "inject_faults",
     "run",
     "simulate",
 ]

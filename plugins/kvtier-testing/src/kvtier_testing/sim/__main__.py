@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections import Counter, deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 
 from kvtier_testing.sim.simulation import run
@@ -31,12 +32,6 @@ class Tally:
     seen: Counter[str] = field(default_factory=Counter)
     failures: dict[int, str] = field(default_factory=dict)
 
-    def add(self, other: Tally) -> None:
-        """Take in what others have shown."""
-        self.runs += other.runs
-        self.seen += other.seen
-        self.failures.update(other.failures)
-
 
 def run_block(seeds: Sequence[int]) -> Tally:
     """Run seeds one after the other."""
@@ -51,36 +46,22 @@ def run_block(seeds: Sequence[int]) -> Tally:
 
 def run_many(first: int, count: int | None, minutes: float | None, jobs: int) -> Tally:
     """Run seeds in several processes, until one fails, all are through or the time is over."""
-    until_s = None if minutes is None else time.monotonic() + 60 * minutes
-    blocks = _blocks(first, count)
+    until_s = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    last = sys.maxsize if count is None else first + count
     total = Tally()
     with ProcessPoolExecutor(jobs) as pool:
-        running: set[Future[Tally]] = set()
-        while True:
-            is_over = total.failures or (until_s is not None and time.monotonic() >= until_s)
-            while not is_over and len(running) < 2 * jobs and (block := next(blocks, None)) is not None:
-                running.add(pool.submit(run_block, block))
-            if not running:
-                return total
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                total.add(future.result())
-
-
-def _blocks(first: int, count: int | None) -> Iterator[range]:
-    seed = first
-    while count is None or seed < first + count:
-        end = seed + _BLOCK if count is None else min(seed + _BLOCK, first + count)
-        yield range(seed, end)
-        seed = end
-
-
-def show_failures(failures: dict[int, str]) -> None:
-    """Print which seeds have failed, and how to repeat and keep each of them."""
-    for seed, what in sorted(failures.items()):
-        print(f"\nseed {seed}: {what}")
-        print(f"  see it:  python -m {_MODULE} --seed {seed} --trace")
-        print(f"  keep it: a line in tests/sim/seeds: {seed}  # what it has shown")
+        running: deque[Future[Tally]] = deque()
+        while running or first < last:
+            while first < last and len(running) < 2 * jobs:
+                running.append(pool.submit(run_block, range(first, min(first + _BLOCK, last))))
+                first += _BLOCK
+            done = running.popleft().result()
+            total.runs += done.runs
+            total.seen += done.seen
+            total.failures.update(done.failures)
+            if total.failures or time.monotonic() >= until_s:
+                last = first
+    return total
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.show:
         for what, number in sorted(total.seen.items()):
             print(f"{number:10} {what}")
-    show_failures(total.failures)
+    for seed, what in sorted(total.failures.items()):
+        print(f"\nseed {seed}: {what}\n  see it:  python -m {_MODULE} --seed {seed} --trace")
     return 1 if total.failures else 0
 
 

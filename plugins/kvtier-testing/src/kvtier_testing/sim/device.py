@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from random import Random
 
 from kvtier_testing.sim.model import CHUNK_BYTES, SimMemory, World
 
 _HALF = CHUNK_BYTES // 2
-
-Stored = Callable[[bool], object]
-Loaded = Callable[[list[bytes] | None], object]
 
 
 class Copies:
@@ -32,101 +28,65 @@ class Copies:
     def __init__(
         self, world: World, memory: SimMemory, *, failures: float, until_s: float, longest_s: float
     ) -> None:
-        self._under_way: dict[_Copy, None] = {}
         self._world = world
         self._memory = memory
         self._failures = failures
         self._until_s = until_s
         self._longest_s = longest_s
-        self._chance: Random = world.chance(f"device/{world.process}")
-
-    def store(self, slots: Sequence[int], contents: Sequence[bytes], done: Stored) -> None:
-        """Copy to slots; ``done`` is told whether that succeeded."""
-        memory, fails = self._memory, self._fails()
-        use = memory.begin(slots, "a store", writes=True)
-        memory.scribble(slots)
-
-        def begin() -> None:
-            for slot, one in zip(slots, contents, strict=True):
-                memory.view(slot)[:_HALF] = one[:_HALF]
-
-        def end() -> None:
-            if not fails:
-                for slot, one in zip(slots, contents, strict=True):
-                    memory.view(slot)[_HALF:] = one[_HALF:]
-            memory.end(slots, use)
-            done(not fails)
-
-        self._run(begin, end)
-
-    def load(self, slots: Sequence[int], done: Loaded) -> None:
-        """Copy from slots; ``done`` gets what came, or None where the copy has failed."""
-        memory, fails = self._memory, self._fails()
-        use = memory.begin(slots, "a load", writes=False)
-        halves: list[bytes] = []
-
-        def begin() -> None:
-            halves.extend(bytes(memory.view(slot)[:_HALF]) for slot in slots)
-
-        def end() -> None:
-            rest = [bytes(memory.view(slot)[_HALF:]) for slot in slots]
-            memory.end(slots, use)
-            done(None if fails else [a + b for a, b in zip(halves, rest, strict=True)])
-
-        self._run(begin, end)
-
-    def hurry(self) -> None:
-        """End what is under way now, as waiting for it would."""
-        for copy in list(self._under_way):
-            copy.hurry()
+        self._chance = world.chance(f"device/{world.process}")
+        self._under_way: dict[Callable[[], None], asyncio.TimerHandle] = {}  # by what ends a copy
 
     @property
     def under_way(self) -> int:
         """Copies that have not ended."""
         return len(self._under_way)
 
-    def _run(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
-        begins_s, ends_s = (self._chance.random() * self._longest_s / 2 for _ in range(2))
-        copy = _Copy([(begins_s, begin), (ends_s, end)], self._world, self._under_way)
-        self._under_way[copy] = None
-        copy.wait()
+    def store(self, slots: Sequence[int], contents: Sequence[bytes], done: Callable[[bool], object]) -> None:
+        """Copy to slots; ``done`` is told whether that succeeded."""
+        memory, fails = self._memory, self._fails()
+        use = memory.begin(slots, "a store", writes=True)
+        memory.scribble(slots)
+        for slot, one in zip(slots, contents, strict=True):
+            memory.view(slot)[:_HALF] = one[:_HALF]
+
+        def end() -> None:
+            del self._under_way[end]
+            if not fails:
+                for slot, one in zip(slots, contents, strict=True):
+                    memory.view(slot)[_HALF:] = one[_HALF:]
+            memory.end(slots, use)
+            done(not fails)
+
+        self._end_later(end)
+
+    def load(self, slots: Sequence[int], done: Callable[[list[bytes] | None], object]) -> None:
+        """Copy from slots; ``done`` gets what came, or None where the copy has failed."""
+        memory, fails = self._memory, self._fails()
+        use = memory.begin(slots, "a load", writes=False)
+        halves = [bytes(memory.view(slot)[:_HALF]) for slot in slots]
+
+        def end() -> None:
+            del self._under_way[end]
+            rest = [bytes(memory.view(slot)[_HALF:]) for slot in slots]
+            memory.end(slots, use)
+            done(None if fails else [a + b for a, b in zip(halves, rest, strict=True)])
+
+        self._end_later(end)
+
+    def hurry(self) -> None:
+        """End what is under way now, as waiting for it would."""
+        for end, timer in list(self._under_way.items()):
+            timer.cancel()
+            end()
+
+    def _end_later(self, end: Callable[[], None]) -> None:
+        seconds = self._chance.random() * self._longest_s
+        self._under_way[end] = self._world.loop.call_later(seconds, end)
 
     def _fails(self) -> bool:
         fails = self._world.now_s < self._until_s and self._chance.random() < self._failures
         self._world.seen["copy failed"] += fails
         return fails
-
-
-class _Copy:
-    """One copy: what it does, and after how many seconds each time."""
-
-    def __init__(
-        self, steps: list[tuple[float, Callable[[], None]]], world: World, under_way: dict[_Copy, None]
-    ) -> None:
-        self._steps = steps
-        self._world = world
-        self._under_way = under_way
-        self._timer: asyncio.TimerHandle | None = None
-
-    def wait(self) -> None:
-        self._timer = self._world.loop.call_later(self._steps[0][0], self._advance)
-
-    def hurry(self) -> None:
-        assert self._timer is not None
-        self._timer.cancel()
-        while self._steps:
-            self._do_next()
-
-    def _advance(self) -> None:
-        self._do_next()
-        if self._steps:
-            self.wait()
-
-    def _do_next(self) -> None:
-        _, do = self._steps.pop(0)
-        if not self._steps:
-            del self._under_way[self]
-        do()
 
 
 __all__ = ["Copies"]

@@ -1,22 +1,57 @@
-"""An engine's scheduler, with chance in all that may vary."""
+"""An engine's scheduler, with chance in all that may vary, and the executor on the other side of two queues.
+
+It drives the core as the vLLM bridge does, without vLLM: what has come back is taken in at the next question
+or at the end of a step.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from kvtier._core.messages import SlotsReady
+from kvtier._core.requests import Request
 from kvtier._core.states import Lookup
-from kvtier._core.transfers import Reservation
+from kvtier._core.transfers import Pinned, Reservation
+from kvtier._driver import Driver
+from kvtier._executor import CLOSE_S, Executor, ExecutorThread, Post
 from kvtier.keys import OffloadKey, group_index
-from kvtier_testing.sim.bridge import Bridge
 from kvtier_testing.sim.device import Copies
-from kvtier_testing.sim.model import World, content, show
+from kvtier_testing.sim.faults import FaultyTier
+from kvtier_testing.sim.model import CheckedTiering, World, content, show
+from kvtier_testing.sim.processes import DRAIN_S, Process
 from kvtier_testing.sim.scenario import Scenario
 
 _ASK_EVERY_S = 0.002
 _RATHER = 4  # times as often come new weights while tiers are at work: more can go wrong then
+
+logger = logging.getLogger("kvtier.sim")
+
+
+class SimExecutorThread(ExecutorThread):
+    """The executor's thread as a task of the simulated loop. Its queues and wake-ups are the real ones."""
+
+    def __init__(self, make: Callable[[Post], Executor]) -> None:
+        super().__init__(make)
+        self.task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start the task. What is submitted before it runs waits for it."""
+        self.task = asyncio.get_running_loop().create_task(self._serve(), name="executor")
+
+    async def aclose(self, drain_s: float) -> None:
+        """Do what ``close`` does, without blocking."""
+        assert self.task is not None
+        self._drain_by_s = asyncio.get_running_loop().time() + drain_s
+        self._end_by_s = self._drain_by_s + CLOSE_S
+        self._closing = True
+        self._wake()
+        await self.task
+        self._ended = True
+        self._refuse_inbox()
 
 
 class JobState(Enum):
@@ -33,9 +68,8 @@ class Job:
     """A request on its way through the scheduler.
 
     Attributes:
-        name: names it.
+        request: the core's side of it.
         keys: its chunks, in the order of the prompt.
-        tiers: the tiers that it may be served from; None for all.
         state: where it is.
         waits_since_s: when it was deferred first.
         expired: whether it may not be deferred any more.
@@ -44,9 +78,8 @@ class Job:
         was_deferred: whether its last lookup has deferred it.
     """
 
-    name: str
+    request: Request
     keys: Sequence[OffloadKey]
-    tiers: frozenset[int] | None = None
     state: JobState = JobState.WAITING
     waits_since_s: float | None = None
     expired: bool = False
@@ -54,86 +87,125 @@ class Job:
     is_scanned: bool = False
     was_deferred: bool = False
 
+    @property
+    def name(self) -> str:
+        """What traces and failures call it."""
+        return self.request.name
 
-class Engine:
-    """Does what a scheduler does, one step after the other."""
 
-    def __init__(self, world: World, scenario: Scenario, bridge: Bridge, copies: Copies) -> None:
-        self.jobs: list[Job] = []
-        self._world = world
+@dataclass(frozen=True)
+class EndedCopy:
+    """A copy that has ended, not reported to the core yet; ``job`` is None for a store."""
+
+    epoch: int
+    handle: Pinned | Reservation
+    job: Job | None
+    failed: bool
+
+
+class EngineProcess(Process):
+    """Does what a scheduler does, one step after the other. Nothing that it asks of the core waits."""
+
+    def __init__(
+        self,
+        world: World,
+        scenario: Scenario,
+        core: CheckedTiering,
+        tiers: Sequence[FaultyTier],
+        executor: SimExecutorThread,
+        copies: Copies,
+    ) -> None:
+        super().__init__(world, core, tiers)
         self._scenario = scenario
-        self._bridge = bridge
+        self._executor = executor
         self._copies = copies
+        self._events = executor.events
+        self._driver = Driver(core, executor, logger, clock=lambda: world.now_s)
         self._chance = world.chance(f"engine/{world.process}")
-        self._arrived = 0
+        self._jobs: list[Job] = []
+        self._requests = 0
         self._epoch = 0
-        self._cut_off = 0
-        self._ended: list[tuple[int, Job | Reservation, bool]] = []
+        self._cut_off = 0  # copies that resets have cut off, and that have not ended
+        self._flushing: list[Pinned | Reservation] = []
+        self._ended: list[EndedCopy] = []
+
+    async def run(self, until_s: float) -> None:
+        self._executor.start()
+        self._driver.on_event(SlotsReady(range(self._scenario.slots)))
+        while self._world.now_s < until_s:
+            await self._step(arriving=True)
+            await asyncio.sleep(self._scenario.step_s * self._chance.choice((0.5, 1.0, 1.0, 3.0)))
+
+    async def drain(self) -> None:
+        while not (self._is_idle and self.core.is_idle and self.tiers_are_idle):
+            await self._step(arriving=False)
+            await asyncio.sleep(self._scenario.step_s)
+        for _ in range(2):  # what comes in at the end of a step is seen in the next one
+            self._settle()
+
+    async def find(self, keys: Sequence[OffloadKey]) -> int:
+        """Look a request up until it waits for nothing; return how many of its chunks are there."""
+        job = Job(self._new_request(None), keys)
+        until_s = self._world.now_s + DRAIN_S
+        while True:
+            found, waits = self._scan(job)
+            self._settle()
+            if not waits:
+                self.core.close(job.request)
+                return len(found)
+            self._world.require(self._world.now_s < until_s, f"{job.name} is not answered in {DRAIN_S} s")
+            await asyncio.sleep(_ASK_EVERY_S)
+
+    async def aclose(self) -> None:
+        if self._executor.task is None:
+            return
+        await self._executor.aclose(self._chance.choice((0.0, 0.1, 1.0)))
+        self._driver.on_events(self._events)
 
     @property
-    def is_idle(self) -> bool:
-        """Whether nothing is left to be done."""
-        return not (self.jobs or self._copies.under_way or self._ended or self._cut_off)
+    def _is_idle(self) -> bool:
+        return not (self._jobs or self._copies.under_way or self._ended or self._cut_off)
 
-    async def step(self, *, arriving: bool) -> None:
+    async def _step(self, *, arriving: bool) -> None:
         """Schedule once. Between its calls the executor may get on, as beside a thread."""
         chance = self._chance
-        if arriving and self._arrived < self._scenario.requests and chance.random() < 0.4:
+        if arriving and self._requests < self._scenario.requests and chance.random() < 0.4:
             self._arrive()
         self._end_copies()
-        preempted = [job for job in self.jobs if job.state is JobState.RUNNING and chance.random() < 0.05]
+        preempted = [job for job in self._jobs if job.state is JobState.RUNNING and chance.random() < 0.05]
         for job in preempted:
             job.state = JobState.WAITING
             job.waits_since_s, job.expired = None, False
         started = []
-        for job in [job for job in self.jobs if job.state is JobState.WAITING]:
+        for job in [job for job in self._jobs if job.state is JobState.WAITING]:
             if self._schedule(job):
-                started.append(job.name)
+                started.append(job)
             await self._breathe()
         settles_first = chance.random() < 0.5
         if settles_first:
-            self._settle(started, [job.name for job in preempted])
-        for job in [job for job in self.jobs if job.state is JobState.RUNNING]:
+            self._settle(started, preempted)
+        for job in [job for job in self._jobs if job.state is JobState.RUNNING]:
             self._run(job)
         if not settles_first:
-            self._settle(started, [job.name for job in preempted])
+            self._settle(started, preempted)
         self._abort_some()
-        if arriving and chance.random() < self._scenario.resets * (_RATHER if self._bridge.is_busy else 1):
+        is_busy = bool(self.core.shared.running)
+        if arriving and chance.random() < self._scenario.resets * (_RATHER if is_busy else 1):
             self._reset()
-
-    async def ask(self, job: Job, longest_s: float) -> int:
-        """Look a request up until it waits for nothing; return how many of its chunks are there."""
-        self._bridge.new_request(job.name, job.tiers)
-        until_s = self._world.now_s + longest_s
-        while True:
-            found, waits = self._scan(job)
-            self._settle([], [])
-            if not waits:
-                self._bridge.finish(job.name)
-                return len(found)
-            self._world.require(self._world.now_s < until_s, f"{job.name} is not answered in {longest_s} s")
-            await asyncio.sleep(_ASK_EVERY_S)
-
-    async def store(self, keys: Sequence[OffloadKey]) -> None:
-        """Store a prompt, and wait until its copies have ended."""
-        self._store(keys)
-        while not self.is_idle:
-            self._end_copies()
-            self._settle([], [])
-            await asyncio.sleep(self._scenario.step_s)
 
     # --- lookups ---------------------------------------------------------------------------------
 
+    def _new_request(self, tiers: frozenset[int] | None) -> Request:
+        self._requests += 1
+        return Request(f"{self._world.process}.{self._requests}", tiers)
+
     def _arrive(self) -> None:
         chance = self._chance
-        self._arrived += 1
         prompt = chance.choice(self._scenario.prompts)
         tiers = None
         if chance.random() < 0.2:
             tiers = frozenset(index for index in range(len(self._scenario.tiers)) if chance.random() < 0.5)
-        job = Job(f"{self._world.process}.{self._arrived}", prompt[: chance.randint(1, len(prompt))], tiers)
-        self.jobs.append(job)
-        self._bridge.new_request(job.name, job.tiers)
+        self._jobs.append(Job(self._new_request(tiers), prompt[: chance.randint(1, len(prompt))]))
 
     def _schedule(self, job: Job) -> bool:
         found, waits = self._scan(job)
@@ -152,7 +224,7 @@ class Engine:
         hits: list[OffloadKey] = []
         waits = False
         for key in reversed(job.keys) if windowed else job.keys:
-            answer = self._bridge.lookup(key, job.name)
+            answer = self._lookup(key, job.request)
             if answer is Lookup.MISS:
                 break
             waits = waits or answer is not Lookup.HIT
@@ -169,25 +241,43 @@ class Engine:
             self._world.fail(f"request {job.name} is told of {hits}, though a load of it has failed")
         return (hits[::-1] if windowed else hits), waits
 
-    def _settle(self, started: list[str], preempted: list[str]) -> None:
-        self._bridge.end_schedule(started, preempted)
+    def _lookup(self, key: OffloadKey, request: Request) -> Lookup:
+        """Return whether a chunk is there. What a thread posts can be there from any question on."""
+        if self._events and self._chance.random() < 0.5:
+            self._driver.on_events(self._events)
+        if request.stands and (answer := self.core.repeat(key, request)) is not None:
+            return answer
+        return self.core.lookup(key, request)
+
+    def _settle(self, started: Sequence[Job] = (), preempted: Sequence[Job] = ()) -> None:
+        """End the scheduling of a step."""
+        for job in started:
+            if job.state is not JobState.ENDED:
+                self.core.scheduled(job.request)
+        for job in preempted:
+            if job.state is not JobState.ENDED:
+                self.core.restart(job.request)
+        self._driver.settle()
+        self._driver.on_events(self._events)
+        for job in self._jobs:
+            if job.is_scanned:
+                self._note_wait(job)
+
+    def _note_wait(self, job: Job) -> None:
         now_s = self._world.now_s
-        for job in self.jobs:
-            if not job.is_scanned:
-                continue
-            job.is_scanned = False
-            if not job.was_deferred:
-                job.waits_since_s = job.waits_since_s if job.expired else None
-                continue
-            if job.waits_since_s is None:
-                job.waits_since_s = now_s
-            if now_s >= job.waits_since_s + self._scenario.limits.request_deadline_s:
-                job.expired = True
+        job.is_scanned = False
+        if not job.was_deferred:
+            job.waits_since_s = job.waits_since_s if job.expired else None
+            return
+        if job.waits_since_s is None:
+            job.waits_since_s = now_s
+        if now_s >= job.waits_since_s + self._scenario.limits.request_deadline_s:
+            job.expired = True
 
     # --- copies ----------------------------------------------------------------------------------
 
     def _load(self, job: Job, found: list[OffloadKey]) -> None:
-        slots = self._bridge.prepare_load(found, job.name)
+        pinned = self.core.acquire(found, job.request)
         job.state = JobState.LOADING
         weights, epoch = self._world.weights, self._epoch
 
@@ -198,9 +288,9 @@ class Engine:
                         held = self._world.name_of(one, found)
                         self._world.fail(f"{job.name} was given wrong bytes for {show(key)}: {held}")
                 self._world.seen["chunks loaded"] += len(found)
-            self._ended.append((epoch, job, got is None))
+            self._ended.append(EndedCopy(epoch, pinned, job, got is None))
 
-        self._copies.load(slots, done)
+        self._copies.load(pinned.slots, done)
 
     def _run(self, job: Job) -> None:
         """Store what a request has computed; it may be offered again where there is no room."""
@@ -209,39 +299,59 @@ class Engine:
 
     def _store(self, keys: Sequence[OffloadKey]) -> bool:
         """Begin to store; return whether there was room, or nothing to do."""
-        reservation = self._bridge.prepare_store(keys)
+        reservation, epoch = self.core.reserve(keys), self._epoch
         if reservation is None:
             return False
-        if reservation.keys:
-            contents = [content(key, self._world.weights) for key in reservation.keys]
-            epoch = self._epoch
-            self._world.seen["chunks stored"] += len(contents)
-            self._copies.store(
-                reservation.slots,
-                contents,
-                lambda good: self._ended.append((epoch, reservation, not good)),
-            )
+        if not reservation.keys:
+            self.core.abort(reservation)
+            return True
+        contents = [content(key, self._world.weights) for key in reservation.keys]
+        self._world.seen["chunks stored"] += len(contents)
+        self._copies.store(
+            reservation.slots,
+            contents,
+            lambda good: self._ended.append(EndedCopy(epoch, reservation, None, not good)),
+        )
         return True
+
+    async def store_once(self, keys: Sequence[OffloadKey]) -> None:
+        self._store(keys)
+        while not self._is_idle:
+            self._end_copies()
+            self._settle()
+            await asyncio.sleep(self._scenario.step_s)
 
     def _end_copies(self) -> None:
         """Report the copies that have ended, in any order; those that resets cut off all at once."""
         ended, self._ended = self._ended, []
         self._chance.shuffle(ended)
-        for epoch, copied, failed in ended:
-            if epoch != self._epoch:
+        for copy in ended:
+            if copy.epoch != self._epoch:
                 self._cut_off -= 1
-            elif isinstance(copied, Job):
-                self._bridge.complete_load(copied.name, failed=failed)
-                self._loaded(copied, failed)
+                self._flushing.append(copy.handle)
             else:
-                self._bridge.complete_store(copied, failed=failed)
-        if ended and not self._cut_off:
-            self._bridge.flushed()
+                self._end_copy(copy)
+        if not self._cut_off:
+            flushed, self._flushing = self._flushing, []
+            for handle in flushed:
+                if isinstance(handle, Reservation):
+                    self.core.abort(handle)
+                else:
+                    self._driver.end_load(handle)
 
-    def _loaded(self, job: Job, failed: bool) -> None:
-        if job.state is JobState.LOADING:
-            job.state = JobState.WAITING if failed else JobState.RUNNING
-            job.computed = job.computed or failed
+    def _end_copy(self, copy: EndedCopy) -> None:
+        handle, job = copy.handle, copy.job
+        if isinstance(handle, Pinned):
+            assert job is not None
+            request = None if job.state is JobState.ENDED else job.request
+            self._driver.end_load(handle, request, failed=copy.failed)
+            if job.state is JobState.LOADING:
+                job.state = JobState.WAITING if copy.failed else JobState.RUNNING
+                job.computed = job.computed or copy.failed
+        elif copy.failed:
+            self.core.fail_store(handle)
+        else:
+            self._driver.commit(handle)
 
     def _reset(self) -> None:
         """New weights: what is under way is cut off, and its requests start anew."""
@@ -249,27 +359,27 @@ class Engine:
         self._world.seen["reset"] += 1
         self._epoch += 1
         self._cut_off = self._copies.under_way
-        self._bridge.reset()
-        for job in self.jobs:
+        self._driver.reset()
+        for job in self._jobs:
             if job.state is JobState.LOADING:
                 job.state = JobState.WAITING
 
     # --- ends ------------------------------------------------------------------------------------
 
     def _abort_some(self) -> None:
-        for job in list(self.jobs):
+        for job in list(self._jobs):
             if self._chance.random() < 0.02:
                 self._world.seen["aborted"] += 1
                 self._finish(job)
 
     def _finish(self, job: Job) -> None:
         job.state = JobState.ENDED
-        self.jobs.remove(job)
-        self._bridge.finish(job.name)
+        self._jobs.remove(job)
+        self.core.close(job.request)
 
     async def _breathe(self) -> None:
         if self._chance.random() < 0.1:
             await asyncio.sleep(self._chance.choice((0.0, 0.0, self._scenario.step_s / 10)))
 
 
-__all__ = ["Engine", "Job", "JobState"]
+__all__ = ["EngineProcess", "SimExecutorThread"]

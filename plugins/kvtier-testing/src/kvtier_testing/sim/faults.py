@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -37,7 +37,13 @@ _MOMENT_S = 1e-6
 
 
 class FaultyTier(SecondaryTier[TierConfig]):
-    """Faults around a tier, and a look at how it is used. Made by ``inject_faults``.
+    """Faults around a tier, those that its backend has now, and a look at how it is used.
+
+    Args:
+        inner: the tier; nothing in it may need another thread or a socket.
+        backend: whose faults it has. A tier of one's own needs no backend otherwise.
+        memory: the slots.
+        drains: whether a call that is cancelled goes on to its end first.
 
     Attributes:
         inner: the tier.
@@ -51,6 +57,8 @@ class FaultyTier(SecondaryTier[TierConfig]):
         self, inner: SecondaryTier[Any], backend: Backend, memory: SimMemory, *, drains: bool
     ) -> None:
         super().__init__(inner.config)
+        for name in ("verifies", "medium", "reasons", "transient"):
+            vars(self)[name] = getattr(inner, name)
         self.inner = inner
         self.running: Counter[str] = Counter()
         self.gets = 0
@@ -295,25 +303,4 @@ class FaultyTier(SecondaryTier[TierConfig]):
                 )
 
 
-def inject_faults(
-    inner: SecondaryTier[Any], backend: Backend, memory: SimMemory, *, drains: bool = False
-) -> FaultyTier:
-    """Put faults around a tier: those that its backend has now.
-
-    Args:
-        inner: the tier; nothing in it may need another thread or a socket.
-        backend: whose faults it has. A tier of one's own needs no backend otherwise.
-        memory: the slots.
-        drains: whether a call that is cancelled goes on to its end first.
-    """
-    attributes: Mapping[str, Any] = {
-        "verifies": inner.verifies,
-        "medium": inner.medium,
-        "reasons": inner.reasons,
-        "__doc__": FaultyTier.__doc__,
-    }
-    made: type[FaultyTier] = type("FaultyTier", (FaultyTier,), dict(attributes))
-    return made(inner, backend, memory, drains=drains)
-
-
-__all__ = ["FaultyTier", "inject_faults"]
+__all__ = ["FaultyTier"]

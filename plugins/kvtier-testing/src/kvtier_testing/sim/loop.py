@@ -8,17 +8,17 @@ at times that the seed picks.
 from __future__ import annotations
 
 import asyncio
-import heapq
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import Context
 from functools import partial
-from itertools import count
+from inspect import CORO_CREATED, getcoroutinestate
 from random import Random
-from typing import Any, Protocol, TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple
 from unittest import mock
 
 import anyio
@@ -53,16 +53,16 @@ class SimLoop(asyncio.BaseEventLoop):
         chance: draws the order and how long threads take.
     """
 
+    _ready: deque[asyncio.Handle]  # the base's
+    _scheduled: list[asyncio.TimerHandle]
+
     def __init__(self, chance: Random) -> None:
-        self._is_running = False  # asked for by the base at once
         super().__init__()
         self.chance = chance
         self._now_s = 0.0
-        self._soon: list[asyncio.Handle] = []
-        self._timers: list[tuple[float, float, int, asyncio.TimerHandle]] = []
-        self._order = count()
+        self._clock_resolution = 1e-9  # a timer that is due now is taken
+        self._selector = self  # what the base waits with, where nothing is ready
         self._thread = threading.get_ident()
-        self._stop_asked = False
         self._failure: BaseException | None = None
         self._is_over = False
         self._tasks = 0
@@ -70,7 +70,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self._called_now = 0
 
     def fail(self, error: BaseException) -> None:
-        """End the run with ``error`` after the callback under way, whoever would catch it there."""
+        """End the run with ``error`` after the callbacks under way, whoever would catch it there."""
         if self._failure is None and not self._is_over:
             self._failure = error
 
@@ -80,33 +80,13 @@ class SimLoop(asyncio.BaseEventLoop):
         """Return the virtual time, in seconds from the start."""
         return self._now_s
 
-    def is_running(self) -> bool:
-        """Return whether callbacks are being run."""
-        return self._is_running
-
-    def stop(self) -> None:
-        """End ``run_forever`` after the callbacks that are ready."""
-        self._stop_asked = True
-
-    def call_soon(
-        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
-    ) -> asyncio.Handle:
-        """Run a callback before time goes on."""
-        handle = asyncio.Handle(callback, args, self, context)
-        self._soon.append(handle)
-        return handle
-
-    def call_at(
-        self,
-        when: float,
-        callback: Callable[[*Ts], object],
-        *args: *Ts,
-        context: Context | None = None,
-    ) -> asyncio.TimerHandle:
-        """Run a callback at a time; of those of one time the seed picks the order."""
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
-        heapq.heappush(self._timers, (when, self.chance.random(), next(self._order), timer))
-        return timer
+    def select(self, timeout: float | None) -> list[object]:
+        """Let time jump to the next timer; there is nothing else to wait for."""
+        if timeout is None:
+            raise Stalled("nothing is ready and no timer runs: a wake-up was lost")
+        if timeout > 0:
+            self._now_s, self._called_now = max(self._now_s, self._scheduled[0].when()), 0
+        return []
 
     def call_soon_threadsafe(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
@@ -132,96 +112,56 @@ class SimLoop(asyncio.BaseEventLoop):
         *args: *Ts,
     ) -> asyncio.Future[T]:
         """Run a function in this thread, at a time that the seed picks."""
-        return run_later(self, lambda: func(*args))
-
-    def run_forever(self) -> None:
-        """Run callbacks until ``stop``.
-
-        Raises:
-            Stalled, Spinning: see there.
-        """
-        self._stop_asked = False
-        with self._running():
-            while not self._stop_asked:
-                self._turn()
+        return _run_later(self, lambda: func(*args))
 
     def sweep(self) -> None:
         """Cancel what a run that has failed leaves behind; nobody looks at what becomes of it."""
         self._is_over, self._failure = True, None
         self.set_exception_handler(lambda *_: None)
-        with self._running():
+        asyncio._set_running_loop(self)
+        try:
             for turn in range(_SWEEPS):
                 left = asyncio.all_tasks(self)
                 if not left:
                     return
-                for task in left if turn % _CANCEL_EVERY == 0 else ():
-                    task.cancel()
+                if turn % _CANCEL_EVERY == 0:
+                    cancel_begun(left)
                 with suppress(BaseException):  # whatever it is, it is not the failure
-                    self._turn()
+                    self._run_once()
+        finally:
+            asyncio._set_running_loop(None)
         for task in asyncio.all_tasks(self):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
 
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        self._is_running = True
-        asyncio._set_running_loop(self)
-        try:
-            yield
-        finally:
-            self._is_running = False
-            asyncio._set_running_loop(None)
+    # --- inside: what the base calls, and its queues ---------------------------------------------
 
-    # --- inside ----------------------------------------------------------------------------------
+    def _process_events(self, events: object) -> None:
+        pass
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         """Run what is ready now; where nothing is, let time jump."""
-        self._take_due()
-        if not self._soon:
-            if not self._timers:
-                raise Stalled("nothing is ready and no timer runs: a wake-up was lost")
-            self._now_s, self._called_now = self._timers[0][0], 0
-            self._take_due()
-        batch, self._soon = self._soon, []
-        if len(batch) > 1:
-            self._shuffle(batch)
-        called = 0
-        try:
-            for handle in batch:
-                called += 1
-                if not handle.cancelled():
-                    handle._run()
-                if self._failure is not None:
-                    raise self._failure
-        finally:
-            self._soon[:0] = batch[called:]
-        self._count(called)
-
-    def _count(self, called: int) -> None:
-        self._called += called
-        self._called_now += called
+        self._shuffle()
+        self._called += len(self._ready)
+        self._called_now += len(self._ready)
         if self._called_now > _MOST_AT_ONCE or self._called > _MOST_CALLBACKS:
             raise Spinning(f"{self._called} callbacks by {self._now_s:.3f} s, {self._called_now} at once")
+        super()._run_once()  # type: ignore[misc]
+        if self._failure is not None:
+            raise self._failure
 
-    def _take_due(self) -> None:
-        timers, now_s = self._timers, self._now_s
-        while timers and (timers[0][0] <= now_s or timers[0][3].cancelled()):
-            timer = heapq.heappop(timers)[3]
-            if not timer.cancelled():
-                self._soon.append(timer)
-
-    def _shuffle(self, batch: list[asyncio.Handle]) -> None:
+    def _shuffle(self) -> None:
         """Let tasks change places with each other. A task is there once: its own steps keep their order.
 
         They are sorted before, because who wakes several at once may do so in the order of a set.
         """
+        batch = list(self._ready)
         numbers = [_number_of(handle) for handle in batch]
         places = [index for index, number in enumerate(numbers) if number]
         if len(places) > 1:
             chosen = sorted(places, key=numbers.__getitem__)
             self.chance.shuffle(chosen)
-            steps = [batch[index] for index in chosen]
-            for index, handle in zip(places, steps, strict=True):
-                batch[index] = handle
+            for index, other in zip(places, chosen, strict=True):
+                self._ready[index] = batch[other]
 
 
 class SimTask(asyncio.Task[T]):
@@ -230,20 +170,21 @@ class SimTask(asyncio.Task[T]):
     number: int
 
 
+def cancel_begun(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, but those that have not begun: anyio never awaits the coroutine of one cancelled then."""
+    for task in tasks:
+        coroutine: Any = task.get_coro()
+        if getcoroutinestate(coroutine) != CORO_CREATED:
+            task.cancel()
+
+
 def _number_of(handle: asyncio.Handle) -> int:
     """Return the number of the task that a handle is a step of; 0 for other callbacks."""
     task = getattr(handle._callback, "__self__", None)  # type: ignore[attr-defined]
     return task.number if isinstance(task, SimTask) else 0
 
 
-class _Scheduler(Protocol):
-    chance: Random
-
-    def create_future(self) -> asyncio.Future[Any]: ...
-    def call_later(self, delay: float, callback: Callable[[], object]) -> object: ...
-
-
-def run_later(loop: _Scheduler, call: Callable[[], T]) -> asyncio.Future[T]:
+def _run_later(loop: SimLoop, call: Callable[[], T]) -> asyncio.Future[T]:
     """Call a function as a thread would, beside the loop's tasks: it runs, whoever still waits for it."""
     future: asyncio.Future[T] = loop.create_future()
     begins_s, ends_s = (loop.chance.choice((0.0, 0.0, 1e-4, 3e-3)) for _ in range(2))
@@ -276,7 +217,7 @@ async def _in_simulated_thread(
     await anyio.lowlevel.checkpoint()
     async with limiter or anyio.CapacityLimiter(1):
         with anyio.CancelScope(shield=not abandon_on_cancel):
-            return await run_later(loop, lambda: func(*args))
+            return await _run_later(loop, lambda: func(*args))
     raise AssertionError("the scope is nobody's to cancel")
 
 
@@ -337,4 +278,4 @@ def simulate(main: Callable[[], Coroutine[Any, Any, T]], seed: object = 0) -> T:
             loop.close()
 
 
-__all__ = ["SimLoop", "Spinning", "Stalled", "run_later", "simulate"]
+__all__ = ["SimLoop", "Spinning", "Stalled", "cancel_begun", "simulate"]

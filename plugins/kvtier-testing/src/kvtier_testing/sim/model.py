@@ -15,14 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from random import Random
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from kvtier import Identity
-from kvtier._core.chunks import Chunk
-from kvtier._core.messages import Command, Event, Fetched
 from kvtier._core.requests import Request
 from kvtier._core.states import ChunkState
-from kvtier._core.transfers import Pinned, Reservation
 from kvtier.keys import OffloadKey
 from kvtier_testing import invariants
 from kvtier_testing.sim.efficiency import EfficiencyCheckedTiering
@@ -214,63 +211,11 @@ class CheckedTiering(EfficiencyCheckedTiering):
         self._announced_in_primary: set[OffloadKey] = set()
         self.announced: list[set[OffloadKey]] = [set() for _ in self.shared.tiers]
 
-    def on_event(self, event: Event, now_s: float) -> None:
-        """Take in an event; what a fetch brought must be what was stored."""
-        transfer = self.shared.transfers.get(event.id) if isinstance(event, Fetched) else None
-        with self._checks(f"{event}"):
-            super().on_event(event, now_s)
-        for key in transfer.keys if transfer is not None else ():
-            chunk = self.table.visible.get(key)
-            if chunk is not None and chunk.state is ChunkState.READY:
-                self.require_bytes(chunk, key)
-
     def settle(self, now_s: float) -> None:
-        """End a round; look at everything that may be given."""
+        """End a round; what is announced must be what can be had."""
         with self._checks("settle"):
             super().settle(now_s)
-        self.require_ready_bytes()
         self._follow_announcements()
-
-    def take_commands(self) -> list[Command]:
-        """Take what is to be done."""
-        with self._checks("take_commands"):
-            return super().take_commands()
-
-    def acquire(self, keys: Sequence[OffloadKey], request: Request | None = None) -> Pinned:
-        """Pin for a load; the bytes must be right."""
-        with self._checks("acquire"):
-            pinned = super().acquire(keys, request)
-        for chunk, key in zip(pinned.chunks, keys, strict=True):
-            self.require_bytes(chunk, key)
-        return pinned
-
-    def release(self, pinned: Pinned) -> None:
-        """End a load."""
-        with self._checks("release"):
-            super().release(pinned)
-
-    def fail_load(self, pinned: Pinned, request: Request | None = None) -> None:
-        """End a load that failed."""
-        with self._checks("fail_load"):
-            super().fail_load(pinned, request)
-
-    def reserve(self, keys: Sequence[OffloadKey]) -> Reservation | None:
-        """Give slots to a store."""
-        with self._checks("reserve"):
-            return super().reserve(keys)
-
-    def commit(self, reservation: Reservation, now_s: float) -> None:
-        """End a store; the bytes must be there."""
-        with self._checks("commit"):
-            super().commit(reservation, now_s)
-        for chunk, key in zip(reservation.chunks, reservation.keys, strict=True):
-            if self.table.visible.get(key) is chunk and chunk.state is ChunkState.READY:
-                self.require_bytes(chunk, key)
-
-    def abort(self, reservation: Reservation) -> None:
-        """End a store that failed."""
-        with self._checks("abort"):
-            super().abort(reservation)
 
     def close(self, request: Request) -> None:
         """End a request: nothing is left of it."""
@@ -284,22 +229,17 @@ class CheckedTiering(EfficiencyCheckedTiering):
         with self._checks("reset"):
             super().reset()
         self.world.new_weights()
-        ready = [chunk for chunk in self.table.visible.values() if chunk.state is ChunkState.READY]
-        self.world.require(not ready, f"a reset has left {ready} visible")
+        self._require_ready_bytes()
 
-    def require_bytes(self, chunk: Chunk, key: OffloadKey) -> None:
-        """Fail unless a chunk holds what its key and the weights of now stand for."""
-        if not self.memory.holds(chunk.slot, key, self.world.weights):
-            held = self.world.name_of(bytes(self.memory.view(chunk.slot)), self.table.visible)
-            self.world.fail(
-                f"wrong bytes: {show(key)} of weights {self.world.weights} in slot {chunk.slot} is {held}"
-            )
-
-    def require_ready_bytes(self) -> None:
-        """Fail unless every chunk that may be given holds what it must."""
+    def _require_ready_bytes(self) -> None:
+        """Fail unless every chunk that may be given holds what its key and the weights of now stand for."""
+        weights = self.world.weights
         for key, chunk in self.table.visible.items():
-            if chunk.state is ChunkState.READY:
-                self.require_bytes(chunk, key)
+            if chunk.state is ChunkState.READY and not self.memory.holds(chunk.slot, key, weights):
+                held = self.world.name_of(bytes(self.memory.view(chunk.slot)), self.table.visible)
+                self.world.fail(
+                    f"wrong bytes: {show(key)} of weights {weights} in slot {chunk.slot} is {held}"
+                )
 
     def _follow_announcements(self) -> None:
         """Take in what is announced. For the primary tier that must be exactly what can be had."""
@@ -322,6 +262,7 @@ class CheckedTiering(EfficiencyCheckedTiering):
             yield
             invariants.check(self)
             self._check_bounds()
+            self._require_ready_bytes()
         except Exception as error:
             if not isinstance(error, Violation):
                 error.add_note(f"at {self.world.now_s:.4f} s, in {what}")
@@ -343,7 +284,6 @@ class CheckedTiering(EfficiencyCheckedTiering):
     def require_idle(self) -> None:
         """Fail unless nothing is under way and nothing is held: no pin and no slot was lost."""
         table, require = self.table, self.world.require
-        self.require_ready_bytes()
         require(
             self.is_idle, f"after the last fault there are {self.shared.transfers} {self.shared.commands}"
         )
@@ -355,6 +295,18 @@ class CheckedTiering(EfficiencyCheckedTiering):
         require(len(table.policy) == len(table.visible), "the policy knows all that may be evicted")
         busy = [gate.name for gate in self.shared.tiers if gate.backlog or gate.overdue]
         require(not busy, f"tiers have nothing to do, but count work: {busy}")
+
+
+def _checked(name: str) -> Callable[..., Any]:
+    def call(core: CheckedTiering, *arguments: Any, **options: Any) -> Any:
+        with core._checks(name):
+            return getattr(super(CheckedTiering, core), name)(*arguments, **options)
+
+    return call
+
+
+for _name in ("on_event", "take_commands", "acquire", "release", "fail_load", "reserve", "commit", "abort"):
+    setattr(CheckedTiering, _name, _checked(_name))
 
 
 __all__ = ["CHUNK_BYTES", "IDENTITY", "CheckedTiering", "SimMemory", "Violation", "World", "content", "show"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -17,12 +17,12 @@ from kvtier.keys import OffloadKey
 from kvtier.policies import ARC, LRU, EvictionPolicy
 from kvtier.tiers import SecondaryTier
 from kvtier_testing.sim.backend import Backend
-from kvtier_testing.sim.bridge import SimExecutorThread
 from kvtier_testing.sim.device import Copies
-from kvtier_testing.sim.faults import FaultyTier, inject_faults
-from kvtier_testing.sim.loop import simulate
-from kvtier_testing.sim.model import ADDRESS, IDENTITY, CheckedTiering, SimMemory, World, show
-from kvtier_testing.sim.processes import DRAIN_S, EngineProcess, Process
+from kvtier_testing.sim.engine import EngineProcess, SimExecutorThread
+from kvtier_testing.sim.faults import FaultyTier
+from kvtier_testing.sim.loop import cancel_begun, simulate
+from kvtier_testing.sim.model import IDENTITY, CheckedTiering, SimMemory, World, show
+from kvtier_testing.sim.processes import DRAIN_S, Process
 from kvtier_testing.sim.scenario import End, Owner, Scenario, TierScenario, chain
 from kvtier_testing.sim.tiers import SimTier, VerifyingSimTier
 
@@ -38,12 +38,10 @@ class Result:
     """What a run has shown.
 
     Attributes:
-        seed: its seed.
         seen: what happened how often, in the words of the simulation and, with ``core`` before them, in
             those of the core's counts.
     """
 
-    seed: object
     seen: Counter[str]
 
 
@@ -65,7 +63,6 @@ def run(
     seed: object,
     given: Overrides | None = None,
     *,
-    scenario: Scenario | None = None,
     trace: Callable[[str], object] | None = None,
 ) -> Result:
     """Run one seed.
@@ -73,45 +70,20 @@ def run(
     Args:
         seed: names the run.
         given: parts of one's own.
-        scenario: the scenario, where it is not to be drawn from the seed.
         trace: called with each line of what happens.
 
     Raises:
         Violation, AssertionError, KVTierError: something happened that must not.
     """
-    drawn = scenario or Scenario.draw(seed)
 
     async def main() -> Result:
-        return await _Run(seed, given or Overrides(), drawn, trace).run()
+        return await _Run(seed, given or Overrides(), Scenario.draw(seed), trace).run()
 
-    with _quiet(trace):
-        return simulate(main, seed)
-
-
-@contextmanager
-def _quiet(trace: Callable[[str], object] | None) -> Iterator[None]:
-    """Keep kvtier's logs to those who read a trace: nearly all that happens here is an error."""
-    logger = logging.getLogger("kvtier")
-    handler = _Tracing(trace) if trace is not None else logging.NullHandler()
-    level, propagates = logger.level, logger.propagate
-    logger.setLevel(logging.DEBUG if trace is not None else logging.CRITICAL + 1)
-    logger.propagate = False
-    logger.addHandler(handler)
+    logging.disable()  # nearly all that happens here is an error
     try:
-        yield
+        return simulate(main, seed)
     finally:
-        logger.removeHandler(handler)
-        logger.propagate = propagates
-        logger.setLevel(level)
-
-
-class _Tracing(logging.Handler):
-    def __init__(self, trace: Callable[[str], object]) -> None:
-        super().__init__()
-        self._write = trace
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._write(f"           log: {ADDRESS.sub('...', record.getMessage())}")
+        logging.disable(logging.NOTSET)
 
 
 class _Run:
@@ -121,7 +93,6 @@ class _Run:
         self, seed: object, given: Overrides, scenario: Scenario, trace: Callable[[str], object] | None
     ) -> None:
         self.world = World(seed, trace)
-        self._seed = seed
         self._given = given
         self._scenario = scenario
         self._backends = [
@@ -143,7 +114,7 @@ class _Run:
         await self._run_last_process()
         left = asyncio.all_tasks() - {asyncio.current_task()}
         world.require(not left, f"tasks are left behind: {left}")
-        return Result(self._seed, +world.seen)
+        return Result(+world.seen)
 
     async def _run_process(self, until_s: float, end: End) -> None:
         process = self._start()
@@ -172,10 +143,10 @@ class _Run:
             await task
         closing = asyncio.ensure_future(process.aclose())
         await asyncio.wait([closing], timeout=DRAIN_S)
-        for left in asyncio.all_tasks() - {asyncio.current_task()}:
-            left.cancel()
-            with suppress(BaseException):
-                await left
+        while left := asyncio.all_tasks() - {asyncio.current_task()}:
+            cancel_begun(left)
+            for ended in (await asyncio.wait(left, timeout=0.001))[0]:
+                _ = ended.cancelled() or ended.exception()  # looked at
         for backend in self._backends:
             backend.set_faults(backend.faults)
 
@@ -266,13 +237,12 @@ class _Run:
         world.note(f"process {world.process} starts")
         core = self._core()
         if scenario.owner is Owner.TASKS:
-            from kvtier_testing.sim.tasks import Clients, SimRegion, TasksProcess  # needs torch
+            from kvtier_testing.sim.tasks import ManagerProcess, SimRegion  # needs torch
 
             region = SimRegion(world, scenario.slots)
             tiers, named = self._tiers(region)
             core.watch(world, region)
-            clients = Clients(world, scenario, core, region, self._copies(region), named)
-            return TasksProcess(world, core, tiers, clients)
+            return ManagerProcess(world, scenario, core, tiers, named, region, self._copies(region))
         memory = SimMemory(world, scenario.slots)
         tiers, named = self._tiers(memory)
         core.watch(world, memory)
@@ -327,7 +297,7 @@ class _Run:
             inner = self._given.tier(backend)
         else:
             inner = (VerifyingSimTier if scenario.verifies else SimTier)(scenario.config, backend)
-        return inject_faults(inner, backend, memory, drains=scenario.config.drains)
+        return FaultyTier(inner, backend, memory, drains=scenario.config.drains)
 
     def _schedule_faults(self, backend: Backend, scenario: TierScenario) -> None:
         for prompt, preloaded in zip(self._scenario.prompts, scenario.preloaded, strict=False):

@@ -19,7 +19,7 @@ from kvtier.keys import OffloadKey
 from kvtier_testing.sim.device import Copies
 from kvtier_testing.sim.faults import FaultyTier
 from kvtier_testing.sim.model import CHUNK_BYTES, IDENTITY, CheckedTiering, SimMemory, World, content, show
-from kvtier_testing.sim.processes import are_idle
+from kvtier_testing.sim.processes import Process
 from kvtier_testing.sim.scenario import Scenario
 
 _MOMENT_S = 1e-6
@@ -113,7 +113,7 @@ class SimTransferEngine(TransferEngine):
             raise StateError("the engine is closed")
 
 
-class Clients:
+class ManagerProcess(Process):
     """Tasks that use a manager, each doing one thing after the other."""
 
     def __init__(
@@ -121,19 +121,23 @@ class Clients:
         world: World,
         scenario: Scenario,
         core: CheckedTiering,
+        tiers: Sequence[FaultyTier],
+        named: Sequence[NamedTier],
         region: SimRegion,
         copies: Copies,
-        tiers: Sequence[NamedTier],
     ) -> None:
-        self._world = world
+        super().__init__(world, core, tiers)
         self._scenario = scenario
         self._chance = world.chance(f"clients/{world.process}")
         self._engine = SimTransferEngine(copies)
         self._last_block = 0
         self._tasks: list[asyncio.Task[object]] = []
-        self.manager = TieringManager(
+        self._open = asyncio.Event()
+        self._closing = asyncio.Event()
+        self._host: asyncio.Task[None] | None = None
+        self._manager = TieringManager(
             core=core,
-            tiers=tiers,
+            tiers=named,
             identity=IDENTITY,
             region=cast(Region, region),
             engine=self._engine,
@@ -142,7 +146,43 @@ class Clients:
             drain_s=self._chance.choice((0.0, 0.05, 1.0)),
         )
 
-    async def work(self, until_s: float) -> None:
+    async def run(self, until_s: float) -> None:
+        self._host = asyncio.ensure_future(self._be_open())
+        opened = asyncio.ensure_future(self._open.wait())
+        await asyncio.wait([self._host, opened], return_when=asyncio.FIRST_COMPLETED)
+        if self._host.done():
+            self._host.result()
+        await self._work(until_s)
+        await asyncio.sleep(max(0.0, until_s - self._world.now_s))
+
+    async def _be_open(self) -> None:
+        """Open the manager and close it in one task, as it asks for."""
+        async with self._manager:
+            self._open.set()
+            await self._closing.wait()
+
+    async def drain(self) -> None:
+        await self._manager.drain()
+        while not (self.core.is_idle and self.tiers_are_idle):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        self.core.settle(self._world.now_s)
+
+    async def store_once(self, keys: Sequence[OffloadKey]) -> None:
+        await self._store(keys)
+
+    async def find(self, keys: Sequence[OffloadKey]) -> int:
+        """Ask; the answer is there by the deadline."""
+        began_s = self._world.now_s
+        found = await self._manager.lookup(keys)
+        self._require_within(began_s, self._scenario.limits.request_deadline_s, "a lookup")
+        return found
+
+    async def aclose(self) -> None:
+        self._closing.set()
+        if self._host is not None:
+            await self._host
+
+    async def _work(self, until_s: float) -> None:
         """Run some clients until then, and cancel those that have not ended."""
         clients = [self._spawn(self._client(until_s)) for _ in range(self._chance.randint(1, 4))]
         try:
@@ -171,9 +211,9 @@ class Clients:
         prompt = chance.choice(self._scenario.prompts)
         keys = prompt[: chance.randint(1, len(prompt))]
         if chance.random() < self._scenario.resets:
-            await self._cancelled_at(self.reset(), until_s)
+            await self._cancelled_at(self._reset(), until_s)
             return
-        calls = self.lookup, self.load, self.hold, self.store, self.load_or_store, self.load_or_store
+        calls = self.find, self._load, self._hold, self._store, self._load_or_store, self._load_or_store
         call = chance.choice(calls)(keys)
         is_cancelled = chance.random() < 0.15
         when_s = self._world.now_s + chance.random() * self._scenario.step_s if is_cancelled else None
@@ -198,24 +238,17 @@ class Clients:
 
     # --- what they do ----------------------------------------------------------------------------
 
-    async def load_or_store(self, keys: Sequence[OffloadKey]) -> None:
+    async def _load_or_store(self, keys: Sequence[OffloadKey]) -> None:
         """What an engine does with a prompt: load what is there, store what is not."""
-        if await self.load(keys) < len(keys):
-            await self.store(keys)
+        if await self._load(keys) < len(keys):
+            await self._store(keys)
 
-    async def lookup(self, keys: Sequence[OffloadKey]) -> int:
-        """Ask; the answer is there by the deadline."""
-        began_s = self._world.now_s
-        found = await self.manager.lookup(keys)
-        self._require_within(began_s, self._scenario.limits.request_deadline_s, "a lookup")
-        return found
-
-    async def load(self, keys: Sequence[OffloadKey]) -> int:
+    async def _load(self, keys: Sequence[OffloadKey]) -> int:
         """Load; the bytes are right."""
         began_s, oldest = self._world.now_s, self._world.weights
         blocks = self._blocks(len(keys))
         try:
-            count = await self.manager.load(keys, blocks)
+            count = await self._manager.load(keys, blocks)
         except TransferError:
             return 0
         longest_s = self._scenario.limits.request_deadline_s + self._scenario.copy_s
@@ -224,34 +257,34 @@ class Clients:
         self._world.seen["chunks loaded"] += count
         return count
 
-    async def hold(self, keys: Sequence[OffloadKey]) -> None:
+    async def _hold(self, keys: Sequence[OffloadKey]) -> None:
         """Acquire chunks for a while, and check that their bytes stay."""
         oldest = self._world.weights
-        async with self.manager.acquire(keys) as acquired:
+        async with self._manager.acquire(keys) as acquired:
             before = [bytes(view) for view in acquired.views]
             self._require_content(acquired.keys, before, oldest)
             await asyncio.sleep(self._chance.random() * self._scenario.step_s * 2)
             after = [bytes(view) for view in acquired.views]
             self._world.require(before == after, f"{keys} changed while they were held")
 
-    async def store(self, keys: Sequence[OffloadKey]) -> int:
+    async def _store(self, keys: Sequence[OffloadKey]) -> int:
         """Store what the weights of now have computed."""
         blocks = self._blocks(len(keys))
         for key, block in zip(keys, blocks, strict=True):
             self._engine.blocks[block] = content(key, self._world.weights)
         began_s = self._world.now_s
         try:
-            count = await self.manager.store(keys, blocks)
+            count = await self._manager.store(keys, blocks)
         except TransferError:
             return 0
         self._require_within(began_s, self._scenario.copy_s, "a store")
         self._world.seen["chunks stored"] += count
         return count
 
-    async def reset(self) -> None:
+    async def _reset(self) -> None:
         """New weights."""
         self._world.seen["reset"] += 1
-        await self.manager.reset()
+        await self._manager.reset()
 
     def _blocks(self, count: int) -> list[int]:
         first, self._last_block = self._last_block, self._last_block + count
@@ -272,55 +305,4 @@ class Clients:
         self._world.fail(f"{[show(key) for key in keys]} of weights {oldest} or newer came as {held}")
 
 
-class TasksProcess:
-    """A process whose tasks use a manager."""
-
-    def __init__(
-        self, world: World, core: CheckedTiering, tiers: Sequence[FaultyTier], clients: Clients
-    ) -> None:
-        self.core = core
-        self.tiers = tiers
-        self._world = world
-        self._clients = clients
-        self._open = asyncio.Event()
-        self._closing = asyncio.Event()
-        self._host: asyncio.Task[None] | None = None
-
-    async def run(self, until_s: float) -> None:
-        self._host = asyncio.ensure_future(self._be_open())
-        opened = asyncio.ensure_future(self._open.wait())
-        await asyncio.wait([self._host, opened], return_when=asyncio.FIRST_COMPLETED)
-        if self._host.done():
-            self._host.result()
-        await self._clients.work(until_s)
-        await asyncio.sleep(max(0.0, until_s - self._world.now_s))
-
-    async def _be_open(self) -> None:
-        """Open the manager and close it in one task, as it asks for."""
-        async with self._clients.manager:
-            self._open.set()
-            await self._closing.wait()
-
-    async def drain(self) -> None:
-        await self._clients.manager.drain()
-        while not (self.core.is_idle and are_idle(self.tiers)):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        self.core.settle(self._world.now_s)
-
-    async def store(self, keys: Sequence[OffloadKey]) -> None:
-        for _ in range(1000):
-            await self._clients.store(keys)
-            if all(key in self.core.table.visible for key in keys):
-                return
-        self._world.fail(f"{keys} find no room")
-
-    async def find(self, keys: Sequence[OffloadKey]) -> int:
-        return await self._clients.lookup(keys)
-
-    async def aclose(self) -> None:
-        self._closing.set()
-        if self._host is not None:
-            await self._host
-
-
-__all__ = ["Clients", "SimRegion", "SimTransferEngine", "TasksProcess"]
+__all__ = ["ManagerProcess", "SimRegion"]

@@ -1,4 +1,4 @@
-"""A simulated tier: a transport without faults over a backend. ``inject_faults`` puts them around it."""
+"""A simulated tier: a transport without faults over a backend. ``FaultyTier`` puts them around it."""
 
 from __future__ import annotations
 

@@ -96,28 +96,6 @@ class BasicTests(TierSetup):
             expect(set(statuses) == {Status.ABSENT}, f"a get of what was never put: {names_of(statuses)}")
             expect(await it.contains([7, 8]) == [False, False], "contains() says yes to what was never put")
 
-    async def test_a_batch_that_is_partly_there(self, place: Path) -> None:
-        async with self.opened(place) as it:
-            await it.put([1, 3, 4])
-            statuses = await it.get(range(6))
-            absent = [statuses[number] for number in (0, 2, 5)]
-            it.expect_kept([statuses[number] for number in (1, 3, 4)], "those of a batch that were put")
-            expect(set(absent) == {Status.ABSENT}, f"those that were not put: {names_of(absent)}")
-            found = await it.contains(range(6))
-            expected = [False, True, False, True, True, False]
-            expect(
-                found == expected or (self.is_lossy and not set(_true(found)) - set(_true(expected))),
-                f"contains() answered {found} for {expected}",
-            )
-
-    async def test_contains_and_known_agree_with_what_a_get_finds(self, place: Path) -> None:
-        async with self.opened(place) as it:
-            await it.put(range(6))
-            await it.tier.discard(keys([1, 4]))
-            found = await it.contains(range(8))
-            there = [status is Status.OK for status in await it.get(range(8))]
-            expect(found == there or self.is_lossy, f"contains() says {found}, but a get finds {there}")
-
     async def test_a_lookup_may_name_a_key_twice(self, place: Path) -> None:
         async with self.opened(place) as it:
             it.expect_kept(await it.put([1]), "a put")
@@ -126,29 +104,6 @@ class BasicTests(TierSetup):
             await it.tier.touch(keys([1, 1, 9]))
             await it.tier.discard(keys([1, 9, 1]))
             expect(await it.get([1]) == [Status.ABSENT], "a discarded chunk is still there")
-
-    async def test_a_chunk_may_be_put_twice(self, place: Path) -> None:
-        async with self.opened(place) as it:
-            it.expect_kept(await it.put([1, 2]), "a put")
-            it.expect_kept(await it.put([2, 3]), "a put of a chunk that is there")
-            it.expect_kept(await it.get([1, 2, 3]), "chunks that were put once and twice")
-
-    async def test_other_bytes_under_a_key_leave_the_old_or_the_new_ones(self, place: Path) -> None:
-        async with self.opened(place) as it:
-            await it.put(range(4))
-            await it.put(range(2, 6), version=1)
-            it.expect_kept(await it.get([0, 1]), "chunks that were put once")
-            it.expect_kept(await it.get([2, 3], versions=(0, 1)), "chunks that were put in two versions")
-            it.expect_kept(await it.get([4, 5], versions=(1,)), "chunks that were put once")
-
-    async def test_a_put_leaves_its_slots_as_they_are(self, place: Path) -> None:
-        async with self.opened(place) as it:
-            for _ in range(2):  # the second time the chunks are there
-                batch, slots = it.filled(range(8))
-                await it.tier.put(batch)
-                for number, view in enumerate(batch.views):
-                    expect(view == it.content(number), "a put has changed the bytes of a slot")
-                slots.check_unused("a put")
 
     async def test_the_slots_of_a_put_may_hold_something_else_when_it_has_ended(self, place: Path) -> None:
         async with self.opened(place) as it:
@@ -170,34 +125,6 @@ class BasicTests(TierSetup):
             slots.reuse()
             await anyio.sleep(self.settle_s)
         slots.check_reused("a get")
-
-    async def test_discarded_chunks_are_gone_and_others_stay(self, place: Path) -> None:
-        async with self.opened(place) as it:
-            await it.put(range(4))
-            await it.tier.discard(keys([1, 3, 99]))
-            gone = await it.get([1, 3])
-            expect(set(gone) == {Status.ABSENT}, f"chunks that were discarded: {names_of(gone)}")
-            it.expect_kept(await it.get([0, 2]), "chunks that were not discarded")
-            it.expect_kept(await it.put([1]), "a put of a chunk that was discarded")
-            it.expect_kept(await it.get([1]), "a chunk that was discarded and put again")
-
-    async def test_touch_changes_nothing_that_is_kept(self, place: Path) -> None:
-        async with self.opened(place) as it:
-            await it.put(range(4))
-            await it.tier.touch(keys([2, 0, 77]))
-            it.expect_kept(await it.get(range(4)), "chunks after a touch")
-            expect(await it.get([77]) == [Status.ABSENT], "a touch has made a chunk")
-
-    async def test_a_reset_hides_everything(self, place: Path) -> None:
-        async with self.opened(place) as it:
-            await it.put(range(4))
-            await it.tier.reset()
-            statuses = await it.get(range(4))
-            expect(set(statuses) == {Status.ABSENT}, f"after a reset: {names_of(statuses)}")
-            expect(not any(await it.contains(range(4))), "contains() says yes after a reset")
-            it.expect_kept(await it.put([1, 5], version=1), "a put after a reset")
-            it.expect_kept(await it.get([1, 5], versions=(1,)), "what was put after a reset")
-            expect(await it.get([0]) == [Status.ABSENT], "a put has brought back what a reset had hidden")
 
     async def test_usage_counts_the_bytes_that_are_kept(self, place: Path) -> None:
         async with self.opened(place) as it:
@@ -245,7 +172,3 @@ class BasicTests(TierSetup):
             expect(len(known) == 2, f"known() answered {len(known)} of 2 keys")
             expect(known[0] is not Knowledge.ABSENT or self.is_lossy, "known() says no to what was put")
             expect(known[1] is not Knowledge.PRESENT, "known() says yes to what was never put")
-
-
-def _true(flags: list[bool]) -> list[int]:
-    return [index for index, flag in enumerate(flags) if flag]

@@ -22,7 +22,7 @@ import pytest
 
 from kvtier.tiers import Batch, Outcome, Status
 from kvtier_testing.tiers.rig import Slots, TierRig, calls_of, check_whole, expect, keys, names_of
-from kvtier_testing.tiers.setup import FOREVER, TierSetup, context_of
+from kvtier_testing.tiers.setup import FOREVER, TierSetup
 from kvtier_testing.tiers.steps import Ended, Way, held, run_cancelled
 
 _MOST_WAITS = 24
@@ -43,7 +43,7 @@ class CancellationTests(TierSetup):
     async def test_a_cancelled_put_leaves_whole_chunks_or_none(self, place: Path, way: Way) -> None:
         async with self.opened(place, chunk_bytes=_CHUNK_BYTES) as it:
             trials = _Trials(it)
-            for at_wait in await trials.waits_of_a_put() * _TRIES:
+            for at_wait in _some((await trials.put(None)).waits) * _TRIES:
                 await trials.put(way, at_wait=at_wait)
             await self._check_stored(it, trials)
         await self._check_stored_later(place, trials)
@@ -54,7 +54,7 @@ class CancellationTests(TierSetup):
     ) -> None:
         async with self.opened(place, chunk_bytes=_CHUNK_BYTES) as it:
             trials = _Trials(it)
-            for at_wait in await trials.waits_of_a_get() * _TRIES:
+            for at_wait in _some((await trials.get(None)).waits) * _TRIES:
                 await trials.get(way, at_wait=at_wait)
             await anyio.sleep(self.settle_s)
             trials.check_reused()
@@ -75,28 +75,19 @@ class CancellationTests(TierSetup):
         await self._check_stored_later(place, trials)
 
     @every_way
-    async def test_a_put_cancelled_while_the_backend_is_slow(self, place: Path, way: Way) -> None:
+    async def test_transfers_cancelled_while_the_backend_is_slow(self, place: Path, way: Way) -> None:
         self.require("slowed", "the backend cannot be made slow")
         async with self.opened(place, chunk_bytes=_CHUNK_BYTES) as it:
             trials = _Trials(it)
-            for share in (0.1, 0.5, 0.9):
-                with self.slowed(it.tier, self.settle_s):
-                    await trials.put(way, after_s=share * self.settle_s)
+            await trials.get(None)
+            for transfer in (trials.put, trials.get):
+                for share in (0.1, 0.5, 0.9):
+                    with self.slowed(it.tier, self.settle_s):
+                        await transfer(way, after_s=share * self.settle_s)
             await self._check_stored(it, trials)
-        await self._check_stored_later(place, trials)
-
-    @every_way
-    async def test_a_get_cancelled_while_the_backend_is_slow(self, place: Path, way: Way) -> None:
-        self.require("slowed", "the backend cannot be made slow")
-        async with self.opened(place, chunk_bytes=_CHUNK_BYTES) as it:
-            trials = _Trials(it)
-            await trials.waits_of_a_get()
-            for share in (0.1, 0.5, 0.9):
-                with self.slowed(it.tier, self.settle_s):
-                    await trials.get(way, after_s=share * self.settle_s)
-            await anyio.sleep(self.settle_s)
             trials.check_reused()
         trials.check_reused()
+        await self._check_stored_later(place, trials)
 
     @every_way
     async def test_a_cancelled_call_raises_the_cancellation(self, place: Path, way: Way) -> None:
@@ -122,26 +113,6 @@ class CancellationTests(TierSetup):
             await it.tier.reset()
             statuses = await it.get(range(6))
             expect(set(statuses) == {Status.ABSENT}, f"a reset after one cancelled: {names_of(statuses)}")
-
-    @every_way
-    async def test_a_cancelled_open_can_be_repeated(self, place: Path, way: Way) -> None:
-        async with self.opened(place) as it:
-            await it.put([1])
-
-        async def open_and_close() -> None:
-            rig = self.rig(self.make_tier(place), place)
-            await rig.tier.open(context_of(rig))
-            with anyio.CancelScope(shield=True):
-                await rig.tier.aclose()
-
-        whole = await run_cancelled(open_and_close, None)
-        for at_wait in _some(whole.waits):
-            await run_cancelled(open_and_close, way, at_wait=at_wait)
-        async with self.opened(place) as it:
-            if self.is_persistent:
-                it.expect_kept(await it.get([1]), "a chunk after openings that were cancelled")
-            it.expect_kept(await it.put([2]), "a put after openings that were cancelled")
-            it.expect_kept(await it.get([2]), "what was put after openings that were cancelled")
 
     async def test_a_put_in_flight_at_a_reset_does_not_appear_after_it(self, place: Path) -> None:
         async with self.opened(place) as it:
@@ -255,14 +226,6 @@ class _Trials:
         self._fresh = 100
         self._got: list[Slots] = []
         self.stored: list[Sequence[int]] = []
-
-    async def waits_of_a_put(self) -> list[int]:
-        """Put without being cancelled, and say at which waits one can be."""
-        return _some((await self.put(None)).waits)
-
-    async def waits_of_a_get(self) -> list[int]:
-        """Get without being cancelled, and say at which waits one can be."""
-        return _some((await self.get(None)).waits)
 
     async def put(
         self, way: Way | None, *, at_wait: int | None = None, after_s: float | None = None

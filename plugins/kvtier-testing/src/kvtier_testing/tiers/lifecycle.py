@@ -19,36 +19,6 @@ from kvtier_testing.tiers.setup import Damage, TierSetup
 class LifecycleTests(TierSetup):
     """Tiers that are opened, closed, reset, shared and damaged."""
 
-    async def test_chunks_are_there_after_closing_and_opening_again(self, place: Path) -> None:
-        self.require_persistence()
-        async with self.opened(place) as it:
-            await it.put(range(8))
-            await it.tier.discard(keys([3]))
-        async with self.opened(place) as it:
-            statuses = await it.get(range(8))
-            expect(statuses.pop(3) is Status.ABSENT, "a discarded chunk is back after opening again")
-            it.expect_kept(statuses, "after opening again")
-
-    async def test_a_reset_holds_after_opening_again(self, place: Path) -> None:
-        self.require_persistence()
-        async with self.opened(place) as it:
-            await it.put(range(4))
-            await it.tier.reset()
-            await it.put([2], version=1)
-        async with self.opened(place) as it:
-            statuses = (await it.tier.get(it.empty(range(4))[0])).statuses
-            gone = [statuses[number] for number in (0, 1, 3)]
-            expect(set(gone) == {Status.ABSENT}, f"after a reset and opening again: {names_of(gone)}")
-            expect(
-                statuses[2] is Status.ABSENT, "what was put after a reset is given to one who opened later"
-            )
-            expect(
-                not any(await it.contains(range(4))), "contains() says yes after a reset and opening again"
-            )
-            it.expect_kept(await it.put(range(4)), "a put after a reset and opening again")
-        async with self.opened(place) as it:
-            it.expect_kept(await it.get(range(4)), "what was put after a reset and opening again")
-
     async def test_chunks_of_another_cache_are_not_given(self, place: Path) -> None:
         other = Identity.make("kvtier/conformance", {"place": place.name, "dtype": "another"})
         async with self.opened(place) as it:

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +33,11 @@ class ResourceTests(TierSetup):
 
     async def test_nothing_is_left_running_or_open_after_closing(self, place: Path) -> None:
         # A place for each: what is kept for a place and never closed adds up.
-        places = (place.with_name(f"{place.name}-{number}") for number in count())
-        await self._open_use_and_close(
-            next(places)
-        )  # now everything exists that is made once for the process
+        first, *others = (place.with_name(f"{place.name}-{number}") for number in range(3))
+        await self._open_use_and_close(first)  # now everything exists that is made once for the process
         before = _Resources()
-        for _ in range(2):
-            await self._open_use_and_close(next(places))
+        for other in others:
+            await self._open_use_and_close(other)
         left = await before.added(_GRACE * self.settle_s)
         expect(not left, f"aclose() gives everything back, but two openings have left: {left}")
 
@@ -56,6 +53,9 @@ class ResourceTests(TierSetup):
             f"open() gives back what it began when it is cancelled, because nobody calls aclose() then; "
             f"{len(tiers)} cancelled openings have left: {left}",
         )
+        async with self.opened(place) as it:
+            it.expect_kept(await it.put([1]), "a put after openings that were cancelled")
+            it.expect_kept(await it.get([1]), "what was put after openings that were cancelled")
 
     async def test_repeated_calls_add_up_to_nothing(self, place: Path) -> None:
         async with self.opened(place, chunk_bytes=4096) as it:

@@ -22,6 +22,11 @@ UNUSED = 0xA5
 EMPTY = 0x5A
 REUSED = 0xEE
 
+_POSSIBLE = {
+    "put": (Status.OK, Status.REFUSED, Status.FAILED),
+    "get": (Status.OK, Status.ABSENT, Status.CORRUPT, Status.FAILED),
+}
+
 
 def expect(condition: object, message: str) -> None:
     """Fail with ``message`` unless the condition holds."""
@@ -222,8 +227,16 @@ class TierRig:
 
     def check_outcome(self, outcome: Outcome, batch: Batch, verb: str) -> None:
         """Check that an outcome is well formed."""
-        check_outcome(outcome, batch, verb)
-        unknown = set(outcome.reasons) - set(TRANSFER) - set(self.tier.reasons)
+        statuses, reasons = outcome.statuses, outcome.reasons
+        count = len(statuses)
+        expect(count == len(batch), f"a {verb} of {len(batch)} chunks answered with {count} statuses")
+        strange = [status for status in statuses if status not in _POSSIBLE[verb]]
+        expect(not strange, f"a {verb} cannot end as {strange}")
+        for reason, number in reasons.items():
+            expect(type(number) is int and number > 0, f"a {verb} counts {number!r} for {reason!r}")
+        failed, told = sum(status is not Status.OK for status in statuses), sum(reasons.values())
+        expect(told <= failed, f"a {verb} gives {told} reasons for {failed} chunks that did not end OK")
+        unknown = set(reasons) - set(TRANSFER) - set(self.tier.reasons)
         expect(
             not unknown,
             f"a {verb} gave the reasons {sorted(unknown)}, which are neither in kvtier._reasons.TRANSFER "
@@ -254,29 +267,6 @@ async def check_whole(it: TierRig, numbers: Sequence[int], versions: Sequence[in
         set(statuses) <= {Status.OK, Status.ABSENT},
         f"a put() that was cancelled has left a partial chunk: {names_of(statuses)}",
     )
-
-
-def check_outcome(outcome: Outcome, batch: Batch, verb: str) -> None:
-    """Check that an outcome is well formed."""
-    statuses = outcome.statuses
-    expect(
-        len(statuses) == len(batch), f"a {verb} of {len(batch)} chunks answered with {len(statuses)} statuses"
-    )
-    expect(
-        all(isinstance(status, Status) for status in statuses),
-        f"a {verb} answered with what is no Status: {statuses!r}",
-    )
-    possible = {
-        "put": {Status.OK, Status.REFUSED, Status.FAILED},
-        "get": {Status.OK, Status.ABSENT, Status.CORRUPT, Status.FAILED},
-    }[verb]
-    expect(set(statuses) <= possible, f"a {verb} cannot end as {names_of(statuses)}")
-    failed = sum(status != Status.OK for status in statuses)
-    for reason, number in outcome.reasons.items():
-        expect(type(reason) is str and reason != "", f"a {verb}'s reason is {reason!r}, no word")
-        expect(type(number) is int and number > 0, f"a {verb} counts {number!r} for {reason!r}")
-    told = sum(outcome.reasons.values())
-    expect(told <= failed, f"a {verb} gives {told} reasons for {failed} chunks that did not end OK")
 
 
 def calls_of(it: TierRig, chunks: int) -> dict[str, Callable[[], Coroutine[Any, Any, object]]]:

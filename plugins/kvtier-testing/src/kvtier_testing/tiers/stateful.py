@@ -36,7 +36,7 @@ GONE = -1
 
 
 class StatefulTests(TierSetup):
-    """Sequences of calls that hypothesis makes up."""
+    """Sequences of calls that hypothesis makes up: puts, gets, lookups, removals, resets, restarts."""
 
     def test_any_sequence_of_calls_agrees_with_a_dict(self, place: Path) -> None:
         places = (place.with_name(f"{place.name}-{number}") for number in itertools.count())

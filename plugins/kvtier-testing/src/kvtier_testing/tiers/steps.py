@@ -22,7 +22,6 @@ class Way(Enum):
     CANCEL = "Task.cancel"
     AGAIN = "Task.cancel, three times"
     SCOPE = "anyio.CancelScope"
-    TIMEOUT = "asyncio.timeout"
 
 
 class Stepped(Generic[T]):
@@ -103,10 +102,42 @@ async def run_cancelled(
         after_s: after how many seconds, in place of ``at_wait``.
         then: called the moment the call has returned or raised, before anything else runs in the loop.
     """
-    cancellation = _Cancellation(call, way, at_wait, after_s, then)
-    task = asyncio.ensure_future(cancellation.run())
+    fired = 0
+    cancel: list[Callable[[], object]] = []  # known once it runs
+
+    def fire() -> None:
+        nonlocal fired
+        fired += 1
+        cancel[0]()
+
+    def on_wait(number: int) -> None:
+        times = _TIMES if way is Way.AGAIN else 1
+        if way is not None and at_wait is not None and at_wait <= number < at_wait + times:
+            fire()
+
+    stepped = Stepped(call(), on_wait)
+
+    async def run() -> T:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        timer = loop.call_later(after_s, fire) if way is not None and after_s is not None else None
+        with anyio.CancelScope() as scope:
+            cancel.append(scope.cancel if way is Way.SCOPE else task.cancel)
+            try:
+                return await stepped
+            finally:
+                if timer is not None:
+                    timer.cancel()
+                then()
+        raise asyncio.CancelledError  # the scope has caught it, as its owner would see it
+
+    task = asyncio.ensure_future(run())
     await asyncio.wait((task,))
-    return cancellation.ended(task)
+    if task.cancelled():
+        return Ended(stepped.waits, fired > 0, raised_cancellation=True)
+    error = task.exception()
+    result = None if error is not None else task.result()
+    return Ended(stepped.waits, fired > 0, raised_cancellation=False, result=result, error=error)
 
 
 async def held(call: Call[T], at_wait: int, meanwhile: Call[object], patience_s: float) -> tuple[T, bool]:
@@ -138,85 +169,6 @@ async def held(call: Call[T], at_wait: int, meanwhile: Call[object], patience_s:
     for other in others:
         other.result()
     return result, bool(others)
-
-
-class _Cancellation(Generic[T]):
-    """One call and its end."""
-
-    def __init__(
-        self,
-        call: Call[T],
-        way: Way | None,
-        at_wait: int | None,
-        after_s: float | None,
-        then: Callable[[], object],
-    ) -> None:
-        self.fired = 0
-        self._way = way
-        self._at_wait = at_wait
-        self._after_s = after_s
-        self._then = then
-        self._stepped = Stepped(call(), on_wait=self._waits)
-        self._cancel: Callable[[], object] = lambda: None
-        self._expired = False
-
-    async def run(self) -> T:
-        if self._way is Way.SCOPE:
-            return await self._in_scope()
-        if self._way is Way.TIMEOUT:
-            return await self._in_timeout()
-        task = asyncio.current_task()
-        assert task is not None
-        return await self._run(task.cancel)
-
-    def ended(self, task: asyncio.Future[T]) -> Ended[T]:
-        waits, fired = self._stepped.waits, self.fired > 0
-        if task.cancelled():
-            return Ended(waits, fired, raised_cancellation=True)
-        error = task.exception()
-        if isinstance(error, TimeoutError) and self._expired:
-            return Ended(waits, fired, raised_cancellation=True)
-        if error is not None:
-            return Ended(waits, fired, raised_cancellation=False, error=error)
-        return Ended(waits, fired, raised_cancellation=False, result=task.result())
-
-    async def _in_scope(self) -> T:
-        with anyio.CancelScope() as scope:
-            return await self._run(scope.cancel)
-        raise asyncio.CancelledError  # the scope has caught it, as its owner would see it
-
-    async def _in_timeout(self) -> T:
-        loop = asyncio.get_running_loop()
-        timeout = asyncio.timeout(None)
-        try:
-            async with timeout:
-                return await self._run(lambda: timeout.reschedule(loop.time()))
-        finally:
-            self._expired = timeout.expired()
-            self.fired = int(self._expired)  # a deadline may come too late to be felt
-
-    async def _run(self, cancel: Callable[[], object]) -> T:
-        self._cancel = cancel
-        timer = None
-        if self._way is not None and self._after_s is not None:
-            timer = asyncio.get_running_loop().call_later(self._after_s, self._fire)
-        try:
-            return await self._stepped
-        finally:
-            if timer is not None:
-                timer.cancel()
-            self._then()
-
-    def _waits(self, number: int) -> None:
-        if self._way is None or self._at_wait is None:
-            return
-        times = _TIMES if self._way is Way.AGAIN else 1
-        if self._at_wait <= number < self._at_wait + times:
-            self._fire()
-
-    def _fire(self) -> None:
-        self.fired += 1
-        self._cancel()
 
 
 __all__ = ["Call", "Ended", "Stepped", "Way", "held", "run_cancelled"]

@@ -1,4 +1,4 @@
-"""Whether a figure stays flat over a run.
+"""What is sampled of processes and folders, and whether a figure stays flat over a run.
 
 A figure is sampled when nothing is under way: all faults are over, all stores, puts and fetches have ended.
 The first third of the samples is warm-up (pools fill, buffers grow) and is not judged. The level of the
@@ -11,8 +11,11 @@ leak (a request, a kill). How small a leak a run would have found depends on its
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import quantiles
 
 FEWEST_SAMPLES = 9
@@ -96,3 +99,98 @@ def judge(samples: Sequence[Sample], bounds: Mapping[str, Bound]) -> list[Trend]
         visible = allowed / events if events else None
         trends.append(Trend(name, before, after, peak, allowed, visible, is_flat))
     return trends
+
+
+# --- what is sampled ---
+
+
+@dataclass(frozen=True)
+class ProcessStats:
+    """One process.
+
+    Attributes:
+        memory_bytes: resident anonymous memory, what is swapped out included. Not what is shared through
+            files; and a page that was shared with the parent of a fork counts the same after a write to it.
+        disk_files: open descriptors of what is below the directory that was named.
+        other_files: all the others: sockets, pipes, shared memory, what the engine itself has open.
+        threads: as the kernel counts them.
+    """
+
+    memory_bytes: int
+    disk_files: int
+    other_files: int
+    threads: int
+
+    @staticmethod
+    def of(pid: int, disk: Path) -> ProcessStats:
+        """Look at a process.
+
+        Raises:
+            OSError: it has ended.
+        """
+        folder = Path("/proc", str(pid))
+        opened = _opened(pid)
+        on_disk = sum(path.is_relative_to(disk) for path in opened)
+        kib = dict(
+            (name, int(rest.split()[0]))
+            for name, _, rest in (
+                line.partition(":") for line in (folder / "smaps_rollup").read_text().splitlines()[1:]
+            )
+        )
+        return ProcessStats(
+            (kib["Anonymous"] + kib["Swap"]) * 1024,
+            on_disk,
+            len(opened) - on_disk,
+            len(os.listdir(folder / "task")),
+        )
+
+
+def shared_memory() -> set[Path]:
+    """Return the files in shared memory; those of other programs are there, too."""
+    return set(_listed(Path("/dev/shm")))
+
+
+def on_disk(root: Path) -> tuple[int, int]:
+    """Return how many files and directories lie below ``root``, and the bytes that they take.
+
+    One that is renamed meanwhile, as every chunk is when it is whole, counts once.
+    """
+    found: dict[int, int] = {}
+    for parent, folders, names in os.walk(root):
+        for name in (*folders, *names):
+            with suppress(OSError):
+                its = os.lstat(os.path.join(parent, name))
+                found[its.st_ino] = its.st_blocks * 512
+    return len(found), sum(found.values())
+
+
+def zombies_of(pid: int) -> int:
+    """Return how many children of a process have ended and were not waited for."""
+    count = 0
+    for task in _listed(Path("/proc", str(pid), "task")):
+        with suppress(OSError):
+            for child in (task / "children").read_text().split():
+                count += _state(int(child)) == "Z"
+    return count
+
+
+def _state(pid: int) -> str:
+    with suppress(OSError):
+        return Path("/proc", str(pid), "stat").read_text().rpartition(") ")[2].split()[0]
+    return ""
+
+
+def _opened(pid: int) -> list[Path]:
+    """Return what each open descriptor of a process stands for."""
+    found = []
+    for link in _listed(Path("/proc", str(pid), "fd")):
+        with suppress(OSError):
+            found.append(Path(os.readlink(link)))
+    return found
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
