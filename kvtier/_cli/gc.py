@@ -28,7 +28,6 @@ from kvtier.tiers.fs._maintenance.evict import Evicted, Evictor
 from kvtier.tiers.fs._maintenance.removal import Removal
 from kvtier.tiers.fs._maintenance.sweep import Sweeper
 from kvtier.tiers.fs._quota import ledger
-from kvtier.tiers.fs._quota.accounts import UNKNOWN, Mark
 from kvtier.tiers.fs._quota.quota import look_at
 from kvtier.tiers.fs._root import Namespace, Root, Tick
 
@@ -169,13 +168,13 @@ def remove_leftovers(root: Root, namespace: Namespace) -> int:
         return Sweeper(narrow, Removal(root.fd, make_files(), StopFlag())).sweep()
 
 
-def mark_ledger(root: Root) -> Mark:
+def mark_ledger(root: Root) -> str:
     """Return what ``correct_ledger`` is told of the bytes that are removed from now on."""
     accounts = ledger.read(root.fd)
-    return UNKNOWN if accounts is None else accounts.mark
+    return "" if accounts is None else accounts.mark
 
 
-def correct_ledger(root: Root, removed_bytes: int, since: Mark) -> None:
+def correct_ledger(root: Root, removed_bytes: int, since: str) -> None:
     """Subtract what was removed since from the ledger of the engines that share the root, if there is one."""
     if not removed_bytes:
         return

@@ -152,7 +152,7 @@ class _Opened:
     def close(self) -> None:
         """Give back the lease and all that is open. Blocks."""
         with suppress(OSError):
-            self.quota.refresh()
+            self.quota.flush()
         self.ledger.close()
         self.namespace.close()
 
@@ -414,48 +414,52 @@ class FsTier(SecondaryTier[FsConfig]):
         return results
 
     async def _put(self, place: Place, batch: Batch) -> array[int]:
-        """Put the chunks that there is room for, in no thread of Python's where room is leased already."""
-        call, quota = self._call(place, batch), self._here.quota
-        if quota.reserve_at_once(len(call)):
-            await self._write(call)
-        else:
-            await self._put_missing(call, batch)
-        if quota.needs_renewal:
-            self._maintained.renew_lease_soon()
-        if corrupt := _corrupt(call.results):  # something else is where a file should be
-            await run(self._puts, partial(self._replace, call, corrupt))
-        self._learn(call)
-        if quota.excess_bytes:
-            self._maintained.make_room_soon()
-        return call.results
+        """Put the chunks that are not there and that there is room for.
 
-    async def _put_missing(self, call: FileCall, batch: Batch) -> None:
-        """Put the chunks that are not there. No room is asked for the others, or they would evict chunks."""
+        No room is asked for those that are there, or they would evict chunks.
+        """
+        call = self._call(place, batch)
         (missing, granted, reason), cancelled = await run_alone(
             self._puts, partial(self._reserve_missing, call), call.stop
         )
         if cancelled is not None:
-            self._here.quota.settle(granted, 0)
+            self._settle(granted, 0)
             raise cancelled
         for i in missing[granted:]:
             call.results[i] = reason
-        if not granted:
-            return
-        part = self._call(call.place, batch.part(missing[:granted]))
-        await self._write(part)
-        for i, result, inode in zip(missing, part.results, part.inodes, strict=False):
-            call.results[i], call.inodes[i] = result, inode
+        if granted:
+            await self._write(call, batch, missing[:granted])
+        if corrupt := _corrupt(call.results):  # something else is where a file should be
+            await run(self._puts, partial(self._replace, call, corrupt))
+        self._learn(call)
+        if self._here.quota.excess_bytes:
+            self._maintained.make_room_soon()
+        return call.results
 
-    async def _write(self, call: FileCall) -> None:
-        """Put chunks that room is reserved for, and report to the quota what they took, cancelled or not."""
+    async def _write(self, call: FileCall, batch: Batch, chunks: Sequence[int]) -> None:
+        """Put chunks that room is reserved for, and settle what they took, cancelled or not."""
         assert self._pool is not None
+        part = call if len(chunks) == len(call) else self._call(call.place, batch.part(chunks))
         added, cancelled = 0, None
         try:
-            added, cancelled = await self._pool.transfer(call, Verb.PUT, len(call), self._maintained.index)
+            added, cancelled = await self._pool.transfer(part, Verb.PUT, len(part), self._maintained.index)
         finally:
-            self._here.quota.settle(len(call), added)
+            self._settle(len(part), added)
         if cancelled is not None:
             raise cancelled
+        if part is not call:
+            for i, result, inode in zip(chunks, part.results, part.inodes, strict=True):
+                call.results[i], call.inodes[i] = result, inode
+
+    def _settle(self, granted: int, added: int) -> None:
+        """End a reservation, and report it to the other engines in a moment. Asks nobody."""
+        if granted:
+            self._here.quota.settle(granted, added)
+            self._puts.submit(self._flush_quota)
+
+    def _flush_quota(self) -> None:
+        with suppress(OSError):  # the next put, or the next look at the ledger, reports it
+            self._here.quota.flush()
 
     async def _get(self, call: FileCall) -> None:
         assert self._pool is not None
@@ -489,7 +493,6 @@ class FsTier(SecondaryTier[FsConfig]):
 
     def _replace(self, call: FileCall, corrupt: Sequence[int]) -> None:
         """Set aside what is in the place of chunks, and put these again."""
-        quota = self._here.quota
         for i in corrupt:
             self._here.quarantine.set_aside(call, i)
             granted, reason = self._reserve(1)
@@ -500,7 +503,7 @@ class FsTier(SecondaryTier[FsConfig]):
                 else:
                     call.results[i] = reason
             finally:
-                quota.settle(granted, added)
+                self._settle(granted, added)
 
     def _set_aside(self, call: FileCall, corrupt: Sequence[int]) -> None:
         for i in corrupt:
@@ -512,7 +515,7 @@ class FsTier(SecondaryTier[FsConfig]):
         removed = self._files.discard(call, 0, len(call))
         self._maintained.learn(call.place, (), call.keys)
         try:
-            self._here.quota.changed(-removed, since)
+            self._here.quota.removed(removed, since)
         except OSError as error:  # then the root is taken to hold them until it is counted again
             text = f"{removed} bytes were removed, and the ledger cannot be updated: {error}"
             self._maintained.warn("removed", text)

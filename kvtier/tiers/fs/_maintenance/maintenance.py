@@ -38,7 +38,7 @@ from kvtier.tiers.fs._quota.quota import Quota
 from kvtier.tiers.fs._root import Root
 
 TICK_S: Final = 2.0
-"""Between two looks at the ledger, which return a lease that is not used and see what others need."""
+"""Between two looks at the ledger, which see what others need."""
 
 UNCOUNTED_S: Final = 1.0
 """Between two tries to have the root counted, where it was never counted."""
@@ -121,8 +121,7 @@ class Maintenance:
         self._left: deque[OffloadKey] = deque(maxlen=_LEFT)
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._asked = threading.Lock()  # held from a call for room until it is answered
-        self._renewing = threading.Lock()  # the same for a lease
-        self._recounting = threading.Lock()  # and for a count that cannot wait for the next one
+        self._recounting = threading.Lock()  # the same for a count that cannot wait for the next one
         self._room_made = asyncio.Event()
         self._eviction_pause_s = 0.0
         self._eviction_paused_until = 0.0
@@ -196,11 +195,6 @@ class Maintenance:
         with anyio.move_on_after(min(left_s, ROOM_EVERY_S)):
             await self._room_made.wait()
         return True
-
-    def renew_lease_soon(self) -> None:
-        """Request a new lease before it is used up. Any thread may call it."""
-        if not self._closing and self._renewing.acquire(blocking=False):
-            self._quick.submit(self._renew_lease)
 
     @property
     def _is_eviction_paused(self) -> bool:
@@ -315,12 +309,6 @@ class Maintenance:
             self._asked.release()
             post(self._loop, self._wake_puts)
 
-    def _renew_lease(self) -> None:
-        try:
-            self._try(self._quota.renew, "asked for a lease")
-        finally:
-            self._renewing.release()
-
     def _evict(self) -> None:
         need = self._quota.excess_bytes
         if not need:
@@ -357,9 +345,7 @@ class Maintenance:
         def freed(count: int) -> None:
             nonlocal since
             self.evicted_bytes += count
-            since = self._quota.changed(-count, since)
-            if self._quota.needs_renewal:  # who makes room for long cannot be asked for a lease meanwhile
-                self._quota.renew()
+            since = self._quota.removed(count, since)
 
         return freed
 
