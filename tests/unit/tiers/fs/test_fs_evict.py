@@ -388,7 +388,6 @@ async def test_chunks_that_are_there_need_no_room_and_drive_none_out(world, in_p
     evicted = tier.statistics().evicted_bytes
     for _ in range(3):
         assert (await world.put(tier, there)).statuses == (OK,) * len(there)
-        await anyio.to_thread.run_sync(tier._here.quota.refresh)  # and no lease is at hand
     assert tier._here.quota.excess_bytes == 0
     assert left(world, 12) == there
     assert tier.statistics().evicted_bytes == evicted

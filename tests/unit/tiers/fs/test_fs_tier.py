@@ -19,7 +19,6 @@ from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier.tiers.fs._files import ChunkFiles
 from kvtier.tiers.fs._files.native import NativeFiles
 from kvtier.tiers.fs._files.python import PythonFiles
-from kvtier.tiers.fs._quota import quota
 
 pytestmark = pytest.mark.timeout(60)
 OK, ABSENT, REFUSED, FAILED = Status.OK, Status.ABSENT, Status.REFUSED, Status.FAILED
@@ -234,7 +233,6 @@ async def test_how_full_it_is_can_be_asked_while_the_file_system_hangs(world, mo
 
     real = os.fstatvfs
     monkeypatch.setattr(os, "fstatvfs", hang)
-    monkeypatch.setattr(quota, "LOOK_EVERY_S", 0.0)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(world.put, tier, [4])
         await anyio.to_thread.run_sync(asked.wait, 20)
