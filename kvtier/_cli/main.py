@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from kvtier._cli import compare, doctor, du, extensions, gc, ls, new_tier, run, schema, stat, tiers, verify
+from kvtier._cli import compare, doctor, du, extensions, gc, ls, new_tier, run, schema, tiers, verify
 
 app = typer.Typer(
     name="kvtier",
@@ -25,7 +25,6 @@ app.command("new-tier")(new_tier.command)
 app.command("schema")(schema.command)
 app.command("ls")(ls.command)
 app.command("compare")(compare.command)
-app.command("stat")(stat.command)
 app.command("verify")(verify.command)
 app.command("gc")(gc.command)
 app.command("du")(du.command)

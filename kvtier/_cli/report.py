@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, TypeVar
 
 import typer
@@ -24,7 +23,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.tiers.fs._root import Tick
+from kvtier.tiers.fs._root import Tick, no_tick
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -40,7 +39,6 @@ JsonFlag = Annotated[
 ]
 """The option of every command: what programs read."""
 
-LINE_EVERY_S: Final = 10.0
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _EVERY_S: Final = 0.1
 _WIDE: Final = 130
@@ -49,19 +47,16 @@ _UNBOUNDED: Final = 10_000
 
 @contextmanager
 def progress(what: str, total: int | None = None) -> Iterator[Tick]:
-    """Show the progress of long work on standard error: on a terminal a bar, else a line every 10 seconds.
+    """Show the progress of long work on standard error, where that is a terminal.
 
     Args:
         what: what is counted, such as ``"files"``.
         total: how many there are, where that is known.
     """
     shown = console(stderr=True)
-    with _bar(shown, what, total) if shown.is_terminal else _lines(what, total) as tick:
-        yield tick
-
-
-@contextmanager
-def _bar(shown: Console, what: str, total: int | None) -> Iterator[Tick]:
+    if not shown.is_terminal:
+        yield no_tick
+        return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=shown, transient=True) as bar:
         task = bar.add_task(what, total=total)
@@ -77,32 +72,6 @@ def _bar(shown: Console, what: str, total: int | None) -> Iterator[Tick]:
         yield tick
 
 
-@contextmanager
-def _lines(what: str, total: int | None) -> Iterator[Tick]:
-    """Print lines from a thread of their own: what is counted may stand still for long."""
-    counted, begun_at, ended = 0, time.monotonic(), threading.Event()
-    of_all = "" if total is None else f" of {total:,}"
-
-    def tick(count: int) -> None:
-        nonlocal counted
-        counted += count
-
-    def tell() -> None:
-        while not ended.wait(LINE_EVERY_S):
-            with suppress(OSError):  # its reader is gone
-                typer.echo(
-                    f"kvtier: {counted:,}{of_all} {what}, {time.monotonic() - begun_at:.0f} s", err=True
-                )
-
-    teller = threading.Thread(target=tell, name="kvtier-progress", daemon=True)
-    teller.start()
-    try:
-        yield tick
-    finally:
-        ended.set()
-        teller.join()
-
-
 def finish(record: R, show: Callable[[R], None], *, as_json: bool, is_healthy: bool) -> NoReturn:
     """Print a command's result, as one JSON document or with ``show``, and exit with its status."""
     if as_json:
@@ -110,23 +79,6 @@ def finish(record: R, show: Callable[[R], None], *, as_json: bool, is_healthy: b
     else:
         show(record)
     raise typer.Exit(OK if is_healthy else PROBLEMS)
-
-
-def show_record(title: str, record: DataclassInstance) -> None:
-    """Print a record as a table with a row for each field that is no list and not the title."""
-    values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-    rows = [
-        (name.replace("_", " "), _formatted(name, value))
-        for name, value in values.items()
-        if value != title and not isinstance(value, list)
-    ]
-    table(title, ("what", "value"), rows)
-
-
-def _formatted(name: str, value: object) -> object:
-    if name.endswith("bytes") and isinstance(value, int):
-        return Bytes(value)
-    return ago(value) if isinstance(value, float) else value
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

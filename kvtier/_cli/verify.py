@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Annotated, Final
 
 import typer
@@ -290,29 +289,18 @@ class _Check:
 
     def _checked(self, files: Iterator[ChunkFile], tick: Tick) -> Iterator[Proven]:
         """Prove chunks in several threads, a bounded number of them ahead of whoever takes the proofs."""
-        checkers: SimpleQueue[FileChecker] = SimpleQueue()
-        made = [FileChecker(self._root.fd, self._belongs()) for _ in range(self._threads)]
-        for checker in made:
-            checkers.put(checker)
-        try:
-            with ThreadPoolExecutor(self._threads, "verify") as pool:
-                waiting: deque[Future[list[Proven]]] = deque()
-                for batch in _batches(files):
-                    waiting.append(pool.submit(self._check, checkers, batch))
-                    if len(waiting) >= self._threads * _JOBS_AHEAD:
-                        yield from _counted(waiting.popleft().result(), tick)
-                while waiting:
+        with ThreadPoolExecutor(self._threads, "verify") as pool:
+            waiting: deque[Future[list[Proven]]] = deque()
+            while batch := list(islice(files, _FILES_A_JOB)):
+                waiting.append(pool.submit(self._check, batch))
+                if len(waiting) >= self._threads * _JOBS_AHEAD:
                     yield from _counted(waiting.popleft().result(), tick)
-        finally:
-            for checker in made:
-                checker.close()
+            while waiting:
+                yield from _counted(waiting.popleft().result(), tick)
 
-    def _check(self, checkers: SimpleQueue[FileChecker], files: list[ChunkFile]) -> list[Proven]:
-        checker = checkers.get()
-        try:
+    def _check(self, files: list[ChunkFile]) -> list[Proven]:
+        with FileChecker(self._root.fd, self._belongs()) as checker:
             return [(file, checker.check(file.path, file.key)) for file in files]
-        finally:
-            checkers.put(checker)
 
     def _belongs(self) -> Callable[[bytes], bool]:
         """Return what tells this cache's digest; where the manifest is of no use its name still does."""
@@ -321,12 +309,6 @@ class _Check:
             return digest[:16].__eq__
         ends = self._one.name.rpartition("_")[2]
         return lambda found: found.hex().startswith(ends[:32])
-
-
-def _batches(files: Iterator[ChunkFile]) -> Iterator[list[ChunkFile]]:
-    """Yield files in lists for one job each."""
-    while batch := list(islice(files, _FILES_A_JOB)):
-        yield batch
 
 
 def _counted(proofs: Sequence[Proven], tick: Tick) -> Iterable[Proven]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import textwrap
@@ -16,7 +15,6 @@ import pytest
 import typer
 
 from kvtier._cli import main as cli
-from kvtier._cli import report
 
 GROUP = typer.main.get_command(cli.app)
 
@@ -69,17 +67,6 @@ def test_every_help_has_an_example(kvtier, words: tuple[str, ...]) -> None:
     assert f"Example: kvtier {words[0]}" in kvtier(*words, "-h").out
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shells_complete_commands(shell: str) -> None:
-    words = {"bash": {"COMP_WORDS": "kvtier ver", "COMP_CWORD": "1"}}.get(
-        shell, {"_TYPER_COMPLETE_ARGS": "kvtier ver", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-    )
-    env = {**os.environ, "_KVTIER_COMPLETE": f"complete_{shell}", **words}
-    done = subprocess.run([Path(sys.executable).with_name("kvtier")], env=env, capture_output=True, text=True)
-    assert "verify" in done.stdout
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize("words", OWN, ids=" ".join)
 def test_json_is_one_document_on_standard_output(kvtier, cache, words: tuple[str, ...]) -> None:
     cache.put(range(3))
@@ -94,7 +81,7 @@ def test_tables_and_json_of_the_schema_exclude_each_other(kvtier) -> None:
     assert "exclude each other" in said.err
 
 
-@pytest.mark.parametrize("words", ["ls", "stat", "verify"])
+@pytest.mark.parametrize("words", ["ls", "verify"])
 @pytest.mark.parametrize("columns", ["", "0"])
 def test_off_a_terminal_no_row_is_folded(
     kvtier, cache, monkeypatch: pytest.MonkeyPatch, words: str, columns: str
@@ -159,7 +146,7 @@ def test_an_interrupt_while_it_imports_shows_no_traceback(tmp_path: Path, module
     assert "Traceback" not in said + complaint
 
 
-@pytest.mark.parametrize("words", ["ls", "du", "stat", "verify", "gc", "doctor"])
+@pytest.mark.parametrize("words", ["ls", "du", "verify", "gc", "doctor"])
 def test_an_interrupt_at_work_shows_no_traceback(cache, tmp_path: Path, words: str) -> None:
     cache.put(range(3))
     folder = tmp_path / "hooks"
@@ -200,19 +187,3 @@ def test_output_that_cannot_be_written_is_no_traceback(cache, words: tuple[str, 
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
     assert done.returncode == (2 if how == "full" else 0), done.stderr
-
-
-# ----------------------------------------------------------------------------------------- progress
-
-
-@pytest.mark.parametrize("words", ["ls", "du", "stat", "verify", "gc", "doctor"])
-def test_long_work_says_where_it_is_off_a_terminal_too(
-    kvtier, cache, monkeypatch: pytest.MonkeyPatch, words: str
-) -> None:
-    cache.put(range(3))
-    said = kvtier(words, *arguments((words,), cache.root), "--json")
-    assert said.err == ""  # it did not take long
-    monkeypatch.setattr(report, "LINE_EVERY_S", 0.0)
-    said = kvtier(words, *arguments((words,), cache.root), "--json")
-    assert said.json
-    assert re.search(r"^kvtier: \d+.* (files|chunks|steps|files removed), \d+ s$", said.err, re.MULTILINE)

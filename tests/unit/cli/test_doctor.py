@@ -174,12 +174,6 @@ def test_arguments_without_a_configuration_are_refused(run, arguments, words):
     assert words in refused(run(*arguments))
 
 
-def test_the_chunk_has_whole_pages(run):
-    result = run("--tier", tier(), "--chunk-bytes", 5000)
-    assert result.exit_code == 2
-    assert "no multiple of 4096" in result.stderr
-
-
 def below(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
 
@@ -308,15 +302,3 @@ def test_what_fails_in_the_background_is_not_well_and_no_traceback(run, monkeypa
     assert [(row["tier"], row["step"]) for row in rows] == [("dummy", "background"), ("other", "put")]
     assert rows[0]["result"] == "the shelf could not be looked through: OverflowError: too far"
     assert "Traceback" not in result.output
-
-
-def test_warnings_of_a_tier_are_shown_and_harm_nothing(run, monkeypatch):
-    async def put(self, batch):
-        logging.getLogger("kvtier.tiers.dummy").warning("nearly full")
-        return await real(self, batch)
-
-    real = DummyTier.put
-    monkeypatch.setattr(DummyTier, "put", put)
-    result = run("--tier", tier(), "--json")
-    assert result.exit_code == 0
-    assert result.stderr == "kvtier: nearly full\n"

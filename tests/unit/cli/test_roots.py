@@ -14,7 +14,6 @@ import subprocess
 import sys
 import textwrap
 import time
-import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ import pytest
 from kvtier import _native as native
 from kvtier._identity import Identity
 from kvtier.tiers.fs._layout import BLOCK_BYTES
-from kvtier.tiers.fs._root import Root
 
 CHUNK_BYTES = 16384
 FILE_BYTES = CHUNK_BYTES + BLOCK_BYTES
@@ -127,7 +125,7 @@ def test_ls_tells_what_a_cache_is_and_how_much_it_holds(kvtier, cache) -> None:
 
 def test_ls_sees_the_living_and_does_not_disturb_them(kvtier, cache, living) -> None:
     assert one(kvtier("ls", cache.root, "--json"))["in_use"] is True
-    assert kvtier("stat", cache.root, "--json").json["in_use"] == 1
+    assert kvtier("du", cache.root, "--json").json["writers"] == 1
     cache.put([1])  # the locks that were looked at are free again
     living.communicate(timeout=30)
     assert living.returncode == 0
@@ -171,7 +169,7 @@ def test_ls_names_what_is_wrong_and_what_is_not_kvtiers(kvtier, cache) -> None:
 
 
 @pytest.mark.parametrize("content", [b"garbage", b"", None])
-@pytest.mark.parametrize("command", ["ls", "verify", "stat"])
+@pytest.mark.parametrize("command", ["ls", "verify"])
 def test_an_epoch_that_is_not_readable_is_told(kvtier, cache, content: bytes | None, command: str) -> None:
     cache.put(range(6))
     (cache.home / "epoch").unlink()
@@ -183,7 +181,7 @@ def test_an_epoch_that_is_not_readable_is_told(kvtier, cache, content: bytes | N
     assert cache.had(range(6)) == []  # as it says: the next engine starts another one
 
 
-@pytest.mark.parametrize("command", ["ls", "du", "stat", "verify", "gc"])
+@pytest.mark.parametrize("command", ["ls", "du", "verify", "gc"])
 def test_a_root_that_is_not_there_is_named(kvtier, tmp_path: Path, command: str) -> None:
     said = kvtier(command, tmp_path / "nowhere")
     assert said.status == 2
@@ -191,7 +189,7 @@ def test_a_root_that_is_not_there_is_named(kvtier, tmp_path: Path, command: str)
     assert len(said.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("command", ["ls", "du", "stat", "verify", "gc"])
+@pytest.mark.parametrize("command", ["ls", "du", "verify", "gc"])
 def test_an_empty_directory_is_a_root_without_caches(kvtier, tmp_path: Path, command: str) -> None:
     assert kvtier(command, tmp_path).status == 0
 
@@ -208,49 +206,15 @@ def test_du_adds_up_to_what_the_system_says(kvtier, cache) -> None:
     assert said["bytes"] == int(system.stdout.split()[0]) - root_itself
     assert said["bytes"] == sum(part["bytes"] for part in said["parts"])
     parts = {(part["namespace"], part["part"]): part for part in said["parts"]}
-    assert parts["", "others"]["files"] == 1
+    assert parts["", "others"]["bytes"] >= 50_000
     assert said["unreadable"] == 0
 
 
-def test_stat_of_a_root_counts_and_knows_the_ledger(kvtier, cache) -> None:
+def test_du_knows_the_ledger(kvtier, cache) -> None:
     cache.put(range(12))
-    said = kvtier("stat", cache.root, "--json")
-    found = said.json
-    assert said.status == 0
-    assert (found["namespaces"], found["chunks"], found["old_chunks"]) == (1, 12, 0)
+    found = kvtier("du", cache.root, "--json").json
     assert abs(found["ledger_bytes"] - found["bytes"]) <= 2 * BLOCK_BYTES
     assert (found["leased_bytes"], found["writers"]) == (0, 0)
-
-
-def test_stat_of_a_chunk_says_what_its_trailer_says(kvtier, cache) -> None:
-    cache.put(range(3))
-    said = kvtier("stat", cache.file(2), "--json")
-    assert said.status == 0
-    assert said.json["finding"] == "sound"
-    assert said.json["hash"] == cache.key(2)[:-4].hex()
-    assert (said.json["group"], said.json["payload_bytes"]) == (2, CHUNK_BYTES)
-    assert said.json["digest"] == cache.identity.short_digest.hex()
-    assert said.json["hash"] in kvtier("stat", cache.file(2)).out
-
-
-@pytest.mark.parametrize(
-    ("how", "finding"), [("checksum", "checksum"), ("torn", "torn"), ("no trailer", "torn")]
-)
-def test_stat_of_an_ill_chunk_says_how(kvtier, cache, how: str, finding: str) -> None:
-    cache.put(range(3))
-    damage(cache.file(1), how)
-    said = kvtier("stat", cache.file(1), "--json")
-    assert (said.status, said.json["finding"]) == (1, finding)
-
-
-def test_stat_of_a_chunk_in_anothers_place_is_foreign_and_of_a_copy_elsewhere_sound(
-    kvtier, cache, tmp_path: Path
-) -> None:
-    cache.put(range(7))
-    shutil.copy(cache.file(3), cache.file(6))
-    shutil.copy(cache.file(3), tmp_path / "copy")
-    assert kvtier("stat", cache.file(6), "--json").json["finding"] == "foreign"
-    assert kvtier("stat", tmp_path / "copy", "--json").json["finding"] == "sound"
 
 
 # ------------------------------------------------------------------------------------- verify
@@ -408,22 +372,6 @@ def test_what_cannot_be_read_is_told_and_is_not_set_aside(kvtier, cache, locked_
     assert cache.file(1).exists()
 
 
-def test_a_directory_that_looks_like_a_cache_and_is_none_is_left_alone(kvtier, cache) -> None:
-    cache.put([0])
-    model = cache.root / "my-model_0123456789abcdef"
-    (model / ".tmp" / "draft").mkdir(parents=True)
-    (model / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    said = kvtier("ls", cache.root, "--json")
-    assert said.status == 0
-    assert [found["namespace"] for found in said.json["namespaces"]] == [cache.name]
-    assert said.json["others"] == [model.name]
-    assert kvtier("verify", cache.root, "--repair").status == 0
-    kvtier("gc", cache.root, "--max-bytes", "0")
-    cache.put([1])  # an engine sweeps when it starts
-    assert (model / ".tmp" / "draft").is_dir()
-    assert (model / "config.json").is_file()
-
-
 def test_a_cache_of_vllms_own_tier_is_left_alone(kvtier, cache) -> None:
     fields = {"inference_engine": "vllm", "model_name": "org/m", "blocks_per_file": 1}
     for digits in (12, 16):  # vLLM's names have 12 today
@@ -526,10 +474,10 @@ def test_gc_beside_a_living_engine_keeps_what_it_is_at(kvtier, cache, living) ->
 
 def test_gc_tells_the_ledger(kvtier, cache) -> None:
     cache.put(range(30))
-    before = kvtier("stat", cache.root, "--json").json["ledger_bytes"]
+    before = kvtier("du", cache.root, "--json").json["ledger_bytes"]
     done = kvtier("gc", cache.root, "--older-than", "0s", "--json").json
     assert done["expired_files"] == 30
-    after = kvtier("stat", cache.root, "--json").json["ledger_bytes"]
+    after = kvtier("du", cache.root, "--json").json["ledger_bytes"]
     assert before - after == done["expired_bytes"]
 
 
@@ -601,8 +549,6 @@ def test_the_documented_copy_is_proven_and_given_to_an_engine(cache, tmp_path: P
     ("command", "words"),
     [
         (["ls"], "files"),
-        (["du"], "files"),
-        (["stat"], "files"),
         (["gc", "--max-bytes", "0"], "files removed"),
         (["gc", "--max-bytes", "0", "--dry-run"], "files"),
     ],
@@ -618,28 +564,13 @@ def test_long_work_shows_its_progress_on_a_terminal(
     assert said.json["root"] == str(cache.root)
 
 
-def test_chunks_are_taken_one_by_one_from_a_large_root(cache) -> None:
-    cache.put([0])
-    folder = cache.file(0).parent
-    for number in range(5_000):
-        (folder / f"{cache.file(0).name[:5]}{number:027x}.bin").touch()
-    with Root(cache.root) as root:
-        (found,) = root.namespaces()
-        tracemalloc.start()
-        count = sum(1 for _ in root.chunks(found.data_dirs[0].name))
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-    assert count == 5_001
-    assert peak < 1 << 19  # a record of each takes several times that
-
-
 # ---------------------------------------------------------------------- what is not what it should be
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["fifo", "directory"])
 @pytest.mark.parametrize("name", ["config.json", "epoch", "../.kvtier/ledger", "epoch.lock"])
-@pytest.mark.parametrize("command", ["ls", "stat", "verify", "gc", "du"])
+@pytest.mark.parametrize("command", ["ls", "verify", "gc", "du"])
 def test_no_tool_hangs_or_breaks_at_what_is_no_file(
     kvtier, cache, name: str, make: Callable[[Path], None], command: str
 ) -> None:
@@ -652,7 +583,7 @@ def test_no_tool_hangs_or_breaks_at_what_is_no_file(
     assert "Traceback" not in said.err
 
 
-@pytest.mark.parametrize("command", ["verify", "gc", "stat", "du"])
+@pytest.mark.parametrize("command", ["verify", "gc", "du"])
 def test_a_directory_below_a_root_is_refused_and_the_root_named(kvtier, cache, command: str) -> None:
     cache.put(range(3))
     for inside in (cache.home, cache.file(0).parent):
@@ -661,7 +592,7 @@ def test_a_directory_below_a_root_is_refused_and_the_root_named(kvtier, cache, c
         assert f"did you mean {cache.root}?" in said.err.replace("\n", "")
 
 
-@pytest.mark.parametrize("command", ["verify", "gc", "stat", "du"])
+@pytest.mark.parametrize("command", ["verify", "gc", "du"])
 def test_files_without_a_cache_are_no_clean_root_and_a_new_disk_is_one(
     kvtier, tmp_path: Path, command: str
 ) -> None:
@@ -671,15 +602,6 @@ def test_files_without_a_cache_are_no_clean_root_and_a_new_disk_is_one(
     said = kvtier(command, tmp_path)
     assert said.status == 2
     assert "no cache of kvtier's" in said.err.replace("\n", " ")
-
-
-@pytest.mark.parametrize("name", ["[/red]", "[bold]x", "\x1b[31mred"])
-def test_a_root_of_any_name_is_printed_as_it_is(kvtier, tmp_path: Path, name: str) -> None:
-    (tmp_path / name).mkdir(parents=True)
-    for command in ("ls", "stat", "du", "verify", "gc"):
-        said = kvtier(command, tmp_path / name)
-        assert (said.status, said.err) == (0, "")
-        assert name.replace("\x1b", "\\x1b") in said.out
 
 
 def test_names_of_others_do_not_command_the_terminal(kvtier, cache) -> None:
@@ -740,21 +662,3 @@ def test_a_directory_that_cannot_be_read_is_reported(
     assert said.status == 1
     words = {"verify": "eacces", "gc": "Permission denied"}
     assert words.get(command[0], "cannot be read") in said.out
-
-
-def test_stat_of_a_chunk_does_not_count_as_a_use(kvtier, cache) -> None:
-    cache.put([0])
-    age(cache, range(1), 10 * 86_400)
-    before = cache.file(0).stat()
-    said = kvtier("stat", cache.file(0), "--json")
-    assert (said.status, said.json["finding"]) == (0, "sound")
-    after = cache.file(0).stat()
-    assert (after.st_atime_ns, after.st_mtime_ns) == (before.st_atime_ns, before.st_mtime_ns)
-
-
-def test_stat_of_what_is_no_chunk_is_refused(kvtier, tmp_path: Path) -> None:
-    file = tmp_path / "passwd"
-    file.write_text("root:x:0:0\n" * 1000)
-    said = kvtier("stat", file)
-    assert (said.status, said.out) == (2, "")
-    assert "is no chunk's file" in said.err

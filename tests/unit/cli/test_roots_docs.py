@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtier._cli import compare, du, gc, ls, stat, verify
+from kvtier._cli import compare, du, gc, ls, verify
 
 PAGE = Path(__file__).parents[3] / "docs" / "tiers" / "fs.md"
 
@@ -18,8 +18,6 @@ DOCUMENTS: dict[str, Any] = {
     "of `ls`, a namespace": ls.Listed,
     "`compare`": compare.Comparison,
     "of `compare`, a setting": compare.Differing,
-    "`stat ROOT`": stat.RootState,
-    "`stat FILE`": stat.ChunkState,
     "`du`": du.Usage,
     "of `du`, a part": du.Part,
     "`verify`": verify.Verification,

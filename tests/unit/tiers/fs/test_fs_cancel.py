@@ -99,29 +99,6 @@ async def test_a_cancelled_transfer_ends_after_its_jobs(world, gated, verb, time
     assert set(gated.done) == {-125}  # ECANCELED: what had not begun was left
 
 
-@pytest.mark.parametrize("verb", ["put", "get"])
-async def test_a_cancel_scope_drains_too(world, gated, verb):
-    tier = await _open(world, gated)
-    batch = world.to_put(range(100, 164)) if verb == "put" else world.to_get(range(8))
-    scope = anyio.CancelScope()
-    ended = []
-
-    async def transfer():
-        with scope:
-            await getattr(tier, verb)(batch)
-        ended.append(gated.running)
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(transfer)
-        await _entered(gated)
-        scope.cancel()
-        await anyio.wait_all_tasks_blocked()
-        assert ended == []
-        gated.gate.set()
-    assert ended == [0]
-    assert scope.cancelled_caught
-
-
 async def test_a_timeout_drains_and_is_still_a_timeout(world, gated):
     tier = await _open(world, gated)
     asyncio.get_running_loop().call_later(0.2, gated.gate.set)  # by the clock of the timeout: after it

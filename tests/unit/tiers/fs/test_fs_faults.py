@@ -96,15 +96,3 @@ async def test_all_that_is_below_the_root_may_be_removed_at_any_time(world, monk
         assert (await world.get(tier, range(10))).statuses == (ABSENT,) * 10
         assert (await world.put(tier, range(10))).statuses == (OK,) * 10, round_
         assert (await world.get(tier, range(10))).statuses == (OK,) * 10
-
-
-async def test_a_mount_that_vanishes_is_a_miss(world, mounted):
-    point = mounted("size=8m")
-    world.root = point / "root"
-    tier = await world.open(max_bytes=10**6)
-    await world.put(tier, range(4))
-    await anyio.run_process(["umount", "-l", str(point)])
-    # The tier goes on with the directory that it has open; who opens now finds another one.
-    assert set((await world.get(tier, range(4))).statuses) <= {OK, ABSENT}
-    other = await world.open(max_bytes=10**6)
-    assert (await world.get(other, range(4))).statuses == (ABSENT,) * 4

@@ -50,22 +50,6 @@ async def test_another_identity_in_the_same_place_is_refused_in_words(world):
         await world.open()
 
 
-async def test_an_unreadable_manifest_is_refused(world):
-    tier = await world.open()
-    await tier.aclose()
-    (world.namespace / "config.json").write_text('{"dtype": ')
-    with pytest.raises(TierError, match="not readable JSON"):
-        await world.open()
-
-
-async def test_different_identities_share_a_root(world):
-    first = await world.open()
-    await world.put(first, [1])
-    world.identity = Identity.make("org/Model-7B", {"dtype": "float16"})
-    second = await world.open()
-    assert (await world.get(second, [1])).statuses == (ABSENT,)
-
-
 # ---------------------------------------------------------------------------------- bad roots
 
 
@@ -102,22 +86,6 @@ async def test_a_full_file_system_refuses_and_goes_on(world, small_file_system):
     assert (await world.get(tier, range(16))).statuses == got.statuses
 
 
-async def test_space_that_somebody_else_takes_is_enospc(world, small_file_system):
-    """The look at the file system is up to a second old: then the file system itself refuses."""
-    world.root = small_file_system / "root"
-    world.chunk_bytes = 256 * 1024
-    tier = await world.open(min_free_bytes=0, max_bytes=10**9)
-    free = os.statvfs(small_file_system).f_bavail * 4096
-    with (small_file_system / "ballast").open("wb") as ballast:
-        os.posix_fallocate(ballast.fileno(), 0, free - 3 * 2**16)
-    outcome = await world.put(tier, range(3))
-    assert outcome.statuses == (REFUSED,) * 3
-    assert set(outcome.reasons) <= {"enospc", "min_free"}
-    assert (
-        sum(len(list(path.iterdir())) for path in (world.namespace / ".tmp").iterdir() if path.is_dir()) == 0
-    )
-
-
 async def test_a_root_that_can_only_be_read_is_read(world, small_file_system, caplog):
     world.root = small_file_system / "root"
     tier = await world.open()
@@ -152,51 +120,6 @@ async def test_direct_io_always_is_refused_where_there_is_none(world, monkeypatc
 
 
 # -------------------------------------------------------------------------------------- epochs
-
-
-async def test_a_reset_hides_everything_for_ever(world):
-    tier = await world.open()
-    await world.put(tier, range(4))
-    await tier.reset()
-    assert (await world.get(tier, range(4))).statuses == (ABSENT,) * 4
-    assert not any(await tier.contains(world.keys(range(4))))
-    assert (await world.put(tier, [1])).statuses == (OK,)
-    await tier.aclose()
-    again = await world.open()
-    assert (await world.get(again, range(4))).statuses == (ABSENT,) * 4
-    assert again.statistics().epoch == 2
-
-
-async def test_what_is_put_after_a_reset_is_for_who_reset_alone(world):
-    """The weights that it was computed with may be those of one process."""
-    tier = await world.open()
-    await tier.reset()
-    assert (await world.put(tier, [1])).statuses == (OK,)
-    later = await world.open()
-    assert (await world.get(later, [1])).statuses == (ABSENT,)
-    assert (await world.put(later, [2])).statuses == (OK,)
-    assert (await world.get(tier, [1, 2])).statuses == (OK, ABSENT)
-    await later.aclose()
-    assert (await world.get(await world.open(), [1, 2])).statuses == (ABSENT, OK)
-
-
-async def test_the_old_epochs_files_are_removed(world):
-    tier = await world.open()
-    await world.put(tier, range(4))
-    await tier.reset()
-    await world.eventually(lambda: not (world.root / f"{world.identity.namespace}_r0").exists())
-    assert (await world.put(tier, range(4))).statuses == (OK,) * 4
-    assert world.file(1, f"{world.identity.namespace}_r0.e1").exists()
-
-
-async def test_resets_of_two_openers_never_meet_in_one_epoch(world):
-    """What the first one put after its reset is older than the second one's reset."""
-    first, second = await world.open(), await world.open()
-    await first.reset()
-    await world.put(first, [1])
-    await second.reset()
-    assert (await world.get(second, [1])).statuses == (ABSENT,)
-    assert (first.statistics().epoch, second.statistics().epoch) == (1, 3)
 
 
 async def test_resets_at_once_have_epochs_of_their_own(world, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import shutil
@@ -266,14 +265,6 @@ async def test_the_second_writer_of_a_chunk_does_no_work(world, monkeypatch):
     assert await anyio.to_thread.run_sync(written_bytes) - before < 1000  # wake-ups of threads, and no ledger
     assert (await one.put(world.to_put(range(32, 33)))).statuses == (OK,)
     assert await anyio.to_thread.run_sync(written_bytes) - before > world.chunk_bytes
-
-
-async def test_writers_of_one_chunk_at_once_leave_one_whole_chunk(world):
-    tiers = [await world.open() for _ in range(3)]
-    outcomes = await asyncio.gather(*(world.put(tier, range(20)) for tier in tiers))
-    assert all(outcome.statuses == (OK,) * 20 for outcome in outcomes)
-    assert (await world.get(tiers[0], range(20))).statuses == (OK,) * 20
-    assert len(list(world.root.rglob("*.bin"))) == 20
 
 
 async def test_a_file_system_without_locks_is_refused_or_only_read(world, monkeypatch, caplog):

@@ -188,12 +188,6 @@ async def test_puts_beyond_max_bytes_are_refused_and_chunks_that_are_there_are_w
     assert got.statuses.count(OK) == again.statuses.count(OK)
 
 
-async def test_min_free_refuses(world):
-    tier = await world.open(min_free_bytes=2**60)
-    outcome = await world.put(tier, [1, 2])
-    assert (outcome.statuses, dict(outcome.reasons)) == ((REFUSED,) * 2, {"min_free": 2})
-
-
 async def test_the_root_is_counted_again_from_time_to_time(world):
     tier = await world.open(recount_s=0.02)
     await world.put(tier, range(20))

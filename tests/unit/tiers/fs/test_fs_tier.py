@@ -68,13 +68,6 @@ async def test_short_hashes_have_files_too(world):
     assert (folder / "abc" / "d0_g4294967295" / "abcd.bin").exists()
 
 
-async def test_contains_of_many_keys_and_of_none(world):
-    tier = await world.open()
-    await world.put(tier, range(40))
-    assert list(await tier.contains(world.keys(range(1000)))) == [True] * 40 + [False] * 960
-    assert list(await tier.contains([])) == []
-
-
 async def test_what_was_put_got_or_found_is_known_and_nothing_is_known_to_be_absent(world):
     tier, other = await world.open(), await world.open()
     await world.put(tier, [1, 2, 3])
@@ -87,14 +80,6 @@ async def test_what_was_put_got_or_found_is_known_and_nothing_is_known_to_be_abs
     assert list(other.known(world.keys([1]))) == [unknown]
     assert (await world.get(tier, [1])).statuses == (ABSENT,)
     assert list(tier.known(world.keys([1]))) == [unknown]
-
-
-async def test_a_chunk_that_is_there_is_not_written_again(world):
-    tier, other = await world.open(), await world.open()
-    await world.put(tier, [1, 2])
-    inodes = [world.file(number).stat().st_ino for number in (1, 2)]
-    assert (await world.put(other, [1, 2, 3])).statuses == (OK,) * 3
-    assert [world.file(number).stat().st_ino for number in (1, 2)] == inodes
 
 
 async def test_puts_gets_and_discards_of_one_key_at_once_never_show_other_bytes(world):
@@ -120,22 +105,6 @@ async def test_puts_gets_and_discards_of_one_key_at_once_never_show_other_bytes(
     assert set(seen) <= {OK, ABSENT}
     assert seen[OK] >= 2 * 60  # every put, and whatever was read
     assert world.quarantined() == []
-
-
-async def test_directories_removed_under_the_tier_are_made_again(world):
-    tier = await world.open()
-    await world.put(tier, [1])
-    folder = world.file(1).parent.parent
-    world.file(1).unlink()
-    world.file(1).parent.rmdir()
-    folder.rmdir()
-    folder.parent.rmdir()
-    for writer in (world.namespace / ".tmp").iterdir():
-        if writer.is_dir():
-            writer.rmdir()
-    assert (await world.get(tier, [1])).statuses == (ABSENT,)
-    assert (await world.put(tier, [1])).statuses == (OK,)
-    assert (await world.get(tier, [1])).statuses == (OK,)
 
 
 @pytest.mark.parametrize(
@@ -211,14 +180,6 @@ async def test_statistics_tell_what_is_so(world, work):
     assert before.used_bytes is not None
     assert after.used_bytes is not None
     assert after.used_bytes - before.used_bytes >= 3 * (world.chunk_bytes + 4096)
-
-
-async def test_closing_twice_and_closing_what_never_opened(world, tmp_path):
-    tier = await world.open()
-    await tier.aclose()
-    await tier.aclose()
-    await FsTier(FsConfig(root_dir=tmp_path)).aclose()
-    assert world.writers() == []
 
 
 async def test_how_full_it_is_can_be_asked_while_the_file_system_hangs(world, monkeypatch):
