@@ -29,7 +29,7 @@ from kvtier.tiers.fs._maintenance.removal import Removal
 from kvtier.tiers.fs._maintenance.sweep import Sweeper
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._quota.quota import look_at
-from kvtier.tiers.fs._root import Namespace, Root, Tick
+from kvtier.tiers.fs._root import Root, Tick
 
 T = TypeVar("T")
 _PATIENCE_S: Final = 10.0
@@ -166,19 +166,13 @@ def _show(collected: Collected) -> None:
         print_line(f"that is more than {Bytes(one.max_bytes or 0)}{others}")
 
 
-def remove_leftovers(root: Root, namespace: Namespace) -> int:
-    """Remove what dead writers and old epochs left in one namespace. Returns the bytes removed, about."""
-    with Root.at(root.fd, (namespace.name,)) as narrow:
-        return Sweeper(narrow, Removal(root.fd, make_files(), StopFlag())).sweep()
-
-
-def mark_ledger(root: Root) -> str:
-    """Return what ``correct_ledger`` is told of the bytes that are removed from now on."""
+def _mark_ledger(root: Root) -> str:
+    """Return what ``_correct_ledger`` is told of the bytes that are removed from now on."""
     accounts = ledger.read(root.fd)
     return "" if accounts is None else accounts.mark
 
 
-def correct_ledger(root: Root, removed_bytes: int, since: str) -> None:
+def _correct_ledger(root: Root, removed_bytes: int, since: str) -> None:
     """Subtract what was removed since from the ledger of the engines that share the root, if there is one."""
     if not removed_bytes:
         return
@@ -226,14 +220,14 @@ class _Collector:
         )
 
     def _remove(self, wish: Wish, before: int) -> tuple[Evicted, Evicted, Evicted]:
-        since = mark_ledger(self._root)
+        since = _mark_ledger(self._root)
         swept, expired, evicted = self._evictor.sweep(), _NOTHING, _NOTHING
         if wish.older_than_s is not None:
             expired = self._alone(partial(self._evictor.expire, wish.older_than_s))
         need = wish.excess(before - swept.bytes - expired.bytes)
         if need > 0:
             evicted = self._alone(partial(self._evictor.make_room, need))
-        correct_ledger(self._root, swept.bytes + expired.bytes + evicted.bytes, since)
+        _correct_ledger(self._root, swept.bytes + expired.bytes + evicted.bytes, since)
         return swept, expired, evicted
 
     def _foresee(self, wish: Wish, before: int) -> tuple[Evicted, Evicted, Evicted]:

@@ -41,7 +41,6 @@ JsonFlag = Annotated[
 
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _EVERY_S: Final = 0.1
-_WIDE: Final = 130
 _UNBOUNDED: Final = 10_000
 
 
@@ -93,11 +92,6 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
         shown.add_row(*(Text(_cell(value)) for value in row))  # as text: names of files are no markup
     print_line(title)
     console().print(shown)
-
-
-def is_wide() -> bool:
-    """Return whether there is room for a table of many columns."""
-    return console().width >= _WIDE
 
 
 def console(*, stderr: bool = False) -> Console:

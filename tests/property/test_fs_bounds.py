@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtier.tiers.fs._config import FsConfig
-from kvtier.tiers.fs._maintenance import ages
 from kvtier.tiers.fs._maintenance.ages import BUCKETS, REUSE_WEIGHT, Histogram, bucket_of, plan, youngest_of
 from kvtier.tiers.fs._quota.accounts import Accounts, FileSystem
 from kvtier.tiers.fs._quota.ledger import Ledger as OneProcessLedger
@@ -336,22 +335,3 @@ def test_a_plan_frees_enough_and_not_a_bucket_too_many(found: list[tuple[int, bo
         last = min(weighed.values())
         without = sum(nbytes for age, reused, nbytes in leaving if weighed[bucket_of(age), reused] > last)
         assert without < need
-
-
-@given(units, st.integers(1, 10**8))
-def test_of_two_units_used_alike_the_older_one_leaves_first(
-    found: list[tuple[int, bool, int]], need: int
-) -> None:
-    histogram = Histogram()
-    for unit in found:
-        histogram.add(*unit)
-    cutoffs = plan(histogram, 1.0, need)
-    for name, once in (("once_us", False), ("reused_us", True)):
-        cutoff = getattr(cutoffs, name)
-        kept = [age for age, reused, _ in found if reused == once and age < cutoff]
-        left = [age for age, reused, _ in found if reused == once and age >= cutoff]
-        assert not kept or not left or max(kept) < min(left)
-    if cutoffs.reused_us < ages.NEVER:  # and what was used once sooner than what was used again
-        for age, reused, _ in found:
-            if not reused and age < cutoffs.once_us:
-                assert youngest_of(bucket_of(age)) * REUSE_WEIGHT <= cutoffs.reused_us

@@ -32,6 +32,7 @@ from kvtier.tiers.fs._quota import ledger
 
 _NAMESPACE: Final = re.compile(r"[A-Za-z0-9.-]+_([0-9a-f]{16})")
 _LEVELS: Final = (layout.PART, layout.LEAF)
+_REMEDY: Final = "no engine opens the cache: remove the file, and the next engine writes it anew"
 
 Tick = Callable[[int], None]
 """Called with the number of files looked at since the last call."""
@@ -394,10 +395,10 @@ def _understood(name: str, text: bytes) -> Manifest:
     except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
-        return Manifest({}, None, f"{layout.MANIFEST} is not readable JSON")
+        return Manifest({}, None, f"{layout.MANIFEST} is not readable JSON; {_REMEDY}")
     if "kvtier_format" not in fields:
         return Manifest(fields, None, f"{layout.MANIFEST} is not one of kvtier's")
     named, digest = _NAMESPACE.fullmatch(name), hashlib.sha256(text).digest()
     if named is None or not digest.hex().startswith(named[1]):
-        return Manifest(fields, None, f"{layout.MANIFEST} belongs to another cache")
+        return Manifest(fields, None, f"{layout.MANIFEST} belongs to another cache; {_REMEDY}")
     return Manifest(fields, digest, "")

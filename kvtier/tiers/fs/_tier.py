@@ -246,12 +246,11 @@ class FsTier(SecondaryTier[FsConfig]):
             self._opened.close()
 
     def _make_pool(self, name: str) -> NativePool | ThreadPool:
-        readers = self.config.n_read_threads or self.config.n_threads
-        writers = self.config.n_write_threads or self.config.n_threads
+        threads = self.config.n_threads
         if isinstance(self._files, NativeFiles):
             with suppress(NotImplementedError, OSError):
-                return NativePool(self._files.library, readers, writers)
-        return ThreadPool(self._files, name, readers, writers)
+                return NativePool(self._files.library, threads, threads)
+        return ThreadPool(self._files, name, threads)
 
     @property
     def _maintained(self) -> Maintenance:
@@ -468,7 +467,7 @@ class FsTier(SecondaryTier[FsConfig]):
             raise cancelled
         self._maintained.note_used(self._learn(call))
         if corrupt := _corrupt(call.results):
-            await run(self._lookups, partial(self._set_aside, call, corrupt))
+            await run(self._lookups, partial(self._set_all_aside, call, corrupt))
 
     def _call(self, place: Place, batch: Batch) -> FileCall:
         self._serial += len(batch)
@@ -494,7 +493,7 @@ class FsTier(SecondaryTier[FsConfig]):
     def _replace(self, call: FileCall, corrupt: Sequence[int]) -> None:
         """Set aside what is in the place of chunks, and put these again."""
         for i in corrupt:
-            self._here.quarantine.set_aside(call, i)
+            self._set_aside(call, i)
             granted, reason = self._reserve(1)
             added = 0
             try:
@@ -505,10 +504,14 @@ class FsTier(SecondaryTier[FsConfig]):
             finally:
                 self._settle(granted, added)
 
-    def _set_aside(self, call: FileCall, corrupt: Sequence[int]) -> None:
+    def _set_all_aside(self, call: FileCall, corrupt: Sequence[int]) -> None:
         for i in corrupt:
-            self._here.quarantine.set_aside(call, i)
+            self._set_aside(call, i)
         self._report_removed([call.keys[i] for i in corrupt])
+
+    def _set_aside(self, call: FileCall, i: int) -> None:
+        result, inode = Result(call.results[i]), call.inodes[i]
+        self._here.quarantine.set_aside(call.place.data_dir, call.keys[i], result, inode)
 
     def _remove(self, call: FileCall) -> None:
         since = self._here.quota.mark()

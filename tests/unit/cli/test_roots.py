@@ -264,34 +264,6 @@ def test_a_chunk_of_another_cache_is_foreign(kvtier, cache, tmp_path: Path) -> N
     assert one(kvtier("verify", cache.root, "--namespace", other.name, "--json"))["sound"] == 1
 
 
-def test_repair_removes_what_dead_writers_left_and_nothing_of_the_living(
-    kvtier, cache, living, killed
-) -> None:
-    before = set((cache.home / ".tmp").iterdir())
-    found = one(kvtier("verify", cache.root, "--json"))
-    assert (found["dead_writers"], found["removed_bytes"]) == (1, 0)
-    assert set((cache.home / ".tmp").iterdir()) == before
-    found = one(kvtier("verify", cache.root, "--repair", "--json"))
-    assert found["removed_bytes"] >= 10_000
-    left = {path.name.removesuffix(".lock").partition("-")[0] for path in (cache.home / ".tmp").iterdir()}
-    assert left == {str(living.pid)}
-    living.communicate(timeout=30)
-    assert living.returncode == 0
-    assert cache.had([0]) == [0]
-
-
-def test_repair_sets_a_damaged_manifest_aside_so_that_engines_can_open_the_place(kvtier, cache) -> None:
-    cache.put(range(3))
-    (cache.home / "config.json").write_text("{")
-    assert kvtier("verify", cache.root).status == 1
-    repaired = kvtier("verify", cache.root, "--repair")
-    assert repaired.status == 0
-    assert "config.json was damaged and set aside" in repaired.out
-    assert kvtier("verify", cache.root).status == 0  # it is missing, and the next engine writes it
-    assert cache.had(range(3)) == [0, 1, 2]
-    assert any(name.startswith("config.json") for name in cache.quarantined())
-
-
 def test_verify_beside_a_process_that_writes_and_removes_finds_nothing_ill(kvtier, cache) -> None:
     cache.put(range(200))
     churn = """

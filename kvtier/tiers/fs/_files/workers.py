@@ -73,14 +73,13 @@ class ThreadPool:
     Args:
         files: what puts and gets.
         name: prefix of the threads' names.
-        readers: threads for gets.
-        writers: threads for puts.
+        threads: for gets, and as many for puts.
     """
 
-    def __init__(self, files: ChunkFiles, name: str, readers: int, writers: int) -> None:
+    def __init__(self, files: ChunkFiles, name: str, threads: int) -> None:
         self._files = files
-        self._readers = Workers(f"{name}-read", readers)
-        self._writers = Workers(f"{name}-write", writers)
+        self._readers = Workers(f"{name}-read", threads)
+        self._writers = Workers(f"{name}-write", threads)
 
     async def transfer(
         self, call: FileCall, verb: Verb, end: int, index: Index

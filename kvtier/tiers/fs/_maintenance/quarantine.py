@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.keys import OffloadKey, content_hash, group_index
 from kvtier.tiers.fs._files import make_files
-from kvtier.tiers.fs._files.call import FileCall, Result, StopFlag
+from kvtier.tiers.fs._files.call import Result, StopFlag
 from kvtier.tiers.fs._layout import DIRECTORY_MODE, chunk_path, names_in
 from kvtier.tiers.fs._maintenance.removal import Removal
 
@@ -54,25 +54,25 @@ class Quarantine:
         """Return how many files were set aside since the tier opened, by reason. Does not block."""
         return dict(self._counts)
 
-    def set_aside(self, call: FileCall, i: int) -> bool:
-        """Move chunk ``i`` away, unless another one has taken its place since. Returns whether it was moved.
+    def set_aside(self, data_dir: str, key: OffloadKey, result: Result, inode: int) -> bool:
+        """Move a chunk's file away, unless another one has taken its place. Returns whether it was moved.
 
         Where it cannot be moved it stays, and fails its check each time it is read.
 
         Args:
-            call: the get that found it, or the put that found something else in its place: ``call.inodes``
-                says which file.
-            i: which chunk.
+            data_dir: the epoch's directory.
+            key: the chunk.
+            result: what is wrong with the file.
+            inode: which file.
         """
-        key, reason = call.keys[i], Result(call.results[i]).name.lower()
-        path = chunk_path(call.place.data_dir, key)
+        path, reason = chunk_path(data_dir, key), result.name.lower()
         target = self.target(key, reason)
         with self._lock:
             try:
                 with suppress(FileExistsError):
                     os.mkdir(self._folder, DIRECTORY_MODE, dir_fd=self._root_fd)
                 self._require_place()
-                if not self._move(path, call.inodes[i], target):
+                if not self._move(path, inode, target):
                     return False  # another reader was faster
             except OSError as error:
                 what = "%s failed its check (%s) and cannot be set aside: %s"

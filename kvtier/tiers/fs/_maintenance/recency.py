@@ -26,7 +26,9 @@ class Recency:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self.clear()
+        self._waiting: set[OffloadKey] = set()
+        self._noted: set[OffloadKey] = set()
+        self._begun_at = clock()
 
     def note(self, keys: Sequence[OffloadKey]) -> None:
         """Note that chunks were used."""
@@ -50,6 +52,4 @@ class Recency:
     def clear(self) -> None:
         """Forget everything: the chunks are those of another epoch."""
         with self._lock:
-            self._waiting: set[OffloadKey] = set()
-            self._noted: set[OffloadKey] = set()
-            self._begun_at = self._clock()
+            self._waiting, self._noted, self._begun_at = set(), set(), self._clock()

@@ -99,16 +99,6 @@ async def test_a_cancelled_transfer_ends_after_its_jobs(world, gated, verb, time
     assert set(gated.done) == {-125}  # ECANCELED: what had not begun was left
 
 
-async def test_a_timeout_drains_and_is_still_a_timeout(world, gated):
-    tier = await _open(world, gated)
-    asyncio.get_running_loop().call_later(0.2, gated.gate.set)  # by the clock of the timeout: after it
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.01):
-            await tier.get(world.to_get(range(8)))
-    assert gated.gate.is_set()
-    assert gated.running == 0
-
-
 async def test_closing_waits_for_jobs(world, gated):
     tier, _, task = await _start(world, gated, "put")
     closing = asyncio.create_task(tier.aclose())

@@ -91,24 +91,6 @@ def test_min_free_sees_what_others_write():
     assert put(disk, space, 20) == (10, Result.MIN_FREE)
 
 
-@pytest.mark.parametrize("has_seen", [True, False])
-def test_what_a_count_may_have_seen_is_not_taken_off_once_more(has_seen):
-    """A removal that is told when a count has begun and ended since its beginning."""
-    disk = Disk()
-    space = disk.space(max_bytes=1000)
-    space.count(lambda: 1000)
-    since = space.mark()
-    space.count(lambda: 700 if has_seen else 1000)
-    space.removed(300, since)
-    assert space.used_bytes == (700 if has_seen else 1000)
-    assert space.unconfirmed_bytes == 300
-    assert space.excess_bytes == 0  # 700 are there at the most
-    assert space.count_is_due(3600)
-    space.count(lambda: 700)
-    assert (space.used_bytes, space.unconfirmed_bytes) == (700, 0)
-    assert put(disk, space, 5)[0] == 3
-
-
 @pytest.mark.parametrize(("total", "kept"), [(10_000, 500), (2**50, 32 * 2**30)])
 def test_the_default_of_min_free_is_a_share_and_bounded(total, kept):
     disk = Disk(free=total)

@@ -127,15 +127,6 @@ async def test_the_fallback_flushes_what_it_promises(world, monkeypatch, durabil
     assert flushed.count("directory") == directories
 
 
-async def test_an_error_of_one_file_is_that_chunks_alone(world):
-    tier = await world.open(direct_io="never")
-    await world.put(tier, [1])
-    world.file(2).mkdir(parents=True)  # a directory where a file should be
-    outcome = await world.get(tier, [1, 2])
-    assert outcome.statuses == (OK, FAILED)
-    assert dict(outcome.reasons) == {"eisdir": 1}
-
-
 @pytest.mark.parametrize("direct_io", ["auto", "never"])
 async def test_helper_and_fallback_write_the_same_bytes_and_read_each_others(world, tmp_path, direct_io):
     if native.library is None:
