@@ -100,7 +100,7 @@ def _listed(root: Root, one: Namespace, tick: Tick) -> Listed:
         chunks=sums.current,
         old_chunks=sums.old,
         bytes=sums.bytes,
-        in_use=is_used(one),
+        in_use=one.is_used,
         last_use=sums.last_use,
         problem="; ".join(problems),
     )
@@ -126,12 +126,6 @@ class _Sums:
         self.old += not is_current
         self.bytes += found.disk_bytes
         self.last_use = max(self.last_use or 0.0, found.used)
-
-
-def is_used(one: Namespace) -> bool | None:
-    """Return whether a living process has a namespace open; None where that is unknown."""
-    known = set(one.users().values())
-    return True if True in known else None if None in known else False
 
 
 def _show(listing: Listing) -> None:

@@ -34,7 +34,7 @@ from kvtier.tiers.fs import FsConfig
 from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs import _namespace as namespace
 from kvtier.tiers.fs._checking import FileChecker
-from kvtier.tiers.fs._files import ChunkFiles, NativeFiles, PythonFiles
+from kvtier.tiers.fs._files import ChunkFiles, NativeFiles
 from kvtier.tiers.fs._files.call import FileCall, Flag, Place, Result
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._quota.accounts import FileSystem
@@ -101,7 +101,7 @@ def chunk_file(data: bytes) -> None:
 
 
 def _implementations() -> list[ChunkFiles]:
-    return [PythonFiles(), *([NativeFiles(native.library)] if native.library is not None else [])]
+    return [ChunkFiles(), *([NativeFiles(native.library)] if native.library is not None else [])]
 
 
 def _get(files: ChunkFiles, root_fd: int) -> int:

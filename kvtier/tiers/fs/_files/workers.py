@@ -17,9 +17,9 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from kvtier.tiers._drain import wait_for_end
-from kvtier.tiers.fs._files.base import ChunkFiles
 from kvtier.tiers.fs._files.call import FileCall, StopFlag, Verb
 from kvtier.tiers.fs._files.index import Index
+from kvtier.tiers.fs._files.python import ChunkFiles
 
 _log = logging.getLogger("kvtier.tiers.fs")
 T = TypeVar("T")

@@ -22,7 +22,8 @@ import anyio
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.keys import OffloadKey
 from kvtier.tiers.fs._config import FsConfig
-from kvtier.tiers.fs._files.base import PARTS, ChunkFiles, key_of
+from kvtier.tiers.fs._files import ChunkFiles
+from kvtier.tiers.fs._files.base import PARTS, key_of
 from kvtier.tiers.fs._files.call import FileCall, Place, StopFlag
 from kvtier.tiers.fs._files.index import Index, make_index
 from kvtier.tiers.fs._files.workers import Workers, post

@@ -19,11 +19,10 @@ from kvtier import _native as native
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.tiers._base import Knowledge, Outcome, Status
 from kvtier.tiers.fs import FsConfig
+from kvtier.tiers.fs._files import ChunkFiles, NativeFiles
 from kvtier.tiers.fs._files.base import key_of
 from kvtier.tiers.fs._files.call import StopFlag
 from kvtier.tiers.fs._files.index import fingerprint
-from kvtier.tiers.fs._files.native import NativeFiles
-from kvtier.tiers.fs._files.python import PythonFiles
 from kvtier.tiers.fs._maintenance import maintenance, recency
 from kvtier.tiers.fs._maintenance.ages import Cutoffs, Histogram
 from kvtier.tiers.fs._maintenance.evict import Evictor
@@ -46,7 +45,7 @@ def set_times(path, written_ago_s, used_ago_s=None):
 @pytest.fixture
 def in_python(monkeypatch, work):
     """Scans are done as files are: natively or not."""
-    if type(work).__name__ == "PythonFiles":
+    if not work.is_native:
         monkeypatch.setattr(native, "library", None)
 
 
@@ -252,7 +251,7 @@ async def test_helper_and_fallback_see_the_same(world, monkeypatch):
 
         listed = [
             await anyio.to_thread.run_sync(listed_by, store)
-            for store in (NativeFiles(native.library), PythonFiles())
+            for store in (NativeFiles(native.library), ChunkFiles())
         ]
         assert listed[0] == listed[1] == sorted(map(fingerprint, world.keys(range(39))))
     finally:

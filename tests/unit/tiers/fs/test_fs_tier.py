@@ -18,7 +18,6 @@ from kvtier.tiers._base import Batch, Knowledge, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier.tiers.fs._files import ChunkFiles
 from kvtier.tiers.fs._files.native import NativeFiles
-from kvtier.tiers.fs._files.python import PythonFiles
 
 pytestmark = pytest.mark.timeout(60)
 OK, ABSENT, REFUSED, FAILED = Status.OK, Status.ABSENT, Status.REFUSED, Status.FAILED
@@ -113,7 +112,7 @@ async def test_puts_gets_and_discards_of_one_key_at_once_never_show_other_bytes(
 async def test_the_fallback_flushes_what_it_promises(world, monkeypatch, durability, files, directories):
     """The first put makes two directories: it flushes them and the one that holds them."""
     flushed: list[str] = []
-    tier = await world.open(PythonFiles(), durability=durability)
+    tier = await world.open(ChunkFiles(), durability=durability)
     await world.put(tier, [0])
     world.file(0).unlink()
     world.file(0).parent.rmdir()
@@ -131,7 +130,7 @@ async def test_the_fallback_flushes_what_it_promises(world, monkeypatch, durabil
 async def test_helper_and_fallback_write_the_same_bytes_and_read_each_others(world, tmp_path, direct_io):
     if native.library is None:
         pytest.skip("the native helper is not built")
-    works: dict[str, ChunkFiles] = {"c": NativeFiles(native.library), "python": PythonFiles()}
+    works: dict[str, ChunkFiles] = {"c": NativeFiles(native.library), "python": ChunkFiles()}
     both = []
     for name, other in (("c", "python"), ("python", "c")):
         world.root = tmp_path / name
