@@ -31,24 +31,14 @@ FILE_BYTES = CHUNK_BYTES + BLOCK_BYTES
 def put_in_another_process(root: Path, then: str) -> subprocess.Popen[str]:
     """Have another process open the cache of the fixture, put chunk 0, say so, and go on with ``then``."""
     source = """
-        import asyncio, hashlib, random, sys, time
-        from kvtier._identity import Identity
-        from kvtier.keys import pack_key
-        from kvtier._memory.heap import HeapMemory
-        from kvtier.tiers._base import Batch, TierContext
-        from kvtier.tiers.fs import FsConfig, FsTier
-
-        def batch(number):
-            memory = HeapMemory(1, {chunk_bytes})
-            memory.view(0)[:] = random.Random(number).randbytes({chunk_bytes})
-            key = pack_key(hashlib.sha256(number.to_bytes(8, "big")).digest(), number % 3)
-            return Batch([key], [0], memory)
+        import asyncio, sys
+        from pathlib import Path
+        from tests.unit.cli.conftest import Cache
 
         async def main():
-            tier = FsTier(FsConfig(root_dir=sys.argv[1], n_threads=2, min_free_bytes=0))
-            identity = Identity.make("org/Model-7B", {{"dtype": "bfloat16"}})
-            await tier.open(TierContext("files", identity, {chunk_bytes}))
-            await tier.put(batch(0))
+            cache = Cache(Path(sys.argv[1]))
+            tier = await cache.open()
+            await tier.put(cache.batch([0]))
             while tier._maintenance._watched.listed < 0:  # then it has swept, and leaves the dead alone
                 await asyncio.sleep(0.01)
             print("put", flush=True)
@@ -57,9 +47,13 @@ def put_in_another_process(root: Path, then: str) -> subprocess.Popen[str]:
 
         asyncio.run(main())
     """
-    text = textwrap.dedent(source).format(chunk_bytes=CHUNK_BYTES, then=then)
+    text = textwrap.dedent(source).format(then=then)
     other = subprocess.Popen(
-        [sys.executable, "-c", text, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", text, str(root)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
     )
     assert other.stdout is not None
     assert other.stdout.readline() == "put\n"
@@ -268,7 +262,7 @@ def test_verify_beside_a_process_that_writes_and_removes_finds_nothing_ill(kvtie
     cache.put(range(200))
     churn = """
             for number in range(1000, 1000000):
-                one = batch(number)
+                one = cache.batch([number])
                 await tier.put(one)
                 if number % 3 == 0:
                     await tier.discard(one.keys)

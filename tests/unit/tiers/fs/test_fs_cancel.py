@@ -159,19 +159,18 @@ async def test_gets_do_not_wait_for_puts(world, gated):
     await task
 
 
-async def test_an_error_in_a_job_is_raised_when_all_have_ended(world, gated):
+async def test_an_error_in_a_job_is_raised_when_all_have_ended(world, gated, monkeypatch):
     tier = await _open(world, gated)
 
-    class Broken:
-        def put(self, call, first, end):
-            raise RuntimeError("broken helper")
+    def put(call, first, end):
+        raise RuntimeError("broken helper")
 
-    gated.inner = Broken()
+    monkeypatch.setattr(world.work, "put", put)
     failing = asyncio.create_task(tier.put(world.to_put(range(200, 240))))
     await _entered(gated)
     gated.gate.set()
     with pytest.raises(RuntimeError, match="broken helper"):
         await failing
     assert gated.running == 0
-    gated.inner = world.work
+    monkeypatch.undo()
     assert (await world.put(tier, [300])).statuses == (Status.OK,)
