@@ -32,7 +32,7 @@ from kvtier.tiers.fs._files import ChunkFiles, NativeFiles, make_files
 from kvtier.tiers.fs._files.base import most_bytes
 from kvtier.tiers.fs._files.call import FileCall, Place, Result, StopFlag, Verb
 from kvtier.tiers.fs._files.completions import NativePool
-from kvtier.tiers.fs._files.workers import ThreadPool, Workers, join_all, run, run_alone
+from kvtier.tiers.fs._files.workers import Workers, join_all, run, run_alone
 from kvtier.tiers.fs._layout import BLOCK_BYTES
 from kvtier.tiers.fs._maintenance.maintenance import Maintenance
 from kvtier.tiers.fs._maintenance.quarantine import Quarantine
@@ -183,7 +183,7 @@ class FsTier(SecondaryTier[FsConfig]):
         self._opened: _Opened | None = None
         self._epoch: Epoch | None = None
         self._serial = 0
-        self._pool: NativePool | ThreadPool | None = None
+        self._pool: NativePool | None = None
         self._workers: tuple[Workers, ...] = ()
         self._closing = StopFlag()
         self._maintenance: Maintenance | None = None
@@ -206,7 +206,7 @@ class FsTier(SecondaryTier[FsConfig]):
             self._opened, self._epoch = opened
             if cancelled is not None:
                 raise cancelled
-            self._pool = self._make_pool(context.name)
+            self._pool = self._make_pool()
             await self._begin_maintenance(context)
         except BaseException:
             with anyio.CancelScope(shield=True):
@@ -245,12 +245,11 @@ class FsTier(SecondaryTier[FsConfig]):
         if self._opened is not None:
             self._opened.close()
 
-    def _make_pool(self, name: str) -> NativePool | ThreadPool:
-        threads = self.config.n_threads
+    def _make_pool(self) -> NativePool | None:
         if isinstance(self._files, NativeFiles):
             with suppress(NotImplementedError, OSError):
-                return NativePool(self._files.library, threads, threads)
-        return ThreadPool(self._files, name, threads)
+                return NativePool(self._files.library, self.config.n_threads, self.config.n_threads)
+        return None  # two threads, and Python's lock between them, do the work
 
     @property
     def _maintained(self) -> Maintenance:
@@ -437,11 +436,10 @@ class FsTier(SecondaryTier[FsConfig]):
 
     async def _write(self, call: FileCall, batch: Batch, chunks: Sequence[int]) -> None:
         """Put chunks that room is reserved for, and settle what they took, cancelled or not."""
-        assert self._pool is not None
         part = call if len(chunks) == len(call) else self._call(call.place, batch.part(chunks))
         added, cancelled = 0, None
         try:
-            added, cancelled = await self._pool.transfer(part, Verb.PUT, len(part), self._maintained.index)
+            added, cancelled = await self._transfer(part, Verb.PUT)
         finally:
             self._settle(len(part), added)
         if cancelled is not None:
@@ -449,6 +447,15 @@ class FsTier(SecondaryTier[FsConfig]):
         if part is not call:
             for i, result, inode in zip(chunks, part.results, part.inodes, strict=True):
                 call.results[i], call.inodes[i] = result, inode
+
+    async def _transfer(self, call: FileCall, verb: Verb) -> tuple[int, asyncio.CancelledError | None]:
+        """See ``NativePool.transfer``. Without the helper one thread does all of it."""
+        if self._pool is not None:
+            return await self._pool.transfer(call, verb, self._maintained.index)
+        if verb is Verb.PUT:
+            return await run_alone(self._puts, partial(self._files.put, call, 0, len(call)), call.stop)
+        _, cancelled = await run_alone(self._lookups, partial(self._files.get, call, 0, len(call)), call.stop)
+        return 0, cancelled
 
     def _settle(self, granted: int, added: int) -> None:
         """End a reservation, and report it to the other engines in a moment. Asks nobody."""
@@ -461,8 +468,7 @@ class FsTier(SecondaryTier[FsConfig]):
             self._here.quota.flush()
 
     async def _get(self, call: FileCall) -> None:
-        assert self._pool is not None
-        _, cancelled = await self._pool.transfer(call, Verb.GET, len(call), self._maintained.index)
+        _, cancelled = await self._transfer(call, Verb.GET)
         if cancelled is not None:
             raise cancelled
         self._maintained.note_used(self._learn(call))
