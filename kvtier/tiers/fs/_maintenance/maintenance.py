@@ -255,7 +255,7 @@ class Maintenance:
         self._try(self._quota.refresh, "asked for its ledger")
         if self._quota.excess_bytes:
             self.make_room_soon()
-        if self._quota.unconfirmed_bytes:
+        if self._quota.unconfirmed_bytes or self._quota.used_bytes is None:
             self._request(self._slow, self._count, "counted")
         if self._namespace.read_only is None:
             self._try(partial(self._touch, place), "updated with what was used")
