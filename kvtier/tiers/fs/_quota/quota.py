@@ -83,7 +83,7 @@ class Quota:
         self._reserved = 0  # of this writer's lease, by puts that have not ended
         self._unreported = 0  # written, and not in the ledger yet: the lease there still covers it
         self._leased = 0  # the lease as the ledger has it
-        self._refused = 0  # bytes that were asked for in vain since the ledger was opened
+        self._refused = 0  # bytes that the last reservation was not granted: room should be made for them
         self._file_bytes = file_bytes
         self._ledger = shared
         self._look = look
@@ -217,7 +217,6 @@ class Quota:
         Where they cannot be stored nothing has changed. Puts that end meanwhile are reported the next time.
         """
         with self._asking:
-            self._refused = 0
             with self._lock:
                 reserved, spent = self._reserved, self._unreported
             with self._ledger.change() as accounts:
