@@ -84,6 +84,7 @@ _NO_LEDGER: Final = f": remove what is at {FOLDER}/ledger, which is no ledger; i
 _FIRST_COUNT_PATIENCE_S: Final = 1.0
 _LOOKUP_THREADS: Final = 2
 _PUT_THREADS: Final = 2
+_FLUSH_S: Final = 0.005
 _ROOM_SHARE: Final = 0.2  # of its deadline a put waits for room
 
 _log = logging.getLogger("kvtier.tiers.fs")
@@ -458,12 +459,16 @@ class FsTier(SecondaryTier[FsConfig]):
         return 0, cancelled
 
     def _settle(self, granted: int, added: int) -> None:
-        """End a reservation, and report it to the other engines in a moment. Asks nobody."""
+        """End a reservation. The next put reports it to the other engines; if none comes, a timer does."""
         if granted:
             self._here.quota.settle(granted, added)
-            self._puts.submit(self._flush_quota)
+            asyncio.get_running_loop().call_later(_FLUSH_S, self._flush_soon)
 
-    def _flush_quota(self) -> None:
+    def _flush_soon(self) -> None:
+        if self._here.quota.has_news and not self._closing:
+            self._puts.submit(self._flush)
+
+    def _flush(self) -> None:
         with suppress(OSError):  # the next put, or the next look at the ledger, reports it
             self._here.quota.flush()
 
@@ -508,7 +513,8 @@ class FsTier(SecondaryTier[FsConfig]):
                 else:
                     call.results[i] = reason
             finally:
-                self._settle(granted, added)
+                self._here.quota.settle(granted, added)
+        self._flush()
 
     def _set_all_aside(self, call: FileCall, corrupt: Sequence[int]) -> None:
         for i in corrupt:

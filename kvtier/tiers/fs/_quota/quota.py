@@ -118,6 +118,11 @@ class Quota:
         return self._evicts and self._known.is_exact
 
     @property
+    def has_news(self) -> bool:
+        """Whether puts have ended that the ledger has not been told of."""
+        return self._unreported > 0 or self._reserved != self._leased
+
+    @property
     def has_puts_under_way(self) -> bool:
         """Whether some writer may be writing a chunk now, as of the last look at the ledger."""
         return self._known.leased > 0
@@ -151,7 +156,7 @@ class Quota:
 
     def flush(self) -> None:
         """Report to the ledger what was settled, if anything was. OSError where it does not answer."""
-        if self._unreported or self._reserved != self._leased:
+        if self.has_news:
             with self._change():
                 pass
 
