@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier._cli.report import Bytes, JsonFlag, finish, print_line, table
+from kvtier._cli.report import Bytes, JsonFlag, finish, print_line, progress, table
 from kvtier._cli.roots import RootArgument, require_root
 from kvtier.tiers.fs._files import make_files
 from kvtier.tiers.fs._files.base import Failures
 from kvtier.tiers.fs._files.call import StopFlag
 from kvtier.tiers.fs._quota import ledger
-from kvtier.tiers.fs._root import Namespace, Root
+from kvtier.tiers.fs._root import Namespace, Root, Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,8 @@ def usage(path: Path) -> Usage:
     Raises:
         TierError: the root cannot be read.
     """
-    with Root(path) as root:
-        walk = _Walk(root)
+    with Root(path) as root, progress("directories") as tick:
+        walk = _Walk(root, tick)
         sums: Counter[tuple[str, str]] = Counter()
         for one in root.namespaces():
             for part, taken in _parts(walk, one):
@@ -130,13 +130,15 @@ def _parts(walk: _Walk, one: Namespace) -> Iterator[tuple[str, int]]:
 class _Walk:
     """Adds up what is below directories. Links are not followed, other file systems not entered."""
 
-    def __init__(self, root: Root) -> None:
+    def __init__(self, root: Root, tick: Tick) -> None:
+        self._tick = tick
         self.failures: Failures = Counter()
         self._root = root
         self._files = make_files()
 
     def bytes(self, path: str, *, is_counted: bool = False) -> int:
         """Return what a file or directory takes; its failures are noted unless they were before."""
+        self._tick(1)
         failures: Failures = Counter()
         taken = 0
         try:

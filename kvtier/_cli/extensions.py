@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from typer.main import get_group
 
 from kvtier import _plugins as plugins
+from kvtier._cli.run import no_color_option
 from kvtier.errors import KVTierError
 
 Command = Any
@@ -43,7 +44,7 @@ class Commands(TyperGroup):
             command = _load(cmd_name)
         if command is None and cmd_name in WHERE:
             return _unusable(cmd_name, f"this command is not installed: pip install {WHERE[cmd_name]}")
-        return command
+        return None if command is None else _with_common_options(command)
 
 
 def _installed() -> list[str]:
@@ -67,6 +68,15 @@ def _as_command(name: str, found: object) -> Command:
     else:
         outer.command(name=name)(found)  # type: ignore[type-var]
     return get_group(outer).commands[name]
+
+
+def _with_common_options(command: Command) -> Command:
+    """Give a command, and each one of a group, the options that all commands have."""
+    if not any("--no-color" in option.opts for option in command.params):
+        command.params.append(no_color_option())
+    for inner in getattr(command, "commands", {}).values():
+        _with_common_options(inner)
+    return command
 
 
 def _unusable(name: str, problem: str) -> Command:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Container
@@ -23,10 +24,7 @@ from kvtier.tiers.fs._files import make_files
 from kvtier.tiers.fs._files.base import Failures
 from kvtier.tiers.fs._files.call import StopFlag
 from kvtier.tiers.fs._layout import DIRECTORY_MODE
-from kvtier.tiers.fs._maintenance import ages
 from kvtier.tiers.fs._maintenance.evict import Evicted, Evictor
-from kvtier.tiers.fs._maintenance.removal import Removal
-from kvtier.tiers.fs._maintenance.sweep import Sweeper
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._quota.quota import look_at
 from kvtier.tiers.fs._root import Root, Tick
@@ -88,10 +86,6 @@ class Wish:
 
     max_bytes: int | None = None
     older_than_s: float | None = None
-
-    def excess(self, held_bytes: int) -> int:
-        """Return how many of the bytes that are left are too many."""
-        return 0 if self.max_bytes is None else max(0, held_bytes - self.max_bytes)
 
 
 def command(
@@ -188,7 +182,7 @@ def _correct_ledger(root: Root, removed_bytes: int, since: str) -> None:
 
 
 class _Collector:
-    """Removes, or in a dry run estimates what that would remove."""
+    """Removes, or in a dry run counts: the evictor knows which, and all else is the same."""
 
     def __init__(self, root: Root, only: Container[str] | None, tick: Tick, dry_run: bool) -> None:
         self._root = root
@@ -196,57 +190,42 @@ class _Collector:
         self._files = make_files()
         self._stop = StopFlag()
         self._evictor = Evictor(
-            root.fd, self._files, self._stop, lambda _, paths: tick(len(paths)), only=only
+            root.fd,
+            self._files,
+            self._stop,
+            lambda _, paths: tick(len(paths)),
+            only=only,
+            dry_run=dry_run,
+            chance=random.Random(0),  # so that a run after a dry one does what that has said
         )
         self._is_narrow = only is not None
         self._failures: Failures = Counter()
 
     def run(self, path: str, wish: Wish) -> Collected:
-        before = self._taken()
-        swept, expired, evicted = (self._foresee if self._dry_run else self._remove)(wish, before)
-        removed = swept.bytes + expired.bytes + evicted.bytes
+        since, before = _mark_ledger(self._root), self._taken()
+        swept = self._evictor.sweep()
+        leftover = swept.bytes
+        expired = evicted = _NOTHING
+        if wish.older_than_s is not None:
+            expired = self._alone(partial(self._evictor.expire, wish.older_than_s))
+        removed = leftover + expired.bytes
+        if wish.max_bytes is not None and before - removed > wish.max_bytes:
+            evicted = self._alone(partial(self._evictor.make_room, before - removed - wish.max_bytes))
+        removed += evicted.bytes
+        if not self._dry_run:
+            _correct_ledger(self._root, removed, since)
         return Collected(
             root=path,
             dry_run=self._dry_run,
             bytes_before=before,
             bytes_after=before - removed if self._dry_run else self._taken(),
             max_bytes=wish.max_bytes,
-            leftover_bytes=swept.bytes + evicted.leftover_bytes,
+            leftover_bytes=leftover + evicted.leftover_bytes,
             expired_files=expired.chunks,
             expired_bytes=expired.chunk_bytes,
             evicted_files=evicted.chunks,
             evicted_bytes=evicted.chunk_bytes,
             failed=_named(self._failures | swept.failures | expired.failures | evicted.failures),
-        )
-
-    def _remove(self, wish: Wish, before: int) -> tuple[Evicted, Evicted, Evicted]:
-        since = _mark_ledger(self._root)
-        swept, expired, evicted = self._evictor.sweep(), _NOTHING, _NOTHING
-        if wish.older_than_s is not None:
-            expired = self._alone(partial(self._evictor.expire, wish.older_than_s))
-        need = wish.excess(before - swept.bytes - expired.bytes)
-        if need > 0:
-            evicted = self._alone(partial(self._evictor.make_room, need))
-        _correct_ledger(self._root, swept.bytes + expired.bytes + evicted.bytes, since)
-        return swept, expired, evicted
-
-    def _foresee(self, wish: Wish, before: int) -> tuple[Evicted, Evicted, Evicted]:
-        removal = Removal(self._root.fd, self._files, self._stop, dry_run=True)
-        sweeper = Sweeper(self._root, removal)
-        leftover = sweeper.sweep() + sweeper.sweep_orphans(lambda _: False)
-        chunks = self._evictor.survey()
-        assert chunks.histogram is not None
-        total = chunks.histogram.total()
-        old = 0 if wish.older_than_s is None else chunks.histogram.total(ages.expired(wish.older_than_s))
-        need = wish.excess(before - leftover - old)
-        aside = sweeper.sweep_quarantines(lambda done: done >= need)
-        evicted = max(0, min(need - aside, total - old))
-        each = max(1, total // max(1, chunks.seen))
-        failures = removal.take_failures() + chunks.failures
-        return (
-            Evicted(True, leftover, failures=failures),
-            Evicted(True, chunks=-(-old // each), chunk_bytes=old),
-            Evicted(True, aside, chunks=-(-evicted // each), chunk_bytes=evicted),
         )
 
     def _taken(self) -> int:
@@ -272,8 +251,9 @@ class _Collector:
         """Do what one process at a time may do; wait a little for one that does it now."""
         if not any(one.is_kvtiers for one in self._root.namespaces()):
             return _NOTHING
-        with suppress(OSError):  # then it is there, or cannot be, which is told below
-            os.mkdir(ledger.FOLDER, DIRECTORY_MODE, dir_fd=self._root.fd)
+        if not self._dry_run:
+            with suppress(OSError):  # then it is there, or cannot be, which is told below
+                os.mkdir(ledger.FOLDER, DIRECTORY_MODE, dir_fd=self._root.fd)
         give_up_at = time.monotonic() + _PATIENCE_S
         while True:
             try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from kvtier._cli import compare, doctor, du, extensions, gc, ls, new_tier, run, schema, tiers, verify
+from kvtier._cli import compare, doctor, du, extensions, gc, ls, new_tier, run, schema, stat, tiers, verify
 
 app = typer.Typer(
     name="kvtier",
@@ -25,13 +25,14 @@ app.command("new-tier")(new_tier.command)
 app.command("schema")(schema.command)
 app.command("ls")(ls.command)
 app.command("compare")(compare.command)
+app.command("stat")(stat.command)
 app.command("verify")(verify.command)
 app.command("gc")(gc.command)
 app.command("du")(du.command)
 
 
 @app.callback()
-def _common(_version: run.VersionFlag = False) -> None:
+def _common(_version: run.VersionFlag = False, _no_color: run.NoColorFlag = False) -> None:
     pass
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, TypeVar
 
 import typer
@@ -23,7 +24,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.tiers.fs._root import Tick, no_tick
+from kvtier.tiers.fs._root import Tick
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -39,6 +40,7 @@ JsonFlag = Annotated[
 ]
 """The option of every command: what programs read."""
 
+LINE_EVERY_S: Final = 10.0
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _EVERY_S: Final = 0.1
 _UNBOUNDED: Final = 10_000
@@ -46,16 +48,19 @@ _UNBOUNDED: Final = 10_000
 
 @contextmanager
 def progress(what: str, total: int | None = None) -> Iterator[Tick]:
-    """Show the progress of long work on standard error, where that is a terminal.
+    """Show the progress of long work on standard error: on a terminal a bar, else a line every 10 seconds.
 
     Args:
         what: what is counted, such as ``"files"``.
         total: how many there are, where that is known.
     """
     shown = console(stderr=True)
-    if not shown.is_terminal:
-        yield no_tick
-        return
+    with _bar(shown, what, total) if shown.is_terminal else _lines(what, total) as tick:
+        yield tick
+
+
+@contextmanager
+def _bar(shown: Console, what: str, total: int | None) -> Iterator[Tick]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=shown, transient=True) as bar:
         task = bar.add_task(what, total=total)
@@ -69,6 +74,32 @@ def progress(what: str, total: int | None = None) -> Iterator[Tick]:
                 told_at = now
 
         yield tick
+
+
+@contextmanager
+def _lines(what: str, total: int | None) -> Iterator[Tick]:
+    """Print lines from a thread of their own: what is counted may stand still for long."""
+    counted, begun_at, ended = 0, time.monotonic(), threading.Event()
+    of_all = "" if total is None else f" of {total:,}"
+
+    def tick(count: int) -> None:
+        nonlocal counted
+        counted += count
+
+    def tell() -> None:
+        while not ended.wait(LINE_EVERY_S):
+            with suppress(OSError):  # its reader is gone
+                typer.echo(
+                    f"kvtier: {counted:,}{of_all} {what}, {time.monotonic() - begun_at:.0f} s", err=True
+                )
+
+    teller = threading.Thread(target=tell, name="kvtier-progress", daemon=True)
+    teller.start()
+    try:
+        yield tick
+    finally:
+        ended.set()
+        teller.join()
 
 
 def finish(record: R, show: Callable[[R], None], *, as_json: bool, is_healthy: bool) -> NoReturn:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import importlib_metadata
 import typer
+from typer.main import get_command
 
 from kvtier._cli.report import console, printable
 from kvtier.errors import KVTierError
@@ -76,3 +78,30 @@ VersionFlag = Annotated[
     bool,
     typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
 ]
+
+
+def _disable_color(is_wanted: bool) -> None:
+    if is_wanted:
+        os.environ["NO_COLOR"] = "1"
+
+
+NoColorFlag = Annotated[
+    bool,
+    typer.Option(
+        "--no-color",
+        callback=_disable_color,
+        is_eager=True,
+        expose_value=False,
+        help="Print without colors; so does NO_COLOR=1.",
+    ),
+]
+
+
+def no_color_option() -> Any:
+    """Return the option ``--no-color``, for a command to have it beside its own."""
+    donor = typer.Typer(add_completion=False)
+    donor.command()(_only_no_color)
+    return get_command(donor).params[0]
+
+
+def _only_no_color(_no_color: NoColorFlag = False) -> None: ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,7 @@ import pytest
 import typer
 
 from kvtier._cli import main as cli
+from kvtier._cli import report
 
 GROUP = typer.main.get_command(cli.app)
 
@@ -42,8 +44,9 @@ def test_every_command_has_a_help(kvtier, words: tuple[str, ...], option: str) -
 
 
 @pytest.mark.parametrize("words", ALL, ids=" ".join)
-def test_every_command_can_print_json(words: tuple[str, ...]) -> None:
-    (option,) = [one for one in ALL[words].params if "--json" in one.opts]
+@pytest.mark.parametrize("flag", ["--json", "--no-color"])
+def test_every_command_has_the_common_flags(words: tuple[str, ...], flag: str) -> None:
+    (option,) = [one for one in ALL[words].params if flag in one.opts]
     assert option.is_flag
 
 
@@ -53,6 +56,7 @@ def arguments(words: tuple[str, ...], root: Path) -> list[str]:
     given = {
         "compare": [str(root), cache, cache],
         "doctor": ["--tier", json.dumps({"type": "fs", "root_dir": str(root), "min_free_bytes": 0})],
+        "stat": [str(next(root.glob("*/*/*/*.bin"), root))],
         "new-tier": ["shelves", "--directory", str(root.parent)],
     }
     return given.get(words[0], [str(root)] if words[0] not in ("schema", "tiers") else [])
@@ -92,13 +96,15 @@ def test_off_a_terminal_no_row_is_folded(
     assert not [row for row in rows if row.startswith("│ ") and not row.split("│")[1].strip()]
 
 
-def test_colors_can_be_turned_off(kvtier, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["--no-color", "NO_COLOR"])
+def test_colors_can_be_turned_off(kvtier, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("NO_COLOR", "")
     assert "\x1b[31m" in kvtier("ls", "/nowhere").err
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b[31m" not in kvtier("ls", "/nowhere").err
+    if how == "NO_COLOR":
+        monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[31m" not in kvtier("ls", "/nowhere", *([how] if how == "--no-color" else [])).err
 
 
 # ------------------------------------------------------------------------------------ interruptions
@@ -170,3 +176,16 @@ def test_output_that_nobody_takes_is_no_traceback(cache, words: tuple[str, ...],
     assert "Exception ignored" not in done.stderr
     if "|" not in redirect:
         assert done.returncode == (2 if redirect == "> /dev/full" else 0), done.stderr
+
+
+@pytest.mark.parametrize("words", ["ls", "du", "verify", "gc", "doctor"])
+def test_long_work_says_where_it_is_off_a_terminal_too(
+    kvtier, cache, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    cache.put(range(3))
+    said = kvtier(words, *arguments((words,), cache.root), "--json")
+    assert said.err == ""  # it did not take long
+    monkeypatch.setattr(report, "LINE_EVERY_S", 0.0)
+    said = kvtier(words, *arguments((words,), cache.root), "--json")
+    assert said.json
+    assert re.search(r"^kvtier: \d+.* \w+, \d+ s$", said.err, re.MULTILINE)

@@ -628,3 +628,52 @@ def test_a_directory_that_cannot_be_read_is_reported(
     assert said.status == 1
     words = {"verify": "eacces", "gc": "Permission denied"}
     assert words.get(command[0], "cannot be read") in said.out
+
+
+def test_stat_of_a_chunk_says_what_its_trailer_says(kvtier, cache) -> None:
+    cache.put(range(3))
+    said = kvtier("stat", cache.file(2), "--json")
+    assert said.status == 0
+    assert said.json["finding"] == "sound"
+    assert said.json["hash"] == cache.key(2)[:-4].hex()
+    assert (said.json["group"], said.json["payload_bytes"]) == (2, CHUNK_BYTES)
+    assert said.json["digest"] == cache.identity.short_digest.hex()
+    assert said.json["hash"] in kvtier("stat", cache.file(2)).out
+
+
+@pytest.mark.parametrize(
+    ("how", "finding"), [("checksum", "checksum"), ("torn", "torn"), ("no trailer", "torn")]
+)
+def test_stat_of_an_ill_chunk_says_how(kvtier, cache, how: str, finding: str) -> None:
+    cache.put(range(3))
+    damage(cache.file(1), how)
+    said = kvtier("stat", cache.file(1), "--json")
+    assert (said.status, said.json["finding"]) == (1, finding)
+
+
+def test_stat_of_a_chunk_in_anothers_place_is_foreign_and_of_a_copy_elsewhere_sound(
+    kvtier, cache, tmp_path: Path
+) -> None:
+    cache.put(range(7))
+    shutil.copy(cache.file(3), cache.file(6))
+    shutil.copy(cache.file(3), tmp_path / "copy")
+    assert kvtier("stat", cache.file(6), "--json").json["finding"] == "foreign"
+    assert kvtier("stat", tmp_path / "copy", "--json").json["finding"] == "sound"
+
+
+def test_stat_of_a_chunk_does_not_count_as_a_use(kvtier, cache) -> None:
+    cache.put([0])
+    age(cache, range(1), 10 * 86_400)
+    before = cache.file(0).stat()
+    said = kvtier("stat", cache.file(0), "--json")
+    assert (said.status, said.json["finding"]) == (0, "sound")
+    after = cache.file(0).stat()
+    assert (after.st_atime_ns, after.st_mtime_ns) == (before.st_atime_ns, before.st_mtime_ns)
+
+
+def test_stat_of_what_is_no_chunk_is_refused(kvtier, tmp_path: Path) -> None:
+    file = tmp_path / "passwd"
+    file.write_text("root:x:0:0\n" * 1000)
+    said = kvtier("stat", file)
+    assert (said.status, said.out) == (2, "")
+    assert "is no chunk's file" in said.err

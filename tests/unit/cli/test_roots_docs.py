@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtier._cli import compare, du, gc, ls, verify
+from kvtier._cli import compare, du, gc, ls, stat, verify
 
 PAGE = Path(__file__).parents[3] / "docs" / "tiers" / "fs.md"
 
@@ -18,6 +18,7 @@ DOCUMENTS: dict[str, Any] = {
     "of `ls`, a namespace": ls.Listed,
     "`compare`": compare.Comparison,
     "of `compare`, a setting": compare.Differing,
+    "`stat`": stat.ChunkState,
     "`du`": du.Usage,
     "of `du`, a part": du.Part,
     "`verify`": verify.Verification,

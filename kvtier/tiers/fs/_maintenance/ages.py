@@ -60,6 +60,10 @@ class Cutoffs:
         """Return whether a chunk of this age leaves."""
         return age_us >= (self.reused_us if reused else self.once_us)
 
+    def and_older(self, other: Cutoffs) -> Cutoffs:
+        """Return what leaves by either."""
+        return Cutoffs(min(self.once_us, other.once_us), min(self.reused_us, other.reused_us))
+
 
 NOTHING: Final = Cutoffs()
 
@@ -74,9 +78,9 @@ class Histogram:
         """Add a chunk."""
         self.bytes[bucket_of(age_us) + (BUCKETS if reused else 0)] += nbytes
 
-    def total(self, cutoffs: Cutoffs = Cutoffs(0, 0)) -> int:
-        """Return the bytes of the chunks that leave."""
-        return sum(nbytes for age, reused, nbytes in _oldest_first(self) if cutoffs.include(age, reused))
+    def total(self) -> int:
+        """Return the bytes of all chunks."""
+        return sum(self.bytes)
 
 
 def plan(histogram: Histogram, share: float, need_bytes: int) -> Cutoffs:

@@ -93,6 +93,9 @@ class Evictor:
         gone: called with what was removed.
         ours: writers that live in this process.
         only: names of the namespaces that are looked at; None for all.
+        dry_run: remove nothing, and answer what would be removed. What one call has counted is gone for the
+            next one. No lock is taken, and nothing is written.
+        chance: decides the order of the directories; with the same seed a dry run and a run agree.
     """
 
     def __init__(
@@ -103,13 +106,18 @@ class Evictor:
         gone: Gone = _ignore,
         ours: frozenset[str] = frozenset(),
         only: Container[str] | None = None,
+        *,
+        dry_run: bool = False,
+        chance: random.Random | None = None,
     ) -> None:
         self._only = only
         self._root_fd = root_fd
-        self._removal = Removal(root_fd, files, stop)
+        self._removal = Removal(root_fd, files, stop, dry_run=dry_run)
         self._stop = stop
         self._gone = gone
         self._ours = ours
+        self._random = chance or random.Random()
+        self._counted = ages.NOTHING if dry_run else None
 
     def sweep(self) -> Evicted:
         """Remove what nobody can use any more, and of the quarantine what is beyond its bound. Blocks.
@@ -145,26 +153,27 @@ class Evictor:
         with self._elected() as now_ns, Root.at(self._root_fd, self._only) as root:
             if now_ns is None:
                 return Evicted(is_mine=False)
-            scan = ChunkScan(now_ns, cutoffs=ages.expired(ttl_s), want_bytes=ages.NEVER)
-            self._look_at(self._parts(root), scan, freed)
+            scan = self._scan(now_ns, cutoffs=ages.expired(ttl_s), want_bytes=ages.NEVER)
+            self._carry_out(self._parts(root), scan, freed)
         return self._evicted(scan)
-
-    def survey(self) -> ChunkScan:
-        """Return the bytes of all chunks by age. Blocks, and changes nothing.
-
-        Raises:
-            OSError: the root cannot be looked at.
-        """
-        scan = ChunkScan(time.time_ns(), Histogram())
-        with Root.at(self._root_fd, self._only) as root:
-            self._look_at(self._parts(root), scan)
-        return scan
 
     @contextmanager
     def _elected(self) -> Iterator[int | None]:
         """Become the one process that removes. Yields the time now, None where another does."""
+        if self._removal.dry_run:
+            yield _clock(None)
+            return
         with ledger.elected(self._root_fd, ledger.EVICTING) as lock:
             yield None if lock is None else _clock(lock)
+
+    def _scan(
+        self,
+        now_ns: int,
+        histogram: Histogram | None = None,
+        cutoffs: Cutoffs = ages.NOTHING,
+        want_bytes: int = 0,
+    ) -> ChunkScan:
+        return ChunkScan(now_ns, histogram, cutoffs, want_bytes, gone=self._counted)
 
     def _parts(self, root: Root) -> list[_Part]:
         """List the directories with chunks, of all namespaces that kvtier has made."""
@@ -173,6 +182,7 @@ class Evictor:
             for namespace in root.namespaces()
             if namespace.is_kvtiers
             for found in namespace.data_dirs
+            if not self._removal.is_gone(found.name)
             for name in root.names(found.name)
             if layout.PART.fullmatch(name)
         ]
@@ -193,12 +203,12 @@ class Evictor:
         return removed + sweeper.sweep_quarantines(lambda done: done >= left)
 
     def _remove_by_age(self, root: Root, now_ns: int, need_bytes: int, freed: Freed) -> ChunkScan:
-        scan = ChunkScan(now_ns, want_bytes=max(0, need_bytes))
+        scan = self._scan(now_ns, want_bytes=max(0, need_bytes))
         parts = self._parts(root)
         for _ in range(_ROUNDS):  # what the sample says of the whole can be a little too young
             if scan.is_done or self._stop:
                 break
-            random.shuffle(parts)
+            self._random.shuffle(parts)
             # What cannot be removed is among the oldest again: as much of what is younger leaves instead.
             cutoffs = self._plan(parts, now_ns, scan.want_bytes - scan.removed_bytes + scan.failed_bytes)
             if cutoffs == ages.NOTHING:
@@ -214,9 +224,11 @@ class Evictor:
         before, scan.failures, scan.failed_bytes = scan.failures, Counter(), 0
         self._look_at(parts, scan, freed)
         scan.failures |= before
+        if self._counted is not None:
+            self._counted = scan.gone = self._counted.and_older(scan.cutoffs)
 
     def _plan(self, parts: Sequence[_Part], now_ns: int, need_bytes: int) -> Cutoffs:
-        sample, looked_at = ChunkScan(now_ns, Histogram()), 0
+        sample, looked_at = self._scan(now_ns, Histogram()), 0
         for part in parts:
             if sample.seen >= SAMPLE_FILES or self._stop:
                 break
@@ -236,21 +248,14 @@ class Evictor:
             except OSError as error:  # it has vanished, or cannot be read: then the others
                 scan.note(error)
             if removed:
-                scan.removed_bytes += self._remove_empty(path)
+                scan.removed_bytes += self._removal.folder(path, is_empty=not scan.left)
                 freed(scan.removed_bytes - before)
                 self._gone(part.data_dir, [f"{part.name}/{path}" for path in removed])
 
-    def _remove_empty(self, path: str) -> int:
-        """Remove a directory if nothing is in it. Returns its bytes."""
-        try:
-            found = os.stat(path, dir_fd=self._root_fd, follow_symlinks=False)
-            os.rmdir(path, dir_fd=self._root_fd)
-        except OSError:
-            return 0
-        return found.st_blocks * 512
 
-
-def _clock(lock: int) -> int:
-    """Return the time in ns, by the clock of an open file's file system, which a server may have."""
+def _clock(lock: int | None) -> int:
+    """Return the time in ns: of an open file by its file system's clock, which a server may have."""
+    if lock is None:
+        return time.time_ns()
     os.utime(lock)
     return os.fstat(lock).st_mtime_ns

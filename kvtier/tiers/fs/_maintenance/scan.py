@@ -8,7 +8,7 @@ import os
 import re
 import stat
 from collections import Counter
-from contextlib import suppress
+from enum import IntEnum
 from typing import Final
 
 from kvtier import _native as native
@@ -24,6 +24,14 @@ NAMES_BYTES: Final = 1 << 20
 _CHUNK: Final = re.compile(r"(?:[0-9a-f]{2})+\.bin")
 
 
+class _Fate(IntEnum):
+    """What a scan did with a directory entry. GONE: an earlier dry run already counted it as removed."""
+
+    STAYS = 0
+    REMOVED = 1
+    GONE = 2
+
+
 class ChunkScan:
     """A look at the chunks' files of one directory after the other, and what has become of them.
 
@@ -35,11 +43,14 @@ class ChunkScan:
         histogram: gets the files' bytes by age; None: they are not added up.
         cutoffs: which files are removed.
         want_bytes: removing stops when so many bytes were removed.
+        gone: in a dry run, which only Python does, the files that it takes to be gone; None: files are
+            removed.
 
     Attributes:
         seen: files looked at.
         removed: files removed.
         removed_bytes: bytes removed, directories that became empty included.
+        left: entries that the directory looked at last still has, or would have.
         failures: what could not be removed or looked into.
         failed_bytes: of the files that could not be removed.
     """
@@ -50,6 +61,7 @@ class ChunkScan:
         histogram: Histogram | None = None,
         cutoffs: Cutoffs = NOTHING,
         want_bytes: int = 0,
+        gone: Cutoffs | None = None,
     ) -> None:
         self.now_ns = now_ns
         self.histogram = histogram
@@ -58,8 +70,10 @@ class ChunkScan:
         self.seen = 0
         self.removed = 0
         self.removed_bytes = 0
+        self.left = 0
         self.failures: Failures = Counter()
         self.failed_bytes = 0
+        self.gone = gone
         self._names = ctypes.create_string_buffer(NAMES_BYTES if want_bytes else 1)
 
     @property
@@ -76,11 +90,13 @@ class ChunkScan:
         Raises:
             OSError: the directory cannot be read, or ``stop`` was set.
         """
-        if native.library is not None:
+        self.left = 0
+        if native.library is not None and self.gone is None:
             return self._look_natively(native.library, root_fd, folder, stop)
         removed: list[str] = []
         with layout.open_folder(root_fd, folder) as fd:
             for leaf in os.listdir(fd):
+                self.left += 1
                 if layout.LEAF.fullmatch(leaf):
                     try:
                         removed += self._look_into(fd, leaf, stop)
@@ -104,6 +120,7 @@ class ChunkScan:
         self.seen += record.seen
         self.removed += record.removed
         self.removed_bytes += record.removed_bytes
+        self.left = record.left
         self.failed_bytes += record.failed_bytes
         if record.failed:
             self.failures[record.error] += record.failed
@@ -114,45 +131,70 @@ class ChunkScan:
     def _look_into(self, parent_fd: int, leaf: str, stop: StopFlag) -> list[str]:
         """Look at the files of one directory. Returns the paths of what was removed."""
         removed: list[str] = []
+        others = 0
         with layout.open_folder(parent_fd, leaf) as fd:
-            device = os.fstat(fd).st_dev
-            for name in os.listdir(fd):
+            here = os.fstat(fd)
+            names = os.listdir(fd)
+            for name in names:
                 if stop:
                     break
-                try:
-                    if _CHUNK.fullmatch(name) and self._look_at(fd, name, device):
-                        removed.append(f"{leaf}/{name}")
-                except OSError as error:
-                    self.note(error)
-            emptied_bytes = os.fstat(fd).st_blocks * 512  # may be less than before
-        if removed:
-            with suppress(OSError):  # it is made again by whoever puts something into it
-                os.rmdir(leaf, dir_fd=parent_fd)
-                self.removed_bytes += emptied_bytes
+                fate = self._fate(fd, name, here.st_dev)
+                others += fate is _Fate.STAYS
+                if fate is _Fate.REMOVED:
+                    removed.append(f"{leaf}/{name}")
+            if removed:
+                here = os.fstat(fd)  # emptied it may take less than before
+        emptied = (
+            bool(names) and not others if self.gone is not None else bool(removed) and _rmdir(parent_fd, leaf)
+        )
+        if emptied:
+            self.left -= 1
+            self.removed_bytes += here.st_blocks * 512 if removed else 0
         return removed
 
-    def _look_at(self, fd: int, name: str, device: int) -> bool:
-        """Look at a chunk's file, and remove it where it is too old. Returns whether it was removed."""
-        found = os.stat(name, dir_fd=fd, follow_symlinks=False)
-        if not stat.S_ISREG(found.st_mode) or found.st_dev != device:
-            return False
+    def _fate(self, fd: int, name: str, device: int) -> _Fate:
+        """Look at an entry, and remove it where it is a chunk's file that is too old."""
+        try:
+            if not _CHUNK.fullmatch(name):
+                return _Fate.STAYS
+            found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            if not stat.S_ISREG(found.st_mode) or found.st_dev != device:
+                return _Fate.STAYS
+            return self._removed(fd, name, found)
+        except OSError as error:
+            self.note(error)
+            return _Fate.STAYS
+
+    def _removed(self, fd: int, name: str, found: os.stat_result) -> _Fate:
         reused, nbytes = found.st_atime_ns > found.st_mtime_ns, found.st_blocks * 512
         age_us = min(NEVER - 1, (self.now_ns - max(found.st_atime_ns, found.st_mtime_ns)) // 1000)
+        if self.gone is not None and self.gone.include(age_us, reused):
+            return _Fate.GONE
         self.seen += 1
         if self.histogram is not None:
             self.histogram.add(age_us, reused, nbytes)
         if not self.cutoffs.include(age_us, reused) or self.is_done:
-            return False
-        try:
-            os.unlink(name, dir_fd=fd)
-        except OSError as error:
-            self.failed_bytes += 0 if error.errno == errno.ENOENT else nbytes
-            raise
+            return _Fate.STAYS
+        if self.gone is None:
+            try:
+                os.unlink(name, dir_fd=fd)
+            except OSError as error:
+                self.failed_bytes += 0 if error.errno == errno.ENOENT else nbytes
+                raise
         self.removed += 1
         self.removed_bytes += nbytes
-        return True
+        return _Fate.REMOVED
 
     def note(self, error: OSError) -> None:
         """Count a failure; what somebody else has removed, and being stopped, are none."""
         if error.errno not in (errno.ENOENT, errno.ECANCELED) and not isinstance(error, InterruptedError):
             self.failures[error.errno or errno.EIO] += 1
+
+
+def _rmdir(parent_fd: int, leaf: str) -> bool:
+    """Remove a directory if it is empty: it is made again by whoever puts something into it."""
+    try:
+        os.rmdir(leaf, dir_fd=parent_fd)
+    except OSError:
+        return False
+    return True

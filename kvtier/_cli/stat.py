@@ -1,0 +1,127 @@
+"""``kvtier stat``: all that is known of one chunk's file."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtier._cli.report import JsonFlag, ago, finish, table
+from kvtier.errors import TierError
+from kvtier.tiers import _seal as seal
+from kvtier.tiers._seal import Integrity
+from kvtier.tiers.fs._checking import FileChecker
+from kvtier.tiers.fs._files.base import key_of
+from kvtier.tiers.fs._layout import BLOCK_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkState:
+    """All that is known of one chunk's file.
+
+    Attributes:
+        path: the file.
+        finding: ``sound``, ``torn``, ``foreign`` (its trailer is another chunk's than its name says, or its
+            namespace's name says), ``checksum``, ``unreadable``, or ``unverified`` where its
+            name says nothing.
+        hash: of its tokens, as its trailer says, in hexadecimal digits; None without a trailer.
+        group: KV cache group, as its trailer says.
+        digest: first half of the digest of its cache, as its trailer says, in hexadecimal digits.
+        payload_bytes: bytes of the chunk, as its trailer says.
+        file_bytes: length of the file.
+        written: when it was written, in seconds since the epoch of Unix.
+        used: when it was last used.
+    """
+
+    path: str
+    finding: str
+    hash: str | None
+    group: int | None
+    digest: str | None
+    payload_bytes: int | None
+    file_bytes: int
+    written: float
+    used: float
+
+
+def command(
+    chunk: Annotated[Path, typer.Argument(metavar="CHUNK", help="A chunk's file.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Show all that is known of one chunk's file, in its place, in the quarantine, or of a copy.
+
+    Exit status 1 where something is wrong with it, or nothing can be proven.
+
+    Example: kvtier stat /var/cache/kvtier/model_0123456789abcdef_r0/3fa/91_g0/3fa91c.bin
+    """
+    state = of_chunk(chunk)
+    finish(state, _show, as_json=as_json, is_healthy=state.finding == "sound")
+
+
+def _show(state: ChunkState) -> None:
+    shown = {**asdict(state), "written": ago(state.written), "used": ago(state.used)}
+    del shown["path"]
+    table(state.path, ("what", "value"), [(name.replace("_", " "), value) for name, value in shown.items()])
+
+
+def of_chunk(path: Path) -> ChunkState:
+    """Return the state of a chunk's file, wherever it is: in its place, in the quarantine, or a copy.
+
+    That does not count as a use of the chunk, where the file is this user's or this user is root.
+
+    Raises:
+        TierError: it cannot be read, or is no chunk's file.
+    """
+    try:
+        found = os.stat(path, follow_symlinks=False)
+        if not stat.S_ISREG(found.st_mode):
+            raise TierError(f"{path} is no file")
+        sealed = _sealed(path, found.st_size)
+        finding = _finding(path.absolute(), sealed)
+    except OSError as error:
+        raise TierError(f"{path} cannot be read: {error.strerror}") from error
+    return ChunkState(
+        path=str(path),
+        finding=finding,
+        hash=sealed.key[:-4].hex() if sealed else None,
+        group=int.from_bytes(sealed.key[-4:], "big") if sealed else None,
+        digest=sealed.digest.hex() if sealed else None,
+        payload_bytes=sealed.payload_bytes if sealed else None,
+        file_bytes=found.st_size,
+        written=found.st_mtime,
+        used=max(found.st_atime, found.st_mtime),
+    )
+
+
+def _sealed(path: Path, length: int) -> seal.Sealed | None:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags | os.O_NOATIME)  # a look is no use of the chunk
+    except PermissionError:  # somebody else's file
+        fd = os.open(path, flags)
+    try:
+        return seal.read(os.pread(fd, seal.TRAILER_BYTES, max(0, length - BLOCK_BYTES)))
+    finally:
+        os.close(fd)
+
+
+def _finding(path: Path, sealed: seal.Sealed | None) -> Integrity:
+    """Prove a file by its name where that is a chunk's, else by its trailer alone."""
+    key = key_of("/".join(path.parts[-3:]))
+    whose = path.parts[-4].rpartition("_r")[0].rpartition("_")[2] if key is not None else ""
+    if key is None:
+        if sealed is None and path.parent.name != "quarantine":
+            raise TierError(f"{path} is no chunk's file: neither its name nor a trailer says so")
+        if sealed is None:
+            return Integrity.UNVERIFIED
+        key = sealed.key
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with FileChecker(fd, lambda digest: digest.hex().startswith(whose[:32])) as checker:
+            return checker.check(path.name, key).finding
+    finally:
+        os.close(fd)
