@@ -1,15 +1,19 @@
-"""``kvtier du``: how much of the disk the parts of a root take."""
+"""``kvtier du``: how much of the disk the parts of a root take, and what its ledger says."""
 
 from __future__ import annotations
 
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier._cli.report import Bytes, JsonFlag, finish, print_line, progress, table
 from kvtier._cli.roots import RootArgument, require_root
+from kvtier.tiers.fs._files import make_files
+from kvtier.tiers.fs._files.base import Failures
+from kvtier.tiers.fs._files.call import StopFlag
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._root import Namespace, Root, Tick
 
@@ -22,13 +26,11 @@ class Part:
         namespace: whose; "" for what is not kvtier's.
         part: ``chunks``, ``old epochs``, ``quarantine``, ``unfinished``, ``rest``,
             and ``ledger``, ``others``.
-        files: how many files.
-        bytes: what they and their directories take on disk.
+        bytes: what its files and directories take on disk.
     """
 
     namespace: str
     part: str
-    files: int
     bytes: int
 
 
@@ -39,6 +41,9 @@ class Usage:
     Attributes:
         root: the directory.
         bytes: what it takes in all.
+        ledger_bytes: what the engines that share it believe that it takes; None where they have not counted.
+        leased_bytes: what they are writing now; None where nobody keeps a ledger.
+        writers: engines that have it open; None as well.
         total_bytes: of its file system.
         free_bytes: of its file system, for unprivileged users.
         unreadable: directories that could not be looked into, so that the sums are too small.
@@ -47,6 +52,9 @@ class Usage:
 
     root: str
     bytes: int
+    ledger_bytes: int | None
+    leased_bytes: int | None
+    writers: int | None
     total_bytes: int
     free_bytes: int
     unreadable: int
@@ -54,7 +62,7 @@ class Usage:
 
 
 def command(root: RootArgument, as_json: JsonFlag = False) -> None:
-    """Add up what the parts of a root take on disk.
+    """Add up what the parts of a root take on disk, and show what the engines' ledger says.
 
     Exit status 1 where directories cannot be read, so that the sums are too small.
 
@@ -71,99 +79,77 @@ def usage(path: Path) -> Usage:
     Raises:
         TierError: the root cannot be read.
     """
-    with Root(path) as root, progress("files") as tick:
+    with Root(path) as root, progress("directories") as tick:
         walk = _Walk(root, tick)
-        parts = [part for one in root.namespaces() for part in _parts(walk, one)]
-        parts.append(walk.part("", "ledger", ledger.FOLDER))
-        parts += [walk.part("", "others", name) for name in root.others()]
-        disk = os.fstatvfs(root.fd)
+        sums: Counter[tuple[str, str]] = Counter()
+        for one in root.namespaces():
+            for part, taken in _parts(walk, one):
+                sums[one.name, part] += taken
+        sums["", "ledger"] = walk.bytes(ledger.FOLDER)
+        sums["", "others"] = sum(walk.bytes(name) for name in root.others())
+        disk, accounts = os.fstatvfs(root.fd), ledger.read(root.fd)
         return Usage(
             root=str(path),
-            bytes=sum(part.bytes for part in parts),
+            bytes=sum(sums.values()),
+            ledger_bytes=accounts.used if accounts is not None and accounts.is_exact else None,
+            leased_bytes=accounts.leased if accounts is not None else None,
+            writers=len(accounts.leases) if accounts is not None else None,
             total_bytes=disk.f_blocks * disk.f_frsize,
             free_bytes=disk.f_bavail * disk.f_frsize,
-            unreadable=walk.unreadable,
-            parts=_summed(parts),
+            unreadable=sum(walk.failures.values()),
+            parts=[Part(*whose, taken) for whose, taken in sums.items() if taken],
         )
 
 
 def _show(usage: Usage) -> None:
-    rows = [(part.namespace, part.part, part.files, Bytes(part.bytes)) for part in usage.parts]
-    rows.append(("", "in all", sum(part.files for part in usage.parts), Bytes(usage.bytes)))
-    table(usage.root, ("namespace", "part", "files", "bytes"), rows)
+    rows = [(part.namespace, part.part, Bytes(part.bytes)) for part in usage.parts]
+    table(usage.root, ("namespace", "part", "bytes"), [*rows, ("", "in all", Bytes(usage.bytes))])
+    print_line(f"file system: {Bytes(usage.free_bytes)} of {Bytes(usage.total_bytes)} free")
+    if usage.writers is not None:
+        counted = "not counted yet" if usage.ledger_bytes is None else str(Bytes(usage.ledger_bytes))
+        print_line(
+            f"ledger: {counted}; {usage.writers} engines, writing {Bytes(usage.leased_bytes or 0)} now"
+        )
     if usage.unreadable:
         print_line(
             f"the sums are too small: {usage.unreadable:,} directories cannot be read; ask their owner"
         )
 
 
-def _parts(walk: _Walk, one: Namespace) -> Iterator[Part]:
+def _parts(walk: _Walk, one: Namespace) -> Iterator[tuple[str, int]]:
     for place in one.data_dirs:
-        part = "chunks" if place == one.current else "old epochs"
-        yield walk.part(one.name, part, place.name)
-    yield walk.part(one.name, "quarantine", f"{one.name}/quarantine")
-    yield walk.part(one.name, "unfinished", f"{one.name}/.tmp")
-    yield walk.part(one.name, "rest", one.name, without=frozenset({"quarantine", ".tmp"}))
-
-
-def _summed(parts: list[Part]) -> list[Part]:
-    sums: dict[tuple[str, str], tuple[int, int]] = {}
-    for part in parts:
-        files, taken = sums.get((part.namespace, part.part), (0, 0))
-        sums[part.namespace, part.part] = files + part.files, taken + part.bytes
-    return [Part(*whose, *its) for whose, its in sums.items() if any(its)]
+        yield "chunks" if place == one.current else "old epochs", walk.bytes(place.name)
+    rest = walk.bytes(one.name)
+    for part, folder in (("quarantine", "quarantine"), ("unfinished", ".tmp")):
+        taken = walk.bytes(f"{one.name}/{folder}", is_counted=True)
+        rest -= taken
+        yield part, taken
+    yield "rest", max(0, rest)
 
 
 class _Walk:
     """Adds up what is below directories. Links are not followed, other file systems not entered."""
 
     def __init__(self, root: Root, tick: Tick) -> None:
-        self.unreadable = 0
-        self._root = root
         self._tick = tick
-        self._device = os.fstat(root.fd).st_dev
+        self.failures: Failures = Counter()
+        self._root = root
+        self._files = make_files()
 
-    def part(self, namespace: str, part: str, path: str, without: frozenset[str] = frozenset()) -> Part:
+    def bytes(self, path: str, *, is_counted: bool = False) -> int:
+        """Return what a file or directory takes; its failures are noted unless they were before."""
+        self._tick(1)
+        failures: Failures = Counter()
+        taken = 0
         try:
             found = os.stat(path, dir_fd=self._root.fd, follow_symlinks=False)
+            taken = found.st_blocks * 512
+            if stat.S_ISDIR(found.st_mode):
+                taken += self._files.tree_bytes(self._root.fd, path, StopFlag(), failures)
         except FileNotFoundError:
-            return Part(namespace, part, 0, 0)
-        files, taken = self._below(path, without) if stat.S_ISDIR(found.st_mode) else (1, 0)
-        return Part(namespace, part, files, taken + found.st_blocks * 512)
-
-    def _below(self, path: str, without: frozenset[str]) -> tuple[int, int]:
-        files = taken = 0
-        folders = [path]
-        while folders:
-            folder = folders.pop()
-            for name, mode, blocks in self._entries(folder):
-                if folder == path and name in without:
-                    continue
-                taken += blocks * 512
-                if stat.S_ISDIR(mode):
-                    folders.append(f"{folder}/{name}")
-                else:
-                    files += 1
-        return files, taken
-
-    def _entries(self, folder: str) -> Iterator[tuple[str, int, int]]:
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            fd = os.open(folder, flags, dir_fd=self._root.fd)
-        except FileNotFoundError:
-            return
-        except OSError:
-            self.unreadable += 1
-            return
-        try:
-            with os.scandir(fd) as entries:
-                for entry in entries:
-                    self._tick(1)
-                    try:
-                        found = entry.stat(follow_symlinks=False)
-                    except OSError:  # it has vanished
-                        continue
-                    if found.st_dev == self._device:
-                        yield entry.name, found.st_mode, found.st_blocks
-        finally:
-            os.close(fd)
+            pass
+        except OSError as error:
+            failures[error.errno or 0] += 1
+        if not is_counted:
+            self.failures += failures
+        return taken

@@ -25,12 +25,9 @@ from kvtier.tiers.fs._files.base import Failures
 from kvtier.tiers.fs._files.call import StopFlag
 from kvtier.tiers.fs._layout import DIRECTORY_MODE
 from kvtier.tiers.fs._maintenance.evict import Evicted, Evictor
-from kvtier.tiers.fs._maintenance.removal import Removal
-from kvtier.tiers.fs._maintenance.sweep import Sweeper
 from kvtier.tiers.fs._quota import ledger
-from kvtier.tiers.fs._quota.accounts import UNKNOWN, Mark
 from kvtier.tiers.fs._quota.quota import look_at
-from kvtier.tiers.fs._root import Namespace, Root, Tick
+from kvtier.tiers.fs._root import Root, Tick
 
 T = TypeVar("T")
 _PATIENCE_S: Final = 10.0
@@ -163,19 +160,13 @@ def _show(collected: Collected) -> None:
         print_line(f"that is more than {Bytes(one.max_bytes or 0)}{others}")
 
 
-def remove_leftovers(root: Root, namespace: Namespace) -> int:
-    """Remove what dead writers and old epochs left in one namespace. Returns the bytes removed, about."""
-    with Root.at(root.fd, (namespace.name,)) as narrow:
-        return Sweeper(narrow, Removal(root.fd, make_files(), StopFlag())).sweep()
-
-
-def mark_ledger(root: Root) -> Mark:
-    """Return what ``correct_ledger`` is told of the bytes that are removed from now on."""
+def _mark_ledger(root: Root) -> str:
+    """Return what ``_correct_ledger`` is told of the bytes that are removed from now on."""
     accounts = ledger.read(root.fd)
-    return UNKNOWN if accounts is None else accounts.mark
+    return "" if accounts is None else accounts.mark
 
 
-def correct_ledger(root: Root, removed_bytes: int, since: Mark) -> None:
+def _correct_ledger(root: Root, removed_bytes: int, since: str) -> None:
     """Subtract what was removed since from the ledger of the engines that share the root, if there is one."""
     if not removed_bytes:
         return
@@ -211,7 +202,7 @@ class _Collector:
         self._failures: Failures = Counter()
 
     def run(self, path: str, wish: Wish) -> Collected:
-        since, before = mark_ledger(self._root), self._taken()
+        since, before = _mark_ledger(self._root), self._taken()
         swept = self._evictor.sweep()
         leftover = swept.bytes
         expired = evicted = _NOTHING
@@ -222,7 +213,7 @@ class _Collector:
             evicted = self._alone(partial(self._evictor.make_room, before - removed - wish.max_bytes))
         removed += evicted.bytes
         if not self._dry_run:
-            correct_ledger(self._root, removed, since)
+            _correct_ledger(self._root, removed, since)
         return Collected(
             root=path,
             dry_run=self._dry_run,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kvtier._cli.report import Bytes, JsonFlag, ago, finish, is_wide, print_line, progress, table, yes_no
+from kvtier._cli.report import Bytes, JsonFlag, ago, finish, print_line, progress, table, yes_no
 from kvtier._cli.roots import RootArgument
 from kvtier.tiers.fs._root import ChunkFile, Namespace, Root, Stray, Tick
 
@@ -100,7 +100,7 @@ def _listed(root: Root, one: Namespace, tick: Tick) -> Listed:
         chunks=sums.current,
         old_chunks=sums.old,
         bytes=sums.bytes,
-        in_use=is_used(one),
+        in_use=one.is_used,
         last_use=sums.last_use,
         problem="; ".join(problems),
     )
@@ -128,16 +128,9 @@ class _Sums:
         self.last_use = max(self.last_use or 0.0, found.used)
 
 
-def is_used(one: Namespace) -> bool | None:
-    """Return whether a living process has a namespace open; None where that is unknown."""
-    known = set(one.users().values())
-    return True if True in known else None if None in known else False
-
-
 def _show(listing: Listing) -> None:
-    columns = _COLUMNS if is_wide() else {name: _COLUMNS[name] for name in _NARROW}
-    rows = [[show(one) for show in columns.values()] for one in listing.namespaces]
-    table(listing.root, list(columns), rows)
+    rows = [[show(one) for show in _COLUMNS.values()] for one in listing.namespaces]
+    table(listing.root, list(_COLUMNS), rows)
     for one in listing.namespaces:
         if one.problem:
             print_line(f"{one.namespace}: {one.problem}")
@@ -156,4 +149,3 @@ _COLUMNS: Final[Mapping[str, Callable[[Listed], object]]] = {
     "in use": lambda one: yes_no(one.in_use),
     "used": lambda one: ago(one.last_use),
 }
-_NARROW: Final = ("namespace", "epoch", "chunks", "bytes", "in use", "used")

@@ -43,7 +43,6 @@ JsonFlag = Annotated[
 LINE_EVERY_S: Final = 10.0
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _EVERY_S: Final = 0.1
-_WIDE: Final = 130
 _UNBOUNDED: Final = 10_000
 
 
@@ -112,23 +111,6 @@ def finish(record: R, show: Callable[[R], None], *, as_json: bool, is_healthy: b
     raise typer.Exit(OK if is_healthy else PROBLEMS)
 
 
-def show_record(title: str, record: DataclassInstance) -> None:
-    """Print a record as a table with a row for each field that is no list and not the title."""
-    values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-    rows = [
-        (name.replace("_", " "), _formatted(name, value))
-        for name, value in values.items()
-        if value != title and not isinstance(value, list)
-    ]
-    table(title, ("what", "value"), rows)
-
-
-def _formatted(name: str, value: object) -> object:
-    if name.endswith("bytes") and isinstance(value, int):
-        return Bytes(value)
-    return ago(value) if isinstance(value, float) else value
-
-
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table; numbers stand on the right. The first column is never broken."""
     cells = [list(row) for row in rows]
@@ -141,11 +123,6 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
         shown.add_row(*(Text(_cell(value)) for value in row))  # as text: names of files are no markup
     print_line(title)
     console().print(shown)
-
-
-def is_wide() -> bool:
-    """Return whether there is room for a table of many columns."""
-    return console().width >= _WIDE
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -1,63 +1,22 @@
-"""``kvtier stat``: one root in a few numbers, or all that is known of one chunk's file."""
+"""``kvtier stat``: all that is known of one chunk's file."""
 
 from __future__ import annotations
 
 import os
 import stat
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvtier import _native as native
-from kvtier._cli.du import usage
-from kvtier._cli.ls import listing
-from kvtier._cli.report import JsonFlag, finish, print_line, show_record
-from kvtier._cli.roots import require_root
+from kvtier._cli.report import JsonFlag, ago, finish, table
 from kvtier.errors import TierError
 from kvtier.tiers import _seal as seal
 from kvtier.tiers._seal import Integrity
-from kvtier.tiers.fs._checking import FileChecker, open_quietly
+from kvtier.tiers.fs._checking import FileChecker
 from kvtier.tiers.fs._files.base import key_of
 from kvtier.tiers.fs._layout import BLOCK_BYTES
-from kvtier.tiers.fs._quota import ledger
-from kvtier.tiers.fs._root import Root
-
-
-@dataclass(frozen=True, slots=True)
-class RootState:
-    """A root in a few numbers.
-
-    Attributes:
-        root: the directory.
-        total_bytes: of its file system.
-        free_bytes: of its file system, for unprivileged users.
-        bytes: what it takes on disk in all.
-        ledger_bytes: what the engines that share it believe that it takes; None where they have not counted.
-        leased_bytes: what they may write without asking each other again; None as well.
-        writers: engines that have a lease now; None where nobody keeps a ledger.
-        namespaces: how many caches it holds.
-        in_use: how many of them a living process has open.
-        chunks: of their current epochs.
-        old_chunks: of other epochs.
-        problems: what is wrong, one line each.
-        native: whether the native helper is there.
-    """
-
-    root: str
-    total_bytes: int
-    free_bytes: int
-    bytes: int
-    ledger_bytes: int | None
-    leased_bytes: int | None
-    writers: int | None
-    namespaces: int
-    in_use: int
-    chunks: int
-    old_chunks: int
-    problems: list[str]
-    native: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,56 +49,23 @@ class ChunkState:
 
 
 def command(
-    path: Annotated[Path, typer.Argument(metavar="ROOT|CHUNK", help="A root, or one chunk's file.")],
+    chunk: Annotated[Path, typer.Argument(metavar="CHUNK", help="A chunk's file.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Show a root in a few numbers, or all that is known of one chunk's file.
+    """Show all that is known of one chunk's file, in its place, in the quarantine, or of a copy.
 
     Exit status 1 where something is wrong with it, or nothing can be proven.
 
-    Example: kvtier stat /var/cache/kvtier
+    Example: kvtier stat /var/cache/kvtier/model_0123456789abcdef_r0/3fa/91_g0/3fa91c.bin
     """
-    if path.is_dir():
-        require_root(path)
-        root = of_root(path)
-        finish(root, _show_root, as_json=as_json, is_healthy=not root.problems)
-    chunk = of_chunk(path)
-    finish(chunk, lambda it: show_record(it.path, it), as_json=as_json, is_healthy=chunk.finding == "sound")
+    state = of_chunk(chunk)
+    finish(state, _show, as_json=as_json, is_healthy=state.finding == "sound")
 
 
-def of_root(path: Path) -> RootState:
-    """Return the state of a root.
-
-    Raises:
-        TierError: it cannot be read.
-    """
-    held, taken = listing(path), usage(path)
-    with Root(path) as root:
-        accounts = ledger.read(root.fd)
-    problems = [f"{one.namespace}: {one.problem}" for one in held.namespaces if one.problem]
-    if taken.unreadable:
-        problems.append(f"{taken.unreadable} directories cannot be read")
-    return RootState(
-        root=str(path),
-        total_bytes=taken.total_bytes,
-        free_bytes=taken.free_bytes,
-        bytes=taken.bytes,
-        ledger_bytes=accounts.used if accounts is not None and accounts.is_exact else None,
-        leased_bytes=accounts.leased if accounts is not None else None,
-        writers=len(accounts.leases) if accounts is not None else None,
-        namespaces=len(held.namespaces),
-        in_use=sum(one.in_use is True for one in held.namespaces),
-        chunks=sum(one.chunks for one in held.namespaces),
-        old_chunks=sum(one.old_chunks for one in held.namespaces),
-        problems=problems,
-        native=native.available,
-    )
-
-
-def _show_root(state: RootState) -> None:
-    show_record(state.root, state)
-    for problem in state.problems:
-        print_line(problem)
+def _show(state: ChunkState) -> None:
+    shown = {**asdict(state), "written": ago(state.written), "used": ago(state.used)}
+    del shown["path"]
+    table(state.path, ("what", "value"), [(name.replace("_", " "), value) for name, value in shown.items()])
 
 
 def of_chunk(path: Path) -> ChunkState:
@@ -153,7 +79,7 @@ def of_chunk(path: Path) -> ChunkState:
     try:
         found = os.stat(path, follow_symlinks=False)
         if not stat.S_ISREG(found.st_mode):
-            raise TierError(f"{path} is neither a directory nor a chunk's file")
+            raise TierError(f"{path} is no file")
         sealed = _sealed(path, found.st_size)
         finding = _finding(path.absolute(), sealed)
     except OSError as error:
@@ -172,7 +98,11 @@ def of_chunk(path: Path) -> ChunkState:
 
 
 def _sealed(path: Path, length: int) -> seal.Sealed | None:
-    fd = open_quietly(path)
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags | os.O_NOATIME)  # a look is no use of the chunk
+    except PermissionError:  # somebody else's file
+        fd = os.open(path, flags)
     try:
         return seal.read(os.pread(fd, seal.TRAILER_BYTES, max(0, length - BLOCK_BYTES)))
     finally:

@@ -6,27 +6,21 @@ import errno
 import logging
 import os
 import time
-from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Annotated, Final
 
 import typer
 
-from kvtier._cli.gc import correct_ledger, mark_ledger, remove_leftovers
 from kvtier._cli.report import JsonFlag, finish, print_line, progress, table
 from kvtier._cli.roots import NamespaceOption, RootArgument, require_root
 from kvtier.tiers._seal import Integrity
-from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._checking import FileCheck, FileChecker
-from kvtier.tiers.fs._files.call import FileCall, Flag, Place, Result
-from kvtier.tiers.fs._layout import BLOCK_BYTES
+from kvtier.tiers.fs._files.call import Result
 from kvtier.tiers.fs._maintenance.quarantine import Quarantine
 from kvtier.tiers.fs._root import ChunkFile, DataDir, Namespace, Root, Stray, Tick
 
@@ -70,11 +64,8 @@ class Verified:
         gone: removed by somebody while they were being looked at.
         strays: files among the chunks that are no chunks; they are left alone.
         quarantined: files in the quarantine, those set aside just now included.
-        dead_writers: writers that have left unfinished files behind.
         set_aside: damaged files that were moved to the quarantine just now.
-        removed_bytes: what was left over by dead writers and old epochs, and was removed just now.
         problem: what else is wrong, in words; "" where nothing is.
-        manifest_set_aside: whether a damaged manifest was moved to the quarantine just now.
         ill: the first thousand damaged or unreadable files.
     """
 
@@ -88,11 +79,8 @@ class Verified:
     gone: int
     strays: int
     quarantined: int
-    dead_writers: int
     set_aside: int
-    removed_bytes: int
     problem: str
-    manifest_set_aside: bool
     ill: list[DamagedFile]
 
     @property
@@ -128,7 +116,7 @@ def command(
         bool,
         typer.Option(
             "--repair",
-            help="Move damaged files to the quarantine; remove what dead writers and old epochs left.",
+            help="Move damaged files of chunks to the quarantine.",
         ),
     ] = False,
     namespace: NamespaceOption = None,
@@ -154,7 +142,7 @@ def verify(path: Path, *, repair: bool, threads: int, namespace: str | None = No
 
     Args:
         path: the root.
-        repair: move damaged files to the quarantine, and remove what dead writers and old epochs left.
+        repair: move damaged files of chunks to the quarantine.
         threads: how many files are read at once.
         namespace: look at this one alone.
 
@@ -183,17 +171,11 @@ def _show(verification: Verification) -> None:
 def _remarks(one: Verified) -> Iterator[str]:
     if one.problem:
         yield one.problem
-    if one.manifest_set_aside:
-        yield f"{layout.MANIFEST} was damaged and set aside: the next engine with this cache writes it anew"
     for ill in one.ill:
         why = ill.errno or ill.finding
         yield f"{ill.path} {why}{', set aside' if ill.set_aside else ''}"
     if (more := one.torn + one.foreign + one.checksum + one.unreadable - len(one.ill)) > 0:
         yield f"and {more} more"
-    if one.dead_writers and not one.removed_bytes:
-        yield f"{one.dead_writers} dead writers left files: verify --repair or the next engine removes them"
-    if one.removed_bytes:
-        yield f"{one.removed_bytes} bytes of dead writers and old epochs were removed"
 
 
 class _Check:
@@ -207,19 +189,10 @@ class _Check:
         self._found: Counter[str] = Counter()
         self._ill: list[DamagedFile] = []
         self._quarantine = Quarantine(root.fd, one.name)
-        self._problems = [one.problem] if one.problem else []
-        self._manifest_set_aside = False
 
     def run(self, tick: Tick) -> Verified:
-        dead = [name for name, lives in self._one.writers().items() if lives is False]
         for place in self._one.data_dirs:
             self._check_files(place, tick)
-        removed = 0
-        if self._repair:
-            since = mark_ledger(self._root)
-            removed = remove_leftovers(self._root, self._one)
-            correct_ledger(self._root, removed, since)
-            self._set_manifest_aside()
         found = self._found
         return Verified(
             namespace=self._one.name,
@@ -232,11 +205,8 @@ class _Check:
             unreadable=found[Integrity.UNREADABLE] + found["unreadable directory"],
             strays=found["stray"],
             quarantined=len(self._one.quarantine()),
-            dead_writers=len(dead),
             set_aside=found["set aside"],
-            removed_bytes=removed,
-            problem="; ".join(self._problems),
-            manifest_set_aside=self._manifest_set_aside,
+            problem=self._one.problem,
             ill=self._ill,
         )
 
@@ -264,55 +234,25 @@ class _Check:
 
     def _set_aside(self, place: DataDir, chunk: ChunkFile, check: FileCheck) -> bool:
         """Move a file away as an engine does that finds it damaged. A newer file in its place stays."""
-        call = FileCall(Place(self._root.fd, place.name, "", bytes(16), BLOCK_BYTES, Flag.NONE), [chunk.key])
-        call.results = array("i", [Result[check.finding.name]])
-        call.inodes = array("Q", [check.inode])
-        return self._quarantine.set_aside(call, 0)
-
-    def _set_manifest_aside(self) -> None:
-        """Move a damaged manifest away: no engine opens the place with it; the next one writes it anew."""
-        manifest = self._one.manifest
-        if not manifest.problem or not self._root.is_file(f"{self._one.name}/{layout.MANIFEST}"):
-            return
-        try:
-            with suppress(FileExistsError):
-                os.mkdir(f"{self._one.name}/quarantine", layout.DIRECTORY_MODE, dir_fd=self._root.fd)
-            target = f"{self._one.name}/quarantine/{layout.MANIFEST}.manifest.{time.time_ns()}-{os.getpid()}"
-            fd = self._root.fd
-            os.rename(f"{self._one.name}/{layout.MANIFEST}", target, src_dir_fd=fd, dst_dir_fd=fd)
-        except OSError as error:
-            self._problems.append(f"{layout.MANIFEST} cannot be set aside: {error.strerror}")
-            return
-        self._problems.remove(manifest.problem)
-        self._manifest_set_aside = True
+        reason = Result[check.finding.name]
+        return self._quarantine.set_aside(place.name, chunk.key, reason, check.inode)
 
     # ----------------------------------------------------------------------------- reading
 
     def _checked(self, files: Iterator[ChunkFile], tick: Tick) -> Iterator[Proven]:
         """Prove chunks in several threads, a bounded number of them ahead of whoever takes the proofs."""
-        checkers: SimpleQueue[FileChecker] = SimpleQueue()
-        made = [FileChecker(self._root.fd, self._belongs()) for _ in range(self._threads)]
-        for checker in made:
-            checkers.put(checker)
-        try:
-            with ThreadPoolExecutor(self._threads, "verify") as pool:
-                waiting: deque[Future[list[Proven]]] = deque()
-                for batch in _batches(files):
-                    waiting.append(pool.submit(self._check, checkers, batch))
-                    if len(waiting) >= self._threads * _JOBS_AHEAD:
-                        yield from _counted(waiting.popleft().result(), tick)
-                while waiting:
+        with ThreadPoolExecutor(self._threads, "verify") as pool:
+            waiting: deque[Future[list[Proven]]] = deque()
+            while batch := list(islice(files, _FILES_A_JOB)):
+                waiting.append(pool.submit(self._check, batch))
+                if len(waiting) >= self._threads * _JOBS_AHEAD:
                     yield from _counted(waiting.popleft().result(), tick)
-        finally:
-            for checker in made:
-                checker.close()
+            while waiting:
+                yield from _counted(waiting.popleft().result(), tick)
 
-    def _check(self, checkers: SimpleQueue[FileChecker], files: list[ChunkFile]) -> list[Proven]:
-        checker = checkers.get()
-        try:
+    def _check(self, files: list[ChunkFile]) -> list[Proven]:
+        with FileChecker(self._root.fd, self._belongs()) as checker:
             return [(file, checker.check(file.path, file.key)) for file in files]
-        finally:
-            checkers.put(checker)
 
     def _belongs(self) -> Callable[[bytes], bool]:
         """Return what tells this cache's digest; where the manifest is of no use its name still does."""
@@ -321,12 +261,6 @@ class _Check:
             return digest[:16].__eq__
         ends = self._one.name.rpartition("_")[2]
         return lambda found: found.hex().startswith(ends[:32])
-
-
-def _batches(files: Iterator[ChunkFile]) -> Iterator[list[ChunkFile]]:
-    """Yield files in lists for one job each."""
-    while batch := list(islice(files, _FILES_A_JOB)):
-        yield batch
 
 
 def _counted(proofs: Sequence[Proven], tick: Tick) -> Iterable[Proven]:

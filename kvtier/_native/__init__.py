@@ -16,8 +16,9 @@ import ctypes
 import errno
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import crc32c as _crc32c
 
@@ -30,6 +31,38 @@ _COPY_EITHER_WAY: Final = 4  # as in kvtier_native.c
 _CopyAsync: Final = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
 )
+
+_P, _N, _INT, _TEXT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_char_p
+_U32, _U64, _I64 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int64
+_FUNCTIONS: Final[Mapping[str, Sequence[Any]]] = {
+    "kvt_copy_batch": (None, _P, _P, _P, _N),
+    "kvt_copy_batch_async": (_INT, _P, _P, _P, _P, _N, _P),
+    "kvt_crc32c": (_U32, _U32, _P, _N),
+    "kvt_populate": (_INT, _P, _N),
+    "kvt_files_put": (_I64, _P, _N, _N),
+    "kvt_files_get": (_I64, _P, _N, _N),
+    "kvt_files_discard": (_I64, _P, _N, _N),
+    "kvt_files_contains": (None, _P, _N, _N),
+    "kvt_files_touch": (None, _P, _N, _N),
+    "kvt_pool_open": (_P, _N, _N),
+    "kvt_pool_close": (None, _P),
+    "kvt_pool_fd": (_INT, _P),
+    "kvt_tree_bytes": (_I64, _INT, _TEXT, _P, _P),
+    "kvt_tree_remove": (_I64, _INT, _TEXT, _P, _P),
+    "kvt_chunks_scan": (_I64, _INT, _TEXT, _P, _P),
+    "kvt_chunks_list": (_I64, _INT, _TEXT, _P, _P, _U64),
+    "kvt_index_open": (_P,),
+    "kvt_index_close": (None, _P),
+    "kvt_index_count": (_U64, _P),
+    "kvt_index_add_marks": (None, _P, _P, _N),
+    "kvt_index_set": (None, _P, _TEXT, _P, _N, _INT),
+}
+_HOLDING: Final[Mapping[str, Sequence[Any]]] = {
+    "kvt_pool_submit": (_INT, _P, _P, _P, _N, _N, _INT, _U64),
+    "kvt_pool_ended": (_N, _P, _P, _P, _N),
+    "kvt_index_known": (None, _P, _TEXT, _P, _N, _P),
+}
+"""Of each function the type of the result, and those of the arguments."""
 
 _log = logging.getLogger("kvtier.native")
 
@@ -46,7 +79,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         library = ctypes.CDLL(str(path))
         wrong = _why_unfit(library)
         if wrong is None:
-            _declare(library)
+            _declare(library, _FUNCTIONS)
             return library, ""
         reason = f"{path}: {wrong}"
     except (OSError, AttributeError) as error:
@@ -61,49 +94,10 @@ def _why_unfit(library: ctypes.CDLL) -> str | None:
     return f"version {found}, not {ABI}" if found != ABI else layouts.difference(library)
 
 
-def _declare(library: ctypes.CDLL) -> None:
-    address, size, u32 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32
-    library.kvt_copy_batch.argtypes = [address, address, address, size]
-    library.kvt_copy_batch.restype = None
-    library.kvt_copy_batch_async.argtypes = [address, address, address, address, size, address]
-    library.kvt_copy_batch_async.restype = ctypes.c_int
-    library.kvt_crc32c.argtypes = [u32, address, size]
-    library.kvt_crc32c.restype = u32
-    library.kvt_populate.argtypes = [address, size]
-    library.kvt_populate.restype = ctypes.c_int
-    for name in ("kvt_files_put", "kvt_files_get", "kvt_files_contains", "kvt_files_discard"):
-        getattr(library, name).argtypes = [address, size, size]
-        getattr(library, name).restype = ctypes.c_int64
-    library.kvt_files_contains.restype = None
-    library.kvt_pool_open.argtypes = [size, size]
-    library.kvt_pool_open.restype = address
-    library.kvt_pool_close.argtypes = [address]
-    library.kvt_pool_close.restype = None
-    library.kvt_pool_fd.argtypes = [address]
-    library.kvt_pool_fd.restype = ctypes.c_int
-    for name in ("kvt_tree_bytes", "kvt_tree_remove"):
-        getattr(library, name).argtypes = [ctypes.c_int, ctypes.c_char_p, address, address]
-        getattr(library, name).restype = ctypes.c_int64
-    library.kvt_files_touch.argtypes = [address, size, size]
-    library.kvt_files_touch.restype = None
-    library.kvt_chunks_scan.argtypes = [ctypes.c_int, ctypes.c_char_p, address, address]
-    library.kvt_chunks_scan.restype = ctypes.c_int64
-    library.kvt_chunks_list.argtypes = [ctypes.c_int, ctypes.c_char_p, address, address, ctypes.c_uint64]
-    library.kvt_chunks_list.restype = ctypes.c_int64
-    _declare_index(library)
-
-
-def _declare_index(library: ctypes.CDLL) -> None:
-    address, size = ctypes.c_void_p, ctypes.c_size_t
-    library.kvt_index_open.argtypes = []
-    library.kvt_index_open.restype = address
-    library.kvt_index_close.argtypes = library.kvt_index_count.argtypes = [address]
-    library.kvt_index_close.restype = None
-    library.kvt_index_count.restype = ctypes.c_uint64
-    library.kvt_index_add_marks.argtypes = [address, address, size]
-    library.kvt_index_add_marks.restype = None
-    library.kvt_index_set.argtypes = [address, ctypes.c_char_p, address, size, ctypes.c_int]
-    library.kvt_index_set.restype = None
+def _declare(library: ctypes.CDLL, functions: Mapping[str, Sequence[Any]]) -> None:
+    for name, (result, *arguments) in functions.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
 
 
 def _load_holding() -> ctypes.PyDLL | None:
@@ -113,14 +107,8 @@ def _load_holding() -> ctypes.PyDLL | None:
     """
     if library is None:
         return None
-    address, size = ctypes.c_void_p, ctypes.c_size_t
     holding = ctypes.PyDLL(library._name)
-    holding.kvt_pool_submit.argtypes = [address] * 3 + [size] * 2 + [ctypes.c_int, ctypes.c_uint64]
-    holding.kvt_pool_submit.restype = ctypes.c_int
-    holding.kvt_pool_ended.argtypes = [address, address, address, size]
-    holding.kvt_pool_ended.restype = size
-    holding.kvt_index_known.argtypes = [address, ctypes.c_char_p, address, size, address]
-    holding.kvt_index_known.restype = None
+    _declare(holding, _HOLDING)
     return holding
 
 

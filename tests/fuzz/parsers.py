@@ -34,7 +34,7 @@ from kvtier.tiers.fs import FsConfig
 from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs import _namespace as namespace
 from kvtier.tiers.fs._checking import FileChecker
-from kvtier.tiers.fs._files import ChunkFiles, NativeFiles, PythonFiles
+from kvtier.tiers.fs._files import ChunkFiles, NativeFiles
 from kvtier.tiers.fs._files.call import FileCall, Flag, Place, Result
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._quota.accounts import FileSystem
@@ -101,7 +101,7 @@ def chunk_file(data: bytes) -> None:
 
 
 def _implementations() -> list[ChunkFiles]:
-    return [PythonFiles(), *([NativeFiles(native.library)] if native.library is not None else [])]
+    return [ChunkFiles(), *([NativeFiles(native.library)] if native.library is not None else [])]
 
 
 def _get(files: ChunkFiles, root_fd: int) -> int:
@@ -160,10 +160,9 @@ def quota_ledger(data: bytes) -> None:
             ledger.read(root_fd)
             shared = ledger.SharedLedger(root_fd, lambda: _DISK)
             with shared.change() as accounts:
-                assert min(accounts.used, accounts.unconfirmed, accounts.counts) >= 0, accounts
-                assert abs(accounts.charged) < 2**64, accounts
+                assert min(accounts.used, accounts.unconfirmed, accounts.leased) >= 0, accounts
+                assert accounts.used + accounts.leased < 2**64, accounts
                 assert math.isfinite(accounts.counted_at)
-                accounts.begin_count()
             shared.close()
 
 

@@ -22,7 +22,6 @@ from kvtier.tiers._base import Batch, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier.tiers.fs._files import ChunkFiles
 from kvtier.tiers.fs._files.native import NativeFiles
-from kvtier.tiers.fs._files.python import PythonFiles
 from kvtier.tiers.fs._layout import chunk_path, data_dir
 from tests.effort import effort
 
@@ -156,7 +155,7 @@ class FsMachine(RuleBasedStateMachine):
 def test_the_tier_agrees_with_a_dict(kind: str) -> None:
     if kind == "native" and native.library is None:
         pytest.skip("the native helper is not built")
-    work = NativeFiles(native.library) if kind == "native" and native.library is not None else PythonFiles()
+    work = NativeFiles(native.library) if kind == "native" and native.library is not None else ChunkFiles()
     machine = type("Machine", (FsMachine,), {"work": work})
     limits = settings(
         max_examples=effort(8, 25),

@@ -9,10 +9,9 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Final
 
@@ -120,24 +119,18 @@ class FileChecker:
 @contextmanager
 def opened(root_fd: int, path: str) -> Iterator[int]:
     """Open a file for reading without a trace, as far as the file system and its owner allow. OSError."""
-    fd = _open_first(path, (_QUIET | _DIRECT, _QUIET, _DIRECT, 0), root_fd)
+    fd = _open_quietly(root_fd, path)
     try:
         yield fd
     finally:
         os.close(fd)
 
 
-def open_quietly(path: Path) -> int:
-    """Open a file for reading that keeps the time of its last use, where it is this user's. OSError."""
-    return _open_first(path, (_QUIET, 0))
-
-
-def _open_first(path: str | Path, ways: Sequence[int], root_fd: int | None = None) -> int:
-    """Open a file in the first way that its file system and its owner allow."""
-    for extra in ways[:-1]:
+def _open_quietly(root_fd: int, path: str) -> int:
+    for extra in (_QUIET | _DIRECT, _QUIET, _DIRECT):
         try:
             return os.open(path, os.O_RDONLY | CAREFULLY | extra, dir_fd=root_fd)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EPERM):
                 raise
-    return os.open(path, os.O_RDONLY | CAREFULLY | ways[-1], dir_fd=root_fd)
+    return os.open(path, os.O_RDONLY | CAREFULLY, dir_fd=root_fd)

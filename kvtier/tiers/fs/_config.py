@@ -24,22 +24,8 @@ class FsConfig(TierConfig):
         default=8,
         ge=1,
         le=256,
-        description="I/O threads of the tier: so many for reads and as many for writes, so that neither "
-        "waits for the other.",
-    )
-    n_read_threads: int | None = Field(
-        default=None,
-        ge=1,
-        le=256,
-        description="I/O threads for reads. Idle ones also serve writes; one is always reserved for reads. "
-        "Default: `n_threads`.",
-    )
-    n_write_threads: int | None = Field(
-        default=None,
-        ge=1,
-        le=256,
-        description="I/O threads for writes. They serve reads first; one always goes on with writes. "
-        "Default: `n_threads`.",
+        description="I/O threads for reads, and as many for writes. Idle ones serve the others, but for one "
+        "that is always reserved for reads.",
     )
     direct_io: Literal["auto", "always", "never"] = Field(
         default="auto",

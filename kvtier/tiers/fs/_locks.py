@@ -124,13 +124,3 @@ def wait_for_lock(root_fd: int, path: str, *, create: bool) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
-
-
-@contextmanager
-def exclusive_lock(root_fd: int, path: str, *, create: bool) -> Iterator[bool]:
-    """Hold a lock file if nobody else does. Yields whether it is held."""
-    fd = open_lock(root_fd, path, create=create)
-    try:
-        yield try_lock(fd) is True
-    finally:
-        os.close(fd)

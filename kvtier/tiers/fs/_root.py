@@ -32,6 +32,7 @@ from kvtier.tiers.fs._quota import ledger
 
 _NAMESPACE: Final = re.compile(r"[A-Za-z0-9.-]+_([0-9a-f]{16})")
 _LEVELS: Final = (layout.PART, layout.LEAF)
+_REMEDY: Final = "no engine opens the cache: remove the file, and the next engine writes it anew"
 
 Tick = Callable[[int], None]
 """Called with the number of files looked at since the last call."""
@@ -48,20 +49,14 @@ class ChunkFile:
     Attributes:
         path: relative to the root.
         key: the offload key that its name spells.
-        bytes: its length.
         disk_bytes: what it takes on disk.
-        written: when it was written, in seconds since the epoch of Unix.
-        used: when it was last used, in the same.
-        inode: its number, which another file under the same name does not have.
+        used: when it was last used, in seconds since the epoch of Unix.
     """
 
     path: str
     key: OffloadKey
-    bytes: int
     disk_bytes: int
-    written: float
     used: float
-    inode: int
 
     @property
     def group(self) -> int:
@@ -75,12 +70,10 @@ class Stray:
 
     Attributes:
         path: relative to the root.
-        disk_bytes: what it takes on disk itself, without the files in it.
         problem: the errno of reading it, if it is a directory that cannot be read; else 0.
     """
 
     path: str
-    disk_bytes: int
     problem: int = 0
 
 
@@ -188,14 +181,12 @@ class Namespace:
         current = self.epoch
         return current is not None and found.epoch < current
 
-    def users(self) -> dict[int, bool | None]:
-        """Return for each epoch with a lock whether a living process uses it; None where that is unknown."""
-        found = sorted(
-            number
-            for name in self._root.names(self.name)
-            if (number := layout.epoch_of_users_lock(name)) is not None
-        )
-        return {number: self._is_used(number) for number in found}
+    @property
+    def is_used(self) -> bool | None:
+        """Whether a living process has it open; None where that is unknown."""
+        epochs = {layout.epoch_of_users_lock(name) for name in self._root.names(self.name)}
+        known = {self._is_epoch_used(number) for number in epochs if number is not None}
+        return True if True in known else None if None in known else False
 
     def writers(self) -> dict[str, bool | None]:
         """Return for each writer with a directory for unfinished files whether it is alive."""
@@ -207,7 +198,7 @@ class Namespace:
         """Return the names of the files that were set aside."""
         return sorted(self._root.names(f"{self.name}/quarantine"))
 
-    def _is_used(self, epoch: int) -> bool | None:
+    def _is_epoch_used(self, epoch: int) -> bool | None:
         # Openers take the epoch's lock first: they never meet the moment in which this one is held.
         try:
             with wait_for_lock(self._root.fd, f"{self.name}/epoch.lock", create=False):
@@ -365,7 +356,7 @@ class Root:
         except FileNotFoundError:
             return
         except OSError as error:
-            yield Stray(folder, 0, error.errno or errno.EIO)
+            yield Stray(folder, error.errno or errno.EIO)
 
     def _below(self, data_dir: str, path: str, level: int, tick: Tick) -> Iterator[ChunkFile | Stray]:
         for entry in self._entries(f"{data_dir}/{path}".rstrip("/"), tick):
@@ -383,9 +374,9 @@ class Root:
 def _found(data_dir: str, below: str, entry: os.DirEntry[str]) -> ChunkFile | Stray:
     found, path, key = entry.stat(follow_symlinks=False), f"{data_dir}/{below}", key_of(below)
     if key is None or path != layout.chunk_path(data_dir, key) or not stat.S_ISREG(found.st_mode):
-        return Stray(path, found.st_blocks * 512)
+        return Stray(path)
     used = max(found.st_atime, found.st_mtime)
-    return ChunkFile(path, key, found.st_size, found.st_blocks * 512, found.st_mtime, used, found.st_ino)
+    return ChunkFile(path, key, found.st_blocks * 512, used)
 
 
 def _understood(name: str, text: bytes) -> Manifest:
@@ -394,10 +385,10 @@ def _understood(name: str, text: bytes) -> Manifest:
     except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
-        return Manifest({}, None, f"{layout.MANIFEST} is not readable JSON")
+        return Manifest({}, None, f"{layout.MANIFEST} is not readable JSON; {_REMEDY}")
     if "kvtier_format" not in fields:
         return Manifest(fields, None, f"{layout.MANIFEST} is not one of kvtier's")
     named, digest = _NAMESPACE.fullmatch(name), hashlib.sha256(text).digest()
     if named is None or not digest.hex().startswith(named[1]):
-        return Manifest(fields, None, f"{layout.MANIFEST} belongs to another cache")
+        return Manifest(fields, None, f"{layout.MANIFEST} belongs to another cache; {_REMEDY}")
     return Manifest(fields, digest, "")

@@ -32,7 +32,7 @@ from kvtier.tiers.fs._files import ChunkFiles, NativeFiles, make_files
 from kvtier.tiers.fs._files.base import most_bytes
 from kvtier.tiers.fs._files.call import FileCall, Place, Result, StopFlag, Verb
 from kvtier.tiers.fs._files.completions import NativePool
-from kvtier.tiers.fs._files.workers import ThreadPool, Workers, join_all, run, run_alone
+from kvtier.tiers.fs._files.workers import Workers, join_all, run, run_alone
 from kvtier.tiers.fs._layout import BLOCK_BYTES
 from kvtier.tiers.fs._maintenance.maintenance import Maintenance
 from kvtier.tiers.fs._maintenance.quarantine import Quarantine
@@ -84,6 +84,7 @@ _NO_LEDGER: Final = f": remove what is at {FOLDER}/ledger, which is no ledger; i
 _FIRST_COUNT_PATIENCE_S: Final = 1.0
 _LOOKUP_THREADS: Final = 2
 _PUT_THREADS: Final = 2
+_FLUSH_S: Final = 0.005
 _ROOM_SHARE: Final = 0.2  # of its deadline a put waits for room
 
 _log = logging.getLogger("kvtier.tiers.fs")
@@ -152,7 +153,7 @@ class _Opened:
     def close(self) -> None:
         """Give back the lease and all that is open. Blocks."""
         with suppress(OSError):
-            self.quota.refresh()
+            self.quota.flush()
         self.ledger.close()
         self.namespace.close()
 
@@ -183,7 +184,7 @@ class FsTier(SecondaryTier[FsConfig]):
         self._opened: _Opened | None = None
         self._epoch: Epoch | None = None
         self._serial = 0
-        self._pool: NativePool | ThreadPool | None = None
+        self._pool: NativePool | None = None
         self._workers: tuple[Workers, ...] = ()
         self._closing = StopFlag()
         self._maintenance: Maintenance | None = None
@@ -206,7 +207,7 @@ class FsTier(SecondaryTier[FsConfig]):
             self._opened, self._epoch = opened
             if cancelled is not None:
                 raise cancelled
-            self._pool = self._make_pool(context.name)
+            self._pool = self._make_pool()
             await self._begin_maintenance(context)
         except BaseException:
             with anyio.CancelScope(shield=True):
@@ -245,13 +246,11 @@ class FsTier(SecondaryTier[FsConfig]):
         if self._opened is not None:
             self._opened.close()
 
-    def _make_pool(self, name: str) -> NativePool | ThreadPool:
-        readers = self.config.n_read_threads or self.config.n_threads
-        writers = self.config.n_write_threads or self.config.n_threads
+    def _make_pool(self) -> NativePool | None:
         if isinstance(self._files, NativeFiles):
             with suppress(NotImplementedError, OSError):
-                return NativePool(self._files.library, readers, writers)
-        return ThreadPool(self._files, name, readers, writers)
+                return NativePool(self._files.library, self.config.n_threads, self.config.n_threads)
+        return None  # two threads, and Python's lock between them, do the work
 
     @property
     def _maintained(self) -> Maintenance:
@@ -414,57 +413,72 @@ class FsTier(SecondaryTier[FsConfig]):
         return results
 
     async def _put(self, place: Place, batch: Batch) -> array[int]:
-        """Put the chunks that there is room for, in no thread of Python's where room is leased already."""
-        call, quota = self._call(place, batch), self._here.quota
-        if quota.reserve_at_once(len(call)):
-            await self._write(call)
-        else:
-            await self._put_missing(call, batch)
-        if quota.needs_renewal:
-            self._maintained.renew_lease_soon()
-        if corrupt := _corrupt(call.results):  # something else is where a file should be
-            await run(self._puts, partial(self._replace, call, corrupt))
-        self._learn(call)
-        if quota.excess_bytes:
-            self._maintained.make_room_soon()
-        return call.results
+        """Put the chunks that are not there and that there is room for.
 
-    async def _put_missing(self, call: FileCall, batch: Batch) -> None:
-        """Put the chunks that are not there. No room is asked for the others, or they would evict chunks."""
+        No room is asked for those that are there, or they would evict chunks.
+        """
+        call = self._call(place, batch)
         (missing, granted, reason), cancelled = await run_alone(
             self._puts, partial(self._reserve_missing, call), call.stop
         )
         if cancelled is not None:
-            self._here.quota.settle(granted, 0)
+            self._settle(granted, 0)
             raise cancelled
         for i in missing[granted:]:
             call.results[i] = reason
-        if not granted:
-            return
-        part = self._call(call.place, batch.part(missing[:granted]))
-        await self._write(part)
-        for i, result, inode in zip(missing, part.results, part.inodes, strict=False):
-            call.results[i], call.inodes[i] = result, inode
+        if granted:
+            await self._write(call, batch, missing[:granted])
+        if corrupt := _corrupt(call.results):  # something else is where a file should be
+            await run(self._puts, partial(self._replace, call, corrupt))
+        self._learn(call)
+        if self._here.quota.excess_bytes:
+            self._maintained.make_room_soon()
+        return call.results
 
-    async def _write(self, call: FileCall) -> None:
-        """Put chunks that room is reserved for, and report to the quota what they took, cancelled or not."""
-        assert self._pool is not None
+    async def _write(self, call: FileCall, batch: Batch, chunks: Sequence[int]) -> None:
+        """Put chunks that room is reserved for, and settle what they took, cancelled or not."""
+        part = call if len(chunks) == len(call) else self._call(call.place, batch.part(chunks))
         added, cancelled = 0, None
         try:
-            added, cancelled = await self._pool.transfer(call, Verb.PUT, len(call), self._maintained.index)
+            added, cancelled = await self._transfer(part, Verb.PUT)
         finally:
-            self._here.quota.settle(len(call), added)
+            self._settle(len(part), added)
         if cancelled is not None:
             raise cancelled
+        if part is not call:
+            for i, result, inode in zip(chunks, part.results, part.inodes, strict=True):
+                call.results[i], call.inodes[i] = result, inode
+
+    async def _transfer(self, call: FileCall, verb: Verb) -> tuple[int, asyncio.CancelledError | None]:
+        """See ``NativePool.transfer``. Without the helper one thread does all of it."""
+        if self._pool is not None:
+            return await self._pool.transfer(call, verb, self._maintained.index)
+        if verb is Verb.PUT:
+            return await run_alone(self._puts, partial(self._files.put, call, 0, len(call)), call.stop)
+        _, cancelled = await run_alone(self._lookups, partial(self._files.get, call, 0, len(call)), call.stop)
+        return 0, cancelled
+
+    def _settle(self, granted: int, added: int) -> None:
+        """End a reservation. The next put reports it to the other engines; if none comes, a timer does."""
+        if granted:
+            self._here.quota.settle(granted, added)
+            asyncio.get_running_loop().call_later(_FLUSH_S, self._flush_soon)
+
+    def _flush_soon(self) -> None:
+        if self._here.quota.has_news and not self._closing:
+            self._puts.submit(self._flush)
+
+    def _flush(self) -> None:
+        with suppress(OSError):  # the next put, or the next look at the ledger, reports it
+            self._here.quota.flush()
 
     async def _get(self, call: FileCall) -> None:
-        assert self._pool is not None
-        _, cancelled = await self._pool.transfer(call, Verb.GET, len(call), self._maintained.index)
+        _, cancelled = await self._transfer(call, Verb.GET)
         if cancelled is not None:
             raise cancelled
         self._maintained.note_used(self._learn(call))
         if corrupt := _corrupt(call.results):
-            await run(self._lookups, partial(self._set_aside, call, corrupt))
+            await run(self._lookups, partial(self._set_all_aside, call, corrupt))
 
     def _call(self, place: Place, batch: Batch) -> FileCall:
         self._serial += len(batch)
@@ -489,9 +503,8 @@ class FsTier(SecondaryTier[FsConfig]):
 
     def _replace(self, call: FileCall, corrupt: Sequence[int]) -> None:
         """Set aside what is in the place of chunks, and put these again."""
-        quota = self._here.quota
         for i in corrupt:
-            self._here.quarantine.set_aside(call, i)
+            self._set_aside(call, i)
             granted, reason = self._reserve(1)
             added = 0
             try:
@@ -500,19 +513,24 @@ class FsTier(SecondaryTier[FsConfig]):
                 else:
                     call.results[i] = reason
             finally:
-                quota.settle(granted, added)
+                self._here.quota.settle(granted, added)
+        self._flush()
 
-    def _set_aside(self, call: FileCall, corrupt: Sequence[int]) -> None:
+    def _set_all_aside(self, call: FileCall, corrupt: Sequence[int]) -> None:
         for i in corrupt:
-            self._here.quarantine.set_aside(call, i)
+            self._set_aside(call, i)
         self._report_removed([call.keys[i] for i in corrupt])
+
+    def _set_aside(self, call: FileCall, i: int) -> None:
+        result, inode = Result(call.results[i]), call.inodes[i]
+        self._here.quarantine.set_aside(call.place.data_dir, call.keys[i], result, inode)
 
     def _remove(self, call: FileCall) -> None:
         since = self._here.quota.mark()
         removed = self._files.discard(call, 0, len(call))
         self._maintained.learn(call.place, (), call.keys)
         try:
-            self._here.quota.changed(-removed, since)
+            self._here.quota.removed(removed, since)
         except OSError as error:  # then the root is taken to hold them until it is counted again
             text = f"{removed} bytes were removed, and the ledger cannot be updated: {error}"
             self._maintained.warn("removed", text)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import io
 import json
-import random
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr, redirect_stdout
@@ -18,10 +16,11 @@ import pytest
 
 from kvtier._cli import main as cli
 from kvtier._identity import Identity
-from kvtier._memory.heap import HeapMemory
-from kvtier.keys import OffloadKey, pack_key
 from kvtier.tiers._base import Batch, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
+from kvtier.tiers.fs._files import make_files
+from kvtier.tiers.fs._layout import data_dir
+from tests.unit.tiers.fs.conftest import World
 
 CHUNK_BYTES = 16384
 
@@ -59,11 +58,15 @@ def kvtier(monkeypatch: pytest.MonkeyPatch) -> Kvtier:
 
 
 class Cache:
-    """One cache of a root, written as an engine writes it. Chunk ``n`` has the bytes ``content(n)``."""
+    """One cache of a root, written as an engine writes it."""
 
     def __init__(self, root: Path, model: str = "org/Model-7B") -> None:
         self.root = root
         self.identity = Identity.make(model, {"dtype": "bfloat16"})
+        self._world = World(root, make_files())
+        self._world.identity = self.identity
+        self.key = self._world.key
+        self.quarantined = self._world.quarantined
 
     @property
     def name(self) -> str:
@@ -71,27 +74,14 @@ class Cache:
 
     @property
     def home(self) -> Path:
-        return self.root / self.name
-
-    def key(self, number: int) -> OffloadKey:
-        return pack_key(hashlib.sha256(number.to_bytes(8, "big")).digest(), number % 3)
-
-    def content(self, number: int) -> bytes:
-        return random.Random(number).randbytes(CHUNK_BYTES)
+        return self._world.namespace
 
     def file(self, number: int, epoch: int = 0) -> Path:
         """Where a chunk is documented to be."""
-        digits = self.key(number)[:-4].hex()
-        folder = self.root / (f"{self.name}_r0.e{epoch}" if epoch else f"{self.name}_r0")
-        return folder / digits[:3] / f"{digits[3:5]}_g{number % 3}" / f"{digits}.bin"
+        return self._world.file(number, data_dir(self.name, epoch))
 
-    def batch(self, numbers: Iterable[int], filled: bool = True) -> Batch:
-        wanted = list(numbers)
-        memory = HeapMemory(max(1, len(wanted)), CHUNK_BYTES)
-        for slot, number in enumerate(wanted):
-            if filled:
-                memory.view(slot)[:] = self.content(number)
-        return Batch([self.key(number) for number in wanted], range(len(wanted)), memory)
+    def batch(self, numbers: Iterable[int]) -> Batch:
+        return self._world.to_put(numbers)
 
     async def open(self, **settings: object) -> FsTier:
         given = {"root_dir": self.root, "n_threads": 2, "min_free_bytes": 0, **settings}
@@ -121,22 +111,14 @@ class Cache:
         async def do() -> list[int]:
             tier = await self.open()
             try:
-                batch = self.batch(wanted, filled=False)
-                outcome = await tier.get(batch)
+                outcome = await self._world.get(tier, wanted)
             finally:
                 await tier.aclose()
-            given = []
-            for number, status, view in zip(wanted, outcome.statuses, batch.views, strict=True):
-                if status is Status.OK:
-                    assert bytes(view) == self.content(number)
-                    given.append(number)
-            return given
+            return [
+                number for number, status in zip(wanted, outcome.statuses, strict=True) if status is Status.OK
+            ]
 
         return asyncio.run(do())
-
-    def quarantined(self) -> list[str]:
-        folder = self.home / "quarantine"
-        return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
 @pytest.fixture

@@ -48,12 +48,6 @@ def test_what_differs_is_named_with_both_values(kvtier, root: Path) -> None:
     assert [word for word in words if word not in shown.out] == []
 
 
-def test_a_cache_and_itself_do_not_differ(kvtier, root: Path) -> None:
-    name = make(root, ENGINE)
-    assert kvtier("compare", root, name, name).status == 0
-    assert kvtier("compare", root, name, name, "--json").json["differing"] == []
-
-
 def test_a_cache_that_is_not_there_is_named_with_those_that_are(kvtier, root: Path) -> None:
     name = make(root, ENGINE)
     said = kvtier("compare", root, name, "nobody")

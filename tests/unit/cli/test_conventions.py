@@ -56,6 +56,7 @@ def arguments(words: tuple[str, ...], root: Path) -> list[str]:
     given = {
         "compare": [str(root), cache, cache],
         "doctor": ["--tier", json.dumps({"type": "fs", "root_dir": str(root), "min_free_bytes": 0})],
+        "stat": [str(next(root.glob("*/*/*/*.bin"), root))],
         "new-tier": ["shelves", "--directory", str(root.parent)],
     }
     return given.get(words[0], [str(root)] if words[0] not in ("schema", "tiers") else [])
@@ -67,17 +68,6 @@ OWN = [words for words in ALL if words[0] not in ("bench", "demo", "simulate")]
 @pytest.mark.parametrize("words", OWN, ids=" ".join)
 def test_every_help_has_an_example(kvtier, words: tuple[str, ...]) -> None:
     assert f"Example: kvtier {words[0]}" in kvtier(*words, "-h").out
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shells_complete_commands(shell: str) -> None:
-    words = {"bash": {"COMP_WORDS": "kvtier ver", "COMP_CWORD": "1"}}.get(
-        shell, {"_TYPER_COMPLETE_ARGS": "kvtier ver", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-    )
-    env = {**os.environ, "_KVTIER_COMPLETE": f"complete_{shell}", **words}
-    done = subprocess.run([Path(sys.executable).with_name("kvtier")], env=env, capture_output=True, text=True)
-    assert "verify" in done.stdout
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("words", OWN, ids=" ".join)
@@ -94,7 +84,7 @@ def test_tables_and_json_of_the_schema_exclude_each_other(kvtier) -> None:
     assert "exclude each other" in said.err
 
 
-@pytest.mark.parametrize("words", ["ls", "stat", "verify"])
+@pytest.mark.parametrize("words", ["ls", "verify"])
 @pytest.mark.parametrize("columns", ["", "0"])
 def test_off_a_terminal_no_row_is_folded(
     kvtier, cache, monkeypatch: pytest.MonkeyPatch, words: str, columns: str
@@ -159,7 +149,7 @@ def test_an_interrupt_while_it_imports_shows_no_traceback(tmp_path: Path, module
     assert "Traceback" not in said + complaint
 
 
-@pytest.mark.parametrize("words", ["ls", "du", "stat", "verify", "gc", "doctor"])
+@pytest.mark.parametrize("words", ["ls", "du", "verify", "gc", "doctor"])
 def test_an_interrupt_at_work_shows_no_traceback(cache, tmp_path: Path, words: str) -> None:
     cache.put(range(3))
     folder = tmp_path / "hooks"
@@ -174,38 +164,21 @@ def test_an_interrupt_at_work_shows_no_traceback(cache, tmp_path: Path, words: s
 
 
 @pytest.mark.parametrize("words", OWN, ids=" ".join)
-@pytest.mark.parametrize("both", [False, True], ids=["stdout", "both"])
-def test_a_reader_that_has_gone_is_no_traceback(cache, words: tuple[str, ...], both: bool) -> None:
+@pytest.mark.parametrize("redirect", ["| true", "2>&1 | true", "> /dev/full", ">&-"])
+def test_output_that_nobody_takes_is_no_traceback(cache, words: tuple[str, ...], redirect: str) -> None:
     cache.put(range(3))
-    reading, writing = os.pipe()
-    os.close(reading)
-    complaint = subprocess.STDOUT if both else subprocess.PIPE
-    with started([*words, *arguments(words, cache.root)], stdout=writing, stderr=complaint) as done:
-        os.close(writing)
-        _, said = done.communicate(timeout=60)
-    assert "Traceback" not in (said or "")
-    assert "Exception ignored" not in (said or "")
-    assert done.returncode >= 0
-
-
-@pytest.mark.parametrize("words", OWN, ids=" ".join)
-@pytest.mark.parametrize("how", ["full", "closed"])
-def test_output_that_cannot_be_written_is_no_traceback(cache, words: tuple[str, ...], how: str) -> None:
-    cache.put(range(3))
-    redirect = "> /dev/full" if how == "full" else ">&-"
     command = [sys.executable, "-m", "kvtier", *words, *arguments(words, cache.root)]
+    script = f'set -o pipefail; "$@" {redirect}'
     done = subprocess.run(
-        ["sh", "-c", f'"$@" {redirect}', "sh", *command], stderr=subprocess.PIPE, text=True, timeout=60
+        ["bash", "-c", script, "bash", *command], stderr=subprocess.PIPE, text=True, timeout=60
     )
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
-    assert done.returncode == (2 if how == "full" else 0), done.stderr
+    if "|" not in redirect:
+        assert done.returncode == (2 if redirect == "> /dev/full" else 0), done.stderr
 
 
-# ----------------------------------------------------------------------------------------- progress
-
-
-@pytest.mark.parametrize("words", ["ls", "du", "stat", "verify", "gc", "doctor"])
+@pytest.mark.parametrize("words", ["ls", "du", "verify", "gc", "doctor"])
 def test_long_work_says_where_it_is_off_a_terminal_too(
     kvtier, cache, monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:
@@ -215,4 +188,4 @@ def test_long_work_says_where_it_is_off_a_terminal_too(
     monkeypatch.setattr(report, "LINE_EVERY_S", 0.0)
     said = kvtier(words, *arguments((words,), cache.root), "--json")
     assert said.json
-    assert re.search(r"^kvtier: \d+.* (files|chunks|steps|files removed), \d+ s$", said.err, re.MULTILINE)
+    assert re.search(r"^kvtier: \d+.* \w+, \d+ s$", said.err, re.MULTILINE)

@@ -94,9 +94,3 @@ def test_a_command_that_is_not_installed_names_its_distribution(
     with pytest.raises(SystemExit, match="2"):
         cli.main()
     assert "not installed: pip install kvtier-bench" in capsys.readouterr().err
-
-
-def test_what_nobody_brings_is_no_command(run: Run) -> None:
-    result = run("juggle")
-    assert result.exit_code == 2
-    assert "No such command 'juggle'" in result.output

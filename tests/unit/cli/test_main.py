@@ -28,10 +28,6 @@ def test_version(run):
     assert result.output == f"kvtier {importlib_metadata.version('kvtier')}\n"
 
 
-def test_without_a_command_the_help_is_shown(run):
-    assert "Usage: kvtier" in run().output
-
-
 def test_tiers_lists_tiers_and_policies_and_whether_they_load(run, acme, install_distribution):
     install_distribution("acme-broken", "raise RuntimeError('[red]no luck[/red]')", {"broken": "Tier"}, "0.3")
     result = run("tiers")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import subprocess
@@ -43,23 +42,6 @@ def test_nothing_of_the_examples_name_is_left(tmp_path: Path) -> None:
     }
     assert [path for path, text in made.items() if "shelf" in text.lower()] == []
     assert 'tape-robot = "kvtier_tape_robot:TapeRobotTier"' in made["pyproject.toml"]
-
-
-def test_the_example_is_short(tmp_path: Path) -> None:
-    """At most 80 lines of code, not counted what is imported and said in words."""
-    source = (EXAMPLE / "src" / "kvtier_shelf" / "__init__.py").read_text()
-    lines = {
-        line
-        for node in ast.parse(source).body
-        if not isinstance(node, ast.Import | ast.ImportFrom) and not _is_docstring(node)
-        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    }
-    code = [line for number, line in enumerate(source.splitlines(), 1) if number in lines and line.strip()]
-    assert len(code) <= 80
-
-
-def _is_docstring(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 @pytest.mark.parametrize(

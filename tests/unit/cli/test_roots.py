@@ -14,7 +14,6 @@ import subprocess
 import sys
 import textwrap
 import time
-import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ import pytest
 from kvtier import _native as native
 from kvtier._identity import Identity
 from kvtier.tiers.fs._layout import BLOCK_BYTES
-from kvtier.tiers.fs._root import Root
 
 CHUNK_BYTES = 16384
 FILE_BYTES = CHUNK_BYTES + BLOCK_BYTES
@@ -33,24 +31,14 @@ FILE_BYTES = CHUNK_BYTES + BLOCK_BYTES
 def put_in_another_process(root: Path, then: str) -> subprocess.Popen[str]:
     """Have another process open the cache of the fixture, put chunk 0, say so, and go on with ``then``."""
     source = """
-        import asyncio, hashlib, random, sys, time
-        from kvtier._identity import Identity
-        from kvtier.keys import pack_key
-        from kvtier._memory.heap import HeapMemory
-        from kvtier.tiers._base import Batch, TierContext
-        from kvtier.tiers.fs import FsConfig, FsTier
-
-        def batch(number):
-            memory = HeapMemory(1, {chunk_bytes})
-            memory.view(0)[:] = random.Random(number).randbytes({chunk_bytes})
-            key = pack_key(hashlib.sha256(number.to_bytes(8, "big")).digest(), number % 3)
-            return Batch([key], [0], memory)
+        import asyncio, sys
+        from pathlib import Path
+        from tests.unit.cli.conftest import Cache
 
         async def main():
-            tier = FsTier(FsConfig(root_dir=sys.argv[1], n_threads=2, min_free_bytes=0))
-            identity = Identity.make("org/Model-7B", {{"dtype": "bfloat16"}})
-            await tier.open(TierContext("files", identity, {chunk_bytes}))
-            await tier.put(batch(0))
+            cache = Cache(Path(sys.argv[1]))
+            tier = await cache.open()
+            await tier.put(cache.batch([0]))
             while tier._maintenance._watched.listed < 0:  # then it has swept, and leaves the dead alone
                 await asyncio.sleep(0.01)
             print("put", flush=True)
@@ -59,9 +47,13 @@ def put_in_another_process(root: Path, then: str) -> subprocess.Popen[str]:
 
         asyncio.run(main())
     """
-    text = textwrap.dedent(source).format(chunk_bytes=CHUNK_BYTES, then=then)
+    text = textwrap.dedent(source).format(then=then)
     other = subprocess.Popen(
-        [sys.executable, "-c", text, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", text, str(root)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
     )
     assert other.stdout is not None
     assert other.stdout.readline() == "put\n"
@@ -127,7 +119,7 @@ def test_ls_tells_what_a_cache_is_and_how_much_it_holds(kvtier, cache) -> None:
 
 def test_ls_sees_the_living_and_does_not_disturb_them(kvtier, cache, living) -> None:
     assert one(kvtier("ls", cache.root, "--json"))["in_use"] is True
-    assert kvtier("stat", cache.root, "--json").json["in_use"] == 1
+    assert kvtier("du", cache.root, "--json").json["writers"] == 1
     cache.put([1])  # the locks that were looked at are free again
     living.communicate(timeout=30)
     assert living.returncode == 0
@@ -171,7 +163,7 @@ def test_ls_names_what_is_wrong_and_what_is_not_kvtiers(kvtier, cache) -> None:
 
 
 @pytest.mark.parametrize("content", [b"garbage", b"", None])
-@pytest.mark.parametrize("command", ["ls", "verify", "stat"])
+@pytest.mark.parametrize("command", ["ls", "verify"])
 def test_an_epoch_that_is_not_readable_is_told(kvtier, cache, content: bytes | None, command: str) -> None:
     cache.put(range(6))
     (cache.home / "epoch").unlink()
@@ -183,7 +175,7 @@ def test_an_epoch_that_is_not_readable_is_told(kvtier, cache, content: bytes | N
     assert cache.had(range(6)) == []  # as it says: the next engine starts another one
 
 
-@pytest.mark.parametrize("command", ["ls", "du", "stat", "verify", "gc"])
+@pytest.mark.parametrize("command", ["ls", "du", "verify", "gc"])
 def test_a_root_that_is_not_there_is_named(kvtier, tmp_path: Path, command: str) -> None:
     said = kvtier(command, tmp_path / "nowhere")
     assert said.status == 2
@@ -191,7 +183,7 @@ def test_a_root_that_is_not_there_is_named(kvtier, tmp_path: Path, command: str)
     assert len(said.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("command", ["ls", "du", "stat", "verify", "gc"])
+@pytest.mark.parametrize("command", ["ls", "du", "verify", "gc"])
 def test_an_empty_directory_is_a_root_without_caches(kvtier, tmp_path: Path, command: str) -> None:
     assert kvtier(command, tmp_path).status == 0
 
@@ -208,49 +200,15 @@ def test_du_adds_up_to_what_the_system_says(kvtier, cache) -> None:
     assert said["bytes"] == int(system.stdout.split()[0]) - root_itself
     assert said["bytes"] == sum(part["bytes"] for part in said["parts"])
     parts = {(part["namespace"], part["part"]): part for part in said["parts"]}
-    assert parts["", "others"]["files"] == 1
+    assert parts["", "others"]["bytes"] >= 50_000
     assert said["unreadable"] == 0
 
 
-def test_stat_of_a_root_counts_and_knows_the_ledger(kvtier, cache) -> None:
+def test_du_knows_the_ledger(kvtier, cache) -> None:
     cache.put(range(12))
-    said = kvtier("stat", cache.root, "--json")
-    found = said.json
-    assert said.status == 0
-    assert (found["namespaces"], found["chunks"], found["old_chunks"]) == (1, 12, 0)
+    found = kvtier("du", cache.root, "--json").json
     assert abs(found["ledger_bytes"] - found["bytes"]) <= 2 * BLOCK_BYTES
     assert (found["leased_bytes"], found["writers"]) == (0, 0)
-
-
-def test_stat_of_a_chunk_says_what_its_trailer_says(kvtier, cache) -> None:
-    cache.put(range(3))
-    said = kvtier("stat", cache.file(2), "--json")
-    assert said.status == 0
-    assert said.json["finding"] == "sound"
-    assert said.json["hash"] == cache.key(2)[:-4].hex()
-    assert (said.json["group"], said.json["payload_bytes"]) == (2, CHUNK_BYTES)
-    assert said.json["digest"] == cache.identity.short_digest.hex()
-    assert said.json["hash"] in kvtier("stat", cache.file(2)).out
-
-
-@pytest.mark.parametrize(
-    ("how", "finding"), [("checksum", "checksum"), ("torn", "torn"), ("no trailer", "torn")]
-)
-def test_stat_of_an_ill_chunk_says_how(kvtier, cache, how: str, finding: str) -> None:
-    cache.put(range(3))
-    damage(cache.file(1), how)
-    said = kvtier("stat", cache.file(1), "--json")
-    assert (said.status, said.json["finding"]) == (1, finding)
-
-
-def test_stat_of_a_chunk_in_anothers_place_is_foreign_and_of_a_copy_elsewhere_sound(
-    kvtier, cache, tmp_path: Path
-) -> None:
-    cache.put(range(7))
-    shutil.copy(cache.file(3), cache.file(6))
-    shutil.copy(cache.file(3), tmp_path / "copy")
-    assert kvtier("stat", cache.file(6), "--json").json["finding"] == "foreign"
-    assert kvtier("stat", tmp_path / "copy", "--json").json["finding"] == "sound"
 
 
 # ------------------------------------------------------------------------------------- verify
@@ -300,39 +258,11 @@ def test_a_chunk_of_another_cache_is_foreign(kvtier, cache, tmp_path: Path) -> N
     assert one(kvtier("verify", cache.root, "--namespace", other.name, "--json"))["sound"] == 1
 
 
-def test_repair_removes_what_dead_writers_left_and_nothing_of_the_living(
-    kvtier, cache, living, killed
-) -> None:
-    before = set((cache.home / ".tmp").iterdir())
-    found = one(kvtier("verify", cache.root, "--json"))
-    assert (found["dead_writers"], found["removed_bytes"]) == (1, 0)
-    assert set((cache.home / ".tmp").iterdir()) == before
-    found = one(kvtier("verify", cache.root, "--repair", "--json"))
-    assert found["removed_bytes"] >= 10_000
-    left = {path.name.removesuffix(".lock").partition("-")[0] for path in (cache.home / ".tmp").iterdir()}
-    assert left == {str(living.pid)}
-    living.communicate(timeout=30)
-    assert living.returncode == 0
-    assert cache.had([0]) == [0]
-
-
-def test_repair_sets_a_damaged_manifest_aside_so_that_engines_can_open_the_place(kvtier, cache) -> None:
-    cache.put(range(3))
-    (cache.home / "config.json").write_text("{")
-    assert kvtier("verify", cache.root).status == 1
-    repaired = kvtier("verify", cache.root, "--repair")
-    assert repaired.status == 0
-    assert "config.json was damaged and set aside" in repaired.out
-    assert kvtier("verify", cache.root).status == 0  # it is missing, and the next engine writes it
-    assert cache.had(range(3)) == [0, 1, 2]
-    assert any(name.startswith("config.json") for name in cache.quarantined())
-
-
 def test_verify_beside_a_process_that_writes_and_removes_finds_nothing_ill(kvtier, cache) -> None:
     cache.put(range(200))
     churn = """
             for number in range(1000, 1000000):
-                one = batch(number)
+                one = cache.batch([number])
                 await tier.put(one)
                 if number % 3 == 0:
                     await tier.discard(one.keys)
@@ -406,22 +336,6 @@ def test_what_cannot_be_read_is_told_and_is_not_set_aside(kvtier, cache, locked_
     assert (said.status, found["unreadable"], found["sound"], found["set_aside"]) == (1, 1, 2, 0)
     assert found["ill"][0]["errno"] == "eacces"
     assert cache.file(1).exists()
-
-
-def test_a_directory_that_looks_like_a_cache_and_is_none_is_left_alone(kvtier, cache) -> None:
-    cache.put([0])
-    model = cache.root / "my-model_0123456789abcdef"
-    (model / ".tmp" / "draft").mkdir(parents=True)
-    (model / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    said = kvtier("ls", cache.root, "--json")
-    assert said.status == 0
-    assert [found["namespace"] for found in said.json["namespaces"]] == [cache.name]
-    assert said.json["others"] == [model.name]
-    assert kvtier("verify", cache.root, "--repair").status == 0
-    kvtier("gc", cache.root, "--max-bytes", "0")
-    cache.put([1])  # an engine sweeps when it starts
-    assert (model / ".tmp" / "draft").is_dir()
-    assert (model / "config.json").is_file()
 
 
 def test_a_cache_of_vllms_own_tier_is_left_alone(kvtier, cache) -> None:
@@ -526,10 +440,10 @@ def test_gc_beside_a_living_engine_keeps_what_it_is_at(kvtier, cache, living) ->
 
 def test_gc_tells_the_ledger(kvtier, cache) -> None:
     cache.put(range(30))
-    before = kvtier("stat", cache.root, "--json").json["ledger_bytes"]
+    before = kvtier("du", cache.root, "--json").json["ledger_bytes"]
     done = kvtier("gc", cache.root, "--older-than", "0s", "--json").json
     assert done["expired_files"] == 30
-    after = kvtier("stat", cache.root, "--json").json["ledger_bytes"]
+    after = kvtier("du", cache.root, "--json").json["ledger_bytes"]
     assert before - after == done["expired_bytes"]
 
 
@@ -601,8 +515,6 @@ def test_the_documented_copy_is_proven_and_given_to_an_engine(cache, tmp_path: P
     ("command", "words"),
     [
         (["ls"], "files"),
-        (["du"], "files"),
-        (["stat"], "files"),
         (["gc", "--max-bytes", "0"], "files removed"),
         (["gc", "--max-bytes", "0", "--dry-run"], "files"),
     ],
@@ -618,28 +530,13 @@ def test_long_work_shows_its_progress_on_a_terminal(
     assert said.json["root"] == str(cache.root)
 
 
-def test_chunks_are_taken_one_by_one_from_a_large_root(cache) -> None:
-    cache.put([0])
-    folder = cache.file(0).parent
-    for number in range(5_000):
-        (folder / f"{cache.file(0).name[:5]}{number:027x}.bin").touch()
-    with Root(cache.root) as root:
-        (found,) = root.namespaces()
-        tracemalloc.start()
-        count = sum(1 for _ in root.chunks(found.data_dirs[0].name))
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-    assert count == 5_001
-    assert peak < 1 << 19  # a record of each takes several times that
-
-
 # ---------------------------------------------------------------------- what is not what it should be
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["fifo", "directory"])
 @pytest.mark.parametrize("name", ["config.json", "epoch", "../.kvtier/ledger", "epoch.lock"])
-@pytest.mark.parametrize("command", ["ls", "stat", "verify", "gc", "du"])
+@pytest.mark.parametrize("command", ["ls", "verify", "gc", "du"])
 def test_no_tool_hangs_or_breaks_at_what_is_no_file(
     kvtier, cache, name: str, make: Callable[[Path], None], command: str
 ) -> None:
@@ -652,7 +549,7 @@ def test_no_tool_hangs_or_breaks_at_what_is_no_file(
     assert "Traceback" not in said.err
 
 
-@pytest.mark.parametrize("command", ["verify", "gc", "stat", "du"])
+@pytest.mark.parametrize("command", ["verify", "gc", "du"])
 def test_a_directory_below_a_root_is_refused_and_the_root_named(kvtier, cache, command: str) -> None:
     cache.put(range(3))
     for inside in (cache.home, cache.file(0).parent):
@@ -661,7 +558,7 @@ def test_a_directory_below_a_root_is_refused_and_the_root_named(kvtier, cache, c
         assert f"did you mean {cache.root}?" in said.err.replace("\n", "")
 
 
-@pytest.mark.parametrize("command", ["verify", "gc", "stat", "du"])
+@pytest.mark.parametrize("command", ["verify", "gc", "du"])
 def test_files_without_a_cache_are_no_clean_root_and_a_new_disk_is_one(
     kvtier, tmp_path: Path, command: str
 ) -> None:
@@ -671,15 +568,6 @@ def test_files_without_a_cache_are_no_clean_root_and_a_new_disk_is_one(
     said = kvtier(command, tmp_path)
     assert said.status == 2
     assert "no cache of kvtier's" in said.err.replace("\n", " ")
-
-
-@pytest.mark.parametrize("name", ["[/red]", "[bold]x", "\x1b[31mred"])
-def test_a_root_of_any_name_is_printed_as_it_is(kvtier, tmp_path: Path, name: str) -> None:
-    (tmp_path / name).mkdir(parents=True)
-    for command in ("ls", "stat", "du", "verify", "gc"):
-        said = kvtier(command, tmp_path / name)
-        assert (said.status, said.err) == (0, "")
-        assert name.replace("\x1b", "\\x1b") in said.out
 
 
 def test_names_of_others_do_not_command_the_terminal(kvtier, cache) -> None:
@@ -740,6 +628,37 @@ def test_a_directory_that_cannot_be_read_is_reported(
     assert said.status == 1
     words = {"verify": "eacces", "gc": "Permission denied"}
     assert words.get(command[0], "cannot be read") in said.out
+
+
+def test_stat_of_a_chunk_says_what_its_trailer_says(kvtier, cache) -> None:
+    cache.put(range(3))
+    said = kvtier("stat", cache.file(2), "--json")
+    assert said.status == 0
+    assert said.json["finding"] == "sound"
+    assert said.json["hash"] == cache.key(2)[:-4].hex()
+    assert (said.json["group"], said.json["payload_bytes"]) == (2, CHUNK_BYTES)
+    assert said.json["digest"] == cache.identity.short_digest.hex()
+    assert said.json["hash"] in kvtier("stat", cache.file(2)).out
+
+
+@pytest.mark.parametrize(
+    ("how", "finding"), [("checksum", "checksum"), ("torn", "torn"), ("no trailer", "torn")]
+)
+def test_stat_of_an_ill_chunk_says_how(kvtier, cache, how: str, finding: str) -> None:
+    cache.put(range(3))
+    damage(cache.file(1), how)
+    said = kvtier("stat", cache.file(1), "--json")
+    assert (said.status, said.json["finding"]) == (1, finding)
+
+
+def test_stat_of_a_chunk_in_anothers_place_is_foreign_and_of_a_copy_elsewhere_sound(
+    kvtier, cache, tmp_path: Path
+) -> None:
+    cache.put(range(7))
+    shutil.copy(cache.file(3), cache.file(6))
+    shutil.copy(cache.file(3), tmp_path / "copy")
+    assert kvtier("stat", cache.file(6), "--json").json["finding"] == "foreign"
+    assert kvtier("stat", tmp_path / "copy", "--json").json["finding"] == "sound"
 
 
 def test_stat_of_a_chunk_does_not_count_as_a_use(kvtier, cache) -> None:

@@ -18,7 +18,6 @@ from kvtier.tiers.dummy import DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier.tiers.fs._files import ChunkFiles
 from kvtier.tiers.fs._files.native import NativeFiles
-from kvtier.tiers.fs._files.python import PythonFiles
 from kvtier_testing.tiers import Damage, TierConformance
 from tests.unit.tiers.fs.slow import FileConformance, SlowFiles, SlowLibrary, Slowness
 
@@ -75,7 +74,7 @@ class _OnFiles(FileConformance):
 
 
 class TestFilesInPython(_OnFiles):
-    work = PythonFiles()
+    work = ChunkFiles()
 
 
 @pytest.mark.skipif(native.library is None, reason="the native helper is not built")

@@ -86,9 +86,9 @@ class NativePool:
             raise
 
     async def transfer(
-        self, call: FileCall, verb: Verb, end: int, index: Index
+        self, call: FileCall, verb: Verb, index: Index
     ) -> tuple[int, asyncio.CancelledError | None]:
-        """Put or get the call's first ``end`` chunks, at least one, whatever happens meanwhile.
+        """Put or get chunks, at least one, whatever happens meanwhile.
 
         Chunks that are there may be noted in ``index``: ``call.is_noted`` says whether they are.
 
@@ -103,7 +103,7 @@ class NativePool:
         part = max(1, PART_BYTES // call.place.chunk_bytes)
         self._begun[token] = transfer
         submit = self._holding.kvt_pool_submit
-        if submit(self._address, self._work[verb], call.address, end, part, verb is Verb.GET, token):
+        if submit(self._address, self._work[verb], call.address, len(call), part, verb is Verb.GET, token):
             del self._begun[token]
             raise MemoryError("no memory for a task of the native helper's pool")
         cancelled = await transfer.end()

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Final, Protocol
+from typing import Final
 
 from kvtier import _native as native
 from kvtier.keys import GROUP_BYTES, OffloadKey
@@ -37,37 +37,40 @@ def ends_of(keys: Sequence[OffloadKey]) -> array[int]:
     return array("I", accumulate(map(len, keys), initial=0))
 
 
-class Index(Protocol):
+class Index:
     """Fingerprints of the chunks that this opener knows to exist. Any thread may call it.
 
     Attributes:
         address: of the helper's own tables; None where there are none.
     """
 
-    address: int | None
+    address: int | None = None
 
-    def __len__(self) -> int: ...
+    def __init__(self) -> None:
+        self._marks: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._marks)
 
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[int]:
         """Return for each key whether its chunk is there: 1 or 0."""
+        return [mark in self._marks for mark in map(fingerprint, keys)]
 
     def add(self, keys: Sequence[OffloadKey]) -> None:
         """Note that chunks are there."""
+        self._marks.update(map(fingerprint, keys))
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
         """Note that chunks are not there."""
+        self._marks.difference_update(map(fingerprint, keys))
 
     def add_listed(self, marks: array[int]) -> None:
         """Note fingerprints as ``ChunkFiles.fingerprints`` lists them."""
+        self._marks.update(marks)
 
 
-def make_index() -> Index:
-    """Make an empty one: the helper's, where it is there."""
-    return NativeIndex(native.library) if native.library is not None else PythonIndex()
-
-
-class NativeIndex:
-    """``Index`` in C. See ``Index``.
+class NativeIndex(Index):
+    """``Index`` in C.
 
     Args:
         library: ``kvtier._native.library``, not None.
@@ -75,7 +78,7 @@ class NativeIndex:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        self.address: int | None = library.kvt_index_open()
+        self.address = library.kvt_index_open()
         if not self.address:
             raise MemoryError("no memory for an index of chunks")
 
@@ -110,25 +113,6 @@ class NativeIndex:
             self._library.kvt_index_set(*where, there)
 
 
-class PythonIndex:
-    """``Index`` in Python. See ``Index``."""
-
-    address: int | None = None
-
-    def __init__(self) -> None:
-        self._marks: set[int] = set()
-
-    def __len__(self) -> int:
-        return len(self._marks)
-
-    def known(self, keys: Sequence[OffloadKey]) -> Sequence[int]:
-        return [mark in self._marks for mark in map(fingerprint, keys)]
-
-    def add(self, keys: Sequence[OffloadKey]) -> None:
-        self._marks.update(map(fingerprint, keys))
-
-    def discard(self, keys: Sequence[OffloadKey]) -> None:
-        self._marks.difference_update(map(fingerprint, keys))
-
-    def add_listed(self, marks: Iterable[int]) -> None:
-        self._marks.update(marks)
+def make_index() -> Index:
+    """Make an empty one: the helper's, where it is there."""
+    return NativeIndex(native.library) if native.library is not None else Index()

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import ClassVar, Final
 
 from kvtier._native.layouts import TreeSums
-from kvtier.tiers.fs._files.base import ChunkFiles, Failures, part_path
+from kvtier.tiers.fs._files.base import Failures, part_path
 from kvtier.tiers.fs._files.call import FileCall, Place, StopFlag
+from kvtier.tiers.fs._files.python import ChunkFiles
 
 _LISTED_AT_ONCE: Final = 1024
 

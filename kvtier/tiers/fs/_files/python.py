@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from kvtier.keys import GROUP_BYTES, MAX_KEY_BYTES
 from kvtier.tiers import _seal as seal
-from kvtier.tiers.fs._files.base import ChunkFiles, Failures, key_of, part_path
+from kvtier.tiers.fs._files.base import Failures, key_of, part_path
 from kvtier.tiers.fs._files.call import FileCall, Flag, Place, Result, StopFlag
 from kvtier.tiers.fs._files.index import fingerprint
 from kvtier.tiers.fs._layout import (
@@ -43,12 +43,22 @@ _RESULTS = {
 _MISSING = (FileNotFoundError, NotADirectoryError)
 
 
-class PythonFiles(ChunkFiles):
-    """``ChunkFiles`` in Python."""
+class ChunkFiles:
+    """Work on chunks' files. All calls block, and may be made from any thread, several at once.
+
+    ``first`` and ``end`` delimit a run of the call's chunks: its results are written and nobody else's.
+    Errors of chunks are results, never exceptions.
+    """
 
     is_native: ClassVar[bool] = False
+    """Whether the native helper does the work."""
 
     def put(self, call: FileCall, first: int, end: int) -> int:
+        """Write chunks that are not there, each whole or not at all.
+
+        Returns:
+            The bytes that were added to the file system, directories included.
+        """
         added = 0
 
         def put_one(i: int, path: str) -> int:
@@ -62,13 +72,17 @@ class PythonFiles(ChunkFiles):
         return added
 
     def get(self, call: FileCall, first: int, end: int) -> None:
+        """Read chunks into their slots and prove them by their trailers."""
         with _file_buffer(call) as file:
             _each(call, first, end, lambda i, path: _get_chunk(call, i, path, file))
 
     def contains(self, call: FileCall, first: int, end: int) -> None:
+        """Look whether the chunks' files are there: EXISTS, TORN where the length is wrong, or ABSENT."""
         _each(call, first, end, lambda i, path: _existing(call, i, path))
 
     def discard(self, call: FileCall, first: int, end: int) -> int:
+        """Remove the chunks' files. Returns the bytes that were removed."""
+
         def remove(_: int, path: str) -> int:
             os.unlink(path, dir_fd=call.place.root_fd)
             return Result.OK
@@ -77,6 +91,8 @@ class PythonFiles(ChunkFiles):
         return call.results[first:end].count(Result.OK) * call.place.file_bytes
 
     def touch(self, call: FileCall, first: int, end: int) -> None:
+        """Set the time of the last use of the chunks' files to now: OK or ABSENT."""
+
         def touch_one(_: int, path: str) -> int:
             found = os.stat(path, dir_fd=call.place.root_fd, follow_symlinks=False)
             times = (time.time_ns(), found.st_mtime_ns)
@@ -86,6 +102,16 @@ class PythonFiles(ChunkFiles):
         _each(call, first, end, touch_one)
 
     def fingerprints(self, place: Place, part: int, stop: StopFlag) -> array[int]:
+        """List a part of an epoch's chunks, for the index. OSError where it cannot be read.
+
+        Args:
+            place: the epoch.
+            part: 0 to ``PARTS`` - 1.
+            stop: set where the caller does not want to know any more.
+
+        Returns:
+            ``index.fingerprint`` of each chunk's key, type code ``Q``.
+        """
         marks = array("Q")
         try:
             folders = names_in(place.root_fd, part_path(place, part))
@@ -101,9 +127,17 @@ class PythonFiles(ChunkFiles):
         return marks
 
     def tree_bytes(self, root_fd: int, path: str, stop: StopFlag, failures: Failures | None = None) -> int:
+        """Return the bytes on disk below a directory. OSError where it cannot be read.
+
+        Directories below it that cannot be read are left out, and added to ``failures``.
+        """
         return _Walk(False, stop, failures).below(root_fd, path)
 
     def tree_remove(self, root_fd: int, path: str, stop: StopFlag, failures: Failures | None = None) -> int:
+        """Remove a directory. Returns the bytes removed. OSError where it cannot be removed.
+
+        What is below it and cannot be removed is added to ``failures``.
+        """
         removed = _Walk(True, stop, failures).below(root_fd, path)
         with suppress(FileNotFoundError):
             os.rmdir(path, dir_fd=root_fd)
@@ -183,7 +217,7 @@ def _write_temporary(call: FileCall, tmp: str, file: memoryview) -> None:
     try:
         fd = os.open(tmp, flags, FILE_MODE, dir_fd=place.root_fd)
     except FileNotFoundError:
-        make_parents(place.root_fd, tmp)
+        _make_parents(place.root_fd, tmp)
         fd = os.open(tmp, flags, FILE_MODE, dir_fd=place.root_fd)
     try:
         _write(fd, file)
@@ -203,9 +237,9 @@ def _publish(call: FileCall, tmp: str, path: str) -> int:
         except FileNotFoundError:
             if attempt == _PUBLISH_ATTEMPTS:
                 raise
-            made += make_parents(root_fd, path)
+            made += _make_parents(root_fd, path)
     if call.place.flags & Flag.SYNC_DIRECTORY:
-        sync_parents(root_fd, path, made)
+        _sync_parents(root_fd, path, made)
     return made
 
 
@@ -260,7 +294,7 @@ def _direct_flag(call: FileCall) -> int:
     return getattr(os, "O_DIRECT", 0) if call.place.flags & Flag.DIRECT else 0
 
 
-def make_parents(root_fd: int, path: str) -> int:
+def _make_parents(root_fd: int, path: str) -> int:
     """Make the missing directories between the root and ``path``. Return how many were made."""
     parent = os.path.dirname(path)
     if not parent:
@@ -271,7 +305,7 @@ def make_parents(root_fd: int, path: str) -> int:
     except FileExistsError:
         return 0
     except FileNotFoundError:
-        made = make_parents(root_fd, parent)
+        made = _make_parents(root_fd, parent)
         try:
             os.mkdir(parent, DIRECTORY_MODE, dir_fd=root_fd)
         except FileExistsError:
@@ -279,7 +313,7 @@ def make_parents(root_fd: int, path: str) -> int:
     return made + 1
 
 
-def sync_parents(root_fd: int, path: str, made: int) -> None:
+def _sync_parents(root_fd: int, path: str, made: int) -> None:
     """Flush the directory that holds ``path``, and those that hold ``made`` new ones above it."""
     while path := os.path.dirname(path):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root_fd)

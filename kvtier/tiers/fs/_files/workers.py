@@ -17,9 +17,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from kvtier.tiers._drain import wait_for_end
-from kvtier.tiers.fs._files.base import ChunkFiles
-from kvtier.tiers.fs._files.call import FileCall, StopFlag, Verb
-from kvtier.tiers.fs._files.index import Index
+from kvtier.tiers.fs._files.call import StopFlag
 
 _log = logging.getLogger("kvtier.tiers.fs")
 T = TypeVar("T")
@@ -65,40 +63,6 @@ class Workers:
         while (job := self._queue.get()) is not None:
             job()
             del job  # what it holds is given back before the next one is waited for
-
-
-class ThreadPool:
-    """``NativePool`` in Python's threads, for files without the native helper.
-
-    Args:
-        files: what puts and gets.
-        name: prefix of the threads' names.
-        readers: threads for gets.
-        writers: threads for puts.
-    """
-
-    def __init__(self, files: ChunkFiles, name: str, readers: int, writers: int) -> None:
-        self._files = files
-        self._readers = Workers(f"{name}-read", readers)
-        self._writers = Workers(f"{name}-write", writers)
-
-    async def transfer(
-        self, call: FileCall, verb: Verb, end: int, index: Index
-    ) -> tuple[int, asyncio.CancelledError | None]:
-        """See ``NativePool.transfer``: one thread does all of it."""
-        del index
-        if verb is Verb.PUT:
-            return await run_alone(self._writers, partial(self._files.put, call, 0, end), call.stop)
-        _, cancelled = await run_alone(self._readers, partial(self._files.get, call, 0, end), call.stop)
-        return 0, cancelled
-
-    async def drain(self) -> asyncio.CancelledError | None:
-        """See ``NativePool.drain``: ``close`` waits for all that was begun."""
-        return None
-
-    def close(self) -> None:
-        """See ``NativePool.close``."""
-        join_all((self._readers, self._writers))
 
 
 def post(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:

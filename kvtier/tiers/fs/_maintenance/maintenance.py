@@ -10,11 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -24,7 +22,8 @@ import anyio
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.keys import OffloadKey
 from kvtier.tiers.fs._config import FsConfig
-from kvtier.tiers.fs._files.base import PARTS, ChunkFiles, key_of
+from kvtier.tiers.fs._files import ChunkFiles
+from kvtier.tiers.fs._files.base import PARTS, key_of
 from kvtier.tiers.fs._files.call import FileCall, Place, StopFlag
 from kvtier.tiers.fs._files.index import Index, make_index
 from kvtier.tiers.fs._files.workers import Workers, post
@@ -38,7 +37,7 @@ from kvtier.tiers.fs._quota.quota import Quota
 from kvtier.tiers.fs._root import Root
 
 TICK_S: Final = 2.0
-"""Between two looks at the ledger, which return a lease that is not used and see what others need."""
+"""Between two looks at the ledger, which see what others need."""
 
 UNCOUNTED_S: Final = 1.0
 """Between two tries to have the root counted, where it was never counted."""
@@ -120,9 +119,7 @@ class Maintenance:
         self._watched = _Watched(epoch.place, make_index())
         self._left: deque[OffloadKey] = deque(maxlen=_LEFT)
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._asked = threading.Lock()  # held from a call for room until it is answered
-        self._renewing = threading.Lock()  # the same for a lease
-        self._recounting = threading.Lock()  # and for a count that cannot wait for the next one
+        self._requested: set[str] = set()  # what is under way, or waits for its thread
         self._room_made = asyncio.Event()
         self._eviction_pause_s = 0.0
         self._eviction_paused_until = 0.0
@@ -176,8 +173,8 @@ class Maintenance:
 
     def make_room_soon(self) -> None:
         """Request an eviction if one is due. Any thread may call it."""
-        if not self._closing and not self._is_eviction_paused and self._asked.acquire(blocking=False):
-            self._quick.submit(self._make_room)
+        if not self._is_eviction_paused:
+            self._request(self._quick, self._evict, "made room in")
 
     async def room_made(self, give_up_at: float) -> bool:
         """Request an eviction, and wait for room. Returns whether a put that was refused should try again.
@@ -191,16 +188,11 @@ class Maintenance:
         if left_s <= 0 or self._closing or not self._quota.can_make_room or self._is_eviction_paused:
             return False
         if self._quota.unconfirmed_bytes:
-            self._recount_soon()
+            self._request(self._slow, self._count, "counted")
         self.make_room_soon()
         with anyio.move_on_after(min(left_s, ROOM_EVERY_S)):
             await self._room_made.wait()
         return True
-
-    def renew_lease_soon(self) -> None:
-        """Request a new lease before it is used up. Any thread may call it."""
-        if not self._closing and self._renewing.acquire(blocking=False):
-            self._quick.submit(self._renew_lease)
 
     @property
     def _is_eviction_paused(self) -> bool:
@@ -212,9 +204,18 @@ class Maintenance:
         self._room_made.set()
         self._room_made = asyncio.Event()
 
-    def _recount_soon(self) -> None:
-        if self._recounting.acquire(blocking=False):
-            self._slow.submit(self._recount)
+    def _request(self, workers: Workers, work: Callable[[], None], what: str) -> None:
+        """Have something done soon, once for all who request it meanwhile. Any thread may call it."""
+        if not self._closing and what not in self._requested:
+            self._requested.add(what)
+            workers.submit(partial(self._do_requested, work, what))
+
+    def _do_requested(self, work: Callable[[], None], what: str) -> None:
+        try:
+            self._try(work, what)
+        finally:
+            self._requested.discard(what)
+            post(self._loop, self._wake_puts)
 
     def _after(self, name: str, seconds: float, action: Callable[[], None]) -> None:
         if name in self._timers:
@@ -254,8 +255,8 @@ class Maintenance:
         self._try(self._quota.refresh, "asked for its ledger")
         if self._quota.excess_bytes:
             self.make_room_soon()
-        if self._quota.unconfirmed_bytes:
-            self._recount_soon()
+        if self._quota.unconfirmed_bytes or self._quota.used_bytes is None:
+            self._request(self._slow, self._count, "counted")
         if self._namespace.read_only is None:
             self._try(partial(self._touch, place), "updated with what was used")
         post(self._loop, partial(self._after, "tick", TICK_S, self._tick))
@@ -269,12 +270,6 @@ class Maintenance:
         with ledger.elected(self._namespace.root_fd, ledger.COUNTING) as lock:
             if lock is not None:
                 self._quota.count(self._add_up)
-
-    def _recount(self) -> None:
-        try:
-            self._try(self._count, "counted")
-        finally:
-            self._recounting.release()
 
     def _add_up(self) -> int:
         return self._files.tree_bytes(self._namespace.root_fd, ".", self._closing)
@@ -307,19 +302,6 @@ class Maintenance:
             if len(marks) > _MANY_MARKS:
                 time.sleep(_BREATH_S)  # an engine that computes wants the interpreter as well
         watched.index, watched.listed = index, len(index)
-
-    def _make_room(self) -> None:
-        try:
-            self._try(self._evict, "made room in")
-        finally:
-            self._asked.release()
-            post(self._loop, self._wake_puts)
-
-    def _renew_lease(self) -> None:
-        try:
-            self._try(self._quota.renew, "asked for a lease")
-        finally:
-            self._renewing.release()
 
     def _evict(self) -> None:
         need = self._quota.excess_bytes
@@ -357,9 +339,7 @@ class Maintenance:
         def freed(count: int) -> None:
             nonlocal since
             self.evicted_bytes += count
-            since = self._quota.changed(-count, since)
-            if self._quota.needs_renewal:  # who makes room for long cannot be asked for a lease meanwhile
-                self._quota.renew()
+            since = self._quota.removed(count, since)
 
         return freed
 
@@ -383,11 +363,7 @@ class Maintenance:
             work()
         except Exception:
             if not self._closing:
-                with suppress(Exception):
-                    self._complain(what)
-
-    def _complain(self, what: str) -> None:
-        self.warn(what, f"could not be {what}", exc_info=True)
+                self.warn(what, f"could not be {what}", exc_info=True)
 
     def warn(self, subject: str, text: str, *, exc_info: bool = False) -> None:
         """Write a line about the root to the log, unless there was one about the subject a moment ago."""

@@ -21,17 +21,13 @@ from typing import Final, NamedTuple
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.keys import OffloadKey, content_hash, group_index
 from kvtier.tiers.fs._files import make_files
-from kvtier.tiers.fs._files.call import FileCall, Result, StopFlag
+from kvtier.tiers.fs._files.call import Result, StopFlag
 from kvtier.tiers.fs._layout import DIRECTORY_MODE, chunk_path
 from kvtier.tiers.fs._maintenance.removal import Removal
 
 MAX_FILES: Final = 128
 """Entries in the quarantine of one namespace, of whatever kind."""
 
-FULL_S: Final = 30.0
-"""After the quarantine was full of what cannot be removed, nothing is moved for so long."""
-
-_MAX_REPORTED: Final = 1024
 _LINES_EVERY_S: Final = 30.0
 _OURS: Final = re.compile(r".+\.[a-z]+\.([0-9]{1,20})-[0-9]{1,10}")
 
@@ -52,37 +48,33 @@ class Quarantine:
         self._removal = Removal(root_fd, make_files(), StopFlag())
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._reported: set[tuple[str, int]] = set()
-        self._full_until = 0.0
         self._log_limit = LogLimit(_LINES_EVERY_S)
 
     def counts(self) -> Mapping[str, int]:
-        """Return how many files were set aside since the tier opened, by reason."""
-        with self._lock:
-            return dict(self._counts)
+        """Return how many files were set aside since the tier opened, by reason. Does not block."""
+        return dict(self._counts)
 
-    def set_aside(self, call: FileCall, i: int) -> bool:
-        """Move chunk ``i`` away, unless another one has taken its place since. Returns whether it was moved.
+    def set_aside(self, data_dir: str, key: OffloadKey, result: Result, inode: int) -> bool:
+        """Move a chunk's file away, unless another one has taken its place. Returns whether it was moved.
 
         Where it cannot be moved it stays, and fails its check each time it is read.
 
         Args:
-            call: the get that found it, or the put that found something else in its place: ``call.inodes``
-                says which file.
-            i: which chunk.
+            data_dir: the epoch's directory.
+            key: the chunk.
+            result: what is wrong with the file.
+            inode: which file.
         """
-        key, reason = call.keys[i], Result(call.results[i]).name.lower()
-        path = chunk_path(call.place.data_dir, key)
+        path, reason = chunk_path(data_dir, key), result.name.lower()
         target = self.target(key, reason)
         with self._lock:
             try:
                 with suppress(FileExistsError):
                     os.mkdir(self._folder, DIRECTORY_MODE, dir_fd=self._root_fd)
                 self._require_place()
-                if not self._move(path, call.inodes[i], target):
+                if not self._move(path, inode, target):
                     return False  # another reader was faster
             except OSError as error:
-                self._count_once(path, call.inodes[i], reason)
                 what = "%s failed its check (%s) and cannot be set aside: %s"
                 self._log(logging.ERROR, what, path, reason, error.strerror or error)
                 return False
@@ -102,26 +94,14 @@ class Quarantine:
         name = f"{content_hash(key).hex()}_g{group_index(key)}.{reason}.{time.time_ns()}-{os.getpid()}"
         return f"{self._folder}/{name}"
 
-    def _count_once(self, path: str, inode: int, reason: str) -> None:
-        if len(self._reported) >= _MAX_REPORTED:
-            self._reported.clear()
-        if (path, inode) not in self._reported:
-            self._reported.add((path, inode))
-            self._counts[reason] += 1
-
     def _require_place(self) -> None:
         """Remove the oldest entries until there is a place for one more. OSError where there is none."""
-        if time.monotonic() >= self._full_until:
-            pruned = prune(self._removal, self._folder, MAX_FILES - 1)
-            if pruned.entries:
-                what = "%s has no more than %d places, of the oldest entries %d were removed"
-                self._log(logging.WARNING, what, self._folder, MAX_FILES, pruned.entries)
-            if pruned.problem is None:
-                return
-            self._full_until = time.monotonic() + FULL_S
-            what = "%s is full and nothing more is moved there: its entries cannot be removed (%s)"
-            self._log(logging.WARNING, what, self._folder, pruned.problem)
-        raise OSError(errno.ENOSPC, "the quarantine is full of what cannot be removed")
+        pruned = prune(self._removal, self._folder, MAX_FILES - 1)
+        if pruned.entries:
+            what = "%s has no more than %d places, of the oldest entries %d were removed"
+            self._log(logging.WARNING, what, self._folder, MAX_FILES, pruned.entries)
+        if pruned.problem is not None:
+            raise OSError(errno.ENOSPC, f"the quarantine is full, and its entries stay: {pruned.problem}")
 
     def _log(self, level: int, what: str, *details: object) -> None:
         """Write a line, unless one of its kind was written a moment ago."""

@@ -10,39 +10,36 @@ from typing import Final
 from kvtier.keys import OffloadKey
 
 TOUCH_EVERY_S: Final = 300.0
-"""A file's time is set at most so often: eviction looks back hours, and each time costs a write."""
+"""A file's time is set about so often: eviction looks back hours, and each time costs a write."""
 
 REMEMBERED: Final = 65_536
-"""Chunks that are remembered in each of two halves, with some 150 bytes for each."""
+"""Chunks that are remembered, with some 150 bytes for each."""
 
 
 class Recency:
     """Gathers chunks that were used, each once in a while. Any thread may call it.
 
     Args:
-        every_s: seconds for which a chunk is not gathered again; between one and two times as many.
         clock: seconds.
     """
 
-    def __init__(self, every_s: float = TOUCH_EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
-        self._every_s = every_s
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._waiting: set[OffloadKey] = set()
-        self._young: set[OffloadKey] = set()
-        self._old: set[OffloadKey] = set()
-        self._turned_at = clock()
+        self._noted: set[OffloadKey] = set()
+        self._begun_at = clock()
 
     def note(self, keys: Sequence[OffloadKey]) -> None:
         """Note that chunks were used."""
         with self._lock:
             now = self._clock()
-            if now - self._turned_at >= self._every_s or len(self._young) >= REMEMBERED:
-                self._old, self._young, self._turned_at = self._young, set(), now
-            if self._young.issuperset(keys):
+            if now - self._begun_at >= TOUCH_EVERY_S or len(self._noted) >= REMEMBERED:
+                self._noted, self._begun_at = set(), now
+            if self._noted.issuperset(keys):
                 return
-            fresh = set(keys).difference(self._young, self._old)
-            self._young |= fresh
+            fresh = set(keys) - self._noted
+            self._noted |= fresh
             if len(self._waiting) < REMEMBERED:  # or nobody takes them: the disk hangs
                 self._waiting |= fresh
 
@@ -55,4 +52,4 @@ class Recency:
     def clear(self) -> None:
         """Forget everything: the chunks are those of another epoch."""
         with self._lock:
-            self._waiting, self._young, self._old = set(), set(), set()
+            self._waiting, self._noted, self._begun_at = set(), set(), self._clock()

@@ -13,7 +13,7 @@ from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._files import ChunkFiles
 from kvtier.tiers.fs._files.base import Failures
 from kvtier.tiers.fs._files.call import StopFlag
-from kvtier.tiers.fs._locks import exclusive_lock
+from kvtier.tiers.fs._locks import open_lock, try_lock
 
 
 class Removal:
@@ -90,14 +90,19 @@ class Removal:
     def alone(self, lock: str, *, create: bool) -> Iterator[bool]:
         """Hold a lock file if nobody else does, and remove it in the end. Yields whether it is held."""
         try:
-            with exclusive_lock(self._root_fd, lock, create=create and not self.dry_run) as is_held:
-                yield is_held
-                if is_held and not self.dry_run:
-                    os.unlink(lock, dir_fd=self._root_fd)
+            fd = open_lock(self._root_fd, lock, create=create and not self.dry_run)
         except FileNotFoundError:
-            if not (create and self.dry_run):
+            if not create:
                 raise
-            yield True
+            yield True  # a dry run makes none
+            return
+        try:
+            is_held = try_lock(fd) is True
+            yield is_held
+            if is_held and not self.dry_run:
+                os.unlink(lock, dir_fd=self._root_fd)
+        finally:
+            os.close(fd)
 
     def names(self, folder: str) -> list[str]:
         """Return the names left in a directory, in a dry run without those it has counted. OSError."""

@@ -1,5 +1,4 @@
-"""Bytes that a root may hold: owns the ledger that all its writers share, the leases in it, and reservations.
+"""Bytes that a root may hold: the ledger that all its writers share, and what each of them reserves in it.
 
-``accounts`` is the arithmetic, ``ledger`` its file and the liveness of writers, ``quota`` one writer's lease
-and the room that its puts reserve of it.
+``accounts`` is the arithmetic, ``ledger`` its file and the liveness of writers, ``quota`` one writer's puts.
 """

@@ -23,9 +23,6 @@ import errno
 import logging
 import os
 import re
-import secrets
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -59,7 +56,7 @@ _log = logging.getLogger("kvtier.tiers.fs")
 
 
 class Ledger:
-    """Accounts of one process alone: for a root that cannot be written. Blocks; any thread may call it.
+    """Accounts of one process alone: for a root that cannot be written. For one thread at a time.
 
     Attributes:
         writer: the name that this writer's lease is under.
@@ -67,20 +64,18 @@ class Ledger:
 
     def __init__(self, disk: FileSystem) -> None:
         self.writer = "self"
-        self.accounts = Accounts("private", "", disk.used)
-        self._lock = threading.Lock()
+        self.accounts = Accounts(disk.used)
 
     @contextmanager
     def change(self) -> Iterator[Accounts]:
         """Hold the accounts; what they are at the end is what others see then. OSError if it cannot."""
-        with self._lock:
-            yield self.accounts
+        yield self.accounts
 
     def expire_dead_leases(self, accounts: Accounts) -> None:
         """End the leases of dead writers in accounts that are held."""
 
     def close(self) -> None:
-        """End this writer's lease. What was leased and not reported counts as written."""
+        """End this writer's lease, which counts as written."""
 
 
 class SharedLedger(Ledger):
@@ -97,7 +92,6 @@ class SharedLedger(Ledger):
     def __init__(self, root_fd: int, look: Callable[[], FileSystem]) -> None:
         self._root_fd = root_fd
         self._look = look
-        self._lock = threading.Lock()
         with suppress(FileExistsError):
             os.mkdir(FOLDER, DIRECTORY_MODE, dir_fd=root_fd)
         self._fd: int | None = None
@@ -116,20 +110,19 @@ class SharedLedger(Ledger):
 
     @contextmanager
     def change(self) -> Iterator[Accounts]:
-        with self._lock:
-            fd = self._open()
-            try:
-                lock_with_timeout(fd, _LEDGER, _PATIENCE_S)
-                before = os.pread(fd, _MOST_BYTES, 0)
-                accounts = _parse(before) or self._new_accounts()
-                if self.writer not in accounts.leases:
-                    self._register_again()
-                yield accounts
-                after = _encode(accounts)
-                if after != before:
-                    _write(fd, after)
-            finally:
-                os.close(fd)
+        fd = self._open()
+        try:
+            lock_with_timeout(fd, _LEDGER, _PATIENCE_S)
+            before = os.pread(fd, min(os.fstat(fd).st_size, _MOST_BYTES), 0)
+            accounts = _parse(before) or self._new_accounts()
+            if self.writer not in accounts.leases:
+                self._register_again()
+            yield accounts
+            after = _encode(accounts)
+            if after != before:
+                _write(fd, after)
+        finally:
+            os.close(fd)
 
     def expire_dead_leases(self, accounts: Accounts) -> None:
         """End the leases of dead writers, and remove the lock files of those that had none yet."""
@@ -156,7 +149,7 @@ class SharedLedger(Ledger):
         accounts.leases[self.writer] = 0
 
     def _new_accounts(self) -> Accounts:
-        return Accounts(secrets.token_hex(8), _boot(), self._look().used)
+        return Accounts(self._look().used, _boot())
 
     # ------------------------------------------------------------------------------ liveness
 
@@ -270,14 +263,9 @@ def _parse(text: bytes) -> Accounts | None:
         accounts = _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    return accounts if accounts.charged < MOST else None
+    return accounts if accounts.used + accounts.leased < MOST else None
 
 
 def _write(fd: int, text: bytes) -> None:
     if os.pwrite(fd, text, 0) != len(text):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), _LEDGER)
-
-
-def now() -> float:
-    """Return seconds since 1970: what ``counted_at`` is in."""
-    return time.time()

@@ -21,7 +21,6 @@ from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._files import ChunkFiles
 from kvtier.tiers.fs._files.call import StopFlag
 from kvtier.tiers.fs._files.native import NativeFiles
-from kvtier.tiers.fs._files.python import PythonFiles
 
 SLOTS = 64
 AT_FDCWD = -100
@@ -132,7 +131,7 @@ class World:
 def work(request: pytest.FixtureRequest) -> ChunkFiles:
     """What does the work on files: each in turn."""
     if request.param == "python":
-        return PythonFiles()
+        return ChunkFiles()
     if native.library is None:
         pytest.skip("the native helper is not built")
     return NativeFiles(native.library)

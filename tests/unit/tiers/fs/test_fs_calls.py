@@ -93,14 +93,13 @@ int utimensat(int d, const char *p, const struct timespec t[2], int f) {
 """
 
 DRIVER = r"""
-import asyncio, ctypes, errno, functools, hashlib, logging, random, sys
+import asyncio, ctypes, errno, logging, random, sys
 from pathlib import Path
 from kvtier import _native as native
-from kvtier._identity import Identity
-from kvtier.keys import pack_key
-from kvtier._memory.heap import HeapMemory
-from kvtier.tiers._base import Batch, Status, TierContext
+from kvtier.tiers._base import Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
+from kvtier.tiers.fs._files import make_files
+from tests.unit.tiers.fs.conftest import World
 
 logging.disable()
 OK, ABSENT, REFUSED, FAILED, CORRUPT = Status.OK, Status.ABSENT, Status.REFUSED, Status.FAILED, Status.CORRUPT
@@ -112,33 +111,16 @@ CALLS = (
 )
 root = Path(sys.argv[1])
 assert native.available == (sys.argv[2] == "native")
-SIZE = 16384
-
-def key(number):
-    return pack_key(hashlib.sha256(number.to_bytes(8, "big")).digest(), 0)
-
-@functools.cache
-def content(number):
-    return random.Random(number).randbytes(SIZE)
-
-def batch(numbers, filled):
-    memory = HeapMemory(max(8, len(numbers)), SIZE)
-    if filled:
-        for slot, number in enumerate(numbers):
-            memory.view(slot)[:] = content(number)
-    return Batch([key(number) for number in numbers], range(len(numbers)), memory)
+world = World(root, make_files())
 
 async def get(tier, numbers):
-    wanted = batch(numbers, False)
-    outcome = await tier.get(wanted)
-    for number, status, view in zip(numbers, outcome.statuses, wanted.views):
-        assert status != OK or bytes(view) == content(number), f"wrong bytes of {number}"
+    outcome = await world.get(tier, numbers)
     assert CORRUPT not in outcome.statuses, outcome.reasons
     assert set(outcome.reasons) <= set(tier.reasons), outcome.reasons
     return outcome.statuses
 
 async def put(tier, numbers):
-    outcome = await tier.put(batch(numbers, True))
+    outcome = await world.put(tier, numbers)
     assert set(outcome.statuses) <= {OK, FAILED, REFUSED}, outcome.statuses
     assert set(outcome.reasons) <= set(tier.reasons), outcome.reasons
     return outcome
@@ -146,7 +128,7 @@ async def put(tier, numbers):
 async def open_tier(folder):
     settings = dict(root_dir=root / folder, n_threads=2, min_free_bytes=0, max_bytes=10**9)
     tier = FsTier(FsConfig(**settings, durability="full"))
-    await tier.open(TierContext("files", Identity.make("m", {}), SIZE))
+    await tier.open(TierContext("files", world.identity, world.chunk_bytes))
     return tier
 
 def is_tidy(folder):
@@ -168,9 +150,9 @@ async def one_by_one():
             there = await get(tier, range(4))
             assert set(there) <= {OK, FAILED, ABSENT, REFUSED}, there
             assert fault.failed or set(there) == {OK}, (name, CALLS[call])
-            await tier.contains([key(1)])
-            await tier.touch([key(1)])
-            await tier.discard([key(10**6)])
+            await tier.contains(world.keys([1]))
+            await tier.touch(world.keys([1]))
+            await tier.discard(world.keys([10**6]))
             fault.calls = 0
             assert set(await get(tier, range(4))) == {OK}, (name, CALLS[call])
             assert set((await put(tier, mine)).statuses) == {OK}, (name, CALLS[call])
@@ -190,7 +172,7 @@ async def at_random():
         elif what < 0.9:
             await get(tier, some)
         else:
-            await tier.discard([key(number) for number in some[:2]])
+            await tier.discard(world.keys(some[:2]))
         fault.calls = 0
     assert set((await put(tier, range(60))).statuses) == {OK}
     assert set(await get(tier, range(60))) == {OK}
@@ -236,6 +218,7 @@ async def test_whatever_call_fails_is_a_reason_and_all_is_well_afterwards(shim, 
         **os.environ,
         "LD_PRELOAD": str(shim),
         "KVTIER_NATIVE": "1" if way == "native" else "0",
+        "PYTHONPATH": str(Path(__file__).parents[4]),
     }
     command = [sys.executable, "-c", DRIVER, folder, way]
     done = await anyio.run_process(command, env=environment, check=False)

@@ -85,26 +85,14 @@ async def test_a_root_that_is_removed_is_a_miss_and_a_counted_failure(world, mon
 
 
 async def test_all_that_is_below_the_root_may_be_removed_at_any_time(world, monkeypatch):
-    monkeypatch.setattr(
-        maintenance, "TICK_S", 1000.0
-    )  # what is leased stays: a new ledger must be counted first
+    monkeypatch.setattr(maintenance, "TICK_S", 0.02)
     tier = await world.open(max_bytes=10**9)
     for round_ in range(3):
         await world.put(tier, range(10))
-        for number, path in enumerate(world.root.iterdir()):  # a lease may be renewed: none is in the way
+        for number, path in enumerate(world.root.iterdir()):  # at once, whoever is writing in it
             shutil.rmtree(path.rename(world.root.with_name(f"removed-{round_}-{number}")))
         assert (await world.get(tier, range(10))).statuses == (ABSENT,) * 10
-        assert (await world.put(tier, range(10))).statuses == (OK,) * 10, round_
+        with anyio.fail_after(20):  # a new ledger is counted first
+            while (await world.put(tier, range(10))).statuses != (OK,) * 10:  # noqa: ASYNC110
+                await anyio.sleep(0.005)
         assert (await world.get(tier, range(10))).statuses == (OK,) * 10
-
-
-async def test_a_mount_that_vanishes_is_a_miss(world, mounted):
-    point = mounted("size=8m")
-    world.root = point / "root"
-    tier = await world.open(max_bytes=10**6)
-    await world.put(tier, range(4))
-    await anyio.run_process(["umount", "-l", str(point)])
-    # The tier goes on with the directory that it has open; who opens now finds another one.
-    assert set((await world.get(tier, range(4))).statuses) <= {OK, ABSENT}
-    other = await world.open(max_bytes=10**6)
-    assert (await world.get(other, range(4))).statuses == (ABSENT,) * 4

@@ -14,7 +14,7 @@ import pytest
 from kvtier import _native as native
 from kvtier.keys import pack_key
 from kvtier.tiers._base import Knowledge, Status
-from kvtier.tiers.fs._files.index import Index, NativeIndex, PythonIndex, fingerprint
+from kvtier.tiers.fs._files.index import Index, NativeIndex, fingerprint
 
 pytestmark = pytest.mark.timeout(60)
 PRESENT, UNKNOWN = Knowledge.PRESENT, Knowledge.UNKNOWN
@@ -30,7 +30,7 @@ def test_keys_that_differ_in_hash_or_group_have_other_fingerprints():
 @pytest.fixture(params=["native", "python"])
 def index(request) -> Index:
     if request.param == "python":
-        return PythonIndex()
+        return Index()
     if native.library is None:
         pytest.skip("the native helper is not built")
     return NativeIndex(native.library)
@@ -138,28 +138,6 @@ async def test_what_leaves_while_it_is_listed_is_not_known_afterwards(world, unl
     unlistable.may.set()
     await world.eventually(lambda: tier._maintenance._watched.listed >= 0)
     assert list(tier.known(world.keys(range(4)))) == [UNKNOWN] * 4
-
-
-async def test_a_list_that_fails_costs_nothing_but_itself(world, unlistable, caplog):
-    tier = await world.open()
-    await world.put(tier, [9])
-    await tier.aclose()
-    unlistable.fails = True
-    unlistable.may.set()
-    tier = await world.open(unlistable)
-    await world.eventually(lambda: "could not be listed" in caplog.text)
-    assert (await world.put(tier, range(4))).statuses == (Status.OK,) * 4
-    assert list(tier.known(world.keys([1]))) == [PRESENT]
-
-
-async def test_what_is_known_to_be_there_and_is_not_is_a_miss_and_then_forgotten(world):
-    tier = await world.open()
-    await world.put(tier, range(4))
-    shutil.rmtree(world.root / f"{world.identity.namespace}_r0")
-    assert list(tier.known(world.keys([1, 2]))) == [PRESENT, PRESENT]
-    assert (await world.get(tier, [1])).statuses == (Status.ABSENT,)
-    assert list(await tier.contains(world.keys([2]))) == [False]
-    assert list(tier.known(world.keys([1, 2, 3]))) == [UNKNOWN, UNKNOWN, PRESENT]
 
 
 async def test_nothing_of_an_old_epoch_is_known(world):

@@ -45,21 +45,6 @@ async def test_a_root_that_is_moved_away_is_not_told_of_and_is_of_use_where_it_i
     assert (await world.get(tier, range(4))).statuses == (OK,) * 4
 
 
-async def test_a_root_behind_a_link_is_the_directory_that_the_link_leads_to(world, told, monkeypatch):
-    monkeypatch.setattr(maintenance, "TICK_S", 0.01)
-    disks = [world.root.with_name(name) for name in ("disk-1", "disk-2")]
-    for disk in disks:
-        disk.mkdir()
-    world.root.symlink_to(disks[0])
-    tier = await world.open(lost=told.append, max_bytes=2**50)
-    await anyio.sleep(0.1)
-    assert told == []
-    world.root.unlink()
-    world.root.symlink_to(disks[1])
-    await world.eventually(lambda: told)
-    await tier.aclose()
-
-
 def run(*command):
     subprocess.run(command, check=True, capture_output=True)
 

@@ -99,14 +99,6 @@ def test_every_chunk_is_done_once_and_the_end_is_told_with_the_sum(make_pool):
     assert sorted(pool.begun) == [("a", 0, 3), ("a", 3, 6), ("a", 6, 9), ("a", 9, 10)]
 
 
-def test_many_ends_are_told_by_one_look(make_pool):
-    pool = make_pool(2, 2)
-    for token in range(1, 8):
-        pool.submit("a", reading=bool(token % 2), token=token)
-    time.sleep(0.2)
-    assert sorted(token for token, _ in pool.ended(7)) == list(range(1, 8))
-
-
 def test_reads_go_before_writes_that_came_earlier(make_pool):
     pool, gate, writing = make_pool(1, 2), threading.Event(), threading.Event()
     for _ in range(2):  # all three threads are busy: with two writes, and then with a read

@@ -18,8 +18,6 @@ from kvtier.tiers._base import Batch, Knowledge, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier.tiers.fs._files import ChunkFiles
 from kvtier.tiers.fs._files.native import NativeFiles
-from kvtier.tiers.fs._files.python import PythonFiles
-from kvtier.tiers.fs._quota import quota
 
 pytestmark = pytest.mark.timeout(60)
 OK, ABSENT, REFUSED, FAILED = Status.OK, Status.ABSENT, Status.REFUSED, Status.FAILED
@@ -69,13 +67,6 @@ async def test_short_hashes_have_files_too(world):
     assert (folder / "abc" / "d0_g4294967295" / "abcd.bin").exists()
 
 
-async def test_contains_of_many_keys_and_of_none(world):
-    tier = await world.open()
-    await world.put(tier, range(40))
-    assert list(await tier.contains(world.keys(range(1000)))) == [True] * 40 + [False] * 960
-    assert list(await tier.contains([])) == []
-
-
 async def test_what_was_put_got_or_found_is_known_and_nothing_is_known_to_be_absent(world):
     tier, other = await world.open(), await world.open()
     await world.put(tier, [1, 2, 3])
@@ -88,14 +79,6 @@ async def test_what_was_put_got_or_found_is_known_and_nothing_is_known_to_be_abs
     assert list(other.known(world.keys([1]))) == [unknown]
     assert (await world.get(tier, [1])).statuses == (ABSENT,)
     assert list(tier.known(world.keys([1]))) == [unknown]
-
-
-async def test_a_chunk_that_is_there_is_not_written_again(world):
-    tier, other = await world.open(), await world.open()
-    await world.put(tier, [1, 2])
-    inodes = [world.file(number).stat().st_ino for number in (1, 2)]
-    assert (await world.put(other, [1, 2, 3])).statuses == (OK,) * 3
-    assert [world.file(number).stat().st_ino for number in (1, 2)] == inodes
 
 
 async def test_puts_gets_and_discards_of_one_key_at_once_never_show_other_bytes(world):
@@ -123,29 +106,13 @@ async def test_puts_gets_and_discards_of_one_key_at_once_never_show_other_bytes(
     assert world.quarantined() == []
 
 
-async def test_directories_removed_under_the_tier_are_made_again(world):
-    tier = await world.open()
-    await world.put(tier, [1])
-    folder = world.file(1).parent.parent
-    world.file(1).unlink()
-    world.file(1).parent.rmdir()
-    folder.rmdir()
-    folder.parent.rmdir()
-    for writer in (world.namespace / ".tmp").iterdir():
-        if writer.is_dir():
-            writer.rmdir()
-    assert (await world.get(tier, [1])).statuses == (ABSENT,)
-    assert (await world.put(tier, [1])).statuses == (OK,)
-    assert (await world.get(tier, [1])).statuses == (OK,)
-
-
 @pytest.mark.parametrize(
     ("durability", "files", "directories"), [("none", 0, 0), ("data", 2, 0), ("full", 2, 3 + 1)]
 )
 async def test_the_fallback_flushes_what_it_promises(world, monkeypatch, durability, files, directories):
     """The first put makes two directories: it flushes them and the one that holds them."""
     flushed: list[str] = []
-    tier = await world.open(PythonFiles(), durability=durability)
+    tier = await world.open(ChunkFiles(), durability=durability)
     await world.put(tier, [0])
     world.file(0).unlink()
     world.file(0).parent.rmdir()
@@ -159,20 +126,11 @@ async def test_the_fallback_flushes_what_it_promises(world, monkeypatch, durabil
     assert flushed.count("directory") == directories
 
 
-async def test_an_error_of_one_file_is_that_chunks_alone(world):
-    tier = await world.open(direct_io="never")
-    await world.put(tier, [1])
-    world.file(2).mkdir(parents=True)  # a directory where a file should be
-    outcome = await world.get(tier, [1, 2])
-    assert outcome.statuses == (OK, FAILED)
-    assert dict(outcome.reasons) == {"eisdir": 1}
-
-
 @pytest.mark.parametrize("direct_io", ["auto", "never"])
 async def test_helper_and_fallback_write_the_same_bytes_and_read_each_others(world, tmp_path, direct_io):
     if native.library is None:
         pytest.skip("the native helper is not built")
-    works: dict[str, ChunkFiles] = {"c": NativeFiles(native.library), "python": PythonFiles()}
+    works: dict[str, ChunkFiles] = {"c": NativeFiles(native.library), "python": ChunkFiles()}
     both = []
     for name, other in (("c", "python"), ("python", "c")):
         world.root = tmp_path / name
@@ -214,14 +172,6 @@ async def test_statistics_tell_what_is_so(world, work):
     assert after.used_bytes - before.used_bytes >= 3 * (world.chunk_bytes + 4096)
 
 
-async def test_closing_twice_and_closing_what_never_opened(world, tmp_path):
-    tier = await world.open()
-    await tier.aclose()
-    await tier.aclose()
-    await FsTier(FsConfig(root_dir=tmp_path)).aclose()
-    assert world.writers() == []
-
-
 async def test_how_full_it_is_can_be_asked_while_the_file_system_hangs(world, monkeypatch):
     tier = await world.open(max_bytes=1 << 20)
     await world.put(tier, [1, 2, 3])
@@ -234,7 +184,6 @@ async def test_how_full_it_is_can_be_asked_while_the_file_system_hangs(world, mo
 
     real = os.fstatvfs
     monkeypatch.setattr(os, "fstatvfs", hang)
-    monkeypatch.setattr(quota, "LOOK_EVERY_S", 0.0)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(world.put, tier, [4])
         await anyio.to_thread.run_sync(asked.wait, 20)
