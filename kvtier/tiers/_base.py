@@ -164,45 +164,48 @@ class Batch:
 class TierConfig(Settings):
     """Settings that every tier has. A tier's own model subclasses this one."""
 
-    type: str = Field(description="Name of the tier's entry point in the group kvtier.tiers.")
+    type: str = Field(description="Type of the tier: the name of its entry point in `kvtier.tiers`.")
     name: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
-        description="Name in logs and metrics, of letters, digits, '.', '_' and '-'. Default: the type, "
-        "numbered where it is used twice.",
+        description="Name in logs and metrics: letters, digits, `.`, `_` and `-`. Default: the type; a "
+        "second tier of that type is `<type>-2`.",
     )
     deadline_s: float = Field(
         default=5.0,
         gt=0,
         le=86_400,
-        description="Seconds after which an unanswered request to the tier is a miss.",
+        description="Seconds after which a put or get, queueing included, is cancelled. The get is then a "
+        "miss, the put is dropped.",
     )
     locality: Literal["LOCAL", "REMOTE"] | None = Field(
         default=None,
-        description="Where the chunks are, for requests that choose tiers. Default: by the tier's type.",
+        description="Whether chunks are on this host or on another, for `kv_load_tiers` and KV events. "
+        "Default: what the tier's type implies.",
     )
     max_concurrency: int = Field(
         default=8,
         ge=1,
-        description="Gets of this tier that may be under way at once; beside them half as many puts.",
+        description="Maximum number of gets in flight; puts get half as many. Raise it for a tier with high "
+        "latency and bandwidth to spare.",
     )
     breaker_failures: int = Field(
         default=5,
         ge=1,
-        description="Puts (or gets) in a row that fail until the tier is given none for a while.",
+        description="Consecutive failures that open a breaker. Puts and gets have one each.",
     )
     breaker_pause_s: float = Field(
         default=1.0,
         gt=0,
         le=86_400,
-        description="Seconds until one is let through again to see how it goes; up to 60 times as long "
-        "while that fails.",
+        description="Seconds from the opening of a breaker to its first probe. Each failed probe doubles the "
+        "pause, up to 60 times this value.",
     )
     retry_share: float = Field(
         default=0.1,
         ge=0,
         le=1,
-        description="Share of puts and gets that may be tried a second time; 0 for none.",
+        description="Retries allowed, as a share of first attempts. 0 disables retries.",
     )
 
     def own_directories(self) -> Sequence[Path]:
