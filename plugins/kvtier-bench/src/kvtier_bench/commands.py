@@ -37,7 +37,7 @@ RootOption = Annotated[
     typer.Option(
         "--root",
         metavar="DIRECTORY",
-        help="Directory on the disk to measure; files in it are removed afterwards. Default: a temporary one.",
+        help="Directory on the disk to measure; emptied afterwards. Default: a temporary one.",
     ),
 ]
 ModelOption = Annotated[
