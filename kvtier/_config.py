@@ -140,8 +140,9 @@ class TieringConfig(Settings):
         default=3.0,
         ge=0,
         le=_LONGEST_WAIT_S,
-        description="Seconds that a shutdown waits for puts in flight. The shutdown ends at most 1.5 s "
-        "later, even if a tier hangs. vLLM kills an engine that takes longer than 5 s.",
+        description="Seconds that a shutdown waits for puts in flight. It ends at most 1.5 s later, even if "
+        "a tier hangs. With vLLM both count from when its workers begin to stop; vLLM kills an engine that "
+        "takes longer than 5 s in all.",
     )
 
     @field_validator("secondary_tiers", mode="before")

@@ -80,7 +80,7 @@ Size = Annotated[
         {"anyOf": [{"type": "string", "pattern": SIZE_PATTERN}, {"type": "integer", "minimum": 0}]}
     ),
 ]
-"""A setting in bytes, which may be given as text with a unit."""
+"""Type of a setting in bytes: an ``int`` that users may also write as text with a unit, such as ``64GiB``."""
 
 
 class Settings(BaseModel):

@@ -78,9 +78,9 @@ def hide(text: str, settings: BaseModel) -> str:
 
 
 def conceal(text: str, secrets: Iterable[str]) -> str:
-    """Return a text without the secrets that have at least 4 characters.
+    """Return ``text`` with every secret of at least 4 characters replaced by asterisks.
 
-    Shorter ones occur in many words, and each place where one is hidden would reveal it.
+    Shorter secrets occur in ordinary words; replacing them there would reveal them.
     """
     for secret in sorted(set(secrets), key=len, reverse=True):
         if len(secret) >= _SHORTEST_HIDDEN:

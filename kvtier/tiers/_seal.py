@@ -18,6 +18,8 @@ from kvtier.keys import MAX_KEY_BYTES, OffloadKey
 MAGIC = b"KVTIER\x00\x01"
 VERSION = 1
 TRAILER_BYTES = 128
+"""Size of the trailer that a tier keeps with each chunk, in bytes."""
+
 DIGEST_BYTES = 16
 
 _RECORD = struct.Struct(f"<8sHHIQ{DIGEST_BYTES}s{MAX_KEY_BYTES}s16x")

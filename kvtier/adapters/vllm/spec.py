@@ -1,4 +1,4 @@
-"""The spec that vLLM makes in the scheduler's process and in every worker."""
+"""``KVTierOffloadingSpec``, which vLLM creates in the scheduler's process and in every worker."""
 
 from __future__ import annotations
 
