@@ -31,7 +31,7 @@ HITS = {"cpu_hit": "cpu", "restart_fs_hit": "fs"}
 
 @dataclass(frozen=True)
 class Phase:
-    """Time to first token of the same prompts: cold, from host memory, from files after a restart.
+    """Median time to first token, and prompt tokens by source.
 
     Attributes:
         phase: nothing cached, hits in the primary tier, hits in files after a restart.
