@@ -88,7 +88,7 @@ def draw(data: dict[str, Any]) -> str:
     limit = _LABELS + scale
     parts.append(f'<path class="limit" d="M{limit:.0f} {_TOP - 8}V{y - 4}"/>')
     parts.append(_text(limit, _TOP - 13, "1.0", "hot"))
-    parts.append(_text(8, y + 16, _machine(data["Machine"][0]), "soft"))
+    parts += [_text(8, y + 16, _words(machine), "soft") for machine in data.get("Machine", ())]
     return _SVG.format(width=_WIDTH, height=y + 26, style=_STYLE, body="\n".join(parts))
 
 
@@ -114,9 +114,14 @@ def _text(x: float, y: float, text: str, kind: str = "") -> str:
     return f'<text x="{x:.0f}" y="{y:.0f}" class="{kind}">{escape(text)}</text>'
 
 
-def _machine(found: dict[str, Any]) -> str:
-    parts = [found["processor"], f"{found['cores']} cores", f"load {found['load']}", f"vLLM {found['vllm']}"]
-    return ", ".join([*parts, *([found["file_system"]] if found["file_system"] else [])])
+def _words(machine: dict[str, Any]) -> str:
+    parts = [
+        machine["processor"],
+        f"{machine['cores']} cores",
+        f"load {machine['load']}",
+        f"vLLM {machine['vllm']}",
+    ]
+    return ", ".join([*parts, *([machine["file_system"]] if machine["file_system"] else [])])
 
 
 def write_all() -> None:
