@@ -346,12 +346,12 @@ class TieringManager:
     async def aclose(self) -> None:
         """Drain for at most ``drain_on_shutdown_s``, and release everything.
 
-        Lookups under way end with what is there by then, device copies in full. Leaving ``async with``
-        calls it. May be called again.
+        Lookups in flight end with the chunks that have arrived; device copies run to their end. Leaving
+        ``async with`` calls it. It may be called again.
 
-        A tier that does not end, even seconds after it was cancelled, is left alone, and the log says so: it
-        may still touch slots, so the primary tier's memory stays as long as the process. Its task stays in
-        the event loop, too, and ``asyncio.run`` waits for it.
+        A tier that does not end seconds after its cancellation is abandoned, with an error in the log. It may
+        still touch slots, so the primary tier's memory stays allocated until the process ends. Its task stays
+        in the event loop too, and ``asyncio.run`` waits for it.
         """
         if not self._is_open:
             return

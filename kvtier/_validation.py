@@ -1,7 +1,7 @@
-"""Turns a raw mapping into a settings model, or into one error that tells the user what to change.
+"""Turns a raw mapping into a settings model, or into one error that says what to change.
 
-pydantic's own messages show the input, secrets included, and name Python types instead of settings. Here
-each problem gives the path of the field, its value unless that could be a secret, and the remedy.
+pydantic's own messages show the input, secrets included, and name Python types instead of settings. These
+messages name each field, its value unless it could be a secret, and the remedy.
 """
 
 from __future__ import annotations
