@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.openai.cli_args import make_arg_parser
 from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
@@ -24,11 +23,11 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("page", ["README.md", "docs/get-started.md"])
 def test_vllm_accepts_the_command_of_a_page(page: str, tmp_path: Path) -> None:
     (command,) = re.findall(r"^vllm serve .*?}'$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
-    arguments = shlex.split(command)[2:]
-    arguments[0] = str(make_model(tmp_path / "model"))  # the command's own is not on this machine
-    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args([*arguments, "--skip-tokenizer-init"])
-    parsed.model = parsed.model_tag
-    vllm_config = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+    serve = shlex.split(command)[3:]  # after the model, which is not on this machine
+    model = make_model(tmp_path / "model")
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    arguments = parser.parse_args([*serve, "--model", str(model), "--skip-tokenizer-init"])
+    vllm_config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
 
     load_general_plugins()
     engine = engine_of(vllm_config)
