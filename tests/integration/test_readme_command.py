@@ -26,7 +26,8 @@ def test_vllm_accepts_the_command_of_a_page(page: str, tmp_path: Path) -> None:
     serve = shlex.split(command)[3:]  # after the model, which is not on this machine
     model = make_model(tmp_path / "model")
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    arguments = parser.parse_args([*serve, "--model", str(model), "--skip-tokenizer-init"])
+    ours = ["--model", str(model), "--block-size", "32", "--dtype", "float32", "--skip-tokenizer-init"]
+    arguments = parser.parse_args([*serve, *ours])
     vllm_config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
 
     load_general_plugins()
