@@ -227,12 +227,12 @@ class KVTierWorker(OffloadingWorker):
             self._row[StatusField.LOST] = 1
         self._require_end(job, error)
         if job.is_store and self._row is not None:
-            logger.error("a store failed and its %d chunks were dropped: %s", len(job.slots.slots), error)
+            logger.error("a store failed, its %d chunks are dropped: %s", len(job.slots.slots), error)
             self._row.mark(job.slots.slots)
             self._count(StatusField.STORES_DROPPED)
         elif not job.is_store and not job.is_awaited and self._failed_requests is not None:
             logger.error(
-                "a load of request %s failed; the engine computes the request: %s", job.slots.request, error
+                "a load of request %s failed, the engine computes it instead: %s", job.slots.request, error
             )
             self._failed_requests.add(job.slots.request)
             self._count(StatusField.LOADS_RECOMPUTED)

@@ -1,4 +1,4 @@
-"""``kvtier bench`` and ``kvtier demo``. Each command imports torch or an engine only when it runs."""
+"""``kvtier bench`` and ``kvtier demo``. Each imports what it needs, torch or an engine, when it is run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from kvtier._cli.report import JsonFlag
 from kvtier_bench import engines, figures
 
 bench = typer.Typer(
-    help="Benchmarks of kvtier. Compare ratios within one run; absolute times depend on the machine.",
-    no_args_is_help=True,
+    help="Measure parts of kvtier; figures are ratios taken in one run.", no_args_is_help=True
 )
 
 
@@ -26,9 +25,7 @@ def _known_model(size: str) -> str:
 
 def _whole_blocks(tokens: int) -> int:
     if tokens % engines.BLOCK_TOKENS:
-        raise typer.BadParameter(
-            f"{tokens} is no multiple of {engines.BLOCK_TOKENS}, the engine's block size"
-        )
+        raise typer.BadParameter(f"{tokens} is no multiple of {engines.BLOCK_TOKENS}, the engine's block")
     return tokens
 
 
@@ -37,7 +34,8 @@ RootOption = Annotated[
     typer.Option(
         "--root",
         metavar="DIRECTORY",
-        help="Directory on the disk to measure; emptied afterwards. Default: a temporary one.",
+        help="Where files go, to be removed again: a directory on the disk to measure. Default: a temporary "
+        "one.",
     ),
 ]
 ModelOption = Annotated[
@@ -45,48 +43,47 @@ ModelOption = Annotated[
     typer.Option(
         metavar="|".join(engines.MODELS),
         callback=_known_model,
-        help="Size of the randomly initialised model.",
+        help="Size of the random model that is made for it.",
     ),
 ]
 PromptTokensOption = Annotated[
-    int, typer.Option(min=engines.BLOCK_TOKENS, max=4096, help="Prompt length in tokens.")
+    int, typer.Option(min=engines.BLOCK_TOKENS, max=4096, help="Tokens of a prompt that fill chunks.")
 ]
 OutputTokensOption = Annotated[int, typer.Option(min=1, max=1024, help="Tokens generated for each prompt.")]
 ChunkTokensOption = Annotated[
-    int, typer.Option(min=engines.BLOCK_TOKENS, callback=_whole_blocks, help="Tokens per chunk.")
+    int, typer.Option(min=engines.BLOCK_TOKENS, callback=_whole_blocks, help="Tokens of a chunk.")
 ]
 NativeOption = Annotated[
-    bool, typer.Option("--native/--no-native", help="Also measure vLLM's own tiering, over a CPU worker.")
+    bool, typer.Option("--native/--no-native", help="vLLM's own tiering over a CPU worker, too.")
 ]
-RoundsOption = Annotated[int, typer.Option(min=1, help="Number of repetitions.")]
+RoundsOption = Annotated[int, typer.Option(min=1, help="How often each measurement is repeated.")]
 
 
 def demo(as_json: JsonFlag = False) -> None:
-    """Run vLLM with kvtier, restart it on the same files, and compare every token."""
+    """Run a real engine over kvtier, stop it, start it anew, and compare every token."""
     raise typer.Exit(_lazy("demo").main(as_json))
 
 
 @bench.command()
 def core(as_json: JsonFlag = False) -> None:
-    """Time per chunk that the scheduler's thread spends in kvtier, beside vLLM's own tiering."""
+    """Microseconds that the owner's thread spends for each chunk."""
     _report(_lazy("core").run(), as_json)
 
 
 @bench.command()
 def fs(
     root: Annotated[
-        Path,
-        typer.Argument(help="Directory on the file system to measure; files in it are removed afterwards."),
+        Path, typer.Argument(help="A directory on the file system to measure; it is left empty.")
     ],
     chunk_bytes: Annotated[
         list[int] | None,
-        typer.Option(min=4096, help="Chunk size in bytes; repeatable. [65536, 524288, 2097152]"),
+        typer.Option(min=4096, help="Bytes of a chunk; may be given again. [65536, 524288, 2097152]"),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.01, help="Length of each measurement, in seconds.")] = 1.0,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Length of each measured stretch.")] = 1.0,
     rounds: RoundsOption = 5,
     as_json: JsonFlag = False,
 ) -> None:
-    """Throughput of the fs tier, as a share of the file system's limit."""
+    """GB/s of the fs tier against the limit of its file system."""
     measure = _lazy("fs")
     _report(measure.run(root, chunk_bytes or measure.SIZES, seconds, rounds), as_json)
 
@@ -94,17 +91,17 @@ def fs(
 @bench.command()
 def tier(
     config: Annotated[
-        Path, typer.Option(metavar="FILE", help="Settings of one tier: JSON, or TOML if it ends in .toml.")
+        Path, typer.Option(metavar="FILE", help="Settings of one tier, as JSON, or TOML in a *.toml.")
     ],
     chunk_bytes: Annotated[
         list[int] | None,
-        typer.Option(min=4096, help="Chunk size in bytes; repeatable. [65536, 524288, 2097152]"),
+        typer.Option(min=4096, help="Bytes of a chunk; may be given again. [65536, 524288, 2097152]"),
     ] = None,
-    mib: Annotated[int, typer.Option(min=1, help="MiB moved in each measurement.")] = 256,
+    mib: Annotated[int, typer.Option(min=1, help="MiB that are moved in each measured stretch.")] = 256,
     rounds: RoundsOption = 5,
     as_json: JsonFlag = False,
 ) -> None:
-    """Throughput, latency and CPU time of any tier, beside the client library it uses."""
+    """GB/s, latency and processor time of any tier, beside the client that it is built on."""
     measure = _lazy("tier")
     _report(measure.run(config, chunk_bytes or measure.SIZES, mib, rounds), as_json)
 
@@ -112,18 +109,18 @@ def tier(
 @bench.command()
 def device(
     backend: Annotated[
-        str | None, typer.Option(metavar="NAME", help="cpu, cuda, rocm or xpu. Default: detected.")
+        str | None, typer.Option(metavar="NAME", help="cpu, cuda, rocm or xpu. Default: what is there.")
     ] = None,
     host_only: Annotated[
-        bool, typer.Option("--host-only", help="Measure only the host time per submission; needs no device.")
+        bool, typer.Option("--host-only", help="Only the host's time to describe copies: needs no device.")
     ] = False,
     mib: Annotated[
         int | None,
-        typer.Option(min=16, help="MiB of device memory, and as much of slots. [2048; 64 on the CPU]"),
+        typer.Option(min=16, help="MiB of device memory, and of slots. [2048; 64 on the CPU]"),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Copies between device and primary tier: throughput, host time, and compute lost."""
+    """GB/s of copies between device and primary tier, host time for them, and the loss of computing."""
     _report(_lazy("device").run(backend, host_only=host_only, mib=mib), as_json)
 
 
@@ -132,18 +129,18 @@ def overhead(
     root: RootOption = None,
     model: ModelOption = "medium",
     rounds: RoundsOption = 10,
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts per round, all different.")] = 16,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of a round, each one new.")] = 16,
     prompt_tokens: PromptTokensOption = 512,
     output_tokens: OutputTokensOption = 32,
-    at_once: Annotated[int, typer.Option(min=1, help="Concurrent prompts.")] = 8,
+    at_once: Annotated[int, typer.Option(min=1, help="Prompts that an engine works on at once.")] = 8,
     chunk_tokens: ChunkTokensOption = engines.BLOCK_TOKENS,
     control: Annotated[
-        bool, typer.Option("--control", help="Also measure a second engine without a connector: the noise.")
+        bool, typer.Option("--control", help="A second engine without a connector, too: what noise does.")
     ] = False,
     native: NativeOption = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Throughput lost to kvtier when no prompt is reused; real engines."""
+    """Tokens a second lost where nothing is reused: real engines, with and without kvtier."""
     measure = _lazy("overhead")
     work = measure.Work(model, rounds, prompts, prompt_tokens, output_tokens, at_once, chunk_tokens)
     _report(measure.run(root, work, control=control, native=native), as_json)
@@ -154,14 +151,14 @@ def convoy(
     root: RootOption = None,
     model: ModelOption = "small",
     rounds: RoundsOption = 5,
-    requests: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 50,
+    requests: Annotated[int, typer.Option(min=1, help="Requests that are sent at once.")] = 50,
     prefix_tokens: PromptTokensOption = 512,
     output_tokens: OutputTokensOption = 8,
     chunk_tokens: ChunkTokensOption = engines.BLOCK_TOKENS,
     native: NativeOption = True,
     as_json: JsonFlag = False,
 ) -> None:
-    """Many concurrent requests whose prefixes are in files, with a small primary tier; real engines."""
+    """Many requests at once whose prefixes lie in files, with a small primary tier: real engines."""
     measure = _lazy("convoy")
     work = measure.Work(model, rounds, requests, prefix_tokens, output_tokens, chunk_tokens)
     _report(measure.run(root, work, native=native), as_json)

@@ -54,7 +54,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class PlanCost:
-    """Host time per submission.
+    """Host time to describe the copies of one submission.
 
     Attributes:
         pages: pages of the submission; a page is one block in one tensor.
@@ -75,7 +75,7 @@ class PlanCost:
 
 @dataclass(frozen=True)
 class CopySpeed:
-    """Throughput of copies, beside one pinned copy of the same size and a loop of tensor.copy_.
+    """Copies through the engine, beside one pinned copy of as many bytes and a loop of tensor.copy_.
 
     Attributes:
         page_kib: KiB of a page.
@@ -100,7 +100,7 @@ class CopySpeed:
 
 @dataclass(frozen=True)
 class ComputeLoss:
-    """Compute lost while copies run in both directions.
+    """Matrix products a second that are missing while copies go both ways all the time.
 
     Attributes:
         page_kib: KiB of a page.
