@@ -1,4 +1,4 @@
-"""Builds the parts from a configuration: the one place that knows all of them."""
+"""Builds the parts from a configuration. The only module that imports all of them."""
 
 from __future__ import annotations
 
@@ -155,23 +155,23 @@ def open_manager(
     windowed_groups: Sequence[int] = (),
     device: str | None = None,
 ) -> TieringManager:
-    """Make the asyncio face of kvtier, for use with ``async with``.
+    """Return a ``TieringManager``, to be entered with ``async with``.
 
-    With ``isolation`` ``auto`` the tiers run on the program's own event loop, and the primary tier is plain
-    memory of its process: a library starts no process that nobody has asked for, and what the program
-    measures, limits and patches is in one place. ``process`` needs room in shared memory for the primary
-    tier, of which many containers have 64 MiB.
+    With ``isolation`` ``auto`` the tiers run on the program's event loop and the primary tier is private
+    memory of the program, because a library should not start processes unasked. ``process`` needs room for
+    the primary tier in ``/dev/shm``, which has only 64 MiB in many containers.
 
     Args:
-        config: the settings; ``blocks_per_chunk`` says how many blocks a chunk has, default 1.
-        identity: what the bytes depend on; see ``Identity.make``.
+        config: the settings. ``blocks_per_chunk`` is 1 by default.
+        identity: everything that the bytes depend on; see ``Identity.make``.
         kv_caches: the engine's KV tensors.
-        windowed_groups: groups that are not looked up from the front of the prompt.
-        device: name of the device backend; default: by where the tensors are.
+        windowed_groups: KV cache groups with sliding-window attention: a lookup may hit in the middle of a
+            prompt without its front.
+        device: name of the device backend. Default: chosen by the tensors' device.
 
     Raises:
-        ConfigError: no chunk fits, no backend can copy these tensors, or canonical_layout is set and
-            ``kv_caches`` does not say how pages lie in canonical ones.
+        ConfigError: the primary tier is smaller than one chunk, no backend can copy these tensors, or
+            ``canonical_layout`` is set and ``kv_caches`` has no page mappings.
     """
     from kvtier._device.auto import open_transfer_engine
     from kvtier._manager import TieringManager

@@ -1,6 +1,6 @@
-"""The configuration of the whole system. Raw mappings end here: behind this module all is typed.
+"""The configuration of kvtier. Raw mappings are validated here; every other module gets typed settings.
 
-The names are those that vLLM's users know from ``kv_connector_extra_config``, and kvtier's own.
+Names match vLLM's ``kv_connector_extra_config`` where vLLM has the same setting.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kvtier.tiers import _registry as registry
 from kvtier.tiers._base import TierConfig
 
 ENGINE_KEYS = frozenset({"spec_name", "spec_module_path", "sync_load_budget_bytes"})
-"""What vLLM itself reads beside kvtier's settings, whichever spec is in use (0.31 to 0.33)."""
+"""Keys of the same mapping that vLLM itself reads, with any spec (0.31 to 0.33)."""
 
 _LONGEST_WAIT_S = 86_400  # no wait without an end
 _LEAST_MEMORY = 256 * 2**20  # for the tier process: the interpreter and some threads
 
 _OTHER_SPECS = {
-    "backpressure": "it belongs to vLLM's own tiering spec; kvtier holds puts back by itself",
+    "backpressure": "it belongs to vLLM's own tiering spec; kvtier applies back-pressure automatically",
     "cache_policy_module_path": (
         "it belongs to vLLM's own CPU spec; name a policy of the group kvtier.policies in eviction_policy"
     ),
@@ -36,99 +36,120 @@ _OTHER_SPECS = {
 
 
 class TieringConfig(Settings):
-    """Settings of the primary tier, of the secondary tiers and of what goes on between them.
+    """Settings of the primary tier, the secondary tiers, and the transfers between them.
 
-    ``from_mapping`` and ``from_extra_config`` raise one ConfigError with everything that is wrong. The
-    constructor raises pydantic's ValidationError, as every model does.
+    ``from_mapping`` and ``from_extra_config`` raise one ConfigError that lists every problem. The constructor
+    raises pydantic's ValidationError, like any pydantic model.
     """
 
     cpu_bytes_to_use: Annotated[Size, Field(gt=0)] = Field(
-        description="Size of the primary tier in host memory, over all workers: bytes, or text like `8GiB`."
+        description="Size of the primary tier in host memory, for all workers of the engine together. Bytes, "
+        "or text like `64GiB`."
     )
     block_size: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens per chunk, a multiple of the engine's block size. Default: as many blocks as "
-        "make a chunk of 512 KiB or more, 256 tokens at most; one block for models with state-space layers.",
+        description="Tokens per chunk; a multiple of the engine's block size. Smaller chunks match more of a "
+        "prompt, larger ones transfer faster. Default: the smallest multiple whose chunk has 512 KiB, at "
+        "most 256 tokens; one block for models with state-space layers.",
     )
     blocks_per_chunk: int | None = Field(
-        default=None, ge=1, description="Engine blocks per chunk. Set this or `block_size`, not both."
+        default=None, ge=1, description="Engine blocks per chunk, instead of `block_size`. Set at most one."
     )
     eviction_policy: str = Field(
-        default="lru", description="Who leaves the primary tier first: the name of an installed policy."
+        default="lru",
+        description="Eviction policy of the primary tier: `lru`, `arc` or the name of an installed policy.",
     )
     store_threshold: int = Field(
         default=0,
         ge=0,
-        description="Store a chunk only when it was asked for this many times; 0 and 1 store at once.",
+        description="Store a chunk when the engine offers it for the n-th time. 0 and 1 store every chunk; 2 "
+        "skips chunks that are computed only once, and so writes less.",
     )
     max_tracker_size: int = Field(
-        default=64_000, ge=1, description="Chunks whose requests are counted for `store_threshold`."
+        default=64_000,
+        ge=1,
+        description="Number of chunks whose offers are remembered for `store_threshold`.",
     )
     secondary_tiers: tuple[SerializeAsAny[TierConfig], ...] = Field(
         default=(),
-        description="The tiers behind the primary tier, asked in this order; each with its `type`.",
+        description="Secondary tiers in lookup order, fastest first. Each has a `type` and that tier's "
+        "settings.",
     )
     offload_prompt_only: StrictBool = Field(
-        default=True, description="Store only what was computed for prompts, not for generated tokens."
+        default=True,
+        description="Store only the KV of prompts. `false` also stores generated tokens, which helps "
+        "conversations.",
     )
     self_describing_kv_events: StrictBool = Field(
-        default=False, description="Send KV events that name tokens and block sizes, not only hashes."
+        default=False,
+        description="Publish KV events with token ids, parent hash and block size, for routers that need "
+        "more than hashes.",
     )
     namespace: str = Field(
-        default="", description="Caches with different namespaces share nothing; part of the identity."
+        default="",
+        description="Part of the cache's identity: engines with different namespaces share no chunks. Set it "
+        "to keep engines apart, or when kvtier cannot tell two sets of weights apart.",
     )
     canonical_layout: StrictBool = Field(
         default=False,
-        description="Keep chunks as one worker would have them, to share them between tensor-parallel sizes.",
+        description="Store chunks as a single worker would, so that engines of different tensor-parallel "
+        "sizes share them. Set it on all of these engines.",
     )
     promotion_budget: float = Field(
-        default=0.25, gt=0, le=1, description="Share of the primary tier that promotions may fill at once."
+        default=0.25,
+        gt=0,
+        le=1,
+        description="Largest share of the primary tier that promotions may occupy at a time. Raise it if "
+        "`kvtier_misses` counts the reason `budget`.",
     )
     request_deadline_s: float = Field(
         default=5.0,
         gt=0,
         le=_LONGEST_WAIT_S,
-        description="Seconds a request waits for the tiers; what is late is a miss.",
+        description="Longest time that a request waits for secondary tiers, in seconds; chunks that are "
+        "still pending then are misses. Lower it if computing is faster than waiting.",
     )
     copy_deadline_s: float = Field(
         default=60.0,
         gt=0,
         le=_LONGEST_WAIT_S,
-        description="Seconds after which a device copy that has not ended is given up, and its device too.",
+        description="Seconds after which a device copy counts as hung. kvtier then stops using the device "
+        "until the engine is restarted.",
     )
     audit_rate: float = Field(
         default=0.001,
         ge=0,
         le=1,
-        description="Share of chunks that are audited: read back from the device and compared with what was "
-        "stored. 0 for none.",
+        description="Share of chunks to audit: their bytes are read back from the device and compared with a "
+        "checksum. Costs about 600 µs per MiB audited; 0 disables audits.",
     )
     isolation: Literal["auto", "thread", "process"] = Field(
         default="auto",
-        description="Where the tiers run: `process`, in one of their own, whose end costs misses and nothing "
-        "else; `thread`, in the engine's; `auto`, in a process where one can be started (with "
-        "`TieringManager` in a thread).",
+        description="Where secondary tiers run. `process`: in a separate process, whose crash causes only "
+        "misses. `thread`: in a thread of the engine. `auto`: in a process if one can be started, else in a "
+        "thread; with `TieringManager`, on its event loop.",
     )
     isolation_memory_limit: Annotated[Size, Field(ge=_LEAST_MEMORY)] | None = Field(
         default=None,
-        description="Memory of its own that the process of the tiers may have, 256MiB at least; "
-        "`cpu_bytes_to_use` does not count. What goes beyond fails. Default: no limit.",
+        description="Limit on the tier process's own memory, at least 256MiB; the primary tier does not "
+        "count. An allocation beyond it fails with `MemoryError`. Requires `isolation` `process`. Default: "
+        "no limit.",
     )
     drain_on_shutdown_s: float = Field(
         default=3.0,
         ge=0,
         le=_LONGEST_WAIT_S,
-        description="Seconds a shutdown waits for puts that are under way; 1.5 s later it has ended, "
-        "whatever hangs. Both count from when vLLM's workers begin to stop: vLLM waits for them first, and "
-        "kills an engine that takes longer than 5 s in all.",
+        description="Seconds that a shutdown waits for puts in flight. It ends at most 1.5 s later, even if "
+        "a tier hangs. With vLLM both count from when its workers begin to stop; vLLM kills an engine that "
+        "takes longer than 5 s in all.",
     )
 
     @field_validator("secondary_tiers", mode="before")
     @classmethod
     def _load_tiers(cls, value: object) -> object:
         if not isinstance(value, list | tuple):
-            raise ValueError("a list of tiers is needed, which may be empty")
+            raise ValueError("a list of tiers is needed; it may be empty")
         tiers, problems = [], []
         for index, item in enumerate(value):
             try:
@@ -148,7 +169,7 @@ class TieringConfig(Settings):
     @model_validator(mode="after")
     def _fits_together(self) -> TieringConfig:
         if self.isolation_memory_limit is not None and self.isolation != "process":
-            raise ValueError("isolation_memory_limit needs isolation 'process': set that too, or remove it")
+            raise ValueError("isolation_memory_limit requires isolation 'process': set both, or remove it")
         if self.block_size is not None and self.blocks_per_chunk is not None:
             raise ValueError("give block_size or blocks_per_chunk, not both")
         given = [tier.name for tier in self.secondary_tiers if tier.name is not None]
@@ -163,11 +184,11 @@ class TieringConfig(Settings):
         return self
 
     def shared_directory(self, normal: Callable[[Path], str] = os.path.normpath) -> str:
-        """Return which tiers would write into one directory, in words; "" where none would.
+        """Return a sentence that names the tiers that would write into one directory; "" if there are none.
 
         Args:
-            normal: spells a path in the one way in which it is compared. The default asks no file system,
-                which may hang.
+            normal: normalises a path before the comparison. The default does not access the file system,
+                which could hang.
         """
         owners = [
             (normal(path), f"{name} ({path})")
@@ -178,7 +199,7 @@ class TieringConfig(Settings):
 
     @property
     def tier_names(self) -> tuple[str, ...]:
-        """The tiers' names in logs and metrics: the one given, or the type, or ``<type>-2`` and so on."""
+        """The tiers' names in logs and metrics: ``name`` where set, else the type, ``<type>-2`` ..."""
         taken = {tier.name for tier in self.secondary_tiers}
         names: list[str] = []
         for tier in self.secondary_tiers:
@@ -192,7 +213,7 @@ class TieringConfig(Settings):
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, object]) -> TieringConfig:
-        """Validate what a user wrote.
+        """Return the configuration that a user wrote, validated.
 
         Raises:
             ConfigError: settings are unknown, missing or wrong, or a tier's plug-in cannot be used; the
@@ -202,7 +223,7 @@ class TieringConfig(Settings):
 
     @classmethod
     def from_extra_config(cls, raw: Mapping[str, object]) -> TieringConfig:
-        """Validate vLLM's ``kv_connector_extra_config``, in which some keys are vLLM's own.
+        """Return the configuration in vLLM's ``kv_connector_extra_config``, without vLLM's own keys.
 
         Raises:
             ConfigError: settings are unknown, missing or wrong, or a tier's plug-in cannot be used; the

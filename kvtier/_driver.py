@@ -1,7 +1,8 @@
-"""Drives the core for its owner: commands go to the executor, events to the core, changes to the log.
+"""The loop around the core: passes events to the core, its commands to the executor, and its notices to the
+log.
 
-``TieringManager`` and the vLLM bridge own a core each, one on an event loop and one in the scheduler's
-thread. What both must do the same way is here.
+Shared by both owners of a core: ``TieringManager``, on an event loop, and the vLLM adapter, in the
+scheduler's thread.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ class CommandSink(Protocol):
 
 
 class Driver:
-    """The core between its owner and an executor. All calls come from the owner's thread; none waits.
+    """Connects the core with its executor and its log. All calls come from the owner's thread; none waits.
 
     Args:
         core: the state machine.
         executor: carries out its commands.
-        logger: gets a line when the condition of a tier or of the eviction policy changes.
+        logger: where changes of a tier's state, or of the eviction policy, are logged.
         slot_checksums: what audited slots must hold; None where nothing is audited.
-        has_damage: returns whether an audit has ever failed. Only then damage is looked for.
-        clock: seconds, monotonic; ``time.monotonic``, as it is now, where it is None.
+        has_damage: returns whether an audit ever failed; damage is looked for only then.
+        clock: returns the time in seconds, monotonic. Default: ``time.monotonic``.
     """
 
     def __init__(
@@ -57,15 +58,15 @@ class Driver:
         self._clock = clock or time.monotonic
         self._log = NoticeLog(logger)
 
-    # --- what has happened, what to do -----------------------------------------------------------
+    # --- events and commands ---------------------------------------------------------------------
 
     def on_event(self, event: Event) -> None:
-        """Pass an event to the core, and what follows from it to the executor."""
+        """Pass an event to the core, and the resulting commands to the executor."""
         self._core.on_event(event, self._clock())
         self.dispatch()
 
     def on_events(self, events: deque[Event]) -> None:
-        """Pass all that is in a queue to the core, and what follows from it to the executor."""
+        """Pass all events of a queue to the core, and the resulting commands to the executor."""
         now_s = self._clock()
         while events:
             self._core.on_event(events.popleft(), now_s)
@@ -77,12 +78,12 @@ class Driver:
         self.dispatch()
 
     def reset(self) -> None:
-        """Make everything stored so far invisible, in every tier."""
+        """Hide everything stored so far, in every tier."""
         self._core.reset()
         self.dispatch()
 
     def dispatch(self) -> None:
-        """Submit the core's commands; log what has changed."""
+        """Submit the core's commands and log its notices."""
         commands = self._core.take_commands()
         if commands:
             if self._slot_checksums is not None:
@@ -94,12 +95,12 @@ class Driver:
     # --- the ends of loads and stores ------------------------------------------------------------
 
     def end_load(self, pinned: Pinned, request: Request | None = None, *, failed: bool = False) -> None:
-        """End a load. Its chunks are dropped where it has failed, or an audit has found one damaged.
+        """End a load. Drop its chunks if it failed or an audit found one of them damaged.
 
         Args:
-            pinned: what was loaded.
+            pinned: the chunks of the load.
             request: the request to be computed if the load has failed; None if the request has ended.
-            failed: whether the load did not bring its bytes.
+            failed: whether the copy failed.
         """
         damage = self._find_damage(pinned.chunks, pinned.origins)
         if failed or damage:
@@ -109,11 +110,11 @@ class Driver:
         self._distrust(damage)
 
     def inspect(self, reservation: Reservation) -> None:
-        """Act on what audits have found in the slots of a store whose copies have ended."""
+        """Handle damage that audits found in the slots of a store whose copies have ended."""
         self._distrust(self._find_damage(reservation.chunks, [None] * len(reservation.chunks)))
 
     def commit(self, reservation: Reservation) -> None:
-        """End a store that has copied its bytes, and start the puts that follow from it."""
+        """End a store whose copies succeeded, and start its puts into the tiers."""
         self._core.commit(reservation, self._clock())
         self.dispatch()
 

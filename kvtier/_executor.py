@@ -1,8 +1,8 @@
-"""Runs the core's commands against the tiers: awaits them on an event loop and posts back what came of it.
+"""Runs the core's commands against the tiers on an event loop, and posts the results back.
 
-One task a command, never one a chunk. How many commands of a tier run at once is bounded, gets apart
-from puts, so that a load never queues behind writes. Whatever a tier does, each command ends with
-exactly one event, and only when its slots are no longer touched.
+There is one task per command, not per chunk. Concurrent commands of a tier are limited, gets apart from
+puts, so that a load never queues behind writes. Whatever a tier does, each command ends with exactly one
+event, and only when the tier no longer touches its slots.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Executor:
                 runner.reset(command.epoch)
 
     async def wait_until_up(self, tier: int) -> bool:
-        """Wait until a tier is open and reset, or given up; return whether it can be used."""
+        """Wait until a tier is open and reset, or has failed to; return whether it can be used."""
         runner = self._runners[tier]
         epoch: Epoch | None = None
         while epoch is not runner.epoch:

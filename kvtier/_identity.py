@@ -1,8 +1,8 @@
-"""The full identity of a cache: what must be equal for bytes to be given from one engine to another.
+"""The identity of a cache: everything that must be equal before engines may share chunks.
 
-The digest of the identity names the place where chunks are kept; the manifest spells it out beside
-the data, so that a difference can be shown in words. Values are spelled in one canonical way, so
-that two executors of one engine that spell a value differently still share (vllm-project/vllm#56928).
+Tiers store chunks under the digest of the identity, and the manifest beside them, so that differences can be
+listed. Values have one canonical spelling: two processes of an engine that spell a value differently still
+share (vllm-project/vllm#56928).
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ def canonical_dtype(name: str) -> str:
 
 @dataclass(frozen=True)
 class Identity:
-    """All that the bytes of a chunk depend on, apart from the tokens that its key names.
+    """Everything that a chunk's bytes depend on, besides the tokens, which its key names.
 
     Attributes:
-        model: the model's name; the readable part of ``namespace`` comes from it.
-        fields: everything the bytes depend on, canonically spelled; see ``make``.
+        model: name of the model; the readable part of ``namespace``.
+        fields: everything that the bytes depend on, in canonical spelling; see ``make``.
     """
 
     model: str
@@ -83,13 +83,13 @@ class Identity:
 
     @staticmethod
     def make(model: str, fields: Mapping[str, object]) -> Identity:
-        """Make an identity of ``fields``, the model and kvtier's format version."""
+        """Return the identity of ``fields``, the model and kvtier's format version."""
         spelled = {str(name): canonical(value) for name, value in fields.items()}
         return Identity(model, {**spelled, "model": model, "kvtier_format": FORMAT_VERSION})
 
     @cached_property
     def manifest(self) -> str:
-        """The identity as JSON text, keys sorted: what ``config.json`` holds."""
+        """The identity as JSON with sorted keys: the contents of ``config.json``."""
         return json.dumps(self.fields, sort_keys=True, indent=2, ensure_ascii=True, allow_nan=False) + "\n"
 
     @cached_property
@@ -99,17 +99,17 @@ class Identity:
 
     @property
     def short_digest(self) -> bytes:
-        """The first 16 bytes of the digest: what a chunk's trailer carries."""
+        """The first 16 bytes of the digest, as in a chunk's trailer."""
         return self.digest[:16]
 
     @cached_property
     def namespace(self) -> str:
-        """The name under which a tier keeps this cache: ``<model>_<digest>``, safe as a file name."""
+        """The cache's name in a tier, ``<model>_<digest>``; safe as a file name."""
         readable = re.sub(r"[^A-Za-z0-9.-]+", "-", self.model.rstrip("/").rsplit("/", 1)[-1]).strip(".-")
         return f"{readable[:48] or 'model'}_{self.digest.hex()[:16]}"
 
     def require(self, manifest: str, where: str) -> None:
-        """Check that a manifest, found next to stored chunks, describes this identity.
+        """Raise IdentityError unless a manifest found beside stored chunks describes this identity.
 
         Raises:
             IdentityError: the manifest is not JSON, or its fields differ; the message lists which.

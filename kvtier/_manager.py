@@ -1,8 +1,7 @@
-"""TieringManager: the asyncio face of kvtier, for engines that own their event loop.
+"""TieringManager: the asyncio interface of kvtier, for programs with an event loop of their own.
 
-The event loop owns the core. Tiers are awaited on the same loop; the device copies on threads or
-streams of its own. A task that is cancelled while bytes move waits until they have stopped: a slot is
-given on only then.
+The event loop owns the core and runs the tiers; device copies run on threads or streams of their own. A task
+that is cancelled during a copy waits for the end of the copy, because only then can its slots be reused.
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ _FIRST_SLOTS_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class TierStatistics:
-    """One secondary tier at this moment.
+    """The current state of one secondary tier.
 
     Attributes:
-        name: its name.
-        down: why it is not used now, or None.
-        backlog_chunks: chunks that are being put.
-        overdue: transfers past their deadline that have not ended.
-        puts: whether it is given puts.
-        gets: whether it is given gets.
-        is_healthy: whether its last real put and get were answered in time; None where there was none.
+        name: the tier's name.
+        down: why the tier is not in use; None if it is.
+        backlog_chunks: chunks in puts that are queued or in flight.
+        overdue: transfers past their deadline that still run.
+        puts: state of the breaker for puts.
+        gets: state of the breaker for gets.
+        is_healthy: whether the last put and the last get ended in time; None before the first.
     """
 
     name: str
@@ -79,15 +78,15 @@ class TierStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """The manager at this moment, and what it has counted since it was opened.
+    """The current state of a manager, and its counts since it was opened.
 
     Attributes:
-        slots: slots of the primary tier that are usable.
-        free_slots: slots that hold nothing.
-        ready_chunks: chunks that a load would find.
-        pinned_chunks: chunks that can not be evicted now.
-        counts: what happened how often; the keys begin with what, then the tier, then the reason.
-        tiers: the secondary tiers, in order.
+        slots: usable slots of the primary tier.
+        free_slots: slots that hold no chunk.
+        ready_chunks: chunks in the primary tier that can be loaded.
+        pinned_chunks: chunks that cannot be evicted now.
+        counts: number of occurrences, keyed by event, then tier, then reason where there are such.
+        tiers: the secondary tiers, in lookup order.
     """
 
     slots: int
@@ -99,10 +98,10 @@ class Statistics:
 
 
 class Acquired:
-    """Chunks that stay in the primary tier while this is held.
+    """Chunks that are pinned in the primary tier inside an ``acquire`` block.
 
     Attributes:
-        keys: the leading keys of those asked for that could be had.
+        keys: the leading keys that were found.
     """
 
     def __init__(self, manager: TieringManager, keys: Sequence[OffloadKey], pinned: Pinned) -> None:
@@ -112,10 +111,10 @@ class Acquired:
 
     @property
     def views(self) -> tuple[memoryview, ...]:
-        """The chunks' bytes, read-only; not to be used after the chunks are given back.
+        """The chunks' bytes, read-only. Do not use them after the ``acquire`` block.
 
         Raises:
-            StateError: they were given back before.
+            StateError: the ``acquire`` block has ended.
         """
         return tuple(self._manager.view(slot).toreadonly() for slot in self._slots)
 
@@ -126,14 +125,14 @@ class Acquired:
             blocks: block ids, ``blocks_per_chunk`` for each of ``keys``, in their order.
 
         Raises:
-            StateError: the chunks were given back before.
+            StateError: the ``acquire`` block has ended.
             TransferError: the device copy failed.
             ValueError: ``blocks`` does not fit ``keys``.
         """
         await self._manager.copy_to_device(self.keys, self._slots, blocks)
 
     def give_back(self) -> None:
-        """Forget the slots: they are given to other chunks."""
+        """Forget the slots, which other chunks may take from now on."""
         self._pinned = None
 
     @property
@@ -144,10 +143,10 @@ class Acquired:
 
 
 class TieringManager:
-    """Stores, finds and loads chunks. Made by ``kvtier.open_manager``; an async context manager.
+    """Stores, looks up and loads chunks. An async context manager, returned by ``kvtier.open_manager``.
 
-    All calls come from tasks of the event loop that it was entered on. Before it is entered and from
-    ``aclose`` on, they raise StateError.
+    Call it only from tasks of the event loop on which it was entered. Before it is entered and after
+    ``aclose``, calls raise StateError.
     """
 
     def __init__(
@@ -223,17 +222,17 @@ class TieringManager:
     # --- what engines call -----------------------------------------------------------------------
 
     async def lookup(self, keys: Sequence[OffloadKey]) -> int:
-        """Return how many of the leading ``keys`` a load would find.
+        """Return how many leading ``keys`` a load would find.
 
-        Fetches chunks that only secondary tiers have into the primary tier, within the promotion budget.
-        Returns at the request deadline at the latest, and counts the chunks that have arrived by then.
+        Promotes chunks that only secondary tiers have, within ``promotion_budget``. Returns after
+        ``request_deadline_s`` at the latest, with the chunks that have arrived by then.
         """
         with self._request() as request:
             return await self._find(keys, request)
 
     @asynccontextmanager
     async def acquire(self, keys: Sequence[OffloadKey]) -> AsyncIterator[Acquired]:
-        """Find the leading ``keys`` that can be had, and keep them in the primary tier meanwhile."""
+        """Yield the leading chunks that are found, pinned in the primary tier until the block ends."""
         with self._request() as request:
             count = await self._find(keys, request)
             pinned = self._core.acquire(keys[:count], request)
@@ -246,18 +245,18 @@ class TieringManager:
                 self._driver.end_load(pinned)
 
     async def load(self, keys: Sequence[OffloadKey], blocks: Sequence[int]) -> int:
-        """Copy the leading ``keys`` that can be had to the device.
+        """Copy the leading chunks that are found to the device.
 
         Args:
             keys: offload keys in the order of the prompt.
             blocks: block ids, ``blocks_per_chunk`` for each key.
 
         Returns:
-            How many chunks were loaded. The blocks of the others are as they were.
+            The number of chunks loaded. The blocks of the others are unchanged.
 
         Raises:
-            TransferError: the device copy failed; the blocks may hold anything. DeviceStuckError: they may
-                still be written to.
+            TransferError: the device copy failed; the blocks' contents are undefined. After DeviceStuckError
+                the copy may even continue.
             ValueError: ``blocks`` does not fit ``keys``.
         """
         self._require_fit(keys, blocks)
@@ -267,20 +266,20 @@ class TieringManager:
             return len(acquired.keys)
 
     async def store(self, keys: Sequence[OffloadKey], blocks: Sequence[int]) -> int:
-        """Copy chunks from the device to the primary tier; from there they go to the other tiers.
+        """Copy chunks from the device to the primary tier. Puts into the secondary tiers follow.
 
-        The blocks must not be written while this runs.
+        Do not write to the blocks while this runs.
 
         Args:
-            keys: offload keys in the order of the prompt. Those that are there already are skipped.
+            keys: offload keys in the order of the prompt. Chunks that the primary tier has are skipped.
             blocks: block ids, ``blocks_per_chunk`` for each key.
 
         Returns:
-            How many chunks were copied: fewer than were new where there was no room.
+            The number of chunks copied: fewer than the new ones if there was no room.
 
         Raises:
-            TransferError: the device copy failed; nothing was stored. DeviceStuckError: it has not ended by
-                its deadline; its slots are lost to the primary tier, because its bytes may still move.
+            TransferError: the device copy failed; nothing was stored. After DeviceStuckError the copy may
+                continue, so its slots stay out of use.
             ValueError: ``blocks`` does not fit ``keys``.
         """
         self._require_open()
@@ -313,10 +312,10 @@ class TieringManager:
         return 0 if self._core.is_distrusted else len(reservation.keys)
 
     async def reset(self) -> None:
-        """Make everything stored so far invisible for ever, in every tier.
+        """Hide everything stored so far, permanently and in every tier. For new weights.
 
-        For new weights. Returns when every tier has done so; a tier that cannot, or takes longer than its
-        ``deadline_s``, is not used until it has.
+        Returns when every tier has been reset. A tier that fails, or takes longer than its ``deadline_s``,
+        is not used until its reset succeeds.
         """
         self._require_open()
         self._driver.reset()
@@ -324,7 +323,7 @@ class TieringManager:
         await self._executor.settled()
 
     def statistics(self) -> Statistics:
-        """Return the state of this moment and the counts since the start."""
+        """Return the current state and the counts since the manager was opened."""
         table = self._core.table
         for name, count in self._core.take_counts().items():
             self._counts[name] = self._counts.get(name, 0) + count
@@ -340,19 +339,19 @@ class TieringManager:
         )
 
     async def drain(self) -> None:
-        """Wait until every copy, put and fetch under way has ended."""
+        """Wait until every copy, put and get in flight has ended."""
         while self._copies or not self._core.is_idle:
             await self._changed.wait()
 
     async def aclose(self) -> None:
         """Drain for at most ``drain_on_shutdown_s``, and release everything.
 
-        Lookups under way end with what is there by then, device copies in full. Leaving ``async with``
-        calls it. May be called again.
+        Lookups in flight end with the chunks that have arrived; device copies run to their end. Leaving
+        ``async with`` calls it. It may be called again.
 
-        A tier that does not end, even seconds after it was cancelled, is left alone, and the log says so: it
-        may still touch slots, so the primary tier's memory stays as long as the process. Its task stays in
-        the event loop, too, and ``asyncio.run`` waits for it.
+        A tier that does not end seconds after its cancellation is abandoned, with an error in the log. It may
+        still touch slots, so the primary tier's memory stays allocated until the process ends. Its task stays
+        in the event loop too, and ``asyncio.run`` waits for it.
         """
         if not self._is_open:
             return

@@ -1,8 +1,7 @@
-"""What other distributions add to kvtier: entry points, listed without importing and loaded one at a time.
+"""Plug-ins of other distributions: entry points, listed without importing and loaded one at a time.
 
-A plug-in that is broken, or two that claim one name, must not harm an engine that uses neither. So
-everything that can go wrong with a plug-in is looked at when that one is asked for, and is told in
-one error that names its distribution.
+A broken plug-in, or two that claim one name, must not harm an engine that uses neither. So a plug-in is
+checked only when it is requested, and an error names its distribution.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class PluginInfo:
 
 
 def installed(group: Group) -> list[PluginInfo]:
-    """List the plug-ins of ``group``, sorted by name. A name that is taken twice is there twice."""
+    """Return the plug-ins of ``group``, sorted by name. A name that two distributions claim appears twice."""
     return sorted((_info(entry) for entry in entry_points(group=group.name)), key=lambda info: info.name)
 
 

@@ -1,8 +1,7 @@
-"""Sizes and durations: how users write them, and which are accepted. The one place that bounds them.
+"""Sizes and durations: how users write them, and their bounds. Shared by settings and command-line options.
 
-The settings' models and the options of the command line share it. What is absurd is refused here, because
-arithmetic behind it is on 64-bit integers: a time-to-live of 1e300 seconds once wrapped to a negative one,
-and emptied a root.
+Absurd values are refused, because later arithmetic uses 64-bit integers: a time-to-live of 1e300 seconds once
+wrapped to a negative one and emptied a root.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ Size = Annotated[
         {"anyOf": [{"type": "string", "pattern": SIZE_PATTERN}, {"type": "integer", "minimum": 0}]}
     ),
 ]
-"""A setting in bytes, which may be given as text with a unit."""
+"""Type of a setting in bytes: an ``int`` that users may also write as text with a unit, such as ``64GiB``."""
 
 
 class Settings(BaseModel):

@@ -1,6 +1,6 @@
-"""The words that say why something did not happen. They become labels of metrics, so they are few and known.
+"""Reasons: the words that say why something did not happen. They become metric labels, so the set is fixed.
 
-A tier may have words of its own beside ``TRANSFER``; it names them in ``SecondaryTier.reasons``.
+A tier can add words to ``TRANSFER`` in ``SecondaryTier.reasons``.
 """
 
 from __future__ import annotations
@@ -8,93 +8,93 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 UNKNOWN = "error"
-"""What every other word is counted as. The log has the details."""
+"""The reason under which any undeclared word is counted."""
 
 MISS: Mapping[str, str] = {
-    "absent": "no tier has the chunk, or could give it",
-    "deadline": "the request's deadline passed before the tiers answered",
-    "budget": "the chunks to be brought for a request did not fit into the promotion budget",
-    "starting": "the primary tier still gets its memory: there was no room yet for the chunks to be brought",
-    "filter": "the request may be served from the primary tier alone, which does not have it",
-    "load_failed": "a load of the request has failed: it is computed",
-    "device_lost": "a worker's device is lost: nothing is loaded any more",
-    "audit": "an audit has found a damaged chunk: nothing is loaded any more",
+    "absent": "no tier has the chunk, or none could return it",
+    "deadline": "`request_deadline_s` passed before the tiers answered",
+    "budget": "the chunks to promote for the request exceeded `promotion_budget`",
+    "starting": "the primary tier is still being populated and had no slot for a promotion",
+    "filter": "the request allows no secondary tier (`kv_load_tiers`), and the primary tier does not have it",
+    "load_failed": "a load of the request failed; the engine computes it",
+    "device_lost": "a worker's device is lost; nothing is loaded until a restart",
+    "audit": "an audit found a damaged chunk; nothing is loaded until a restart",
 }
 STORE_REFUSED: Mapping[str, str] = {
     "no_slot": "every slot of the primary tier was pinned or being filled",
-    "starting": "the primary tier still gets its memory: no slot of it was free yet",
-    "store_threshold": "the chunk was not offered often enough yet",
-    "audit": "an audit has found a damaged chunk: nothing is stored any more",
+    "starting": "the primary tier is still being populated and had no free slot",
+    "store_threshold": "the chunk was offered less often than `store_threshold`",
+    "audit": "an audit found a damaged chunk; nothing is stored until a restart",
 }
 NO_WORK: Mapping[str, str] = {
-    "audit": "the tier is not used any more: an audit has found a chunk of it damaged",
-    "down": "the tier could not be opened or reset, or its process has ended; that is tried again",
-    "unresponsive": "a put (or a get) of the tier has passed its deadline and has not ended",
-    "breaker_open": "the tier's puts (or gets) have failed; one of them is let through now and then",
-    "filter": "the request may not use the tier",
-    "backlog": "the tier's puts hold as many slots as they may",
-    "back_pressure": "the tier's puts would take too long, or have slowed down its gets",
+    "audit": "an audit found a damaged chunk of the tier; it is disabled until a restart",
+    "down": "the tier could not be opened or reset, or its process ended; kvtier retries",
+    "unresponsive": "a put (or get) of the tier is past its deadline and still running",
+    "breaker_open": "the breaker is open after failures; a probe is sent at intervals",
+    "filter": "the request excludes the tier (`kv_load_tiers`)",
+    "backlog": "the tier's puts already hold their share of slots",
+    "back_pressure": "the tier's put queue is too long, or puts slow down its gets",
 }
 PUT_DROPPED: Mapping[str, str] = {word: text for word, text in NO_WORK.items() if word != "filter"}
 SKIPPED: Mapping[str, str] = {
     word: text for word, text in NO_WORK.items() if word not in ("backlog", "back_pressure")
 }
 BREAKER_OPENED: Mapping[str, str] = {
-    "failures": "several in a row have failed",
-    "failure_rate": "too many of the last ones have failed",
-    "overdue": "one has passed its deadline",
-    "probe": "the one that was let through has failed, or passed its deadline",
+    "failures": "`breaker_failures` in a row failed",
+    "failure_rate": "half of the last 20 failed",
+    "overdue": "one passed its deadline",
+    "probe": "a probe failed or passed its deadline",
 }
 RETRY: Mapping[str, str] = {
-    "helped": "the second attempt went well",
-    "failed": "the second attempt failed, too",
-    "no_time": "there was no second attempt: the deadline was too near",
-    "no_budget": "there was no second attempt: there have been as many lately as there may be",
+    "helped": "the retry succeeded",
+    "failed": "the retry failed",
+    "no_time": "no retry: the deadline was too close",
+    "no_budget": "no retry: the budget `retry_share` was used up",
 }
 POLICY_REPLACED: Mapping[str, str] = {
     "raised": "it raised an exception",
-    "not_a_candidate": "it chose a chunk that is in use or not there",
-    "too_many": "it chose more chunks than it was asked for",
-    "withheld": "it chose fewer chunks than it was asked for and has",
+    "not_a_candidate": "it chose a chunk that is pinned or not in the primary tier",
+    "too_many": "it chose more chunks than requested",
+    "withheld": "it chose fewer chunks than requested, although it had candidates",
 }
 PROCESS_ENDED: Mapping[str, str] = {
-    "killed": "somebody has killed it: the system, where memory ran out, or a person",
-    "crashed": "a signal that a program gets for its own fault, such as SIGSEGV or SIGABRT",
-    "exited": "it has ended by itself; the log has why",
-    "silent": "its event loop has not run for too long: it was stopped, or a tier has blocked it",
-    "garbled": "it has said something that cannot be understood",
+    "killed": "SIGKILL, SIGTERM or similar: out of memory, or an operator",
+    "crashed": "it crashed with a signal such as SIGSEGV or SIGABRT",
+    "exited": "it exited by itself; see the log",
+    "silent": "no heartbeat: the process was stopped, or a tier blocked its event loop",
+    "garbled": "it sent an invalid message",
     "not_started": "it could not be started, or was not ready in time",
 }
 TRANSFER: Mapping[str, str] = {
-    "checksum": "the bytes are not those that were put",
-    "torn": "the chunk is not whole: its trailer is missing or damaged",
-    "foreign": "the bytes are another chunk's, or another cache's",
+    "checksum": "the checksum does not match: the bytes are not those that were put",
+    "torn": "the chunk is incomplete: its trailer is missing or damaged",
+    "foreign": "the bytes belong to another chunk or another cache",
     "full": "the tier has no room",
-    "timeout": "the tier's backend did not answer in time",
-    "connection": "the tier's backend could not be reached",
-    "late": "the deadline passed before the transfer's turn came",
-    "down": "the tier was given up before the transfer began",
-    "process": "the process of the tiers has ended meanwhile",
-    "reset": "a reset came before the transfer began or ended",
+    "timeout": "the backend did not answer in time",
+    "connection": "the backend could not be reached",
+    "late": "the deadline passed while the transfer was queued",
+    "down": "the tier went down before the transfer started",
+    "process": "the tier process ended during the transfer",
+    "reset": "a reset came before the transfer ended",
     "cancelled": "the engine was shut down",
-    "audit": "an audit has found that it is not what was stored any more; it was not put",
+    "audit": "an audit found that the chunk changed after it was stored; it was not put",
     UNKNOWN: "anything else; the log has the details",
 }
 
 
 TRANSIENT = frozenset({"timeout", "connection"})
-"""Of ``TRANSFER``, what may be over a moment later. ``SecondaryTier.transient`` has a tier's own."""
+"""Reasons in ``TRANSFER`` that are worth a retry. ``SecondaryTier.transient`` adds a tier's own."""
 
 
 def word_for(error: BaseException) -> str:
-    """Return the word of ``TRANSFER`` that an exception is counted as."""
+    """Return the reason in ``TRANSFER`` that an exception is counted as."""
     if isinstance(error, TimeoutError):
         return "timeout"
     return "connection" if isinstance(error, ConnectionError) else UNKNOWN
 
 
 def bounded(counts: Mapping[str, int], words: Collection[str], total: int) -> dict[str, int]:
-    """Make counts of reasons that add up to ``total``, in ``words`` only.
+    """Return counts of reasons that add up to ``total`` and use only ``words``.
 
     Raises:
         TypeError, ValueError: ``counts`` is no mapping to numbers.

@@ -1,7 +1,7 @@
-"""Turns a raw mapping into a settings model, or into one error that tells the user what to change.
+"""Turns a raw mapping into a settings model, or into one error that says what to change.
 
-pydantic's own messages show the input, secrets included, and name Python types instead of settings. Here
-each problem gives the path of the field, its value unless that could be a secret, and the remedy.
+pydantic's own messages show the input, secrets included, and name Python types instead of settings. These
+messages name each field, its value unless it could be a secret, and the remedy.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def hide(text: str, settings: BaseModel) -> str:
 
 
 def conceal(text: str, secrets: Iterable[str]) -> str:
-    """Return a text without the secrets that have at least 4 characters.
+    """Return ``text`` with every secret of at least 4 characters replaced by asterisks.
 
-    Shorter ones occur in many words, and each place where one is hidden would reveal it.
+    Shorter secrets occur in ordinary words; replacing them there would reveal them.
     """
     for secret in sorted(set(secrets), key=len, reverse=True):
         if len(secret) >= _SHORTEST_HIDDEN:

@@ -1,4 +1,4 @@
-"""The errors of kvtier. Each one says what is wrong and what to do about it."""
+"""The errors of kvtier. Each message says what is wrong and how to fix it."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ class RegionError(KVTierError):
 
 
 class IsolationError(KVTierError):
-    """No process of the tiers can be started here. The message says why."""
+    """No tier process can be started. The message says why."""
 
 
 class StateError(KVTierError):
-    """A move that the state tables do not allow: a bug in kvtier or in its caller."""
+    """A call that the object's state does not allow: a bug in kvtier or in its caller."""
 
 
 class TransferError(KVTierError):
-    """A copy between the device and the primary tier failed, and so did its repetition."""
+    """A copy between device and primary tier failed, and so did its retry."""
 
 
 class DeviceLostError(TransferError):
-    """The device does no more work for this process. The message says how that was found."""
+    """The device no longer works for this process. The message names the failed operation."""
 
 
 class DeviceStuckError(DeviceLostError):
-    """A copy has not ended by its deadline. Its bytes may still move: what it touches is not free."""
+    """A copy did not end by its deadline. It may still run, so its blocks and slots stay reserved."""
 
 
 class AuditError(TransferError):
-    """A copy has not brought the bytes that it was to bring, and has not failed either."""
+    """A copy reported success, but the bytes differ."""
 
 
 class DamagedSlotError(AuditError):
-    """A slot does not hold any more what was brought into it: to copy it once more is of no use."""
+    """A slot changed after it was filled, so copying it again does not help."""

@@ -1,8 +1,7 @@
-"""Offload keys: the name of a chunk everywhere, a content hash followed by a group index.
+"""Offload keys, which name a chunk everywhere: a content hash followed by the index of the KV cache group.
 
-The packing is vLLM's (``vllm.v1.kv_offload.base``): the hash bytes, then the index of the KV cache
-group as four big-endian bytes. Packed bytes and not a tuple, so that a million keys cost the
-garbage collector nothing.
+The packing is vLLM's (``vllm.v1.kv_offload.base``): the hash, then the index as four big-endian bytes. Keys
+are bytes and not tuples, because a million of them would burden the garbage collector.
 """
 
 from __future__ import annotations
@@ -10,13 +9,14 @@ from __future__ import annotations
 from typing import NewType
 
 OffloadKey = NewType("OffloadKey", bytes)
+"""The name of a chunk in the engine and in every tier."""
 
 GROUP_BYTES = 4
 MAX_KEY_BYTES = 68  # a 64-byte hash and the group: what a trailer has room for
 
 
 def pack_key(content_hash: bytes, group: int = 0) -> OffloadKey:
-    """Make the offload key of one chunk.
+    """Return the offload key of one chunk.
 
     Args:
         content_hash: hash of the tokens up to the end of the chunk, 1 to 64 bytes.

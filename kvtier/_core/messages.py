@@ -129,7 +129,7 @@ class TierDown(Struct, array_like=True, frozen=True, tag=3):
 
 
 class TierUp(Struct, array_like=True, frozen=True, tag=4):
-    """A tier that was down can be used. It is open, and through with every reset it was told to do."""
+    """A tier that was down can be used again: it is open and every requested reset is done."""
 
     tier: Number
 

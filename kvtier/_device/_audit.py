@@ -116,7 +116,7 @@ class Auditor:
         return held, read
 
     def _require(self, slot: int, held: _Bytes, read: _Bytes, expected: int | None) -> None:
-        """Raise AuditError, and keep the evidence, where the bytes are not what they must be."""
+        """Raise AuditError and keep evidence if the bytes do not match the checksum."""
         found = crc32c.crc32c(held.data) if expected is not None else None
         fault = Fault.SLOT if found != expected else Fault(0)
         if not fault and not np.array_equal(held, read):

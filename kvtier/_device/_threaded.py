@@ -273,7 +273,7 @@ class _Health:
         """Disable the device, unless it is lost already; return the error that it was lost for."""
         if self.lost is None:
             self.lost = error
-            logger.error("device disabled (%s): nothing is copied from or to it any more", error)
+            logger.error("device disabled until the engine restarts (%s)", error)
         return self.lost
 
 
@@ -388,12 +388,12 @@ class _QueueThread:
 
 
 class _Watchdog:
-    """A thread that abandons copies which do not end. It sleeps while nothing is copied.
+    """A thread that abandons hung copies. It sleeps while no copy runs.
 
     Args:
-        queues: whose copies.
-        deadline_s: how long one may take, all its attempts together.
-        busy: set by a queue that begins a copy.
+        queues: the queues to watch.
+        deadline_s: longest time for a copy, retries included.
+        busy: set by a queue when a copy starts.
     """
 
     def __init__(self, queues: Sequence[_QueueThread], deadline_s: float, busy: threading.Event) -> None:

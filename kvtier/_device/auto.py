@@ -28,14 +28,14 @@ def open_transfer_engine(
     deadline_s: float = DEADLINE_S,
     batched_copy: BatchedCopy | None = None,
 ) -> TransferEngine:
-    """Open the transfer engine for the tensors of ``kv_caches``.
+    """Return the transfer engine for the tensors of ``kv_caches``.
 
     Args:
-        kv_caches: tensors that are all on one type of device.
-        layout: where the pages lie in a slot.
+        kv_caches: tensors, all on devices of one type.
+        layout: the places of pages in a slot.
         region: the slots.
-        name: a backend, instead of that of the tensors' device.
-        deadline_s: seconds after which a copy that has not ended is abandoned, and the device with it.
+        name: name of the backend. Default: chosen by the tensors' device.
+        deadline_s: seconds after which a copy counts as hung and the device is disabled.
         batched_copy: the engine's own operation for many copies at once, where it has one.
 
     Raises:

@@ -92,11 +92,10 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Equally long pieces of a page, each of which has its place in the canonical page.
+    """Equally long pieces of a page, and their places in the canonical page.
 
-    Piece ``i`` of ``pieces`` is ``piece_bytes`` long and begins in the worker's page at
-    ``local_offset + i * local_stride``, in the canonical one at
-    ``canonical_offset + i * canonical_stride``.
+    Piece ``i`` of ``pieces`` has ``piece_bytes`` bytes. It starts at ``local_offset + i * local_stride`` in
+    the worker's page and at ``canonical_offset + i * canonical_stride`` in the canonical page.
     """
 
     local_offset: int
@@ -114,16 +113,16 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class PageMapping:
-    """How one worker's page lies in a canonical page: the page as a single worker would have it.
+    """Where one worker's page is in the canonical page, which is the page of a single worker.
 
-    Workers that hold the same bytes take turns to write them: of the canonical pages of a slot, in
-    all slots counted through, worker ``writer`` of ``writers`` writes every ``writers``-th one.
+    Workers that hold the same bytes take turns: worker ``writer`` of ``writers`` writes every ``writers``-th
+    canonical page, counted through all slots.
 
     Attributes:
-        canonical_bytes: bytes of the canonical page.
-        runs: where the bytes of the worker's page are in it; they cover the worker's page exactly.
-        writers: how many workers hold exactly these bytes.
-        writer: which of them this worker is.
+        canonical_bytes: size of the canonical page.
+        runs: the places of the worker's bytes; together they cover its page exactly.
+        writers: number of workers that hold these bytes.
+        writer: index of this worker among them.
     """
 
     canonical_bytes: int
@@ -136,9 +135,9 @@ class PageMapping:
             raise ValueError(f"writer is {self.writer} of {self.writers}")
 
     def pieces(self) -> _Integers:
-        """Return what to copy, neighbours joined: int64, shape (pieces, 3).
+        """Return the pieces to copy, with neighbours joined: int64, shape (pieces, 3).
 
-        The columns are the offset in the worker's page, that in the canonical page, and the length.
+        The columns are the offset in the worker's page, the offset in the canonical page, and the length.
         """
         spread = np.concatenate([_spread(run) for run in self.runs])
         spread = spread[np.argsort(spread[:, 0], kind="stable")]
@@ -149,7 +148,7 @@ class PageMapping:
         return np.column_stack((spread[starts, :2], lengths))
 
     def require_cover(self, page_bytes: int) -> None:
-        """Raise ValueError unless the runs take each byte of a page once, and to a place of its own."""
+        """Raise ValueError unless the runs cover each byte of a page exactly once, without overlap."""
         pieces = self.pieces()
         for column, what in ((0, "page"), (1, "canonical page")):
             ordered = pieces[np.argsort(pieces[:, column])]
@@ -171,12 +170,12 @@ def _spread(run: Run) -> _Integers:
 
 @dataclass(frozen=True, slots=True)
 class PageRef:
-    """A tensor that a group's blocks have pages in.
+    """The pages of a KV cache group in one tensor.
 
     Attributes:
-        tensor: its index in ``KVCaches.tensors``.
-        page_bytes: bytes of the page that the group uses, padding not counted. Only they are copied.
-        mapping: where they lie in a canonical page; None where slots hold the worker's pages as they are.
+        tensor: index of the tensor in ``KVCaches.tensors``.
+        page_bytes: bytes of a page that the group uses, without padding. Only these are copied.
+        mapping: their place in the canonical page; None if slots hold pages in the worker's layout.
     """
 
     tensor: int
@@ -189,7 +188,7 @@ class PageRef:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot that the page takes, or shares with other workers' pages."""
+        """Bytes of a slot for this page; with a mapping it shares them with other workers."""
         return self.page_bytes if self.mapping is None else self.mapping.canonical_bytes
 
 

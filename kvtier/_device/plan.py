@@ -1,6 +1,6 @@
-"""From blocks and slots to the list of copies: addresses and lengths, neighbours joined.
+"""Turns blocks and slots into a list of copies: addresses and lengths, with neighbours joined.
 
-All arithmetic is numpy's over whole groups: no Python runs for each page.
+The arithmetic is vectorised over whole groups; no Python code runs per page.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class TierServer:
         except BlockingIOError:
             pass
         except Exception:
-            logger.exception("tier process exits: the engine has sent something malformed")
+            logger.exception("tier process exits: the engine sent an invalid message")
             os._exit(1)
 
     def _carry_out(self, orders: list[Order], executor: Executor, tasks: anyio.abc.TaskGroup) -> None:
@@ -240,7 +240,7 @@ def _end_with_the_engine() -> None:
 
 
 def _first_frame(sock: socket.socket) -> bytes:
-    """Read the engine's first frame, and no more. Exit where there is none: the engine is gone."""
+    """Read exactly the engine's first frame. Exit if there is none, because the engine is gone."""
     head = sock.recv(wire.LENGTH_BYTES, socket.MSG_WAITALL)
     frame = sock.recv(wire.length_of(head), socket.MSG_WAITALL) if head else b""
     if not frame:

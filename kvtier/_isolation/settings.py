@@ -16,7 +16,7 @@ def pack(named: NamedTier) -> TierSettings:
     """Return the settings of a tier for the tier process.
 
     Raises:
-        ConfigError: the tier process would not make the same tier of them.
+        ConfigError: the tier process could not build the same tier from them.
     """
     try:
         packed = TierSettings(named.name, {**wire.plain(named.tier.config), "type": named.tier.config.type})

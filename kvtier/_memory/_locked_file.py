@@ -88,7 +88,7 @@ def create_unnamed(nbytes: int) -> LockedFile:
         fd = os.memfd_create("kvtier", os.MFD_CLOEXEC)
         os.ftruncate(fd, nbytes)
     except OSError as error:
-        raise RegionError(f"{nbytes} bytes of shared memory cannot be had: {error.strerror}") from error
+        raise RegionError(f"{nbytes} bytes of shared memory cannot be allocated: {error.strerror}") from error
     keep_fd_from_children(fd)
     return LockedFile(fd, None, os.getpid())
 
@@ -103,13 +103,13 @@ def borrow(fd: int, nbytes: int) -> LockedFile:
     """
     found = os.fstat(fd).st_size
     if found < nbytes:
-        raise RegionError(f"the primary tier has {found} bytes, but {nbytes} bytes are asked for")
+        raise RegionError(f"the primary tier has {found} bytes, but this engine needs {nbytes} bytes")
     keep_fd_from_children(fd)
     return LockedFile(fd, None, _NOBODY)
 
 
 def release(file: LockedFile) -> None:
-    """Release the file; its last holder removes it. To be called once."""
+    """Release the file; the last holder removes it. Call it once."""
     if file.pid != os.getpid():  # borrowed, or a forked child: the lock is another process's
         os.close(file.fd)
         return

@@ -7,14 +7,13 @@ import mmap
 
 
 class HeapMemory:
-    """Page-aligned slots on anonymous memory: a ``SlotMemory`` without a primary tier.
+    """Page-aligned slots in private memory, to test a tier without a primary tier.
 
     Args:
-        slots: how many.
-        chunk_bytes: bytes of one; a multiple of the page size keeps all of them aligned.
+        slots: number of slots.
+        chunk_bytes: size of a slot; a multiple of the page size keeps all slots aligned.
 
     Attributes:
-        slots, chunk_bytes: as above.
         address: address of slot 0 in this process.
     """
 

@@ -177,7 +177,7 @@ class SlotChecksums:
         return [at for at, slot in enumerate(slots) if words[slot * areas + area] & _KNOWN]
 
     def are_intact(self, chunks: Sequence[tuple[OffloadKey, int]]) -> bool:
-        """Return whether the slots of these keys hold what they must; keep evidence of what does not."""
+        """Return whether these chunks' slots match their checksums; keep evidence of those that do not."""
         return all([self._is_intact(key, slot, area) for key, slot in chunks for area in range(self.areas)])
 
     def _is_intact(self, key: OffloadKey, slot: int, area: int) -> bool:

@@ -89,7 +89,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 
 
 def _why_unfit(library: ctypes.CDLL) -> str | None:
-    """Return why a library must not be called, None where it may be."""
+    """Return why a library must not be used; None if it may be."""
     found = int(library.kvt_abi())
     return f"version {found}, not {ABI}" if found != ABI else layouts.difference(library)
 
@@ -170,15 +170,15 @@ def crc32c(address: int, length: int, value: int = 0) -> int:
 
 
 def populate(address: int, length: int) -> int:
-    """Give each page of the range memory of its own, without changing a byte.
+    """Allocate memory for each page of the range, without changing its contents.
 
     Args:
         address: start of the range, aligned to a page.
         length: bytes.
 
     Returns:
-        0, or the errno. Without the library and on kernels before 5.14 that is EINVAL, and nothing
-        happened: Python has no way to touch a page that is safe beside concurrent writers.
+        0, or the errno. EINVAL without the library and on kernels before 5.14; nothing was done then,
+        because Python cannot touch a page safely while others write to it.
     """
     if library is not None:
         return int(library.kvt_populate(address, length))

@@ -1,4 +1,4 @@
-"""Rate limits for log lines that may come often."""
+"""Rate limits for log lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CHANGES_EVERY_S = 30.0
 
 
 class LogLimit:
-    """Allows one line about a subject per interval.
+    """Limits log lines to one per subject and interval.
 
     Args:
         every_s: the interval, in seconds.
@@ -22,11 +22,13 @@ class LogLimit:
         self._last: dict[str, tuple[float, int]] = {}
 
     def allow(self, subject: str, now_s: float) -> str | None:
-        """Return what to append to a line about ``subject``; None where the line must not be written.
+        """Return a suffix for a line about ``subject``, or None if the line must not be written.
+
+        The suffix is empty, or says how many lines were held back.
 
         Args:
-            subject: one of few.
-            now_s: the owner's clock.
+            subject: what the line is about; there should be few of them.
+            now_s: the current time in seconds, monotonic.
         """
         last_s, held_back = self._last.get(subject, (now_s - self._every_s, 0))
         if now_s - last_s < self._every_s:

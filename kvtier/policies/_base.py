@@ -1,4 +1,4 @@
-"""What an eviction policy is: it orders the chunks that may be evicted, and nothing else."""
+"""The interface of eviction policies, which order the chunks that may be evicted."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from kvtier.keys import OffloadKey
 
 
 class EvictionPolicy(ABC):
-    """Chooses which chunks leave the primary tier.
+    """Chooses which chunks are evicted from the primary tier.
 
-    A policy is told when a chunk becomes a candidate (``add``), when it stops being one for a while
-    (``pin``) and when all go for another reason than eviction (``clear``). Only
-    candidates may be evicted, so ``evict`` never has to skip. All calls come from one thread, and
-    each should cost well under a microsecond a key.
+    kvtier calls ``add`` when a chunk becomes a candidate, ``pin`` when it stops being one for a while, and
+    ``clear`` when all chunks go. Every candidate may be evicted, so ``evict`` never has to skip one. All
+    calls come from one thread; each should take well under a microsecond per key.
     """
 
     def __init__(self, capacity: int = 0) -> None:
         self.capacity = capacity
 
     def resize(self, capacity: int) -> None:
-        """Set how many chunks the primary tier has room for."""
+        """Set the number of slots in the primary tier."""
         self.capacity = capacity
 
     @abstractmethod
     def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
-        """Make ``keys`` candidates; none of them is one.
+        """Make ``keys`` candidates; none of them is one already.
 
-        They are in the order of their prefix. A prompt whose front is gone serves nobody, so of keys
-        added together the last should be evicted first. ``used`` says that a request has read them;
-        otherwise they are new, or only a copy to another tier has ended.
+        Args:
+            keys: in the order of their prompt. Evict the last of them first: a prompt without its front
+                cannot be reused.
+            used: whether a request has just loaded them; False if they are new, or a put of them has ended.
         """
 
     @abstractmethod
     def pin(self, keys: Sequence[OffloadKey]) -> None:
-        """Stop considering these candidates until they are added again."""
+        """Remove ``keys`` from the candidates until they are added again."""
 
     @abstractmethod
     def evict(self, count: int) -> list[OffloadKey]:
-        """Choose up to ``count`` candidates, forget them as such, and return them."""
+        """Remove up to ``count`` candidates, in the order of eviction, and return them."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all candidates, and forget their history."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of candidates."""
+        """Return the number of candidates."""
 
     @abstractmethod
     def __contains__(self, key: object) -> bool:
-        """Whether ``key`` is a candidate."""
+        """Return whether ``key`` is a candidate."""

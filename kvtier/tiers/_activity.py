@@ -55,12 +55,12 @@ class ConcurrencyLimit:
 
 
 class TierActivity:
-    """What a tier is doing now. The loop alone writes it; any thread may look.
+    """The current work of a tier. Only the event loop writes it; any thread may read it.
 
     Attributes:
         puts: its puts.
         gets: its fetches.
-        usage: how full it is, about a second ago; None where it does not know.
+        usage: how full it is, at most about a second old; None if unknown.
     """
 
     def __init__(self, max_concurrency: int) -> None:

@@ -1,11 +1,10 @@
-"""What a secondary tier is: the contract that fs, dummy and every third party's tier fulfil.
+"""The contract of a secondary tier, for fs, dummy and every third party's tier.
 
-An author writes the transport and nothing else. Deadlines, limits on concurrency, checksums and
-counting are put around every tier by kvtier. A tier is driven by one event loop, from ``open`` to
-``aclose``; several puts and gets of one tier can be under way at once.
+An author writes only the transport; kvtier adds deadlines, concurrency limits, checksums and metrics. A tier
+is used from one event loop, from ``open`` to ``aclose``; several puts and gets can be in flight.
 
-The rule that matters most: **when a put or a get returns or raises, cancellation included, nothing
-may touch the batch's slots any more.** They are given to other chunks right away.
+The most important rule: **when a put or get has returned or raised, cancellation included, nothing may touch
+the batch's slots any more.** Other chunks take them at once.
 """
 
 from __future__ import annotations
@@ -28,7 +27,13 @@ from kvtier.tiers._seal import TRAILER_BYTES
 
 
 class Knowledge(IntEnum):
-    """What a tier knows about a key without asking its backend: before a transfer, and not proven."""
+    """What a tier knows about a key without asking its backend. A hint: a get may still find otherwise.
+
+    Attributes:
+        UNKNOWN: the backend has to be asked, with ``contains``.
+        ABSENT: the tier does not have the chunk.
+        PRESENT: a get would probably find the chunk.
+    """
 
     UNKNOWN = 0
     ABSENT = 1
@@ -36,13 +41,21 @@ class Knowledge(IntEnum):
 
 
 class Status(IntEnum):
-    """How one chunk of a put or a get ended, as a tier says it. What the core learns is ``Answer``."""
+    """The result of a put or get for one chunk.
 
-    OK = 0  # put: it is there now (perhaps it was before); get: its bytes are in the slot
-    ABSENT = 1  # get: the tier does not have it
-    CORRUPT = 2  # get: what the tier has is not what was put; it was set aside
-    REFUSED = 3  # put: the tier has no room for it, by its own bound or its backend's
-    FAILED = 4  # the backend failed; ``Outcome.reasons`` says how
+    Attributes:
+        OK: put: the tier has the chunk; get: its bytes are in the slot.
+        ABSENT: get: the tier does not have the chunk.
+        CORRUPT: get: the stored bytes are damaged; the tier has set them aside.
+        REFUSED: put: the tier has no room.
+        FAILED: the backend failed; ``Outcome.reasons`` says why.
+    """
+
+    OK = 0
+    ABSENT = 1
+    CORRUPT = 2
+    REFUSED = 3
+    FAILED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +63,11 @@ class Outcome:
     """The result of a put or a get.
 
     Attributes:
-        statuses: one for each key of the batch, in its order.
-        reasons: why chunks did not end OK, counted by a short word such as ``"enospc"`` or
-            ``"checksum"``; it becomes a label of a metric. ``kvtier._reasons.TRANSFER`` has the words
-            that every tier may use, ``SecondaryTier.reasons`` this tier's own; any other becomes
-            ``"error"``. What the tier does not have (ABSENT) needs no reason.
+        statuses: one for each key of the batch, in the batch's order.
+        reasons: number of chunks by the reason why they are not OK: a word such as ``"enospc"`` or
+            ``"checksum"``, which becomes a metric label. The metrics reference
+            lists the words of every tier; a tier's own are in ``SecondaryTier.reasons``. Any other is counted
+            as ``"error"``. ABSENT needs no reason.
     """
 
     statuses: Sequence[Status]
@@ -62,7 +75,7 @@ class Outcome:
 
     @staticmethod
     def all(status: Status, count: int, reason: str | None = None) -> Outcome:
-        """Make the outcome of ``count`` chunks that all ended alike."""
+        """Return an outcome in which ``count`` chunks have the same status and reason."""
         return Outcome((status,) * count, Counter({reason: count}) if reason else {})
 
 
@@ -71,8 +84,8 @@ class Usage:
     """How full a tier is.
 
     Attributes:
-        used_bytes: bytes that it keeps, what it needs beside the chunks' own included; None where unknown.
-        capacity_bytes: bytes that it may keep; None where it is not bounded by bytes.
+        used_bytes: bytes that the tier occupies, overhead included; None if unknown.
+        capacity_bytes: bytes that the tier may occupy; None if it has no such bound.
     """
 
     used_bytes: int | None
@@ -80,7 +93,7 @@ class Usage:
 
 
 class SlotMemory(Protocol):
-    """The primary tier's bytes as a tier may see them. Slots are equally long and page-aligned."""
+    """The primary tier's memory: page-aligned slots of equal length."""
 
     @property
     def address(self) -> int:
@@ -88,7 +101,7 @@ class SlotMemory(Protocol):
 
     @property
     def chunk_bytes(self) -> int:
-        """Length of one slot, and distance to the next, in bytes."""
+        """Length of a slot in bytes; slots follow each other without gaps."""
 
     def view(self, slot: int) -> memoryview:
         """Return the bytes of one slot: one-dimensional, format ``B``, ``chunk_bytes`` long."""
@@ -110,15 +123,14 @@ class SlotChecksums(Protocol):
 
 
 class Batch:
-    """Chunks that are put or got together: keys and the slots they are in or shall be in.
+    """The chunks of one put or get: their keys, and the slots to read from or write to.
 
     Attributes:
-        keys: the chunks' offload keys, without duplicates.
-        slots: where each chunk is in ``memory``.
-        memory: the primary tier's bytes.
-        trailers: what proves a chunk's bytes, ``TRAILER_BYTES`` each. On a put they are given and
-            must be kept beside the bytes; on a get the tier fills in what it kept. Left alone by
-            tiers whose ``verifies`` is true.
+        keys: offload keys, without duplicates.
+        slots: index of each chunk's slot in ``memory``.
+        memory: the primary tier's memory.
+        trailers: proof of each chunk's bytes, ``TRAILER_BYTES`` long. A put must store them with the chunks;
+            a get must fill in what was stored. Unused if the tier ``verifies``.
     """
 
     __slots__ = ("_views", "keys", "memory", "slots", "trailers")
@@ -141,13 +153,13 @@ class Batch:
 
     @property
     def views(self) -> tuple[memoryview, ...]:
-        """The slots' bytes: to be read in a put, to be written in a get."""
+        """The slots' bytes: read them in a put, write them in a get."""
         if self._views is None:
             self._views = tuple(self.memory.view(slot) for slot in self.slots)
         return self._views
 
     def part(self, indices: Sequence[int]) -> Batch:
-        """Return a batch of the chunks at ``indices``, with their trailers as they are now."""
+        """Return a batch of the chunks at ``indices``, with copies of their trailers."""
         return Batch(
             [self.keys[index] for index in indices],
             [self.slots[index] for index in indices],
@@ -157,56 +169,59 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all chunks, trailers not counted."""
+        """Total bytes of the chunks, without trailers."""
         return len(self.keys) * self.memory.chunk_bytes
 
 
 class TierConfig(Settings):
-    """Settings that every tier has. A tier's own model subclasses this one."""
+    """Settings that every tier has. A tier subclasses it for its own settings."""
 
-    type: str = Field(description="Name of the tier's entry point in the group kvtier.tiers.")
+    type: str = Field(description="Type of the tier: the name of its entry point in `kvtier.tiers`.")
     name: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
-        description="Name in logs and metrics, of letters, digits, '.', '_' and '-'. Default: the type, "
-        "numbered where it is used twice.",
+        description="Name in logs and metrics: letters, digits, `.`, `_` and `-`. Default: the type; a "
+        "second tier of that type is `<type>-2`.",
     )
     deadline_s: float = Field(
         default=5.0,
         gt=0,
         le=86_400,
-        description="Seconds after which an unanswered request to the tier is a miss.",
+        description="Seconds after which a put or get, queueing included, is cancelled. The get is then a "
+        "miss, the put is dropped.",
     )
     locality: Literal["LOCAL", "REMOTE"] | None = Field(
         default=None,
-        description="Where the chunks are, for requests that choose tiers. Default: by the tier's type.",
+        description="Whether chunks are on this host or on another, for `kv_load_tiers` and KV events. "
+        "Default: what the tier's type implies.",
     )
     max_concurrency: int = Field(
         default=8,
         ge=1,
-        description="Gets of this tier that may be under way at once; beside them half as many puts.",
+        description="Maximum number of gets in flight; puts get half as many. Raise it for a tier with high "
+        "latency and bandwidth to spare.",
     )
     breaker_failures: int = Field(
         default=5,
         ge=1,
-        description="Puts (or gets) in a row that fail until the tier is given none for a while.",
+        description="Consecutive failures that open a breaker. Puts and gets have one each.",
     )
     breaker_pause_s: float = Field(
         default=1.0,
         gt=0,
         le=86_400,
-        description="Seconds until one is let through again to see how it goes; up to 60 times as long "
-        "while that fails.",
+        description="Seconds from the opening of a breaker to its first probe. Each failed probe doubles the "
+        "pause, up to 60 times this value.",
     )
     retry_share: float = Field(
         default=0.1,
         ge=0,
         le=1,
-        description="Share of puts and gets that may be tried a second time; 0 for none.",
+        description="Retries allowed, as a share of first attempts. 0 disables retries.",
     )
 
     def own_directories(self) -> Sequence[Path]:
-        """Return the directories that the tier writes into, which no other tier of an engine may share."""
+        """Return the directories that only this tier of an engine may write into."""
         return ()
 
 
@@ -220,18 +235,17 @@ def ignore_lost(why: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TierContext:
-    """What a tier is given when it is opened.
+    """What ``open`` tells a tier.
 
     Attributes:
         name: the tier's name in logs and metrics.
-        identity: which cache the chunks belong to. Chunks of another identity are not to be given.
+        identity: the cache that the chunks belong to. Never return chunks of another identity.
         chunk_bytes: length of every chunk.
-        removed: to be called, from any thread, with keys that have left the tier without a call of
-            ``discard``: evicted, expired, set aside. Whoever counts on them is notified. Keys that the tier
-            did not have do no harm.
-        lost: to be called, from any thread, with the reason, when what ``open`` has opened is of no use any
-            more and another ``open`` would help. The tier is closed when nothing of it is under way, and
-            another object of its class is opened.
+        removed: call it, from any thread, with the keys of chunks that left the tier without ``discard``:
+            evicted, expired or set aside. KV events announce their removal. Unknown keys are ignored.
+        lost: call it, from any thread, with a reason, when what ``open`` opened is unusable and must be
+            opened again, such as a lost mount or lease. The tier is closed once its transfers have ended,
+            and a new object of the class is opened.
     """
 
     name: str
@@ -245,89 +259,88 @@ ConfigT = TypeVar("ConfigT", bound=TierConfig)
 
 
 class SecondaryTier(ABC, Generic[ConfigT]):
-    """Something behind the primary tier that keeps chunks: files, an object store, a peer.
+    """Storage for chunks behind the primary tier: files, an object store, a server, a peer.
 
-    A subclass names its settings in ``Config`` and is found through an entry point in the group
-    ``kvtier.tiers``. It is constructed with its settings; all else happens in ``open``.
+    A subclass names its settings' class in ``Config`` and is found through an entry point in
+    ``kvtier.tiers``. The constructor only keeps the settings; connect in ``open``.
     """
 
     Config: ClassVar[type[TierConfig]]
 
     verifies: ClassVar[bool] = False
-    """Whether a get proves by itself that the bytes are those of the put. Where it is false, kvtier
-    gives each put a trailer and checks it after each get."""
+    """Whether the tier itself proves that a get returns the bytes of the put. If False, kvtier passes a
+    trailer to each put and checks it after each get."""
 
     medium: ClassVar[Literal["memory", "disk", "remote"]] = "remote"
-    """Where the chunks are kept, for an engine that reports where hits came from."""
+    """Kind of storage, for metrics of hits by source and for ``kv_load_tiers``."""
 
     reasons: ClassVar[Mapping[str, str]] = {}
-    """Words of this tier's own for why chunks did not end OK, and what each of them means."""
+    """The tier's own reasons, each with its meaning, in addition to those of every tier."""
 
     transient: ClassVar[Collection[str]] = ()
-    """Those of ``reasons`` that may be over a moment later, such as a server that is busy: chunks that
-    FAILED for them, or for ``"timeout"`` and ``"connection"``, are tried a second time where there is
-    time left. A tier does not retry by itself."""
+    """Reasons that are worth a retry, such as a busy server, in addition to ``"timeout"`` and
+    ``"connection"``. kvtier retries chunks that FAILED for them once, if time is left. A tier does not retry
+    by itself."""
 
     def __init__(self, config: ConfigT) -> None:
         self.config = config
 
     async def open(self, context: TierContext) -> None:
-        """Connect, make directories, start what must run. Raise TierError when it cannot work.
+        """Connect, create directories, start threads. Raise TierError if the tier cannot work.
 
-        Where it raises, or takes longer than a minute, it is tried again later with another object of the
-        class, and this one is forgotten: what was begun must be given back before.
+        If it raises or takes longer than a minute, kvtier drops this object and later opens another one;
+        release everything before raising.
         """
 
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
-        """Return what is known of ``keys``, without waiting for anything. Called from any thread."""
+        """Return what is known of each key. Must not block. Called from any thread."""
         return (Knowledge.UNKNOWN,) * len(keys)
 
     def usage(self) -> Usage | None:
-        """Return how full the tier is, or None where it does not know.
+        """Return how full the tier is, or None if it does not know.
 
-        Called on the event loop about once a second: it must neither wait nor count.
+        Called on the event loop about once a second: it must not block or count.
         """
         return None
 
     @abstractmethod
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        """Return for each key whether a get would probably succeed."""
+        """Return for each key whether a get would probably find it."""
 
     @abstractmethod
     async def put(self, batch: Batch) -> Outcome:
-        """Keep the chunks of ``batch``. A chunk appears whole or not at all.
+        """Store the chunks of ``batch``, each whole or not at all.
 
-        It is cancelled when its ``deadline_s`` is over, as a get is.
+        Puts and gets are cancelled after ``deadline_s``.
         """
 
     @abstractmethod
     async def get(self, batch: Batch) -> Outcome:
-        """Fill the slots of ``batch``. A slot whose status is not OK may hold anything."""
+        """Write the chunks of ``batch`` into their slots. A slot whose status is not OK may hold anything."""
 
     async def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Note that ``keys`` were loaded just now from the primary tier. For tiers that evict by recency.
+        """Note that ``keys`` were just loaded from the primary tier. For tiers that evict by recency.
 
-        They are in the order of their prompts; of those in one call the last should be evicted first.
-        The tier may have none of them. A get is not followed by a touch.
+        Keys are in the order of their prompts: evict the last of a call first. The tier may not have all of
+        them. A get is not followed by a touch.
         """
 
     @abstractmethod
     async def discard(self, keys: Sequence[OffloadKey]) -> None:
-        """Forget ``keys``; those that are not there are no error."""
+        """Remove ``keys``. Absent ones are not an error."""
 
     @abstractmethod
     async def reset(self) -> None:
-        """Make everything put so far invisible, for ever: after reopening too.
+        """Hide everything put so far, permanently, also after reopening.
 
-        That goes for puts under way as well: what one of them began before must not appear after it.
-        What is put after it is for this opener alone: whoever opens later must not be given it. A reset
-        comes with new weights, which this process may have got from a trainer, and the next one not.
+        That includes puts in flight: their chunks must not appear later. What is put afterwards is for this
+        opener alone, because a reset comes with new weights, and a later opener may have the old ones.
 
-        Where it raises the tier is not asked for anything until a later reset has succeeded.
+        If it raises, the tier is not used until a later reset succeeds.
         """
 
     async def aclose(self) -> None:
-        """Give everything back. No other call is under way and none follows."""
+        """Release everything. No other call is in flight, and none follows."""
 
 
 __all__ = [

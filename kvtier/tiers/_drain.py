@@ -1,8 +1,8 @@
-"""For authors of tiers: wait until what moves bytes has truly ended, however often that is cancelled.
+"""Helpers for authors of tiers: wait until a transfer has really ended, even when cancelled.
 
-Most clients and every thread go on with a transfer after the task that awaited it was cancelled, and
-``asyncio.timeout`` cancels, too. Meanwhile the slot belongs to another chunk: a put then keeps bytes
-that nobody put, a get writes into bytes that are not its own.
+A thread, and most client libraries, continue a transfer after the awaiting task was cancelled, for example by
+``asyncio.timeout``. By then the slot belongs to another chunk: a late put would store that chunk's bytes, a
+late get would overwrite them.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ T = TypeVar("T")
 async def wait_for_end(
     future: asyncio.Future[Any], on_cancel: Callable[[], object] | None = None
 ) -> asyncio.CancelledError | None:
-    """Wait until ``future`` is done, however often the task is cancelled meanwhile.
+    """Wait until ``future`` is done, even if the task is cancelled meanwhile.
 
-    A shielded scope alone is not enough: it does not hold off ``Task.cancel``, which is what
-    ``asyncio.timeout`` does.
+    A shielded scope alone does not suffice: ``asyncio.timeout`` calls ``Task.cancel``, which passes it.
 
     Args:
-        future: what is waited for; it is not cancelled.
-        on_cancel: called at the first cancellation, to have the work end sooner.
+        future: the future to wait for; it is not cancelled.
+        on_cancel: called at the first cancellation, to make the work end sooner.
 
     Returns:
-        The cancellation that came meanwhile, to be raised when the caller has tidied up; or None.
+        The cancellation, for the caller to raise after its clean-up; None if there was none.
     """
     try:
         await asyncio.wait((future,))
@@ -51,13 +50,13 @@ async def wait_for_end(
 
 
 async def until_done(work: Awaitable[T]) -> T:
-    """Return the result of what cannot be stopped, at its true end. See ``wait_for_end``.
+    """Return the result of ``work``, and never before it has ended, even if the task is cancelled.
 
     Args:
-        work: a future, or a coroutine, which then runs in a task of its own.
+        work: a future, or a coroutine, which runs in a task of its own.
 
     Raises:
-        BaseException: what the work has raised, or the cancellation that came meanwhile.
+        BaseException: the exception of the work, or the cancellation that came meanwhile.
     """
     future = asyncio.ensure_future(work)
     cancelled = await wait_for_end(future)
@@ -69,15 +68,15 @@ async def until_done(work: Awaitable[T]) -> T:
 async def in_thread(
     function: Callable[..., T], *arguments: object, limiter: anyio.CapacityLimiter | None = None
 ) -> T:
-    """Call a function that blocks in a worker thread, and wait until it has returned.
+    """Return the result of a blocking function that runs in a worker thread, never before it has returned.
 
     Args:
-        function: what is called.
-        arguments: its arguments.
-        limiter: bounds how many such calls run at once; by default all of the loop share one.
+        function: the blocking function.
+        arguments: its positional arguments.
+        limiter: limit on concurrent calls. Default: the event loop's shared limiter.
 
     Raises:
-        BaseException: what the function has raised, or the cancellation that came meanwhile.
+        BaseException: the exception of the function, or the cancellation that came meanwhile.
     """
     call = partial(function, *arguments)
     return await until_done(anyio.to_thread.run_sync(call, limiter=limiter))

@@ -1,4 +1,4 @@
-"""What is a tier's fault, how it is reported, and how many second attempts there may be."""
+"""Failures of tiers: which exceptions count, how they are worded, and the retry budget."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _ONE_RETRY = 1.0 - 1e-9  # ten tenths
 
 
 def require_fault(error: BaseException) -> None:
-    """Raise ``error`` unless it is a tier's fault.
+    """Raise ``error`` again unless it is a failure of the tier.
 
-    A fault is everything but a requested cancellation and what ends the program: an exit, a cancellation
-    that nobody requested, and bare ``BaseException`` classes such as the panic of a Rust extension included.
+    Requested cancellations, ``KeyboardInterrupt`` and ``GeneratorExit`` are raised. Everything else is a
+    failure of the tier, ``SystemExit``, unrequested cancellations and the panic of a Rust extension included.
     """
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()

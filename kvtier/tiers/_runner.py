@@ -58,17 +58,17 @@ _LINES_EVERY_S = 10.0
 
 
 class _Effort:
-    """What one command has taken so far.
+    """The progress of one command.
 
     Args:
-        deadline_s: when it ends at the latest, on the loop's clock.
+        deadline_s: its deadline, on the event loop's clock.
 
     Attributes:
-        limit: cancels it then. Once: whoever waits for the end of what it has begun is let do so.
-        has_begun: whether its turn has come.
-        seconds: how long the tier has taken, over all attempts.
-        answered: what its answers say of the tier.
-        retry: what came of a second attempt, or why there was none.
+        limit: cancels the command at its deadline; once, so that it can wait for the end of a transfer.
+        has_begun: whether it has left the queue.
+        seconds: time spent in the tier, over all attempts.
+        answered: what the answers say about the tier's health.
+        retry: the result of the retry, or why there was none.
     """
 
     def __init__(self, deadline_s: float) -> None:
@@ -182,7 +182,7 @@ class TierRunner:
             return _in_integers(self._tier.usage())
         except BaseException as error:
             require_fault(error)
-            self._warn("usage", f"usage() failed, it is not known how full it is: {self._words(error)}")
+            self._warn("usage", f"usage() failed, so its used bytes are unknown: {self._words(error)}")
             return None
 
     @property
@@ -460,7 +460,7 @@ class TierRunner:
         return Outcome(statuses, reasons.bounded(outcome.reasons, self._reasons, failed))
 
     async def _discard(self, keys: Sequence[OffloadKey]) -> None:
-        """Forget chunks that are no good; where that fails they will be found no good again."""
+        """Discard corrupt chunks. If that fails, the next get finds them corrupt again."""
         try:
             await self._tier.discard(keys)
         except Exception as error:

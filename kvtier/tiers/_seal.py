@@ -1,4 +1,4 @@
-"""The seal of a chunk: a small trailer that proves whose bytes these are and that they are whole.
+"""The trailer of a chunk, which proves that its bytes are complete and belong to its key and identity.
 
 Layout, little-endian, 128 bytes: magic (8), format version (u16), key length (u16), crc32c of the
 payload (u32), payload length (u64), identity digest (16), key (68, zero-padded), zeros (16), crc32c
@@ -18,6 +18,8 @@ from kvtier.keys import MAX_KEY_BYTES, OffloadKey
 MAGIC = b"KVTIER\x00\x01"
 VERSION = 1
 TRAILER_BYTES = 128
+"""Size of the trailer that a tier keeps with each chunk, in bytes."""
+
 DIGEST_BYTES = 16
 
 _RECORD = struct.Struct(f"<8sHHIQ{DIGEST_BYTES}s{MAX_KEY_BYTES}s16x")
@@ -48,7 +50,7 @@ class Integrity(StrEnum):
 
 
 def seal(key: OffloadKey, payload: memoryview, digest: bytes) -> bytes:
-    """Make the trailer of one chunk.
+    """Return the trailer of one chunk.
 
     Args:
         key: the chunk's offload key.

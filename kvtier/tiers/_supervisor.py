@@ -204,7 +204,7 @@ class TierSupervisor:
         self._backoff.start_anew()
         if self.down is not None:
             self.down = None
-            logger.warning("tier %s is used again", self._name)
+            logger.warning("tier %s is up again", self._name)
             self._tell(None)
 
     def _release_waiters(self) -> None:

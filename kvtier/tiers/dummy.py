@@ -35,22 +35,26 @@ class DummyConfig(TierConfig):
     """Settings of the dummy tier."""
 
     type: str = Field(
-        default="dummy", description="Name of the tier's entry point in the group kvtier.tiers."
+        default="dummy", description="Type of the tier: the name of its entry point in `kvtier.tiers`."
     )
     capacity_bytes: Size = Field(
-        default=256 * 2**20, description="Bytes kept at most; the least recently used leave first."
+        default=256 * 2**20, description="Maximum bytes held; the least recently used chunks are evicted."
     )
-    put_latency_s: float = Field(default=0.0, ge=0, description="Seconds that each put takes.")
-    get_latency_s: float = Field(default=0.0, ge=0, description="Seconds that each get or question takes.")
-    failure_rate: float = Field(default=0.0, ge=0, le=1, description="Share of chunks that fail.")
+    put_latency_s: float = Field(default=0.0, ge=0, description="Added latency of each put, in seconds.")
+    get_latency_s: float = Field(
+        default=0.0, ge=0, description="Added latency of each get and lookup, in seconds."
+    )
+    failure_rate: float = Field(
+        default=0.0, ge=0, le=1, description="Share of chunks whose put or get fails."
+    )
     corruption_rate: float = Field(
-        default=0.0, ge=0, le=1, description="Share of chunks read with a wrong byte."
+        default=0.0, ge=0, le=1, description="Share of chunks returned with a wrong byte."
     )
-    hang_rate: float = Field(default=0.0, ge=0, le=1, description="Share of puts and gets that never end.")
+    hang_rate: float = Field(default=0.0, ge=0, le=1, description="Share of puts and gets that hang.")
     complete_index: bool = Field(
-        default=True, description="Whether the tier knows at once what it has, or must be asked."
+        default=True, description="Whether `known` answers for every key; `false`: lookups need `contains`."
     )
-    seed: int = Field(default=0, description="Seed of the faults: the same calls fail in the same way.")
+    seed: int = Field(default=0, description="Seed of the random faults; equal seeds give equal faults.")
 
 
 # The class is named by an entry point in the group "kvtier.tiers" of the author's own distribution.

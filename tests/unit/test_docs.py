@@ -9,6 +9,7 @@ import inspect
 import itertools
 import json
 import re
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from kvtier.tiers.fs import FsTier
 ROOT = Path(__file__).parents[2]
 DOCS, EXAMPLES = ROOT / "docs", ROOT / "examples"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+CHARTS = sorted(DOCS.glob("assets/benchmarks/*.json"))
 
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=indent)``` *$", re.MULTILINE | re.DOTALL
@@ -79,8 +81,10 @@ def blocks_of(page: Path, *languages: str) -> list[Block]:
 # --- code and configurations --------------------------------------------------------------------------
 
 
-def run_python_of(page: Path) -> None:
-    """Run a page's blocks one after the other in one namespace and on one event loop; they may await."""
+@every_page
+def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks run one after the other in one namespace and on one event loop; they may await."""
+    monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "__main__"}
     with asyncio.Runner() as runner:
         for block in blocks_of(page, "python"):
@@ -99,20 +103,13 @@ async def _awaited(coroutine: Any) -> None:
 
 
 @every_page
-def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    run_python_of(page)
-
-
-def check_configurations_of(page: Path) -> int:
-    """Check each configuration of a page; return how many it has."""
+def test_the_configurations_of_a_page_are_accepted(page: Path) -> None:
     texts = [(block.where, block.text) for block in blocks_of(page, "json")]
     texts += [
         (block.where, found)
         for block in blocks_of(page, *_SHELL)
         for found in _IN_SHELL.findall(block.text.replace("\\\n", ""))
     ]
-    checked = 0
     for where, text in texts:
         value = json.loads(text)
         try:
@@ -120,15 +117,8 @@ def check_configurations_of(page: Path) -> int:
                 registry.validate(value, where)
             elif settings := value if "cpu_bytes_to_use" in value else value.get("kv_connector_extra_config"):
                 TieringConfig.from_extra_config(settings)
-            checked += 1
         except KVTierError as error:
             raise AssertionError(f"{where}: {error}") from error
-    return checked
-
-
-@every_page
-def test_the_configurations_of_a_page_are_accepted(page: Path) -> None:
-    check_configurations_of(page)
 
 
 @every_page
@@ -139,29 +129,23 @@ def test_excerpts_of_a_page_are_in_their_files(page: Path) -> None:
             assert any(text in block.excerpt_of.read_text() for text in shown), block.where
 
 
-def test_a_wrong_line_of_a_page_is_named(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n")
-    with pytest.raises(AssertionError) as caught:
-        run_python_of(page)
-    assert caught.traceback[-1].lineno + 1 == 6
-    page.write_text('```json\n{"cpu_bytes_to_use": 1, "secondary_tiers": [{"type": "dumy"}]}\n```\n')
-    with pytest.raises(AssertionError, match=r"page.md:2: .*dumy"):
-        check_configurations_of(page)
-
-
 # --- what the site generates --------------------------------------------------------------------------
+
+
+def loaded(name: str) -> Any:
+    """Return a module of ``docs/mkdocs``."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / "mkdocs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
 def hooks() -> Any:
     """The module that the site is built with."""
-    spec = importlib.util.spec_from_file_location("hooks", DOCS / "mkdocs" / "hooks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded("hooks")
 
 
 def generated(page: str, hooks: Any) -> str:
@@ -181,12 +165,13 @@ def test_the_error_page_has_every_error() -> None:
     assert set(re.findall(r"^## (\w+)", page, re.MULTILINE)) == public - {"KVTierError"}
 
 
-def test_the_diagrams_can_be_drawn(hooks: Any) -> None:
-    drawn = [hooks.drawing(block.text) for page in PAGES for block in blocks_of(page, "mermaid")]
-    assert len(drawn) >= 6
-    assert all(drawing.count("<svg") == 1 for drawing in drawn)
-    with pytest.raises(ValueError, match="loop every minute"):
-        hooks.drawing("sequenceDiagram\n  participant A\n  loop every minute\n")
+def test_the_charts_are_those_of_their_data() -> None:
+    charts = loaded("charts")
+    drawn = {path.with_suffix(".svg"): charts.draw(json.loads(path.read_text())) for path in CHARTS}
+    assert drawn
+    assert [path.name for path, svg in drawn.items() if path.read_text() != svg] == [], (
+        "python docs/mkdocs/charts.py"
+    )
 
 
 # --- names --------------------------------------------------------------------------------------------

@@ -91,9 +91,9 @@ def _weights_of(model: ModelConfig, load: LoadConfig, namespace: str) -> Mapping
     is_commit = revision is not None and _COMMIT.fullmatch(revision)
     if not namespace and not is_commit and files is None and seed is None:
         raise ConfigError(
-            f"nothing tells the weights of {name} from others that replace them there: they are not in a "
-            "local directory, and no commit of a hub is known. Set `namespace` in kv_connector_extra_config "
-            "to a name that changes with the weights, or remove secondary_tiers"
+            f"the weights of {name} cannot be identified: they are not in a local directory, and no hub "
+            "commit is known. Set `namespace` in kv_connector_extra_config to a name that changes with the "
+            "weights, or remove secondary_tiers"
         )
     return {"name": name, "revision": revision, "files": files, "seed": seed}
 

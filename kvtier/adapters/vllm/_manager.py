@@ -1,7 +1,7 @@
-"""The bridge: vLLM's scheduler thread owns the core, and what the tiers do comes back to it in a queue.
+"""The vLLM adapter: the scheduler's thread owns the core, and events of the tiers reach it through a queue.
 
-Nothing here waits, takes a lock or does I/O. What has come back is taken in at the next question or at
-the end of the step; the core keeps what it has answered HIT in a step until the step is over.
+Nothing here waits, takes a lock or does I/O. Events are passed to the core at the next lookup or at the end
+of the step. Chunks that were answered HIT stay valid until the step ends.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ class KVTierManager(OffloadingManager):
         dropped = DroppedPuts(self._core, self._drain_s, logger)
         if unconfirmed := sum(len(store.chunks) for store in self._stores.values()):
             logger.warning(
-                "%d chunks were still being copied from the device at the shutdown: they are in no tier",
+                "shutdown: %d chunks were still being copied from the device; they are lost",
                 unconfirmed,
             )
         self._on_shutdown()
@@ -341,7 +341,7 @@ class KVTierManager(OffloadingManager):
         return PrepareStoreOutput(keys_to_store=[], store_spec=Slots([]), evicted_keys=[])
 
     def _stop_copying(self, reason: str, text: str) -> None:
-        """Give workers no more work. The engine goes on, or ends, as it sees fit."""
+        """Submit no more copies to the workers. The engine itself continues."""
         if self._stopped is None:
             self._stopped = reason
             self._core.refuse_lookups(reason)

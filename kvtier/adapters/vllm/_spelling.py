@@ -1,17 +1,16 @@
-"""Spells the engine's configuration for identities: every setting, but for those that cannot matter.
+"""Spells the engine's configuration for its identity: every setting except those that cannot matter.
 
-**Closed by default.** All fields of ``VllmConfig`` and of the configurations in it are walked, whatever a
-version of vLLM calls them; ``_without_effect`` lists what is left out, with the reasons.
+**Closed by default.** All fields of ``VllmConfig`` and of the configurations in it are included, whatever a
+version of vLLM calls them; ``_without_effect`` lists the exceptions and their reasons.
 
-**Only what differs from its default is spelled.** A field that a newer vLLM adds then changes nothing as
-long as nobody sets it, nor does one that is removed, so versions of one KV format share a cache. The
-values are those that vLLM has worked out, not those that the user gave: what a platform or a model decides
-is seen. Left is a default that a newer version changes. That is for the KV format generation to tell apart
-(``compat``): it is given to releases whose defaults a test has compared field by field, never to a version
-that nobody has looked at.
+**Only values that differ from their default are spelled.** So a field that a newer vLLM adds or removes
+changes nothing while nobody sets it, and versions of one KV format share a cache. Values are those that vLLM
+resolved, not those that the user gave, so decisions of the platform and the model count. A default that a
+newer version changes is covered by the KV format generation (``_compat``), which only releases get whose
+defaults a test has compared.
 
-**A value is spelled the same in every process, or the engine is refused.** What has no spelling of its own
-is spelled by its type and its attributes; a memory address would split the cache at each start.
+**A value is spelled the same in every process, or the engine is refused.** A value without a spelling of its
+own is spelled by its type and attributes; a memory address would split the cache at each start.
 """
 
 from __future__ import annotations

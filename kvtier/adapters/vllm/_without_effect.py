@@ -1,12 +1,12 @@
-"""Settings of vLLM that cannot change the bytes of a chunk, each with the reason. Data, reviewed by people.
+"""vLLM's settings that cannot change the bytes of a chunk, each with the reason. Reviewed with vLLM 0.31 to
+0.33.
 
-A setting that is not listed here is part of a cache's identity (``spelling``), so a field that a newer
-vLLM adds counts from its first day. Reviewed with vLLM 0.31 to 0.33. An entry must hold whatever the
-value is: what a block holds may differ by rounding, as the same prompt does on another GPU or beside
-other requests, and by nothing else.
+A setting that is not listed here is part of the cache's identity (``_spelling``), so a field that a newer
+vLLM adds counts at once. An entry must hold for every value of the setting: the bytes of a block may differ
+by rounding, as they do on another GPU or beside other requests, and in no other way.
 
-Names are those of vLLM's classes, so that the model and the draft model share an entry. The name of a
-field that holds a configuration covers all of it, fields that a newer vLLM adds there included.
+Entries name vLLM's classes, so the model and the draft model share them. If a field holds a configuration,
+its entry covers all of it, including fields that a newer vLLM adds.
 """
 
 from __future__ import annotations

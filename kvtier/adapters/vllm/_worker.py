@@ -70,8 +70,8 @@ def _mapping(ref: CanonicalKVCacheRef) -> PageMapping:
     mapping = ref.mapping
     if mapping is None or not mapping.parallelism_agnostic:
         raise ConfigError(
-            "canonical_layout: the layout of this KV cache in the device's memory is not one that vLLM can "
-            "tell the places of heads in; remove canonical_layout"
+            "canonical_layout: vLLM does not tell where heads are in this KV cache layout; remove "
+            "canonical_layout"
         )
     runs = tuple(
         Run(

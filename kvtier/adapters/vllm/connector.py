@@ -1,9 +1,8 @@
-"""vLLM's offloading connector, and what it lacks: a load that failed is told to the engine.
+"""``KVTierConnector``: vLLM's ``OffloadingConnector``, which also reports failed loads to the engine.
 
-The plain connector asserts that every copy succeeds. The engine itself can compute a request anew whose
-load has failed, where its connector names the request in ``failed_recving``. It forgets at once that it
-did so, and would load the same chunks again in the next step: that this does not happen is seen to by the
-manager, which answers all that the request asks for from then on with a miss.
+The plain connector asserts that every copy succeeds. vLLM can recompute a request whose load failed if the
+connector names it in ``failed_recving``. It would load the same chunks again in the next step; to prevent
+that, the manager answers every further lookup of the request with a miss.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The spec that vLLM makes in the scheduler's process and in every worker."""
+"""``KVTierOffloadingSpec``, which vLLM creates in the scheduler's process and in every worker."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
         self._settings = TieringConfig.from_extra_config(config.extra_config)
         if self._engine.nodes > 1:
             raise ConfigError(
-                f"the engine's workers are on {self._engine.nodes} nodes, which have no memory in common: "
-                "kvtier needs all workers of an engine on one"
+                f"the engine's workers are on {self._engine.nodes} nodes, which do not share memory: "
+                "kvtier needs all workers of an engine on one node"
             )
         self._shape = slot_shape(config, self._engine)
         self._manager: KVTierManager | None = None
@@ -227,8 +227,8 @@ def _populate(region: Region, events: deque[Event], parts: Sequence[Part]) -> No
     region.populate(on_ready, parts, on_end=on_end)
     if not enough.wait(_FIRST_SLOTS_S):
         logger.warning(
-            "the primary tier has %d of %d slots after %g s: until the rest has come, requests may miss and "
-            "stores be refused, counted as 'starting'",
+            "primary tier: %d of %d slots are ready after %g s; until the rest is allocated, misses and "
+            "refused stores are counted with the reason 'starting'",
             ready,
             region.slots,
             _FIRST_SLOTS_S,

@@ -51,7 +51,7 @@ TAIL_TOKENS = 48  # of each request, new in each round: one chunk of it is store
 
 @dataclass(frozen=True)
 class Convoy:
-    """All requests at once; medians over the rounds, and ratios of the same round.
+    """All requests at once: medians over rounds; ratios are taken within a round.
 
     Attributes:
         scenario: whether the requests' prefixes have nothing in common, or are shared by families.
@@ -81,7 +81,7 @@ class Convoy:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Chunks that moved for them, in all rounds.
+    """Chunks moved, summed over rounds.
 
     Attributes:
         in_files: chunks of the prefixes, each counted once a round.
@@ -106,7 +106,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Work:
-    """Requests of each engine in each round"""
+    """The workload of each engine in each round"""
 
     model: str
     rounds: int

@@ -42,7 +42,7 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True)
 class Cost:
-    """Time of the thread that owns the tiering; microseconds are a chunk's unless the call says otherwise."""
+    """Time of the scheduler's thread; microseconds are per chunk unless the call says otherwise."""
 
     policy: str
     tier: str

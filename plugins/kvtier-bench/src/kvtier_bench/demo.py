@@ -31,7 +31,7 @@ HITS = {"cpu_hit": "cpu", "restart_fs_hit": "fs"}
 
 @dataclass(frozen=True)
 class Phase:
-    """The same prompts, three times; tokens computed and loaded.
+    """Median time to first token, and prompt tokens by source.
 
     Attributes:
         phase: nothing cached, hits in the primary tier, hits in files after a restart.

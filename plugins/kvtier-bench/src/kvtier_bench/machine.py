@@ -23,7 +23,7 @@ REMEDY: Final = "name a directory on a file system with more room, or make some 
 
 @dataclass(frozen=True)
 class Machine:
-    """What it ran on"""
+    """Machine"""
 
     processor: str
     cores: int

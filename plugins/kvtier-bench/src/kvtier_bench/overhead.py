@@ -52,7 +52,7 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Loss:
-    """Tokens and processor time lost where nothing is reused, against an engine without a connector.
+    """Throughput and CPU time lost to the connector, against an engine without one.
 
     Attributes:
         connector: what the engine had: kvtier or vLLM's own tiering, host memory alone or files behind it.
@@ -80,7 +80,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Share:
-    """What the processor time of a connector is made of, in percent of its engine's, all threads.
+    """CPU time of the connector by part, in percent of its engine's; all threads.
 
     ``engine thread`` is what the manager and the worker take there, each call measured, in a round of
     its own.
@@ -119,7 +119,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Work:
-    """Work of each engine in each round"""
+    """The workload of each engine in each round"""
 
     model: str
     rounds: int

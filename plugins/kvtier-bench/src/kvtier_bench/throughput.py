@@ -24,7 +24,7 @@ _WARM_UP_BYTES: Final = 2**25
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Chunks moved, beside a reference. GB are 10**9 bytes; figures are medians over the rounds.
+    """Throughput, beside a reference. GB are 10**9 bytes; figures are medians over rounds.
 
     Attributes:
         subject: what was measured: the tier, or vLLM's path for files.

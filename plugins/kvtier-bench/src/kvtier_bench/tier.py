@@ -40,7 +40,7 @@ QUERY_KEYS: Final = 500
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Milliseconds of one call while nothing else is under way.
+    """Latency of one call on an idle tier, in milliseconds.
 
     Attributes:
         chunk_bytes: bytes of a chunk.

@@ -279,10 +279,10 @@ def _half_of_heads(rank: int) -> PageMapping:
 
 
 class DeviceConformance:
-    """What every ``TransferEngine`` must do. A subclass gives the fixture ``engine_factory``.
+    """Tests of the contract of ``TransferEngine``. A subclass has the fixture ``engine_factory``.
 
     Attributes:
-        device: where the tensors are put, as torch spells it.
+        device: torch device of the tensors.
     """
 
     device = "cpu"

@@ -40,15 +40,14 @@ def keys(first: int, count: int) -> list[OffloadKey]:
 
 
 class PolicyConformance(LimitedSuite):
-    """What every ``EvictionPolicy`` must do. A subclass gives ``policy``.
+    """Tests of the contract of ``EvictionPolicy``. A subclass sets ``policy``.
 
     Attributes:
-        policy: the class that is tested. kvtier calls it without arguments, and then ``resize``.
-        capacity: chunks that the primary tier of most tests has room for.
-        remembered_bytes: bytes that it may hold for each chunk of its capacity, for what it remembers of
-            chunks that are gone.
-        patience_s: seconds after which a single call has to have ended.
-        limit_s: seconds after which a test has to have ended.
+        policy: the class under test. It is called without arguments, followed by ``resize``.
+        capacity: number of slots in most tests.
+        remembered_bytes: memory that the policy may use per slot, for its history of evicted chunks.
+        patience_s: longest time for a single call, in seconds.
+        limit_s: longest time for a test, in seconds.
     """
 
     policy: ClassVar[type[EvictionPolicy]]

@@ -245,7 +245,7 @@ class EngineProcess(Process):
         """Return whether a chunk is there. What a thread posts can be there from any question on."""
         if self._events and self._chance.random() < 0.5:
             self._driver.on_events(self._events)
-        if request.stands and (answer := self.core.repeat(key, request)) is not None:
+        if request.answers_stand and (answer := self.core.repeat_answer(key, request)) is not None:
             return answer
         return self.core.lookup(key, request)
 

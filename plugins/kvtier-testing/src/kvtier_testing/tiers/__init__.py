@@ -23,7 +23,7 @@ from kvtier_testing.tiers.stateful import StatefulTests
 
 
 class TierConformance(BasicTests, CancellationTests, LifecycleTests, ResourceTests, StatefulTests):
-    """What every ``SecondaryTier`` must do. See ``TierSetup`` for what a subclass gives."""
+    """Tests of the contract of ``SecondaryTier``. A subclass sets ``tier`` and the hooks of ``TierSetup``."""
 
 
 __all__ = ["Damage", "TierConformance", "TierRig", "TierSetup"]

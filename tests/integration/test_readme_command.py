@@ -1,0 +1,37 @@
+"""vLLM accepts the documented ``vllm serve`` command, which creates kvtier's spec. No engine starts."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.plugins import load_general_plugins
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+
+from kvtier.adapters.vllm._compat import making_spec_of
+from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
+from tests.integration.configurations import engine_of, make_model
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/get-started.md"])
+def test_vllm_accepts_the_command_of_a_page(page: str, tmp_path: Path) -> None:
+    (command,) = re.findall(r"^vllm serve .*?}'$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    serve = shlex.split(command)[3:]  # after the model, which is not on this machine
+    model = make_model(tmp_path / "model")
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    ours = ["--model", str(model), "--block-size", "32", "--dtype", "float32", "--skip-tokenizer-init"]
+    arguments = parser.parse_args([*serve, *ours])
+    vllm_config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
+
+    load_general_plugins()
+    engine = engine_of(vllm_config)
+    with making_spec_of(engine):
+        spec = OffloadingSpecFactory.create_spec(build_offloading_config(vllm_config, engine.kv_cache_config))
+    assert isinstance(spec, KVTierOffloadingSpec)
