@@ -56,6 +56,12 @@ def tests(session: nox.Session) -> None:
     run_pytest(session, marks="not device and not integration")
 
 
+@nox.session(venv_backend="none")
+def full(session: nox.Session) -> None:
+    """Does it hold in every case, rare and long ones too? ``-- integration plugins sim`` for parts of it."""
+    session.run(sys.executable, ".ci/lanes.py", "--full", *session.posargs, external=True)
+
+
 @nox.session
 def sim(session: nox.Session) -> None:
     """Does it hold whatever fails when? 2,000 runs in virtual time; ``-- --minutes 60`` for more."""

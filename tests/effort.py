@@ -1,4 +1,4 @@
-"""How much long tests do: enough for each commit, or all that ``.ci/run --full`` asks for."""
+"""How much long tests do: enough for each commit, or all that ``nox -s full`` asks for."""
 
 from __future__ import annotations
 

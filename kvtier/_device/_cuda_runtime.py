@@ -130,7 +130,7 @@ class RuntimeLibrary:
 
 
 def first_right(device: torch.device, methods: Mapping[str, Method]) -> Method | None:
-    """Return the first of these ways to make many copies in one call that works here, or None."""
+    """Return the first of these ways to make all copies in one call that copies right, or None."""
     stream = torch.cuda.Stream(device)
     for name, method in methods.items():
         try:
@@ -196,8 +196,6 @@ class TorchRuntime:
         library: the runtime library that torch uses.
         batched: makes many copies in one call; None where there is no such way.
     """
-
-    pins = True
 
     def __init__(self, device: torch.device, library: RuntimeLibrary, batched: Method | None = None) -> None:
         self._device = device

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvtier._device._pinning import PIECE_BYTES, PinnedSlots
-from kvtier._device._threaded import Copy, Prepare, ThreadedEngine
+from kvtier._device._threaded import Begin, Finish, Prepare, ThreadedEngine
 from kvtier._device.base import DEADLINE_S, Attempt, CopyQueue, KVCaches, Pinning
 from kvtier._device.plan import CopyPlan
 from kvtier._memory.layout import SlotLayout
@@ -51,13 +51,7 @@ class Stream(Protocol):
 
 
 class Runtime(Protocol):
-    """What the engine needs from a device. Errors are raised.
-
-    Attributes:
-        pins: whether it can pin memory that it has not allocated.
-    """
-
-    pins: bool
+    """What the engine needs from a device. Errors are raised."""
 
     def attach(self) -> None:
         """Prepare the calling thread for the calls below. May be called again."""
@@ -99,8 +93,9 @@ class StreamEngine(ThreadedEngine):
         layout: where the pages lie in a slot.
         region: the slots; it stays mapped until ``close``.
         runtime: the device.
-        piece_bytes: at most so many bytes are pinned at once, but at least one slot.
-        deadline_s: as for ``ThreadedEngine``.
+        piece_bytes: at most so many bytes are pinned at once, but at least one slot; None where the device
+            cannot pin memory that it has not allocated.
+        at_once, deadline_s: as for ``ThreadedEngine``.
 
     Raises:
         ValueError: region, layout and tensors do not fit each other.
@@ -112,15 +107,16 @@ class StreamEngine(ThreadedEngine):
         layout: SlotLayout,
         region: Region,
         runtime: Runtime,
-        piece_bytes: int = PIECE_BYTES,
+        piece_bytes: int | None = PIECE_BYTES,
+        at_once: int = 2,
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        piece_slots = max(1, piece_bytes // region.chunk_bytes) if runtime.pins else None
+        piece_slots = None if piece_bytes is None else max(1, piece_bytes // region.chunk_bytes)
 
         def open_queue(queue: CopyQueue) -> Prepare:
             return _QueueStream(runtime, queue).prepare
 
-        super().__init__(kv_caches, layout, region, open_queue, piece_slots, deadline_s)
+        super().__init__(kv_caches, layout, region, open_queue, piece_slots, at_once, deadline_s)
         self._runtime = runtime
         self._readers = threading.local()
         self._node = runtime.node()
@@ -162,13 +158,13 @@ class _QueueStream:
         self._queue = queue
         self._stream = runtime.open_stream(queue)
 
-    def prepare(self, plan: CopyPlan) -> Copy:
-        return partial(self._copy, plan, self._runtime.record_compute())
+    def prepare(self, plan: CopyPlan) -> Begin:
+        return partial(self._begin, plan, self._runtime.record_compute())
 
-    def _copy(self, plan: CopyPlan, computed: Event, attempt: Attempt) -> float:
+    def _begin(self, plan: CopyPlan, computed: Event, attempt: Attempt) -> Finish:
         self._runtime.attach()
         if attempt is not Attempt.FIRST:
-            with suppress(Exception):  # what is left of the failed one
+            with suppress(Exception):  # what was begun after the one that failed keeps its place
                 self._stream.record().synchronize()
             self._stream = self._runtime.open_stream(self._queue, plain=True)
         stream = self._stream
@@ -179,8 +175,10 @@ class _QueueStream:
         except BaseException:
             stream.record().synchronize()  # when one is refused, those before it are in flight
             raise
-        end = stream.record()
-        end.synchronize()
+        return partial(self._finish, plan, computed, start, stream.record())
+
+    def _finish(self, plan: CopyPlan, computed: Event, start: Event, end: Event) -> float:  # noqa: ARG002
+        end.synchronize()  # the plan is kept until then
         return start.elapsed_time(end) / 1000
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 import torch
 
@@ -39,6 +41,8 @@ from kvtier.errors import (
 
 logger = logging.getLogger("kvtier.device")
 
+T = TypeVar("T")
+
 LOST_AFTER = 5
 """So many transfers in a row that fail in every way, in all queues together, mean a lost device."""
 
@@ -49,11 +53,14 @@ it the copy, has missed one look and not its deadline."""
 _abandoned: list[object] = []
 """Memory that abandoned copies may still write to: it stays mapped for the rest of the process."""
 
-Copy = Callable[[Attempt], float]
-"""Makes the copies of one transfer, in the thread of its queue; returns the seconds they took. None is in
-flight when it raises. It is called again for the next attempt then."""
+Finish = Callable[[], float]
+"""Waits for the end of a transfer's copies; returns the seconds they took. When it raises, they are over."""
 
-Prepare = Callable[[CopyPlan], Copy]
+Begin = Callable[[Attempt], Finish]
+"""Begins the copies of one transfer, in the thread of its queue. None is in flight when it raises. It is
+called again for the next attempt when it or what it has returned has raised."""
+
+Prepare = Callable[[CopyPlan], Begin]
 """Takes a plan in the submitting thread, where the order against the caller's own work is known."""
 
 
@@ -87,6 +94,8 @@ class ThreadedEngine(TransferEngine):
         region: the slots; it stays mapped until ``close``.
         open_queue: called once for each queue.
         piece_slots: no copy crosses a multiple of so many slots; None where that does not matter.
+        at_once: how many transfers a queue has begun at a time. With two the device continues with the next
+            one while the host learns that the last has ended.
         deadline_s: seconds after which a copy that has not ended is abandoned, and the device with it. This
             is noticed within a quarter more.
 
@@ -101,6 +110,7 @@ class ThreadedEngine(TransferEngine):
         region: Region,
         open_queue: Callable[[CopyQueue], Prepare],
         piece_slots: int | None = None,
+        at_once: int = 1,
         deadline_s: float = DEADLINE_S,
     ) -> None:
         if layout.chunk_bytes != region.chunk_bytes:
@@ -116,7 +126,7 @@ class ThreadedEngine(TransferEngine):
         health = _Health()
         busy = threading.Event()
         self._queues = {
-            queue: _QueueThread(queue, open_queue(queue), self._transfers, health, busy)
+            queue: _QueueThread(queue, open_queue(queue), at_once, self._transfers, health, busy)
             for queue in CopyQueue
         }
         self._watchdog = _Watchdog(tuple(self._queues.values()), deadline_s, busy)
@@ -281,7 +291,7 @@ class _Health:
 class _Job:
     transfer_id: int
     nbytes: int
-    copy: Copy
+    begin: Begin
     attempts: tuple[Attempt, ...]
     check: Check | None
 
@@ -293,7 +303,6 @@ class _QueueThread:
     """A thread that makes transfers in order; it starts with the first one.
 
     Attributes:
-        current: the transfer that the thread has begun and not ended.
         is_stuck: whether a transfer was abandoned. The thread reports nothing any more, and may never end.
     """
 
@@ -301,14 +310,17 @@ class _QueueThread:
         self,
         name: str,
         prepare: Prepare,
+        at_once: int,
         transfers: _TransferTable,
         health: _Health,
         busy: threading.Event,
     ) -> None:
-        self.current: _Job | None = None
         self.is_stuck = False
         self._name = name
         self._prepare = prepare
+        self._at_once = at_once
+        self._begun: deque[_Job] = deque()
+        self._outcomes: deque[Finish | BaseException | None] = deque()  # of their first attempts
         self._transfers = transfers
         self._health = health
         self._busy = busy
@@ -321,10 +333,10 @@ class _QueueThread:
     ) -> None:
         self._transfers.begin(transfer_id)
         try:
-            copy = self._prepare(plan)
+            begin = self._prepare(plan)
         except Exception as error:  # a device that has failed must not fail the caller's own work
-            copy = partial(_raise, error)
-        job = _Job(transfer_id, plan.nbytes, copy, attempts, check)
+            begin = partial(_raise, error)
+        job = _Job(transfer_id, plan.nbytes, begin, attempts, check)
         with self._lock:
             is_stuck = self.is_stuck
             if not is_stuck:
@@ -336,6 +348,12 @@ class _QueueThread:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
 
+    @property
+    def oldest(self) -> _Job | None:
+        """What the thread has begun and waits for, or would wait for next."""
+        with self._lock:
+            return self._begun[0] if self._begun else None
+
     def stop(self) -> None:
         """End the thread after the jobs it was given. One that is stuck is left alone."""
         if self._thread is not None and not self.is_stuck:
@@ -346,44 +364,76 @@ class _QueueThread:
     def abandon(self, job: _Job, deadline_s: float) -> None:
         """Report ``job``, which the thread is stuck with, and all that come after it."""
         with self._lock:
-            if self.current is not job:
+            if not self._begun or self._begun[0] is not job:
                 return
             self.is_stuck = True
             text = f"a copy of {job.nbytes} bytes has not ended within {deadline_s:g} s ({self._name})"
             lost = self._health.lose(DeviceLostError(text))
-            queued = _take_all(self._jobs)
-        self._transfers.end(job.failed(DeviceStuckError(text)))
+            begun, queued = list(self._begun), _take_all(self._jobs)
+        for moving in begun:
+            self._transfers.end(moving.failed(DeviceStuckError(text)))
         for waiting in queued:
             self._transfers.end(waiting.failed(lost))
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            self.current = job
-            self._busy.set()
-            finished = self._make(job)
-            with self._lock:
-                if self.is_stuck:
-                    return  # too late: others were told that it has not ended
-                self.current = None
-            del job  # or its plan stays in memory while the thread waits
-            self._transfers.end(finished)
+        is_ending = False
+        while self._begun or not is_ending:
+            if not is_ending and self._may_begin():
+                try:
+                    job = self._jobs.get(block=not self._begun)
+                except Empty:
+                    pass
+                else:
+                    is_ending = job is None or not self._begin(job)
+                    del job  # or the last plan stays in memory while the thread waits
+                    continue
+            if not self._end_oldest():
+                return
 
-    def _make(self, job: _Job) -> Finished:
-        """Make a transfer, in as many ways as need be; return how it has ended."""
-        if self._health.lost is not None:
+    def _may_begin(self) -> bool:
+        """Return whether the next transfer may begin: one that is to be repeated keeps its place."""
+        is_repeated = bool(self._outcomes) and isinstance(self._outcomes[-1], BaseException)
+        return len(self._begun) < self._at_once and not is_repeated
+
+    def _begin(self, job: _Job) -> bool:
+        """Make the first attempt; return whether to go on."""
+        with self._lock:
+            is_stuck = self.is_stuck
+            if not is_stuck:
+                self._begun.append(job)
+        if is_stuck:  # abandoned since this job was taken, so nobody else reports it
+            assert self._health.lost is not None
+            self._transfers.end(job.failed(self._health.lost))
+            return False
+        self._busy.set()
+        is_lost = self._health.lost is not None
+        self._outcomes.append(None if is_lost else _try(partial(job.begin, job.attempts[0])))
+        return True
+
+    def _end_oldest(self) -> bool:
+        """Wait for the first of those begun and report it; return whether to go on."""
+        finished = self._finish(self._begun[0], self._outcomes.popleft())
+        with self._lock:
+            if self.is_stuck:
+                return False  # too late: others were told that it has not ended
+            self._begun.popleft()
+        self._transfers.end(finished)
+        return True
+
+    def _finish(self, job: _Job, begun: Finish | BaseException | None) -> Finished:
+        if begun is None:
+            assert self._health.lost is not None
             return job.failed(self._health.lost)
         for attempt in job.attempts:
-            try:
-                seconds = job.copy(attempt)
-                if job.check is not None:
-                    job.check()
-            except BaseException as error:  # the thread must live, whatever a copy raises
-                if attempt is job.attempts[-1] or isinstance(error, DamagedSlotError):
-                    return job.failed(self._health.failed(error), attempt)
-                logger.warning("transfer %d failed (%s); repeating it", job.transfer_id, error)
-            else:
+            if attempt is not job.attempts[0]:
+                begun = _try(partial(job.begin, attempt))
+            ended = begun if isinstance(begun, BaseException) else _try(partial(_end, begun, job.check))
+            if not isinstance(ended, BaseException):
                 self._health.worked()
-                return Finished(job.transfer_id, job.nbytes, seconds, None, attempt)
+                return Finished(job.transfer_id, job.nbytes, ended, None, attempt)
+            if attempt is job.attempts[-1] or isinstance(ended, DamagedSlotError):
+                return job.failed(self._health.failed(ended), attempt)
+            logger.warning("transfer %d failed (%s); repeating it", job.transfer_id, ended)
         raise AssertionError("a transfer has one attempt at least")
 
 
@@ -399,7 +449,7 @@ class _Watchdog:
     def __init__(self, queues: Sequence[_QueueThread], deadline_s: float, busy: threading.Event) -> None:
         self._queues = queues
         self._deadline_s = deadline_s
-        self._seen: dict[_QueueThread, tuple[_Job | None, int]] = {}  # the current job, and looks since then
+        self._seen: dict[_QueueThread, tuple[_Job | None, int]] = {}  # the oldest job, and looks since then
         self._busy = busy
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -419,14 +469,14 @@ class _Watchdog:
         while not self._stopping.is_set():
             self._busy.wait()
             self._busy.clear()  # before looking, so that what begins meanwhile is not overlooked
-            while any(queue.current and not queue.is_stuck for queue in self._queues):
+            while any(queue.oldest and not queue.is_stuck for queue in self._queues):
                 if self._stopping.wait(self._deadline_s / _LOOKS):
                     return
                 self._look()
 
     def _look(self) -> None:
         for queue in self._queues:
-            job = queue.current
+            job = queue.oldest
             seen, looks = self._seen.get(queue, (None, 0))
             looks = looks + 1 if job is seen else 0
             self._seen[queue] = job, looks
@@ -443,5 +493,19 @@ def _take_all(queue: SimpleQueue[_Job | None]) -> list[_Job]:
     return jobs
 
 
-def _raise(error: Exception, attempt: Attempt) -> float:  # noqa: ARG001
+def _end(finish: Finish, check: Check | None) -> float:
+    seconds = finish()
+    if check is not None:
+        check()
+    return seconds
+
+
+def _try(work: Callable[[], T]) -> T | BaseException:
+    try:
+        return work()
+    except BaseException as error:  # the thread must live, whatever a copy raises
+        return error
+
+
+def _raise(error: Exception, attempt: Attempt) -> Finish:  # noqa: ARG001
     raise error

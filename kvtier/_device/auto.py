@@ -8,15 +8,13 @@ from typing import Any
 
 import torch
 
-from kvtier._device._streams import StreamEngine
 from kvtier._device.base import DEADLINE_S, BatchedCopy, KVCaches, TransferEngine
-from kvtier._device.cpu import CpuTransferEngine
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
 from kvtier.errors import ConfigError
 
 BACKENDS = ("cpu", "cuda", "rocm", "xpu")
-"""The backends: modules beside this one with ``missing``, and ``open_runtime`` where it is an accelerator."""
+"""The backends: modules beside this one, each with ``missing`` and ``open_engine``."""
 
 
 def open_transfer_engine(
@@ -42,11 +40,11 @@ def open_transfer_engine(
         ConfigError: there is no such backend, it cannot be used on this machine, or the tensors are on
             another device than its own.
     """
-    name = usable(name or _backend_of(kv_caches))
-    if name == "cpu":
-        return CpuTransferEngine(kv_caches, layout, region, deadline_s=deadline_s)
-    runtime = _module(name).open_runtime(kv_caches, batched_copy)
-    return StreamEngine(kv_caches, layout, region, runtime, deadline_s=deadline_s)
+    module = _module(usable(name or _backend_of(kv_caches)))
+    engine: TransferEngine = module.open_engine(
+        kv_caches, layout, region, deadline_s=deadline_s, batched_copy=batched_copy
+    )
+    return engine
 
 
 def possible() -> str:

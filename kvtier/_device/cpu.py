@@ -6,10 +6,11 @@ import ctypes
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 
 from kvtier import _native as native
-from kvtier._device._threaded import Copy, ThreadedEngine, only_device
-from kvtier._device.base import DEADLINE_S, Attempt, KVCaches
+from kvtier._device._threaded import Begin, ThreadedEngine, only_device
+from kvtier._device.base import DEADLINE_S, Attempt, BatchedCopy, KVCaches
 from kvtier._device.plan import CopyPlan
 from kvtier._memory import numa
 from kvtier._memory.layout import SlotLayout
@@ -25,6 +26,12 @@ def copy_staged(plan: CopyPlan) -> None:
     """Make the copies of ``plan`` one by one, each through memory of its own."""
     for src, dst, size in zip(plan.src.tolist(), plan.dst.tolist(), plan.sizes.tolist(), strict=True):
         ctypes.memmove(dst, ctypes.string_at(src, size), size)
+
+
+def copy_each(plan: CopyPlan) -> None:
+    """Make the copies of ``plan`` one by one."""
+    for src, dst, size in zip(plan.src.tolist(), plan.dst.tolist(), plan.sizes.tolist(), strict=True):
+        ctypes.memmove(dst, src, size)
 
 
 class CpuTransferEngine(ThreadedEngine):
@@ -54,13 +61,13 @@ class CpuTransferEngine(ThreadedEngine):
     ) -> None:
         only_device(kv_caches, "cpu")
 
-        def prepare(plan: CopyPlan) -> Copy:
-            return lambda attempt: _timed(staged if attempt is Attempt.STAGED else copy, plan)
+        def prepare(plan: CopyPlan) -> Begin:
+            return lambda attempt: partial(_timed, staged if attempt is Attempt.STAGED else copy, plan)
 
         super().__init__(kv_caches, layout, region, lambda _: prepare, deadline_s=deadline_s)
 
     def read(self, plan: CopyPlan) -> None:
-        copy_staged(plan)
+        copy_each(plan)
 
     @property
     def node(self) -> int | None:
@@ -71,6 +78,18 @@ class CpuTransferEngine(ThreadedEngine):
 def missing() -> str | None:
     """Return None: host memory can always be copied."""
     return None
+
+
+def open_engine(
+    kv_caches: KVCaches,
+    layout: SlotLayout,
+    region: Region,
+    *,
+    deadline_s: float = DEADLINE_S,
+    batched_copy: BatchedCopy | None = None,  # noqa: ARG001
+) -> CpuTransferEngine:
+    """Open the engine for tensors in host memory. See ``kvtier._device.auto.open_transfer_engine``."""
+    return CpuTransferEngine(kv_caches, layout, region, deadline_s=deadline_s)
 
 
 def _timed(copy: Callable[[CopyPlan], None], plan: CopyPlan) -> float:

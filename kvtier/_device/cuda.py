@@ -9,9 +9,12 @@ import torch
 
 from kvtier._device._cuda_runtime import RuntimeLibrary, TorchRuntime, find_library, first_right
 from kvtier._device._methods import Method, engine_method
+from kvtier._device._streams import StreamEngine
 from kvtier._device._threaded import only_device
-from kvtier._device.base import BatchedCopy, KVCaches
+from kvtier._device.base import DEADLINE_S, BatchedCopy, KVCaches
 from kvtier._device.plan import CopyPlan
+from kvtier._memory.layout import SlotLayout
+from kvtier._memory.region import Region
 
 _IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
 _WITHOUT_FAILED_INDEX = 13000  # from this version on the batched call has one argument less
@@ -86,8 +89,17 @@ def methods_for(library: Cudart, batched_copy: BatchedCopy | None = None) -> dic
     return {**own, "cudaMemcpyBatchAsync": library.copy_batch}
 
 
-def open_runtime(kv_caches: KVCaches, batched_copy: BatchedCopy | None) -> TorchRuntime:
-    """Return the NVIDIA GPU that all tensors are on. Raises ConfigError where there is not one."""
+def open_engine(
+    kv_caches: KVCaches,
+    layout: SlotLayout,
+    region: Region,
+    *,
+    deadline_s: float = DEADLINE_S,
+    batched_copy: BatchedCopy | None = None,
+) -> StreamEngine:
+    """Open the engine for tensors on one NVIDIA GPU. See ``kvtier._device.auto.open_transfer_engine``."""
     device = only_device(kv_caches, "cuda")
     library = open_library()
-    return TorchRuntime(device, library, first_right(device, methods_for(library, batched_copy)))
+    batched = first_right(device, methods_for(library, batched_copy))
+    runtime = TorchRuntime(device, library, batched)
+    return StreamEngine(kv_caches, layout, region, runtime, deadline_s=deadline_s)

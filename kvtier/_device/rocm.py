@@ -10,8 +10,11 @@ import torch
 
 from kvtier._device._cuda_runtime import RuntimeLibrary, TorchRuntime, find_library, first_right
 from kvtier._device._methods import engine_method
+from kvtier._device._streams import StreamEngine
 from kvtier._device._threaded import only_device
-from kvtier._device.base import BatchedCopy, KVCaches
+from kvtier._device.base import DEADLINE_S, BatchedCopy, KVCaches
+from kvtier._memory.layout import SlotLayout
+from kvtier._memory.region import Region
 
 
 def missing() -> str | None:
@@ -26,8 +29,17 @@ def open_library() -> RuntimeLibrary:
     return RuntimeLibrary(find_library("libamdhip64"), "hip")
 
 
-def open_runtime(kv_caches: KVCaches, batched_copy: BatchedCopy | None) -> TorchRuntime:
-    """Return the AMD GPU that all tensors are on. Raises ConfigError where there is not one."""
+def open_engine(
+    kv_caches: KVCaches,
+    layout: SlotLayout,
+    region: Region,
+    *,
+    deadline_s: float = DEADLINE_S,
+    batched_copy: BatchedCopy | None = None,
+) -> StreamEngine:
+    """Open the engine for tensors on one AMD GPU. See ``kvtier._device.auto.open_transfer_engine``."""
     device = only_device(kv_caches, "cuda")  # torch's name for AMD's GPUs, too
+    library = open_library()
     methods = {} if batched_copy is None else {"the engine's": engine_method(batched_copy)}
-    return TorchRuntime(device, open_library(), first_right(device, methods))
+    runtime = TorchRuntime(device, library, first_right(device, methods))
+    return StreamEngine(kv_caches, layout, region, runtime, deadline_s=deadline_s)

@@ -1,7 +1,7 @@
 """The backend for KV caches on Intel GPUs, through torch alone.
 
 torch cannot pin memory there that it has not allocated, such as the slots: copies go through pinned buffers
-of torch's, one for each queue.
+of torch's, two for each queue, one of which the host fills or empties while the device copies the other.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ import numpy as np
 import torch
 
 from kvtier import _native as native
+from kvtier._device._streams import StreamEngine
 from kvtier._device._threaded import only_device
-from kvtier._device.base import BatchedCopy, CopyQueue, KVCaches
+from kvtier._device.base import DEADLINE_S, BatchedCopy, CopyQueue, KVCaches
 from kvtier._device.plan import Addresses, CopyPlan
+from kvtier._memory.layout import SlotLayout
+from kvtier._memory.region import Region
 from kvtier.errors import TransferError
 
 BUFFER_BYTES = 8 * 2**20
@@ -50,15 +53,33 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided(((rows - 1) * tensor.stride(0) + width,), (1,)) if rows else tensor.reshape(-1)
 
 
+class _Buffer:
+    """Pinned memory, and the event after the last copy that the device makes with it."""
+
+    def __init__(self, nbytes: int, pinned: bool) -> None:
+        self.bytes = torch.empty(nbytes, dtype=torch.int8, pin_memory=pinned)
+        self.used: Any = None
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return self.bytes.data_ptr()
+
+    def wait(self) -> None:
+        """Block until the device is through with it."""
+        if self.used is not None:
+            self.used.synchronize()
+
+
 class XpuStream:
-    """A ``kvtier._device._streams.Stream`` of torch's, with a buffer.
+    """A ``kvtier._device._streams.Stream`` of torch's, with buffers.
 
     Args:
         api: ``torch.xpu``.
         stream: torch's.
         memory: the engine's tensors.
         is_store: which way it copies.
-        buffer_bytes: length of the buffer.
+        buffer_bytes: length of a buffer.
     """
 
     def __init__(self, api: Any, stream: Any, memory: DeviceBytes, is_store: bool, buffer_bytes: int) -> None:
@@ -66,8 +87,9 @@ class XpuStream:
         self._stream = stream
         self._memory = memory
         self._is_store = is_store
-        self._buffer = torch.empty(buffer_bytes, dtype=torch.int8, pin_memory=bool(api.is_available()))
-        self._used: Any = None  # the event after the last copy that the device makes with the buffer
+        pinned = bool(api.is_available())
+        self._buffers = (_Buffer(buffer_bytes, pinned), _Buffer(buffer_bytes, pinned))
+        self._buffer_bytes = buffer_bytes
 
     def wait(self, event: Any) -> None:
         self._stream.wait_event(event)
@@ -81,35 +103,44 @@ class XpuStream:
             self._store(plan) if self._is_store else self._load(plan)
 
     def _load(self, plan: CopyPlan) -> None:
-        for piece in _pieces(plan, len(self._buffer)):
-            self._wait_for_buffer()
-            places, offsets = self._laid_out(piece)
+        for number, piece in enumerate(_pieces(plan, self._buffer_bytes)):
+            buffer = self._buffers[number % 2]
+            buffer.wait()
+            places, offsets = self._laid_out(buffer, piece)
             _copy_on_host(piece.src, places, piece.sizes)
             targets = self._memory.find(piece.dst, piece.sizes)
             for target, start in zip(targets, offsets, strict=True):
-                target.copy_(self._buffer[start : start + len(target)], non_blocking=True)
-            self._used = self.record()
+                target.copy_(buffer.bytes[start : start + len(target)], non_blocking=True)
+            self._mark(buffer)
 
     def _store(self, plan: CopyPlan) -> None:
-        for piece in _pieces(plan, len(self._buffer)):
-            places, offsets = self._laid_out(piece)
+        arrived: tuple[_Buffer, Addresses, CopyPlan] | None = None
+        for number, piece in enumerate(_pieces(plan, self._buffer_bytes)):
+            buffer = self._buffers[number % 2]
+            places, offsets = self._laid_out(buffer, piece)
             sources = self._memory.find(piece.src, piece.sizes)
             for source, start in zip(sources, offsets, strict=True):
-                self._buffer[start : start + len(source)].copy_(source, non_blocking=True)
-            self._used = self.record()
-            self._wait_for_buffer()
-            _copy_on_host(places, piece.dst, piece.sizes)
+                buffer.bytes[start : start + len(source)].copy_(source, non_blocking=True)
+            self._mark(buffer)
+            if arrived is not None:
+                _empty(*arrived)
+            arrived = (buffer, places, piece)
+        if arrived is not None:
+            _empty(*arrived)
 
-    def _wait_for_buffer(self) -> None:
-        """Block until the device is through with the buffer."""
-        if self._used is not None:
-            self._used.synchronize()
-            self._used = None
-
-    def _laid_out(self, piece: CopyPlan) -> tuple[Addresses, list[int]]:
+    def _laid_out(self, buffer: _Buffer, piece: CopyPlan) -> tuple[Addresses, list[int]]:
         """Return where each copy's bytes are in the buffer, as addresses and as offsets."""
         offsets = np.cumsum(piece.sizes) - piece.sizes
-        return offsets + np.uint64(self._buffer.data_ptr()), offsets.tolist()
+        return offsets + np.uint64(buffer.address), offsets.tolist()
+
+    def _mark(self, buffer: _Buffer) -> None:
+        buffer.used = self.record()
+
+
+def _empty(buffer: _Buffer, places: Addresses, piece: CopyPlan) -> None:
+    """Copy what the device has brought to the slots."""
+    buffer.wait()
+    _copy_on_host(places, piece.dst, piece.sizes)
 
 
 def _copy_on_host(src: Addresses, dst: Addresses, sizes: Addresses) -> None:
@@ -152,8 +183,6 @@ class XpuRuntime:
         buffer_bytes: length of each pinned buffer.
     """
 
-    pins = False
-
     def __init__(
         self, tensors: Sequence[torch.Tensor], api: Any = torch.xpu, buffer_bytes: int = BUFFER_BYTES
     ) -> None:
@@ -183,7 +212,18 @@ class XpuRuntime:
         raise TransferError("nothing was pinned")
 
 
-def open_runtime(kv_caches: KVCaches, batched_copy: BatchedCopy | None) -> XpuRuntime:  # noqa: ARG001
-    """Return the Intel GPU that all tensors are on. Raises ConfigError where there is not one."""
+def open_engine(
+    kv_caches: KVCaches,
+    layout: SlotLayout,
+    region: Region,
+    *,
+    deadline_s: float = DEADLINE_S,
+    batched_copy: BatchedCopy | None = None,  # noqa: ARG001
+) -> StreamEngine:
+    """Open the engine for tensors on one Intel GPU. See ``kvtier._device.auto.open_transfer_engine``."""
     only_device(kv_caches, "xpu")
-    return XpuRuntime(kv_caches.tensors)
+    runtime = XpuRuntime(kv_caches.tensors)
+    # One at a time: beginning a transfer is work of the host, which would delay the end of the last one.
+    return StreamEngine(
+        kv_caches, layout, region, runtime, piece_bytes=None, at_once=1, deadline_s=deadline_s
+    )

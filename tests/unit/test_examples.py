@@ -59,39 +59,3 @@ def test_the_example_of_a_policy_installs_and_passes_its_tests(tmp_path: Path) -
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "12 passed" in done.stdout
-
-
-def test_what_the_tier_began_to_put_before_a_reset_does_not_appear_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES / "shelf" / "src"))
-    from kvtier_shelf import ShelfConfig, ShelfTier  # type: ignore[import-not-found]
-
-    begun, overtaken = threading.Event(), threading.Event()
-
-    class Overtaken(tuple[OffloadKey, ...]):
-        """Keys that a put comes to when it knows for which cache it is, and a reset has begun then."""
-
-        def __iter__(self) -> Iterator[OffloadKey]:
-            begun.set()
-            overtaken.wait(20)
-            return super().__iter__()
-
-    async def story() -> None:
-        identity = Identity.make("org/Model-7B", {})
-        tier = ShelfTier(ShelfConfig(type="shelf", path=tmp_path / "shelf"))
-        await tier.open(TierContext("shelf", identity, 4096))
-        rig = TierRig(tier, identity, 4096, is_lossy=False)
-        batch, _ = rig.filled(range(4))
-        batch.keys = Overtaken(batch.keys)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(tier.put, batch)
-            assert await anyio.to_thread.run_sync(begun.wait, 20)
-            tasks.start_soon(tier.reset)
-            await anyio.wait_all_tasks_blocked()
-            overtaken.set()
-        assert list(await tier.contains(keys(range(4)))) == [False] * 4
-        assert await rig.put([0]) == await rig.get([0]) == [Status.OK]
-        await tier.aclose()
-
-    anyio.run(story)

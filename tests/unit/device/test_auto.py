@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier._device import auto, cuda, rocm, xpu
-from kvtier._device.auto import open_transfer_engine
+from kvtier._device import cpu, cuda, rocm, xpu
+from kvtier._device.auto import BACKENDS, open_transfer_engine
 from kvtier._device.base import KVCaches, PageRef
 from kvtier._device.cpu import CpuTransferEngine
 from kvtier._memory.layout import SlotLayout
@@ -98,13 +98,15 @@ class OnDevice:
 def test_the_backend_is_that_of_the_tensors(
     kind: str, hip: str | None, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[str] = []
-    for backend, module in {"cuda": cuda, "rocm": rocm, "xpu": xpu}.items():
+    opened: list[tuple[str, Any]] = []
+    for backend in BACKENDS:
+        module = {"cpu": cpu, "cuda": cuda, "rocm": rocm, "xpu": xpu}[backend]
         monkeypatch.setattr(module, "missing", lambda: None)
-        monkeypatch.setattr(module, "open_runtime", lambda *_, backend=backend: backend)
-    monkeypatch.setattr(auto, "StreamEngine", lambda *given, **_: opened.append(given[3]))
+        monkeypatch.setattr(
+            module, "open_engine", lambda *_, backend=backend, **given: opened.append((backend, given))
+        )
     monkeypatch.setattr(torch.version, "hip", hip)
     fake: Any = type("Caches", (), {"tensors": (OnDevice(kind),)})()
     with Region.anonymous(2, LAYOUT.chunk_bytes) as region:
-        open_transfer_engine(fake, LAYOUT, region)
-    assert opened == [name]
+        open_transfer_engine(fake, LAYOUT, region, deadline_s=7)
+    assert opened == [(name, {"deadline_s": 7, "batched_copy": None})]

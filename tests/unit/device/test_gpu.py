@@ -162,7 +162,7 @@ class TestIntel(DeviceConformance):
 
         def factory(deadline_s: float) -> EngineFactory:
             return lambda caches, layout, region: StreamEngine(
-                caches, layout, region, XpuRuntime(caches.tensors), deadline_s=deadline_s
+                caches, layout, region, XpuRuntime(caches.tensors), None, at_once=1, deadline_s=deadline_s
             )
 
         return factory

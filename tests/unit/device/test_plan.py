@@ -59,6 +59,13 @@ def test_a_tensor_named_twice_is_copied_once() -> None:
     assert plan.sizes.tolist() == [64]
 
 
+def test_arrays_are_what_a_foreign_call_takes() -> None:
+    plan = planner((512, 256), 2).load([1, 2], blocks([4, 9, 2, 3]))
+    for numbers in (plan.src, plan.dst, plan.sizes):
+        assert numbers.dtype == np.uint64
+        assert numbers.flags["C_CONTIGUOUS"]
+
+
 @pytest.mark.parametrize(
     ("ids", "sizes", "firsts", "message"),
     [

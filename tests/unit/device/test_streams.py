@@ -12,15 +12,17 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from kvtier import _native as native
+from kvtier._device import _threaded
 from kvtier._device._streams import StreamEngine
 from kvtier._device.base import Attempt, Blocks, CopyQueue, Pinning
 from kvtier._device.plan import CopyPlan
-from kvtier.errors import TransferError
+from kvtier.errors import DeviceLostError, DeviceStuckError, TransferError
 from kvtier_testing.device import (
     Compute,
     DeviceConformance,
@@ -110,8 +112,6 @@ class PlayedDevice:
         before_copy: called in a stream's thread before each copy, with its destination.
         before_pinning: called in the pinning thread before each piece, with the number of those before.
     """
-
-    pins = True
 
     def __init__(self) -> None:
         self._attached = threading.local()
@@ -327,6 +327,82 @@ def test_a_refused_copy_is_repeated_on_a_fresh_stream_which_is_kept(device: Play
             (None, Attempt.RETRY),
             (None, Attempt.FIRST),
         ]
+
+
+def test_the_next_transfer_is_given_before_the_last_one_has_ended(device: PlayedDevice) -> None:
+    gate = threading.Event()
+    device.before_copy = lambda dst: gate.wait(20)
+    with rig(engine_on(device)) as it:
+        device.gate.hold(CopyQueue.STORE)
+        for number in range(3):
+            it.store(number, one(number), [number])
+        device.gate.open()  # only now, so that all three are there when the first one is given
+        wait_until(lambda: device.copies >= 4)
+        time.sleep(0.02)
+        assert device.copies == 4  # of two transfers, two pages each; the third one waits
+        assert it.engine.finished() == []
+        gate.set()
+        it.check()
+        assert [end.transfer_id for end in it.engine.finished()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("refused", [1, 3, 7, 9])
+def test_transfers_keep_their_order_when_one_is_repeated(device: PlayedDevice, refused: int) -> None:
+    device.before_copy = lambda dst: time.sleep(0.005)
+    device.refused = {refused}
+    with rig(engine_on(device)) as it:
+        for number in range(5):
+            it.store(number, one(number), [7])  # the last one to write stays
+        it.check()
+        ends = it.engine.finished()
+        assert [(end.transfer_id, end.error) for end in ends] == [(number, None) for number in range(5)]
+
+
+def test_of_two_transfers_that_are_given_both_may_still_move_when_the_first_hangs(
+    device: PlayedDevice,
+) -> None:
+    gate = threading.Event()
+    device.before_copy = lambda dst: gate.wait(20)
+    it = Rig(engine_on(device, deadline_s=1), Shape())
+    device.gate.hold(CopyQueue.LOAD)
+    for number in range(3):
+        it.engine.submit_load(number, [number], one(number))
+    device.gate.open()
+    it.engine.drain()
+    kinds = {end.transfer_id: type(end.error) for end in it.engine.finished()}
+    assert kinds == {0: DeviceStuckError, 1: DeviceStuckError, 2: DeviceLostError}
+    it.close()
+    gate.set()
+
+
+def test_a_transfer_that_is_taken_while_the_one_before_it_is_abandoned_ends_too(
+    device: PlayedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, lost = threading.Event(), threading.Event()
+
+    class Slow(SimpleQueue[Any]):
+        """Gives out the second transfer only when the first one was abandoned."""
+
+        def get(self, *arguments: Any, **more: Any) -> Any:
+            job = super().get(*arguments, **more)
+            if job is not None and job.transfer_id == 2:
+                assert lost.wait(20)
+            return job
+
+    monkeypatch.setattr(_threaded, "SimpleQueue", Slow)
+    device.before_copy = lambda dst: gate.wait(20)
+    it = Rig(engine_on(device, deadline_s=0.1), Shape())
+    it.engine.set_wakeup(lost.set)
+    device.gate.hold(CopyQueue.STORE)
+    for number in (1, 2):
+        it.engine.submit_store(number, one(number), [number])
+    device.gate.open()
+    assert lost.wait(20)
+    gate.set()
+    it.engine.drain()
+    kinds = {end.transfer_id: type(end.error) for end in it.engine.finished()}
+    assert kinds == {1: DeviceStuckError, 2: DeviceLostError}
+    it.close()
 
 
 def test_what_a_copy_is_stuck_with_stays_pinned_and_mapped(device: PlayedDevice) -> None:
