@@ -40,7 +40,7 @@ SKIPPED: Mapping[str, str] = {
     word: text for word, text in NO_WORK.items() if word not in ("backlog", "back_pressure")
 }
 BREAKER_OPENED: Mapping[str, str] = {
-    "failures": "`breaker_failures` in a row failed",
+    "failures": "several in a row have failed",
     "failure_rate": "half of the last 20 failed",
     "overdue": "one passed its deadline",
     "probe": "a probe failed or passed its deadline",

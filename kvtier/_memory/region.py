@@ -383,8 +383,8 @@ class Region:
         ready, is_reported = filling.give_up()
         if not is_reported:
             logger.error(
-                "primary tier: %d of %d bytes could not be allocated (%s); continuing with %d of %d slots: "
-                "lower cpu_bytes_to_use",
+                "the primary tier lacks %d of %d bytes (%s) and continues with %d of %d slots: "
+                "set cpu_bytes_to_use to less",
                 self.nbytes - ready * self.chunk_bytes,
                 self.nbytes,
                 errno.errorcode.get(code, code),
