@@ -51,13 +51,13 @@ class Comparison:
 
 def command(
     root: RootArgument,
-    one: Annotated[str, typer.Argument(metavar="NAMESPACE", help="A name that `kvtier ls` has.")],
+    one: Annotated[str, typer.Argument(metavar="NAMESPACE", help="A cache, as `kvtier ls` lists it.")],
     other: Annotated[str, typer.Argument(metavar="NAMESPACE", help="Another one.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Show why two caches share nothing: the settings of their engines that differ.
+    """Show the settings in which the engines of two caches differ.
 
-    Exit status 1 where any does.
+    Exit status 1 if there are any.
 
     Example: kvtier compare /var/cache/kvtier Llama-3.1-8B_0d4f1a6b2c3e5f70 Llama-3.1-8B_9a8b7c6d5e4f3021
     """

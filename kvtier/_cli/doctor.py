@@ -109,7 +109,7 @@ def command(
     ] = None,
     tier: Annotated[
         list[str] | None,
-        typer.Option(metavar="JSON", help="Settings of one tier, in place of a file; may be given again."),
+        typer.Option(metavar="JSON", help="Settings of one tier, instead of a file; repeatable."),
     ] = None,
     chunk_bytes: Annotated[
         int,
@@ -119,9 +119,9 @@ def command(
     ] = 1_048_576,
     as_json: report.JsonFlag = False,
 ) -> None:
-    """Put a chunk into each tier, get it back, discard it, and report what fails.
+    """Check a configuration: put a chunk into each tier, get it back and discard it.
 
-    Exit status 1 if anything does.
+    Exit status 1 if a tier fails.
 
     Example: kvtier doctor --tier '{"type": "fs", "root_dir": "/var/cache/kvtier"}'
     """

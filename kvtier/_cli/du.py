@@ -64,7 +64,7 @@ class Usage:
 def command(root: RootArgument, as_json: JsonFlag = False) -> None:
     """Add up what the parts of a root take on disk, and show what the engines' ledger says.
 
-    Exit status 1 where directories cannot be read, so that the sums are too small.
+    Exit status 1 if a directory cannot be read, so that sums are too small.
 
     Example: kvtier du /var/cache/kvtier
     """

@@ -92,17 +92,22 @@ def command(
     root: RootArgument,
     max_bytes: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Remove chunks until no more is left, such as 200GiB; else none."),
+        typer.Option(
+            metavar="SIZE",
+            help="Evict chunks until the root is no larger, such as 200GiB. Default: evict none.",
+        ),
     ] = None,
     older_than: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Remove chunks not used for so long, such as 12h or 30d."),
+        typer.Option(metavar="TIME", help="Remove chunks not used for this long, such as 12h or 30d."),
     ] = None,
     namespace: NamespaceOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing; print what would be.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be removed, and remove nothing.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Remove what nobody can use any more, and what is too much or too old.
+    """Remove data that no engine can use and, on request, chunks beyond a size or age.
 
     Exit status 1 where more than --max-bytes is left, or something could not be removed or read.
 

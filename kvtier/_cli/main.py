@@ -12,7 +12,8 @@ from kvtier._cli import compare, doctor, du, extensions, gc, ls, new_tier, run, 
 app = typer.Typer(
     name="kvtier",
     cls=extensions.Commands,
-    help="Keep the KV cache of an LLM engine in host memory and in slower, larger tiers.",
+    help="Tools for operators of kvtier, which keeps the KV cache of an LLM engine in host memory and larger "
+    "tiers.",
     epilog=run.STATUS,
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,

@@ -22,10 +22,10 @@ _PREFIX = "kvtier-"
 
 def command(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The tier's type in configurations.")],
-    directory: Annotated[Path, typer.Option(help="Where the folder kvtier-NAME is made.")] = Path(),
+    directory: Annotated[Path, typer.Option(help="Directory in which to create kvtier-NAME.")] = Path(),
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a distribution with a tier that works, and its tests, to be turned into one's own.
+    """Create a distribution with a working tier and its tests, to change into your own.
 
     Example: kvtier new-tier shelf --directory ~/src
     """

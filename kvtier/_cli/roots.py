@@ -13,7 +13,7 @@ from kvtier.tiers.fs._root import Root
 
 RootArgument = Annotated[Path, typer.Argument(metavar="ROOT", help="The root_dir of a file tier.")]
 NamespaceOption = Annotated[
-    str | None, typer.Option(metavar="NAME", help="This cache alone; `kvtier ls` has the names.")
+    str | None, typer.Option(metavar="NAME", help="Only this cache; `kvtier ls` lists the names.")
 ]
 
 _OF_FILE_SYSTEMS: Final = {"lost+found"}

@@ -17,7 +17,7 @@ def command(
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Print every setting, those of the installed tiers included: as a JSON schema, or as tables.
+    """Print all settings, installed tiers included, as a JSON schema or as tables.
 
     Example: kvtier schema > kvtier.schema.json
     """

@@ -54,7 +54,7 @@ def command(
 ) -> None:
     """Show all that is known of one chunk's file, in its place, in the quarantine, or of a copy.
 
-    Exit status 1 where something is wrong with it, or nothing can be proven.
+    Exit status 1 if something is wrong with it, or it cannot be verified.
 
     Example: kvtier stat /var/cache/kvtier/model_0123456789abcdef_r0/3fa/91_g0/3fa91c.bin
     """

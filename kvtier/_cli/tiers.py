@@ -43,9 +43,9 @@ class Installed:
 
 
 def command(as_json: report.JsonFlag = False) -> None:
-    """List the installed tiers and eviction policies, and whether each one loads.
+    """List installed tiers and eviction policies, and check that each loads.
 
-    Exit status 1 where one does not.
+    Exit status 1 if one does not.
 
     Example: kvtier tiers --json
     """

@@ -120,14 +120,14 @@ def command(
         ),
     ] = False,
     namespace: NamespaceOption = None,
-    threads: Annotated[int, typer.Option(min=1, max=64, help="Files that are read at once.")] = min(
+    threads: Annotated[int, typer.Option(min=1, max=64, help="Number of files to read concurrently.")] = min(
         4, os.cpu_count() or 1
     ),
     as_json: JsonFlag = False,
 ) -> None:
-    """Read every chunk and prove it: trailer, identity, checksum.
+    """Verify every chunk: trailer, identity and checksum.
 
-    Exit status 1 where something is wrong that was not repaired.
+    Exit status 1 if a problem was found and not repaired.
 
     Example: kvtier verify /var/cache/kvtier --repair
     """

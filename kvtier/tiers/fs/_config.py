@@ -13,67 +13,72 @@ from kvtier.tiers._base import TierConfig
 
 
 class FsConfig(TierConfig):
-    """Settings of a tier that keeps chunks as files below one directory."""
+    """Settings of the tier ``fs``, which keeps chunks as files below one directory."""
 
-    type: str = Field(default="fs", description="Name of the tier's entry point in the group kvtier.tiers.")
+    type: str = Field(
+        default="fs", description="Type of the tier: the name of its entry point in `kvtier.tiers`."
+    )
     root_dir: Path = Field(
-        description="Directory that holds the chunks; made where it is missing. For several disks: one "
-        "directory on a striped volume (RAID 0, LVM).",
+        description="Directory for the chunks; created if missing. To use several disks, name a directory on "
+        "a striped volume (RAID 0, LVM).",
     )
     n_threads: int = Field(
         default=8,
         ge=1,
         le=256,
-        description="I/O threads for reads, and as many for writes. Idle ones serve the others, but for one "
-        "that is always reserved for reads.",
+        description="Number of I/O threads for reads, and as many for writes. Idle threads serve the other "
+        "queue, except one that is always reserved for reads.",
     )
     direct_io: Literal["auto", "always", "never"] = Field(
         default="auto",
-        description="Whether files bypass the page cache (O_DIRECT). 'auto': where the file system can.",
+        description="Bypass the page cache (O_DIRECT). `auto`: if the file system supports it.",
     )
     durability: Literal["none", "data", "full"] = Field(
         default="none",
-        description="What has reached the device when a put ends. 'none': nothing need have; what a power "
-        "cut tears is found by its checksum. 'data': the file's bytes. 'full': its name as well.",
+        description="What is flushed to the disk before a put ends. `none`: nothing; chunks torn by a power "
+        "cut fail their checksum. `data`: the file's bytes. `full`: also its name.",
     )
     max_bytes: Size | None = Field(
         default=None,
-        description="Bytes, such as 100GiB, that everything below root_dir may take, all engines that use it "
-        "together; puts beyond are refused. Default: 80 % of what is free and what root_dir already holds.",
+        description="Maximum size of everything below `root_dir`, for all engines that use it together; puts "
+        "beyond it are refused. Default: 80 % of the sum of free bytes and bytes that `root_dir` already "
+        "holds.",
     )
     min_free_bytes: Size | None = Field(
         default=None,
-        description="Bytes of the file system, such as 10GiB, that stay free; puts are refused below. "
-        "Default: 5 % of it, and at most 32 GiB.",
+        description="Bytes of the file system to keep free; puts are refused below that. Default: 5 % of the "
+        "file system, at most 32 GiB.",
     )
     eviction: Literal["reuse", "none"] = Field(
         default="reuse",
-        description="How room is made. 'reuse': what was not used for long leaves, what was used only once "
-        "sooner. 'none': nothing leaves, and puts are refused where root_dir is full.",
+        description="Eviction policy. `reuse`: the least recently used chunks leave first; a chunk that was "
+        "reused counts as half as old. `none`: nothing is evicted, and puts are refused when `root_dir` is "
+        "full.",
     )
     high_watermark: float = Field(
         default=0.95,
         gt=0,
         le=1,
-        description="Share of what root_dir may hold above which room is made in the background.",
+        description="Share of the size limit at which background eviction starts.",
     )
     low_watermark: float = Field(
         default=0.9,
         ge=0,
         lt=1,
-        description="Share of what root_dir may hold at which that ends.",
+        description="Share of the size limit at which background eviction stops.",
     )
     ttl_s: float | None = Field(
         default=None,
         gt=0,
-        description="Seconds after which a chunk that was not used is removed. It is looked for every "
-        "`recount_s` seconds, or every `ttl_s` where that is less. Default: never.",
+        description="Seconds after its last use at which a chunk is removed. Checked every `recount_s` "
+        "seconds, or every `ttl_s` if that is shorter. Default: never.",
     )
     recount_s: float = Field(
         default=600.0,
         gt=0,
-        description="Seconds between two counts of root_dir's bytes, which learn what was written and "
-        "removed past the engines; what is left over is swept then, too. One engine counts for all.",
+        description="Seconds between two counts of the bytes below `root_dir`, which find what other "
+        "programs wrote or removed. Leftovers of dead writers are removed at the same time. One engine "
+        "counts for all.",
     )
 
     @field_validator("root_dir", mode="before")

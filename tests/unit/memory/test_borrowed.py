@@ -31,7 +31,7 @@ def test_both_see_the_same_bytes_and_the_same_board() -> None:
 def test_a_region_that_is_smaller_is_refused() -> None:
     with Region.unnamed(4, PAGE) as region:
         fd = os.dup(region.fileno())
-        with pytest.raises(RegionError, match="16384 bytes, but 20480 bytes"):
+        with pytest.raises(RegionError, match="has 16384 bytes, but this engine needs 20480"):
             Region.borrowed(fd, 5, PAGE)
         os.close(fd)
 

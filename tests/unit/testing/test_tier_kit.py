@@ -303,7 +303,7 @@ async def counts_wrong(self: GoodTier, batch: Batch) -> Outcome:
     return Outcome([status for status in outcome.statuses if status is Status.OK])
 
 
-@bug("fill_one", (NEVER_PUT, r"KeyError(.|\n)*get.. raised this. Its contract: Fill the slots"))
+@bug("fill_one", (NEVER_PUT, r"KeyError(.|\n)*get.. raised this. Its contract: Write the chunks"))
 def raises_where_a_key_is_absent(self: GoodTier, batch: Batch, index: int) -> Status:
     self.store[batch.keys[index]]
     return GoodTier.fill_one(self, batch, index)

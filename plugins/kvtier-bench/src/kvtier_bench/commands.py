@@ -1,4 +1,4 @@
-"""``kvtier bench`` and ``kvtier demo``. Each imports what it needs, torch or an engine, when it is run."""
+"""``kvtier bench`` and ``kvtier demo``. Each command imports torch or an engine only when it runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from kvtier._cli.report import JsonFlag
 from kvtier_bench import engines, figures
 
 bench = typer.Typer(
-    help="Measure parts of kvtier; figures are ratios taken in one run.", no_args_is_help=True
+    help="Benchmarks of kvtier. Compare ratios within one run; absolute times depend on the machine.",
+    no_args_is_help=True,
 )
 
 
@@ -21,41 +22,41 @@ RootOption = Annotated[
     typer.Option(
         "--root",
         metavar="DIRECTORY",
-        help="Where files go, to be removed again: a directory on the disk to measure. Default: a temporary "
-        "one.",
+        help="Directory on the disk to measure; emptied afterwards. Default: a temporary one.",
     ),
 ]
-ModelOption = Annotated[engines.Size, typer.Option(help="Size of the random model that is made for it.")]
+ModelOption = Annotated[engines.Size, typer.Option(help="Size of the randomly initialised model.")]
 ChunkBytesOption = Annotated[
     list[int] | None,
-    typer.Option(min=4096, help="Bytes of a chunk; may be given again. [65536, 524288, 2097152]"),
+    typer.Option(min=4096, help="Chunk size in bytes; repeatable. [65536, 524288, 2097152]"),
 ]
-MibOption = Annotated[int, typer.Option(min=1, help="MiB that are moved in each measured stretch.")]
-RoundsOption = Annotated[int, typer.Option(min=1, help="How often each measurement is repeated.")]
+MibOption = Annotated[int, typer.Option(min=1, help="MiB moved in each measurement.")]
+RoundsOption = Annotated[int, typer.Option(min=1, help="Number of repetitions.")]
 
 
 def demo(as_json: JsonFlag = False) -> None:
-    """Run a real engine over kvtier, stop it, start it anew, and compare every token."""
+    """Run vLLM with kvtier, restart it on the same files, and compare every token."""
     raise typer.Exit(_lazy("demo").main(as_json))
 
 
 @bench.command()
 def core(as_json: JsonFlag = False) -> None:
-    """Microseconds that the owner's thread spends for each chunk."""
+    """Time per chunk that the scheduler's thread spends in kvtier, beside vLLM's own tiering."""
     figures.report(_lazy("core").run(), as_json)
 
 
 @bench.command()
 def fs(
     root: Annotated[
-        Path, typer.Argument(help="A directory on the file system to measure; it is left empty.")
+        Path,
+        typer.Argument(help="Directory on the file system to measure; files in it are removed afterwards."),
     ],
     chunk_bytes: ChunkBytesOption = None,
     mib: MibOption = 512,
     rounds: RoundsOption = 5,
     as_json: JsonFlag = False,
 ) -> None:
-    """GB/s of the fs tier against the limit of its file system."""
+    """Throughput of the fs tier, as a share of the file system's limit."""
     measure = _lazy("fs")
     figures.report(measure.run(root, chunk_bytes or measure.SIZES, mib, rounds), as_json)
 
@@ -68,7 +69,7 @@ def tier(
     rounds: RoundsOption = 5,
     as_json: JsonFlag = False,
 ) -> None:
-    """GB/s, latency and processor time of any tier, beside the client that it is built on."""
+    """Throughput, latency and CPU time of any tier, beside the client library it uses."""
     measure = _lazy("tier")
     figures.report(measure.run(config, chunk_bytes or measure.SIZES, mib, rounds), as_json)
 
@@ -76,15 +77,15 @@ def tier(
 @bench.command()
 def device(
     backend: Annotated[
-        str | None, typer.Option(metavar="NAME", help="cpu, cuda, rocm or xpu. Default: what is there.")
+        str | None, typer.Option(metavar="NAME", help="cpu, cuda, rocm or xpu. Default: detected.")
     ] = None,
     mib: Annotated[
         int | None,
-        typer.Option(min=16, help="MiB of device memory, and of slots. [2048; 64 on the CPU]"),
+        typer.Option(min=16, help="MiB of device memory, and as much of slots. [2048; 64 on the CPU]"),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """GB/s of copies between device and primary tier, host time for them, and the loss of computing."""
+    """Copies between device and primary tier: throughput, host time, and compute lost."""
     figures.report(_lazy("device").run(backend, mib), as_json)
 
 
@@ -93,13 +94,13 @@ def overhead(
     root: RootOption = None,
     model: ModelOption = engines.Size.MEDIUM,
     rounds: RoundsOption = 10,
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts of a round, each one new.")] = 16,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts per round, all different.")] = 16,
     control: Annotated[
-        bool, typer.Option("--control", help="A second engine without a connector, too: what noise does.")
+        bool, typer.Option("--control", help="Also measure a second engine without a connector: the noise.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Tokens a second lost where nothing is reused: real engines, with and without kvtier."""
+    """Throughput lost to kvtier when no prompt is reused; real engines."""
     measure = _lazy("overhead")
     figures.report(measure.run(root, measure.Work(model.value, rounds, prompts), control=control), as_json)
 
@@ -109,10 +110,10 @@ def convoy(
     root: RootOption = None,
     model: ModelOption = engines.Size.SMALL,
     rounds: RoundsOption = 5,
-    requests: Annotated[int, typer.Option(min=1, help="Requests that are sent at once.")] = 50,
+    requests: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 50,
     as_json: JsonFlag = False,
 ) -> None:
-    """Many requests at once whose prefixes lie in files, with a small primary tier: real engines."""
+    """Many concurrent requests whose prefixes are in files, with a small primary tier; real engines."""
     measure = _lazy("convoy")
     figures.report(measure.run(root, measure.Work(model.value, rounds, requests)), as_json)
 
