@@ -76,9 +76,7 @@ def sim(session: nox.Session) -> None:
 def conformance(session: nox.Session) -> None:
     """Do tiers and policies keep their contract on each Python? Without torch; skips one that is missing."""
     install_kvtier(session, groups=["tests"])
-    run_pytest(
-        session, "tests/unit/tiers/test_tier_conformance.py", "tests/unit/core/test_policy_conformance.py"
-    )
+    run_pytest(session, "tests/unit/tiers/test_tier_conformance.py", "tests/unit/core/test_policies.py")
     if not session.posargs:
         for example in ("shelf", "second_chance"):
             session.install("-e", f"examples/{example}")

@@ -7,6 +7,7 @@ before is loaded from kvtier instead: from any tier, after a restart and in anot
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,15 +22,39 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvtier import (
+    DeviceStuckError,
     Identity,
     KVCaches,
     OffloadKey,
     PageRef,
     TieringConfig,
     TieringManager,
+    TransferError,
     open_manager,
     pack_key,
 )
+
+logger = logging.getLogger("prefix_cache")
+
+SETTINGS = frozenset(
+    {
+        "do_sample",
+        "eos_token_id",
+        "logits_processor",
+        "max_new_tokens",
+        "min_new_tokens",
+        "pad_token_id",
+        "repetition_penalty",
+        "stopping_criteria",
+        "temperature",
+        "top_k",
+        "top_p",
+    }
+)
+"""Settings of ``generate`` that choose tokens, and leave the KV of given tokens as it is."""
+
+ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+"""Position embeddings that do not depend on a prompt's length."""
 
 
 class PrefixCache:
@@ -49,16 +74,20 @@ class PrefixCache:
 
         Args:
             input_ids: the prompt, of shape (1, tokens).
-            settings: for ``model.generate``.
+            settings: for ``model.generate``; those of ``SETTINGS``. Beams, and inputs other than tokens,
+                would be stored under keys that say nothing of them.
 
         Raises:
-            ValueError: there is more than one prompt.
+            ValueError: there is more than one prompt, or another setting.
+            DeviceStuckError: a copy to the device does not end; it may still write.
         """
         if input_ids.shape[0] != 1:
             raise ValueError(f"input_ids has {input_ids.shape[0]} prompts: give one at a time")
+        if others := settings.keys() - SETTINGS:
+            raise ValueError(f"{sorted(others)} cannot be given here: known are {sorted(SETTINGS)}")
         async with self._lock:
             keys = self._keys(input_ids[0, :-1])  # the model goes on from the last token
-            loaded = await self._manager.load(keys, range(len(keys)))
+            loaded = await self._load(keys)
             cache = self._unpack(loaded)
             run = partial(
                 self._model.generate,
@@ -66,13 +95,31 @@ class PrefixCache:
                 attention_mask=torch.ones_like(input_ids),
                 past_key_values=cache,
                 return_dict_in_generate=True,
+                num_beams=1,
+                num_return_sequences=1,
                 **settings,
             )
             tokens: torch.Tensor = (await anyio.to_thread.run_sync(run)).sequences
-            keys = self._keys(tokens[0, : cache.get_seq_length()])
-            self._pack(cache, loaded, len(keys))
-            await self._manager.store(keys[loaded:], range(loaded, len(keys)))
+            await self._store(cache, tokens[0, : cache.get_seq_length()], loaded)
         return tokens
+
+    async def _load(self, keys: list[OffloadKey]) -> int:
+        """Load the leading chunks that there are into the pool; return how many it has."""
+        try:
+            return await self._manager.load(keys, range(len(keys)))
+        except DeviceStuckError:
+            raise
+        except TransferError as error:
+            logger.warning("prefix of %d chunks not loaded: %s; it is computed", len(keys), error)
+            return 0
+
+    async def _store(self, cache: DynamicCache, tokens: torch.Tensor, loaded: int) -> None:
+        keys = self._keys(tokens)
+        self._pack(cache, loaded, len(keys))
+        try:
+            await self._manager.store(keys, range(len(keys)))
+        except TransferError as error:
+            logger.warning("%d chunks not stored: %s", len(keys) - loaded, error)
 
     def loaded_chunks(self) -> Counter[str]:
         """Return how many chunks were loaded so far, by the tier that had them."""
@@ -110,17 +157,21 @@ class PrefixCache:
 async def open_prefix_cache(
     model: PreTrainedModel, config: TieringConfig, *, chunk_tokens: int = 64, most_tokens: int = 8192
 ) -> AsyncIterator[PrefixCache]:
-    """Open a prefix cache for a model, which stays where it is.
+    """Open a prefix cache for a model. Its weights, adapters and device must not change meanwhile.
 
     Args:
         model: a decoder whose layers all have full attention, on any device that kvtier can copy from.
-        config: kvtier's settings.
+        config: kvtier's settings; a block is a chunk here, so ``blocks_per_chunk`` is left away.
         chunk_tokens: tokens of a chunk: a prefix is loaded in steps of so many.
         most_tokens: tokens of a prompt that are kept at most; the device holds them a second time.
 
     Raises:
-        ValueError: a layer keeps another state than the keys and values of all tokens.
+        ValueError: the KV of a token depends on more than the tokens up to it, or a layer keeps another
+            state than the keys and values of all tokens.
     """
+    if config.blocks_per_chunk not in (None, 1):
+        raise ValueError(f"blocks_per_chunk is {config.blocks_per_chunk}: set chunk_tokens instead")
+    _require_text_alone(model)
     for number, layer in enumerate(DynamicCache(config=model.config).layers):
         if type(layer) is not DynamicLayer:
             raise ValueError(
@@ -138,6 +189,15 @@ async def open_prefix_cache(
     identity = identity_of(model, chunk_tokens)
     async with open_manager(config, identity, KVCaches(pages, (group,))) as manager:
         yield PrefixCache(model, manager, pool, chunk_tokens)
+
+
+def _require_text_alone(model: PreTrainedModel) -> None:
+    if model.config.is_encoder_decoder or model.config.get_text_config(decoder=True) is not model.config:
+        raise ValueError(f"{type(model).__name__} takes more than tokens: only decoders of text are cached")
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    for one in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if (kind := one.get("rope_type", "default")) not in ROPE_TYPES:
+            raise ValueError(f"position embeddings of type {kind!r} may depend on a prompt's length")
 
 
 def identity_of(model: PreTrainedModel, chunk_tokens: int) -> Identity:

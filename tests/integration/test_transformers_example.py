@@ -85,8 +85,23 @@ async def test_other_weights_find_nothing(open_prefix_cache: Any, tmp_path: Path
             assert not cache.loaded_chunks()
 
 
-async def test_a_model_with_another_state_is_refused(open_prefix_cache: Any, tmp_path: Path) -> None:
-    gemma = Gemma3ForCausalLM(Gemma3TextConfig(**SMALL, sliding_window=32))
-    with pytest.raises(ValueError, match="layer 0 keeps a DynamicSlidingWindowLayer"):
-        async with open_prefix_cache(gemma, config(tmp_path)):
-            pass
+async def test_what_keys_do_not_say_is_refused(open_prefix_cache: Any, tmp_path: Path) -> None:
+    async with open_prefix_cache(llama(1), config(tmp_path), chunk_tokens=16) as cache:
+        with pytest.raises(ValueError, match="num_beams"):
+            await cache.generate(torch.arange(1, 40).unsqueeze(0), max_new_tokens=1, num_beams=2)
+        with pytest.raises(ValueError, match="2 prompts"):
+            await cache.generate(torch.ones((2, 40), dtype=torch.int64), max_new_tokens=1)
+
+
+async def test_models_with_another_state_are_refused(open_prefix_cache: Any, tmp_path: Path) -> None:
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    models = {
+        "layer 0 keeps a DynamicSlidingWindowLayer": Gemma3ForCausalLM(
+            Gemma3TextConfig(**SMALL, sliding_window=32)
+        ),
+        "'dynamic' may depend on": LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=dynamic)),
+    }
+    for why, model in models.items():
+        with pytest.raises(ValueError, match=why):
+            async with open_prefix_cache(model, config(tmp_path)):
+                pass

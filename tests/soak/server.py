@@ -7,8 +7,6 @@ import subprocess
 import time
 from pathlib import Path
 
-import redis
-
 _PATIENCE_S = 20.0
 
 
@@ -34,6 +32,8 @@ class RedisServer:
     def start(self) -> None:
         """Start it and wait until it answers."""
         self.path.unlink(missing_ok=True)
+        import redis  # which the unit tests do without
+
         self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + _PATIENCE_S
         while True:
@@ -58,6 +58,8 @@ class RedisServer:
 
     def evicted(self) -> int:
         """Return how many keys it has evicted since it was started."""
+        import redis
+
         with redis.Redis(unix_socket_path=str(self.path), socket_timeout=_PATIENCE_S) as client:
             stats: dict[str, int] = client.info("stats")
             return stats["evicted_keys"]

@@ -189,8 +189,7 @@ class KVTierWorker(OffloadingWorker):
 
     def shutdown(self) -> None:
         """See vLLM."""
-        if self._row is not None:
-            self._row[StatusField.STOPPED_MS] = int(time.monotonic() * 1000)
+        self._row[StatusField.STOPPED_MS] = int(time.monotonic() * 1000)
         self._engine.close()
         self._region.close()
 
