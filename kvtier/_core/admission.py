@@ -130,7 +130,7 @@ class TierGate:
         return min(count, room), "backlog"
 
     def put_ended(self, chunks: int, health: TransferHealth, seconds: float) -> None:
-        """Update the back-pressure by the time of a put. One that failed at once says nothing."""
+        """Update the back-pressure by a put's duration. Puts that failed at once are ignored."""
         if health in (TransferHealth.GOOD, TransferHealth.LATE) and seconds:
             self._pressure.put_ended(chunks, seconds)
 

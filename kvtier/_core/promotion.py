@@ -94,8 +94,8 @@ class Promotions:
     def fetch_wanted(self, request: Request, now_s: float) -> None:
         """Start fetches for the keys that the request wants, as far as the budget goes.
 
-        Nothing is evicted for keys behind one of which it is not known yet whether it is anywhere, and
-        nothing is fetched behind one that is nowhere.
+        Nothing is evicted for a key while the location of an earlier one is unknown, and nothing is fetched
+        behind a key that no tier has.
         """
         fetching, visible = self._fetching[request.tiers], self._shared.table.visible
         located = request.located
@@ -165,9 +165,10 @@ class Promotions:
             self._ask(keys, waiters, now_s, transfer.tier + 1, transfer.bring)
 
     def evict_to_reserve(self) -> None:
-        """Evict until slots are free for chunks that may land, counting those lent to fetches under way.
+        """Evict until slots are free for chunks that may be fetched.
 
-        They come back where the keys are nowhere: asking for what is not there evicts nothing.
+        Slots of running fetches count as free: unused ones are returned, so asking for chunks that no tier
+        has evicts nothing.
         """
         short = self.reserve - len(self._shared.table.free)
         if short > 0:
@@ -297,9 +298,9 @@ class Promotions:
         self.let_go(list(landing))
 
     def _trim_first(self, first: Request, keys: Keys) -> None:
-        """Give up what does not fit for the request that is first in line, or all would wait for ever.
+        """Drop keys of the request first in line that cannot fit, to avoid a deadlock.
 
-        What is on its way for others is waited for: when it has landed, it makes way.
+        Fetches for other requests are awaited: their slots can be evicted once the chunks are there.
         """
         fetching = self._fetching[first.tiers]
         left = [key for key in keys if key not in fetching]

@@ -97,7 +97,7 @@ class Tiering:
         self._refusal = reason
 
     def repeat_answer(self, key: OffloadKey, request: Request) -> Lookup | None:
-        """Answer the questions of a scan in short where its last answers stand: it is deferred again.
+        """Repeat the previous answers without a new scan while nothing has changed: the request waits on.
 
         The engine asks in each step for each key of each request that waits. Told RETRY at its first
         question and MISS at the next, it ends the scan there, and defers the request all the same.
@@ -182,8 +182,8 @@ class Tiering:
     def scheduled(self, request: Request) -> None:
         """Note that the engine computes the request from now on: it is served, whatever it has asked for.
 
-        Where one group of blocks has nothing the engine goes on without, though for others something may
-        be pending still.
+        If one group of blocks misses, the engine computes the request, even if lookups for other groups are
+        pending.
         """
         request.wanted.clear()
         self.served(request)

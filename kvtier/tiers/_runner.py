@@ -398,7 +398,7 @@ class TierRunner:
         epoch: Epoch,
         effort: _Effort,
     ) -> Outcome:
-        """Do it, and a second time for what has failed in a way that may be over by then."""
+        """Run the call, and once more for the chunks that failed for a transient reason."""
         outcome = await self._attempt(verb, act, batch, effort)
         again = self._worth_repeating(outcome)
         if again and await self._may_repeat(effort, effort.seconds):

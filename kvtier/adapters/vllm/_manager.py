@@ -76,14 +76,14 @@ class KVTierManager(OffloadingManager):
         locations: where each secondary tier keeps its chunks, for requests that choose among them.
         chunk_bytes: length of a chunk, for metrics.
         self_describing: whether events are sent only when vLLM can say what is in their chunks.
-        steps_ahead: steps that vLLM schedules before the first of them has ended, itself included.
+        steps_ahead: the most scheduled steps in flight, the current one included.
         info: labels of the info metric.
         on_shutdown: gives back what the manager was made with.
         drain_s: seconds that it waits for puts, for the log.
         workers: what is known of the workers; nothing where it is None.
         slot_checksums: what audited slots must hold; None where nothing is audited.
-        repeats_stores: whether vLLM may offer again, in later steps, what found no room. Of a window's
-            chunk of several blocks the first ones may be gone by then, which nobody is told of.
+        repeats_stores: whether vLLM may offer again, in later steps, what found no room. The first blocks
+            of a window's chunk may have been freed by then, without notice.
         clock: seconds, monotonic.
     """
 
@@ -261,7 +261,7 @@ class KVTierManager(OffloadingManager):
         return bool(self._flushing)
 
     def reset_cache(self) -> None:
-        """See vLLM, which forgets its copies under way here and lets workers finish them."""
+        """See vLLM, which drops its record of running copies; the workers still finish them."""
         if self._stores or self._loads:
             # vLLM tells workers with the next step which copies to wait for. From 0.33 on it says when
             # they are through; before, they are when the step after so many others is scheduled.

@@ -218,8 +218,8 @@ class _Speller:
 def computes_with_length(model: ModelConfig) -> bool:
     """Return whether the model's numbers may depend on ``max_model_len`` or on the generation config.
 
-    They do where rotary embeddings are scaled by a length or in a way that nobody has looked at, where the
-    model is known to, where it takes images, whose size a processor may fit to the length, and where its
+    They do if rotary embeddings are scaled by a length or by an unreviewed method, for models known to depend
+    on it, for models that take images, whose size a processor may fit to the length, and for models whose
     code is not vLLM's.
     """
     kinds = set(_rope_kinds(model.hf_config.to_dict()))

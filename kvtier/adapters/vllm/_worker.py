@@ -155,7 +155,7 @@ class KVTierWorker(OffloadingWorker):
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        """See vLLM. Of an expedited load the request runs already: its failure can be told to nobody."""
+        """See vLLM. The request of an expedited load runs already, so a failure cannot be reported."""
         slots = _slots(src_spec)
         self._jobs[job_id] = _Job(slots, is_store=False, is_awaited=expedited)
         self._engine.submit_load(job_id, slots.slots, _blocks(dst_spec), expedited=expedited)
@@ -165,9 +165,9 @@ class KVTierWorker(OffloadingWorker):
         """See vLLM.
 
         Raises:
-            TransferError: a load failed in every way, and nobody can be told but by an error: going on
-                would serve bytes that are not the prompt's. Or it has not ended by its deadline: its bytes
-                could still come when its blocks are another request's.
+            TransferError: a load failed in every way, and raising is the only way to report it: going on
+                would serve bytes that are not the prompt's. Or a load has not ended by its deadline, and may
+                still write when its blocks are another request's.
         """
         self._ended += self._engine.finished()
         self._tell()

@@ -164,7 +164,7 @@ class Namespace:
 
     @property
     def epoch(self) -> int | None:
-        """The epoch that an engine joins which opens the place now; None where that cannot be said."""
+        """The epoch that an engine would join if it opened this namespace now; None if unknown."""
         try:
             return layout.stored_epoch(self._root.fd, self.name)
         except OSError:
@@ -172,7 +172,7 @@ class Namespace:
 
     @property
     def current(self) -> DataDir | None:
-        """Where the chunks are that an engine is given which opens the place now; None where nowhere."""
+        """The directory of the current epoch's chunks; None if there is none."""
         wanted = self.epoch
         return next((found for found in self.data_dirs if found.epoch == wanted), None)
 

@@ -161,7 +161,7 @@ class _Opened:
 class FsTier(SecondaryTier[FsConfig]):
     """Keeps chunks as files below one directory, which several engines may share.
 
-    A put leaves a chunk as it is that is there already. A get reads the bytes into the slot and proves
+    A put does not rewrite a chunk that exists. A get reads the bytes into the slot and proves
     them by their trailer. What fails is moved to the namespace's ``quarantine``. When a put or a get is
     cancelled, chunks that were not begun are left, and it returns when those under way have ended.
 
