@@ -30,4 +30,4 @@ def require_root(path: Path) -> None:
             return
     above = (one for one in path.absolute().parents if (one / ledger.FOLDER).is_dir())
     hint = f"; did you mean {root_above}?" if (root_above := next(above, None)) else ""
-    raise TierError(f"{path} is no root_dir: it has files, and no cache of kvtier's{hint}")
+    raise TierError(f"{path} is no root of kvtier's: it has files, and no cache{hint}")

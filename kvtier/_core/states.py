@@ -110,5 +110,5 @@ class Stateful:
         try:
             self.state = self.MOVES[event][self.state]
         except KeyError:
-            text = f"{self} is {self.state.name}: {event.name} is not possible there"
+            text = f"{self} is {self.state.name}, in which {event.name} is not possible"
             raise StateError(text) from None

@@ -108,7 +108,7 @@ class Run:
     def __post_init__(self) -> None:
         numbers = (self.local_offset, self.canonical_offset, self.local_stride, self.canonical_stride)
         if min(numbers) < 0 or self.piece_bytes < 1 or self.pieces < 1:
-            raise ValueError(f"a run has lengths from 1 and offsets from 0: {self}")
+            raise ValueError(f"a run needs a length of 1 or more and an offset of 0 or more: {self}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,8 @@ class CopyPlanner:
     ) -> None:
         if kv_caches.page_bytes != layout.page_bytes:
             raise ValueError(
-                f"the tensors have pages of {kv_caches.page_bytes}, the layout of {layout.page_bytes}"
+                f"page sizes differ: the tensors' are {kv_caches.page_bytes}, "
+                f"the layout's {layout.page_bytes}"
             )
         self._blocks_per_chunk = layout.blocks_per_chunk
         self._slots = slots

@@ -358,7 +358,8 @@ class ExecutorProcess:
             if now_s > warn_s or gives_up:
                 warn_s = inf
                 logger.error(
-                    "tier process %d does not exit after SIGKILL: it hangs in the kernel, as in disk I/O",
+                    "tier process %d does not exit after SIGKILL: it is blocked in the kernel, probably in "
+                    "disk I/O",
                     link.pid,
                 )
             if gives_up:

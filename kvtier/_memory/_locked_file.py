@@ -243,7 +243,7 @@ def _has_room(path: Path, nbytes: int) -> bool:
 def _require_own_file(fd: int, path: Path) -> None:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-        raise RegionError(f"{path} is not a file of this user: it may not be shared; remove it")
+        raise RegionError(f"{path} is not a regular file of this user; remove it and start the engine again")
 
 
 def _require_same(fd: int, path: Path, nbytes: int, note: bytes) -> None:

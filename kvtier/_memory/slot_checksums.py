@@ -1,4 +1,4 @@
-"""Checksums of what audited slots must hold, handed on from copy to copy with the chunk itself.
+"""Expected checksums of audited slots, carried along with each copy of a chunk.
 
 Each area of each slot has a word, shared by the processes of an engine. Whoever fills a slot sets it: a
 worker after a store, from the bytes that it has read back from its device; a tier's runner after a get, once

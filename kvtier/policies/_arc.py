@@ -77,7 +77,7 @@ class ARC(EvictionPolicy):
 
     def _remember(self, ghosts: _Ghosts, keys: list[OffloadKey]) -> None:
         ghosts.update(dict.fromkeys(keys))
-        # A sixteenth too many is let pass: to walk to the front of a dict is worth it for many only.
+        # Up to 1/16 too many is allowed, so that the walk to the front of a dict removes many at once.
         if len(ghosts) > self.capacity + self.capacity // 16:
             for key in list(islice(ghosts, len(ghosts) - self.capacity)):
                 del ghosts[key]

@@ -149,7 +149,7 @@ class TierRunner:
                 # Without the traceback: it would repeat what the error says, be there a secret in it.
                 logger.error("tier %s: closing failed: %s", self.name, self._words(error))
         if scope.cancelled_caught:
-            logger.error("tier %s: closing was given up after %g s", self.name, close_s)
+            logger.error("tier %s: did not close within %g s; abandoned", self.name, close_s)
 
     def reset(self, epoch: int) -> None:
         """Start a new epoch: the tier is reset, and what was submitted before does not start any more."""
@@ -355,7 +355,9 @@ class TierRunner:
         counts = Counter(outcome.reasons)
         for key, found in bad:
             counts[found] += 1
-            self._log(logging.ERROR, found, f"chunk {key.hex()} is not what was put: {found}")
+            self._log(
+                logging.ERROR, found, f"chunk {key.hex()} failed its integrity check ({found}): it is a miss"
+            )
         await self._discard([key for key, _ in bad])
         return Outcome(statuses, counts)
 

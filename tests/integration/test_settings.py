@@ -51,7 +51,7 @@ def test_a_root_that_cannot_be_written(
     assert metrics.value("kvtier_put_dropped_chunks", tier="fs", reason="down") > 0
     assert "tier fs disabled, retrying" in log
     assert str(root) in log
-    assert "chunks that this engine has stored were not put there (down: " in log
+    assert "chunks stored in host memory were not written (down: " in log
 
 
 def _fs(root: Path) -> dict[str, Any]:

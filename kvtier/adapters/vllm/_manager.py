@@ -328,7 +328,7 @@ class KVTierManager(OffloadingManager):
         for tier in sorted({tier for tier, _ in self._not_put}):
             reasons = {reason: count for (name, reason), count in self._not_put.items() if name == tier}
             logger.warning(
-                "tier %s: %d chunks that this engine has stored were not put there (%s): the next engine "
+                "tier %s: %d chunks stored in host memory were not written (%s): the next engine "
                 "does not find them",
                 tier,
                 sum(reasons.values()),

@@ -168,5 +168,5 @@ def test_the_region_must_have_the_layouts_slots() -> None:
     with rig(CpuTransferEngine) as it, Region.anonymous(4, 8192) as region:
         with pytest.raises(ValueError, match="slots have 8192 bytes, but the layout 4096"):
             CpuTransferEngine(it.caches, it.shape.layout, region)
-        with pytest.raises(ValueError, match=r"pages of \(512, 192\), the layout of \(512, 64\)"):
+        with pytest.raises(ValueError, match=r"are \(512, 192\), the layout's \(512, 64\)"):
             CpuTransferEngine(it.caches, SlotLayout.make((512, 64), 1), it.region)

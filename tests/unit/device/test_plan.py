@@ -125,7 +125,7 @@ def test_a_mapping_that_would_lose_bytes(canonical: int, runs: tuple[Run, ...], 
 
 @pytest.mark.parametrize("numbers", [(-1, 0, 1), (0, -1, 1), (0, 0, 0), (0, 0, 1, 0), (0, 0, 1, 2, -1)])
 def test_a_run_or_writer_that_cannot_be(numbers: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="lengths from 1 and offsets from 0"):
+    with pytest.raises(ValueError, match="a length of 1 or more and an offset"):
         Run(*numbers)
     with pytest.raises(ValueError, match="writer is 2 of 2"):
         PageMapping(32, (Run(0, 0, 32),), writers=2, writer=2)

@@ -143,7 +143,7 @@ async def test_a_shutdown_ends_at_its_deadline_while_the_disk_hangs(world, uncou
         async with Executor([named], world.identity, memory, lambda event: None, close_s=0.05) as executor:
             await executor.settled()
             await _entered(uncountable)
-    assert "closing was given up after 0.05 s" in caplog.text
+    assert "did not close within 0.05 s" in caplog.text
     uncountable.gate.set()
     await world.eventually(lambda: world.writers() == [])
 
