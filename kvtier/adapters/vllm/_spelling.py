@@ -211,7 +211,8 @@ class _Speller:
             return {"kind": kind, **{key: self.value(item, f"{name}.{key}") for key, item in state.items()}}
         raise ConfigError(
             f"{name} is a {kind}, which has no representation that is the same in every process, so what is "
-            "kept in secondary tiers could not be told apart: leave the setting away, or remove secondary_tiers"
+            "kept in secondary tiers could not be told apart: leave the setting away, or remove "
+            "secondary_tiers"
         )
 
 
