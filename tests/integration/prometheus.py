@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tests.integration.conftest import absent
+
 MONITORING = Path(__file__).parents[2] / "docs" / "assets" / "monitoring"
 _READY_S = 60.0
 
@@ -39,7 +41,8 @@ class Prometheus:
 
     def __enter__(self) -> Prometheus:
         program = shutil.which("prometheus")
-        assert program is not None, "Prometheus is not installed: the distribution's package is called so"
+        if program is None:
+            absent("Prometheus is not installed: the distribution's package is called prometheus")
         command = [program, f"--config.file={self._folder}/prometheus.yml"]
         command += [f"--storage.tsdb.path={self._folder}/data", f"--web.listen-address={self._url[7:]}"]
         with (self._folder / "log").open("w") as log:
