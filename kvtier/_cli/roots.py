@@ -23,7 +23,7 @@ def require_root(path: Path) -> None:
     """Refuse another directory than a root, in which a command would never find anything wrong.
 
     Raises:
-        TierError: there are files, and no cache of kvtier's.
+        TierError: there are files, and no cache.
     """
     with Root(path) as root:
         if root.namespaces() or not set(root.others()) - _OF_FILE_SYSTEMS:

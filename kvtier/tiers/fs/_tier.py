@@ -84,7 +84,7 @@ _NO_LEDGER: Final = f": remove what is at {FOLDER}/ledger, which is no ledger; i
 _FIRST_COUNT_PATIENCE_S: Final = 1.0
 _LOOKUP_THREADS: Final = 2
 _PUT_THREADS: Final = 2
-_FLUSH_S: Final = 0.005
+_FLUSH_S: Final = 0.02
 _ROOM_SHARE: Final = 0.2  # of its deadline a put waits for room
 
 _log = logging.getLogger("kvtier.tiers.fs")
@@ -187,6 +187,7 @@ class FsTier(SecondaryTier[FsConfig]):
         self._pool: NativePool | None = None
         self._workers: tuple[Workers, ...] = ()
         self._closing = StopFlag()
+        self._flush_is_due = False
         self._maintenance: Maintenance | None = None
         self._resetting = anyio.Lock()
 
@@ -418,6 +419,19 @@ class FsTier(SecondaryTier[FsConfig]):
         No room is asked for those that are there, or they would evict chunks.
         """
         call = self._call(place, batch)
+        if self._here.quota.reserve_ahead(len(call)):
+            await self._write(call, batch, range(len(call)))
+        else:
+            await self._write_missing(call, batch)
+        if corrupt := _corrupt(call.results):  # something else is where a file should be
+            await run(self._puts, partial(self._replace, call, corrupt))
+        self._learn(call)
+        if self._here.quota.excess_bytes:
+            self._maintained.make_room_soon()
+        return call.results
+
+    async def _write_missing(self, call: FileCall, batch: Batch) -> None:
+        """Put the chunks that have no file, as many as there is room for."""
         (missing, granted, reason), cancelled = await run_alone(
             self._puts, partial(self._reserve_missing, call), call.stop
         )
@@ -428,12 +442,6 @@ class FsTier(SecondaryTier[FsConfig]):
             call.results[i] = reason
         if granted:
             await self._write(call, batch, missing[:granted])
-        if corrupt := _corrupt(call.results):  # something else is where a file should be
-            await run(self._puts, partial(self._replace, call, corrupt))
-        self._learn(call)
-        if self._here.quota.excess_bytes:
-            self._maintained.make_room_soon()
-        return call.results
 
     async def _write(self, call: FileCall, batch: Batch, chunks: Sequence[int]) -> None:
         """Put chunks that room is reserved for, and settle what they took, cancelled or not."""
@@ -459,12 +467,15 @@ class FsTier(SecondaryTier[FsConfig]):
         return 0, cancelled
 
     def _settle(self, granted: int, added: int) -> None:
-        """End a reservation. The next put reports it to the other engines; if none comes, a timer does."""
+        """End a reservation. A timer reports it to the other engines, unless a put does it sooner."""
         if granted:
             self._here.quota.settle(granted, added)
-            asyncio.get_running_loop().call_later(_FLUSH_S, self._flush_soon)
+            if not self._flush_is_due:
+                self._flush_is_due = True
+                asyncio.get_running_loop().call_later(_FLUSH_S, self._flush_soon)
 
     def _flush_soon(self) -> None:
+        self._flush_is_due = False
         if self._here.quota.has_news and not self._closing:
             self._puts.submit(self._flush)
 

@@ -567,7 +567,7 @@ def test_files_without_a_cache_are_no_clean_root_and_a_new_disk_is_one(
     (tmp_path / "holiday.jpg").touch()
     said = kvtier(command, tmp_path)
     assert said.status == 2
-    assert "no cache of kvtier's" in said.err.replace("\n", " ")
+    assert "it has files, and no cache" in said.err.replace("\n", " ")
 
 
 def test_names_of_others_do_not_command_the_terminal(kvtier, cache) -> None:

@@ -94,7 +94,6 @@ class SharedLedger(Ledger):
         self._look = look
         with suppress(FileExistsError):
             os.mkdir(FOLDER, DIRECTORY_MODE, dir_fd=root_fd)
-        self._fd: int | None = None
         self.writer, self._fd = make_writer_lock(root_fd, FOLDER)
         try:
             with self.change() as accounts:
@@ -154,20 +153,17 @@ class SharedLedger(Ledger):
     # ------------------------------------------------------------------------------ liveness
 
     def _register_again(self) -> None:
-        """Take another name where the lock file of this one is gone."""
-        assert self._fd is not None
+        """Take another name where the lock file of this one is gone. OSError where none can be made yet."""
         if is_current(self._root_fd, f"{FOLDER}/{self.writer}.lock", self._fd):
             return
-        os.close(self._fd)
-        self._fd = None
+        gone = self._fd
         self.writer, self._fd = make_writer_lock(self._root_fd, FOLDER)
+        os.close(gone)
 
     def _unregister(self) -> None:
-        if self._fd is not None:
-            with suppress(OSError):
-                os.unlink(f"{FOLDER}/{self.writer}.lock", dir_fd=self._root_fd)
-            close_lock(self._fd)
-            self._fd = None
+        with suppress(OSError):
+            os.unlink(f"{FOLDER}/{self.writer}.lock", dir_fd=self._root_fd)
+        close_lock(self._fd)
 
     def _is_alive(self, writer: str) -> bool:
         """Return whether a writer is alive, and remove the lock file of one that is not."""

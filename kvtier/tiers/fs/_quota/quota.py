@@ -2,7 +2,8 @@
 
 Two bounds hold at once, for all processes that use the root: ``max_bytes`` for everything below it,
 and ``min_free_bytes`` for the file system. The bytes of a batch are leased from the root's ledger before it
-is written, so that no number of jobs and processes oversteps them.
+is written, so that no number of jobs and processes oversteps them. Where there is plenty of room, a writer
+leases some more with them for the batches of the next milliseconds, which then need not ask.
 
 What the root holds is known from the ledger, and is counted where the ledger is new or was counted
 long ago. Before the first count the root is taken to hold all that the file system holds: that is
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvtier.tiers.fs._config import FsConfig
@@ -28,6 +30,8 @@ from kvtier.tiers.fs._quota.ledger import Ledger
 DEFAULT_FREE_SHARE: Final = 0.05
 DEFAULT_FREE_BYTES: Final = 32 * 2**30
 _FEW_FILES: Final = 64
+_AHEAD_BYTES: Final = 64 * 2**20
+_AHEAD_SHARE: Final = 64
 
 
 def look_at(root_fd: int) -> FileSystem:
@@ -62,6 +66,23 @@ class _Known(NamedTuple):
     leased: int = 0
 
 
+@dataclass(slots=True)
+class _Change:
+    """The accounts while they are held, and what is to be leased in addition.
+
+    Attributes:
+        accounts: of the root.
+        disk: the file system's state.
+        reserve: bytes that a put is going to write.
+        ahead: bytes for later puts.
+    """
+
+    accounts: Accounts
+    disk: FileSystem
+    reserve: int = 0
+    ahead: int = 0
+
+
 class Quota:
     """What may be written. Any thread may call it; what asks the ledger or the file system blocks.
 
@@ -79,8 +100,9 @@ class Quota:
         self, config: FsConfig, file_bytes: int, shared: Ledger, look: Callable[[], FileSystem]
     ) -> None:
         self._asking = threading.Lock()  # held by the one who asks the ledger or the file system
-        self._lock = threading.Lock()  # of the two numbers below; nobody is asked while it is held
+        self._lock = threading.Lock()  # of the three numbers below; nobody is asked while it is held
         self._reserved = 0  # of this writer's lease, by puts that have not ended
+        self._ahead = 0  # of this writer's lease, for puts to come
         self._unreported = 0  # written, and not in the ledger yet: the lease there still covers it
         self._leased = 0  # the lease as the ledger has it
         self._refused = 0  # bytes that the last reservation was not granted: room should be made for them
@@ -127,6 +149,20 @@ class Quota:
         """Whether some writer may be writing a chunk now, as of the last look at the ledger."""
         return self._known.leased > 0
 
+    def reserve_ahead(self, chunks: int) -> bool:
+        """Reserve bytes for new files from what is leased ahead: all or none. ``settle`` ends it.
+
+        Returns:
+            Whether they are reserved. It does not block.
+        """
+        wanted = chunks * self._file_bytes
+        with self._lock:
+            if wanted > self._ahead:
+                return False
+            self._ahead -= wanted
+            self._reserved += wanted
+        return True
+
     def reserve(self, chunks: int) -> tuple[int, Result]:
         """Reserve bytes for new files. ``settle`` ends it.
 
@@ -137,14 +173,17 @@ class Quota:
             OSError: the file system or the ledger does not answer.
         """
         wanted = chunks * self._file_bytes
-        with self._change() as (accounts, disk):
+        with self._change() as change:
+            accounts, disk = change.accounts, change.disk
             below_limit, above_free = self._bounds.room(accounts, disk)
             if min(below_limit, above_free) < wanted:
                 self._ledger.expire_dead_leases(accounts)
                 below_limit, above_free = self._bounds.room(accounts, disk)
-            granted = max(0, min(chunks, min(below_limit, above_free) // self._file_bytes))
-            accounts.leases[self._ledger.writer] += granted * self._file_bytes
-            self._refused = wanted - granted * self._file_bytes
+            room = max(0, min(below_limit, above_free))
+            granted = min(chunks, room // self._file_bytes)
+            change.reserve = granted * self._file_bytes
+            change.ahead = min(_AHEAD_BYTES, (room - change.reserve) // _AHEAD_SHARE)
+            self._refused = wanted - change.reserve
             reason = Result.MAX_BYTES if accounts.is_exact else Result.COUNTING
         return granted, Result.MIN_FREE if above_free < below_limit else reason
 
@@ -155,7 +194,11 @@ class Quota:
             self._unreported += added
 
     def flush(self) -> None:
-        """Report to the ledger what was settled, if anything was. OSError where it does not answer."""
+        """Report to the ledger what was settled, and give back what was leased ahead.
+
+        Raises:
+            OSError: the ledger does not answer.
+        """
         if self.has_news:
             with self._change():
                 pass
@@ -165,8 +208,8 @@ class Quota:
 
         Where the ledger does not answer it fits no ledger: the bytes take room until the root is counted.
         """
-        with suppress(OSError), self._change() as (accounts, _):
-            return accounts.mark
+        with suppress(OSError), self._change() as change:
+            return change.accounts.mark
         return ""
 
     def removed(self, nbytes: int, since: str) -> str:
@@ -184,9 +227,9 @@ class Quota:
         """
         if not nbytes:
             return since
-        with self._change() as (accounts, _):
-            accounts.remove(nbytes, since)
-            return accounts.mark
+        with self._change() as change:
+            change.accounts.remove(nbytes, since)
+            return change.accounts.mark
 
     def refresh(self) -> None:
         """Report what was written, and read what others wrote and removed.
@@ -194,12 +237,13 @@ class Quota:
         Raises:
             OSError: the file system or the ledger does not answer.
         """
-        with self._change() as (accounts, _):
-            self._ledger.expire_dead_leases(accounts)
+        with self._change() as change:
+            self._ledger.expire_dead_leases(change.accounts)
 
     def count_is_due(self, every_s: float) -> bool:
         """Return whether nobody has counted the root for so many seconds, or since a writer has died."""
-        with self._change() as (accounts, _):
+        with self._change() as change:
+            accounts = change.accounts
             age_s = time.time() - accounts.counted_at
             return accounts.unconfirmed > 0 or not accounts.is_exact or not 0 <= age_s < every_s
 
@@ -209,31 +253,36 @@ class Quota:
         Raises:
             OSError: it could not be counted; the last count stays.
         """
-        with self._change() as (accounts, _):
-            start = copy(accounts)
+        with self._change() as change:
+            start = copy(change.accounts)
         counted = add_up()
-        with self._change() as (accounts, _):
-            accounts.end_count(start, counted, time.time())
+        with self._change() as change:
+            change.accounts.end_count(start, counted, time.time())
 
     @contextmanager
-    def _change(self) -> Iterator[tuple[Accounts, FileSystem]]:
+    def _change(self) -> Iterator[_Change]:
         """Hold the accounts, in which this writer's lease is what its puts have reserved.
 
-        Where they cannot be stored nothing has changed. Puts that end meanwhile are reported the next time.
+        What was leased ahead is given back. Where the accounts cannot be stored nothing has changed. Puts
+        that end meanwhile are reported the next time.
         """
         with self._asking:
             with self._lock:
+                self._ahead = 0
                 reserved, spent = self._reserved, self._unreported
             with self._ledger.change() as accounts:
-                writer, disk = self._ledger.writer, self._look()
+                writer = self._ledger.writer
+                change = _Change(accounts, self._look())
                 accounts.add(spent)
                 accounts.leases[writer] = reserved
-                yield accounts, disk
+                yield change
+                accounts.leases[writer] += change.reserve + change.ahead
             with self._lock:
                 self._leased = accounts.leases[writer]
-                self._reserved += self._leased - reserved
+                self._reserved += change.reserve
+                self._ahead = change.ahead
                 self._unreported -= spent
-                self._known = self._read(accounts, disk)
+                self._known = self._read(accounts, change.disk)
 
     def _read(self, accounts: Accounts, disk: FileSystem) -> _Known:
         excess = self._bounds.excess(accounts, disk, self._refused, self._file_bytes)

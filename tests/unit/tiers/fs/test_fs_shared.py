@@ -238,6 +238,7 @@ async def test_a_lock_that_a_stopped_process_holds_fails_puts_and_hangs_nothing(
     monkeypatch.setattr(ledger, "_PATIENCE_S", 0.05)
     tier = await world.open(max_bytes=10**9)
     await world.put(tier, [1])
+    await world.eventually(lambda: not tier._here.quota.has_news)  # nothing is leased ahead any more
     with (world.root / ".kvtier" / "ledger").open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         outcome = await world.put(tier, [2])

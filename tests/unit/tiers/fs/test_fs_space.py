@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 
 import anyio
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
 from kvtier.tiers._base import Status
 from kvtier.tiers.fs._config import FsConfig
 from kvtier.tiers.fs._files.call import Result
-from kvtier.tiers.fs._quota.accounts import FileSystem
+from kvtier.tiers.fs._quota import ledger
+from kvtier.tiers.fs._quota.accounts import Accounts, FileSystem
 from kvtier.tiers.fs._quota.ledger import Ledger
 from kvtier.tiers.fs._quota.quota import Quota
 
@@ -150,6 +154,92 @@ def test_nothing_is_asked_to_leave_before_the_root_was_counted_or_where_nothing_
     space.count(lambda: 1000)
     assert space.reserve(1)[0] == 0
     assert space.excess_bytes == 0
+
+
+class Writer(Ledger):
+    """One of several writers of accounts that they share."""
+
+    def __init__(self, name, accounts):
+        self.writer, self.accounts = name, accounts
+        accounts.leases[name] = 0
+
+
+_STEPS = st.lists(
+    st.tuples(
+        st.integers(0, 2), st.sampled_from(["put", "put", "end", "flush", "refresh"]), st.integers(1, 40)
+    ),
+    max_size=60,
+)
+
+
+@given(steps=_STEPS, limit=st.integers(5, 2000))
+def test_whatever_several_writers_reserve_and_lease_ahead_the_ledger_covers_it_within_the_bound(steps, limit):
+    disk = Disk(free=10**9)
+    accounts = Accounts(0, is_exact=True)
+    config = FsConfig.model_validate({"root_dir": "/nowhere", "max_bytes": limit * FILE, "min_free_bytes": 0})
+    spaces = [Quota(config, FILE, Writer(f"{i}-0", accounts), disk.look) for i in range(3)]
+    under_way = [[] for _ in spaces]
+    written = 0
+    for number, step, chunks in steps:
+        space = spaces[number]
+        if step == "put":
+            granted = chunks if space.reserve_ahead(chunks) else space.reserve(chunks)[0]
+            under_way[number].append(granted)
+        elif step == "end" and under_way[number]:
+            granted = under_way[number].pop(chunks % len(under_way[number]))
+            written += granted
+            space.settle(granted, granted * FILE)
+        elif step == "flush":
+            space.flush()
+        elif step == "refresh":
+            space.refresh()
+        promised = written + sum(map(sum, under_way))
+        assert promised * FILE <= accounts.used + accounts.leased <= limit * FILE
+    for space, left in zip(spaces, under_way, strict=True):
+        for granted in left:
+            space.settle(granted, 0)
+        space.flush()
+        assert not space.has_news
+    assert (accounts.used, accounts.leased) == (written * FILE, 0)
+    assert spaces[0].reserve(2 * limit)[0] == limit - written
+
+
+def test_where_there_is_plenty_of_room_most_puts_ask_nobody():
+    disk = Disk(free=10**9)
+    space = disk.space(max_bytes=10**8)
+    space.count(lambda: 0)
+    assert not space.reserve_ahead(1)
+    space.reserve(8)
+    asked = 0
+    for _ in range(10_000):
+        if not space.reserve_ahead(8):
+            asked += 1
+            space.reserve(8)
+        space.settle(8, 8 * FILE)
+    assert 0 < asked < 20
+
+
+def test_a_folder_that_vanishes_while_a_writer_takes_a_new_name_fails_one_change_alone(tmp_path, monkeypatch):
+    root_fd = os.open(tmp_path, os.O_RDONLY)
+    shared = ledger.SharedLedger(root_fd, Disk().look)
+    register = ledger.make_writer_lock
+
+    def register_late(*args):
+        shutil.rmtree(tmp_path / ".kvtier")
+        return register(*args)
+
+    shutil.rmtree(tmp_path / ".kvtier")
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger, "make_writer_lock", register_late)
+        for _ in range(2):
+            with pytest.raises(FileNotFoundError), shared.change():
+                pytest.fail("there are no accounts to hold")
+    with shared.change() as accounts:
+        accounts.leases[shared.writer] = 7
+    assert ledger.read(root_fd).leases == {shared.writer: 7}
+    shared.close()
+    assert ledger.read(root_fd).leases == {}
+    os.close(root_fd)
 
 
 # ------------------------------------------------------------------------------ in the tier
