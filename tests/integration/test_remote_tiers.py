@@ -1,4 +1,4 @@
-"""A real engine keeps its cache in a real Redis, object store or pool of memory, and has it again elsewhere."""
+"""A real engine keeps its cache in a real Redis, object store or pool of memory, and has it elsewhere."""
 
 from __future__ import annotations
 
