@@ -123,18 +123,19 @@ class Pool:
         _end(self._client)
 
     @contextmanager
-    def stopped(self, seconds: float = inf) -> Iterator[None]:
-        """Stop the master, as on a machine that hangs, until the context is left or the time is over."""
-        assert self._master is not None
-        self._master.send_signal(signal.SIGSTOP)
-        timer = threading.Timer(min(seconds, 3600.0), self._master.send_signal, (signal.SIGCONT,))
+    def stopped(self, seconds: float = inf, *, client: bool = False) -> Iterator[None]:
+        """Stop the master or the client, as on a machine that hangs, for the context or a shorter time."""
+        process = self._client if client else self._master
+        assert process is not None
+        process.send_signal(signal.SIGSTOP)
+        timer = threading.Timer(min(seconds, 3600.0), process.send_signal, (signal.SIGCONT,))
         timer.start()
         try:
             yield
         finally:
             timer.cancel()
             timer.join()
-            self._master.send_signal(signal.SIGCONT)
+            process.send_signal(signal.SIGCONT)
 
     def __enter__(self) -> Pool:
         self.start_master()
