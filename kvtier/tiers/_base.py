@@ -95,6 +95,8 @@ class Usage:
 class SlotMemory(Protocol):
     """The primary tier's memory: page-aligned slots of equal length."""
 
+    slots: int
+
     @property
     def address(self) -> int:
         """Address of slot 0 in this process."""

@@ -1,4 +1,4 @@
-"""A real engine keeps its cache in a real Redis or object store, and has it again after a restart."""
+"""A real engine keeps its cache in a real Redis, object store or pool of memory, and has it elsewhere."""
 
 from __future__ import annotations
 
@@ -71,7 +71,21 @@ def s3(ceph: Any, tmp_path: Path) -> Rig:
     return {"type": "s3", **place}, keys
 
 
-@pytest.mark.parametrize("name", ["redis", "s3"])
+@pytest.fixture(scope="module")
+def pools() -> Any:
+    """What the plug-in's own tests start a pool with."""
+    if importlib.util.find_spec("kvtier_mooncake") is None:
+        absent("kvtier-mooncake is not installed: pip install -e plugins/kvtier-mooncake")
+    return load_file("kvtier_mooncake_tests_pools", PROJECT / "plugins/kvtier-mooncake/tests/pools.py")
+
+
+@pytest.fixture
+def mooncake(pools: Any, tmp_path: Path) -> Iterator[Rig]:
+    with pools.Pool(tmp_path / "pool", 256 << 20) as pool:
+        yield {"type": "mooncake", "master": pool.address}, {}
+
+
+@pytest.mark.parametrize("name", ["redis", "s3", "mooncake"])
 def test_served_after_a_restart_with_an_empty_primary_tier_and_not_after_a_reset(
     request: pytest.FixtureRequest, launcher: Launcher, llama: Path, reference: Ask, name: str
 ) -> None:
@@ -89,6 +103,25 @@ def test_served_after_a_restart_with_an_empty_primary_tier_and_not_after_a_reset
     assert (cold, restarted, after_reset) == ((answers, {}), (answers, {name: CHUNKS}), (answers, {}))
     assert metrics.value("kvtier_tier_up", tier=name) == 1
     assert metrics.value("kvtier_get_failed_chunks") == metrics.value("kvtier_put_failed_chunks") == 0
+
+
+def test_an_engine_is_served_from_the_memory_of_another_one_and_goes_on_when_that_is_killed(
+    pools: Any, launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
+) -> None:
+    with pools.Pool(tmp_path / "pool", segment_bytes=0) as pool:  # nobody but the first engine has memory
+        tier = {"type": "mooncake", "master": pool.address}
+        contributing = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [{**tier, "segment_bytes": "64MiB"}]}
+        settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [tier]}
+        with launcher.start(llama, contributing) as one, launcher.start(llama, settings) as other:
+            one.served(*PROMPTS)
+            one.settled()
+            served = other.served(*PROMPTS[:2])
+            one.kill()
+            alone = other.served(PROMPTS[2])
+
+    answers = reference(*PROMPTS)
+    assert served == (answers[:2], {"mooncake": 2 * PROMPT_CHUNKS})
+    assert alone == (answers[2:], {})
 
 
 @pytest.mark.full

@@ -1,0 +1,279 @@
+"""Mooncake's client: opening it, its result codes, and the record of a cache's epoch.
+
+All calls block, and may come from several threads. Opening and closing hold the interpreter lock, for some
+tenths of a second; the others release it.
+
+**Epochs.** The keys of chunks contain an epoch, a random token. The key ``<cache>/epoch`` holds the epoch
+that tiers join when they open. A reset stores a new one there, and continues in a private epoch that no other
+tier knows, because the weights that came with the reset may exist in this process alone. Nothing that was
+put before is found again, even if the pool loses the key: the next tier that opens then makes a new epoch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+from kvtier.errors import TierError
+from kvtier.tiers import TRAILER_BYTES, Batch, SlotMemory, Status, TierContext
+from kvtier_mooncake.config import MooncakeConfig
+
+REASONS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "transfer": "bytes could not be moved from or to the memory of another client of the pool",
+        "lease": "the chunk's lease ran out while it was read",
+    }
+)
+TRANSIENT: Final = frozenset({"transfer", "lease"})
+ROWS: Final = 64
+"""Chunks that one call of the client moves at most: it has room for so many trailers."""
+
+_OK, _NO_ROOM, _WRONG_SIZE, _NOT_FOUND, _LEASE_EXPIRED, _TRANSFER = 0, -200, -600, -704, -707, -800
+_NOT_READABLE: Final = frozenset({_NOT_FOUND, -702, -703})  # a put that has not ended, or never will
+_UNREACHABLE: Final = range(-999, -899)
+_CONNECT_S: Final = 3.0
+_BUFFER_BYTES: Final = 16 * 2**20
+_LOG_ERRORS_ALONE: Final = "2"
+
+
+def result_of(code: int, expected: int = _OK) -> tuple[Status, str]:
+    """Return the status of a chunk, and the reason where one is counted, for a result code of the client.
+
+    Args:
+        code: what the client returned.
+        expected: what it returns where all is well: bytes for a get.
+    """
+    if code == expected:
+        return Status.OK, ""
+    if code in _NOT_READABLE:
+        return Status.ABSENT, ""
+    if code == _NO_ROOM:
+        return Status.REFUSED, "full"
+    if code == _WRONG_SIZE or code >= 0:
+        return Status.CORRUPT, "torn"
+    if code in _UNREACHABLE:
+        return Status.FAILED, "connection"
+    return Status.FAILED, {_TRANSFER: "transfer", _LEASE_EXPIRED: "lease"}.get(code, "error")
+
+
+class Trailers:
+    """Memory that the client may read and write, with room for the trailers of ``ROWS`` chunks."""
+
+    def __init__(self) -> None:
+        self._bytes = memoryview(mmap.mmap(-1, ROWS * TRAILER_BYTES))
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._bytes))
+        self.nbytes = self._bytes.nbytes
+
+    def __getitem__(self, row: int) -> memoryview:
+        return self._bytes[row * TRAILER_BYTES : (row + 1) * TRAILER_BYTES]
+
+
+class Store:
+    """A client of the pool, for one tier.
+
+    Args:
+        config: the settings.
+        context: what the tier was opened with.
+
+    Raises:
+        TierError: the client library is missing, or the master cannot be reached.
+    """
+
+    def __init__(self, config: MooncakeConfig, context: TierContext) -> None:
+        self._config = config
+        self._name = context.name
+        self._cache = f"{config.key_prefix}/{context.identity.namespace}"
+        self._registered: dict[int, object] = {}  # by address; kept until the client is closed
+        self._registering = threading.Lock()
+        module = self._library()
+        self._put_config = module.ReplicateConfig()
+        self._put_config.replica_num = config.replicas
+        self._record_config = module.ReplicateConfig()
+        self._record_config.replica_num = config.replicas
+        self._record_config.with_hard_pin = True  # or the pool would evict what names the epoch
+        self._client: Any = module.MooncakeDistributedStore()
+        code = self._client.setup(*setup_arguments(config, self._own_address()))
+        if code:
+            self.close()
+            raise self._error(f"Mooncake's client does not start (code {code}): see what it has logged")
+
+    def close(self) -> None:
+        """Disconnect. What this client contributes leaves the pool, with the chunks in it."""
+        self._client.close()
+
+    def keys(self, epoch: str, keys: Sequence[bytes]) -> list[str]:
+        """Return the pool's names of chunks."""
+        return [f"{self._cache}/{epoch}/{key.hex()}" for key in keys]
+
+    def register(self, memory: SlotMemory | Trailers) -> None:
+        """Have the client read and write memory directly. Only the first call for it does anything.
+
+        Raises:
+            TierError: the transport does not accept it.
+        """
+        with self._registering:
+            if memory.address in self._registered:
+                return
+            nbytes = memory.nbytes if isinstance(memory, Trailers) else memory.slots * memory.chunk_bytes
+            if code := self._client.register_buffer(memory.address, nbytes):
+                raise self._error(f"{nbytes} bytes of host memory cannot be registered (code {code})")
+            self._registered[memory.address] = memory
+
+    def put(self, names: Sequence[str], batch: Batch, trailers: Trailers) -> list[tuple[Status, str]]:
+        """Store chunks and their trailers. Those that are there stay as they are."""
+        self.register(batch.memory)
+        results: list[tuple[Status, str]] = []
+        for rows in _pieces(len(batch)):
+            for row, i in enumerate(rows):
+                trailers[row][:] = batch.trailers[i]
+            codes = self._client.batch_put_from_multi_buffers(
+                *self._arguments(names, batch, trailers, rows), self._put_config
+            )
+            results += map(result_of, codes)
+        return results
+
+    def get(self, names: Sequence[str], batch: Batch, trailers: Trailers) -> list[tuple[Status, str]]:
+        """Fetch chunks into their slots, and their trailers. Those of a wrong size are removed."""
+        self.register(batch.memory)
+        expected = batch.memory.chunk_bytes + TRAILER_BYTES
+        results: list[tuple[Status, str]] = []
+        for rows in _pieces(len(batch)):
+            codes = self._client.batch_get_into_multi_buffers(*self._arguments(names, batch, trailers, rows))
+            for row, (i, code) in enumerate(zip(rows, codes, strict=True)):
+                batch.trailers[i] = bytes(trailers[row])
+                if code == _TRANSFER and not self._has_size(names[i], expected):
+                    code = _WRONG_SIZE
+                results.append(result_of(code, expected))
+        if torn := [
+            name for name, (status, _) in zip(names, results, strict=True) if status is Status.CORRUPT
+        ]:
+            self.remove(torn)
+        return results
+
+    def contains(self, names: Sequence[str]) -> list[int]:
+        """Return 1 for each key that is there, 0 for others, less for failures. Renews their leases."""
+        return list(self._client.batch_is_exist(names))
+
+    def remove(self, names: Sequence[str]) -> list[int]:
+        """Remove keys, whoever may be reading them. Returns result codes."""
+        return list(self._client.batch_remove(names, True))
+
+    def join(self) -> str:
+        """Return the epoch that tiers join when they open; there is a new one where there was none.
+
+        Raises:
+            TierError: it can be neither read nor stored.
+        """
+        name = f"{self._cache}/epoch"
+        if found := self._client.get(name):
+            return str(found, "ascii", "replace")
+        code = self._client.put(name, secrets.token_hex(8).encode(), self._record_config)
+        if found := self._client.get(name):  # another tier's may have come first
+            return str(found, "ascii", "replace")
+        raise self._error(_hint(code, "the cache's epoch can be neither read nor stored"))
+
+    def advance(self) -> str:
+        """Store a new epoch for tiers that open later; return a private one for this tier.
+
+        Raises:
+            TierError: it could not be stored.
+        """
+        if code := self._client.upsert(
+            f"{self._cache}/epoch", secrets.token_hex(8).encode(), self._record_config
+        ):
+            raise self._error(_hint(code, "the reset could not be stored"))
+        return f"own-{secrets.token_hex(8)}"
+
+    def _arguments(
+        self, names: Sequence[str], batch: Batch, trailers: Trailers, rows: range
+    ) -> tuple[list[str], list[list[int]], list[list[int]]]:
+        base, length = batch.memory.address, batch.memory.chunk_bytes
+        pairs = [
+            [base + batch.slots[i] * length, trailers.address + row * TRAILER_BYTES]
+            for row, i in enumerate(rows)
+        ]
+        return [names[i] for i in rows], pairs, [[length, TRAILER_BYTES]] * len(rows)
+
+    def _has_size(self, name: str, nbytes: int) -> bool:
+        found = self._client.get_size(name)
+        return bool(found < 0 or found == nbytes)
+
+    def _library(self) -> Any:
+        try:
+            return library()
+        except ImportError as error:
+            raise self._error(
+                f"Mooncake's client cannot be imported ({error}); install kvtier-mooncake[cuda] or "
+                "kvtier-mooncake[cpu], and the system's libibverbs, libnuma and libcurl"
+            ) from None
+
+    def _own_address(self) -> str:
+        try:
+            return own_address(self._config.master_address)
+        except OSError as error:
+            raise self._error(
+                f"the master at {self._config.master} cannot be reached ({error}); start mooncake_master, "
+                "or set master to its host:port"
+            ) from None
+
+    def _error(self, text: str) -> TierError:
+        return TierError(f"tier {self._name}: {text}")
+
+
+def library() -> Any:
+    """Return Mooncake's module. It is imported late: it starts threads, and reads the environment.
+
+    Raises:
+        ImportError: it is not installed, or a library of the system is missing.
+    """
+    os.environ.setdefault("GLOG_minloglevel", _LOG_ERRORS_ALONE)
+    from mooncake import store
+
+    return store
+
+
+def setup_arguments(config: MooncakeConfig, own_address: str) -> tuple[str | int, ...]:
+    """Return what the client's ``setup`` is called with."""
+    return (
+        config.local_hostname or own_address,
+        config.metadata_server,
+        int(config.segment_bytes),
+        _BUFFER_BYTES,
+        config.protocol,
+        ",".join(config.device_names),
+        config.master,
+    )
+
+
+def own_address(master: tuple[str, int]) -> str:
+    """Return the address that connections to the master leave from.
+
+    Mooncake's client would try for a minute and a half to reach a master that is not alive, and hold the
+    interpreter lock meanwhile.
+
+    Raises:
+        OSError: the master is not alive.
+    """
+    with socket.create_connection(master, _CONNECT_S) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        connection.recv(1)  # one that is alive hangs up
+        return str(connection.getsockname()[0])
+
+
+def _pieces(count: int) -> list[range]:
+    return [range(first, min(first + ROWS, count)) for first in range(0, count, ROWS)]
+
+
+def _hint(code: int, what: str) -> str:
+    if code == _NO_ROOM:
+        return (
+            f"{what}: no client of the master contributes memory, or all of it is in use; set segment_bytes"
+        )
+    return f"{what} (code {code})"
