@@ -7,7 +7,21 @@ from __future__ import annotations
 
 import typer
 
-from kvtier._cli import compare, doctor, du, extensions, gc, ls, new_tier, run, schema, stat, tiers, verify
+from kvtier._cli import (
+    compare,
+    doctor,
+    du,
+    extensions,
+    gc,
+    ls,
+    new_tier,
+    run,
+    schema,
+    stat,
+    tiers,
+    top,
+    verify,
+)
 
 app = typer.Typer(
     name="kvtier",
@@ -20,6 +34,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+app.command("top")(top.command)
 app.command("tiers")(tiers.command)
 app.command("doctor")(doctor.command)
 app.command("new-tier")(new_tier.command)

@@ -57,9 +57,16 @@ def arguments(words: tuple[str, ...], root: Path) -> list[str]:
         "compare": [str(root), cache, cache],
         "doctor": ["--tier", json.dumps({"type": "fs", "root_dir": str(root), "min_free_bytes": 0})],
         "stat": [str(next(root.glob("*/*/*/*.bin"), root))],
+        "top": [str(_saved_metrics(root))],
         "new-tier": ["shelves", "--directory", str(root.parent)],
     }
     return given.get(words[0], [str(root)] if words[0] not in ("schema", "tiers") else [])
+
+
+def _saved_metrics(root: Path) -> Path:
+    page = root.with_name("metrics")
+    page.write_text("kvtier_slots 8\n")
+    return page
 
 
 OWN = [words for words in ALL if words[0] not in ("bench", "demo", "simulate")]

@@ -1,0 +1,349 @@
+"""``kvtier top``: what engines' caches do now, from their metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from kvtier._cli import report
+from kvtier._cli.report import Bytes, JsonFlag
+
+_TIMEOUT_S: Final = 5.0
+_MOST_BYTES: Final = 64 * 2**20
+_REASONS: Final = 6
+_SAMPLE: Final = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)")
+_LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_BREAKER: Final = {0: "closed", 1: "half open", 2: "open"}
+_PRIMARY: Final = "cpu"
+
+_LOADED, _MISSES = "kvtier_loaded_chunks_total", "kvtier_misses_total"
+_READ, _WRITTEN = "vllm:kv_offload_tiering_read_bytes_total", "vllm:kv_offload_tiering_write_bytes_total"
+
+_UP, _USED, _CAPACITY = "kvtier_tier_up", "kvtier_tier_used_bytes", "kvtier_tier_capacity_bytes"
+_QUEUED, _IN_FLIGHT = "kvtier_queued_transfers", "kvtier_in_flight_transfers"
+_BREAKER_STATE = "kvtier_breaker_state"
+GAUGES: Final = (_UP, _USED, _CAPACITY, _QUEUED, _IN_FLIGHT, _BREAKER_STATE)
+
+Samples = Sequence[tuple[str, Mapping[str, str], float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The metrics of one engine at one time.
+
+    Attributes:
+        at: monotonic time, in seconds.
+        samples: name, labels and value of each.
+    """
+
+    at: float
+    samples: Samples
+
+    def by(self, label: str, name: str, **labels: str) -> dict[str, float]:
+        """Return the sums of a metric by the values of a label, over the samples that have ``labels``."""
+        sums: dict[str, float] = {}
+        for found, its, value in self.samples:
+            if found == name and labels.items() <= its.items():
+                key = its.get(label, "")
+                sums[key] = sums.get(key, 0.0) + value
+        return sums
+
+
+@dataclass(frozen=True, slots=True)
+class TierView:
+    """What one tier of an engine does. Rates are per second; None where there is no earlier sample.
+
+    Attributes:
+        tier: its name; ``cpu`` is the primary tier.
+        is_up: whether it is open; None for the primary tier.
+        used_bytes: bytes that it holds, if known.
+        capacity_bytes: bytes that it may hold, if bounded.
+        hit_share: share of all chunks looked up, since the engine started or the last sample, that it served.
+        read_bytes_s: bytes promoted from it.
+        written_bytes_s: bytes put into it.
+        queued: puts and gets that wait.
+        in_flight: puts and gets that run.
+        breaker_get: state of its breaker for gets.
+        breaker_put: the same for puts.
+        read_per_written: bytes ever read from it for each byte ever written to it.
+    """
+
+    tier: str
+    is_up: bool | None
+    used_bytes: int | None
+    capacity_bytes: int | None
+    hit_share: float | None
+    read_bytes_s: float | None
+    written_bytes_s: float | None
+    queued: int
+    in_flight: int
+    breaker_get: str | None
+    breaker_put: str | None
+    read_per_written: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """What one engine's cache does.
+
+    Attributes:
+        source: where its metrics were read.
+        error: why they could not be read; the rest is then empty.
+        seconds: what rates and shares cover; None: all since the engine started.
+        chunks: chunks that were looked up for requests: hits and misses.
+        hit_share: share of them that some tier had.
+        misses: the others, by reason, the most frequent first.
+        tiers: the tiers, the primary one first.
+    """
+
+    source: str
+    error: str | None = None
+    seconds: float | None = None
+    chunks: int = 0
+    hit_share: float | None = None
+    misses: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    tiers: Sequence[TierView] = ()
+
+
+def command(
+    sources: Annotated[
+        list[str],
+        typer.Argument(metavar="URL|FILE...", help="Metrics of engines: host:port, a URL, or a saved page."),
+    ],
+    interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between samples.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show one interval and exit.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show what engines' caches do: hits by tier, misses by reason, throughput, room, queues, breakers.
+
+    Runs until Ctrl-C; off a terminal it prints a table every interval. Files are read once, and show sums
+    since the engine started. With --json it prints one document per interval, each in a line. Exit status 1
+    if metrics cannot be read.
+
+    Example: kvtier top localhost:8000 localhost:8001
+    """
+    earlier: dict[str, Snapshot] = {}
+    views = [_view(source, earlier) for source in sources]
+    if once and earlier and any(_is_url(source) for source in sources):
+        time.sleep(interval)
+        views = [_view(source, earlier) for source in sources]
+    if once or not any(map(_is_url, sources)):
+        _print(views, as_json)
+        raise typer.Exit(report.PROBLEMS if any(view.error for view in views) else report.OK)
+    with suppress(KeyboardInterrupt):
+        _watch(sources, views, earlier, interval, as_json)
+
+
+def _watch(
+    sources: Sequence[str],
+    views: Sequence[EngineView],
+    earlier: dict[str, Snapshot],
+    interval: float,
+    as_json: bool,
+) -> None:
+    console = report.console()
+    if as_json or not console.is_terminal:
+        while True:
+            _print(views, as_json)
+            time.sleep(interval)
+            views = [_view(source, earlier) for source in sources]
+    with Live(_shown(views), console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            time.sleep(interval)
+            live.update(_shown([_view(source, earlier) for source in sources]), refresh=True)
+
+
+def _print(views: Sequence[EngineView], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"engines": [dataclasses.asdict(view) for view in views]}))
+    else:
+        report.console().print(_shown(views))
+
+
+# ------------------------------------------------------------------------------------ reading
+
+
+def _is_url(source: str) -> bool:
+    return not Path(source).exists()
+
+
+def _view(source: str, earlier: dict[str, Snapshot]) -> EngineView:
+    """Return the view of one engine, and keep its snapshot for the next."""
+    try:
+        now = Snapshot(time.monotonic(), parse(_read(source)))
+    except (OSError, ValueError) as error:
+        return EngineView(source, error=f"cannot be read: {error}")
+    if not any(name.startswith("kvtier_") for name, _, _ in now.samples):
+        return EngineView(source, error="has no metrics of kvtier: is KVTierOffloadingSpec configured?")
+    before = earlier.get(source) if _is_url(source) else None
+    earlier[source] = now
+    return view_of(source, now, before)
+
+
+def _read(source: str) -> str:
+    if not _is_url(source):
+        return Path(source).read_text(encoding="utf-8")
+    url = source if "://" in source else f"http://{source}"
+    if not url.startswith(("http://", "https://")):
+        raise ValueError("neither a file nor a URL of http or https")
+    if url.count("/") == 2:
+        url += "/metrics"
+    with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
+        return str(response.read(_MOST_BYTES), "utf-8")
+
+
+def parse(text: str) -> Samples:
+    """Return the samples of a page in Prometheus' text format. Lines that are none are left out."""
+    samples = []
+    for line in text.splitlines():
+        if (found := _SAMPLE.match(line)) is not None:
+            labels = {name: re.sub(r"\\(.)", r"\1", value) for name, value in _LABEL.findall(found[2] or "")}
+            try:
+                samples.append((found[1], labels, float(found[3])))
+            except ValueError:
+                continue
+    return samples
+
+
+# ------------------------------------------------------------------------------------ views
+
+
+def view_of(source: str, now: Snapshot, before: Snapshot | None = None) -> EngineView:
+    """Return what an engine did between two snapshots, or since it started.
+
+    A counter that fell belongs to an engine that has been started anew: it counts from 0.
+    """
+    loaded, misses = _grown("tier", _LOADED, now, before), _grown("reason", _MISSES, now, before)
+    chunks = sum(loaded.values()) + sum(misses.values())
+    tiers = {*now.by("tier", _UP), *now.by("tier", _CAPACITY), *loaded}
+    by_frequency = sorted(misses.items(), key=lambda item: -item[1])
+    return EngineView(
+        source,
+        seconds=now.at - before.at if before is not None else None,
+        chunks=int(chunks),
+        hit_share=sum(loaded.values()) / chunks if chunks else None,
+        misses={reason: int(count) for reason, count in by_frequency if count},
+        tiers=[
+            _tier(tier, now, before, loaded.get(tier, 0.0) / chunks if chunks else None)
+            for tier in sorted(tiers, key=lambda tier: (tier != _PRIMARY, tier))
+        ],
+    )
+
+
+def _grown(label: str, name: str, now: Snapshot, before: Snapshot | None) -> dict[str, float]:
+    then = before.by(label, name) if before is not None else {}
+    return {
+        key: value - then.get(key, 0.0) if value >= then.get(key, 0.0) else value
+        for key, value in now.by(label, name).items()
+    }
+
+
+def _tier(tier: str, now: Snapshot, before: Snapshot | None, hit_share: float | None) -> TierView:
+    def gauge(name: str, **labels: str) -> float | None:
+        return now.by("tier", name, **labels).get(tier)
+
+    def rate(name: str) -> float | None:
+        if before is None or tier not in now.by("tier", name):
+            return None
+        return _grown("tier", name, now, before)[tier] / (now.at - before.at)
+
+    def breaker(verb: str) -> str | None:
+        state = gauge(_BREAKER_STATE, verb=verb)
+        return None if state is None else _BREAKER.get(int(state))
+
+    up, written = gauge(_UP), gauge(_WRITTEN)
+    used, capacity = gauge(_USED), gauge(_CAPACITY)
+    return TierView(
+        tier,
+        is_up=None if up is None else up > 0,
+        used_bytes=None if used is None else int(used),
+        capacity_bytes=None if capacity is None else int(capacity),
+        hit_share=hit_share,
+        read_bytes_s=rate(_READ),
+        written_bytes_s=rate(_WRITTEN),
+        queued=int(gauge(_QUEUED) or 0),
+        in_flight=int(gauge(_IN_FLIGHT) or 0),
+        breaker_get=breaker("get"),
+        breaker_put=breaker("put"),
+        read_per_written=(gauge(_READ) or 0.0) / written if written else None,
+    )
+
+
+# ------------------------------------------------------------------------------------ showing
+
+
+def _shown(views: Sequence[EngineView]) -> Group:
+    return Group(*(part for view in views for part in _engine(view)))
+
+
+def _engine(view: EngineView) -> list[Text | Table]:
+    source = report.printable(view.source)
+    if view.error is not None:
+        return [Text(f"{source}: {report.printable(view.error)}", style="bold red")]
+    covered = "since it started" if view.seconds is None else f"in {view.seconds:.1f} s"
+    line = f"{source}: {view.chunks:,} chunks looked up {covered}, {_percent(view.hit_share)} hits"
+    misses = ", ".join(f"{name} {count:,}" for name, count in list(view.misses.items())[:_REASONS])
+    table = Table()
+    for number, column in enumerate(_COLUMNS):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    for tier in view.tiers:
+        table.add_row(
+            *(Text(report.printable(cell)) for cell in _row(tier)),
+            style="" if tier.is_up in (True, None) else "red",
+        )
+    return [Text(line, style="bold"), Text(f"misses: {report.printable(misses) or 'none'}"), table]
+
+
+_COLUMNS: Final = (
+    "tier",
+    "up",
+    "used",
+    "of",
+    "hits",
+    "read/s",
+    "written/s",
+    "queued",
+    "in flight",
+    "breakers",
+    "read / written",
+)
+
+
+def _row(tier: TierView) -> list[str]:
+    states = {tier.breaker_get, tier.breaker_put} - {None}
+    breakers = f"get {tier.breaker_get}, put {tier.breaker_put}" if states - {"closed"} else "closed"
+    return [
+        tier.tier,
+        "-" if tier.is_up is None else report.yes_no(tier.is_up),
+        _bytes(tier.used_bytes),
+        _bytes(tier.capacity_bytes),
+        _percent(tier.hit_share),
+        _bytes(tier.read_bytes_s),
+        _bytes(tier.written_bytes_s),
+        f"{tier.queued:,}",
+        f"{tier.in_flight:,}",
+        breakers if states else "-",
+        "-" if tier.read_per_written is None else f"{tier.read_per_written:.2f}",
+    ]
+
+
+def _bytes(value: float | None) -> str:
+    return "-" if value is None else str(Bytes(value))
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"

@@ -1,0 +1,140 @@
+"""``kvtier top``: what it makes of an engine's metrics."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier._cli.top import Snapshot, parse, view_of
+from kvtier._telemetry import catalogue
+
+PAGE = """\
+# HELP kvtier_loaded_chunks_total Hits.
+# TYPE kvtier_loaded_chunks_total counter
+kvtier_loaded_chunks_total{{engine="0",model_name="m",tier="cpu"}} {cpu}
+kvtier_loaded_chunks_total{{engine="0",model_name="m",tier="disk"}} {disk}
+kvtier_misses_total{{engine="0",model_name="m",reason="absent"}} {absent}
+kvtier_misses_total{{engine="0",model_name="m",reason="deadline"}} 1.0
+kvtier_tier_up{{tier="disk"}} 1.0
+kvtier_tier_used_bytes{{tier="cpu"}} 1024.0
+kvtier_tier_used_bytes{{tier="disk"}} 2048.0
+kvtier_tier_capacity_bytes{{tier="cpu"}} 4096.0
+kvtier_breaker_state{{tier="disk",verb="get"}} 2.0
+kvtier_breaker_state{{tier="disk",verb="put"}} 0.0
+kvtier_queued_transfers{{tier="disk",verb="get"}} 3.0
+kvtier_queued_transfers{{tier="disk",verb="put"}} 4.0
+vllm:kv_offload_tiering_read_bytes_total{{tier="disk"}} {read}
+vllm:kv_offload_tiering_write_bytes_total{{tier="disk"}} 1e+06
+vllm:num_requests_running{{engine="0"}} 1.0
+"""
+FIRST = PAGE.format(cpu=10, disk=20, absent=69, read=500_000)
+SECOND = PAGE.format(cpu=40, disk=30, absent=79, read=2_500_000)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., str]]:
+    """Serve pages one after the other, the last one again and again. Returns host:port."""
+    servers = []
+
+    def start(*pages: str) -> str:
+        left = list(pages)
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                assert self.path == "/metrics"
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write((left.pop(0) if len(left) > 1 else left[0]).encode())
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        server = HTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return f"127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_two_samples_give_shares_and_rates_of_the_time_between(kvtier, serve):
+    said = kvtier("top", serve(FIRST, SECOND), "--once", "--interval", 0.1, "--json")
+    (view,) = said.json["engines"]
+    assert said.status == 0
+    assert (view["chunks"], view["misses"]) == (50, {"absent": 10})
+    assert view["hit_share"] == 0.8
+    cpu, disk = view["tiers"]
+    assert (cpu["tier"], cpu["hit_share"], cpu["used_bytes"], cpu["capacity_bytes"]) == (
+        "cpu",
+        0.6,
+        1024,
+        4096,
+    )
+    assert (disk["tier"], disk["hit_share"], disk["is_up"], disk["queued"]) == ("disk", 0.2, True, 7)
+    assert (disk["breaker_get"], disk["breaker_put"]) == ("open", "closed")
+    assert disk["read_bytes_s"] == pytest.approx(2_000_000 / view["seconds"])
+    assert (disk["written_bytes_s"], disk["read_per_written"]) == (0.0, 2.5)
+
+
+def test_a_saved_page_gives_sums_since_the_start(kvtier, tmp_path):
+    page = tmp_path / "page"
+    page.write_text(FIRST)
+    said = kvtier("top", page)
+    assert said.status == 0
+    assert "100 chunks looked up since it started, 30.0 % hits" in said.out
+    assert "misses: absent 69, deadline 1" in said.out
+    assert "get open, put closed" in said.out
+
+
+def test_an_engine_that_was_started_anew_counts_from_zero():
+    before, now = Snapshot(0.0, parse(SECOND)), Snapshot(1.0, parse(FIRST))
+    view = view_of("engine", now, before)
+    assert view.chunks == 10 + 20 + 69
+    assert all(tier.read_bytes_s is None or tier.read_bytes_s >= 0 for tier in view.tiers)
+
+
+def test_several_engines_and_one_that_does_not_answer(kvtier, serve):
+    answers = serve(FIRST)
+    said = kvtier(
+        "top", answers, "127.0.0.1:9", serve("up 1\n"), "file:///etc/passwd", "--once", "--interval", 0.1
+    )
+    assert said.status == 1
+    assert f"{answers}: 0 chunks looked up in " in said.out
+    assert "127.0.0.1:9: cannot be read: " in said.out
+    assert "has no metrics of kvtier: is KVTierOffloadingSpec configured?" in said.out
+    assert "file:///etc/passwd: cannot be read: neither a file nor a URL" in said.out
+
+
+def test_labels_do_not_command_the_terminal(kvtier, tmp_path):
+    page = tmp_path / "page"
+    page.write_text(
+        'kvtier_misses_total{reason="\x1b[31m\\"[red]\\\\"} 5\nkvtier_tier_up{tier="[bold]x"} 0\n'
+    )
+    said = kvtier("top", page)
+    assert "\x1b" not in said.out
+    assert '\\x1b[31m"[red]\\ 5' in said.out
+    assert "[bold]x" in said.out
+
+
+@given(text=st.text() | st.from_regex(r"\A(kvtier_misses_total\{[^\n]{0,40} [0-9naif+-]{0,5}\n?){0,5}\Z"))
+def test_any_page_is_read(text):
+    for name, labels, value in parse(text):
+        assert (type(name), type(labels), type(value)) == (str, dict, float)
+
+
+def test_it_reads_metrics_that_there_are():
+    from kvtier._cli import top
+
+    published = {
+        f"{metric.name}_total" for metric in (*catalogue.COUNTERS.values(), *catalogue.BYTES.values())
+    }
+    published |= set(catalogue.GAUGES)
+    assert {top._LOADED, top._MISSES, top._READ, top._WRITTEN, *top.GAUGES} <= published
