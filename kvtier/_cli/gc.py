@@ -75,19 +75,6 @@ class Collected:
         return not self.failed and (self.dry_run or self.fits)
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What shall be removed besides what nobody can use.
-
-    Attributes:
-        max_bytes: chunks until no more than this is left; None for none.
-        older_than_s: chunks that were not used for so long; None for none.
-    """
-
-    max_bytes: int | None = None
-    older_than_s: float | None = None
-
-
 def command(
     root: RootArgument,
     max_bytes: Annotated[
@@ -114,8 +101,13 @@ def command(
     Example: kvtier gc /var/cache/kvtier --max-bytes 200GiB --dry-run
     """
     require_root(root)
-    wish = Wish(_parsed(size, max_bytes, "--max-bytes"), _parsed(duration, older_than, "--older-than"))
-    done = collect(root, wish, namespace=namespace, dry_run=dry_run)
+    done = collect(
+        root,
+        max_bytes=_parsed(size, max_bytes, "--max-bytes"),
+        older_than_s=_parsed(duration, older_than, "--older-than"),
+        namespace=namespace,
+        dry_run=dry_run,
+    )
     finish(done, _show, as_json=as_json, is_healthy=done.is_healthy)
 
 
@@ -126,12 +118,20 @@ def _parsed(parse: Callable[[str], T], text: str | None, option: str) -> T | Non
         raise typer.BadParameter(f"{text!r}: {error}", param_hint=option) from None
 
 
-def collect(path: Path, wish: Wish, *, namespace: str | None = None, dry_run: bool = False) -> Collected:
+def collect(
+    path: Path,
+    *,
+    max_bytes: int | None = None,
+    older_than_s: float | None = None,
+    namespace: str | None = None,
+    dry_run: bool = False,
+) -> Collected:
     """Remove what nobody can use, and what is asked for.
 
     Args:
         path: the root.
-        wish: what else.
+        max_bytes: evict chunks until no more than this is left; None for none.
+        older_than_s: remove chunks that were not used for so long; None for none.
         namespace: look at this one alone.
         dry_run: remove nothing, and say what would be removed.
 
@@ -141,7 +141,7 @@ def collect(path: Path, wish: Wish, *, namespace: str | None = None, dry_run: bo
     with Root(path) as root:
         only = None if namespace is None else frozenset((root.namespace(namespace).name,))
         with Root.at(root.fd, only) as narrow, progress("files" if dry_run else "files removed") as tick:
-            return _Collector(narrow, only, tick, dry_run).run(str(path), wish)
+            return _Collector(narrow, only, tick, dry_run).run(str(path), max_bytes, older_than_s)
 
 
 def _show(collected: Collected) -> None:
@@ -206,16 +206,15 @@ class _Collector:
         self._is_narrow = only is not None
         self._failures: Failures = Counter()
 
-    def run(self, path: str, wish: Wish) -> Collected:
+    def run(self, path: str, max_bytes: int | None, older_than_s: float | None) -> Collected:
         since, before = _mark_ledger(self._root), self._taken()
         swept = self._evictor.sweep()
-        leftover = swept.bytes
         expired = evicted = _NOTHING
-        if wish.older_than_s is not None:
-            expired = self._alone(partial(self._evictor.expire, wish.older_than_s))
-        removed = leftover + expired.bytes
-        if wish.max_bytes is not None and before - removed > wish.max_bytes:
-            evicted = self._alone(partial(self._evictor.make_room, before - removed - wish.max_bytes))
+        if older_than_s is not None:
+            expired = self._alone(partial(self._evictor.expire, older_than_s))
+        removed = swept.bytes + expired.bytes
+        if max_bytes is not None and before - removed > max_bytes:
+            evicted = self._alone(partial(self._evictor.make_room, before - removed - max_bytes))
         removed += evicted.bytes
         if not self._dry_run:
             _correct_ledger(self._root, removed, since)
@@ -224,8 +223,8 @@ class _Collector:
             dry_run=self._dry_run,
             bytes_before=before,
             bytes_after=before - removed if self._dry_run else self._taken(),
-            max_bytes=wish.max_bytes,
-            leftover_bytes=leftover + evicted.leftover_bytes,
+            max_bytes=max_bytes,
+            leftover_bytes=swept.bytes + evicted.leftover_bytes,
             expired_files=expired.chunks,
             expired_bytes=expired.chunk_bytes,
             evicted_files=evicted.chunks,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from kvtier._cli.report import Bytes, JsonFlag, ago, finish, print_line, progress, table, yes_no
 from kvtier._cli.roots import RootArgument
-from kvtier.tiers.fs._root import ChunkFile, Namespace, Root, Stray, Tick
+from kvtier.tiers.fs._root import Namespace, Root, Stray, Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,70 +81,51 @@ def listing(path: Path) -> Listing:
 
 
 def _listed(root: Root, one: Namespace, tick: Tick) -> Listed:
-    sums = _Sums()
+    count: Counter[str] = Counter()
+    groups: set[int] = set()
+    last_use: float | None = None
     current = one.current
-    for place in one.data_dirs:
-        for found in root.chunks(place.name, tick):
-            sums.add(found, place == current)
-    manifest = one.manifest
+    for data_dir in one.data_dirs:
+        kind = "chunks" if data_dir == current else "old chunks"
+        for found in root.chunks(data_dir.name, tick):
+            if isinstance(found, Stray):
+                count["unreadable"] += bool(found.problem)
+                continue
+            count[kind] += 1
+            count["bytes"] += found.disk_bytes
+            groups.add(found.group)
+            last_use = max(last_use or 0.0, found.used)
     problems = [one.problem] if one.problem else []
-    if sums.unreadable:
-        problems.append(f"{sums.unreadable} files and directories cannot be read")
+    if count["unreadable"]:
+        problems.append(f"{count['unreadable']} files and directories cannot be read")
+    manifest = one.manifest
     return Listed(
         namespace=one.name,
         model=manifest.model,
         digest=manifest.digest.hex() if manifest.digest else None,
-        groups=sorted(sums.groups),
+        groups=sorted(groups),
         epoch=one.epoch,
-        chunks=sums.current,
-        old_chunks=sums.old,
-        bytes=sums.bytes,
+        chunks=count["chunks"],
+        old_chunks=count["old chunks"],
+        bytes=count["bytes"],
         in_use=one.is_used,
-        last_use=sums.last_use,
+        last_use=last_use,
         problem="; ".join(problems),
     )
 
 
-@dataclass(slots=True)
-class _Sums:
-    """Sums over a cache's files."""
-
-    current: int = 0
-    old: int = 0
-    bytes: int = 0
-    unreadable: int = 0
-    last_use: float | None = None
-    groups: set[int] = field(default_factory=set)
-
-    def add(self, found: ChunkFile | Stray, is_current: bool) -> None:
-        if isinstance(found, Stray):
-            self.unreadable += bool(found.problem)
-            return
-        self.groups.add(found.group)
-        self.current += is_current
-        self.old += not is_current
-        self.bytes += found.disk_bytes
-        self.last_use = max(self.last_use or 0.0, found.used)
-
-
 def _show(listing: Listing) -> None:
-    rows = [[show(one) for show in _COLUMNS.values()] for one in listing.namespaces]
-    table(listing.root, list(_COLUMNS), rows)
+    columns = ("namespace", "model", "groups", "epoch", "chunks", "old", "bytes", "in use", "used")
+    rows = [
+        (
+            *(one.namespace, one.model, one.groups, one.epoch, one.chunks, one.old_chunks),
+            *(Bytes(one.bytes), yes_no(one.in_use), ago(one.last_use)),
+        )
+        for one in listing.namespaces
+    ]
+    table(listing.root, columns, rows)
     for one in listing.namespaces:
         if one.problem:
             print_line(f"{one.namespace}: {one.problem}")
     if listing.others:
         print_line(f"not kvtier's: {', '.join(listing.others)}")
-
-
-_COLUMNS: Final[Mapping[str, Callable[[Listed], object]]] = {
-    "namespace": lambda one: one.namespace,
-    "model": lambda one: one.model,
-    "groups": lambda one: one.groups,
-    "epoch": lambda one: one.epoch,
-    "chunks": lambda one: one.chunks,
-    "old": lambda one: one.old_chunks,
-    "bytes": lambda one: Bytes(one.bytes),
-    "in use": lambda one: yes_no(one.in_use),
-    "used": lambda one: ago(one.last_use),
-}

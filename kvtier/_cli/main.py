@@ -5,16 +5,31 @@ It works without torch and an engine.
 
 from __future__ import annotations
 
+import io
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Annotated, Final
+
+import importlib_metadata
 import typer
 
-from kvtier._cli import compare, doctor, du, extensions, gc, ls, new_tier, run, schema, stat, tiers, verify
+from kvtier._cli import compare, doctor, du, extensions, gc, ls, new_tier, stat, tiers, verify
+from kvtier._cli.report import console, printable
+from kvtier.errors import KVTierError
+
+_FAILED: Final = 2
 
 app = typer.Typer(
     name="kvtier",
     cls=extensions.Commands,
     help="Tools for operators of kvtier, which keeps the KV cache of an LLM engine in host memory and larger "
     "tiers.",
-    epilog=run.STATUS,
+    epilog="Exit status: 0 all is well; 1 something is wrong with what was looked at; 2 wrong use, or it "
+    "cannot be done; 128 and more ended by a signal.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -23,7 +38,7 @@ app = typer.Typer(
 app.command("tiers")(tiers.command)
 app.command("doctor")(doctor.command)
 app.command("new-tier")(new_tier.command)
-app.command("schema")(schema.command)
+app.command("schema")(tiers.schema_command)
 app.command("ls")(ls.command)
 app.command("compare")(compare.command)
 app.command("stat")(stat.command)
@@ -32,11 +47,76 @@ app.command("gc")(gc.command)
 app.command("du")(du.command)
 
 
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"kvtier {importlib_metadata.version('kvtier')}")
+        raise typer.Exit
+
+
+def _disable_color(is_wanted: bool) -> None:
+    if is_wanted:
+        os.environ["NO_COLOR"] = "1"
+
+
 @app.callback()
-def _common(_version: run.VersionFlag = False, _no_color: run.NoColorFlag = False) -> None:
+def _common(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+    _no_color: Annotated[  # ``extensions.Commands`` gives it to each command
+        bool,
+        typer.Option(
+            "--no-color",
+            callback=_disable_color,
+            is_eager=True,
+            expose_value=False,
+            help="Print without colors; so does NO_COLOR=1.",
+        ),
+    ] = False,
+) -> None:
     pass
 
 
 def main() -> None:
-    """Run the command line."""
-    run.run(app)
+    """Run the command line. An error that a user can act on ends it with one line and exit status 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name that the encoding lacks must not end a command
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        with _exit_on_signals():
+            app()
+    except (KVTierError, OSError) as error:
+        _fail(str(error))
+    except RecursionError:
+        _fail("a file is nested too deeply to be read: see that it is what it should be")
+    except MemoryError:
+        _fail("out of memory: run this where more is free")
+
+
+def _fail(message: str) -> None:
+    text = f"kvtier: {printable(message)}"
+    console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+    sys.exit(_FAILED)
+
+
+@contextmanager
+def _exit_on_signals() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP unwind the command, so that it removes its temporary files.
+
+    By default they end the process at once, and a bench leaves its gigabytes. Ignored ones stay ignored.
+    """
+    ours = [
+        number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL
+    ]
+    for number in ours:
+        signal.signal(number, _exit)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _exit(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)  # as a shell does

@@ -13,12 +13,9 @@ import numpy as np
 import torch
 
 from kvtier import _native as native
-from kvtier._device._streams import StreamEngine
-from kvtier._device._threaded import only_device
-from kvtier._device.base import DEADLINE_S, BatchedCopy, CopyQueue, KVCaches
+from kvtier._device._runtime import Runtime
+from kvtier._device.base import BatchedCopy, CopyQueue
 from kvtier._device.plan import Addresses, CopyPlan
-from kvtier._memory.layout import SlotLayout
-from kvtier._memory.region import Region
 from kvtier.errors import TransferError
 
 BUFFER_BYTES = 8 * 2**20
@@ -72,7 +69,7 @@ class _Buffer:
 
 
 class XpuStream:
-    """A ``kvtier._device._streams.Stream`` of torch's, with buffers.
+    """A ``Stream`` of torch's, with buffers.
 
     Args:
         api: ``torch.xpu``.
@@ -174,14 +171,17 @@ def _split(plan: CopyPlan, nbytes: int) -> tuple[Addresses, Addresses, Addresses
     )
 
 
-class XpuRuntime:
-    """One Intel GPU: a ``kvtier._device._streams.Runtime``.
+class XpuRuntime(Runtime):
+    """One Intel GPU.
 
     Args:
         tensors: the engine's, all on one device.
         api: ``torch.xpu``.
         buffer_bytes: length of each pinned buffer.
     """
+
+    transfers_at_once = 1  # beginning one is work of the host, which would delay the end of the one before
+    can_pin = False
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], api: Any = torch.xpu, buffer_bytes: int = BUFFER_BYTES
@@ -197,33 +197,12 @@ class XpuRuntime:
     def record_compute(self) -> Any:
         return self._api.current_stream(self._device).record_event(self._api.Event(enable_timing=True))
 
-    def node(self) -> int | None:
-        return None  # torch does not tell
-
     def open_stream(self, queue: CopyQueue, *, plain: bool = False) -> XpuStream:  # noqa: ARG002
         is_store = queue is CopyQueue.STORE
         stream = self._api.Stream(self._device)
         return XpuStream(self._api, stream, self._memory, is_store, self._buffer_bytes)
 
-    def host_register(self, address: int, nbytes: int) -> None:  # noqa: ARG002
-        raise TransferError("torch cannot pin memory for this device that it has not allocated")
 
-    def host_unregister(self, address: int) -> None:  # noqa: ARG002
-        raise TransferError("nothing was pinned")
-
-
-def open_engine(
-    kv_caches: KVCaches,
-    layout: SlotLayout,
-    region: Region,
-    *,
-    deadline_s: float = DEADLINE_S,
-    batched_copy: BatchedCopy | None = None,  # noqa: ARG001
-) -> StreamEngine:
-    """Open the engine for tensors on one Intel GPU. See ``kvtier._device.auto.open_transfer_engine``."""
-    only_device(kv_caches, "xpu")
-    runtime = XpuRuntime(kv_caches.tensors)
-    # One at a time: beginning a transfer is work of the host, which would delay the end of the last one.
-    return StreamEngine(
-        kv_caches, layout, region, runtime, piece_bytes=None, at_once=1, deadline_s=deadline_s
-    )
+def open_runtime(tensors: Sequence[torch.Tensor], batched_copy: BatchedCopy | None) -> XpuRuntime:  # noqa: ARG001
+    """Return the runtime of the Intel GPU that the tensors are on."""
+    return XpuRuntime(tensors)

@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 import torch
 
+from kvtier._device.plan import CopyPlan
 from kvtier._native import build
+from kvtier_testing.device import Gate
 
 STUB = """
 #include <stddef.h>
@@ -205,3 +207,14 @@ def as_torch_cuda(played_torch: PlayedTorch, monkeypatch: pytest.MonkeyPatch) ->
         attribute: Callable[..., Any] = getattr(played_torch, name)
         monkeypatch.setattr(torch.cuda, name, attribute)
     return played_torch
+
+
+def gate_copies(kind: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the copies of all streams of a kind go through a gate."""
+    copy = kind.copy
+
+    def gated(stream: Any, plan: CopyPlan) -> None:
+        gate.go_through()
+        copy(stream, plan)
+
+    monkeypatch.setattr(kind, "copy", gated)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,16 +14,25 @@ import pytest
 import torch
 
 from kvtier import _native as native
-from kvtier._device._cuda_runtime import RuntimeLibrary, TorchRuntime, TorchStream, find_library
-from kvtier._device._methods import Method, engine_method
-from kvtier._device._streams import StreamEngine
+from kvtier._device._cuda_runtime import (
+    CopyMethod,
+    RuntimeLibrary,
+    TorchRuntime,
+    TorchStream,
+    engine_method,
+    find_library,
+    require_exact,
+)
+from kvtier._device._engine import StreamEngine
 from kvtier._device.base import Blocks, CopyQueue
 from kvtier._device.cuda import Cudart
 from kvtier._device.plan import CopyPlan
 from kvtier.errors import ConfigError, DeviceLostError, TransferError
 from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory, Shape, rig
+from tests.unit.device.conftest import gate_copies
 
 ADDRESS = 2**47 - 4096
+CHUNK_BYTES = 4096
 STREAM = SimpleNamespace(cuda_stream=ADDRESS)
 
 
@@ -170,7 +178,7 @@ def runtime(request: pytest.FixtureRequest, stub_paths: dict[str, Path], as_torc
     prefix, chosen = request.param
     path = str(stub_paths[prefix])
     used: list[CopyPlan] = []
-    methods: dict[str, Method] = {"engine": engine_method(copy_like_vllm)}
+    methods: dict[str, CopyMethod] = {"engine": engine_method(copy_like_vllm)}
     if prefix == "cuda":
         methods["batch"] = Cudart(path).copy_batch
 
@@ -207,13 +215,7 @@ class TestEachMethod(DeviceConformance):
     def gated_factory(
         self, runtime: TorchRuntime, gate: Gate, monkeypatch: pytest.MonkeyPatch
     ) -> GatedFactory:
-        copy: Callable[..., None] = TorchStream.copy
-
-        def gated(stream: TorchStream, plan: CopyPlan) -> None:
-            gate.go_through()
-            copy(stream, plan)
-
-        monkeypatch.setattr(TorchStream, "copy", gated)
+        gate_copies(TorchStream, gate, monkeypatch)
         return partial(pinned_engine, runtime)
 
 
@@ -231,3 +233,47 @@ def test_expedited_loads_have_a_stream_of_higher_priority(stub: Any, as_torch_cu
     runtime = TorchRuntime(torch.device("cpu"), RuntimeLibrary(str(stub.path)))
     priorities = {queue: runtime.open_stream(queue)._stream.priority for queue in CopyQueue}
     assert priorities[CopyQueue.EXPEDITED] < priorities[CopyQueue.LOAD] == priorities[CopyQueue.STORE]
+
+
+class OverHostMemory:
+    """A method that does what its name says, with all but the last of its faults in the bytes."""
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault = fault
+
+    def __call__(self, plan: CopyPlan, stream: Any) -> None:
+        if self.fault == "refuses":
+            raise OSError("the driver is too old")
+        copies = list(zip(plan.src.tolist(), plan.dst.tolist(), plan.sizes.tolist(), strict=True))
+        for source, target, size in copies[1:] if self.fault == "leaves one out" else copies:
+            ctypes.memmove(target, source, size + (8 if self.fault == "copies too much" else 0))
+
+
+@pytest.mark.parametrize("fault", ["", "leaves one out", "copies too much", "refuses"])
+def test_a_method_that_copies_wrongly_or_is_refused_is_found_out(fault: str, played_torch: Any) -> None:
+    def check() -> None:
+        require_exact(OverHostMemory(fault), torch.device("cpu"), played_torch.Stream())
+
+    if not fault:
+        check()
+        return
+    with pytest.raises((ValueError, OSError), match=r"wrong bytes|too old"):
+        check()
+
+
+@pytest.mark.parametrize("pinned", [0, CHUNK_BYTES, 2 * CHUNK_BYTES])
+def test_only_pinned_slots_are_copied_in_one_call(stub_paths: Any, as_torch_cuda: Any, pinned: int) -> None:
+    used: list[CopyPlan] = []
+    runtime = TorchRuntime(
+        torch.device("cpu"), RuntimeLibrary(str(stub_paths["cuda"])), lambda plan, _: used.append(plan)
+    )
+    slots = np.zeros(2 * CHUNK_BYTES, dtype=np.uint8)
+    for start in range(0, pinned, CHUNK_BYTES):
+        runtime.host_register(slots.ctypes.data + start, CHUNK_BYTES)
+    stream = runtime.open_stream(CopyQueue.LOAD)
+    stream.copy(make_plan(slots, np.zeros_like(slots)))
+    assert len(used) == (pinned == slots.nbytes)
+    runtime.open_stream(CopyQueue.LOAD, plain=True).copy(make_plan(slots, np.zeros_like(slots)))
+    runtime.host_unregister(slots.ctypes.data)
+    stream.copy(make_plan(slots, np.zeros_like(slots)))
+    assert len(used) == (pinned == slots.nbytes)

@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from kvtier._device import cuda, rocm
-from kvtier._device._cuda_runtime import RuntimeLibrary, TorchRuntime, TorchStream
-from kvtier._device._methods import Method
-from kvtier._device._streams import StreamEngine
+from kvtier._device._cuda_runtime import CopyMethod, RuntimeLibrary, TorchRuntime, TorchStream
+from kvtier._device._engine import StreamEngine
 from kvtier._device.auto import open_transfer_engine
-from kvtier._device.base import Blocks, CopyQueue
-from kvtier._device.plan import CopyPlan
+from kvtier._device.base import Blocks
 from kvtier._device.xpu import XpuRuntime, XpuStream
 from kvtier.errors import TransferError
 from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory, Rig, Shape, rig
+from tests.unit.device.conftest import gate_copies
 
 FOUND = torch.accelerator.current_accelerator(check_available=True)
 DEVICE = FOUND.type if FOUND is not None else "none"
@@ -36,34 +35,21 @@ class Watched(TorchRuntime):
 
     Attributes:
         before_pinning: called in the pinning thread before each piece, with the number of those before.
-        gate: what copies go through.
     """
 
     def __init__(self, *, batched: bool = False) -> None:
         torch.cuda.init()
         device = torch.device("cuda", torch.cuda.current_device())
-        method: Method | None = None
+        method: CopyMethod | None = None
         if torch.version.hip is None:
             library: RuntimeLibrary = (cudart := cuda.open_library())
             method = cudart.copy_batch
         else:
             library = rocm.open_library()
         super().__init__(device, library, method if batched else None)
-        self.gate = Gate()
         self.before_pinning: Callable[[int], object] = lambda count: None
         self._count = 0
         self._counted = threading.Condition()
-
-    def open_stream(self, queue: CopyQueue, *, plain: bool = False) -> TorchStream:
-        stream = super().open_stream(queue, plain=plain)
-        copy = stream.copy
-
-        def gated(plan: CopyPlan) -> None:
-            self.gate.go_through()
-            copy(plan)
-
-        stream.copy = gated  # type: ignore[method-assign]
-        return stream
 
     def host_register(self, address: int, nbytes: int) -> None:
         self.before_pinning(self._count)
@@ -84,7 +70,7 @@ def engine_on(
 
     def factory(caches, layout, region):
         piece_bytes = piece_slots * layout.chunk_bytes
-        engine = StreamEngine(caches, layout, region, runtime, piece_bytes, deadline_s=deadline_s)
+        engine = StreamEngine(caches, layout, region, runtime, piece_bytes=piece_bytes, deadline_s=deadline_s)
         if pinned:
             runtime.wait_until_pinned(-(-region.slots // piece_slots))
         return engine
@@ -103,10 +89,9 @@ class OnGpu(DeviceConformance):
     device = DEVICE
 
     @pytest.fixture
-    def gated_factory(self, gate: Gate) -> GatedFactory:
-        runtime = Watched()
-        runtime.gate = gate
-        return lambda deadline_s: engine_on(runtime, pinned=False, deadline_s=deadline_s)
+    def gated_factory(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> GatedFactory:
+        gate_copies(TorchStream, gate, monkeypatch)
+        return lambda deadline_s: engine_on(Watched(), pinned=False, deadline_s=deadline_s)
 
 
 @of_torch_cuda
@@ -152,20 +137,12 @@ class TestIntel(DeviceConformance):
 
     @pytest.fixture
     def gated_factory(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> GatedFactory:
-        copy: Callable[..., None] = XpuStream.copy
-
-        def gated(stream: XpuStream, plan: CopyPlan) -> None:
-            gate.go_through()
-            copy(stream, plan)
-
-        monkeypatch.setattr(XpuStream, "copy", gated)
-
-        def factory(deadline_s: float) -> EngineFactory:
-            return lambda caches, layout, region: StreamEngine(
-                caches, layout, region, XpuRuntime(caches.tensors), None, at_once=1, deadline_s=deadline_s
+        gate_copies(XpuStream, gate, monkeypatch)
+        return lambda deadline_s: (
+            lambda caches, layout, region: StreamEngine(
+                caches, layout, region, XpuRuntime(caches.tensors), deadline_s=deadline_s
             )
-
-        return factory
+        )
 
 
 def is_pinned(it: Rig, slot: int) -> bool:
