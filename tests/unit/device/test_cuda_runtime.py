@@ -270,10 +270,12 @@ def test_only_pinned_slots_are_copied_in_one_call(stub_paths: Any, as_torch_cuda
     slots = np.zeros(2 * CHUNK_BYTES, dtype=np.uint8)
     for start in range(0, pinned, CHUNK_BYTES):
         runtime.host_register(slots.ctypes.data + start, CHUNK_BYTES)
+    target = np.zeros_like(slots)
+    plan, is_batched = make_plan(slots, target), pinned == slots.nbytes
     stream = runtime.open_stream(CopyQueue.LOAD)
-    stream.copy(make_plan(slots, np.zeros_like(slots)))
-    assert len(used) == (pinned == slots.nbytes)
-    runtime.open_stream(CopyQueue.LOAD, plain=True).copy(make_plan(slots, np.zeros_like(slots)))
+    stream.copy(plan)
+    assert used == [plan] * is_batched
+    runtime.open_stream(CopyQueue.LOAD, plain=True).copy(plan)
     runtime.host_unregister(slots.ctypes.data)
-    stream.copy(make_plan(slots, np.zeros_like(slots)))
-    assert len(used) == (pinned == slots.nbytes)
+    stream.copy(plan)
+    assert used == [plan] * is_batched

@@ -1,7 +1,7 @@
 """vLLM's settings that cannot change the bytes of a chunk, each with the reason. Reviewed with vLLM 0.31 to
 0.33.
 
-A setting that is not listed here is part of the cache's identity (``_spelling``), so a field that a newer
+A setting that is not listed here is part of the cache's identity (``_canonical``), so a field that a newer
 vLLM adds counts at once. An entry must hold for every value of the setting: the bytes of a block may differ
 by rounding, as they do on another GPU or beside other requests, and in no other way.
 
@@ -187,18 +187,22 @@ SETTINGS: Final = _by_name(
             "PretrainedConfig._name_or_path PretrainedConfig.transformers_version "
             "PretrainedConfig.torch_dtype PretrainedConfig.dtype",
         ),
+        (
+            "how far apart blocks are on the device",
+            "KVCacheSpec.block_stride_alignment",
+        ),
     )
 )
 """Fields, each with the reason why it cannot change the bytes of a chunk."""
 
-LENGTH_AND_GENERATION: Final = {
+EXCLUDED_UNLESS_COMPUTED_WITH: Final = {
     "ModelConfig.max_model_len": "bounds requests",
     "ModelConfig.generation_config": "defaults of sampling",
     "ModelConfig.override_generation_config": "defaults of sampling",
 }
-"""Fields without effect, but for the models that compute with them: see ``spelling``."""
+"""Fields that are excluded but for the models that compute with them: see ``computes_with_length``."""
 
-ROPES_OF_ANY_LENGTH: Final = frozenset(
+LENGTH_INDEPENDENT_ROPES: Final = frozenset(
     {
         *("default", "linear", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "proportional"),
         *("mrope", "mllama4"),
@@ -209,7 +213,7 @@ ROPES_OF_ANY_LENGTH: Final = frozenset(
 ``longrope`` picks its factors by it, ``dynamic`` and others scale by a length; what is not listed counts.
 """
 
-MODELS_OF_A_LENGTH: Final = (
+LENGTH_DEPENDENT_MODELS: Final = (
     *(
         "Llama4*",
         "EagleLlama4*",
@@ -313,7 +317,7 @@ ENVIRONMENT: Final = _by_name(
 )
 """Environment variables of vLLM that cannot change the bytes of a chunk, each with the reason."""
 
-OTHERS_VARIABLES: Final = (
+LIBRARY_VARIABLES: Final = (
     *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"),
     *("TORCH_BLAS_PREFER_CUBLASLT", "TORCHINDUCTOR_EMULATE_PRECISION_CASTS", "ONEDNN_DEFAULT_FPMATH_MODE"),
 )
