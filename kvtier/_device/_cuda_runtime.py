@@ -220,7 +220,8 @@ class TorchStream:
         return self._stream.record_event(_new_event())
 
     def copy(self, plan: CopyPlan) -> None:
-        method, host = self._runtime.library.copy, plan.dst if self._is_store else plan.src
+        method: CopyMethod = self._runtime.library.copy
+        host = plan.dst if self._is_store else plan.src
         if self._batched is not None and len(host) > 1:
             start, end = self._runtime.pinned
             if int(host.min()) >= start and int((host + plan.sizes).max()) <= end:

@@ -83,7 +83,6 @@ class StreamEngine(TransferEngine):
         self._layout = layout
         self._address = region.address
         self._runtime = runtime
-        self._node = runtime.node()
         self._auditor: Auditor | None = None
         self._readers = threading.local()
         self._memory: tuple[object, ...] = (kv_caches, region.view(0))  # keeps what the copies touch mapped
@@ -147,7 +146,7 @@ class StreamEngine(TransferEngine):
 
     @property
     def node(self) -> int | None:
-        return self._node
+        return self._runtime.node()
 
     @property
     def pinning(self) -> Pinning:

@@ -5,7 +5,7 @@ The arithmetic is vectorised over whole groups; no Python code runs per page.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,8 +99,9 @@ class CopyPlanner:
             first_slot += count
         if len(parts) == 1:
             return parts[0]
-        device, host, sizes = zip(*parts, strict=True) if parts else ((), (), ())
-        return _joined(device), _joined(host), _joined(sizes)
+        none = np.empty(0, dtype=np.uint64)
+        device, host, sizes = (np.concatenate(column) for column in zip((none,) * 3, *parts, strict=True))
+        return device, host, sizes
 
     def _check(self, blocks: Blocks, slot_ids: _Integers) -> tuple[int, ...]:
         if len(blocks.group_sizes) != len(self._groups):
@@ -167,13 +168,19 @@ class _Pages:
         writer: int,
     ) -> None:
         pieces = [_pieces(ref) for ref in refs]
-        self._device_base = _numbers(pieces, 0, [caches.tensors[ref.tensor].data_ptr() for ref in refs])
-        self._device_stride = _numbers(pieces, None, [caches.tensors[ref.tensor].stride(0) for ref in refs])
-        self._host_base = _numbers(pieces, 1, [address + layout.tensor_offsets[ref.tensor] for ref in refs])
-        self._host_stride = _numbers(pieces, None, [layout.page_bytes[ref.tensor] for ref in refs])
-        self._sizes = _numbers(pieces, 2, [0] * len(refs))
-        in_pieces = any(len(rows) > 1 for rows in pieces)
-        self._pieces, self._blocks = (_ACROSS, _DOWN) if in_pieces else (_DOWN, _ACROSS)
+        tensors = [caches.tensors[ref.tensor] for ref in refs]
+        counts = [len(rows) for rows in pieces]
+
+        def of_pieces(numbers: Iterable[int]) -> _Integers:
+            return np.repeat(np.array([*numbers], dtype=np.int64), counts)
+
+        in_page, in_slot, self._sizes = np.ascontiguousarray(np.concatenate(pieces).T)
+        self._device_base = of_pieces(tensor.data_ptr() for tensor in tensors) + in_page
+        self._device_stride = of_pieces(tensor.stride(0) for tensor in tensors)
+        self._host_base = of_pieces(address + layout.tensor_offsets[ref.tensor] for ref in refs) + in_slot
+        self._host_stride = of_pieces(layout.page_bytes[ref.tensor] for ref in refs)
+        # Pages in several pieces block after block: see above.
+        self._pieces, self._blocks = (_ACROSS, _DOWN) if max(counts) > 1 else (_DOWN, _ACROSS)
         self._chunk_bytes = layout.chunk_bytes
         self._blocks_per_chunk = layout.blocks_per_chunk
         self._joined_blocks = joined_blocks
@@ -197,7 +204,7 @@ class _Pages:
         host += (chunk * self._chunk_bytes)[blocks]
         host += self._host_base[pieces]
         sizes = self._sizes[pieces] * lengths[blocks]
-        return _flat(device), _flat(host), _flat(sizes)
+        return device.ravel().view(np.uint64), host.ravel().view(np.uint64), sizes.ravel().view(np.uint64)
 
     def _run_starts(self, ids: _Integers, places: _Integers) -> _Integers:
         """Find where a run of blocks begins that are neighbours in the tensors and in the slots."""
@@ -230,23 +237,6 @@ def _is_dense(caches: KVCaches, ref: PageRef, layout: SlotLayout) -> bool:
     """Return whether blocks that follow each other have adjacent bytes, in the tensor and in a slot."""
     whole = ref.page_bytes == layout.page_bytes[ref.tensor] == caches.tensors[ref.tensor].stride(0)
     return whole and len(_pieces(ref)) == 1
-
-
-def _numbers(pieces: Sequence[_Integers], place: int | None, bases: Sequence[int]) -> _Integers:
-    """Return a base for each piece, plus what ``pieces`` have in column ``place``; shape (pieces,)."""
-    parts = [
-        np.full(len(rows), base, dtype=np.int64) if place is None else rows[:, place] + base
-        for rows, base in zip(pieces, bases, strict=True)
-    ]
-    return np.concatenate(parts)
-
-
-def _flat(numbers: _Integers) -> Addresses:
-    return numbers.ravel().view(np.uint64)
-
-
-def _joined(parts: Sequence[Addresses]) -> Addresses:
-    return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint64)
 
 
 def _require_within(numbers: _Integers, count: int, what: str) -> None:

@@ -237,7 +237,7 @@ def _without_that(config: VllmConfig, path: str) -> object:
 
 def _is_conditional(path: str, config: VllmConfig) -> bool:
     is_plain = config.model_config.architecture != "Phi3ForCausalLM"
-    return path in _excluded_settings.EXCLUDED_UNLESS_COMPUTED_WITH and is_plain
+    return path in _excluded_settings.LENGTH_SETTINGS and is_plain
 
 
 @pytest.mark.parametrize("model", MODELS)

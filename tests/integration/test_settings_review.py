@@ -67,7 +67,7 @@ def counted_defaults() -> Mapping[str, object]:
     for kind in [*_configurations(VllmConfig, set()), *_specs()]:
         for field in dataclasses.fields(kind):
             path = f"{kind.__name__}.{field.name}"
-            if path not in {*_excluded_settings.SETTINGS, *_excluded_settings.EXCLUDED_UNLESS_COMPUTED_WITH}:
+            if path not in {*_excluded_settings.SETTINGS, *_excluded_settings.LENGTH_SETTINGS}:
                 found[path] = _default(field)
     return found
 

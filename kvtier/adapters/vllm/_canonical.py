@@ -143,7 +143,7 @@ class _Canonicalizer:
     def _is_excluded(self, path: str, config: object) -> bool:
         if path in excluded.SETTINGS:
             return True
-        if path in excluded.EXCLUDED_UNLESS_COMPUTED_WITH and isinstance(config, ModelConfig):
+        if path in excluded.LENGTH_SETTINGS and isinstance(config, ModelConfig):
             return self._is_reviewed and not computes_with_length(config)
         return not isinstance(config, KVCacheSpec) and bool(_SECRET.search(path.rpartition(".")[2]))
 
@@ -237,7 +237,6 @@ def computes_with_length(model: ModelConfig) -> bool:
     code is not vLLM's.
     """
     kinds = set(_rope_kinds(model.hf_config.to_dict()))
-    registered = model.registry.models.get(model.architecture)
     return (
         not kinds <= excluded.LENGTH_INDEPENDENT_ROPES
         or any(
@@ -247,8 +246,13 @@ def computes_with_length(model: ModelConfig) -> bool:
         )
         or model.multimodal_config is not None
         or bool(model.model_class_overrides)
-        or not str(getattr(registered, "module_name", "")).startswith("vllm.")
+        or not _is_of_vllm(model)
     )
+
+
+def _is_of_vllm(model: ModelConfig) -> bool:
+    registered = model.registry.models.get(model.architecture)
+    return str(getattr(registered, "module_name", "")).startswith("vllm.")
 
 
 def _rope_kinds(fields: Mapping[str, Any]) -> Iterator[str]:

@@ -195,7 +195,7 @@ SETTINGS: Final = _by_name(
 )
 """Fields, each with the reason why it cannot change the bytes of a chunk."""
 
-EXCLUDED_UNLESS_COMPUTED_WITH: Final = {
+LENGTH_SETTINGS: Final = {
     "ModelConfig.max_model_len": "bounds requests",
     "ModelConfig.generation_config": "defaults of sampling",
     "ModelConfig.override_generation_config": "defaults of sampling",

@@ -35,7 +35,7 @@ from kvtier._executor import AnyExecutor
 from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier._memory.worker_status import StatusTable
 from kvtier._telemetry.dropped_puts import DroppedPuts
-from kvtier.adapters.vllm._compat import TELLS_OF_FLUSHES, CacheHitSource
+from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, CacheHitSource
 from kvtier.adapters.vllm._events import EventStream
 from kvtier.adapters.vllm._locations import Location, allowed_tiers
 from kvtier.adapters.vllm._metrics import GaugeReader, as_stats
@@ -366,7 +366,7 @@ class KVTierManager(OffloadingManager):
             self._core.fail_store(reservation)
 
     def _count_down(self) -> None:
-        if TELLS_OF_FLUSHES:
+        if REPORTS_RESET_FLUSH:
             return
         for flushing in self._flushing:
             flushing.steps_left -= 1
