@@ -3,11 +3,11 @@
 ``reviewed_settings.json`` has what counts, with the default that the versions of one KV format have in
 common, because an identity names only what differs from its default. A failure names what to look at:
 
-- a field that is new: put it on the list in ``_excluded_settings`` with the reason, or into the file;
+- a field that is new: put it on the list in ``excluded_settings.toml`` with the reason, or into the file;
 - a default that has changed: the version starts a KV format generation of its own, or the field joins the
   list;
 - a file of vLLM's that is new in naming ``max_model_len``: see whether numbers are computed with it, and
-  add its models to ``LENGTH_DEPENDENT_MODELS``, or the file to the file.
+  add its models to ``length_dependent`` there, or the file to the file.
 """
 
 from __future__ import annotations

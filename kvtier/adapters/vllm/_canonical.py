@@ -1,7 +1,7 @@
 """Canonical values of the engine's configuration, for its identity: every setting except the excluded ones.
 
 **Closed by default.** All fields of ``VllmConfig`` and of the configurations in it are included, whatever a
-version of vLLM calls them; ``_excluded_settings`` lists the exceptions and their reasons.
+version of vLLM calls them; ``excluded_settings.toml`` lists the exceptions and their reasons.
 
 **Only values that differ from their default are included.** So a field that a newer vLLM adds or removes
 changes nothing while nobody sets it, and versions of one KV format share a cache. Values are those that vLLM
