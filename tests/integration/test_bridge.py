@@ -37,9 +37,9 @@ from kvtier._identity import Identity
 from kvtier._memory.region import Region
 from kvtier._memory.worker_status import StatusField, StatusTable, status_table_bytes
 from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH
-from kvtier.adapters.vllm._locations import location_of
+from kvtier.adapters.vllm._events import location_of
 from kvtier.adapters.vllm._manager import KVTierManager, Slots
-from kvtier.adapters.vllm._workers import Workers
+from kvtier.adapters.vllm._metrics import WorkerReports
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.policies._lru import LRU
@@ -94,7 +94,7 @@ class World:
         steps_ahead: int = 2,
         self_describing: bool = False,
         repeats_stores: bool = True,
-        workers: Workers | None = None,
+        workers: WorkerReports | None = None,
     ) -> None:
         names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
         gates = [
@@ -246,7 +246,7 @@ def test_slots_of_a_failed_store_are_given_on_unless_the_device_may_still_write_
     make: Make, is_lost: bool, is_reset: bool
 ) -> None:
     status_table = StatusTable(memoryview(bytearray(status_table_bytes(8, 1))), slots=8, workers=1)
-    it = make(dummy(), slots=8, workers=Workers(status_table))
+    it = make(dummy(), slots=8, workers=WorkerReports(status_table))
     context = it.request("a")
     output = it.manager.prepare_store(prompt(1, 8), context)
     assert output is not None

@@ -131,9 +131,7 @@ def test_a_setting_that_changes_numbers_splits(
     ],
     ids=lambda arguments: "-".join(arguments),
 )
-def test_an_excluded_setting_does_not_split(
-    models: Callable[[str], Path], arguments: dict[str, Any]
-) -> None:
+def test_an_excluded_setting_does_not_split(models: Callable[[str], Path], arguments: dict[str, Any]) -> None:
     assert is_shared(models("llama"), {}, arguments)
 
 

@@ -18,8 +18,8 @@ from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
 from kvtier._memory.worker_status import StatusField, StatusTable, WorkerStatus, status_table_bytes
 from kvtier.adapters.vllm._manager import Slots
+from kvtier.adapters.vllm._metrics import WorkerReports
 from kvtier.adapters.vllm._worker import KVTierWorker
-from kvtier.adapters.vllm._workers import Workers
 from kvtier.adapters.vllm.spec import _shut_down
 from kvtier.errors import TransferError
 
@@ -46,7 +46,7 @@ class Bench:
         self._go_on = threading.Event()
         self.worker = KVTierWorker(engine, region, WorkerStatus(status_table, SLOTS, 0))
         self.status_table = StatusTable(status_table, SLOTS, 1)
-        self.workers = Workers(self.status_table)
+        self.workers = WorkerReports(self.status_table)
         self._last_job = 0
 
     def store(self, *slots: int) -> None:

@@ -39,12 +39,12 @@ from kvtier._memory.region import Part, Region
 from kvtier._memory.slot_checksums import SlotChecksums, slot_checksums_bytes
 from kvtier._memory.worker_status import StatusField, StatusTable, WorkerStatus, status_table_bytes
 from kvtier.adapters.vllm import _metrics as metrics
+from kvtier.adapters.vllm._events import location_of
 from kvtier.adapters.vllm._identity import engine_identity
-from kvtier.adapters.vllm._locations import location_of
 from kvtier.adapters.vllm._manager import KVTierManager
+from kvtier.adapters.vllm._metrics import WorkerReports
 from kvtier.adapters.vllm._parallel import SlotShape, slot_layout, slot_shape, with_chunk_size
 from kvtier.adapters.vllm._worker import KVTierWorker, as_kv_caches, batched_copy
-from kvtier.adapters.vllm._workers import Workers
 from kvtier.errors import ConfigError
 
 logger = logging.getLogger("kvtier.vllm")
@@ -111,7 +111,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         return KVTierManager(
             core,
             executor,
-            Workers(status_table),
+            WorkerReports(status_table),
             sources=[_source(tier) for tier in tiers],
             locations=[location_of(tier.tier) for tier in tiers],
             chunk_bytes=self._shape.chunk_bytes,
