@@ -30,7 +30,7 @@ from kvtier.tiers.fs._quota.quota import look_at
 from kvtier.tiers.fs._root import Root, Tick
 
 T = TypeVar("T")
-_PATIENCE_S: Final = 10.0
+_WAIT_AT_MOST_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ def collect(
     with Root(path) as root:
         only = None if namespace is None else frozenset((root.namespace(namespace).name,))
         with Root.at(root.fd, only) as narrow, progress("files" if dry_run else "files removed") as tick:
-            return _Collector(narrow, only, tick, dry_run).run(str(path), max_bytes, older_than_s)
+            return _Collection(narrow, only, tick, dry_run).run(str(path), max_bytes, older_than_s)
 
 
 def _show(collected: Collected) -> None:
@@ -165,12 +165,6 @@ def _show(collected: Collected) -> None:
         print_line(f"that is more than {Bytes(one.max_bytes or 0)}{others}")
 
 
-def _mark_ledger(root: Root) -> str:
-    """Return what ``_correct_ledger`` is told of the bytes that are removed from now on."""
-    accounts = ledger.read(root.fd)
-    return "" if accounts is None else accounts.mark
-
-
 def _correct_ledger(root: Root, removed_bytes: int, since: str) -> None:
     """Subtract what was removed since from the ledger of the engines that share the root, if there is one."""
     if not removed_bytes:
@@ -186,8 +180,8 @@ def _correct_ledger(root: Root, removed_bytes: int, since: str) -> None:
             shared.close()
 
 
-class _Collector:
-    """Removes, or in a dry run counts: the evictor knows which, and all else is the same."""
+class _Collection:
+    """One run: removes, or in a dry run counts. The evictor knows which, and all else is the same."""
 
     def __init__(self, root: Root, only: Container[str] | None, tick: Tick, dry_run: bool) -> None:
         self._root = root
@@ -207,17 +201,17 @@ class _Collector:
         self._failures: Failures = Counter()
 
     def run(self, path: str, max_bytes: int | None, older_than_s: float | None) -> Collected:
-        since, before = _mark_ledger(self._root), self._taken()
+        accounts, before = ledger.read(self._root.fd), self._taken()
         swept = self._evictor.sweep()
         expired = evicted = _NOTHING
         if older_than_s is not None:
-            expired = self._alone(partial(self._evictor.expire, older_than_s))
+            expired = self._exclusively(partial(self._evictor.expire, older_than_s))
         removed = swept.bytes + expired.bytes
         if max_bytes is not None and before - removed > max_bytes:
-            evicted = self._alone(partial(self._evictor.make_room, before - removed - max_bytes))
+            evicted = self._exclusively(partial(self._evictor.make_room, before - removed - max_bytes))
         removed += evicted.bytes
         if not self._dry_run:
-            _correct_ledger(self._root, removed, since)
+            _correct_ledger(self._root, removed, since="" if accounts is None else accounts.mark)
         return Collected(
             root=path,
             dry_run=self._dry_run,
@@ -251,14 +245,14 @@ class _Collector:
         finally:
             self._failures |= failures
 
-    def _alone(self, work: partial[Evicted]) -> Evicted:
-        """Do what one process at a time may do; wait a little for one that does it now."""
+    def _exclusively(self, work: partial[Evicted]) -> Evicted:
+        """Do what one process of a root may do at a time; wait a little for one that does it now."""
         if not any(one.is_kvtiers for one in self._root.namespaces()):
             return _NOTHING
         if not self._dry_run:
             with suppress(OSError):  # then it is there, or cannot be, which is told below
                 os.mkdir(ledger.FOLDER, DIRECTORY_MODE, dir_fd=self._root.fd)
-        give_up_at = time.monotonic() + _PATIENCE_S
+        give_up_at = time.monotonic() + _WAIT_AT_MOST_S
         while True:
             try:
                 done = work()

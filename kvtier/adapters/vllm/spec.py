@@ -107,7 +107,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         slot_checksums = self._slot_checksums(region)
         executor = start_executor(self._settings, tiers, self._identity(tiers), region, slot_checksums)
         status_table = StatusTable(region.metadata, region.slots, self.config.parallel.world_size)
-        _populate(region, executor.events, _parts(self._shape, status_table))
+        _populate(region, executor.events, _numa_parts(self._shape, status_table))
         return KVTierManager(
             core,
             executor,
@@ -148,14 +148,14 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
     def _open_region(self) -> Region:
         slots = slots_for(self._settings, self._shape.chunk_bytes)
-        beside = status_table_bytes(slots, self.config.parallel.world_size)
+        metadata_bytes = status_table_bytes(slots, self.config.parallel.world_size)
         if self._settings.audit_rate:
-            beside += slot_checksums_bytes(slots, self._shape.areas)
+            metadata_bytes += slot_checksums_bytes(slots, self._shape.areas)
         return Region.open(
             self.config.engine_id,
             slots,
             self._shape.chunk_bytes,
-            metadata_bytes=beside,
+            metadata_bytes=metadata_bytes,
             contents=f"{slots} slots: {self._shape}",
         )
 
@@ -190,7 +190,7 @@ def _windowed_groups(config: OffloadingConfig, engine: EngineContext) -> frozens
     return frozenset(group.group_id for group in config.groups if engine.is_windowed(group.group_id))
 
 
-def _parts(shape: SlotShape, status_table: StatusTable) -> list[Part]:
+def _numa_parts(shape: SlotShape, status_table: StatusTable) -> list[Part]:
     """Return the NUMA node of each part of a slot, as far as the workers, which vLLM makes first, told it."""
     if len(numa.online()) < 2:
         return []
