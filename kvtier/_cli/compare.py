@@ -16,7 +16,7 @@ from kvtier.tiers.fs._root import Root
 
 
 @dataclass(frozen=True, slots=True)
-class Differing:
+class SettingDifference:
     """A setting in which two caches differ.
 
     Attributes:
@@ -46,7 +46,7 @@ class Comparison:
     root: str
     one: str
     other: str
-    differing: list[Differing]
+    differing: list[SettingDifference]
 
 
 def command(
@@ -76,10 +76,10 @@ def compare(path: Path, one: str, other: str) -> Comparison:
     return Comparison(str(path), one, other, [_differing(found) for found in differences(left, right)])
 
 
-def _differing(found: Difference) -> Differing:
+def _differing(found: Difference) -> SettingDifference:
     values = (found.one, found.other)
     first, second = (None if value is ABSENT else value for value in values)
-    return Differing(found.path, first, second, (found.one is not ABSENT, found.other is not ABSENT))
+    return SettingDifference(found.path, first, second, (found.one is not ABSENT, found.other is not ABSENT))
 
 
 def _fields(root: Root, name: str) -> dict[str, object]:

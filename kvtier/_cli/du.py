@@ -18,7 +18,7 @@ from kvtier.tiers.fs._root import Namespace, Root, Tick
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class UsagePart:
     """A part of what a root takes.
 
     Attributes:
@@ -57,7 +57,7 @@ class Usage:
     total_bytes: int
     free_bytes: int
     unreadable: int
-    parts: list[Part]
+    parts: list[UsagePart]
 
 
 def command(root: RootArgument, as_json: JsonFlag = False) -> None:
@@ -81,8 +81,8 @@ def usage(path: Path) -> Usage:
     with Root(path) as root, progress("directories") as tick:
         measure = _Measure(root, tick)
         parts = [part for one in root.namespaces() for part in _parts(measure, one)]
-        parts.append(Part("", "ledger", measure.bytes(ledger.FOLDER)))
-        parts.append(Part("", "others", sum(map(measure.bytes, root.others()))))
+        parts.append(UsagePart("", "ledger", measure.bytes(ledger.FOLDER)))
+        parts.append(UsagePart("", "others", sum(map(measure.bytes, root.others()))))
         disk, accounts = os.fstatvfs(root.fd), ledger.read(root.fd)
         return Usage(
             root=str(path),
@@ -112,7 +112,7 @@ def _show(usage: Usage) -> None:
         )
 
 
-def _parts(measure: _Measure, one: Namespace) -> list[Part]:
+def _parts(measure: _Measure, one: Namespace) -> list[UsagePart]:
     current, home = one.current, measure.bytes(one.name)
     # What is inside of the namespace's own directory was measured, and its failures counted, above.
     again = _Measure(measure.root, measure.tick)
@@ -124,7 +124,7 @@ def _parts(measure: _Measure, one: Namespace) -> list[Part]:
         "unfinished": unfinished,
         "rest": max(0, home - quarantine - unfinished),
     }
-    return [Part(one.name, part, taken) for part, taken in sums.items()]
+    return [UsagePart(one.name, part, taken) for part, taken in sums.items()]
 
 
 class _Measure:

@@ -34,7 +34,7 @@ _WAIT_AT_MOST_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
+class CollectionResult:
     """What was removed from a root, or with ``dry_run`` what would be, about.
 
     Attributes:
@@ -125,7 +125,7 @@ def collect(
     older_than_s: float | None = None,
     namespace: str | None = None,
     dry_run: bool = False,
-) -> Collected:
+) -> CollectionResult:
     """Remove what nobody can use, and what is asked for.
 
     Args:
@@ -144,9 +144,9 @@ def collect(
             return _Collection(narrow, only, tick, dry_run).run(str(path), max_bytes, older_than_s)
 
 
-def _show(collected: Collected) -> None:
-    verb = "would be removed" if collected.dry_run else "removed"
-    one = collected
+def _show(result: CollectionResult) -> None:
+    verb = "would be removed" if result.dry_run else "removed"
+    one = result
     print_line(f"{Bytes(one.leftover_bytes)} of leftovers {verb}")
     for word, files, taken in (
         ("not used for so long", one.expired_files, one.expired_bytes),
@@ -200,7 +200,7 @@ class _Collection:
         self._is_narrow = only is not None
         self._failures: Failures = Counter()
 
-    def run(self, path: str, max_bytes: int | None, older_than_s: float | None) -> Collected:
+    def run(self, path: str, max_bytes: int | None, older_than_s: float | None) -> CollectionResult:
         accounts, before = ledger.read(self._root.fd), self._taken()
         swept = self._evictor.sweep()
         expired = evicted = _NOTHING
@@ -212,7 +212,7 @@ class _Collection:
         removed += evicted.bytes
         if not self._dry_run:
             _correct_ledger(self._root, removed, since="" if accounts is None else accounts.mark)
-        return Collected(
+        return CollectionResult(
             root=path,
             dry_run=self._dry_run,
             bytes_before=before,

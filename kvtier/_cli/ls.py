@@ -12,7 +12,7 @@ from kvtier.tiers.fs._root import Namespace, Root, Stray, Tick
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class CacheListing:
     """A cache of a root.
 
     Attributes:
@@ -43,7 +43,7 @@ class Listed:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class RootListing:
     """What a root holds.
 
     Attributes:
@@ -53,7 +53,7 @@ class Listing:
     """
 
     root: str
-    namespaces: list[Listed]
+    namespaces: list[CacheListing]
     others: list[str]
 
 
@@ -65,11 +65,11 @@ def command(root: RootArgument, as_json: JsonFlag = False) -> None:
 
     Example: kvtier ls /var/cache/kvtier
     """
-    found = listing(root)
+    found = list_root(root)
     finish(found, _show, as_json=as_json, is_healthy=not any(one.problem for one in found.namespaces))
 
 
-def listing(path: Path) -> Listing:
+def list_root(path: Path) -> RootListing:
     """Return the caches of a root; it looks at the file of every chunk.
 
     Raises:
@@ -77,10 +77,10 @@ def listing(path: Path) -> Listing:
     """
     with Root(path) as root, progress("files") as tick:
         listed = [_listed(root, one, tick) for one in root.namespaces()]
-        return Listing(str(path), listed, root.others())
+        return RootListing(str(path), listed, root.others())
 
 
-def _listed(root: Root, one: Namespace, tick: Tick) -> Listed:
+def _listed(root: Root, one: Namespace, tick: Tick) -> CacheListing:
     count: Counter[str] = Counter()
     groups: set[int] = set()
     last_use: float | None = None
@@ -99,7 +99,7 @@ def _listed(root: Root, one: Namespace, tick: Tick) -> Listed:
     if count["unreadable"]:
         problems.append(f"{count['unreadable']} files and directories cannot be read")
     manifest = one.manifest
-    return Listed(
+    return CacheListing(
         namespace=one.name,
         model=manifest.model,
         digest=manifest.digest.hex() if manifest.digest else None,
@@ -114,7 +114,7 @@ def _listed(root: Root, one: Namespace, tick: Tick) -> Listed:
     )
 
 
-def _show(listing: Listing) -> None:
+def _show(listing: RootListing) -> None:
     columns = ("namespace", "model", "groups", "epoch", "chunks", "old", "bytes", "in use", "used")
     rows = [
         (

@@ -48,7 +48,7 @@ class DamagedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class CacheVerification:
     """What was found in a cache of a root.
 
     Attributes:
@@ -89,7 +89,7 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True)
-class Verification:
+class RootVerification:
     """What was found in a root.
 
     Attributes:
@@ -100,7 +100,7 @@ class Verification:
 
     root: str
     seconds: float
-    namespaces: list[Verified]
+    namespaces: list[CacheVerification]
 
     @property
     def is_healthy(self) -> bool:
@@ -135,7 +135,7 @@ def command(
     finish(found, _show, as_json=as_json, is_healthy=found.is_healthy)
 
 
-def verify(path: Path, *, repair: bool, threads: int, namespace: str | None = None) -> Verification:
+def verify(path: Path, *, repair: bool, threads: int, namespace: str | None = None) -> RootVerification:
     """Read and prove every chunk.
 
     Args:
@@ -151,10 +151,10 @@ def verify(path: Path, *, repair: bool, threads: int, namespace: str | None = No
     with Root(path) as root, progress("chunks") as tick:
         wanted = root.namespaces() if namespace is None else [root.namespace(namespace)]
         verified = [_Check(root, one, repair, threads).run(tick) for one in wanted]
-        return Verification(str(path), round(time.monotonic() - began, 3), verified)
+        return RootVerification(str(path), round(time.monotonic() - began, 3), verified)
 
 
-def _show(verification: Verification) -> None:
+def _show(verification: RootVerification) -> None:
     columns = ["chunks", "sound"]
     for column in ("torn", "foreign", "checksum", "unreadable", "gone", "strays", "set_aside"):
         if any(getattr(one, column) for one in verification.namespaces):
@@ -166,7 +166,7 @@ def _show(verification: Verification) -> None:
             print_line(f"{one.namespace}: {line}")
 
 
-def _remarks(one: Verified) -> Iterator[str]:
+def _remarks(one: CacheVerification) -> Iterator[str]:
     if one.problem:
         yield one.problem
     for ill in one.ill:
@@ -188,13 +188,13 @@ class _Check:
         self._damaged: list[DamagedFile] = []
         self._quarantine = Quarantine(root.fd, one.name)
 
-    def run(self, tick: Tick) -> Verified:
+    def run(self, tick: Tick) -> CacheVerification:
         for data_dir in self._one.data_dirs:
             for file, check in self._checked(self._files(data_dir)):
                 tick(1)
                 self._count(data_dir, file, check)
         found = self._found
-        return Verified(
+        return CacheVerification(
             namespace=self._one.name,
             chunks=sum(found[finding] for finding in Integrity),
             sound=found[Integrity.SOUND],

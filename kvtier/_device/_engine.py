@@ -97,8 +97,7 @@ class StreamEngine(TransferEngine):
         self._deadline_s = deadline_s
         self._closed = False
         self._stopping = threading.Event()
-        self._watchdog = threading.Thread(target=self._watch, name="kvtier-watch", daemon=True)
-        self._watchdog.start()
+        self._watchdog: threading.Thread | None = None
 
     def submit_store(self, transfer_id: int, blocks: Blocks, slots: Sequence[int]) -> None:
         plan = self._planner.store(blocks, slots)
@@ -160,7 +159,8 @@ class StreamEngine(TransferEngine):
         for queue in self._queues.values():
             queue.stop()
         self._stopping.set()
-        self._watchdog.join()
+        if self._watchdog is not None:
+            self._watchdog.join()
         if any(queue.is_stuck for queue in self._queues.values()):
             _abandoned.append(self._memory)
         elif self._pinned is not None:
@@ -182,6 +182,9 @@ class StreamEngine(TransferEngine):
                 if transfer_id in self._in_flight:
                     raise ValueError(f"transfer {transfer_id} is in flight already")
                 self._in_flight.add(transfer_id)
+            if self._watchdog is None:  # an engine that was never used keeps nothing alive
+                self._watchdog = threading.Thread(target=self._watch, name="kvtier-watch", daemon=True)
+                self._watchdog.start()
             self._queues[queue].submit(transfer_id, plan, attempts, check)
 
     def _end(self, result: Finished) -> None:

@@ -7,6 +7,7 @@ of torch's, two for each queue, one of which the host fills or empties while the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -51,21 +52,25 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Buffer:
-    """Pinned memory, and the event after the last copy that the device makes with it."""
+    """Pinned memory that copies go through.
+
+    Attributes:
+        used: the event after the last copies that the device makes with it.
+        arriving: of a store, the copies from here to the slots that are to follow the device's.
+    """
 
     def __init__(self, nbytes: int, pinned: bool) -> None:
         self.bytes = torch.empty(nbytes, dtype=torch.int8, pin_memory=pinned)
         self.used: Any = None
+        self.arriving: CopyPlan | None = None
 
-    @property
-    def address(self) -> int:
-        """Where it begins."""
-        return self.bytes.data_ptr()
-
-    def wait(self) -> None:
-        """Block until the device is through with it."""
+    def finish(self) -> None:
+        """Block until the device is through with it, and copy what it has brought to the slots."""
         if self.used is not None:
             self.used.synchronize()
+        if self.arriving is not None:
+            _copy_on_host(self.arriving)
+            self.arriving = None
 
 
 class XpuStream:
@@ -97,54 +102,34 @@ class XpuStream:
     def copy(self, plan: CopyPlan) -> None:
         """Enqueue the copies; the calling thread makes the host's part. See ``Stream.copy``."""
         with self._api.stream(self._stream):
-            self._store(plan) if self._is_store else self._load(plan)
+            for number, part in enumerate(_parts(plan, self._buffer_bytes)):
+                buffer = self._buffers[number % 2]
+                buffer.finish()
+                self._copy_through(buffer, part)
+            if self._is_store:
+                for buffer in self._buffers:
+                    buffer.finish()
 
-    def _load(self, plan: CopyPlan) -> None:
-        for number, piece in enumerate(_pieces(plan, self._buffer_bytes)):
-            buffer = self._buffers[number % 2]
-            buffer.wait()
-            places, offsets = self._laid_out(buffer, piece)
-            _copy_on_host(piece.src, places, piece.sizes)
-            targets = self._memory.find(piece.dst, piece.sizes)
-            for target, start in zip(targets, offsets, strict=True):
-                target.copy_(buffer.bytes[start : start + len(target)], non_blocking=True)
-            self._mark(buffer)
-
-    def _store(self, plan: CopyPlan) -> None:
-        arrived: tuple[_Buffer, Addresses, CopyPlan] | None = None
-        for number, piece in enumerate(_pieces(plan, self._buffer_bytes)):
-            buffer = self._buffers[number % 2]
-            places, offsets = self._laid_out(buffer, piece)
-            sources = self._memory.find(piece.src, piece.sizes)
-            for source, start in zip(sources, offsets, strict=True):
-                buffer.bytes[start : start + len(source)].copy_(source, non_blocking=True)
-            self._mark(buffer)
-            if arrived is not None:
-                _empty(*arrived)
-            arrived = (buffer, places, piece)
-        if arrived is not None:
-            _empty(*arrived)
-
-    def _laid_out(self, buffer: _Buffer, piece: CopyPlan) -> tuple[Addresses, list[int]]:
-        """Return where each copy's bytes are in the buffer, as addresses and as offsets."""
-        offsets = np.cumsum(piece.sizes) - piece.sizes
-        return offsets + np.uint64(buffer.address), offsets.tolist()
-
-    def _mark(self, buffer: _Buffer) -> None:
+    def _copy_through(self, buffer: _Buffer, part: CopyPlan) -> None:
+        offsets = np.cumsum(part.sizes) - part.sizes
+        staged = offsets + np.uint64(buffer.bytes.data_ptr())
+        pages = self._memory.find(part.src if self._is_store else part.dst, part.sizes)
+        if not self._is_store:
+            _copy_on_host(replace(part, dst=staged))
+        for page, start in zip(pages, offsets.tolist(), strict=True):
+            there = buffer.bytes[start : start + len(page)]
+            source, target = (page, there) if self._is_store else (there, page)
+            target.copy_(source, non_blocking=True)
         buffer.used = self.record()
+        if self._is_store:
+            buffer.arriving = replace(part, src=staged)
 
 
-def _empty(buffer: _Buffer, places: Addresses, piece: CopyPlan) -> None:
-    """Copy what the device has brought to the slots."""
-    buffer.wait()
-    _copy_on_host(places, piece.dst, piece.sizes)
+def _copy_on_host(plan: CopyPlan) -> None:
+    native.copy_batch(plan.src.ctypes.data, plan.dst.ctypes.data, plan.sizes.ctypes.data, len(plan.sizes))
 
 
-def _copy_on_host(src: Addresses, dst: Addresses, sizes: Addresses) -> None:
-    native.copy_batch(src.ctypes.data, dst.ctypes.data, sizes.ctypes.data, len(sizes))
-
-
-def _pieces(plan: CopyPlan, nbytes: int) -> Iterator[CopyPlan]:
+def _parts(plan: CopyPlan, nbytes: int) -> Iterator[CopyPlan]:
     """Split a plan into plans of at most so many bytes; a copy that is longer is split as well."""
     src, dst, sizes = plan.src, plan.dst, plan.sizes
     if len(sizes) and int(sizes.max()) > nbytes:
