@@ -127,13 +127,12 @@ class _Group:
         # A tensor's pages in the next slot follow only where a slot holds nothing else.
         slots_join = layout.chunk_bytes == layout.worker_bytes and len(layout.page_bytes) == 1
         joined_blocks = layout.blocks_per_chunk * (piece_slots if slots_join else 1)
-        kinds: dict[tuple[bool, int, int], list[PageRef]] = {}
-        for ref in used:
-            writers, writer = (ref.mapping.writers, ref.mapping.writer) if ref.mapping else (1, 0)
-            kinds.setdefault((_is_dense(caches, ref, layout), writers, writer), []).append(ref)
+        dense = [ref for ref in used if _is_dense(caches, ref, layout)]
+        others = [ref for ref in used if ref not in dense]
         self._pages = [
-            _Pages(caches, kinds[kind], layout, address, joined_blocks if kind[0] else 1, *kind[1:])
-            for kind in sorted(kinds, reverse=True)
+            _Pages(caches, refs, layout, address, blocks)
+            for refs, blocks in ((dense, joined_blocks), (others, 1))
+            if refs
         ]
 
     def pairs(self, ids: _Integers, slots: _Integers, first: int, to_write: bool) -> list[_Pairs]:
@@ -154,7 +153,6 @@ class _Pages:
     Args:
         joined_blocks: neighbours are copied as one up to a multiple of so many places; 1 where the
             pages of neighbours have bytes between them.
-        writers, writer: as in ``PageMapping``.
     """
 
     def __init__(
@@ -164,8 +162,6 @@ class _Pages:
         layout: SlotLayout,
         address: int,
         joined_blocks: int,
-        writers: int,
-        writer: int,
     ) -> None:
         pieces = [_pieces(ref) for ref in refs]
         tensors = [caches.tensors[ref.tensor] for ref in refs]
@@ -184,13 +180,12 @@ class _Pages:
         self._chunk_bytes = layout.chunk_bytes
         self._blocks_per_chunk = layout.blocks_per_chunk
         self._joined_blocks = joined_blocks
-        self._writers, self._writer = writers, writer
+        mappings = [ref.mapping for ref in refs]
+        self._writers = of_pieces(1 if mapping is None else mapping.writers for mapping in mappings)
+        self._writer = of_pieces(0 if mapping is None else mapping.writer for mapping in mappings)
 
     def pairs(self, ids: _Integers, places: _Integers, to_write: bool) -> _Pairs:
         """Return the addresses and sizes of the pages of blocks; to write, of this worker's own ones."""
-        if to_write and self._writers > 1:
-            own = places % self._writers == self._writer
-            ids, places = ids[own], places[own]
         lengths = np.ones_like(ids)
         if self._joined_blocks > 1 and len(ids):
             starts = self._run_starts(ids, places)
@@ -204,6 +199,9 @@ class _Pages:
         host += (chunk * self._chunk_bytes)[blocks]
         host += self._host_base[pieces]
         sizes = self._sizes[pieces] * lengths[blocks]
+        if to_write and self._writers.max() > 1:
+            own = places[blocks] % self._writers[pieces] == self._writer[pieces]
+            device, host, sizes = device[own], host[own], sizes[own]
         return device.ravel().view(np.uint64), host.ravel().view(np.uint64), sizes.ravel().view(np.uint64)
 
     def _run_starts(self, ids: _Integers, places: _Integers) -> _Integers:
@@ -236,7 +234,8 @@ def _pieces(ref: PageRef) -> _Integers:
 def _is_dense(caches: KVCaches, ref: PageRef, layout: SlotLayout) -> bool:
     """Return whether blocks that follow each other have adjacent bytes, in the tensor and in a slot."""
     whole = ref.page_bytes == layout.page_bytes[ref.tensor] == caches.tensors[ref.tensor].stride(0)
-    return whole and len(_pieces(ref)) == 1
+    is_shared = ref.mapping is not None and ref.mapping.writers > 1
+    return whole and not is_shared and len(_pieces(ref)) == 1
 
 
 def _require_within(numbers: _Integers, count: int, what: str) -> None:
