@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,13 +22,12 @@ from kvtier._device._cuda_runtime import (
     find_library,
     require_exact,
 )
-from kvtier._device._engine import StreamEngine
 from kvtier._device.base import CopyQueue
 from kvtier._device.cuda import Cudart
 from kvtier._device.plan import CopyPlan
 from kvtier.errors import ConfigError, DeviceLostError, TransferError
 from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory
-from tests.unit.device.conftest import gate_copies
+from tests.unit.device.conftest import engine_on, gate_copies
 
 ADDRESS = 2**47 - 4096
 CHUNK_BYTES = 4096
@@ -177,29 +175,19 @@ def runtime(request: pytest.FixtureRequest, stub_paths: dict[str, Path], as_torc
     return TorchRuntime(torch.device("cpu"), RuntimeLibrary(path, prefix), methods.get(chosen))
 
 
-def pinned_engine(runtime: TorchRuntime, deadline_s: float = 60) -> EngineFactory:
-    def factory(caches, layout, region):
-        engine = StreamEngine(caches, layout, region, runtime, deadline_s=deadline_s)
-        while engine.pinning.nbytes < region.nbytes:
-            threading.Event().wait(0.001)
-        return engine
-
-    return factory
-
-
 class TestEachMethod(DeviceConformance):
     """The whole suite over torch's runtime with each of its methods; torch and the device are played."""
 
     @pytest.fixture
     def engine_factory(self, runtime: TorchRuntime) -> EngineFactory:
-        return pinned_engine(runtime)
+        return engine_on(runtime, pinned=True)
 
     @pytest.fixture
     def gated_factory(
         self, runtime: TorchRuntime, gate: Gate, monkeypatch: pytest.MonkeyPatch
     ) -> GatedFactory:
         gate_copies(TorchStream, gate, monkeypatch)
-        return partial(pinned_engine, runtime)
+        return lambda deadline_s: engine_on(runtime, pinned=True, deadline_s=deadline_s)
 
 
 @pytest.mark.parametrize("prefix", ["cuda"], indirect=True)

@@ -17,7 +17,7 @@ from kvtier._device.base import Blocks
 from kvtier._device.xpu import XpuRuntime, XpuStream
 from kvtier.errors import TransferError
 from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory, Rig, Shape, rig
-from tests.unit.device.conftest import gate_copies
+from tests.unit.device.conftest import engine_on, gate_copies, wait_until
 
 FOUND = torch.accelerator.current_accelerator(check_available=True)
 DEVICE = FOUND.type if FOUND is not None else "none"
@@ -49,33 +49,11 @@ class Watched(TorchRuntime):
         super().__init__(device, library, method if batched else None)
         self.before_pinning: Callable[[int], object] = lambda count: None
         self._count = 0
-        self._counted = threading.Condition()
 
     def host_register(self, address: int, nbytes: int) -> None:
         self.before_pinning(self._count)
         super().host_register(address, nbytes)
-        with self._counted:
-            self._count += 1
-            self._counted.notify_all()
-
-    def wait_until_pinned(self, count: int) -> None:
-        with self._counted:
-            assert self._counted.wait_for(lambda: self._count >= count, 60)
-
-
-def engine_on(
-    runtime: Watched, piece_slots: int = SLOTS, pinned: bool = True, deadline_s: float = 60
-) -> EngineFactory:
-    """Make engines that pin so many slots at once; ``pinned``: and have pinned all of them."""
-
-    def factory(caches, layout, region):
-        piece_bytes = piece_slots * layout.chunk_bytes
-        engine = StreamEngine(caches, layout, region, runtime, piece_bytes=piece_bytes, deadline_s=deadline_s)
-        if pinned:
-            runtime.wait_until_pinned(-(-region.slots // piece_slots))
-        return engine
-
-    return factory
+        self._count += 1
 
 
 def no_memory(count: int) -> None:
@@ -91,7 +69,7 @@ class OnGpu(DeviceConformance):
     @pytest.fixture
     def gated_factory(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> GatedFactory:
         gate_copies(TorchStream, gate, monkeypatch)
-        return lambda deadline_s: engine_on(Watched(), pinned=False, deadline_s=deadline_s)
+        return lambda deadline_s: engine_on(Watched(), deadline_s=deadline_s)
 
 
 @of_torch_cuda
@@ -106,7 +84,7 @@ class TestPinned(OnGpu):
 
     @pytest.fixture(params=[1, 5])
     def engine_factory(self, request: pytest.FixtureRequest, runtime: Watched) -> EngineFactory:
-        return engine_on(runtime, request.param)
+        return engine_on(runtime, request.param, pinned=True)
 
 
 @of_torch_cuda
@@ -115,7 +93,7 @@ class TestPageable(OnGpu):
     def engine_factory(self) -> EngineFactory:
         runtime = Watched()
         runtime.before_pinning = no_memory
-        return engine_on(runtime, pinned=False)
+        return engine_on(runtime)
 
 
 @of_torch_cuda
@@ -151,7 +129,7 @@ def is_pinned(it: Rig, slot: int) -> bool:
 
 @of_torch_cuda
 def test_slots_are_pinned_until_the_engine_closes() -> None:
-    with gpu_rig(engine_on(Watched(), 5)) as it:
+    with gpu_rig(engine_on(Watched(), 5, pinned=True)) as it:
         assert all(is_pinned(it, slot) for slot in range(SLOTS))
         it.engine.close()
         assert not any(is_pinned(it, slot) for slot in range(SLOTS))
@@ -165,8 +143,8 @@ def test_a_pinned_part_and_a_pageable_one_work_side_by_side() -> None:
 
     runtime = Watched()
     runtime.before_pinning = fail_later
-    with gpu_rig(engine_on(runtime, 5, pinned=False), Shape((4096,))) as it:
-        runtime.wait_until_pinned(2)
+    with gpu_rig(engine_on(runtime, 5), Shape((4096,))) as it:
+        wait_until(lambda: it.engine.pinning.failed)
         it.store(1, Blocks.make(range(SLOTS), (SLOTS,), (0,)), range(SLOTS))
         it.check()
         assert [is_pinned(it, slot) for slot in (0, 9, 10, 23)] == [True, True, False, False]
@@ -209,7 +187,7 @@ def test_a_store_copies_what_was_to_be_computed_before(busy: Callable[[], None],
 @of_torch_cuda
 @pytest.mark.parametrize("expedited", [False, True])
 def test_a_load_comes_after_what_was_to_be_written_before(busy: Callable[[], None], expedited: bool) -> None:
-    with gpu_rig(engine_on(Watched())) as it:
+    with gpu_rig(engine_on(Watched(), pinned=True)) as it:
         busy()
         it.caches.tensors[0][5].zero_()
         zeroed = torch.cuda.current_stream().record_event()
@@ -224,12 +202,12 @@ def test_pinning_does_not_spoil_the_capture_of_a_graph() -> None:
     runtime = Watched()
     runtime.before_pinning = lambda count: gate.wait(60)
     numbers = torch.zeros(8, device="cuda")
-    with gpu_rig(engine_on(runtime, 8, pinned=False)) as it:
+    with gpu_rig(engine_on(runtime, 8)) as it:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):  # in the mode that forbids most to all other threads
             numbers += 1
             gate.set()
-            runtime.wait_until_pinned(3)
+            wait_until(lambda: it.engine.pinning.nbytes == it.region.nbytes)
         graph.replay()
         assert numbers.tolist() == [1] * 8
         assert all(is_pinned(it, slot) for slot in range(SLOTS))

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from kvtier._device._engine import StreamEngine
 from kvtier._device._runtime import Runtime
 from kvtier._device.base import Attempt, Blocks, CopyQueue, Pinning
 from kvtier._device.plan import CopyPlan
@@ -32,6 +31,7 @@ from kvtier_testing.device import (
     Shape,
     rig,
 )
+from tests.unit.device.conftest import engine_on, wait_until
 
 CHUNK = Shape().layout.chunk_bytes
 SLOTS = Shape().slots
@@ -102,7 +102,6 @@ class PlayedDevice(Runtime):
     def __init__(self) -> None:
         self._attached = threading.local()
         self._streams: list[PlayedStream] = []
-        self._pinned = threading.Condition()
         self.plain = False
         self.gate = Gate()
         self.compute = self.open_stream(CopyQueue.STORE)
@@ -147,19 +146,13 @@ class PlayedDevice(Runtime):
     def host_register(self, address: int, nbytes: int) -> None:
         self.require_attached()
         self.before_pinning(len(self.pieces))
-        with self._pinned:
-            self.pieces.append((address, nbytes))
-            self._pinned.notify_all()
+        self.pieces.append((address, nbytes))
 
     def host_unregister(self, address: int) -> None:
         self.require_attached()
         self.unpinned.append(address)
         if not is_mapped(address):
             self.unmapped.append(address)
-
-    def wait_until_pinned(self, count: int) -> None:
-        with self._pinned:
-            assert self._pinned.wait_for(lambda: len(self.pieces) >= count, 20)
 
     def refuses(self, dst: int, src: int, size: int) -> bool:
         """Return whether the copy is refused: it was chosen, or it is partly in a piece that is pinned."""
@@ -187,21 +180,6 @@ def device() -> Iterator[PlayedDevice]:
     made = PlayedDevice()
     yield made
     made.close()
-
-
-def engine_on(
-    device: PlayedDevice, piece_slots: int = SLOTS, pinned: bool = False, deadline_s: float = 60
-) -> EngineFactory:
-    """Make engines that pin so many slots at once; ``pinned``: and have pinned all of them."""
-
-    def factory(caches, layout, region):
-        piece_bytes = piece_slots * layout.chunk_bytes
-        engine = StreamEngine(caches, layout, region, device, piece_bytes=piece_bytes, deadline_s=deadline_s)
-        if pinned:
-            device.wait_until_pinned(-(-region.slots // max(piece_slots, 1)))
-        return engine
-
-    return factory
 
 
 class ComputeStream(Compute):
@@ -259,13 +237,6 @@ def refuse_from(piece: int) -> Callable[[int], None]:
 
 def one(block: int) -> Blocks:
     return Blocks.make([block], (1,), (0,))
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < until_s
-        time.sleep(0.001)
 
 
 def test_nothing_moves_any_more_when_a_failure_is_reported(device: PlayedDevice) -> None:
