@@ -47,7 +47,7 @@ OPEN_AT_MOST_S = 60.0
 _STEPS = 5  # of each tier
 _PAGE_BYTES = 4096
 _MAX_FILE_BYTES = 16 * 2**20
-_INNERMOST = "kv_connector_extra_config"
+_EXTRA_CONFIG = "kv_connector_extra_config"
 _NO_TIERS = "there is no secondary tier to check: name a file that has some, or give --tier"
 
 IDENTITY = Identity.make("kvtier-doctor", {"purpose": "a probe; may be deleted"})
@@ -188,15 +188,15 @@ def _settings(path: Path) -> dict[str, Any]:
     if len(data) > _MAX_FILE_BYTES:
         raise ConfigError(f"{path} is no configuration: it has more than {report.Bytes(_MAX_FILE_BYTES)}")
     found = _parsed(lambda text: (tomllib if path.suffix == ".toml" else json).loads(text), data, str(path))
-    for outer in ("kv_transfer_config", "kv-transfer-config", _INNERMOST):
+    for outer in ("kv_transfer_config", "kv-transfer-config", _EXTRA_CONFIG):
         if isinstance(found, dict) and outer in found:
             found = found[outer]
     if not isinstance(found, dict):
         raise ConfigError(f"{path} has no settings: a mapping with the key secondary_tiers is needed")
     if "kv_connector" in found:
-        others = [key for key in found if key != "kv_connector" and did_you_mean(key, [_INNERMOST])]
+        others = [key for key in found if key != "kv_connector" and did_you_mean(key, [_EXTRA_CONFIG])]
         hint = f"; {others[0]} is probably misspelled" if others else ""
-        raise ConfigError(f"{path} has kv_connector, but no {_INNERMOST}{hint}")
+        raise ConfigError(f"{path} has kv_connector, but no {_EXTRA_CONFIG}{hint}")
     return found
 
 
