@@ -12,11 +12,11 @@ from kvtier._cli.report import JsonFlag, finish, print_line, table
 from kvtier._cli.roots import RootArgument
 from kvtier._identity import ABSENT, Difference, differences
 from kvtier.errors import TierError
-from kvtier.tiers.fs._root import Namespace, Root
+from kvtier.tiers.fs._root import Root
 
 
 @dataclass(frozen=True, slots=True)
-class Differing:
+class SettingDifference:
     """A setting in which two caches differ.
 
     Attributes:
@@ -46,7 +46,7 @@ class Comparison:
     root: str
     one: str
     other: str
-    differing: list[Differing]
+    differing: list[SettingDifference]
 
 
 def command(
@@ -72,24 +72,20 @@ def compare(path: Path, one: str, other: str) -> Comparison:
         TierError: the root has no such cache, or a manifest cannot be read.
     """
     with Root(path) as root:
-        known = {found.name: found for found in root.namespaces()}
-        left, right = (_fields(path, known, name) for name in (one, other))
+        left, right = (_fields(root, name) for name in (one, other))
     return Comparison(str(path), one, other, [_differing(found) for found in differences(left, right)])
 
 
-def _differing(found: Difference) -> Differing:
+def _differing(found: Difference) -> SettingDifference:
     values = (found.one, found.other)
-    one, other = (None if value is ABSENT else value for value in values)
-    return Differing(found.path, one, other, (found.one is not ABSENT, found.other is not ABSENT))
+    first, second = (None if value is ABSENT else value for value in values)
+    return SettingDifference(found.path, first, second, (found.one is not ABSENT, found.other is not ABSENT))
 
 
-def _fields(path: Path, known: dict[str, Namespace], name: str) -> dict[str, object]:
-    if name not in known:
-        names = ", ".join(sorted(known)) or "none"
-        raise TierError(f"{path} has no cache {name}; it has {names}")
-    manifest = known[name].manifest
+def _fields(root: Root, name: str) -> dict[str, object]:
+    manifest = root.namespace(name).manifest
     if not manifest.fields:
-        raise TierError(f"{path}: the manifest of {name} cannot be read: {manifest.problem}")
+        raise TierError(f"{root.path}: the manifest of {name} cannot be read: {manifest.problem}")
     return manifest.fields
 
 

@@ -46,8 +46,8 @@ from kvtier.tiers.fs._root import Root, Tick
 OPEN_AT_MOST_S = 60.0
 _STEPS = 5  # of each tier
 _PAGE_BYTES = 4096
-_MOST_FILE_BYTES = 16 * 2**20
-_INNERMOST = "kv_connector_extra_config"
+_MAX_FILE_BYTES = 16 * 2**20
+_EXTRA_CONFIG = "kv_connector_extra_config"
 _NO_TIERS = "there is no secondary tier to check: name a file that has some, or give --tier"
 
 IDENTITY = Identity.make("kvtier-doctor", {"purpose": "a probe; may be deleted"})
@@ -182,21 +182,21 @@ def _settings(path: Path) -> dict[str, Any]:
     """Read the settings of a file, and unwrap those of an engine."""
     try:
         with path.open("rb") as file:
-            data = file.read(_MOST_FILE_BYTES + 1)
+            data = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
-    if len(data) > _MOST_FILE_BYTES:
-        raise ConfigError(f"{path} is no configuration: it has more than {report.Bytes(_MOST_FILE_BYTES)}")
+    if len(data) > _MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is no configuration: it has more than {report.Bytes(_MAX_FILE_BYTES)}")
     found = _parsed(lambda text: (tomllib if path.suffix == ".toml" else json).loads(text), data, str(path))
-    for outer in ("kv_transfer_config", "kv-transfer-config", _INNERMOST):
+    for outer in ("kv_transfer_config", "kv-transfer-config", _EXTRA_CONFIG):
         if isinstance(found, dict) and outer in found:
             found = found[outer]
     if not isinstance(found, dict):
         raise ConfigError(f"{path} has no settings: a mapping with the key secondary_tiers is needed")
     if "kv_connector" in found:
-        others = [key for key in found if key != "kv_connector" and did_you_mean(key, [_INNERMOST])]
+        others = [key for key in found if key != "kv_connector" and did_you_mean(key, [_EXTRA_CONFIG])]
         hint = f"; {others[0]} is probably misspelled" if others else ""
-        raise ConfigError(f"{path} has kv_connector, but no {_INNERMOST}{hint}")
+        raise ConfigError(f"{path} has kv_connector, but no {_EXTRA_CONFIG}{hint}")
     return found
 
 
@@ -257,7 +257,7 @@ async def _check_all(named: Sequence[NamedTier], chunk_bytes: int) -> list[Check
     return checks
 
 
-class _Collector(logging.Handler):
+class _ErrorCollector(logging.Handler):
     """Collects logged errors, each once and without its traceback; prints warnings."""
 
     def __init__(self) -> None:
@@ -278,7 +278,7 @@ class _Collector(logging.Handler):
 @contextmanager
 def _background_errors() -> Iterator[list[str]]:
     """Collect the errors that are logged: work beside a tier's calls fails none of them."""
-    collector = _Collector()
+    collector = _ErrorCollector()
     loggers = [logging.getLogger(name) for name in ("kvtier", "asyncio")]
     for logger in loggers:
         logger.addHandler(collector)

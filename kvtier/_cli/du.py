@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from kvtier.tiers.fs._root import Namespace, Root, Tick
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class UsagePart:
     """A part of what a root takes.
 
     Attributes:
@@ -58,7 +57,7 @@ class Usage:
     total_bytes: int
     free_bytes: int
     unreadable: int
-    parts: list[Part]
+    parts: list[UsagePart]
 
 
 def command(root: RootArgument, as_json: JsonFlag = False) -> None:
@@ -80,24 +79,21 @@ def usage(path: Path) -> Usage:
         TierError: the root cannot be read.
     """
     with Root(path) as root, progress("directories") as tick:
-        walk = _Walk(root, tick)
-        sums: Counter[tuple[str, str]] = Counter()
-        for one in root.namespaces():
-            for part, taken in _parts(walk, one):
-                sums[one.name, part] += taken
-        sums["", "ledger"] = walk.bytes(ledger.FOLDER)
-        sums["", "others"] = sum(walk.bytes(name) for name in root.others())
+        measure = _Measure(root, tick)
+        parts = [part for one in root.namespaces() for part in _parts(measure, one)]
+        parts.append(UsagePart("", "ledger", measure.bytes(ledger.FOLDER)))
+        parts.append(UsagePart("", "others", sum(map(measure.bytes, root.others()))))
         disk, accounts = os.fstatvfs(root.fd), ledger.read(root.fd)
         return Usage(
             root=str(path),
-            bytes=sum(sums.values()),
+            bytes=sum(part.bytes for part in parts),
             ledger_bytes=accounts.used if accounts is not None and accounts.is_exact else None,
             leased_bytes=accounts.leased if accounts is not None else None,
             writers=len(accounts.leases) if accounts is not None else None,
             total_bytes=disk.f_blocks * disk.f_frsize,
             free_bytes=disk.f_bavail * disk.f_frsize,
-            unreadable=sum(walk.failures.values()),
-            parts=[Part(*whose, taken) for whose, taken in sums.items() if taken],
+            unreadable=sum(measure.failures.values()),
+            parts=[part for part in parts if part.bytes],
         )
 
 
@@ -116,40 +112,41 @@ def _show(usage: Usage) -> None:
         )
 
 
-def _parts(walk: _Walk, one: Namespace) -> Iterator[tuple[str, int]]:
-    for place in one.data_dirs:
-        yield "chunks" if place == one.current else "old epochs", walk.bytes(place.name)
-    rest = walk.bytes(one.name)
-    for part, folder in (("quarantine", "quarantine"), ("unfinished", ".tmp")):
-        taken = walk.bytes(f"{one.name}/{folder}", is_counted=True)
-        rest -= taken
-        yield part, taken
-    yield "rest", max(0, rest)
+def _parts(measure: _Measure, one: Namespace) -> list[UsagePart]:
+    current, home = one.current, measure.bytes(one.name)
+    # What is inside of the namespace's own directory was measured, and its failures counted, above.
+    again = _Measure(measure.root, measure.tick)
+    quarantine, unfinished = (again.bytes(f"{one.name}/{folder}") for folder in ("quarantine", ".tmp"))
+    sums = {
+        "chunks": sum(measure.bytes(found.name) for found in one.data_dirs if found == current),
+        "old epochs": sum(measure.bytes(found.name) for found in one.data_dirs if found != current),
+        "quarantine": quarantine,
+        "unfinished": unfinished,
+        "rest": max(0, home - quarantine - unfinished),
+    }
+    return [UsagePart(one.name, part, taken) for part, taken in sums.items()]
 
 
-class _Walk:
+class _Measure:
     """Adds up what is below directories. Links are not followed, other file systems not entered."""
 
     def __init__(self, root: Root, tick: Tick) -> None:
-        self._tick = tick
+        self.root = root
+        self.tick = tick
         self.failures: Failures = Counter()
-        self._root = root
         self._files = make_files()
 
-    def bytes(self, path: str, *, is_counted: bool = False) -> int:
-        """Return what a file or directory takes; its failures are noted unless they were before."""
-        self._tick(1)
-        failures: Failures = Counter()
-        taken = 0
+    def bytes(self, path: str) -> int:
+        """Return what a file or directory takes, and count the directories that cannot be read."""
+        self.tick(1)
         try:
-            found = os.stat(path, dir_fd=self._root.fd, follow_symlinks=False)
-            taken = found.st_blocks * 512
+            found = os.stat(path, dir_fd=self.root.fd, follow_symlinks=False)
+            below = 0
             if stat.S_ISDIR(found.st_mode):
-                taken += self._files.tree_bytes(self._root.fd, path, StopFlag(), failures)
+                below = self._files.tree_bytes(self.root.fd, path, StopFlag(), self.failures)
+            return found.st_blocks * 512 + below
         except FileNotFoundError:
-            pass
+            return 0
         except OSError as error:
-            failures[error.errno or 0] += 1
-        if not is_counted:
-            self.failures += failures
-        return taken
+            self.failures[error.errno or 0] += 1
+            return 0

@@ -19,13 +19,12 @@ from typer.core import TyperGroup
 from typer.main import get_group
 
 from kvtier import _plugins as plugins
-from kvtier._cli.run import no_color_option
 from kvtier.errors import KVTierError
 
 Command = Any
 """A command of click's, which newer versions of typer have a copy of."""
 
-WHERE = {"bench": "kvtier-bench", "demo": "kvtier-bench"}
+_DISTRIBUTIONS = {"bench": "kvtier-bench", "demo": "kvtier-bench"}
 """Commands of kvtier's own distributions, and the distribution that brings each."""
 
 
@@ -42,9 +41,19 @@ class Commands(TyperGroup):
         command = super().get_command(ctx, cmd_name)
         if command is None and cmd_name in _installed():
             command = _load(cmd_name)
-        if command is None and cmd_name in WHERE:
-            return _unusable(cmd_name, f"this command is not installed: pip install {WHERE[cmd_name]}")
-        return None if command is None else _with_common_options(command)
+        if command is None and cmd_name in _DISTRIBUTIONS:
+            return _unusable(
+                cmd_name, f"this command is not installed: pip install {_DISTRIBUTIONS[cmd_name]}"
+            )
+        return None if command is None else self._with_common_options(command)
+
+    def _with_common_options(self, command: Command) -> Command:
+        """Give a command, and each one of a group, the options that all commands have."""
+        if not any("--no-color" in option.opts for option in command.params):
+            command.params += [option for option in self.params if "--no-color" in option.opts]
+        for inner in getattr(command, "commands", {}).values():
+            self._with_common_options(inner)
+        return command
 
 
 def _installed() -> list[str]:
@@ -68,15 +77,6 @@ def _as_command(name: str, found: object) -> Command:
     else:
         outer.command(name=name)(found)  # type: ignore[type-var]
     return get_group(outer).commands[name]
-
-
-def _with_common_options(command: Command) -> Command:
-    """Give a command, and each one of a group, the options that all commands have."""
-    if not any("--no-color" in option.opts for option in command.params):
-        command.params.append(no_color_option())
-    for inner in getattr(command, "commands", {}).values():
-        _with_common_options(inner)
-    return command
 
 
 def _unusable(name: str, problem: str) -> Command:

@@ -30,11 +30,11 @@ from kvtier.tiers.fs._quota.quota import look_at
 from kvtier.tiers.fs._root import Root, Tick
 
 T = TypeVar("T")
-_PATIENCE_S: Final = 10.0
+_WAIT_AT_MOST_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
+class CollectionResult:
     """What was removed from a root, or with ``dry_run`` what would be, about.
 
     Attributes:
@@ -75,19 +75,6 @@ class Collected:
         return not self.failed and (self.dry_run or self.fits)
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What shall be removed besides what nobody can use.
-
-    Attributes:
-        max_bytes: chunks until no more than this is left; None for none.
-        older_than_s: chunks that were not used for so long; None for none.
-    """
-
-    max_bytes: int | None = None
-    older_than_s: float | None = None
-
-
 def command(
     root: RootArgument,
     max_bytes: Annotated[
@@ -114,8 +101,13 @@ def command(
     Example: kvtier gc /var/cache/kvtier --max-bytes 200GiB --dry-run
     """
     require_root(root)
-    wish = Wish(_parsed(size, max_bytes, "--max-bytes"), _parsed(duration, older_than, "--older-than"))
-    done = collect(root, wish, namespace=namespace, dry_run=dry_run)
+    done = collect(
+        root,
+        max_bytes=_parsed(size, max_bytes, "--max-bytes"),
+        older_than_s=_parsed(duration, older_than, "--older-than"),
+        namespace=namespace,
+        dry_run=dry_run,
+    )
     finish(done, _show, as_json=as_json, is_healthy=done.is_healthy)
 
 
@@ -126,12 +118,20 @@ def _parsed(parse: Callable[[str], T], text: str | None, option: str) -> T | Non
         raise typer.BadParameter(f"{text!r}: {error}", param_hint=option) from None
 
 
-def collect(path: Path, wish: Wish, *, namespace: str | None = None, dry_run: bool = False) -> Collected:
+def collect(
+    path: Path,
+    *,
+    max_bytes: int | None = None,
+    older_than_s: float | None = None,
+    namespace: str | None = None,
+    dry_run: bool = False,
+) -> CollectionResult:
     """Remove what nobody can use, and what is asked for.
 
     Args:
         path: the root.
-        wish: what else.
+        max_bytes: evict chunks until no more than this is left; None for none.
+        older_than_s: remove chunks that were not used for so long; None for none.
         namespace: look at this one alone.
         dry_run: remove nothing, and say what would be removed.
 
@@ -141,12 +141,12 @@ def collect(path: Path, wish: Wish, *, namespace: str | None = None, dry_run: bo
     with Root(path) as root:
         only = None if namespace is None else frozenset((root.namespace(namespace).name,))
         with Root.at(root.fd, only) as narrow, progress("files" if dry_run else "files removed") as tick:
-            return _Collector(narrow, only, tick, dry_run).run(str(path), wish)
+            return _Collection(narrow, only, tick, dry_run).run(str(path), max_bytes, older_than_s)
 
 
-def _show(collected: Collected) -> None:
-    verb = "would be removed" if collected.dry_run else "removed"
-    one = collected
+def _show(result: CollectionResult) -> None:
+    verb = "would be removed" if result.dry_run else "removed"
+    one = result
     print_line(f"{Bytes(one.leftover_bytes)} of leftovers {verb}")
     for word, files, taken in (
         ("not used for so long", one.expired_files, one.expired_bytes),
@@ -165,12 +165,6 @@ def _show(collected: Collected) -> None:
         print_line(f"that is more than {Bytes(one.max_bytes or 0)}{others}")
 
 
-def _mark_ledger(root: Root) -> str:
-    """Return what ``_correct_ledger`` is told of the bytes that are removed from now on."""
-    accounts = ledger.read(root.fd)
-    return "" if accounts is None else accounts.mark
-
-
 def _correct_ledger(root: Root, removed_bytes: int, since: str) -> None:
     """Subtract what was removed since from the ledger of the engines that share the root, if there is one."""
     if not removed_bytes:
@@ -186,8 +180,8 @@ def _correct_ledger(root: Root, removed_bytes: int, since: str) -> None:
             shared.close()
 
 
-class _Collector:
-    """Removes, or in a dry run counts: the evictor knows which, and all else is the same."""
+class _Collection:
+    """One run: removes, or in a dry run counts. The evictor knows which, and all else is the same."""
 
     def __init__(self, root: Root, only: Container[str] | None, tick: Tick, dry_run: bool) -> None:
         self._root = root
@@ -206,26 +200,25 @@ class _Collector:
         self._is_narrow = only is not None
         self._failures: Failures = Counter()
 
-    def run(self, path: str, wish: Wish) -> Collected:
-        since, before = _mark_ledger(self._root), self._taken()
+    def run(self, path: str, max_bytes: int | None, older_than_s: float | None) -> CollectionResult:
+        accounts, before = ledger.read(self._root.fd), self._taken()
         swept = self._evictor.sweep()
-        leftover = swept.bytes
         expired = evicted = _NOTHING
-        if wish.older_than_s is not None:
-            expired = self._alone(partial(self._evictor.expire, wish.older_than_s))
-        removed = leftover + expired.bytes
-        if wish.max_bytes is not None and before - removed > wish.max_bytes:
-            evicted = self._alone(partial(self._evictor.make_room, before - removed - wish.max_bytes))
+        if older_than_s is not None:
+            expired = self._exclusively(partial(self._evictor.expire, older_than_s))
+        removed = swept.bytes + expired.bytes
+        if max_bytes is not None and before - removed > max_bytes:
+            evicted = self._exclusively(partial(self._evictor.make_room, before - removed - max_bytes))
         removed += evicted.bytes
         if not self._dry_run:
-            _correct_ledger(self._root, removed, since)
-        return Collected(
+            _correct_ledger(self._root, removed, since="" if accounts is None else accounts.mark)
+        return CollectionResult(
             root=path,
             dry_run=self._dry_run,
             bytes_before=before,
             bytes_after=before - removed if self._dry_run else self._taken(),
-            max_bytes=wish.max_bytes,
-            leftover_bytes=leftover + evicted.leftover_bytes,
+            max_bytes=max_bytes,
+            leftover_bytes=swept.bytes + evicted.leftover_bytes,
             expired_files=expired.chunks,
             expired_bytes=expired.chunk_bytes,
             evicted_files=evicted.chunks,
@@ -252,14 +245,14 @@ class _Collector:
         finally:
             self._failures |= failures
 
-    def _alone(self, work: partial[Evicted]) -> Evicted:
-        """Do what one process at a time may do; wait a little for one that does it now."""
+    def _exclusively(self, work: partial[Evicted]) -> Evicted:
+        """Do what one process of a root may do at a time; wait a little for one that does it now."""
         if not any(one.is_kvtiers for one in self._root.namespaces()):
             return _NOTHING
         if not self._dry_run:
             with suppress(OSError):  # then it is there, or cannot be, which is told below
                 os.mkdir(ledger.FOLDER, DIRECTORY_MODE, dir_fd=self._root.fd)
-        give_up_at = time.monotonic() + _PATIENCE_S
+        give_up_at = time.monotonic() + _WAIT_AT_MOST_S
         while True:
             try:
                 done = work()

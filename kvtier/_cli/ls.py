@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from kvtier._cli.report import Bytes, JsonFlag, ago, finish, print_line, progress, table, yes_no
 from kvtier._cli.roots import RootArgument
-from kvtier.tiers.fs._root import ChunkFile, Namespace, Root, Stray, Tick
+from kvtier.tiers.fs._root import Namespace, Root, Stray, Tick
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class CacheListing:
     """A cache of a root.
 
     Attributes:
@@ -44,7 +43,7 @@ class Listed:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class RootListing:
     """What a root holds.
 
     Attributes:
@@ -54,7 +53,7 @@ class Listing:
     """
 
     root: str
-    namespaces: list[Listed]
+    namespaces: list[CacheListing]
     others: list[str]
 
 
@@ -66,11 +65,11 @@ def command(root: RootArgument, as_json: JsonFlag = False) -> None:
 
     Example: kvtier ls /var/cache/kvtier
     """
-    found = listing(root)
+    found = list_root(root)
     finish(found, _show, as_json=as_json, is_healthy=not any(one.problem for one in found.namespaces))
 
 
-def listing(path: Path) -> Listing:
+def list_root(path: Path) -> RootListing:
     """Return the caches of a root; it looks at the file of every chunk.
 
     Raises:
@@ -78,74 +77,55 @@ def listing(path: Path) -> Listing:
     """
     with Root(path) as root, progress("files") as tick:
         listed = [_listed(root, one, tick) for one in root.namespaces()]
-        return Listing(str(path), listed, root.others())
+        return RootListing(str(path), listed, root.others())
 
 
-def _listed(root: Root, one: Namespace, tick: Tick) -> Listed:
-    sums = _Sums()
+def _listed(root: Root, one: Namespace, tick: Tick) -> CacheListing:
+    count: Counter[str] = Counter()
+    groups: set[int] = set()
+    last_use: float | None = None
     current = one.current
-    for place in one.data_dirs:
-        for found in root.chunks(place.name, tick):
-            sums.add(found, place == current)
-    manifest = one.manifest
+    for data_dir in one.data_dirs:
+        kind = "chunks" if data_dir == current else "old chunks"
+        for found in root.chunks(data_dir.name, tick):
+            if isinstance(found, Stray):
+                count["unreadable"] += bool(found.problem)
+                continue
+            count[kind] += 1
+            count["bytes"] += found.disk_bytes
+            groups.add(found.group)
+            last_use = max(last_use or 0.0, found.used)
     problems = [one.problem] if one.problem else []
-    if sums.unreadable:
-        problems.append(f"{sums.unreadable} files and directories cannot be read")
-    return Listed(
+    if count["unreadable"]:
+        problems.append(f"{count['unreadable']} files and directories cannot be read")
+    manifest = one.manifest
+    return CacheListing(
         namespace=one.name,
         model=manifest.model,
         digest=manifest.digest.hex() if manifest.digest else None,
-        groups=sorted(sums.groups),
+        groups=sorted(groups),
         epoch=one.epoch,
-        chunks=sums.current,
-        old_chunks=sums.old,
-        bytes=sums.bytes,
+        chunks=count["chunks"],
+        old_chunks=count["old chunks"],
+        bytes=count["bytes"],
         in_use=one.is_used,
-        last_use=sums.last_use,
+        last_use=last_use,
         problem="; ".join(problems),
     )
 
 
-@dataclass(slots=True)
-class _Sums:
-    """Sums over a cache's files."""
-
-    current: int = 0
-    old: int = 0
-    bytes: int = 0
-    unreadable: int = 0
-    last_use: float | None = None
-    groups: set[int] = field(default_factory=set)
-
-    def add(self, found: ChunkFile | Stray, is_current: bool) -> None:
-        if isinstance(found, Stray):
-            self.unreadable += bool(found.problem)
-            return
-        self.groups.add(found.group)
-        self.current += is_current
-        self.old += not is_current
-        self.bytes += found.disk_bytes
-        self.last_use = max(self.last_use or 0.0, found.used)
-
-
-def _show(listing: Listing) -> None:
-    rows = [[show(one) for show in _COLUMNS.values()] for one in listing.namespaces]
-    table(listing.root, list(_COLUMNS), rows)
+def _show(listing: RootListing) -> None:
+    columns = ("namespace", "model", "groups", "epoch", "chunks", "old", "bytes", "in use", "used")
+    rows = [
+        (
+            *(one.namespace, one.model, one.groups, one.epoch, one.chunks, one.old_chunks),
+            *(Bytes(one.bytes), yes_no(one.in_use), ago(one.last_use)),
+        )
+        for one in listing.namespaces
+    ]
+    table(listing.root, columns, rows)
     for one in listing.namespaces:
         if one.problem:
             print_line(f"{one.namespace}: {one.problem}")
     if listing.others:
         print_line(f"not kvtier's: {', '.join(listing.others)}")
-
-
-_COLUMNS: Final[Mapping[str, Callable[[Listed], object]]] = {
-    "namespace": lambda one: one.namespace,
-    "model": lambda one: one.model,
-    "groups": lambda one: one.groups,
-    "epoch": lambda one: one.epoch,
-    "chunks": lambda one: one.chunks,
-    "old": lambda one: one.old_chunks,
-    "bytes": lambda one: Bytes(one.bytes),
-    "in use": lambda one: yes_no(one.in_use),
-    "used": lambda one: ago(one.last_use),
-}

@@ -7,21 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from kvtier._cli import (
-    compare,
-    doctor,
-    du,
-    extensions,
-    gc,
-    ls,
-    new_tier,
-    run,
-    schema,
-    stat,
-    tiers,
-    top,
-    verify,
-)
+from kvtier._cli import compare, doctor, du, extensions, gc, ls, new_tier, run, stat, tiers, top, verify
 
 app = typer.Typer(
     name="kvtier",
@@ -38,7 +24,7 @@ app.command("top")(top.command)
 app.command("tiers")(tiers.command)
 app.command("doctor")(doctor.command)
 app.command("new-tier")(new_tier.command)
-app.command("schema")(schema.command)
+app.command("schema")(tiers.schema_command)
 app.command("ls")(ls.command)
 app.command("compare")(compare.command)
 app.command("stat")(stat.command)

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, TypeVar
 
 import typer
@@ -42,64 +42,57 @@ JsonFlag = Annotated[
 
 LINE_EVERY_S: Final = 10.0
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_EVERY_S: Final = 0.1
-_UNBOUNDED: Final = 10_000
+_BAR_EVERY_S: Final = 0.1
+_UNBOUNDED_WIDTH: Final = 10_000
 
 
 @contextmanager
 def progress(what: str, total: int | None = None) -> Iterator[Tick]:
     """Show the progress of long work on standard error: on a terminal a bar, else a line every 10 seconds.
 
+    A thread of its own shows it: what is counted may stand still for long.
+
     Args:
         what: what is counted, such as ``"files"``.
         total: how many there are, where that is known.
     """
-    shown = console(stderr=True)
-    with _bar(shown, what, total) if shown.is_terminal else _lines(what, total) as tick:
-        yield tick
-
-
-@contextmanager
-def _bar(shown: Console, what: str, total: int | None) -> Iterator[Tick]:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=shown, transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        counted, told_at = 0, 0.0
-
-        def tick(count: int) -> None:
-            nonlocal counted, told_at
-            counted += count
-            if (now := time.monotonic()) - told_at >= _EVERY_S:
-                bar.update(task, completed=counted)
-                told_at = now
-
-        yield tick
-
-
-@contextmanager
-def _lines(what: str, total: int | None) -> Iterator[Tick]:
-    """Print lines from a thread of their own: what is counted may stand still for long."""
-    counted, begun_at, ended = 0, time.monotonic(), threading.Event()
-    of_all = "" if total is None else f" of {total:,}"
+    counted, ended = 0, threading.Event()
 
     def tick(count: int) -> None:
         nonlocal counted
         counted += count
 
-    def tell() -> None:
-        while not ended.wait(LINE_EVERY_S):
+    def show_each(interval_s: float, show: Callable[[int], object]) -> None:
+        while not ended.wait(interval_s):
             with suppress(OSError):  # its reader is gone
-                typer.echo(
-                    f"kvtier: {counted:,}{of_all} {what}, {time.monotonic() - begun_at:.0f} s", err=True
-                )
+                show(counted)
 
-    teller = threading.Thread(target=tell, name="kvtier-progress", daemon=True)
-    teller.start()
-    try:
-        yield tick
-    finally:
-        ended.set()
-        teller.join()
+    shown = console(stderr=True)
+    with _bar(shown, what, total) if shown.is_terminal else nullcontext(_line(what, total)) as show:
+        interval_s = _BAR_EVERY_S if shown.is_terminal else LINE_EVERY_S
+        thread = threading.Thread(target=show_each, args=(interval_s, show), daemon=True)
+        thread.start()
+        try:
+            yield tick
+        finally:
+            ended.set()
+            thread.join()
+
+
+@contextmanager
+def _bar(shown: Console, what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=shown, transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda counted: bar.update(task, completed=counted)
+
+
+def _line(what: str, total: int | None) -> Callable[[int], None]:
+    begun_s = time.monotonic()
+    of_all = "" if total is None else f" of {total:,}"
+    return lambda counted: typer.echo(
+        f"kvtier: {counted:,}{of_all} {what}, {time.monotonic() - begun_s:.0f} s", err=True
+    )
 
 
 def finish(record: R, show: Callable[[R], None], *, as_json: bool, is_healthy: bool) -> NoReturn:
@@ -130,7 +123,7 @@ def console(*, stderr: bool = False) -> Console:
     made = Console(stderr=stderr)
     is_unknown = not made.is_terminal and not os.environ.get("COLUMNS")
     if is_unknown or not made.width:  # 0 is what terminals without a size report
-        made.width = _UNBOUNDED
+        made.width = _UNBOUNDED_WIDTH
     return made
 
 

@@ -16,7 +16,7 @@ NamespaceOption = Annotated[
     str | None, typer.Option(metavar="NAME", help="Only this cache; `kvtier ls` lists the names.")
 ]
 
-_OF_FILE_SYSTEMS: Final = {"lost+found"}
+_FILE_SYSTEM_ENTRIES: Final = {"lost+found"}
 
 
 def require_root(path: Path) -> None:
@@ -26,7 +26,7 @@ def require_root(path: Path) -> None:
         TierError: there are files, and no cache.
     """
     with Root(path) as root:
-        if root.namespaces() or not set(root.others()) - _OF_FILE_SYSTEMS:
+        if root.namespaces() or not set(root.others()) - _FILE_SYSTEM_ENTRIES:
             return
     above = (one for one in path.absolute().parents if (one / ledger.FOLDER).is_dir())
     hint = f"; did you mean {root_above}?" if (root_above := next(above, None)) else ""

@@ -9,11 +9,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import importlib_metadata
 import typer
-from typer.main import get_command
 
 from kvtier._cli.report import console, printable
 from kvtier.errors import KVTierError
@@ -23,7 +22,6 @@ STATUS: Final = (
     "done; 128 and more ended by a signal."
 )
 _FAILED: Final = 2
-_REQUESTS: Final = (signal.SIGTERM, signal.SIGHUP)
 
 
 def run(app: Callable[[], object]) -> None:
@@ -32,7 +30,7 @@ def run(app: Callable[[], object]) -> None:
         if isinstance(stream, io.TextIOWrapper):  # a name that the encoding lacks must not end a command
             stream.reconfigure(errors="backslashreplace")
     try:
-        with exit_on_signals():
+        with _exit_on_signals():
             app()
     except (KVTierError, OSError) as error:
         _fail(str(error))
@@ -49,12 +47,14 @@ def _fail(message: str) -> None:
 
 
 @contextmanager
-def exit_on_signals() -> Iterator[None]:
+def _exit_on_signals() -> Iterator[None]:
     """Have SIGTERM and SIGHUP unwind the command, so that it removes its temporary files.
 
     By default they end the process at once, and a bench leaves its gigabytes. Ignored ones stay ignored.
     """
-    ours = [number for number in _REQUESTS if signal.getsignal(number) is signal.SIG_DFL]
+    ours = [
+        number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL
+    ]
     for number in ours:
         signal.signal(number, _exit)
     try:
@@ -74,18 +74,16 @@ def _print_version(is_wanted: bool) -> None:
         raise typer.Exit
 
 
-VersionFlag = Annotated[
-    bool,
-    typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
-]
-
-
 def _disable_color(is_wanted: bool) -> None:
     if is_wanted:
         os.environ["NO_COLOR"] = "1"
 
 
-NoColorFlag = Annotated[
+VersionFlag = Annotated[
+    bool,
+    typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+]
+NoColorFlag = Annotated[  # ``extensions.Commands`` gives it to each command
     bool,
     typer.Option(
         "--no-color",
@@ -95,13 +93,3 @@ NoColorFlag = Annotated[
         help="Print without colors; so does NO_COLOR=1.",
     ),
 ]
-
-
-def no_color_option() -> Any:
-    """Return the option ``--no-color``, for a command to have it beside its own."""
-    donor = typer.Typer(add_completion=False)
-    donor.command()(_only_no_color)
-    return get_command(donor).params[0]
-
-
-def _only_no_color(_no_color: NoColorFlag = False) -> None: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,11 +12,12 @@ import typer
 
 from kvtier._cli.report import JsonFlag, ago, finish, table
 from kvtier.errors import TierError
-from kvtier.tiers import _seal as seal
+from kvtier.keys import OffloadKey, group_index
 from kvtier.tiers._seal import Integrity
-from kvtier.tiers.fs._checking import FileChecker
+from kvtier.tiers.fs._checking import FileCheck, FileChecker
 from kvtier.tiers.fs._files.base import key_of
-from kvtier.tiers.fs._layout import BLOCK_BYTES
+
+_NO_KEY = OffloadKey(b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,8 @@ class ChunkState:
     Attributes:
         path: the file.
         finding: ``sound``, ``torn``, ``foreign`` (its trailer is another chunk's than its name says, or its
-            namespace's name says), ``checksum``, ``unreadable``, or ``unverified`` where its
-            name says nothing.
+            namespace's name says), ``checksum``, or ``unverified`` where neither its name nor a trailer says
+            what it is.
         hash: of its tokens, as its trailer says, in hexadecimal digits; None without a trailer.
         group: KV cache group, as its trailer says.
         digest: first half of the digest of its cache, as its trailer says, in hexadecimal digits.
@@ -80,15 +81,15 @@ def of_chunk(path: Path) -> ChunkState:
         found = os.stat(path, follow_symlinks=False)
         if not stat.S_ISREG(found.st_mode):
             raise TierError(f"{path} is no file")
-        sealed = _sealed(path, found.st_size)
-        finding = _finding(path.absolute(), sealed)
+        check = _checked(path.absolute())
     except OSError as error:
         raise TierError(f"{path} cannot be read: {error.strerror}") from error
+    sealed = check.sealed
     return ChunkState(
         path=str(path),
-        finding=finding,
+        finding=check.finding,
         hash=sealed.key[:-4].hex() if sealed else None,
-        group=int.from_bytes(sealed.key[-4:], "big") if sealed else None,
+        group=group_index(sealed.key) if sealed else None,
         digest=sealed.digest.hex() if sealed else None,
         payload_bytes=sealed.payload_bytes if sealed else None,
         file_bytes=found.st_size,
@@ -97,31 +98,22 @@ def of_chunk(path: Path) -> ChunkState:
     )
 
 
-def _sealed(path: Path, length: int) -> seal.Sealed | None:
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        fd = os.open(path, flags | os.O_NOATIME)  # a look is no use of the chunk
-    except PermissionError:  # somebody else's file
-        fd = os.open(path, flags)
-    try:
-        return seal.read(os.pread(fd, seal.TRAILER_BYTES, max(0, length - BLOCK_BYTES)))
-    finally:
-        os.close(fd)
-
-
-def _finding(path: Path, sealed: seal.Sealed | None) -> Integrity:
-    """Prove a file by its name where that is a chunk's, else by its trailer alone."""
+def _checked(path: Path) -> FileCheck:
+    """Check a file by its name where that is a chunk's, else by its trailer alone."""
     key = key_of("/".join(path.parts[-3:]))
-    whose = path.parts[-4].rpartition("_r")[0].rpartition("_")[2] if key is not None else ""
-    if key is None:
-        if sealed is None and path.parent.name != "quarantine":
-            raise TierError(f"{path} is no chunk's file: neither its name nor a trailer says so")
-        if sealed is None:
-            return Integrity.UNVERIFIED
-        key = sealed.key
-    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    digest = path.parts[-4].rpartition("_r")[0].rpartition("_")[2] if key is not None else ""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with FileChecker(fd, lambda digest: digest.hex().startswith(whose[:32])) as checker:
-            return checker.check(path.name, key).finding
+        with FileChecker(folder, lambda found: found.hex().startswith(digest[:32])) as checker:
+            check = checker.check(path.name, key or _NO_KEY)
+            if key is None and check.sealed is not None:
+                check = checker.check(path.name, check.sealed.key)
     finally:
-        os.close(fd)
+        os.close(folder)
+    if check.errno:
+        raise OSError(check.errno, os.strerror(check.errno))
+    if key is None and check.sealed is None:
+        if path.parent.name != "quarantine":
+            raise TierError(f"{path} is no chunk's file: neither its name nor a trailer says so")
+        return replace(check, finding=Integrity.UNVERIFIED)
+    return check

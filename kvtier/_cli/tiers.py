@@ -1,10 +1,15 @@
-"""``kvtier tiers``: the installed tiers and eviction policies."""
+"""``kvtier tiers`` and ``kvtier schema``: the installed tiers and eviction policies, and all settings."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from typing import Annotated
+
+import typer
 
 from kvtier import _plugins as plugins
+from kvtier import _schema as schema
 from kvtier._cli import report
 from kvtier._plugins import Group
 from kvtier.errors import KVTierError
@@ -49,9 +54,24 @@ def command(as_json: report.JsonFlag = False) -> None:
 
     Example: kvtier tiers --json
     """
-    found = Installed(_plugins(plugins.TIERS), _plugins(plugins.POLICIES))
+    found = Installed(_listed(plugins.TIERS), _listed(plugins.POLICIES))
     is_healthy = not any(plugin.problem for plugin in (*found.tiers, *found.policies))
     report.finish(found, _show, as_json=as_json, is_healthy=is_healthy)
+
+
+def schema_command(
+    table: Annotated[
+        bool, typer.Option("--table", help="Print Markdown tables instead of a JSON schema.")
+    ] = False,
+    as_json: report.JsonFlag = False,
+) -> None:
+    """Print all settings, installed tiers included, as a JSON schema or as tables.
+
+    Example: kvtier schema > kvtier.schema.json
+    """
+    if table and as_json:
+        raise typer.BadParameter("--table and --json exclude each other: give one of them, or none")
+    typer.echo(schema.table() if table else json.dumps(schema.json_schema(), indent=2))
 
 
 def _show(found: Installed) -> None:
@@ -63,7 +83,7 @@ def _show(found: Installed) -> None:
         report.table(title, ("name", "distribution", "version", "loads"), rows)
 
 
-def _plugins(group: Group) -> list[Plugin]:
+def _listed(group: Group) -> list[Plugin]:
     return [
         Plugin(info.name, info.distribution, info.version, _problem(group, info.name))
         for info in plugins.installed(group)

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -23,8 +23,6 @@ from kvtier.tiers.fs._checking import FileCheck, FileChecker
 from kvtier.tiers.fs._files.call import Result
 from kvtier.tiers.fs._maintenance.quarantine import Quarantine
 from kvtier.tiers.fs._root import ChunkFile, DataDir, Namespace, Root, Stray, Tick
-
-Proven = tuple[ChunkFile, FileCheck]
 
 _FILES_A_JOB: Final = 64
 _JOBS_AHEAD: Final = 2
@@ -50,7 +48,7 @@ class DamagedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class CacheVerification:
     """What was found in a cache of a root.
 
     Attributes:
@@ -91,7 +89,7 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True)
-class Verification:
+class RootVerification:
     """What was found in a root.
 
     Attributes:
@@ -102,7 +100,7 @@ class Verification:
 
     root: str
     seconds: float
-    namespaces: list[Verified]
+    namespaces: list[CacheVerification]
 
     @property
     def is_healthy(self) -> bool:
@@ -137,7 +135,7 @@ def command(
     finish(found, _show, as_json=as_json, is_healthy=found.is_healthy)
 
 
-def verify(path: Path, *, repair: bool, threads: int, namespace: str | None = None) -> Verification:
+def verify(path: Path, *, repair: bool, threads: int, namespace: str | None = None) -> RootVerification:
     """Read and prove every chunk.
 
     Args:
@@ -153,10 +151,10 @@ def verify(path: Path, *, repair: bool, threads: int, namespace: str | None = No
     with Root(path) as root, progress("chunks") as tick:
         wanted = root.namespaces() if namespace is None else [root.namespace(namespace)]
         verified = [_Check(root, one, repair, threads).run(tick) for one in wanted]
-        return Verification(str(path), round(time.monotonic() - began, 3), verified)
+        return RootVerification(str(path), round(time.monotonic() - began, 3), verified)
 
 
-def _show(verification: Verification) -> None:
+def _show(verification: RootVerification) -> None:
     columns = ["chunks", "sound"]
     for column in ("torn", "foreign", "checksum", "unreadable", "gone", "strays", "set_aside"):
         if any(getattr(one, column) for one in verification.namespaces):
@@ -168,7 +166,7 @@ def _show(verification: Verification) -> None:
             print_line(f"{one.namespace}: {line}")
 
 
-def _remarks(one: Verified) -> Iterator[str]:
+def _remarks(one: CacheVerification) -> Iterator[str]:
     if one.problem:
         yield one.problem
     for ill in one.ill:
@@ -187,14 +185,16 @@ class _Check:
         self._repair = repair and one.is_kvtiers  # what is not kvtier's is only looked at
         self._threads = threads
         self._found: Counter[str] = Counter()
-        self._ill: list[DamagedFile] = []
+        self._damaged: list[DamagedFile] = []
         self._quarantine = Quarantine(root.fd, one.name)
 
-    def run(self, tick: Tick) -> Verified:
-        for place in self._one.data_dirs:
-            self._check_files(place, tick)
+    def run(self, tick: Tick) -> CacheVerification:
+        for data_dir in self._one.data_dirs:
+            for file, check in self._checked(self._files(data_dir)):
+                tick(1)
+                self._count(data_dir, file, check)
         found = self._found
-        return Verified(
+        return CacheVerification(
             namespace=self._one.name,
             chunks=sum(found[finding] for finding in Integrity),
             sound=found[Integrity.SOUND],
@@ -207,50 +207,31 @@ class _Check:
             quarantined=len(self._one.quarantine()),
             set_aside=found["set aside"],
             problem=self._one.problem,
-            ill=self._ill,
+            ill=self._damaged,
         )
 
-    def _check_files(self, place: DataDir, tick: Tick) -> None:
-        for file, check in self._checked(self._files(place), tick):
-            self._found[check.finding] += 1
-            if check.finding.is_corrupt or check.finding is Integrity.UNREADABLE:
-                aside = self._repair and check.finding.is_corrupt and self._set_aside(place, file, check)
-                self._found["set aside"] += aside
-                self._list(DamagedFile(file.path, check.finding, _errno_name(check.errno), aside))
-
-    def _files(self, place: DataDir) -> Iterator[ChunkFile]:
-        for found in self._root.chunks(place.name):
+    def _files(self, data_dir: DataDir) -> Iterator[ChunkFile]:
+        for found in self._root.chunks(data_dir.name):
             if not isinstance(found, Stray):
                 yield found
             elif found.problem:
                 self._found["unreadable directory"] += 1
-                self._list(DamagedFile(found.path, Integrity.UNREADABLE, _errno_name(found.problem), False))
+                self._list(found.path, Integrity.UNREADABLE, found.problem)
             else:
                 self._found["stray"] += 1
 
-    def _list(self, ill: DamagedFile) -> None:
-        if len(self._ill) < MOST_LISTED:
-            self._ill.append(ill)
-
-    def _set_aside(self, place: DataDir, chunk: ChunkFile, check: FileCheck) -> bool:
-        """Move a file away as an engine does that finds it damaged. A newer file in its place stays."""
-        reason = Result[check.finding.name]
-        return self._quarantine.set_aside(place.name, chunk.key, reason, check.inode)
-
-    # ----------------------------------------------------------------------------- reading
-
-    def _checked(self, files: Iterator[ChunkFile], tick: Tick) -> Iterator[Proven]:
-        """Prove chunks in several threads, a bounded number of them ahead of whoever takes the proofs."""
+    def _checked(self, files: Iterator[ChunkFile]) -> Iterator[tuple[ChunkFile, FileCheck]]:
+        """Check chunks in several threads, a bounded number of them ahead of whoever takes the results."""
         with ThreadPoolExecutor(self._threads, "verify") as pool:
-            waiting: deque[Future[list[Proven]]] = deque()
+            ahead: deque[Future[list[tuple[ChunkFile, FileCheck]]]] = deque()
             while batch := list(islice(files, _FILES_A_JOB)):
-                waiting.append(pool.submit(self._check, batch))
-                if len(waiting) >= self._threads * _JOBS_AHEAD:
-                    yield from _counted(waiting.popleft().result(), tick)
-            while waiting:
-                yield from _counted(waiting.popleft().result(), tick)
+                ahead.append(pool.submit(self._check, batch))
+                if len(ahead) >= self._threads * _JOBS_AHEAD:
+                    yield from ahead.popleft().result()
+            for job in ahead:
+                yield from job.result()
 
-    def _check(self, files: list[ChunkFile]) -> list[Proven]:
+    def _check(self, files: list[ChunkFile]) -> list[tuple[ChunkFile, FileCheck]]:
         with FileChecker(self._root.fd, self._belongs()) as checker:
             return [(file, checker.check(file.path, file.key)) for file in files]
 
@@ -262,11 +243,18 @@ class _Check:
         ends = self._one.name.rpartition("_")[2]
         return lambda found: found.hex().startswith(ends[:32])
 
+    def _count(self, data_dir: DataDir, file: ChunkFile, check: FileCheck) -> None:
+        """Count a chunk. Move a damaged one away as an engine does; a newer file in its place stays."""
+        finding, set_aside = check.finding, False
+        self._found[finding] += 1
+        if self._repair and finding.is_corrupt:
+            reason = Result[finding.name]
+            set_aside = self._quarantine.set_aside(data_dir.name, file.key, reason, check.inode)
+            self._found["set aside"] += set_aside
+        if finding.is_corrupt or finding is Integrity.UNREADABLE:
+            self._list(file.path, finding, check.errno, set_aside)
 
-def _counted(proofs: Sequence[Proven], tick: Tick) -> Iterable[Proven]:
-    tick(len(proofs))
-    return proofs
-
-
-def _errno_name(number: int) -> str:
-    return errno.errorcode.get(number, str(number)).lower() if number else ""
+    def _list(self, path: str, finding: Integrity, number: int, set_aside: bool = False) -> None:
+        if len(self._damaged) < MOST_LISTED:
+            name = errno.errorcode.get(number, str(number)).lower() if number else ""
+            self._damaged.append(DamagedFile(path, finding, name, set_aside))

@@ -12,15 +12,17 @@ from __future__ import annotations
 import ctypes
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvtier import _native as native
-from kvtier._device._methods import Method, PinnedMemory, require_right
-from kvtier._device.base import CopyQueue
+from kvtier._device._runtime import Runtime
+from kvtier._device.base import BatchedCopy, CopyQueue
 from kvtier._device.plan import CopyPlan
 from kvtier._memory import numa
 from kvtier.errors import ConfigError, DeviceLostError, TransferError
@@ -34,6 +36,11 @@ _LOST = frozenset((214, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719))
 link and hardware errors, and kernels that went wrong. HIP gives them the same numbers."""
 
 _EXPEDITED_PRIORITY = -1  # torch's streams of higher priority
+_PROBE_COPIES, _PROBE_BYTES = 64, 4096
+
+CopyMethod = Callable[[CopyPlan, Any], None]
+"""Gives the copies of a plan, at least one, to a stream of torch's. Raises where one is refused: those before
+it are in flight then."""
 
 
 def find_library(name: str, maps: Path = Path("/proc/self/maps")) -> str:
@@ -129,13 +136,56 @@ class RuntimeLibrary:
         return number.value
 
 
-def first_right(device: torch.device, methods: Mapping[str, Method]) -> Method | None:
-    """Return the first of these ways to make all copies in one call that copies right, or None."""
+def engine_method(operation: BatchedCopy) -> CopyMethod:
+    """Return the method that uses the engine's own batched operation."""
+
+    def copy(plan: CopyPlan, stream: Any) -> None:
+        with torch.cuda.stream(stream):
+            operation(*(torch.from_numpy(it.view(np.int64)) for it in (plan.src, plan.dst, plan.sizes)))
+
+    return copy
+
+
+def require_exact(method: CopyMethod, device: torch.device, stream: Any) -> None:
+    """Copy scattered ranges of a scratch buffer to the device and back.
+
+    Raises:
+        ValueError: wrong bytes were copied, or others were changed. Else whatever the method raises.
+    """
+    random, pinned = np.random.default_rng(1), device.type != "cpu"
+    nbytes = 2 * _PROBE_COPIES * _PROBE_BYTES
+    content = torch.from_numpy(random.integers(0, 256, nbytes, np.uint8))
+    buffers = (
+        content.pin_memory() if pinned else content,
+        torch.zeros(nbytes, dtype=torch.uint8, device=device),
+        torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned),
+    )
+    places = [random.permutation(_PROBE_COPIES) * 2 * _PROBE_BYTES for _ in buffers]
+    addresses = [
+        at.astype(np.uint64) + np.uint64(buffer.data_ptr())
+        for at, buffer in zip(places, buffers, strict=True)
+    ]
+    if pinned:  # the filling is work of another stream than the copies
+        torch.accelerator.synchronize(device)
+    sizes = np.full(_PROBE_COPIES, _PROBE_BYTES, dtype=np.uint64)
+    for start, end in pairwise(addresses):
+        method(CopyPlan(start, end, sizes, _PROBE_COPIES * _PROBE_BYTES), stream)
+    stream.synchronize()
+    for buffer, targets in zip(buffers[1:], places[1:], strict=True):
+        expected = torch.zeros_like(content)
+        for origin, target in zip(places[0].tolist(), targets.tolist(), strict=True):
+            expected[target : target + _PROBE_BYTES] = content[origin : origin + _PROBE_BYTES]
+        if not torch.equal(buffer.cpu(), expected):
+            raise ValueError("it copied wrong bytes")
+
+
+def _first_exact(device: torch.device, methods: Mapping[str, CopyMethod]) -> CopyMethod | None:
+    """Return the first of these ways to make all copies in one call that copies exactly, or None."""
     stream = torch.cuda.Stream(device)
     for name, method in methods.items():
         try:
             with torch.cuda.device(device):
-                require_right(method, device, stream)
+                require_exact(method, device, stream)
         except Exception as error:  # a driver that is too old, say, or no memory left
             logger.info("copy method %r not used: %s", name, error)
         else:
@@ -148,31 +198,19 @@ def _new_event() -> Any:
 
 
 class TorchStream:
-    """A ``kvtier._device._streams.Stream`` of torch's.
-
-    Waiting for its events, a thread sleeps instead of spinning.
+    """A ``Stream`` of torch's. Waiting for its events, a thread sleeps instead of spinning.
 
     Args:
-        device: the GPU.
+        runtime: the GPU.
         queue: whose plans it is given.
-        each: makes one call for each copy.
-        batched: makes one call for all; used where the host memory of all copies is pinned.
-        pinned: the host memory that is.
+        batched: makes one call for all copies of a plan; used where all their host memory is pinned.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        queue: CopyQueue,
-        each: Method,
-        batched: Method | None,
-        pinned: PinnedMemory,
-    ) -> None:
+    def __init__(self, runtime: TorchRuntime, queue: CopyQueue, batched: CopyMethod | None) -> None:
         priority = _EXPEDITED_PRIORITY if queue is CopyQueue.EXPEDITED else 0
-        self._stream = torch.cuda.Stream(device, priority=priority)
-        self._each = each
+        self._stream = torch.cuda.Stream(runtime.device, priority=priority)
+        self._runtime = runtime
         self._batched = batched
-        self._pinned = pinned
         self._is_store = queue is CopyQueue.STORE
 
     def wait(self, event: Any) -> None:
@@ -182,36 +220,63 @@ class TorchStream:
         return self._stream.record_event(_new_event())
 
     def copy(self, plan: CopyPlan) -> None:
-        method, host = self._each, plan.dst if self._is_store else plan.src
-        if self._batched is not None and len(host) > 1 and self._pinned.holds(host, plan.sizes):
-            method = self._batched
+        method: CopyMethod = self._runtime.library.copy
+        host = plan.dst if self._is_store else plan.src
+        if self._batched is not None and len(host) > 1:
+            start, end = self._runtime.pinned
+            if int(host.min()) >= start and int((host + plan.sizes).max()) <= end:
+                method = self._batched
         method(plan, self._stream)
 
 
-class TorchRuntime:
-    """One GPU of torch's: a ``kvtier._device._streams.Runtime``.
+class TorchRuntime(Runtime):
+    """One GPU of torch's.
 
     Args:
         device: the GPU, with its index.
         library: the runtime library that torch uses.
         batched: makes many copies in one call; None where there is no such way.
+
+    Attributes:
+        pinned: start and end of the host memory that is pinned. One thread changes it.
     """
 
-    def __init__(self, device: torch.device, library: RuntimeLibrary, batched: Method | None = None) -> None:
-        self._device = device
-        self._library = library
+    def __init__(
+        self, device: torch.device, library: RuntimeLibrary, batched: CopyMethod | None = None
+    ) -> None:
+        self.device = device
+        self.library = library
+        self.pinned = (0, 0)
         self._batched = batched
-        self._pinned = PinnedMemory()
+
+    @classmethod
+    def open(
+        cls,
+        device: torch.device,
+        library: RuntimeLibrary,
+        batched_copy: BatchedCopy | None,
+        methods: Mapping[str, CopyMethod] | None = None,
+    ) -> TorchRuntime:
+        """Return the runtime of a GPU, with the best way to make many copies in one call.
+
+        Args:
+            device: the GPU, with its index.
+            library: the runtime library that torch uses.
+            batched_copy: the engine's own operation, which is tried first.
+            methods: other ways, by name, the best first.
+        """
+        own = {} if batched_copy is None else {"the engine's": engine_method(batched_copy)}
+        return cls(device, library, _first_exact(device, {**own, **(methods or {})}))
 
     def attach(self) -> None:
-        torch.cuda.set_device(self._device)
-        self._library.relax_capture()
+        torch.cuda.set_device(self.device)
+        self.library.relax_capture()
 
     def record_compute(self) -> Any:
-        return torch.cuda.current_stream(self._device).record_event(_new_event())
+        return torch.cuda.current_stream(self.device).record_event(_new_event())
 
     def node(self) -> int | None:
-        it = torch.cuda.get_device_properties(self._device)
+        it = torch.cuda.get_device_properties(self.device)
         try:
             address = f"{it.pci_domain_id:04x}:{it.pci_bus_id:02x}:{it.pci_device_id:02x}.0"
         except AttributeError:  # an older torch
@@ -219,13 +284,13 @@ class TorchRuntime:
         return numa.node_of_pci(address)
 
     def open_stream(self, queue: CopyQueue, *, plain: bool = False) -> TorchStream:
-        batched = None if plain else self._batched
-        return TorchStream(self._device, queue, self._library.copy, batched, self._pinned)
+        return TorchStream(self, queue, None if plain else self._batched)
 
     def host_register(self, address: int, nbytes: int) -> None:
-        self._library.host_register(address, nbytes)
-        self._pinned.add(address, nbytes)
+        """Pin the next piece of the slots: each begins where the last one ends."""
+        self.library.host_register(address, nbytes)
+        self.pinned = (self.pinned[0] or address, address + nbytes)
 
     def host_unregister(self, address: int) -> None:
-        self._pinned.clear()
-        self._library.host_unregister(address)
+        self.pinned = (0, 0)
+        self.library.host_unregister(address)

@@ -10,7 +10,7 @@ from kvtier._memory import numa
 from kvtier._memory.region import Region
 
 if TYPE_CHECKING:
-    from kvtier._device._streams import Runtime
+    from kvtier._device._runtime import Runtime
 
 logger = logging.getLogger("kvtier.device")
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from kvtier._device._engine import StreamEngine
 from kvtier._device.base import DEADLINE_S, BatchedCopy, KVCaches, TransferEngine
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
 from kvtier.errors import ConfigError
 
 BACKENDS = ("cpu", "cuda", "rocm", "xpu")
-"""The backends: modules beside this one, each with ``missing`` and ``open_engine``."""
+"""The backends: modules beside this one, each with ``missing`` and ``open_runtime``."""
 
 
 def open_transfer_engine(
@@ -40,11 +41,10 @@ def open_transfer_engine(
         ConfigError: there is no such backend, it cannot be used on this machine, or the tensors are on
             another device than its own.
     """
-    module = _module(usable(name or _backend_of(kv_caches)))
-    engine: TransferEngine = module.open_engine(
-        kv_caches, layout, region, deadline_s=deadline_s, batched_copy=batched_copy
-    )
-    return engine
+    backend = usable(name or _backend_of(kv_caches))
+    _require_one_device(kv_caches, backend)
+    runtime = _module(backend).open_runtime(kv_caches.tensors, batched_copy)
+    return StreamEngine(kv_caches, layout, region, runtime, deadline_s=deadline_s)
 
 
 def possible() -> str:
@@ -72,7 +72,7 @@ def usable(name: str | None = None) -> str:
 
 def torch_device(name: str) -> torch.device:
     """Return the device that holds a backend's tensors: the current one, if the machine has several."""
-    kind = "cuda" if name == "rocm" else name  # torch's name for AMD's GPUs, too
+    kind = _torch_type(name)
     return (
         torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
     )
@@ -87,6 +87,19 @@ def description(name: str) -> str:
     version = torch.version.hip or torch.version.cuda or torch.version.xpu
     driver = getattr(it, "driver_version", None) or _module(name).open_library().driver_version
     return f"{it.name}, driver {driver}, runtime {version}, torch {torch.__version__}"
+
+
+def _require_one_device(kv_caches: KVCaches, name: str) -> None:
+    devices = {tensor.device for tensor in kv_caches.tensors}
+    if others := {device.type for device in devices} - {_torch_type(name)}:
+        raise ConfigError(f"the device backend {name!r} cannot copy tensors on {', '.join(sorted(others))}")
+    if len(devices) != 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ConfigError(f"the KV cache of one worker is on several GPUs ({names}); one is possible")
+
+
+def _torch_type(name: str) -> str:
+    return "cuda" if name == "rocm" else name  # torch's name for AMD's GPUs, too
 
 
 def _backend_of(kv_caches: KVCaches) -> str:

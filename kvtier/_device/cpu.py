@@ -1,31 +1,28 @@
-"""The backend for KV caches in host memory: threads that copy with the interpreter lock released."""
+"""The backend for KV caches in host memory: copies are made with the interpreter lock released."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
 
 from kvtier import _native as native
-from kvtier._device._threaded import Begin, ThreadedEngine, only_device
-from kvtier._device.base import DEADLINE_S, Attempt, BatchedCopy, KVCaches
+from kvtier._device._runtime import Runtime
+from kvtier._device.base import BatchedCopy, CopyQueue
 from kvtier._device.plan import CopyPlan
 from kvtier._memory import numa
-from kvtier._memory.layout import SlotLayout
-from kvtier._memory.region import Region
+
+CopyFunction = Callable[[CopyPlan], None]
+"""Makes the copies of a plan and returns when they are done."""
 
 
-def copy_plan(plan: CopyPlan) -> None:
+def copy_batch(plan: CopyPlan) -> None:
     """Make the copies of ``plan`` in one foreign call."""
     native.copy_batch(plan.src.ctypes.data, plan.dst.ctypes.data, plan.sizes.ctypes.data, len(plan.sizes))
-
-
-def copy_staged(plan: CopyPlan) -> None:
-    """Make the copies of ``plan`` one by one, each through memory of its own."""
-    for src, dst, size in zip(plan.src.tolist(), plan.dst.tolist(), plan.sizes.tolist(), strict=True):
-        ctypes.memmove(dst, ctypes.string_at(src, size), size)
 
 
 def copy_each(plan: CopyPlan) -> None:
@@ -34,45 +31,57 @@ def copy_each(plan: CopyPlan) -> None:
         ctypes.memmove(dst, src, size)
 
 
-class CpuTransferEngine(ThreadedEngine):
-    """Copies between tensors in host memory and slots.
+@dataclass(frozen=True, slots=True)
+class HostEvent:
+    """A moment: work in host memory is over when it returns."""
+
+    at_s: float = field(default_factory=time.perf_counter)
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def elapsed_time(self, end_event: HostEvent, /) -> float:
+        """Return the milliseconds between both."""
+        return (end_event.at_s - self.at_s) * 1000
+
+
+class HostStream:
+    """A ``Stream`` whose copies are over when ``copy`` returns."""
+
+    def __init__(self, copy: CopyFunction) -> None:
+        self.copy = copy
+
+    def wait(self, event: HostEvent) -> None:
+        """Return at once: the event is over."""
+
+    def record(self) -> HostEvent:
+        return HostEvent()
+
+
+class CpuRuntime(Runtime):
+    """Host memory, which needs no pinning.
 
     Args:
-        kv_caches: tensors on the CPU.
-        layout: where the pages lie in a slot.
-        region: the slots; it stays mapped until ``close``.
-        copy: makes the copies of one plan and returns when they are done.
-        staged: the same in another way, where ``copy`` fails again and again.
-        deadline_s: as for ``ThreadedEngine``.
-
-    Raises:
-        ConfigError: a tensor is on another device.
-        ValueError: region, layout and tensors do not fit each other.
+        copy: makes the copies of a plan.
+        plain: the same in another way, where ``copy`` has failed, and for audits.
     """
 
-    def __init__(
-        self,
-        kv_caches: KVCaches,
-        layout: SlotLayout,
-        region: Region,
-        copy: Callable[[CopyPlan], None] = copy_plan,
-        staged: Callable[[CopyPlan], None] = copy_staged,
-        deadline_s: float = DEADLINE_S,
-    ) -> None:
-        only_device(kv_caches, "cpu")
+    transfers_at_once = 1
+    can_pin = False
 
-        def prepare(plan: CopyPlan) -> Begin:
-            return lambda attempt: partial(_timed, staged if attempt is Attempt.STAGED else copy, plan)
+    def __init__(self, copy: CopyFunction | None = None, plain: CopyFunction | None = None) -> None:
+        self._copy = copy or copy_batch
+        self._plain = plain or copy_each
 
-        super().__init__(kv_caches, layout, region, lambda _: prepare, deadline_s=deadline_s)
+    def record_compute(self) -> HostEvent:
+        return HostEvent()
 
-    def read(self, plan: CopyPlan) -> None:
-        copy_each(plan)
-
-    @property
     def node(self) -> int | None:
-        """The node of the CPUs that this process may run on."""
+        """Return the node of the CPUs that this process may run on."""
         return numa.node_of_cpus(os.sched_getaffinity(0))
+
+    def open_stream(self, queue: CopyQueue, *, plain: bool = False) -> HostStream:  # noqa: ARG002
+        return HostStream(self._plain if plain else self._copy)
 
 
 def missing() -> str | None:
@@ -80,19 +89,6 @@ def missing() -> str | None:
     return None
 
 
-def open_engine(
-    kv_caches: KVCaches,
-    layout: SlotLayout,
-    region: Region,
-    *,
-    deadline_s: float = DEADLINE_S,
-    batched_copy: BatchedCopy | None = None,  # noqa: ARG001
-) -> CpuTransferEngine:
-    """Open the engine for tensors in host memory. See ``kvtier._device.auto.open_transfer_engine``."""
-    return CpuTransferEngine(kv_caches, layout, region, deadline_s=deadline_s)
-
-
-def _timed(copy: Callable[[CopyPlan], None], plan: CopyPlan) -> float:
-    start = time.perf_counter()
-    copy(plan)
-    return time.perf_counter() - start
+def open_runtime(tensors: Sequence[torch.Tensor], batched_copy: BatchedCopy | None) -> CpuRuntime:  # noqa: ARG001
+    """Return the runtime for tensors in host memory."""
+    return CpuRuntime()

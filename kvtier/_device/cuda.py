@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from kvtier._device._cuda_runtime import RuntimeLibrary, TorchRuntime, find_library, first_right
-from kvtier._device._methods import Method, engine_method
-from kvtier._device._streams import StreamEngine
-from kvtier._device._threaded import only_device
-from kvtier._device.base import DEADLINE_S, BatchedCopy, KVCaches
+from kvtier._device._cuda_runtime import RuntimeLibrary, TorchRuntime, find_library
+from kvtier._device.base import BatchedCopy
 from kvtier._device.plan import CopyPlan
-from kvtier._memory.layout import SlotLayout
-from kvtier._memory.region import Region
 
 _IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
 _WITHOUT_FAILED_INDEX = 13000  # from this version on the batched call has one argument less
@@ -78,28 +74,9 @@ def open_library() -> Cudart:
     return Cudart(find_library("libcudart"))
 
 
-def methods_for(library: Cudart, batched_copy: BatchedCopy | None = None) -> dict[str, Method]:
-    """Return the ways to make many copies in one call, by name, the best first.
-
-    Args:
-        library: CUDA's.
-        batched_copy: the engine's own operation.
-    """
-    own = {} if batched_copy is None else {"the engine's": engine_method(batched_copy)}
-    return {**own, "cudaMemcpyBatchAsync": library.copy_batch}
-
-
-def open_engine(
-    kv_caches: KVCaches,
-    layout: SlotLayout,
-    region: Region,
-    *,
-    deadline_s: float = DEADLINE_S,
-    batched_copy: BatchedCopy | None = None,
-) -> StreamEngine:
-    """Open the engine for tensors on one NVIDIA GPU. See ``kvtier._device.auto.open_transfer_engine``."""
-    device = only_device(kv_caches, "cuda")
+def open_runtime(tensors: Sequence[torch.Tensor], batched_copy: BatchedCopy | None) -> TorchRuntime:
+    """Return the runtime of the NVIDIA GPU that the tensors are on."""
     library = open_library()
-    batched = first_right(device, methods_for(library, batched_copy))
-    runtime = TorchRuntime(device, library, batched)
-    return StreamEngine(kv_caches, layout, region, runtime, deadline_s=deadline_s)
+    return TorchRuntime.open(
+        tensors[0].device, library, batched_copy, {"cudaMemcpyBatchAsync": library.copy_batch}
+    )

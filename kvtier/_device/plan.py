@@ -5,7 +5,7 @@ The arithmetic is vectorised over whole groups; no Python code runs per page.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,8 +99,9 @@ class CopyPlanner:
             first_slot += count
         if len(parts) == 1:
             return parts[0]
-        device, host, sizes = zip(*parts, strict=True) if parts else ((), (), ())
-        return _joined(device), _joined(host), _joined(sizes)
+        none = np.empty(0, dtype=np.uint64)
+        device, host, sizes = (np.concatenate(column) for column in zip((none,) * 3, *parts, strict=True))
+        return device, host, sizes
 
     def _check(self, blocks: Blocks, slot_ids: _Integers) -> tuple[int, ...]:
         if len(blocks.group_sizes) != len(self._groups):
@@ -126,13 +127,12 @@ class _Group:
         # A tensor's pages in the next slot follow only where a slot holds nothing else.
         slots_join = layout.chunk_bytes == layout.worker_bytes and len(layout.page_bytes) == 1
         joined_blocks = layout.blocks_per_chunk * (piece_slots if slots_join else 1)
-        kinds: dict[tuple[bool, int, int], list[PageRef]] = {}
-        for ref in used:
-            writers, writer = (ref.mapping.writers, ref.mapping.writer) if ref.mapping else (1, 0)
-            kinds.setdefault((_is_dense(caches, ref, layout), writers, writer), []).append(ref)
+        dense = [ref for ref in used if _is_dense(caches, ref, layout)]
+        others = [ref for ref in used if ref not in dense]
         self._pages = [
-            _Pages(caches, kinds[kind], layout, address, joined_blocks if kind[0] else 1, *kind[1:])
-            for kind in sorted(kinds, reverse=True)
+            _Pages(caches, refs, layout, address, blocks)
+            for refs, blocks in ((dense, joined_blocks), (others, 1))
+            if refs
         ]
 
     def pairs(self, ids: _Integers, slots: _Integers, first: int, to_write: bool) -> list[_Pairs]:
@@ -153,7 +153,6 @@ class _Pages:
     Args:
         joined_blocks: neighbours are copied as one up to a multiple of so many places; 1 where the
             pages of neighbours have bytes between them.
-        writers, writer: as in ``PageMapping``.
     """
 
     def __init__(
@@ -163,27 +162,30 @@ class _Pages:
         layout: SlotLayout,
         address: int,
         joined_blocks: int,
-        writers: int,
-        writer: int,
     ) -> None:
         pieces = [_pieces(ref) for ref in refs]
-        self._device_base = _numbers(pieces, 0, [caches.tensors[ref.tensor].data_ptr() for ref in refs])
-        self._device_stride = _numbers(pieces, None, [caches.tensors[ref.tensor].stride(0) for ref in refs])
-        self._host_base = _numbers(pieces, 1, [address + layout.tensor_offsets[ref.tensor] for ref in refs])
-        self._host_stride = _numbers(pieces, None, [layout.page_bytes[ref.tensor] for ref in refs])
-        self._sizes = _numbers(pieces, 2, [0] * len(refs))
-        in_pieces = any(len(rows) > 1 for rows in pieces)
-        self._pieces, self._blocks = (_ACROSS, _DOWN) if in_pieces else (_DOWN, _ACROSS)
+        tensors = [caches.tensors[ref.tensor] for ref in refs]
+        counts = [len(rows) for rows in pieces]
+
+        def of_pieces(numbers: Iterable[int]) -> _Integers:
+            return np.repeat(np.array([*numbers], dtype=np.int64), counts)
+
+        in_page, in_slot, self._sizes = np.ascontiguousarray(np.concatenate(pieces).T)
+        self._device_base = of_pieces(tensor.data_ptr() for tensor in tensors) + in_page
+        self._device_stride = of_pieces(tensor.stride(0) for tensor in tensors)
+        self._host_base = of_pieces(address + layout.tensor_offsets[ref.tensor] for ref in refs) + in_slot
+        self._host_stride = of_pieces(layout.page_bytes[ref.tensor] for ref in refs)
+        # Pages in several pieces block after block: see above.
+        self._pieces, self._blocks = (_ACROSS, _DOWN) if max(counts) > 1 else (_DOWN, _ACROSS)
         self._chunk_bytes = layout.chunk_bytes
         self._blocks_per_chunk = layout.blocks_per_chunk
         self._joined_blocks = joined_blocks
-        self._writers, self._writer = writers, writer
+        mappings = [ref.mapping for ref in refs]
+        self._writers = of_pieces(1 if mapping is None else mapping.writers for mapping in mappings)
+        self._writer = of_pieces(0 if mapping is None else mapping.writer for mapping in mappings)
 
     def pairs(self, ids: _Integers, places: _Integers, to_write: bool) -> _Pairs:
         """Return the addresses and sizes of the pages of blocks; to write, of this worker's own ones."""
-        if to_write and self._writers > 1:
-            own = places % self._writers == self._writer
-            ids, places = ids[own], places[own]
         lengths = np.ones_like(ids)
         if self._joined_blocks > 1 and len(ids):
             starts = self._run_starts(ids, places)
@@ -197,7 +199,10 @@ class _Pages:
         host += (chunk * self._chunk_bytes)[blocks]
         host += self._host_base[pieces]
         sizes = self._sizes[pieces] * lengths[blocks]
-        return _flat(device), _flat(host), _flat(sizes)
+        if to_write and self._writers.max() > 1:
+            own = places[blocks] % self._writers[pieces] == self._writer[pieces]
+            device, host, sizes = device[own], host[own], sizes[own]
+        return device.ravel().view(np.uint64), host.ravel().view(np.uint64), sizes.ravel().view(np.uint64)
 
     def _run_starts(self, ids: _Integers, places: _Integers) -> _Integers:
         """Find where a run of blocks begins that are neighbours in the tensors and in the slots."""
@@ -229,24 +234,8 @@ def _pieces(ref: PageRef) -> _Integers:
 def _is_dense(caches: KVCaches, ref: PageRef, layout: SlotLayout) -> bool:
     """Return whether blocks that follow each other have adjacent bytes, in the tensor and in a slot."""
     whole = ref.page_bytes == layout.page_bytes[ref.tensor] == caches.tensors[ref.tensor].stride(0)
-    return whole and len(_pieces(ref)) == 1
-
-
-def _numbers(pieces: Sequence[_Integers], place: int | None, bases: Sequence[int]) -> _Integers:
-    """Return a base for each piece, plus what ``pieces`` have in column ``place``; shape (pieces,)."""
-    parts = [
-        np.full(len(rows), base, dtype=np.int64) if place is None else rows[:, place] + base
-        for rows, base in zip(pieces, bases, strict=True)
-    ]
-    return np.concatenate(parts)
-
-
-def _flat(numbers: _Integers) -> Addresses:
-    return numbers.ravel().view(np.uint64)
-
-
-def _joined(parts: Sequence[Addresses]) -> Addresses:
-    return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint64)
+    is_shared = ref.mapping is not None and ref.mapping.writers > 1
+    return whole and not is_shared and len(_pieces(ref)) == 1
 
 
 def _require_within(numbers: _Integers, count: int, what: str) -> None:

@@ -6,15 +6,12 @@ no attributes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from kvtier._device._cuda_runtime import RuntimeLibrary, TorchRuntime, find_library, first_right
-from kvtier._device._methods import engine_method
-from kvtier._device._streams import StreamEngine
-from kvtier._device._threaded import only_device
-from kvtier._device.base import DEADLINE_S, BatchedCopy, KVCaches
-from kvtier._memory.layout import SlotLayout
-from kvtier._memory.region import Region
+from kvtier._device._cuda_runtime import RuntimeLibrary, TorchRuntime, find_library
+from kvtier._device.base import BatchedCopy
 
 
 def missing() -> str | None:
@@ -29,17 +26,6 @@ def open_library() -> RuntimeLibrary:
     return RuntimeLibrary(find_library("libamdhip64"), "hip")
 
 
-def open_engine(
-    kv_caches: KVCaches,
-    layout: SlotLayout,
-    region: Region,
-    *,
-    deadline_s: float = DEADLINE_S,
-    batched_copy: BatchedCopy | None = None,
-) -> StreamEngine:
-    """Open the engine for tensors on one AMD GPU. See ``kvtier._device.auto.open_transfer_engine``."""
-    device = only_device(kv_caches, "cuda")  # torch's name for AMD's GPUs, too
-    library = open_library()
-    methods = {} if batched_copy is None else {"the engine's": engine_method(batched_copy)}
-    runtime = TorchRuntime(device, library, first_right(device, methods))
-    return StreamEngine(kv_caches, layout, region, runtime, deadline_s=deadline_s)
+def open_runtime(tensors: Sequence[torch.Tensor], batched_copy: BatchedCopy | None) -> TorchRuntime:
+    """Return the runtime of the AMD GPU that the tensors are on."""
+    return TorchRuntime.open(tensors[0].device, open_library(), batched_copy)

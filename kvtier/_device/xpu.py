@@ -7,18 +7,16 @@ of torch's, two for each queue, one of which the host fills or empties while the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from kvtier import _native as native
-from kvtier._device._streams import StreamEngine
-from kvtier._device._threaded import only_device
-from kvtier._device.base import DEADLINE_S, BatchedCopy, CopyQueue, KVCaches
+from kvtier._device._runtime import Runtime
+from kvtier._device.base import BatchedCopy, CopyQueue
 from kvtier._device.plan import Addresses, CopyPlan
-from kvtier._memory.layout import SlotLayout
-from kvtier._memory.region import Region
 from kvtier.errors import TransferError
 
 BUFFER_BYTES = 8 * 2**20
@@ -54,25 +52,29 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Buffer:
-    """Pinned memory, and the event after the last copy that the device makes with it."""
+    """Pinned memory that copies go through.
+
+    Attributes:
+        used: the event after the last copies that the device makes with it.
+        arriving: of a store, the copies from here to the slots that are to follow the device's.
+    """
 
     def __init__(self, nbytes: int, pinned: bool) -> None:
         self.bytes = torch.empty(nbytes, dtype=torch.int8, pin_memory=pinned)
         self.used: Any = None
+        self.arriving: CopyPlan | None = None
 
-    @property
-    def address(self) -> int:
-        """Where it begins."""
-        return self.bytes.data_ptr()
-
-    def wait(self) -> None:
-        """Block until the device is through with it."""
+    def finish(self) -> None:
+        """Block until the device is through with it, and copy what it has brought to the slots."""
         if self.used is not None:
             self.used.synchronize()
+        if self.arriving is not None:
+            _copy_on_host(self.arriving)
+            self.arriving = None
 
 
 class XpuStream:
-    """A ``kvtier._device._streams.Stream`` of torch's, with buffers.
+    """A ``Stream`` of torch's, with buffers.
 
     Args:
         api: ``torch.xpu``.
@@ -100,54 +102,34 @@ class XpuStream:
     def copy(self, plan: CopyPlan) -> None:
         """Enqueue the copies; the calling thread makes the host's part. See ``Stream.copy``."""
         with self._api.stream(self._stream):
-            self._store(plan) if self._is_store else self._load(plan)
+            for number, part in enumerate(_parts(plan, self._buffer_bytes)):
+                buffer = self._buffers[number % 2]
+                buffer.finish()
+                self._copy_through(buffer, part)
+            if self._is_store:
+                for buffer in self._buffers:
+                    buffer.finish()
 
-    def _load(self, plan: CopyPlan) -> None:
-        for number, piece in enumerate(_pieces(plan, self._buffer_bytes)):
-            buffer = self._buffers[number % 2]
-            buffer.wait()
-            places, offsets = self._laid_out(buffer, piece)
-            _copy_on_host(piece.src, places, piece.sizes)
-            targets = self._memory.find(piece.dst, piece.sizes)
-            for target, start in zip(targets, offsets, strict=True):
-                target.copy_(buffer.bytes[start : start + len(target)], non_blocking=True)
-            self._mark(buffer)
-
-    def _store(self, plan: CopyPlan) -> None:
-        arrived: tuple[_Buffer, Addresses, CopyPlan] | None = None
-        for number, piece in enumerate(_pieces(plan, self._buffer_bytes)):
-            buffer = self._buffers[number % 2]
-            places, offsets = self._laid_out(buffer, piece)
-            sources = self._memory.find(piece.src, piece.sizes)
-            for source, start in zip(sources, offsets, strict=True):
-                buffer.bytes[start : start + len(source)].copy_(source, non_blocking=True)
-            self._mark(buffer)
-            if arrived is not None:
-                _empty(*arrived)
-            arrived = (buffer, places, piece)
-        if arrived is not None:
-            _empty(*arrived)
-
-    def _laid_out(self, buffer: _Buffer, piece: CopyPlan) -> tuple[Addresses, list[int]]:
-        """Return where each copy's bytes are in the buffer, as addresses and as offsets."""
-        offsets = np.cumsum(piece.sizes) - piece.sizes
-        return offsets + np.uint64(buffer.address), offsets.tolist()
-
-    def _mark(self, buffer: _Buffer) -> None:
+    def _copy_through(self, buffer: _Buffer, part: CopyPlan) -> None:
+        offsets = np.cumsum(part.sizes) - part.sizes
+        staged = offsets + np.uint64(buffer.bytes.data_ptr())
+        pages = self._memory.find(part.src if self._is_store else part.dst, part.sizes)
+        if not self._is_store:
+            _copy_on_host(replace(part, dst=staged))
+        for page, start in zip(pages, offsets.tolist(), strict=True):
+            there = buffer.bytes[start : start + len(page)]
+            source, target = (page, there) if self._is_store else (there, page)
+            target.copy_(source, non_blocking=True)
         buffer.used = self.record()
+        if self._is_store:
+            buffer.arriving = replace(part, src=staged)
 
 
-def _empty(buffer: _Buffer, places: Addresses, piece: CopyPlan) -> None:
-    """Copy what the device has brought to the slots."""
-    buffer.wait()
-    _copy_on_host(places, piece.dst, piece.sizes)
+def _copy_on_host(plan: CopyPlan) -> None:
+    native.copy_batch(plan.src.ctypes.data, plan.dst.ctypes.data, plan.sizes.ctypes.data, len(plan.sizes))
 
 
-def _copy_on_host(src: Addresses, dst: Addresses, sizes: Addresses) -> None:
-    native.copy_batch(src.ctypes.data, dst.ctypes.data, sizes.ctypes.data, len(sizes))
-
-
-def _pieces(plan: CopyPlan, nbytes: int) -> Iterator[CopyPlan]:
+def _parts(plan: CopyPlan, nbytes: int) -> Iterator[CopyPlan]:
     """Split a plan into plans of at most so many bytes; a copy that is longer is split as well."""
     src, dst, sizes = plan.src, plan.dst, plan.sizes
     if len(sizes) and int(sizes.max()) > nbytes:
@@ -174,14 +156,17 @@ def _split(plan: CopyPlan, nbytes: int) -> tuple[Addresses, Addresses, Addresses
     )
 
 
-class XpuRuntime:
-    """One Intel GPU: a ``kvtier._device._streams.Runtime``.
+class XpuRuntime(Runtime):
+    """One Intel GPU.
 
     Args:
         tensors: the engine's, all on one device.
         api: ``torch.xpu``.
         buffer_bytes: length of each pinned buffer.
     """
+
+    transfers_at_once = 1  # beginning one is work of the host, which would delay the end of the one before
+    can_pin = False
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], api: Any = torch.xpu, buffer_bytes: int = BUFFER_BYTES
@@ -197,33 +182,12 @@ class XpuRuntime:
     def record_compute(self) -> Any:
         return self._api.current_stream(self._device).record_event(self._api.Event(enable_timing=True))
 
-    def node(self) -> int | None:
-        return None  # torch does not tell
-
     def open_stream(self, queue: CopyQueue, *, plain: bool = False) -> XpuStream:  # noqa: ARG002
         is_store = queue is CopyQueue.STORE
         stream = self._api.Stream(self._device)
         return XpuStream(self._api, stream, self._memory, is_store, self._buffer_bytes)
 
-    def host_register(self, address: int, nbytes: int) -> None:  # noqa: ARG002
-        raise TransferError("torch cannot pin memory for this device that it has not allocated")
 
-    def host_unregister(self, address: int) -> None:  # noqa: ARG002
-        raise TransferError("nothing was pinned")
-
-
-def open_engine(
-    kv_caches: KVCaches,
-    layout: SlotLayout,
-    region: Region,
-    *,
-    deadline_s: float = DEADLINE_S,
-    batched_copy: BatchedCopy | None = None,  # noqa: ARG001
-) -> StreamEngine:
-    """Open the engine for tensors on one Intel GPU. See ``kvtier._device.auto.open_transfer_engine``."""
-    only_device(kv_caches, "xpu")
-    runtime = XpuRuntime(kv_caches.tensors)
-    # One at a time: beginning a transfer is work of the host, which would delay the end of the last one.
-    return StreamEngine(
-        kv_caches, layout, region, runtime, piece_bytes=None, at_once=1, deadline_s=deadline_s
-    )
+def open_runtime(tensors: Sequence[torch.Tensor], batched_copy: BatchedCopy | None) -> XpuRuntime:  # noqa: ARG001
+    """Return the runtime of the Intel GPU that the tensors are on."""
+    return XpuRuntime(tensors)

@@ -71,7 +71,7 @@ class EngineChild:
     def fail_copies(self, order: Order) -> Answer:
         """Set how many copies fail from now on."""
         assert self._faults is not None
-        self._faults.set(**{name: order[name] for name in ("stores", "loads", "staged", "rank")})
+        self._faults.set(**{name: order[name] for name in ("stores", "loads", "rank")})
         return {}
 
     def start(self, order: Order) -> Answer:

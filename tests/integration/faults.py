@@ -11,8 +11,7 @@ from typing import Any
 
 _WORD_BYTES = 8
 _QUEUES = {"kvtier-store": 0, "kvtier-load": 1, "kvtier-expedited": 1}
-_STAGED = 2
-_RANK = 3
+_RANK = 2
 
 
 _FILE = "KVTIER_TEST_FAULTS"
@@ -36,32 +35,20 @@ class Faults:
         """Have every engine for the CPU that is made from now on in this process ask for faults."""
         from kvtier._device import cpu
 
-        init = cpu.CpuTransferEngine.__init__
+        for name in ("copy_batch", "copy_each"):
+            setattr(cpu, name, partial(self._copy, getattr(cpu, name)))
 
-        def faulty_init(engine: Any, kv_caches: Any, layout: Any, region: Any, deadline_s: float) -> None:
-            copy = partial(self._copy, cpu.copy_plan)
-            staged = partial(self._staged, cpu.copy_staged)
-            init(engine, kv_caches, layout, region, copy=copy, staged=staged, deadline_s=deadline_s)
-
-        cpu.CpuTransferEngine.__init__ = faulty_init  # type: ignore[method-assign,assignment]
-
-    def set(self, *, stores: int, loads: int, staged: int, rank: int) -> None:
+    def set(self, *, stores: int, loads: int, rank: int) -> None:
         """Let the next so many attempts of each kind fail, half-way; negative: all of them.
 
         Args:
             rank: the worker whose copies fail; negative for any.
         """
-        for index, number in enumerate((stores, loads, staged, rank)):
+        for index, number in enumerate((stores, loads, rank)):
             self._left[index] = number
 
     def _copy(self, copy: Callable[[Any], None], plan: Any) -> None:
-        self._maybe_fail(_QUEUES[threading.current_thread().name], copy, plan)
-
-    def _staged(self, copy: Callable[[Any], None], plan: Any) -> None:
-        self._maybe_fail(_STAGED, copy, plan)
-
-    def _maybe_fail(self, kind: int, copy: Callable[[Any], None], plan: Any) -> None:
-        left = self._left
+        kind, left = _QUEUES[threading.current_thread().name], self._left
         if not left[kind] or left[_RANK] not in (-1, _rank()):
             copy(plan)
             return

@@ -373,9 +373,9 @@ class Engine:
         """Forget what is cached on the device, and where asked for, everywhere else."""
         assert self.ask("reset", connector=connector)["done"]
 
-    def fail_copies(self, *, stores: int = 0, loads: int = 0, staged: int = 0, rank: int = -1) -> None:
+    def fail_copies(self, *, stores: int = 0, loads: int = 0, rank: int = -1) -> None:
         """Let the next so many attempts of copies fail; -1: all of them. Of one worker, or of any."""
-        self.ask("fail_copies", stores=stores, loads=loads, staged=staged, rank=rank)
+        self.ask("fail_copies", stores=stores, loads=loads, rank=rank)
 
     # --- looking ---------------------------------------------------------------------------------
 

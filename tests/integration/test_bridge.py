@@ -36,10 +36,10 @@ from kvtier._executor import Executor, ExecutorThread, NamedTier
 from kvtier._identity import Identity
 from kvtier._memory.region import Region
 from kvtier._memory.worker_status import StatusField, StatusTable, status_table_bytes
-from kvtier.adapters.vllm._compat import TELLS_OF_FLUSHES
-from kvtier.adapters.vllm._locations import location_of
+from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH
+from kvtier.adapters.vllm._events import location_of
 from kvtier.adapters.vllm._manager import KVTierManager, Slots
-from kvtier.adapters.vllm._workers import Workers
+from kvtier.adapters.vllm._metrics import WorkerReports
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.policies._lru import LRU
@@ -94,7 +94,7 @@ class World:
         steps_ahead: int = 2,
         self_describing: bool = False,
         repeats_stores: bool = True,
-        workers: Workers | None = None,
+        workers: WorkerReports | None = None,
     ) -> None:
         names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
         gates = [
@@ -246,7 +246,7 @@ def test_slots_of_a_failed_store_are_given_on_unless_the_device_may_still_write_
     make: Make, is_lost: bool, is_reset: bool
 ) -> None:
     status_table = StatusTable(memoryview(bytearray(status_table_bytes(8, 1))), slots=8, workers=1)
-    it = make(dummy(), slots=8, workers=Workers(status_table))
+    it = make(dummy(), slots=8, workers=WorkerReports(status_table))
     context = it.request("a")
     output = it.manager.prepare_store(prompt(1, 8), context)
     assert output is not None
@@ -263,7 +263,7 @@ def test_slots_of_a_failed_store_are_given_on_unless_the_device_may_still_write_
     assert it.core.shared.counts["dropped", "store"] == 8
 
 
-@pytest.mark.skipif(TELLS_OF_FLUSHES, reason="this vLLM says when workers are through")
+@pytest.mark.skipif(REPORTS_RESET_FLUSH, reason="this vLLM says when workers are through")
 @pytest.mark.parametrize("steps_ahead", [2, 5])
 def test_slots_stay_held_as_long_as_steps_can_be_scheduled_ahead(make: Make, steps_ahead: int) -> None:
     """A pipeline of stages has as many steps under way: their copies end later."""
@@ -500,7 +500,7 @@ class Scheduler:
             time.sleep(0.0005)
 
 
-@pytest.mark.parametrize("version", ["0.33"] if TELLS_OF_FLUSHES else ["0.32", "0.33"])
+@pytest.mark.parametrize("version", ["0.33"] if REPORTS_RESET_FLUSH else ["0.32", "0.33"])
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_happens_when_no_call_raises_and_no_byte_is_wrong(
     make: Make, version: str, seed: int, tmp_path: Path

@@ -17,9 +17,9 @@ pytest.importorskip("vllm")
 
 from vllm.config import ModelConfig, VllmConfig
 
-from kvtier.adapters.vllm import _without_effect
+from kvtier.adapters.vllm import _excluded_settings
+from kvtier.adapters.vllm._canonical import canonical_settings, canonical_value, relevant_environment
 from kvtier.adapters.vllm._identity import weights_fingerprint
-from kvtier.adapters.vllm._spelling import spell, spell_environment, spell_settings
 from kvtier.errors import ConfigError
 from tests.integration.configurations import MODELS, configure, identity_of, make_model
 
@@ -69,8 +69,8 @@ def test_the_length_of_requests_counts_in_a_version_that_nobody_has_looked_at(
     models: Callable[[str], Path],
 ) -> None:
     short, long = (configure(models("llama"), max_model_len=tokens) for tokens in (1024, 4096))
-    assert spell_settings(short, is_reviewed=True) == spell_settings(long, is_reviewed=True)
-    assert spell_settings(short, is_reviewed=False) != spell_settings(long, is_reviewed=False)
+    assert canonical_settings(short, is_reviewed=True) == canonical_settings(long, is_reviewed=True)
+    assert canonical_settings(short, is_reviewed=False) != canonical_settings(long, is_reviewed=False)
 
 
 def test_what_online_quantisation_leaves_out_counts(models: Callable[[str], Path]) -> None:
@@ -131,13 +131,11 @@ def test_a_setting_that_changes_numbers_splits(
     ],
     ids=lambda arguments: "-".join(arguments),
 )
-def test_a_setting_without_effect_does_not_split(
-    models: Callable[[str], Path], arguments: dict[str, Any]
-) -> None:
+def test_an_excluded_setting_does_not_split(models: Callable[[str], Path], arguments: dict[str, Any]) -> None:
     assert is_shared(models("llama"), {}, arguments)
 
 
-def test_a_secret_is_never_spelled(models: Callable[[str], Path]) -> None:
+def test_a_secret_is_never_in_the_manifest(models: Callable[[str], Path]) -> None:
     config = configure(
         models("llama"),
         hf_token="hf_0123456789",
@@ -191,7 +189,7 @@ def _reasons(config: VllmConfig) -> Mapping[int, bool]:
         for field in dataclasses.fields(one):
             value = getattr(one, field.name, None)
             if dataclasses.is_dataclass(value) and not hasattr(value, "to_diff_dict"):
-                here = left[id(one)] or f"{type(one).__name__}.{field.name}" in _without_effect.SETTINGS
+                here = left[id(one)] or f"{type(one).__name__}.{field.name}" in _excluded_settings.SETTINGS
                 if left.get(id(value), True):  # not seen, or only where it does not count
                     fresh = id(value) not in left or left[id(value)] != here
                     left[id(value)] = here
@@ -209,7 +207,7 @@ def test_a_change_of_any_field_changes_the_digest_or_the_field_is_on_the_list(
     model, arguments = ARGUMENTS[kind]
     config = configure(models(model), **arguments)
     left = _reasons(config)
-    before = spell_settings(config, is_reviewed=True)
+    before = canonical_settings(config, is_reviewed=True)
     wrong = []
     seen = 0
     for owner, name in _fields(config):
@@ -220,24 +218,24 @@ def test_a_change_of_any_field_changes_the_digest_or_the_field_is_on_the_list(
             after = _without_that(config, path)
         finally:
             object.__setattr__(owner, name, was)
-        is_listed = path in _without_effect.SETTINGS or left[id(owner)] or _is_conditional(path, config)
+        is_listed = path in _excluded_settings.SETTINGS or left[id(owner)] or _is_conditional(path, config)
         seen += 1
         if (after != before) is is_listed and not name.endswith("token"):
             wrong.append(path)
     assert seen > 250
     assert wrong == []
-    assert spell_settings(config, is_reviewed=True) == before
+    assert canonical_settings(config, is_reviewed=True) == before
 
 
 def _without_that(config: VllmConfig, path: str) -> object:
     if path == "ModelConfig.hf_config":  # what is derived from it cannot be worked out any more
         return "changed"
-    return spell_settings(config, is_reviewed=True)
+    return canonical_settings(config, is_reviewed=True)
 
 
 def _is_conditional(path: str, config: VllmConfig) -> bool:
     is_plain = config.model_config.architecture != "Phi3ForCausalLM"
-    return path in _without_effect.LENGTH_AND_GENERATION and is_plain
+    return path in _excluded_settings.LENGTH_SETTINGS and is_plain
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -246,14 +244,14 @@ def test_a_change_of_any_value_in_the_models_configuration_changes_the_digest(
 ) -> None:
     config = configure(models(model))
     hf_config = config.model_config.hf_config
-    before = spell_settings(config, is_reviewed=True)
+    before = canonical_settings(config, is_reviewed=True)
     unseen = []
     for key, value in hf_config.to_dict().items():
         other = {**value, "more": 1} if isinstance(value, dict) else "another value"
         changed = copy.deepcopy(hf_config)
         changed.__dict__[key] = other
         config.model_config.hf_config = changed
-        if spell_settings(config, is_reviewed=True) == before:
+        if canonical_settings(config, is_reviewed=True) == before:
             unseen.append(key)
     # "kind" tells the model type; what is called output_attentions is another attribute, which vLLM ignores.
     without = {"_name_or_path", "transformers_version", "dtype", "model_type", "output_attentions"}
@@ -266,14 +264,14 @@ def test_a_field_that_nobody_knows_counts_when_it_is_set(models: Callable[[str],
         new_in_the_next_version: int = 0
 
     config = configure(models("llama"))
-    before = spell_settings(config, is_reviewed=True)
+    before = canonical_settings(config, is_reviewed=True)
     newer = object.__new__(Newer)
     newer.__dict__.update(config.model_config.__dict__, new_in_the_next_version=0)
     Newer.__name__ = "ModelConfig"
     config.model_config = newer
-    assert spell_settings(config, is_reviewed=True) == before
+    assert canonical_settings(config, is_reviewed=True) == before
     newer.__dict__["new_in_the_next_version"] = 1
-    assert spell_settings(config, is_reviewed=True) != before
+    assert canonical_settings(config, is_reviewed=True) != before
 
 
 def test_no_supported_engine_works_out_kv_scales_from_its_first_batch() -> None:
@@ -285,7 +283,7 @@ def test_no_supported_engine_works_out_kv_scales_from_its_first_batch() -> None:
     assert "calculate_kv_scales" not in cache
 
 
-# --- spelling ----------------------------------------------------------------------------------------
+# --- canonical values -----------------------------------------------------------------------------------
 
 
 class _Opaque:
@@ -305,39 +303,39 @@ class _Talkative(_WithState):
         return f"<talkative at {id(self):#014x}>"
 
 
-def test_an_object_is_spelled_by_its_type_and_state_and_never_by_its_address() -> None:
+def test_an_object_is_represented_by_its_type_and_state_and_never_by_its_address() -> None:
     for kind in (_WithState, _Talkative):
         one, same, other = kind(1), kind(1), kind(2)
-        assert spell(one) == spell(same) != spell(other)
-        assert "0x" not in json.dumps(spell(one))
-    assert spell(_WithState(1)) != spell(_Talkative(1))
-    assert spell(Fraction(1, 2)) != spell(Fraction(1, 3))
+        assert canonical_value(one) == canonical_value(same) != canonical_value(other)
+        assert "0x" not in json.dumps(canonical_value(one))
+    assert canonical_value(_WithState(1)) != canonical_value(_Talkative(1))
+    assert canonical_value(Fraction(1, 2)) != canonical_value(Fraction(1, 3))
 
 
 def test_an_object_that_holds_itself_ends() -> None:
     one = _WithState(None)
     one.state = [one]
-    assert "around" in json.dumps(spell(one))
+    assert "around" in json.dumps(canonical_value(one))
 
 
 def test_an_object_that_cannot_be_told_from_others_is_refused() -> None:
     with pytest.raises(ConfigError) as refusal:
-        spell({"knob": _Opaque()}, "VllmConfig.additional_config")
+        canonical_value({"knob": _Opaque()}, "VllmConfig.additional_config")
     words = ["VllmConfig.additional_config.knob", "_Opaque", "secondary_tiers"]
     assert [word for word in words if word not in str(refusal.value)] == []
 
 
-def test_functions_and_classes_are_spelled_by_their_names() -> None:
+def test_functions_and_classes_are_represented_by_their_names() -> None:
     partial = functools.partial(make_model, name="llama")
-    assert "make_model" in json.dumps(spell(partial))
-    assert spell(make_model) != spell(configure) != spell(_Opaque)
-    assert "0x" not in json.dumps(spell([partial, make_model, _Opaque, _Talkative(1).said]))
+    assert "make_model" in json.dumps(canonical_value(partial))
+    assert canonical_value(make_model) != canonical_value(configure) != canonical_value(_Opaque)
+    assert "0x" not in json.dumps(canonical_value([partial, make_model, _Opaque, _Talkative(1).said]))
 
 
 def test_what_is_long_is_told_by_its_digest() -> None:
     long, other = ([f"layer.{number}" for number in range(start, 9000)] for start in (0, 1))
-    assert len(json.dumps(spell(long))) < 100
-    assert spell(long) != spell(other)
+    assert len(json.dumps(canonical_value(long))) < 100
+    assert canonical_value(long) != canonical_value(other)
 
 
 # --- weights and environment -------------------------------------------------------------------------
@@ -419,4 +417,4 @@ def test_dummy_weights_are_told_apart_by_their_seed(models: Callable[[str], Path
 )
 def test_which_environment_variables_count(monkeypatch: pytest.MonkeyPatch, name: str, counts: bool) -> None:
     monkeypatch.setenv(name, "1")
-    assert (name in spell_environment()) is counts
+    assert (name in relevant_environment()) is counts

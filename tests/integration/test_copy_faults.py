@@ -140,7 +140,7 @@ def test_with_the_connector_the_engine_outlives_a_lost_device(
     with launcher.start(llama, SETTINGS, faulty_copies=True, kv_transfer_config=RECOMPUTING) as engine:
         engine.served(*prompts)
         engine.reset(connector=False)
-        engine.fail_copies(stores=-1, loads=-1, staged=-1)
+        engine.fail_copies(stores=-1, loads=-1)
         start = time.monotonic()
         answers = engine.generate(*prompts)
         again = engine.generate(*prompts, together=True)

@@ -42,7 +42,7 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
-from kvtier.adapters.vllm._compat import EngineContext, making_spec_of
+from kvtier.adapters.vllm._compat import EngineContext, providing_engine
 from kvtier.adapters.vllm._manager import Slots
 from kvtier.adapters.vllm._parallel import with_chunk_size
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
@@ -120,7 +120,7 @@ class Cache:
         self.memory = torch.randint(-128, 128, (self.nbytes,), dtype=torch.int8)
         self.caches = self._views(self.memory, case)
         self._case = case
-        with making_spec_of(EngineContext(self.vllm_config, self.config)):
+        with providing_engine(EngineContext(self.vllm_config, self.config)):
             self.spec = KVTierOffloadingSpec(build_offloading_config(self.vllm_config, self.config))
         self.connector = OffloadingConnectorWorker(self.spec, self.vllm_config, self.config)
 

@@ -13,7 +13,7 @@ from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from kvtier.adapters.vllm._compat import making_spec_of
+from kvtier.adapters.vllm._compat import providing_engine
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
 from tests.integration.configurations import engine_of, make_model
 
@@ -32,6 +32,6 @@ def test_vllm_accepts_the_command_of_a_page(page: str, tmp_path: Path) -> None:
 
     load_general_plugins()
     engine = engine_of(vllm_config)
-    with making_spec_of(engine):
+    with providing_engine(engine):
         spec = OffloadingSpecFactory.create_spec(build_offloading_config(vllm_config, engine.kv_cache_config))
     assert isinstance(spec, KVTierOffloadingSpec)

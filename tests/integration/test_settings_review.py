@@ -1,13 +1,13 @@
-"""Each setting of the installed vLLM was looked at: it is on the list without effect, or counts on purpose.
+"""Each setting of the installed vLLM was looked at: it is excluded with a reason, or counts on purpose.
 
 ``reviewed_settings.json`` has what counts, with the default that the versions of one KV format have in
 common, because an identity names only what differs from its default. A failure names what to look at:
 
-- a field that is new: put it on the list in ``_without_effect`` with the reason, or into the file;
+- a field that is new: put it on the list in ``excluded_settings.toml`` with the reason, or into the file;
 - a default that has changed: the version starts a KV format generation of its own, or the field joins the
   list;
 - a file of vLLM's that is new in naming ``max_model_len``: see whether numbers are computed with it, and
-  add its models to ``MODELS_OF_A_LENGTH``, or the file to the file.
+  add its models to ``length_dependent`` there, or the file to the file.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from vllm.config import VllmConfig
 from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from kvtier.adapters.vllm import _without_effect
+from kvtier.adapters.vllm import _excluded_settings
+from kvtier.adapters.vllm._canonical import NO_DEFAULT, canonical_value, field_default
 from kvtier.adapters.vllm._compat import is_reviewed
-from kvtier.adapters.vllm._spelling import NO_DEFAULT, field_default, spell
 
 pytestmark = pytest.mark.releases
 
@@ -47,7 +47,7 @@ def _configurations(kind: type, seen: set[type]) -> Iterator[type]:
     yield kind
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
-        if f"{kind.__name__}.{field.name}" in _without_effect.SETTINGS:
+        if f"{kind.__name__}.{field.name}" in _excluded_settings.SETTINGS:
             continue
         for inner in _classes(hints[field.name]):
             if dataclasses.is_dataclass(inner) and inner.__module__.startswith("vllm.config"):
@@ -67,23 +67,23 @@ def counted_defaults() -> Mapping[str, object]:
     for kind in [*_configurations(VllmConfig, set()), *_specs()]:
         for field in dataclasses.fields(kind):
             path = f"{kind.__name__}.{field.name}"
-            if path not in {*_without_effect.SETTINGS, *_without_effect.LENGTH_AND_GENERATION}:
-                found[path] = _told(field)
+            if path not in {*_excluded_settings.SETTINGS, *_excluded_settings.LENGTH_SETTINGS}:
+                found[path] = _default(field)
     return found
 
 
 def _specs() -> list[type]:
-    """Return the kinds of KV cache groups, whose fields are spelled as those of configurations are."""
+    """Return the kinds of KV cache groups, whose fields count as those of configurations do."""
     found = vars(kv_cache_interface).values()
     return [one for one in found if isinstance(one, type) and issubclass(one, KVCacheSpec)]
 
 
-def _told(field: dataclasses.Field[Any]) -> object:
+def _default(field: dataclasses.Field[Any]) -> object:
     default = field_default(field)
     if default is NO_DEFAULT:
         return COMPUTED
-    spelled = spell(default)
-    return spelled if not isinstance(spelled, dict) or "kind" not in spelled else {"kind": spelled["kind"]}
+    value = canonical_value(default)
+    return value if not isinstance(value, dict) or "kind" not in value else {"kind": value["kind"]}
 
 
 def files_with_length() -> set[str]:
@@ -133,7 +133,7 @@ def test_the_list_names_classes_and_fields_that_there_are() -> None:
     """A name that is misspelled would leave a setting counting that was meant to be left out."""
     kinds = {kind.__name__: kind for kind in _configurations(VllmConfig, set())}
     missing = []
-    for path in _without_effect.SETTINGS:
+    for path in _excluded_settings.SETTINGS:
         owner, _, name = path.partition(".")
         if owner in kinds and name.partition(".")[0] not in {
             f.name for f in dataclasses.fields(kinds[owner])

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvtier._identity import Identity
-from kvtier.adapters.vllm._identity import spec_fields
+from kvtier.adapters.vllm._canonical import canonical_value
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
 SPECS: list[KVCacheSpec] = [
@@ -34,7 +34,7 @@ SPECS: list[KVCacheSpec] = [
 
 
 def digest(spec: KVCacheSpec) -> bytes:
-    return Identity.make("model", {"spec": spec_fields(spec)}).digest
+    return Identity.make("model", {"spec": canonical_value(spec)}).digest
 
 
 def _with_one_field_changed(spec: KVCacheSpec) -> Iterator[tuple[str, KVCacheSpec]]:
@@ -61,7 +61,7 @@ def test_a_group_of_unlike_layers_is_told_by_all_of_them() -> None:
     assert digest(group(FULL)) != digest(group(dataclasses.replace(FULL, head_size=16)))
 
 
-def test_values_without_a_canonical_spelling_are_told_apart() -> None:
+def test_values_of_unknown_types_are_told_apart() -> None:
     half, third = (dataclasses.replace(FULL, tokens_per_state=Fraction(1, n)) for n in (2, 3))
     assert digest(half) == digest(dataclasses.replace(half))
     assert len({digest(FULL), digest(half), digest(third)}) == 3

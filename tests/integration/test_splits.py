@@ -34,8 +34,9 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
+from kvtier._device._engine import StreamEngine
 from kvtier._device.base import Blocks
-from kvtier._device.cpu import CpuTransferEngine
+from kvtier._device.cpu import CpuRuntime
 from kvtier._memory.region import Region
 from kvtier.adapters.vllm._compat import EngineContext
 from kvtier.adapters.vllm._parallel import SlotShape, slot_layout, slot_shape
@@ -207,10 +208,10 @@ class Rank:
             ],
         )
 
-    def transfer(self, region: Region, submit: Callable[[CpuTransferEngine], None]) -> None:
+    def transfer(self, region: Region, submit: Callable[[StreamEngine], None]) -> None:
         caches = as_kv_caches(self.caches(), canonical=True)
         layout = slot_layout(self.shape, caches.page_bytes, self.config.parallel.rank)
-        engine = CpuTransferEngine(caches, layout, region)
+        engine = StreamEngine(caches, layout, region, CpuRuntime())
         submit(engine)
         engine.close()
         assert [end.error for end in engine.finished()] == [None]

@@ -10,15 +10,16 @@ import pytest
 import torch
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
+from kvtier._device._engine import StreamEngine
 from kvtier._device.base import KVCaches, PageRef
-from kvtier._device.cpu import CpuTransferEngine, copy_plan, copy_staged
+from kvtier._device.cpu import CpuRuntime, copy_batch
 from kvtier._device.plan import CopyPlan
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
 from kvtier._memory.worker_status import StatusField, StatusTable, WorkerStatus, status_table_bytes
 from kvtier.adapters.vllm._manager import Slots
+from kvtier.adapters.vllm._metrics import WorkerReports
 from kvtier.adapters.vllm._worker import KVTierWorker
-from kvtier.adapters.vllm._workers import Workers
 from kvtier.adapters.vllm.spec import _shut_down
 from kvtier.errors import TransferError
 
@@ -37,13 +38,15 @@ class Bench:
         layout = SlotLayout.make(caches.page_bytes, 1)
         status_table = memoryview(bytearray(status_table_bytes(SLOTS, 1)))
         region = Region.anonymous(SLOTS, layout.chunk_bytes)
-        engine = CpuTransferEngine(caches, layout, region, self._copy, self._staged, deadline_s)
+        engine = StreamEngine(
+            caches, layout, region, CpuRuntime(self._copy, self._copy), deadline_s=deadline_s
+        )
         self.failures = 0
         self.hold = False
         self._go_on = threading.Event()
         self.worker = KVTierWorker(engine, region, WorkerStatus(status_table, SLOTS, 0))
         self.status_table = StatusTable(status_table, SLOTS, 1)
-        self.workers = Workers(self.status_table)
+        self.workers = WorkerReports(self.status_table)
         self._last_job = 0
 
     def store(self, *slots: int) -> None:
@@ -70,17 +73,10 @@ class Bench:
     def _copy(self, plan: CopyPlan) -> None:
         if self.hold:
             assert self._go_on.wait(20)
-        self._maybe_fail()
-        copy_plan(plan)
-
-    def _staged(self, plan: CopyPlan) -> None:
-        self._maybe_fail()
-        copy_staged(plan)
-
-    def _maybe_fail(self) -> None:
         if self.failures:
             self.failures -= 1
             raise OSError("told to fail")
+        copy_batch(plan)
 
 
 def _blocks(slots: tuple[int, ...]) -> GPULoadStoreSpec:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ from hypothesis import strategies as st
 
 from kvtier import _native as native
 from kvtier._cli import gc
-from kvtier._cli.gc import Wish
 from kvtier._identity import Identity
 from kvtier._memory.heap import HeapMemory
 from kvtier._quantities import MOST_SECONDS
@@ -35,12 +35,9 @@ times = st.tuples(
     st.one_of(st.none(), st.integers(0, 100_000)),
 )
 chunks = st.lists(st.tuples(st.integers(0, 3), times), max_size=12)
-wishes = st.builds(
-    Wish,
-    max_bytes=st.one_of(st.none(), st.integers(0, 300_000), st.just(2**63 - 1)),
-    older_than_s=st.one_of(
-        st.none(), st.integers(0, 100_000), st.floats(0, MOST_SECONDS), st.just(1e300), st.just(float("inf"))
-    ),
+sizes = st.one_of(st.none(), st.integers(0, 300_000), st.just(2**63 - 1))
+seconds = st.one_of(
+    st.none(), st.integers(0, 100_000), st.floats(0, MOST_SECONDS), st.just(1e300), st.just(float("inf"))
 )
 
 
@@ -104,21 +101,27 @@ def helper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     held=chunks,
     resets=st.integers(0, 1),
     quarantined=st.one_of(st.integers(0, 3), st.just(MAX_FILES + 5)),
-    wish=wishes,
+    max_bytes=sizes,
+    older_than_s=seconds,
 )
 def test_a_dry_run_says_what_the_run_does(
-    held: list[tuple[int, tuple[int, int | None]]], resets: int, quarantined: int, wish: Wish
+    held: list[tuple[int, tuple[int, int | None]]],
+    resets: int,
+    quarantined: int,
+    max_bytes: int | None,
+    older_than_s: float | None,
 ) -> None:
+    collect = partial(gc.collect, max_bytes=max_bytes, older_than_s=older_than_s)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         fill(root, held, resets)
         leave(root, quarantined)
         before = sorted((path, path.lstat().st_mtime_ns) for path in root.rglob("*"))
-        said = gc.collect(root, wish, dry_run=True)
+        said = collect(root, dry_run=True)
         assert sorted((path, path.lstat().st_mtime_ns) for path in root.rglob("*")) == before
-        done = gc.collect(root, wish)
+        done = collect(root)
         assert replace(said, dry_run=False, bytes_after=0) == replace(done, bytes_after=0)
         # What the run itself writes is the ledger's: its directory and some files of a block.
         assert said.bytes_after <= done.bytes_after <= said.bytes_after + 4 * BLOCK
-        young = wish.older_than_s is not None and wish.older_than_s > 2 * 10**9 + 2**34
+        young = older_than_s is not None and older_than_s > 2 * 10**9 + 2**34
         assert not (young and done.expired_files), "nothing is as old as that"

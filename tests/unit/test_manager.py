@@ -22,8 +22,9 @@ import torch
 from kvtier import Identity, KVCaches, PageRef, TieringConfig, open_manager, pack_key
 from kvtier._core.admission import Limits, TierGate
 from kvtier._core.tiering import Tiering
+from kvtier._device._engine import StreamEngine
 from kvtier._device.base import TransferEngine
-from kvtier._device.cpu import CpuTransferEngine, copy_plan
+from kvtier._device.cpu import CpuRuntime, copy_batch
 from kvtier._device.plan import CopyPlan
 from kvtier._executor import NamedTier
 from kvtier._manager import TieringManager
@@ -112,7 +113,7 @@ class World:
         slots: int = 32,
         limits: Limits | None = None,
         device: Device | None = None,
-        copy: Callable[[CopyPlan], None] = copy_plan,
+        copy: Callable[[CopyPlan], None] = copy_batch,
         drain_s: float = 5.0,
         copy_deadline_s: float = 60.0,
         close_s: float = 10.0,
@@ -124,8 +125,8 @@ class World:
         self.core = Tiering(LRU(), gates, limits or Limits())
         layout = SlotLayout.make(self.device.caches.page_bytes, self.device.blocks_per_chunk)
         self.region = Region.anonymous(slots, layout.chunk_bytes)
-        self.engine: TransferEngine = CpuTransferEngine(
-            self.device.caches, layout, self.region, copy, staged=copy, deadline_s=copy_deadline_s
+        self.engine: TransferEngine = StreamEngine(
+            self.device.caches, layout, self.region, CpuRuntime(copy, copy), deadline_s=copy_deadline_s
         )
         self.slot_checksums = None
         if audited_bytes is not None:  # of each chunk
@@ -204,7 +205,7 @@ class Gate:
     def __call__(self, plan: CopyPlan) -> None:
         self.entered.set()
         assert self.opened.wait(20)
-        copy_plan(plan)
+        copy_batch(plan)
 
     def close(self) -> None:
         self.opened.clear()

@@ -99,7 +99,7 @@ except ModuleNotFoundError:
         EXTERNAL_UNSPECIFIED = "external_unspecified"
 
 
-TELLS_OF_FLUSHES = hasattr(OffloadingManager, "on_reset_flushed")
+REPORTS_RESET_FLUSH = hasattr(OffloadingManager, "on_reset_flushed")
 """Whether vLLM says when workers are through with the copies that a reset has cut off (0.33)."""
 
 
@@ -129,17 +129,17 @@ class EngineContext:
         return not isinstance(self.spec_of(group), FullAttentionSpec)
 
 
-_of_connector: ContextVar[EngineContext | None] = ContextVar("kvtier_engine", default=None)
+_provided: ContextVar[EngineContext | None] = ContextVar("kvtier_engine", default=None)
 
 
 @contextmanager
-def making_spec_of(engine: EngineContext) -> Iterator[None]:
+def providing_engine(engine: EngineContext) -> Iterator[None]:
     """Make ``engine_context`` return this engine meanwhile: for a connector that makes a spec."""
-    token = _of_connector.set(engine)
+    token = _provided.set(engine)
     try:
         yield
     finally:
-        _of_connector.reset(token)
+        _provided.reset(token)
 
 
 def engine_context() -> EngineContext:
@@ -153,7 +153,7 @@ def engine_context() -> EngineContext:
     Raises:
         ConfigError: no caller has it, in a version of vLLM that hands it on in another way.
     """
-    if (engine := _of_connector.get()) is not None:
+    if (engine := _provided.get()) is not None:
         return engine
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

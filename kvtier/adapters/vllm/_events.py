@@ -1,16 +1,48 @@
-"""KV events: what the core says of chunks that come and go, as vLLM publishes it."""
+"""Where tiers keep their chunks, in vLLM's words, and the KV events that vLLM publishes of them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent, OffloadKey
+from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent, OffloadKey, TierFilter
 
 from kvtier._core.announcements import Change
-from kvtier.adapters.vllm._locations import Location
+from kvtier.tiers._base import SecondaryTier
+
+
+class Location(NamedTuple):
+    """Where a tier keeps its chunks. A locality of None is not known, and matches every filter."""
+
+    medium: Medium
+    locality: Locality | None
+
 
 _PRIMARY = Location(Medium.CPU, Locality.LOCAL)
 _SOMEWHERE = Location(Medium.STORAGE, None)
+_LOCATIONS = {
+    "memory": Location(Medium.CPU, Locality.LOCAL),
+    "disk": Location(Medium.STORAGE, None),  # its directory may be a mount of another machine's
+    "remote": Location(Medium.STORAGE, Locality.REMOTE),
+}
+
+
+def location_of(tier: SecondaryTier[Any]) -> Location:
+    """Return where a tier keeps its chunks: by its kind, unless its settings name it."""
+    location = _LOCATIONS[tier.medium]
+    locality = tier.config.locality
+    return location if locality is None else Location(location.medium, Locality(locality))
+
+
+def allowed_tiers(wanted: TierFilter, locations: Sequence[Location]) -> frozenset[int] | None:
+    """Return the tiers that a request's filter allows; None for all of them.
+
+    The primary tier is not filtered: what is there is a hit, wherever it came from.
+    """
+    if wanted is TierFilter.ALL:
+        return None
+    allowed = frozenset(tier for tier, location in enumerate(locations) if wanted.allows(*location))
+    return None if len(allowed) == len(locations) else allowed
 
 
 class EventStream:
@@ -34,7 +66,7 @@ class EventStream:
         self._locations = locations or (_SOMEWHERE,) * len(names)
         self._self_describing = self_describing
         self._loaded: set[OffloadKey] = set()  # since the last call of ``events``
-        self._kept_back: dict[OffloadKey, dict[int | None, None]] = {}  # the tiers, None the primary one
+        self._deferred: dict[OffloadKey, dict[int | None, None]] = {}  # the tiers, None the primary one
 
     def loaded(self, keys: Collection[OffloadKey]) -> None:
         """Note that a request loads chunks: from now on vLLM can describe them."""
@@ -44,37 +76,37 @@ class EventStream:
     def events(self, changes: Iterable[Change]) -> Iterator[OffloadingEvent]:
         """Yield the events of changes, in their order."""
         for change in changes:
-            keys = self._to_be_told(change) if self._self_describing else change.keys
+            keys = self._publishable(change) if self._self_describing else change.keys
             if keys:
                 yield self._event(keys, change.tier, removed=change.removed)
         if self._loaded:
-            yield from self._described()
+            yield from self._now_describable()
 
-    def _to_be_told(self, change: Change) -> Sequence[OffloadKey]:
+    def _publishable(self, change: Change) -> Sequence[OffloadKey]:
         if change.removed:
-            return [key for key in change.keys if not self._forget(key, change.tier)]
-        told = []
+            return [key for key in change.keys if not self._withdraw(key, change.tier)]
+        keys = []
         for key in change.keys:
-            if key in self._loaded or not (change.found or key in self._kept_back):
-                told.append(key)
+            if key in self._loaded or not (change.found or key in self._deferred):
+                keys.append(key)
             else:
-                self._kept_back.setdefault(key, {})[change.tier] = None
-        return told
+                self._deferred.setdefault(key, {})[change.tier] = None
+        return keys
 
-    def _forget(self, key: OffloadKey, tier: int | None) -> bool:
+    def _withdraw(self, key: OffloadKey, tier: int | None) -> bool:
         """Return whether the news of the chunk had been kept back: then there is nothing to take back."""
-        tiers = self._kept_back.get(key)
+        tiers = self._deferred.get(key)
         if tiers is None or tier not in tiers:
             return False
         del tiers[tier]
         if not tiers:
-            del self._kept_back[key]
+            del self._deferred[key]
         return True
 
-    def _described(self) -> Iterator[OffloadingEvent]:
+    def _now_describable(self) -> Iterator[OffloadingEvent]:
         by_tier: dict[int | None, list[OffloadKey]] = {}
-        for key in self._loaded & self._kept_back.keys():
-            for tier in self._kept_back.pop(key):
+        for key in self._loaded & self._deferred.keys():
+            for tier in self._deferred.pop(key):
                 by_tier.setdefault(tier, []).append(key)
         self._loaded.clear()
         for tier, keys in by_tier.items():

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
 import os
 import re
 import uuid
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier._identity import Identity, canonical_dtype
+from kvtier.adapters.vllm._canonical import canonical_settings, canonical_value, relevant_environment
 from kvtier.adapters.vllm._compat import EngineContext, hash_seed, is_reviewed, kv_format
 from kvtier.adapters.vllm._parallel import SlotShape, pipeline_stages, total_kv_heads
-from kvtier.adapters.vllm._spelling import NO_DEFAULT, field_default, spell, spell_environment, spell_settings
 from kvtier.errors import ConfigError
 
 logger = logging.getLogger("kvtier.vllm")
 
-_NOT_THE_BYTES = frozenset({"block_stride_alignment"})  # of a spec: how far apart blocks are on the device
 _OF_ONE_WORKER = frozenset({"num_kv_heads", "num_head_slots", "max_tp_shards", "page_size_padded"})
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
 _FILES_BESIDE = ("*.json", "*.py")
@@ -42,7 +39,7 @@ def engine_identity(
 ) -> Identity:
     """Return the identity of the KV cache of this engine.
 
-    Where slots hold canonical pages, all is spelled as a single worker would have it. Else the parallel
+    Where slots hold canonical pages, all is as a single worker would have it. Else the parallel
     layout is a part: nothing is shared that is not proven to have the same bytes.
 
     Args:
@@ -65,8 +62,8 @@ def engine_identity(
             "kv_cache": _kv_cache(config, engine, shape),
             "parallel": _parallel(config, engine, shape),
             "hash": _hash(vllm_config),
-            "settings": spell_settings(vllm_config, is_reviewed=is_reviewed()),
-            "environment": spell_environment(),
+            "settings": canonical_settings(vllm_config, is_reviewed=is_reviewed()),
+            "environment": relevant_environment(),
         },
     )
 
@@ -137,7 +134,6 @@ def _add_samples(digest: hashlib._Hash, path: Path) -> None:
 
 
 def _kv_cache(config: OffloadingConfig, engine: EngineContext, shape: SlotShape) -> Mapping[str, object]:
-    spell = partial(_canonical_spec, engine) if shape.is_canonical else spec_fields
     per_block = "bytes_per_block" if shape.is_canonical else "bytes_per_block_and_worker"
     return {
         "dtype": canonical_dtype(config.model.dtype),
@@ -152,39 +148,24 @@ def _kv_cache(config: OffloadingConfig, engine: EngineContext, shape: SlotShape)
                 "id": group.group_id,
                 "tokens_per_block": group.tokens_per_block,
                 "layers": list(group.layer_names),
-                "spec": spell(engine.spec_of(group.group_id)),
+                "spec": _spec(engine, shape, group.group_id),
             }
             for group in config.groups
         ],
     }
 
 
-def spec_fields(spec: KVCacheSpec) -> Mapping[str, object]:
-    """Return how the blocks of one KV cache group are laid out: the kind and all fields not at their default.
+def _spec(engine: EngineContext, shape: SlotShape, group: int) -> object:
+    """Return how the blocks of one KV cache group are laid out: all that vLLM says of it.
 
-    The fields are those that the spec has, and not a list of ours: one that a new version of vLLM adds
-    tells caches apart where it says anything.
+    Canonical pages hold the heads of all workers, and no padding.
     """
-    told: dict[str, object] = {"kind": type(spec).__name__}
-    for field in dataclasses.fields(spec):
-        value, default = _field(getattr(spec, field.name)), field_default(field)
-        if field.name not in _NOT_THE_BYTES and (default is NO_DEFAULT or value != _field(default)):
-            told[field.name] = value
-    return told
-
-
-def _field(value: object) -> object:
-    if isinstance(value, KVCacheSpec):
-        return spec_fields(value)
-    if isinstance(value, Mapping):  # a group of layers that differ
-        return {name: _field(item) for name, item in value.items()}
-    return spell(value, "KVCacheSpec")
-
-
-def _canonical_spec(engine: EngineContext, spec: KVCacheSpec) -> Mapping[str, object]:
-    """Return the fields of the spec of pages that hold the heads of all workers, and no padding."""
-    fields = {name: value for name, value in spec_fields(spec).items() if name not in _OF_ONE_WORKER}
-    return {**fields, "kv_heads": 1 if isinstance(spec, MLAAttentionSpec) else total_kv_heads(engine)}
+    spec = engine.spec_of(group)
+    fields = canonical_value(spec, "KVCacheSpec")
+    if not shape.is_canonical or not isinstance(fields, dict):
+        return fields
+    of_all = {name: value for name, value in fields.items() if name not in _OF_ONE_WORKER}
+    return {**of_all, "kv_heads": 1 if isinstance(spec, MLAAttentionSpec) else total_kv_heads(engine)}
 
 
 def _parallel(config: OffloadingConfig, engine: EngineContext, shape: SlotShape) -> Mapping[str, object]:

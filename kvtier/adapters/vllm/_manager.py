@@ -35,11 +35,9 @@ from kvtier._executor import AnyExecutor
 from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier._memory.worker_status import StatusTable
 from kvtier._telemetry.dropped_puts import DroppedPuts
-from kvtier.adapters.vllm._compat import TELLS_OF_FLUSHES, CacheHitSource
-from kvtier.adapters.vllm._events import EventStream
-from kvtier.adapters.vllm._locations import Location, allowed_tiers
-from kvtier.adapters.vllm._metrics import GaugeReader, as_stats
-from kvtier.adapters.vllm._workers import Workers
+from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, CacheHitSource
+from kvtier.adapters.vllm._events import EventStream, Location, allowed_tiers
+from kvtier.adapters.vllm._metrics import GaugeReader, WorkerReports, as_stats
 
 logger = logging.getLogger("kvtier.vllm")
 
@@ -91,7 +89,7 @@ class KVTierManager(OffloadingManager):
         self,
         core: Tiering,
         executor: AnyExecutor,
-        workers: Workers | None = None,
+        workers: WorkerReports | None = None,
         *,
         sources: Sequence[CacheHitSource] = (),
         locations: Sequence[Location] = (),
@@ -105,7 +103,7 @@ class KVTierManager(OffloadingManager):
         repeats_stores: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        workers = workers or Workers(StatusTable(memoryview(b""), 0, 0))
+        workers = workers or WorkerReports(StatusTable(memoryview(b""), 0, 0))
         self._core = core
         self._driver = Driver(
             core,
@@ -366,7 +364,7 @@ class KVTierManager(OffloadingManager):
             self._core.fail_store(reservation)
 
     def _count_down(self) -> None:
-        if TELLS_OF_FLUSHES:
+        if REPORTS_RESET_FLUSH:
             return
         for flushing in self._flushing:
             flushing.steps_left -= 1

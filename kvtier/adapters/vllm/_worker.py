@@ -97,7 +97,7 @@ def _as_pages(tensor: torch.Tensor, page_bytes: int) -> torch.Tensor:
 class _Job:
     slots: Slots
     is_store: bool
-    is_awaited: bool = False
+    is_expedited: bool = False
 
 
 class KVTierWorker(OffloadingWorker):
@@ -110,7 +110,7 @@ class KVTierWorker(OffloadingWorker):
     Args:
         engine: makes the copies.
         region: the slots; both are closed by ``shutdown``.
-        row: what the scheduler is told with.
+        row: of this worker in the status table, which the scheduler reads.
         blocks_per_chunk: blocks of one chunk.
     """
 
@@ -121,10 +121,10 @@ class KVTierWorker(OffloadingWorker):
         self._region = region
         self._row = row
         self._blocks_per_chunk = blocks_per_chunk
-        self._unmade: list[TransferResult] = []
+        self._skipped: list[TransferResult] = []
         self._ended: list[Finished] = []
         self._jobs: dict[int, _Job] = {}
-        self._told: tuple[Pinning, Audits] = (Pinning(), Audits())
+        self._published: tuple[Pinning, Audits] = (Pinning(), Audits())
         self._failed_requests: set[str] | None = None
 
     def report_failed_loads(self) -> None:
@@ -146,7 +146,7 @@ class KVTierWorker(OffloadingWorker):
             # vLLM leaves out blocks of a window that were given on before their chunk was complete, and
             # does not say which: the blocks that follow would be taken for those that are missing.
             self._drop(slots)
-            self._unmade.append(TransferResult(job_id=job_id, success=True))
+            self._skipped.append(TransferResult(job_id=job_id, success=True))
             return True
         self._jobs[job_id] = _Job(slots, is_store=True)
         self._engine.submit_store(job_id, blocks, slots.slots)
@@ -157,7 +157,7 @@ class KVTierWorker(OffloadingWorker):
     ) -> bool:
         """See vLLM. The request of an expedited load runs already, so a failure cannot be reported."""
         slots = _slots(src_spec)
-        self._jobs[job_id] = _Job(slots, is_store=False, is_awaited=expedited)
+        self._jobs[job_id] = _Job(slots, is_store=False, is_expedited=expedited)
         self._engine.submit_load(job_id, slots.slots, _blocks(dst_spec), expedited=expedited)
         return True
 
@@ -170,10 +170,10 @@ class KVTierWorker(OffloadingWorker):
                 still write when its blocks are another request's.
         """
         self._ended += self._engine.finished()
-        self._tell()
-        unmade, self._unmade = self._unmade, []
+        self._publish()
+        skipped, self._skipped = self._skipped, []
         ended, self._ended = self._ended, []
-        return unmade + [self._result(finished) for finished in ended]
+        return skipped + [self._result(finished) for finished in ended]
 
     def wait(self, job_ids: set[int]) -> None:
         """See vLLM: called before blocks of running copies are given on.
@@ -221,7 +221,7 @@ class KVTierWorker(OffloadingWorker):
         if job.is_store:
             logger.error("a store failed, its %d chunks are dropped: %s", len(job.slots.slots), error)
             self._drop(job.slots)
-        elif not job.is_awaited and self._failed_requests is not None:
+        elif not job.is_expedited and self._failed_requests is not None:
             logger.error(
                 "a load of request %s failed, the engine computes it instead: %s", job.slots.request, error
             )
@@ -237,11 +237,11 @@ class KVTierWorker(OffloadingWorker):
         self._row.mark(slots.slots)
         self._row.count(StatusField.STORES_DROPPED)
 
-    def _tell(self) -> None:
-        """Tell the scheduler of pinned memory and audits, where something has changed."""
+    def _publish(self) -> None:
+        """Write pinned memory and audits to the status table, where something has changed."""
         pinning, audits = self._engine.pinning, self._engine.audits
-        if (pinning, audits) != self._told:
-            self._told = pinning, audits
+        if (pinning, audits) != self._published:
+            self._published = pinning, audits
             self._row[StatusField.PINNED_BYTES] = pinning.nbytes
             self._row[StatusField.PINNING_FAILED] = int(pinning.failed)
             self._row[StatusField.AUDITED] = audits.chunks

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 # First: it refuses a vLLM that is too old, which might lack what is imported next.
-from kvtier.adapters.vllm._compat import EngineContext, making_spec_of
+from kvtier.adapters.vllm._compat import EngineContext, providing_engine
 
 # isort: split
 import torch
@@ -45,20 +45,20 @@ class KVTierConnector(OffloadingConnector):
                 f'KVTierConnector: kv_load_failure_policy is "{policy}", so requests would end with an error '
                 'where a load fails: set it to "recompute", or use the OffloadingConnector'
             )
-        with making_spec_of(EngineContext(vllm_config, kv_cache_config)):
+        with providing_engine(EngineContext(vllm_config, kv_cache_config)):
             super().__init__(vllm_config, role, kv_cache_config)
         self._manager: KVTierManager | None = None
         self._worker: KVTierWorker | None = None
         if self.connector_scheduler is not None:
-            self._manager = _kvtiers(self.connector_scheduler.manager, KVTierManager)
+            self._manager = _require(self.connector_scheduler.manager, KVTierManager)
         if self.connector_worker is not None:
-            _kvtiers(self.connector_worker.spec, KVTierOffloadingSpec)
+            _require(self.connector_worker.spec, KVTierOffloadingSpec)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """See vLLM: called in each worker, before its first step."""
         super().register_kv_caches(kv_caches)
         assert self.connector_worker is not None
-        self._worker = _kvtiers(self.connector_worker.worker, KVTierWorker)
+        self._worker = _require(self.connector_worker.worker, KVTierWorker)
         self._worker.report_failed_loads()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -75,7 +75,7 @@ class KVTierConnector(OffloadingConnector):
         super().update_connector_output(connector_output)
 
 
-def _kvtiers(part: object, kind: type[Any]) -> Any:
+def _require(part: object, kind: type[Any]) -> Any:
     if not isinstance(part, kind):
         raise ConfigError(
             f"KVTierConnector works with kvtier's spec only, not with {type(part).__module__}: set spec_name "

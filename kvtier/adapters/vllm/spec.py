@@ -39,12 +39,12 @@ from kvtier._memory.region import Part, Region
 from kvtier._memory.slot_checksums import SlotChecksums, slot_checksums_bytes
 from kvtier._memory.worker_status import StatusField, StatusTable, WorkerStatus, status_table_bytes
 from kvtier.adapters.vllm import _metrics as metrics
+from kvtier.adapters.vllm._events import location_of
 from kvtier.adapters.vllm._identity import engine_identity
-from kvtier.adapters.vllm._locations import location_of
 from kvtier.adapters.vllm._manager import KVTierManager
+from kvtier.adapters.vllm._metrics import WorkerReports
 from kvtier.adapters.vllm._parallel import SlotShape, slot_layout, slot_shape, with_chunk_size
 from kvtier.adapters.vllm._worker import KVTierWorker, as_kv_caches, batched_copy
-from kvtier.adapters.vllm._workers import Workers
 from kvtier.errors import ConfigError
 
 logger = logging.getLogger("kvtier.vllm")
@@ -107,11 +107,11 @@ class KVTierOffloadingSpec(OffloadingSpec):
         slot_checksums = self._slot_checksums(region)
         executor = start_executor(self._settings, tiers, self._identity(tiers), region, slot_checksums)
         status_table = StatusTable(region.metadata, region.slots, self.config.parallel.world_size)
-        _populate(region, executor.events, _parts(self._shape, status_table))
+        _populate(region, executor.events, _numa_parts(self._shape, status_table))
         return KVTierManager(
             core,
             executor,
-            Workers(status_table),
+            WorkerReports(status_table),
             sources=[_source(tier) for tier in tiers],
             locations=[location_of(tier.tier) for tier in tiers],
             chunk_bytes=self._shape.chunk_bytes,
@@ -148,14 +148,14 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
     def _open_region(self) -> Region:
         slots = slots_for(self._settings, self._shape.chunk_bytes)
-        beside = status_table_bytes(slots, self.config.parallel.world_size)
+        metadata_bytes = status_table_bytes(slots, self.config.parallel.world_size)
         if self._settings.audit_rate:
-            beside += slot_checksums_bytes(slots, self._shape.areas)
+            metadata_bytes += slot_checksums_bytes(slots, self._shape.areas)
         return Region.open(
             self.config.engine_id,
             slots,
             self._shape.chunk_bytes,
-            metadata_bytes=beside,
+            metadata_bytes=metadata_bytes,
             contents=f"{slots} slots: {self._shape}",
         )
 
@@ -190,7 +190,7 @@ def _windowed_groups(config: OffloadingConfig, engine: EngineContext) -> frozens
     return frozenset(group.group_id for group in config.groups if engine.is_windowed(group.group_id))
 
 
-def _parts(shape: SlotShape, status_table: StatusTable) -> list[Part]:
+def _numa_parts(shape: SlotShape, status_table: StatusTable) -> list[Part]:
     """Return the NUMA node of each part of a slot, as far as the workers, which vLLM makes first, told it."""
     if len(numa.online()) < 2:
         return []

@@ -183,11 +183,6 @@ def test_a_root_that_is_not_there_is_named(kvtier, tmp_path: Path, command: str)
     assert len(said.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("command", ["ls", "du", "verify", "gc"])
-def test_an_empty_directory_is_a_root_without_caches(kvtier, tmp_path: Path, command: str) -> None:
-    assert kvtier(command, tmp_path).status == 0
-
-
 def test_du_adds_up_to_what_the_system_says(kvtier, cache) -> None:
     cache.put(range(20))
     cache.put([30], resets=1)
@@ -202,13 +197,6 @@ def test_du_adds_up_to_what_the_system_says(kvtier, cache) -> None:
     parts = {(part["namespace"], part["part"]): part for part in said["parts"]}
     assert parts["", "others"]["bytes"] >= 50_000
     assert said["unreadable"] == 0
-
-
-def test_du_knows_the_ledger(kvtier, cache) -> None:
-    cache.put(range(12))
-    found = kvtier("du", cache.root, "--json").json
-    assert abs(found["ledger_bytes"] - found["bytes"]) <= 2 * BLOCK_BYTES
-    assert (found["leased_bytes"], found["writers"]) == (0, 0)
 
 
 # ------------------------------------------------------------------------------------- verify
@@ -369,26 +357,19 @@ def age(cache, numbers: Iterable[int], seconds: float) -> None:
         os.utime(cache.file(number), (when, when))
 
 
-def test_gc_removes_what_is_too_old_and_says_before_how_much(kvtier, cache) -> None:
+def test_gc_removes_what_is_too_old(kvtier, cache) -> None:
     cache.put(range(20))
     age(cache, range(8), 3600)
-    rehearsed = kvtier("gc", cache.root, "--older-than", "30m", "--dry-run", "--json").json
-    assert (rehearsed["expired_files"], rehearsed["evicted_files"]) == (8, 0)
-    assert len(list(cache.root.rglob("*.bin"))) == 20
     done = kvtier("gc", cache.root, "--older-than", "30m", "--json")
     assert done.status == 0
-    assert done.json["expired_files"] == 8
+    assert (done.json["expired_files"], done.json["evicted_files"]) == (8, 0)
     assert cache.had(range(20)) == list(range(8, 20))
 
 
 def test_gc_makes_room_from_the_oldest_on(kvtier, cache) -> None:
     cache.put(range(40))
     age(cache, range(20), 3600)
-    taken = kvtier("du", cache.root, "--json").json["bytes"]
-    limit = taken - 12 * FILE_BYTES
-    rehearsed = kvtier("gc", cache.root, "--max-bytes", limit, "--dry-run", "--json").json
-    assert 0 < rehearsed["evicted_files"] <= 20
-    assert len(list(cache.root.rglob("*.bin"))) == 40
+    limit = kvtier("du", cache.root, "--json").json["bytes"] - 12 * FILE_BYTES
     done = kvtier("gc", cache.root, "--max-bytes", limit, "--json")
     assert done.status == 0
     assert done.json["bytes_after"] <= limit
@@ -438,25 +419,19 @@ def test_gc_beside_a_living_engine_keeps_what_it_is_at(kvtier, cache, living) ->
     assert not cache.file(0).exists()
 
 
-def test_gc_tells_the_ledger(kvtier, cache) -> None:
+def test_gc_corrects_the_ledger_that_du_shows(kvtier, cache) -> None:
     cache.put(range(30))
-    before = kvtier("du", cache.root, "--json").json["ledger_bytes"]
+    found = kvtier("du", cache.root, "--json").json
+    before = found["ledger_bytes"]
+    assert abs(before - found["bytes"]) <= 2 * BLOCK_BYTES
+    assert (found["leased_bytes"], found["writers"]) == (0, 0)
     done = kvtier("gc", cache.root, "--older-than", "0s", "--json").json
     assert done["expired_files"] == 30
     after = kvtier("du", cache.root, "--json").json["ledger_bytes"]
     assert before - after == done["expired_bytes"]
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        *(
-            ("--max-bytes", size)
-            for size in ("much", "", "99999999999TiB", "-1", "nan", "9223372036854775808")
-        ),
-        *(("--older-than", age) for age in ("30", "never", "99999999999999999d", "1e300s", "-1d", "inf")),
-    ],
-)
+@pytest.mark.parametrize(("option", "value"), [("--max-bytes", "-1"), ("--older-than", "inf")])
 def test_gc_refuses_an_absurd_limit_and_removes_nothing(kvtier, cache, option: str, value: str) -> None:
     cache.put([0])
     said = kvtier("gc", cache.root, f"{option}={value}")
@@ -511,22 +486,12 @@ def test_the_documented_copy_is_proven_and_given_to_an_engine(cache, tmp_path: P
 # -------------------------------------------------------------------------------------- the rest
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        (["ls"], "files"),
-        (["gc", "--max-bytes", "0"], "files removed"),
-        (["gc", "--max-bytes", "0", "--dry-run"], "files"),
-    ],
-)
-def test_long_work_shows_its_progress_on_a_terminal(
-    kvtier, cache, monkeypatch: pytest.MonkeyPatch, command: list[str], words: str
-) -> None:
+def test_long_work_shows_its_progress_on_a_terminal(kvtier, cache, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.put(range(3))
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    said = kvtier(command[0], cache.root, *command[1:], "--json")
-    assert words in said.err
+    said = kvtier("gc", cache.root, "--max-bytes", "0", "--json")
+    assert "files removed" in said.err
     assert said.json["root"] == str(cache.root)
 
 
@@ -562,6 +527,7 @@ def test_a_directory_below_a_root_is_refused_and_the_root_named(kvtier, cache, c
 def test_files_without_a_cache_are_no_clean_root_and_a_new_disk_is_one(
     kvtier, tmp_path: Path, command: str
 ) -> None:
+    assert kvtier(command, tmp_path).status == kvtier("ls", tmp_path).status == 0
     (tmp_path / "lost+found").mkdir()
     assert kvtier(command, tmp_path).status == 0
     (tmp_path / "holiday.jpg").touch()
@@ -583,32 +549,21 @@ def test_names_of_others_do_not_command_the_terminal(kvtier, cache) -> None:
 # ------------------------------------------------------------------- what operators must be told
 
 
-@pytest.mark.parametrize("native_helper", [True, False])
 def test_gc_says_how_many_chunks_it_may_not_remove_and_why(
-    kvtier, cache, monkeypatch: pytest.MonkeyPatch, native_helper: bool
+    kvtier, cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if native_helper and (native.library is None or shutil.which("chattr") is None):
-        pytest.skip("the native helper or chattr is not there")
     cache.put(range(10))
-    kept = [cache.file(number) for number in (1, 2, 3)]
-    if native_helper:
-        if subprocess.run(["chattr", "+i", *kept], capture_output=True).returncode:
-            pytest.skip("no file can be made immutable here")
-    else:
-        monkeypatch.setattr(native, "library", None)
-        real = os.unlink
+    kept = {cache.file(number).name for number in (1, 2, 3)}
+    unlink = os.unlink
 
-        def unlink(path: Any, **more: Any) -> None:
-            if str(path) in {file.name for file in kept}:
-                raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
-            real(path, **more)
+    def refuse(path: Any, **more: Any) -> None:
+        if str(path) in kept:
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        unlink(path, **more)
 
-        monkeypatch.setattr(os, "unlink", unlink)
-    try:
-        said = kvtier("gc", cache.root, "--max-bytes", "0")
-    finally:
-        if native_helper:
-            subprocess.run(["chattr", "-i", *kept], check=True)
+    monkeypatch.setattr(native, "library", None)
+    monkeypatch.setattr(os, "unlink", refuse)
+    said = kvtier("gc", cache.root, "--max-bytes", "0")
     assert said.status == 1
     assert "3 files or directories could not be removed or read: Operation not permitted" in said.out
     assert "no chunks of kvtier's" not in said.out
@@ -641,24 +596,21 @@ def test_stat_of_a_chunk_says_what_its_trailer_says(kvtier, cache) -> None:
     assert said.json["hash"] in kvtier("stat", cache.file(2)).out
 
 
-@pytest.mark.parametrize(
-    ("how", "finding"), [("checksum", "checksum"), ("torn", "torn"), ("no trailer", "torn")]
-)
-def test_stat_of_an_ill_chunk_says_how(kvtier, cache, how: str, finding: str) -> None:
-    cache.put(range(3))
-    damage(cache.file(1), how)
-    said = kvtier("stat", cache.file(1), "--json")
-    assert (said.status, said.json["finding"]) == (1, finding)
-
-
-def test_stat_of_a_chunk_in_anothers_place_is_foreign_and_of_a_copy_elsewhere_sound(
-    kvtier, cache, tmp_path: Path
-) -> None:
+def test_stat_says_what_is_wrong_with_a_chunk(kvtier, cache, tmp_path: Path) -> None:
     cache.put(range(7))
+    damage(cache.file(1), "checksum")
+    damage(cache.file(2), "torn")
+    damage(cache.file(4), "no trailer")
     shutil.copy(cache.file(3), cache.file(6))
     shutil.copy(cache.file(3), tmp_path / "copy")
-    assert kvtier("stat", cache.file(6), "--json").json["finding"] == "foreign"
+    for number, finding in ((1, "checksum"), (2, "torn"), (4, "torn"), (6, "foreign")):
+        said = kvtier("stat", cache.file(number), "--json")
+        assert (said.status, said.json["finding"]) == (1, finding)
     assert kvtier("stat", tmp_path / "copy", "--json").json["finding"] == "sound"
+    aside = cache.home / "quarantine" / "set-aside"
+    aside.parent.mkdir(exist_ok=True)
+    shutil.move(cache.file(2), aside)
+    assert kvtier("stat", aside, "--json").json["finding"] == "unverified"
 
 
 def test_stat_of_a_chunk_does_not_count_as_a_use(kvtier, cache) -> None:

@@ -14,17 +14,17 @@ from kvtier._cli import compare, du, gc, ls, stat, verify
 PAGE = Path(__file__).parents[3] / "docs" / "tiers" / "fs.md"
 
 DOCUMENTS: dict[str, Any] = {
-    "`ls`": ls.Listing,
-    "of `ls`, a namespace": ls.Listed,
+    "`ls`": ls.RootListing,
+    "of `ls`, a namespace": ls.CacheListing,
     "`compare`": compare.Comparison,
-    "of `compare`, a setting": compare.Differing,
+    "of `compare`, a setting": compare.SettingDifference,
     "`stat`": stat.ChunkState,
     "`du`": du.Usage,
-    "of `du`, a part": du.Part,
-    "`verify`": verify.Verification,
-    "of `verify`, a namespace": verify.Verified,
+    "of `du`, a part": du.UsagePart,
+    "`verify`": verify.RootVerification,
+    "of `verify`, a namespace": verify.CacheVerification,
     "of `verify`, an ill file": verify.DamagedFile,
-    "`gc`": gc.Collected,
+    "`gc`": gc.CollectionResult,
 }
 
 

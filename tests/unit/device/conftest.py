@@ -18,7 +18,11 @@ from typing import Any
 import pytest
 import torch
 
+from kvtier._device._engine import StreamEngine
+from kvtier._device._runtime import Runtime
+from kvtier._device.plan import CopyPlan
 from kvtier._native import build
+from kvtier_testing.device import EngineFactory, Gate, Shape
 
 STUB = """
 #include <stddef.h>
@@ -205,3 +209,40 @@ def as_torch_cuda(played_torch: PlayedTorch, monkeypatch: pytest.MonkeyPatch) ->
         attribute: Callable[..., Any] = getattr(played_torch, name)
         monkeypatch.setattr(torch.cuda, name, attribute)
     return played_torch
+
+
+def gate_copies(kind: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the copies of all streams of a kind go through a gate."""
+    copy = kind.copy
+
+    def gated(stream: Any, plan: CopyPlan) -> None:
+        gate.go_through()
+        copy(stream, plan)
+
+    monkeypatch.setattr(kind, "copy", gated)
+
+
+def engine_on(
+    runtime: Runtime,
+    piece_slots: int = Shape().slots,
+    *,
+    pinned: bool = False,
+    deadline_s: float = 60,
+) -> EngineFactory:
+    """Make engines that pin so many slots at once; ``pinned``: and have pinned all of them."""
+
+    def factory(caches, layout, region):
+        piece_bytes = piece_slots * layout.chunk_bytes
+        engine = StreamEngine(caches, layout, region, runtime, piece_bytes=piece_bytes, deadline_s=deadline_s)
+        if pinned:
+            wait_until(lambda: engine.pinning.nbytes == region.nbytes)
+        return engine
+
+    return factory
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < until_s
+        time.sleep(0.001)

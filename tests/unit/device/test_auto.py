@@ -1,14 +1,15 @@
 from __future__ import annotations
 
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from kvtier._device import cpu, cuda, rocm, xpu
-from kvtier._device.auto import BACKENDS, open_transfer_engine
+from kvtier._device import cuda, rocm
+from kvtier._device.auto import open_transfer_engine
 from kvtier._device.base import KVCaches, PageRef
-from kvtier._device.cpu import CpuTransferEngine
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
 from kvtier.errors import ConfigError
@@ -19,14 +20,6 @@ LAYOUT = SlotLayout.make((64,), 1)
 def caches(*devices: str) -> KVCaches:
     tensors = tuple(torch.zeros((4, 64), dtype=torch.int8, device=device) for device in devices)
     return KVCaches(tensors, (tuple(PageRef(index, 64) for index in range(len(tensors))),))
-
-
-@pytest.mark.parametrize("name", [None, "cpu"])
-def test_host_memory_has_the_cpu_backend(name: str | None) -> None:
-    with Region.anonymous(2, LAYOUT.chunk_bytes) as region:
-        engine = open_transfer_engine(caches("cpu"), LAYOUT, region, name)
-        assert isinstance(engine, CpuTransferEngine)
-        engine.close()
 
 
 @pytest.fixture
@@ -93,20 +86,22 @@ class OnDevice:
 
 
 @pytest.mark.parametrize(
-    ("kind", "hip", "name"), [("cuda", None, "cuda"), ("cuda", "7.0", "rocm"), ("xpu", None, "xpu")]
+    ("kind", "hip", "name"),
+    [("cpu", None, "cpu"), ("cuda", None, "cuda"), ("cuda", "7.0", "rocm"), ("xpu", None, "xpu")],
 )
 def test_the_backend_is_that_of_the_tensors(
     kind: str, hip: str | None, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[tuple[str, Any]] = []
-    for backend in BACKENDS:
-        module = {"cpu": cpu, "cuda": cuda, "rocm": rocm, "xpu": xpu}[backend]
-        monkeypatch.setattr(module, "missing", lambda: None)
-        monkeypatch.setattr(
-            module, "open_engine", lambda *_, backend=backend, **given: opened.append((backend, given))
-        )
+    class OpenedError(Exception):
+        pass
+
+    def open_runtime(tensors: object, batched_copy: object) -> None:
+        raise OpenedError(name)
+
+    module = import_module(f"kvtier._device.{name}")
+    monkeypatch.setattr(module, "missing", lambda: None)
+    monkeypatch.setattr(module, "open_runtime", open_runtime)
     monkeypatch.setattr(torch.version, "hip", hip)
-    fake: Any = type("Caches", (), {"tensors": (OnDevice(kind),)})()
-    with Region.anonymous(2, LAYOUT.chunk_bytes) as region:
-        open_transfer_engine(fake, LAYOUT, region, deadline_s=7)
-    assert opened == [(name, {"deadline_s": 7, "batched_copy": None})]
+    fake: Any = SimpleNamespace(tensors=(OnDevice(kind),))
+    with Region.anonymous(2, LAYOUT.chunk_bytes) as region, pytest.raises(OpenedError, match=name):
+        open_transfer_engine(fake, LAYOUT, region)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,16 +13,24 @@ import pytest
 import torch
 
 from kvtier import _native as native
-from kvtier._device._cuda_runtime import RuntimeLibrary, TorchRuntime, TorchStream, find_library
-from kvtier._device._methods import Method, engine_method
-from kvtier._device._streams import StreamEngine
-from kvtier._device.base import Blocks, CopyQueue
+from kvtier._device._cuda_runtime import (
+    CopyMethod,
+    RuntimeLibrary,
+    TorchRuntime,
+    TorchStream,
+    engine_method,
+    find_library,
+    require_exact,
+)
+from kvtier._device.base import CopyQueue
 from kvtier._device.cuda import Cudart
 from kvtier._device.plan import CopyPlan
 from kvtier.errors import ConfigError, DeviceLostError, TransferError
-from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory, Shape, rig
+from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory
+from tests.unit.device.conftest import engine_on, gate_copies
 
 ADDRESS = 2**47 - 4096
+CHUNK_BYTES = 4096
 STREAM = SimpleNamespace(cuda_stream=ADDRESS)
 
 
@@ -67,12 +73,15 @@ def test_a_batch_goes_to_the_stream_in_one_call(stub: Any, version: int, failed_
     assert stub.variable("calls").value == 1
 
 
-def test_a_refused_copy_is_an_error_that_does_not_stay(library: RuntimeLibrary, stub: Any) -> None:
+def test_a_call_that_fails_is_an_error_that_does_not_stay(library: RuntimeLibrary, stub: Any) -> None:
     stub.variable("fails").value = 1
     src, dst = arrays()
     with pytest.raises(TransferError, match=rf"{stub.prefix}MemcpyAsync failed: invalid argument \(1\)"):
         library.copy(make_plan(src, dst), STREAM)
     assert not dst.any()
+    assert stub.call("peek_error") == 0
+    with pytest.raises(TransferError, match=rf"{stub.prefix}HostRegister failed: out of memory \(2\)"):
+        library.host_register(ADDRESS, 4096)
     assert stub.call("peek_error") == 0
 
 
@@ -91,15 +100,6 @@ def test_host_memory_is_registered_for_all_contexts(library: RuntimeLibrary, stu
     assert stub.variable("flags", ctypes.c_uint).value == 1
     library.host_unregister(ADDRESS)
     assert stub.variable("unregistered", ctypes.c_void_p).value == ADDRESS
-
-
-def test_memory_that_cannot_be_registered(library: RuntimeLibrary, stub: Any) -> None:
-    stub.variable("fails").value = 1
-    with pytest.raises(TransferError, match=rf"{stub.prefix}HostRegister failed: out of memory \(2\)"):
-        library.host_register(ADDRESS, 4096)
-    with pytest.raises(TransferError, match=rf"{stub.prefix}HostUnregister failed: invalid argument \(1\)"):
-        library.host_unregister(ADDRESS)
-    assert stub.call("peek_error") == 0
 
 
 def test_the_capture_mode_is_relaxed_in_the_calling_thread(library: RuntimeLibrary, stub: Any) -> None:
@@ -166,34 +166,13 @@ FLAVOURS = [("cuda", "each"), ("cuda", "batch"), ("cuda", "engine"), ("hip", "ea
 
 @pytest.fixture(params=FLAVOURS, ids="-".join)
 def runtime(request: pytest.FixtureRequest, stub_paths: dict[str, Path], as_torch_cuda: Any) -> TorchRuntime:
-    """A runtime with one way to make many copies in one call, or none; ``used`` counts these calls."""
+    """A runtime with one way to make many copies in one call, or none."""
     prefix, chosen = request.param
     path = str(stub_paths[prefix])
-    used: list[CopyPlan] = []
-    methods: dict[str, Method] = {"engine": engine_method(copy_like_vllm)}
+    methods: dict[str, CopyMethod] = {"engine": engine_method(copy_like_vllm)}
     if prefix == "cuda":
         methods["batch"] = Cudart(path).copy_batch
-
-    def counted(plan: CopyPlan, stream: Any) -> None:
-        used.append(plan)
-        methods[chosen](plan, stream)
-
-    made = TorchRuntime(
-        torch.device("cpu"), RuntimeLibrary(path, prefix), counted if chosen != "each" else None
-    )
-    made.used = used  # type: ignore[attr-defined]
-    made.most_used = 0 if chosen == "each" else 2  # type: ignore[attr-defined]
-    return made
-
-
-def pinned_engine(runtime: TorchRuntime, deadline_s: float = 60) -> EngineFactory:
-    def factory(caches, layout, region):
-        engine = StreamEngine(caches, layout, region, runtime, deadline_s=deadline_s)
-        while engine.pinning.nbytes < region.nbytes:
-            threading.Event().wait(0.001)
-        return engine
-
-    return factory
+    return TorchRuntime(torch.device("cpu"), RuntimeLibrary(path, prefix), methods.get(chosen))
 
 
 class TestEachMethod(DeviceConformance):
@@ -201,29 +180,14 @@ class TestEachMethod(DeviceConformance):
 
     @pytest.fixture
     def engine_factory(self, runtime: TorchRuntime) -> EngineFactory:
-        return pinned_engine(runtime)
+        return engine_on(runtime, pinned=True)
 
     @pytest.fixture
     def gated_factory(
         self, runtime: TorchRuntime, gate: Gate, monkeypatch: pytest.MonkeyPatch
     ) -> GatedFactory:
-        copy: Callable[..., None] = TorchStream.copy
-
-        def gated(stream: TorchStream, plan: CopyPlan) -> None:
-            gate.go_through()
-            copy(stream, plan)
-
-        monkeypatch.setattr(TorchStream, "copy", gated)
-        return partial(pinned_engine, runtime)
-
-
-def test_many_copies_are_made_in_one_call_where_there_is_a_way(runtime: TorchRuntime) -> None:
-    with rig(pinned_engine(runtime), Shape(gaps=(64, 64))) as it:
-        it.store(1, Blocks.make(range(0, 32, 2), (16,), (0,)), range(16))
-        it.check()
-        it.load(2, range(16), Blocks.make(range(1, 33, 2), (16,), (0,)))
-        it.check()
-    assert len(runtime.used) == runtime.most_used  # type: ignore[attr-defined]
+        gate_copies(TorchStream, gate, monkeypatch)
+        return lambda deadline_s: engine_on(runtime, pinned=True, deadline_s=deadline_s)
 
 
 @pytest.mark.parametrize("prefix", ["cuda"], indirect=True)
@@ -231,3 +195,49 @@ def test_expedited_loads_have_a_stream_of_higher_priority(stub: Any, as_torch_cu
     runtime = TorchRuntime(torch.device("cpu"), RuntimeLibrary(str(stub.path)))
     priorities = {queue: runtime.open_stream(queue)._stream.priority for queue in CopyQueue}
     assert priorities[CopyQueue.EXPEDITED] < priorities[CopyQueue.LOAD] == priorities[CopyQueue.STORE]
+
+
+class OverHostMemory:
+    """A method that does what its name says, with all but the last of its faults in the bytes."""
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault = fault
+
+    def __call__(self, plan: CopyPlan, stream: Any) -> None:
+        if self.fault == "refuses":
+            raise OSError("the driver is too old")
+        copies = list(zip(plan.src.tolist(), plan.dst.tolist(), plan.sizes.tolist(), strict=True))
+        for source, target, size in copies[1:] if self.fault == "leaves one out" else copies:
+            ctypes.memmove(target, source, size + (8 if self.fault == "copies too much" else 0))
+
+
+@pytest.mark.parametrize("fault", ["", "leaves one out", "copies too much", "refuses"])
+def test_a_method_that_copies_wrongly_or_is_refused_is_found_out(fault: str, played_torch: Any) -> None:
+    def check() -> None:
+        require_exact(OverHostMemory(fault), torch.device("cpu"), played_torch.Stream())
+
+    if not fault:
+        check()
+        return
+    with pytest.raises((ValueError, OSError), match=r"wrong bytes|too old"):
+        check()
+
+
+@pytest.mark.parametrize("pinned", [0, CHUNK_BYTES, 2 * CHUNK_BYTES])
+def test_only_pinned_slots_are_copied_in_one_call(stub_paths: Any, as_torch_cuda: Any, pinned: int) -> None:
+    used: list[CopyPlan] = []
+    runtime = TorchRuntime(
+        torch.device("cpu"), RuntimeLibrary(str(stub_paths["cuda"])), lambda plan, _: used.append(plan)
+    )
+    slots = np.zeros(2 * CHUNK_BYTES, dtype=np.uint8)
+    for start in range(0, pinned, CHUNK_BYTES):
+        runtime.host_register(slots.ctypes.data + start, CHUNK_BYTES)
+    target = np.zeros_like(slots)
+    plan, is_batched = make_plan(slots, target), pinned == slots.nbytes
+    stream = runtime.open_stream(CopyQueue.LOAD)
+    stream.copy(plan)
+    assert used == [plan] * is_batched
+    runtime.open_stream(CopyQueue.LOAD, plain=True).copy(plan)
+    runtime.host_unregister(slots.ctypes.data)
+    stream.copy(plan)
+    assert used == [plan] * is_batched

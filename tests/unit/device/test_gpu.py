@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from kvtier._device import cuda, rocm
-from kvtier._device._cuda_runtime import RuntimeLibrary, TorchRuntime, TorchStream
-from kvtier._device._methods import Method
-from kvtier._device._streams import StreamEngine
+from kvtier._device._cuda_runtime import CopyMethod, RuntimeLibrary, TorchRuntime, TorchStream
+from kvtier._device._engine import StreamEngine
 from kvtier._device.auto import open_transfer_engine
-from kvtier._device.base import Blocks, CopyQueue
-from kvtier._device.plan import CopyPlan
+from kvtier._device.base import Blocks
 from kvtier._device.xpu import XpuRuntime, XpuStream
 from kvtier.errors import TransferError
 from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory, Rig, Shape, rig
+from tests.unit.device.conftest import engine_on, gate_copies, wait_until
 
 FOUND = torch.accelerator.current_accelerator(check_available=True)
 DEVICE = FOUND.type if FOUND is not None else "none"
@@ -36,60 +35,25 @@ class Watched(TorchRuntime):
 
     Attributes:
         before_pinning: called in the pinning thread before each piece, with the number of those before.
-        gate: what copies go through.
     """
 
     def __init__(self, *, batched: bool = False) -> None:
         torch.cuda.init()
         device = torch.device("cuda", torch.cuda.current_device())
-        method: Method | None = None
+        method: CopyMethod | None = None
         if torch.version.hip is None:
             library: RuntimeLibrary = (cudart := cuda.open_library())
             method = cudart.copy_batch
         else:
             library = rocm.open_library()
         super().__init__(device, library, method if batched else None)
-        self.gate = Gate()
         self.before_pinning: Callable[[int], object] = lambda count: None
         self._count = 0
-        self._counted = threading.Condition()
-
-    def open_stream(self, queue: CopyQueue, *, plain: bool = False) -> TorchStream:
-        stream = super().open_stream(queue, plain=plain)
-        copy = stream.copy
-
-        def gated(plan: CopyPlan) -> None:
-            self.gate.go_through()
-            copy(plan)
-
-        stream.copy = gated  # type: ignore[method-assign]
-        return stream
 
     def host_register(self, address: int, nbytes: int) -> None:
         self.before_pinning(self._count)
         super().host_register(address, nbytes)
-        with self._counted:
-            self._count += 1
-            self._counted.notify_all()
-
-    def wait_until_pinned(self, count: int) -> None:
-        with self._counted:
-            assert self._counted.wait_for(lambda: self._count >= count, 60)
-
-
-def engine_on(
-    runtime: Watched, piece_slots: int = SLOTS, pinned: bool = True, deadline_s: float = 60
-) -> EngineFactory:
-    """Make engines that pin so many slots at once; ``pinned``: and have pinned all of them."""
-
-    def factory(caches, layout, region):
-        piece_bytes = piece_slots * layout.chunk_bytes
-        engine = StreamEngine(caches, layout, region, runtime, piece_bytes, deadline_s=deadline_s)
-        if pinned:
-            runtime.wait_until_pinned(-(-region.slots // piece_slots))
-        return engine
-
-    return factory
+        self._count += 1
 
 
 def no_memory(count: int) -> None:
@@ -103,10 +67,9 @@ class OnGpu(DeviceConformance):
     device = DEVICE
 
     @pytest.fixture
-    def gated_factory(self, gate: Gate) -> GatedFactory:
-        runtime = Watched()
-        runtime.gate = gate
-        return lambda deadline_s: engine_on(runtime, pinned=False, deadline_s=deadline_s)
+    def gated_factory(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> GatedFactory:
+        gate_copies(TorchStream, gate, monkeypatch)
+        return lambda deadline_s: engine_on(Watched(), deadline_s=deadline_s)
 
 
 @of_torch_cuda
@@ -121,7 +84,7 @@ class TestPinned(OnGpu):
 
     @pytest.fixture(params=[1, 5])
     def engine_factory(self, request: pytest.FixtureRequest, runtime: Watched) -> EngineFactory:
-        return engine_on(runtime, request.param)
+        return engine_on(runtime, request.param, pinned=True)
 
 
 @of_torch_cuda
@@ -130,7 +93,7 @@ class TestPageable(OnGpu):
     def engine_factory(self) -> EngineFactory:
         runtime = Watched()
         runtime.before_pinning = no_memory
-        return engine_on(runtime, pinned=False)
+        return engine_on(runtime)
 
 
 @of_torch_cuda
@@ -152,20 +115,12 @@ class TestIntel(DeviceConformance):
 
     @pytest.fixture
     def gated_factory(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> GatedFactory:
-        copy: Callable[..., None] = XpuStream.copy
-
-        def gated(stream: XpuStream, plan: CopyPlan) -> None:
-            gate.go_through()
-            copy(stream, plan)
-
-        monkeypatch.setattr(XpuStream, "copy", gated)
-
-        def factory(deadline_s: float) -> EngineFactory:
-            return lambda caches, layout, region: StreamEngine(
-                caches, layout, region, XpuRuntime(caches.tensors), None, at_once=1, deadline_s=deadline_s
+        gate_copies(XpuStream, gate, monkeypatch)
+        return lambda deadline_s: (
+            lambda caches, layout, region: StreamEngine(
+                caches, layout, region, XpuRuntime(caches.tensors), deadline_s=deadline_s
             )
-
-        return factory
+        )
 
 
 def is_pinned(it: Rig, slot: int) -> bool:
@@ -174,7 +129,7 @@ def is_pinned(it: Rig, slot: int) -> bool:
 
 @of_torch_cuda
 def test_slots_are_pinned_until_the_engine_closes() -> None:
-    with gpu_rig(engine_on(Watched(), 5)) as it:
+    with gpu_rig(engine_on(Watched(), 5, pinned=True)) as it:
         assert all(is_pinned(it, slot) for slot in range(SLOTS))
         it.engine.close()
         assert not any(is_pinned(it, slot) for slot in range(SLOTS))
@@ -188,8 +143,8 @@ def test_a_pinned_part_and_a_pageable_one_work_side_by_side() -> None:
 
     runtime = Watched()
     runtime.before_pinning = fail_later
-    with gpu_rig(engine_on(runtime, 5, pinned=False), Shape((4096,))) as it:
-        runtime.wait_until_pinned(2)
+    with gpu_rig(engine_on(runtime, 5), Shape((4096,))) as it:
+        wait_until(lambda: it.engine.pinning.failed)
         it.store(1, Blocks.make(range(SLOTS), (SLOTS,), (0,)), range(SLOTS))
         it.check()
         assert [is_pinned(it, slot) for slot in (0, 9, 10, 23)] == [True, True, False, False]
@@ -232,7 +187,7 @@ def test_a_store_copies_what_was_to_be_computed_before(busy: Callable[[], None],
 @of_torch_cuda
 @pytest.mark.parametrize("expedited", [False, True])
 def test_a_load_comes_after_what_was_to_be_written_before(busy: Callable[[], None], expedited: bool) -> None:
-    with gpu_rig(engine_on(Watched())) as it:
+    with gpu_rig(engine_on(Watched(), pinned=True)) as it:
         busy()
         it.caches.tensors[0][5].zero_()
         zeroed = torch.cuda.current_stream().record_event()
@@ -247,12 +202,12 @@ def test_pinning_does_not_spoil_the_capture_of_a_graph() -> None:
     runtime = Watched()
     runtime.before_pinning = lambda count: gate.wait(60)
     numbers = torch.zeros(8, device="cuda")
-    with gpu_rig(engine_on(runtime, 8, pinned=False)) as it:
+    with gpu_rig(engine_on(runtime, 8)) as it:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):  # in the mode that forbids most to all other threads
             numbers += 1
             gate.set()
-            runtime.wait_until_pinned(3)
+            wait_until(lambda: it.engine.pinning.nbytes == it.region.nbytes)
         graph.replay()
         assert numbers.tolist() == [1] * 8
         assert all(is_pinned(it, slot) for slot in range(SLOTS))

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier import _native as native
+from kvtier._device.auto import open_transfer_engine
 from kvtier._device.base import Blocks
-from kvtier._device.cpu import CpuTransferEngine
 from kvtier_testing.device import Shape, rig
 
 BLOCKS = 48
@@ -47,7 +47,7 @@ def test_store_and_load_do_what_the_model_does(helper: str, shape: Shape, data: 
     target = Blocks.make(ids[total : 2 * total], sizes, firsts)
     count = sum(source.slots_needed(shape.blocks_per_chunk))
     slots = data.draw(st.one_of(st.just(range(shape.slots)), st.permutations(range(shape.slots))))[:count]
-    with pytest.MonkeyPatch.context() as patch, rig(CpuTransferEngine, shape) as it:
+    with pytest.MonkeyPatch.context() as patch, rig(open_transfer_engine, shape) as it:
         if helper == "fallback":
             patch.setattr(native, "library", None)
         it.store(1, source, slots)

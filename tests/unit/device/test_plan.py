@@ -59,13 +59,6 @@ def test_a_tensor_named_twice_is_copied_once() -> None:
     assert plan.sizes.tolist() == [64]
 
 
-def test_arrays_are_what_a_foreign_call_takes() -> None:
-    plan = planner((512, 256), 2).load([1, 2], blocks([4, 9, 2, 3]))
-    for numbers in (plan.src, plan.dst, plan.sizes):
-        assert numbers.dtype == np.uint64
-        assert numbers.flags["C_CONTIGUOUS"]
-
-
 @pytest.mark.parametrize(
     ("ids", "sizes", "firsts", "message"),
     [
@@ -82,11 +75,6 @@ def test_blocks_that_do_not_add_up(
         Blocks.make(ids, sizes, firsts)
     with pytest.raises(ValueError, match="int32"):
         Blocks(np.zeros(1, dtype=np.int32), (1,), (0,))
-
-
-def test_another_number_of_groups() -> None:
-    with pytest.raises(ValueError, match="2 groups of blocks; the caches have 1"):
-        planner((512,), 1).store(Blocks.make([1, 2], (1, 1), (0, 0)), [0, 1])
 
 
 @pytest.mark.parametrize(
@@ -138,3 +126,28 @@ def test_one_page_in_two_canonical_places() -> None:
     )
     with pytest.raises(ValueError, match="maps its pages of tensor 0 in two ways"):
         CopyPlanner(caches, SlotLayout.make(caches.page_bytes, 1), HOST, 4)
+
+
+@pytest.mark.parametrize(
+    ("groups", "slots", "per_chunk", "answer"),
+    [
+        ([(6, 0)], 2, 3, True),
+        ([(6, 3)], 2, 3, True),
+        ([(4, 2)], 2, 3, True),  # only the first chunk lacks blocks, and only its first ones
+        ([(1, 5)], 1, 3, True),
+        ([(0, 0), (3, 9), (0, 4)], 1, 3, True),
+        ([(3, 0), (2, 1)], 2, 3, True),
+        ([(5, 7)], 5, 1, True),
+        ([(5, 7)], 6, 1, False),
+        ([(5, 0)], 2, 3, False),
+        ([(2, 0)], 1, 3, False),
+        ([(3, 0)], 2, 3, False),  # three of the blocks of two chunks are missing: as if it were one chunk
+        ([(3, 0), (2, 0)], 2, 3, False),
+        ([(3, 1), (3, 0)], 3, 3, False),
+    ],
+)
+def test_blocks_fill_chunks_that_they_end_with(
+    groups: list[tuple[int, int]], slots: int, per_chunk: int, answer: bool
+) -> None:
+    sizes, firsts = zip(*groups, strict=True)
+    assert Blocks.make(range(sum(sizes)), sizes, firsts).fill(slots, per_chunk) is answer

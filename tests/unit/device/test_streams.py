@@ -11,15 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
-from kvtier import _native as native
-from kvtier._device import _threaded
-from kvtier._device._streams import StreamEngine
+from kvtier._device._runtime import Runtime
 from kvtier._device.base import Attempt, Blocks, CopyQueue, Pinning
 from kvtier._device.plan import CopyPlan
 from kvtier.errors import DeviceLostError, DeviceStuckError, TransferError
@@ -33,13 +31,10 @@ from kvtier_testing.device import (
     Shape,
     rig,
 )
+from tests.unit.device.conftest import engine_on, wait_until
 
 CHUNK = Shape().layout.chunk_bytes
 SLOTS = Shape().slots
-INVALID_VALUE = 1
-MEMCPY_ASYNC = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
-)
 
 
 class PlayedEvent:
@@ -75,23 +70,14 @@ class PlayedStream:
     def copy(self, plan: CopyPlan) -> None:
         self._device.require_attached()
         self._device.gate.go_through()
-        function = MEMCPY_ASYNC(self._memcpy_async)
-        address = ctypes.cast(function, ctypes.c_void_p).value
-        assert address is not None
-        arrays = (plan.src.ctypes.data, plan.dst.ctypes.data, plan.sizes.ctypes.data)
-        code = native.copy_batch_async(address, *arrays, len(plan.sizes), 77)
-        if code:
-            raise TransferError(f"error {code}")
+        for src, dst, size in zip(plan.src.tolist(), plan.dst.tolist(), plan.sizes.tolist(), strict=True):
+            if self._device.refuses(dst, src, size):
+                raise TransferError("error 1")
+            self.given += 1
+            self.run(partial(self._move, dst, src, size))
 
     def close(self) -> None:
         self._work.shutdown()
-
-    def _memcpy_async(self, dst: int, src: int, size: int, kind: int, stream: int) -> int:
-        if (kind, stream) != (4, 77) or self._device.refuses(dst, src, size):
-            return INVALID_VALUE
-        self.given += 1
-        self.run(lambda: self._move(dst, src, size))
-        return 0
 
     def _move(self, dst: int, src: int, size: int) -> None:
         self._device.before_copy(dst)
@@ -99,7 +85,7 @@ class PlayedStream:
         self.moved += 1
 
 
-class PlayedDevice:
+class PlayedDevice(Runtime):
     """A runtime without a GPU.
 
     Attributes:
@@ -116,7 +102,6 @@ class PlayedDevice:
     def __init__(self) -> None:
         self._attached = threading.local()
         self._streams: list[PlayedStream] = []
-        self._pinned = threading.Condition()
         self.plain = False
         self.gate = Gate()
         self.compute = self.open_stream(CopyQueue.STORE)
@@ -153,9 +138,6 @@ class PlayedDevice:
     def record_compute(self) -> PlayedEvent:
         return self.compute.record()
 
-    def node(self) -> int | None:
-        return 0
-
     def open_stream(self, queue: CopyQueue, *, plain: bool = False) -> PlayedStream:
         self._streams.append(PlayedStream(self))
         self.plain = plain
@@ -164,19 +146,13 @@ class PlayedDevice:
     def host_register(self, address: int, nbytes: int) -> None:
         self.require_attached()
         self.before_pinning(len(self.pieces))
-        with self._pinned:
-            self.pieces.append((address, nbytes))
-            self._pinned.notify_all()
+        self.pieces.append((address, nbytes))
 
     def host_unregister(self, address: int) -> None:
         self.require_attached()
         self.unpinned.append(address)
         if not is_mapped(address):
             self.unmapped.append(address)
-
-    def wait_until_pinned(self, count: int) -> None:
-        with self._pinned:
-            assert self._pinned.wait_for(lambda: len(self.pieces) >= count, 20)
 
     def refuses(self, dst: int, src: int, size: int) -> bool:
         """Return whether the copy is refused: it was chosen, or it is partly in a piece that is pinned."""
@@ -204,21 +180,6 @@ def device() -> Iterator[PlayedDevice]:
     made = PlayedDevice()
     yield made
     made.close()
-
-
-def engine_on(
-    device: PlayedDevice, piece_slots: int = SLOTS, pinned: bool = False, deadline_s: float = 60
-) -> EngineFactory:
-    """Make engines that pin so many slots at once; ``pinned``: and have pinned all of them."""
-
-    def factory(caches, layout, region):
-        piece_bytes = piece_slots * layout.chunk_bytes
-        engine = StreamEngine(caches, layout, region, device, piece_bytes, deadline_s=deadline_s)
-        if pinned:
-            device.wait_until_pinned(-(-region.slots // max(piece_slots, 1)))
-        return engine
-
-    return factory
 
 
 class ComputeStream(Compute):
@@ -259,12 +220,9 @@ class TestSlowWhilePinning(OnPlayedDevice):
         return engine_on(device, 2)
 
 
-class TestPageableWithoutNative(OnPlayedDevice):
+class TestPageable(OnPlayedDevice):
     @pytest.fixture
-    def engine_factory(
-        self, device: PlayedDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> EngineFactory:
-        monkeypatch.setattr(native, "library", None)
+    def engine_factory(self, device: PlayedDevice) -> EngineFactory:
         device.before_pinning = refuse_from(0)
         return engine_on(device)
 
@@ -279,13 +237,6 @@ def refuse_from(piece: int) -> Callable[[int], None]:
 
 def one(block: int) -> Blocks:
     return Blocks.make([block], (1,), (0,))
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < until_s
-        time.sleep(0.001)
 
 
 def test_nothing_moves_any_more_when_a_failure_is_reported(device: PlayedDevice) -> None:
@@ -373,36 +324,6 @@ def test_of_two_transfers_that_are_given_both_may_still_move_when_the_first_hang
     assert kinds == {0: DeviceStuckError, 1: DeviceStuckError, 2: DeviceLostError}
     it.close()
     gate.set()
-
-
-def test_a_transfer_that_is_taken_while_the_one_before_it_is_abandoned_ends_too(
-    device: PlayedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate, lost = threading.Event(), threading.Event()
-
-    class Slow(SimpleQueue[Any]):
-        """Gives out the second transfer only when the first one was abandoned."""
-
-        def get(self, *arguments: Any, **more: Any) -> Any:
-            job = super().get(*arguments, **more)
-            if job is not None and job.transfer_id == 2:
-                assert lost.wait(20)
-            return job
-
-    monkeypatch.setattr(_threaded, "SimpleQueue", Slow)
-    device.before_copy = lambda dst: gate.wait(20)
-    it = Rig(engine_on(device, deadline_s=0.1), Shape())
-    it.engine.set_wakeup(lost.set)
-    device.gate.hold(CopyQueue.STORE)
-    for number in (1, 2):
-        it.engine.submit_store(number, one(number), [number])
-    device.gate.open()
-    assert lost.wait(20)
-    gate.set()
-    it.engine.drain()
-    kinds = {end.transfer_id: type(end.error) for end in it.engine.finished()}
-    assert kinds == {1: DeviceStuckError, 2: DeviceLostError}
-    it.close()
 
 
 def test_what_a_copy_is_stuck_with_stays_pinned_and_mapped(device: PlayedDevice) -> None:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kvtier._device._streams import StreamEngine
+from kvtier._device._engine import StreamEngine
 from kvtier._device.base import DEADLINE_S
 from kvtier._device.plan import CopyPlan
 from kvtier._device.xpu import DeviceBytes, XpuRuntime, XpuStream
 from kvtier.errors import TransferError
 from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory
+from tests.unit.device.conftest import gate_copies
 
 
 def engine_on(api: Any, buffer_bytes: int, deadline_s: float = DEADLINE_S) -> EngineFactory:
     def factory(caches, layout, region):
         runtime = XpuRuntime(caches.tensors, api, buffer_bytes)
-        return StreamEngine(
-            caches, layout, region, runtime, piece_bytes=None, at_once=1, deadline_s=deadline_s
-        )
+        return StreamEngine(caches, layout, region, runtime, deadline_s=deadline_s)
 
     return factory
 
@@ -34,13 +32,7 @@ class TestOverHostMemory(DeviceConformance):
 
     @pytest.fixture
     def gated_factory(self, played_torch: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> GatedFactory:
-        copy: Callable[..., None] = XpuStream.copy
-
-        def gated(stream: XpuStream, plan: CopyPlan) -> None:
-            gate.go_through()
-            copy(stream, plan)
-
-        monkeypatch.setattr(XpuStream, "copy", gated)
+        gate_copies(XpuStream, gate, monkeypatch)
         return lambda deadline_s: engine_on(played_torch, 2000, deadline_s)
 
 

@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kvtier._device.cpu import CpuTransferEngine
+from kvtier._device.auto import open_transfer_engine
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.worker_status import WorkerStatus, status_table_bytes
 from kvtier.adapters.vllm._manager import Slots
@@ -42,7 +42,8 @@ class NativeTieringSpec(TieringOffloadingSpec):
         )
         table = memoryview(bytearray(status_table_bytes(self.num_chunks, 1)))
         row = WorkerStatus(table, self.num_chunks, 0)  # which nobody reads
-        return _NativeWorker(CpuTransferEngine(caches, layout, region), region, row, self.blocks_per_chunk)
+        engine = open_transfer_engine(caches, layout, region)
+        return _NativeWorker(engine, region, row, self.blocks_per_chunk)
 
 
 class _NativeRegion:

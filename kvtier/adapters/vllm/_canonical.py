@@ -1,16 +1,16 @@
-"""Spells the engine's configuration for its identity: every setting except those that cannot matter.
+"""Canonical values of the engine's configuration, for its identity: every setting except the excluded ones.
 
 **Closed by default.** All fields of ``VllmConfig`` and of the configurations in it are included, whatever a
-version of vLLM calls them; ``_without_effect`` lists the exceptions and their reasons.
+version of vLLM calls them; ``excluded_settings.toml`` lists the exceptions and their reasons.
 
-**Only values that differ from their default are spelled.** So a field that a newer vLLM adds or removes
+**Only values that differ from their default are included.** So a field that a newer vLLM adds or removes
 changes nothing while nobody sets it, and versions of one KV format share a cache. Values are those that vLLM
 resolved, not those that the user gave, so decisions of the platform and the model count. A default that a
 newer version changes is covered by the KV format generation (``_compat``), which only releases get whose
 defaults a test has compared.
 
-**A value is spelled the same in every process, or the engine is refused.** A value without a spelling of its
-own is spelled by its type and attributes; a memory address would split the cache at each start.
+**A value has the same canonical value in every process, or the engine is refused.** An object without one of
+its own is represented by its type and attributes; a memory address would split the cache at each start.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from fnmatch import fnmatchcase
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -32,19 +32,22 @@ from pydantic_core import PydanticUndefined
 from transformers import PretrainedConfig
 from vllm import envs
 from vllm.config import ModelConfig, VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from kvtier._identity import canonical
-from kvtier.adapters.vllm import _without_effect
+from kvtier.adapters.vllm import _excluded_settings as excluded
 from kvtier.errors import ConfigError, IdentityError
 
 _ADDRESS: Final = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 _SECRET: Final = re.compile(r"(^|_)(secret|password|token|credentials?|(api|access|secret)_key(_id)?)$", re.I)
 _OF_KUBERNETES: Final = re.compile(r"VLLM(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT|PORT)(_[A-Z0-9_]+)?$")
-_LONG: Final = 16_384  # characters of a value that is spelled out; the manifest is read whole at each opening
+_LONGEST: Final = (
+    16_384  # characters of a value that is not hashed; the manifest is read whole at each opening
+)
 NO_DEFAULT: Final = object()
 
 
-def spell_settings(vllm_config: VllmConfig, *, is_reviewed: bool) -> Mapping[str, object]:
+def canonical_settings(vllm_config: VllmConfig, *, is_reviewed: bool) -> Mapping[str, object]:
     """Return every setting that may change the bytes of a chunk and is not at its default.
 
     Args:
@@ -53,37 +56,40 @@ def spell_settings(vllm_config: VllmConfig, *, is_reviewed: bool) -> Mapping[str
             may have counts, because nobody knows what is derived from it.
 
     Raises:
-        ConfigError: a value is an object that cannot be spelled the same in each process.
+        ConfigError: a value is an object without a canonical value.
     """
-    settings = _Speller(is_reviewed).config(vllm_config)
+    settings = _Canonicalizer(is_reviewed).fields(vllm_config)
     del settings["kind"]
     return settings
 
 
-def spell_environment() -> Mapping[str, str]:
+def relevant_environment() -> Mapping[str, str]:
     """Return the environment variables that are set and may change the bytes of a chunk.
 
-    Of vLLM's all but those on the list, of other libraries' a few that are known to matter. Variables that
+    Of vLLM's all but the excluded ones, of other libraries' a few that are known to matter. Variables that
     Kubernetes sets for a service named vllm are none of vLLM's.
     """
-    return {name: value for name, value in os.environ.items() if _counts(name)}
+    return {name: value for name, value in os.environ.items() if _is_relevant(name)}
 
 
-def _counts(variable: str) -> bool:
+def _is_relevant(variable: str) -> bool:
     if not variable.startswith("VLLM_"):
-        return variable in _without_effect.OTHERS_VARIABLES
-    if variable in _without_effect.ENVIRONMENT or _SECRET.search(variable):
+        return variable in excluded.LIBRARY_VARIABLES
+    if variable in excluded.ENVIRONMENT or _SECRET.search(variable):
         return False
     return variable in envs.environment_variables or not _OF_KUBERNETES.fullmatch(variable)
 
 
-def spell(value: object, name: str = "value") -> object:
+def canonical_value(value: object, name: str = "value") -> object:
     """Return a value as identities have it: the same in every process, and for every equal value.
 
+    Of a dataclass, such as a configuration or a KV cache spec, it has the kind and all fields that are
+    neither excluded nor at their default.
+
     Raises:
-        ConfigError: it cannot be; the message begins with ``name``.
+        ConfigError: it has none; the message begins with ``name``.
     """
-    return _Speller(is_reviewed=False).value(value, name)
+    return _Canonicalizer(is_reviewed=False).value(value, name)
 
 
 def field_default(field: dataclasses.Field[Any]) -> object:
@@ -98,30 +104,30 @@ def field_default(field: dataclasses.Field[Any]) -> object:
         return NO_DEFAULT
     try:
         return field.default_factory()
-    except Exception:  # such as a configuration that needs arguments: then all of it is spelled
+    except Exception:  # such as a configuration that needs arguments: then all of it is included
         return NO_DEFAULT
 
 
-class _Speller:
-    """Spells one configuration; remembers what it is inside of, for what refers to itself."""
+class _Canonicalizer:
+    """Makes canonical values; remembers what it is inside of, for what refers to itself."""
 
     def __init__(self, is_reviewed: bool) -> None:
         self._is_reviewed = is_reviewed
-        self._around: list[int] = []
+        self._enclosing: list[int] = []
 
-    def config(self, config: Any) -> dict[str, object]:
-        """Return the fields of a dataclass that count and are not at their defaults, and its kind."""
+    def fields(self, config: Any) -> dict[str, object]:
+        """Return the fields of a dataclass that are neither excluded nor at their default, and its kind."""
         kind = type(config).__name__
-        spelled: dict[str, object] = {"kind": kind}
+        fields: dict[str, object] = {"kind": kind}
         for field in dataclasses.fields(config):
-            path = f"{kind}.{field.name}"
+            path = f"{'KVCacheSpec' if isinstance(config, KVCacheSpec) else kind}.{field.name}"
             value = getattr(config, field.name, NO_DEFAULT)
-            if value is NO_DEFAULT or self._is_left_out(path, config):
+            if value is NO_DEFAULT or self._is_excluded(path, config):
                 continue
-            its = self.value(value, path)
-            if its != self._default(field, value, path):
-                spelled[field.name] = its
-        return spelled
+            result = self.value(value, path)
+            if result != self._default(field, value, path):
+                fields[field.name] = result
+        return fields
 
     def _default(self, field: dataclasses.Field[Any], value: object, path: str) -> object:
         default = field_default(field)
@@ -134,22 +140,22 @@ class _Speller:
         except ConfigError:
             return NO_DEFAULT
 
-    def _is_left_out(self, path: str, config: object) -> bool:
-        if path in _without_effect.SETTINGS:
+    def _is_excluded(self, path: str, config: object) -> bool:
+        if path in excluded.SETTINGS:
             return True
-        if path in _without_effect.LENGTH_AND_GENERATION and isinstance(config, ModelConfig):
+        if path in excluded.LENGTH_SETTINGS and isinstance(config, ModelConfig):
             return self._is_reviewed and not computes_with_length(config)
-        return bool(_SECRET.search(path.rpartition(".")[2]))
+        return not isinstance(config, KVCacheSpec) and bool(_SECRET.search(path.rpartition(".")[2]))
 
     def value(self, value: object, name: str) -> object:
-        """Return the spelling of any value; ``name`` is where it is."""
-        if id(value) in self._around:
+        """Return the canonical value of anything; ``name`` is where it is."""
+        if id(value) in self._enclosing:
             return {"kind": type(value).__name__, "is": "around this"}
-        self._around.append(id(value))
+        self._enclosing.append(id(value))
         try:
             return _shortened(self._value(value, name))
         finally:
-            self._around.pop()
+            self._enclosing.pop()
 
     def _value(self, value: object, name: str) -> object:
         match value:
@@ -160,7 +166,7 @@ class _Speller:
             case Mapping():
                 return dict(self._items(value, name))
             case set() | frozenset():
-                return sorted((self.value(item, name) for item in value), key=_sortable)
+                return sorted((self.value(item, name) for item in value), key=_as_json)
             case list() | tuple():
                 return [self.value(item, name) for item in value]
             case type() | FunctionType() | BuiltinFunctionType():
@@ -171,7 +177,7 @@ class _Speller:
                 parts = (value.func, value.args, value.keywords)
                 return {"partial": [self.value(part, name) for part in parts]}
             case _ if dataclasses.is_dataclass(value):
-                return self.config(value)
+                return self.fields(value)
         try:
             return canonical(value)
         except IdentityError:
@@ -180,7 +186,8 @@ class _Speller:
     def _items(self, value: Mapping[Any, object], name: str) -> Iterator[tuple[str, object]]:
         for key, item in value.items():
             path = f"{name}.{key}"
-            if path not in _without_effect.SETTINGS and not _SECRET.search(str(key)):
+            is_secret = _SECRET.search(str(key)) and not isinstance(item, KVCacheSpec)
+            if path not in excluded.SETTINGS and not is_secret:
                 yield str(key), self.value(item, path)
 
     def _of_transformers(self, config: PretrainedConfig) -> object:
@@ -188,23 +195,29 @@ class _Speller:
 
         Those are for ever: checkpoints leave out what is at its default. A later transformers adds fields.
         """
-        fields, defaults = config.to_dict(), _defaults_of(type(config))
-        spelled: dict[str, object] = {"kind": type(config).__name__}
-        for key, value in fields.items():
+        try:
+            defaults = type(config)().to_dict()
+        except Exception:  # it cannot be made without arguments: then all of it is included
+            defaults = {}
+        fields: dict[str, object] = {"kind": type(config).__name__}
+        for key, value in config.to_dict().items():
             inner = getattr(config, key, None)
-            if f"PretrainedConfig.{key}" in _without_effect.SETTINGS:
+            if f"PretrainedConfig.{key}" in excluded.SETTINGS:
                 continue
             if isinstance(inner, PretrainedConfig):
-                spelled[key] = self._of_transformers(inner)
+                fields[key] = self._of_transformers(inner)
             elif key not in defaults or value != defaults[key]:
-                spelled[key] = self.value(value, key)
-        return spelled
+                fields[key] = self.value(value, key)
+        return fields
 
     def _object(self, value: object, name: str) -> object:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         for how in ("uuid", "compute_hash"):  # as vLLM itself tells such objects apart
-            if callable(tell := getattr(value, how, None)):
-                return {"kind": kind, how: str(_told(tell, name))}
+            if callable(identify := getattr(value, how, None)):
+                try:
+                    return {"kind": kind, how: str(identify())}
+                except Exception as error:
+                    raise ConfigError(f"{name} cannot be identified uniquely: {error!r}") from error
         if type(value).__repr__ is not object.__repr__ and not _ADDRESS.search(text := repr(value)):
             return text
         if state := getattr(value, "__dict__", None):
@@ -225,19 +238,19 @@ def computes_with_length(model: ModelConfig) -> bool:
     """
     kinds = set(_rope_kinds(model.hf_config.to_dict()))
     return (
-        not kinds <= _without_effect.ROPES_OF_ANY_LENGTH
+        not kinds <= excluded.LENGTH_INDEPENDENT_ROPES
         or any(
             fnmatchcase(architecture, pattern)
             for architecture in (model.architecture, *model.architectures)
-            for pattern in _without_effect.MODELS_OF_A_LENGTH
+            for pattern in excluded.LENGTH_DEPENDENT_MODELS
         )
         or model.multimodal_config is not None
         or bool(model.model_class_overrides)
-        or not _is_vllms(model)
+        or not _is_of_vllm(model)
     )
 
 
-def _is_vllms(model: ModelConfig) -> bool:
+def _is_of_vllm(model: ModelConfig) -> bool:
     registered = model.registry.models.get(model.architecture)
     return str(getattr(registered, "module_name", "")).startswith("vllm.")
 
@@ -256,27 +269,13 @@ def _rope_kinds(fields: Mapping[str, Any]) -> Iterator[str]:
         yield from _rope_kinds(value)
 
 
-def _defaults_of(kind: type[PretrainedConfig]) -> Mapping[str, Any]:
-    try:
-        return kind().to_dict()
-    except Exception:  # it cannot be made without arguments: then all of it is spelled
-        return {}
+def _shortened(value: object) -> object:
+    """Return a digest in place of a text or list that is too long to read."""
+    if not isinstance(value, str | list):
+        return value
+    text = value if isinstance(value, str) else _as_json(value)
+    return value if len(text) <= _LONGEST else f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def _told(tell: Callable[[], object], name: str) -> object:
-    try:
-        return tell()
-    except Exception as error:
-        raise ConfigError(f"{name} cannot be identified uniquely: {error!r}") from error
-
-
-def _shortened(spelled: object) -> object:
-    """Return a digest in place of what is too long to read."""
-    if not isinstance(spelled, str | list):
-        return spelled
-    text = spelled if isinstance(spelled, str) else json.dumps(spelled, sort_keys=True)
-    return spelled if len(text) <= _LONG else f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
-
-
-def _sortable(spelled: object) -> str:
-    return json.dumps(spelled, sort_keys=True)
+def _as_json(value: object) -> str:
+    return json.dumps(value, sort_keys=True)

@@ -1,0 +1,223 @@
+"""The transfer engine of all backends: three queues of transfers, each with a thread and a stream.
+
+The thread of a queue gives a transfer to its stream and sleeps until the event behind it; the end is then
+reported through ``set_wakeup``. A function that the device calls at the end (``cudaLaunchHostFunc``) would
+save that thread, but may not call the device, and would hold up the stream while it waits for the interpreter
+lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+from kvtier._device._audit import Auditor, Check
+from kvtier._device._pinning import PIECE_BYTES, PinnedSlots
+from kvtier._device._queues import CHECKS_PER_DEADLINE, DeviceHealth, QueueThread
+from kvtier._device._runtime import Runtime, Stream
+from kvtier._device.base import (
+    DEADLINE_S,
+    Attempt,
+    Audits,
+    Blocks,
+    CopyQueue,
+    Finished,
+    KVCaches,
+    Pinning,
+    TransferEngine,
+)
+from kvtier._device.plan import CopyPlan, CopyPlanner
+from kvtier._memory.layout import SlotLayout
+from kvtier._memory.region import Region
+from kvtier._memory.slot_checksums import SlotChecksums
+from kvtier.errors import StateError
+
+logger = logging.getLogger("kvtier.device")
+
+_PLAIN = (Attempt.FIRST, Attempt.RETRY)
+_WITH_STAGED = (*_PLAIN, Attempt.STAGED)
+
+_abandoned: list[object] = []
+"""Memory that abandoned copies may still write to: it stays mapped for the rest of the process."""
+
+
+class StreamEngine(TransferEngine):
+    """Copies between the tensors of one device and slots, with a stream and a thread for each queue.
+
+    Stores and loads wait for the work that the submitting thread has enqueued on its current stream: a store
+    for what computes the blocks, a load for what was to be written to them before. The device measures how
+    long a copy took. The thread of a queue starts with its first transfer.
+
+    The slots are pinned in the background, in pieces, from slot 0 on. Slots that are not pinned are
+    copied all the same, slower: the device's library then stages the bytes and blocks the thread that makes
+    the call, which is that of the queue and not the engine's.
+
+    Args:
+        kv_caches: tensors on the device.
+        layout: where the pages lie in a slot.
+        region: the slots; it stays mapped until ``close``.
+        runtime: the device.
+        piece_bytes: at most so many bytes are pinned at once, but at least one slot.
+        deadline_s: seconds after which a copy that has not ended is abandoned, and the device with it. This
+            is noticed within a quarter more.
+
+    Raises:
+        ValueError: region, layout and tensors do not fit each other.
+    """
+
+    def __init__(
+        self,
+        kv_caches: KVCaches,
+        layout: SlotLayout,
+        region: Region,
+        runtime: Runtime,
+        *,
+        piece_bytes: int = PIECE_BYTES,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        if layout.chunk_bytes != region.chunk_bytes:
+            raise ValueError(f"slots have {region.chunk_bytes} bytes, but the layout {layout.chunk_bytes}")
+        piece_slots = max(1, piece_bytes // region.chunk_bytes) if runtime.can_pin else None
+        self._planner = CopyPlanner(kv_caches, layout, region.address, region.slots, piece_slots)
+        self._layout = layout
+        self._address = region.address
+        self._runtime = runtime
+        self._auditor: Auditor | None = None
+        self._readers = threading.local()
+        self._memory: tuple[object, ...] = (kv_caches, region.view(0))  # keeps what the copies touch mapped
+        self._submitting = threading.Lock()  # so that nothing is submitted behind the end of the queues
+        self._changed = threading.Condition()
+        self._in_flight: set[int] = set()
+        self._ended: list[Finished] = []
+        self._wakeup: Callable[[], object] | None = None
+        health = DeviceHealth()
+        self._queues = {queue: QueueThread(queue, runtime, health, self._end) for queue in CopyQueue}
+        self._pinned = None if piece_slots is None else PinnedSlots(runtime, region, piece_slots)
+        self._deadline_s = deadline_s
+        self._closed = False
+        self._stopping = threading.Event()
+        self._watchdog: threading.Thread | None = None
+
+    def submit_store(self, transfer_id: int, blocks: Blocks, slots: Sequence[int]) -> None:
+        plan = self._planner.store(blocks, slots)
+        check = self._auditor.of_store(transfer_id, blocks, slots) if self._auditor else None
+        self._submit(CopyQueue.STORE, transfer_id, plan, _PLAIN, check)
+
+    def submit_load(
+        self, transfer_id: int, slots: Sequence[int], blocks: Blocks, *, expedited: bool = False
+    ) -> None:
+        plan = self._planner.load(slots, blocks)
+        check = self._auditor.of_load(transfer_id, slots, blocks) if self._auditor else None
+        attempts = _WITH_STAGED if self.stages_loads or expedited else _PLAIN
+        queue = CopyQueue.EXPEDITED if expedited else CopyQueue.LOAD
+        self._submit(queue, transfer_id, plan, attempts, check)
+
+    def begin_audits(self, slot_checksums: SlotChecksums) -> None:
+        self._auditor = Auditor(slot_checksums, self._planner, self._layout, self._address, self._read)
+
+    @property
+    def audits(self) -> Audits:
+        return self._auditor.audits if self._auditor is not None else Audits()
+
+    def finished(self) -> list[Finished]:
+        with self._changed:
+            ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self, transfer_ids: Iterable[int]) -> None:
+        awaited = frozenset(transfer_ids)
+        with self._changed:
+            self._changed.wait_for(lambda: self._in_flight.isdisjoint(awaited))
+
+    def drain(self) -> None:
+        with self._changed:
+            awaited = frozenset(self._in_flight)
+        self.wait(awaited)
+
+    def set_wakeup(self, wakeup: Callable[[], object] | None) -> None:
+        """Call ``wakeup`` after each end; at once, too, if some were not collected yet."""
+        with self._changed:
+            self._wakeup = wakeup
+            has_ended = bool(self._ended)
+        if has_ended and wakeup is not None:
+            wakeup()
+
+    @property
+    def node(self) -> int | None:
+        return self._runtime.node()
+
+    @property
+    def pinning(self) -> Pinning:
+        return Pinning() if self._pinned is None else Pinning(self._pinned.nbytes, self._pinned.failed)
+
+    def close(self) -> None:
+        """Drain, stop and unpin; what a copy is stuck with stays pinned. See ``TransferEngine.close``."""
+        with self._submitting:
+            self._closed = True
+        self.drain()
+        for queue in self._queues.values():
+            queue.stop()
+        self._stopping.set()
+        if self._watchdog is not None:
+            self._watchdog.join()
+        if any(queue.is_stuck for queue in self._queues.values()):
+            _abandoned.append(self._memory)
+        elif self._pinned is not None:
+            self._pinned.close()
+        self._memory = ()
+
+    def _submit(
+        self,
+        queue: CopyQueue,
+        transfer_id: int,
+        plan: CopyPlan,
+        attempts: tuple[Attempt, ...],
+        check: Check | None,
+    ) -> None:
+        with self._submitting:
+            if self._closed:
+                raise StateError("the transfer engine is closed")
+            with self._changed:
+                if transfer_id in self._in_flight:
+                    raise ValueError(f"transfer {transfer_id} is in flight already")
+                self._in_flight.add(transfer_id)
+            if self._watchdog is None:  # an engine that was never used keeps nothing alive
+                self._watchdog = threading.Thread(target=self._watch, name="kvtier-watch", daemon=True)
+                self._watchdog.start()
+            self._queues[queue].submit(transfer_id, plan, attempts, check)
+
+    def _end(self, result: Finished) -> None:
+        """Record how a transfer ended, and wake those who wait for it."""
+        with self._changed:
+            self._in_flight.discard(result.transfer_id)
+            self._ended.append(result)
+            self._changed.notify_all()
+            wakeup = self._wakeup
+        if wakeup is not None:
+            try:
+                wakeup()
+            except Exception:  # a closed event loop, say; copies must go on
+                logger.exception("the wake-up after transfer %d failed", result.transfer_id)
+
+    def _watch(self) -> None:
+        """Abandon hung copies, which would block those who wait for them for ever."""
+        while not self._stopping.wait(self._deadline_s / CHECKS_PER_DEADLINE):
+            for queue in self._queues.values():
+                queue.check(self._deadline_s)
+
+    def _read(self, plan: CopyPlan) -> None:
+        """Copy from the device to any memory of this process, one by one; return when that has ended.
+
+        Called in the threads of the queues, each with a stream that does nothing else.
+        """
+        self._runtime.attach()
+        stream: Stream | None = getattr(self._readers, "stream", None)
+        if stream is None:
+            stream = self._readers.stream = self._runtime.open_stream(CopyQueue.STORE, plain=True)
+        try:
+            stream.copy(plan)
+            stream.record().synchronize()
+        except BaseException:
+            del self._readers.stream
+            raise

@@ -1,0 +1,267 @@
+"""The queues of a transfer engine: each has a thread and a stream, and makes its transfers in order."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtier._device._audit import Check
+from kvtier._device._runtime import Event, Runtime, Stream
+from kvtier._device.base import Attempt, CopyQueue, Finished
+from kvtier._device.plan import CopyPlan
+from kvtier.errors import AuditError, DamagedSlotError, DeviceLostError, DeviceStuckError
+
+logger = logging.getLogger("kvtier.device")
+
+LOST_AFTER = 5
+"""So many transfers in a row that fail in every attempt, in all queues together, mean a lost device."""
+
+CHECKS_PER_DEADLINE = 8
+"""A transfer is checked so often before it is abandoned: a process that was stopped for long, and with it the
+copy, has missed one check and not its deadline."""
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """A transfer in a queue.
+
+    Attributes:
+        transfer_id: as submitted.
+        plan: its copies.
+        computed: the event that the copies wait for; an exception where it could not be recorded.
+        attempts: the attempts to make, in order.
+        check: audits the copies when they have ended; None where nothing is audited.
+        begun: start and end of the copies in flight, or why they could not be enqueued; None before that, and
+            where nothing is tried because the device is lost.
+    """
+
+    transfer_id: int
+    plan: CopyPlan
+    computed: Event | Exception
+    attempts: tuple[Attempt, ...]
+    check: Check | None
+    begun: tuple[Event, Event] | BaseException | None = None
+
+    def failed(self, error: BaseException, attempt: Attempt | None = None) -> Finished:
+        """Return the result of a transfer that failed for good."""
+        return Finished(self.transfer_id, self.plan.nbytes, 0.0, error, attempt)
+
+
+class DeviceHealth:
+    """Whether the device still works, as far as the copies show. Shared by all queues."""
+
+    def __init__(self) -> None:
+        self.lost: DeviceLostError | None = None
+        self._failures = 0
+
+    def succeeded(self) -> None:
+        """Take note of a transfer that succeeded."""
+        self._failures = 0
+
+    def failed(self, error: BaseException) -> BaseException:
+        """Take note of a transfer that failed for good; return what to report."""
+        if isinstance(error, AuditError):
+            return self.lost or error  # the device has done as it was told
+        self._failures += 1
+        if isinstance(error, DeviceLostError):
+            self.lose(error)
+        elif self._failures >= LOST_AFTER:
+            self.lose(DeviceLostError(f"{self._failures} transfers in a row failed, the last with: {error}"))
+        return self.lost or error
+
+    def lose(self, error: DeviceLostError) -> DeviceLostError:
+        """Disable the device, unless it is lost already; return the error that it was lost for."""
+        if self.lost is None:
+            self.lost = error
+            logger.error("device disabled until the engine restarts (%s)", error)
+        return self.lost
+
+
+class QueueThread:
+    """A thread that makes transfers in order; it starts with the first one.
+
+    Args:
+        queue: which queue.
+        runtime: the device.
+        health: of the device.
+        report: called with the result of each transfer.
+
+    Attributes:
+        is_stuck: whether a transfer was abandoned. The thread reports nothing any more, and may never end.
+    """
+
+    def __init__(
+        self,
+        queue: CopyQueue,
+        runtime: Runtime,
+        health: DeviceHealth,
+        report: Callable[[Finished], None],
+    ) -> None:
+        self.is_stuck = False
+        self._queue = queue
+        self._runtime = runtime
+        self._stream = runtime.open_stream(queue)
+        self._health = health
+        self._report = report
+        self._changed = threading.Condition()
+        self._waiting: deque[Transfer] = deque()
+        self._begun: deque[Transfer] = deque()  # changed by the thread, with the lock held
+        self._checked: tuple[Transfer | None, int] = (None, 0)  # the oldest, and the checks since
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    def submit(
+        self, transfer_id: int, plan: CopyPlan, attempts: tuple[Attempt, ...], check: Check | None
+    ) -> None:
+        """Queue a transfer behind what the calling thread has given the device to do so far."""
+        try:
+            computed: Event | Exception = self._runtime.record_compute()
+        except Exception as error:  # fails this transfer, and not the engine's own work
+            computed = error
+        transfer = Transfer(transfer_id, plan, computed, attempts, check)
+        with self._changed:
+            is_stuck = self.is_stuck
+            if not is_stuck:
+                self._waiting.append(transfer)
+                self._changed.notify()
+        if is_stuck:
+            assert self._health.lost is not None
+            self._report(transfer.failed(self._health.lost))
+        elif self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._queue, daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the transfers that it was given. One that is stuck is left alone."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        if self._thread is not None and not self.is_stuck:
+            self._thread.join()
+
+    def check(self, deadline_s: float) -> None:
+        """Abandon the oldest transfer, and all behind it, if it has not ended within a deadline of checks."""
+        with self._changed:
+            oldest = self._begun[0] if self._begun else None
+            seen, checks = self._checked
+            checks = checks + 1 if oldest is seen else 0
+            self._checked = oldest, checks
+            if oldest is None or checks < CHECKS_PER_DEADLINE or self.is_stuck:
+                return
+            self.is_stuck = True
+            copy = f"a copy of {oldest.plan.nbytes} bytes"
+            text = f"{copy} has not ended within {deadline_s:g} s ({self._queue})"
+            lost = self._health.lose(DeviceLostError(text))
+            begun, waiting = list(self._begun), list(self._waiting)
+            self._waiting.clear()
+        for transfer in begun:
+            self._report(transfer.failed(DeviceStuckError(text)))
+        for transfer in waiting:
+            self._report(transfer.failed(lost))
+
+    def _work(self) -> None:
+        while self._step():
+            pass
+
+    def _step(self) -> bool:
+        """Begin the next transfer, or end the oldest one; return whether to continue."""
+        if (transfer := self._take()) is None:
+            return bool(self._begun) and self._end_oldest()
+        if self._health.lost is None:
+            try:
+                transfer.begun = self._enqueue(transfer, transfer.attempts[0])
+            except BaseException as error:  # the thread must live, whatever a copy raises
+                transfer.begun = error
+        return True
+
+    def _take(self) -> Transfer | None:
+        """Return the next transfer to begin; None if the oldest has to end first, or the thread has to."""
+        with self._changed:
+            if not self._begun:
+                self._changed.wait_for(lambda: self._waiting or self._stopping)
+            # What follows a transfer that is to be repeated has to wait for that.
+            is_repeated = bool(self._begun) and isinstance(self._begun[-1].begun, BaseException)
+            if not self._waiting or is_repeated or len(self._begun) >= self._runtime.transfers_at_once:
+                return None
+            self._begun.append(self._waiting.popleft())
+            return self._begun[-1]
+
+    def _end_oldest(self) -> bool:
+        """Wait for the first of those begun and report it; return whether to continue."""
+        finished = self._finish(self._begun[0])
+        with self._changed:
+            if self.is_stuck:
+                return False  # too late: it was reported as not ended
+            self._begun.popleft()
+        self._report(finished)
+        return True
+
+    def _finish(self, transfer: Transfer) -> Finished:
+        if transfer.begun is None:
+            assert self._health.lost is not None
+            return transfer.failed(self._health.lost)
+        for attempt in transfer.attempts:
+            try:
+                if attempt is not transfer.attempts[0]:
+                    transfer.begun = self._enqueue(transfer, attempt)
+                seconds = _wait_for(transfer)
+            except BaseException as error:
+                if attempt is transfer.attempts[-1] or isinstance(error, DamagedSlotError):
+                    return transfer.failed(self._health.failed(error), attempt)
+                logger.warning("transfer %d failed (%s); repeating it", transfer.transfer_id, error)
+            else:
+                self._health.succeeded()
+                return Finished(transfer.transfer_id, transfer.plan.nbytes, seconds, None, attempt)
+        raise AssertionError("a transfer has one attempt at least")
+
+    def _enqueue(self, transfer: Transfer, attempt: Attempt) -> tuple[Event, Event]:
+        """Enqueue the copies of a transfer; return their start and end. None is in flight when it raises."""
+        if isinstance(transfer.computed, Exception):
+            raise transfer.computed
+        self._runtime.attach()
+        if attempt is not Attempt.FIRST:
+            with suppress(Exception):  # what was begun after the one that failed keeps its place
+                self._stream.record().synchronize()
+            self._stream = self._runtime.open_stream(self._queue, plain=True)
+        stream = self._stream
+        stream.wait(transfer.computed)
+        start = stream.record()
+        try:
+            if attempt is Attempt.STAGED:
+                copy_staged(stream, transfer.plan)
+            else:
+                stream.copy(transfer.plan)
+        except BaseException:
+            stream.record().synchronize()  # when one is refused, those before it are in flight
+            raise
+        return start, stream.record()
+
+
+def copy_staged(stream: Stream, plan: CopyPlan) -> None:
+    """Make the copies of a load one by one, from memory of this process that is neither shared nor pinned."""
+    memory = np.empty(int(plan.sizes.max(initial=1)), dtype=np.uint8)
+    staging = np.array([memory.ctypes.data], dtype=np.uint64)
+    for index, (source, nbytes) in enumerate(zip(plan.src.tolist(), plan.sizes.tolist(), strict=True)):
+        ctypes.memmove(memory.ctypes.data, source, nbytes)
+        here = slice(index, index + 1)
+        stream.copy(CopyPlan(staging, plan.dst[here], plan.sizes[here], nbytes))
+        stream.record().synchronize()
+
+
+def _wait_for(transfer: Transfer) -> float:
+    """Block until the copies have ended; return the seconds that they took, or raise why they failed."""
+    if isinstance(transfer.begun, BaseException):
+        raise transfer.begun
+    assert transfer.begun is not None
+    start, end = transfer.begun
+    end.synchronize()
+    if transfer.check is not None:
+        transfer.check()
+    return start.elapsed_time(end) / 1000
