@@ -22,7 +22,6 @@ import anyio
 import typer
 
 from kvtier import _build as build
-from kvtier import _native as native
 from kvtier import _reasons as reasons
 from kvtier._cli import report
 from kvtier._config import TieringConfig
@@ -129,20 +128,12 @@ def command(
     failed = list(dict.fromkeys(check.tier for check in checks if not check.is_ok))
     if as_json:
         found = [asdict(check) for check in checks]
-        typer.echo(json.dumps({"not_well": failed, "checks": found, "file_work": file_work()}, indent=2))
+        typer.echo(json.dumps({"not_well": failed, "checks": found}, indent=2))
     else:
         rows = [(c.tier, c.step, c.result, f"{c.milliseconds:.3g}", c.remedy) for c in checks]
         report.table("Checks of each tier", [field.name for field in fields(Check)], rows)
-        report.print_line(f"file work: {file_work()}")
         report.print_line(f"not well: {', '.join(failed)}" if failed else "all tiers are well")
     raise typer.Exit(report.PROBLEMS if failed else report.OK)
-
-
-def file_work() -> str:
-    """Return whether the native helper or Python reads and writes chunks' files, and why."""
-    if native.library is not None:
-        return f"native ({native.library._name})"
-    return f"Python, slower ({native.missing_because})"
 
 
 def run(config: Path | None, tiers: Sequence[str], chunk_bytes: int) -> list[Check]:

@@ -12,8 +12,7 @@ from pathlib import Path
 from kvtier._cli.report import Bytes, JsonFlag, finish, print_line, progress, table
 from kvtier._cli.roots import RootArgument, require_root
 from kvtier.tiers.fs._files import make_files
-from kvtier.tiers.fs._files.base import Failures
-from kvtier.tiers.fs._files.call import StopFlag
+from kvtier.tiers.fs._files.call import Failures, StopFlag
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._root import Namespace, Root, Tick
 

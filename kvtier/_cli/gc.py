@@ -21,12 +21,11 @@ from kvtier._cli.roots import NamespaceOption, RootArgument, require_root
 from kvtier._quantities import duration, size
 from kvtier.errors import TierError
 from kvtier.tiers.fs._files import make_files
-from kvtier.tiers.fs._files.base import Failures
-from kvtier.tiers.fs._files.call import StopFlag
+from kvtier.tiers.fs._files.call import Failures, StopFlag
 from kvtier.tiers.fs._layout import DIRECTORY_MODE
 from kvtier.tiers.fs._maintenance.evict import Evicted, Evictor
 from kvtier.tiers.fs._quota import ledger
-from kvtier.tiers.fs._quota.quota import look_at
+from kvtier.tiers.fs._quota.quota import stat_file_system
 from kvtier.tiers.fs._root import Root, Tick
 
 T = TypeVar("T")
@@ -178,7 +177,7 @@ def _correct_ledger(root: Root, removed_bytes: int, since: str) -> None:
     with suppress(OSError):  # they learn it when they count the root again
         if ledger.read(root.fd) is None:
             return
-        shared = ledger.SharedLedger(root.fd, partial(look_at, root.fd))
+        shared = ledger.SharedLedger(root.fd, partial(stat_file_system, root.fd))
         try:
             with shared.change() as accounts:
                 accounts.remove(removed_bytes, since)

@@ -9,7 +9,7 @@ from typing import Final
 
 from kvtier._cli.report import Bytes, JsonFlag, ago, finish, print_line, progress, table, yes_no
 from kvtier._cli.roots import RootArgument
-from kvtier.tiers.fs._root import ChunkFile, Namespace, Root, Stray, Tick
+from kvtier.tiers.fs._root import ChunkFile, Namespace, Root, Tick, UnknownEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +117,8 @@ class _Sums:
     last_use: float | None = None
     groups: set[int] = field(default_factory=set)
 
-    def add(self, found: ChunkFile | Stray, is_current: bool) -> None:
-        if isinstance(found, Stray):
+    def add(self, found: ChunkFile | UnknownEntry, is_current: bool) -> None:
+        if isinstance(found, UnknownEntry):
             self.unreadable += bool(found.problem)
             return
         self.groups.add(found.group)

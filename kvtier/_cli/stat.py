@@ -15,8 +15,7 @@ from kvtier.errors import TierError
 from kvtier.tiers import _seal as seal
 from kvtier.tiers._seal import Integrity
 from kvtier.tiers.fs._checking import FileChecker
-from kvtier.tiers.fs._files.base import key_of
-from kvtier.tiers.fs._layout import BLOCK_BYTES
+from kvtier.tiers.fs._layout import BLOCK_BYTES, key_of
 
 
 @dataclass(frozen=True, slots=True)

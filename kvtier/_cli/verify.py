@@ -20,9 +20,10 @@ from kvtier._cli.report import JsonFlag, finish, print_line, progress, table
 from kvtier._cli.roots import NamespaceOption, RootArgument, require_root
 from kvtier.tiers._seal import Integrity
 from kvtier.tiers.fs._checking import FileCheck, FileChecker
+from kvtier.tiers.fs._files import make_files
 from kvtier.tiers.fs._files.call import Result
 from kvtier.tiers.fs._maintenance.quarantine import Quarantine
-from kvtier.tiers.fs._root import ChunkFile, DataDir, Namespace, Root, Stray, Tick
+from kvtier.tiers.fs._root import ChunkFile, DataDir, Namespace, Root, Tick, UnknownEntry
 
 Proven = tuple[ChunkFile, FileCheck]
 
@@ -184,11 +185,12 @@ class _Check:
     def __init__(self, root: Root, one: Namespace, repair: bool, threads: int) -> None:
         self._root = root
         self._one = one
-        self._repair = repair and one.is_kvtiers  # what is not kvtier's is only looked at
         self._threads = threads
         self._found: Counter[str] = Counter()
         self._ill: list[DamagedFile] = []
-        self._quarantine = Quarantine(root.fd, one.name)
+        self._quarantine: Quarantine | None = None
+        if repair and one.is_kvtiers:  # what is not kvtier's is only read
+            self._quarantine = Quarantine(root.fd, one.name, make_files())
 
     def run(self, tick: Tick) -> Verified:
         for place in self._one.data_dirs:
@@ -214,13 +216,13 @@ class _Check:
         for file, check in self._checked(self._files(place), tick):
             self._found[check.finding] += 1
             if check.finding.is_corrupt or check.finding is Integrity.UNREADABLE:
-                aside = self._repair and check.finding.is_corrupt and self._set_aside(place, file, check)
+                aside = check.finding.is_corrupt and self._set_aside(place, file, check)
                 self._found["set aside"] += aside
                 self._list(DamagedFile(file.path, check.finding, _errno_name(check.errno), aside))
 
     def _files(self, place: DataDir) -> Iterator[ChunkFile]:
         for found in self._root.chunks(place.name):
-            if not isinstance(found, Stray):
+            if not isinstance(found, UnknownEntry):
                 yield found
             elif found.problem:
                 self._found["unreadable directory"] += 1
@@ -234,8 +236,9 @@ class _Check:
 
     def _set_aside(self, place: DataDir, chunk: ChunkFile, check: FileCheck) -> bool:
         """Move a file away as an engine does that finds it damaged. A newer file in its place stays."""
-        reason = Result[check.finding.name]
-        return self._quarantine.set_aside(place.name, chunk.key, reason, check.inode)
+        if self._quarantine is None:
+            return False
+        return self._quarantine.add(place.name, chunk.key, Result[check.finding.name], check.inode)
 
     # ----------------------------------------------------------------------------- reading
 

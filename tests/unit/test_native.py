@@ -1,4 +1,4 @@
-"""The native helper and what does its work where it is missing: the same results."""
+"""The native library and what copies and computes checksums where it is missing: the same results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvtier import _native as native
 from kvtier._native import build
 
 pytestmark = pytest.mark.timeout(300)  # a busy machine compiles for minutes
-needs_library = pytest.mark.skipif(native.library is None, reason="the native helper is not built")
+needs_library = pytest.mark.skipif(native.library is None, reason="the native library is not built")
 
 
 def load_from(folder: Path) -> ModuleType:
@@ -39,7 +39,7 @@ def helper(request, monkeypatch):
     """The module with its library, and without it."""
     if request.param == "native":
         if native.library is None:
-            pytest.skip("the native helper is not built")
+            pytest.skip("the native library is not built")
         return native
     monkeypatch.setenv("KVTIER_NATIVE", "0")
     module = load_from(Path(native.__file__).parent)
@@ -161,7 +161,7 @@ def test_a_library_that_lays_out_a_structure_otherwise_is_not_used(
     loaded = load_from(source_folder)
     assert loaded.available is False
     assert f"struct {struct} is laid out as" in loaded.missing_because
-    assert f"native helper not used ({loaded.missing_because}); Python does its work" in caplog.text
+    assert f"native library not loaded ({loaded.missing_because})" in caplog.text
 
 
 @needs_compiler

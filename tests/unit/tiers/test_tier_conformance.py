@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from ctypes import CDLL
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any
 
-import pytest
+import hypothesis
 
-from kvtier import _native as native
 from kvtier.keys import OffloadKey
 from kvtier.tiers._base import SecondaryTier
 from kvtier.tiers.dummy import DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
-from kvtier.tiers.fs._files import ChunkFiles
-from kvtier.tiers.fs._files.native import NativeFiles
 from kvtier_testing.tiers import Damage, TierConformance
-from tests.unit.tiers.fs.slow import FileConformance, SlowFiles, SlowLibrary, Slowness
+from tests.effort import effort
+from tests.unit.tiers.fs.library import files_with
 
 
 class TestDummy(TierConformance):
@@ -46,17 +45,53 @@ class TestDummy(TierConformance):
             tier.config = before
 
 
-class _OnFiles(FileConformance):
-    """The file tier, with one way to work on files."""
+class Slowness:
+    """Makes who waits wait for so many seconds."""
 
-    work: ClassVar[ChunkFiles]
+    def __init__(self) -> None:
+        self._waiting = threading.Condition()
+        self._seconds = 0.0
+
+    def be(self, seconds: float) -> None:
+        with self._waiting:
+            self._seconds = seconds
+            self._waiting.notify_all()
+
+    def wait(self) -> None:
+        with self._waiting:
+            until = time.monotonic() + self._seconds
+            while self._seconds and time.monotonic() < until:
+                self._waiting.wait(min(1.0, max(0.0, until - time.monotonic())))
+
+
+class TestFiles(TierConformance):
+    tier = FsTier
+    is_persistent = True
+    is_shared = True
+    slow: Slowness
+
+    def sequences(self) -> hypothesis.settings:
+        usual = super().sequences()
+        return hypothesis.settings(usual, max_examples=effort(8, usual.max_examples))
+
+    def settings(self, place: Path) -> Mapping[str, object]:
+        return {"type": "fs", "root_dir": str(place), "n_threads": 4, "min_free_bytes": 0, "max_bytes": 2**50}
+
+    def bounded(self, place: Path, capacity_bytes: int) -> Mapping[str, object]:
+        return {**self.settings(place), "max_bytes": capacity_bytes}
 
     def make_tier(self, place: Path) -> SecondaryTier[Any]:
         self.slow = Slowness()
-        files: Any = SlowFiles(self.work, self.slow)
-        if isinstance(self.work, NativeFiles):  # so that its own threads put and get
-            files = NativeFiles(cast(CDLL, SlowLibrary(self.work.library, self.slow)))
+        files = files_with(self.slow.wait, "kvt_files_put", "kvt_files_get")
         return FsTier(FsConfig.model_validate(self.settings(place)), files)
+
+    @contextmanager
+    def slowed(self, tier: SecondaryTier[Any], seconds: float) -> Iterator[None]:
+        self.slow.be(seconds)
+        try:
+            yield
+        finally:
+            self.slow.be(0.0)
 
     def damage(self, tier: SecondaryTier[Any], place: Path, key: OffloadKey, damage: Damage) -> None:
         (file,) = place.rglob(f"{key[:-4].hex()}.bin")
@@ -71,13 +106,3 @@ class _OnFiles(FileConformance):
             file.write_bytes(other.read_bytes())
         else:
             os.truncate(file, length // 2 if damage is Damage.CUT else 0)
-
-
-class TestFilesInPython(_OnFiles):
-    work = ChunkFiles()
-
-
-@pytest.mark.skipif(native.library is None, reason="the native helper is not built")
-class TestFilesInC(_OnFiles):
-    if native.library is not None:
-        work = NativeFiles(native.library)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
@@ -43,11 +43,11 @@ class Workers:
         """Submit a function. It must not raise."""
         self._queue.put(job)
 
-    def call(self, job: Callable[[], T]) -> Future[T]:
-        """Submit a function. Returns what holds its result, or what it has raised."""
+    def call(self, job: Callable[[], T]) -> asyncio.Future[T]:
+        """Submit a function from the event loop. Returns what holds its result, or what it has raised."""
         result: Future[T] = Future()
         self.submit(partial(_complete, result, job))
-        return result
+        return asyncio.wrap_future(result)
 
     def close(self) -> None:
         """Let the threads end when all that was submitted is done. Returns at once."""
@@ -73,43 +73,19 @@ def post(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> Non
         _log.warning("file work ended after its event loop was closed")
 
 
-async def run_alone(
-    workers: Workers, job: Callable[[], T], stop: StopFlag | None = None
-) -> tuple[T, asyncio.CancelledError | None]:
-    """Run one function in a worker thread to its end. Returns its result and the cancellation to be raised.
+async def run(workers: Workers, job: Callable[[], T], stop: StopFlag | None = None) -> T:
+    """Run one function in a worker thread to its true end, then raise a cancellation that came meanwhile.
 
     Args:
         workers: the threads.
         job: the function.
         stop: set when the waiter is cancelled.
-
-    Raises:
-        What the function raised, or the cancellation where it raised too.
     """
-    future = asyncio.wrap_future(workers.call(job))
+    future = workers.call(job)
     cancelled = await wait_for_end(future, stop.set if stop is not None else None)
-    try:
-        return future.result(), cancelled
-    except Exception as error:
-        if cancelled is not None:
-            raise cancelled from error
-        raise
-
-
-async def run(workers: Workers, job: Callable[[], T], stop: StopFlag | None = None) -> T:
-    """Run one function in a worker thread to its end, then raise a cancellation that came meanwhile."""
-    result, cancelled = await run_alone(workers, job, stop)
     if cancelled is not None:
         raise cancelled
-    return result
-
-
-def join_all(groups: Sequence[Workers]) -> None:
-    """Close groups of workers and wait for their threads. Blocks."""
-    for workers in groups:
-        workers.close()
-    for workers in groups:
-        workers.join()
+    return future.result()
 
 
 def _complete(result: Future[T], job: Callable[[], T]) -> None:

@@ -23,10 +23,10 @@ from kvtier._telemetry.log_limit import LogLimit
 from kvtier.keys import OffloadKey
 from kvtier.tiers.fs._config import FsConfig
 from kvtier.tiers.fs._files import ChunkFiles
-from kvtier.tiers.fs._files.base import PARTS, key_of
-from kvtier.tiers.fs._files.call import FileCall, Place, StopFlag
-from kvtier.tiers.fs._files.index import Index, make_index
+from kvtier.tiers.fs._files.call import GONE, THERE, FileCall, Place, StopFlag
+from kvtier.tiers.fs._files.index import Index
 from kvtier.tiers.fs._files.workers import Workers, post
+from kvtier.tiers.fs._layout import PARTS, key_of
 from kvtier.tiers.fs._maintenance.evict import Evictor, Freed
 from kvtier.tiers.fs._maintenance.recency import Recency
 from kvtier.tiers.fs._maintenance.removal import Removal
@@ -37,7 +37,7 @@ from kvtier.tiers.fs._quota.quota import Quota
 from kvtier.tiers.fs._root import Root
 
 TICK_S: Final = 2.0
-"""Between two looks at the ledger, which see what others need."""
+"""Between two reads of the ledger, which see what others need."""
 
 UNCOUNTED_S: Final = 1.0
 """Between two tries to have the root counted, where it was never counted."""
@@ -58,7 +58,7 @@ _log = logging.getLogger("kvtier.tiers.fs")
 
 
 @dataclass
-class _Watched:
+class _KnownEpoch:
     """An epoch and what is known of it: one object, for whoever is late must not mix two epochs.
 
     Attributes:
@@ -83,7 +83,7 @@ class Maintenance:
         closing: set when the tier closes.
         removed: called with the keys that have left.
         lost: called where another directory is at the root's path, such as that of a new mount.
-        epoch: the one to look after until ``follow`` names another.
+        epoch: the one whose chunks are listed until ``follow`` names another.
 
     Attributes:
         evicted_chunks: chunks that this process has evicted.
@@ -116,7 +116,7 @@ class Maintenance:
         self.workers: Final = (self._slow, self._quick)
         self._recency = Recency()
         self._evictor = Evictor(namespace.root_fd, files, closing, self._gone, frozenset({namespace.writer}))
-        self._watched = _Watched(epoch.place, make_index())
+        self._known = _KnownEpoch(epoch.place, Index())
         self._left: deque[OffloadKey] = deque(maxlen=_LEFT)
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._requested: set[str] = set()  # what is under way, or waits for its thread
@@ -131,20 +131,25 @@ class Maintenance:
     @property
     def index(self) -> Index:
         """What is known of the epoch's chunks."""
-        return self._watched.index
+        return self._known.index
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether the epoch's chunks were listed, so that those of other writers are known."""
+        return self._known.listed >= 0
 
     def begin(self, counted: asyncio.Event | None = None) -> None:
-        """Look after the epoch: at once, and from time to time.
+        """Begin the background work: at once, and from time to time.
 
         Args:
             counted: set when the root's bytes are known, or could not be counted.
         """
-        self._look_after(counted)
+        self._begin_slow_work(counted)
         self._after("tick", TICK_S, self._tick)
 
     def follow(self, epoch: Epoch) -> None:
-        """Look after this epoch from now on, of which nothing is known yet."""
-        self._watched = _Watched(epoch.place, make_index())
+        """Work on this epoch from now on, of which nothing is known yet."""
+        self._known = _KnownEpoch(epoch.place, Index())
         self._recency.clear()
         self.begin()
 
@@ -155,17 +160,30 @@ class Maintenance:
         self._timers.clear()
         self._wake_puts()
 
-    def learn(self, place: Place, there: Sequence[OffloadKey], gone: Sequence[OffloadKey] = ()) -> None:
-        """Note which chunks of an epoch are there and which are not. Any thread may call it."""
-        watched = self._watched
-        if place is watched.place:  # what began before a reset says nothing of the epoch after it
-            watched.index.add(there)
-            self._forget(watched, gone)
+    def index_of(self, place: Place) -> Index | None:
+        """Return the index of an epoch; None where it is no longer the current one."""
+        known = self._known
+        return known.index if place is known.place else None
 
-    def _forget(self, watched: _Watched, gone: Sequence[OffloadKey]) -> None:
-        if gone:
+    def learn(self, call: FileCall) -> Sequence[OffloadKey]:
+        """Note which chunks of a call are there and which are gone. Returns those that are there."""
+        if not any(call.results):
+            there = call.keys
+        else:
+            found = list(zip(call.keys, call.results, strict=True))
+            there = tuple(key for key, result in found if result in THERE)
+            self.forget(call.place, tuple(key for key, result in found if result in GONE))
+        index = self.index_of(call.place)
+        if index is not None and not call.is_noted:
+            index.add(there)
+        return there
+
+    def forget(self, place: Place, gone: Sequence[OffloadKey]) -> None:
+        """Note that chunks of an epoch are gone. Any thread may call it."""
+        index = self.index_of(place)
+        if gone and index is not None:
             self._left.extend(gone)  # before: a list may be about to bring them back
-            watched.index.discard(gone)
+            index.discard(gone)
 
     def note_used(self, keys: Sequence[OffloadKey]) -> None:
         """Note that chunks were used. Any thread may call it."""
@@ -223,22 +241,22 @@ class Maintenance:
         if not self._closing:
             self._timers[name] = self._loop.call_later(seconds, action)
 
-    def _look_after(self, counted: asyncio.Event | None = None) -> None:
+    def _begin_slow_work(self, counted: asyncio.Event | None = None) -> None:
         if not self._closing:
-            self._slow.submit(partial(self._do_slow_work, self._watched, counted))
+            self._slow.submit(partial(self._do_slow_work, self._known, counted))
 
     def _tick(self) -> None:
-        self._quick.submit(partial(self._do_tick, self._watched.place))
+        self._quick.submit(partial(self._do_tick, self._known.place))
 
     def _plan_next(self) -> None:
         every_s = min(self._config.recount_s, self._config.ttl_s or self._config.recount_s)
         if self._quota.used_bytes is None:
             every_s = min(every_s, UNCOUNTED_S)
-        self._after("look after", every_s, self._look_after)
+        self._after("slow work", every_s, self._begin_slow_work)
 
     # ---------------------------------------------------------------------------- in two threads
 
-    def _do_slow_work(self, watched: _Watched, counted: asyncio.Event | None) -> None:
+    def _do_slow_work(self, known: _KnownEpoch, counted: asyncio.Event | None) -> None:
         self._try(self._count, "counted")
         if counted is not None:
             post(self._loop, counted.set)
@@ -246,7 +264,7 @@ class Maintenance:
             self._try(self._sweep, "swept")
             if self._config.ttl_s is not None:
                 self._try(partial(self._expire, self._config.ttl_s), "looked through for what is too old")
-        self._try(partial(self._list, watched), "listed")
+        self._try(partial(self._list, known), "listed")
         post(self._loop, self._plan_next)
 
     def _do_tick(self, place: Place) -> None:
@@ -287,13 +305,13 @@ class Maintenance:
     def _expire(self, ttl_s: float) -> None:
         self.evicted_chunks += self._evictor.expire(ttl_s, self._count_freed()).chunks
 
-    def _list(self, watched: _Watched) -> None:
+    def _list(self, known: _KnownEpoch) -> None:
         """List the epoch's chunks, the first time and when there may be many that are not there any more."""
-        index, place = watched.index, watched.place
-        if watched.listed >= 0:
-            if len(index) <= 2 * watched.listed + _FRESH_MARKS:
+        index, place = known.index, known.place
+        if known.listed >= 0:
+            if len(index) <= 2 * known.listed + _FRESH_MARKS:
                 return
-            index = make_index()
+            index = Index()
         for part in range(PARTS if self._namespace.has_data(place) else 0):
             self._left.clear()
             marks = self._files.fingerprints(place, part, self._closing)
@@ -301,7 +319,7 @@ class Maintenance:
             index.discard(list(self._left))  # what has left since it was listed
             if len(marks) > _MANY_MARKS:
                 time.sleep(_BREATH_S)  # an engine that computes wants the interpreter as well
-        watched.index, watched.listed = index, len(index)
+        known.index, known.listed = index, len(index)
 
     def _evict(self) -> None:
         need = self._quota.excess_bytes
@@ -344,17 +362,17 @@ class Maintenance:
         return freed
 
     def _gone(self, data_dir: str, paths: Sequence[str]) -> None:
-        watched = self._watched
-        if data_dir == watched.place.data_dir:
+        place = self._known.place
+        if data_dir == place.data_dir:
             keys = [key for path in paths if (key := key_of(path)) is not None]
-            self._forget(watched, keys)
+            self.forget(place, keys)
             self._removed(keys)
 
     def _touch(self, place: Place) -> None:
         keys = self._recency.take()
         for first in range(0, len(keys), _TOUCHED_A_CALL):
             call = FileCall(place, keys[first : first + _TOUCHED_A_CALL])
-            self._files.touch(call, 0, len(call))
+            self._files.touch(call)
             if self._closing:
                 return
 

@@ -14,14 +14,14 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.keys import OffloadKey, content_hash, group_index
-from kvtier.tiers.fs._files import make_files
-from kvtier.tiers.fs._files.call import Result, StopFlag
+from kvtier.tiers.fs._files import ChunkFiles
+from kvtier.tiers.fs._files.call import FileCall, Result, StopFlag
 from kvtier.tiers.fs._layout import DIRECTORY_MODE, chunk_path
 from kvtier.tiers.fs._maintenance.removal import Removal
 
@@ -40,21 +40,27 @@ class Quarantine:
     Args:
         root_fd: the tier's root directory, open.
         namespace: name of the namespace's directory.
+        files: what removes directories.
     """
 
-    def __init__(self, root_fd: int, namespace: str) -> None:
+    def __init__(self, root_fd: int, namespace: str, files: ChunkFiles) -> None:
         self._root_fd = root_fd
         self._folder = f"{namespace}/quarantine"
-        self._removal = Removal(root_fd, make_files(), StopFlag())
+        self._removal = Removal(root_fd, files, StopFlag())
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._log_limit = LogLimit(_LINES_EVERY_S)
 
     def counts(self) -> Mapping[str, int]:
-        """Return how many files were set aside since the tier opened, by reason. Does not block."""
+        """Return how many files were quarantined since the tier opened, by reason. Does not block."""
         return dict(self._counts)
 
-    def set_aside(self, data_dir: str, key: OffloadKey, result: Result, inode: int) -> bool:
+    def add_all(self, call: FileCall, chunks: Sequence[int]) -> None:
+        """Move the files of some chunks away that have failed their checks. Blocks."""
+        for i in chunks:
+            self.add(call.place.data_dir, call.keys[i], Result(call.results[i]), call.inodes[i])
+
+    def add(self, data_dir: str, key: OffloadKey, result: Result, inode: int) -> bool:
         """Move a chunk's file away, unless another one has taken its place. Returns whether it was moved.
 
         Where it cannot be moved it stays, and fails its check each time it is read.
@@ -75,7 +81,7 @@ class Quarantine:
                 if not self._move(path, inode, target):
                     return False  # another reader was faster
             except OSError as error:
-                what = "%s failed its check (%s) and cannot be set aside: %s"
+                what = "%s failed its check (%s) and cannot be quarantined: %s"
                 self._log(logging.ERROR, what, path, reason, error.strerror or error)
                 return False
             self._counts[reason] += 1
@@ -145,6 +151,6 @@ def prune(removal: Removal, folder: str, keep: int) -> Pruned:
 
 
 def by_age(names: Iterable[str]) -> list[str]:
-    """Return the names of entries that were set aside, the oldest first, and no other names."""
+    """Return the names of quarantined entries, the oldest first, and no other names."""
     aged = [(int(found[1]), name) for name in names if (found := _OURS.fullmatch(name))]
     return [name for _, name in sorted(aged)]

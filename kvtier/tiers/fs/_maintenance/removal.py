@@ -11,8 +11,7 @@ from contextlib import contextmanager
 
 from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._files import ChunkFiles
-from kvtier.tiers.fs._files.base import Failures
-from kvtier.tiers.fs._files.call import StopFlag
+from kvtier.tiers.fs._files.call import Failures, StopFlag
 from kvtier.tiers.fs._locks import open_lock, try_lock
 
 

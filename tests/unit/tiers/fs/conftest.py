@@ -11,16 +11,14 @@ from pathlib import Path
 import anyio
 import pytest
 
-from kvtier import _native as native
 from kvtier._identity import Identity
 from kvtier._memory.heap import HeapMemory
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.tiers._base import Batch, Outcome, TierContext, ignore_lost, ignore_removed
 from kvtier.tiers.fs import FsConfig, FsTier
-from kvtier.tiers.fs import _layout as layout
-from kvtier.tiers.fs._files import ChunkFiles
+from kvtier.tiers.fs._files import ChunkFiles, make_files
 from kvtier.tiers.fs._files.call import StopFlag
-from kvtier.tiers.fs._files.native import NativeFiles
+from tests.unit.tiers.fs.library import Gate
 
 SLOTS = 64
 AT_FDCWD = -100
@@ -29,9 +27,8 @@ AT_FDCWD = -100
 class World:
     """One root directory and what tests do with it. Chunk ``n`` has the bytes ``content(n)``."""
 
-    def __init__(self, root: Path, work: ChunkFiles) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self.work = work
         self.chunk_bytes = 16384
         self.identity = Identity.make("org/Model-7B", {"dtype": "bfloat16"})
         self._opened: list[FsTier] = []
@@ -42,17 +39,17 @@ class World:
 
     async def open(
         self,
-        work: ChunkFiles | None = None,
+        files: ChunkFiles | None = None,
         removed: Callable[[Sequence[OffloadKey]], None] = ignore_removed,
         lost: Callable[[str], None] = ignore_lost,
         **settings: object,
     ) -> FsTier:
         """Open a tier on the root; it is closed when the test ends."""
         given = {"root_dir": self.root, "n_threads": 4, "min_free_bytes": 0, **settings}
-        tier = FsTier(FsConfig.model_validate(given), work if work is not None else self.work)
+        tier = FsTier(FsConfig.model_validate(given), files)
         await tier.open(TierContext("files", self.identity, self.chunk_bytes, removed, lost))
         self._opened.append(tier)
-        if work is None:  # on a busy machine counting takes longer than an opening waits for it
+        if files is None:  # on a busy machine counting takes longer than an opening waits for it
             await self.eventually(lambda: (usage := tier.usage()) and usage.used_bytes is not None)
         return tier
 
@@ -117,32 +114,27 @@ class World:
     async def bytes_below(self) -> int:
         """Add up the root, by a walk that does not mind what vanishes meanwhile."""
 
-        def add_up() -> int:
-            with layout.open_folder(AT_FDCWD, str(self.root)) as root_fd:
-                return self.work.tree_bytes(root_fd, ".", StopFlag())
-
-        return await anyio.to_thread.run_sync(add_up)
+        add_up = make_files().tree_bytes
+        return await anyio.to_thread.run_sync(add_up, AT_FDCWD, str(self.root), StopFlag())
 
     def writers(self) -> list[str]:
         return sorted(path.name for path in (self.namespace / ".tmp").iterdir())
 
 
-@pytest.fixture(params=["native", "python"])
-def work(request: pytest.FixtureRequest) -> ChunkFiles:
-    """What does the work on files: each in turn."""
-    if request.param == "python":
-        return ChunkFiles()
-    if native.library is None:
-        pytest.skip("the native helper is not built")
-    return NativeFiles(native.library)
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    """A world on an empty root."""
+    here = World(tmp_path / "root")
+    yield here
+    await here.close_all()
 
 
 @pytest.fixture
-async def world(tmp_path: Path, work: ChunkFiles) -> AsyncIterator[World]:
-    """A world on an empty root."""
-    here = World(tmp_path / "root", work)
-    yield here
-    await here.close_all()
+def gate(world: World) -> Iterator[Gate]:
+    """A gate, closed; open in the end, or the tiers' threads would never end."""
+    made = Gate()
+    yield made
+    made.open()
 
 
 @pytest.fixture

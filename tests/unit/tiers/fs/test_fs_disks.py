@@ -35,7 +35,7 @@ OK, ABSENT, REFUSED, FAILED, CORRUPT = (
 GOING_DOWN = 0x8004587D  # of xfs, and of ext4 as well
 WITHOUT_FLUSHING = 2
 LOST = {"eio", "erofs"}  # what file systems say that were shut down
-MOST = 5000  # chunks, more than are put until a busy machine takes the disk away, and less than fill it
+MAX_CHUNKS = 5000  # chunks, more than are put until a busy machine takes the disk away, and less than fill it
 IMAGE_BYTES = 320 * 2**20  # the least that mkfs.xfs makes; a hole but for what is written
 
 
@@ -101,11 +101,6 @@ def make_disk(tmp_path: Path) -> Iterator[Callable[..., Disk]]:
         disk.close()
 
 
-@pytest.fixture
-def work() -> None:
-    """Chunks are written by the native helper where it is there."""
-
-
 async def put_until_it_fails(world, tier: FsTier, numbers: list[int], kept: set[int]) -> Counter[str]:
     """Put chunks, a few at a time, and note in ``kept`` whose puts have ended well.
 
@@ -132,7 +127,7 @@ async def test_a_power_cut_leaves_what_the_durability_promises(
     world.root = disk.point / "root"
     settings = {"durability": durability, "max_bytes": 10**9, "recount_s": 0.05}
     tier = await world.open(**settings)
-    numbers, reasons = list(range(MOST)), []
+    numbers, reasons = list(range(MAX_CHUNKS)), []
     kept: set[int] = set()
     enough = random.Random().randrange(8, 160)
 
@@ -146,7 +141,7 @@ async def test_a_power_cut_leaves_what_the_durability_promises(
             await anyio.lowlevel.checkpoint()
         promised = sorted(kept)  # a flush that the shutdown overtakes may be told to have ended well
         disk.lose_power()  # not in a thread: before that came all could be done
-    begun = MOST - len(numbers)
+    begun = MAX_CHUNKS - len(numbers)
     assert numbers, "the disk was lost when all was done"
     assert all(set(found) <= LOST and found for found in reasons), reasons  # each writer was told why
     gone = await world.get(tier, range(begun))
@@ -159,8 +154,8 @@ async def test_a_power_cut_leaves_what_the_durability_promises(
     tier = await world.open(**settings)
     statuses = (await world.get(tier, range(begun))).statuses  # which looks at the bytes
     assert set(statuses) <= ({OK, ABSENT, CORRUPT} if durability == "none" else {OK, ABSENT})
-    set_aside = await anyio.to_thread.run_sync(world.quarantined)
-    assert len(set_aside) == statuses.count(CORRUPT)
+    quarantined = await anyio.to_thread.run_sync(world.quarantined)
+    assert len(quarantined) == statuses.count(CORRUPT)
     if durability == "full":
         assert [number for number in promised if statuses[number] != OK] == []
     assert set((await world.put(tier, range(begun))).statuses) == {OK}

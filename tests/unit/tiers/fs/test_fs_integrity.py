@@ -1,4 +1,4 @@
-"""Files that are not what was put: never given, set aside, counted, told once."""
+"""Files that are not what was put: never given, quarantined, counted, told once."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from kvtier import _reasons as reasons
 from kvtier.tiers._base import Status
 from kvtier.tiers.fs import FsTier
+from kvtier.tiers.fs._files import make_files
 from kvtier.tiers.fs._files.call import Result, StopFlag
 from kvtier.tiers.fs._maintenance.quarantine import Quarantine
 from kvtier.tiers.fs._maintenance.removal import Removal
@@ -50,10 +51,9 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("direct_io", ["auto", "never"])
 @pytest.mark.parametrize("name", DAMAGES)
-async def test_a_damaged_file_is_set_aside_and_never_given(world, caplog, name, direct_io):
-    tier = await world.open(direct_io=direct_io)
+async def test_a_damaged_file_is_quarantined_and_never_given(world, caplog, name):
+    tier = await world.open()
     await world.put(tier, [1, 2])
     damage, reason = DAMAGES[name]
     damage(world, world.file(1), world.chunk_bytes)
@@ -134,7 +134,7 @@ async def test_a_sweep_brings_the_quarantine_within_its_bound_or_says_why_not(wo
 
     def sweep():
         with Root(world.root) as root:
-            sweeper = Sweeper(root, Removal(root.fd, world.work, StopFlag()), frozenset(world.writers()))
+            sweeper = Sweeper(root, Removal(root.fd, make_files(), StopFlag()), frozenset(world.writers()))
             sweeper.sweep()
             return sweeper.problems
 
@@ -148,18 +148,18 @@ async def test_a_sweep_brings_the_quarantine_within_its_bound_or_says_why_not(wo
 
 
 async def test_a_file_that_took_the_place_of_a_bad_one_stays(world):
-    """A reader found a bad file; before it can be set aside another engine has put a good one."""
+    """A reader found a bad file; before it can be moved another engine has put a good one."""
     tier = await world.open()
     await world.put(tier, [1])
     root_fd = os.open(world.root, os.O_RDONLY)
     try:
         found = f"{world.identity.namespace}_r0", world.key(1), Result.CHECKSUM
         inode = world.file(1).stat().st_ino
-        quarantine = Quarantine(root_fd, world.identity.namespace)
-        await anyio.to_thread.run_sync(quarantine.set_aside, *found, inode + 1)
+        quarantine = Quarantine(root_fd, world.identity.namespace, make_files())
+        await anyio.to_thread.run_sync(quarantine.add, *found, inode + 1)
         assert world.file(1).exists()
         assert quarantine.counts() == {}
-        await anyio.to_thread.run_sync(quarantine.set_aside, *found, inode)
+        await anyio.to_thread.run_sync(quarantine.add, *found, inode)
         assert not world.file(1).exists()
         assert quarantine.counts() == {"checksum": 1}
     finally:
@@ -174,10 +174,10 @@ async def test_a_bad_file_that_cannot_be_moved_is_told_once_and_never_given(worl
     for _ in range(3):
         assert (await world.get(tier, [1, 2])).statuses == (CORRUPT, OK)
     assert tier.statistics().quarantined == {}
-    assert sum("cannot be set aside" in record.message for record in caplog.records) == 1
+    assert sum("cannot be quarantined" in record.message for record in caplog.records) == 1
 
 
-async def test_a_file_that_was_set_aside_is_reported_to_have_left(world):
+async def test_a_file_that_was_quarantined_is_reported_to_have_left(world):
     removed: list[bytes] = []
     tier = await world.open(removed=removed.extend)
     await world.put(tier, [1, 2])

@@ -11,13 +11,13 @@ import pytest
 
 from kvtier._cli.verify import verify
 from kvtier.tiers._base import Status
+from kvtier.tiers.fs._files import make_files
 from kvtier.tiers.fs._files.call import StopFlag
-from kvtier.tiers.fs._files.native import NativeFiles
 from kvtier.tiers.fs._quota import ledger
 from tests.effort import effort
 
 pytestmark = pytest.mark.timeout(400)  # a busy machine needs seconds for each kill
-KILLS = effort(25, 110)  # with each way of working on files
+KILLS = effort(25, 110)
 AT_ONCE = 5
 CHUNK_BYTES = 16_384
 NUMBERS = 400
@@ -119,17 +119,15 @@ def check_well(root):
     assert found.sound == found.chunks - found.gone > 50, found
 
 
-async def test_writers_killed_at_random_points_leave_a_root_that_is_well(world, work, tmp_path):
+async def test_writers_killed_at_random_points_leave_a_root_that_is_well(world, tmp_path):
     reports = tmp_path / "reports"
     reports.mkdir()
     given = (world.root, reports, KILLS, AT_ONCE, CHUNK_BYTES, NUMBERS, MAX_BYTES)
-    environment = {**os.environ, "KVTIER_NATIVE": "1" if isinstance(work, NativeFiles) else "0"}
     done = await anyio.to_thread.run_sync(
         lambda: subprocess.run(
             [sys.executable, "-c", DRIVER, *map(str, given)],
             capture_output=True,
             text=True,
-            env=environment,
         )
     )
     assert done.returncode == 0, done.stderr
@@ -154,7 +152,7 @@ async def test_writers_killed_at_random_points_leave_a_root_that_is_well(world, 
     root_fd = os.open(world.root, os.O_RDONLY)
 
     def is_right():
-        accounts, used = ledger.read(root_fd), world.work.tree_bytes(root_fd, ".", StopFlag())
+        accounts, used = ledger.read(root_fd), make_files().tree_bytes(root_fd, ".", StopFlag())
         return accounts is not None and accounts.used == used == tier.statistics().used_bytes
 
     try:

@@ -20,6 +20,7 @@ from kvtier.tiers.fs._maintenance import maintenance
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._quota.accounts import Accounts, FileSystem
 from kvtier.tiers.fs._quota.quota import Quota
+from tests.unit.tiers.fs.library import files_with
 
 pytestmark = pytest.mark.timeout(60)
 OK, ABSENT, REFUSED, FAILED = Status.OK, Status.ABSENT, Status.REFUSED, Status.FAILED
@@ -61,29 +62,13 @@ async def test_several_engines_have_one_bound_and_can_use_nearly_all_of_it(world
     assert sum(outcome.reasons.get("max_bytes", 0) for outcome in outcomes) == refused
 
 
-class Uncountable:
-    """Work on files that cannot count a root before it is let."""
-
-    def __init__(self, inner):
-        self.inner = inner
-        self.may = threading.Event()
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-    def tree_bytes(self, root_fd, path, stop):
-        self.may.wait()
-        return self.inner.tree_bytes(root_fd, path, stop)
-
-
 @pytest.fixture
-def uncountable(world):
-    made = Uncountable(world.work)
-    yield made
-    made.may.set()
+def uncountable(gate):
+    """Work on files that cannot count a root before the gate opens."""
+    return files_with(gate, "kvt_tree_bytes")
 
 
-async def test_a_restart_knows_from_the_first_put_on_what_the_root_holds(world, uncountable):
+async def test_a_restart_knows_from_the_first_put_on_what_the_root_holds(world, gate, uncountable):
     tier = await world.open(max_bytes=400_000, eviction="none")
     await world.put(tier, range(60))
     used = tier.statistics().used_bytes
@@ -96,7 +81,7 @@ async def test_a_restart_knows_from_the_first_put_on_what_the_root_holds(world, 
     assert used >= held - 4096 - 4096  # the ledger and its directory came after the count
     outcome = await world.put(tier, range(100, 140))
     assert outcome.reasons["max_bytes"] >= 39
-    uncountable.may.set()
+    gate.open()
 
 
 def sealed_ledger(body):
@@ -105,7 +90,7 @@ def sealed_ledger(body):
 
 @pytest.mark.parametrize("loss", ["deleted", "garbage", "empty", "torn", "numbers", "another boot"])
 async def test_without_its_ledger_a_root_is_counted_again_and_never_passes_the_bound(
-    world, uncountable, monkeypatch, loss
+    world, gate, uncountable, monkeypatch, loss
 ):
     tier = await world.open(max_bytes=400_000, eviction="none")
     await world.put(tier, range(60))
@@ -128,7 +113,7 @@ async def test_without_its_ledger_a_root_is_counted_again_and_never_passes_the_b
     outcome = await world.put(tier, range(100, 140))
     assert (outcome.statuses, dict(outcome.reasons)) == ((REFUSED,) * 40, {"counting": 40})
     assert tier.statistics().used_bytes is None
-    uncountable.may.set()
+    gate.open()
     await world.eventually(lambda: tier.statistics().used_bytes is not None)
     assert tier.statistics().used_bytes == await world.bytes_below()
     await world.put(tier, range(100, 140))
@@ -161,7 +146,7 @@ async def until_idle(tiers):
     """Wait for the background work that opening has begun."""
     for tier in tiers:
         ended = threading.Event()
-        tier._maintenance._slow.submit(ended.set)
+        tier._session.maintenance._slow.submit(ended.set)
         await anyio.to_thread.run_sync(ended.wait)
 
 
@@ -171,14 +156,14 @@ async def test_what_another_has_counted_when_it_is_told_leaves_no_hole_in_the_bo
     monkeypatch.setattr(maintenance, "TICK_S", 1000.0)  # which would have it counted once more
     one, other = [await world.open(max_bytes=1_000_000) for _ in range(2)]
     await until_idle([one, other])
-    monkeypatch.setattr(maintenance.Maintenance, "_look_after", lambda *_: None)  # as would this
+    monkeypatch.setattr(maintenance.Maintenance, "_begin_slow_work", lambda *_: None)  # as would this
     await world.put(one, range(20))
-    await anyio.to_thread.run_sync(one._here.quota.flush)  # tells of the put
+    await anyio.to_thread.run_sync(one._session.quota.flush)  # tells of the put
     removed = Quota.removed
     told: list[int] = []
 
     def count():
-        other._here.quota.count(other._maintenance._add_up)
+        other._session.quota.count(other._session.maintenance._add_up)
 
     def removed_late(quota, nbytes, since):
         if nbytes and not told:
@@ -190,10 +175,10 @@ async def test_what_another_has_counted_when_it_is_told_leaves_no_hole_in_the_bo
     if how == "swept":
         await one.reset()
         await other.reset()  # nobody uses the epoch any more
-        await anyio.to_thread.run_sync(one._maintenance._sweep)
+        await anyio.to_thread.run_sync(one._session.maintenance._sweep)
     elif how == "evicted":
-        freed = await anyio.to_thread.run_sync(one._maintenance._count_freed)
-        await anyio.to_thread.run_sync(one._maintenance._evictor.make_room, 100_000, freed)
+        freed = await anyio.to_thread.run_sync(one._session.maintenance._count_freed)
+        await anyio.to_thread.run_sync(one._session.maintenance._evictor.make_room, 100_000, freed)
     else:
         await one.discard(world.keys(range(10)))
     assert told
@@ -238,7 +223,7 @@ async def test_a_lock_that_a_stopped_process_holds_fails_puts_and_hangs_nothing(
     monkeypatch.setattr(ledger, "_PATIENCE_S", 0.05)
     tier = await world.open(max_bytes=10**9)
     await world.put(tier, [1])
-    await world.eventually(lambda: not tier._here.quota.has_news)  # nothing is leased ahead any more
+    await world.eventually(lambda: not tier._session.quota.has_news)  # nothing is leased ahead any more
     with (world.root / ".kvtier" / "ledger").open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         outcome = await world.put(tier, [2])
