@@ -181,21 +181,6 @@ def test_a_folder_that_vanishes_while_a_writer_takes_a_new_name_fails_one_change
 # ------------------------------------------------------------------------------ in the tier
 
 
-async def test_puts_beyond_max_bytes_are_refused_and_chunks_that_are_there_are_well(world):
-    tier = await world.open(max_bytes=12 * (world.chunk_bytes + 4096 + 2 * 4096), eviction="none")
-    await world.put(tier, [0, 1])
-    outcome = await world.put(tier, range(40))
-    written = outcome.statuses.count(OK)
-    assert outcome.statuses[:2] == (OK, OK)
-    assert 2 < written < 40
-    assert dict(outcome.reasons) == {"max_bytes": 40 - written}
-    assert sum(path.stat().st_blocks * 512 for path in world.root.rglob("*")) <= tier.statistics().limit_bytes
-    again = await world.put(tier, range(40))
-    assert again.statuses.count(OK) >= written
-    got = await world.get(tier, range(40))
-    assert got.statuses.count(OK) == again.statuses.count(OK)
-
-
 async def test_the_root_is_counted_again_from_time_to_time(world):
     tier = await world.open(recount_s=0.02)
     await world.put(tier, range(20))
