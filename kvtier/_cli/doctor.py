@@ -36,8 +36,8 @@ from kvtier.tiers._base import Batch, Knowledge, Outcome, SecondaryTier, Status,
 from kvtier.tiers._faults import require_fault, words_of
 from kvtier.tiers._seal import seal
 from kvtier.tiers.fs import FsConfig
-from kvtier.tiers.fs._files import make_files
 from kvtier.tiers.fs._files.call import StopFlag
+from kvtier.tiers.fs._files.chunk_files import tree_remove
 from kvtier.tiers.fs._maintenance.sweep import remove_cache
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._root import Root, Tick
@@ -220,9 +220,9 @@ def _probe(named: Sequence[NamedTier], chunk_bytes: int) -> list[Check]:
     finally:
         for root in roots:
             with suppress(OSError, TierError), Root(root) as found:
-                remove_cache(found, IDENTITY.namespace, make_files())
+                remove_cache(found, IDENTITY.namespace)
                 if root / ledger.FOLDER in missing and not ledger.has_writers(found.fd):
-                    make_files().tree_remove(found.fd, ledger.FOLDER, StopFlag())
+                    tree_remove(found.fd, ledger.FOLDER, StopFlag())
         for folder in missing:
             with suppress(OSError):
                 folder.rmdir()

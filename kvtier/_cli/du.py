@@ -11,8 +11,8 @@ from pathlib import Path
 
 from kvtier._cli.report import Bytes, JsonFlag, finish, print_line, progress, table
 from kvtier._cli.roots import RootArgument, require_root
-from kvtier.tiers.fs._files import make_files
 from kvtier.tiers.fs._files.call import Failures, StopFlag
+from kvtier.tiers.fs._files.chunk_files import tree_bytes
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._root import Namespace, Root, Tick
 
@@ -133,7 +133,6 @@ class _Walk:
         self._tick = tick
         self.failures: Failures = Counter()
         self._root = root
-        self._files = make_files()
 
     def bytes(self, path: str, *, is_counted: bool = False) -> int:
         """Return what a file or directory takes; its failures are noted unless they were before."""
@@ -144,7 +143,7 @@ class _Walk:
             found = os.stat(path, dir_fd=self._root.fd, follow_symlinks=False)
             taken = found.st_blocks * 512
             if stat.S_ISDIR(found.st_mode):
-                taken += self._files.tree_bytes(self._root.fd, path, StopFlag(), failures)
+                taken += tree_bytes(self._root.fd, path, StopFlag(), failures)
         except FileNotFoundError:
             pass
         except OSError as error:

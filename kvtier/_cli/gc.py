@@ -20,8 +20,8 @@ from kvtier._cli.report import Bytes, JsonFlag, finish, print_line, progress
 from kvtier._cli.roots import NamespaceOption, RootArgument, require_root
 from kvtier._quantities import duration, size
 from kvtier.errors import TierError
-from kvtier.tiers.fs._files import make_files
 from kvtier.tiers.fs._files.call import Failures, StopFlag
+from kvtier.tiers.fs._files.chunk_files import tree_bytes
 from kvtier.tiers.fs._layout import DIRECTORY_MODE
 from kvtier.tiers.fs._maintenance.evict import Evicted, Evictor
 from kvtier.tiers.fs._quota import ledger
@@ -191,11 +191,9 @@ class _Collector:
     def __init__(self, root: Root, only: Container[str] | None, tick: Tick, dry_run: bool) -> None:
         self._root = root
         self._dry_run = dry_run
-        self._files = make_files()
         self._stop = StopFlag()
         self._evictor = Evictor(
             root.fd,
-            self._files,
             self._stop,
             lambda _, paths: tick(len(paths)),
             only=only,
@@ -245,7 +243,7 @@ class _Collector:
     def _tree_bytes(self, name: str) -> int:
         failures: Failures = Counter()
         try:
-            return self._files.tree_bytes(self._root.fd, name, self._stop, failures)
+            return tree_bytes(self._root.fd, name, self._stop, failures)
         except OSError:
             return 0
         finally:

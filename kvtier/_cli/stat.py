@@ -120,7 +120,7 @@ def _finding(path: Path, sealed: seal.Sealed | None) -> Integrity:
         key = sealed.key
     fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with FileChecker(fd, lambda digest: digest.hex().startswith(whose[:32])) as checker:
-            return checker.check(path.name, key).finding
+        checker = FileChecker(fd, lambda digest: digest.hex().startswith(whose[:32]))
+        return checker.check(path.name, key).finding
     finally:
         os.close(fd)

@@ -20,7 +20,6 @@ from kvtier._cli.report import JsonFlag, finish, print_line, progress, table
 from kvtier._cli.roots import NamespaceOption, RootArgument, require_root
 from kvtier.tiers._seal import Integrity
 from kvtier.tiers.fs._checking import FileCheck, FileChecker
-from kvtier.tiers.fs._files import make_files
 from kvtier.tiers.fs._files.call import Result
 from kvtier.tiers.fs._maintenance.quarantine import Quarantine
 from kvtier.tiers.fs._root import ChunkFile, DataDir, Namespace, Root, Tick, UnknownEntry
@@ -188,9 +187,8 @@ class _Check:
         self._threads = threads
         self._found: Counter[str] = Counter()
         self._ill: list[DamagedFile] = []
-        self._quarantine: Quarantine | None = None
-        if repair and one.is_kvtiers:  # what is not kvtier's is only read
-            self._quarantine = Quarantine(root.fd, one.name, make_files())
+        can_repair = repair and one.is_kvtiers  # what is not kvtier's is only read
+        self._quarantine = Quarantine(root.fd, one.name) if can_repair else None
 
     def run(self, tick: Tick) -> Verified:
         for place in self._one.data_dirs:
@@ -254,8 +252,8 @@ class _Check:
                 yield from _counted(waiting.popleft().result(), tick)
 
     def _check(self, files: list[ChunkFile]) -> list[Proven]:
-        with FileChecker(self._root.fd, self._belongs()) as checker:
-            return [(file, checker.check(file.path, file.key)) for file in files]
+        checker = FileChecker(self._root.fd, self._belongs())
+        return [(file, checker.check(file.path, file.key)) for file in files]
 
     def _belongs(self) -> Callable[[bytes], bool]:
         """Return what tells this cache's digest; where the manifest is of no use its name still does."""

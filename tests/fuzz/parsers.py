@@ -33,8 +33,8 @@ from kvtier.tiers.fs import FsConfig
 from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs import _namespace as namespace
 from kvtier.tiers.fs._checking import FileChecker
-from kvtier.tiers.fs._files import require_library
 from kvtier.tiers.fs._files.call import FileCall, Flag, Place, Result
+from kvtier.tiers.fs._files.chunk_files import require_library
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._quota.accounts import FileSystem
 from kvtier.tiers.fs._root import Root
@@ -90,8 +90,7 @@ def chunk_file(data: bytes) -> None:
     path.write_bytes(text)
     with _opened(_scratch()) as root_fd:
         result = _get(root_fd)
-        with FileChecker(root_fd, DIGEST.__eq__) as checker:
-            finding = checker.check(layout.chunk_path("data", KEY), KEY).finding
+        finding = FileChecker(root_fd, DIGEST.__eq__).check(layout.chunk_path("data", KEY), KEY).finding
     assert result in _FOUND
     if len(text) == CHUNK_BYTES + layout.BLOCK_BYTES:
         assert finding is _FOUND[Result(result)], (finding, result)

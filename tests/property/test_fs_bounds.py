@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtier.tiers.fs._config import FsConfig
-from kvtier.tiers.fs._maintenance.ages import BUCKETS, REUSE_WEIGHT, Histogram, plan, youngest_of
+from kvtier.tiers.fs._maintenance.ages import BUCKETS, REUSE_WEIGHT, new_histogram, plan, youngest_of
 from kvtier.tiers.fs._quota import quota
 from kvtier.tiers.fs._quota.accounts import Accounts, FileSystem
 from kvtier.tiers.fs._quota.ledger import Ledger as OneProcessLedger
@@ -324,9 +324,9 @@ units = st.lists(st.tuples(st.integers(0, 2**45), st.booleans(), st.integers(1, 
 
 @given(units, st.integers(1, 10**8))
 def test_a_plan_frees_enough_and_not_a_bucket_too_many(found: list[tuple[int, bool, int]], need: int) -> None:
-    histogram = Histogram()
+    histogram = new_histogram()
     for age, reused, nbytes in found:
-        histogram.bytes[bucket_of(age) + (BUCKETS if reused else 0)] += nbytes
+        histogram[bucket_of(age) + (BUCKETS if reused else 0)] += nbytes
     cutoffs = plan(histogram, 1.0, need)
     leaving = [
         (age, reused, nbytes)

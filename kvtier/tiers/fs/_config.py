@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from kvtier._quantities import Size
 from kvtier.tiers._base import TierConfig
-from kvtier.tiers.fs._files import require_library
+from kvtier.tiers.fs._files.chunk_files import require_library
 
 
 class FsConfig(TierConfig):

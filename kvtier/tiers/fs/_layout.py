@@ -21,7 +21,6 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Final
 
 from kvtier.keys import GROUP_BYTES, MAX_KEY_BYTES, OffloadKey, content_hash, group_index, pack_key
@@ -49,9 +48,6 @@ PART: Final = re.compile("[0-9a-f]{3}")
 LEAF: Final = re.compile("[0-9a-f]{2}_g[0-9]{1,10}")
 """Names of the two levels of directories between an epoch's and its chunks' files."""
 
-PARTS: Final = 4096
-"""Directories of the first level of an epoch: what is listed at once."""
-
 _CHUNK: Final = re.compile(rf"{PART.pattern}/[0-9a-f]{{2}}_g([0-9]{{1,10}})/((?:[0-9a-f]{{2}})+)\.bin")
 _EPOCH: Final = re.compile(rb"(0|[1-9][0-9]{0,14})\n")
 _DATA_DIR: Final = re.compile(r"([A-Za-z0-9.-]+_[0-9a-f]{16})_r0(?:\.e([1-9][0-9]{0,14}))?")
@@ -59,19 +55,12 @@ _USERS_LOCK: Final = re.compile(r"users\.e([0-9]{1,15})\.lock")
 _MAX_SMALL_BYTES: Final = 1 << 20
 
 
-def open_regular(path: str | Path, *, dir_fd: int | None = None) -> int:
-    """Open a file for reading. OSError, also where it is anything but a regular file."""
-    fd = os.open(path, os.O_RDONLY | CAREFULLY, dir_fd=dir_fd)
-    if stat.S_ISREG(os.fstat(fd).st_mode):
-        return fd
-    os.close(fd)
-    raise OSError(errno.EINVAL, "is no regular file", str(path))
-
-
 def read_small(root_fd: int, path: str) -> bytes:
-    """Return what is in a small file. OSError where it cannot be read."""
-    fd = open_regular(path, dir_fd=root_fd)
+    """Return what is in a small file. OSError where it cannot be read, or is anything but a regular file."""
+    fd = os.open(path, os.O_RDONLY | CAREFULLY, dir_fd=root_fd)
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", path)
         return os.pread(fd, _MAX_SMALL_BYTES, 0)
     finally:
         os.close(fd)

@@ -6,7 +6,6 @@ import asyncio
 import errno
 from array import array
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -55,7 +54,7 @@ class Puts:
         self._maintenance = maintenance
         self._loop = asyncio.get_running_loop()
         self._serial = 0
-        self._flush_timer: asyncio.TimerHandle | None = None
+        self._flush_is_due = False
 
     async def put(self, place: Place, batch: Batch) -> array[int]:
         """Put the chunks that are not there, and for a part of the deadline again those that a bound refuses.
@@ -73,11 +72,6 @@ class Puts:
                 break
             await self._put_again(call, batch, refused)
         return call.results
-
-    def close(self) -> None:
-        """Report nothing any more: whoever closes the tier flushes the quota."""
-        if self._flush_timer is not None:
-            self._flush_timer.cancel()
 
     async def _put(self, place: Place, batch: Batch) -> FileCall:
         call = self._new_call(place, batch)
@@ -137,14 +131,11 @@ class Puts:
         """End a reservation. A timer reports it to the other engines, unless a put does it sooner."""
         if granted:
             self._quota.settle(granted, added)
-            if self._flush_timer is None:
-                self._flush_timer = self._loop.call_later(_FLUSH_S, self._flush_soon)
+            if not self._flush_is_due:
+                self._flush_is_due = True
+                self._loop.call_later(_FLUSH_S, self._flush_soon)
 
     def _flush_soon(self) -> None:
-        self._flush_timer = None
+        self._flush_is_due = False
         if self._quota.has_news:
-            self._workers.submit(self._flush)
-
-    def _flush(self) -> None:
-        with suppress(OSError):  # the next put, or the next look at the ledger, reports it
-            self._quota.flush()
+            self._workers.submit(self._quota.flush)

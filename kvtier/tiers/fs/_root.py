@@ -266,11 +266,10 @@ class Root:
         Raises:
             TierError: there is none; the message lists those that are there.
         """
-        found = self.namespaces()
-        for one in found:
-            if one.name == name:
-                return one
-        names = ", ".join(one.name for one in found) or "none at all"
+        found = {one.name: one for one in self.namespaces()}
+        if name in found:
+            return found[name]
+        names = ", ".join(found) or "none at all"
         raise TierError(f"{self.path} has no namespace {name!r}; it has: {names}")
 
     def others(self) -> list[str]:
@@ -293,13 +292,6 @@ class Root:
             return layout.names_in(self.fd, folder)
         except OSError:
             return []
-
-    def is_file(self, path: str) -> bool:
-        """Return whether there is a regular file."""
-        try:
-            return stat.S_ISREG(os.stat(path, dir_fd=self.fd, follow_symlinks=False).st_mode)
-        except OSError:
-            return False
 
     def is_locked(self, path: str) -> bool | None:
         """Return whether a living process holds a lock file; None where that is unknown."""

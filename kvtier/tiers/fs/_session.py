@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from typing import Final
 
@@ -13,7 +13,6 @@ import anyio
 from kvtier.errors import TierError
 from kvtier.tiers._base import TierContext
 from kvtier.tiers.fs._config import FsConfig
-from kvtier.tiers.fs._files import ChunkFiles
 from kvtier.tiers.fs._files.call import StopFlag
 from kvtier.tiers.fs._files.pool import NativePool
 from kvtier.tiers.fs._files.workers import Workers, run
@@ -37,7 +36,6 @@ class Session:
     Args:
         config: the tier's settings.
         context: what the tier is opened with.
-        files: what works on files.
 
     Attributes:
         closing: set when the tier closes.
@@ -58,10 +56,9 @@ class Session:
     maintenance: Maintenance
     puts: Puts
 
-    def __init__(self, config: FsConfig, context: TierContext, files: ChunkFiles) -> None:
+    def __init__(self, config: FsConfig, context: TierContext) -> None:
         self._config = config
         self._context = context
-        self._files = files
         self.closing = StopFlag()
         self.workers = Workers(f"{context.name}-io", _THREADS)
         self.epoch: Epoch | None = None
@@ -77,11 +74,10 @@ class Session:
         """
         await run(self.workers, self._open_root)
         self._start_work()
-        counted = asyncio.Event()
-        self.maintenance.begin(counted)
+        self.maintenance.begin()
         if self.quota.used_bytes is None:
             with anyio.move_on_after(_FIRST_COUNT_PATIENCE_S):
-                await counted.wait()
+                await self.maintenance.counted.wait()
 
     async def close(self) -> None:
         """Wait until all threads have ended, and close what is open. See ``FsTier.aclose``."""
@@ -94,7 +90,6 @@ class Session:
         try:
             if self._is_working:
                 self.maintenance.stop()
-                self.puts.close()
                 await self.pool.drain()
         finally:
             closer = Workers(f"{self._config.type}-close", 1)  # the waiting blocks: a thread of its own
@@ -116,15 +111,15 @@ class Session:
             name, hint = errno_name(error.errno or 0), _NO_LEDGER if error.errno in _NOT_A_FILE else ""
             root = self._config.root_dir
             raise TierError(f"tier {self._context.name}: {root} cannot be measured ({name}){hint}") from error
-        self._resources.callback(self._flush)
+        self._resources.callback(self.quota.flush)
         self.namespace = namespace
-        self.quarantine = Quarantine(namespace.root_fd, namespace.name, self._files)
+        self.quarantine = Quarantine(namespace.root_fd, namespace.name)
 
     def _start_work(self) -> None:
         """Start the pool and the background work."""
         config, context = self._config, self._context
         try:
-            self.pool = NativePool(self._files.library, config.n_threads, config.n_threads)
+            self.pool = NativePool(config.n_threads, config.n_threads)
         except OSError as error:
             raise TierError(
                 f"tier {context.name}: {error.strerror} (n_threads={config.n_threads})"
@@ -135,7 +130,6 @@ class Session:
             config,
             self.namespace,
             self.quota,
-            self._files,
             self.closing,
             context.removed,
             context.lost,
@@ -144,10 +138,6 @@ class Session:
         self._all_workers += self.maintenance.workers
         self.puts = Puts(config, self.quota, self.pool, self.workers, self.quarantine, self.maintenance)
         self._is_working = True
-
-    def _flush(self) -> None:
-        with suppress(OSError):
-            self.quota.flush()
 
     def _close(self) -> None:
         for workers in self._all_workers:

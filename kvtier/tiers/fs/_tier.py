@@ -24,7 +24,7 @@ from kvtier.tiers._base import (
 )
 from kvtier.tiers._drain import wait_for_end
 from kvtier.tiers.fs._config import FsConfig
-from kvtier.tiers.fs._files import ChunkFiles, make_files
+from kvtier.tiers.fs._files import chunk_files
 from kvtier.tiers.fs._files.call import CORRUPT, FileCall, Result, Verb
 from kvtier.tiers.fs._files.workers import run
 from kvtier.tiers.fs._layout import BLOCK_BYTES
@@ -75,10 +75,6 @@ class FsTier(SecondaryTier[FsConfig]):
 
     Args:
         config: the settings.
-        files: what works on files, in place of the native library.
-
-    Raises:
-        TierError: the native library is not loaded.
     """
 
     Config: ClassVar[type[TierConfig]] = FsConfig
@@ -86,9 +82,8 @@ class FsTier(SecondaryTier[FsConfig]):
     medium = "disk"
     reasons: ClassVar[Mapping[str, str]] = REASONS
 
-    def __init__(self, config: FsConfig, files: ChunkFiles | None = None) -> None:
+    def __init__(self, config: FsConfig) -> None:
         super().__init__(config)
-        self._files = files if files is not None else make_files()
         self._session: Session | None = None
         self._chunk_bytes = 0
         self._resetting = anyio.Lock()
@@ -103,7 +98,7 @@ class FsTier(SecondaryTier[FsConfig]):
             )
         self._chunk_bytes = context.chunk_bytes
         self._report_removed = context.removed
-        session = Session(self.config, context, self._files)
+        session = Session(self.config, context)
         try:
             await session.open()
         except BaseException:
@@ -190,7 +185,7 @@ class FsTier(SecondaryTier[FsConfig]):
             return
         with session.epoch.hold() as place:
             call = FileCall(place, keys)
-            await run(session.workers, partial(self._remove, session, call), call.stop)
+            await run(session.workers, partial(self._remove, session, call))
         if failed := Counter(errno_name(-result) for result in call.results if result < 0):
             session.maintenance.warn("discard", f"chunks could not be discarded: {dict(failed)}")
 
@@ -257,7 +252,7 @@ class FsTier(SecondaryTier[FsConfig]):
     def _remove(self, session: Session, call: FileCall) -> None:
         """Remove files and report their bytes to the ledger. Blocks."""
         since = session.quota.mark()
-        removed = self._files.discard(call)
+        removed = chunk_files.discard(call)
         session.maintenance.forget(call.place, call.keys)
         try:
             session.quota.removed(removed, since)

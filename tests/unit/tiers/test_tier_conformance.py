@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import pytest
 
 from kvtier.keys import OffloadKey
 from kvtier.tiers._base import SecondaryTier
 from kvtier.tiers.dummy import DummyTier
-from kvtier.tiers.fs import FsConfig, FsTier
+from kvtier.tiers.fs import FsTier
 from kvtier_testing.tiers import Damage, TierConformance
 from tests.effort import effort
-from tests.unit.tiers.fs.library import files_with
+from tests.unit.tiers.fs.library import patch_library
 
 
 class TestDummy(TierConformance):
@@ -68,7 +69,11 @@ class TestFiles(TierConformance):
     tier = FsTier
     is_persistent = True
     is_shared = True
-    slow: Slowness
+
+    @pytest.fixture(autouse=True)
+    def slow_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.slow = Slowness()
+        patch_library(monkeypatch, self.slow.wait, "kvt_files_put", "kvt_files_get")
 
     def sequences(self) -> hypothesis.settings:
         usual = super().sequences()
@@ -79,11 +84,6 @@ class TestFiles(TierConformance):
 
     def bounded(self, place: Path, capacity_bytes: int) -> Mapping[str, object]:
         return {**self.settings(place), "max_bytes": capacity_bytes}
-
-    def make_tier(self, place: Path) -> SecondaryTier[Any]:
-        self.slow = Slowness()
-        files = files_with(self.slow.wait, "kvt_files_put", "kvt_files_get")
-        return FsTier(FsConfig.model_validate(self.settings(place)), files)
 
     @contextmanager
     def slowed(self, tier: SecondaryTier[Any], seconds: float) -> Iterator[None]:

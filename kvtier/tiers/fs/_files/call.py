@@ -14,7 +14,6 @@ from kvtier._native.layouts import Call
 from kvtier.keys import OffloadKey
 from kvtier.tiers._base import SlotMemory
 from kvtier.tiers.fs._files.index import Index, ends_of
-from kvtier.tiers.fs._layout import BLOCK_BYTES
 
 
 class Result(IntEnum):
@@ -80,11 +79,6 @@ class Place:
     chunk_bytes: int
     flags: Flag
 
-    @property
-    def file_bytes(self) -> int:
-        """Length of every chunk's file."""
-        return self.chunk_bytes + BLOCK_BYTES
-
 
 class StopFlag:
     """Makes jobs in other threads, in C too, leave what they have not begun."""
@@ -148,14 +142,9 @@ class FileCall:
             self.results[i], self.inodes[i] = result, inode
 
     def note_in(self, index: Index) -> None:
-        """Let the pool's threads note in the index which chunks are there."""
+        """Let the pool's threads note in the index which chunks are there, though not which are gone."""
         self._index = index
         self._record.index = index.address
-
-    @property
-    def is_noted(self) -> bool:
-        """Whether the pool's threads note the chunks that are there. They do not note those that are gone."""
-        return bool(self._record.index)
 
     def _make_record(self) -> Call:
         place = self.place

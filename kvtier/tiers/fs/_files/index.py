@@ -54,20 +54,11 @@ class Index:
         ask(self.address, b"".join(keys), ends.buffer_info()[0], len(keys), ctypes.addressof(room))
         return found
 
-    def add(self, keys: Sequence[OffloadKey]) -> None:
-        """Note that chunks are there."""
-        self._set(keys, there=True)
-
     def discard(self, keys: Sequence[OffloadKey]) -> None:
         """Note that chunks are not there."""
-        self._set(keys, there=False)
+        ends = ends_of(keys)
+        self._library.kvt_index_set(self.address, b"".join(keys), ends.buffer_info()[0], len(keys), False)
 
     def add_listed(self, marks: array[int]) -> None:
-        """Note fingerprints as ``ChunkFiles.fingerprints`` lists them."""
+        """Note fingerprints as ``chunk_files.fingerprints`` lists them."""
         self._library.kvt_index_add_marks(self.address, marks.buffer_info()[0], len(marks))
-
-    def _set(self, keys: Sequence[OffloadKey], *, there: bool) -> None:
-        if keys:
-            ends = ends_of(keys)
-            where = self.address, b"".join(keys), ends.buffer_info()[0], len(keys)
-            self._library.kvt_index_set(*where, there)

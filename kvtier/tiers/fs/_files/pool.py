@@ -12,6 +12,7 @@ from typing import Final
 from kvtier import _native as native
 from kvtier.tiers._drain import wait_for_end
 from kvtier.tiers.fs._files.call import FileCall, Verb
+from kvtier.tiers.fs._files.chunk_files import require_library
 from kvtier.tiers.fs._files.index import Index
 
 _PART_BYTES: Final = 256 * 1024
@@ -56,7 +57,6 @@ class NativePool:
     """The native library's threads, which put, get and look up chunks. Made in the event loop.
 
     Args:
-        library: ``kvtier._native.library``, not None.
         readers: threads that prefer gets and look-ups.
         writers: threads that prefer puts.
 
@@ -64,9 +64,10 @@ class NativePool:
         OSError: the threads cannot be had.
     """
 
-    def __init__(self, library: ctypes.CDLL, readers: int, writers: int) -> None:
+    def __init__(self, readers: int, writers: int) -> None:
         assert native.holding is not None
-        self._library, self._holding = library, native.holding
+        library, self._holding = require_library(), native.holding
+        self._library = library
         self._work = {verb: ctypes.cast(getattr(library, verb.value), ctypes.c_void_p) for verb in Verb}
         self._tokens = count(1)
         self._begun: dict[int, _Task] = {}
@@ -80,7 +81,7 @@ class NativePool:
     async def run(self, call: FileCall, verb: Verb, index: Index | None) -> None:
         """Put, get or look up chunks, at least one: to the true end, then raise a cancellation.
 
-        Chunks that are there are noted in ``index``, if there is one; ``call.is_noted`` says so.
+        Chunks that are there are noted in ``index``, if there is one.
 
         Raises:
             MemoryError: there is none for it.

@@ -16,8 +16,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
-from kvtier.tiers._drain import wait_for_end
-from kvtier.tiers.fs._files.call import StopFlag
+from kvtier.tiers._drain import until_done
 
 _log = logging.getLogger("kvtier.tiers.fs")
 T = TypeVar("T")
@@ -73,19 +72,9 @@ def post(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> Non
         _log.warning("file work ended after its event loop was closed")
 
 
-async def run(workers: Workers, job: Callable[[], T], stop: StopFlag | None = None) -> T:
-    """Run one function in a worker thread to its true end, then raise a cancellation that came meanwhile.
-
-    Args:
-        workers: the threads.
-        job: the function.
-        stop: set when the waiter is cancelled.
-    """
-    future = workers.call(job)
-    cancelled = await wait_for_end(future, stop.set if stop is not None else None)
-    if cancelled is not None:
-        raise cancelled
-    return future.result()
+async def run(workers: Workers, job: Callable[[], T]) -> T:
+    """Run one function in a worker thread to its true end, then raise a cancellation that came meanwhile."""
+    return await until_done(workers.call(job))
 
 
 def _complete(result: Future[T], job: Callable[[], T]) -> None:

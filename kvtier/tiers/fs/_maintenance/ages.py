@@ -57,11 +57,13 @@ class Cutoffs:
 NOTHING: Final = Cutoffs()
 
 
-class Histogram:
-    """Bytes of chunks by age: those used once, then those used again. The native library adds them up."""
+Histogram = array[int]
+"""Bytes of chunks by age: those used once, then those used again. The native library adds them up."""
 
-    def __init__(self) -> None:
-        self.bytes = array("Q", bytes(8 * 2 * BUCKETS))
+
+def new_histogram() -> Histogram:
+    """Return a histogram of no chunks."""
+    return array("Q", bytes(8 * 2 * BUCKETS))
 
 
 def plan(histogram: Histogram, share: float, need_bytes: int) -> Cutoffs:
@@ -95,7 +97,7 @@ def _oldest_first(histogram: Histogram) -> list[tuple[int, bool, int]]:
     """List buckets that hold something: least age, whether of chunks used again, bytes."""
     found = [
         (youngest_of(index % BUCKETS), index >= BUCKETS, nbytes)
-        for index, nbytes in enumerate(histogram.bytes)
+        for index, nbytes in enumerate(histogram)
         if nbytes
     ]
     found.sort(key=lambda item: item[0] * (1 if item[1] else REUSE_WEIGHT), reverse=True)

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvtier.tiers.fs import _layout as layout
-from kvtier.tiers.fs._files import ChunkFiles
 from kvtier.tiers.fs._files.call import Failures, StopFlag
 from kvtier.tiers.fs._maintenance import ages
 from kvtier.tiers.fs._maintenance.ages import Cutoffs, Histogram
@@ -83,7 +82,6 @@ class Evictor:
 
     Args:
         root_fd: the root directory, open.
-        files: what removes directories.
         stop: set to make it end early.
         gone: called with what was removed.
         ours: writers that live in this process.
@@ -96,7 +94,6 @@ class Evictor:
     def __init__(
         self,
         root_fd: int,
-        files: ChunkFiles,
         stop: StopFlag,
         gone: Gone = _ignore,
         ours: frozenset[str] = frozenset(),
@@ -107,7 +104,7 @@ class Evictor:
     ) -> None:
         self._only = only
         self._root_fd = root_fd
-        self._removal = Removal(root_fd, files, stop, dry_run=dry_run)
+        self._removal = Removal(root_fd, stop, dry_run=dry_run)
         self._stop = stop
         self._gone = gone
         self._ours = ours
@@ -121,7 +118,7 @@ class Evictor:
             OSError: the root cannot be read.
         """
         with Root.at(self._root_fd, self._only) as root:
-            sweeper = self._sweeper(root)
+            sweeper = Sweeper(root, self._removal, self._ours)
             removed = sweeper.sweep() + sweeper.sweep_orphans(lambda _: False)
         return Evicted(True, removed, failures=self._removal.take_failures())
 
@@ -182,15 +179,12 @@ class Evictor:
             if layout.PART.fullmatch(name)
         ]
 
-    def _sweeper(self, root: Root) -> Sweeper:
-        return Sweeper(root, self._removal, self._ours)
-
     def _evicted(self, scan: ChunkScan, leftover_bytes: int = 0) -> Evicted:
         failures = self._removal.take_failures() + scan.failures
         return Evicted(True, leftover_bytes, scan.removed, scan.removed_bytes, failures)
 
     def _remove_leftovers(self, root: Root, need_bytes: int) -> int:
-        sweeper = self._sweeper(root)
+        sweeper = Sweeper(root, self._removal, self._ours)
         removed = sweeper.sweep_orphans(lambda done: done >= need_bytes)
         if removed < need_bytes:
             removed += sweeper.sweep()
@@ -223,7 +217,7 @@ class Evictor:
             self._counted = scan.gone = self._counted.and_older(scan.cutoffs)
 
     def _plan(self, parts: Sequence[_Part], now_ns: int, need_bytes: int) -> Cutoffs:
-        sample, scanned = self._scan(now_ns, Histogram()), 0
+        sample, scanned = self._scan(now_ns, ages.new_histogram()), 0
         for part in parts:
             if sample.seen >= SAMPLE_FILES or self._stop:
                 break

@@ -22,11 +22,11 @@ import anyio
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.keys import OffloadKey
 from kvtier.tiers.fs._config import FsConfig
-from kvtier.tiers.fs._files import ChunkFiles
+from kvtier.tiers.fs._files import chunk_files
 from kvtier.tiers.fs._files.call import GONE, THERE, FileCall, Place, StopFlag
 from kvtier.tiers.fs._files.index import Index
 from kvtier.tiers.fs._files.workers import Workers, post
-from kvtier.tiers.fs._layout import PARTS, key_of
+from kvtier.tiers.fs._layout import PART, key_of
 from kvtier.tiers.fs._maintenance.evict import Evictor, Freed
 from kvtier.tiers.fs._maintenance.recency import Recency
 from kvtier.tiers.fs._maintenance.removal import Removal
@@ -79,7 +79,6 @@ class Maintenance:
         config: the tier's settings.
         namespace: its place.
         quota: its bounds.
-        files: what works on chunks.
         closing: set when the tier closes.
         removed: called with the keys that have left.
         lost: called where another directory is at the root's path, such as that of a new mount.
@@ -88,6 +87,7 @@ class Maintenance:
     Attributes:
         evicted_chunks: chunks that this process has evicted.
         evicted_bytes: bytes that it has removed to make room.
+        counted: set when the root's bytes are known, or could not be counted.
     """
 
     def __init__(
@@ -95,7 +95,6 @@ class Maintenance:
         config: FsConfig,
         namespace: Namespace,
         quota: Quota,
-        files: ChunkFiles,
         closing: StopFlag,
         removed: Callable[[Sequence[OffloadKey]], None],
         lost: Callable[[str], None],
@@ -103,10 +102,10 @@ class Maintenance:
     ) -> None:
         self.evicted_chunks = 0
         self.evicted_bytes = 0
+        self.counted = asyncio.Event()
         self._config = config
         self._namespace = namespace
         self._quota = quota
-        self._files = files
         self._closing = closing
         self._removed = removed
         self._lost = lost
@@ -115,7 +114,7 @@ class Maintenance:
         self._quick = Workers(f"{config.type}-evict", 1)
         self.workers: Final = (self._slow, self._quick)
         self._recency = Recency()
-        self._evictor = Evictor(namespace.root_fd, files, closing, self._gone, frozenset({namespace.writer}))
+        self._evictor = Evictor(namespace.root_fd, closing, self._gone, frozenset({namespace.writer}))
         self._known = _KnownEpoch(epoch.place, Index())
         self._left: deque[OffloadKey] = deque(maxlen=_LEFT)
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -138,13 +137,9 @@ class Maintenance:
         """Whether the epoch's chunks were listed, so that those of other writers are known."""
         return self._known.listed >= 0
 
-    def begin(self, counted: asyncio.Event | None = None) -> None:
-        """Begin the background work: at once, and from time to time.
-
-        Args:
-            counted: set when the root's bytes are known, or could not be counted.
-        """
-        self._begin_slow_work(counted)
+    def begin(self) -> None:
+        """Begin the background work: at once, and from time to time."""
+        self._begin_slow_work()
         self._after("tick", TICK_S, self._tick)
 
     def follow(self, epoch: Epoch) -> None:
@@ -166,17 +161,12 @@ class Maintenance:
         return known.index if place is known.place else None
 
     def learn(self, call: FileCall) -> Sequence[OffloadKey]:
-        """Note which chunks of a call are there and which are gone. Returns those that are there."""
+        """Note which chunks of a call are gone. Returns those that are there, which the pool has noted."""
         if not any(call.results):
-            there = call.keys
-        else:
-            found = list(zip(call.keys, call.results, strict=True))
-            there = tuple(key for key, result in found if result in THERE)
-            self.forget(call.place, tuple(key for key, result in found if result in GONE))
-        index = self.index_of(call.place)
-        if index is not None and not call.is_noted:
-            index.add(there)
-        return there
+            return call.keys
+        found = list(zip(call.keys, call.results, strict=True))
+        self.forget(call.place, [key for key, result in found if result in GONE])
+        return [key for key, result in found if result in THERE]
 
     def forget(self, place: Place, gone: Sequence[OffloadKey]) -> None:
         """Note that chunks of an epoch are gone. Any thread may call it."""
@@ -241,9 +231,9 @@ class Maintenance:
         if not self._closing:
             self._timers[name] = self._loop.call_later(seconds, action)
 
-    def _begin_slow_work(self, counted: asyncio.Event | None = None) -> None:
+    def _begin_slow_work(self) -> None:
         if not self._closing:
-            self._slow.submit(partial(self._do_slow_work, self._known, counted))
+            self._slow.submit(partial(self._do_slow_work, self._known))
 
     def _tick(self) -> None:
         self._quick.submit(partial(self._do_tick, self._known.place))
@@ -256,10 +246,9 @@ class Maintenance:
 
     # ---------------------------------------------------------------------------- in two threads
 
-    def _do_slow_work(self, known: _KnownEpoch, counted: asyncio.Event | None) -> None:
+    def _do_slow_work(self, known: _KnownEpoch) -> None:
         self._try(self._count, "counted")
-        if counted is not None:
-            post(self._loop, counted.set)
+        post(self._loop, self.counted.set)
         if self._namespace.read_only is None:
             self._try(self._sweep, "swept")
             if self._config.ttl_s is not None:
@@ -290,13 +279,13 @@ class Maintenance:
                 self._quota.count(self._add_up)
 
     def _add_up(self) -> int:
-        return self._files.tree_bytes(self._namespace.root_fd, ".", self._closing)
+        return chunk_files.tree_bytes(self._namespace.root_fd, ".", self._closing)
 
     def _sweep(self) -> None:
         with Root.at(self._namespace.root_fd) as root:
             ours = frozenset({self._namespace.writer})
             freed = self._count_freed()
-            removal = Removal(root.fd, self._files, self._closing)
+            removal = Removal(root.fd, self._closing)
             sweeper = Sweeper(root, removal, ours)
             freed(sweeper.sweep())
             for problem in sweeper.problems:
@@ -312,9 +301,9 @@ class Maintenance:
             if len(index) <= 2 * known.listed + _FRESH_MARKS:
                 return
             index = Index()
-        for part in range(PARTS if self._namespace.has_data(place) else 0):
+        for part in filter(PART.fullmatch, self._namespace.names(place.data_dir)):
             self._left.clear()
-            marks = self._files.fingerprints(place, part, self._closing)
+            marks = chunk_files.fingerprints(place, part, self._closing)
             index.add_listed(marks)
             index.discard(list(self._left))  # what has left since it was listed
             if len(marks) > _MANY_MARKS:
@@ -372,7 +361,7 @@ class Maintenance:
         keys = self._recency.take()
         for first in range(0, len(keys), _TOUCHED_A_CALL):
             call = FileCall(place, keys[first : first + _TOUCHED_A_CALL])
-            self._files.touch(call)
+            chunk_files.touch(call)
             if self._closing:
                 return
 

@@ -20,7 +20,6 @@ from typing import Final, NamedTuple
 
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.keys import OffloadKey, content_hash, group_index
-from kvtier.tiers.fs._files import ChunkFiles
 from kvtier.tiers.fs._files.call import FileCall, Result, StopFlag
 from kvtier.tiers.fs._layout import DIRECTORY_MODE, chunk_path
 from kvtier.tiers.fs._maintenance.removal import Removal
@@ -40,13 +39,12 @@ class Quarantine:
     Args:
         root_fd: the tier's root directory, open.
         namespace: name of the namespace's directory.
-        files: what removes directories.
     """
 
-    def __init__(self, root_fd: int, namespace: str, files: ChunkFiles) -> None:
+    def __init__(self, root_fd: int, namespace: str) -> None:
         self._root_fd = root_fd
         self._folder = f"{namespace}/quarantine"
-        self._removal = Removal(root_fd, files, StopFlag())
+        self._removal = Removal(root_fd, StopFlag())
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._log_limit = LogLimit(_LINES_EVERY_S)
@@ -72,7 +70,8 @@ class Quarantine:
             inode: which file.
         """
         path, reason = chunk_path(data_dir, key), result.name.lower()
-        target = self.target(key, reason)
+        name = f"{content_hash(key).hex()}_g{group_index(key)}.{reason}.{time.time_ns()}-{os.getpid()}"
+        target = f"{self._folder}/{name}"
         with self._lock:
             try:
                 with suppress(FileExistsError):
@@ -94,11 +93,6 @@ class Quarantine:
                 os.rename(path, target, src_dir_fd=self._root_fd, dst_dir_fd=self._root_fd)
                 return True
         return False
-
-    def target(self, key: OffloadKey, reason: str) -> str:
-        """Name the file that a chunk goes to, relative to the root."""
-        name = f"{content_hash(key).hex()}_g{group_index(key)}.{reason}.{time.time_ns()}-{os.getpid()}"
-        return f"{self._folder}/{name}"
 
     def _require_place(self) -> None:
         """Remove the oldest entries until there is a place for one more. OSError where there is none."""

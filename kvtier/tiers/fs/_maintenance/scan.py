@@ -9,8 +9,8 @@ from collections import Counter
 from typing import Final
 
 from kvtier._native import layouts
-from kvtier.tiers.fs._files import require_library
 from kvtier.tiers.fs._files.call import Failures, StopFlag
+from kvtier.tiers.fs._files.chunk_files import require_library
 from kvtier.tiers.fs._maintenance.ages import NOTHING, Cutoffs, Histogram
 
 NAMES_BYTES: Final = 1 << 20
@@ -83,7 +83,7 @@ class ChunkScan:
             dry_run=self.gone is not None,
             gone_once_us=gone.once_us,
             gone_reused_us=gone.reused_us,
-            histogram=self.histogram.bytes.buffer_info()[0] if self.histogram is not None else None,
+            histogram=self.histogram.buffer_info()[0] if self.histogram is not None else None,
             names=ctypes.addressof(self._names),
             names_room=len(self._names),
         )

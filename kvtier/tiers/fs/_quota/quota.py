@@ -196,11 +196,10 @@ class Quota:
     def flush(self) -> None:
         """Report to the ledger what was settled, and give back what was leased ahead.
 
-        Raises:
-            OSError: the ledger does not answer.
+        Where the ledger does not answer, the next put or the next refresh reports it.
         """
         if self.has_news:
-            with self._change():
+            with suppress(OSError), self._change():
                 pass
 
     def mark(self) -> str:

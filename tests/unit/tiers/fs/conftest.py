@@ -16,8 +16,8 @@ from kvtier._memory.heap import HeapMemory
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.tiers._base import Batch, Outcome, TierContext, ignore_lost, ignore_removed
 from kvtier.tiers.fs import FsConfig, FsTier
-from kvtier.tiers.fs._files import ChunkFiles, make_files
 from kvtier.tiers.fs._files.call import StopFlag
+from kvtier.tiers.fs._files.chunk_files import tree_bytes
 from tests.unit.tiers.fs.library import Gate
 
 SLOTS = 64
@@ -39,17 +39,17 @@ class World:
 
     async def open(
         self,
-        files: ChunkFiles | None = None,
+        until_counted: bool = True,
         removed: Callable[[Sequence[OffloadKey]], None] = ignore_removed,
         lost: Callable[[str], None] = ignore_lost,
         **settings: object,
     ) -> FsTier:
         """Open a tier on the root; it is closed when the test ends."""
         given = {"root_dir": self.root, "n_threads": 4, "min_free_bytes": 0, **settings}
-        tier = FsTier(FsConfig.model_validate(given), files)
+        tier = FsTier(FsConfig.model_validate(given))
         await tier.open(TierContext("files", self.identity, self.chunk_bytes, removed, lost))
         self._opened.append(tier)
-        if files is None:  # on a busy machine counting takes longer than an opening waits for it
+        if until_counted:  # on a busy machine counting takes longer than an opening waits for it
             await self.eventually(lambda: (usage := tier.usage()) and usage.used_bytes is not None)
         return tier
 
@@ -114,8 +114,7 @@ class World:
     async def bytes_below(self) -> int:
         """Add up the root, by a walk that does not mind what vanishes meanwhile."""
 
-        add_up = make_files().tree_bytes
-        return await anyio.to_thread.run_sync(add_up, AT_FDCWD, str(self.root), StopFlag())
+        return await anyio.to_thread.run_sync(tree_bytes, AT_FDCWD, str(self.root), StopFlag())
 
     def writers(self) -> list[str]:
         return sorted(path.name for path in (self.namespace / ".tmp").iterdir())
@@ -159,9 +158,3 @@ def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     yield mount
     for point in points:
         subprocess.run(["umount", "-l", str(point)], check=False, capture_output=True)
-
-
-@pytest.fixture
-def small_file_system(mounted: Callable[[str], Path]) -> Path:
-    """A file system of 4 MiB in memory, mounted; skipped where that is not allowed."""
-    return mounted("size=4m")

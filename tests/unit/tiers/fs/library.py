@@ -6,9 +6,11 @@ import ctypes
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
-from kvtier.tiers.fs._files import ChunkFiles, require_library
+import pytest
+
+from kvtier import _native as native
 from kvtier.tiers.fs._files.call import Verb
 
 WORK = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
@@ -16,22 +18,26 @@ IN_THE_POOL = {verb.value for verb in Verb}
 
 
 class _Library:
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(require_library(), name)
+        return getattr(self._real, name)
 
 
-def files_with(before: Callable[[], object], *names: str) -> ChunkFiles:
-    """Return work on files that calls ``before`` in the same thread before some functions of the library."""
-    library = _Library()
+def patch_library(patch: pytest.MonkeyPatch, before: Callable[[], object], *names: str) -> None:
+    """Have ``before`` called in the same thread before some functions of the library."""
+    real: Any = native.library
+    library = _Library(real)
 
     def call(name: str, *arguments: Any) -> Any:
         before()
-        return getattr(require_library(), name)(*arguments)
+        return getattr(real, name)(*arguments)
 
     for name in names:
         function = partial(call, name)
         setattr(library, name, WORK(function) if name in IN_THE_POOL else function)
-    return ChunkFiles(cast(ctypes.CDLL, library))
+    patch.setattr(native, "library", library)
 
 
 class Gate:

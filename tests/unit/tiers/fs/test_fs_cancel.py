@@ -12,7 +12,7 @@ from kvtier._memory.heap import HeapMemory
 from kvtier.tiers._activity import NamedTier
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier.tiers.fs import _session as session_module
-from tests.unit.tiers.fs.library import files_with
+from tests.unit.tiers.fs.library import patch_library
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -21,10 +21,17 @@ async def _entered(gate):
     await anyio.to_thread.run_sync(gate.entered.acquire)
 
 
+@pytest.fixture
+def gated(gate, monkeypatch):
+    """A gate before puts and gets."""
+    patch_library(monkeypatch, gate, "kvt_files_put", "kvt_files_get")
+    return gate
+
+
 async def _start(world, gate, verb):
     """Have chunks there, and a put of others or a get of them waiting at the gate."""
     gate.open()
-    tier = await world.open(files_with(gate, "kvt_files_put", "kvt_files_get"))
+    tier = await world.open()
     await world.put(tier, range(8))
     gate.close()
     batch = world.to_put(range(100, 164)) if verb == "put" else world.to_get(range(8))
@@ -36,56 +43,47 @@ async def _start(world, gate, verb):
 @pytest.mark.parametrize("verb", ["put", "get"])
 @pytest.mark.parametrize("times", [1, 3])
 async def test_a_cancelled_transfer_ends_after_its_jobs_and_leaves_what_was_not_begun(
-    world, gate, verb, times
+    world, gated, verb, times
 ):
-    _, batch, task = await _start(world, gate, verb)
+    _, batch, task = await _start(world, gated, verb)
     for _ in range(times):
         task.cancel()
         await anyio.wait_all_tasks_blocked()
     assert not task.done()
-    gate.open()
+    gated.open()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not any(world.file(number).exists() for number in range(100, 164))
     assert verb == "put" or not any(map(any, world.got(batch)))
 
 
-async def test_closing_waits_for_jobs(world, gate):
-    tier, _, task = await _start(world, gate, "put")
-    closing = asyncio.create_task(tier.aclose())
-    await anyio.wait_all_tasks_blocked()
-    assert not closing.done()
-    gate.open()
-    await closing
-    await task
-
-
 @pytest.fixture
 def hung_count(gate, monkeypatch):
-    """Work on files whose first count hangs at the gate, as on a file system that does not answer."""
+    """A gate before the first count, as on a file system that does not answer."""
     monkeypatch.setattr(session_module, "_FIRST_COUNT_PATIENCE_S", 0.0)
-    return files_with(gate, "kvt_tree_bytes")
+    patch_library(monkeypatch, gate, "kvt_tree_bytes")
+    return gate
 
 
-async def test_a_close_that_a_hung_disk_holds_up_can_be_given_up(world, gate, hung_count):
-    tier = await world.open(hung_count)
-    await _entered(gate)
+async def test_a_close_that_a_hung_disk_holds_up_can_be_given_up(world, hung_count):
+    tier = await world.open(until_counted=False)
+    await _entered(hung_count)
     with anyio.move_on_after(0.05) as scope:
         await tier.aclose()
     assert scope.cancelled_caught
     assert world.writers() != []
-    gate.open()
+    hung_count.open()
     await world.eventually(lambda: world.writers() == [])  # all is closed when the disk answers
 
 
-async def test_a_shutdown_ends_at_its_deadline_while_the_disk_hangs(world, gate, hung_count, caplog):
-    tier = FsTier(FsConfig(root_dir=world.root, n_threads=2, min_free_bytes=0), hung_count)
+async def test_a_shutdown_ends_at_its_deadline_while_the_disk_hangs(world, hung_count, caplog):
+    tier = FsTier(FsConfig(root_dir=world.root, n_threads=2, min_free_bytes=0))
     memory = HeapMemory(1, world.chunk_bytes)
     named = NamedTier("files", tier)
     with anyio.fail_after(30):
         async with Executor([named], world.identity, memory, lambda event: None, close_s=0.05) as executor:
             await executor.settled()
-            await _entered(gate)
+            await _entered(hung_count)
     assert "did not close within 0.05 s" in caplog.text
-    gate.open()
+    hung_count.open()
     await world.eventually(lambda: world.writers() == [])

@@ -12,12 +12,8 @@ import pytest
 from kvtier import _reasons as reasons
 from kvtier.tiers._base import Status
 from kvtier.tiers.fs import FsTier
-from kvtier.tiers.fs._files import make_files
-from kvtier.tiers.fs._files.call import Result, StopFlag
+from kvtier.tiers.fs._files.call import Result
 from kvtier.tiers.fs._maintenance.quarantine import Quarantine
-from kvtier.tiers.fs._maintenance.removal import Removal
-from kvtier.tiers.fs._maintenance.sweep import Sweeper
-from kvtier.tiers.fs._root import Root
 
 pytestmark = pytest.mark.timeout(60)
 OK, ABSENT, CORRUPT = Status.OK, Status.ABSENT, Status.CORRUPT
@@ -108,27 +104,6 @@ async def test_where_the_quarantine_is_full_of_what_stays_nothing_more_is_moved(
     assert any("full" in line and "not kvtier's" in line for line in fs_lines(caplog))
 
 
-async def test_a_sweep_brings_the_quarantine_within_its_bound_or_says_why_not(world):
-    await world.open()
-    quarantine = world.namespace / "quarantine"
-    for number in range(140):
-        (quarantine / f"aa_g0.torn.{number}-1" / "inside").mkdir(parents=True)
-
-    def sweep():
-        with Root(world.root) as root:
-            sweeper = Sweeper(root, Removal(root.fd, make_files(), StopFlag()), frozenset(world.writers()))
-            sweeper.sweep()
-            return sweeper.problems
-
-    assert await anyio.to_thread.run_sync(sweep) == []
-    assert set(world.quarantined()) == {f"aa_g0.torn.{number}-1" for number in range(12, 140)}  # the newest
-    for number in range(129):
-        (quarantine / f"notes {number}").touch()
-    (problem,) = await anyio.to_thread.run_sync(sweep)
-    assert "not kvtier's" in problem
-    assert len(world.quarantined()) == 129
-
-
 async def test_a_file_that_took_the_place_of_a_bad_one_stays(world):
     """A reader found a bad file; before it can be moved another engine has put a good one."""
     tier = await world.open()
@@ -137,7 +112,7 @@ async def test_a_file_that_took_the_place_of_a_bad_one_stays(world):
     try:
         found = f"{world.identity.namespace}_r0", world.key(1), Result.CHECKSUM
         inode = world.file(1).stat().st_ino
-        quarantine = Quarantine(root_fd, world.identity.namespace, make_files())
+        quarantine = Quarantine(root_fd, world.identity.namespace)
         await anyio.to_thread.run_sync(quarantine.add, *found, inode + 1)
         assert world.file(1).exists()
         assert quarantine.counts() == {}

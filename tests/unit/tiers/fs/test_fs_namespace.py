@@ -51,12 +51,13 @@ def forbid_writing(point):
     subprocess.run(["mount", "-o", "remount,ro", str(point)], check=True)
 
 
-async def test_a_root_that_can_only_be_read_is_read(world, small_file_system, caplog):
-    world.root = small_file_system / "root"
+async def test_a_root_that_can_only_be_read_is_read(world, mounted, caplog):
+    point = mounted("size=4m")
+    world.root = point / "root"
     tier = await world.open()
     await world.put(tier, [1])
     await tier.aclose()
-    forbid_writing(small_file_system)
+    forbid_writing(point)
     tier = await world.open()
     assert (await world.get(tier, [1, 2])).statuses == (OK, ABSENT)
     outcome = await world.put(tier, [1, 2])
@@ -69,9 +70,9 @@ async def test_a_root_that_can_only_be_read_is_read(world, small_file_system, ca
     assert (await world.put(tier, [1])).statuses == (REFUSED,)
 
 
-async def test_an_empty_root_that_can_only_be_read_is_refused(world, small_file_system):
-    forbid_writing(small_file_system)
-    world.root = small_file_system
+async def test_an_empty_root_that_can_only_be_read_is_refused(world, mounted):
+    world.root = mounted("size=4m")
+    forbid_writing(world.root)
     with pytest.raises(TierError, match=r"mounted0 cannot be used: .*\(erofs\)"):
         await world.open()
 
@@ -177,27 +178,6 @@ async def test_a_new_writer_that_a_sweep_takes_for_a_dead_one_tries_again(world,
     finally:
         for fd in swept:
             os.close(fd)
-
-
-async def test_unfinished_files_of_the_dead_are_swept_and_those_of_the_living_stay(world, tmp_path):
-    living = await world.open()  # it sweeps in the background: what the dead left appears at once
-    folder = world.namespace / ".tmp"
-    for left in ("1-dead", "2-orphan"):
-        (tmp_path / left).mkdir()
-        (tmp_path / left / "5").write_bytes(b"half a chunk")
-    (folder / "1-dead.lock").touch()
-    for left in ("1-dead", "2-orphan"):
-        (tmp_path / left).rename(folder / left)
-    (alive,) = (
-        path for path in folder.iterdir() if path.is_dir() and path.name.startswith(f"{os.getpid()}-")
-    )
-    (alive / "unfinished").touch()
-    await world.open()
-    await world.eventually(
-        lambda: not any(name.startswith(("1-dead", "2-orphan")) for name in world.writers())
-    )
-    assert (alive / "unfinished").exists()
-    assert (await world.put(living, [1])).statuses == (OK,)
 
 
 async def test_an_open_that_fails_leaves_no_thread_and_no_writer(world):
