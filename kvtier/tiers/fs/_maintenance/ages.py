@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 NEVER: Final = 2**63 - 1
 """An age that no chunk has."""
@@ -56,8 +56,7 @@ class Cutoffs:
 
 NOTHING: Final = Cutoffs()
 
-
-Histogram = array[int]
+Histogram: TypeAlias = "array[int]"
 """Bytes of chunks by age: those used once, then those used again. The native library adds them up."""
 
 
