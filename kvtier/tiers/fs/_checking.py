@@ -32,7 +32,7 @@ class FileCheck:
 
     Attributes:
         finding: what comes of it.
-        inode: of the file that was looked at; 0 where there was none.
+        inode: of the file that was checked; 0 where there was none.
         sealed: what its trailer says, where it has one.
         errno: why it is unreadable.
     """

@@ -34,7 +34,7 @@ _LEVELS: Final = (layout.PART, layout.LEAF)
 _REMEDY: Final = "no engine opens the cache: remove the file, and the next engine writes it anew"
 
 Tick = Callable[[int], None]
-"""Called with the number of files looked at since the last call."""
+"""Called with the number of files read since the last call."""
 
 
 def no_tick(count: int) -> None:

@@ -182,7 +182,7 @@ class Maintenance:
     def make_room_soon(self) -> None:
         """Request an eviction if one is due. Any thread may call it."""
         if not self._is_eviction_paused:
-            self._request(self._quick, self._evict, "made room in")
+            self._request(self._quick, self._evict, "eviction")
 
     async def room_made(self, give_up_at: float) -> bool:
         """Request an eviction, and wait for room. Returns whether a put that was refused should try again.
@@ -196,7 +196,7 @@ class Maintenance:
         if left_s <= 0 or self._closing or not self._quota.can_make_room or self._is_eviction_paused:
             return False
         if self._quota.unconfirmed_bytes:
-            self._request(self._slow, self._count, "counted")
+            self._request(self._slow, self._count, "counting its bytes")
         self.make_room_soon()
         with anyio.move_on_after(min(left_s, ROOM_EVERY_S)):
             await self._room_made.wait()
@@ -247,25 +247,25 @@ class Maintenance:
     # ---------------------------------------------------------------------------- in two threads
 
     def _do_slow_work(self, known: _KnownEpoch) -> None:
-        self._try(self._count, "counted")
+        self._try(self._count, "counting its bytes")
         post(self._loop, self.counted.set)
         if self._namespace.read_only is None:
-            self._try(self._sweep, "swept")
+            self._try(self._sweep, "removing leftovers")
             if self._config.ttl_s is not None:
-                self._try(partial(self._expire, self._config.ttl_s), "looked through for what is too old")
-        self._try(partial(self._list, known), "listed")
+                self._try(partial(self._expire, self._config.ttl_s), "removing expired chunks")
+        self._try(partial(self._list, known), "listing its chunks")
         post(self._loop, self._plan_next)
 
     def _do_tick(self, place: Place) -> None:
         if self._namespace.is_replaced():
             self._lost(f"another directory is at {self._config.root_dir} now")
-        self._try(self._quota.refresh, "asked for its ledger")
+        self._try(self._quota.refresh, "reading its ledger")
         if self._quota.excess_bytes:
             self.make_room_soon()
         if self._quota.unconfirmed_bytes or self._quota.used_bytes is None:
-            self._request(self._slow, self._count, "counted")
+            self._request(self._slow, self._count, "counting its bytes")
         if self._namespace.read_only is None:
-            self._try(partial(self._touch, place), "updated with what was used")
+            self._try(partial(self._touch, place), "setting the access times of its files")
         post(self._loop, partial(self._after, "tick", TICK_S, self._tick))
 
     def _count(self) -> None:
@@ -370,7 +370,7 @@ class Maintenance:
             work()
         except Exception:
             if not self._closing:
-                self.warn(what, f"could not be {what}", exc_info=True)
+                self.warn(what, f"{what} failed", exc_info=True)
 
     def warn(self, subject: str, text: str, *, exc_info: bool = False) -> None:
         """Write a line about the root to the log, unless there was one about the subject a moment ago."""

@@ -126,7 +126,7 @@ class Quota:
 
     @property
     def excess_bytes(self) -> int:
-        """Bytes that should be evicted now, as of the last look at the ledger."""
+        """Bytes that should be evicted now, as of the last read of the ledger."""
         return self._known.excess
 
     @property
@@ -146,7 +146,7 @@ class Quota:
 
     @property
     def has_puts_under_way(self) -> bool:
-        """Whether some writer may be writing a chunk now, as of the last look at the ledger."""
+        """Whether some writer may be writing a chunk now, as of the last read of the ledger."""
         return self._known.leased > 0
 
     def reserve_ahead(self, chunks: int) -> bool:

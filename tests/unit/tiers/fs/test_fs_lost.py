@@ -112,5 +112,5 @@ async def test_what_fails_at_each_look_is_told_once_in_a_while(world, tier, monk
     with monkeypatch.context() as patch:
         patch.setattr(Quota, "refresh", fail)
         await world.eventually(lambda: len(looks) > 5)
-    assert caplog.text.count("could not be asked for its ledger") == 1
+    assert caplog.text.count("reading its ledger failed") == 1
     assert "the disk is gone" in caplog.text
