@@ -28,9 +28,6 @@ from kvtier.keys import GROUP_BYTES, MAX_KEY_BYTES, OffloadKey, content_hash, gr
 BLOCK_BYTES: Final = 4096
 """The trailer's block behind a chunk's bytes, and what direct I/O is aligned to."""
 
-CHUNK_DIRECTORIES: Final = 3
-"""Directories above a chunk's file, the root not counted."""
-
 MANIFEST: Final = "config.json"
 """The identity, spelled out."""
 
@@ -103,8 +100,8 @@ def key_of(path: str) -> OffloadKey | None:
 
 
 def max_disk_bytes(chunk_bytes: int) -> int:
-    """Return the most bytes that putting one chunk can take on disk, new directories included."""
-    return chunk_bytes + BLOCK_BYTES * (1 + CHUNK_DIRECTORIES)
+    """Return the most bytes that putting one chunk can take on disk: with trailer and three directories."""
+    return chunk_bytes + BLOCK_BYTES * (1 + 3)
 
 
 def data_dir(namespace: str, epoch: int) -> str:

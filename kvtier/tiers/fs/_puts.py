@@ -12,9 +12,10 @@ from typing import Final
 from kvtier.tiers._base import Batch
 from kvtier.tiers._drain import wait_for_end
 from kvtier.tiers.fs._config import FsConfig
-from kvtier.tiers.fs._files.call import CORRUPT, FileCall, Place, Result, Verb
+from kvtier.tiers.fs._files.call import CORRUPT, FileCall, Result, Verb
 from kvtier.tiers.fs._files.pool import NativePool
 from kvtier.tiers.fs._files.workers import Workers, run
+from kvtier.tiers.fs._maintenance.known import KnownChunks
 from kvtier.tiers.fs._maintenance.maintenance import Maintenance
 from kvtier.tiers.fs._maintenance.quarantine import Quarantine
 from kvtier.tiers.fs._outcomes import chunks_with
@@ -34,7 +35,7 @@ class Puts:
         pool: writes.
         workers: threads that may block on the ledger and on the quarantine.
         quarantine: takes what is in the place of a chunk and is none.
-        maintenance: makes room, and is told which chunks are there.
+        maintenance: makes room.
     """
 
     def __init__(
@@ -56,43 +57,49 @@ class Puts:
         self._serial = 0
         self._flush_is_due = False
 
-    async def put(self, place: Place, batch: Batch) -> array[int]:
+    async def put(self, known: KnownChunks, batch: Batch) -> array[int]:
         """Put the chunks that are not there, and for a part of the deadline again those that a bound refuses.
+
+        Args:
+            known: the epoch, and which of its chunks are known to be there.
+            batch: the chunks.
 
         Returns:
             What became of each.
         """
         give_up_at = self._loop.time() + self._wait_s
-        call = await self._put(place, batch)
+        call = await self._put(known, batch)
         if corrupt := chunks_with(call.results, CORRUPT):  # something else is where a file should be
             await run(self._workers, partial(self._quarantine.add_all, call, corrupt))
-            await self._put_again(call, batch, corrupt)
+            await self._put_again(known, call, batch, corrupt)
         while refused := chunks_with(call.results, _NEEDS_ROOM):
             if not await self._maintenance.room_made(give_up_at):
                 break
-            await self._put_again(call, batch, refused)
+            await self._put_again(known, call, batch, refused)
         return call.results
 
-    async def _put(self, place: Place, batch: Batch) -> FileCall:
-        call = self._new_call(place, batch)
+    async def _put(self, known: KnownChunks, batch: Batch) -> FileCall:
+        call = self._new_call(known, batch)
         if self._quota.reserve_ahead(len(call)):
-            await self._write(call)
+            await self._write(known, call)
         else:
-            await self._put_missing(call, batch)
-        self._maintenance.learn(call)
+            await self._put_missing(known, call, batch)
+        known.learn(call)
         if self._quota.excess_bytes:
             self._maintenance.make_room_soon()
         return call
 
-    async def _put_again(self, call: FileCall, batch: Batch, chunks: Sequence[int]) -> None:
-        call.take_results(chunks, await self._put(call.place, batch.part(chunks)))
+    async def _put_again(
+        self, known: KnownChunks, call: FileCall, batch: Batch, chunks: Sequence[int]
+    ) -> None:
+        call.take_results(chunks, await self._put(known, batch.part(chunks)))
 
-    async def _put_missing(self, call: FileCall, batch: Batch) -> None:
+    async def _put_missing(self, known: KnownChunks, call: FileCall, batch: Batch) -> None:
         """Put the chunks that have no file, as many as there is room for.
 
         No room is asked for those that have one, or others would be evicted for it.
         """
-        await self._pool.run(call, Verb.CONTAINS, self._maintenance.index_of(call.place))
+        await self._pool.run(call, Verb.CONTAINS, known.index)
         missing = chunks_with(call.results, {Result.ABSENT})
         if not missing:
             return
@@ -105,20 +112,20 @@ class Puts:
         for i in missing[granted:]:
             call.results[i] = reason
         if granted:
-            part = self._new_call(call.place, batch.part(missing[:granted]))
-            await self._write(part)
+            part = self._new_call(known, batch.part(missing[:granted]))
+            await self._write(known, part)
             call.take_results(missing[:granted], part)
 
-    async def _write(self, call: FileCall) -> None:
+    async def _write(self, known: KnownChunks, call: FileCall) -> None:
         """Put chunks that room is reserved for, and settle what they took, cancelled or not."""
         try:
-            await self._pool.run(call, Verb.PUT, self._maintenance.index_of(call.place))
+            await self._pool.run(call, Verb.PUT, known.index)
         finally:
             self._settle(len(call), call.added)
 
-    def _new_call(self, place: Place, batch: Batch) -> FileCall:
+    def _new_call(self, known: KnownChunks, batch: Batch) -> FileCall:
         self._serial += len(batch)
-        return FileCall(place, batch.keys, batch.slots, batch.memory, self._serial - len(batch))
+        return FileCall(known.place, batch.keys, batch.slots, batch.memory, self._serial - len(batch))
 
     def _reserve(self, chunks: int) -> tuple[int, int]:
         """Reserve room. Returns for how many chunks, and the result of the others. Blocks."""

@@ -127,13 +127,7 @@ class Session:
         self._resources.callback(self.pool.close)
         assert self.epoch is not None
         self.maintenance = Maintenance(
-            config,
-            self.namespace,
-            self.quota,
-            self.closing,
-            context.removed,
-            context.lost,
-            self.epoch,
+            config, self.namespace, self.quota, self.closing, context.removed, context.lost, self.epoch
         )
         self._all_workers += self.maintenance.workers
         self.puts = Puts(config, self.quota, self.pool, self.workers, self.quarantine, self.maintenance)

@@ -28,6 +28,7 @@ from kvtier.tiers.fs._files import chunk_files
 from kvtier.tiers.fs._files.call import CORRUPT, FileCall, Result, Verb
 from kvtier.tiers.fs._files.workers import run
 from kvtier.tiers.fs._layout import BLOCK_BYTES
+from kvtier.tiers.fs._maintenance.known import KnownChunks
 from kvtier.tiers.fs._namespace import errno_name
 from kvtier.tiers.fs._outcomes import REASONS, chunks_with, outcome_of
 from kvtier.tiers.fs._session import Session
@@ -132,17 +133,18 @@ class FsTier(SecondaryTier[FsConfig]):
         session = self._session
         if session is None or session.epoch is None:
             return (Knowledge.UNKNOWN,) * len(keys)
-        return [_KNOWLEDGE[found] for found in session.maintenance.index.known(keys)]
+        return [_KNOWLEDGE[found] for found in session.maintenance.known.index.known(keys)]
 
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         """Return which keys have a file. See ``SecondaryTier.contains``."""
         session = self._opened()
         if session.epoch is None or not keys:
             return (False,) * len(keys)
+        known = session.maintenance.known
         with session.epoch.hold() as place:
             call = FileCall(place, keys)
-            await session.pool.run(call, Verb.CONTAINS, session.maintenance.index_of(place))
-            session.maintenance.learn(call)
+            await session.pool.run(call, Verb.CONTAINS, known.index)
+            known.learn(call)
         return [result in _HAS_FILE for result in call.results]
 
     async def put(self, batch: Batch) -> Outcome:
@@ -155,8 +157,8 @@ class FsTier(SecondaryTier[FsConfig]):
             return Outcome.all(Status.REFUSED, len(batch), "reset_failed")
         if not len(batch):
             return Outcome(())
-        with session.epoch.hold() as place:
-            return outcome_of(await session.puts.put(place, batch))
+        with session.epoch.hold():
+            return outcome_of(await session.puts.put(session.maintenance.known, batch))
 
     async def get(self, batch: Batch) -> Outcome:
         """Read and prove chunks. See ``SecondaryTier.get``."""
@@ -164,10 +166,11 @@ class FsTier(SecondaryTier[FsConfig]):
         self._check(batch)
         if session.epoch is None or not len(batch):
             return Outcome.all(Status.ABSENT, len(batch))
+        known = session.maintenance.known
         with session.epoch.hold() as place:
             call = FileCall(place, batch.keys, batch.slots, batch.memory)
-            await session.pool.run(call, Verb.GET, session.maintenance.index_of(place))
-            session.maintenance.note_used(session.maintenance.learn(call))
+            await session.pool.run(call, Verb.GET, known.index)
+            session.maintenance.note_used(known.learn(call))
             if corrupt := chunks_with(call.results, CORRUPT):
                 await run(session.workers, partial(session.quarantine.add_all, call, corrupt))
                 self._report_removed([call.keys[i] for i in corrupt])
@@ -183,9 +186,10 @@ class FsTier(SecondaryTier[FsConfig]):
         session = self._opened()
         if session.epoch is None or session.namespace.read_only is not None or not keys:
             return
+        known = session.maintenance.known
         with session.epoch.hold() as place:
             call = FileCall(place, keys)
-            await run(session.workers, partial(self._remove, session, call))
+            await run(session.workers, partial(self._remove, session, call, known))
         if failed := Counter(errno_name(-result) for result in call.results if result < 0):
             session.maintenance.warn("discard", f"chunks could not be discarded: {dict(failed)}")
 
@@ -236,7 +240,7 @@ class FsTier(SecondaryTier[FsConfig]):
             quarantined=session.quarantine.counts(),
             direct_io=session.namespace.direct,
             read_only=session.namespace.read_only,
-            known_chunks=len(session.maintenance.index),
+            known_chunks=len(session.maintenance.known.index),
             evicted_chunks=session.maintenance.evicted_chunks,
             evicted_bytes=session.maintenance.evicted_bytes,
         )
@@ -249,11 +253,11 @@ class FsTier(SecondaryTier[FsConfig]):
                 f"{self._chunk_bytes} bytes, aligned to {BLOCK_BYTES}"
             )
 
-    def _remove(self, session: Session, call: FileCall) -> None:
+    def _remove(self, session: Session, call: FileCall, known: KnownChunks) -> None:
         """Remove files and report their bytes to the ledger. Blocks."""
         since = session.quota.mark()
         removed = chunk_files.discard(call)
-        session.maintenance.forget(call.place, call.keys)
+        known.forget(call.keys)
         try:
             session.quota.removed(removed, since)
         except OSError as error:  # then the root is taken to hold them until it is counted again

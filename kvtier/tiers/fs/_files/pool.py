@@ -78,16 +78,15 @@ class NativePool:
         self._fd = int(library.kvt_pool_fd(self._address))
         self._loop.add_reader(self._fd, self._on_readable)
 
-    async def run(self, call: FileCall, verb: Verb, index: Index | None) -> None:
+    async def run(self, call: FileCall, verb: Verb, index: Index) -> None:
         """Put, get or look up chunks, at least one: to the true end, then raise a cancellation.
 
-        Chunks that are there are noted in ``index``, if there is one.
+        Chunks that are there are noted in ``index``.
 
         Raises:
             MemoryError: there is none for it.
         """
-        if index is not None:
-            call.note_in(index)
+        call.note_in(index)
         token, task = next(self._tokens), _Task(call)
         part = _LOOKUPS_A_PART if verb is Verb.CONTAINS else max(1, _PART_BYTES // call.place.chunk_bytes)
         self._begun[token] = task

@@ -11,9 +11,7 @@ import asyncio
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -23,11 +21,11 @@ from kvtier._telemetry.log_limit import LogLimit
 from kvtier.keys import OffloadKey
 from kvtier.tiers.fs._config import FsConfig
 from kvtier.tiers.fs._files import chunk_files
-from kvtier.tiers.fs._files.call import GONE, THERE, FileCall, Place, StopFlag
-from kvtier.tiers.fs._files.index import Index
+from kvtier.tiers.fs._files.call import FileCall, Place, StopFlag
 from kvtier.tiers.fs._files.workers import Workers, post
-from kvtier.tiers.fs._layout import PART, key_of
+from kvtier.tiers.fs._layout import key_of
 from kvtier.tiers.fs._maintenance.evict import Evictor, Freed
+from kvtier.tiers.fs._maintenance.known import KnownChunks
 from kvtier.tiers.fs._maintenance.recency import Recency
 from kvtier.tiers.fs._maintenance.removal import Removal
 from kvtier.tiers.fs._maintenance.sweep import Sweeper
@@ -39,37 +37,14 @@ from kvtier.tiers.fs._root import Root
 TICK_S: Final = 2.0
 """Between two reads of the ledger, which see what others need."""
 
-UNCOUNTED_S: Final = 1.0
-"""Between two tries to have the root counted, where it was never counted."""
-
-ROOM_EVERY_S: Final = 0.02
-"""Between two tries of a put that waits for room while another process makes it."""
-
 EVICTION_PAUSE_S: Final = (0.1, 30.0)
 """After nothing could be removed, so long nothing is tried again: at first, and at most."""
 
+_UNCOUNTED_S: Final = 1.0  # between two tries to count a root that was never counted
+_ROOM_EVERY_S: Final = 0.02  # between two tries of a put that waits for room that another process makes
 _TOUCHED_A_CALL: Final = 1024
-_FRESH_MARKS: Final = 65_536
-_MANY_MARKS: Final = 64
-_LEFT: Final = 65_536
-_BREATH_S: Final = 0.001
 _LINES_EVERY_S: Final = 30.0
 _log = logging.getLogger("kvtier.tiers.fs")
-
-
-@dataclass
-class _KnownEpoch:
-    """An epoch and what is known of it: one object, for whoever is late must not mix two epochs.
-
-    Attributes:
-        place: the epoch's.
-        index: what is known of its chunks.
-        listed: chunks when it was listed last; -1 before.
-    """
-
-    place: Place
-    index: Index
-    listed: int = -1
 
 
 class Maintenance:
@@ -88,6 +63,7 @@ class Maintenance:
         evicted_chunks: chunks that this process has evicted.
         evicted_bytes: bytes that it has removed to make room.
         counted: set when the root's bytes are known, or could not be counted.
+        known: the chunks of the epoch that are known to exist.
     """
 
     def __init__(
@@ -103,6 +79,7 @@ class Maintenance:
         self.evicted_chunks = 0
         self.evicted_bytes = 0
         self.counted = asyncio.Event()
+        self.known = KnownChunks(epoch.place)
         self._config = config
         self._namespace = namespace
         self._quota = quota
@@ -115,8 +92,6 @@ class Maintenance:
         self.workers: Final = (self._slow, self._quick)
         self._recency = Recency()
         self._evictor = Evictor(namespace.root_fd, closing, self._gone, frozenset({namespace.writer}))
-        self._known = _KnownEpoch(epoch.place, Index())
-        self._left: deque[OffloadKey] = deque(maxlen=_LEFT)
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._requested: set[str] = set()  # what is under way, or waits for its thread
         self._room_made = asyncio.Event()
@@ -127,16 +102,6 @@ class Maintenance:
 
     # ------------------------------------------------------------------------- in the event loop
 
-    @property
-    def index(self) -> Index:
-        """What is known of the epoch's chunks."""
-        return self._known.index
-
-    @property
-    def is_listed(self) -> bool:
-        """Whether the epoch's chunks were listed, so that those of other writers are known."""
-        return self._known.listed >= 0
-
     def begin(self) -> None:
         """Begin the background work: at once, and from time to time."""
         self._begin_slow_work()
@@ -144,7 +109,7 @@ class Maintenance:
 
     def follow(self, epoch: Epoch) -> None:
         """Work on this epoch from now on, of which nothing is known yet."""
-        self._known = _KnownEpoch(epoch.place, Index())
+        self.known = KnownChunks(epoch.place)
         self._recency.clear()
         self.begin()
 
@@ -154,26 +119,6 @@ class Maintenance:
             timer.cancel()
         self._timers.clear()
         self._wake_puts()
-
-    def index_of(self, place: Place) -> Index | None:
-        """Return the index of an epoch; None where it is no longer the current one."""
-        known = self._known
-        return known.index if place is known.place else None
-
-    def learn(self, call: FileCall) -> Sequence[OffloadKey]:
-        """Note which chunks of a call are gone. Returns those that are there, which the pool has noted."""
-        if not any(call.results):
-            return call.keys
-        found = list(zip(call.keys, call.results, strict=True))
-        self.forget(call.place, [key for key, result in found if result in GONE])
-        return [key for key, result in found if result in THERE]
-
-    def forget(self, place: Place, gone: Sequence[OffloadKey]) -> None:
-        """Note that chunks of an epoch are gone. Any thread may call it."""
-        index = self.index_of(place)
-        if gone and index is not None:
-            self._left.extend(gone)  # before: a list may be about to bring them back
-            index.discard(gone)
 
     def note_used(self, keys: Sequence[OffloadKey]) -> None:
         """Note that chunks were used. Any thread may call it."""
@@ -198,7 +143,7 @@ class Maintenance:
         if self._quota.unconfirmed_bytes:
             self._request(self._slow, self._count, "counting its bytes")
         self.make_room_soon()
-        with anyio.move_on_after(min(left_s, ROOM_EVERY_S)):
+        with anyio.move_on_after(min(left_s, _ROOM_EVERY_S)):
             await self._room_made.wait()
         return True
 
@@ -233,27 +178,27 @@ class Maintenance:
 
     def _begin_slow_work(self) -> None:
         if not self._closing:
-            self._slow.submit(partial(self._do_slow_work, self._known))
+            self._slow.submit(partial(self._do_slow_work, self.known))
 
     def _tick(self) -> None:
-        self._quick.submit(partial(self._do_tick, self._known.place))
+        self._quick.submit(partial(self._do_tick, self.known.place))
 
     def _plan_next(self) -> None:
         every_s = min(self._config.recount_s, self._config.ttl_s or self._config.recount_s)
         if self._quota.used_bytes is None:
-            every_s = min(every_s, UNCOUNTED_S)
+            every_s = min(every_s, _UNCOUNTED_S)
         self._after("slow work", every_s, self._begin_slow_work)
 
     # ---------------------------------------------------------------------------- in two threads
 
-    def _do_slow_work(self, known: _KnownEpoch) -> None:
+    def _do_slow_work(self, known: KnownChunks) -> None:
         self._try(self._count, "counting its bytes")
         post(self._loop, self.counted.set)
         if self._namespace.read_only is None:
             self._try(self._sweep, "removing leftovers")
             if self._config.ttl_s is not None:
                 self._try(partial(self._expire, self._config.ttl_s), "removing expired chunks")
-        self._try(partial(self._list, known), "listing its chunks")
+        self._try(partial(known.list, self._namespace, self._closing), "listing its chunks")
         post(self._loop, self._plan_next)
 
     def _do_tick(self, place: Place) -> None:
@@ -293,22 +238,6 @@ class Maintenance:
 
     def _expire(self, ttl_s: float) -> None:
         self.evicted_chunks += self._evictor.expire(ttl_s, self._count_freed()).chunks
-
-    def _list(self, known: _KnownEpoch) -> None:
-        """List the epoch's chunks, the first time and when there may be many that are not there any more."""
-        index, place = known.index, known.place
-        if known.listed >= 0:
-            if len(index) <= 2 * known.listed + _FRESH_MARKS:
-                return
-            index = Index()
-        for part in filter(PART.fullmatch, self._namespace.names(place.data_dir)):
-            self._left.clear()
-            marks = chunk_files.fingerprints(place, part, self._closing)
-            index.add_listed(marks)
-            index.discard(list(self._left))  # what has left since it was listed
-            if len(marks) > _MANY_MARKS:
-                time.sleep(_BREATH_S)  # an engine that computes wants the interpreter as well
-        known.index, known.listed = index, len(index)
 
     def _evict(self) -> None:
         need = self._quota.excess_bytes
@@ -351,10 +280,10 @@ class Maintenance:
         return freed
 
     def _gone(self, data_dir: str, paths: Sequence[str]) -> None:
-        place = self._known.place
-        if data_dir == place.data_dir:
+        known = self.known
+        if data_dir == known.place.data_dir:
             keys = [key for path in paths if (key := key_of(path)) is not None]
-            self.forget(place, keys)
+            known.forget(keys)
             self._removed(keys)
 
     def _touch(self, place: Place) -> None:

@@ -111,6 +111,12 @@ class World:
             while not condition():  # noqa: ASYNC110 - nobody tells when the background is done
                 await anyio.sleep(0.005)
 
+    async def until_listed(self, tier: FsTier) -> None:
+        """Wait until a tier has swept its root and listed it, as it does after opening."""
+        session = tier._session
+        assert session is not None
+        await self.eventually(lambda: session.maintenance.known.listed >= 0)
+
     async def bytes_below(self) -> int:
         """Add up the root, by a walk that does not mind what vanishes meanwhile."""
 

@@ -84,7 +84,7 @@ async def test_what_was_used_again_counts_from_then_and_twice(world, evictor):
 
 async def test_orphans_old_epochs_and_the_quarantine_go_before_any_chunk(world, evictor):
     tier = await filled(world, [(HOUR, None)] * 4)
-    await world.eventually(lambda: tier._session.maintenance.is_listed)  # so it has swept, and does no more
+    await world.until_listed(tier)  # so it has swept, and does no more
     orphan = world.root / "model_0123456789abcdef_r0" / "abc" / "de_g0" / "abcdef.bin"
     orphan.parent.mkdir(parents=True)
     orphan.write_bytes(bytes(50_000))

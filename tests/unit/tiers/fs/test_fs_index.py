@@ -109,17 +109,26 @@ async def test_what_leaves_while_it_is_listed_is_not_known_afterwards(world, gat
     await anyio.to_thread.run_sync(listed.wait, 20)
     await tier.discard(world.keys(range(4)))
     gate.open()
-    await world.eventually(lambda: tier._session.maintenance.is_listed)
+    await world.until_listed(tier)
     assert list(tier.known(world.keys(range(4)))) == [UNKNOWN] * 4
 
 
 async def test_nothing_of_an_old_epoch_is_known(world):
     tier = await world.open()
     await world.put(tier, range(4))
-    place = tier._session.epoch.place
     await tier.reset()
     assert list(tier.known(world.keys(range(4)))) == [UNKNOWN] * 4
-    assert tier._session.maintenance.index_of(place) is None  # for a put of before the reset that ends now
+
+
+async def test_a_put_of_before_a_reset_that_ends_after_it_is_not_known(world, gate, monkeypatch):
+    patch_library(monkeypatch, gate, "kvt_files_put")
+    tier = await world.open()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.put, tier, range(4))
+        await entered(gate)
+        await tier.reset()
+        gate.open()
+    assert list(tier.known(world.keys(range(4)))) == [UNKNOWN] * 4
 
 
 async def test_an_old_epoch_that_is_listed_late_is_not_taken_for_the_new_one(world, gate, monkeypatch):
@@ -127,10 +136,10 @@ async def test_an_old_epoch_that_is_listed_late_is_not_taken_for_the_new_one(wor
     patch_library(monkeypatch, gate, "kvt_chunks_list")
     tier = await world.open()
     await entered(gate)
-    old = tier._session.maintenance._known
+    old = tier._session.maintenance.known
     await tier.reset()
     gate.open()  # only now is the old one listed
-    await world.eventually(lambda: tier._session.maintenance.is_listed)
+    await world.until_listed(tier)
     assert old.listed == 4
     assert list(tier.known(world.keys(range(4)))) == [UNKNOWN] * 4
 
