@@ -92,6 +92,8 @@ class Session:
                 self.maintenance.stop()
                 await self.pool.drain()
         finally:
+            for workers in self._all_workers:
+                workers.close()
             closer = Workers(f"{self._config.type}-close", 1)  # the waiting blocks: a thread of its own
             closed = closer.call(self._close)
             closer.close()
@@ -134,8 +136,6 @@ class Session:
         self._is_working = True
 
     def _close(self) -> None:
-        for workers in self._all_workers:
-            workers.close()
         for workers in self._all_workers:
             workers.join()
         self._resources.close()

@@ -10,6 +10,7 @@ from itertools import count
 from typing import Final
 
 from kvtier import _native as native
+from kvtier.errors import StateError
 from kvtier.tiers._drain import wait_for_end
 from kvtier.tiers.fs._files.call import FileCall, Verb
 from kvtier.tiers.fs._files.chunk_files import require_library
@@ -71,6 +72,7 @@ class NativePool:
         self._work = {verb: ctypes.cast(getattr(library, verb.value), ctypes.c_void_p) for verb in Verb}
         self._tokens = count(1)
         self._begun: dict[int, _Task] = {}
+        self._is_closing = False
         self._loop = asyncio.get_running_loop()
         self._address = library.kvt_pool_open(readers, writers)
         if not self._address:
@@ -85,7 +87,10 @@ class NativePool:
 
         Raises:
             MemoryError: there is none for it.
+            StateError: the pool is closing.
         """
+        if self._is_closing:
+            raise StateError("the file tier is closing")
         call.note_in(index)
         token, task = next(self._tokens), _Task(call)
         part = _LOOKUPS_A_PART if verb is Verb.CONTAINS else max(1, _PART_BYTES // call.place.chunk_bytes)
@@ -97,8 +102,8 @@ class NativePool:
         await task.end()
 
     async def drain(self) -> None:
-        """Wait for the end of all that was begun, then raise a cancellation that came meanwhile."""
-        cancelled = None
+        """Take no more calls, and wait for the end of those that were begun; then raise a cancellation."""
+        self._is_closing, cancelled = True, None
         for task in tuple(self._begun.values()):
             try:
                 await task.end()

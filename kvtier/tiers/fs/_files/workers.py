@@ -16,6 +16,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
+from kvtier.errors import StateError
 from kvtier.tiers._drain import until_done
 
 _log = logging.getLogger("kvtier.tiers.fs")
@@ -32,6 +33,7 @@ class Workers:
 
     def __init__(self, name: str, threads: int) -> None:
         self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._is_closed = False
         self._threads = [
             threading.Thread(target=self._serve, name=f"{name}-{i}", daemon=True) for i in range(threads)
         ]
@@ -43,13 +45,16 @@ class Workers:
         self._queue.put(job)
 
     def call(self, job: Callable[[], T]) -> asyncio.Future[T]:
-        """Submit a function from the event loop. Returns what holds its result, or what it has raised."""
+        """Submit a function from the event loop, for its result. StateError where the threads are closed."""
+        if self._is_closed:
+            raise StateError("the file tier is closed")
         result: Future[T] = Future()
         self.submit(partial(_complete, result, job))
         return asyncio.wrap_future(result)
 
     def close(self) -> None:
-        """Let the threads end when all that was submitted is done. Returns at once."""
+        """Let the threads end when all that was submitted is done. In the event loop. Returns at once."""
+        self._is_closed = True
         for _ in self._threads:
             self._queue.put(None)
 

@@ -78,7 +78,7 @@ _Part = tuple[str, str]
 
 
 class Evictor:
-    """Makes room below a root.
+    """Makes room below a root. All calls block, and raise OSError where the root cannot be read.
 
     Args:
         root_fd: the root directory, open.
@@ -112,22 +112,14 @@ class Evictor:
         self._counted = ages.NOTHING if dry_run else None
 
     def sweep(self) -> Evicted:
-        """Remove what nobody can use any more, and of the quarantine what is beyond its bound. Blocks.
-
-        Raises:
-            OSError: the root cannot be read.
-        """
+        """Remove what nobody can use any more, and of the quarantine what is beyond its bound."""
         with Root.at(self._root_fd, self._only) as root:
             sweeper = Sweeper(root, self._removal, self._ours)
             removed = sweeper.sweep() + sweeper.sweep_orphans(lambda _: False)
         return Evicted(True, removed, failures=self._removal.take_failures())
 
     def make_room(self, need_bytes: int, freed: Freed = _ignore) -> Evicted:
-        """Remove ``need_bytes``, or all there is where that is less, and report to ``freed``. Blocks.
-
-        Raises:
-            OSError: the root cannot be read.
-        """
+        """Remove ``need_bytes``, or all there is where that is less, and report to ``freed``."""
         with self._elected() as now_ns, Root.at(self._root_fd, self._only) as root:
             if now_ns is None:
                 return Evicted(is_mine=False)
@@ -137,11 +129,7 @@ class Evictor:
         return self._evicted(scan, leftover)
 
     def expire(self, ttl_s: float, freed: Freed = _ignore) -> Evicted:
-        """Remove what was not used for ``ttl_s``, and report to ``freed``. Blocks.
-
-        Raises:
-            OSError: the root cannot be read.
-        """
+        """Remove what was not used for ``ttl_s``, and report to ``freed``."""
         with self._elected() as now_ns, Root.at(self._root_fd, self._only) as root:
             if now_ns is None:
                 return Evicted(is_mine=False)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import subprocess
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -16,10 +18,12 @@ from kvtier._memory.heap import HeapMemory
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.tiers._base import Batch, Outcome, TierContext, ignore_lost, ignore_removed
 from kvtier.tiers.fs import FsConfig, FsTier
+from kvtier.tiers.fs import _session as session_module
 from kvtier.tiers.fs._files.call import StopFlag
 from kvtier.tiers.fs._files.chunk_files import tree_bytes
-from tests.unit.tiers.fs.library import Gate
+from tests.unit.tiers.fs.library import Gate, patch_library
 
+MEMORY = Path("/dev/shm")
 SLOTS = 64
 AT_FDCWD = -100
 
@@ -127,9 +131,16 @@ class World:
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
+def place(tmp_path: Path) -> Iterator[Path]:
+    """A directory in memory, where flushing costs nothing. Tests of direct I/O name one on a disk instead."""
+    with tempfile.TemporaryDirectory(dir=MEMORY if os.access(MEMORY, os.W_OK) else tmp_path) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+async def world(place: Path) -> AsyncIterator[World]:
     """A world on an empty root."""
-    here = World(tmp_path / "root")
+    here = World(place / "root")
     yield here
     await here.close_all()
 
@@ -140,6 +151,14 @@ def gate(world: World) -> Iterator[Gate]:
     made = Gate()
     yield made
     made.open()
+
+
+@pytest.fixture
+def hung_count(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """A gate before counts, as on a file system that does not answer. Nobody waits for the first one."""
+    monkeypatch.setattr(session_module, "_FIRST_COUNT_PATIENCE_S", 0.0)
+    patch_library(monkeypatch, gate, "kvt_tree_bytes")
+    return gate
 
 
 @pytest.fixture

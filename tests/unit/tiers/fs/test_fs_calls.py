@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
@@ -20,7 +18,6 @@ import pytest
 from kvtier._native import build
 
 pytestmark = pytest.mark.timeout(200)
-MEMORY = Path("/dev/shm")  # where flushing costs nothing
 
 SHIM = r"""
 #define _GNU_SOURCE
@@ -199,20 +196,13 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "shim.so"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[str]:
-    """A directory in memory, where there is one."""
-    with tempfile.TemporaryDirectory(dir=MEMORY if os.access(MEMORY, os.W_OK) else tmp_path) as made:
-        yield made
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="it stands in front of glibc")
-async def test_whatever_call_fails_is_a_reason_and_all_is_well_afterwards(shim, folder):
+async def test_whatever_call_fails_is_a_reason_and_all_is_well_afterwards(shim, place):
     environment = {
         **os.environ,
         "LD_PRELOAD": str(shim),
         "PYTHONPATH": str(Path(__file__).parents[4]),
     }
-    command = [sys.executable, "-c", DRIVER, folder]
+    command = [sys.executable, "-c", DRIVER, str(place)]
     done = await anyio.run_process(command, env=environment, check=False)
     assert done.returncode == 0, done.stderr.decode()[-4000:]

@@ -9,9 +9,9 @@ import pytest
 
 from kvtier._executor import Executor
 from kvtier._memory.heap import HeapMemory
+from kvtier.errors import StateError
 from kvtier.tiers._activity import NamedTier
 from kvtier.tiers.fs import FsConfig, FsTier
-from kvtier.tiers.fs import _session as session_module
 from tests.unit.tiers.fs.library import patch_library
 
 pytestmark = pytest.mark.timeout(60)
@@ -57,12 +57,20 @@ async def test_a_cancelled_transfer_ends_after_its_jobs_and_leaves_what_was_not_
     assert verb == "put" or not any(map(any, world.got(batch)))
 
 
-@pytest.fixture
-def hung_count(gate, monkeypatch):
-    """A gate before the first count, as on a file system that does not answer."""
-    monkeypatch.setattr(session_module, "_FIRST_COUNT_PATIENCE_S", 0.0)
-    patch_library(monkeypatch, gate, "kvt_tree_bytes")
-    return gate
+async def test_a_put_that_a_close_overtakes_ends(world, gate, monkeypatch):
+    patch_library(monkeypatch, gate, "kvt_files_contains")
+    tier = await world.open()
+    put = asyncio.create_task(world.put(tier, [1]))  # which looks for its file before it asks for room
+    await _entered(gate)
+    closing = asyncio.create_task(tier.aclose())
+    await anyio.wait_all_tasks_blocked()
+    assert not closing.done()
+    gate.open()
+    with anyio.fail_after(20):
+        with pytest.raises(StateError, match="clos"):
+            await put
+        await closing
+    assert not world.file(1).exists()
 
 
 async def test_a_close_that_a_hung_disk_holds_up_can_be_given_up(world, hung_count):

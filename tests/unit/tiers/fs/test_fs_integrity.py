@@ -19,6 +19,12 @@ pytestmark = pytest.mark.timeout(60)
 OK, ABSENT, CORRUPT = Status.OK, Status.ABSENT, Status.CORRUPT
 
 
+@pytest.fixture
+def place(tmp_path):
+    """On a disk, for direct I/O."""
+    return tmp_path
+
+
 def flip(path, offset):
     with path.open("r+b") as file:
         file.seek(offset)

@@ -21,6 +21,12 @@ pytestmark = pytest.mark.timeout(60)
 OK, ABSENT, REFUSED, FAILED = Status.OK, Status.ABSENT, Status.REFUSED, Status.FAILED
 
 
+@pytest.fixture
+def place(tmp_path):
+    """On a disk, for direct I/O."""
+    return tmp_path
+
+
 @pytest.mark.parametrize("chunk_bytes", [4096, 3 * 4096, 2 * 2**20])
 @pytest.mark.parametrize("direct_io", ["auto", "never"])
 async def test_what_is_put_is_got(world, chunk_bytes, direct_io):
