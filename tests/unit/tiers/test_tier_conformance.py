@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from kvtier.tiers.dummy import DummyTier
 from kvtier.tiers.fs import FsTier
 from kvtier_testing.tiers import Damage, TierConformance
 from tests.effort import effort
+from tests.unit.tiers.fs.conftest import MEMORY
 from tests.unit.tiers.fs.library import patch_library
 
 
@@ -69,6 +71,12 @@ class TestFiles(TierConformance):
     tier = FsTier
     is_persistent = True
     is_shared = True
+
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> Iterator[Path]:
+        """A root in memory, where flushing costs nothing."""
+        with tempfile.TemporaryDirectory(dir=MEMORY if os.access(MEMORY, os.W_OK) else tmp_path) as folder:
+            yield Path(folder) / "root"
 
     @pytest.fixture(autouse=True)
     def slow_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
