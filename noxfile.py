@@ -260,7 +260,7 @@ def group(*names: str) -> list[str]:
 def install_kvtier(
     session: nox.Session, *extras: str, groups: Sequence[str] = (), distributions: Sequence[str] = ()
 ) -> None:
-    """Install kvtier editable, so that tests see the sources, with its entry points and native helper.
+    """Install kvtier editable, so that tests see the sources, with its entry points and native library.
 
     The group ``tests`` brings the distributions of ``TESTED_WITH``, too.
     """

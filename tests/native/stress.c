@@ -1,5 +1,5 @@
 /* Several processes with several threads each over one root: puts, gets, look-ups, discards, scans and lists at once,
- * in the native helper's pool and past it. Built with sanitizers by `nox -s native`; ends with 0 where every byte that
+ * in the native library's pool and past it. Built with sanitizers by `nox -s native`; ends with 0 where every byte that
  * was got is right and no call has failed.
  *
  *     stress <root> <seconds> <processes>
