@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,25 +47,6 @@ class TestDummy(TierConformance):
             tier.config = before
 
 
-class Slowness:
-    """Makes who waits wait for so many seconds."""
-
-    def __init__(self) -> None:
-        self._waiting = threading.Condition()
-        self._seconds = 0.0
-
-    def be(self, seconds: float) -> None:
-        with self._waiting:
-            self._seconds = seconds
-            self._waiting.notify_all()
-
-    def wait(self) -> None:
-        with self._waiting:
-            until = time.monotonic() + self._seconds
-            while self._seconds and time.monotonic() < until:
-                self._waiting.wait(min(1.0, max(0.0, until - time.monotonic())))
-
-
 class TestFiles(TierConformance):
     tier = FsTier
     is_persistent = True
@@ -80,8 +60,9 @@ class TestFiles(TierConformance):
 
     @pytest.fixture(autouse=True)
     def slow_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.slow = Slowness()
-        patch_library(monkeypatch, self.slow.wait, "kvt_files_put", "kvt_files_get")
+        self.is_fast, self.seconds = threading.Event(), 0.0
+        self.is_fast.set()
+        patch_library(monkeypatch, lambda: self.is_fast.wait(self.seconds), "kvt_files_put", "kvt_files_get")
 
     def sequences(self) -> hypothesis.settings:
         usual = super().sequences()
@@ -95,11 +76,12 @@ class TestFiles(TierConformance):
 
     @contextmanager
     def slowed(self, tier: SecondaryTier[Any], seconds: float) -> Iterator[None]:
-        self.slow.be(seconds)
+        self.seconds = min(seconds, threading.TIMEOUT_MAX)
+        self.is_fast.clear()
         try:
             yield
         finally:
-            self.slow.be(0.0)
+            self.is_fast.set()
 
     def damage(self, tier: SecondaryTier[Any], place: Path, key: OffloadKey, damage: Damage) -> None:
         (file,) = place.rglob(f"{key[:-4].hex()}.bin")

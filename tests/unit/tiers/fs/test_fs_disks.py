@@ -13,7 +13,7 @@ import random
 import struct
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
@@ -77,19 +77,11 @@ class Disk:
 
 
 @pytest.fixture
-def make_disk(tmp_path: Path) -> Iterator[Callable[..., Disk]]:
-    """Makes disks; skips where that is not allowed."""
-    made: list[Disk] = []
-
-    def make(kind: str) -> Disk:
-        folder = tmp_path / f"disk{len(made)}"
-        folder.mkdir()
-        made.append(Disk(folder, kind))
-        return made[-1]
-
-    yield make
-    for disk in made:
-        disk.close()
+def disk(tmp_path: Path, kind: str) -> Iterator[Disk]:
+    """A disk; the test is skipped where none can be mounted."""
+    made = Disk(tmp_path, kind)
+    yield made
+    made.close()
 
 
 async def put_until_it_fails(world, tier: FsTier, numbers: list[int], kept: set[int]) -> Counter[str]:
@@ -110,11 +102,8 @@ async def put_until_it_fails(world, tier: FsTier, numbers: list[int], kept: set[
 @pytest.mark.parametrize(
     ("kind", "durability"), [("ext4", "none"), ("ext4", "data"), ("ext4", "full"), ("xfs", "full")]
 )
-async def test_a_power_cut_leaves_what_the_durability_promises(
-    world, make_disk, monkeypatch, kind, durability
-):
+async def test_a_power_cut_leaves_what_the_durability_promises(world, disk, monkeypatch, durability):
     monkeypatch.setattr(maintenance, "TICK_S", 0.01)
-    disk = make_disk(kind)
     world.root = disk.point / "root"
     settings = {"durability": durability, "max_bytes": 10**9, "recount_s": 0.05}
     tier = await world.open(**settings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import threading
 
 import anyio
@@ -37,18 +36,6 @@ async def test_what_is_put_is_got(world, chunk_bytes, direct_io):
     outcome = await tier.get(batch)
     assert (outcome.statuses, dict(outcome.reasons)) == ((OK,) * 20, {})
     assert world.got(batch) == [world.content(number) for number in range(20)]
-
-
-async def test_a_chunk_is_where_the_documentation_says(world):
-    tier = await world.open()
-    await world.put(tier, [7])
-    file = world.file(7)
-    assert file.stat().st_size == world.chunk_bytes + 4096
-    assert file.read_bytes()[: world.chunk_bytes] == world.content(7)
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    for folder in (file.parent, file.parent.parent, file.parent.parent.parent, world.namespace, world.root):
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert (world.namespace / "config.json").read_text() == world.identity.manifest
 
 
 async def test_short_hashes_have_files_too(world):
@@ -108,17 +95,6 @@ def test_without_the_native_library_the_configuration_is_refused(tmp_path, monke
 async def test_a_tier_that_is_not_open_says_so(tmp_path, world):
     with pytest.raises(StateError, match="not open"):
         FsTier(FsConfig(root_dir=tmp_path)).statistics()
-
-
-async def test_statistics_tell_what_is_so(world):
-    tier = await world.open(direct_io="never", max_bytes=10**9)
-    before = tier.statistics()
-    await world.put(tier, range(3))
-    after = tier.statistics()
-    assert (after.epoch, after.limit_bytes, after.direct_io, after.read_only) == (0, 10**9, False, None)
-    assert before.used_bytes is not None
-    assert after.used_bytes is not None
-    assert after.used_bytes - before.used_bytes >= 3 * (world.chunk_bytes + 4096)
 
 
 async def test_how_full_it_is_can_be_asked_while_the_file_system_hangs(world, monkeypatch):
