@@ -95,7 +95,9 @@ def plugins(session: nox.Session) -> None:
     for plugin in PLUGINS[:1] if session.posargs else PLUGINS:  # each has a configuration of its own
         tests = f"plugins/{plugin}/tests"
         chosen = tests if session.python == PYTHONS[0] else f"{tests}/test_conformance.py"
-        waits = plugin == "kvtier-mooncake"  # for its client to close; the others share what one process started
+        waits = (
+            plugin == "kvtier-mooncake"
+        )  # for its client to close; the others share what one process started
         run_pytest(session, chosen, processes=4 if waits else 0)
 
 
@@ -262,7 +264,7 @@ def group(*names: str) -> list[str]:
 def install_kvtier(
     session: nox.Session, *extras: str, groups: Sequence[str] = (), distributions: Sequence[str] = ()
 ) -> None:
-    """Install kvtier editable, so that tests see the sources, with its entry points and native helper.
+    """Install kvtier editable, so that tests see the sources, with its entry points and native library.
 
     The group ``tests`` brings the distributions of ``TESTED_WITH``, too.
     """

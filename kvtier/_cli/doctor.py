@@ -22,7 +22,6 @@ import anyio
 import typer
 
 from kvtier import _build as build
-from kvtier import _native as native
 from kvtier import _reasons as reasons
 from kvtier._cli import report
 from kvtier._config import TieringConfig
@@ -37,8 +36,8 @@ from kvtier.tiers._base import Batch, Knowledge, Outcome, SecondaryTier, Status,
 from kvtier.tiers._faults import require_fault, words_of
 from kvtier.tiers._seal import seal
 from kvtier.tiers.fs import FsConfig
-from kvtier.tiers.fs._files import make_files
 from kvtier.tiers.fs._files.call import StopFlag
+from kvtier.tiers.fs._files.chunk_files import tree_remove
 from kvtier.tiers.fs._maintenance.sweep import remove_cache
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._root import Root, Tick
@@ -129,20 +128,12 @@ def command(
     failed = list(dict.fromkeys(check.tier for check in checks if not check.is_ok))
     if as_json:
         found = [asdict(check) for check in checks]
-        typer.echo(json.dumps({"not_well": failed, "checks": found, "file_work": file_work()}, indent=2))
+        typer.echo(json.dumps({"not_well": failed, "checks": found}, indent=2))
     else:
         rows = [(c.tier, c.step, c.result, f"{c.milliseconds:.3g}", c.remedy) for c in checks]
         report.table("Checks of each tier", [field.name for field in fields(Check)], rows)
-        report.print_line(f"file work: {file_work()}")
         report.print_line(f"not well: {', '.join(failed)}" if failed else "all tiers are well")
     raise typer.Exit(report.PROBLEMS if failed else report.OK)
-
-
-def file_work() -> str:
-    """Return whether the native helper or Python reads and writes chunks' files, and why."""
-    if native.library is not None:
-        return f"native ({native.library._name})"
-    return f"Python, slower ({native.missing_because})"
 
 
 def run(config: Path | None, tiers: Sequence[str], chunk_bytes: int) -> list[Check]:
@@ -229,9 +220,9 @@ def _probe(named: Sequence[NamedTier], chunk_bytes: int) -> list[Check]:
     finally:
         for root in roots:
             with suppress(OSError, TierError), Root(root) as found:
-                remove_cache(found, IDENTITY.namespace, make_files())
+                remove_cache(found, IDENTITY.namespace)
                 if root / ledger.FOLDER in missing and not ledger.has_writers(found.fd):
-                    make_files().tree_remove(found.fd, ledger.FOLDER, StopFlag())
+                    tree_remove(found.fd, ledger.FOLDER, StopFlag())
         for folder in missing:
             with suppress(OSError):
                 folder.rmdir()

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from kvtier._cli.report import Bytes, JsonFlag, finish, print_line, progress, table
 from kvtier._cli.roots import RootArgument, require_root
-from kvtier.tiers.fs._files import make_files
-from kvtier.tiers.fs._files.base import Failures
-from kvtier.tiers.fs._files.call import StopFlag
+from kvtier.tiers.fs._files.call import Failures, StopFlag
+from kvtier.tiers.fs._files.chunk_files import tree_bytes
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._root import Namespace, Root, Tick
 
@@ -134,7 +133,6 @@ class _Measure:
         self.root = root
         self.tick = tick
         self.failures: Failures = Counter()
-        self._files = make_files()
 
     def bytes(self, path: str) -> int:
         """Return what a file or directory takes, and count the directories that cannot be read."""
@@ -143,7 +141,7 @@ class _Measure:
             found = os.stat(path, dir_fd=self.root.fd, follow_symlinks=False)
             below = 0
             if stat.S_ISDIR(found.st_mode):
-                below = self._files.tree_bytes(self.root.fd, path, StopFlag(), self.failures)
+                below = tree_bytes(self.root.fd, path, StopFlag(), self.failures)
             return found.st_blocks * 512 + below
         except FileNotFoundError:
             return 0

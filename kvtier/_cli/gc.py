@@ -20,13 +20,12 @@ from kvtier._cli.report import Bytes, JsonFlag, finish, print_line, progress
 from kvtier._cli.roots import NamespaceOption, RootArgument, require_root
 from kvtier._quantities import duration, size
 from kvtier.errors import TierError
-from kvtier.tiers.fs._files import make_files
-from kvtier.tiers.fs._files.base import Failures
-from kvtier.tiers.fs._files.call import StopFlag
+from kvtier.tiers.fs._files.call import Failures, StopFlag
+from kvtier.tiers.fs._files.chunk_files import tree_bytes
 from kvtier.tiers.fs._layout import DIRECTORY_MODE
 from kvtier.tiers.fs._maintenance.evict import Evicted, Evictor
 from kvtier.tiers.fs._quota import ledger
-from kvtier.tiers.fs._quota.quota import look_at
+from kvtier.tiers.fs._quota.quota import stat_file_system
 from kvtier.tiers.fs._root import Root, Tick
 
 T = TypeVar("T")
@@ -172,7 +171,7 @@ def _correct_ledger(root: Root, removed_bytes: int, since: str) -> None:
     with suppress(OSError):  # they learn it when they count the root again
         if ledger.read(root.fd) is None:
             return
-        shared = ledger.SharedLedger(root.fd, partial(look_at, root.fd))
+        shared = ledger.SharedLedger(root.fd, partial(stat_file_system, root.fd))
         try:
             with shared.change() as accounts:
                 accounts.remove(removed_bytes, since)
@@ -186,11 +185,9 @@ class _Collection:
     def __init__(self, root: Root, only: Container[str] | None, tick: Tick, dry_run: bool) -> None:
         self._root = root
         self._dry_run = dry_run
-        self._files = make_files()
         self._stop = StopFlag()
         self._evictor = Evictor(
             root.fd,
-            self._files,
             self._stop,
             lambda _, paths: tick(len(paths)),
             only=only,
@@ -239,7 +236,7 @@ class _Collection:
     def _tree_bytes(self, name: str) -> int:
         failures: Failures = Counter()
         try:
-            return self._files.tree_bytes(self._root.fd, name, self._stop, failures)
+            return tree_bytes(self._root.fd, name, self._stop, failures)
         except OSError:
             return 0
         finally:

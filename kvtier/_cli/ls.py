@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvtier._cli.report import Bytes, JsonFlag, ago, finish, print_line, progress, table, yes_no
 from kvtier._cli.roots import RootArgument
-from kvtier.tiers.fs._root import Namespace, Root, Stray, Tick
+from kvtier.tiers.fs._root import Namespace, Root, Tick, UnknownEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def _listed(root: Root, one: Namespace, tick: Tick) -> CacheListing:
     for data_dir in one.data_dirs:
         kind = "chunks" if data_dir == current else "old chunks"
         for found in root.chunks(data_dir.name, tick):
-            if isinstance(found, Stray):
+            if isinstance(found, UnknownEntry):
                 count["unreadable"] += bool(found.problem)
                 continue
             count[kind] += 1

@@ -15,7 +15,7 @@ from kvtier.errors import TierError
 from kvtier.keys import OffloadKey, group_index
 from kvtier.tiers._seal import Integrity
 from kvtier.tiers.fs._checking import FileCheck, FileChecker
-from kvtier.tiers.fs._files.base import key_of
+from kvtier.tiers.fs._layout import key_of
 
 _NO_KEY = OffloadKey(b"")
 
@@ -104,10 +104,10 @@ def _checked(path: Path) -> FileCheck:
     digest = path.parts[-4].rpartition("_r")[0].rpartition("_")[2] if key is not None else ""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with FileChecker(folder, lambda found: found.hex().startswith(digest[:32])) as checker:
-            check = checker.check(path.name, key or _NO_KEY)
-            if key is None and check.sealed is not None:
-                check = checker.check(path.name, check.sealed.key)
+        checker = FileChecker(folder, lambda found: found.hex().startswith(digest[:32]))
+        check = checker.check(path.name, key or _NO_KEY)
+        if key is None and check.sealed is not None:
+            check = checker.check(path.name, check.sealed.key)
     finally:
         os.close(folder)
     if check.errno:

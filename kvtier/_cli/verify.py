@@ -22,7 +22,7 @@ from kvtier.tiers._seal import Integrity
 from kvtier.tiers.fs._checking import FileCheck, FileChecker
 from kvtier.tiers.fs._files.call import Result
 from kvtier.tiers.fs._maintenance.quarantine import Quarantine
-from kvtier.tiers.fs._root import ChunkFile, DataDir, Namespace, Root, Stray, Tick
+from kvtier.tiers.fs._root import ChunkFile, DataDir, Namespace, Root, Tick, UnknownEntry
 
 _FILES_A_JOB: Final = 64
 _JOBS_AHEAD: Final = 2
@@ -182,11 +182,11 @@ class _Check:
     def __init__(self, root: Root, one: Namespace, repair: bool, threads: int) -> None:
         self._root = root
         self._one = one
-        self._repair = repair and one.is_kvtiers  # what is not kvtier's is only looked at
         self._threads = threads
         self._found: Counter[str] = Counter()
         self._damaged: list[DamagedFile] = []
-        self._quarantine = Quarantine(root.fd, one.name)
+        can_repair = repair and one.is_kvtiers  # what is not kvtier's is only read
+        self._quarantine = Quarantine(root.fd, one.name) if can_repair else None
 
     def run(self, tick: Tick) -> CacheVerification:
         for data_dir in self._one.data_dirs:
@@ -212,7 +212,7 @@ class _Check:
 
     def _files(self, data_dir: DataDir) -> Iterator[ChunkFile]:
         for found in self._root.chunks(data_dir.name):
-            if not isinstance(found, Stray):
+            if not isinstance(found, UnknownEntry):
                 yield found
             elif found.problem:
                 self._found["unreadable directory"] += 1
@@ -232,8 +232,8 @@ class _Check:
                 yield from job.result()
 
     def _check(self, files: list[ChunkFile]) -> list[tuple[ChunkFile, FileCheck]]:
-        with FileChecker(self._root.fd, self._belongs()) as checker:
-            return [(file, checker.check(file.path, file.key)) for file in files]
+        checker = FileChecker(self._root.fd, self._belongs())
+        return [(file, checker.check(file.path, file.key)) for file in files]
 
     def _belongs(self) -> Callable[[bytes], bool]:
         """Return what tells this cache's digest; where the manifest is of no use its name still does."""
@@ -247,9 +247,9 @@ class _Check:
         """Count a chunk. Move a damaged one away as an engine does; a newer file in its place stays."""
         finding, set_aside = check.finding, False
         self._found[finding] += 1
-        if self._repair and finding.is_corrupt:
+        if self._quarantine is not None and finding.is_corrupt:
             reason = Result[finding.name]
-            set_aside = self._quarantine.set_aside(data_dir.name, file.key, reason, check.inode)
+            set_aside = self._quarantine.add(data_dir.name, file.key, reason, check.inode)
             self._found["set aside"] += set_aside
         if finding.is_corrupt or finding is Integrity.UNREADABLE:
             self._list(file.path, finding, check.errno, set_aside)

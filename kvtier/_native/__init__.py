@@ -1,10 +1,11 @@
-"""The native helper: one foreign call does a whole job of copies, checksums or file I/O.
+"""The native library: one foreign call does a whole job of copies, checksums or file I/O.
 
 The shared library beside this file is built by ``kvtier/_native/build.py``. Where it is missing, of
-another version, or refused by ``KVTIER_NATIVE=0`` in the environment, the same functions work in
-pure Python. ``KVTIER_NATIVE`` may also be the path of another build, such as one with sanitizers.
-``available`` says whether there is one, and ``missing_because`` why not; ``library`` is the loaded library or
-None, and ``holding`` the same for the few functions that are called without releasing the interpreter lock.
+another version, or refused by ``KVTIER_NATIVE=0`` in the environment, the functions of this module work in
+Python, and the file tier refuses to be configured. ``KVTIER_NATIVE`` may also be the path of another build,
+such as one with sanitizers. ``available`` says whether there is one, and ``missing_because`` why not;
+``library`` is the loaded library or None, and ``holding`` the same for the few functions that are called
+without releasing the interpreter lock.
 
 Addresses are plain integers. Who calls keeps the memory behind them alive until the call returns.
 All calls release the interpreter lock for most of their time and can be made from any thread.
@@ -24,7 +25,7 @@ import crc32c as _crc32c
 
 from kvtier._native import layouts
 
-ABI: Final = 11  # KVT_ABI in kvtier_native.c
+ABI: Final = 12  # KVT_ABI in kvtier_native.c
 LIBRARY_NAME: Final = "libkvtier_native.so"
 _MADV_POPULATE_WRITE: Final = 23
 _COPY_EITHER_WAY: Final = 4  # as in kvtier_native.c
@@ -42,7 +43,7 @@ _FUNCTIONS: Final[Mapping[str, Sequence[Any]]] = {
     "kvt_files_put": (_I64, _P, _N, _N),
     "kvt_files_get": (_I64, _P, _N, _N),
     "kvt_files_discard": (_I64, _P, _N, _N),
-    "kvt_files_contains": (None, _P, _N, _N),
+    "kvt_files_contains": (_I64, _P, _N, _N),
     "kvt_files_touch": (None, _P, _N, _N),
     "kvt_pool_open": (_P, _N, _N),
     "kvt_pool_close": (None, _P),
@@ -84,7 +85,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         reason = f"{path}: {wrong}"
     except (OSError, AttributeError) as error:
         reason = f"{path} cannot be loaded: {error}"
-    _log.warning("native helper not used (%s); Python does its work", reason)
+    _log.warning("native library not loaded (%s): copies are slower, and there is no file tier", reason)
     return None, reason
 
 

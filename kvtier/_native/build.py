@@ -1,7 +1,7 @@
-"""Build of the native helper: a hatchling build hook, and ``python -m kvtier._native.build`` in place.
+"""Build of the native library: a hatchling build hook, and ``python -m kvtier._native.build`` in place.
 
 The library depends neither on Python's version nor on its ABI, so one wheel for each platform is
-enough. Without a compiler the wheel is pure, and Python does the helper's work.
+enough. Without a compiler the wheel is pure: it has no file tier.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", 
 
 
 class BuildError(Exception):
-    """The helper cannot be compiled here. The message is the reason."""
+    """The library cannot be compiled here. The message is the reason."""
 
 
 def compiler() -> list[str]:
@@ -52,7 +52,7 @@ def compiler() -> list[str]:
 
 
 def compile_library(folder: Path, extra_flags: tuple[str, ...] = (), into: Path | None = None) -> Path:
-    """Compile the helper and return the library's path.
+    """Compile the library and return the library's path.
 
     Args:
         folder: where the sources are.
@@ -81,7 +81,7 @@ def compile_library(folder: Path, extra_flags: tuple[str, ...] = (), into: Path 
 
 
 class CustomBuildHook(_Hook):
-    """Compiles the helper into wheels and editable installs; a pure wheel where that fails."""
+    """Compiles the library into wheels and editable installs; a pure wheel where that fails."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, and mark the wheel as made for this platform. Called by hatchling."""
@@ -92,7 +92,7 @@ class CustomBuildHook(_Hook):
         try:
             library = compile_library(folder)
         except BuildError as error:
-            self.app.display_warning(f"kvtier is built without its native helper: {error}")
+            self.app.display_warning(f"the native library, which the file tier needs, is not built: {error}")
             return
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["pure_python"] = False

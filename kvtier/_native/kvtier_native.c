@@ -1,10 +1,10 @@
-/* The native helper of kvtier: whole jobs of many chunks in one foreign call.
+/* The native library of kvtier: whole jobs of many chunks in one foreign call.
  *
  * Python takes the interpreter lock again after each foreign call, and beside a busy engine thread
  * each time costs up to a switch interval (5 ms). So a call does the work of a whole job: checksums,
  * file I/O and renames, copies. It is loaded with ctypes, which releases the lock, and it needs
- * nothing but libc. Where it is missing, Python does the same work (kvtier/_native/__init__.py and
- * kvtier/tiers/fs/_files/python.py); the two must agree in every result.
+ * nothing but libc. Where it is missing, kvtier/_native/__init__.py copies and computes checksums in
+ * Python, and there is no file tier.
  */
 #include "kvtier_native.h"
 
@@ -12,10 +12,7 @@
 #include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
-#include <sys/types.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -32,7 +29,7 @@
 
 /* Raised with every change of a signature or a structure: a library left over from another version
  * of the source is then not used. */
-#define KVT_ABI 11
+#define KVT_ABI 12
 
 uint32_t kvt_abi(void) { return KVT_ABI; }
 
@@ -283,7 +280,6 @@ static int name_chunk(const struct call *call, size_t i, struct chunk *chunk)
     return 0;
 }
 
-/* Make the directories above path, the root itself not. Returns how many were made, or -errno. */
 int kvt_make_parents(int root_fd, char *path)
 {
     char *slash = strrchr(path, '/');
@@ -303,7 +299,6 @@ int kvt_make_parents(int root_fd, char *path)
     return error ? error : made + (failed ? 0 : 1);
 }
 
-/* Flush the directory that holds path, and those above it that hold directories just made. */
 int kvt_sync_parents(int root_fd, char *path, int made)
 {
     char *slash = strrchr(path, '/');
@@ -497,14 +492,15 @@ int64_t kvt_files_get(const struct call *call, size_t first, size_t end)
     return 0;
 }
 
-/* Ask for a run of chunks whether their files are there, and as long as they should be. */
-void kvt_files_contains(const struct call *call, size_t first, size_t end)
+/* Ask for a run of chunks whether their files are there, and as long as they should be. Returns 0. */
+int64_t kvt_files_contains(const struct call *call, size_t first, size_t end)
 {
     struct chunk chunk;
     for (size_t i = first; i < end; i++) {
         int result = stopped(call->stop) ? -ECANCELED : name_chunk(call, i, &chunk);
         call->results[i] = result ? result : existing(call, i, &chunk);
     }
+    return 0;
 }
 
 /* Remove a run of chunks. Returns the bytes that the file system has got less. */

@@ -1,4 +1,4 @@
-/* What the parts of the native helper share: calls, results, seals. */
+/* What the parts of the native library share: calls, results, seals. */
 #ifndef KVTIER_NATIVE_H
 #define KVTIER_NATIVE_H
 
@@ -63,7 +63,7 @@ bool kvt_is_sealed(const uint8_t *trailer);
 
 /* -------------------------------------------------------------------------------------- calls */
 
-/* What becomes of one chunk: one of these, or a negative errno. Mirrored in tiers/fs/files/call.py. */
+/* What becomes of one chunk: one of these, or a negative errno. Mirrored in tiers/fs/_files/call.py. */
 enum {
     RESULT_OK = 0,
     RESULT_EXISTS = 1,

@@ -36,6 +36,9 @@ class ChunkScan(ctypes.Structure):
         ("once_us", ctypes.c_int64),
         ("reused_us", ctypes.c_int64),
         ("want_bytes", ctypes.c_int64),
+        ("dry_run", ctypes.c_int64),
+        ("gone_once_us", ctypes.c_int64),
+        ("gone_reused_us", ctypes.c_int64),
         ("histogram", ctypes.c_void_p),
         ("names", ctypes.c_void_p),
         ("names_room", ctypes.c_uint64),
@@ -57,7 +60,7 @@ class TreeSums(ctypes.Structure):
 
 
 _SHARED: Final = {"call": Call, "chunk_scan": ChunkScan, "tree_sums": TreeSums}
-_MOST_NUMBERS: Final = 64
+_MAX_NUMBERS: Final = 64
 
 
 def difference(library: ctypes.CDLL) -> str | None:
@@ -67,8 +70,8 @@ def difference(library: ctypes.CDLL) -> str | None:
         AttributeError: the library has no table of its structures.
     """
     for name, structure in _SHARED.items():
-        room = (ctypes.c_uint32 * _MOST_NUMBERS)()
-        count = getattr(library, f"kvt_layout_{name}")(room, _MOST_NUMBERS)
+        room = (ctypes.c_uint32 * _MAX_NUMBERS)()
+        count = getattr(library, f"kvt_layout_{name}")(room, _MAX_NUMBERS)
         theirs, ours = list(room[:count]), layout_of(structure)
         if theirs != ours:
             return f"struct {name} is laid out as {theirs}, not {ours}"

@@ -1,18 +1,15 @@
 /* Looking at many chunks' files in one call: their ages, for eviction, and their keys, for the index.
  *
  * A root may hold a million files, and to ask for their times one by one from Python holds up an engine that
- * computes. kvtier/tiers/fs/_maintenance/scan.py and kvtier/tiers/fs/_files/python.py do the same in Python.
+ * computes.
  *
  * Only what is called <folder>/<hh>_g<group>/<hash>.bin is a chunk's file. Everything else is somebody else's, and
  * is not looked at.
  */
 #include "kvtier_native.h"
 
-#include <dirent.h>
 #include <errno.h>
 #include <stdlib.h>
-#include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #define LEAF_BYTES 16 /* <hh>_g<group>, of ten digits at most */
@@ -27,6 +24,8 @@ struct chunk_scan {
     int64_t once_us;     /* files this old are removed that were not used again after they were written */
     int64_t reused_us;   /* and of the others those that are this old */
     int64_t want_bytes;  /* removing stops when so many were removed */
+    int64_t dry_run;     /* not 0: remove nothing, but say what would be removed */
+    int64_t gone_once_us, gone_reused_us; /* of a dry run: ages of files that an earlier one removed */
     uint64_t *histogram; /* bytes by age, 2 * BUCKETS numbers, or NULL */
     char *names;         /* paths of what was removed, each with a 0 behind it */
     uint64_t names_room;
@@ -68,7 +67,6 @@ static bool is_chunk(const char *name)
     return digits > 0 && digits % 2 == 0 && !strcmp(name + digits, ".bin");
 }
 
-/* Open a directory that is no link, and look at it where `here` is not NULL. NULL and errno where that fails. */
 DIR *kvt_open_folder(int parent_fd, const char *name, struct stat *here)
 {
     int fd = openat(parent_fd, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
@@ -128,7 +126,7 @@ static bool remove_file(int fd, const char *leaf, const char *name, int64_t byte
     size_t leaf_length = strlen(leaf), length = leaf_length + 1 + strlen(name) + 1;
     if (scan->names_room - scan->names_bytes < length)
         return false;
-    if (unlinkat(fd, name, 0)) {
+    if (!scan->dry_run && unlinkat(fd, name, 0)) {
         if (errno != ENOENT)
             scan->failed_bytes += bytes;
         note_failure(errno, scan);
@@ -142,21 +140,23 @@ static bool remove_file(int fd, const char *leaf, const char *name, int64_t byte
     return true;
 }
 
-/* Look at a file's age, and remove it where it is too old. Returns whether it was removed. */
-static bool look_at(int fd, const char *leaf, const char *name, const struct stat *found, struct chunk_scan *scan)
+/* Add up a file's age, and remove it where it is too old. Returns whether it stays. */
+static bool scan_file(int fd, const char *leaf, const char *name, const struct stat *found, struct chunk_scan *scan)
 {
     bool reused = is_later(found->st_atim, found->st_mtim);
     int64_t age_us = age_of(reused ? found->st_atim : found->st_mtim, scan->now_ns);
     int64_t bytes = (int64_t)found->st_blocks * 512;
+    if (scan->dry_run && age_us >= (reused ? scan->gone_reused_us : scan->gone_once_us))
+        return false;
     scan->seen++;
     if (scan->histogram != NULL)
         scan->histogram[bucket_of(age_us) + (reused ? BUCKETS : 0)] += (uint64_t)bytes;
     if (age_us < (reused ? scan->reused_us : scan->once_us) || scan->removed_bytes >= scan->want_bytes ||
         !remove_file(fd, leaf, name, bytes, scan))
-        return false;
+        return true;
     scan->removed++;
     scan->removed_bytes += bytes;
-    return true;
+    return false;
 }
 
 static bool scan_entry(int fd, const char *leaf, const char *name, dev_t device, struct chunk_scan *scan)
@@ -164,8 +164,8 @@ static bool scan_entry(int fd, const char *leaf, const char *name, dev_t device,
     struct stat found;
     if (!is_chunk(name) || fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) || !S_ISREG(found.st_mode) ||
         found.st_dev != device)
-        return false;
-    return look_at(fd, leaf, name, &found, scan);
+        return true;
+    return scan_file(fd, leaf, name, &found, scan);
 }
 
 static void scan_leaf(int parent_fd, const char *leaf, const uint32_t *stop, void *state)
@@ -178,21 +178,24 @@ static void scan_leaf(int parent_fd, const char *leaf, const uint32_t *stop, voi
         note_failure(errno, scan);
         return;
     }
-    uint64_t removed = 0;
+    uint64_t removed_before = scan->removed, seen = 0, staying = 0;
     for (struct dirent *entry; !stopped(stop) && (entry = readdir(entries)) != NULL;)
-        if (!kvt_is_dot(entry->d_name))
-            removed += scan_entry(dirfd(entries), leaf, entry->d_name, here.st_dev, scan);
-    /* Emptied it may take less than before. */
-    bool is_known = removed && fstat(dirfd(entries), &here) == 0;
-    closedir(entries);
-    /* An empty directory is made again by whoever puts something into it. */
-    if (is_known && unlinkat(parent_fd, leaf, AT_REMOVEDIR) == 0) {
-        scan->left--;
-        scan->removed_bytes += (int64_t)here.st_blocks * 512;
+        if (!kvt_is_dot(entry->d_name)) {
+            seen++;
+            staying += scan_entry(dirfd(entries), leaf, entry->d_name, here.st_dev, scan);
+        }
+    bool removed = scan->removed > removed_before, is_empty = seen && !staying;
+    if (!scan->dry_run) {
+        /* Emptied it may take less than before. It is made again by whoever puts something into it. */
+        bool is_known = removed && fstat(dirfd(entries), &here) == 0;
+        is_empty = is_known && unlinkat(parent_fd, leaf, AT_REMOVEDIR) == 0;
     }
+    closedir(entries);
+    scan->left -= is_empty;
+    scan->removed_bytes += is_empty && removed ? (int64_t)here.st_blocks * 512 : 0;
 }
 
-/* Look at all chunks' files of a directory of the first level. Names are relative to it. Returns 0 or -errno. */
+/* Scan all chunks' files of a directory of the first level. Names are relative to it. Returns 0 or -errno. */
 int64_t kvt_chunks_scan(int root_fd, const char *folder, const uint32_t *stop, struct chunk_scan *scan)
 {
     return each_leaf(root_fd, folder, stop, scan_leaf, scan, &scan->left);
@@ -250,7 +253,8 @@ size_t kvt_layout_chunk_scan(uint32_t *out, size_t room)
     static const uint32_t table[] = {
         sizeof(struct chunk_scan),
         FIELD(chunk_scan, now_ns), FIELD(chunk_scan, once_us), FIELD(chunk_scan, reused_us),
-        FIELD(chunk_scan, want_bytes), FIELD(chunk_scan, histogram), FIELD(chunk_scan, names),
+        FIELD(chunk_scan, want_bytes), FIELD(chunk_scan, dry_run), FIELD(chunk_scan, gone_once_us),
+        FIELD(chunk_scan, gone_reused_us), FIELD(chunk_scan, histogram), FIELD(chunk_scan, names),
         FIELD(chunk_scan, names_room), FIELD(chunk_scan, names_bytes),
         FIELD(chunk_scan, seen), FIELD(chunk_scan, removed), FIELD(chunk_scan, removed_bytes),
         FIELD(chunk_scan, left), FIELD(chunk_scan, failed), FIELD(chunk_scan, failed_bytes),

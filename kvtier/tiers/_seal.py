@@ -2,7 +2,7 @@
 
 Layout, little-endian, 128 bytes: magic (8), format version (u16), key length (u16), crc32c of the
 payload (u32), payload length (u64), identity digest (16), key (68, zero-padded), zeros (16), crc32c
-of the 124 bytes before it (u32). The file tier's native helper writes and reads the same record.
+of the 124 bytes before it (u32). The native library writes and reads the same record.
 """
 
 from __future__ import annotations

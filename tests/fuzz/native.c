@@ -27,9 +27,9 @@ static void require(bool holds)
 
 static void leave(void)
 {
-    const uint32_t *stop = &never;
-    int64_t kvt_tree_remove(int fd, const char *path, const uint32_t *stop);
-    kvt_tree_remove(AT_FDCWD, root, stop);
+    int64_t kvt_tree_remove(int fd, const char *path, const uint32_t *stop, int64_t sums[3]);
+    int64_t sums[3] = {0};
+    kvt_tree_remove(AT_FDCWD, root, &never, sums);
 }
 
 /* The bytes of a chunk's file, whose trailer's own checksum the first byte may make right; see chunk_file(). */

@@ -21,7 +21,6 @@ from typing import Any
 
 import crc32c
 
-from kvtier import _native as native
 from kvtier._identity import Identity
 from kvtier._isolation import wire
 from kvtier._memory.heap import HeapMemory
@@ -34,8 +33,8 @@ from kvtier.tiers.fs import FsConfig
 from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs import _namespace as namespace
 from kvtier.tiers.fs._checking import FileChecker
-from kvtier.tiers.fs._files import ChunkFiles, NativeFiles
 from kvtier.tiers.fs._files.call import FileCall, Flag, Place, Result
+from kvtier.tiers.fs._files.chunk_files import require_library
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._quota.accounts import FileSystem
 from kvtier.tiers.fs._root import Root
@@ -76,7 +75,7 @@ def trailer(data: bytes) -> None:
 
 
 def chunk_file(data: bytes) -> None:
-    """The file of a chunk is read alike in C and in Python, and never as sound with other bytes.
+    """The file of a chunk is read alike by engines and by tools, and never as sound with other bytes.
 
     The first byte: bit 0, whether the trailer's own checksum is made right; bit 1, whether the file ends
     early. Then 128 bytes of trailer, and what the payload begins with.
@@ -90,25 +89,18 @@ def chunk_file(data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(text)
     with _opened(_scratch()) as root_fd:
-        results = {type(files).__name__: _get(files, root_fd) for files in _implementations()}
-        with FileChecker(root_fd, DIGEST.__eq__) as checker:
-            finding = checker.check(layout.chunk_path("data", KEY), KEY).finding
-    assert len(set(results.values())) == 1, results
-    (result,) = set(results.values())
+        result = _get(root_fd)
+        finding = FileChecker(root_fd, DIGEST.__eq__).check(layout.chunk_path("data", KEY), KEY).finding
     assert result in _FOUND
     if len(text) == CHUNK_BYTES + layout.BLOCK_BYTES:
         assert finding is _FOUND[Result(result)], (finding, result)
 
 
-def _implementations() -> list[ChunkFiles]:
-    return [ChunkFiles(), *([NativeFiles(native.library)] if native.library is not None else [])]
-
-
-def _get(files: ChunkFiles, root_fd: int) -> int:
+def _get(root_fd: int) -> int:
     memory = HeapMemory(1, CHUNK_BYTES)
     place = Place(root_fd, "data", "tmp", DIGEST, CHUNK_BYTES, Flag.NONE)
     call = FileCall(place, [KEY], array("q", [0]), memory)
-    files.get(call, 0, 1)
+    require_library().kvt_files_get(call.address, 0, 1)
     (result,) = call.results
     assert result != Result.OK or bytes(memory.view(0)) == PAYLOAD, "damaged bytes are taken as sound"
     return result

@@ -1,5 +1,5 @@
 /* Several processes with several threads each over one root: puts, gets, look-ups, discards, scans and lists at once,
- * in the native helper's pool and past it. Built with sanitizers by `nox -s native`; ends with 0 where every byte that
+ * in the native library's pool and past it. Built with sanitizers by `nox -s native`; ends with 0 where every byte that
  * was got is right and no call has failed.
  *
  *     stress <root> <seconds> <processes>
@@ -27,7 +27,7 @@ int kvt_pool_submit(struct pool *pool, work_on work, const struct call *call, si
 size_t kvt_pool_ended(struct pool *pool, uint64_t *tokens, int64_t *sums, size_t room);
 int64_t kvt_files_put(const struct call *call, size_t first, size_t end);
 int64_t kvt_files_get(const struct call *call, size_t first, size_t end);
-void kvt_files_contains(const struct call *call, size_t first, size_t end);
+int64_t kvt_files_contains(const struct call *call, size_t first, size_t end);
 int64_t kvt_files_discard(const struct call *call, size_t first, size_t end);
 void kvt_files_touch(const struct call *call, size_t first, size_t end);
 int64_t kvt_tree_bytes(int root_fd, const char *path, const uint32_t *stop, int64_t sums[3]);

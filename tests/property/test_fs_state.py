@@ -14,14 +14,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtier import _native as native
 from kvtier._identity import Identity
 from kvtier._memory.heap import HeapMemory
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.tiers._base import Batch, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
-from kvtier.tiers.fs._files import ChunkFiles
-from kvtier.tiers.fs._files.native import NativeFiles
 from kvtier.tiers.fs._layout import chunk_path, data_dir
 from tests.effort import effort
 
@@ -36,8 +33,6 @@ openers = st.integers(0, 1)
 
 class FsMachine(RuleBasedStateMachine):
     """The truth: for each epoch, which chunks have a file, and whether it is "whole", "bad" or "short"."""
-
-    work: ChunkFiles
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +53,7 @@ class FsMachine(RuleBasedStateMachine):
         config = FsConfig(
             root_dir=self.root, n_threads=1, min_free_bytes=0, max_bytes=2**50, direct_io="never"
         )
-        tier = FsTier(config, self.work)
+        tier = FsTier(config)
         self.runner.run(tier.open(TierContext("files", IDENTITY, CHUNK_BYTES)))
         return tier
 
@@ -151,17 +146,12 @@ class FsMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["native", "python"])
-def test_the_tier_agrees_with_a_dict(kind: str) -> None:
-    if kind == "native" and native.library is None:
-        pytest.skip("the native helper is not built")
-    work = NativeFiles(native.library) if kind == "native" and native.library is not None else ChunkFiles()
-    machine = type("Machine", (FsMachine,), {"work": work})
+def test_the_tier_agrees_with_a_dict() -> None:
     limits = settings(
         max_examples=effort(8, 25),
         stateful_step_count=30,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
     )
-    machine.TestCase.settings = limits  # type: ignore[attr-defined]
-    machine.TestCase("runTest").debug()  # type: ignore[attr-defined]
+    FsMachine.TestCase.settings = limits
+    FsMachine.TestCase("runTest").debug()

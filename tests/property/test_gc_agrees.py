@@ -13,7 +13,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtier import _native as native
 from kvtier._cli import gc
 from kvtier._identity import Identity
 from kvtier._memory.heap import HeapMemory
@@ -86,16 +85,13 @@ def leave(root: Path, quarantined: int) -> None:
         (leaf / "notes.txt").touch()  # this directory does not become empty
 
 
-@pytest.fixture(params=["native", "python"])
-def helper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "python":
-        monkeypatch.setattr(native, "library", None)
-    elif native.library is None:
-        pytest.skip("the native helper is not built")
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that stands still."""
     monkeypatch.setattr(evict, "_clock", lambda lock: NOW_S * 10**9)
 
 
-@pytest.mark.usefixtures("helper")
+@pytest.mark.usefixtures("clock")
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     held=chunks,

@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final
 
 import crc32c
@@ -33,7 +32,7 @@ class FileCheck:
 
     Attributes:
         finding: what comes of it.
-        inode: of the file that was looked at; 0 where there was none.
+        inode: of the file that was checked; 0 where there was none.
         sealed: what its trailer says, where it has one.
         errno: why it is unreadable.
     """
@@ -45,7 +44,7 @@ class FileCheck:
 
 
 class FileChecker:
-    """Reads chunks' files in pieces and proves them. For one thread; a context manager.
+    """Reads chunks' files in pieces and proves them. For one thread.
 
     Args:
         root_fd: the root directory, open.
@@ -56,18 +55,6 @@ class FileChecker:
         self._root_fd = root_fd
         self._belongs = belongs
         self._piece = mmap.mmap(-1, PIECE_BYTES)
-
-    def __enter__(self) -> FileChecker:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self._piece.close()
 
     def check(self, path: str, key: OffloadKey) -> FileCheck:
         """Return whether the file at ``path`` holds the chunk of ``key``. It raises nothing."""

@@ -10,10 +10,15 @@ from pydantic import Field, field_validator, model_validator
 
 from kvtier._quantities import Size
 from kvtier.tiers._base import TierConfig
+from kvtier.tiers.fs._files.chunk_files import require_library
 
 
 class FsConfig(TierConfig):
-    """Settings of the tier ``fs``, which keeps chunks as files below one directory."""
+    """Settings of the tier ``fs``, which keeps chunks as files below one directory.
+
+    Raises:
+        TierError: the native library is not loaded.
+    """
 
     type: str = Field(
         default="fs", description="Type of the tier: the name of its entry point in `kvtier.tiers`."
@@ -98,6 +103,11 @@ class FsConfig(TierConfig):
     def own_directories(self) -> Sequence[Path]:
         """Return the root."""
         return (self.root_dir,)
+
+    @model_validator(mode="after")
+    def _has_library(self) -> FsConfig:
+        require_library()
+        return self
 
     @model_validator(mode="after")
     def _marks_in_order(self) -> FsConfig:

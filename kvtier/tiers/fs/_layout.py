@@ -21,16 +21,12 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Final
 
-from kvtier.keys import OffloadKey, content_hash, group_index
+from kvtier.keys import GROUP_BYTES, MAX_KEY_BYTES, OffloadKey, content_hash, group_index, pack_key
 
 BLOCK_BYTES: Final = 4096
 """The trailer's block behind a chunk's bytes, and what direct I/O is aligned to."""
-
-CHUNK_DIRECTORIES: Final = 3
-"""Directories above a chunk's file, the root not counted."""
 
 MANIFEST: Final = "config.json"
 """The identity, spelled out."""
@@ -49,26 +45,20 @@ PART: Final = re.compile("[0-9a-f]{3}")
 LEAF: Final = re.compile("[0-9a-f]{2}_g[0-9]{1,10}")
 """Names of the two levels of directories between an epoch's and its chunks' files."""
 
+_CHUNK: Final = re.compile(rf"{PART.pattern}/[0-9a-f]{{2}}_g([0-9]{{1,10}})/((?:[0-9a-f]{{2}})+)\.bin")
 _EPOCH: Final = re.compile(rb"(0|[1-9][0-9]{0,14})\n")
 _DATA_DIR: Final = re.compile(r"([A-Za-z0-9.-]+_[0-9a-f]{16})_r0(?:\.e([1-9][0-9]{0,14}))?")
 _USERS_LOCK: Final = re.compile(r"users\.e([0-9]{1,15})\.lock")
-_MOST_SMALL_BYTES: Final = 1 << 20
-
-
-def open_regular(path: str | Path, *, dir_fd: int | None = None) -> int:
-    """Open a file for reading. OSError, also where it is anything but a regular file."""
-    fd = os.open(path, os.O_RDONLY | CAREFULLY, dir_fd=dir_fd)
-    if stat.S_ISREG(os.fstat(fd).st_mode):
-        return fd
-    os.close(fd)
-    raise OSError(errno.EINVAL, "is no regular file", str(path))
+_MAX_SMALL_BYTES: Final = 1 << 20
 
 
 def read_small(root_fd: int, path: str) -> bytes:
-    """Return what is in a small file. OSError where it cannot be read."""
-    fd = open_regular(path, dir_fd=root_fd)
+    """Return what is in a small file. OSError where it cannot be read, or is anything but a regular file."""
+    fd = os.open(path, os.O_RDONLY | CAREFULLY, dir_fd=root_fd)
     try:
-        return os.pread(fd, _MOST_SMALL_BYTES, 0)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", path)
+        return os.pread(fd, _MAX_SMALL_BYTES, 0)
     finally:
         os.close(fd)
 
@@ -91,10 +81,27 @@ def names_in(root_fd: int, path: str, *, follow: bool = False) -> list[str]:
 
 
 def chunk_path(data_dir: str, key: OffloadKey) -> str:
-    """Return the path of one chunk's file. The native helper makes the same name."""
+    """Return the path of one chunk's file. The native library makes the same name."""
     digits = content_hash(key).hex()
     head = digits.ljust(5, "0")
     return f"{data_dir}/{head[:3]}/{head[3:5]}_g{group_index(key)}/{digits}.bin"
+
+
+def key_of(path: str) -> OffloadKey | None:
+    """Return the key of the chunk in a file, or None where it is no chunk's.
+
+    Args:
+        path: relative to the epoch's directory.
+    """
+    found = _CHUNK.fullmatch(path)
+    if found is None or int(found[1]) >= 1 << 32 or len(found[2]) > 2 * (MAX_KEY_BYTES - GROUP_BYTES):
+        return None
+    return pack_key(bytes.fromhex(found[2]), int(found[1]))
+
+
+def max_disk_bytes(chunk_bytes: int) -> int:
+    """Return the most bytes that putting one chunk can take on disk: with trailer and three directories."""
+    return chunk_bytes + BLOCK_BYTES * (1 + 3)
 
 
 def data_dir(namespace: str, epoch: int) -> str:

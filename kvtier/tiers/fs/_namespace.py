@@ -141,14 +141,6 @@ class Namespace:
         """This writer's own directory for unfinished files."""
         return f"{self.name}/.tmp/{self.writer}"
 
-    def has_data(self, place: Place) -> bool:
-        """Return whether an epoch may hold chunks: its directory comes with the first one."""
-        try:
-            os.stat(place.data_dir, dir_fd=self.root_fd)
-        except FileNotFoundError:
-            return False
-        return True
-
     def is_replaced(self) -> bool:
         """Return whether there is a directory at the root's path that should be used in place of this one.
 
@@ -174,7 +166,7 @@ class Namespace:
         """
         if self._writer_fd is not None:
             with suppress(OSError):
-                for name in self._names(self.tmp_dir):
+                for name in self.names(self.tmp_dir):
                     os.unlink(f"{self.tmp_dir}/{name}", dir_fd=self.root_fd)
             with suppress(OSError):
                 os.rmdir(self.tmp_dir, dir_fd=self.root_fd)
@@ -282,10 +274,10 @@ class Namespace:
         """Return the highest epoch that left a trace, -1 where none did."""
         found = [
             trace[1]
-            for name in self._names(".")
+            for name in self.names(".")
             if (trace := layout.parse_data_dir(name)) and trace[0] == self.name
         ]
-        locks = (layout.epoch_of_users_lock(name) for name in self._names(self.name))
+        locks = (layout.epoch_of_users_lock(name) for name in self.names(self.name))
         return max((*found, *(number for number in locks if number is not None)), default=-1)
 
     def _require_number(self, number: int) -> None:
@@ -366,7 +358,8 @@ class Namespace:
             return False
         return True
 
-    def _names(self, folder: str) -> list[str]:
+    def names(self, folder: str) -> list[str]:
+        """Return the names in a directory below the root; none where it is missing. OSError."""
         try:
             return layout.names_in(self.root_fd, folder, follow=True)
         except FileNotFoundError:

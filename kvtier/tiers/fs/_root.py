@@ -26,7 +26,6 @@ from typing import Any, Final
 from kvtier.errors import TierError
 from kvtier.keys import OffloadKey, group_index
 from kvtier.tiers.fs import _layout as layout
-from kvtier.tiers.fs._files.base import key_of
 from kvtier.tiers.fs._locks import open_lock, try_lock, wait_for_lock
 from kvtier.tiers.fs._quota import ledger
 
@@ -35,7 +34,7 @@ _LEVELS: Final = (layout.PART, layout.LEAF)
 _REMEDY: Final = "no engine opens the cache: remove the file, and the next engine writes it anew"
 
 Tick = Callable[[int], None]
-"""Called with the number of files looked at since the last call."""
+"""Called with the number of files read since the last call."""
 
 
 def no_tick(count: int) -> None:
@@ -65,7 +64,7 @@ class ChunkFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Stray:
+class UnknownEntry:
     """Something among the chunks that is no chunk's file.
 
     Attributes:
@@ -176,11 +175,6 @@ class Namespace:
         wanted = self.epoch
         return next((found for found in self.data_dirs if found.epoch == wanted), None)
 
-    def is_old(self, found: DataDir) -> bool:
-        """Return whether an epoch is behind: engines that open the place are not given its chunks."""
-        current = self.epoch
-        return current is not None and found.epoch < current
-
     @property
     def is_used(self) -> bool | None:
         """Whether a living process has it open; None where that is unknown."""
@@ -195,7 +189,7 @@ class Namespace:
         return {name: self._root.is_locked(f"{folder}/{name}.lock") for name in sorted(names)}
 
     def quarantine(self) -> list[str]:
-        """Return the names of the files that were set aside."""
+        """Return the names of the quarantined files."""
         return sorted(self._root.names(f"{self.name}/quarantine"))
 
     def _is_epoch_used(self, epoch: int) -> bool | None:
@@ -272,11 +266,10 @@ class Root:
         Raises:
             TierError: there is none; the message lists those that are there.
         """
-        found = self.namespaces()
-        for one in found:
-            if one.name == name:
-                return one
-        names = ", ".join(one.name for one in found) or "none at all"
+        found = {one.name: one for one in self.namespaces()}
+        if name in found:
+            return found[name]
+        names = ", ".join(found) or "none at all"
         raise TierError(f"{self.path} has no namespace {name!r}; it has: {names}")
 
     def others(self) -> list[str]:
@@ -285,11 +278,11 @@ class Root:
         mine |= {found.name for one in self.namespaces() for found in one.data_dirs}
         return sorted(set(self.names(".")) - mine - {ledger.FOLDER})
 
-    def chunks(self, data_dir: str, tick: Tick = no_tick) -> Iterator[ChunkFile | Stray]:
+    def chunks(self, data_dir: str, tick: Tick = no_tick) -> Iterator[ChunkFile | UnknownEntry]:
         """Yield the files of an epoch's chunks, and what else is among them, in no order.
 
-        What vanishes meanwhile is left out. A directory that cannot be read is yielded as a ``Stray``
-        with a problem.
+        What vanishes meanwhile is left out. A directory that cannot be read is yielded as an
+        ``UnknownEntry`` with a problem.
         """
         yield from self._below(data_dir, "", 0, tick)
 
@@ -299,13 +292,6 @@ class Root:
             return layout.names_in(self.fd, folder)
         except OSError:
             return []
-
-    def is_file(self, path: str) -> bool:
-        """Return whether there is a regular file."""
-        try:
-            return stat.S_ISREG(os.stat(path, dir_fd=self.fd, follow_symlinks=False).st_mode)
-        except OSError:
-            return False
 
     def is_locked(self, path: str) -> bool | None:
         """Return whether a living process holds a lock file; None where that is unknown."""
@@ -346,7 +332,7 @@ class Root:
             return True
         return True
 
-    def _entries(self, folder: str, tick: Tick) -> Iterator[os.DirEntry[str] | Stray]:
+    def _entries(self, folder: str, tick: Tick) -> Iterator[os.DirEntry[str] | UnknownEntry]:
         """Yield what is in a directory, which stays open meanwhile: entries are asked through it."""
         try:
             with layout.open_folder(self.fd, folder) as fd, os.scandir(fd) as entries:
@@ -356,11 +342,11 @@ class Root:
         except FileNotFoundError:
             return
         except OSError as error:
-            yield Stray(folder, error.errno or errno.EIO)
+            yield UnknownEntry(folder, error.errno or errno.EIO)
 
-    def _below(self, data_dir: str, path: str, level: int, tick: Tick) -> Iterator[ChunkFile | Stray]:
+    def _below(self, data_dir: str, path: str, level: int, tick: Tick) -> Iterator[ChunkFile | UnknownEntry]:
         for entry in self._entries(f"{data_dir}/{path}".rstrip("/"), tick):
-            if isinstance(entry, Stray):
+            if isinstance(entry, UnknownEntry):
                 yield entry
                 continue
             below = f"{path}/{entry.name}".lstrip("/")
@@ -371,10 +357,10 @@ class Root:
                     yield _found(data_dir, below, entry)
 
 
-def _found(data_dir: str, below: str, entry: os.DirEntry[str]) -> ChunkFile | Stray:
-    found, path, key = entry.stat(follow_symlinks=False), f"{data_dir}/{below}", key_of(below)
+def _found(data_dir: str, below: str, entry: os.DirEntry[str]) -> ChunkFile | UnknownEntry:
+    found, path, key = entry.stat(follow_symlinks=False), f"{data_dir}/{below}", layout.key_of(below)
     if key is None or path != layout.chunk_path(data_dir, key) or not stat.S_ISREG(found.st_mode):
-        return Stray(path)
+        return UnknownEntry(path)
     used = max(found.st_atime, found.st_mtime)
     return ChunkFile(path, key, found.st_blocks * 512, used)
 

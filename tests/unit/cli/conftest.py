@@ -18,7 +18,6 @@ from kvtier._cli import main as cli
 from kvtier._identity import Identity
 from kvtier.tiers._base import Batch, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
-from kvtier.tiers.fs._files import make_files
 from kvtier.tiers.fs._layout import data_dir
 from tests.unit.tiers.fs.conftest import World
 
@@ -63,7 +62,7 @@ class Cache:
     def __init__(self, root: Path, model: str = "org/Model-7B") -> None:
         self.root = root
         self.identity = Identity.make(model, {"dtype": "bfloat16"})
-        self._world = World(root, make_files())
+        self._world = World(root)
         self._world.identity = self.identity
         self.key = self._world.key
         self.quarantined = self._world.quarantined

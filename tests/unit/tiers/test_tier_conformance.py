@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import os
+import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from ctypes import CDLL
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any
 
+import hypothesis
 import pytest
 
-from kvtier import _native as native
 from kvtier.keys import OffloadKey
 from kvtier.tiers._base import SecondaryTier
 from kvtier.tiers.dummy import DummyTier
-from kvtier.tiers.fs import FsConfig, FsTier
-from kvtier.tiers.fs._files import ChunkFiles
-from kvtier.tiers.fs._files.native import NativeFiles
+from kvtier.tiers.fs import FsTier
 from kvtier_testing.tiers import Damage, TierConformance
-from tests.unit.tiers.fs.slow import FileConformance, SlowFiles, SlowLibrary, Slowness
+from tests.effort import effort
+from tests.unit.tiers.fs.conftest import MEMORY
+from tests.unit.tiers.fs.library import patch_library
 
 
 class TestDummy(TierConformance):
@@ -46,17 +47,41 @@ class TestDummy(TierConformance):
             tier.config = before
 
 
-class _OnFiles(FileConformance):
-    """The file tier, with one way to work on files."""
+class TestFiles(TierConformance):
+    tier = FsTier
+    is_persistent = True
+    is_shared = True
 
-    work: ClassVar[ChunkFiles]
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> Iterator[Path]:
+        """A root in memory, where flushing costs nothing."""
+        with tempfile.TemporaryDirectory(dir=MEMORY if os.access(MEMORY, os.W_OK) else tmp_path) as folder:
+            yield Path(folder) / "root"
 
-    def make_tier(self, place: Path) -> SecondaryTier[Any]:
-        self.slow = Slowness()
-        files: Any = SlowFiles(self.work, self.slow)
-        if isinstance(self.work, NativeFiles):  # so that its own threads put and get
-            files = NativeFiles(cast(CDLL, SlowLibrary(self.work.library, self.slow)))
-        return FsTier(FsConfig.model_validate(self.settings(place)), files)
+    @pytest.fixture(autouse=True)
+    def slow_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_fast, self.seconds = threading.Event(), 0.0
+        self.is_fast.set()
+        patch_library(monkeypatch, lambda: self.is_fast.wait(self.seconds), "kvt_files_put", "kvt_files_get")
+
+    def sequences(self) -> hypothesis.settings:
+        usual = super().sequences()
+        return hypothesis.settings(usual, max_examples=effort(8, usual.max_examples))
+
+    def settings(self, place: Path) -> Mapping[str, object]:
+        return {"type": "fs", "root_dir": str(place), "n_threads": 4, "min_free_bytes": 0, "max_bytes": 2**50}
+
+    def bounded(self, place: Path, capacity_bytes: int) -> Mapping[str, object]:
+        return {**self.settings(place), "max_bytes": capacity_bytes}
+
+    @contextmanager
+    def slowed(self, tier: SecondaryTier[Any], seconds: float) -> Iterator[None]:
+        self.seconds = min(seconds, threading.TIMEOUT_MAX)
+        self.is_fast.clear()
+        try:
+            yield
+        finally:
+            self.is_fast.set()
 
     def damage(self, tier: SecondaryTier[Any], place: Path, key: OffloadKey, damage: Damage) -> None:
         (file,) = place.rglob(f"{key[:-4].hex()}.bin")
@@ -71,13 +96,3 @@ class _OnFiles(FileConformance):
             file.write_bytes(other.read_bytes())
         else:
             os.truncate(file, length // 2 if damage is Damage.CUT else 0)
-
-
-class TestFilesInPython(_OnFiles):
-    work = ChunkFiles()
-
-
-@pytest.mark.skipif(native.library is None, reason="the native helper is not built")
-class TestFilesInC(_OnFiles):
-    if native.library is not None:
-        work = NativeFiles(native.library)

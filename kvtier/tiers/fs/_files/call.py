@@ -1,18 +1,19 @@
-"""One put, get, look-up or removal of chunks: what the native helper and its fallback work on."""
+"""One put, get, look-up or removal of chunks: what the native library works on."""
 
 from __future__ import annotations
 
 import ctypes
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum, IntFlag
+from typing import Final, TypeAlias
 
 from kvtier._native.layouts import Call
 from kvtier.keys import OffloadKey
 from kvtier.tiers._base import SlotMemory
 from kvtier.tiers.fs._files.index import Index, ends_of
-from kvtier.tiers.fs._layout import BLOCK_BYTES
 
 
 class Result(IntEnum):
@@ -32,11 +33,21 @@ class Result(IntEnum):
     COUNTING = 8
 
 
-class Verb(Enum):
-    """What can be begun without waiting for it."""
+THERE: Final = frozenset({Result.OK, Result.EXISTS})
+CORRUPT: Final = frozenset({Result.TORN, Result.FOREIGN, Result.CHECKSUM})
+GONE: Final = CORRUPT | {Result.ABSENT}
 
-    PUT = "put"
-    GET = "get"
+
+Failures: TypeAlias = Counter[int]
+"""Files and directories that could not be removed or read, by errno."""
+
+
+class Verb(Enum):
+    """What the native pool does; the value is the library's function."""
+
+    PUT = "kvt_files_put"
+    GET = "kvt_files_get"
+    CONTAINS = "kvt_files_contains"
 
 
 class Flag(IntFlag):
@@ -68,11 +79,6 @@ class Place:
     chunk_bytes: int
     flags: Flag
 
-    @property
-    def file_bytes(self) -> int:
-        """Length of every chunk's file."""
-        return self.chunk_bytes + BLOCK_BYTES
-
 
 class StopFlag:
     """Makes jobs in other threads, in C too, leave what they have not begun."""
@@ -90,7 +96,7 @@ class StopFlag:
 
 
 class FileCall:
-    """The chunks of one batch, and what becomes of each. Jobs share it, each with a run of its own.
+    """The chunks of one batch, and what becomes of each.
 
     Attributes:
         place: where the chunks' files are.
@@ -101,6 +107,7 @@ class FileCall:
         stop: set where no more chunks shall be begun.
         results: a ``Result`` or a negative errno for each chunk.
         inodes: inode of the file where the result is TORN, FOREIGN or CHECKSUM.
+        added: bytes that a put has added to the file system, directories included.
         address: address of the C record.
     """
 
@@ -120,6 +127,7 @@ class FileCall:
         self.stop = StopFlag()
         self.results = array("i", bytes(4 * len(keys)))
         self.inodes = array("Q", bytes(8 * len(keys)))
+        self.added = 0
         self._index: Index | None = None
         self._key_ends = ends_of(keys)
         self._record = self._make_record()
@@ -128,15 +136,15 @@ class FileCall:
     def __len__(self) -> int:
         return len(self.keys)
 
+    def take_results(self, chunks: Sequence[int], part: FileCall) -> None:
+        """Take over what became of some of the chunks in a call of their own."""
+        for i, result, inode in zip(chunks, part.results, part.inodes, strict=True):
+            self.results[i], self.inodes[i] = result, inode
+
     def note_in(self, index: Index) -> None:
-        """Let the native pool's threads note in the helper's index which chunks are there."""
+        """Let the pool's threads note in the index which chunks are there, though not which are gone."""
         self._index = index
         self._record.index = index.address
-
-    @property
-    def is_noted(self) -> bool:
-        """Whether the pool's threads note the chunks that are there. They do not note those that are gone."""
-        return bool(self._record.index)
 
     def _make_record(self) -> Call:
         place = self.place

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
-from kvtier.tiers._drain import wait_for_end
-from kvtier.tiers.fs._files.call import StopFlag
+from kvtier.errors import StateError
+from kvtier.tiers._drain import until_done
 
 _log = logging.getLogger("kvtier.tiers.fs")
 T = TypeVar("T")
@@ -33,6 +33,7 @@ class Workers:
 
     def __init__(self, name: str, threads: int) -> None:
         self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._is_closed = False
         self._threads = [
             threading.Thread(target=self._serve, name=f"{name}-{i}", daemon=True) for i in range(threads)
         ]
@@ -43,14 +44,17 @@ class Workers:
         """Submit a function. It must not raise."""
         self._queue.put(job)
 
-    def call(self, job: Callable[[], T]) -> Future[T]:
-        """Submit a function. Returns what holds its result, or what it has raised."""
+    def call(self, job: Callable[[], T]) -> asyncio.Future[T]:
+        """Submit a function from the event loop, for its result. StateError where the threads are closed."""
+        if self._is_closed:
+            raise StateError("the file tier is closed")
         result: Future[T] = Future()
         self.submit(partial(_complete, result, job))
-        return result
+        return asyncio.wrap_future(result)
 
     def close(self) -> None:
-        """Let the threads end when all that was submitted is done. Returns at once."""
+        """Let the threads end when all that was submitted is done. In the event loop. Returns at once."""
+        self._is_closed = True
         for _ in self._threads:
             self._queue.put(None)
 
@@ -73,43 +77,9 @@ def post(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> Non
         _log.warning("file work ended after its event loop was closed")
 
 
-async def run_alone(
-    workers: Workers, job: Callable[[], T], stop: StopFlag | None = None
-) -> tuple[T, asyncio.CancelledError | None]:
-    """Run one function in a worker thread to its end. Returns its result and the cancellation to be raised.
-
-    Args:
-        workers: the threads.
-        job: the function.
-        stop: set when the waiter is cancelled.
-
-    Raises:
-        What the function raised, or the cancellation where it raised too.
-    """
-    future = asyncio.wrap_future(workers.call(job))
-    cancelled = await wait_for_end(future, stop.set if stop is not None else None)
-    try:
-        return future.result(), cancelled
-    except Exception as error:
-        if cancelled is not None:
-            raise cancelled from error
-        raise
-
-
-async def run(workers: Workers, job: Callable[[], T], stop: StopFlag | None = None) -> T:
-    """Run one function in a worker thread to its end, then raise a cancellation that came meanwhile."""
-    result, cancelled = await run_alone(workers, job, stop)
-    if cancelled is not None:
-        raise cancelled
-    return result
-
-
-def join_all(groups: Sequence[Workers]) -> None:
-    """Close groups of workers and wait for their threads. Blocks."""
-    for workers in groups:
-        workers.close()
-    for workers in groups:
-        workers.join()
+async def run(workers: Workers, job: Callable[[], T]) -> T:
+    """Run one function in a worker thread to its true end, then raise a cancellation that came meanwhile."""
+    return await until_done(workers.call(job))
 
 
 def _complete(result: Future[T], job: Callable[[], T]) -> None:

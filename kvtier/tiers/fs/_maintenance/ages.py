@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 NEVER: Final = 2**63 - 1
 """An age that no chunk has."""
@@ -26,15 +26,8 @@ _AGE_BITS: Final = 50  # microseconds of 35 years
 BUCKETS: Final = (_AGE_BITS - _SUB_BITS + 1) * _SUB
 
 
-def bucket_of(age_us: int) -> int:
-    """Return the bucket of an age in microseconds. The native helper does the same."""
-    age = min(max(age_us, 0), (1 << _AGE_BITS) - 1)
-    shift = max(0, age.bit_length() - _SUB_BITS - 1)
-    return (shift << _SUB_BITS) + (age >> shift)
-
-
 def youngest_of(bucket: int) -> int:
-    """Return the least age of a bucket, in microseconds."""
+    """Return the least age of a bucket, in microseconds. ``bucket_of`` in scan.c is its inverse."""
     shift = max(0, (bucket >> _SUB_BITS) - 1)
     return (bucket - (shift << _SUB_BITS)) << shift
 
@@ -52,13 +45,9 @@ class Cutoffs:
     reused_us: int = NEVER
 
     def __post_init__(self) -> None:
-        """Raise ValueError where an age does not fit: the native helper would read it as another one."""
+        """Raise ValueError where an age does not fit: the native library would read it as another one."""
         if not (0 <= self.once_us <= NEVER and 0 <= self.reused_us <= NEVER):
             raise ValueError(f"an age of 0 to {NEVER} us is needed, not {self.once_us} and {self.reused_us}")
-
-    def include(self, age_us: int, reused: bool) -> bool:
-        """Return whether a chunk of this age leaves."""
-        return age_us >= (self.reused_us if reused else self.once_us)
 
     def and_older(self, other: Cutoffs) -> Cutoffs:
         """Return what leaves by either."""
@@ -67,20 +56,13 @@ class Cutoffs:
 
 NOTHING: Final = Cutoffs()
 
+Histogram: TypeAlias = "array[int]"
+"""Bytes of chunks by age: those used once, then those used again. The native library adds them up."""
 
-class Histogram:
-    """Bytes of chunks by age: those used once, then those used again. A plain array, for C too."""
 
-    def __init__(self) -> None:
-        self.bytes = array("Q", bytes(8 * 2 * BUCKETS))
-
-    def add(self, age_us: int, reused: bool, nbytes: int) -> None:
-        """Add a chunk."""
-        self.bytes[bucket_of(age_us) + (BUCKETS if reused else 0)] += nbytes
-
-    def total(self) -> int:
-        """Return the bytes of all chunks."""
-        return sum(self.bytes)
+def new_histogram() -> Histogram:
+    """Return a histogram of no chunks."""
+    return array("Q", bytes(8 * 2 * BUCKETS))
 
 
 def plan(histogram: Histogram, share: float, need_bytes: int) -> Cutoffs:
@@ -114,7 +96,7 @@ def _oldest_first(histogram: Histogram) -> list[tuple[int, bool, int]]:
     """List buckets that hold something: least age, whether of chunks used again, bytes."""
     found = [
         (youngest_of(index % BUCKETS), index >= BUCKETS, nbytes)
-        for index, nbytes in enumerate(histogram.bytes)
+        for index, nbytes in enumerate(histogram)
         if nbytes
     ]
     found.sort(key=lambda item: item[0] * (1 if item[1] else REUSE_WEIGHT), reverse=True)

@@ -23,9 +23,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvtier.tiers.fs import _layout as layout
-from kvtier.tiers.fs._files import ChunkFiles
-from kvtier.tiers.fs._files.base import Failures
-from kvtier.tiers.fs._files.call import StopFlag
+from kvtier.tiers.fs._files.call import Failures, StopFlag
 from kvtier.tiers.fs._maintenance import ages
 from kvtier.tiers.fs._maintenance.ages import Cutoffs, Histogram
 from kvtier.tiers.fs._maintenance.removal import Removal
@@ -60,7 +58,7 @@ class Evicted:
         leftover_bytes: bytes removed that no engine could use any more.
         chunks: chunks removed by age, or because they were not used for ``ttl_s``.
         chunk_bytes: bytes of these chunks, and of directories that became empty.
-        failures: what could not be removed or looked into.
+        failures: what could not be removed or read.
     """
 
     is_mine: bool
@@ -75,24 +73,19 @@ class Evicted:
         return self.leftover_bytes + self.chunk_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One directory with chunks: hashes spread over those of an epoch."""
-
-    data_dir: str
-    name: str
+_Part = tuple[str, str]
+"""An epoch's directory, and one below it with chunks: hashes spread over these."""
 
 
 class Evictor:
-    """Makes room below a root.
+    """Makes room below a root. All calls block, and raise OSError where the root cannot be read.
 
     Args:
         root_fd: the root directory, open.
-        files: what removes directories.
         stop: set to make it end early.
         gone: called with what was removed.
         ours: writers that live in this process.
-        only: names of the namespaces that are looked at; None for all.
+        only: names of the namespaces to scan; None for all.
         dry_run: remove nothing, and answer what would be removed. What one call has counted is gone for the
             next one. No lock is taken, and nothing is written.
         chance: decides the order of the directories; with the same seed a dry run and a run agree.
@@ -101,7 +94,6 @@ class Evictor:
     def __init__(
         self,
         root_fd: int,
-        files: ChunkFiles,
         stop: StopFlag,
         gone: Gone = _ignore,
         ours: frozenset[str] = frozenset(),
@@ -112,7 +104,7 @@ class Evictor:
     ) -> None:
         self._only = only
         self._root_fd = root_fd
-        self._removal = Removal(root_fd, files, stop, dry_run=dry_run)
+        self._removal = Removal(root_fd, stop, dry_run=dry_run)
         self._stop = stop
         self._gone = gone
         self._ours = ours
@@ -120,22 +112,14 @@ class Evictor:
         self._counted = ages.NOTHING if dry_run else None
 
     def sweep(self) -> Evicted:
-        """Remove what nobody can use any more, and of the quarantine what is beyond its bound. Blocks.
-
-        Raises:
-            OSError: the root cannot be looked at.
-        """
+        """Remove what nobody can use any more, and of the quarantine what is beyond its bound."""
         with Root.at(self._root_fd, self._only) as root:
-            sweeper = self._sweeper(root)
+            sweeper = Sweeper(root, self._removal, self._ours)
             removed = sweeper.sweep() + sweeper.sweep_orphans(lambda _: False)
         return Evicted(True, removed, failures=self._removal.take_failures())
 
     def make_room(self, need_bytes: int, freed: Freed = _ignore) -> Evicted:
-        """Remove ``need_bytes``, or all there is where that is less, and report to ``freed``. Blocks.
-
-        Raises:
-            OSError: the root cannot be looked at.
-        """
+        """Remove ``need_bytes``, or all there is where that is less, and report to ``freed``."""
         with self._elected() as now_ns, Root.at(self._root_fd, self._only) as root:
             if now_ns is None:
                 return Evicted(is_mine=False)
@@ -145,11 +129,7 @@ class Evictor:
         return self._evicted(scan, leftover)
 
     def expire(self, ttl_s: float, freed: Freed = _ignore) -> Evicted:
-        """Remove what was not used for ``ttl_s``, and report to ``freed``. Blocks.
-
-        Raises:
-            OSError: the root cannot be looked at.
-        """
+        """Remove what was not used for ``ttl_s``, and report to ``freed``."""
         with self._elected() as now_ns, Root.at(self._root_fd, self._only) as root:
             if now_ns is None:
                 return Evicted(is_mine=False)
@@ -178,7 +158,7 @@ class Evictor:
     def _parts(self, root: Root) -> list[_Part]:
         """List the directories with chunks, of all namespaces that kvtier has made."""
         return [
-            _Part(found.name, name)
+            (found.name, name)
             for namespace in root.namespaces()
             if namespace.is_kvtiers
             for found in namespace.data_dirs
@@ -187,15 +167,12 @@ class Evictor:
             if layout.PART.fullmatch(name)
         ]
 
-    def _sweeper(self, root: Root) -> Sweeper:
-        return Sweeper(root, self._removal, self._ours)
-
     def _evicted(self, scan: ChunkScan, leftover_bytes: int = 0) -> Evicted:
         failures = self._removal.take_failures() + scan.failures
         return Evicted(True, leftover_bytes, scan.removed, scan.removed_bytes, failures)
 
     def _remove_leftovers(self, root: Root, need_bytes: int) -> int:
-        sweeper = self._sweeper(root)
+        sweeper = Sweeper(root, self._removal, self._ours)
         removed = sweeper.sweep_orphans(lambda done: done >= need_bytes)
         if removed < need_bytes:
             removed += sweeper.sweep()
@@ -219,38 +196,38 @@ class Evictor:
 
     def _carry_out(self, parts: Sequence[_Part], scan: ChunkScan, freed: Freed) -> None:
         """Remove what is older than the cutoffs. Of several rounds the one with most failures counts: what
-        cannot be removed fails again, unless there is room before it is looked at.
+        cannot be removed fails again, unless there is room before it is scanned.
         """
         before, scan.failures, scan.failed_bytes = scan.failures, Counter(), 0
-        self._look_at(parts, scan, freed)
+        self._scan_parts(parts, scan, freed)
         scan.failures |= before
         if self._counted is not None:
             self._counted = scan.gone = self._counted.and_older(scan.cutoffs)
 
     def _plan(self, parts: Sequence[_Part], now_ns: int, need_bytes: int) -> Cutoffs:
-        sample, looked_at = self._scan(now_ns, Histogram()), 0
+        sample, scanned = self._scan(now_ns, ages.new_histogram()), 0
         for part in parts:
             if sample.seen >= SAMPLE_FILES or self._stop:
                 break
-            self._look_at((part,), sample)
-            looked_at += 1
+            self._scan_parts((part,), sample)
+            scanned += 1
         assert sample.histogram is not None
-        return ages.plan(sample.histogram, looked_at / max(1, len(parts)), need_bytes)
+        return ages.plan(sample.histogram, scanned / max(1, len(parts)), need_bytes)
 
-    def _look_at(self, parts: Iterable[_Part], scan: ChunkScan, freed: Freed = _ignore) -> None:
-        for part in parts:
+    def _scan_parts(self, parts: Iterable[_Part], scan: ChunkScan, freed: Freed = _ignore) -> None:
+        for data_dir, part in parts:
             if self._stop or (scan.want_bytes and scan.is_done):
                 break
-            before, path = scan.removed_bytes, f"{part.data_dir}/{part.name}"
+            before, path = scan.removed_bytes, f"{data_dir}/{part}"
             removed: list[str] = []
             try:
-                removed = scan.look(self._root_fd, path, self._stop)
+                removed = scan.scan(self._root_fd, path, self._stop)
             except OSError as error:  # it has vanished, or cannot be read: then the others
                 scan.note(error)
             if removed:
                 scan.removed_bytes += self._removal.folder(path, is_empty=not scan.left)
                 freed(scan.removed_bytes - before)
-                self._gone(part.data_dir, [f"{part.name}/{path}" for path in removed])
+                self._gone(data_dir, [f"{part}/{path}" for path in removed])
 
 
 def _clock(lock: int | None) -> int:

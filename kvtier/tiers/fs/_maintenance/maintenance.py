@@ -11,9 +11,7 @@ import asyncio
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -22,12 +20,12 @@ import anyio
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.keys import OffloadKey
 from kvtier.tiers.fs._config import FsConfig
-from kvtier.tiers.fs._files import ChunkFiles
-from kvtier.tiers.fs._files.base import PARTS, key_of
+from kvtier.tiers.fs._files import chunk_files
 from kvtier.tiers.fs._files.call import FileCall, Place, StopFlag
-from kvtier.tiers.fs._files.index import Index, make_index
 from kvtier.tiers.fs._files.workers import Workers, post
+from kvtier.tiers.fs._layout import key_of
 from kvtier.tiers.fs._maintenance.evict import Evictor, Freed
+from kvtier.tiers.fs._maintenance.known import KnownChunks
 from kvtier.tiers.fs._maintenance.recency import Recency
 from kvtier.tiers.fs._maintenance.removal import Removal
 from kvtier.tiers.fs._maintenance.sweep import Sweeper
@@ -37,39 +35,16 @@ from kvtier.tiers.fs._quota.quota import Quota
 from kvtier.tiers.fs._root import Root
 
 TICK_S: Final = 2.0
-"""Between two looks at the ledger, which see what others need."""
-
-UNCOUNTED_S: Final = 1.0
-"""Between two tries to have the root counted, where it was never counted."""
-
-ROOM_EVERY_S: Final = 0.02
-"""Between two tries of a put that waits for room while another process makes it."""
+"""Between two reads of the ledger, which see what others need."""
 
 EVICTION_PAUSE_S: Final = (0.1, 30.0)
 """After nothing could be removed, so long nothing is tried again: at first, and at most."""
 
+_UNCOUNTED_S: Final = 1.0  # between two tries to count a root that was never counted
+_ROOM_EVERY_S: Final = 0.02  # between two tries of a put that waits for room that another process makes
 _TOUCHED_A_CALL: Final = 1024
-_FRESH_MARKS: Final = 65_536
-_MANY_MARKS: Final = 64
-_LEFT: Final = 65_536
-_BREATH_S: Final = 0.001
 _LINES_EVERY_S: Final = 30.0
 _log = logging.getLogger("kvtier.tiers.fs")
-
-
-@dataclass
-class _Watched:
-    """An epoch and what is known of it: one object, for whoever is late must not mix two epochs.
-
-    Attributes:
-        place: the epoch's.
-        index: what is known of its chunks.
-        listed: chunks when it was listed last; -1 before.
-    """
-
-    place: Place
-    index: Index
-    listed: int = -1
 
 
 class Maintenance:
@@ -79,15 +54,16 @@ class Maintenance:
         config: the tier's settings.
         namespace: its place.
         quota: its bounds.
-        files: what works on chunks.
         closing: set when the tier closes.
         removed: called with the keys that have left.
         lost: called where another directory is at the root's path, such as that of a new mount.
-        epoch: the one to look after until ``follow`` names another.
+        epoch: the one whose chunks are listed until ``follow`` names another.
 
     Attributes:
         evicted_chunks: chunks that this process has evicted.
         evicted_bytes: bytes that it has removed to make room.
+        counted: set when the root's bytes are known, or could not be counted.
+        known: the chunks of the epoch that are known to exist.
     """
 
     def __init__(
@@ -95,7 +71,6 @@ class Maintenance:
         config: FsConfig,
         namespace: Namespace,
         quota: Quota,
-        files: ChunkFiles,
         closing: StopFlag,
         removed: Callable[[Sequence[OffloadKey]], None],
         lost: Callable[[str], None],
@@ -103,10 +78,11 @@ class Maintenance:
     ) -> None:
         self.evicted_chunks = 0
         self.evicted_bytes = 0
+        self.counted = asyncio.Event()
+        self.known = KnownChunks(epoch.place)
         self._config = config
         self._namespace = namespace
         self._quota = quota
-        self._files = files
         self._closing = closing
         self._removed = removed
         self._lost = lost
@@ -115,9 +91,7 @@ class Maintenance:
         self._quick = Workers(f"{config.type}-evict", 1)
         self.workers: Final = (self._slow, self._quick)
         self._recency = Recency()
-        self._evictor = Evictor(namespace.root_fd, files, closing, self._gone, frozenset({namespace.writer}))
-        self._watched = _Watched(epoch.place, make_index())
-        self._left: deque[OffloadKey] = deque(maxlen=_LEFT)
+        self._evictor = Evictor(namespace.root_fd, closing, self._gone, frozenset({namespace.writer}))
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._requested: set[str] = set()  # what is under way, or waits for its thread
         self._room_made = asyncio.Event()
@@ -128,23 +102,14 @@ class Maintenance:
 
     # ------------------------------------------------------------------------- in the event loop
 
-    @property
-    def index(self) -> Index:
-        """What is known of the epoch's chunks."""
-        return self._watched.index
-
-    def begin(self, counted: asyncio.Event | None = None) -> None:
-        """Look after the epoch: at once, and from time to time.
-
-        Args:
-            counted: set when the root's bytes are known, or could not be counted.
-        """
-        self._look_after(counted)
+    def begin(self) -> None:
+        """Begin the background work: at once, and from time to time."""
+        self._begin_slow_work()
         self._after("tick", TICK_S, self._tick)
 
     def follow(self, epoch: Epoch) -> None:
-        """Look after this epoch from now on, of which nothing is known yet."""
-        self._watched = _Watched(epoch.place, make_index())
+        """Work on this epoch from now on, of which nothing is known yet."""
+        self.known = KnownChunks(epoch.place)
         self._recency.clear()
         self.begin()
 
@@ -155,18 +120,6 @@ class Maintenance:
         self._timers.clear()
         self._wake_puts()
 
-    def learn(self, place: Place, there: Sequence[OffloadKey], gone: Sequence[OffloadKey] = ()) -> None:
-        """Note which chunks of an epoch are there and which are not. Any thread may call it."""
-        watched = self._watched
-        if place is watched.place:  # what began before a reset says nothing of the epoch after it
-            watched.index.add(there)
-            self._forget(watched, gone)
-
-    def _forget(self, watched: _Watched, gone: Sequence[OffloadKey]) -> None:
-        if gone:
-            self._left.extend(gone)  # before: a list may be about to bring them back
-            watched.index.discard(gone)
-
     def note_used(self, keys: Sequence[OffloadKey]) -> None:
         """Note that chunks were used. Any thread may call it."""
         self._recency.note(keys)
@@ -174,7 +127,7 @@ class Maintenance:
     def make_room_soon(self) -> None:
         """Request an eviction if one is due. Any thread may call it."""
         if not self._is_eviction_paused:
-            self._request(self._quick, self._evict, "made room in")
+            self._request(self._quick, self._evict, "eviction")
 
     async def room_made(self, give_up_at: float) -> bool:
         """Request an eviction, and wait for room. Returns whether a put that was refused should try again.
@@ -188,9 +141,9 @@ class Maintenance:
         if left_s <= 0 or self._closing or not self._quota.can_make_room or self._is_eviction_paused:
             return False
         if self._quota.unconfirmed_bytes:
-            self._request(self._slow, self._count, "counted")
+            self._request(self._slow, self._count, "counting its bytes")
         self.make_room_soon()
-        with anyio.move_on_after(min(left_s, ROOM_EVERY_S)):
+        with anyio.move_on_after(min(left_s, _ROOM_EVERY_S)):
             await self._room_made.wait()
         return True
 
@@ -223,42 +176,41 @@ class Maintenance:
         if not self._closing:
             self._timers[name] = self._loop.call_later(seconds, action)
 
-    def _look_after(self, counted: asyncio.Event | None = None) -> None:
+    def _begin_slow_work(self) -> None:
         if not self._closing:
-            self._slow.submit(partial(self._do_slow_work, self._watched, counted))
+            self._slow.submit(partial(self._do_slow_work, self.known))
 
     def _tick(self) -> None:
-        self._quick.submit(partial(self._do_tick, self._watched.place))
+        self._quick.submit(partial(self._do_tick, self.known.place))
 
     def _plan_next(self) -> None:
         every_s = min(self._config.recount_s, self._config.ttl_s or self._config.recount_s)
         if self._quota.used_bytes is None:
-            every_s = min(every_s, UNCOUNTED_S)
-        self._after("look after", every_s, self._look_after)
+            every_s = min(every_s, _UNCOUNTED_S)
+        self._after("slow work", every_s, self._begin_slow_work)
 
     # ---------------------------------------------------------------------------- in two threads
 
-    def _do_slow_work(self, watched: _Watched, counted: asyncio.Event | None) -> None:
-        self._try(self._count, "counted")
-        if counted is not None:
-            post(self._loop, counted.set)
+    def _do_slow_work(self, known: KnownChunks) -> None:
+        self._try(self._count, "counting its bytes")
+        post(self._loop, self.counted.set)
         if self._namespace.read_only is None:
-            self._try(self._sweep, "swept")
+            self._try(self._sweep, "removing leftovers")
             if self._config.ttl_s is not None:
-                self._try(partial(self._expire, self._config.ttl_s), "looked through for what is too old")
-        self._try(partial(self._list, watched), "listed")
+                self._try(partial(self._expire, self._config.ttl_s), "removing expired chunks")
+        self._try(partial(known.list, self._namespace, self._closing), "listing its chunks")
         post(self._loop, self._plan_next)
 
     def _do_tick(self, place: Place) -> None:
         if self._namespace.is_replaced():
             self._lost(f"another directory is at {self._config.root_dir} now")
-        self._try(self._quota.refresh, "asked for its ledger")
+        self._try(self._quota.refresh, "reading its ledger")
         if self._quota.excess_bytes:
             self.make_room_soon()
         if self._quota.unconfirmed_bytes or self._quota.used_bytes is None:
-            self._request(self._slow, self._count, "counted")
+            self._request(self._slow, self._count, "counting its bytes")
         if self._namespace.read_only is None:
-            self._try(partial(self._touch, place), "updated with what was used")
+            self._try(partial(self._touch, place), "setting the access times of its files")
         post(self._loop, partial(self._after, "tick", TICK_S, self._tick))
 
     def _count(self) -> None:
@@ -272,13 +224,13 @@ class Maintenance:
                 self._quota.count(self._add_up)
 
     def _add_up(self) -> int:
-        return self._files.tree_bytes(self._namespace.root_fd, ".", self._closing)
+        return chunk_files.tree_bytes(self._namespace.root_fd, ".", self._closing)
 
     def _sweep(self) -> None:
         with Root.at(self._namespace.root_fd) as root:
             ours = frozenset({self._namespace.writer})
             freed = self._count_freed()
-            removal = Removal(root.fd, self._files, self._closing)
+            removal = Removal(root.fd, self._closing)
             sweeper = Sweeper(root, removal, ours)
             freed(sweeper.sweep())
             for problem in sweeper.problems:
@@ -286,22 +238,6 @@ class Maintenance:
 
     def _expire(self, ttl_s: float) -> None:
         self.evicted_chunks += self._evictor.expire(ttl_s, self._count_freed()).chunks
-
-    def _list(self, watched: _Watched) -> None:
-        """List the epoch's chunks, the first time and when there may be many that are not there any more."""
-        index, place = watched.index, watched.place
-        if watched.listed >= 0:
-            if len(index) <= 2 * watched.listed + _FRESH_MARKS:
-                return
-            index = make_index()
-        for part in range(PARTS if self._namespace.has_data(place) else 0):
-            self._left.clear()
-            marks = self._files.fingerprints(place, part, self._closing)
-            index.add_listed(marks)
-            index.discard(list(self._left))  # what has left since it was listed
-            if len(marks) > _MANY_MARKS:
-                time.sleep(_BREATH_S)  # an engine that computes wants the interpreter as well
-        watched.index, watched.listed = index, len(index)
 
     def _evict(self) -> None:
         need = self._quota.excess_bytes
@@ -344,17 +280,17 @@ class Maintenance:
         return freed
 
     def _gone(self, data_dir: str, paths: Sequence[str]) -> None:
-        watched = self._watched
-        if data_dir == watched.place.data_dir:
+        known = self.known
+        if data_dir == known.place.data_dir:
             keys = [key for path in paths if (key := key_of(path)) is not None]
-            self._forget(watched, keys)
+            known.forget(keys)
             self._removed(keys)
 
     def _touch(self, place: Place) -> None:
         keys = self._recency.take()
         for first in range(0, len(keys), _TOUCHED_A_CALL):
             call = FileCall(place, keys[first : first + _TOUCHED_A_CALL])
-            self._files.touch(call, 0, len(call))
+            chunk_files.touch(call)
             if self._closing:
                 return
 
@@ -363,7 +299,7 @@ class Maintenance:
             work()
         except Exception:
             if not self._closing:
-                self.warn(what, f"could not be {what}", exc_info=True)
+                self.warn(what, f"{what} failed", exc_info=True)
 
     def warn(self, subject: str, text: str, *, exc_info: bool = False) -> None:
         """Write a line about the root to the log, unless there was one about the subject a moment ago."""

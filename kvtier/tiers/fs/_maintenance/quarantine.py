@@ -14,14 +14,13 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.keys import OffloadKey, content_hash, group_index
-from kvtier.tiers.fs._files import make_files
-from kvtier.tiers.fs._files.call import Result, StopFlag
+from kvtier.tiers.fs._files.call import FileCall, Result, StopFlag
 from kvtier.tiers.fs._layout import DIRECTORY_MODE, chunk_path
 from kvtier.tiers.fs._maintenance.removal import Removal
 
@@ -45,16 +44,21 @@ class Quarantine:
     def __init__(self, root_fd: int, namespace: str) -> None:
         self._root_fd = root_fd
         self._folder = f"{namespace}/quarantine"
-        self._removal = Removal(root_fd, make_files(), StopFlag())
+        self._removal = Removal(root_fd, StopFlag())
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._log_limit = LogLimit(_LINES_EVERY_S)
 
     def counts(self) -> Mapping[str, int]:
-        """Return how many files were set aside since the tier opened, by reason. Does not block."""
+        """Return how many files were quarantined since the tier opened, by reason. Does not block."""
         return dict(self._counts)
 
-    def set_aside(self, data_dir: str, key: OffloadKey, result: Result, inode: int) -> bool:
+    def add_all(self, call: FileCall, chunks: Sequence[int]) -> None:
+        """Move the files of some chunks away that have failed their checks. Blocks."""
+        for i in chunks:
+            self.add(call.place.data_dir, call.keys[i], Result(call.results[i]), call.inodes[i])
+
+    def add(self, data_dir: str, key: OffloadKey, result: Result, inode: int) -> bool:
         """Move a chunk's file away, unless another one has taken its place. Returns whether it was moved.
 
         Where it cannot be moved it stays, and fails its check each time it is read.
@@ -66,7 +70,8 @@ class Quarantine:
             inode: which file.
         """
         path, reason = chunk_path(data_dir, key), result.name.lower()
-        target = self.target(key, reason)
+        name = f"{content_hash(key).hex()}_g{group_index(key)}.{reason}.{time.time_ns()}-{os.getpid()}"
+        target = f"{self._folder}/{name}"
         with self._lock:
             try:
                 with suppress(FileExistsError):
@@ -75,7 +80,7 @@ class Quarantine:
                 if not self._move(path, inode, target):
                     return False  # another reader was faster
             except OSError as error:
-                what = "%s failed its check (%s) and cannot be set aside: %s"
+                what = "%s failed its check (%s) and cannot be quarantined: %s"
                 self._log(logging.ERROR, what, path, reason, error.strerror or error)
                 return False
             self._counts[reason] += 1
@@ -88,11 +93,6 @@ class Quarantine:
                 os.rename(path, target, src_dir_fd=self._root_fd, dst_dir_fd=self._root_fd)
                 return True
         return False
-
-    def target(self, key: OffloadKey, reason: str) -> str:
-        """Name the file that a chunk goes to, relative to the root."""
-        name = f"{content_hash(key).hex()}_g{group_index(key)}.{reason}.{time.time_ns()}-{os.getpid()}"
-        return f"{self._folder}/{name}"
 
     def _require_place(self) -> None:
         """Remove the oldest entries until there is a place for one more. OSError where there is none."""
@@ -145,6 +145,6 @@ def prune(removal: Removal, folder: str, keep: int) -> Pruned:
 
 
 def by_age(names: Iterable[str]) -> list[str]:
-    """Return the names of entries that were set aside, the oldest first, and no other names."""
+    """Return the names of quarantined entries, the oldest first, and no other names."""
     aged = [(int(found[1]), name) for name in names if (found := _OURS.fullmatch(name))]
     return [name for _, name in sorted(aged)]

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvtier.tiers.fs import _layout as layout
-from kvtier.tiers.fs._files import ChunkFiles
-from kvtier.tiers.fs._files.base import Failures
-from kvtier.tiers.fs._files.call import StopFlag
+from kvtier.tiers.fs._files.call import Failures, StopFlag
+from kvtier.tiers.fs._files.chunk_files import tree_bytes, tree_remove
 from kvtier.tiers.fs._locks import open_lock, try_lock
 
 
@@ -21,7 +20,6 @@ class Removal:
 
     Args:
         root_fd: the root directory, open.
-        files: what walks through directories.
         stop: set where it shall end soon.
         dry_run: remove nothing, and count what would be removed, each path once.
 
@@ -29,12 +27,11 @@ class Removal:
         failures: what could not be removed or looked into.
     """
 
-    def __init__(self, root_fd: int, files: ChunkFiles, stop: StopFlag, *, dry_run: bool = False) -> None:
+    def __init__(self, root_fd: int, stop: StopFlag, *, dry_run: bool = False) -> None:
         self.stop = stop
         self.dry_run = dry_run
         self.failures: Failures = Counter()
         self._root_fd = root_fd
-        self._files = files
         self._counted: set[str] = set()
 
     def tree(self, path: str) -> int:
@@ -67,7 +64,7 @@ class Removal:
         return found.st_blocks * 512
 
     def _tree(self, path: str) -> int:
-        walk = self._files.tree_bytes if self.dry_run else self._files.tree_remove
+        walk = tree_bytes if self.dry_run else tree_remove
         itself = os.stat(path, dir_fd=self._root_fd, follow_symlinks=False).st_blocks * 512
         return itself + walk(self._root_fd, path, self.stop, self.failures)
 

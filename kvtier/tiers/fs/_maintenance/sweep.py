@@ -10,15 +10,15 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from kvtier.tiers.fs import _layout as layout
-from kvtier.tiers.fs._files import ChunkFiles
 from kvtier.tiers.fs._files.call import StopFlag
+from kvtier.tiers.fs._files.chunk_files import tree_remove
 from kvtier.tiers.fs._locks import wait_for_lock
 from kvtier.tiers.fs._maintenance.quarantine import MAX_FILES, by_age, prune
 from kvtier.tiers.fs._maintenance.removal import Removal
 from kvtier.tiers.fs._root import Namespace, Root
 
 
-def remove_cache(root: Root, name: str, files: ChunkFiles) -> bool:
+def remove_cache(root: Root, name: str) -> bool:
     """Remove a cache that no living process uses.
 
     Returns:
@@ -33,8 +33,8 @@ def remove_cache(root: Root, name: str, files: ChunkFiles) -> bool:
         if not _is_left(root, namespace):
             return False
         for found in namespace.data_dirs:
-            files.tree_remove(root.fd, found.name, stop)
-        files.tree_remove(root.fd, name, stop)
+            tree_remove(root.fd, found.name, stop)
+        tree_remove(root.fd, name, stop)
     return True
 
 
@@ -87,7 +87,7 @@ class Sweeper:
                 if alone:
                     removed += self._removal.tree(f"{folder}/{writer}")
             # The lock is there before the directory and goes after it.
-            if f"{writer}.lock" not in names and not self._root.is_file(lock):
+            if f"{writer}.lock" not in names and not self._root.is_there(lock):
                 removed += self._removal.tree(f"{folder}/{writer}")
         return removed
 

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 DEFAULT_SHARE: Final = 0.8
 
-MOST: Final = 10**15
+MAX_STORED: Final = 10**15
 """Stored numbers are less. Sums since the ledger was made may be a thousand times as much."""
 
 
@@ -32,7 +32,7 @@ class FileSystem:
 
 
 _Sum = Annotated[int, Meta(ge=0, lt=10**18)]
-_Bytes = Annotated[int, Meta(ge=0, lt=MOST)]
+_Bytes = Annotated[int, Meta(ge=0, lt=MAX_STORED)]
 
 
 def _new_mark() -> str:
@@ -63,7 +63,7 @@ class Accounts(msgspec.Struct):
     is_exact: bool = False
     added: _Sum = 0
     removed: _Sum = 0
-    counted_at: Annotated[float, Meta(ge=0, lt=MOST)] = 0.0
+    counted_at: Annotated[float, Meta(ge=0, lt=MAX_STORED)] = 0.0
     leases: dict[str, _Bytes] = {}
     unconfirmed: _Bytes = 0
     mark: str = msgspec.field(default_factory=_new_mark)

@@ -40,14 +40,14 @@ from kvtier.tiers.fs._locks import (
     open_lock,
     try_lock,
 )
-from kvtier.tiers.fs._quota.accounts import MOST, Accounts, FileSystem
+from kvtier.tiers.fs._quota.accounts import MAX_STORED, Accounts, FileSystem
 
 FOLDER: Final = ".kvtier"
 EVICTING: Final = f"{FOLDER}/evict.lock"
 COUNTING: Final = f"{FOLDER}/count.lock"
 _LEDGER: Final = f"{FOLDER}/ledger"
 _PAGE_BYTES: Final = 4096
-_MOST_BYTES: Final = 1 << 20
+_MAX_BYTES: Final = 1 << 20
 _PATIENCE_S: Final = 2.0
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _WRITERS_LOCK: Final = re.compile(r"[0-9]+-[0-9a-f]{16}\.lock")
@@ -83,15 +83,15 @@ class SharedLedger(Ledger):
 
     Args:
         root_fd: the root directory, open; it stays the caller's.
-        look: returns the file system's state; it blocks.
+        stat: returns the file system's state; it blocks.
 
     Raises:
         OSError: the ledger cannot be made, or the file system has no locks.
     """
 
-    def __init__(self, root_fd: int, look: Callable[[], FileSystem]) -> None:
+    def __init__(self, root_fd: int, stat: Callable[[], FileSystem]) -> None:
         self._root_fd = root_fd
-        self._look = look
+        self._stat = stat
         with suppress(FileExistsError):
             os.mkdir(FOLDER, DIRECTORY_MODE, dir_fd=root_fd)
         self.writer, self._fd = make_writer_lock(root_fd, FOLDER)
@@ -112,7 +112,7 @@ class SharedLedger(Ledger):
         fd = self._open()
         try:
             lock_with_timeout(fd, _LEDGER, _PATIENCE_S)
-            before = os.pread(fd, min(os.fstat(fd).st_size, _MOST_BYTES), 0)
+            before = os.pread(fd, min(os.fstat(fd).st_size, _MAX_BYTES), 0)
             accounts = _parse(before) or self._new_accounts()
             if self.writer not in accounts.leases:
                 self._register_again()
@@ -148,7 +148,7 @@ class SharedLedger(Ledger):
         accounts.leases[self.writer] = 0
 
     def _new_accounts(self) -> Accounts:
-        return Accounts(self._look().used, _boot())
+        return Accounts(self._stat().used, _boot())
 
     # ------------------------------------------------------------------------------ liveness
 
@@ -259,7 +259,7 @@ def _parse(text: bytes) -> Accounts | None:
         accounts = _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    return accounts if accounts.used + accounts.leased < MOST else None
+    return accounts if accounts.used + accounts.leased < MAX_STORED else None
 
 
 def _write(fd: int, text: bytes) -> None:

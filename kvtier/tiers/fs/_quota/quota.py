@@ -29,21 +29,21 @@ from kvtier.tiers.fs._quota.ledger import Ledger
 
 DEFAULT_FREE_SHARE: Final = 0.05
 DEFAULT_FREE_BYTES: Final = 32 * 2**30
-_FEW_FILES: Final = 64
+_MIN_FREE_INODES: Final = 64
 _AHEAD_BYTES: Final = 64 * 2**20
 _AHEAD_SHARE: Final = 64
 
 
-def look_at(root_fd: int) -> FileSystem:
-    """Ask the file system that an open directory is on. It blocks.
+def stat_file_system(root_fd: int) -> FileSystem:
+    """Return the state of the file system that an open directory is on. Blocks.
 
     Where hardly any file can be made any more, its free bytes are of no use, and none are said to be free: a
     chunk may need directories as well, and where it gets some of them alone, nothing would ever make room.
     """
     found = os.fstatvfs(root_fd)
     unit = found.f_frsize
-    few = min(_FEW_FILES, found.f_files // 16)
-    has_inodes = found.f_favail > few or found.f_files == 0  # 0 in all: it makes them as they are needed
+    # Of no inodes in all the file system makes them as they are needed.
+    has_inodes = found.f_files == 0 or found.f_favail > min(_MIN_FREE_INODES, found.f_files // 16)
     free = found.f_bavail * unit if has_inodes else 0
     return FileSystem(found.f_blocks * unit, (found.f_blocks - found.f_bfree) * unit, free)
 
@@ -90,14 +90,14 @@ class Quota:
         config: the tier's settings.
         file_bytes: the most bytes that writing one chunk can take.
         shared: the root's ledger.
-        look: returns the file system's state; it blocks.
+        stat: returns the file system's state; it blocks.
 
     Raises:
         OSError: the file system cannot be asked.
     """
 
     def __init__(
-        self, config: FsConfig, file_bytes: int, shared: Ledger, look: Callable[[], FileSystem]
+        self, config: FsConfig, file_bytes: int, shared: Ledger, stat: Callable[[], FileSystem]
     ) -> None:
         self._asking = threading.Lock()  # held by the one who asks the ledger or the file system
         self._lock = threading.Lock()  # of the three numbers below; nobody is asked while it is held
@@ -108,8 +108,8 @@ class Quota:
         self._refused = 0  # bytes that the last reservation was not granted: room should be made for them
         self._file_bytes = file_bytes
         self._ledger = shared
-        self._look = look
-        self._bounds = _bounds_of(config, look())
+        self._stat = stat
+        self._bounds = _bounds_of(config, stat())
         self._evicts = config.eviction != "none"
         self._known = _Known(0, limit=config.max_bytes)
         self.refresh()
@@ -126,7 +126,7 @@ class Quota:
 
     @property
     def excess_bytes(self) -> int:
-        """Bytes that should be evicted now, as of the last look at the ledger."""
+        """Bytes that should be evicted now, as of the last read of the ledger."""
         return self._known.excess
 
     @property
@@ -146,7 +146,7 @@ class Quota:
 
     @property
     def has_puts_under_way(self) -> bool:
-        """Whether some writer may be writing a chunk now, as of the last look at the ledger."""
+        """Whether some writer may be writing a chunk now, as of the last read of the ledger."""
         return self._known.leased > 0
 
     def reserve_ahead(self, chunks: int) -> bool:
@@ -196,11 +196,10 @@ class Quota:
     def flush(self) -> None:
         """Report to the ledger what was settled, and give back what was leased ahead.
 
-        Raises:
-            OSError: the ledger does not answer.
+        Where the ledger does not answer, the next put or the next refresh reports it.
         """
         if self.has_news:
-            with self._change():
+            with suppress(OSError), self._change():
                 pass
 
     def mark(self) -> str:
@@ -272,7 +271,7 @@ class Quota:
                 reserved, spent = self._reserved, self._unreported
             with self._ledger.change() as accounts:
                 writer = self._ledger.writer
-                change = _Change(accounts, self._look())
+                change = _Change(accounts, self._stat())
                 accounts.add(spent)
                 accounts.leases[writer] = reserved
                 yield change

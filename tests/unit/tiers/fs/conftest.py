@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import subprocess
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import anyio
 import pytest
 
-from kvtier import _native as native
 from kvtier._identity import Identity
 from kvtier._memory.heap import HeapMemory
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.tiers._base import Batch, Outcome, TierContext, ignore_lost, ignore_removed
 from kvtier.tiers.fs import FsConfig, FsTier
-from kvtier.tiers.fs import _layout as layout
-from kvtier.tiers.fs._files import ChunkFiles
+from kvtier.tiers.fs import _session as session_module
 from kvtier.tiers.fs._files.call import StopFlag
-from kvtier.tiers.fs._files.native import NativeFiles
+from kvtier.tiers.fs._files.chunk_files import tree_bytes
+from tests.unit.tiers.fs.library import Gate, patch_library
 
+MEMORY = Path("/dev/shm")
 SLOTS = 64
 AT_FDCWD = -100
 
@@ -29,9 +31,8 @@ AT_FDCWD = -100
 class World:
     """One root directory and what tests do with it. Chunk ``n`` has the bytes ``content(n)``."""
 
-    def __init__(self, root: Path, work: ChunkFiles) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self.work = work
         self.chunk_bytes = 16384
         self.identity = Identity.make("org/Model-7B", {"dtype": "bfloat16"})
         self._opened: list[FsTier] = []
@@ -42,17 +43,17 @@ class World:
 
     async def open(
         self,
-        work: ChunkFiles | None = None,
+        until_counted: bool = True,
         removed: Callable[[Sequence[OffloadKey]], None] = ignore_removed,
         lost: Callable[[str], None] = ignore_lost,
         **settings: object,
     ) -> FsTier:
         """Open a tier on the root; it is closed when the test ends."""
         given = {"root_dir": self.root, "n_threads": 4, "min_free_bytes": 0, **settings}
-        tier = FsTier(FsConfig.model_validate(given), work if work is not None else self.work)
+        tier = FsTier(FsConfig.model_validate(given))
         await tier.open(TierContext("files", self.identity, self.chunk_bytes, removed, lost))
         self._opened.append(tier)
-        if work is None:  # on a busy machine counting takes longer than an opening waits for it
+        if until_counted:  # on a busy machine counting takes longer than an opening waits for it
             await self.eventually(lambda: (usage := tier.usage()) and usage.used_bytes is not None)
         return tier
 
@@ -114,35 +115,50 @@ class World:
             while not condition():  # noqa: ASYNC110 - nobody tells when the background is done
                 await anyio.sleep(0.005)
 
+    async def until_listed(self, tier: FsTier) -> None:
+        """Wait until a tier has swept its root and listed it, as it does after opening."""
+        session = tier._session
+        assert session is not None
+        await self.eventually(lambda: session.maintenance.known.listed >= 0)
+
     async def bytes_below(self) -> int:
         """Add up the root, by a walk that does not mind what vanishes meanwhile."""
 
-        def add_up() -> int:
-            with layout.open_folder(AT_FDCWD, str(self.root)) as root_fd:
-                return self.work.tree_bytes(root_fd, ".", StopFlag())
-
-        return await anyio.to_thread.run_sync(add_up)
+        return await anyio.to_thread.run_sync(tree_bytes, AT_FDCWD, str(self.root), StopFlag())
 
     def writers(self) -> list[str]:
         return sorted(path.name for path in (self.namespace / ".tmp").iterdir())
 
 
-@pytest.fixture(params=["native", "python"])
-def work(request: pytest.FixtureRequest) -> ChunkFiles:
-    """What does the work on files: each in turn."""
-    if request.param == "python":
-        return ChunkFiles()
-    if native.library is None:
-        pytest.skip("the native helper is not built")
-    return NativeFiles(native.library)
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """A directory in memory, where flushing costs nothing. Tests of direct I/O name one on a disk instead."""
+    with tempfile.TemporaryDirectory(dir=MEMORY if os.access(MEMORY, os.W_OK) else tmp_path) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture
-async def world(tmp_path: Path, work: ChunkFiles) -> AsyncIterator[World]:
+async def world(place: Path) -> AsyncIterator[World]:
     """A world on an empty root."""
-    here = World(tmp_path / "root", work)
+    here = World(place / "root")
     yield here
     await here.close_all()
+
+
+@pytest.fixture
+def gate(world: World) -> Iterator[Gate]:
+    """A gate, closed; open in the end, or the tiers' threads would never end."""
+    made = Gate()
+    yield made
+    made.open()
+
+
+@pytest.fixture
+def hung_count(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """A gate before counts, as on a file system that does not answer. Nobody waits for the first one."""
+    monkeypatch.setattr(session_module, "_FIRST_COUNT_PATIENCE_S", 0.0)
+    patch_library(monkeypatch, gate, "kvt_tree_bytes")
+    return gate
 
 
 @pytest.fixture
@@ -167,9 +183,3 @@ def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     yield mount
     for point in points:
         subprocess.run(["umount", "-l", str(point)], check=False, capture_output=True)
-
-
-@pytest.fixture
-def small_file_system(mounted: Callable[[str], Path]) -> Path:
-    """A file system of 4 MiB in memory, mounted; skipped where that is not allowed."""
-    return mounted("size=4m")

@@ -74,12 +74,12 @@ async def test_a_root_that_is_removed_is_a_miss_and_a_counted_failure(world, mon
     monkeypatch.setattr(maintenance, "TICK_S", 1000.0)  # nobody puts a ledger into what is being removed
     tier = await world.open(max_bytes=10**9)
     await world.put(tier, range(4))
-    await world.eventually(lambda: tier._maintenance._watched.listed >= 0)  # what opening has begun is over
+    await world.until_listed(tier)  # what opening has begun is over
     shutil.rmtree(world.root)
     assert (await world.get(tier, range(4))).statuses == (ABSENT,) * 4
     outcome = await world.put(tier, range(4))
     assert (outcome.statuses, dict(outcome.reasons)) == ((FAILED,) * 4, {"enoent": 4})
-    await anyio.to_thread.run_sync(tier._maintenance._do_tick, tier._epoch.place)
+    await anyio.to_thread.run_sync(tier._session.maintenance._do_tick, tier._session.epoch.place)
     await tier.discard(world.keys(range(4)))
     assert not any(await tier.contains(world.keys(range(4))))
 

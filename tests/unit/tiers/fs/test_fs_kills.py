@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import anyio
 import pytest
@@ -12,12 +13,12 @@ import pytest
 from kvtier._cli.verify import verify
 from kvtier.tiers._base import Status
 from kvtier.tiers.fs._files.call import StopFlag
-from kvtier.tiers.fs._files.native import NativeFiles
+from kvtier.tiers.fs._files.chunk_files import tree_bytes
 from kvtier.tiers.fs._quota import ledger
 from tests.effort import effort
 
 pytestmark = pytest.mark.timeout(400)  # a busy machine needs seconds for each kill
-KILLS = effort(25, 110)  # with each way of working on files
+KILLS = effort(25, 110)
 AT_ONCE = 5
 CHUNK_BYTES = 16_384
 NUMBERS = 400
@@ -25,50 +26,34 @@ MAX_BYTES = 3_000_000  # less than half of what the writers have, so that they e
 
 # One process without threads forks writers and kills them: none of them imports anything again.
 DRIVER = """
-import asyncio, hashlib, os, random, signal, sys, time, traceback
+import asyncio, os, random, signal, sys, time, traceback
 from pathlib import Path
-from kvtier._identity import Identity
-from kvtier.keys import pack_key
-from kvtier._memory.heap import HeapMemory
-from kvtier.tiers._base import Batch, Status, TierContext
-from kvtier.tiers.fs import FsConfig, FsTier
+from kvtier.tiers._base import Status
 from kvtier.tiers.fs._files.call import StopFlag
-from kvtier.tiers.fs._files import make_files
+from kvtier.tiers.fs._files.chunk_files import tree_bytes
+from tests.unit.tiers.fs.conftest import World
 
 root, reports = sys.argv[1:3]
 kills, at_once, chunk_bytes, numbers, max_bytes = map(int, sys.argv[3:])
 root, reports = Path(root), Path(reports)
-contents = [random.Random(n).randbytes(chunk_bytes) for n in range(numbers)]
-
-def key(number):
-    return pack_key(hashlib.sha256(number.to_bytes(8, "big")).digest(), number % 3)
 
 async def write(told):
-    choose = random.Random()
-    settings = dict(root_dir=root, n_threads=2, min_free_bytes=0, max_bytes=max_bytes, recount_s=0.05)
+    choose, world = random.Random(), World(root)
+    world.chunk_bytes = chunk_bytes
+    settings = dict(n_threads=2, max_bytes=max_bytes, recount_s=0.05, until_counted=False)
     settings["direct_io"] = choose.choice(["auto", "never"])  # a kill tears what goes through the page cache
-    tier = FsTier(FsConfig(**settings))
-    identity = Identity.make("org/Model-7B", {"dtype": "bfloat16"})
-    await tier.open(TierContext("files", identity, chunk_bytes))
-    memory = HeapMemory(8, chunk_bytes)
+    tier = await world.open(**settings)
     while True:
         chosen = choose.sample(range(numbers), 8)
-        batch = Batch([key(number) for number in chosen], range(8), memory)
         what = choose.random()
         if what < 0.6:
-            for slot, number in enumerate(chosen):
-                memory.view(slot)[:] = contents[number]
-            await tier.put(batch)
+            await world.put(tier, chosen)
             os.write(told, b"x")
         elif what < 0.95:
-            outcome = await tier.get(batch)
-            for slot, (number, status) in enumerate(zip(chosen, outcome.statuses)):
-                if status == Status.OK:
-                    assert bytes(memory.view(slot)) == contents[number], f"wrong bytes of {number}"
-                else:
-                    assert status == Status.ABSENT, (status, outcome.reasons)
+            outcome = await world.get(tier, chosen)  # which looks at the bytes
+            assert set(outcome.statuses) <= {Status.OK, Status.ABSENT}, outcome
         else:
-            await tier.discard(batch.keys[:2])
+            await tier.discard(world.keys(chosen[:2]))
 
 def start():
     ready, told = os.pipe()
@@ -85,7 +70,7 @@ def start():
 def bytes_below_root():
     fd = os.open(root, os.O_RDONLY)
     try:
-        return make_files().tree_bytes(fd, ".", StopFlag())
+        return tree_bytes(fd, ".", StopFlag())
     finally:
         os.close(fd)
 
@@ -119,17 +104,16 @@ def check_well(root):
     assert found.sound == found.chunks - found.gone > 50, found
 
 
-async def test_writers_killed_at_random_points_leave_a_root_that_is_well(world, work, tmp_path):
+async def test_writers_killed_at_random_points_leave_a_root_that_is_well(world, tmp_path):
     reports = tmp_path / "reports"
     reports.mkdir()
     given = (world.root, reports, KILLS, AT_ONCE, CHUNK_BYTES, NUMBERS, MAX_BYTES)
-    environment = {**os.environ, "KVTIER_NATIVE": "1" if isinstance(work, NativeFiles) else "0"}
     done = await anyio.to_thread.run_sync(
         lambda: subprocess.run(
             [sys.executable, "-c", DRIVER, *map(str, given)],
             capture_output=True,
             text=True,
-            env=environment,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])},
         )
     )
     assert done.returncode == 0, done.stderr
@@ -154,7 +138,7 @@ async def test_writers_killed_at_random_points_leave_a_root_that_is_well(world, 
     root_fd = os.open(world.root, os.O_RDONLY)
 
     def is_right():
-        accounts, used = ledger.read(root_fd), world.work.tree_bytes(root_fd, ".", StopFlag())
+        accounts, used = ledger.read(root_fd), tree_bytes(root_fd, ".", StopFlag())
         return accounts is not None and accounts.used == used == tier.statistics().used_bytes
 
     try:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import subprocess
+import threading
 
 import anyio
 import pytest
 
 from kvtier.tiers._base import Status
 from kvtier.tiers.fs._maintenance import maintenance
+from kvtier.tiers.fs._namespace import Namespace
 from kvtier.tiers.fs._quota.quota import Quota
 
 OK = Status.OK
@@ -22,9 +24,28 @@ def told():
 
 
 @pytest.fixture
-async def tier(world, told, monkeypatch):
-    """A tier that looks often."""
+def looks(monkeypatch):
+    """Has tiers look often; waits for some looks that begin after it is called."""
     monkeypatch.setattr(maintenance, "TICK_S", 0.01)
+    looked, is_replaced = threading.Semaphore(0), Namespace.is_replaced
+
+    def counted(namespace):
+        looked.release()
+        return is_replaced(namespace)
+
+    async def wait():
+        while looked.acquire(blocking=False):
+            pass
+        for _ in range(4):
+            assert await anyio.to_thread.run_sync(looked.acquire, True, 20)
+
+    monkeypatch.setattr(Namespace, "is_replaced", counted)
+    return wait
+
+
+@pytest.fixture
+async def tier(world, told, looks):
+    """A tier that looks often."""
     return await world.open(lost=told.append, max_bytes=2**50)
 
 
@@ -35,12 +56,12 @@ async def test_a_root_that_is_replaced_is_told_of(world, tier, told):
     assert told[0] == f"another directory is at {world.root} now"
 
 
-async def test_a_root_that_is_moved_away_is_not_told_of_and_is_of_use_where_it_is(world, tier, told):
+async def test_a_root_that_is_moved_away_is_not_told_of_and_is_of_use_where_it_is(world, tier, told, looks):
     world.root.rename(world.root.with_name("before"))
-    await anyio.sleep(0.2)  # many looks
+    await looks()
     assert (await world.put(tier, range(4))).statuses == (OK,) * 4
     world.root.with_name("before").rename(world.root)
-    await anyio.sleep(0.2)
+    await looks()
     assert told == []
     assert (await world.get(tier, range(4))).statuses == (OK,) * 4
 
@@ -63,8 +84,7 @@ def mounted(world):
 
 
 @pytest.mark.parametrize("below", ["", "kvtier/cache"], ids=["at the mount point", "below it"])
-async def test_what_comes_to_light_when_it_is_unmounted_is_not_used(world, told, monkeypatch, mounted, below):
-    monkeypatch.setattr(maintenance, "TICK_S", 0.01)
+async def test_what_comes_to_light_when_it_is_unmounted_is_not_used(world, told, looks, mounted, below):
     bare = mounted / below
     run("umount", str(mounted))
     bare.mkdir(parents=True, exist_ok=True)
@@ -72,7 +92,7 @@ async def test_what_comes_to_light_when_it_is_unmounted_is_not_used(world, told,
     world.root = bare
     tier = await world.open(lost=told.append, max_bytes=2**50)
     run("umount", "-l", str(mounted))
-    await anyio.sleep(0.2)  # many looks
+    await looks()
     assert told == []
     assert (await world.put(tier, range(4))).statuses == (OK,) * 4
     assert list(bare.iterdir()) == []
@@ -92,5 +112,5 @@ async def test_what_fails_at_each_look_is_told_once_in_a_while(world, tier, monk
     with monkeypatch.context() as patch:
         patch.setattr(Quota, "refresh", fail)
         await world.eventually(lambda: len(looks) > 5)
-    assert caplog.text.count("could not be asked for its ledger") == 1
+    assert caplog.text.count("reading its ledger failed") == 1
     assert "the disk is gone" in caplog.text

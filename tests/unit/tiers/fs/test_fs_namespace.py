@@ -11,7 +11,6 @@ import subprocess
 import anyio
 import pytest
 
-from kvtier._identity import Identity
 from kvtier.errors import TierError
 from kvtier.tiers._base import Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
@@ -24,16 +23,6 @@ OK, ABSENT, REFUSED = Status.OK, Status.ABSENT, Status.REFUSED
 
 
 # ------------------------------------------------------------------------------------- identity
-
-
-async def test_a_model_name_never_leaves_the_root(world, tmp_path):
-    world.identity = Identity.make("../../../etc/..", {})
-    tier = await world.open()
-    await world.put(tier, [1])
-    assert {path.name for path in tmp_path.iterdir()} == {"root"}
-    names = {path.name for path in world.root.iterdir()} - {".kvtier"}
-    assert names
-    assert all(name.startswith(world.identity.namespace) for name in names)
 
 
 async def test_another_identity_in_the_same_place_is_refused_in_words(world):
@@ -62,28 +51,13 @@ def forbid_writing(point):
     subprocess.run(["mount", "-o", "remount,ro", str(point)], check=True)
 
 
-async def test_a_full_file_system_refuses_and_goes_on(world, small_file_system):
-    world.root = small_file_system / "root"
-    world.chunk_bytes = 256 * 1024
-    tier = await world.open(min_free_bytes=0, max_bytes=10**9, eviction="none")
-    (small_file_system / "ballast").write_bytes(bytes(2 * 2**20))
-    outcome = await world.put(tier, range(16))
-    written = outcome.statuses.count(OK)
-    assert 0 < written < 16
-    assert outcome.statuses.count(REFUSED) == 16 - written
-    assert set(outcome.reasons) <= {"enospc", "min_free"}
-    got = await world.get(tier, range(16))
-    assert [status == OK for status in got.statuses] == [status == OK for status in outcome.statuses]
-    (small_file_system / "ballast").unlink()
-    assert (await world.get(tier, range(16))).statuses == got.statuses
-
-
-async def test_a_root_that_can_only_be_read_is_read(world, small_file_system, caplog):
-    world.root = small_file_system / "root"
+async def test_a_root_that_can_only_be_read_is_read(world, mounted, caplog):
+    point = mounted("size=4m")
+    world.root = point / "root"
     tier = await world.open()
     await world.put(tier, [1])
     await tier.aclose()
-    forbid_writing(small_file_system)
+    forbid_writing(point)
     tier = await world.open()
     assert (await world.get(tier, [1, 2])).statuses == (OK, ABSENT)
     outcome = await world.put(tier, [1, 2])
@@ -96,9 +70,9 @@ async def test_a_root_that_can_only_be_read_is_read(world, small_file_system, ca
     assert (await world.put(tier, [1])).statuses == (REFUSED,)
 
 
-async def test_an_empty_root_that_can_only_be_read_is_refused(world, small_file_system):
-    forbid_writing(small_file_system)
-    world.root = small_file_system
+async def test_an_empty_root_that_can_only_be_read_is_refused(world, mounted):
+    world.root = mounted("size=4m")
+    forbid_writing(world.root)
     with pytest.raises(TierError, match=r"mounted0 cannot be used: .*\(erofs\)"):
         await world.open()
 
@@ -124,10 +98,7 @@ async def test_resets_at_once_have_epochs_of_their_own(world, monkeypatch):
     assert max(tier.statistics().epoch for tier in tiers) == 23
 
 
-@pytest.mark.parametrize(
-    "text",
-    [None, "", "x\n", "0\n", "-1\n", "1", "01\n", "1\n\n", "\x00" * 8, "9" * 16 + "\n", "9" * 400 + "\n"],
-)
+@pytest.mark.parametrize("text", [None, "", "0\n", "1\n\n", "9" * 16 + "\n"])  # the rest is fuzzed
 async def test_a_lost_epoch_is_never_an_old_one(world, text):
     tier = await world.open()
     await tier.reset()
@@ -207,27 +178,6 @@ async def test_a_new_writer_that_a_sweep_takes_for_a_dead_one_tries_again(world,
     finally:
         for fd in swept:
             os.close(fd)
-
-
-async def test_unfinished_files_of_the_dead_are_swept_and_those_of_the_living_stay(world, tmp_path):
-    living = await world.open()  # it sweeps in the background: what the dead left appears at once
-    folder = world.namespace / ".tmp"
-    for left in ("1-dead", "2-orphan"):
-        (tmp_path / left).mkdir()
-        (tmp_path / left / "5").write_bytes(b"half a chunk")
-    (folder / "1-dead.lock").touch()
-    for left in ("1-dead", "2-orphan"):
-        (tmp_path / left).rename(folder / left)
-    (alive,) = (
-        path for path in folder.iterdir() if path.is_dir() and path.name.startswith(f"{os.getpid()}-")
-    )
-    (alive / "unfinished").touch()
-    await world.open()
-    await world.eventually(
-        lambda: not any(name.startswith(("1-dead", "2-orphan")) for name in world.writers())
-    )
-    assert (alive / "unfinished").exists()
-    assert (await world.put(living, [1])).statuses == (OK,)
 
 
 async def test_an_open_that_fails_leaves_no_thread_and_no_writer(world):

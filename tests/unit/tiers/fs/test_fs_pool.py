@@ -1,4 +1,4 @@
-"""The helper's threads: who takes what, and how one learns of the end."""
+"""The native library's threads: who takes what, and how one learns of the end."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from array import array
 import pytest
 
 from kvtier import _native as native
+from tests.unit.tiers.fs.library import WORK
 
-pytestmark = [
-    pytest.mark.timeout(60),
-    pytest.mark.skipif(native.library is None, reason="the native helper is not built"),
-]
-Work = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
+pytestmark = pytest.mark.timeout(60)
 
 
 class Pool:
@@ -27,7 +24,6 @@ class Pool:
         assert native.holding is not None
         self.library, self.holding = native.library, native.holding
         self.address = self.library.kvt_pool_open(readers, writers)
-        self.gates = {}
         self.begun = []
         self._lock = threading.Condition()
         self._kept = []
@@ -41,7 +37,7 @@ class Pool:
                 gate.wait(30)
             return end - first
 
-        function = Work(work)
+        function = WORK(work)
         self._kept.append(function)
         pointer = ctypes.cast(function, ctypes.c_void_p)
         assert not self.holding.kvt_pool_submit(self.address, pointer, None, chunks, part, reading, token)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from types import SimpleNamespace
 
-import anyio
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given
 
 from kvtier.tiers._base import Status
 from kvtier.tiers.fs._config import FsConfig
 from kvtier.tiers.fs._files.call import Result
+from kvtier.tiers.fs._locks import make_writer_lock
 from kvtier.tiers.fs._quota import ledger
-from kvtier.tiers.fs._quota.accounts import Accounts, FileSystem
+from kvtier.tiers.fs._quota.accounts import FileSystem
 from kvtier.tiers.fs._quota.ledger import Ledger
-from kvtier.tiers.fs._quota.quota import Quota
+from kvtier.tiers.fs._quota.quota import Quota, stat_file_system
 
 pytestmark = pytest.mark.timeout(60)
 OK, REFUSED = Status.OK, Status.REFUSED
@@ -104,32 +103,17 @@ def test_the_default_of_min_free_is_a_share_and_bounded(total, kept):
     assert total - kept - FILE < granted * FILE <= total - kept
 
 
-def test_a_file_system_with_hardly_an_inode_has_no_free_bytes(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("files", "left", "is_free"),
+    [(100, 6, False), (100, 7, True), (10**6, 64, False), (10**6, 65, True), (0, 0, True)],
+)
+def test_a_file_system_with_hardly_an_inode_has_no_free_bytes(monkeypatch, files, left, is_free):
     """A chunk may need directories, too: with one inode left no put would end, and none make room."""
-    from kvtier.tiers.fs._quota.quota import look_at
-
-    real = os.statvfs(tmp_path)
-    values = dict(
-        zip(("f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files"), real, strict=False)
+    found = SimpleNamespace(
+        f_frsize=4096, f_blocks=100, f_bfree=50, f_bavail=50, f_files=files, f_favail=left
     )
-
-    class Found:
-        f_files = f_favail = 0
-        f_frsize, f_blocks, f_bfree, f_bavail = (
-            values[name] for name in ("f_frsize", "f_blocks", "f_bfree", "f_bavail")
-        )
-
-    for files, left, is_free in (
-        (100, 0, False),
-        (100, 6, False),
-        (100, 7, True),
-        (10**6, 64, False),
-        (10**6, 65, True),
-        (0, 0, True),
-    ):
-        Found.f_files, Found.f_favail = files, left
-        monkeypatch.setattr(os, "fstatvfs", lambda fd: Found)
-        assert (look_at(0).free > 0) == is_free
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: found)
+    assert (stat_file_system(0).free > 0) == is_free
 
 
 def test_more_is_asked_to_leave_only_above_the_high_watermark_or_where_a_put_was_refused():
@@ -156,54 +140,6 @@ def test_nothing_is_asked_to_leave_before_the_root_was_counted_or_where_nothing_
     assert space.excess_bytes == 0
 
 
-class Writer(Ledger):
-    """One of several writers of accounts that they share."""
-
-    def __init__(self, name, accounts):
-        self.writer, self.accounts = name, accounts
-        accounts.leases[name] = 0
-
-
-_STEPS = st.lists(
-    st.tuples(
-        st.integers(0, 2), st.sampled_from(["put", "put", "end", "flush", "refresh"]), st.integers(1, 40)
-    ),
-    max_size=60,
-)
-
-
-@given(steps=_STEPS, limit=st.integers(5, 2000))
-def test_whatever_several_writers_reserve_and_lease_ahead_the_ledger_covers_it_within_the_bound(steps, limit):
-    disk = Disk(free=10**9)
-    accounts = Accounts(0, is_exact=True)
-    config = FsConfig.model_validate({"root_dir": "/nowhere", "max_bytes": limit * FILE, "min_free_bytes": 0})
-    spaces = [Quota(config, FILE, Writer(f"{i}-0", accounts), disk.look) for i in range(3)]
-    under_way = [[] for _ in spaces]
-    written = 0
-    for number, step, chunks in steps:
-        space = spaces[number]
-        if step == "put":
-            granted = chunks if space.reserve_ahead(chunks) else space.reserve(chunks)[0]
-            under_way[number].append(granted)
-        elif step == "end" and under_way[number]:
-            granted = under_way[number].pop(chunks % len(under_way[number]))
-            written += granted
-            space.settle(granted, granted * FILE)
-        elif step == "flush":
-            space.flush()
-        elif step == "refresh":
-            space.refresh()
-        promised = written + sum(map(sum, under_way))
-        assert promised * FILE <= accounts.used + accounts.leased <= limit * FILE
-    for space, left in zip(spaces, under_way, strict=True):
-        for granted in left:
-            space.settle(granted, 0)
-        space.flush()
-        assert not space.has_news
-    assert (accounts.used, accounts.leased) == (written * FILE, 0)
-    assert spaces[0].reserve(2 * limit)[0] == limit - written
-
-
 def test_where_there_is_plenty_of_room_most_puts_ask_nobody():
     disk = Disk(free=10**9)
     space = disk.space(max_bytes=10**8)
@@ -222,11 +158,15 @@ def test_where_there_is_plenty_of_room_most_puts_ask_nobody():
 def test_a_folder_that_vanishes_while_a_writer_takes_a_new_name_fails_one_change_alone(tmp_path, monkeypatch):
     root_fd = os.open(tmp_path, os.O_RDONLY)
     shared = ledger.SharedLedger(root_fd, Disk().look)
-    register = ledger.make_writer_lock
 
     def register_late(*args):
         shutil.rmtree(tmp_path / ".kvtier")
-        return register(*args)
+        return make_writer_lock(*args)
+
+    def stored_leases():
+        accounts = ledger.read(root_fd)
+        assert accounts is not None
+        return accounts.leases
 
     shutil.rmtree(tmp_path / ".kvtier")
     with monkeypatch.context() as patch:
@@ -236,39 +176,13 @@ def test_a_folder_that_vanishes_while_a_writer_takes_a_new_name_fails_one_change
                 pytest.fail("there are no accounts to hold")
     with shared.change() as accounts:
         accounts.leases[shared.writer] = 7
-    assert ledger.read(root_fd).leases == {shared.writer: 7}
+    assert stored_leases() == {shared.writer: 7}
     shared.close()
-    assert ledger.read(root_fd).leases == {}
+    assert stored_leases() == {}
     os.close(root_fd)
 
 
 # ------------------------------------------------------------------------------ in the tier
-
-
-async def test_puts_beyond_max_bytes_are_refused_and_chunks_that_are_there_are_well(world):
-    tier = await world.open(max_bytes=12 * (world.chunk_bytes + 4096 + 2 * 4096), eviction="none")
-    await world.put(tier, [0, 1])
-    outcome = await world.put(tier, range(40))
-    written = outcome.statuses.count(OK)
-    assert outcome.statuses[:2] == (OK, OK)
-    assert 2 < written < 40
-    assert dict(outcome.reasons) == {"max_bytes": 40 - written}
-    assert sum(path.stat().st_blocks * 512 for path in world.root.rglob("*")) <= tier.statistics().limit_bytes
-    again = await world.put(tier, range(40))
-    assert again.statuses.count(OK) >= written
-    got = await world.get(tier, range(40))
-    assert got.statuses.count(OK) == again.statuses.count(OK)
-
-
-async def test_the_root_is_counted_again_from_time_to_time(world):
-    tier = await world.open(recount_s=0.02)
-    await world.put(tier, range(20))
-    full = tier.statistics().used_bytes
-    for number in range(20):
-        world.file(number).unlink()
-    with anyio.fail_after(20):
-        while tier.statistics().used_bytes > full - 20 * world.chunk_bytes:  # noqa: ASYNC110
-            await anyio.sleep(0.005)
 
 
 async def test_a_file_system_that_cannot_be_asked_is_a_failure_of_the_put(world, monkeypatch):

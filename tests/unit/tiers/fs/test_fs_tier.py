@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import stat
 import threading
-from collections import Counter
 
 import anyio
 import pytest
@@ -14,16 +12,21 @@ from kvtier import _native as native
 from kvtier._memory.heap import HeapMemory
 from kvtier.errors import StateError, TierError
 from kvtier.keys import pack_key
+from kvtier.tiers import _registry as registry
 from kvtier.tiers._base import Batch, Knowledge, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
-from kvtier.tiers.fs._files import ChunkFiles
-from kvtier.tiers.fs._files.native import NativeFiles
 
 pytestmark = pytest.mark.timeout(60)
 OK, ABSENT, REFUSED, FAILED = Status.OK, Status.ABSENT, Status.REFUSED, Status.FAILED
 
 
-@pytest.mark.parametrize("chunk_bytes", [4096, 65536, 3 * 4096, 2 * 2**20])
+@pytest.fixture
+def place(tmp_path):
+    """On a disk, for direct I/O."""
+    return tmp_path
+
+
+@pytest.mark.parametrize("chunk_bytes", [4096, 3 * 4096, 2 * 2**20])
 @pytest.mark.parametrize("direct_io", ["auto", "never"])
 async def test_what_is_put_is_got(world, chunk_bytes, direct_io):
     world.chunk_bytes = chunk_bytes
@@ -33,18 +36,6 @@ async def test_what_is_put_is_got(world, chunk_bytes, direct_io):
     outcome = await tier.get(batch)
     assert (outcome.statuses, dict(outcome.reasons)) == ((OK,) * 20, {})
     assert world.got(batch) == [world.content(number) for number in range(20)]
-
-
-async def test_a_chunk_is_where_the_documentation_says(world):
-    tier = await world.open()
-    await world.put(tier, [7])
-    file = world.file(7)
-    assert file.stat().st_size == world.chunk_bytes + 4096
-    assert file.read_bytes()[: world.chunk_bytes] == world.content(7)
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    for folder in (file.parent, file.parent.parent, file.parent.parent.parent, world.namespace, world.root):
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert (world.namespace / "config.json").read_text() == world.identity.manifest
 
 
 async def test_short_hashes_have_files_too(world):
@@ -81,67 +72,6 @@ async def test_what_was_put_got_or_found_is_known_and_nothing_is_known_to_be_abs
     assert list(tier.known(world.keys([1]))) == [unknown]
 
 
-async def test_puts_gets_and_discards_of_one_key_at_once_never_show_other_bytes(world):
-    tier, other = await world.open(), await world.open()
-    seen: Counter[Status] = Counter()
-
-    async def write(mine: FsTier) -> None:
-        for _ in range(30):
-            seen.update((await world.put(mine, [1, 2])).statuses)
-
-    async def read(mine: FsTier) -> None:
-        for _ in range(60):
-            seen.update((await world.get(mine, [1, 2])).statuses)
-
-    async def remove(mine: FsTier) -> None:
-        for _ in range(30):
-            await mine.discard(world.keys([1]))
-
-    async with anyio.create_task_group() as group:
-        for mine in (tier, other):
-            for work in (write, read, remove):
-                group.start_soon(work, mine)
-    assert set(seen) <= {OK, ABSENT}
-    assert seen[OK] >= 2 * 60  # every put, and whatever was read
-    assert world.quarantined() == []
-
-
-@pytest.mark.parametrize(
-    ("durability", "files", "directories"), [("none", 0, 0), ("data", 2, 0), ("full", 2, 3 + 1)]
-)
-async def test_the_fallback_flushes_what_it_promises(world, monkeypatch, durability, files, directories):
-    """The first put makes two directories: it flushes them and the one that holds them."""
-    flushed: list[str] = []
-    tier = await world.open(ChunkFiles(), durability=durability)
-    await world.put(tier, [0])
-    world.file(0).unlink()
-    world.file(0).parent.rmdir()
-    world.file(0).parent.parent.rmdir()
-    monkeypatch.setattr(os, "fdatasync", lambda fd: flushed.append("file"))
-    monkeypatch.setattr(os, "fsync", lambda fd: flushed.append("directory"))
-    assert (await world.put(tier, [0])).statuses == (OK,)
-    await tier.discard(world.keys([0]))
-    assert (await world.put(tier, [0])).statuses == (OK,)
-    assert flushed.count("file") == files
-    assert flushed.count("directory") == directories
-
-
-@pytest.mark.parametrize("direct_io", ["auto", "never"])
-async def test_helper_and_fallback_write_the_same_bytes_and_read_each_others(world, tmp_path, direct_io):
-    if native.library is None:
-        pytest.skip("the native helper is not built")
-    works: dict[str, ChunkFiles] = {"c": NativeFiles(native.library), "python": ChunkFiles()}
-    both = []
-    for name, other in (("c", "python"), ("python", "c")):
-        world.root = tmp_path / name
-        tier = await world.open(works[name], direct_io=direct_io)
-        await world.put(tier, range(5))
-        both.append([world.file(number).read_bytes() for number in range(5)])
-        await tier.aclose()
-        assert (await world.get(await world.open(works[other]), range(5))).statuses == (OK,) * 5
-    assert both[0] == both[1]
-
-
 async def test_memory_of_another_shape_is_refused(world):
     tier = await world.open()
     with pytest.raises(ValueError, match="8192 bytes"):
@@ -155,21 +85,16 @@ async def test_chunks_that_fill_no_whole_blocks_are_refused(tmp_path, world, chu
         await tier.open(TierContext("files", world.identity, chunk_bytes))
 
 
+def test_without_the_native_library_the_configuration_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "library", None)
+    monkeypatch.setattr(native, "missing_because", "there is none")
+    with pytest.raises(TierError, match=r"not loaded \(there is none\): install .* kvtier._native.build"):
+        registry.validate({"type": "fs", "root_dir": str(tmp_path)})
+
+
 async def test_a_tier_that_is_not_open_says_so(tmp_path, world):
     with pytest.raises(StateError, match="not open"):
         FsTier(FsConfig(root_dir=tmp_path)).statistics()
-
-
-async def test_statistics_tell_what_is_so(world, work):
-    tier = await world.open(direct_io="never", max_bytes=10**9)
-    before = tier.statistics()
-    await world.put(tier, range(3))
-    after = tier.statistics()
-    assert (after.epoch, after.limit_bytes, after.direct_io, after.read_only) == (0, 10**9, False, None)
-    assert after.native == isinstance(work, NativeFiles)
-    assert before.used_bytes is not None
-    assert after.used_bytes is not None
-    assert after.used_bytes - before.used_bytes >= 3 * (world.chunk_bytes + 4096)
 
 
 async def test_how_full_it_is_can_be_asked_while_the_file_system_hangs(world, monkeypatch):

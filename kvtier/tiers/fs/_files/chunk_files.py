@@ -1,0 +1,98 @@
+"""Work on chunks' files by the native library: one foreign call a batch, without the interpreter lock.
+
+All calls block, and may be made from any thread, several at once. Puts, gets and look-ups go through
+``NativePool``. Errors of chunks are results, never exceptions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from array import array
+from collections.abc import Callable
+from typing import Final
+
+from kvtier import _native as native
+from kvtier._native.layouts import TreeSums
+from kvtier.errors import TierError
+from kvtier.tiers.fs._files.call import Failures, FileCall, Place, StopFlag
+
+_LISTED_AT_ONCE: Final = 1024
+
+
+def require_library() -> ctypes.CDLL:
+    """Return the native library.
+
+    Raises:
+        TierError: it is not loaded; the message says why, and what to do.
+    """
+    if native.library is None:
+        raise TierError(
+            f"the file tier needs kvtier's native library, which is not loaded ({native.missing_because}): "
+            "install a kvtier wheel for this platform, or install a C compiler and build the library with "
+            "'python -m kvtier._native.build'"
+        )
+    return native.library
+
+
+def discard(call: FileCall) -> int:
+    """Remove the chunks' files. Returns the bytes that were removed."""
+    return int(require_library().kvt_files_discard(call.address, 0, len(call)))
+
+
+def touch(call: FileCall) -> None:
+    """Set the time of the last use of the chunks' files to now: OK or ABSENT."""
+    require_library().kvt_files_touch(call.address, 0, len(call))
+
+
+def fingerprints(place: Place, part: str, stop: StopFlag) -> array[int]:
+    """List a part of an epoch's chunks, for the index. OSError where it cannot be read.
+
+    Args:
+        place: the epoch.
+        part: a directory of the epoch's first level.
+        stop: set where the caller does not want to know any more.
+
+    Returns:
+        64 bits for each chunk's key, type code ``Q``.
+    """
+    room, path = _LISTED_AT_ONCE, f"{place.data_dir}/{part}"
+    while True:
+        marks = array("Q", bytes(8 * room))
+        ask = require_library().kvt_chunks_list
+        count = ask(place.root_fd, path.encode(), stop.address, marks.buffer_info()[0], room)
+        if count <= room:
+            break
+        room = 2 * count
+    if count < 0 and count != -errno.ENOENT:
+        raise OSError(-count, os.strerror(-count), path)
+    return marks[: max(0, count)]
+
+
+def tree_bytes(root_fd: int, path: str, stop: StopFlag, failures: Failures | None = None) -> int:
+    """Return the bytes on disk below a directory. OSError where it cannot be read.
+
+    Directories below it that cannot be read are left out, and added to ``failures``.
+    """
+    return _walk(require_library().kvt_tree_bytes, root_fd, path, stop, failures)
+
+
+def tree_remove(root_fd: int, path: str, stop: StopFlag, failures: Failures | None = None) -> int:
+    """Remove a directory. Returns the bytes removed. OSError where it cannot be removed.
+
+    What is below it and cannot be removed is added to ``failures``.
+    """
+    return _walk(require_library().kvt_tree_remove, root_fd, path, stop, failures)
+
+
+def _walk(
+    function: Callable[..., int], root_fd: int, path: str, stop: StopFlag, failures: Failures | None
+) -> int:
+    sums = TreeSums()
+    result = function(root_fd, path.encode(), stop.address, ctypes.byref(sums))
+    if failures is not None and sums.failed:
+        failures[sums.error] += sums.failed
+    if result < 0:
+        raise OSError(-result, os.strerror(-result), path)
+    return int(sums.bytes)

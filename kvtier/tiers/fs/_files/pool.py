@@ -1,0 +1,127 @@
+"""Calls in the native library's threads: submitted from the event loop, completed through a descriptor."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+from array import array
+from itertools import count
+from typing import Final
+
+from kvtier import _native as native
+from kvtier.errors import StateError
+from kvtier.tiers._drain import wait_for_end
+from kvtier.tiers.fs._files.call import FileCall, Verb
+from kvtier.tiers.fs._files.chunk_files import require_library
+from kvtier.tiers.fs._files.index import Index
+
+_PART_BYTES: Final = 256 * 1024
+"""What a thread takes at once: a part costs a lock and a wake-up, microseconds."""
+
+_LOOKUPS_A_PART: Final = 64
+_ENDED_AT_ONCE: Final = 64
+
+
+class _Task:
+    """A call in the native pool. It keeps the call's memory until the pool has done with it."""
+
+    def __init__(self, call: FileCall) -> None:
+        self._call = call
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._waiters: list[asyncio.Future[None]] = []
+
+    async def end(self) -> None:
+        """Wait for its end, whatever happens. A cancellation stops it, and is raised when it has ended."""
+        if self._ended.done():
+            return
+        # Not wait_for_end at once: asyncio.wait takes one turn of the loop more, some 8 % of a small get.
+        waiter = self._loop.create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            self._call.stop.set()
+            await wait_for_end(self._ended)
+            raise
+
+    def complete(self, added: int) -> None:
+        """Note that it has ended."""
+        self._call.added = added
+        for future in (self._ended, *self._waiters):
+            if not future.done():
+                future.set_result(None)
+
+
+class NativePool:
+    """The native library's threads, which put, get and look up chunks. Made in the event loop.
+
+    Args:
+        readers: threads that prefer gets and look-ups.
+        writers: threads that prefer puts.
+
+    Raises:
+        OSError: the threads cannot be had.
+    """
+
+    def __init__(self, readers: int, writers: int) -> None:
+        assert native.holding is not None
+        library, self._holding = require_library(), native.holding
+        self._library = library
+        self._work = {verb: ctypes.cast(getattr(library, verb.value), ctypes.c_void_p) for verb in Verb}
+        self._tokens = count(1)
+        self._begun: dict[int, _Task] = {}
+        self._is_closing = False
+        self._loop = asyncio.get_running_loop()
+        self._address = library.kvt_pool_open(readers, writers)
+        if not self._address:
+            raise OSError(errno.EAGAIN, "the threads of the native pool cannot be started")
+        self._fd = int(library.kvt_pool_fd(self._address))
+        self._loop.add_reader(self._fd, self._on_readable)
+
+    async def run(self, call: FileCall, verb: Verb, index: Index) -> None:
+        """Put, get or look up chunks, at least one: to the true end, then raise a cancellation.
+
+        Chunks that are there are noted in ``index``.
+
+        Raises:
+            MemoryError: there is none for it.
+            StateError: the pool is closing.
+        """
+        if self._is_closing:
+            raise StateError("the file tier is closing")
+        call.note_in(index)
+        token, task = next(self._tokens), _Task(call)
+        part = _LOOKUPS_A_PART if verb is Verb.CONTAINS else max(1, _PART_BYTES // call.place.chunk_bytes)
+        self._begun[token] = task
+        submit, reading = self._holding.kvt_pool_submit, verb is not Verb.PUT
+        if submit(self._address, self._work[verb], call.address, len(call), part, reading, token):
+            del self._begun[token]
+            raise MemoryError("no memory for a task of the native pool")
+        await task.end()
+
+    async def drain(self) -> None:
+        """Take no more calls, and wait for the end of those that were begun; then raise a cancellation."""
+        self._is_closing, cancelled = True, None
+        for task in tuple(self._begun.values()):
+            try:
+                await task.end()
+            except asyncio.CancelledError as error:
+                cancelled = error
+        self._loop.remove_reader(self._fd)
+        if cancelled is not None:
+            raise cancelled
+
+    def close(self) -> None:
+        """End the threads when all is done. Blocks."""
+        self._library.kvt_pool_close(self._address)
+
+    def _on_readable(self) -> None:
+        tokens, sums = array("Q", bytes(8 * _ENDED_AT_ONCE)), array("q", bytes(8 * _ENDED_AT_ONCE))
+        found = _ENDED_AT_ONCE
+        while found == _ENDED_AT_ONCE:
+            take = self._holding.kvt_pool_ended
+            found = take(self._address, tokens.buffer_info()[0], sums.buffer_info()[0], _ENDED_AT_ONCE)
+            for i in range(found):
+                self._begun.pop(tokens[i]).complete(sums[i])

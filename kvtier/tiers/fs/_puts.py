@@ -1,0 +1,148 @@
+"""Puts within the bounds of a root: reserving room, writing, and settling what was taken."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from array import array
+from collections.abc import Sequence
+from functools import partial
+from typing import Final
+
+from kvtier.tiers._base import Batch
+from kvtier.tiers._drain import wait_for_end
+from kvtier.tiers.fs._config import FsConfig
+from kvtier.tiers.fs._files.call import CORRUPT, FileCall, Result, Verb
+from kvtier.tiers.fs._files.pool import NativePool
+from kvtier.tiers.fs._files.workers import Workers, run
+from kvtier.tiers.fs._maintenance.known import KnownChunks
+from kvtier.tiers.fs._maintenance.maintenance import Maintenance
+from kvtier.tiers.fs._maintenance.quarantine import Quarantine
+from kvtier.tiers.fs._outcomes import chunks_with
+from kvtier.tiers.fs._quota.quota import Quota
+
+_NEEDS_ROOM: Final = frozenset({Result.MAX_BYTES, Result.MIN_FREE})
+_FLUSH_S: Final = 0.02
+_ROOM_SHARE: Final = 0.2  # of its deadline a put waits for room
+
+
+class Puts:
+    """The puts of an open tier. In the event loop.
+
+    Args:
+        config: the tier's settings.
+        quota: what may be written.
+        pool: writes.
+        workers: threads that may block on the ledger and on the quarantine.
+        quarantine: takes what is in the place of a chunk and is none.
+        maintenance: makes room.
+    """
+
+    def __init__(
+        self,
+        config: FsConfig,
+        quota: Quota,
+        pool: NativePool,
+        workers: Workers,
+        quarantine: Quarantine,
+        maintenance: Maintenance,
+    ) -> None:
+        self._wait_s = _ROOM_SHARE * config.deadline_s
+        self._quota = quota
+        self._pool = pool
+        self._workers = workers
+        self._quarantine = quarantine
+        self._maintenance = maintenance
+        self._loop = asyncio.get_running_loop()
+        self._serial = 0
+        self._flush_is_due = False
+
+    async def put(self, known: KnownChunks, batch: Batch) -> array[int]:
+        """Put the chunks that are not there, and for a part of the deadline again those that a bound refuses.
+
+        Args:
+            known: the epoch, and which of its chunks are known to be there.
+            batch: the chunks.
+
+        Returns:
+            What became of each.
+        """
+        give_up_at = self._loop.time() + self._wait_s
+        call = await self._put(known, batch)
+        if corrupt := chunks_with(call.results, CORRUPT):  # something else is where a file should be
+            await run(self._workers, partial(self._quarantine.add_all, call, corrupt))
+            await self._put_again(known, call, batch, corrupt)
+        while refused := chunks_with(call.results, _NEEDS_ROOM):
+            if not await self._maintenance.room_made(give_up_at):
+                break
+            await self._put_again(known, call, batch, refused)
+        return call.results
+
+    async def _put(self, known: KnownChunks, batch: Batch) -> FileCall:
+        call = self._new_call(known, batch)
+        if self._quota.reserve_ahead(len(call)):
+            await self._write(known, call)
+        else:
+            await self._put_missing(known, call, batch)
+        known.learn(call)
+        if self._quota.excess_bytes:
+            self._maintenance.make_room_soon()
+        return call
+
+    async def _put_again(
+        self, known: KnownChunks, call: FileCall, batch: Batch, chunks: Sequence[int]
+    ) -> None:
+        call.take_results(chunks, await self._put(known, batch.part(chunks)))
+
+    async def _put_missing(self, known: KnownChunks, call: FileCall, batch: Batch) -> None:
+        """Put the chunks that have no file, as many as there is room for.
+
+        No room is asked for those that have one, or others would be evicted for it.
+        """
+        await self._pool.run(call, Verb.CONTAINS, known.index)
+        missing = chunks_with(call.results, {Result.ABSENT})
+        if not missing:
+            return
+        reserving = self._workers.call(partial(self._reserve, len(missing)))
+        cancelled = await wait_for_end(reserving)
+        granted, reason = reserving.result()
+        if cancelled is not None:
+            self._settle(granted, 0)
+            raise cancelled
+        for i in missing[granted:]:
+            call.results[i] = reason
+        if granted:
+            part = self._new_call(known, batch.part(missing[:granted]))
+            await self._write(known, part)
+            call.take_results(missing[:granted], part)
+
+    async def _write(self, known: KnownChunks, call: FileCall) -> None:
+        """Put chunks that room is reserved for, and settle what they took, cancelled or not."""
+        try:
+            await self._pool.run(call, Verb.PUT, known.index)
+        finally:
+            self._settle(len(call), call.added)
+
+    def _new_call(self, known: KnownChunks, batch: Batch) -> FileCall:
+        self._serial += len(batch)
+        return FileCall(known.place, batch.keys, batch.slots, batch.memory, self._serial - len(batch))
+
+    def _reserve(self, chunks: int) -> tuple[int, int]:
+        """Reserve room. Returns for how many chunks, and the result of the others. Blocks."""
+        try:
+            return self._quota.reserve(chunks)
+        except OSError as error:  # the file system cannot even say how much room there is
+            return 0, -(error.errno or errno.EIO)
+
+    def _settle(self, granted: int, added: int) -> None:
+        """End a reservation. A timer reports it to the other engines, unless a put does it sooner."""
+        if granted:
+            self._quota.settle(granted, added)
+            if not self._flush_is_due:
+                self._flush_is_due = True
+                self._loop.call_later(_FLUSH_S, self._flush_soon)
+
+    def _flush_soon(self) -> None:
+        self._flush_is_due = False
+        if self._quota.has_news:
+            self._workers.submit(self._quota.flush)

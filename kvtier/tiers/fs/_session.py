@@ -1,0 +1,141 @@
+"""What an open file tier holds, from its opening to its closing."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from contextlib import ExitStack
+from functools import partial
+from typing import Final
+
+import anyio
+
+from kvtier.errors import TierError
+from kvtier.tiers._base import TierContext
+from kvtier.tiers.fs._config import FsConfig
+from kvtier.tiers.fs._files.call import StopFlag
+from kvtier.tiers.fs._files.pool import NativePool
+from kvtier.tiers.fs._files.workers import Workers, run
+from kvtier.tiers.fs._layout import max_disk_bytes
+from kvtier.tiers.fs._maintenance.maintenance import Maintenance
+from kvtier.tiers.fs._maintenance.quarantine import Quarantine
+from kvtier.tiers.fs._namespace import Epoch, Namespace, errno_name
+from kvtier.tiers.fs._puts import Puts
+from kvtier.tiers.fs._quota.ledger import FOLDER, Ledger, SharedLedger
+from kvtier.tiers.fs._quota.quota import Quota, stat_file_system
+
+_NOT_A_FILE: Final = frozenset({errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ESPIPE})
+_NO_LEDGER: Final = f": remove what is at {FOLDER}/ledger, which is no ledger; it is made anew"
+_FIRST_COUNT_PATIENCE_S: Final = 1.0
+_THREADS: Final = 4
+
+
+class Session:
+    """An open file tier. In the event loop.
+
+    Args:
+        config: the tier's settings.
+        context: what the tier is opened with.
+
+    Attributes:
+        closing: set when the tier closes.
+        workers: threads that may block on the ledger, on the quarantine and on discards.
+        epoch: the epoch that is read and written; None after a reset that failed, and after closing.
+        namespace: the identity's place below the root. This and what follows is set by ``open``.
+        quota: what may be written.
+        quarantine: takes files that fail a check.
+        pool: puts, gets and looks up chunks.
+        maintenance: the background work.
+        puts: the puts.
+    """
+
+    namespace: Namespace
+    quota: Quota
+    quarantine: Quarantine
+    pool: NativePool
+    maintenance: Maintenance
+    puts: Puts
+
+    def __init__(self, config: FsConfig, context: TierContext) -> None:
+        self._config = config
+        self._context = context
+        self.closing = StopFlag()
+        self.workers = Workers(f"{context.name}-io", _THREADS)
+        self.epoch: Epoch | None = None
+        self._all_workers: tuple[Workers, ...] = (self.workers,)
+        self._resources = ExitStack()  # closed in a thread: that blocks
+        self._is_working = False
+
+    async def open(self) -> None:
+        """Open the root, and wait a moment for its count: what a small one holds is known at once.
+
+        Raises:
+            TierError: it cannot be opened; the message names the tier, the path and the errno.
+        """
+        await run(self.workers, self._open_root)
+        self._start_work()
+        self.maintenance.begin()
+        if self.quota.used_bytes is None:
+            with anyio.move_on_after(_FIRST_COUNT_PATIENCE_S):
+                await self.maintenance.counted.wait()
+
+    async def close(self) -> None:
+        """Wait until all threads have ended, and close what is open. See ``FsTier.aclose``."""
+        if self.closing:
+            return
+        self.closing.set()
+        if self.epoch is not None:
+            self.epoch.retire()
+            self.epoch = None
+        try:
+            if self._is_working:
+                self.maintenance.stop()
+                await self.pool.drain()
+        finally:
+            for workers in self._all_workers:
+                workers.close()
+            closer = Workers(f"{self._config.type}-close", 1)  # the waiting blocks: a thread of its own
+            closed = closer.call(self._close)
+            closer.close()
+            await asyncio.wait((closed,))
+            closed.result()
+
+    def _open_root(self) -> None:
+        namespace, self.epoch = Namespace.open(self._config, self._context)
+        self._resources.callback(namespace.close)
+        stat = partial(stat_file_system, namespace.root_fd)
+        try:
+            is_writable = namespace.read_only is None
+            ledger = SharedLedger(namespace.root_fd, stat) if is_writable else Ledger(stat())
+            self._resources.callback(ledger.close)
+            self.quota = Quota(self._config, max_disk_bytes(self._context.chunk_bytes), ledger, stat)
+        except OSError as error:
+            name, hint = errno_name(error.errno or 0), _NO_LEDGER if error.errno in _NOT_A_FILE else ""
+            root = self._config.root_dir
+            raise TierError(f"tier {self._context.name}: {root} cannot be measured ({name}){hint}") from error
+        self._resources.callback(self.quota.flush)
+        self.namespace = namespace
+        self.quarantine = Quarantine(namespace.root_fd, namespace.name)
+
+    def _start_work(self) -> None:
+        """Start the pool and the background work."""
+        config, context = self._config, self._context
+        try:
+            self.pool = NativePool(config.n_threads, config.n_threads)
+        except OSError as error:
+            raise TierError(
+                f"tier {context.name}: {error.strerror} (n_threads={config.n_threads})"
+            ) from error
+        self._resources.callback(self.pool.close)
+        assert self.epoch is not None
+        self.maintenance = Maintenance(
+            config, self.namespace, self.quota, self.closing, context.removed, context.lost, self.epoch
+        )
+        self._all_workers += self.maintenance.workers
+        self.puts = Puts(config, self.quota, self.pool, self.workers, self.quarantine, self.maintenance)
+        self._is_working = True
+
+    def _close(self) -> None:
+        for workers in self._all_workers:
+            workers.join()
+        self._resources.close()
