@@ -21,6 +21,7 @@ class Slots:
     chunk_bytes = CHUNK_BYTES
 
     def __init__(self, count: int = len(KEYS)) -> None:
+        self.slots = count
         self.bytes = bytearray().join(bytes([slot]) * CHUNK_BYTES for slot in range(count))
 
     def view(self, slot: int) -> memoryview:
