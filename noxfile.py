@@ -337,7 +337,8 @@ def older_engine(session: nox.Session, version: str) -> Path:
             session.run_install(*pip, "install", "-q", wanted, *torch, external=True)
         unwanted = ("torchvision", "torchaudio", "torchcodec")
         session.run_install(*pip, "uninstall", "-y", "-q", *unwanted, external=True)
-    session.run_install(*pip, "install", "-q", "-e", ".", *group("tests"), external=True)
+    ours = ("-e", ".", "-e", "plugins/kvtier-bench", *group("tests"))
+    session.run_install(*pip, "install", "-q", *ours, external=True)
     return python
 
 

@@ -10,7 +10,6 @@ descriptors, the child's own socket and its log; the answer is the child's proce
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import importlib
 import json
@@ -20,7 +19,8 @@ import socket
 import sys
 import traceback
 
-from tests.integration import engine_child
+from kvtier_bench.engine_process import die_with_parent, serve
+from tests.integration.engine_child import EngineChild
 
 _HEAVY = (
     "torch",
@@ -39,7 +39,6 @@ _HEAVY = (
 STACKS = signal.SIGUSR2
 """Has a child write its threads' stacks to its log."""
 
-_PR_SET_PDEATHSIG = 1
 _MAX_REQUEST_BYTES = 1 << 16
 
 
@@ -77,7 +76,7 @@ def _run_child(environment: dict[str, str], channel_fd: int, log_fd: int) -> Non
         faulthandler.enable()
         faulthandler.register(STACKS)
         os.environ.update(environment)
-        engine_child.serve(socket.socket(fileno=channel_fd))
+        serve(socket.socket(fileno=channel_fd), EngineChild())
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -85,11 +84,6 @@ def _run_child(environment: dict[str, str], channel_fd: int, log_fd: int) -> Non
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)  # the exit handlers are those of the parent's imports
-
-
-def die_with_parent() -> None:
-    """Have this process killed when the one that started it ends, however it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import random
 import re
 import select
 import signal
@@ -25,24 +24,30 @@ from typing import Any
 
 from kvtier.keys import OffloadKey
 from kvtier.tiers.fs._root import ChunkFile, Root
+from kvtier_bench.engines import (
+    BLOCK_TOKENS,
+    Channel,
+    EngineError,
+    end_of,
+    engine_arguments,
+    make_prompt,
+)
 from tests.integration.fork_server import STACKS
 
 PROJECT = Path(__file__).parents[2]
 SHARED_MEMORY = Path("/dev/shm")
 
-BLOCK_TOKENS = 32
-VOCABULARY = 1024
 OUTPUT_TOKENS = 8
 PROMPT_TOKENS = 520
 PROMPT_CHUNKS = PROMPT_TOKENS // BLOCK_TOKENS
 
+ANSWER_S = 120.0
 IMPORT_S = 240.0
 START_S = 180.0
-ANSWER_S = 120.0
 UNTIL_S = 60.0
 PATIENCE_S = 30.0
 STACKS_S = 1.0
-END_LINES = 150  # the stacks of all threads among them
+SIZES: Mapping[str, int] = {"num_gpu_blocks_override": 80, "max_model_len": 2048, "max_num_seqs": 16}
 
 Tokens = list[int]
 Config = Mapping[str, Any]
@@ -64,8 +69,7 @@ def vllm_release() -> tuple[int, int]:
 
 def prompt(seed: int, tokens: int = PROMPT_TOKENS, shared: Sequence[int] = ()) -> Tokens:
     """Make the token ids of a prompt, which begins with ``shared``; else different seeds share nothing."""
-    generator = random.Random(seed)
-    return [*shared, *(generator.randrange(2, VOCABULARY) for _ in range(tokens - len(shared)))]
+    return make_prompt(seed, tokens, shared)
 
 
 @dataclass(frozen=True)
@@ -107,10 +111,6 @@ class Metrics:
     def declared(self) -> set[str]:
         """The names of all metrics, those included that have no sample yet."""
         return {name for name, labels, _ in self.samples if not labels}
-
-
-class EngineError(Exception):
-    """The engine refused, died or did not answer in time; with the end of its log."""
 
 
 class Launcher:
@@ -206,7 +206,6 @@ class Launcher:
         with self.fork() as maker:
             maker.ask(
                 "make_model",
-                ANSWER_S,
                 directory=str(directory),
                 config=config,
                 architecture=architecture,
@@ -235,7 +234,7 @@ class Launcher:
     def _wait_until_ready(self) -> None:
         self._channel.settimeout(IMPORT_S)
         if self._answer() != "ready":
-            raise EngineError(f"the engine cannot be imported:\n{_end_of(Path(self._log.name))}")
+            raise EngineError(f"the engine cannot be imported:\n{end_of(Path(self._log.name))}")
 
     def _answer(self) -> str:
         try:
@@ -244,7 +243,7 @@ class Launcher:
             raise EngineError(f"no answer from the launcher: {error!r}") from error
 
 
-class Engine:
+class Engine(Channel):
     """One engine in a process of its own. A context manager that stops it.
 
     What vLLM itself leaves in shared memory is removed at its end; what kvtier leaves is not.
@@ -255,53 +254,23 @@ class Engine:
         last: the metrics that it has told last.
     """
 
+    patience_s = ANSWER_S
     has_kvtier = False
     last = Metrics(())
 
     def __init__(self, pid: int, channel: socket.socket, log: Path) -> None:
         self.pid = pid
         self._pidfd: int | None = os.pidfd_open(pid)
-        self._channel = channel
-        self._lines = channel.makefile("rw", encoding="utf-8")
-        self._log = log
+        super().__init__(channel, log)
 
-    # --- asking ----------------------------------------------------------------------------------
-
-    def ask(self, do: str, patience_s: float = ANSWER_S, **order: Any) -> dict[str, Any]:
-        """Give an order and wait for the answer.
-
-        Raises:
-            EngineError: it failed, or there was no answer.
-        """
-        self.tell(do, **order)
-        return self.hear(do, patience_s)
-
-    def tell(self, do: str, **order: Any) -> None:
-        """Give an order whose answer is not waited for here."""
-        self._lines.write(json.dumps({"do": do, **order}) + "\n")
-        self._lines.flush()
-
-    def hear(self, do: str, patience_s: float = ANSWER_S) -> dict[str, Any]:
-        """Wait for the answer to an order that was given before."""
-        self._channel.settimeout(patience_s)
-        try:
-            line = self._lines.readline()
-        except OSError as error:
-            self._write_stacks()
-            raise EngineError(f"{do}: no answer within {patience_s} s: {error!r}\n{self._end()}") from error
-        if not line:
-            raise EngineError(f"{do}: the engine has died\n{self._end()}")
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise EngineError(f"{do}: {answer['error']}\n{self._end()}")
-        return answer
-
-    def _write_stacks(self) -> None:
-        """Have it say in its log where it hangs, as far as it can."""
+    def write_stacks(self) -> None:
+        """See ``Channel.write_stacks``."""
         if self._pidfd is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, STACKS)
             time.sleep(STACKS_S)
+
+    # --- asking ----------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -353,7 +322,7 @@ class Engine:
             if condition(metrics):
                 return metrics
             if time.monotonic() > deadline:
-                raise EngineError(f"not within {patience_s} s: {what}\n{metrics}\n{self._end()}")
+                raise self.failed(f"not within {patience_s} s: {what}\n{metrics}")
 
     def settled(self) -> Metrics:
         """Keep the engine stepping until all stores and cascades have ended; at once without kvtier."""
@@ -406,9 +375,6 @@ class Engine:
     def _shared_memory(self) -> set[Path]:
         return {path for pid in self.processes for path in _shared_memory(pid)}
 
-    def _end(self) -> str:
-        return _end_of(self._log)
-
     # --- ending ----------------------------------------------------------------------------------
 
     def stop(self) -> None:
@@ -418,8 +384,7 @@ class Engine:
         leftovers = self._shared_memory_of_vllm()
         try:
             self.ask("stop")
-            self._lines.close()
-            self._channel.close()
+            self.hang_up()
             self._wait_for_end(ANSWER_S)
         finally:
             self.kill()
@@ -437,9 +402,7 @@ class Engine:
         _remove(leftovers)
         os.close(self._pidfd)
         self._pidfd = None
-        with suppress(OSError):
-            self._lines.close()
-        self._channel.close()
+        self.hang_up()
 
     def __enter__(self) -> Engine:
         return self
@@ -458,10 +421,10 @@ class Engine:
         assert self._pidfd is not None
         poll.register(self._pidfd, select.POLLIN)
         if not poll.poll(patience_s * 1000):
-            raise EngineError(f"process {self.pid} has not ended within {patience_s} s\n{self._end()}")
+            raise self.failed(f"process {self.pid} has not ended within {patience_s} s")
         while _session(self.pid):
             if time.monotonic() > deadline:
-                raise EngineError(f"processes {_session(self.pid)} have not ended within {patience_s} s")
+                raise self.failed(f"processes {_session(self.pid)} have not ended within {patience_s} s")
             time.sleep(0.05)
 
 
@@ -498,33 +461,11 @@ def _remove(files: Iterable[Path]) -> None:
         file.unlink(missing_ok=True)
 
 
-def _end_of(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-END_LINES:])
-
-
 def _arguments(model: Path, extra_config: Config | None, more: Mapping[str, Any]) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "model": str(model),
-        "dtype": "float32",
-        "skip_tokenizer_init": True,
-        "enforce_eager": True,
-        "block_size": BLOCK_TOKENS,
-        "num_gpu_blocks_override": 80,
-        "max_model_len": 2048,
-        "max_num_batched_tokens": 2048,
-        "max_num_seqs": 16,
-        "disable_log_stats": False,
-        "seed": 0,
-        **more,
-    }
+    settings = None
     if extra_config is not None:
-        arguments["kv_transfer_config"] = {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"spec_name": "KVTierOffloadingSpec", **patient(extra_config)},
-            **more.get("kv_transfer_config", {}),
-        }
-    return arguments
+        settings = {"spec_name": "KVTierOffloadingSpec", **patient(extra_config)}
+    return engine_arguments(model, settings, {**SIZES, **more})
 
 
 def patient(extra_config: Config) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from kvtier_bench.engines import EngineError
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, Engine, EngineError, Launcher, prompt
+from tests.integration.harness import PROMPT_CHUNKS, Engine, Launcher, prompt
 
 SETTINGS = {"cpu_bytes_to_use": "64MiB"}
 RECOMPUTING = {"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"}

@@ -8,15 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from kvtier_bench.engines import EngineError
 from tests.integration.conftest import Ask
-from tests.integration.harness import (
-    PROMPT_CHUNKS,
-    EngineError,
-    Launcher,
-    chunks_in,
-    prompt,
-    wait_until_removed,
-)
+from tests.integration.harness import PROMPT_CHUNKS, Launcher, chunks_in, prompt, wait_until_removed
 
 ROUNDS = [[prompt(seed) for seed in range(first, first + 25)] for first in (200, 300)]
 

@@ -12,8 +12,9 @@ import pytest
 
 from kvtier.keys import pack_key
 from kvtier.tiers import _seal as seal
+from kvtier_bench.engines import BLOCK_TOKENS
 from tests.integration.conftest import Ask
-from tests.integration.harness import BLOCK_TOKENS, PROMPT_CHUNKS, Launcher, chunk_files, prompt
+from tests.integration.harness import PROMPT_CHUNKS, Launcher, chunk_files, prompt
 
 pytestmark = pytest.mark.releases
 

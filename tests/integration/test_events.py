@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from kvtier.keys import content_hash
+from kvtier_bench.engines import BLOCK_TOKENS
 from tests.integration.conftest import in_full
 from tests.integration.harness import (
-    BLOCK_TOKENS,
     PROMPT_CHUNKS,
     PROMPT_TOKENS,
     Engine,

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvtier_bench.engines import BLOCK_TOKENS
 from tests.integration.conftest import Ask, in_full
-from tests.integration.harness import BLOCK_TOKENS, Launcher, prompt
+from tests.integration.harness import Launcher, prompt
 
 pytestmark = pytest.mark.releases
 

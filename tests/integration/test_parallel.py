@@ -11,15 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvtier_bench.engines import EngineError
 from tests.integration.conftest import LLAMA, Ask
-from tests.integration.harness import (
-    PROMPT_CHUNKS,
-    Engine,
-    EngineError,
-    Launcher,
-    namespaces,
-    prompt,
-)
+from tests.integration.harness import PROMPT_CHUNKS, Engine, Launcher, namespaces, prompt
 
 FIRST, SECOND = [prompt(1), prompt(2)], [prompt(3), prompt(4)]
 CHUNKS = len(FIRST) * PROMPT_CHUNKS

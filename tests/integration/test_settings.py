@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvtier_bench.engines import EngineError
 from tests.integration.conftest import Ask, in_full
-from tests.integration.harness import PROMPT_CHUNKS, EngineError, Launcher, prompt
+from tests.integration.harness import PROMPT_CHUNKS, Launcher, prompt
 
 PROMPTS = [prompt(seed) for seed in (1, 2)]
 OTHERS = [prompt(seed) for seed in range(10, 16)]

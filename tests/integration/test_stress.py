@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.harness import BLOCK_TOKENS, Launcher, Tokens, prompt
+from kvtier_bench.engines import BLOCK_TOKENS
+from tests.integration.harness import Launcher, Tokens, prompt
 from tests.integration.test_models import GEMMA_MODEL, LLAMA_MODEL
 
 pytestmark = pytest.mark.full

@@ -17,8 +17,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from kvtier_bench.engines import EngineError
 from tests.integration.conftest import ENVIRONMENT, LLAMA, VLLM_LINE
-from tests.integration.harness import Engine, EngineError, Launcher
+from tests.integration.harness import Engine, Launcher
 from tests.soak import engine_soak
 from tests.soak.engine_soak import EngineSoak, SoakError
 from tests.soak.figures import Bound, Sample, judge, shared_memory

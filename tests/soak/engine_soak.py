@@ -19,7 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.integration.harness import BLOCK_TOKENS, Engine, Metrics, Tokens, prompt
+from kvtier_bench.engines import BLOCK_TOKENS
+from tests.integration.harness import Engine, Metrics, Tokens, prompt
 from tests.soak.figures import (
     FEWEST_SAMPLES,
     Bound,

@@ -247,7 +247,7 @@ def _ask(engine: Engine, prompts: Sequence[Sequence[int]], work: Work) -> Sample
 
 
 def _counts(engine: Engine, work: Work) -> Counter[str]:
-    return counts_of(engine.ask("counts")["samples"], block_bytes(work.model))
+    return counts_of(engine.ask("metrics")["samples"], block_bytes(work.model))
 
 
 def counts_of(samples: Sequence[tuple[str, Mapping[str, str], float]], chunk_bytes: int) -> Counter[str]:
