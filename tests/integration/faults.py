@@ -18,6 +18,18 @@ _RANK = 3
 _FILE = "KVTIER_TEST_FAULTS"
 
 
+def install(llm: Any, file: str) -> dict[str, Any]:
+    """Make ``fail`` possible for the engine that is started next. Called in its process, as ``fail`` is."""
+    Faults(file).install()
+    return {}
+
+
+def fail(llm: Any, **counts: int) -> dict[str, Any]:
+    """Set how many copies fail from now on. See ``Faults.set``."""
+    Faults().set(**counts)
+    return {}
+
+
 class Faults:
     """How many more copies fail. Shared by this process and those that it starts from now on.
 

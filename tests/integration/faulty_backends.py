@@ -202,7 +202,7 @@ class Plain(Backend):
         entry = "plain = tests.integration.plain_tier:PlainTier"
         (information / "entry_points.txt").write_text(f"[kvtier.tiers]\n{entry}\n")
         self.settings = {"type": "plain", "fault": str(self._fault)}
-        self.launch = {"finds": finds}
+        self.launch = {"prepare": {"function": "find", "directory": str(finds)}}
 
     def begin(self, fault: str) -> None:
         new = self._fault.with_suffix(".new")

@@ -19,8 +19,7 @@ import socket
 import sys
 import traceback
 
-from kvtier_bench.engine_process import die_with_parent, serve
-from tests.integration.engine_child import EngineChild
+from kvtier_bench.engine_process import Engine, die_with_parent, serve
 
 _HEAVY = (
     "torch",
@@ -76,7 +75,7 @@ def _run_child(environment: dict[str, str], channel_fd: int, log_fd: int) -> Non
         faulthandler.enable()
         faulthandler.register(STACKS)
         os.environ.update(environment)
-        serve(socket.socket(fileno=channel_fd), EngineChild())
+        serve(socket.socket(fileno=channel_fd), Engine())
         status = 0
     except BaseException:
         traceback.print_exc()

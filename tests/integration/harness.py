@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
 import re
 import select
 import signal
@@ -15,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -47,6 +49,7 @@ START_S = 180.0
 UNTIL_S = 60.0
 PATIENCE_S = 30.0
 STACKS_S = 1.0
+TRAFFIC, FAULTS = "tests.integration.traffic", "tests.integration.faults"
 SIZES: Mapping[str, int] = {"num_gpu_blocks_override": 80, "max_model_len": 2048, "max_num_seqs": 16}
 
 Tokens = list[int]
@@ -70,6 +73,28 @@ def vllm_release() -> tuple[int, int]:
 def prompt(seed: int, tokens: int = PROMPT_TOKENS, shared: Sequence[int] = ()) -> Tokens:
     """Make the token ids of a prompt, which begins with ``shared``; else different seeds share nothing."""
     return make_prompt(seed, tokens, shared)
+
+
+def batches(chance: random.Random) -> Iterator[list[Tokens]]:
+    """Yield batches of up to six prompts without end: new ones that share beginnings of any length, and such
+    as were asked before, or the beginnings of those. None is longer than 900 tokens."""
+    stems: list[Tokens] = []
+    asked: deque[Tokens] = deque(maxlen=40)
+    while True:
+        batch = []
+        for _ in range(chance.randrange(1, 7)):
+            if asked and chance.random() < 0.4:
+                again = chance.choice(asked)
+                whole_blocks = BLOCK_TOKENS * chance.randrange(1, len(again) // BLOCK_TOKENS + 2)
+                batch.append(again[: chance.choice([whole_blocks, len(again)])])
+                continue
+            if len(stems) < 5 or chance.random() < 0.05:
+                stems = [*stems[-4:], prompt(chance.getrandbits(60), 600)]  # the oldest goes
+            shared = chance.choice(stems)[: chance.randrange(600)]
+            length = len(shared) + chance.randrange(1, 300)
+            batch.append(prompt(chance.getrandbits(60), length, shared=shared))
+        asked.extend(batch)
+        yield batch
 
 
 @dataclass(frozen=True)
@@ -152,8 +177,7 @@ class Launcher:
         environment: Mapping[str, str] | None = None,
         start_s: float = START_S,
         faulty_copies: bool = False,
-        finds: Path | None = None,
-        prepare: tuple[str, str] | None = None,
+        prepare: Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> Engine:
         """Start an engine.
@@ -164,8 +188,7 @@ class Launcher:
             environment: environment variables of this engine.
             start_s: seconds to wait for it.
             faulty_copies: make ``Engine.fail_copies`` possible.
-            finds: a directory with distributions that it finds as if they were installed.
-            prepare: module and function of the tests, called in its process before it is started.
+            prepare: arguments of an ``Engine.call`` before it is started.
             arguments: further arguments of the engine; ``kv_transfer_config`` over the one made here.
 
         Raises:
@@ -175,12 +198,9 @@ class Launcher:
         engine.has_kvtier = extra_config is not None
         try:
             if faulty_copies:
-                engine.ask("make_copies_faulty", file=str(engine._log.with_suffix(".faults")))
-            if finds is not None:
-                found = {"directory": str(finds)}
-                engine.ask("call", module="tests.integration.traffic", function="find", arguments=found)
+                engine.call("install", module=FAULTS, file=str(engine._log.with_suffix(".faults")))
             if prepare is not None:
-                engine.ask("call", module=prepare[0], function=prepare[1], arguments={})
+                engine.call(**prepare)
             engine.ask("start", start_s, arguments=_arguments(model, extra_config, arguments))
         except BaseException:
             engine.kill()
@@ -272,6 +292,10 @@ class Engine(Channel):
 
     # --- asking ----------------------------------------------------------------------------------
 
+    def call(self, function: str, *, module: str = TRAFFIC, **arguments: Any) -> dict[str, Any]:
+        """Call a function of the tests in the engine's process; return what it answers."""
+        return self.ask("call", module=module, function=function, arguments=arguments)
+
     def generate(
         self,
         *prompts: Sequence[int],
@@ -302,7 +326,7 @@ class Engine(Channel):
 
     def sleep(self, level: int = 1, weights: Path | None = None) -> None:
         """Go to sleep and wake up again, with other weights where some are given."""
-        self.ask("sleep", level=level, weights=None if weights is None else str(weights))
+        self.call("sleep", level=level, weights=None if weights is None else str(weights))
 
     def metrics(self) -> Metrics:
         """Return the metrics as they are."""
@@ -340,11 +364,11 @@ class Engine(Channel):
 
     def reset(self, *, connector: bool = True) -> None:
         """Forget what is cached on the device, and where asked for, everywhere else."""
-        assert self.ask("reset", connector=connector)["done"]
+        assert self.call("reset", connector=connector)["done"]
 
     def fail_copies(self, *, stores: int = 0, loads: int = 0, staged: int = 0, rank: int = -1) -> None:
         """Let the next so many attempts of copies fail; -1: all of them. Of one worker, or of any."""
-        self.ask("fail_copies", stores=stores, loads=loads, staged=staged, rank=rank)
+        self.call("fail", module=FAULTS, stores=stores, loads=loads, staged=staged, rank=rank)
 
     # --- looking ---------------------------------------------------------------------------------
 
@@ -516,6 +540,11 @@ def load_file(name: str, path: Path) -> Any:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def redis_servers() -> Any:
+    """Return the module with which the tests of the Redis tier start servers."""
+    return load_file("kvtier_redis_tests_servers", PROJECT / "plugins/kvtier-redis/tests/redis_servers.py")
 
 
 def chunk_files(root: Path) -> list[Path]:

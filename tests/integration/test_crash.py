@@ -12,7 +12,7 @@ from kvtier_bench.engines import EngineError
 from tests.integration.conftest import Ask
 from tests.integration.harness import PROMPT_CHUNKS, Launcher, chunks_in, prompt, wait_until_removed
 
-ROUNDS = [[prompt(seed) for seed in range(first, first + 25)] for first in (200, 300)]
+ROUNDS = [[prompt(seed) for seed in range(first, first + 15)] for first in (200, 300)]
 
 
 def test_killed_in_the_midst_of_cascades(
@@ -25,8 +25,7 @@ def test_killed_in_the_midst_of_cascades(
         there = len(chunks_in(tmp_path))
         engine = launcher.start(llama, settings)
         left += engine.regions
-        enough = {"root": str(tmp_path), "chunks": there + generator.randrange(5, 100)}
-        engine.ask("call", module="tests.integration.traffic", function="die_at", arguments=enough)
+        engine.call("die_at", root=str(tmp_path), chunks=there + generator.randrange(5, 100))
         with pytest.raises(EngineError, match="the engine has died"):
             engine.ask("generate", prompts=prompts, output_tokens=4, together=True)
         engine.kill()

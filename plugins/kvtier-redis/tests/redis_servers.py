@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 
 import pytest
 import redis
-import trustme
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -123,16 +122,20 @@ class Server:
     @contextmanager
     def stopped(self, seconds: float = inf) -> Iterator[None]:
         """Stop the process, as on a machine that hangs, until the context is left or the time is over."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-        timer = threading.Timer(min(seconds, 3600.0), self._process.send_signal, (signal.SIGCONT,))
+        self.send(signal.SIGSTOP)
+        timer = threading.Timer(min(seconds, 3600.0), self.send, (signal.SIGCONT,))
         timer.start()
         try:
             yield
         finally:
             timer.cancel()
             timer.join()
-            self._process.send_signal(signal.SIGCONT)
+            self.send(signal.SIGCONT)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send its process a signal."""
+        assert self._process is not None
+        self._process.send_signal(number)
 
     def __enter__(self) -> Server:
         return self.start()
@@ -175,6 +178,8 @@ class TlsServer:
     PASSWORD = "correct horse"
 
     def __init__(self, directory: Path) -> None:
+        import trustme  # which those who borrow these servers do without
+
         directory.mkdir(parents=True, exist_ok=True)
         ca, cert, key = (str(directory / name) for name in ("ca.pem", "cert.pem", "key.pem"))
         authority = trustme.CA()

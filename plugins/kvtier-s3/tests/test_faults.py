@@ -67,10 +67,7 @@ async def check_all_is_well(it: TierRig) -> None:
     ("faults", "reason"),
     [
         (Faults(refused=True), "throttled"),
-        (Faults(refused=True, status=500, code="InternalError"), "server"),
-        (Faults(refused=True, status=403, code="AccessDenied"), "forbidden"),
-        (Faults(refused=True, status=403, code="RequestTimeTooSkewed"), "clock"),
-        (Faults(refused=True, status=404, code="NoSuchBucket"), "no_bucket"),
+        (Faults(refused=True, status=404, code="NoSuchBucket"), "no_bucket"),  # and not absent
         (Faults(delay_s=inf), "timeout"),
     ],
     ids=str,

@@ -78,7 +78,7 @@ def serve(channel: socket.socket, engine: Engine) -> None:
 
 
 class Engine:
-    """One engine in this process, and the orders that it understands. The integration tests add more."""
+    """One engine in this process, and the orders that it understands."""
 
     def __init__(self) -> None:
         self._llm: Any = None
@@ -165,6 +165,12 @@ class Engine:
         spent = dict(self._spent)
         self._spent.clear()
         return {"seconds": spent}
+
+    def call(self, order: Order) -> Answer:
+        """Call a function with the engine: ``module`` and ``function`` name it."""
+        function = getattr(importlib.import_module(order["module"]), order["function"])
+        answer: Answer = function(self._llm, **order["arguments"])
+        return answer
 
     def stop(self, order: Order) -> Answer:  # noqa: ARG002
         """Stop the engine in an orderly way."""

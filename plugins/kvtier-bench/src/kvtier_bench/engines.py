@@ -257,8 +257,14 @@ def _make_model(folder: Path, size: str) -> Path:
     model = folder / f"model-{size}"
     if not model.exists():
         with Engine("maker", folder) as maker:
-            llama = {"config": "LlamaConfig", "architecture": "LlamaForCausalLM", "seed": 20261121}
-            maker.ask("make_model", directory=str(model), fields=MODELS[size], **llama)
+            maker.ask(
+                "make_model",
+                directory=str(model),
+                config="LlamaConfig",
+                architecture="LlamaForCausalLM",
+                fields=MODELS[size],
+                seed=20261121,
+            )
     return model
 
 
