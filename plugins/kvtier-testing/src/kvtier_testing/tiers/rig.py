@@ -49,9 +49,23 @@ def keys(numbers: Iterable[int]) -> list[OffloadKey]:
     return [key(number) for number in numbers]
 
 
+_PATTERNS: tuple[Callable[[int], bytes], ...] = (
+    lambda size: bytes(size),
+    lambda size: b"\xff" * size,
+    lambda size: bytes([EMPTY]) * size,
+    lambda size: (b"line\r\n\0\x1a" * size)[:size],
+    lambda size: bytes(size - 1) + b"\1",
+    lambda size: b"\1" + bytes(size - 1),
+)
+PATTERNED = range(10_000, 10_000 + len(_PATTERNS))
+"""Chunks of zeros, of ones, of what an empty slot holds, of text; with one byte at an end that is no zero."""
+
+
 @lru_cache(maxsize=256)
 def content(number: int, chunk_bytes: int, version: int = 0) -> bytes:
     """The bytes of chunk ``number``; those of another version differ in every part."""
+    if number in PATTERNED:
+        return _PATTERNS[number - PATTERNED.start](chunk_bytes)
     return random.Random(f"{number}/{version}").randbytes(chunk_bytes)
 
 

@@ -191,11 +191,6 @@ class TierSetup(LimitedSuite):
         if not self.defines(hook):
             pytest.skip(f"{type(self).__name__} does not define {hook}(): {why}")
 
-    def require_persistence(self) -> None:
-        """Skip the test unless chunks outlive the tier."""
-        if not self.is_persistent:
-            pytest.skip(f"{type(self).__name__}.is_persistent is False: nothing outlives the tier")
-
 
 def context_of(rig: TierRig, removed: Removed = ignore_removed) -> TierContext:
     """Return the context that a tier is opened with."""
