@@ -57,7 +57,7 @@ class Faults:
 
         cpu.CpuTransferEngine.__init__ = faulty_init  # type: ignore[method-assign,assignment]
 
-    def set(self, *, stores: int, loads: int, staged: int, rank: int) -> None:
+    def set(self, *, stores: int = 0, loads: int = 0, staged: int = 0, rank: int = -1) -> None:
         """Let the next so many attempts of each kind fail, half-way; negative: all of them.
 
         Args:

@@ -366,9 +366,9 @@ class Engine(Channel):
         """Forget what is cached on the device, and where asked for, everywhere else."""
         assert self.call("reset", connector=connector)["done"]
 
-    def fail_copies(self, *, stores: int = 0, loads: int = 0, staged: int = 0, rank: int = -1) -> None:
-        """Let the next so many attempts of copies fail; -1: all of them. Of one worker, or of any."""
-        self.call("fail", module=FAULTS, stores=stores, loads=loads, staged=staged, rank=rank)
+    def fail_copies(self, **attempts: int) -> None:
+        """Let the next so many attempts of copies fail. See ``faults.Faults.set``."""
+        self.call("fail", module=FAULTS, **attempts)
 
     # --- looking ---------------------------------------------------------------------------------
 

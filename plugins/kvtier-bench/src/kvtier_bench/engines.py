@@ -10,8 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from statistics import median
@@ -113,6 +114,46 @@ def connectors(primary_bytes: int, folder: Path, *, native: bool = False) -> dic
             "secondary_tiers": [{"type": "fs", "root_dir": str(folder / "native")}],
         }
     return found
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one engine did in one round.
+
+    Attributes:
+        wall_s: seconds until the last token.
+        threads: processor seconds by the name of the thread.
+        ttft_s: seconds until the first token of each request.
+        answers: token ids of each request.
+        counts: chunks by what was done with them.
+    """
+
+    wall_s: float
+    threads: Mapping[str, float]
+    ttft_s: Sequence[float] = ()
+    answers: Sequence[Sequence[int]] = ()
+    counts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor seconds of all threads."""
+        return sum(self.threads.values())
+
+
+def measure(
+    engines: Mapping[str, Engine], rounds: range, ask: Callable[[str, Engine, int], Sample]
+) -> dict[str, list[Sample]]:
+    """Ask each engine once a round, in an order of its own; rounds below 0 do not count."""
+    samples: dict[str, list[Sample]] = {name: [] for name in engines}
+    order, generator = list(engines), random.Random(0)
+    for number in rounds:
+        generator.shuffle(order)
+        for name in order:
+            sample = ask(name, engines[name], number)
+            say(f"round {number}: {name}: {sample.wall_s:.2f} s, cpu {sample.cpu_s:.2f} s")
+            if number >= 0:
+                samples[name].append(sample)
+    return samples
 
 
 def spread_of_median(values: Sequence[float], share: float = 0.95) -> tuple[float, float]:

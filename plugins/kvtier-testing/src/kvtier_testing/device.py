@@ -51,20 +51,20 @@ LAYOUTS = [
     Shape((4096,), blocks_per_chunk=2),  # the chunks of the only tensor are neighbours
     Shape(rank=1, workers=3, blocks_per_chunk=2),
     *(Shape((512, 192, 64), groups=_GROUPS, blocks_per_chunk=blocks) for blocks in (1, 2, 4)),
-    *(_canonical(rank, blocks) for rank in range(4) for blocks in (1, 3)),
+    *(_canonical(rank, blocks_per_chunk=1 + 2 * (rank % 2)) for rank in range(4)),
 ]
 
 
 class TransferTests(DeviceSetup):
     """Transfers of any layout, their results and audits."""
 
-    @pytest.mark.parametrize("shape", LAYOUTS, ids=str)
+    @pytest.mark.parametrize("shape", LAYOUTS)
     def test_blocks_come_back_from_their_slots(self, engine_factory: EngineFactory, shape: Shape) -> None:
         noise, groups = random.Random(2), len(shape.page_refs())
         with rig(engine_factory, shape, self.device) as it:
-            for number in range(0, 48, 2):
+            for number in range(0, 6 if shape.mappings else 24, 2):  # of many pieces, which take long
                 ids, slots = list(range(48)), list(range(24))
-                if number % 8:  # else neighbours, whose copies may be joined
+                if number % 6:  # else neighbours, whose copies may be joined
                     noise.shuffle(ids)
                     noise.shuffle(slots)
                 sizes = [noise.randrange(16 // groups + 1) for _ in range(groups)]
