@@ -159,18 +159,8 @@ def _built(directory: Path) -> str:
         absent("there is no C compiler")
     library = directory / "trouble.so"
     source = Path(__file__).with_name("trouble.c")
-    command = [
-        compiler,
-        "-O1",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        "-shared",
-        "-fPIC",
-        "-o",
-        str(library),
-        str(source),
-    ]
+    options = ("-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC")
+    command = [compiler, *options, "-o", str(library), str(source)]
     subprocess.run(command, check=True)
     return str(library)
 

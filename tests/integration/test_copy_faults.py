@@ -20,29 +20,25 @@ ATTEMPTS = 2
 
 
 @pytest.fixture(scope="module")
-def plain_engine(launcher: Launcher, llama: Path) -> Iterator[Engine]:
-    with launcher.start(llama, SETTINGS, faulty_copies=True) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def recomputing_engine(launcher: Launcher, llama: Path) -> Iterator[Engine]:
-    with launcher.start(llama, SETTINGS, faulty_copies=True, kv_transfer_config=RECOMPUTING) as engine:
-        yield engine
-
-
-@pytest.fixture
-def plain(plain_engine: Engine) -> Engine:
-    """An engine with vLLM's connector."""
-    plain_engine.reset()
-    return plain_engine
+def engines(launcher: Launcher, llama: Path) -> Iterator[dict[str, Engine]]:
+    """One with vLLM's connector, and one with kvtier's, which has requests computed instead."""
+    with (
+        launcher.start(llama, SETTINGS, faulty_copies=True) as plain,
+        launcher.start(llama, SETTINGS, faulty_copies=True, kv_transfer_config=RECOMPUTING) as recomputing,
+    ):
+        yield {"plain": plain, "recomputing": recomputing}
 
 
 @pytest.fixture
-def recomputing(recomputing_engine: Engine) -> Engine:
-    """An engine with kvtier's connector."""
-    recomputing_engine.reset()
-    return recomputing_engine
+def plain(engines: dict[str, Engine]) -> Engine:
+    engines["plain"].reset()
+    return engines["plain"]
+
+
+@pytest.fixture
+def recomputing(engines: dict[str, Engine]) -> Engine:
+    engines["recomputing"].reset()
+    return engines["recomputing"]
 
 
 def _failed(engine: Engine) -> dict[tuple[str, str], float]:

@@ -10,17 +10,12 @@ import pytest
 from kvtier_bench.engines import BLOCK_TOKENS
 from tests.integration.conftest import Ask, in_full
 from tests.integration.harness import Launcher, prompt
+from tests.integration.test_models import OTHERS
+from tests.integration.test_models import PROMPTS as ALL
 
 pytestmark = pytest.mark.releases
 
-SHARED = prompt(90, 200)
-PROMPTS = [
-    prompt(1),
-    prompt(2, 333),
-    prompt(3, 777),
-    *(prompt(4 + number, tokens, shared=SHARED) for number, tokens in enumerate((230, 321, 512))),
-]
-OTHERS = [prompt(seed, 700) for seed in range(10, 16)]  # more than the device cache holds
+PROMPTS = [prompt(1), *ALL[1:]]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 PIECES = 3 * BLOCK_TOKENS  # no prompt's length is a multiple, nor is a chunk's
 
