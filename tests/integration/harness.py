@@ -515,16 +515,21 @@ def _patient_tier(tier: Any) -> Any:
     return {"deadline_s": PATIENCE_S, **roomy, **tier}
 
 
+def primary_tier(engine: Engine) -> tuple[int, int, Path]:
+    """Return the bytes of the primary tier's slots, those of one slot, and the file that they are in."""
+    metrics = engine.metrics()
+    nbytes = int(metrics.value("kvtier_tier_capacity_bytes", tier="cpu"))
+    (region,) = engine.regions
+    return nbytes, nbytes // int(metrics.value("kvtier_slots")), region
+
+
 def misplace_chunks(engine: Engine) -> None:
     """Give each slot of the primary tier what the slot before it held.
 
     The control of tests that compare tokens: with the bytes of other chunks they must differ, or the
     model says the same whatever its cache holds.
     """
-    metrics = engine.metrics()
-    nbytes = int(metrics.value("kvtier_tier_capacity_bytes", tier="cpu"))
-    chunk_bytes = nbytes // int(metrics.value("kvtier_slots"))
-    (region,) = engine.regions
+    nbytes, chunk_bytes, region = primary_tier(engine)
     with region.open("r+b") as file:
         held = file.read(nbytes)
         file.seek(0)

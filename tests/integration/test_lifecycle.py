@@ -96,13 +96,13 @@ def test_the_size_may_come_from_vllms_own_option(
 def test_preempted_requests_are_loaded_again_and_not_computed(
     launcher: Launcher, llama: Path, reference: Ask
 ) -> None:
-    prompts = [prompt(seed, 130) for seed in range(8)]
+    prompts = [prompt(seed, 130) for seed in range(6)]
     settings = {"cpu_bytes_to_use": "64MiB", "offload_prompt_only": False}
     with launcher.start(llama, settings, num_gpu_blocks_override=26, max_model_len=512) as engine:
-        answers = engine.generate(*prompts, output_tokens=120, together=True)
+        answers = engine.generate(*prompts, output_tokens=60, together=True)
         metrics = engine.settled()
 
-    assert answers == reference(*prompts, output_tokens=120)
+    assert answers == reference(*prompts, output_tokens=60)
     assert metrics.value("vllm:num_preemptions") > 0
     assert metrics.loaded()["cpu"] >= metrics.value("vllm:num_preemptions")
     assert metrics.is_idle

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.integration.conftest import LLAMA, Ask
-from tests.integration.harness import PROMPT_CHUNKS, Engine, Launcher, namespaces, prompt
+from tests.integration.conftest import Ask
+from tests.integration.harness import PROMPT_CHUNKS, Engine, Launcher, namespaces, primary_tier, prompt
 
 FIRST, SECOND = [prompt(1), prompt(2)], [prompt(3), prompt(4)]
 CHUNKS = len(FIRST) * PROMPT_CHUNKS
@@ -46,10 +46,9 @@ def _fs(root: Path, **more: Any) -> dict[str, Any]:
 
 def swap_heads(engine: Engine) -> None:
     """Exchange the two halves of every canonical page in the primary tier: what each rank wrote."""
-    (region,) = engine.regions
+    nbytes, _, region = primary_tier(engine)
     with region.open("r+b") as file:
-        slots = int(engine.metrics().value("kvtier_slots"))
-        held = np.frombuffer(file.read(slots * LLAMA["num_hidden_layers"] * PAGE_BYTES), np.uint8)
+        held = np.frombuffer(file.read(nbytes), np.uint8)
         file.seek(0)
         file.write(held.reshape(-1, 2, PAGE_BYTES // 2)[:, ::-1].tobytes())
 

@@ -99,7 +99,9 @@ def test_replicas_have_a_primary_tier_each_and_share_the_rest(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     # As vLLM names the replicas of a data-parallel engine.
-    ids = [{"kv_transfer_config": {"engine_id": f"replicas_dp{rank}"}} for rank in range(2)]
+    ids: list[dict[str, Any]] = [
+        {"kv_transfer_config": {"engine_id": f"replicas_dp{rank}"}} for rank in range(2)
+    ]
     with (
         launcher.start(llama, settings, **ids[0]) as first,
         launcher.start(llama, settings, **ids[1]) as second,
