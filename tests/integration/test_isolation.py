@@ -17,7 +17,7 @@ PROMPTS = [prompt(seed) for seed in (1, 2, 3)]
 OTHERS = [prompt(seed) for seed in range(10, 20)]  # more than the device cache and the primary tier hold
 CHUNKS = len(PROMPTS) * PROMPT_CHUNKS
 DEADLINE_S = 4.0
-MUCH_LATER_S = 30.0
+MUCH_LATER_S = 60.0  # on a busy machine
 
 
 @pytest.fixture

@@ -337,7 +337,7 @@ class KnowsWrong(GoodTier):
         return outcome
 
 
-@bug("get", (PUT_AND_GOT, "5 reasons for 0 chunks"))
+@bug("get", (PUT_AND_GOT, "11 reasons for 0 chunks"))
 async def gives_reasons_for_hits(self: GoodTier, batch: Batch) -> Outcome:
     return Outcome((await GoodTier.get(self, batch)).statuses, {"hit": len(batch)})
 

@@ -20,7 +20,7 @@ from typing import Any
 import anyio
 import pytest
 
-from kvtier.tiers import Batch, Outcome, Status
+from kvtier.tiers import Batch, Status
 from kvtier_testing.tiers.rig import Slots, TierRig, calls_of, check_whole, expect, keys, names_of
 from kvtier_testing.tiers.setup import FOREVER, TierSetup
 from kvtier_testing.tiers.steps import Ended, Way, held, run_cancelled
@@ -166,7 +166,7 @@ class CancellationTests(TierSetup):
 
     async def _reset_at_wait(self, at_wait: int, it: TierRig, batch: Batch) -> None:
         """Put, and let a reset run while the put is held at one of its waits."""
-        _, was_reset = await held(lambda: it.tier.put(batch), at_wait, it.tier.reset, self.settle_s)
+        was_reset = await held(lambda: it.tier.put(batch), at_wait, it.tier.reset, self.settle_s)
         if not was_reset:  # this put has waited less often
             await it.tier.reset()
 
@@ -218,7 +218,7 @@ class _Trials:
 
     async def put(
         self, way: Way | None, *, at_wait: int | None = None, after_s: float | None = None
-    ) -> Ended[Outcome]:
+    ) -> Ended:
         numbers = range(self._fresh, self._fresh + _CHUNKS)
         self._fresh += _CHUNKS
         await self._rig.put(numbers[:2])
@@ -230,7 +230,7 @@ class _Trials:
 
     async def get(
         self, way: Way | None, *, at_wait: int | None = None, after_s: float | None = None
-    ) -> Ended[Outcome]:
+    ) -> Ended:
         if not self._got:
             await self._rig.put(range(_CHUNKS))
         batch, slots = self._rig.empty(range(_CHUNKS))
@@ -254,7 +254,7 @@ async def _expect_hidden(it: TierRig, numbers: Sequence[int], what: str) -> None
     )
 
 
-def _check_cancellation(verb: str, ended: Ended[object], way: Way) -> None:
+def _check_cancellation(verb: str, ended: Ended, way: Way) -> None:
     if not ended.was_cancelled or ended.raised_cancellation:
         return
     expect(
