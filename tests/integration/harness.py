@@ -568,9 +568,9 @@ def chunks_in(root: Path) -> set[OffloadKey]:
     return found
 
 
-def wait_until_removed(files: Iterable[Path], patience_s: float = 30.0) -> None:
+def wait_until_removed(files: Iterable[Path]) -> None:
     """Wait until others have removed files, as a guard removes an engine's memory."""
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + PATIENCE_S
     while there := [file for file in files if file.exists()]:
         assert time.monotonic() < deadline, there
         time.sleep(0.02)

@@ -10,7 +10,14 @@ import pytest
 
 from kvtier_bench.engines import EngineError
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, Launcher, chunks_in, prompt, wait_until_removed
+from tests.integration.harness import (
+    PATIENCE_S,
+    PROMPT_CHUNKS,
+    Launcher,
+    chunks_in,
+    prompt,
+    wait_until_removed,
+)
 
 ROUNDS = [[prompt(seed) for seed in range(first, first + 15)] for first in (200, 300)]
 
@@ -49,9 +56,9 @@ def test_killed_in_the_midst_of_cascades(
     assert not region.exists()
 
 
-def _wait_until_swept(root: Path, patience_s: float = 20.0) -> None:
+def _wait_until_swept(root: Path) -> None:
     """Wait until only the living writer has a directory for unfinished files."""
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + PATIENCE_S
     while len(writers := [path for path in root.glob("*/.tmp/*") if path.is_dir()]) != 1:
         assert time.monotonic() < deadline, writers
         time.sleep(0.05)

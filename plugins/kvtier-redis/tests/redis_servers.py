@@ -213,18 +213,14 @@ class TlsServer:
 
 
 @contextmanager
-def cluster(directory: Path, nodes: int = 3) -> Iterator[list[Server]]:
-    """A cluster of primaries, which mark one as failed after a minute of silence."""
+def cluster(directory: Path) -> Iterator[list[Server]]:
+    """A cluster of three primaries, which mark one as failed after a minute of silence."""
     options = "--cluster-enabled yes --cluster-node-timeout 60000 --cluster-require-full-coverage no"
     with ExitStack() as stack:
-        servers = [
-            stack.enter_context(Server(directory / f"node-{number}", options)) for number in range(nodes)
-        ]
-        per_node = -(-16384 // nodes)
-        for number, server in enumerate(servers):
+        servers = [stack.enter_context(Server(directory / f"node-{number}", options)) for number in range(3)]
+        for server, slots in zip(servers, ((0, 5461), (5462, 10922), (10923, 16383)), strict=True):
             with server.client() as client:
-                last = min((number + 1) * per_node, 16384) - 1
-                client.execute_command("CLUSTER", "ADDSLOTSRANGE", number * per_node, last)
+                client.execute_command("CLUSTER", "ADDSLOTSRANGE", *slots)
                 client.execute_command("CLUSTER", "MEET", "127.0.0.1", servers[0].port)
         wait_for(lambda: all(is_complete(server) for server in servers), "the cluster is complete")
         yield servers
@@ -238,14 +234,14 @@ def is_complete(server: Server) -> bool:
 
 
 @contextmanager
-def sentinels(directory: Path, primary: Server, count: int = 3) -> Iterator[list[int]]:
-    """Sentinels of a primary called ``kv``; yields their ports.
+def sentinels(directory: Path, primary: Server) -> Iterator[list[int]]:
+    """Three sentinels of a primary called ``kv``; yields their ports.
 
     They mark it as down after a minute of silence: see ``mark_down_soon``.
     """
     ports, processes = [], []
     try:
-        for number in range(count):
+        for number in range(3):
             folder, port = directory / f"sentinel-{number}", free_port()
             folder.mkdir(parents=True)
             (folder / "sentinel.conf").write_text(
@@ -257,9 +253,7 @@ def sentinels(directory: Path, primary: Server, count: int = 3) -> Iterator[list
                 command = [program(), str(folder / "sentinel.conf"), "--sentinel"]
                 processes.append(subprocess.Popen(command, stdout=log, stderr=log))
             ports.append(port)
-        wait_for(
-            lambda: all(others_known(port) == count - 1 for port in ports), "the sentinels know each other"
-        )
+        wait_for(lambda: all(others_known(port) == 2 for port in ports), "the sentinels know each other")
         yield ports
     finally:
         for process in processes:
@@ -284,10 +278,10 @@ def others_known(port: int) -> int:
         return -1
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = START_S) -> None:
+def wait_for(condition: Callable[[], bool], what: str) -> None:
     """Wait until a condition holds."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + START_S
     while not condition():
         if time.monotonic() > deadline:
-            raise AssertionError(f"not within {seconds:g} s: {what}")
+            raise AssertionError(f"not within {START_S:g} s: {what}")
         time.sleep(0.02)

@@ -9,11 +9,11 @@ from kvtier_testing.tiers.rig import key, keys
 P, U = Knowledge.PRESENT, Knowledge.UNKNOWN
 
 
-def listed(index: ChunkIndex, numbers: range, nbytes: int = 10) -> list[bytes]:
+def listed(index: ChunkIndex, numbers: range) -> list[bytes]:
     """Apply a listing of chunks; return those that are gone."""
     listing = index.start_listing()
     for number in numbers:
-        listing.add(key(number), nbytes)
+        listing.add(key(number), 10)
     return list(index.finish_listing(listing))
 
 

@@ -145,7 +145,7 @@ class Case:
 
     Attributes:
         tier: ``none``; ``memory``: one that keeps keys alone and answers at once; ``fs``: files.
-        slots: slots of the primary tier.
+        slots: slots of the primary tier, more than 9,000.
         rounds: how often each call is measured; medians are given.
     """
 
@@ -163,16 +163,11 @@ CASES = (
 )
 
 
-def run(cases: Sequence[Case] | None = None, *, compare: bool = True) -> list[Cost | Machine]:
-    """Measure.
-
-    Args:
-        cases: what to measure, by default ``CASES``; a case needs more than 9,000 slots.
-        compare: whether to measure vLLM's managers too, where there is vLLM.
-    """
-    beside = _vllm_bench() if compare else None
+def run() -> list[Cost | Machine]:
+    """Measure ``CASES``; vLLM's managers too, where there is vLLM."""
+    beside = _vllm_bench()
     costs: list[Cost | Machine] = []
-    for case in cases or CASES:
+    for case in CASES:
         costs += _measure_case(case, beside)
     return [*costs, Machine.here()]
 

@@ -156,11 +156,11 @@ def measure(
     return samples
 
 
-def spread_of_median(values: Sequence[float], share: float = 0.95) -> tuple[float, float]:
-    """Return bounds between which ``share`` of the medians of resampled values lie (bootstrap)."""
+def spread_of_median(values: Sequence[float]) -> tuple[float, float]:
+    """Return bounds between which 95 % of the medians of resampled values lie (bootstrap)."""
     generator = random.Random(0)
     medians = sorted(median(generator.choices(values, k=len(values))) for _ in range(RESAMPLES))
-    tail = int(RESAMPLES * (1 - share) / 2)
+    tail = RESAMPLES // 40
     return medians[tail], medians[-1 - tail]
 
 

@@ -179,8 +179,8 @@ class Rig:
         model: what should come of it.
     """
 
-    def __init__(self, factory: EngineFactory, shape: Shape, device: str = "cpu", seed: int = 1) -> None:
-        noise = random.Random(seed)
+    def __init__(self, factory: EngineFactory, shape: Shape, device: str = "cpu") -> None:
+        noise = random.Random(1)
         self.shape = shape
         self.region = Region.anonymous(shape.slots, shape.layout.chunk_bytes)
         gaps = shape.gaps + (0,) * (len(shape.page_bytes) - len(shape.gaps))
