@@ -27,11 +27,8 @@ def start(launcher: Launcher, llama: Path, tmp_path: Path) -> Start:
     """Return what starts an engine that audits every chunk, over a file tier; of each test the same one."""
     files = {"type": "fs", "root_dir": str(tmp_path / "root")}
     settings = {"cpu_bytes_to_use": "16MiB", "audit_rate": 1, "secondary_tiers": [files]}
-    how: dict[str, Any] = {
-        "environment": {"XDG_STATE_HOME": str(tmp_path)},
-        "kv_transfer_config": RECOMPUTING,
-    }
-    return partial(launcher.start, llama, settings, **how)
+    state = {"XDG_STATE_HOME": str(tmp_path)}
+    return partial(launcher.start, llama, settings, environment=state, kv_transfer_config=RECOMPUTING)
 
 
 def failures(engine: Engine) -> dict[str, float]:
