@@ -150,7 +150,7 @@ def kit(bad: type[EvictionPolicy]) -> PolicyConformance:
         def sequences(self) -> hypothesis.settings:
             return hypothesis.settings(
                 super().sequences(),
-                max_examples=1000,  # the first few show what is wrong, at times the hundredth: that is the last
+                max_examples=1000,  # the first few show it, at times the hundredth: that one is the last
                 phases=[hypothesis.Phase.generate],
                 derandomize=True,
                 database=None,
