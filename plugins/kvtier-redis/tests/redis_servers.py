@@ -12,8 +12,8 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, closing, contextmanager, suppress
 from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,7 +24,6 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from kvtier import Identity
-from kvtier.tiers import TierContext
 from kvtier_redis import RedisConfig, RedisTier
 from kvtier_testing.tiers import TierRig
 
@@ -154,22 +153,17 @@ class Server:
             return False
 
 
-@asynccontextmanager
-async def opened(
+def opened(
     *servers: Server,
     name: str = "cache",
     identity: Identity = IDENTITY,
     chunk_bytes: int = 256 * 1024,
     **settings: Any,
-) -> AsyncIterator[TierRig]:
+) -> AbstractAsyncContextManager[TierRig]:
     """Open a tier on servers, and close it at the end."""
     addresses = [f"127.0.0.1:{server.port}" for server in servers]
     tier = RedisTier(RedisConfig(**{"addresses": addresses, "deadline_s": GENEROUS_S, **settings}))
-    await tier.open(TierContext(name, identity, chunk_bytes))
-    try:
-        yield TierRig(tier, identity, chunk_bytes, is_lossy=False)
-    finally:
-        await tier.aclose()
+    return TierRig(tier, identity, chunk_bytes).opened(name=name)
 
 
 class TlsServer:

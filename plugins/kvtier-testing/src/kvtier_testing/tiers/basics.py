@@ -117,7 +117,8 @@ class BasicTests(TierSetup):
         capacity_bytes = 16 * self.chunk_bytes
         told: list[OffloadKey] = []
         taken: list[int] = []
-        async with self.opened_with_bound(place, capacity_bytes, told.extend) as it:
+        rig = self.rig(self.make(self.bounded(place, capacity_bytes)), place)
+        async with rig.opened(told.extend) as it:
             for first in range(0, 48, 4):
                 statuses = await it.put(range(first, first + 4))
                 taken += [first + index for index, status in enumerate(statuses) if status is Status.OK]

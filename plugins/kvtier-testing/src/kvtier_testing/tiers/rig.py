@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
 from functools import lru_cache
 from itertools import count
 from typing import Any, NoReturn
+
+import anyio
 
 from kvtier import HeapMemory, Identity
 from kvtier._core.messages import Answer, Command, Event, Fetch, Fetched, Put, PutEnded
 from kvtier._executor import Executor, NamedTier
 from kvtier._reasons import TRANSFER
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.tiers import Batch, Knowledge, Outcome, SecondaryTier, Status, Usage, in_thread
+from kvtier.tiers import Batch, Knowledge, Outcome, SecondaryTier, Status, TierContext, Usage, in_thread
+from kvtier.tiers._base import ignore_removed
 from kvtier.tiers._seal import Integrity, check, seal
 
+Removed = Callable[[Sequence[OffloadKey]], None]
 UNUSED = 0xA5
 EMPTY = 0x5A
 REUSED = 0xEE
@@ -122,12 +127,26 @@ class TierRig:
     """
 
     def __init__(
-        self, tier: SecondaryTier[Any], identity: Identity, chunk_bytes: int, *, is_lossy: bool
+        self, tier: SecondaryTier[Any], identity: Identity, chunk_bytes: int, *, is_lossy: bool = False
     ) -> None:
         self.tier = tier
         self.identity = identity
         self.chunk_bytes = chunk_bytes
         self._is_lossy = is_lossy
+
+    def context(self, removed: Removed = ignore_removed, name: str = "tested") -> TierContext:
+        """Return what the tier is opened with."""
+        return TierContext(name, self.identity, self.chunk_bytes, removed)
+
+    @asynccontextmanager
+    async def opened(self, removed: Removed = ignore_removed, name: str = "tested") -> AsyncIterator[TierRig]:
+        """Open the tier, and close it at the end; ``removed`` is told what leaves."""
+        await self.tier.open(self.context(removed, name))
+        try:
+            yield self
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self.tier.aclose()
 
     def content(self, number: int, version: int = 0) -> bytes:
         """The bytes of one chunk."""
