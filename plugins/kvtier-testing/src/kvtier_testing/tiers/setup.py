@@ -23,7 +23,8 @@ from kvtier import _validation as validation
 from kvtier.keys import OffloadKey
 from kvtier.tiers import SecondaryTier
 from kvtier_testing.limits import LimitedSuite
-from kvtier_testing.tiers.rig import Driver, TierRig
+from kvtier_testing.tiers.driver import Driver
+from kvtier_testing.tiers.rig import TierRig
 
 FOREVER = math.inf
 VERBS = ("open", "put", "get", "contains", "touch", "discard", "reset", "aclose", "known", "usage")
