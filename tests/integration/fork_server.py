@@ -11,7 +11,6 @@ descriptors, the child's own socket and its log; the answer is the child's proce
 from __future__ import annotations
 
 import faulthandler
-import importlib
 import json
 import os
 import signal
@@ -21,20 +20,6 @@ import traceback
 
 from kvtier_bench.engine_process import Engine, die_with_parent, serve
 
-_HEAVY = (
-    "torch",
-    "transformers",
-    "vllm",
-    "vllm.entrypoints.llm",
-    "vllm.v1.engine.llm_engine",
-    "vllm.v1.engine.core",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
-    "vllm.model_executor.models.llama",
-    "vllm.v1.kv_offload.base",
-    "kvtier._config",
-    "kvtier._executor",
-)
 STACKS = signal.SIGUSR2
 """Has a child write its threads' stacks to its log."""
 
@@ -44,8 +29,7 @@ _MAX_REQUEST_BYTES = 1 << 16
 def main() -> None:
     """Fork a child for each request until the other end hangs up."""
     die_with_parent()
-    for module in _HEAVY:
-        importlib.import_module(module)
+    Engine().load({})
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the children are reaped by the kernel
     requests = socket.socket(fileno=os.dup(0))
     requests.sendall(b"ready\n")

@@ -23,7 +23,20 @@ from typing import Any
 Order = Mapping[str, Any]
 Answer = dict[str, Any]
 
-_HEAVY = ("torch", "transformers", "vllm", "vllm.entrypoints.llm", "kvtier.adapters.vllm.spec")
+_HEAVY = (
+    "torch",
+    "transformers",
+    "vllm",
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.kv_offload.base",
+    "kvtier._config",
+    "kvtier._executor",
+)
 _MANAGER_CALLS = (
     "on_new_request",
     "on_request_finished",
