@@ -40,6 +40,8 @@ VLLM = "0.32.0"  # the newest that there is a CPU build of; for GPUs the demo's
 VLLM_OLDEST = "0.31.0"
 OF_THE_SAME_FORMAT = (VLLM_OLDEST,)  # CPU builds whose chunks the newest CPU build can read
 VLLM_NEXT = "0.33.0"  # the newest supported release, of which there is no CPU build
+# They come along with vLLM, and break torch's CPU build when transformers imports them.
+BUILT_FOR_CUDA = ("torchvision", "torchaudio", "torchcodec")
 CPU_ENGINE_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -145,11 +147,7 @@ def oldest(session: nox.Session) -> None:
 def contract(session: nox.Session) -> None:
     """Does it work in the next vLLM? Of its build for GPUs the Python files, on the CPU build before it."""
     install_engine_tests(session, VLLM)
-    overlay = overlay_next_engine(session)
-    env = {
-        "PYTHONPATH": str(overlay),
-        "VLLM_TARGET_DEVICE": "cpu",  # the package's metadata are those of the build for CUDA, or none
-    }
+    env = overlay_next_engine(session)
     session.run("python", "-c", f"import vllm; assert vllm.__version__ == '{VLLM_NEXT}', vllm", env=env)
     run_in_engine(session, "releases", env)
 
@@ -158,10 +156,9 @@ def contract(session: nox.Session) -> None:
 def generations(session: nox.Session) -> None:
     """Do the versions of one KV format read each other's chunks? Each in an environment of its own."""
     install_engine_tests(session, VLLM)
-    overlay = overlay_next_engine(session)
     here = f"{session.bin}/python"
-    next_one = {"PYTHONPATH": str(overlay), "VLLM_TARGET_DEVICE": "cpu"}
-    engines: list[dict[str, object]] = [{"python": here}, {"python": here, "environment": next_one}]
+    next_one = {"python": here, "environment": overlay_next_engine(session)}
+    engines: list[dict[str, object]] = [{"python": here}, next_one]
     engines += [{"python": str(older_engine(session, version))} for version in OF_THE_SAME_FORMAT]
     env = {**CPU_ENGINE_ENV, "KVTIER_VLLMS": json.dumps(engines)}
     run_pytest(session, "-W", "default", "tests/integration/test_generations.py", processes=0, env=env)
@@ -299,14 +296,14 @@ def install_cpu_engine(session: nox.Session, version: str) -> None:
     install_torch_cpu(session)
     with named_if_missing(session, wanted):
         session.install(wanted)
-    # They come along built for CUDA, and then break torch's CPU build when transformers imports them.
-    session.run_install(*pip, "uninstall", "-y", "-q", "torchvision", "torchaudio", "torchcodec")
+    session.run_install(*pip, "uninstall", "-y", "-q", *BUILT_FOR_CUDA)
 
 
-def overlay_next_engine(session: nox.Session) -> Path:
+def overlay_next_engine(session: nox.Session) -> dict[str, str]:
     """Make a directory with the next vLLM's Python files and links to the installed one's compiled parts.
 
-    For PYTHONPATH: nothing that is installed is changed.
+    Returns:
+        The variables with which Python finds it: nothing that is installed is changed.
     """
     overlay = session.cache_dir.absolute() / f"vllm-{VLLM_NEXT}"
     if not overlay.exists():
@@ -325,7 +322,8 @@ def overlay_next_engine(session: nox.Session) -> Path:
         link = overlay / "vllm" / compiled.relative_to(installed)
         link.unlink(missing_ok=True)
         link.symlink_to(compiled)
-    return overlay
+    # The package's metadata are those of the build for CUDA, or none: they do not tell the platform.
+    return {"PYTHONPATH": str(overlay), "VLLM_TARGET_DEVICE": "cpu"}
 
 
 def older_engine(session: nox.Session, version: str) -> Path:
@@ -339,9 +337,9 @@ def older_engine(session: nox.Session, version: str) -> Path:
         with named_if_missing(session, wanted):
             torch = (f"torch=={TORCH}", "--extra-index-url", TORCH_CPU_INDEX)  # prefers +cpu
             session.run_install(*pip, "install", "-q", wanted, *torch, external=True)
-        unwanted = ("torchvision", "torchaudio", "torchcodec")
-        session.run_install(*pip, "uninstall", "-y", "-q", *unwanted, external=True)
-    session.run_install(*pip, "install", "-q", "-e", ".", *group("tests"), external=True)
+        session.run_install(*pip, "uninstall", "-y", "-q", *BUILT_FOR_CUDA, external=True)
+    ours = ("-e", ".", "-e", "plugins/kvtier-bench", *group("tests"))
+    session.run_install(*pip, "install", "-q", *ours, external=True)
     return python
 
 
@@ -418,6 +416,9 @@ NATIVE_TESTS = (
     "tests/unit/test_native.py",
     *(f"tests/unit/tiers/fs/test_fs_{name}.py" for name in ("pool", "tier", "index", "evict", "integrity")),
 )
+C_SOURCES = sorted(map(str, Path("kvtier/_native").glob("*.c")))
+STRICT = ("-std=c11", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Werror", "-Ikvtier/_native",
+          "-fno-sanitize-recover=undefined")  # fmt: skip
 SANITIZERS = {  # by option: the libraries, and which tests
     "address,undefined": (("asan", "ubsan"), "not python"),
     # Its madvise() ends where nothing can be mapped, which is what that test asks for.
@@ -430,19 +431,16 @@ def native(session: nox.Session) -> None:
     """Can the C code be trusted? Its tests and a stress of several processes, under ASan, UBSan and TSan."""
     install_kvtier(session, groups=["tests"])
     stress_s = session.posargs[0] if session.posargs else "20"
-    strict = ("-std=c11", "-D_GNU_SOURCE", "-pthread", "-Wall", "-Wextra", "-Werror")
-    debuggable = ("-O1", "-g", "-fno-omit-frame-pointer")
-    sources = sorted(map(str, Path("kvtier/_native").glob("*.c")))
     for sanitizers, (names, chosen) in SANITIZERS.items():
         built = Path(session.create_tmp()).absolute() / sanitizers.partition(",")[0]
         shutil.rmtree(built, ignore_errors=True)
         (built / "root").mkdir(parents=True)
-        cc = ("gcc", *strict, *debuggable, f"-fsanitize={sanitizers}", "-fno-sanitize-recover=undefined")
+        cc = ("gcc", "-D_GNU_SOURCE", "-fno-omit-frame-pointer", f"-fsanitize={sanitizers}", *STRICT)
         stress = f"{built}/stress"
-        session.run(*cc, "-Ikvtier/_native", "-o", stress, "tests/native/stress.c", *sources, external=True)
+        session.run(*cc, "-o", stress, "tests/native/stress.c", *C_SOURCES, external=True)
         session.run(stress, f"{built}/root", stress_s, "3", external=True)
         library = f"{built}/libkvtier_native.so"
-        session.run(*cc, "-fPIC", "-shared", "-o", library, *sources, external=True)
+        session.run(*cc, "-fPIC", "-shared", "-o", library, *C_SOURCES, external=True)
         runtimes = [
             str(session.run("gcc", f"-print-file-name=lib{name}.so", external=True, silent=True)).strip()
             for name in names
@@ -488,11 +486,8 @@ def fuzzer(session: nox.Session, name: str) -> tuple[str, ...]:
     if native == name:
         return ("python", "-m", "tests.fuzz", name)
     program = f"{session.create_tmp()}/{native}"
-    sanitizers = ("-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=undefined")
-    strict = ("-std=c11", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Werror", *sanitizers)
-    sources = sorted(map(str, Path("kvtier/_native").glob("*.c")))
-    cc = ("clang", *strict, f"-DTARGET={native}", "-Ikvtier/_native", "-o", program)
-    session.run(*cc, "tests/fuzz/native.c", *sources, external=True)
+    cc = ("clang", "-fsanitize=fuzzer,address,undefined", f"-DTARGET={native}", *STRICT, "-o", program)
+    session.run(*cc, "tests/fuzz/native.c", *C_SOURCES, external=True)
     return (program,)
 
 

@@ -12,31 +12,17 @@ from typing import Any, NoReturn
 import pytest
 from _pytest.mark import ParameterSet
 
+from kvtier_bench.engines import MODELS, environment
 from tests.integration.harness import OUTPUT_TOKENS, Engine, Launcher, Tokens, vllm_release
 
 ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",  # idle engines leave the cores to the others
-    "VLLM_CPU_KVCACHE_SPACE": "1",
+    **environment(),
     # The same in every run: with another number of threads the numerics, and so the tokens, can differ.
     "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(cpu) for cpu in sorted(os.sched_getaffinity(0))[:2]),
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
 }
 
-LLAMA: dict[str, Any] = {
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 8192,
-    "initializer_range": 0.1,  # large enough that the answer depends on the whole prompt
-    "tie_word_embeddings": False,
-}
-"""A model one block of which takes 128 KiB in float32."""
+LLAMA = dict(MODELS["tiny"])
+"""A model one block of which takes 128 KiB in float32. Its answers depend on the whole prompt."""
 
 
 def from_vllm(release: tuple[int, int], why: str) -> pytest.MarkDecorator:

@@ -17,6 +17,18 @@ _RANK = 2
 _FILE = "KVTIER_TEST_FAULTS"
 
 
+def install(llm: Any, file: str) -> dict[str, Any]:
+    """Make ``fail`` possible for the engine that is started next. Called in its process, as ``fail`` is."""
+    Faults(file).install()
+    return {}
+
+
+def fail(llm: Any, **counts: int) -> dict[str, Any]:
+    """Set how many copies fail from now on. See ``Faults.set``."""
+    Faults().set(**counts)
+    return {}
+
+
 class Faults:
     """How many more copies fail. Shared by this process and those that it starts from now on.
 
@@ -38,7 +50,7 @@ class Faults:
         for name in ("copy_batch", "copy_each"):
             setattr(cpu, name, partial(self._copy, getattr(cpu, name)))
 
-    def set(self, *, stores: int, loads: int, rank: int) -> None:
+    def set(self, *, stores: int = 0, loads: int = 0, rank: int = -1) -> None:
         """Let the next so many attempts of each kind fail, half-way; negative: all of them.
 
         Args:

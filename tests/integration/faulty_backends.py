@@ -159,18 +159,8 @@ def _built(directory: Path) -> str:
         absent("there is no C compiler")
     library = directory / "trouble.so"
     source = Path(__file__).with_name("trouble.c")
-    command = [
-        compiler,
-        "-O1",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        "-shared",
-        "-fPIC",
-        "-o",
-        str(library),
-        str(source),
-    ]
+    options = ("-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC")
+    command = [compiler, *options, "-o", str(library), str(source)]
     subprocess.run(command, check=True)
     return str(library)
 
@@ -202,7 +192,7 @@ class Plain(Backend):
         entry = "plain = tests.integration.plain_tier:PlainTier"
         (information / "entry_points.txt").write_text(f"[kvtier.tiers]\n{entry}\n")
         self.settings = {"type": "plain", "fault": str(self._fault)}
-        self.launch = {"finds": finds}
+        self.launch = {"prepare": {"function": "find", "directory": str(finds)}}
 
     def begin(self, fault: str) -> None:
         new = self._fault.with_suffix(".new")

@@ -10,9 +10,7 @@ descriptors, the child's own socket and its log; the answer is the child's proce
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
-import importlib
 import json
 import os
 import signal
@@ -20,34 +18,18 @@ import socket
 import sys
 import traceback
 
-from tests.integration import engine_child
+from kvtier_bench.engine_process import Engine, die_with_parent, serve
 
-_HEAVY = (
-    "torch",
-    "transformers",
-    "vllm",
-    "vllm.entrypoints.llm",
-    "vllm.v1.engine.llm_engine",
-    "vllm.v1.engine.core",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
-    "vllm.model_executor.models.llama",
-    "vllm.v1.kv_offload.base",
-    "kvtier._config",
-    "kvtier._executor",
-)
 STACKS = signal.SIGUSR2
 """Has a child write its threads' stacks to its log."""
 
-_PR_SET_PDEATHSIG = 1
 _MAX_REQUEST_BYTES = 1 << 16
 
 
 def main() -> None:
     """Fork a child for each request until the other end hangs up."""
     die_with_parent()
-    for module in _HEAVY:
-        importlib.import_module(module)
+    Engine().load({})
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the children are reaped by the kernel
     requests = socket.socket(fileno=os.dup(0))
     requests.sendall(b"ready\n")
@@ -77,7 +59,7 @@ def _run_child(environment: dict[str, str], channel_fd: int, log_fd: int) -> Non
         faulthandler.enable()
         faulthandler.register(STACKS)
         os.environ.update(environment)
-        engine_child.serve(socket.socket(fileno=channel_fd))
+        serve(socket.socket(fileno=channel_fd), Engine())
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -85,11 +67,6 @@ def _run_child(environment: dict[str, str], channel_fd: int, log_fd: int) -> Non
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)  # the exit handlers are those of the parent's imports
-
-
-def die_with_parent() -> None:
-    """Have this process killed when the one that started it ends, however it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,24 +26,31 @@ from typing import Any
 
 from kvtier.keys import OffloadKey
 from kvtier.tiers.fs._root import ChunkFile, Root
+from kvtier_bench.engines import (
+    BLOCK_TOKENS,
+    Channel,
+    EngineError,
+    end_of,
+    engine_arguments,
+    make_prompt,
+)
 from tests.integration.fork_server import STACKS
 
 PROJECT = Path(__file__).parents[2]
 SHARED_MEMORY = Path("/dev/shm")
 
-BLOCK_TOKENS = 32
-VOCABULARY = 1024
 OUTPUT_TOKENS = 8
 PROMPT_TOKENS = 520
 PROMPT_CHUNKS = PROMPT_TOKENS // BLOCK_TOKENS
 
+ANSWER_S = 120.0
 IMPORT_S = 240.0
 START_S = 180.0
-ANSWER_S = 120.0
 UNTIL_S = 60.0
 PATIENCE_S = 30.0
 STACKS_S = 1.0
-END_LINES = 150  # the stacks of all threads among them
+TRAFFIC, FAULTS = "tests.integration.traffic", "tests.integration.faults"
+SIZES: Mapping[str, int] = {"num_gpu_blocks_override": 80, "max_model_len": 2048, "max_num_seqs": 16}
 
 Tokens = list[int]
 Config = Mapping[str, Any]
@@ -64,8 +72,29 @@ def vllm_release() -> tuple[int, int]:
 
 def prompt(seed: int, tokens: int = PROMPT_TOKENS, shared: Sequence[int] = ()) -> Tokens:
     """Make the token ids of a prompt, which begins with ``shared``; else different seeds share nothing."""
-    generator = random.Random(seed)
-    return [*shared, *(generator.randrange(2, VOCABULARY) for _ in range(tokens - len(shared)))]
+    return make_prompt(seed, tokens, shared)
+
+
+def batches(chance: random.Random) -> Iterator[list[Tokens]]:
+    """Yield batches of up to six prompts without end: new ones that share beginnings of any length, and such
+    as were asked before, or the beginnings of those. None is longer than 900 tokens."""
+    stems: list[Tokens] = []
+    asked: deque[Tokens] = deque(maxlen=40)
+    while True:
+        batch = []
+        for _ in range(chance.randrange(1, 7)):
+            if asked and chance.random() < 0.4:
+                again = chance.choice(asked)
+                whole_blocks = BLOCK_TOKENS * chance.randrange(1, len(again) // BLOCK_TOKENS + 2)
+                batch.append(again[: chance.choice([whole_blocks, len(again)])])
+                continue
+            if len(stems) < 5 or chance.random() < 0.05:
+                stems = [*stems[-4:], prompt(chance.getrandbits(60), 600)]  # the oldest goes
+            shared = chance.choice(stems)[: chance.randrange(600)]
+            length = len(shared) + chance.randrange(1, 300)
+            batch.append(prompt(chance.getrandbits(60), length, shared=shared))
+        asked.extend(batch)
+        yield batch
 
 
 @dataclass(frozen=True)
@@ -109,10 +138,6 @@ class Metrics:
         return {name for name, labels, _ in self.samples if not labels}
 
 
-class EngineError(Exception):
-    """The engine refused, died or did not answer in time; with the end of its log."""
-
-
 class Launcher:
     """The process that engines are forked from. A context manager.
 
@@ -152,8 +177,7 @@ class Launcher:
         environment: Mapping[str, str] | None = None,
         start_s: float = START_S,
         faulty_copies: bool = False,
-        finds: Path | None = None,
-        prepare: tuple[str, str] | None = None,
+        prepare: Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> Engine:
         """Start an engine.
@@ -164,8 +188,7 @@ class Launcher:
             environment: environment variables of this engine.
             start_s: seconds to wait for it.
             faulty_copies: make ``Engine.fail_copies`` possible.
-            finds: a directory with distributions that it finds as if they were installed.
-            prepare: module and function of the tests, called in its process before it is started.
+            prepare: arguments of an ``Engine.call`` before it is started.
             arguments: further arguments of the engine; ``kv_transfer_config`` over the one made here.
 
         Raises:
@@ -175,12 +198,9 @@ class Launcher:
         engine.has_kvtier = extra_config is not None
         try:
             if faulty_copies:
-                engine.ask("make_copies_faulty", file=str(engine._log.with_suffix(".faults")))
-            if finds is not None:
-                found = {"directory": str(finds)}
-                engine.ask("call", module="tests.integration.traffic", function="find", arguments=found)
+                engine.call("install", module=FAULTS, file=str(engine._log.with_suffix(".faults")))
             if prepare is not None:
-                engine.ask("call", module=prepare[0], function=prepare[1], arguments={})
+                engine.call(**prepare)
             engine.ask("start", start_s, arguments=_arguments(model, extra_config, arguments))
         except BaseException:
             engine.kill()
@@ -206,7 +226,6 @@ class Launcher:
         with self.fork() as maker:
             maker.ask(
                 "make_model",
-                ANSWER_S,
                 directory=str(directory),
                 config=config,
                 architecture=architecture,
@@ -235,7 +254,7 @@ class Launcher:
     def _wait_until_ready(self) -> None:
         self._channel.settimeout(IMPORT_S)
         if self._answer() != "ready":
-            raise EngineError(f"the engine cannot be imported:\n{_end_of(Path(self._log.name))}")
+            raise EngineError(f"the engine cannot be imported:\n{end_of(Path(self._log.name))}")
 
     def _answer(self) -> str:
         try:
@@ -244,7 +263,7 @@ class Launcher:
             raise EngineError(f"no answer from the launcher: {error!r}") from error
 
 
-class Engine:
+class Engine(Channel):
     """One engine in a process of its own. A context manager that stops it.
 
     What vLLM itself leaves in shared memory is removed at its end; what kvtier leaves is not.
@@ -255,53 +274,27 @@ class Engine:
         last: the metrics that it has told last.
     """
 
+    patience_s = ANSWER_S
     has_kvtier = False
     last = Metrics(())
 
     def __init__(self, pid: int, channel: socket.socket, log: Path) -> None:
         self.pid = pid
         self._pidfd: int | None = os.pidfd_open(pid)
-        self._channel = channel
-        self._lines = channel.makefile("rw", encoding="utf-8")
-        self._log = log
+        super().__init__(channel, log)
 
-    # --- asking ----------------------------------------------------------------------------------
-
-    def ask(self, do: str, patience_s: float = ANSWER_S, **order: Any) -> dict[str, Any]:
-        """Give an order and wait for the answer.
-
-        Raises:
-            EngineError: it failed, or there was no answer.
-        """
-        self.tell(do, **order)
-        return self.hear(do, patience_s)
-
-    def tell(self, do: str, **order: Any) -> None:
-        """Give an order whose answer is not waited for here."""
-        self._lines.write(json.dumps({"do": do, **order}) + "\n")
-        self._lines.flush()
-
-    def hear(self, do: str, patience_s: float = ANSWER_S) -> dict[str, Any]:
-        """Wait for the answer to an order that was given before."""
-        self._channel.settimeout(patience_s)
-        try:
-            line = self._lines.readline()
-        except OSError as error:
-            self._write_stacks()
-            raise EngineError(f"{do}: no answer within {patience_s} s: {error!r}\n{self._end()}") from error
-        if not line:
-            raise EngineError(f"{do}: the engine has died\n{self._end()}")
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise EngineError(f"{do}: {answer['error']}\n{self._end()}")
-        return answer
-
-    def _write_stacks(self) -> None:
-        """Have it say in its log where it hangs, as far as it can."""
+    def write_stacks(self) -> None:
+        """See ``Channel.write_stacks``."""
         if self._pidfd is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, STACKS)
             time.sleep(STACKS_S)
+
+    # --- asking ----------------------------------------------------------------------------------
+
+    def call(self, function: str, *, module: str = TRAFFIC, **arguments: Any) -> dict[str, Any]:
+        """Call a function of the tests in the engine's process; return what it answers."""
+        return self.ask("call", module=module, function=function, arguments=arguments)
 
     def generate(
         self,
@@ -333,7 +326,7 @@ class Engine:
 
     def sleep(self, level: int = 1, weights: Path | None = None) -> None:
         """Go to sleep and wake up again, with other weights where some are given."""
-        self.ask("sleep", level=level, weights=None if weights is None else str(weights))
+        self.call("sleep", level=level, weights=None if weights is None else str(weights))
 
     def metrics(self) -> Metrics:
         """Return the metrics as they are."""
@@ -353,7 +346,7 @@ class Engine:
             if condition(metrics):
                 return metrics
             if time.monotonic() > deadline:
-                raise EngineError(f"not within {patience_s} s: {what}\n{metrics}\n{self._end()}")
+                raise self.failed(f"not within {patience_s} s: {what}\n{metrics}")
 
     def settled(self) -> Metrics:
         """Keep the engine stepping until all stores and cascades have ended; at once without kvtier."""
@@ -371,11 +364,11 @@ class Engine:
 
     def reset(self, *, connector: bool = True) -> None:
         """Forget what is cached on the device, and where asked for, everywhere else."""
-        assert self.ask("reset", connector=connector)["done"]
+        assert self.call("reset", connector=connector)["done"]
 
-    def fail_copies(self, *, stores: int = 0, loads: int = 0, rank: int = -1) -> None:
-        """Let the next so many attempts of copies fail; -1: all of them. Of one worker, or of any."""
-        self.ask("fail_copies", stores=stores, loads=loads, rank=rank)
+    def fail_copies(self, **attempts: int) -> None:
+        """Let the next so many attempts of copies fail. See ``faults.Faults.set``."""
+        self.call("fail", module=FAULTS, **attempts)
 
     # --- looking ---------------------------------------------------------------------------------
 
@@ -406,9 +399,6 @@ class Engine:
     def _shared_memory(self) -> set[Path]:
         return {path for pid in self.processes for path in _shared_memory(pid)}
 
-    def _end(self) -> str:
-        return _end_of(self._log)
-
     # --- ending ----------------------------------------------------------------------------------
 
     def stop(self) -> None:
@@ -418,8 +408,7 @@ class Engine:
         leftovers = self._shared_memory_of_vllm()
         try:
             self.ask("stop")
-            self._lines.close()
-            self._channel.close()
+            self.hang_up()
             self._wait_for_end(ANSWER_S)
         finally:
             self.kill()
@@ -437,9 +426,7 @@ class Engine:
         _remove(leftovers)
         os.close(self._pidfd)
         self._pidfd = None
-        with suppress(OSError):
-            self._lines.close()
-        self._channel.close()
+        self.hang_up()
 
     def __enter__(self) -> Engine:
         return self
@@ -458,10 +445,10 @@ class Engine:
         assert self._pidfd is not None
         poll.register(self._pidfd, select.POLLIN)
         if not poll.poll(patience_s * 1000):
-            raise EngineError(f"process {self.pid} has not ended within {patience_s} s\n{self._end()}")
+            raise self.failed(f"process {self.pid} has not ended within {patience_s} s")
         while _session(self.pid):
             if time.monotonic() > deadline:
-                raise EngineError(f"processes {_session(self.pid)} have not ended within {patience_s} s")
+                raise self.failed(f"processes {_session(self.pid)} have not ended within {patience_s} s")
             time.sleep(0.05)
 
 
@@ -498,33 +485,11 @@ def _remove(files: Iterable[Path]) -> None:
         file.unlink(missing_ok=True)
 
 
-def _end_of(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-END_LINES:])
-
-
 def _arguments(model: Path, extra_config: Config | None, more: Mapping[str, Any]) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "model": str(model),
-        "dtype": "float32",
-        "skip_tokenizer_init": True,
-        "enforce_eager": True,
-        "block_size": BLOCK_TOKENS,
-        "num_gpu_blocks_override": 80,
-        "max_model_len": 2048,
-        "max_num_batched_tokens": 2048,
-        "max_num_seqs": 16,
-        "disable_log_stats": False,
-        "seed": 0,
-        **more,
-    }
+    settings = None
     if extra_config is not None:
-        arguments["kv_transfer_config"] = {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"spec_name": "KVTierOffloadingSpec", **patient(extra_config)},
-            **more.get("kv_transfer_config", {}),
-        }
-    return arguments
+        settings = {"spec_name": "KVTierOffloadingSpec", **patient(extra_config)}
+    return engine_arguments(model, settings, {**SIZES, **more})
 
 
 def patient(extra_config: Config) -> dict[str, Any]:
@@ -550,16 +515,21 @@ def _patient_tier(tier: Any) -> Any:
     return {"deadline_s": PATIENCE_S, **roomy, **tier}
 
 
+def primary_tier(engine: Engine) -> tuple[int, int, Path]:
+    """Return the bytes of the primary tier's slots, those of one slot, and the file that they are in."""
+    metrics = engine.metrics()
+    nbytes = int(metrics.value("kvtier_tier_capacity_bytes", tier="cpu"))
+    (region,) = engine.regions
+    return nbytes, nbytes // int(metrics.value("kvtier_slots")), region
+
+
 def misplace_chunks(engine: Engine) -> None:
     """Give each slot of the primary tier what the slot before it held.
 
     The control of tests that compare tokens: with the bytes of other chunks they must differ, or the
     model says the same whatever its cache holds.
     """
-    metrics = engine.metrics()
-    nbytes = int(metrics.value("kvtier_tier_capacity_bytes", tier="cpu"))
-    chunk_bytes = nbytes // int(metrics.value("kvtier_slots"))
-    (region,) = engine.regions
+    nbytes, chunk_bytes, region = primary_tier(engine)
     with region.open("r+b") as file:
         held = file.read(nbytes)
         file.seek(0)
@@ -575,6 +545,11 @@ def load_file(name: str, path: Path) -> Any:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def redis_servers() -> Any:
+    """Return the module with which the tests of the Redis tier start servers."""
+    return load_file("kvtier_redis_tests_servers", PROJECT / "plugins/kvtier-redis/tests/redis_servers.py")
 
 
 def chunk_files(root: Path) -> list[Path]:
@@ -593,9 +568,9 @@ def chunks_in(root: Path) -> set[OffloadKey]:
     return found
 
 
-def wait_until_removed(files: Iterable[Path], patience_s: float = 30.0) -> None:
+def wait_until_removed(files: Iterable[Path]) -> None:
     """Wait until others have removed files, as a guard removes an engine's memory."""
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + PATIENCE_S
     while there := [file for file in files if file.exists()]:
         assert time.monotonic() < deadline, there
         time.sleep(0.02)

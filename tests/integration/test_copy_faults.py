@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from kvtier_bench.engines import EngineError
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, Engine, EngineError, Launcher, prompt
+from tests.integration.harness import PROMPT_CHUNKS, Engine, Launcher, prompt
 
 SETTINGS = {"cpu_bytes_to_use": "64MiB"}
 RECOMPUTING = {"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"}
@@ -19,29 +20,25 @@ ATTEMPTS = 2
 
 
 @pytest.fixture(scope="module")
-def plain_engine(launcher: Launcher, llama: Path) -> Iterator[Engine]:
-    with launcher.start(llama, SETTINGS, faulty_copies=True) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def recomputing_engine(launcher: Launcher, llama: Path) -> Iterator[Engine]:
-    with launcher.start(llama, SETTINGS, faulty_copies=True, kv_transfer_config=RECOMPUTING) as engine:
-        yield engine
-
-
-@pytest.fixture
-def plain(plain_engine: Engine) -> Engine:
-    """An engine with vLLM's connector."""
-    plain_engine.reset()
-    return plain_engine
+def engines(launcher: Launcher, llama: Path) -> Iterator[dict[str, Engine]]:
+    """One with vLLM's connector, and one with kvtier's, which has requests computed instead."""
+    with (
+        launcher.start(llama, SETTINGS, faulty_copies=True) as plain,
+        launcher.start(llama, SETTINGS, faulty_copies=True, kv_transfer_config=RECOMPUTING) as recomputing,
+    ):
+        yield {"plain": plain, "recomputing": recomputing}
 
 
 @pytest.fixture
-def recomputing(recomputing_engine: Engine) -> Engine:
-    """An engine with kvtier's connector."""
-    recomputing_engine.reset()
-    return recomputing_engine
+def plain(engines: dict[str, Engine]) -> Engine:
+    engines["plain"].reset()
+    return engines["plain"]
+
+
+@pytest.fixture
+def recomputing(engines: dict[str, Engine]) -> Engine:
+    engines["recomputing"].reset()
+    return engines["recomputing"]
 
 
 def _failed(engine: Engine) -> dict[tuple[str, str], float]:
@@ -133,27 +130,25 @@ def test_without_the_connector_a_load_that_fails_twice_is_staged(plain: Engine, 
     assert counted() == {("load", "staged"): 1}
 
 
-def test_with_the_connector_the_engine_outlives_a_lost_device(
-    launcher: Launcher, llama: Path, reference: Ask
-) -> None:
+def test_with_the_connector_the_engine_outlives_a_lost_device(recomputing: Engine, reference: Ask) -> None:
+    """The last test of this engine, which has no device from now on."""
     prompts = [prompt(seed) for seed in range(1, 9)]
-    with launcher.start(llama, SETTINGS, faulty_copies=True, kv_transfer_config=RECOMPUTING) as engine:
-        engine.served(*prompts)
-        engine.reset(connector=False)
-        engine.fail_copies(stores=-1, loads=-1)
-        start = time.monotonic()
-        answers = engine.generate(*prompts)
-        again = engine.generate(*prompts, together=True)
-        passed_s = time.monotonic() - start
-        metrics = engine.settled()
-        log = engine.log()
+    recomputing.served(*prompts)
+    recomputing.reset(connector=False)
+    counted = Counted(recomputing)
+    recomputing.fail_copies(stores=-1, loads=-1)
+    start = time.monotonic()
+    answers = recomputing.generate(*prompts)
+    again = recomputing.generate(*prompts, together=True)
+    passed_s = time.monotonic() - start
+    metrics = recomputing.settled()
 
     assert answers == again == reference(*prompts)
-    assert passed_s < 30
+    assert passed_s < 60  # on a busy machine; nobody waits for copies
     assert metrics.value("kvtier_device_up", worker="0") == 0
     assert metrics.value("kvtier_misses", reason="device_lost") >= 1
-    assert metrics.value("kvtier_copy_failed") >= 5
-    assert log.count("nothing is stored or loaded any more") == 1
+    assert sum(counted().values()) >= 5
+    assert recomputing.log().count("nothing is stored or loaded any more") == 1
 
 
 @pytest.mark.full

@@ -8,17 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from kvtier_bench.engines import EngineError
 from tests.integration.conftest import Ask
 from tests.integration.harness import (
+    PATIENCE_S,
     PROMPT_CHUNKS,
-    EngineError,
     Launcher,
     chunks_in,
     prompt,
     wait_until_removed,
 )
 
-ROUNDS = [[prompt(seed) for seed in range(first, first + 25)] for first in (200, 300)]
+ROUNDS = [[prompt(seed) for seed in range(first, first + 15)] for first in (200, 300)]
 
 
 def test_killed_in_the_midst_of_cascades(
@@ -31,8 +32,7 @@ def test_killed_in_the_midst_of_cascades(
         there = len(chunks_in(tmp_path))
         engine = launcher.start(llama, settings)
         left += engine.regions
-        enough = {"root": str(tmp_path), "chunks": there + generator.randrange(5, 100)}
-        engine.ask("call", module="tests.integration.traffic", function="die_at", arguments=enough)
+        engine.call("die_at", root=str(tmp_path), chunks=there + generator.randrange(5, 100))
         with pytest.raises(EngineError, match="the engine has died"):
             engine.ask("generate", prompts=prompts, output_tokens=4, together=True)
         engine.kill()
@@ -56,9 +56,9 @@ def test_killed_in_the_midst_of_cascades(
     assert not region.exists()
 
 
-def _wait_until_swept(root: Path, patience_s: float = 20.0) -> None:
+def _wait_until_swept(root: Path) -> None:
     """Wait until only the living writer has a directory for unfinished files."""
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + PATIENCE_S
     while len(writers := [path for path in root.glob("*/.tmp/*") if path.is_dir()]) != 1:
         assert time.monotonic() < deadline, writers
         time.sleep(0.05)

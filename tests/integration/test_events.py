@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from kvtier.keys import content_hash
+from kvtier_bench.engines import BLOCK_TOKENS
 from tests.integration.conftest import in_full
 from tests.integration.harness import (
-    BLOCK_TOKENS,
+    PATIENCE_S,
     PROMPT_CHUNKS,
     PROMPT_TOKENS,
     Engine,
     Launcher,
-    Metrics,
     Tokens,
     chunks_in,
     prompt,
@@ -60,9 +60,9 @@ class Router:
         self.belief: defaultdict[Place, set[bytes]] = defaultdict(set)
         self.cleared = 0
 
-    def join(self, engine: Engine, patience_s: float = 30.0) -> None:
+    def join(self, engine: Engine) -> None:
         """Wait until what the engine publishes gets here."""
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + PATIENCE_S
         while not self.cleared:
             assert time.monotonic() < deadline, "nothing is heard of the engine"
             engine.reset(connector=False)  # which it publishes
@@ -193,14 +193,12 @@ def _locality(router: Router, place: Place) -> str | None:
     return None if locality is None else str(locality)
 
 
-def _until(
-    engine: Engine, router: Router, condition: Callable[[], bool], patience_s: float = 30.0
-) -> Metrics:
-    """Keep the engine stepping until what it has told fulfils a condition; return its metrics then."""
-    deadline = time.monotonic() + patience_s
+def _until(engine: Engine, router: Router, condition: Callable[[], bool]) -> None:
+    """Keep the engine stepping until what it has told fulfils a condition."""
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         engine.step()
         router.take_in()
         if condition():
-            return engine.metrics()
+            return
         assert time.monotonic() < deadline, router.events[-5:]

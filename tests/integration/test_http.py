@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,12 +24,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier._telemetry.catalogue import BYTES, COUNTERS, GAUGES, Metric
 from kvtier.tiers.fs import FsTier
+from kvtier_bench.engines import BLOCK_TOKENS, VOCABULARY
 from tests.integration.conftest import ENVIRONMENT, Ask
 from tests.integration.harness import (
-    BLOCK_TOKENS,
     OUTPUT_TOKENS,
     PROMPT_CHUNKS,
-    VOCABULARY,
     Metrics,
     Tokens,
     patient,
@@ -52,6 +51,8 @@ START_S = 400.0
 ANSWER_S = 120.0
 UNTIL_S = 60.0
 END_S = 30.0
+# Below the ephemeral ones: an outgoing connection of somebody may take such a one before its server listens.
+PORTS = random.SystemRandom().sample(range(30_000, 32_000), 8)
 UNHEALTHY = ("KvtierTierUnhealthy", "stuck", "pending")
 
 
@@ -66,7 +67,7 @@ class Server:
     """
 
     def __init__(self, model: Path, settings: Mapping[str, Any], log: Path, servers: int = 1) -> None:
-        self._url = f"http://127.0.0.1:{_free_port()}"
+        self._url = f"http://127.0.0.1:{PORTS.pop()}"
         self._log = log
         environment = {
             **ENVIRONMENT,
@@ -194,12 +195,6 @@ def _command(model: Path, settings: Mapping[str, Any], url: str, servers: int) -
     return [*command, *(f"--{name}={value}" for name, value in arguments.items())]
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def model(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the tiny model with a tokenizer: one word for each token."""
@@ -250,7 +245,7 @@ def first_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> FirstRun
     settings = {**_settings(tiers), "drain_on_shutdown_s": 0}
     with (
         Server(model, settings, folder / "server.log") as server,
-        Prometheus(server.address, _free_port(), folder / "prometheus") as prometheus,
+        Prometheus(server.address, PORTS.pop(), folder / "prometheus") as prometheus,
     ):
         server.complete(PROMPT[: 2 * BLOCK_TOKENS + 2])
         server.until(_is_given_up)

@@ -14,10 +14,10 @@ from tests.integration.conftest import Ask
 from tests.integration.harness import PROMPT_CHUNKS, Engine, Launcher, prompt
 
 PROMPTS = [prompt(seed) for seed in (1, 2, 3)]
-OTHERS = [prompt(seed) for seed in range(10, 22)]  # more than the device cache and the primary tier hold
+OTHERS = [prompt(seed) for seed in range(10, 20)]  # more than the device cache and the primary tier hold
 CHUNKS = len(PROMPTS) * PROMPT_CHUNKS
 DEADLINE_S = 4.0
-MUCH_LATER_S = 30.0
+MUCH_LATER_S = 60.0  # on a busy machine
 
 
 @pytest.fixture

@@ -16,7 +16,16 @@ import pytest
 
 from tests.integration.conftest import Ask
 from tests.integration.faulty_backends import FAULTS, Backend, Files, InEngine, Plain
-from tests.integration.harness import OUTPUT_TOKENS, PROMPT_CHUNKS, Engine, Launcher, Metrics, Tokens, prompt
+from tests.integration.harness import (
+    OUTPUT_TOKENS,
+    PROMPT_CHUNKS,
+    TRAFFIC,
+    Engine,
+    Launcher,
+    Metrics,
+    Tokens,
+    prompt,
+)
 
 pytestmark = pytest.mark.full
 
@@ -61,7 +70,7 @@ class Row:
         """Send three of the prompts that are asked again and again, and some new ones."""
         self.engine.reset(connector=False)  # what the device has is not asked of tiers
         self._prompts = [next(self._kept) for _ in range(3)] + [prompt(next(self._new)) for _ in range(new)]
-        self.engine.tell("call", **timed(self._prompts))
+        self.engine.tell("call", **sent(self._prompts))
 
     def hear(self) -> None:
         heard = self.engine.hear("call")
@@ -122,9 +131,9 @@ class Row:
             self.ask(new=1)
 
 
-def timed(prompts: Sequence[Tokens]) -> dict[str, Any]:
+def sent(prompts: Sequence[Tokens]) -> dict[str, Any]:
     arguments = {"prompts": prompts, "output_tokens": OUTPUT_TOKENS}
-    return {"module": "tests.integration.traffic", "function": "timed", "arguments": arguments}
+    return {"module": TRAFFIC, "function": "requests", "arguments": arguments}
 
 
 @pytest.fixture(scope="module", params=[Files, InEngine, Plain], ids=lambda backend: backend.__name__.lower())
@@ -156,7 +165,7 @@ def test_a_tier_costs_no_token_no_request_and_no_time_beyond_the_deadline_and_re
     finally:
         row.backend.come_back()
     row.recover()
-    alone = reference_engine.ask("call", **timed([asked for asked, *_ in row.answered[:5]]))
+    alone = reference_engine.ask("call", **sent([asked for asked, *_ in row.answered[:5]]))
 
     prompts, answers, ends, waits = zip(*row.answered, strict=True)
     assert list(answers) == reference(*prompts)

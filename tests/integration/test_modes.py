@@ -7,19 +7,15 @@ from typing import Any
 
 import pytest
 
+from kvtier_bench.engines import BLOCK_TOKENS
 from tests.integration.conftest import Ask, in_full
-from tests.integration.harness import BLOCK_TOKENS, Launcher, prompt
+from tests.integration.harness import Launcher, prompt
+from tests.integration.test_models import OTHERS
+from tests.integration.test_models import PROMPTS as ALL
 
 pytestmark = pytest.mark.releases
 
-SHARED = prompt(90, 200)
-PROMPTS = [
-    prompt(1),
-    prompt(2, 333),
-    prompt(3, 777),
-    *(prompt(4 + number, tokens, shared=SHARED) for number, tokens in enumerate((230, 321, 512))),
-]
-OTHERS = [prompt(seed, 700) for seed in range(10, 16)]  # more than the device cache holds
+PROMPTS = [prompt(1), *ALL[1:]]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 PIECES = 3 * BLOCK_TOKENS  # no prompt's length is a multiple, nor is a chunk's
 
@@ -99,10 +95,10 @@ def test_a_chunk_has_several_small_blocks_by_default(
     prompts = PROMPTS[:3]
     settings["blocks_per_chunk"] = None
     with launcher.start(llama, settings) as engine:
-        cold = engine.generate(*prompts)
-    with launcher.start(llama, settings) as engine:
-        restarted, loaded = engine.served(*prompts)
+        cold, _ = engine.served(*prompts)
+        engine.reset(connector=False)
+        again, loaded = engine.served(*prompts)
 
-    assert cold == restarted == reference(*prompts)
+    assert cold == again == reference(*prompts)
     chunk_tokens = 4 * BLOCK_TOKENS  # a block of this model has 128 KiB
-    assert loaded == {"fs": sum(len(one) // chunk_tokens for one in prompts)}
+    assert loaded == {"cpu": sum(len(one) // chunk_tokens for one in prompts)}

@@ -11,15 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.integration.conftest import LLAMA, Ask
-from tests.integration.harness import (
-    PROMPT_CHUNKS,
-    Engine,
-    EngineError,
-    Launcher,
-    namespaces,
-    prompt,
-)
+from tests.integration.conftest import Ask
+from tests.integration.harness import PROMPT_CHUNKS, Engine, Launcher, namespaces, primary_tier, prompt
 
 FIRST, SECOND = [prompt(1), prompt(2)], [prompt(3), prompt(4)]
 CHUNKS = len(FIRST) * PROMPT_CHUNKS
@@ -53,10 +46,9 @@ def _fs(root: Path, **more: Any) -> dict[str, Any]:
 
 def swap_heads(engine: Engine) -> None:
     """Exchange the two halves of every canonical page in the primary tier: what each rank wrote."""
-    (region,) = engine.regions
+    nbytes, _, region = primary_tier(engine)
     with region.open("r+b") as file:
-        slots = int(engine.metrics().value("kvtier_slots"))
-        held = np.frombuffer(file.read(slots * LLAMA["num_hidden_layers"] * PAGE_BYTES), np.uint8)
+        held = np.frombuffer(file.read(nbytes), np.uint8)
         file.seek(0)
         file.write(held.reshape(-1, 2, PAGE_BYTES // 2)[:, ::-1].tobytes())
 
@@ -137,27 +129,3 @@ def test_stages_of_different_lengths(
     assert by_one_worker == (cold, {})
     identities = [json.loads(file.read_text()) for file in (tmp_path / "root").glob("*/config.json")]
     assert sorted(fields["parallel"].get("layers_of_stages", []) for fields in identities) == [[], [3, 2]]
-
-
-@pytest.mark.full
-def test_replicas_have_a_primary_tier_each_and_share_the_rest(
-    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
-) -> None:
-    # As vLLM names the replicas of a data-parallel engine.
-    ids: list[dict[str, Any]] = [
-        {"kv_transfer_config": {"engine_id": f"replicas_dp{rank}"}} for rank in range(2)
-    ]
-    with (
-        launcher.start(llama, settings, **ids[0]) as first,
-        launcher.start(llama, settings, **ids[1]) as second,
-    ):
-        regions = [path.name for engine in (first, second) for path in engine.regions]
-        by_first, _ = first.served(*FIRST)
-        by_second, loaded = second.served(*FIRST)
-        with pytest.raises(EngineError, match=r"another running engine: give each engine an id of its own"):
-            launcher.start(llama, settings, **ids[1])
-
-    assert regions == ["kvtier_replicas_dp0", "kvtier_replicas_dp1"]
-    assert by_first == by_second == reference(*FIRST)
-    assert loaded == {"fs": CHUNKS}
-    assert len(namespaces(tmp_path / "root")) == 1

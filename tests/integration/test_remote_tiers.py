@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
-import socket
-import subprocess
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integration.conftest import Ask, absent
-from tests.integration.harness import PROJECT, PROMPT_CHUNKS, Launcher, load_file, prompt
+from tests.integration.harness import PROJECT, PROMPT_CHUNKS, Launcher, load_file, prompt, redis_servers
 
 PROMPTS = [prompt(seed) for seed in (1, 2, 3)]
 CHUNKS = len(PROMPTS) * PROMPT_CHUNKS
@@ -26,28 +21,12 @@ Rig = tuple[dict[str, Any], dict[str, str]]
 
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[Rig]:
-    if not shutil.which("redis-server") or not importlib.util.find_spec("kvtier_redis"):
-        absent("redis-server or kvtier-redis is not installed")
+    """A server as the plug-in's own tests start them."""
+    if importlib.util.find_spec("kvtier_redis") is None:
+        absent("kvtier-redis is not installed: pip install -e plugins/kvtier-redis")
     path = tmp_path / "redis.sock"
-    command = ["redis-server", "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
-        try:
-            _wait_until_it_answers(path)
-            yield {"type": "redis", "addresses": [str(path)]}, {}
-        finally:
-            server.kill()
-
-
-def _wait_until_it_answers(path: Path) -> None:
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        with socket.socket(socket.AF_UNIX) as connection, suppress(OSError):
-            connection.connect(str(path))
-            connection.sendall(b"PING\r\n")
-            if connection.recv(16) == b"+PONG\r\n":
-                return
-        time.sleep(0.02)
-    raise AssertionError("the server does not answer")
+    with redis_servers().Server(tmp_path / "redis", f"--unixsocket {path}"):
+        yield {"type": "redis", "addresses": [str(path)]}, {}
 
 
 @pytest.fixture(scope="module")

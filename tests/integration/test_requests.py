@@ -31,8 +31,9 @@ def test_aborted_requests_leave_nothing_behind(
         aborted = 0
         for steps in (0, 1, 2, 3, 4, 40):
             prompts = [*STORED[::2], *NEW[::2]]
-            answer = engine.ask("abort", prompts=prompts, output_tokens=16, steps=steps, name=f"cut-{steps}")
-            aborted += answer["aborted"]
+            aborts = {str(number): steps for number in range(len(prompts))}
+            answer = engine.call("requests", prompts=prompts, output_tokens=16, aborts=aborts)
+            aborted += answer["ends"].count(None)
         metrics = engine.settled()
         engine.until(_nothing_is_under_way, "no tier works for requests that were aborted")
         answers, _ = engine.served(*STORED, *NEW)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvtier_bench.engines import EngineError
 from tests.integration.conftest import Ask, in_full
-from tests.integration.harness import PROMPT_CHUNKS, EngineError, Launcher, prompt
+from tests.integration.harness import PROMPT_CHUNKS, Launcher, prompt
 
 PROMPTS = [prompt(seed) for seed in (1, 2)]
 OTHERS = [prompt(seed) for seed in range(10, 16)]
@@ -19,7 +20,7 @@ OTHERS = [prompt(seed) for seed in range(10, 16)]
     [
         ({"secondary_tiers": [{"type": "fs"}]}, ["secondary_tiers[0]", "root_dir"]),
         in_full({"cpu_bytes_to_use": 1024}, ["cpu_bytes_to_use", "131072"]),
-        ({"cpu_bytes_to_use": "1000TiB"}, ["/dev/shm", "needs 1099", "cpu_bytes_to_use"]),
+        in_full({"cpu_bytes_to_use": "1000TiB"}, ["/dev/shm", "needs 1099", "cpu_bytes_to_use"]),
         in_full({"block_size": 33}, ["block_size"]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -39,7 +39,7 @@ def _small_llama(launcher: Launcher, target: Path) -> Path:
 
 def _call(launcher: Launcher, function: str, **arguments: Any) -> None:
     with launcher.fork() as maker:
-        maker.ask("call", module="tests.integration.drafters", function=function, arguments=arguments)
+        maker.call(function, module="tests.integration.drafters", **arguments)
 
 
 # A chunk is one block where a draft model drafts for a hybrid one: on the CPU vLLM's numbers depend there on

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from kvtier._telemetry.catalogue import BYTES, COUNTERS, GAUGES
+from kvtier_bench.engines import EngineError
 from tests.integration.conftest import Ask, from_vllm
 from tests.integration.harness import PROMPT_CHUNKS, Launcher, namespaces, prompt
 
@@ -29,7 +31,8 @@ def test_served_from_memory_and_after_a_restart_from_files(
         engine.generate(*OTHERS)
         again, loaded_again = engine.served(*PROMPTS)
         (region,) = engine.regions
-        assert set(engine.ask("defined")["names"]) <= engine.metrics().declared  # or vLLM would assert
+        kinds = (*COUNTERS.values(), *BYTES.values(), *GAUGES.values())
+        assert {metric.name for metric in kinds} <= engine.metrics().declared  # or vLLM would assert
     assert not region.exists()
     with launcher.start(llama, settings) as engine:
         restarted, loaded_restarted = engine.served(*PROMPTS)
@@ -41,7 +44,7 @@ def test_served_from_memory_and_after_a_restart_from_files(
     assert (loaded_restarted, loaded_from_memory) == ({"fs": CHUNKS}, {"cpu": CHUNKS})
 
 
-def test_a_reset_hides_everything_for_ever_and_gives_every_slot_back(
+def test_a_reset_or_a_sleep_hides_everything_for_ever_and_gives_every_slot_back(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
     with launcher.start(llama, settings) as engine:
@@ -52,18 +55,17 @@ def test_a_reset_hides_everything_for_ever_and_gives_every_slot_back(
         metrics = engine.settled()
         engine.generate(*OTHERS)
         again, loaded_again = engine.served(*PROMPTS)
+        engine.sleep()
+        after_sleep, loaded_after_sleep = engine.served(*PROMPTS)
         engine.reset()
     with launcher.start(llama, settings) as engine:
         restarted, loaded_restarted = engine.served(*PROMPTS)
-    with launcher.start(llama, settings) as engine:
-        stored_after, loaded_stored_after = engine.served(*PROMPTS)
 
-    assert after_reset == again == restarted == stored_after == reference(*PROMPTS)
-    assert loaded_after_reset == {}
+    assert after_reset == again == after_sleep == restarted == reference(*PROMPTS)
+    assert loaded_after_reset == loaded_after_sleep == {}
     assert metrics.value("kvtier_free_slots") == metrics.value("kvtier_slots") - CHUNKS
     assert loaded_again == {"cpu": CHUNKS}
     assert loaded_restarted == {}
-    assert loaded_stored_after == {"fs": CHUNKS}
 
 
 @pytest.mark.full
@@ -93,19 +95,29 @@ def test_the_configuration_is_among_the_metrics(
     assert [expected.items() <= labels.items() for labels in published] == [True]
 
 
-def test_two_engines_share_a_root(
+def test_replicas_have_a_primary_tier_each_and_share_the_rest(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    with launcher.start(llama, settings) as first, launcher.start(llama, settings) as second:
-        assert len(first.regions | second.regions) == 2
+    # As vLLM names the replicas of a data-parallel engine.
+    ids: list[dict[str, Any]] = [
+        {"kv_transfer_config": {"engine_id": f"replicas_dp{rank}"}} for rank in range(2)
+    ]
+    with (
+        launcher.start(llama, settings, **ids[0]) as first,
+        launcher.start(llama, settings, **ids[1]) as second,
+    ):
+        regions = [path.name for engine in (first, second) for path in engine.regions]
+        with pytest.raises(EngineError, match=r"another running engine: give each engine an id of its own"):
+            launcher.start(llama, settings, **ids[1])
         by_first, _ = first.served(*PROMPTS)
         by_second, loaded = second.served(*PROMPTS)
-        first.tell("generate", prompts=OTHERS, output_tokens=8, together=True)
-        second.tell("generate", prompts=OTHERS[::-1], output_tokens=8, together=True)
+        first.tell("generate", prompts=OTHERS, output_tokens=8)
+        second.tell("generate", prompts=OTHERS[::-1], output_tokens=8)
         at_once = first.hear("generate")["answers"], second.hear("generate")["answers"][::-1]
         second.settled()
         first.settled()
 
+    assert regions == ["kvtier_replicas_dp0", "kvtier_replicas_dp1"]
     assert by_first == by_second == reference(*PROMPTS)
     assert loaded == {"fs": CHUNKS}
     assert at_once == (reference(*OTHERS), reference(*OTHERS))

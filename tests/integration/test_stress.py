@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.harness import BLOCK_TOKENS, Launcher, Tokens, prompt
+from tests.integration.harness import Launcher, Tokens, batches
 from tests.integration.test_models import GEMMA_MODEL, LLAMA_MODEL
 
 pytestmark = pytest.mark.full
 
-STEMS = [prompt(seed, 600) for seed in range(900, 905)]
-BATCHES = 24
+BATCHES = list(islice(batches(random.Random(1)), 24))
 SMALL: dict[str, Any] = {"num_gpu_blocks_override": 120, "max_model_len": 1024, "max_num_batched_tokens": 256}
-
-
-def batches(seed: int) -> Iterator[list[Tokens]]:
-    """Yield batches of prompts that share beginnings of any length, some of them asked again later."""
-    chance = random.Random(seed)
-    asked: list[Tokens] = []
-    for number in range(BATCHES):
-        batch = []
-        for place in range(chance.randrange(1, 7)):
-            if asked and chance.random() < 0.4:
-                again = chance.choice(asked)
-                whole_blocks = BLOCK_TOKENS * chance.randrange(1, len(again) // BLOCK_TOKENS + 2)
-                batch.append(again[: chance.choice([whole_blocks, len(again)])])
-                continue
-            shared = chance.choice(STEMS)[: chance.randrange(600)]
-            length = len(shared) + chance.randrange(1, 300)
-            batch.append(prompt(1000 * number + place, length, shared=shared))
-        asked += batch
-        yield batch
 
 
 @pytest.mark.parametrize(
@@ -63,10 +44,10 @@ def test_every_answer_is_that_of_an_engine_that_reuses_nothing(
         **more,
     }
     with launcher.start(directory, enable_prefix_caching=False, **SMALL) as engine:
-        expected = [engine.generate(*batch) for batch in batches(1)]
+        expected = [engine.generate(*batch) for batch in BATCHES]
     said: list[Sequence[Tokens]] = []
     with launcher.start(directory, settings, **{**SMALL, **arguments}) as engine:
-        for number, batch in enumerate(batches(1)):
+        for number, batch in enumerate(BATCHES):
             said.append(engine.generate(*batch, together=True))
             if number % 4 == 3:
                 engine.reset(connector=False)

@@ -1,4 +1,4 @@
-"""What is done in an engine's own process for some tests. See ``EngineChild.call``."""
+"""What is done in an engine's own process for tests. See ``Engine.call`` in ``harness``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from kvtier_bench.engine_process import sampling
 
 _NUMBERS = itertools.count()
 
@@ -36,26 +39,62 @@ def die_at(llm: Any, root: str, chunks: int) -> dict[str, Any]:
     return {}
 
 
-def timed(llm: Any, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
-    """Generate for prompts all at once; say how each ended, and when its first token came."""
-    from vllm import SamplingParams
+def requests(
+    llm: Any, prompts: list[list[int]], output_tokens: int, aborts: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """Send prompts all at once and step until all have ended.
 
+    Args:
+        llm: the engine.
+        prompts: token ids of each.
+        output_tokens: tokens generated for each.
+        aborts: of some prompts, by number, the step after which they are aborted.
+
+    Returns:
+        ``answers``: the tokens that each has got; ``ends``: why it ended, None where it was aborted;
+        ``waits``: seconds until its first token.
+    """
     engine, number = llm.llm_engine, next(_NUMBERS)
-    sampling = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
-    names = [f"timed-{number}-{place}" for place in range(len(prompts))]
+    names = [f"batch-{number}-{place}" for place in range(len(prompts))]
     begun: dict[str, float] = {}
     waits: dict[str, float] = {}
-    ended: dict[str, Any] = {}
+    ends: dict[str, str] = {}
+    said: dict[str, list[int]] = {name: [] for name in names}
     for name, prompt in zip(names, prompts, strict=True):
         begun[name] = time.monotonic()
-        engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
-    while engine.has_unfinished_requests():
+        engine.add_request(name, {"prompt_token_ids": prompt}, sampling(output_tokens))
+    for step in itertools.count():
+        leaving = [name for place, name in enumerate(names) if (aborts or {}).get(str(place)) == step]
+        engine.abort_request([name for name in leaving if name not in ends])
+        if not engine.has_unfinished_requests():
+            break
         for output in engine.step():
             waits.setdefault(output.request_id, time.monotonic() - begun[output.request_id])
+            said[output.request_id] = list(output.outputs[0].token_ids)
             if output.finished:
-                ended[output.request_id] = output.outputs[0]
+                ends[output.request_id] = output.outputs[0].finish_reason
     return {
-        "answers": [list(ended[name].token_ids) for name in names],
-        "ends": [ended[name].finish_reason for name in names],
-        "waits": [waits[name] for name in names],
+        "answers": list(said.values()),
+        "ends": [ends.get(name) for name in names],
+        "waits": [waits.get(name) for name in names],
     }
+
+
+def reset(llm: Any, connector: bool) -> dict[str, Any]:
+    """Forget what is cached on the device, and with ``connector`` everywhere else."""
+    return {"done": bool(llm.reset_prefix_cache(reset_connector=connector))}
+
+
+def sleep(llm: Any, level: int, weights: str | None) -> dict[str, Any]:
+    """Go to sleep and wake up again; with ``weights``, the model's weights are others afterwards."""
+    llm.sleep(level=level)
+    if weights is not None:
+        reload(llm, weights)
+    llm.wake_up()
+    return {}
+
+
+def reload(llm: Any, weights: str) -> dict[str, Any]:
+    """Give the model other weights, as a trainer does: in place and without a word to the scheduler."""
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": weights})
+    return {}

@@ -17,12 +17,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from kvtier_bench.engines import EngineError
 from tests.integration.conftest import ENVIRONMENT, LLAMA, VLLM_LINE
-from tests.integration.harness import Engine, EngineError, Launcher
+from tests.integration.harness import Engine, Launcher
 from tests.soak import engine_soak
 from tests.soak.engine_soak import EngineSoak, SoakError
 from tests.soak.figures import Bound, Sample, judge, shared_memory
-from tests.soak.server import RedisServer
 
 ISOLATIONS = ("thread", "process")
 
@@ -108,12 +108,10 @@ def _soak(
 ) -> None:
     with ExitStack() as stack:
         roots = Path(stack.enter_context(_folder()))
-        server = RedisServer(roots / "redis", engine_soak.REDIS_BYTES)
-        stack.callback(server.kill)
-        server.start()
+        server = stack.enter_context(engine_soak.redis_server(roots))
         earlier = shared_memory()
-        settings = engine_soak.settings(roots, server, isolation)
-        prepare = (engine_soak.IN_ENGINE, "hurry")
+        settings = engine_soak.settings(roots, isolation)
+        prepare = {"module": engine_soak.IN_ENGINE, "function": "hurry"}
         engine = stack.enter_context(launcher.start(model, settings, prepare=prepare, **engine_soak.ENGINE))
         soak = EngineSoak(engine, reference, server, roots, earlier, isolation, seed)
         try:

@@ -12,14 +12,14 @@ import os
 import random
 import signal
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.integration.harness import BLOCK_TOKENS, Engine, Metrics, Tokens, prompt
+from tests.integration.harness import TRAFFIC, Engine, Metrics, batches, redis_servers
 from tests.soak.figures import (
     FEWEST_SAMPLES,
     Bound,
@@ -29,7 +29,6 @@ from tests.soak.figures import (
     shared_memory,
     zombies_of,
 )
-from tests.soak.server import RedisServer
 
 MIB = 1 << 20
 CHUNK_BYTES = 128 * 1024
@@ -42,10 +41,7 @@ DEADLINE_S = 1.0
 ROUND_S = 3.0
 DRAIN_S = 90.0
 OUTPUT_TOKENS = 4
-STEMS = 6
-STEM_TOKENS = 400
-KEPT_PROMPTS = 40
-LONGEST_TAIL = 240
+SOCKET = "redis.sock"
 IN_ENGINE = "tests.soak.in_engine"
 _SIGNALS = signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT
 _ASKED = "vllm:kv_offload_tiering_chunk_queries"
@@ -97,10 +93,16 @@ class SoakError(Exception):
     """Something is wrong that is no leak: a wrong token, a request that failed, no work done."""
 
 
-def settings(folder: Path, server: RedisServer, isolation: str) -> dict[str, Any]:
+def redis_server(folder: Path) -> Any:
+    """Return a Redis server that evicts all the time, not started yet. It is empty after each start."""
+    limits = f"--maxmemory {REDIS_BYTES} --maxmemory-policy allkeys-lru"
+    return redis_servers().Server(folder / "redis", f"--unixsocket {folder / SOCKET} {limits}")
+
+
+def settings(folder: Path, isolation: str) -> dict[str, Any]:
     """Return kvtier's settings: a primary tier of 40 chunks, and two more of which none holds it all."""
     quick = {"deadline_s": DEADLINE_S, "breaker_pause_s": 0.1}
-    redis = {"type": "redis", "addresses": [str(server.path)], **quick}
+    redis = {"type": "redis", "addresses": [str(folder / SOCKET)], **quick}
     small = {"min_free_bytes": 0, "max_bytes": FILES_BYTES, "recount_s": 20, "n_threads": 4, **quick}
     return {
         "cpu_bytes_to_use": SLOTS * CHUNK_BYTES,
@@ -111,38 +113,6 @@ def settings(folder: Path, server: RedisServer, isolation: str) -> dict[str, Any
         ],
         "isolation": isolation,
     }
-
-
-class Prompts:
-    """Prompts that share beginnings: new ones, and such as were asked before.
-
-    Args:
-        chance: where they come from.
-    """
-
-    def __init__(self, chance: random.Random) -> None:
-        self._chance = chance
-        self._stems: list[Tokens] = []
-        self._asked: deque[Tokens] = deque(maxlen=KEPT_PROMPTS)
-
-    def batch(self) -> list[Tokens]:
-        """Make one to six prompts."""
-        made = [self._one() for _ in range(self._chance.randrange(1, 7))]
-        self._asked.extend(made)
-        return made
-
-    def _one(self) -> Tokens:
-        if self._asked and self._chance.random() < 0.4:
-            again = self._chance.choice(self._asked)
-            blocks = BLOCK_TOKENS * self._chance.randrange(1, len(again) // BLOCK_TOKENS + 2)
-            return again[: self._chance.choice([blocks, len(again)])]
-        if len(self._stems) < STEMS or self._chance.random() < 0.05:
-            self._stems = [*self._stems[1 - STEMS :], self._new(STEM_TOKENS)]  # the oldest goes
-        shared = self._chance.choice(self._stems)[: self._chance.randrange(STEM_TOKENS)]
-        return self._new(len(shared) + self._chance.randrange(1, LONGEST_TAIL), shared)
-
-    def _new(self, length: int, shared: Sequence[int] = ()) -> Tokens:
-        return prompt(self._chance.getrandbits(60), length, shared=shared)
 
 
 # What happens, what begins it, and what ends it.
@@ -170,7 +140,7 @@ class EngineSoak:
         self,
         engine: Engine,
         reference: Engine,
-        server: RedisServer,
+        server: Any,
         folder: Path,
         earlier: set[Path],
         isolation: str,
@@ -185,7 +155,7 @@ class EngineSoak:
         self._earlier = earlier
         self._isolation = isolation
         self._chance = random.Random(seed)
-        self._prompts = Prompts(self._chance)
+        self._batches = batches(self._chance)
         self._began_s = time.monotonic()
 
     def run(self, seconds: float) -> None:
@@ -216,7 +186,7 @@ class EngineSoak:
         """Check that everything was busy: a soak in which something did nothing has shown nothing."""
         metrics = self._engine.metrics()
         self.seen["evicted from the primary tier"] = int(metrics.value("kvtier_evicted_chunks"))
-        self.seen["evicted by redis"] += self._server.evicted()
+        self.seen["evicted by redis"] += self._evicted_by_redis()
         for tier in TIERS:
             self.seen[f"put into {tier}"] = int(metrics.value("kvtier_put_chunks", tier=tier))
             self.seen[f"asked of {tier}"] = int(metrics.value(_ASKED, tier=tier))
@@ -229,22 +199,21 @@ class EngineSoak:
     # --- requests --------------------------------------------------------------------------------
 
     def _batch(self, meanwhile: Callable[[], object] = lambda: None) -> None:
-        prompts = self._prompts.batch()
+        prompts = next(self._batches)
         aborts = {
             str(place): self._chance.randrange(1, 6)
             for place in range(len(prompts))
             if self._chance.random() < 0.2
         }
         order = {"prompts": prompts, "output_tokens": OUTPUT_TOKENS, "aborts": aborts}
-        name = f"batch-{self.seen['batches']}"
-        self._engine.tell("call", module=IN_ENGINE, function="batch", arguments={"name": name, **order})
+        self._engine.tell("call", module=TRAFFIC, function="requests", arguments=order)
         self._reference.tell("generate", prompts=prompts, output_tokens=OUTPUT_TOKENS, together=True)
         time.sleep(self._chance.random() * 0.1)
         meanwhile()
-        done = self._engine.hear("batch")
+        done = self._engine.hear("requests")
         expected = self._reference.hear("generate")["answers"]
         for place, right in enumerate(expected):
-            said, has_ended = done["answers"][place], done["ended"][place]
+            said, has_ended = done["answers"][place], done["ends"][place] == "length"
             if not has_ended and str(place) not in aborts:
                 raise SoakError(f"a request did not end, and was not aborted: {said} to {prompts[place]}")
             if said != right[: len(said)] or (has_ended and len(said) != OUTPUT_TOKENS):
@@ -254,7 +223,7 @@ class EngineSoak:
         self.seen["requests"] += len(prompts)
 
     def _reset(self, connector: bool) -> None:
-        done = self._engine.ask("reset", connector=connector)["done"]
+        done = self._engine.call("reset", connector=connector)["done"]
         self.seen["resets of all tiers" if connector else "resets of the device's cache"] += bool(done)
 
     # --- faults ----------------------------------------------------------------------------------
@@ -271,8 +240,12 @@ class EngineSoak:
             faults.append(("tiers' process stopped", stop, go_on))  # the engine ends it if that takes long
         return faults
 
+    def _evicted_by_redis(self) -> int:
+        with self._server.client() as client:
+            return int(client.info("stats")["evicted_keys"])
+
     def _kill_redis(self) -> None:
-        self.seen["evicted by redis"] += self._server.evicted()
+        self.seen["evicted by redis"] += self._evicted_by_redis()
         self._server.kill()
 
     def _tiers_processes(self) -> list[int]:
@@ -281,7 +254,7 @@ class EngineSoak:
     # --- figures ---------------------------------------------------------------------------------
 
     def _call(self, function: str) -> Any:
-        return self._engine.ask("call", module=IN_ENGINE, function=function, arguments={})
+        return self._engine.call(function, module=IN_ENGINE)
 
     def _drain(self) -> None:
         """Wait until every tier is up and nothing is under way.

@@ -1,6 +1,6 @@
-"""What the soak does inside of an engine's process: requests with aborts, and samples.
+"""What the soak does inside of an engine's process beside the requests: samples.
 
-Called by ``tests.integration.engine_child``, on the engine's thread. With
+Called on the engine's thread. With
 ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` that thread is also the core's owner, so what is
 seen of the core is all of one moment.
 """
@@ -12,14 +12,11 @@ import ctypes
 import gc
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from kvtier._core.requests import Request
 from kvtier_testing import invariants
-
-Tokens = list[int]
 
 
 def hurry(llm: Any) -> dict[str, Any]:
@@ -34,43 +31,6 @@ def hurry(llm: Any) -> dict[str, Any]:
         SupervisorTimes, silent_timeout_s=2.0, first_pause_s=0.1, longest_pause_s=0.5
     )
     return {}
-
-
-def batch(
-    llm: Any, *, name: str, prompts: Sequence[Tokens], output_tokens: int, aborts: Mapping[str, int]
-) -> dict[str, Any]:
-    """Send prompts at once and step until all have ended.
-
-    Args:
-        llm: the engine.
-        name: of the batch, unlike any other.
-        prompts: token ids of each.
-        output_tokens: tokens generated for each.
-        aborts: of some prompts, by number, the step after which they are aborted.
-
-    Returns:
-        ``answers``: the tokens that each has got, those that were aborted maybe fewer; ``ended``: whether
-        it was not aborted.
-    """
-    from vllm import SamplingParams
-
-    engine = llm.llm_engine
-    sampling = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
-    names = [f"{name}-{number}" for number in range(len(prompts))]
-    for request, prompt in zip(names, prompts, strict=True):
-        engine.add_request(request, {"prompt_token_ids": prompt}, sampling)
-    said: dict[str, Tokens] = {request: [] for request in names}
-    ended: set[str] = set()
-    step = 0
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            said[output.request_id] = list(output.outputs[0].token_ids)
-            if output.finished:
-                ended.add(output.request_id)
-        step += 1
-        leave = [request for number, request in enumerate(names) if aborts.get(str(number)) == step]
-        engine.abort_request([request for request in leave if request not in ended])
-    return {"answers": [said[request] for request in names], "ended": [request in ended for request in names]}
 
 
 def sample(llm: Any) -> dict[str, float]:

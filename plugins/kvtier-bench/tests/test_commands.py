@@ -113,7 +113,7 @@ def test_tier(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_bar
     if has_bare_client:
         monkeypatch.setattr(tier_bench, "_bare_client", Bare)
     options = ["--chunk-bytes", str(SIZE), "--mib", "1", "--rounds", "2", "--json"]
-    found = records(run("tier", "--config", tier_file(tmp_path), *options), Throughput, Latency)
+    found = records(run("tier", "--config", tier_file(tmp_path), *options), Throughput, Latency, Machine)
     assert len({(point["verb"], point["busy"]) for point in found["Throughput"]}) == 4
     assert all((point["ratio"] is not None) == has_bare_client for point in found["Throughput"])
     assert {point["goal"] for point in found["Throughput"]} <= (

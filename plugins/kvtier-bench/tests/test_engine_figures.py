@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from kvtier_bench import convoy, overhead
-from kvtier_bench.engines import FS, NATIVE_FS, PLAIN
+from kvtier_bench.engines import FS, NATIVE_FS, PLAIN, Sample
 
 
-def sample(wall_s: float, cpu_s: float = 1.0) -> overhead.Sample:
-    return overhead.Sample(1000, wall_s, {"engine": cpu_s / 2, "compute": cpu_s / 2})
+def sample(wall_s: float, cpu_s: float = 1.0) -> Sample:
+    return Sample(wall_s, {"engine": cpu_s / 2, "compute": cpu_s / 2})
 
 
 def test_a_loss_is_taken_against_the_plain_engine_of_the_same_round() -> None:
     plain = [sample(1.0, 2.0), sample(10.0, 2.0), sample(2.0, 2.0)]
     slower = [sample(1.25, 2.1), sample(12.5, 2.1), sample(2.5, 2.1)]
-    (loss,) = overhead.losses({PLAIN: plain, "slow": slower})
+    (loss,) = overhead.losses({PLAIN: plain, "slow": slower}, 1000)
     assert (loss.connector, loss.rounds, loss.tokens_s) == ("slow", 3, 400.0)
     assert (loss.lost_percent, loss.low, loss.high) == pytest.approx((20.0, 20.0, 20.0))
     assert (loss.cpu_percent, loss.cpu_low, loss.cpu_high) == pytest.approx((5.0, 5.0, 5.0))
@@ -29,14 +29,14 @@ def test_the_goal_is_met_or_missed_only_where_both_bounds_and_the_noise_say_so(
     walls: list[float], goal: str
 ) -> None:
     measured = {PLAIN: [sample(1.0)] * 3, "kvtier cpu": [sample(wall) for wall in walls]}
-    assert [loss.goal for loss in overhead.losses(measured)] == [goal]
+    assert [loss.goal for loss in overhead.losses(measured, 1000)] == [goal]
     noisy = {**measured, overhead.CONTROL: [sample(1.06), sample(0.96), sample(1.0)]}
-    assert [loss.goal for loss in overhead.losses(noisy)] == ["not told", ""]
+    assert [loss.goal for loss in overhead.losses(noisy, 1000)] == ["not told", ""]
 
 
 def test_throughput_is_taken_against_the_primary_tier_alone_in_the_same_round() -> None:
-    def one(wall_s: float, answers: list[list[int]]) -> convoy.Sample:
-        return convoy.Sample(wall_s, wall_s / 8, [wall_s / 4, wall_s / 2], answers, {})
+    def one(wall_s: float, answers: list[list[int]]) -> Sample:
+        return Sample(wall_s, {}, [wall_s / 4, wall_s / 2], answers)
 
     base = [one(4.0, [[1], [2]]), one(8.0, [[1], [2]])]
     rows = [one(2.0, [[1], [2]]), one(4.0, [[1], [3]])]
@@ -73,6 +73,6 @@ def test_throughput_is_taken_against_the_primary_tier_alone_in_the_same_round() 
 def test_traffic_is_taken_from_the_metrics_of_either_connector(
     connector: str, samples: list[tuple[str, dict[str, str], float]], expected: tuple[object, ...]
 ) -> None:
-    row = convoy.Sample(1.0, 1.0, [], [], convoy.counts_of(samples, 4096))
+    row = Sample(1.0, {}, counts=convoy.counts_of(samples, 4096))
     found = convoy.traffic(convoy.DISTINCT, connector, [row], in_files=16)
     assert (found.fetched, found.loaded_fs, found.loaded_cpu, found.in_vain, found.misses) == expected

@@ -12,20 +12,18 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, closing, contextmanager, suppress
 from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 import redis
-import trustme
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from kvtier import Identity
-from kvtier.tiers import TierContext
 from kvtier_redis import RedisConfig, RedisTier
 from kvtier_testing.tiers import TierRig
 
@@ -123,16 +121,20 @@ class Server:
     @contextmanager
     def stopped(self, seconds: float = inf) -> Iterator[None]:
         """Stop the process, as on a machine that hangs, until the context is left or the time is over."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-        timer = threading.Timer(min(seconds, 3600.0), self._process.send_signal, (signal.SIGCONT,))
+        self.send(signal.SIGSTOP)
+        timer = threading.Timer(min(seconds, 3600.0), self.send, (signal.SIGCONT,))
         timer.start()
         try:
             yield
         finally:
             timer.cancel()
             timer.join()
-            self._process.send_signal(signal.SIGCONT)
+            self.send(signal.SIGCONT)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send its process a signal."""
+        assert self._process is not None
+        self._process.send_signal(number)
 
     def __enter__(self) -> Server:
         return self.start()
@@ -151,22 +153,17 @@ class Server:
             return False
 
 
-@asynccontextmanager
-async def opened(
+def opened(
     *servers: Server,
     name: str = "cache",
     identity: Identity = IDENTITY,
     chunk_bytes: int = 256 * 1024,
     **settings: Any,
-) -> AsyncIterator[TierRig]:
+) -> AbstractAsyncContextManager[TierRig]:
     """Open a tier on servers, and close it at the end."""
     addresses = [f"127.0.0.1:{server.port}" for server in servers]
     tier = RedisTier(RedisConfig(**{"addresses": addresses, "deadline_s": GENEROUS_S, **settings}))
-    await tier.open(TierContext(name, identity, chunk_bytes))
-    try:
-        yield TierRig(tier, identity, chunk_bytes, is_lossy=False)
-    finally:
-        await tier.aclose()
+    return TierRig(tier, identity, chunk_bytes).opened(name=name)
 
 
 class TlsServer:
@@ -175,6 +172,8 @@ class TlsServer:
     PASSWORD = "correct horse"
 
     def __init__(self, directory: Path) -> None:
+        import trustme  # which those who borrow these servers do without
+
         directory.mkdir(parents=True, exist_ok=True)
         ca, cert, key = (str(directory / name) for name in ("ca.pem", "cert.pem", "key.pem"))
         authority = trustme.CA()
@@ -208,18 +207,14 @@ class TlsServer:
 
 
 @contextmanager
-def cluster(directory: Path, nodes: int = 3) -> Iterator[list[Server]]:
-    """A cluster of primaries, which mark one as failed after a minute of silence."""
+def cluster(directory: Path) -> Iterator[list[Server]]:
+    """A cluster of three primaries, which mark one as failed after a minute of silence."""
     options = "--cluster-enabled yes --cluster-node-timeout 60000 --cluster-require-full-coverage no"
     with ExitStack() as stack:
-        servers = [
-            stack.enter_context(Server(directory / f"node-{number}", options)) for number in range(nodes)
-        ]
-        per_node = -(-16384 // nodes)
-        for number, server in enumerate(servers):
+        servers = [stack.enter_context(Server(directory / f"node-{number}", options)) for number in range(3)]
+        for server, slots in zip(servers, ((0, 5461), (5462, 10922), (10923, 16383)), strict=True):
             with server.client() as client:
-                last = min((number + 1) * per_node, 16384) - 1
-                client.execute_command("CLUSTER", "ADDSLOTSRANGE", number * per_node, last)
+                client.execute_command("CLUSTER", "ADDSLOTSRANGE", *slots)
                 client.execute_command("CLUSTER", "MEET", "127.0.0.1", servers[0].port)
         wait_for(lambda: all(is_complete(server) for server in servers), "the cluster is complete")
         yield servers
@@ -233,14 +228,14 @@ def is_complete(server: Server) -> bool:
 
 
 @contextmanager
-def sentinels(directory: Path, primary: Server, count: int = 3) -> Iterator[list[int]]:
-    """Sentinels of a primary called ``kv``; yields their ports.
+def sentinels(directory: Path, primary: Server) -> Iterator[list[int]]:
+    """Three sentinels of a primary called ``kv``; yields their ports.
 
     They mark it as down after a minute of silence: see ``mark_down_soon``.
     """
     ports, processes = [], []
     try:
-        for number in range(count):
+        for number in range(3):
             folder, port = directory / f"sentinel-{number}", free_port()
             folder.mkdir(parents=True)
             (folder / "sentinel.conf").write_text(
@@ -252,9 +247,7 @@ def sentinels(directory: Path, primary: Server, count: int = 3) -> Iterator[list
                 command = [program(), str(folder / "sentinel.conf"), "--sentinel"]
                 processes.append(subprocess.Popen(command, stdout=log, stderr=log))
             ports.append(port)
-        wait_for(
-            lambda: all(others_known(port) == count - 1 for port in ports), "the sentinels know each other"
-        )
+        wait_for(lambda: all(others_known(port) == 2 for port in ports), "the sentinels know each other")
         yield ports
     finally:
         for process in processes:
@@ -279,10 +272,10 @@ def others_known(port: int) -> int:
         return -1
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = START_S) -> None:
+def wait_for(condition: Callable[[], bool], what: str) -> None:
     """Wait until a condition holds."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + START_S
     while not condition():
         if time.monotonic() > deadline:
-            raise AssertionError(f"not within {seconds:g} s: {what}")
+            raise AssertionError(f"not within {START_S:g} s: {what}")
         time.sleep(0.02)

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+import hypothesis
 import pytest
 from redis_servers import GENEROUS_S, Server, TlsServer
 
@@ -70,7 +71,12 @@ class TestOneServer(_OnServers):
         return {**super().settings(place), "addresses": [str(self.servers[0].directory / "socket")]}
 
 
-class TestCluster(_OnServers):
+class _FewSequences(_OnServers):
+    def sequences(self) -> hypothesis.settings:
+        return hypothesis.settings(super().sequences(), max_examples=10)
+
+
+class TestCluster(_FewSequences):
     """A cluster of three."""
 
     @pytest.fixture(scope="class", autouse=True)
@@ -82,7 +88,7 @@ class TestCluster(_OnServers):
         return {**super().settings(place), "mode": "cluster"}
 
 
-class TestTls(_OnServers):
+class TestTls(_FewSequences):
     """TLS, and an ACL user with the permissions that the README lists."""
 
     @pytest.fixture(scope="class", autouse=True)

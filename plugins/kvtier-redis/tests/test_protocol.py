@@ -85,22 +85,6 @@ def test_values_fill_their_buffers_and_those_of_other_lengths_are_skipped(pair: 
     assert sock.reply() == 7
 
 
-def test_more_than_a_socket_buffers_is_sent_whole(pair: Pair) -> None:
-    sock, theirs = pair
-    parts = [bytes([number % 256]) * 5000 for number in range(3000)]  # more buffers than one call takes
-    received = bytearray()
-
-    def receive() -> None:
-        while len(received) < 3000 * 5000:
-            received.extend(theirs.recv(1 << 20))
-
-    thread = threading.Thread(target=receive)
-    thread.start()
-    sock.send(parts)
-    thread.join()
-    assert received == b"".join(parts)
-
-
 @pytest.mark.parametrize("call", ["reply", "value", "send"])
 def test_cut_ends_a_blocked_call(pair: Pair, call: str) -> None:
     sock, theirs = pair

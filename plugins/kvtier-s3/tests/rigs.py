@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import anyio
@@ -13,16 +13,14 @@ from proxy import Proxy
 
 from kvtier import Identity
 from kvtier import _validation as validation
-from kvtier.keys import OffloadKey
-from kvtier.tiers import TierContext
 from kvtier.tiers._base import ignore_removed
 from kvtier_s3 import S3Tier
 from kvtier_testing.tiers import TierRig
+from kvtier_testing.tiers.rig import Removed
 
 CHUNK_BYTES = 64 * 1024
 IDENTITY = Identity.make("kvtier/tests", {"dtype": "float32"})
 GENEROUS = {"connect_timeout_s": 30.0, "timeout_s": 30.0, "open_timeout_s": 60.0}  # for a busy machine
-Removed = Callable[[Sequence[OffloadKey]], None]
 
 
 async def wait_until(holds: Callable[[], bool]) -> None:
@@ -53,17 +51,11 @@ class Place:
         """Return a tier that is not open."""
         return S3Tier(validation.build(S3Tier.Config, {**self.settings, **more}))
 
-    @asynccontextmanager
-    async def opened(
+    def opened(
         self, removed: Removed = ignore_removed, identity: Identity = IDENTITY, **more: object
-    ) -> AsyncIterator[TierRig]:
+    ) -> AbstractAsyncContextManager[TierRig]:
         """Open a tier, and close it at the end."""
-        tier = self.tier(**more)
-        await tier.open(TierContext("tested", identity, CHUNK_BYTES, removed))
-        try:
-            yield TierRig(tier, identity, CHUNK_BYTES, is_lossy=False)
-        finally:
-            await tier.aclose()
+        return TierRig(self.tier(**more), identity, CHUNK_BYTES).opened(removed)
 
     def paths(self, under: str = "") -> list[str]:
         """Return the paths of objects."""

@@ -9,19 +9,12 @@ from kvtier_testing.tiers.rig import key, keys
 P, U = Knowledge.PRESENT, Knowledge.UNKNOWN
 
 
-def listed(index: ChunkIndex, numbers: range, nbytes: int = 10) -> list[bytes]:
+def listed(index: ChunkIndex, numbers: range) -> list[bytes]:
     """Apply a listing of chunks; return those that are gone."""
     listing = index.start_listing()
     for number in numbers:
-        listing.add(key(number), nbytes)
+        listing.add(key(number), 10)
     return list(index.finish_listing(listing))
-
-
-def test_a_listing_replaces_the_keys_and_returns_those_that_are_gone() -> None:
-    index = ChunkIndex(100, None)
-    listed(index, range(4))
-    assert sorted(listed(index, range(2, 6))) == sorted(keys([0, 1]))
-    assert index.known(keys(range(6))) == [U, U, P, P, P, P]
 
 
 def test_puts_and_discards_during_a_listing_take_precedence_over_it() -> None:

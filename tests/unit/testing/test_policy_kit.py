@@ -118,41 +118,43 @@ class Exits(LRU):
         raise SystemExit
 
 
-AS_MANY = "as_many_are_evicted_as_are_asked_for_or_are_there"
-PINNED = "pinned_keys_are_not_evicted_until_they_are_added_again"
 LAST_FIRST = "of_keys_added_together_the_last_goes_first"
-NOTHING = "without_candidates_nothing_is_evicted"
-MORE = "it_may_have_more_candidates_than_its_capacity_and_learn_another_one"
+SEQUENCE = "any_sequence_of_calls_agrees_with_a_model"
 CAUGHT = [
-    (EvictsPinned, PINNED, r"answered evict\(100\) with 1 keys that it may not evict"),
+    (EvictsPinned, SEQUENCE, "evict.. chose a (pinned key|key that is no candidate)"),
     (EvictsTheFront, LAST_FIRST, "evict.. chose the keys .* the last goes first"),
-    (EvictsTooMany, AS_MANY, r"evict\(4\) of 10 candidates returned 5 keys"),
-    (EvictsNothingOfUsed, LAST_FIRST, "evict.. chose the keys"),
-    (KeepsVictims, AS_MANY, "__len__.. is 10 after 4 of 10 candidates were evicted; there are 6"),
-    (ReturnsAKeyTwice, AS_MANY, "evict.. returned a key twice"),
-    (ForgetsPins, PINNED, "__len__.. is 8 after pin.. of four of eight"),
-    (ForgetsToClear, "clear_forgets_candidates_and_pinned_ones", "__len__.. is 6 after clear"),
-    (RefusesBeyondItsCapacity, MORE, r"answered evict\(100\) .* without 8 that it has to evict"),
-    (WantsArguments, NOTHING, "ghosts"),
+    (EvictsTooMany, SEQUENCE, r"evict\(\d+\) of \d+ candidates returned \d+ keys"),
+    (EvictsNothingOfUsed, SEQUENCE, r"evict\(\d+\) of \d+ candidates returned \d+ keys"),
+    (KeepsVictims, SEQUENCE, "__len__.. is .* after these calls"),
+    (ReturnsAKeyTwice, SEQUENCE, "evict.. returned a key twice"),
+    (ForgetsPins, SEQUENCE, "__len__.. is .* after these calls"),
+    (ForgetsToClear, SEQUENCE, "__len__.. is .* after these calls; there are 0"),
+    (RefusesBeyondItsCapacity, SEQUENCE, "__len__.. is .* after these calls"),
+    (WantsArguments, SEQUENCE, "ghosts"),
     (
         WalksOverAll,
         "a_call_takes_no_longer_with_more_candidates",
         "evict.. take .* times as long as with 4000",
     ),
     (RemembersForEver, "what_it_remembers_is_bounded", "what a policy remembers of evicted keys is bounded"),
-    (NeverReturns, MORE, r"evict.. has not ended within 0.3 s(.|\n)*while len"),
-    (Exits, PINNED, "pin.. raised SystemExit"),
-    (ForgetsPins, "any_sequence_of_calls_agrees_with_a_model", "__len__.. is .* after these calls"),
+    (NeverReturns, SEQUENCE, r"evict.. has not ended within 1 s(.|\n)*while len"),
+    (Exits, SEQUENCE, "pin.. raised SystemExit"),
 ]
 
 
 def kit(bad: type[EvictionPolicy]) -> PolicyConformance:
     class Kit(PolicyConformance):
         policy = bad
-        patience_s = 0.3 if bad is NeverReturns else 30.0
+        patience_s = 1.0 if bad is NeverReturns else 30.0
 
         def sequences(self) -> hypothesis.settings:
-            return hypothesis.settings(super().sequences(), phases=[hypothesis.Phase.generate], database=None)
+            return hypothesis.settings(
+                super().sequences(),
+                max_examples=1000,  # the first few show it, at times the hundredth: that one is the last
+                phases=[hypothesis.Phase.generate],
+                derandomize=True,
+                database=None,
+            )
 
     return Kit()
 

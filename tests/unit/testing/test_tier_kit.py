@@ -155,13 +155,13 @@ def stored(batch: Batch) -> Outcome:
 
 
 ANY_MOMENT = "calls_may_be_cancelled_at_any_moment"
-CANCELLED_GET = "a_cancelled_get_never_writes_into_the_slots_next_content"
 CANCELLED_OPEN = "a_cancelled_open_leaves_nothing_running_or_open"
-CANCELLED_PUT = "a_cancelled_put_leaves_whole_chunks_or_none"
+AT_EACH_WAIT = "transfers_may_be_cancelled_at_each_of_their_waits"
 CLOSING = "nothing_is_left_running_or_open_after_closing"
 NEVER_PUT = "what_was_never_put_is_absent"
 NO_BLOCKING = "no_call_blocks_the_event_loop"
 ONE_KEY = "puts_gets_and_discards_of_one_key_at_once_never_show_other_bytes"
+OTHERS = "caches_of_other_identities_are_apart"
 PUT_AND_GOT = "what_is_put_is_got"
 PUT_AT_RESET = "a_put_in_flight_at_a_reset_does_not_appear_after_it"
 RAISED = "a_cancelled_call_raises_the_cancellation"
@@ -174,13 +174,13 @@ USAGE = "usage_counts_the_bytes_that_are_kept"
 # --- slots -------------------------------------------------------------------------------------------
 
 
-@bug("put", (CANCELLED_PUT, "wrong bytes"), (ANY_MOMENT, "wrong bytes"))
+@bug("put", (AT_EACH_WAIT, "wrong bytes"), (ANY_MOMENT, "wrong bytes"))
 async def leaves_a_put_behind_that_stores(self: GoodTier, batch: Batch) -> Outcome:
     await abandoned(lambda: self.store.update(self.copies(batch)))
     return stored(batch)
 
 
-@bug("get", (CANCELLED_GET, "after it had ended"), (ANY_MOMENT, "after it had ended"))
+@bug("get", (AT_EACH_WAIT, "after it had ended"), (ANY_MOMENT, "after it had ended"))
 async def leaves_a_get_behind(self: GoodTier, batch: Batch) -> Outcome:
     return Outcome(await abandoned(self.fill, batch))
 
@@ -230,7 +230,7 @@ def writes_beside_the_slot(self: GoodTier, batch: Batch, index: int) -> Status:
 # --- bytes -------------------------------------------------------------------------------------------
 
 
-@broken((CANCELLED_PUT, "wrong bytes"), (ONE_KEY, "wrong bytes"))
+@broken((AT_EACH_WAIT, "wrong bytes"), (ONE_KEY, "wrong bytes"))
 class StoresTornValues(GoodTier):
     """Writes a value in pieces under its final name."""
 
@@ -270,7 +270,7 @@ def mixes_up_a_batch(self: GoodTier, batch: Batch) -> list[Status]:
     return [Status.OK] * len(batch)
 
 
-@broken(("bytes_of_every_pattern_come_back", "zeros has come back otherwise"))
+@broken((PUT_AND_GOT, "wrong bytes: chunk 1000[0-5]"))
 class TrimsZeros(GoodTier):
     def copies(self, batch: Batch) -> Store:
         return {
@@ -337,7 +337,7 @@ class KnowsWrong(GoodTier):
         return outcome
 
 
-@bug("get", (PUT_AND_GOT, "5 reasons for 0 chunks"))
+@bug("get", (PUT_AND_GOT, "11 reasons for 0 chunks"))
 async def gives_reasons_for_hits(self: GoodTier, batch: Batch) -> Outcome:
     return Outcome((await GoodTier.get(self, batch)).statuses, {"hit": len(batch)})
 
@@ -408,7 +408,7 @@ async def writes_into_the_cache_of_before(self: GoodTier, batch: Batch) -> Outco
     return stored(batch)
 
 
-@bug("reset", ("a_reset_of_one_cache_leaves_another_as_it_is", "ABSENT"))
+@bug("reset", (OTHERS, "ABSENT"))
 async def resets_others(self: GoodTier) -> None:
     self.resets += 1
     for (place, _), store in self.stores.items():
@@ -416,7 +416,7 @@ async def resets_others(self: GoodTier) -> None:
             store.clear()
 
 
-@bug("partition", ("chunks_of_another_cache_are_not_given", "another identity: OK"))
+@bug("partition", (OTHERS, "another identity: OK"))
 def ignores_the_identity(self: GoodTier, context: TierContext) -> object:
     return context.identity.model
 
@@ -466,8 +466,8 @@ async def blocks_for_many_keys(self: GoodTier, keys: Sequence[OffloadKey]) -> Se
 
 @bug(
     "get",
-    (NEVER_PUT, r"get.. has not ended within 0.3 s.*blocks the event loop(.|\n)*HUNG.wait"),
-    (SEQUENCE, "get.. has not ended within 0.3 s"),
+    (NEVER_PUT, r"get.. has not ended within 1 s.*blocks the event loop(.|\n)*HUNG.wait"),
+    (SEQUENCE, "get.. has not ended within 1 s"),
     hangs=True,
 )
 async def never_returns(self: GoodTier, batch: Batch) -> Outcome:
@@ -475,7 +475,7 @@ async def never_returns(self: GoodTier, batch: Batch) -> Outcome:
     return await GoodTier.get(self, batch)
 
 
-@bug("get", (NEVER_PUT, "get.. has not ended within 0.3 s"), hangs=True)
+@bug("get", (NEVER_PUT, "get.. has not ended within 1 s"), hangs=True)
 async def never_ends(self: GoodTier, batch: Batch) -> Outcome:
     forever: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
     return await forever
@@ -617,7 +617,7 @@ def kit(bad: type[GoodTier]) -> TierConformance:
         is_persistent = True
         is_shared = True
         settle_s = 0.1 if bad is leaves_a_get_behind else 0.02
-        patience_s = 0.3 if bad in HANGING else 30.0
+        patience_s = 1.0 if bad in HANGING else 30.0
 
         def around_test(self) -> AbstractContextManager[None]:
             return nullcontext()  # bad tiers block, too
@@ -707,7 +707,7 @@ class HangsInAThread(DummyTier):
         await in_thread(threading.Event().wait)
 
 class Kit(TierConformance):
-    patience_s = 0.3
+    patience_s = 1.0
     def around_test(self):
         return nullcontext()  # without blockbuster
     def settings(self, place):
@@ -732,5 +732,5 @@ def test_a_run_of_the_kit_ends_whatever_a_tier_does(tmp_path):
     assert done.returncode == 1, done.stdout
     assert "3 failed" in done.stdout
     assert "get() raised SystemExit(3)" in done.stdout
-    ended = re.findall(r"^E +AssertionError: get\(\) has not ended within 0.3 s", done.stdout, re.MULTILINE)
+    ended = re.findall(r"^E +AssertionError: get\(\) has not ended within 1 s", done.stdout, re.MULTILINE)
     assert len(ended) == 2, done.stdout

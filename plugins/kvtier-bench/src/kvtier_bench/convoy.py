@@ -27,9 +27,11 @@ from kvtier_bench.engines import (
     PLAIN,
     PRIMARY,
     Engine,
+    Sample,
     block_bytes,
     connectors,
     make_prompt,
+    measure,
     open_engines,
     say,
     spread_of_median,
@@ -156,18 +158,6 @@ class Work:
         return len({tuple(prefix[:end]) for prefix in self.prefixes(scenario) for end in ends})
 
 
-@dataclass(frozen=True)
-class Sample:
-    """What one engine did in one round: seconds, times to first tokens, answers, and chunks by what was
-    done with them."""
-
-    wall_s: float
-    cpu_s: float
-    ttft_s: Sequence[float]
-    answers: Sequence[Sequence[int]]
-    counts: Mapping[str, float]
-
-
 def run(root: Path | None, work: Work) -> list[Convoy | Traffic | Work | Machine]:
     """Measure.
 
@@ -190,20 +180,29 @@ def run(root: Path | None, work: Work) -> list[Convoy | Traffic | Work | Machine
             _fill(engines, work)
         settings = connectors(primary_bytes, folder, native=True)
         with open_engines(logs, work.model, settings, **arguments) as engines:
-            samples = _measure(engines, work, folder)
+            samples = {scenario: _measure(engines, work, scenario, folder) for scenario in (DISTINCT, SHARED)}
     return [
         *(
-            convoy(scenario, name, rows, samples[scenario, PRIMARY], samples[scenario, PLAIN])
-            for (scenario, name), rows in samples.items()
+            convoy(scenario, name, rows, found[PRIMARY], found[PLAIN])
+            for scenario, found in samples.items()
+            for name, rows in found.items()
         ),
         *(
-            traffic(scenario, name, rows, work.chunks_in_files(scenario) * len(rows))
-            for (scenario, name), rows in samples.items()
-            if name in (FS, NATIVE_FS)
+            traffic(scenario, name, found[name], work.chunks_in_files(scenario) * work.rounds)
+            for scenario, found in samples.items()
+            for name in (FS, NATIVE_FS)
         ),
         work,
         machine.again(),
     ]
+
+
+def _measure(
+    engines: Mapping[str, Engine], work: Work, scenario: str, folder: Path
+) -> dict[str, list[Sample]]:
+    say(f"requests whose prefixes are {scenario}")
+    ask = lambda _, engine, number: _ask(engine, work, scenario, number, folder)  # noqa: E731
+    return measure(engines, range(work.rounds), ask)
 
 
 def _fill(engines: Mapping[str, Engine], work: Work) -> None:
@@ -211,21 +210,6 @@ def _fill(engines: Mapping[str, Engine], work: Work) -> None:
         for scenario in (DISTINCT, SHARED):
             engine.ask("generate", prompts=work.prefixes(scenario), output_tokens=1)
             engine.ask("settle")
-
-
-def _measure(engines: Mapping[str, Engine], work: Work, folder: Path) -> dict[tuple[str, str], list[Sample]]:
-    samples: dict[tuple[str, str], list[Sample]] = {}
-    order, generator = list(engines), random.Random(0)
-    for number in range(work.rounds):
-        for scenario in (DISTINCT, SHARED):
-            generator.shuffle(order)
-            for name in order:
-                _flush(engines[name], work, f"{scenario} {number}")
-                _drop_from_page_cache(folder)
-                sample = _ask(engines[name], work.requests_of(scenario, number), work)
-                samples.setdefault((scenario, name), []).append(sample)
-                say(f"round {number}, {scenario}: {name}: {sample.wall_s:.2f} s, cpu {sample.cpu_s:.2f} s")
-    return samples
 
 
 def _flush(engine: Engine, work: Work, seed: str) -> None:
@@ -236,18 +220,20 @@ def _flush(engine: Engine, work: Work, seed: str) -> None:
     engine.ask("settle")
 
 
-def _ask(engine: Engine, prompts: Sequence[Sequence[int]], work: Work) -> Sample:
+def _ask(engine: Engine, work: Work, scenario: str, number: int, folder: Path) -> Sample:
+    _flush(engine, work, f"{scenario} {number}")
+    _drop_from_page_cache(folder)
     before = _counts(engine, work)
+    prompts = work.requests_of(scenario, number)
     answer = engine.ask("generate", prompts=prompts, output_tokens=work.output_tokens)
     engine.ask("settle")
     counts = _counts(engine, work)
     counts.subtract(before)
-    cpu_s = sum(answer["threads"].values())
-    return Sample(answer["wall_s"], cpu_s, answer["ttft_s"], answer["answers"], counts)
+    return Sample(answer["wall_s"], answer["threads"], answer["ttft_s"], answer["answers"], counts)
 
 
 def _counts(engine: Engine, work: Work) -> Counter[str]:
-    return counts_of(engine.ask("counts")["samples"], block_bytes(work.model))
+    return counts_of(engine.ask("metrics")["samples"], block_bytes(work.model))
 
 
 def counts_of(samples: Sequence[tuple[str, Mapping[str, str], float]], chunk_bytes: int) -> Counter[str]:

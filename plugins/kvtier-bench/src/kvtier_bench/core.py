@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import logging
 import os
 import time
 from collections import deque
@@ -27,6 +28,7 @@ from kvtier._core.requests import Request
 from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering
 from kvtier._core.transfers import Pinned, Reservation
+from kvtier._driver import Driver
 from kvtier._executor import Executor, ExecutorThread, TierActivity
 from kvtier._memory.region import Region
 from kvtier.keys import OffloadKey
@@ -98,7 +100,8 @@ class CoreDriver:
     def __init__(self, core: Tiering, executor: MemoryTier | ExecutorThread) -> None:
         self.lookup: Callable[[OffloadKey, Any], object] = core.lookup
         self._core = core
-        self._executor = executor
+        self._driver = Driver(core, executor, logging.getLogger("kvtier.bench"))
+        self._events = executor.events
         self._stores: dict[OffloadKey, Reservation] = {}
         self._loads: dict[Request, Pinned] = {}
 
@@ -123,27 +126,17 @@ class CoreDriver:
         return True
 
     def commit(self, keys: Sequence[OffloadKey], request: Request) -> None:  # noqa: ARG002
-        self._core.commit(self._stores.pop(keys[0]), time.monotonic())
-        self._dispatch()
+        self._driver.commit(self._stores.pop(keys[0]))
 
     def end_step(self) -> None:
-        now_s = time.monotonic()
-        self._core.settle(now_s)
-        events = self._executor.events
-        while events:
-            self._core.on_event(events.popleft(), now_s)
-        self._dispatch()
+        self._core.settle(time.monotonic())
+        self._driver.on_events(self._events)
 
     def is_quiet(self) -> bool:
         return self._core.is_idle
 
     def collect(self) -> None:
         self._core.take_counts()
-
-    def _dispatch(self) -> None:
-        commands = self._core.take_commands()
-        if commands:
-            self._executor.submit(commands)
 
 
 @dataclass(frozen=True)
@@ -152,7 +145,7 @@ class Case:
 
     Attributes:
         tier: ``none``; ``memory``: one that keeps keys alone and answers at once; ``fs``: files.
-        slots: slots of the primary tier.
+        slots: slots of the primary tier, more than 9,000.
         rounds: how often each call is measured; medians are given.
     """
 
@@ -170,16 +163,11 @@ CASES = (
 )
 
 
-def run(cases: Sequence[Case] | None = None, *, compare: bool = True) -> list[Cost | Machine]:
-    """Measure.
-
-    Args:
-        cases: what to measure, by default ``CASES``; a case needs more than 9,000 slots.
-        compare: whether to measure vLLM's managers too, where there is vLLM.
-    """
-    beside = _vllm_bench() if compare else None
+def run() -> list[Cost | Machine]:
+    """Measure ``CASES``; vLLM's managers too, where there is vLLM."""
+    beside = _vllm_bench()
     costs: list[Cost | Machine] = []
-    for case in cases or CASES:
+    for case in CASES:
         costs += _measure_case(case, beside)
     return [*costs, Machine.here()]
 

@@ -134,7 +134,7 @@ def _ask(engine: Engine, seed: int, tokens: int, into: Round) -> None:
 def _loaded_tokens(engine: Engine) -> Counter[str]:
     """Return how many tokens each tier has given so far, by the engine's own metrics."""
     loaded: Counter[str] = Counter()
-    for name, labels, value in engine.ask("counts")["samples"]:
+    for name, labels, value in engine.ask("metrics")["samples"]:
         if name == "kvtier_loaded_chunks_total":
             loaded[labels["tier"]] += int(value) * BLOCK_TOKENS
     return loaded

@@ -40,7 +40,7 @@ class RawLimit:
 
 
 @contextmanager
-def raw_limit(root: Path, file_bytes: int | None = None) -> Iterator[RawLimit]:
+def raw_limit(root: Path) -> Iterator[RawLimit]:
     """Write a file below ``root``, for a process that reads and overwrites it. Both are gone afterwards.
 
     Raises:
@@ -49,9 +49,7 @@ def raw_limit(root: Path, file_bytes: int | None = None) -> Iterator[RawLimit]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     path = root / "raw-limit"
-    process = context.Process(
-        target=_serve, args=(theirs, path, file_bytes or FILE_BYTES), name="raw-limit", daemon=True
-    )
+    process = context.Process(target=_serve, args=(theirs, path, FILE_BYTES), name="raw-limit", daemon=True)
     process.start()
     theirs.close()
     try:

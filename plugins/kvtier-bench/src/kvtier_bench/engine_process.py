@@ -23,7 +23,20 @@ from typing import Any
 Order = Mapping[str, Any]
 Answer = dict[str, Any]
 
-_HEAVY = ("torch", "transformers", "vllm", "vllm.entrypoints.llm", "kvtier.adapters.vllm.spec")
+_HEAVY = (
+    "torch",
+    "transformers",
+    "vllm",
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.kv_offload.base",
+    "kvtier._config",
+    "kvtier._executor",
+)
 _MANAGER_CALLS = (
     "on_new_request",
     "on_request_finished",
@@ -40,7 +53,7 @@ _MANAGER_CALLS = (
     "get_stats",
 )
 _WORKER_CALLS = ("submit_store", "submit_load", "get_finished", "wait")
-_METRICS = ("kvtier_", "vllm:kv_offload")
+_METRICS = ("kvtier_", "vllm:kv_offload", "vllm:num_preemptions", "vllm:spec_decode")
 _USAGE = "vllm:kv_offload_cpu_cache_usage_perc"
 _STEP = [2, 3]  # a prompt that fills no block: nothing of it is stored
 _SETTLE_S = 60.0
@@ -49,11 +62,20 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Carry out orders until the other end hangs up."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # none outlives the benchmark
+    die_with_parent()
     channel = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)  # else what the engine starts would keep the socket open
-    engine = Engine()
+    serve(channel, Engine())
+
+
+def die_with_parent() -> None:
+    """Have this process killed when the one that started it ends, however it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def serve(channel: socket.socket, engine: Engine) -> None:
+    """Have an engine carry out orders until the other end hangs up. An error is answered in words."""
     with channel, channel.makefile("rw", encoding="utf-8") as lines:
         for line in lines:
             order = json.loads(line)
@@ -76,13 +98,14 @@ class Engine:
         self._spent: Counter[str] = Counter()
 
     def make_model(self, order: Order) -> Answer:
-        """Make a random Llama-style model from the fields of its configuration. Nothing is downloaded."""
+        """Make a random model with classes of transformers. Nothing is downloaded."""
         import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
+        import transformers
 
-        torch.manual_seed(20261121)
-        model = LlamaForCausalLM(LlamaConfig(**order["fields"]))
-        model.to(getattr(torch, order["dtype"])).save_pretrained(Path(order["directory"]))
+        config = getattr(transformers, order["config"])(**order["fields"])
+        torch.manual_seed(order["seed"])
+        model = getattr(transformers, order["architecture"])(config)
+        model.to(torch.float32).save_pretrained(Path(order["directory"]))
         return {}
 
     def load(self, order: Order) -> Answer:  # noqa: ARG002
@@ -93,17 +116,27 @@ class Engine:
 
     def start(self, order: Order) -> Answer:
         """Start the engine with the given arguments, and let its primary tier get all of its slots."""
-        import vllm
+        from vllm import LLM
 
-        self._llm = vllm.LLM(**order["arguments"])
+        self._llm = LLM(**order["arguments"])
+        if order["arguments"].get("pipeline_parallel_size", 1) > 1:
+            # Later stages need buffers that the CPU's eager mode does not make by itself.
+            self._llm.collective_rpc(_profile)
         _wait_for_slots()
-        return {"vllm": str(vllm.__version__)}
+        return {}
 
     def generate(self, order: Order) -> Answer:
-        """Generate for prompts of token ids, all sent at once; report times, tokens and processor time."""
-        prompts = [{"prompt_token_ids": prompt} for prompt in order["prompts"]]
+        """Generate for prompts of token ids, all at once or one after the other.
+
+        Returns:
+            ``answers``, token ids; ``wall_s``; ``ttft_s`` of each; processor seconds by thread.
+        """
+        salt = {"cache_salt": order["salt"]} if order.get("salt") else {}
+        prompts = [{"prompt_token_ids": prompt, **salt} for prompt in order["prompts"]]
+        how = sampling(order["output_tokens"], order.get("kv_transfer_params"))
+        batches = [prompts] if order.get("together", True) else [[prompt] for prompt in prompts]
         threads, started = _thread_seconds(), time.perf_counter()
-        outputs = self._llm.generate(prompts, _sampling(order["output_tokens"]), use_tqdm=False)
+        outputs = [output for batch in batches for output in self._llm.generate(batch, how, use_tqdm=False)]
         wall_s = time.perf_counter() - started
         return {
             "wall_s": wall_s,
@@ -116,15 +149,15 @@ class Engine:
         """Have the engine step until all stores, puts and fetches have ended; report what it took."""
         threads, started = _thread_seconds(), time.perf_counter()
         while True:
-            self._llm.generate([{"prompt_token_ids": _STEP}], _sampling(2), use_tqdm=False)
+            self._llm.generate([{"prompt_token_ids": _STEP}], sampling(2), use_tqdm=False)
             if self._is_idle():
                 break
             if time.perf_counter() - started > _SETTLE_S:
                 raise TimeoutError(f"transfers do not end within {_SETTLE_S:g} s")
         return {"wall_s": time.perf_counter() - started, "threads": _spent_since(threads)}
 
-    def counts(self, order: Order) -> Answer:  # noqa: ARG002
-        """Return the samples of all metrics of offloading."""
+    def metrics(self, order: Order) -> Answer:  # noqa: ARG002
+        """Return the samples of the metrics that concern offloading, as an endpoint shows them."""
         return {"samples": [[name, labels, value] for name, labels, value in _samples()]}
 
     def watch(self, order: Order) -> Answer:  # noqa: ARG002
@@ -145,6 +178,12 @@ class Engine:
         spent = dict(self._spent)
         self._spent.clear()
         return {"seconds": spent}
+
+    def call(self, order: Order) -> Answer:
+        """Call a function with the engine: ``module`` and ``function`` name it."""
+        function = getattr(importlib.import_module(order["module"]), order["function"])
+        answer: Answer = function(self._llm, **order["arguments"])
+        return answer
 
     def stop(self, order: Order) -> Answer:  # noqa: ARG002
         """Stop the engine in an orderly way."""
@@ -193,10 +232,18 @@ def _wait_for_slots() -> None:
                 raise TimeoutError(f"the primary tier has no memory within {_SETTLE_S:g} s")
 
 
-def _sampling(output_tokens: int) -> Any:
+def _profile(worker: Any) -> None:
+    worker.model_runner.profile_run()
+
+
+def sampling(output_tokens: int, kv_transfer_params: Any = None) -> Any:
+    """Return how to generate: so many tokens, the likeliest, and nothing but their ids."""
     from vllm import SamplingParams
 
-    return SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+    extra = {"extra_args": {"kv_transfer_params": kv_transfer_params}} if kv_transfer_params else {}
+    return SamplingParams(
+        max_tokens=output_tokens, temperature=0.0, ignore_eos=True, detokenize=False, **extra
+    )
 
 
 def _thread_seconds() -> dict[int, tuple[str, float]]:
@@ -243,6 +290,7 @@ def _samples() -> Iterator[tuple[str, dict[str, str], float]]:
 
     for metric in REGISTRY.collect():
         if metric.name.startswith(_METRICS):
+            yield metric.name, {}, 0.0  # declared, though perhaps no sample has come yet
             for sample in metric.samples:
                 yield sample.name, dict(sample.labels), sample.value
 

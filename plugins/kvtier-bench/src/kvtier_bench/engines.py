@@ -10,8 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from statistics import median
@@ -29,6 +30,7 @@ VOCABULARY = 1024
 DTYPE = "float32"  # with bfloat16, batches of another shape may round to another token
 START_S = 300.0
 ANSWER_S = 600.0
+END_LINES = 150
 RESAMPLES = 2000
 
 PLAIN = "none"
@@ -39,41 +41,27 @@ NATIVE_FS = "vllm cpu+fs"
 Settings = Mapping[str, Any]
 """Of a connector, its ``spec_name`` among them."""
 
-_COMMON = {
-    "vocab_size": VOCABULARY,
-    "head_dim": 64,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-}
-MODELS: Mapping[str, Mapping[str, Any]] = {
+
+def _llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, spread: float) -> Settings:
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "initializer_range": spread,
+        "tie_word_embeddings": False,
+    }
+
+
+MODELS: Mapping[str, Settings] = {
     # Initialised so that an answer depends on all of its prompt: a wrong byte shows in the tokens.
-    "tiny": {
-        **_COMMON,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.1,
-    },
-    "small": {
-        **_COMMON,
-        "hidden_size": 512,
-        "intermediate_size": 1408,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.08,
-    },
-    "medium": {
-        **_COMMON,
-        "hidden_size": 1024,
-        "intermediate_size": 2816,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "initializer_range": 0.06,
-    },
+    "tiny": _llama(256, 512, 4, 4, 2, 0.1),
+    "small": _llama(512, 1408, 6, 8, 2, 0.08),
+    "medium": _llama(1024, 2816, 8, 16, 4, 0.06),
 }
 """Random Llama-style models by size: fields of their configuration."""
 
@@ -128,50 +116,73 @@ def connectors(primary_bytes: int, folder: Path, *, native: bool = False) -> dic
     return found
 
 
-def spread_of_median(values: Sequence[float], share: float = 0.95) -> tuple[float, float]:
-    """Return bounds between which ``share`` of the medians of resampled values lie (bootstrap)."""
+@dataclass(frozen=True)
+class Sample:
+    """What one engine did in one round.
+
+    Attributes:
+        wall_s: seconds until the last token.
+        threads: processor seconds by the name of the thread.
+        ttft_s: seconds until the first token of each request.
+        answers: token ids of each request.
+        counts: chunks by what was done with them.
+    """
+
+    wall_s: float
+    threads: Mapping[str, float]
+    ttft_s: Sequence[float] = ()
+    answers: Sequence[Sequence[int]] = ()
+    counts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor seconds of all threads."""
+        return sum(self.threads.values())
+
+
+def measure(
+    engines: Mapping[str, Engine], rounds: range, ask: Callable[[str, Engine, int], Sample]
+) -> dict[str, list[Sample]]:
+    """Ask each engine once a round, in an order of its own; rounds below 0 do not count."""
+    samples: dict[str, list[Sample]] = {name: [] for name in engines}
+    order, generator = list(engines), random.Random(0)
+    for number in rounds:
+        generator.shuffle(order)
+        for name in order:
+            sample = ask(name, engines[name], number)
+            say(f"round {number}: {name}: {sample.wall_s:.2f} s, cpu {sample.cpu_s:.2f} s")
+            if number >= 0:
+                samples[name].append(sample)
+    return samples
+
+
+def spread_of_median(values: Sequence[float]) -> tuple[float, float]:
+    """Return bounds between which 95 % of the medians of resampled values lie (bootstrap)."""
     generator = random.Random(0)
     medians = sorted(median(generator.choices(values, k=len(values))) for _ in range(RESAMPLES))
-    tail = int(RESAMPLES * (1 - share) / 2)
+    tail = RESAMPLES // 40
     return medians[tail], medians[-1 - tail]
 
 
-class Engine:
-    """One engine in a process of its own. A context manager that ends the process.
-
-    ``kvtier_bench.engine_process`` lists the orders that it understands.
+class Channel:
+    """Orders to the process of an engine, which ``kvtier_bench.engine_process`` lists, and its answers.
 
     Args:
-        name: names its log.
-        folder: where the log goes.
+        channel: connected to the process.
+        log: where the process writes what it has to say.
+
+    Attributes:
+        patience_s: seconds to wait for an answer, unless an order has a limit of its own.
     """
 
-    def __init__(self, name: str, folder: Path) -> None:
-        self._log = folder / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}.log"
-        ours, theirs = socket.socketpair()
-        with theirs, self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", SERVER],
-                stdin=theirs.fileno(),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=folder,
-                env={**os.environ, **_environment()},
-                start_new_session=True,
-            )
-        self._channel = ours
-        self._lines = ours.makefile("rw", encoding="utf-8")
+    patience_s = ANSWER_S
 
-    def __enter__(self) -> Engine:
-        return self
+    def __init__(self, channel: socket.socket, log: Path) -> None:
+        self._channel = channel
+        self._lines = channel.makefile("rw", encoding="utf-8")
+        self._log = log
 
-    def __exit__(self, *_: object) -> None:
-        self._lines.close()
-        self._channel.close()
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
-
-    def ask(self, do: str, patience_s: float = ANSWER_S, **order: Any) -> dict[str, Any]:
+    def ask(self, do: str, patience_s: float | None = None, **order: Any) -> dict[str, Any]:
         """Give an order and wait for the answer.
 
         Raises:
@@ -181,31 +192,79 @@ class Engine:
         return self.hear(do, patience_s)
 
     def tell(self, do: str, **order: Any) -> None:
-        """Give an order."""
-        self._channel.settimeout(ANSWER_S)
+        """Give an order whose answer is not waited for here. Raises as ``ask`` does."""
+        self._channel.settimeout(self.patience_s)
         try:
             self._lines.write(json.dumps({"do": do, **order}) + "\n")
             self._lines.flush()
         except OSError as error:
-            raise self._failed(f"{do}: {error!r}") from error
+            raise self.failed(f"{do}: {error!r}") from error
 
-    def hear(self, do: str, patience_s: float = ANSWER_S) -> dict[str, Any]:
-        """Wait for the answer to an order. Raises as ``ask`` does."""
-        self._channel.settimeout(patience_s)
+    def hear(self, do: str, patience_s: float | None = None) -> dict[str, Any]:
+        """Wait for the answer to an order that was given before. Raises as ``ask`` does."""
+        limit_s = patience_s or self.patience_s
+        self._channel.settimeout(limit_s)
         try:
             line = self._lines.readline()
         except OSError as error:
-            raise self._failed(f"{do}: no answer within {patience_s:g} s: {error!r}") from error
+            self.write_stacks()
+            raise self.failed(f"{do}: no answer within {limit_s:g} s: {error!r}") from error
         if not line:
-            raise self._failed(f"{do}: the engine has died")
+            raise self.failed(f"{do}: the engine has died")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise self._failed(f"{do}: {answer['error']}")
+            raise self.failed(f"{do}: {answer['error']}")
         return answer
 
-    def _failed(self, problem: str) -> EngineError:
-        end = self._log.read_text(errors="replace").splitlines()[-40:]
-        return EngineError("\n".join([problem, *end]))
+    def hang_up(self) -> None:
+        """Close the connection: the process ends in an orderly way, unless it hangs."""
+        with suppress(OSError):
+            self._lines.close()
+        self._channel.close()
+
+    def failed(self, problem: str) -> EngineError:
+        """Return the error that tells of a problem, with the end of the log."""
+        return EngineError(f"{problem}\n{end_of(self._log)}")
+
+    def write_stacks(self) -> None:
+        """Have a process that does not answer say in its log where it hangs, if it can."""
+
+
+class Engine(Channel):
+    """One engine in a process of its own. A context manager that ends the process.
+
+    Args:
+        name: names its log.
+        folder: where the log goes.
+    """
+
+    def __init__(self, name: str, folder: Path) -> None:
+        log = folder / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}.log"
+        ours, theirs = socket.socketpair()
+        with theirs, log.open("w") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", SERVER],
+                stdin=theirs.fileno(),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                env={**os.environ, **environment()},
+                start_new_session=True,
+            )
+        super().__init__(ours, log)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hang_up()
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+
+def end_of(log: Path) -> str:
+    """Return the last lines of a log, in which the stacks of all threads find room."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-END_LINES:])
 
 
 @contextmanager
@@ -228,7 +287,7 @@ def open_engines(
         for name, engine in engines.items():
             say(f"starting an engine: {name}")
             engine.hear("load", START_S)
-            engine.ask("start", START_S, arguments=_arguments(model, settings[name], arguments))
+            engine.ask("start", START_S, arguments=engine_arguments(model, settings[name], arguments))
         yield engines
         for engine in engines.values():
             engine.ask("stop")
@@ -239,11 +298,18 @@ def _make_model(folder: Path, size: str) -> Path:
     model = folder / f"model-{size}"
     if not model.exists():
         with Engine("maker", folder) as maker:
-            maker.ask("make_model", directory=str(model), fields=MODELS[size], dtype=DTYPE)
+            maker.ask(
+                "make_model",
+                directory=str(model),
+                config="LlamaConfig",
+                architecture="LlamaForCausalLM",
+                fields=MODELS[size],
+                seed=20261121,
+            )
     return model
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Return the environment of all engines: the same threads for each, and quiet ones when idle."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     return {
@@ -262,7 +328,14 @@ def say(text: str) -> None:
     Console(stderr=True).print(f"[dim]{escape(text)}", highlight=False, soft_wrap=True)
 
 
-def _arguments(model: Path, extra_config: Settings | None, more: Mapping[str, Any]) -> dict[str, Any]:
+def engine_arguments(model: Path, extra_config: Settings | None, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an engine.
+
+    Args:
+        model: directory of the model.
+        extra_config: settings of the connector; None for an engine without one.
+        more: further arguments of the engine; ``kv_transfer_config`` over the one made here.
+    """
     arguments: dict[str, Any] = {
         "model": str(model),
         "dtype": DTYPE,
@@ -279,5 +352,6 @@ def _arguments(model: Path, extra_config: Settings | None, more: Mapping[str, An
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": dict(extra_config),
+            **more.get("kv_transfer_config", {}),
         }
     return arguments

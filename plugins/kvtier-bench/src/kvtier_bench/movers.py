@@ -48,12 +48,12 @@ class Contestant(ABC):
 class BatchMover(Contestant, Generic[BatchT]):
     """A contestant that is given batches of chunks, several at once.
 
-    Args:
+    Attributes:
         memory: where the chunks are: as many slots for each batch in flight as it has chunks.
     """
 
     def __init__(self, memory: HeapMemory) -> None:
-        self._memory = memory
+        self.memory = memory
         self._batch_chunks = memory.slots // BATCHES_IN_FLIGHT
         self._serial = 0
         self._prepared: list[BatchT] = []
@@ -94,7 +94,7 @@ class BatchMover(Contestant, Generic[BatchT]):
             await self._move_all(batches, self.put)
         else:
             await self._move_all(list(islice(cycle(self._stored), count)), self.get)
-        return count * self._batch_chunks * self._memory.chunk_bytes
+        return count * self._batch_chunks * self.memory.chunk_bytes
 
     async def discard(self) -> None:
         """See ``Contestant.discard``."""
@@ -102,7 +102,7 @@ class BatchMover(Contestant, Generic[BatchT]):
         await self.remove(stored)
 
     def _batches(self, nbytes: float) -> int:
-        return max(BATCHES_IN_FLIGHT, math.ceil(nbytes / self._memory.chunk_bytes / self._batch_chunks))
+        return max(BATCHES_IN_FLIGHT, math.ceil(nbytes / self.memory.chunk_bytes / self._batch_chunks))
 
     async def _move_all(
         self, batches: Sequence[BatchT], call: Callable[[BatchT, range], Awaitable[None]]
@@ -138,16 +138,16 @@ class TierMover(BatchMover[tuple[Sequence[OffloadKey], list[bytes]]]):
         """See ``BatchMover.make``. All slots hold the same bytes."""
         if self.tier.verifies:
             return keys, [b""] * len(keys)
-        return keys, [seal(key, self._memory.view(0), self._digest) for key in keys]
+        return keys, [seal(key, self.memory.view(0), self._digest) for key in keys]
 
     async def put(self, batch: tuple[Sequence[OffloadKey], list[bytes]], slots: range) -> None:
         """See ``BatchMover.put``."""
         keys, trailers = batch
-        _require_ok("put", await self.tier.put(Batch(keys, slots, self._memory, list(trailers))))
+        _require_ok("put", await self.tier.put(Batch(keys, slots, self.memory, list(trailers))))
 
     async def get(self, batch: tuple[Sequence[OffloadKey], list[bytes]], slots: range) -> None:
         """See ``BatchMover.get``."""
-        wanted = Batch(batch[0], slots, self._memory)
+        wanted = Batch(batch[0], slots, self.memory)
         _require_ok("get", await self.tier.get(wanted))
         self._last = wanted
 

@@ -12,7 +12,6 @@ a second where others use the machine.
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,11 +22,12 @@ from kvtier_bench.engines import (
     BLOCK_TOKENS,
     PLAIN,
     Engine,
+    Sample,
     block_bytes,
     connectors,
     make_prompt,
+    measure,
     open_engines,
-    say,
     spread_of_median,
 )
 from kvtier_bench.machine import Machine, open_folder
@@ -93,31 +93,6 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """What one engine did in one round.
-
-    Attributes:
-        tokens: computed.
-        wall_s: until the last one.
-        threads: processor seconds by the name of the thread; a connector's until its last put has ended.
-    """
-
-    tokens: int
-    wall_s: float
-    threads: Mapping[str, float]
-
-    @property
-    def tokens_s(self) -> float:
-        """Tokens a second."""
-        return self.tokens / self.wall_s
-
-    @property
-    def cpu_s(self) -> float:
-        """Processor seconds of all threads."""
-        return sum(self.threads.values())
-
-
-@dataclass(frozen=True)
 class Work:
     """The workload of each engine in each round"""
 
@@ -137,6 +112,11 @@ class Work:
     def prompt_length(self) -> int:
         """Tokens of a prompt and its answer."""
         return self.prompt_tokens + self.output_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a round computes."""
+        return self.prompts * self.prompt_length
 
 
 def run(root: Path | None, work: Work, *, control: bool = False) -> list[Loss | Share | Work | Machine]:
@@ -162,13 +142,17 @@ def run(root: Path | None, work: Work, *, control: bool = False) -> list[Loss | 
             max_model_len=work.prompt_length,
             max_num_seqs=work.at_once,
         ) as engines:
-            samples = measure(engines, work)
+            samples = measure(
+                engines,
+                range(-2, work.rounds),
+                lambda name, engine, number: _ask(engine, work, f"{name} {number}"),
+            )
             shares = explain(engines, work, samples)
-    return [*losses(samples), *shares, work, machine.again()]
+    return [*losses(samples, work.tokens), *shares, work, machine.again()]
 
 
-def losses(samples: Mapping[str, Sequence[Sample]]) -> list[Loss]:
-    """Compare each engine with the plain one, round by round."""
+def losses(samples: Mapping[str, Sequence[Sample]], tokens: int) -> list[Loss]:
+    """Compare each engine with the plain one, round by round, in each of which it computes so many tokens."""
     plain = samples[PLAIN]
     noise = spread_of_median(_lost(samples[CONTROL], plain)) if CONTROL in samples else (0.0, 0.0)
     is_noisy = max(map(abs, noise)) > GOAL_PERCENT
@@ -177,17 +161,14 @@ def losses(samples: Mapping[str, Sequence[Sample]]) -> list[Loss]:
         if name == PLAIN:
             continue
         lost = _lost(rows, plain)
-        more = [
-            100 * (row.cpu_s / row.tokens * base.tokens / base.cpu_s - 1)
-            for row, base in zip(rows, plain, strict=True)
-        ]
+        more = [100 * (row.cpu_s / base.cpu_s - 1) for row, base in zip(rows, plain, strict=True)]
         low, high = spread_of_median(lost)
         cpu_low, cpu_high = spread_of_median(more)
         found.append(
             Loss(
                 name,
                 len(rows),
-                median(row.tokens_s for row in rows),
+                median(tokens / row.wall_s for row in rows),
                 median(lost),
                 low,
                 high,
@@ -202,7 +183,7 @@ def losses(samples: Mapping[str, Sequence[Sample]]) -> list[Loss]:
 
 def _lost(rows: Sequence[Sample], plain: Sequence[Sample]) -> list[float]:
     """Return the tokens a second that are missing in each round, in percent."""
-    return [100 * (1 - row.tokens_s / base.tokens_s) for row, base in zip(rows, plain, strict=True)]
+    return [100 * (1 - base.wall_s / row.wall_s) for row, base in zip(rows, plain, strict=True)]
 
 
 def verdict(low: float, high: float, is_noisy: bool) -> str:
@@ -217,29 +198,13 @@ def part_of(thread: str) -> str | None:
     return next((part for beginning, part in PARTS if thread.startswith(beginning)), None)
 
 
-def measure(engines: Mapping[str, Engine], work: Work) -> dict[str, list[Sample]]:
-    """Ask each engine once a round, after two rounds that do not count."""
-    samples: dict[str, list[Sample]] = {name: [] for name in engines}
-    order, generator = list(engines), random.Random(0)
-    for number in range(-2, work.rounds):
-        generator.shuffle(order)
-        for name in order:
-            sample = _ask(engines[name], work, f"{name} {number}")
-            say(f"round {number}: {name}: {sample.tokens_s:,.0f} tokens/s, cpu {sample.cpu_s:.2f} s")
-            if number >= 0:
-                samples[name].append(sample)
-    return samples
-
-
 def _ask(engine: Engine, work: Work, seed: str) -> Sample:
     prompts = [make_prompt(f"{seed} {i}", work.prompt_tokens) for i in range(work.prompts)]
     answer = engine.ask("generate", prompts=prompts, output_tokens=work.output_tokens)
     settled = engine.ask("settle")
     # Until the last put has ended the engine does steps that a busy one would not: they do not count.
     after = {thread: seconds for thread, seconds in settled["threads"].items() if part_of(thread)}
-    return Sample(
-        work.prompts * work.prompt_length, answer["wall_s"], Counter(answer["threads"]) + Counter(after)
-    )
+    return Sample(answer["wall_s"], Counter(answer["threads"]) + Counter(after))
 
 
 def explain(

@@ -27,6 +27,7 @@ from kvtier.tiers._faults import words_of
 from kvtier_bench.bare import BareClient
 from kvtier_bench.busy import BusyProcess
 from kvtier_bench.disk import fill
+from kvtier_bench.machine import Machine
 from kvtier_bench.movers import BATCHES_IN_FLIGHT, SIZES, BatchMover, TierMover
 from kvtier_bench.throughput import Throughput, compare
 
@@ -70,11 +71,11 @@ class BareMover(BatchMover[list[str]]):
 
     async def put(self, batch: list[str], slots: range) -> None:
         """See ``BatchMover.put``."""
-        await self._client.put(batch, list(map(self._memory.view, slots)))
+        await self._client.put(batch, list(map(self.memory.view, slots)))
 
     async def get(self, batch: list[str], slots: range) -> None:
         """See ``BatchMover.get``."""
-        await self._client.get(batch, list(map(self._memory.view, slots)))
+        await self._client.get(batch, list(map(self.memory.view, slots)))
 
     async def remove(self, batches: Sequence[list[str]]) -> None:
         """See ``BatchMover.remove``."""
@@ -102,7 +103,7 @@ def read_config(path: Path) -> TierConfig:
 
 def run(
     config: Path, sizes: Sequence[int] = SIZES, mib: int = 256, rounds: int = 5
-) -> list[Throughput | Latency]:
+) -> list[Throughput | Latency | Machine]:
     """Measure.
 
     Args:
@@ -115,24 +116,28 @@ def run(
         KVTierError: the tier cannot be opened, or does not do its work.
     """
     settings = read_config(config)
-    result: list[Throughput | Latency] = []
+    machine = Machine.here()
+    result: list[Throughput | Latency | Machine] = []
     with BusyProcess() as engine:
         for size in sizes:
             result += asyncio.run(_measure_size(settings, size, mib * 2**20, rounds, engine))
-    return result
+    return [*result, machine.again()]
 
 
 async def _measure_size(
     settings: TierConfig, size: int, nbytes: int, rounds: int, engine: BusyProcess
 ) -> list[Throughput | Latency]:
-    async with _opened(settings, size) as (tier, bare):
+    async with opened(settings, size, BATCH_CHUNKS) as (tier, bare):
         points = await compare({settings.type: tier}, bare, engine, size, nbytes, rounds, GOAL)
         return [*points, *await _latencies(size, tier, bare, rounds)]
 
 
 @asynccontextmanager
-async def _opened(settings: TierConfig, size: int) -> AsyncIterator[tuple[TierMover, BareMover | None]]:
-    memory = HeapMemory(BATCH_CHUNKS * BATCHES_IN_FLIGHT, size)
+async def opened(
+    settings: TierConfig, size: int, batch_chunks: int
+) -> AsyncIterator[tuple[TierMover, BareMover | None]]:
+    """Open a tier, and its bare client where there is one; batches have so many chunks of this size."""
+    memory = HeapMemory(batch_chunks * BATCHES_IN_FLIGHT, size)
     fill(memory)
     identity = Identity.make("bench", {"chunk_bytes": size, "run": secrets.token_hex(8)})
     tier = plugins.make(plugins.TIERS, settings.type, registry.load(settings.type), settings)

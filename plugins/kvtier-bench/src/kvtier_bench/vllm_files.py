@@ -69,7 +69,7 @@ class VllmFiles(BatchMover[list[str]]):
     async def _do(
         self, work: Callable[..., None], enqueue: Callable[..., None], paths: list[str], slots: range
     ) -> None:
-        token, chunk_bytes = next(self._tokens), self._memory.chunk_bytes
+        token, chunk_bytes = next(self._tokens), self.memory.chunk_bytes
         ended = self._waiting[token] = asyncio.get_running_loop().create_future()
         offsets = [slot * chunk_bytes for slot in slots]
         enqueue(token, 1, [partial(work, list(paths), self._view, offsets, chunk_bytes, True)])

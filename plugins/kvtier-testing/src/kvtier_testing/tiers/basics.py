@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import anyio
@@ -10,18 +9,8 @@ import anyio
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.tiers import Batch, Knowledge, Status
 from kvtier.tiers import _registry as registry
-from kvtier_testing.tiers.rig import EMPTY, expect, fail, key, keys, names_of
+from kvtier_testing.tiers.rig import PATTERNED, expect, fail, key, keys, names_of
 from kvtier_testing.tiers.setup import TierSetup
-
-_PATTERNS: dict[str, Callable[[int], bytes]] = {
-    "zeros": lambda size: bytes(size),
-    "ones": lambda size: b"\xff" * size,
-    "what an empty slot holds": lambda size: bytes([EMPTY]) * size,
-    "text": lambda size: (b"line\r\n\0\x1a" * size)[:size],
-    "its last byte alone": lambda size: bytes(size - 1) + b"\1",
-    "its first byte alone": lambda size: b"\1" + bytes(size - 1),
-}
-
 
 _GRACE = 50  # times settle_s
 _USED_CHUNKS = 16
@@ -45,23 +34,9 @@ class BasicTests(TierSetup):
         for chunk_bytes in (self.chunk_bytes, *self.sizes):
             here = place.with_name(f"{place.name}-{chunk_bytes}")
             async with self.opened(here, chunk_bytes=chunk_bytes) as it:
-                it.expect_kept(await it.put(range(5)), f"a put of chunks of {chunk_bytes} bytes")
-                it.expect_kept(await it.get(reversed(range(5))), f"a get of chunks of {chunk_bytes} bytes")
-
-    async def test_bytes_of_every_pattern_come_back(self, place: Path) -> None:
-        async with self.opened(place) as it:
-            for number, (name, make) in enumerate(_PATTERNS.items()):
-                pattern = make(it.chunk_bytes)
-                batch, slots = it.filled([number])
-                batch.views[0][:] = pattern
-                batch = it.batch([key(number)], slots)
-                it.check_outcome(await it.tier.put(batch), batch, "put")
-                batch, _ = it.empty([number])
-                outcome = await it.tier.get(batch)
-                it.check_outcome(outcome, batch, "get")
-                it.expect_kept(outcome.statuses, f"a get of a chunk of {name}")
-                given = outcome.statuses[0] is not Status.OK or batch.views[0] == pattern
-                expect(given, f"a get gave wrong bytes: a chunk of {name} has come back otherwise")
+                numbers = (*range(5), *PATTERNED)
+                it.expect_kept(await it.put(numbers), f"a put of chunks of {chunk_bytes} bytes")
+                it.expect_kept(await it.get(numbers[::-1]), f"a get of chunks of {chunk_bytes} bytes")
 
     async def test_keys_of_every_length_are_told_apart(self, place: Path) -> None:
         chosen = [pack_key(part, group) for part in _HASHES for group in (0, 1, 2**32 - 1)]
@@ -81,20 +56,16 @@ class BasicTests(TierSetup):
             it.expect_kept(await it.put(range(500)), "a put of 500 chunks")
             it.expect_kept(await it.get(range(500)), "a get of 500 chunks")
 
-    async def test_an_empty_batch_is_no_error(self, place: Path) -> None:
-        async with self.opened(place) as it:
-            expect(await it.put([]) == [], "a put of nothing answered with something")
-            expect(await it.get([]) == [], "a get of nothing answered with something")
-            expect(await it.contains([]) == [], "contains() of nothing answered with something")
-            await it.tier.discard([])
-            await it.tier.touch([])
-
     async def test_what_was_never_put_is_absent(self, place: Path) -> None:
         async with self.opened(place) as it:
             await it.put([1])
             statuses = await it.get([7, 8])
             expect(set(statuses) == {Status.ABSENT}, f"a get of what was never put: {names_of(statuses)}")
             expect(await it.contains([7, 8]) == [False, False], "contains() says yes to what was never put")
+            for call in (it.put, it.get, it.contains):
+                expect(await call([]) == [], f"a {call.__name__} of nothing answered with something")
+            await it.tier.discard([])
+            await it.tier.touch([])
 
     async def test_a_lookup_may_name_a_key_twice(self, place: Path) -> None:
         async with self.opened(place) as it:
@@ -146,7 +117,8 @@ class BasicTests(TierSetup):
         capacity_bytes = 16 * self.chunk_bytes
         told: list[OffloadKey] = []
         taken: list[int] = []
-        async with self.opened_with_bound(place, capacity_bytes, told.extend) as it:
+        rig = self.rig(self.make(self.bounded(place, capacity_bytes)), place)
+        async with rig.opened(told.extend) as it:
             for first in range(0, 48, 4):
                 statuses = await it.put(range(first, first + 4))
                 taken += [first + index for index, status in enumerate(statuses) if status is Status.OK]

@@ -20,7 +20,7 @@ from typing import Any
 import anyio
 import pytest
 
-from kvtier.tiers import Batch, Outcome, Status
+from kvtier.tiers import Batch, Status
 from kvtier_testing.tiers.rig import Slots, TierRig, calls_of, check_whole, expect, keys, names_of
 from kvtier_testing.tiers.setup import FOREVER, TierSetup
 from kvtier_testing.tiers.steps import Ended, Way, held, run_cancelled
@@ -40,25 +40,14 @@ class CancellationTests(TierSetup):
     """Calls that are cancelled at each of their waits, at any moment, and while others run."""
 
     @every_way
-    async def test_a_cancelled_put_leaves_whole_chunks_or_none(self, place: Path, way: Way) -> None:
+    async def test_transfers_may_be_cancelled_at_each_of_their_waits(self, place: Path, way: Way) -> None:
         async with self.opened(place, chunk_bytes=_CHUNK_BYTES) as it:
             trials = _Trials(it)
-            for at_wait in _some((await trials.put(None)).waits) * _TRIES:
-                await trials.put(way, at_wait=at_wait)
-            await self._check_stored(it, trials)
-        await self._check_stored_later(place, trials)
-
-    @every_way
-    async def test_a_cancelled_get_never_writes_into_the_slots_next_content(
-        self, place: Path, way: Way
-    ) -> None:
-        async with self.opened(place, chunk_bytes=_CHUNK_BYTES) as it:
-            trials = _Trials(it)
-            for at_wait in _some((await trials.get(None)).waits) * _TRIES:
-                await trials.get(way, at_wait=at_wait)
-            await anyio.sleep(self.settle_s)
-            trials.check_reused()
-        trials.check_reused()
+            for transfer in (trials.put, trials.get):
+                for at_wait in _some((await transfer(None)).waits) * _TRIES:
+                    await transfer(way, at_wait=at_wait)
+            await self._check(it, trials)
+        await self._check_later(place, trials)
 
     @every_way
     async def test_calls_may_be_cancelled_at_any_moment(self, place: Path, way: Way) -> None:
@@ -69,10 +58,8 @@ class CancellationTests(TierSetup):
             for _ in range(8):
                 await trials.put(way, after_s=rng.uniform(0, 1.2) * put_s)
                 await trials.get(way, after_s=rng.uniform(0, 1.2) * get_s)
-            await self._check_stored(it, trials)
-            trials.check_reused()
-        trials.check_reused()
-        await self._check_stored_later(place, trials)
+            await self._check(it, trials)
+        await self._check_later(place, trials)
 
     @every_way
     async def test_transfers_cancelled_while_the_backend_is_slow(self, place: Path, way: Way) -> None:
@@ -84,10 +71,8 @@ class CancellationTests(TierSetup):
                 for share in (0.1, 0.5, 0.9):
                     with self.slowed(it.tier, self.settle_s):
                         await transfer(way, after_s=share * self.settle_s)
-            await self._check_stored(it, trials)
-            trials.check_reused()
-        trials.check_reused()
-        await self._check_stored_later(place, trials)
+            await self._check(it, trials)
+        await self._check_later(place, trials)
 
     @every_way
     async def test_a_cancelled_call_raises_the_cancellation(self, place: Path, way: Way) -> None:
@@ -181,7 +166,7 @@ class CancellationTests(TierSetup):
 
     async def _reset_at_wait(self, at_wait: int, it: TierRig, batch: Batch) -> None:
         """Put, and let a reset run while the put is held at one of its waits."""
-        _, was_reset = await held(lambda: it.tier.put(batch), at_wait, it.tier.reset, self.settle_s)
+        was_reset = await held(lambda: it.tier.put(batch), at_wait, it.tier.reset, self.settle_s)
         if not was_reset:  # this put has waited less often
             await it.tier.reset()
 
@@ -202,12 +187,16 @@ class CancellationTests(TierSetup):
                 await anyio.sleep(self.settle_s / 2)
                 await it.tier.reset()
 
-    async def _check_stored(self, it: TierRig, trials: _Trials) -> None:
+    async def _check(self, it: TierRig, trials: _Trials) -> None:
+        """Check that whole chunks are stored or none, and that slots are left alone."""
         await anyio.sleep(self.settle_s)
         for numbers in trials.stored:
             await check_whole(it, numbers, versions=_BOTH)
+        trials.check_reused()
 
-    async def _check_stored_later(self, place: Path, trials: _Trials) -> None:
+    async def _check_later(self, place: Path, trials: _Trials) -> None:
+        """Check the same when the tier is closed and, where chunks outlive it, open again."""
+        trials.check_reused()
         if self.is_persistent:
             async with self.opened(place, chunk_bytes=_CHUNK_BYTES) as it:
                 for numbers in trials.stored:
@@ -229,7 +218,7 @@ class _Trials:
 
     async def put(
         self, way: Way | None, *, at_wait: int | None = None, after_s: float | None = None
-    ) -> Ended[Outcome]:
+    ) -> Ended:
         numbers = range(self._fresh, self._fresh + _CHUNKS)
         self._fresh += _CHUNKS
         await self._rig.put(numbers[:2])
@@ -241,7 +230,7 @@ class _Trials:
 
     async def get(
         self, way: Way | None, *, at_wait: int | None = None, after_s: float | None = None
-    ) -> Ended[Outcome]:
+    ) -> Ended:
         if not self._got:
             await self._rig.put(range(_CHUNKS))
         batch, slots = self._rig.empty(range(_CHUNKS))
@@ -265,7 +254,7 @@ async def _expect_hidden(it: TierRig, numbers: Sequence[int], what: str) -> None
     )
 
 
-def _check_cancellation(verb: str, ended: Ended[object], way: Way) -> None:
+def _check_cancellation(verb: str, ended: Ended, way: Way) -> None:
     if not ended.was_cancelled or ended.raised_cancellation:
         return
     expect(

@@ -15,7 +15,7 @@ from typing import Any
 import anyio
 
 from kvtier_testing.tiers.rig import calls_of, expect, fail
-from kvtier_testing.tiers.setup import TierSetup, context_of
+from kvtier_testing.tiers.setup import TierSetup
 from kvtier_testing.tiers.steps import Way, run_cancelled
 
 _LOOP_THREADS = ("AnyIO worker thread", "asyncio_")  # they belong to the loop and outlive a tier
@@ -83,7 +83,7 @@ class ResourceTests(TierSetup):
                 call()
 
             calls: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
-                "open": lambda: tier.open(context_of(it)),  # noqa: B023
+                "open": lambda: tier.open(it.context()),  # noqa: B023
                 **calls_of(it, _MANY_CHUNKS),
                 "usage": lambda: at_once(tier.usage),  # noqa: B023
                 "aclose": tier.aclose,
@@ -108,7 +108,7 @@ class ResourceTests(TierSetup):
     async def _cancel_an_opening(self, place: Path, at_wait: int | None) -> tuple[object, int]:
         """Open a tier and cancel that at one of its waits; return the tier and how often it has waited."""
         tier = self.make_tier(place)
-        context = context_of(self.rig(tier, place))
+        context = self.rig(tier, place).context()
         ended = await run_cancelled(
             lambda: tier.open(context), Way.CANCEL if at_wait else None, at_wait=at_wait
         )

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import random
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
 from functools import lru_cache
-from itertools import count
 from typing import Any, NoReturn
 
+import anyio
+
 from kvtier import HeapMemory, Identity
-from kvtier._core.messages import Answer, Command, Event, Fetch, Fetched, Put, PutEnded
-from kvtier._executor import Executor, NamedTier
 from kvtier._reasons import TRANSFER
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.tiers import Batch, Knowledge, Outcome, SecondaryTier, Status, Usage, in_thread
+from kvtier.tiers import Batch, Knowledge, Outcome, SecondaryTier, Status, TierContext, Usage, in_thread
+from kvtier.tiers._base import ignore_removed
 from kvtier.tiers._seal import Integrity, check, seal
 
+Removed = Callable[[Sequence[OffloadKey]], None]
 UNUSED = 0xA5
 EMPTY = 0x5A
 REUSED = 0xEE
@@ -49,9 +50,23 @@ def keys(numbers: Iterable[int]) -> list[OffloadKey]:
     return [key(number) for number in numbers]
 
 
+_PATTERNS: tuple[Callable[[int], bytes], ...] = (
+    lambda size: bytes(size),
+    lambda size: b"\xff" * size,
+    lambda size: bytes([EMPTY]) * size,
+    lambda size: (b"line\r\n\0\x1a" * size)[:size],
+    lambda size: bytes(size - 1) + b"\1",
+    lambda size: b"\1" + bytes(size - 1),
+)
+PATTERNED = range(10_000, 10_000 + len(_PATTERNS))
+"""Chunks of zeros, of ones, of what an empty slot holds, of text; with one byte at an end that is no zero."""
+
+
 @lru_cache(maxsize=256)
 def content(number: int, chunk_bytes: int, version: int = 0) -> bytes:
     """The bytes of chunk ``number``; those of another version differ in every part."""
+    if number in PATTERNED:
+        return _PATTERNS[number - PATTERNED.start](chunk_bytes)
     return random.Random(f"{number}/{version}").randbytes(chunk_bytes)
 
 
@@ -78,24 +93,30 @@ class Slots:
         """Fill all slots with other bytes, as when other chunks have them after a transfer has ended."""
         self.fill(REUSED)
 
-    def changed(self, byte: int, slots: Iterable[int]) -> list[int]:
-        """Return those of ``slots`` that do not hold ``byte`` all over."""
-        pattern = bytes([byte]) * self.memory.chunk_bytes
-        return [slot for slot in slots if self.memory.view(slot) != pattern]
-
     def check_unused(self, what: str) -> None:
         """Check that nothing was written where no chunk of the batch is."""
         unused = set(range(self.memory.slots)) - set(self.numbers)
-        touched = self.changed(UNUSED, sorted(unused))
+        touched = changed(self.memory, UNUSED, sorted(unused))
         expect(not touched, f"{what} has written into slots that are not in its batch: {touched}")
 
     def check_reused(self, what: str) -> None:
         """Check that nothing was written into slots that are in use again."""
-        touched = self.changed(REUSED, range(self.memory.slots))
-        expect(
-            not touched,
-            f"{what} has written into slots {touched} after it had ended, when they belonged to others",
-        )
+        check_reused(self.memory, range(self.memory.slots), what)
+
+
+def changed(memory: HeapMemory, byte: int, slots: Iterable[int]) -> list[int]:
+    """Return those of ``slots`` that do not hold ``byte`` all over."""
+    pattern = bytes([byte]) * memory.chunk_bytes
+    return [slot for slot in slots if memory.view(slot) != pattern]
+
+
+def check_reused(memory: HeapMemory, slots: Iterable[int], what: str) -> None:
+    """Check that nothing was written into slots that are in use again."""
+    touched = changed(memory, REUSED, slots)
+    expect(
+        not touched,
+        f"{what} has written into slots {touched} after it had ended, when they belonged to others",
+    )
 
 
 class TierRig:
@@ -108,12 +129,26 @@ class TierRig:
     """
 
     def __init__(
-        self, tier: SecondaryTier[Any], identity: Identity, chunk_bytes: int, *, is_lossy: bool
+        self, tier: SecondaryTier[Any], identity: Identity, chunk_bytes: int, *, is_lossy: bool = False
     ) -> None:
         self.tier = tier
         self.identity = identity
         self.chunk_bytes = chunk_bytes
         self._is_lossy = is_lossy
+
+    def context(self, removed: Removed = ignore_removed, name: str = "tested") -> TierContext:
+        """Return what the tier is opened with."""
+        return TierContext(name, self.identity, self.chunk_bytes, removed)
+
+    @asynccontextmanager
+    async def opened(self, removed: Removed = ignore_removed, name: str = "tested") -> AsyncIterator[TierRig]:
+        """Open the tier, and close it at the end; ``removed`` is told what leaves."""
+        await self.tier.open(self.context(removed, name))
+        try:
+            yield self
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self.tier.aclose()
 
     def content(self, number: int, version: int = 0) -> bytes:
         """The bytes of one chunk."""
@@ -291,88 +326,6 @@ def calls_of(it: TierRig, chunks: int) -> dict[str, Callable[[], Coroutine[Any, 
 def names_of(statuses: Iterable[Status]) -> str:
     """Return statuses in words."""
     return ", ".join(Status(status).name for status in statuses)
-
-
-class Driver:
-    """A tier behind kvtier's executor: seals, checks and limits as in an engine.
-
-    Attributes:
-        rig: the tier.
-        memory: the slots; chunk ``n`` is put from and got into whichever the caller says.
-        events: what the executor has posted.
-    """
-
-    def __init__(self, rig: TierRig, slots: int) -> None:
-        self.rig = rig
-        self.memory = HeapMemory(slots, rig.chunk_bytes)
-        self.events: list[Event] = []
-        self.executor = Executor(
-            [NamedTier("tested", rig.tier)], rig.identity, self.memory, self._post, close_s=10.0
-        )
-        self._ids = count()
-        self._waiting: dict[int, asyncio.Future[Event]] = {}
-        self._on_end: dict[int, list[int]] = {}
-
-    def start_put(self, numbers: Sequence[int], slots: Sequence[int]) -> asyncio.Future[Event]:
-        """Put what is in the slots; they are in use again when that has ended."""
-        return self._start(Put(next(self._ids), 0, keys(numbers), slots), slots)
-
-    def start_fetch(
-        self, numbers: Sequence[int], slots: Sequence[int], *, keep: bool = False
-    ) -> asyncio.Future[Event]:
-        """Look for chunks and get those at the front; unless ``keep``, the slots are in use again then."""
-        fetch = Fetch(next(self._ids), 0, keys(numbers), slots, located=False)
-        return self._start(fetch, () if keep else slots)
-
-    async def put(self, numbers: Sequence[int]) -> PutEnded:
-        """Put chunks from the first slots."""
-        slots = range(len(numbers))
-        for slot, number in zip(slots, numbers, strict=True):
-            self.memory.view(slot)[:] = self.rig.content(number)
-        event = await self.start_put(numbers, slots)
-        assert isinstance(event, PutEnded)
-        return event
-
-    async def fetch(self, numbers: Sequence[int]) -> Fetched:
-        """Get chunks into the first slots."""
-        event = await self.start_fetch(numbers, range(len(numbers)), keep=True)
-        assert isinstance(event, Fetched)
-        return event
-
-    def check_landed(self, numbers: Sequence[int], fetched: Fetched) -> None:
-        """Check the bytes of all that a fetch into the first slots has landed."""
-        for slot, (number, answer) in enumerate(zip(numbers, fetched.answers, strict=True)):
-            right = self.memory.view(slot) == self.rig.content(number)
-            expect(answer != Answer.LANDED or right, f"chunk {number} was given with wrong bytes")
-
-    def ends_of(self, futures: Iterable[asyncio.Future[Event]]) -> list[int]:
-        """Count, for each command that was started, the events that ended it."""
-        wanted = {id(future): number for number, future in self._waiting.items()}
-        numbers = [wanted[id(future)] for future in futures]
-        ids = [event.id for event in self.events if isinstance(event, PutEnded | Fetched)]
-        return [ids.count(number) for number in numbers]
-
-    def check_reused(self, slots: Iterable[int], what: str) -> None:
-        """Check that nothing was written into slots that are in use again."""
-        pattern = bytes([REUSED]) * self.rig.chunk_bytes
-        touched = [slot for slot in slots if self.memory.view(slot) != pattern]
-        expect(not touched, f"{what} has written into slots {touched} after it had ended")
-
-    def _start(self, command: Put | Fetch, slots: Sequence[int]) -> asyncio.Future[Event]:
-        future: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
-        self._waiting[command.id] = future
-        self._on_end[command.id] = list(slots)
-        commands: list[Command] = [command]
-        self.executor.submit(commands)
-        return future
-
-    def _post(self, event: Event) -> None:
-        self.events.append(event)
-        if isinstance(event, PutEnded | Fetched):
-            for slot in self._on_end[event.id]:
-                self.memory.view(slot)[:] = bytes([REUSED]) * self.rig.chunk_bytes
-            if not self._waiting[event.id].done():
-                self._waiting[event.id].set_result(event)
 
 
 async def aside(function: Any, *arguments: object) -> Any:

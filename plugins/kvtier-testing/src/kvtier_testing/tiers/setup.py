@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+)
 from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
 
-import anyio
 import hypothesis
 import pytest
 
 from kvtier import Identity
 from kvtier import _validation as validation
 from kvtier.keys import OffloadKey
-from kvtier.tiers import SecondaryTier, TierContext
-from kvtier.tiers._base import ignore_removed
+from kvtier.tiers import SecondaryTier
 from kvtier_testing.limits import LimitedSuite
-from kvtier_testing.tiers.rig import Driver, TierRig
+from kvtier_testing.tiers.driver import Driver
+from kvtier_testing.tiers.rig import TierRig
 
-Removed = Callable[[Sequence[OffloadKey]], None]
 FOREVER = math.inf
 VERBS = ("open", "put", "get", "contains", "touch", "discard", "reset", "aclose", "known", "usage")
 
@@ -76,7 +79,7 @@ class TierSetup(LimitedSuite):
 
     def make_tier(self, place: Path) -> SecondaryTier[Any]:
         """Make a tier that is not open yet."""
-        return self._make(self.settings(place))
+        return self.make(self.settings(place))
 
     def bounded(self, place: Path, capacity_bytes: int) -> Mapping[str, object]:
         """Return the configuration of a tier that keeps no more than ``capacity_bytes``. Optional."""
@@ -131,35 +134,15 @@ class TierSetup(LimitedSuite):
         with blockbuster_ctx(package, excluded_modules=["kvtier_testing"]):
             yield
 
-    def _make(self, settings: Mapping[str, object]) -> SecondaryTier[Any]:
+    def make(self, settings: Mapping[str, object]) -> SecondaryTier[Any]:
+        """Make a tier that is not open yet, with these settings."""
         return self.tier(validation.build(self.tier.Config, settings))
 
-    @asynccontextmanager
-    async def opened(
+    def opened(
         self, place: Path, *, identity: Identity | None = None, chunk_bytes: int | None = None
-    ) -> AsyncIterator[TierRig]:
+    ) -> AbstractAsyncContextManager[TierRig]:
         """Open a tier, and close it at the end."""
-        rig = self.rig(self.make_tier(place), place, identity=identity, chunk_bytes=chunk_bytes)
-        async with self._open(rig, ignore_removed):
-            yield rig
-
-    @asynccontextmanager
-    async def opened_with_bound(
-        self, place: Path, capacity_bytes: int, removed: Removed
-    ) -> AsyncIterator[TierRig]:
-        """Open a tier that keeps so many bytes, and close it at the end; ``removed`` is told what leaves."""
-        rig = self.rig(self._make(self.bounded(place, capacity_bytes)), place)
-        async with self._open(rig, removed):
-            yield rig
-
-    @asynccontextmanager
-    async def _open(self, rig: TierRig, removed: Removed) -> AsyncIterator[None]:
-        await rig.tier.open(context_of(rig, removed))
-        try:
-            yield
-        finally:
-            with anyio.CancelScope(shield=True):
-                await rig.tier.aclose()
+        return self.rig(self.make_tier(place), place, identity=identity, chunk_bytes=chunk_bytes).opened()
 
     def rig(
         self,
@@ -190,13 +173,3 @@ class TierSetup(LimitedSuite):
         """Skip the test unless the subclass defines a hook."""
         if not self.defines(hook):
             pytest.skip(f"{type(self).__name__} does not define {hook}(): {why}")
-
-    def require_persistence(self) -> None:
-        """Skip the test unless chunks outlive the tier."""
-        if not self.is_persistent:
-            pytest.skip(f"{type(self).__name__}.is_persistent is False: nothing outlives the tier")
-
-
-def context_of(rig: TierRig, removed: Removed = ignore_removed) -> TierContext:
-    """Return the context that a tier is opened with."""
-    return TierContext("tested", rig.identity, rig.chunk_bytes, removed)

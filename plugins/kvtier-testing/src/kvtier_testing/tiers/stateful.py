@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 from kvtier.tiers import Status
 from kvtier_testing.limits import ended_process
 from kvtier_testing.tiers.rig import TierRig, expect, keys
-from kvtier_testing.tiers.setup import TierSetup, context_of
+from kvtier_testing.tiers.setup import TierSetup
 
 if TYPE_CHECKING:
     from kvtier.tiers._base import SecondaryTier
@@ -68,7 +68,7 @@ class TierMachine(RuleBasedStateMachine):
     def open(self) -> TierRig:
         """Open a tier on the place."""
         rig = self.given.rig(self.given.make_tier(self.place), self.place, chunk_bytes=_CHUNK_BYTES)
-        self.run(rig.tier.open(context_of(rig)))
+        self.run(rig.tier.open(rig.context()))
         return rig
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:

@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import anyio
 
-T = TypeVar("T")
-Call = Callable[[], Coroutine[Any, Any, T]]
+Call = Callable[[], Coroutine[Any, Any, object]]
 
 _TIMES = 3
 
@@ -24,7 +23,7 @@ class Way(Enum):
     SCOPE = "anyio.CancelScope"
 
 
-class Stepped(Generic[T]):
+class Stepped:
     """Runs a coroutine as ``await`` does, and knows each time that it waits.
 
     Args:
@@ -36,7 +35,7 @@ class Stepped(Generic[T]):
 
     def __init__(
         self,
-        coroutine: Coroutine[Any, Any, T],
+        coroutine: Coroutine[Any, Any, object],
         on_wait: Callable[[int], object] = lambda _: None,
         on_resume: Callable[[int], Awaitable[object] | None] = lambda _: None,
     ) -> None:
@@ -45,15 +44,14 @@ class Stepped(Generic[T]):
         self._on_wait = on_wait
         self._on_resume = on_resume
 
-    def __await__(self) -> Generator[Any, Any, T]:
+    def __await__(self) -> Generator[Any, Any, None]:
         step: Callable[[Any], Any] = self._coroutine.send
         answer: Any = None
         while True:
             try:
                 future = step(answer)
-            except StopIteration as end:
-                result: T = end.value
-                return result
+            except StopIteration:
+                return
             self.waits += 1
             number = self.waits
             self._on_wait(number)
@@ -67,32 +65,30 @@ class Stepped(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended(Generic[T]):
+class Ended:
     """How a call ended.
 
     Attributes:
         waits: how often it waited.
         was_cancelled: whether it was cancelled before it ended.
         raised_cancellation: whether it raised the cancellation, as it has to.
-        result: what it returned, or None.
         error: what else it raised, or None.
     """
 
     waits: int
     was_cancelled: bool
     raised_cancellation: bool
-    result: T | None = None
     error: BaseException | None = None
 
 
 async def run_cancelled(
-    call: Call[T],
+    call: Call,
     way: Way | None,
     *,
     at_wait: int | None = None,
     after_s: float | None = None,
     then: Callable[[], object] = lambda: None,
-) -> Ended[T]:
+) -> Ended:
     """Make a call in a task of its own and cancel it.
 
     Args:
@@ -117,14 +113,15 @@ async def run_cancelled(
 
     stepped = Stepped(call(), on_wait)
 
-    async def run() -> T:
+    async def run() -> None:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
         timer = loop.call_later(after_s, fire) if way is not None and after_s is not None else None
         with anyio.CancelScope() as scope:
             cancel.append(scope.cancel if way is Way.SCOPE else task.cancel)
             try:
-                return await stepped
+                await stepped
+                return
             finally:
                 if timer is not None:
                     timer.cancel()
@@ -133,14 +130,11 @@ async def run_cancelled(
 
     task = asyncio.ensure_future(run())
     await asyncio.wait((task,))
-    if task.cancelled():
-        return Ended(stepped.waits, fired > 0, raised_cancellation=True)
-    error = task.exception()
-    result = None if error is not None else task.result()
-    return Ended(stepped.waits, fired > 0, raised_cancellation=False, result=result, error=error)
+    error = None if task.cancelled() else task.exception()
+    return Ended(stepped.waits, fired > 0, task.cancelled(), error)
 
 
-async def held(call: Call[T], at_wait: int, meanwhile: Call[object], patience_s: float) -> tuple[T, bool]:
+async def held(call: Call, at_wait: int, meanwhile: Call, patience_s: float) -> bool:
     """Make a call, and do something else between one of its waits and what it does next.
 
     Args:
@@ -151,7 +145,7 @@ async def held(call: Call[T], at_wait: int, meanwhile: Call[object], patience_s:
         patience_s: see there.
 
     Returns:
-        What the call returned, and whether it came to that wait.
+        Whether the call came to that wait.
     """
     others: list[asyncio.Future[object]] = []
 
@@ -162,13 +156,13 @@ async def held(call: Call[T], at_wait: int, meanwhile: Call[object], patience_s:
         return asyncio.wait(others, timeout=patience_s)
 
     try:
-        result = await Stepped(call(), on_resume=resume)
+        await Stepped(call(), on_resume=resume)
     finally:
         if others:
             await asyncio.wait(others)
     for other in others:
         other.result()
-    return result, bool(others)
+    return bool(others)
 
 
 __all__ = ["Call", "Ended", "Stepped", "Way", "held", "run_cancelled"]
