@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from kvtier import _plugins as plugins
 from kvtier._config import TieringConfig
 from kvtier._core.admission import Limits, TierGate
-from kvtier._core.breaker import BreakerRules
 from kvtier._core.tiering import Tiering
 from kvtier._executor import AnyExecutor, Executor, ExecutorThread, NamedTier
 from kvtier._isolation.process import ExecutorProcess
@@ -24,7 +23,6 @@ from kvtier.tiers._base import TierConfig
 
 logger = logging.getLogger("kvtier.executor")
 
-_LONGEST_PAUSES = 60
 _START_WAIT_S = 10.0  # a process starts within half a second, on a busy machine within some
 
 if TYPE_CHECKING:
@@ -60,13 +58,14 @@ def make_core(
 
 def make_gate(name: str, tier: TierConfig) -> TierGate:
     """Make what the core knows of a tier with these settings."""
-    rules = BreakerRules(
+    return TierGate(
+        name,
+        tier.deadline_s,
+        width=puts_at_once(tier.max_concurrency),
         failures=tier.breaker_failures,
         pause_s=tier.breaker_pause_s,
-        longest_pause_s=_LONGEST_PAUSES * tier.breaker_pause_s,
+        chance=random.random,
     )
-    width = puts_at_once(tier.max_concurrency)
-    return TierGate(name, tier.deadline_s, width=width, rules=rules, chance=random.random)
 
 
 def make_tiers(config: TieringConfig) -> list[NamedTier]:

@@ -131,7 +131,7 @@ class Promotions:
         for request in waiters:
             request.answers_stand = False
         landed = self._land(transfer, event.answers, waiters)
-        self._announce(transfer, event.answers)
+        self._shared.announce_end(transfer, [it is not Answer.MISSING for it in event.answers])
         self._count(transfer, event, now_s)
         if waiters:
             self._ask_next_tier(transfer, event, waiters, now_s)
@@ -250,19 +250,14 @@ class Promotions:
         by_tier: dict[int, list[OffloadKey]] = {}
         for key in keys[:room]:
             by_tier.setdefault(first.located[key], []).append(key)
-        while refused := self._refused(by_tier, now_s):
-            tier, reason = refused
-            found = by_tier.pop(tier)
-            shared.counts["skipped", shared.tiers[tier].name, reason] += len(found)
-            self._ask(found, waiters, now_s, tier + 1, Bring.NOTHING)
+        for tier in sorted(by_tier):  # a refusal makes a later tier be asked, which it may then refuse, too
+            if reason := shared.tiers[tier].get_refusal(now_s):
+                found = by_tier.pop(tier)
+                shared.counts["skipped", shared.tiers[tier].name, reason] += len(found)
+                self._ask(found, waiters, now_s, tier + 1, Bring.NOTHING)
         for tier, found in by_tier.items():
             if of_use := self._of_use(found, waiters):
                 self._fetch(tier, of_use, len(of_use), waiters, now_s, located=True)
-
-    def _refused(self, tiers: Iterable[int], now_s: float) -> tuple[int, str] | None:
-        """Return one of the tiers that may not be asked now, and why."""
-        reasons = ((tier, self._shared.tiers[tier].get_refusal(now_s)) for tier in tiers)
-        return next(((tier, reason) for tier, reason in reasons if reason), None)
 
     def _fetch_for(self, request: Request, keys: Keys, now_s: float) -> None:
         """Fetch located keys for a request in its turn. Whoever is first in line gets all it can."""
@@ -349,15 +344,6 @@ class Promotions:
         self.let_go(transfer.chunks)
         self._shared.announcements.stored([chunk.key for chunk in landed], found=True)
         return landed
-
-    def _announce(self, transfer: Transfer, answers: Sequence[Answer]) -> None:
-        """Announce what the tier turned out to have, and not to have any more."""
-        if self._shared.announcements.enabled:
-            missing = _select(transfer.keys, answers, Answer.MISSING)
-            self._shared.announcements.removed(missing, transfer.tier)
-            absent = frozenset(missing)
-            there = [key for key in transfer.keys if key not in absent]
-            self._shared.announce_kept(transfer, there, found=True)
 
     def _count(self, transfer: Transfer, event: Fetched, now_s: float) -> None:
         gate = self._shared.tiers[transfer.tier]

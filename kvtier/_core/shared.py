@@ -134,11 +134,16 @@ class SharedState:
             self.notices.append(Notice(f"eviction policy {name}", text, is_good=False))
         self.table.faults.clear()
 
-    def announce_kept(self, transfer: Transfer, keys: Sequence[OffloadKey], *, found: bool) -> None:
-        """Announce what a transfer says that its tier has, unless that may not be so any more."""
-        if self.tiers[transfer.tier].unusable is None:
-            still = [key for key in keys if key not in transfer.left] if transfer.left else keys
-            self.announcements.stored(still, transfer.tier, found=found)
+    def announce_end(self, transfer: Transfer, present: Sequence[bool]) -> None:
+        """Announce which keys of an ended transfer its tier has; after a promotion also which it lacks."""
+        if not self.announcements.enabled:
+            return
+        tier, keys = transfer.tier, list(zip(transfer.keys, present, strict=True))
+        if not transfer.is_put:
+            self.announcements.removed([key for key, is_there in keys if not is_there], tier)
+        if self.tiers[tier].unusable is None:
+            there = [key for key, is_there in keys if is_there and key not in transfer.left]
+            self.announcements.stored(there, tier, found=not transfer.is_put)
 
     def announce_left(self, tier: int, keys: Sequence[OffloadKey]) -> None:
         """Announce that chunks have left a tier, whatever transfers under way will say of them."""

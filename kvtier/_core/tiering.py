@@ -12,11 +12,12 @@ only from free ones, so asking for what is not there evicts nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from kvtier._core import messages
 from kvtier._core.admission import Limits, ReuseTracker, TierGate
 from kvtier._core.announcements import Change
+from kvtier._core.cascade import Cascades
 from kvtier._core.chunks import Chunk, ChunkTable
 from kvtier._core.promotion import Promotions
 from kvtier._core.requests import Request
@@ -62,6 +63,7 @@ class Tiering:
         self.table = ChunkTable(policy)
         self.shared = SharedState(self.table, tiers, limits, track_changes=track_changes)
         self.promotions = Promotions(self.shared, windowed_groups)
+        self.cascades = Cascades(self.shared)
         self.epoch = 0
         self.reservations: set[Reservation] = set()
         self.pinned: set[Pinned] = set()
@@ -69,7 +71,6 @@ class Tiering:
         self._visible = self.table.visible
         self._counts = self.shared.counts
         self._asked: list[Request] = []
-        self._reused: dict[OffloadKey, None] = {}  # loaded from the primary tier since the last round
         self._round: object = object()
         self._has_damage = False
         self.is_distrusted = False
@@ -152,8 +153,7 @@ class Tiering:
                 self.promotions.fetch_wanted(request, now_s)
         if self._tiers:
             self.promotions.evict_to_reserve()
-        if self._reused:
-            self._touch_tiers()
+        self.cascades.touch()
         if self.table.faults:
             self.shared.note_policy()
         if self._has_damage:
@@ -242,9 +242,8 @@ class Tiering:
         for chunk in chunks:
             self._counts["loaded", PRIMARY if chunk.origin is None else self._tiers[chunk.origin].name] += 1
             chunk.origin = None
-        if self._tiers:
-            reused = [key for key, origin in zip(keys, pinned.origins, strict=True) if origin is None]
-            self._reused.update(dict.fromkeys(reused))
+        origins = zip(keys, pinned.origins, strict=True)
+        self.cascades.note_reuse(key for key, origin in origins if origin is None)
         self.pinned.add(pinned)
         self.promotions.landing.difference_update(chunks)
         if request is not None:
@@ -328,15 +327,9 @@ class Tiering:
             self.abort(reservation)
             return
         self._end_handle(self.reservations, reservation)
-        chunks = reservation.chunks
-        takers = self._takers(len(chunks), range(len(self._tiers)), now_s)
-        ready = self.table.filled(chunks, pins=len(takers))
+        ready = self.cascades.put_stored(reservation.chunks, now_s)
         self._counts["stored",] += len(ready)
-        if self.shared.announcements.enabled:
-            self.shared.announcements.stored([chunk.key for chunk in ready])
-        for tier, count in takers:
-            self._cascade(tier, ready[:count], now_s)
-            self.table.unpin(ready[count:])
+        self.shared.announcements.stored([chunk.key for chunk in ready])
 
     def abort(self, reservation: Reservation) -> None:
         """End a store that did not copy its bytes, or whose bytes were reset away."""
@@ -361,57 +354,16 @@ class Tiering:
         self.table.unpin(kept)
         return evicted
 
-    def _takers(self, count: int, tiers: Iterable[int], now_s: float) -> list[tuple[int, int]]:
-        """Return which of the tiers take how many of the next chunks."""
-        takers = []
-        gates = self._tiers
-        most = max(1, int(len(self.table.all) * self.shared.limits.put_backlog))
-        unused = most - sum(gate.backlog for gate in gates)
-        for index in tiers:
-            gate = gates[index]
-            share = max(1, most // len(gates))  # its own, whatever the others hold
-            room, reason = gate.put_room(count, max(share, unused + gate.backlog), now_s)
-            if room < count:
-                self._counts["put_dropped", gate.name, reason] += count - room
-            if room:
-                takers.append((index, room))
-        return takers
-
-    def _cascade(self, tier: int, chunks: list[Chunk], now_s: float) -> None:
-        if not chunks:
-            return
-        keys = [chunk.key for chunk in chunks]
-        transfer = self.shared.begin(tier, keys, chunks, now_s, is_put=True)
-        self._tiers[tier].backlog += len(chunks)
-        self.shared.commands.append(messages.Put(transfer.id, tier, keys, [chunk.slot for chunk in chunks]))
-
-    def _copy_to_earlier_tiers(self, chunks: Sequence[Chunk], now_s: float) -> None:
-        """Put what a tier gave into the tiers before it, which did not: the next time they may be asked."""
-        ready = [chunk for chunk in chunks if chunk.state is _READY and chunk.origin]
-        if not ready:
-            return
-        for tier, count in self._takers(len(ready), range(ready[0].origin or 0), now_s):
-            self._counts["lifted", self._tiers[tier].name] += count
-            self.table.pin(ready[:count])
-            self._cascade(tier, ready[:count], now_s)
-
-    def _touch_tiers(self) -> None:
-        """Send the tiers what was loaded from the primary tier, or they would take it for unused."""
-        keys = list(self._reused)
-        self._reused.clear()
-        self.shared.commands += [
-            messages.Touch(tier, keys) for tier, gate in enumerate(self._tiers) if gate.works
-        ]
-
     # --- what happened, what to do ----------------------------------------------------------------
 
     def on_event(self, event: messages.Event, now_s: float) -> None:
         """Process an event."""
         if isinstance(event, messages.Fetched):
             self._hold_hits()
-            self._copy_to_earlier_tiers(self.promotions.fetched(event, now_s), now_s)
+            self.cascades.put_into_earlier_tiers(self.promotions.fetched(event, now_s), now_s)
         elif isinstance(event, messages.PutEnded):
-            self._put_ended(event, now_s)
+            self.promotions.let_go(self.cascades.put_ended(event, now_s))
+            self._has_damage = self._has_damage or "audit" in event.reasons
         elif isinstance(event, messages.SlotsReady):
             self.table.add_slots(event.slots)
             self.shared.is_starting = self.shared.is_starting and not event.is_last
@@ -453,7 +405,7 @@ class Tiering:
         """
         self.epoch += 1
         self._asked.clear()
-        self._reused.clear()
+        self.cascades.reset()
         self._round = object()
         self.promotions.reset()
         ready = [key for key, chunk in self._visible.items() if chunk.state is _READY]
@@ -498,19 +450,3 @@ class Tiering:
             self._counts["tier_down", gate.name] += 1
         gate.down = event.reason
         self.shared.announcements.clear(event.tier)
-
-    def _put_ended(self, event: messages.PutEnded, now_s: float) -> None:
-        transfer, _ = self.shared.end(event, now_s)
-        gate = self._tiers[transfer.tier]
-        gate.backlog -= len(transfer.chunks)
-        gate.put_ended(len(transfer.chunks), event.health, event.seconds)
-        self._counts["put", gate.name] += sum(event.kept)
-        self._counts["put_seconds", gate.name] += event.seconds
-        for reason, count in event.reasons.items():
-            self._counts["put_failed", gate.name, reason] += count
-        self._has_damage = self._has_damage or "audit" in event.reasons
-        if self.shared.announcements.enabled:
-            kept = [key for key, ok in zip(transfer.keys, event.kept, strict=True) if ok]
-            self.shared.announce_kept(transfer, kept, found=False)
-        self.table.unpin(transfer.chunks)
-        self.promotions.let_go(transfer.chunks)

@@ -29,7 +29,6 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier._core.admission import Limits, TierGate
-from kvtier._core.breaker import BreakerRules
 from kvtier._core.messages import SlotsReady
 from kvtier._core.tiering import Tiering
 from kvtier._executor import Executor, ExecutorThread, NamedTier
@@ -98,7 +97,7 @@ class World:
     ) -> None:
         names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
         gates = [
-            TierGate(name, tier.config.deadline_s, rules=BreakerRules(pause_s=tier.config.breaker_pause_s))
+            TierGate(name, tier.config.deadline_s, pause_s=tier.config.breaker_pause_s)
             for name, tier in zip(names, tiers, strict=True)
         ]
         self.core = Tiering(LRU(), gates, limits or Limits(), track_changes=True)

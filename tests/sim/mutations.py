@@ -167,7 +167,7 @@ MUTATIONS = (
     ),
     Mutation(
         "backlog_not_given_back",
-        "kvtier._core.tiering:Tiering._put_ended",
+        "kvtier._core.cascade:Cascades.put_ended",
         (("gate.backlog -= len(transfer.chunks)", "pass"),),
     ),
     Mutation(
