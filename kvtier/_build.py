@@ -23,7 +23,6 @@ from kvtier.tiers._base import TierConfig
 
 logger = logging.getLogger("kvtier.executor")
 
-_START_WAIT_S = 10.0  # a process starts within half a second, on a busy machine within some
 
 if TYPE_CHECKING:
     from kvtier._device.base import KVCaches
@@ -119,15 +118,13 @@ def _process_maker(
     slot_checksums: SlotChecksums | None,
 ) -> Callable[..., ExecutorProcess]:
     """Return what makes the tier process; it may be given ``notify``."""
-    limit = config.isolation_memory_limit
     return partial(
         ExecutorProcess,
         tiers,
         identity,
         region,
         slot_checksums=slot_checksums,
-        memory_limit_bytes=limit,
-        start_wait_s=_START_WAIT_S,
+        memory_limit_bytes=config.isolation_memory_limit,
     )
 
 
@@ -212,4 +209,4 @@ def _make_memory(config: TieringConfig, layout: SlotLayout) -> tuple[Region, Slo
         region = Region.anonymous(slots, layout.chunk_bytes)
         return region, SlotChecksums.private(region, rate, layout.area_bytes) if rate else None
     region = Region.unnamed(slots, layout.chunk_bytes, slot_checksums_bytes(slots, 1) if rate else 0)
-    return region, SlotChecksums(region, region.metadata, rate, 1, layout.area_bytes) if rate else None
+    return region, SlotChecksums.shared(region, rate, 1, layout.area_bytes) if rate else None

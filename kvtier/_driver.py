@@ -126,6 +126,3 @@ class Driver:
     def _distrust(self, damage: Iterable[Damage]) -> None:
         for it in damage:
             self._core.distrust(it.tier, str(it))
-
-
-__all__ = ["Driver"]

@@ -26,7 +26,6 @@ from kvtier.tiers._activity import NamedTier, TierActivity
 from kvtier.tiers._base import SlotChecksums, SlotMemory
 from kvtier.tiers._drain import until_done
 from kvtier.tiers._runner import Post, TierRunner, call_soon
-from kvtier.tiers._supervisor import Epoch
 
 logger = logging.getLogger("kvtier.executor")
 
@@ -123,36 +122,27 @@ class Executor:
             runner = self._runners[command.tier]
             if isinstance(command, Fetch):
                 runner.activity.gets.submitted += 1
-                self._tasks.start_soon(runner.fetch, command, runner.epoch)
+                self._tasks.start_soon(runner.fetch, command, runner.supervisor.epoch)
             elif isinstance(command, Put):
                 runner.activity.puts.submitted += 1
-                self._tasks.start_soon(runner.put, command, runner.epoch)
+                self._tasks.start_soon(runner.put, command, runner.supervisor.epoch)
             elif isinstance(command, Touch):
                 if runner.note_touched(command.keys):
                     self._tasks.start_soon(runner.send_touched)
             else:
-                runner.reset(command.epoch)
-
-    async def wait_until_up(self, tier: int) -> bool:
-        """Wait until a tier is open and reset, or has failed to; return whether it can be used."""
-        runner = self._runners[tier]
-        epoch: Epoch | None = None
-        while epoch is not runner.epoch:
-            epoch = runner.epoch
-            await epoch.settled.wait()
-        return runner.is_usable
+                runner.supervisor.request_reset(command.epoch)
 
     async def settled(self) -> None:
         """Wait until every tier is open, and through with the resets submitted so far, or given up."""
         for runner in self._runners:
-            await runner.epoch.settled.wait()
+            await runner.supervisor.epoch.settled.wait()
 
     async def drained(self) -> None:
         """Wait until no put, no fetch and no reset is under way."""
         while any(tier.puts.submitted or tier.gets.submitted for tier in self.activity):
             await self._progress.wait()
         for runner in self._runners:
-            await runner.resets_ended()
+            await runner.supervisor.resets_ended()
 
     def _posted(self, event: Event) -> None:
         self._post(event)

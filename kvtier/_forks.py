@@ -83,5 +83,3 @@ def _replace_files(names: set[str]) -> None:
 
 
 os.register_at_fork(after_in_child=_detach_child)
-
-__all__ = ["keep_fd_from_children", "keep_memory_from_children"]

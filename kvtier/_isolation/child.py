@@ -26,7 +26,7 @@ from pathlib import Path
 import anyio
 import anyio.abc
 
-from kvtier._core.messages import MAX_TEXT, Command, Event, ProcessEnded, Reset, SlotsReady, TierDown, TierUp
+from kvtier._core.messages import MAX_TEXT, Command, Event, ProcessEnded, Reset, SlotsReady, TierDown
 from kvtier._executor import Executor, TierActivity
 from kvtier._forks import keep_fd_from_children
 from kvtier._identity import Identity
@@ -34,7 +34,7 @@ from kvtier._isolation import settings, wire
 from kvtier._isolation.send_queue import SendQueue
 from kvtier._isolation.wire import Frames, Hello, Order, Report
 from kvtier._memory.region import Region
-from kvtier._memory.slot_checksums import SlotChecksums, slot_checksums_bytes
+from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier.tiers._runner import call_soon
 
 logger = logging.getLogger("kvtier.executor")
@@ -108,8 +108,6 @@ class TierServer:
             ) as executor:
                 self._activity = executor.activity
                 executor.submit(resets)
-                for tier in range(len(tiers)):
-                    tasks.start_soon(self._report_up, executor, tier)
                 self._loop.add_reader(self._sock, self._receive, executor, tasks)
                 await self._leaving.wait()
                 with anyio.move_on_after(max(0.0, self._drain_by_s - time.monotonic())):
@@ -159,11 +157,6 @@ class TierServer:
     async def _report_when(self, order: wire.WhenSettled | wire.WhenDrained, executor: Executor) -> None:
         await (executor.settled() if isinstance(order, wire.WhenSettled) else executor.drained())
         self._report(wire.Reached(order.id))
-
-    async def _report_up(self, executor: Executor, tier: int) -> None:
-        """Report that a tier is open: to the engine it is down since the last process has ended."""
-        if await executor.wait_until_up(tier):
-            self._post(TierUp(tier))
 
     # --- to the engine ---------------------------------------------------------------------------
 
@@ -272,8 +265,7 @@ def _slot_checksums(hello: Hello, region: Region) -> SlotChecksums | None:
     text = hello.slot_checksums
     if text is None:
         return None
-    words = region.metadata[text.offset :][: slot_checksums_bytes(region.slots, text.areas)]
-    return SlotChecksums(region, words, text.rate, text.areas, text.area_bytes, is_shared=text.is_shared)
+    return SlotChecksums.shared(region, text.rate, text.areas, text.area_bytes, is_shared=text.is_shared)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ logger = logging.getLogger("kvtier.executor")
 
 _KILL_SHARE = 1 / 3  # of the seconds after the drain, to end a process that does not exit by itself
 _LAST_STEP_S = 0.2  # of these, for what follows
+_START_WAIT_S = 10.0  # a process starts within half a second, on a busy machine within some
 _WARN_S = 5.0
 _LOOK_S = 0.05
 _OWN_FAULTS = frozenset(
@@ -70,8 +71,8 @@ class ExecutorProcess:
         slot_checksums: those of audited slots, in the region's metadata; None where nothing is audited.
         memory_limit_bytes: limit of the process's own memory; None for none.
         times: how closely it is supervised.
-        start_wait_s: seconds that ``start`` waits to see whether a process can be started here at all; 0 to
-            retry for ever where none can.
+        start_wait_s: seconds that ``start`` waits to see whether a process can be started here at all; after
+            that, starting is retried for ever.
         notify: called, by any thread, when there are new events.
         chance: the source of chance, for pauses that differ from engine to engine.
 
@@ -81,7 +82,7 @@ class ExecutorProcess:
 
     Raises:
         ConfigError: a tier's settings cannot be sent to another process.
-        StateError: the region cannot be shared, or the slot checksums are not in it.
+        StateError: the region cannot be shared.
     """
 
     def __init__(
@@ -93,12 +94,12 @@ class ExecutorProcess:
         slot_checksums: SlotChecksums | None = None,
         memory_limit_bytes: int | None = None,
         times: SupervisorTimes | None = None,
-        start_wait_s: float = 0.0,
+        start_wait_s: float = _START_WAIT_S,
         notify: Callable[[], object] = lambda: None,
         chance: RandomSource = random.random,
     ) -> None:
         region.fileno()  # raises where there is none
-        self._slot_checksums = None if slot_checksums is None else _checksums_text(slot_checksums, region)
+        self._slot_checksums = None if slot_checksums is None else _checksums_text(slot_checksums)
         self._decoder = MessageDecoder(tiers)
         self.events: deque[Event] = self._decoder.events
         self.activity = self._decoder.activity
@@ -112,7 +113,6 @@ class ExecutorProcess:
         self._notify = notify
         self._backoff = Backoff(self._times.first_pause_s, self._times.longest_pause_s, chance)
         self._epochs = (0,) * len(tiers)
-        self._early: list[Command] | None = []
         self._link: Link | None = None
         self._last_wait = 0
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -120,7 +120,6 @@ class ExecutorProcess:
         self._close_wakeup.atexit = False  # the supervisor may wait for it still
         self._closing = False
         self._drain_by_s = self._leave_by_s = self._end_by_s = inf
-        self._has_begun = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtier-supervisor", daemon=True)
 
     @property
@@ -139,18 +138,17 @@ class ExecutorProcess:
                 here. Nothing of it is left.
         """
         self._thread.start()
-        self._has_begun.wait()
-        if failure := self._wait_for_first_start():
+        try:
+            failure = self._first_start.result(self._start_wait_s)
+        except TimeoutError:
+            self._decide_first_start()
+            failure = self._first_start.result()
+        if failure:
             self.close(0.0)
             raise IsolationError(f"no tier process can run here: {failure}; set isolation to 'thread'")
-        early, self._early = self._early or [], None
-        self.submit(early)
 
     def submit(self, commands: Sequence[Command]) -> None:
         """Start commands. Raises nothing: where there is no process they fail at once."""
-        if self._early is not None:
-            self._early += commands
-            return
         before, self._epochs = self._epochs, _after(self._epochs, commands)
         link = self._link  # only now: a process that is started from here on gets these resets with its start
         if link is None:
@@ -229,25 +227,14 @@ class ExecutorProcess:
             return False
         return True
 
-    def _wait_for_first_start(self) -> str:
-        """Return why the first process has failed; "" where it works, or is not known to fail in time."""
-        try:
-            return self._first_start.result(self._start_wait_s)
-        except TimeoutError:
-            self._decide_first_start()
-        return self._first_start.result()
-
     # --- the supervisor --------------------------------------------------------------------------
 
     def _run(self) -> None:
-        if not self._start_wait_s:
-            self._decide_first_start()
         try:
             while not self._closing:
                 try:
                     self._run_process()
                 except Exception as error:  # of the owner's callbacks, or ours
-                    self._has_begun.set()
                     if self._decide_first_start(repr(error)):
                         self._closing = True
                     else:
@@ -256,7 +243,6 @@ class ExecutorProcess:
                     self._sleep(self._backoff.next_s())
         finally:
             self._closing = True
-            self._has_begun.set()
 
     def _run_process(self) -> None:
         """Start a process, supervise it until it has ended, and fail what is still in flight."""
@@ -264,11 +250,9 @@ class ExecutorProcess:
             link = Link(self._region.fileno(), self._hello(), lambda: os.eventfd_write(self._wakeup, 1))
         except (OSError, StateError) as error:
             self._report_end(_End("not_started", f"it cannot be started: {error}"))
-            self._has_begun.set()
             return
         link.waiting[wire.STARTED] = self._decide_first_start
         self._link = link
-        self._has_begun.set()
         begun_s = time.monotonic()
         heartbeat = Heartbeat(self._times, lambda: link.send_queue.add(wire.pack([wire.Ping()])))
         end = _End("killed", "its supervisor failed")
@@ -414,14 +398,8 @@ class ExecutorProcess:
             os.eventfd_read(self._wakeup)
 
 
-def _checksums_text(slot_checksums: SlotChecksums, region: Region) -> SlotChecksumsText:
-    return SlotChecksumsText(
-        slot_checksums.offset_in(region),
-        slot_checksums.rate,
-        slot_checksums.areas,
-        slot_checksums.area_bytes,
-        slot_checksums.is_shared,
-    )
+def _checksums_text(checksums: SlotChecksums) -> SlotChecksumsText:
+    return SlotChecksumsText(checksums.rate, checksums.areas, checksums.area_bytes, checksums.is_shared)
 
 
 def _after(epochs: tuple[int, ...], commands: Sequence[Command]) -> tuple[int, ...]:

@@ -65,9 +65,8 @@ class TierSettings(Struct, frozen=True):
 
 
 class SlotChecksumsText(Struct, frozen=True):
-    """A ``SlotChecksums``: where its words are in the region's metadata, and how to read them."""
+    """How to read the ``SlotChecksums`` in the region's metadata."""
 
-    offset: Number
     rate: Annotated[float, Meta(ge=0, le=1)]
     areas: Number
     area_bytes: Number

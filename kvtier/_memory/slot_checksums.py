@@ -11,7 +11,6 @@ differ in its last bits.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
@@ -23,7 +22,6 @@ from kvtier._core.messages import Command, Fetch
 from kvtier._memory.heap import HeapMemory
 from kvtier._memory.region import Region
 from kvtier._telemetry import evidence
-from kvtier.errors import StateError
 from kvtier.keys import OffloadKey
 
 _WORD_BYTES = 8
@@ -78,7 +76,7 @@ class SlotChecksums:
     One process at a time writes a word: the one that fills the slot, or the one that loads it.
 
     Args:
-        region: the slots.
+        memory: the slots.
         words: ``slot_checksums_bytes(slots, areas)`` bytes, zeros at first.
         rate: share of chunks that are audited, 0 to 1.
         areas: areas of a slot.
@@ -92,7 +90,7 @@ class SlotChecksums:
 
     def __init__(
         self,
-        region: Region | HeapMemory,
+        memory: Region | HeapMemory,
         words: memoryview,
         rate: float,
         areas: int,
@@ -104,28 +102,22 @@ class SlotChecksums:
         self.areas = areas
         self.area_bytes = area_bytes
         self.is_shared = is_shared
-        self._region = region
+        self._memory = memory
         self._words = words.cast("B").cast("Q")
 
     @staticmethod
-    def private(region: Region | HeapMemory, rate: float, area_bytes: int) -> SlotChecksums:
-        """Make checksums for this process alone, of slots with one area."""
-        return SlotChecksums(
-            region, memoryview(bytearray(slot_checksums_bytes(region.slots, 1))), rate, 1, area_bytes
-        )
+    def shared(
+        region: Region, rate: float, areas: int, area_bytes: int, *, is_shared: bool = False
+    ) -> SlotChecksums:
+        """Return the checksums that all processes of a region share, at the end of its metadata."""
+        words = region.metadata[-slot_checksums_bytes(region.slots, areas) :]
+        return SlotChecksums(region, words, rate, areas, area_bytes, is_shared=is_shared)
 
-    def offset_in(self, region: Region) -> int:
-        """Return where the words are in a region's metadata, in bytes.
-
-        Raises:
-            StateError: they are elsewhere.
-        """
-        words = self._words.cast("B")
-        address = ctypes.addressof(ctypes.c_char.from_buffer(words))
-        offset = address - region.address - region.nbytes
-        if not 0 <= offset <= len(region.metadata) - len(words):
-            raise StateError("the slot checksums are not shared with other processes")
-        return offset
+    @staticmethod
+    def private(memory: Region | HeapMemory, rate: float, area_bytes: int) -> SlotChecksums:
+        """Return checksums for this process alone, of slots with one area."""
+        words = memoryview(bytearray(slot_checksums_bytes(memory.slots, 1)))
+        return SlotChecksums(memory, words, rate, 1, area_bytes)
 
     # --- for those who fill a slot ---------------------------------------------------------------
 
@@ -164,7 +156,7 @@ class SlotChecksums:
 
     def view(self, slot: int, area: int) -> memoryview:
         """Return the bytes of one area of a slot."""
-        return self._region.view(slot)[area * self.area_bytes :][: self.area_bytes]
+        return self._memory.view(slot)[area * self.area_bytes :][: self.area_bytes]
 
     def expected(self, slot: int, area: int) -> int | None:
         """Return the checksum of what an area must hold; None where it is not audited."""

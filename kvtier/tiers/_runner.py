@@ -1,4 +1,4 @@
-"""One tier at work: its turns, its deadlines, its second attempts, and the guard around all it does."""
+"""Runs the commands of one tier, with a limit on concurrency, deadlines and retries around its calls."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ from kvtier.tiers._base import (
     Usage,
 )
 from kvtier.tiers._drain import in_thread
-from kvtier.tiers._faults import RetryBudget, require_fault, words_of
+from kvtier.tiers._faults import require_fault, words_of
+from kvtier.tiers._retry import Progress, Retries
 from kvtier.tiers._seal import Integrity, check, seal
 from kvtier.tiers._supervisor import AnyTier, Epoch, TierSupervisor
 
@@ -51,38 +52,9 @@ logger = logging.getLogger("kvtier.executor")
 Post = Callable[[Event], None]
 T = TypeVar("T")
 
-_LOOK_EVERY_S = 1.0
-_TOUCHED_AT_ONCE = 16_384
-_RETRY_PAUSE_S = 0.05
-_LINES_EVERY_S = 10.0
-
-
-class _Effort:
-    """The progress of one command.
-
-    Args:
-        deadline_s: its deadline, on the event loop's clock.
-
-    Attributes:
-        limit: cancels the command at its deadline; once, so that it can wait for the end of a transfer.
-        has_begun: whether it has left the queue.
-        seconds: time spent in the tier, over all attempts.
-        answered: what the answers say about the tier's health.
-        retry: the result of the retry, or why there was none.
-    """
-
-    def __init__(self, deadline_s: float) -> None:
-        self.deadline_s = deadline_s
-        self.limit = asyncio.timeout_at(deadline_s)
-        self.has_begun = False
-        self.seconds = 0.0
-        self.answered = TransferHealth.NONE
-        self.retry = ""
-
-    @property
-    def health(self) -> TransferHealth:
-        """What it says of the tier."""
-        return TransferHealth.LATE if self.has_begun and self.limit.expired() else self.answered
+_USAGE_EVERY_S = 1.0
+_MOST_TOUCHED = 16_384
+_LOG_EVERY_S = 10.0
 
 
 class TierRunner:
@@ -107,11 +79,11 @@ class TierRunner:
         self.index = index
         self.name = named.name
         self.activity = TierActivity(config.max_concurrency)
-        self._supervisor = TierSupervisor(
+        self.supervisor = TierSupervisor(
             named.name, named.tier, named.again, self._post_condition, chance, self._is_idle
         )
         self._deadline_s = config.deadline_s
-        self._budget = RetryBudget(config.retry_share)
+        self._retries = Retries(config.retry_share, named.tier.transient, chance)
         self._chance = chance
         self._memory = memory
         self._slot_checksums = slot_checksums
@@ -122,8 +94,7 @@ class TierRunner:
         )
         self._digest = identity.short_digest
         self._reasons = reasons.TRANSFER.keys() | named.tier.reasons.keys()
-        self._transient = reasons.TRANSIENT | frozenset(named.tier.transient)
-        self._log_limit = LogLimit(_LINES_EVERY_S)
+        self._log_limit = LogLimit(_LOG_EVERY_S)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._removed: deque[OffloadKey] = deque()
         self._is_removing = False
@@ -135,11 +106,11 @@ class TierRunner:
     async def supervise(self) -> None:
         """Open the tier and keep it usable. Where it cannot be opened the engine goes on without it."""
         self._loop = asyncio.get_running_loop()
-        await self._supervisor.run(self._context)
+        await self.supervisor.run(self._context)
 
     async def close(self, close_s: float) -> None:
         """Close the tier, where it is open, within ``close_s`` seconds."""
-        if not self._supervisor.is_open:
+        if not self.supervisor.is_open:
             return
         with anyio.move_on_after(close_s) as scope:
             try:
@@ -151,30 +122,12 @@ class TierRunner:
         if scope.cancelled_caught:
             logger.error("tier %s: did not close within %g s; abandoned", self.name, close_s)
 
-    def reset(self, epoch: int) -> None:
-        """Start a new epoch: the tier is reset, and what was submitted before does not start any more."""
-        self._supervisor.request_reset(epoch)
-
-    @property
-    def epoch(self) -> Epoch:
-        """The epoch that commands submitted now belong to."""
-        return self._supervisor.epoch
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether the tier is open and not down."""
-        return self._supervisor.is_open and self._supervisor.down is None
-
-    async def resets_ended(self) -> None:
-        """Wait for the resets submitted so far, but not for ``open`` where there was none."""
-        await self._supervisor.resets_ended()
-
     async def watch_usage(self) -> None:
         """Ask the tier now and then how full it is, until this task is cancelled."""
-        await self._supervisor.opened()
+        await self.supervisor.opened()
         while True:
-            self.activity.usage = self._usage() if self._supervisor.is_open else None
-            await anyio.sleep(_LOOK_EVERY_S)
+            self.activity.usage = self._usage() if self.supervisor.is_open else None
+            await anyio.sleep(_USAGE_EVERY_S)
 
     def _usage(self) -> Usage | None:
         """Return how full the tier is; None where it does not know, or fails to say."""
@@ -187,15 +140,15 @@ class TierRunner:
 
     @property
     def _tier(self) -> AnyTier:
-        return self._supervisor.tier
+        return self.supervisor.tier
 
     def _post_condition(self, down: str | None) -> None:
         self._post(TierUp(self.index) if down is None else TierDown(self.index, down))
 
     def _require_usable(self, epoch: Epoch) -> None:
-        if self._supervisor.down is not None:
+        if self.supervisor.down is not None:
             raise _NotBegunError("down")
-        if epoch is not self.epoch:
+        if epoch is not self.supervisor.epoch:
             raise _NotBegunError("reset")
 
     # --- what it has lost --------------------------------------------------------------------------
@@ -203,7 +156,7 @@ class TierRunner:
     def _note_lost(self, why: str) -> None:
         """Request that the tier is opened again. Any thread."""
         if self._loop is not None:
-            call_soon(self._loop, partial(self._supervisor.request_restart, why))
+            call_soon(self._loop, partial(self.supervisor.request_restart, why))
 
     def _is_idle(self) -> bool:
         """Return whether nothing of the tier is under way, which begins nothing while it is down."""
@@ -229,7 +182,7 @@ class TierRunner:
         """Note that chunks were used; return whether ``send_touched`` has to be started."""
         if type(self._tier).touch is SecondaryTier.touch:
             return False  # recency is nothing to this tier
-        if len(self._touched) < _TOUCHED_AT_ONCE:  # or it is too slow for all of them
+        if len(self._touched) < _MOST_TOUCHED:  # or it is too slow for all of them
             self._touched.update(dict.fromkeys(keys))
         start, self._is_sending_touches = not self._is_sending_touches, True
         return start
@@ -237,8 +190,8 @@ class TierRunner:
     async def send_touched(self) -> None:
         """Send the tier the chunks that were used, all that have gathered meanwhile at once."""
         try:
-            await self._supervisor.opened()
-            while self._touched and self._supervisor.down is None:
+            await self.supervisor.opened()
+            while self._touched and self.supervisor.down is None:
                 keys, self._touched = list(self._touched), {}
                 async with asyncio.timeout(self._deadline_s):
                     await self._tier.touch(keys)
@@ -252,66 +205,67 @@ class TierRunner:
 
     async def put(self, command: Put, epoch: Epoch) -> None:
         """Run a put, when its turn comes."""
-        effort = self._begin()
+        progress = self._begin()
         outcome = Outcome.all(Status.FAILED, len(command.keys), "cancelled")
         try:
-            async with effort.limit:
+            async with progress.limit:
                 await epoch.settled.wait()
                 async with self.activity.puts:
-                    effort.has_begun = True
-                    outcome = await self._put(command, epoch, effort)
+                    progress.has_begun = True
+                    outcome = await self._put(command, epoch, progress)
         except BaseException as error:
-            outcome = self._end_badly("put", command.keys, error, effort)
+            outcome = self._end_badly("put", command.keys, error, progress)
         finally:
             self.activity.puts.submitted -= 1
             kept = [status == Status.OK for status in outcome.statuses]
             self._post(
-                PutEnded(command.id, kept, outcome.reasons, effort.seconds, effort.health, effort.retry)
+                PutEnded(command.id, kept, outcome.reasons, progress.seconds, progress.health, progress.retry)
             )
 
     async def fetch(self, command: Fetch, epoch: Epoch) -> None:
         """Run a fetch, when its turn comes."""
-        effort = self._begin()
+        progress = self._begin()
         answers: Sequence[Answer] = (Answer.MISSING,) * len(command.keys)
         outcome = Outcome((), {"cancelled": len(command.keys)})
         try:
-            async with effort.limit:
+            async with progress.limit:
                 await epoch.settled.wait()
                 async with self.activity.gets:
-                    effort.has_begun = True
-                    answers, outcome = await self._fetch(command, epoch, effort)
+                    progress.has_begun = True
+                    answers, outcome = await self._fetch(command, epoch, progress)
         except BaseException as error:
-            outcome = self._end_badly("get", command.keys, error, effort)
+            outcome = self._end_badly("get", command.keys, error, progress)
         finally:
             self.activity.gets.submitted -= 1
             self._post(
-                Fetched(command.id, answers, outcome.reasons, effort.seconds, effort.health, effort.retry)
+                Fetched(
+                    command.id, answers, outcome.reasons, progress.seconds, progress.health, progress.retry
+                )
             )
 
-    def _begin(self) -> _Effort:
-        self._budget.earn()
-        return _Effort(self._now_s() + self._deadline_s)
+    def _begin(self) -> Progress:
+        return self._retries.begin(self._now_s() + self._deadline_s)
 
-    async def _put(self, command: Put, epoch: Epoch, effort: _Effort) -> Outcome:
+    async def _put(self, command: Put, epoch: Epoch, progress: Progress) -> Outcome:
         self._require_usable(epoch)
         await self._require_intact(command, epoch)
         batch = Batch(command.keys, command.slots, self._memory)
         if not self._tier.verifies:
             await self._in_thread(_seal_all, batch, self._digest)
             self._require_usable(epoch)  # the tier would take what comes now for a put of the new epoch
-        return await self._attempts("put", self._put_once, batch, epoch, effort)
+        return await self._attempts("put", self._put_once, batch, epoch, progress)
 
-    async def _fetch(self, command: Fetch, epoch: Epoch, effort: _Effort) -> tuple[list[Answer], Outcome]:
+    async def _fetch(self, command: Fetch, epoch: Epoch, progress: Progress) -> tuple[list[Answer], Outcome]:
         self._require_usable(epoch)
         count = len(command.keys)
-        found = [True] * count if command.located else await self._find(command.keys, epoch, effort)
+        found = [True] * count if command.located else await self._find(command.keys, epoch, progress)
         answers = [Answer.LOCATED if there else Answer.MISSING for there in found]
         run = min(found.index(False) if False in found else count, len(command.slots))
         if not run:
             return answers, Outcome(())
         self._require_usable(epoch)
         batch = Batch(command.keys[:run], command.slots[:run], self._memory)
-        outcome = await self._attempts("get", self._get_once, batch, epoch, effort)
+        outcome = await self._attempts("get", self._get_once, batch, epoch, progress)
         answers[:run] = [
             Answer.LANDED if status == Status.OK else Answer.MISSING for status in outcome.statuses
         ]
@@ -361,33 +315,34 @@ class TierRunner:
         await self._discard([key for key, _ in bad])
         return Outcome(statuses, counts)
 
-    async def _find(self, keys: Sequence[OffloadKey], epoch: Epoch, effort: _Effort) -> list[bool]:
+    async def _find(self, keys: Sequence[OffloadKey], epoch: Epoch, progress: Progress) -> list[bool]:
         known = self._tier.known(keys)
         found = [knowledge == Knowledge.PRESENT for knowledge in known]
         unknown = [index for index, knowledge in enumerate(known) if knowledge == Knowledge.UNKNOWN]
         if len(found) != len(keys):
             raise TierError(f"known() answered {len(found)} of {len(keys)} keys")
         if unknown:
-            answers = await self._contains([keys[index] for index in unknown], epoch, effort)
+            answers = await self._contains([keys[index] for index in unknown], epoch, progress)
             for index, there in zip(unknown, answers, strict=True):
                 found[index] = bool(there)
         return found
 
-    async def _contains(self, keys: Sequence[OffloadKey], epoch: Epoch, effort: _Effort) -> Sequence[bool]:
+    async def _contains(self, keys: Sequence[OffloadKey], epoch: Epoch, progress: Progress) -> Sequence[bool]:
         begun_s = self._now_s()
         try:
             answers = await self._tier.contains(keys)
         except BaseException as error:
             require_fault(error)
-            if not self._is_transient(error) or not await self._may_repeat(effort, self._now_s() - begun_s):
+            took_s = self._now_s() - begun_s
+            if not self._retries.is_transient(error) or not await self._retries.pause(progress, took_s):
                 raise
             self._require_usable(epoch)
-            effort.retry = "failed"
+            progress.retry = "failed"
             answers = await self._tier.contains(keys)
-            effort.retry = "helped"
+            progress.retry = "helped"
         if len(answers) != len(keys):
             raise TierError(f"contains() answered {len(answers)} of {len(keys)} keys")
-        effort.answered = TransferHealth.GOOD
+        progress.answered = TransferHealth.GOOD
         return answers
 
     # --- attempts --------------------------------------------------------------------------------
@@ -398,21 +353,21 @@ class TierRunner:
         act: Callable[[Batch], Awaitable[Outcome]],
         batch: Batch,
         epoch: Epoch,
-        effort: _Effort,
+        progress: Progress,
     ) -> Outcome:
         """Run the call, and once more for the chunks that failed for a transient reason."""
-        outcome = await self._attempt(verb, act, batch, effort)
-        again = self._worth_repeating(outcome)
-        if again and await self._may_repeat(effort, effort.seconds):
+        outcome = await self._attempt(verb, act, batch, progress)
+        failed = self._retries.failed(outcome)
+        if failed and await self._retries.pause(progress, progress.seconds):
             self._require_usable(epoch)  # a put from before a reset must not be kept as if it came after
-            second = await self._attempt(verb, act, batch.part(again), effort)
-            effort.retry = "helped" if _health_of(second) is TransferHealth.GOOD else "failed"
-            outcome = self._joined(outcome, again, second)
-        effort.answered = _health_of(outcome)
+            second = await self._attempt(verb, act, batch.part(failed), progress)
+            progress.retry = "helped" if _health_of(second) is TransferHealth.GOOD else "failed"
+            outcome = self._complete(self._retries.joined(outcome, failed, second), len(batch))
+        progress.answered = _health_of(outcome)
         return outcome
 
     async def _attempt(
-        self, verb: str, act: Callable[[Batch], Awaitable[Outcome]], batch: Batch, effort: _Effort
+        self, verb: str, act: Callable[[Batch], Awaitable[Outcome]], batch: Batch, progress: Progress
     ) -> Outcome:
         begun_s = self._now_s()
         try:
@@ -420,38 +375,7 @@ class TierRunner:
         except BaseException as error:
             return self._failure(verb, batch.keys, error)
         finally:
-            effort.seconds += self._now_s() - begun_s
-
-    def _worth_repeating(self, outcome: Outcome) -> list[int]:
-        """Return which chunks have failed, where all of them have for reasons that pass."""
-        failed = [index for index, status in enumerate(outcome.statuses) if status == Status.FAILED]
-        passing = sum(count for word, count in outcome.reasons.items() if word in self._transient)
-        return failed if passing >= len(failed) else []
-
-    async def _may_repeat(self, effort: _Effort, took_s: float) -> bool:
-        """Pause before a second attempt, where there is time and budget for one."""
-        pause_s = _RETRY_PAUSE_S * (0.5 + self._chance())
-        if self._now_s() + pause_s + took_s >= effort.deadline_s:
-            effort.retry = "no_time"
-        elif not self._budget.take():
-            effort.retry = "no_budget"
-        else:
-            await anyio.sleep(pause_s)
-            return True
-        return False
-
-    def _joined(self, first: Outcome, indices: Sequence[int], second: Outcome) -> Outcome:
-        statuses = list(first.statuses)
-        for index, status in zip(indices, second.statuses, strict=True):
-            statuses[index] = status
-        counts = Counter(
-            {word: count for word, count in first.reasons.items() if word not in self._transient}
-        )
-        counts.update(second.reasons)
-        return self._complete(Outcome(statuses, counts), len(statuses))
-
-    def _is_transient(self, error: BaseException) -> bool:
-        return reasons.word_for(error) in self._transient
+            progress.seconds += self._now_s() - begun_s
 
     def _complete(self, outcome: Outcome, count: int) -> Outcome:
         """Check what the tier returned: the core relies on it, in the engine's thread."""
@@ -472,15 +396,15 @@ class TierRunner:
         return await in_thread(function, *arguments, limiter=self._threads)
 
     def _end_badly(
-        self, verb: str, keys: Sequence[OffloadKey], error: BaseException, effort: _Effort
+        self, verb: str, keys: Sequence[OffloadKey], error: BaseException, progress: Progress
     ) -> Outcome:
         """Return the outcome of a command that was not begun, cut off by its deadline, or failed all over."""
         require_fault(error)
         if isinstance(error, _NotBegunError):
             return Outcome.all(Status.FAILED, len(keys), str(error))
-        if not effort.has_begun:
+        if not progress.has_begun:
             return Outcome.all(Status.FAILED, len(keys), "late")
-        effort.answered = TransferHealth.BAD
+        progress.answered = TransferHealth.BAD
         return self._failure(verb, keys, error)
 
     def _failure(self, verb: str, keys: Sequence[OffloadKey], error: BaseException) -> Outcome:

@@ -53,7 +53,7 @@ class TierSupervisor:
         name: the tier's name.
         tier: the tier.
         again: makes a new object of it, for an ``open`` that follows a failed one; None to reuse the same.
-        tell: called with the reason when the tier goes down, and with None when it is up again.
+        tell: called with the reason when the tier goes down, and with None when it is up.
         chance: the source of randomness.
         is_idle: returns whether no command of the tier is in flight.
 
@@ -88,6 +88,7 @@ class TierSupervisor:
         self._is_used_up = False
         self._is_idle = is_idle
         self._restart_reason: str | None = None
+        self._is_up: bool | None = None  # as told; None before that
 
     async def run(self, context: TierContext) -> None:
         """Open the tier and carry out its resets until this task is cancelled."""
@@ -192,19 +193,22 @@ class TierSupervisor:
     # --- up and down -----------------------------------------------------------------------------
 
     def _go_down(self, reason: str) -> None:
-        was_down, self.down = self.down is not None, reason
+        self.down = reason
         self._release_waiters()
         suffix = self._log_limit.allow("down", asyncio.get_running_loop().time())
-        if not was_down or suffix is not None:
+        if self._is_up is not False or suffix is not None:
             logger.error("tier %s disabled, retrying: it %s%s", self._name, reason, suffix or "")
-        if not was_down:
+        if self._is_up is not False:
+            self._is_up = False
             self._tell(reason)
 
     def _come_up(self) -> None:
         self._backoff.start_anew()
-        if self.down is not None:
-            self.down = None
+        self.down = None
+        if self._is_up is False:
             logger.warning("tier %s is up again", self._name)
+        if not self._is_up:
+            self._is_up = True
             self._tell(None)
 
     def _release_waiters(self) -> None:

@@ -155,10 +155,10 @@ def _wait_for_slots() -> None:
 
     A server goes on meanwhile, but tests count chunks. An engine in a process of its own is not waited for.
     """
-    from kvtier._memory.region import POPULATING
+    from kvtier._memory.population import THREAD_NAME
 
     for thread in threading.enumerate():
-        if thread.name == POPULATING:
+        if thread.name == THREAD_NAME:
             thread.join(_POPULATE_S)
             assert not thread.is_alive(), f"no primary tier within {_POPULATE_S} s"
 

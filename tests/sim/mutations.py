@@ -33,7 +33,7 @@ MUTATIONS = (
     Mutation(
         "epoch_not_checked",
         "kvtier.tiers._runner:TierRunner._require_usable",
-        (("if epoch is not self.epoch:", "if False:"),),
+        (("if epoch is not self.supervisor.epoch:", "if False:"),),
     ),
     Mutation(
         "put_does_not_wait_for_the_reset",

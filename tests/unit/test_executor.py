@@ -26,7 +26,8 @@ from kvtier._memory.heap import HeapMemory
 from kvtier.errors import TierError
 from kvtier.keys import OffloadKey
 from kvtier.tiers import _runner as runners
-from kvtier.tiers._base import TRAILER_BYTES, Batch, Knowledge, Outcome, Status, TierContext, Usage
+from kvtier.tiers._base import Batch, Knowledge, Outcome, Status, TierContext, Usage
+from kvtier.tiers._seal import TRAILER_BYTES
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
 from tests.unit.isolation.conftest import (
@@ -272,7 +273,7 @@ async def test_a_tier_that_has_lost_what_it_opened_is_opened_anew_when_nothing_i
         assert list((await it.ended(putting)).kept) == [True]
         await tier.until_opened(2)
         assert tier.begun == ["open", "put", "close", "open"]
-        await it.until(lambda: any(isinstance(event, TierUp) for event in it.events))
+        await it.until(lambda: [kind for _, kind in it.conditions()] == [TierUp, TierDown, TierUp])
         assert list((await it.ended(it.fetch([1], [11]))).answers) == [LANDED]
     assert it.bytes_in(11) == content(1)
 
@@ -509,7 +510,7 @@ async def test_a_chunk_that_is_not_what_was_put_is_missing_and_discarded(
 async def test_how_full_a_tier_is_is_asked_again_after_any_failure(
     error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runners, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(runners, "_USAGE_EVERY_S", 0.01)
     answers = iter([Usage(1, 9), error, "odd", Usage(2, 9)])
     last: Any = None
 
@@ -566,7 +567,7 @@ async def test_what_is_under_way_at_the_end_is_cancelled_and_answered_once() -> 
         ids = [it.put([number, number + 1]) for number in range(0, 20, 2)]
         ids += [it.fetch([60 + number], [30 + number], located=True) for number in range(10)]
         await tier.until(lambda: tier.running == {"put": 1, "get": 2})
-        assert it.events == []
+        assert ends_of(it.events) == []
     assert sorted(event.id for event in ends_of(it.events)) == ids
     for event in it.events:
         if isinstance(event, PutEnded):
@@ -640,8 +641,8 @@ def test_beside_its_owner_events_come_back_in_a_deque(launch: MakeHarness, besid
     assert it.bytes_in(11) == content(2)
 
 
-def test_commands_submitted_before_the_start_are_run(beside: str) -> None:
-    it = Harness(dummy(), where=beside)
+def test_commands_submitted_before_the_start_are_run() -> None:
+    it = Harness(dummy(), where="thread")
     early = it.put([1])
     it.process.start()
     assert [it.kept(early), it.kept(it.put([2]))] == [[True], [True]]
@@ -735,6 +736,7 @@ from kvtier._executor import Executor, ExecutorThread, NamedTier
 from kvtier._identity import Identity
 from kvtier.keys import pack_key
 from kvtier._memory.heap import HeapMemory
+from kvtier.tiers._seal import TRAILER_BYTES
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 
 begun = threading.Event()

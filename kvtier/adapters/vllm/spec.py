@@ -35,7 +35,8 @@ from kvtier._core.messages import Event, SlotsReady
 from kvtier._executor import AnyExecutor, NamedTier, time_left
 from kvtier._identity import Identity
 from kvtier._memory import numa
-from kvtier._memory.region import Part, Region
+from kvtier._memory.population import Part
+from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums, slot_checksums_bytes
 from kvtier._memory.worker_status import StatusField, StatusTable, WorkerStatus, status_table_bytes
 from kvtier.adapters.vllm import _metrics as metrics
@@ -164,9 +165,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
         if not self._settings.audit_rate:
             return None
         workers, shape = self.config.parallel.world_size, self._shape
-        return SlotChecksums(
+        return SlotChecksums.shared(
             region,
-            region.metadata[status_table_bytes(region.slots, workers) :],
             self._settings.audit_rate,
             shape.areas,
             shape.area_bytes,

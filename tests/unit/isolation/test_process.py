@@ -23,7 +23,8 @@ from kvtier._isolation import link as links
 from kvtier._isolation import process as processes
 from kvtier._isolation.heartbeat import SupervisorTimes
 from kvtier._isolation.link import Link
-from kvtier.tiers._base import TRAILER_BYTES, Usage
+from kvtier.tiers._base import Usage
+from kvtier.tiers._seal import TRAILER_BYTES
 
 from .conftest import (
     CHUNK_BYTES,
@@ -324,8 +325,8 @@ def test_a_process_that_hangs_at_its_start_is_killed(
     times = SupervisorTimes(
         heartbeat_s=0.1, start_timeout_s=2.0, first_pause_s=600, longest_pause_s=600
     )  # there is no second one
-    it = launch(make_tier("dummy"), times=times)
-    put, pid = it.put([1]), it.pid()
+    it = launch(make_tier("dummy"), times=times, start_wait_s=0)
+    pid, put = it.pid(), it.put([1])
     assert it.end_of(put).reasons == {"process": 1}
     assert it.endings == ["not_started"]
     assert not is_alive(pid)
@@ -333,7 +334,7 @@ def test_a_process_that_hangs_at_its_start_is_killed(
 
 def test_starting_is_retried_and_the_engine_goes_on(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    it = launch(make_tier("dummy"), times=SWIFT)
+    it = launch(make_tier("dummy"), start_wait_s=0)
     assert it.end_of(it.put([1])).reasons == {"down": 1}
     it.until(lambda: "not_started" in it.endings, "a word about it")
     monkeypatch.undo()
@@ -352,7 +353,7 @@ def test_a_process_that_sends_garbage_is_killed(
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(links, "_PROGRAM", "acme_babbles")
-    it = launch(make_tier("dummy"))
+    it = launch(make_tier("dummy"), start_wait_s=0)
     pid = it.pid()
     it.until(lambda: "garbled" in it.endings, "its end")
     it.until(lambda: not is_alive(pid), "its death")

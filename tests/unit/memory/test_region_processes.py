@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtier._memory.region import Region, remove_stale_files
+from kvtier._memory._locked_file import remove_stale_files
+from kvtier._memory.region import Region
 
 if TYPE_CHECKING:
     from tests.unit.memory.conftest import Holding
@@ -96,7 +97,8 @@ def test_the_end_of_a_forked_child_changes_nothing(shm: Path) -> None:
     script = """
 import os, sys
 from pathlib import Path
-from kvtier._memory.region import Region, remove_stale_files
+from kvtier._memory._locked_file import remove_stale_files
+from kvtier._memory.region import Region
 shm = Path(sys.argv[1])
 region = Region.open("e", 1, 4096, shm)
 region.claim()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvtier._identity import Identity
 from kvtier.keys import pack_key
-from kvtier.tiers._base import TRAILER_BYTES, Batch, Knowledge, Outcome, Status, TierContext
-from kvtier.tiers._seal import Integrity, check, seal
+from kvtier.tiers._base import Batch, Knowledge, Outcome, Status, TierContext
+from kvtier.tiers._seal import TRAILER_BYTES, Integrity, check, seal
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 
 CHUNK_BYTES = 1024

@@ -315,7 +315,7 @@ async def test_a_failed_reset_is_repeated_and_nothing_is_asked_of_the_tier_meanw
         assert (await it.ended(it.put([2]))).reasons == {"down": 1}
         await anyio.sleep(10.0)
         assert [verb for verb, _ in tier.calls] == ["reset", "reset"]
-        assert [kind for _, kind in it.conditions()] == [TierDown, TierUp]
+        assert [kind for _, kind in it.conditions()] == [TierUp, TierDown, TierUp]
         assert (await it.ended(it.fetch([1]))).answers == [Answer.MISSING]
 
 
@@ -329,7 +329,7 @@ async def test_a_reset_without_an_end_holds_up_nobody() -> None:
         assert now_s() - before_s == pytest.approx(2.0, abs=0.02)
         assert (await it.ended(it.fetch([1]))).reasons == {"down": 1}
         await anyio.sleep(30.0)
-        assert [kind for _, kind in it.conditions()] == [TierDown, TierUp]
+        assert [kind for _, kind in it.conditions()] == [TierUp, TierDown, TierUp]
         assert tier.of("reset") == [pytest.approx(before_s)], "it was let go on"
 
 
