@@ -113,7 +113,7 @@ class Executor:
             left_s = self._close_s
         async with anyio.create_task_group() as tasks:
             for runner in self._runners:
-                tasks.start_soon(runner.close, left_s)
+                tasks.start_soon(runner.supervisor.close, left_s)
 
     def submit(self, commands: Iterable[Command]) -> None:
         """Start commands. Called on the loop."""

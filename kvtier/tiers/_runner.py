@@ -29,7 +29,7 @@ from kvtier._identity import Identity
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.errors import TierError
 from kvtier.keys import OffloadKey
-from kvtier.tiers._activity import NamedTier, TierActivity
+from kvtier.tiers._activity import ConcurrencyLimit, NamedTier, TierActivity
 from kvtier.tiers._base import (
     Batch,
     Knowledge,
@@ -51,6 +51,7 @@ logger = logging.getLogger("kvtier.executor")
 
 Post = Callable[[Event], None]
 T = TypeVar("T")
+CommandT = TypeVar("CommandT", Put, Fetch)
 
 _USAGE_EVERY_S = 1.0
 _MOST_TOUCHED = 16_384
@@ -107,20 +108,6 @@ class TierRunner:
         """Open the tier and keep it usable. Where it cannot be opened the engine goes on without it."""
         self._loop = asyncio.get_running_loop()
         await self.supervisor.run(self._context)
-
-    async def close(self, close_s: float) -> None:
-        """Close the tier, where it is open, within ``close_s`` seconds."""
-        if not self.supervisor.is_open:
-            return
-        with anyio.move_on_after(close_s) as scope:
-            try:
-                await self._tier.aclose()
-            except BaseException as error:
-                require_fault(error)
-                # Without the traceback: it would repeat what the error says, be there a secret in it.
-                logger.error("tier %s: closing failed: %s", self.name, self._words(error))
-        if scope.cancelled_caught:
-            logger.error("tier %s: did not close within %g s; abandoned", self.name, close_s)
 
     async def watch_usage(self) -> None:
         """Ask the tier now and then how full it is, until this task is cancelled."""
@@ -205,55 +192,49 @@ class TierRunner:
 
     async def put(self, command: Put, epoch: Epoch) -> None:
         """Run a put, when its turn comes."""
-        progress = self._begin()
-        outcome = Outcome.all(Status.FAILED, len(command.keys), "cancelled")
-        try:
-            async with progress.limit:
-                await epoch.settled.wait()
-                async with self.activity.puts:
-                    progress.has_begun = True
-                    outcome = await self._put(command, epoch, progress)
-        except BaseException as error:
-            outcome = self._end_badly("put", command.keys, error, progress)
-        finally:
-            self.activity.puts.submitted -= 1
-            kept = [status == Status.OK for status in outcome.statuses]
-            self._post(
-                PutEnded(command.id, kept, outcome.reasons, progress.seconds, progress.health, progress.retry)
-            )
+        failed = [False] * len(command.keys)
+        await self._run("put", self.activity.puts, command, epoch, self._put, PutEnded, failed)
 
     async def fetch(self, command: Fetch, epoch: Epoch) -> None:
         """Run a fetch, when its turn comes."""
-        progress = self._begin()
-        answers: Sequence[Answer] = (Answer.MISSING,) * len(command.keys)
+        failed = [Answer.MISSING] * len(command.keys)
+        await self._run("get", self.activity.gets, command, epoch, self._fetch, Fetched, failed)
+
+    async def _run(
+        self,
+        verb: str,
+        turns: ConcurrencyLimit,
+        command: CommandT,
+        epoch: Epoch,
+        act: Callable[[CommandT, Epoch, Progress], Awaitable[tuple[list[T], Outcome]]],
+        ended: Callable[..., Event],
+        results: list[T],
+    ) -> None:
+        """Run a command when its turn comes, and post its end; ``results`` are those of a failure."""
+        progress = self._retries.begin(self._now_s() + self._deadline_s)
         outcome = Outcome((), {"cancelled": len(command.keys)})
         try:
             async with progress.limit:
                 await epoch.settled.wait()
-                async with self.activity.gets:
+                async with turns:
                     progress.has_begun = True
-                    answers, outcome = await self._fetch(command, epoch, progress)
+                    results, outcome = await act(command, epoch, progress)
         except BaseException as error:
-            outcome = self._end_badly("get", command.keys, error, progress)
+            outcome = self._end_badly(verb, command.keys, error, progress)
         finally:
-            self.activity.gets.submitted -= 1
-            self._post(
-                Fetched(
-                    command.id, answers, outcome.reasons, progress.seconds, progress.health, progress.retry
-                )
-            )
+            turns.submitted -= 1
+            took = (progress.seconds, progress.health, progress.retry)
+            self._post(ended(command.id, results, outcome.reasons, *took))
 
-    def _begin(self) -> Progress:
-        return self._retries.begin(self._now_s() + self._deadline_s)
-
-    async def _put(self, command: Put, epoch: Epoch, progress: Progress) -> Outcome:
+    async def _put(self, command: Put, epoch: Epoch, progress: Progress) -> tuple[list[bool], Outcome]:
         self._require_usable(epoch)
         await self._require_intact(command, epoch)
         batch = Batch(command.keys, command.slots, self._memory)
         if not self._tier.verifies:
             await self._in_thread(_seal_all, batch, self._digest)
             self._require_usable(epoch)  # the tier would take what comes now for a put of the new epoch
-        return await self._attempts("put", self._put_once, batch, epoch, progress)
+        outcome = await self._attempts("put", self._put_once, batch, epoch, progress)
+        return [status == Status.OK for status in outcome.statuses], outcome
 
     async def _fetch(self, command: Fetch, epoch: Epoch, progress: Progress) -> tuple[list[Answer], Outcome]:
         self._require_usable(epoch)

@@ -115,6 +115,22 @@ class TierSupervisor:
         if self.epoch is not self._first_epoch:
             await self.epoch.settled.wait()
 
+    async def close(self, limit_s: float) -> None:
+        """Close the tier, if it is open. Wait for at most ``limit_s`` seconds."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        with anyio.move_on_after(limit_s) as scope:
+            try:
+                await self.tier.aclose()
+            except BaseException as error:
+                require_fault(error)
+                # Without the traceback: it would repeat what the error says, be there a secret in it.
+                text = words_of(error, self.tier.config)
+                logger.error("tier %s: closing failed: %s", self._name, text)
+        if scope.cancelled_caught:
+            logger.error("tier %s: did not close within %g s; abandoned", self._name, limit_s)
+
     def request_reset(self, number: int) -> None:
         """Start epoch ``number``: the tier is reset before it is used again."""
         self.epoch = Epoch(number)
@@ -138,7 +154,7 @@ class TierSupervisor:
     async def _bring_up(self, context: TierContext) -> None:
         """Bring the tier to the latest epoch, restarting and opening it first where needed."""
         if self._restart_reason is not None and self.is_open:
-            await self._close(self._restart_reason)
+            await self._close_lost(self._restart_reason)
         self._restart_reason = None
         if not self.is_open:
             await self._step(self._open(context), "cannot be opened", "is not opened yet")
@@ -158,18 +174,12 @@ class TierSupervisor:
         self._is_used_up = True
         await self.tier.open(context)
 
-    async def _close(self, reason: str) -> None:
+    async def _close_lost(self, reason: str) -> None:
         """Close a tier that has lost its backend, once none of its commands is in flight."""
         self._go_down(f"is opened anew: {reason}")
         while not self._is_idle():  # noqa: ASYNC110 (short, and rare in the life of a tier)
             await anyio.sleep(_IDLE_POLL_S)
-        self.is_open = False
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                await self.tier.aclose()
-        except BaseException as error:
-            require_fault(error)
-            logger.warning("tier %s: closing failed: %s", self._name, words_of(error, self.tier.config))
+        await self.close(self._deadline_s)
         if self.epoch is not self._first_epoch and not self._pending:
             self._pending.append(self.epoch)  # a new opener must not see what a reset has hidden
 

@@ -37,7 +37,7 @@ MUTATIONS = (
     ),
     Mutation(
         "put_does_not_wait_for_the_reset",
-        "kvtier.tiers._runner:TierRunner.put",
+        "kvtier.tiers._runner:TierRunner._run",
         (("await epoch.settled.wait()", "pass"),),
     ),
     Mutation(
@@ -112,7 +112,7 @@ MUTATIONS = (
     ),
     Mutation(
         "tier_deadline_ignored",
-        "kvtier.tiers._runner:TierRunner._begin",
+        "kvtier.tiers._runner:TierRunner._run",
         (("self._now_s() + self._deadline_s", "self._now_s() + 1e9"),),
     ),
     Mutation(
