@@ -320,7 +320,7 @@ class TieringManager:
         self._require_open()
         self._driver.reset()
         self._notify()
-        await self._executor.settled()
+        await self._resets_ended()
 
     def statistics(self) -> Statistics:
         """Return the current state and the counts since the manager was opened."""
@@ -362,7 +362,7 @@ class TieringManager:
         try:
             with anyio.move_on_after(self._drain_s):
                 await self.drain()
-                await self._executor.drained()  # resets as well
+                await self._resets_ended()
         finally:
             self._forget_tiers()
             self._closing.set()
@@ -416,6 +416,10 @@ class TieringManager:
                 return index, pending
             pending = pending or answer is not Lookup.HIT
         return len(keys), pending
+
+    async def _resets_ended(self) -> None:
+        while not self._core.is_reset:
+            await self._changed.wait()
 
     async def _next_change(self) -> None:
         deadline_s = self._core.next_deadline_s()

@@ -123,6 +123,7 @@ class TierGate:
         gets: the breaker of its gets.
         backlog: chunks that its puts pin now.
         down: why it can not be used, or None.
+        epoch: the last epoch that it was reset to.
         distrusted: whether an audit has found a chunk of it damaged: it is not used any more.
     """
 
@@ -142,6 +143,7 @@ class TierGate:
         self.gets = Breaker(failures, pause_s, chance)
         self.backlog = 0
         self.down: str | None = None
+        self.epoch = 0
         self.distrusted = False
         self._pressure = PutPressure(deadline_s * _DRAIN_SHARE, width)
 

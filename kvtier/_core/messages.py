@@ -129,9 +129,10 @@ class TierDown(Struct, array_like=True, frozen=True, tag=3):
 
 
 class TierUp(Struct, array_like=True, frozen=True, tag=4):
-    """A tier that was down can be used again: it is open and every requested reset is done."""
+    """A tier can be used: it is open, and reset to ``epoch``."""
 
     tier: Number
+    epoch: Number
 
 
 class Removed(Struct, array_like=True, frozen=True, tag=5):

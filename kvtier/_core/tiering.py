@@ -372,6 +372,7 @@ class Tiering:
             self._tier_down(event)
         elif isinstance(event, messages.TierUp):
             self._tiers[event.tier].down = None
+            self._tiers[event.tier].epoch = event.epoch
         elif isinstance(event, messages.Removed):
             self.shared.announce_left(event.tier, event.keys)
         elif isinstance(event, messages.ProcessEnded):
@@ -443,6 +444,11 @@ class Tiering:
     def is_idle(self) -> bool:
         """Whether no tier has anything to do."""
         return not self.shared.transfers and not self.shared.commands
+
+    @property
+    def is_reset(self) -> bool:
+        """Whether every tier that is not down has been reset to the current epoch."""
+        return all(gate.down is not None or gate.epoch == self.epoch for gate in self._tiers)
 
     def _tier_down(self, event: messages.TierDown) -> None:
         gate = self._tiers[event.tier]

@@ -24,10 +24,9 @@ from functools import partial
 from pathlib import Path
 
 import anyio
-import anyio.abc
 
 from kvtier._core.messages import MAX_TEXT, Command, Event, ProcessEnded, Reset, SlotsReady, TierDown
-from kvtier._executor import Executor, TierActivity
+from kvtier._executor import LAST_STEP_S, Executor, TierActivity
 from kvtier._forks import keep_fd_from_children
 from kvtier._identity import Identity
 from kvtier._isolation import settings, wire
@@ -44,7 +43,6 @@ _MOST_FRAMES = 1000
 _PR_SET_PDEATHSIG = 1
 _OOM_SCORE = 500  # more than the engine's: where memory runs out the engine goes last
 _LAST_FLUSH_S = 1.0
-_LAST_STEP_S = 0.2  # of a shutdown, for what follows when tiers are closed
 _STACK_BYTES = 2**20
 _PTHREAD_ATTR_BYTES = 256  # more than any C library needs
 
@@ -98,23 +96,16 @@ class TierServer:
         identity = Identity(self._hello.model, json.loads(self._hello.manifest))
         # Resets of before this process, done or not: what is put after a reset is for its opener alone.
         resets = [Reset(tier, epoch) for tier, epoch in enumerate(self._hello.epochs) if epoch]
-        async with anyio.create_task_group() as tasks:
-            async with Executor(
-                tiers,
-                identity,
-                self.memory,
-                self._post,
-                slot_checksums=_slot_checksums(self._hello, self.memory),
-            ) as executor:
-                self._activity = executor.activity
-                executor.submit(resets)
-                self._loop.add_reader(self._sock, self._receive, executor, tasks)
-                await self._leaving.wait()
-                with anyio.move_on_after(max(0.0, self._drain_by_s - time.monotonic())):
-                    await executor.drained()
-                executor.end_by_s = self._end_by_s - _LAST_STEP_S
-            self._loop.remove_reader(self._sock)
-            tasks.cancel_scope.cancel()
+        checksums = _slot_checksums(self._hello, self.memory)
+        async with Executor(tiers, identity, self.memory, self._post, slot_checksums=checksums) as executor:
+            self._activity = executor.activity
+            executor.submit(resets)
+            self._loop.add_reader(self._sock, self._receive, executor)
+            await self._leaving.wait()
+            with anyio.move_on_after(max(0.0, self._drain_by_s - time.monotonic())):
+                await executor.drained()
+            executor.end_by_s = self._end_by_s - LAST_STEP_S
+        self._loop.remove_reader(self._sock)
         self._flush()
 
     def flush_blocking(self) -> None:
@@ -126,26 +117,24 @@ class TierServer:
 
     # --- from the engine -------------------------------------------------------------------------
 
-    def _receive(self, executor: Executor, tasks: anyio.abc.TaskGroup) -> None:
+    def _receive(self, executor: Executor) -> None:
         try:
             data = self._sock.recv(_READ_BYTES)
             if not data:
                 os._exit(0)  # the engine is gone: its slots may be another's at any moment
             for frame in self._frames.feed(data):
-                self._carry_out(wire.unpack_orders(frame), executor, tasks)
+                self._carry_out(wire.unpack_orders(frame), executor)
         except BlockingIOError:
             pass
         except Exception:
             logger.exception("tier process exits: the engine sent an invalid message")
             os._exit(1)
 
-    def _carry_out(self, orders: list[Order], executor: Executor, tasks: anyio.abc.TaskGroup) -> None:
+    def _carry_out(self, orders: list[Order], executor: Executor) -> None:
         commands: list[Command] = []
         for order in orders:
             if isinstance(order, wire.Ping):
                 self._report(wire.Pong())
-            elif isinstance(order, wire.WhenSettled | wire.WhenDrained):
-                tasks.start_soon(self._report_when, order, executor)
             elif isinstance(order, wire.Shutdown):
                 self._drain_by_s = time.monotonic() + order.drain_s
                 self._end_by_s = self._drain_by_s + order.close_s
@@ -153,10 +142,6 @@ class TierServer:
             else:
                 commands.append(order)
         executor.submit(commands)
-
-    async def _report_when(self, order: wire.WhenSettled | wire.WhenDrained, executor: Executor) -> None:
-        await (executor.settled() if isinstance(order, wire.WhenSettled) else executor.drained())
-        self._report(wire.Reached(order.id))
 
     # --- to the engine ---------------------------------------------------------------------------
 
@@ -209,7 +194,7 @@ def main(arguments: list[str]) -> int:
     try:
         _limit_resources(hello)
         server.memory = Region.borrowed(memory_fd, hello.slots, hello.chunk_bytes, hello.metadata_bytes)
-        server.send_queue.add(wire.pack([wire.Reached(wire.STARTED)]))
+        server.send_queue.add(wire.pack([wire.Started()]))
         anyio.run(server.serve)
     except Exception:
         logger.exception("tier process exits after an error")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from kvtier import _reasons as reasons
@@ -27,13 +27,15 @@ class MessageDecoder:
 
     Args:
         tiers: the tiers, in the core's order.
+        on_started: called when a process has started.
 
     Attributes:
         events: what has happened.
         activity: the last activity of each tier.
     """
 
-    def __init__(self, tiers: Sequence[NamedTier]) -> None:
+    def __init__(self, tiers: Sequence[NamedTier], on_started: Callable[[], object]) -> None:
+        self._on_started = on_started
         self.events: deque[Event] = deque()
         self.activity = tuple(TierActivity(named.tier.config.max_concurrency) for named in tiers)
         self._reasons = [frozenset(reasons.TRANSFER).union(named.tier.reasons) for named in tiers]
@@ -55,9 +57,8 @@ class MessageDecoder:
                 self._complete(report, link)
             elif isinstance(report, wire.Pong):
                 is_alive = True
-            elif isinstance(report, wire.Reached):
-                if (done := link.waiting.pop(report.id, None)) is not None:
-                    done()
+            elif isinstance(report, wire.Started):
+                self._on_started()
             elif isinstance(report, wire.LogLine):
                 _log(report)
             else:

@@ -100,7 +100,7 @@ class ExecutorProcess:
     ) -> None:
         region.fileno()  # raises where there is none
         self._slot_checksums = None if slot_checksums is None else _checksums_text(slot_checksums)
-        self._decoder = MessageDecoder(tiers)
+        self._decoder = MessageDecoder(tiers, self._decide_first_start)
         self.events: deque[Event] = self._decoder.events
         self.activity = self._decoder.activity
         self._settings = [settings.pack(named) for named in tiers]
@@ -114,7 +114,6 @@ class ExecutorProcess:
         self._backoff = Backoff(self._times.first_pause_s, self._times.longest_pause_s, chance)
         self._epochs = (0,) * len(tiers)
         self._link: Link | None = None
-        self._last_wait = 0
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._close_wakeup = weakref.finalize(self, os.close, self._wakeup)
         self._close_wakeup.atexit = False  # the supervisor may wait for it still
@@ -164,14 +163,6 @@ class ExecutorProcess:
         if link.is_over:  # it has ended meanwhile, and the supervisor may have missed these
             self._fail_pending(link, "process")
 
-    def when_settled(self, done: Callable[[], object]) -> None:
-        """Have ``done`` called, by any thread, when each tier has done its resets, or is down."""
-        self._when(wire.WhenSettled, done)
-
-    def when_drained(self, done: Callable[[], object]) -> None:
-        """Have ``done`` called, by any thread, when no put, no fetch and no reset is in flight."""
-        self._when(wire.WhenDrained, done)
-
     def close(self, drain_s: float, close_s: float | None = None) -> bool:
         """Drain for at most ``drain_s`` seconds, close the tiers, end the process.
 
@@ -197,18 +188,6 @@ class ExecutorProcess:
             return False
         self._close_wakeup()
         return self._link is None
-
-    def _when(self, order: type[wire.WhenSettled | wire.WhenDrained], done: Callable[[], object]) -> None:
-        self.submit(())
-        link = self._link
-        if link is None:
-            done()
-            return
-        self._last_wait += 1
-        link.waiting[self._last_wait] = done
-        link.send_queue.add(wire.pack([order(self._last_wait)]))
-        if link.is_over:
-            self._fail_pending(link, "process")
 
     def _refuse(self, commands: Sequence[Command]) -> None:
         for command in commands:
@@ -251,7 +230,6 @@ class ExecutorProcess:
         except (OSError, StateError) as error:
             self._report_end(_End("not_started", f"it cannot be started: {error}"))
             return
-        link.waiting[wire.STARTED] = self._decide_first_start
         self._link = link
         begun_s = time.monotonic()
         heartbeat = Heartbeat(self._times, lambda: link.send_queue.add(wire.pack([wire.Ping()])))
@@ -378,10 +356,6 @@ class ExecutorProcess:
             command = link.in_flight.pop(transfer, None)
             if command is not None:
                 self.events.extend(failure_of(command, reason))
-        for wait in list(link.waiting):
-            done = link.waiting.pop(wait, None)
-            if done is not None:
-                done()
         self._notify()
 
     def _sleep(self, pause_s: float) -> None:

@@ -20,8 +20,6 @@ from kvtier.tiers._activity import TierActivity
 
 MAX_FRAME_BYTES = 256 * 2**20
 LENGTH_BYTES = 4
-STARTED = 0
-"""The id of the ``Reached`` that a process sends unasked: it runs, and has touched no tier so far."""
 
 
 class WireError(KVTierError):
@@ -35,18 +33,6 @@ class Ping(Struct, array_like=True, frozen=True, tag=5):
     """Answer with ``Pong``: the event loop runs."""
 
 
-class WhenSettled(Struct, array_like=True, frozen=True, tag=6):
-    """Answer with ``Reached`` when every tier has done the resets submitted so far."""
-
-    id: Number
-
-
-class WhenDrained(Struct, array_like=True, frozen=True, tag=7):
-    """Answer with ``Reached`` when no put, no fetch and no reset is in flight."""
-
-    id: Number
-
-
 class Shutdown(Struct, array_like=True, frozen=True, tag=8):
     """Drain for at most ``drain_s`` seconds, close the tiers within ``close_s`` more, and exit."""
 
@@ -54,7 +40,7 @@ class Shutdown(Struct, array_like=True, frozen=True, tag=8):
     close_s: Seconds
 
 
-Order = Command | Ping | WhenSettled | WhenDrained | Shutdown
+Order = Command | Ping | Shutdown
 
 
 class TierSettings(Struct, frozen=True):
@@ -97,10 +83,8 @@ class Pong(Struct, array_like=True, frozen=True, tag=6):
     """The answer to ``Ping``."""
 
 
-class Reached(Struct, array_like=True, frozen=True, tag=7):
-    """The answer to ``WhenSettled`` and ``WhenDrained``; and ``STARTED``."""
-
-    id: Number
+class Started(Struct, array_like=True, frozen=True, tag=7):
+    """The process runs, and has touched no tier so far."""
 
 
 class Activity(Struct, array_like=True, frozen=True, tag=8):
@@ -124,7 +108,7 @@ class LogLine(Struct, array_like=True, frozen=True, tag=9):
     text: Text
 
 
-Report = TierEvent | Pong | Reached | Activity | LogLine
+Report = TierEvent | Pong | Started | Activity | LogLine
 
 
 def _convert(value: object) -> object:

@@ -130,7 +130,8 @@ class TierRunner:
         return self.supervisor.tier
 
     def _post_condition(self, down: str | None) -> None:
-        self._post(TierUp(self.index) if down is None else TierDown(self.index, down))
+        up = TierUp(self.index, self.supervisor.epoch.number)
+        self._post(up if down is None else TierDown(self.index, down))
 
     def _require_usable(self, epoch: Epoch) -> None:
         if self.supervisor.down is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -34,7 +33,7 @@ class Epoch:
 
     Attributes:
         number: how many resets came before; 0 until the first.
-        settled: set once the tier is usable in this epoch, or is down.
+        settled: set once the tier is usable in this epoch or down, or the epoch is over.
     """
 
     def __init__(self, number: int) -> None:
@@ -53,7 +52,8 @@ class TierSupervisor:
         name: the tier's name.
         tier: the tier.
         again: makes a new object of it, for an ``open`` that follows a failed one; None to reuse the same.
-        tell: called with the reason when the tier goes down, and with None when it is up.
+        tell: called with the reason when the tier goes down, and with None whenever it is up
+            in the current epoch.
         chance: the source of randomness.
         is_idle: returns whether no command of the tier is in flight.
 
@@ -74,7 +74,7 @@ class TierSupervisor:
         is_idle: Callable[[], bool] = lambda: True,
     ) -> None:
         self.tier = tier
-        self.epoch = self._first_epoch = Epoch(0)
+        self.epoch = Epoch(0)
         self.down: str | None = None
         self.is_open = False
         self._name = name
@@ -83,12 +83,12 @@ class TierSupervisor:
         self._deadline_s = tier.config.deadline_s
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, chance)
         self._log_limit = LogLimit(_LOG_EVERY_S)
-        self._pending: deque[Epoch] = deque()  # resets that the tier has not carried out, oldest first
+        self._opened = anyio.Event()  # or down
+        self._is_reset = True  # to the current epoch
         self._requested = anyio.Event()
         self._is_used_up = False
         self._is_idle = is_idle
         self._restart_reason: str | None = None
-        self._is_up: bool | None = None  # as told; None before that
 
     async def run(self, context: TierContext) -> None:
         """Open the tier and carry out its resets until this task is cancelled."""
@@ -108,11 +108,11 @@ class TierSupervisor:
 
     async def opened(self) -> None:
         """Wait until the tier has been opened once, or is down."""
-        await self._first_epoch.settled.wait()
+        await self._opened.wait()
 
     async def resets_ended(self) -> None:
         """Wait for the resets requested so far; not for ``open`` where there was none."""
-        if self.epoch is not self._first_epoch:
+        if self.epoch.number:
             await self.epoch.settled.wait()
 
     async def close(self, limit_s: float) -> None:
@@ -133,10 +133,11 @@ class TierSupervisor:
 
     def request_reset(self, number: int) -> None:
         """Start epoch ``number``: the tier is reset before it is used again."""
+        self.epoch.settled.set()  # commands that wait for it are refused: it is over
         self.epoch = Epoch(number)
-        self._pending.append(self.epoch)
+        self._is_reset = False
         if self.down is not None:
-            self._release_waiters()
+            self.epoch.settled.set()
         self._wake_up()
 
     def request_restart(self, reason: str) -> None:
@@ -159,14 +160,13 @@ class TierSupervisor:
         if not self.is_open:
             await self._step(self._open(context), "cannot be opened", "is not opened yet")
             self.is_open = True
-            self._first_epoch.settled.set()
-        while self._pending:
-            epoch = self._pending[0]
-            failure = f"cannot be reset to epoch {self._pending[-1].number}"
+            self._opened.set()
+        while not self._is_reset:
+            epoch = self.epoch
+            failure = f"cannot be reset to epoch {epoch.number}"
             await self._step(self.tier.reset(), failure, "is not reset yet")
-            epoch.settled.set()
-            if self._pending[0] is epoch:  # or it was dropped in favour of a later one, which is still due
-                self._pending.popleft()
+            self._is_reset = self.epoch is epoch  # or another reset was requested meanwhile
+        self.epoch.settled.set()
 
     async def _open(self, context: TierContext) -> None:
         if self._is_used_up and self._again is not None:
@@ -180,8 +180,7 @@ class TierSupervisor:
         while not self._is_idle():  # noqa: ASYNC110 (short, and rare in the life of a tier)
             await anyio.sleep(_IDLE_POLL_S)
         await self.close(self._deadline_s)
-        if self.epoch is not self._first_epoch and not self._pending:
-            self._pending.append(self.epoch)  # a new opener must not see what a reset has hidden
+        self._is_reset = not self.epoch.number  # a new opener must not see what a reset has hidden
 
     async def _step(self, work: Awaitable[None], failure: str, slow: str) -> None:
         """Run one step of the tier; after its deadline nobody else waits for it.
@@ -203,40 +202,33 @@ class TierSupervisor:
     # --- up and down -----------------------------------------------------------------------------
 
     def _go_down(self, reason: str) -> None:
-        self.down = reason
+        was_down, self.down = self.down is not None, reason
         self._release_waiters()
         suffix = self._log_limit.allow("down", asyncio.get_running_loop().time())
-        if self._is_up is not False or suffix is not None:
+        if not was_down or suffix is not None:
             logger.error("tier %s disabled, retrying: it %s%s", self._name, reason, suffix or "")
-        if self._is_up is not False:
-            self._is_up = False
+        if not was_down:
             self._tell(reason)
 
     def _come_up(self) -> None:
         self._backoff.start_anew()
-        self.down = None
-        if self._is_up is False:
+        if self.down is not None:
+            self.down = None
             logger.warning("tier %s is up again", self._name)
-        if not self._is_up:
-            self._is_up = True
-            self._tell(None)
+        self._tell(None)
 
     def _release_waiters(self) -> None:
-        """Let nobody wait for a tier that is down. One reset is enough for all that it has missed."""
-        self._first_epoch.settled.set()
-        for epoch in self._pending:
-            epoch.settled.set()
-        while len(self._pending) > 1:
-            self._pending.popleft()
+        self._opened.set()
+        self.epoch.settled.set()
 
     def _end(self) -> None:
         """Release all waiters at shutdown; log a reset that was not carried out."""
-        if self._pending:
+        if not self._is_reset:
             logger.error(
                 "tier %s: shut down before its reset to epoch %d ended: "
                 "the next engine may be served chunks from before it",
                 self._name,
-                self._pending[-1].number,
+                self.epoch.number,
             )
         self._release_waiters()
 

@@ -408,7 +408,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(pick=picks)
     def tier_up(self, pick: int) -> None:
         down = [tier for tier, gate in enumerate(self.core.shared.tiers) if gate.down]
-        self.core.on_event(TierUp(_pick(down, pick)), self.now_s)
+        self.core.on_event(TierUp(_pick(down, pick), self.epoch), self.now_s)
 
     @precondition(lambda self: self.stored)
     @rule(pick=picks, gone=st.sets(st.sampled_from(KEYS), max_size=6), told=st.booleans())

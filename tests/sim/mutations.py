@@ -44,9 +44,8 @@ MUTATIONS = (
         "failed_reset_is_not_repeated",
         "kvtier.tiers._supervisor:TierSupervisor._bring_up",
         (
-            ("    epoch = self._pending[0]", "    epoch = self._pending.popleft()"),
-            ("self._pending[-1].number", "epoch.number"),
-            ("if self._pending[0] is epoch:", "if False:"),
+            ("    epoch = self.epoch", "    epoch, self._is_reset = self.epoch, True"),
+            ("self._is_reset = self.epoch is epoch", "pass"),
         ),
     ),
     Mutation(

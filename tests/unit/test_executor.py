@@ -754,7 +754,8 @@ thread.start()
 thread.submit([Put(1, 0, [pack_key(b"k")], [1])])
 begun.wait()
 begin = time.monotonic()
-print(thread.close(0.1), time.monotonic() - begin < 40, *[type(event).__name__ for event in thread.events], flush=True)
+names = [type(event).__name__ for event in thread.events]
+print(thread.close(0.1), time.monotonic() - begin < 40, *names, flush=True)
 """
 
 

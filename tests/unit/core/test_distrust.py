@@ -85,7 +85,7 @@ def test_what_a_tier_gave_is_dropped_and_what_others_gave_stays() -> None:
 def test_it_gets_no_work_any_more_and_says_why_even_when_it_comes_up() -> None:
     core = make()
     core.distrust(0, "somewhere")
-    core.on_event(TierUp(0), 0.0)
+    core.on_event(TierUp(0, 0), 0.0)
     store(core, OTHERS)
     outcome(core, Request(), KEYS)
     core.settle(1000.0)

@@ -406,17 +406,6 @@ def test_a_reset_during_a_start_is_not_missed(
     assert list(it.fetched([1], [10]).answers) == [MISSING]
 
 
-def test_waiting_ends_when_the_process_dies(launch: Launch) -> None:
-    it = launch(make_tier("dummy", put_latency_s=600, deadline_s=600))
-    it.put([1])
-    told: list[str] = []
-    it.process.when_settled(lambda: told.append("settled"))
-    it.until(lambda: told == ["settled"], "that it is settled")
-    it.process.when_drained(lambda: told.append("drained"))
-    os.kill(it.pid(), signal.SIGKILL)
-    it.until(lambda: told == ["settled", "drained"], "that there is nothing to wait for")
-
-
 # --- shutdown ------------------------------------------------------------------------------------
 
 

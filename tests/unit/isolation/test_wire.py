@@ -54,7 +54,7 @@ ends = st.one_of(
 )
 tier_events = st.one_of(
     st.builds(TierDown, numbers, st.text(max_size=50)),
-    st.builds(TierUp, numbers),
+    st.builds(TierUp, numbers, numbers),
     st.builds(Removed, numbers, keys),
 )
 
@@ -123,12 +123,11 @@ class FakeLink:
             1: Put(1, 0, NAMES, [0, 1]),
             2: Fetch(2, 0, NAMES, [0], False),
         }
-        self.waiting: dict[int, Any] = {}
 
 
 @pytest.fixture
 def decoder() -> MessageDecoder:
-    return MessageDecoder([NamedTier("dummy", DummyTier(DummyConfig()))])
+    return MessageDecoder([NamedTier("dummy", DummyTier(DummyConfig()))], lambda: None)
 
 
 def decode(decoder: MessageDecoder, link: FakeLink, *reports: wire.Report) -> bool:
@@ -153,7 +152,7 @@ def put_ended(id_: int = 1, kept: int = 2, **fields: Any) -> PutEnded:
         put_ended(seconds=float("inf")),
         Fetched(2, [Answer.LANDED]),
         Fetched(2, [Answer.MISSING, Answer.LANDED]),  # into which slot?
-        TierUp(1),
+        TierUp(1, 0),
         TierDown(1, "x"),
         Removed(1, []),
         wire.Activity(1, 0, 0, 0, 0, None, None, False),
@@ -189,6 +188,6 @@ def test_a_command_ends_once(decoder: MessageDecoder) -> None:
 def test_the_last_messages_of_a_dead_process_do_not_change_tiers(
     decoder: MessageDecoder,
 ) -> None:
-    (frame,) = Frames().feed(wire.pack([TierUp(0), TierDown(0, "x"), put_ended()]))
+    (frame,) = Frames().feed(wire.pack([TierUp(0, 0), TierDown(0, "x"), put_ended()]))
     decoder.decode(frame, FakeLink(), is_last=True)  # type: ignore[arg-type]
     assert [type(event) for event in decoder.events] == [PutEnded]
