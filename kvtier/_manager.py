@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,6 @@ from kvtier._core.messages import Event, SlotsReady, TierDown
 from kvtier._core.requests import Request
 from kvtier._core.states import BreakerState, ChunkState, Lookup
 from kvtier._core.tiering import Tiering
-from kvtier._core.transfers import Pinned
 from kvtier._device.base import Blocks, Finished, TransferEngine
 from kvtier._driver import Driver
 from kvtier._executor import CLOSE_S, LAST_STEP_S, Executor, NamedTier, Post
@@ -38,6 +37,9 @@ from kvtier.tiers._drain import until_done
 logger = logging.getLogger("kvtier.manager")
 
 _FIRST_SLOTS_S = 10.0
+
+LoadSlots = Callable[[Sequence[OffloadKey], Sequence[int], Sequence[int]], Awaitable[None]]
+"""Copies slots to the device: the keys, their slots, the blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +106,11 @@ class Acquired:
         keys: the leading keys that were found.
     """
 
-    def __init__(self, manager: TieringManager, keys: Sequence[OffloadKey], pinned: Pinned) -> None:
+    def __init__(self, keys: Sequence[OffloadKey], slots: list[int], region: Region, load: LoadSlots) -> None:
         self.keys = tuple(keys)
-        self._manager = manager
-        self._pinned: Pinned | None = pinned
+        self._given_slots: list[int] | None = slots
+        self._region = region
+        self._load = load
 
     @property
     def views(self) -> tuple[memoryview, ...]:
@@ -116,7 +119,7 @@ class Acquired:
         Raises:
             StateError: the ``acquire`` block has ended.
         """
-        return tuple(self._manager.view(slot).toreadonly() for slot in self._slots)
+        return tuple(self._region.view(slot).toreadonly() for slot in self._slots)
 
     async def load(self, blocks: Sequence[int]) -> None:
         """Copy the chunks to the device.
@@ -129,17 +132,17 @@ class Acquired:
             TransferError: the device copy failed.
             ValueError: ``blocks`` does not fit ``keys``.
         """
-        await self._manager.copy_to_device(self.keys, self._slots, blocks)
+        await self._load(self.keys, self._slots, blocks)
 
-    def give_back(self) -> None:
+    def _give_back(self) -> None:
         """Forget the slots, which other chunks may take from now on."""
-        self._pinned = None
+        self._given_slots = None
 
     @property
     def _slots(self) -> list[int]:
-        if self._pinned is None:
+        if self._given_slots is None:
             raise StateError("the chunks were given back: use them inside of the acquire block")
-        return self._pinned.slots
+        return self._given_slots
 
 
 class TieringManager:
@@ -236,12 +239,12 @@ class TieringManager:
         with self._request() as request:
             count = await self._find(keys, request)
             pinned = self._core.acquire(keys[:count], request)
-            acquired = Acquired(self, keys[:count], pinned)
+            acquired = Acquired(keys[:count], pinned.slots, self._region, self._load_slots)
             self._driver.settle()
             try:
                 yield acquired
             finally:
-                acquired.give_back()
+                acquired._give_back()
                 self._driver.end_load(pinned)
 
     async def load(self, keys: Sequence[OffloadKey], blocks: Sequence[int]) -> int:
@@ -371,19 +374,6 @@ class TieringManager:
             finally:
                 dropped.warn()
 
-    # --- for Acquired ----------------------------------------------------------------------------
-
-    def view(self, slot: int) -> memoryview:
-        """Return the bytes of a slot."""
-        return self._region.view(slot)
-
-    async def copy_to_device(
-        self, keys: Sequence[OffloadKey], slots: Sequence[int], blocks: Sequence[int]
-    ) -> None:
-        """Copy pinned slots to the device. See ``Acquired.load``."""
-        self._require_fit(keys, blocks)
-        await self._copy(self._submit_load, keys, blocks, slots)
-
     # --- inside ----------------------------------------------------------------------------------
 
     @contextmanager
@@ -447,8 +437,13 @@ class TieringManager:
             kind = DeviceStuckError if isinstance(finished.error, DeviceStuckError) else TransferError
             raise kind(f"a copy of {len(keys)} chunks failed: {finished.error}") from finished.error
 
-    def _submit_load(self, transfer_id: int, blocks: Blocks, slots: Sequence[int]) -> None:
-        self._engine.submit_load(transfer_id, slots, blocks)
+    async def _load_slots(
+        self, keys: Sequence[OffloadKey], slots: Sequence[int], blocks: Sequence[int]
+    ) -> None:
+        """Copy pinned slots to the device."""
+        self._require_fit(keys, blocks)
+        submit = self._engine.submit_load
+        await self._copy(lambda copy, ids, slots: submit(copy, slots, ids), keys, blocks, slots)
 
     def _by_group(
         self, keys: Sequence[OffloadKey], blocks: Sequence[int], slots: Sequence[int]
