@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvtier import _plugins as plugins
 from kvtier._config import TieringConfig
-from kvtier._core.admission import Limits, TierGate
+from kvtier._core.admission import Limits, TierStatus
 from kvtier._core.tiering import Tiering
 from kvtier._executor import AnyExecutor, Executor, ExecutorThread, NamedTier
 from kvtier._isolation.process import ExecutorProcess
@@ -37,14 +37,13 @@ def make_core(
     config: TieringConfig,
     *,
     windowed_groups: frozenset[int] = frozenset(),
-    track_changes: bool = False,
+    track_kv_events: bool = False,
 ) -> Tiering:
     """Make the state machine that ``config`` describes. It has no slots yet."""
     name = config.eviction_policy
     policy = plugins.load(plugins.POLICIES, name, EvictionPolicy, "eviction_policy")
-    gates = [
-        make_gate(name, tier) for name, tier in zip(config.tier_names, config.secondary_tiers, strict=True)
-    ]
+    tiers = zip(config.tier_names, config.secondary_tiers, strict=True)
+    statuses = [make_tier_status(name, tier) for name, tier in tiers]
     limits = Limits(
         request_deadline_s=config.request_deadline_s,
         promotion_budget=config.promotion_budget,
@@ -52,12 +51,12 @@ def make_core(
         max_tracker_size=config.max_tracker_size,
     )
     made = plugins.make(plugins.POLICIES, name, policy)
-    return Tiering(made, gates, limits, windowed_groups=windowed_groups, track_changes=track_changes)
+    return Tiering(made, statuses, limits, windowed_groups=windowed_groups, track_kv_events=track_kv_events)
 
 
-def make_gate(name: str, tier: TierConfig) -> TierGate:
+def make_tier_status(name: str, tier: TierConfig) -> TierStatus:
     """Make what the core knows of a tier with these settings."""
-    return TierGate(
+    return TierStatus(
         name,
         tier.deadline_s,
         width=puts_at_once(tier.max_concurrency),

@@ -35,7 +35,7 @@ class Driver:
     Args:
         core: the state machine.
         executor: carries out its commands.
-        logger: where changes of a tier's state, or of the eviction policy, are logged.
+        logger: where log of a tier's state, or of the eviction policy, are logged.
         slot_checksums: what audited slots must hold; None where nothing is audited.
         has_damage: returns whether an audit ever failed; damage is looked for only then.
         clock: returns the time in seconds, monotonic. Default: ``time.monotonic``.
@@ -87,10 +87,10 @@ class Driver:
         commands = self._core.take_commands()
         if commands:
             if self._slot_checksums is not None:
-                self._slot_checksums.forget_fetched(commands)
+                self._slot_checksums.forget_promoted(commands)
             self._executor.submit(commands)
         if notices := self._core.take_notices():
-            self._log.tell(notices, self._clock())
+            self._log.write(notices, self._clock())
 
     # --- the ends of loads and stores ------------------------------------------------------------
 
@@ -107,11 +107,11 @@ class Driver:
             self._core.fail_load(pinned, request if failed else None)
         else:
             self._core.release(pinned)
-        self._distrust(damage)
+        self._disable(damage)
 
     def inspect(self, reservation: Reservation) -> None:
         """Handle damage that audits found in the slots of a store whose copies have ended."""
-        self._distrust(self._find_damage(reservation.chunks, [None] * len(reservation.chunks)))
+        self._disable(self._find_damage(reservation.chunks, [None] * len(reservation.chunks)))
 
     def commit(self, reservation: Reservation) -> None:
         """End a store whose copies succeeded, and start its puts into the tiers."""
@@ -123,6 +123,6 @@ class Driver:
             return []
         return self._slot_checksums.take_damage(chunks, origins)
 
-    def _distrust(self, damage: Iterable[Damage]) -> None:
+    def _disable(self, damage: Iterable[Damage]) -> None:
         for it in damage:
-            self._core.distrust(it.tier, str(it))
+            self._core.disable_after_audit(it.tier, str(it))

@@ -20,7 +20,7 @@ import anyio
 import anyio.abc
 
 from kvtier._core.backoff import RandomSource
-from kvtier._core.messages import Answer, Command, Event, Fetch, Fetched, Put, PutEnded, TierDown, Touch
+from kvtier._core.messages import Answer, Command, Event, Get, GetEnded, Put, PutEnded, TierDown, Touch
 from kvtier._identity import Identity
 from kvtier.tiers._activity import NamedTier, TierActivity
 from kvtier.tiers._base import SlotChecksums, SlotMemory
@@ -61,7 +61,7 @@ class Executor:
         close_s: seconds that the tiers have to close, all at once.
         chance: the source of chance, for pauses that differ from engine to engine.
         slot_checksums: what audited slots must hold; None where nothing is audited. The caller clears the
-            slots of a fetch before it submits that.
+            slots of a get before it submits that.
 
     Attributes:
         activity: what each tier is doing, in the core's order.
@@ -120,9 +120,9 @@ class Executor:
         assert self._tasks is not None
         for command in commands:
             runner = self._runners[command.tier]
-            if isinstance(command, Fetch):
+            if isinstance(command, Get):
                 runner.activity.gets.submitted += 1
-                self._tasks.start_soon(runner.fetch, command, runner.supervisor.epoch)
+                self._tasks.start_soon(runner.get, command, runner.supervisor.epoch)
             elif isinstance(command, Put):
                 runner.activity.puts.submitted += 1
                 self._tasks.start_soon(runner.put, command, runner.supervisor.epoch)
@@ -138,7 +138,7 @@ class Executor:
             await runner.supervisor.epoch.settled.wait()
 
     async def drained(self) -> None:
-        """Wait until no put, no fetch and no reset is under way."""
+        """Wait until no put, no get and no reset is under way."""
         while any(tier.puts.submitted or tier.gets.submitted for tier in self.activity):
             await self._progress.wait()
         for runner in self._runners:
@@ -287,9 +287,9 @@ def failure_of(command: Command, reason: str) -> Sequence[Event]:
     if isinstance(command, Put):
         kept = (False,) * len(command.keys)
         return (PutEnded(command.id, kept, {reason: len(kept)}),)
-    if isinstance(command, Fetch):
+    if isinstance(command, Get):
         answers = (Answer.MISSING,) * len(command.keys)
-        return (Fetched(command.id, answers, {reason: len(answers)}),)
+        return (GetEnded(command.id, answers, {reason: len(answers)}),)
     return ()
 
 

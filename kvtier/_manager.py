@@ -17,7 +17,7 @@ from functools import partial
 import anyio
 import anyio.to_thread
 
-from kvtier._core.admission import TierGate
+from kvtier._core.admission import TierStatus
 from kvtier._core.messages import Event, SlotsReady, TierDown
 from kvtier._core.requests import Request
 from kvtier._core.states import BreakerState, ChunkState, Lookup
@@ -65,11 +65,11 @@ class TierStatistics:
     is_healthy: bool | None
 
     @staticmethod
-    def of(gate: TierGate) -> TierStatistics:
+    def of(gate: TierStatus) -> TierStatistics:
         """Read the core's gate of the tier."""
         return TierStatistics(
             gate.name,
-            "audit" if gate.distrusted else gate.down,
+            "audit" if gate.failed_audit else gate.down,
             gate.backlog,
             gate.overdue,
             gate.puts.state,
@@ -312,7 +312,7 @@ class TieringManager:
                 self._core.abort(reservation)
             self._driver.dispatch()
             self._notify()
-        return 0 if self._core.is_distrusted else len(reservation.keys)
+        return 0 if self._core.is_disabled else len(reservation.keys)
 
     async def reset(self) -> None:
         """Hide everything stored so far, permanently and in every tier. For new weights.

@@ -1,4 +1,4 @@
-"""Admission and back-pressure: what may be put into which tier now, and what may be fetched from it.
+"""Admission and back-pressure: what may be put into which tier now, and what may be got from it.
 
 A dropped put costs a later hit. One that waits too long costs slots of the primary tier now, and one that
 slows down a get costs a request that waits now. So puts are dropped first.
@@ -37,7 +37,7 @@ class Limits:
     Attributes:
         request_deadline_s: how long a request waits for pending answers.
         promotion_budget: slots that promotions may hold which no request has loaded yet.
-        landing_reserve: slots kept free, so that a fetch can bring chunks at once with the answer.
+        promotion_reserve: slots kept free, so that a get can copy chunks with its first answer.
         put_backlog: slots that puts may pin. A tier has an equal share of them, and what the others
             leave: a slow one starves neither them nor the stores.
         store_threshold: how often a chunk must be offered before it is stored; below 2, at once.
@@ -47,7 +47,7 @@ class Limits:
 
     request_deadline_s: float = 5.0
     promotion_budget: float = 0.25
-    landing_reserve: float = 1 / 32
+    promotion_reserve: float = 1 / 32
     put_backlog: float = 0.5
     store_threshold: int = 0
     max_tracker_size: int = 64_000
@@ -109,7 +109,7 @@ class PutPressure:
             self._usual_s[size] = usual_s + _DRIFT * (seconds - usual_s)
 
 
-class TierGate:
+class TierStatus:
     """What the core knows of one tier's condition, and what follows for its puts and gets.
 
     Args:
@@ -144,7 +144,7 @@ class TierGate:
         self.backlog = 0
         self.down: str | None = None
         self.epoch = 0
-        self.distrusted = False
+        self.failed_audit = False
         self._pressure = PutPressure(deadline_s * _DRAIN_SHARE, width)
 
     @property
@@ -153,22 +153,24 @@ class TierGate:
         return self.puts.overdue + self.gets.overdue
 
     @property
-    def unusable(self) -> str | None:
+    def disabled_reason(self) -> str | None:
         """The reason why it is given no work at all, or None."""
-        if self.distrusted:
+        if self.failed_audit:
             return "audit"
         return None if self.down is None else "down"
 
     @property
     def works(self) -> bool:
         """Whether nothing keeps it from being given work."""
-        return self.unusable is None and self.puts.is_closed and self.gets.is_closed
+        return self.disabled_reason is None and self.puts.is_closed and self.gets.is_closed
 
     @property
     def is_healthy(self) -> bool | None:
         """Whether its last real put and get were answered in time; None where there was none yet."""
         known = {self.puts.health, self.gets.health}
-        if self.unusable is not None or not known.isdisjoint((TransferHealth.BAD, TransferHealth.LATE)):
+        if self.disabled_reason is not None or not known.isdisjoint(
+            (TransferHealth.BAD, TransferHealth.LATE)
+        ):
             return False
         return True if TransferHealth.GOOD in known else None
 
@@ -178,7 +180,7 @@ class TierGate:
 
     def get_refusal(self, now_s: float) -> str | None:
         """Return the reason why no get is begun now, or None."""
-        return self.unusable or self.gets.refusal(now_s)
+        return self.disabled_reason or self.gets.refusal(now_s)
 
     def put_room(self, count: int, most_backlog: int, now_s: float) -> tuple[int, str]:
         """Return how many of ``count`` chunks are put now, and why not the others.
@@ -188,7 +190,7 @@ class TierGate:
             most_backlog: chunks that the tier's puts may pin.
             now_s: the owner's clock.
         """
-        refusal = self.unusable or self.puts.refusal(now_s)
+        refusal = self.disabled_reason or self.puts.refusal(now_s)
         if refusal is not None:
             return 0, refusal
         room = max(0, most_backlog - self.backlog)

@@ -121,7 +121,7 @@ class Breaker:
     def _trip(self, reason: str, now_s: float) -> str:
         relapse = now_s < self._closed_s + _RELAPSE_PAUSES * self._backoff.pause_s
         if self.state is _CLOSED and not relapse:
-            self._backoff.start_anew()
+            self._backoff.reset()
         self.state = _OPEN
         self._until_s = now_s + self._backoff.next_s()
         return reason

@@ -30,13 +30,13 @@ class Cascades:
             table.unpin(ready[count:])
         return ready
 
-    def put_into_earlier_tiers(self, chunks: Sequence[Chunk], now_s: float) -> None:
+    def backfill(self, chunks: Sequence[Chunk], now_s: float) -> None:
         """Put promoted chunks into the tiers before the one that had them: these are asked first."""
         ready = [chunk for chunk in chunks if chunk.state is _READY and chunk.origin]
         if not ready:
             return
         for tier, count in self._admit(len(ready), range(ready[0].origin or 0), now_s):
-            self._shared.counts["lifted", self._shared.tiers[tier].name] += count
+            self._shared.counts["backfilled", self._shared.tiers[tier].name] += count
             self._shared.table.pin(ready[:count])
             self._put(tier, ready[:count], now_s)
 
@@ -44,13 +44,13 @@ class Cascades:
         """Process the end of a put, and return the chunks that it no longer pins."""
         shared = self._shared
         transfer, _ = shared.end(event, now_s)
-        gate = shared.tiers[transfer.tier]
-        gate.backlog -= len(transfer.chunks)
-        gate.put_ended(len(transfer.chunks), event.health, event.seconds)
-        shared.counts["put", gate.name] += sum(event.kept)
-        shared.counts["put_seconds", gate.name] += event.seconds
+        status = shared.tiers[transfer.tier]
+        status.backlog -= len(transfer.chunks)
+        status.put_ended(len(transfer.chunks), event.health, event.seconds)
+        shared.counts["put", status.name] += sum(event.kept)
+        shared.counts["put_seconds", status.name] += event.seconds
         for reason, count in event.reasons.items():
-            shared.counts["put_failed", gate.name, reason] += count
+            shared.counts["put_failed", status.name, reason] += count
         shared.announce_end(transfer, event.kept)
         shared.table.unpin(transfer.chunks)
         return transfer.chunks
@@ -66,7 +66,7 @@ class Cascades:
             keys = list(self._reused)
             self._reused.clear()
             tiers = enumerate(self._shared.tiers)
-            self._shared.commands += [Touch(tier, keys) for tier, gate in tiers if gate.works]
+            self._shared.commands += [Touch(tier, keys) for tier, status in tiers if status.works]
 
     def reset(self) -> None:
         """Forget which chunks were reused."""
@@ -75,15 +75,15 @@ class Cascades:
     def _admit(self, count: int, tiers: Iterable[int], now_s: float) -> list[tuple[int, int]]:
         """Return which of the tiers are given how many of the next ``count`` chunks."""
         admitted = []
-        shared, gates = self._shared, self._shared.tiers
+        shared, statuses = self._shared, self._shared.tiers
         most = max(1, int(len(shared.table.all) * shared.limits.put_backlog))
-        unused = most - sum(gate.backlog for gate in gates)
+        unused = most - sum(status.backlog for status in statuses)
         for index in tiers:
-            gate = gates[index]
-            share = max(1, most // len(gates))  # its own, whatever the others hold
-            room, reason = gate.put_room(count, max(share, unused + gate.backlog), now_s)
+            status = statuses[index]
+            share = max(1, most // len(statuses))  # its own, whatever the others hold
+            room, reason = status.put_room(count, max(share, unused + status.backlog), now_s)
             if room < count:
-                shared.counts["put_dropped", gate.name, reason] += count - room
+                shared.counts["put_dropped", status.name, reason] += count - room
             if room:
                 admitted.append((index, room))
         return admitted

@@ -4,8 +4,8 @@ It has one owner, which calls it from one thread and then takes the commands tha
 blocks and reads no clock: time is an argument, in seconds on the owner's clock.
 
 How a chunk is found: ``lookup`` answers each key from what is known and notes what is not. ``settle``,
-called when a round of questions is over, turns the notes into fetches. A fetch looks for its keys in
-one tier and, into slots it was given, brings the run of keys it finds from the front: question and
+called when a round of questions is over, turns the notes into gets. A get looks for its keys in one
+tier and copies the run of keys that it finds from the front into the slots that it was given: question and
 transfer cost a waiting request one delay, not two. Slots for keys that may turn out to be absent come
 only from free ones, so asking for what is not there evicts nothing.
 """
@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier._core import messages
-from kvtier._core.admission import Limits, ReuseTracker, TierGate
-from kvtier._core.announcements import Change
+from kvtier._core.admission import Limits, ReuseTracker, TierStatus
 from kvtier._core.cascade import Cascades
 from kvtier._core.chunks import Chunk, ChunkTable
+from kvtier._core.kv_events import KVEvent
 from kvtier._core.promotion import Promotions
 from kvtier._core.requests import Request
 from kvtier._core.shared import Count, Notice, SharedState
@@ -43,25 +43,25 @@ class Tiering:
         tiers: the secondary tiers, in the order in which they are asked.
         limits: the bounds to keep.
         windowed_groups: KV cache groups that are not looked up from the front of the prompt (sliding
-            windows); their chunks are located first and then fetched as they are asked for.
-        track_changes: whether to note what becomes available where, for ``take_changes``.
+            windows); their chunks are located first and then promoted as they are asked for.
+        track_kv_events: whether to note what becomes available where, for ``take_kv_events``.
 
     Attributes:
-        is_distrusted: whether nothing is stored and nothing found any more, as ``distrust`` says.
+        is_disabled: whether nothing is stored and nothing found any more, as ``disable_after_audit`` says.
     """
 
     def __init__(
         self,
         policy: EvictionPolicy,
-        tiers: Sequence[TierGate] = (),
+        tiers: Sequence[TierStatus] = (),
         limits: Limits | None = None,
         *,
         windowed_groups: frozenset[int] = frozenset(),
-        track_changes: bool = False,
+        track_kv_events: bool = False,
     ) -> None:
         limits = limits or Limits()
         self.table = ChunkTable(policy)
-        self.shared = SharedState(self.table, tiers, limits, track_changes=track_changes)
+        self.shared = SharedState(self.table, tiers, limits, track_kv_events=track_kv_events)
         self.promotions = Promotions(self.shared, windowed_groups)
         self.cascades = Cascades(self.shared)
         self.epoch = 0
@@ -73,7 +73,7 @@ class Tiering:
         self._asked: list[Request] = []
         self._round: object = object()
         self._has_damage = False
-        self.is_distrusted = False
+        self.is_disabled = False
         self._refusal: str | None = None
         self._tracker = ReuseTracker(limits.store_threshold, limits.max_tracker_size)
 
@@ -132,7 +132,7 @@ class Tiering:
         return _PENDING if chunk is not None or key in request.located else _RETRY
 
     def settle(self, now_s: float) -> None:
-        """End a round of questions: fetch what is wanted, keep the deadlines, keep the reserve free."""
+        """End a round of questions: promote what is wanted, keep the deadlines, keep the reserve free."""
         asked, self._asked = self._asked, []
         self._round = object()
         for transfer in self.shared.overdue(now_s):
@@ -145,12 +145,12 @@ class Tiering:
                 self._defer(request, now_s)
             elif request.state is not RequestState.EXPIRED:
                 self.served(request)
-        for request in list(self.promotions.holders):
+        for request in list(self.promotions.pending):
             if request.deadline_s is not None and request.deadline_s <= now_s:
                 self._expire(request)
         for request in asked:  # only now, when what each of them was told is there is pinned
             if request.is_waiting:
-                self.promotions.fetch_wanted(request, now_s)
+                self.promotions.promote_wanted(request, now_s)
         if self._tiers:
             self.promotions.evict_to_reserve()
         self.cascades.touch()
@@ -158,14 +158,12 @@ class Tiering:
             self.shared.note_policy()
         if self._has_damage:
             self._has_damage = False
-            self.distrust(None, "when it was about to be put into a tier")
+            self.disable_after_audit(None, "when it was about to be put into a tier")
 
     def next_deadline_s(self) -> float | None:
         """Return when ``settle`` has to be called at the latest, where anything is pending."""
         deadlines = [transfer.deadline_s for transfer in self.shared.running]
-        deadlines += [
-            holder.deadline_s for holder in self.promotions.holders if holder.deadline_s is not None
-        ]
+        deadlines += [other.deadline_s for other in self.promotions.pending if other.deadline_s is not None]
         return min(deadlines, default=None)
 
     def served(self, request: Request) -> None:
@@ -212,7 +210,7 @@ class Tiering:
         if request.deadline_s is None:
             request.deadline_s = now_s + self.shared.limits.request_deadline_s
         self.promotions.hold(request)
-        self.promotions.keep_asked(request)
+        self.promotions.unpin_unasked(request)
 
     def _hold_hits(self) -> None:
         """Pin what was answered HIT in this round, before something is evicted in its midst."""
@@ -245,7 +243,7 @@ class Tiering:
         origins = zip(keys, pinned.origins, strict=True)
         self.cascades.note_reuse(key for key, origin in origins if origin is None)
         self.pinned.add(pinned)
-        self.promotions.landing.difference_update(chunks)
+        self.promotions.promoting.difference_update(chunks)
         if request is not None:
             self.served(request)
             request.forget_answers()
@@ -257,7 +255,7 @@ class Tiering:
         self.table.unpin(pinned.chunks, used=True)
 
     def fail_load(self, pinned: Pinned, request: Request | None = None) -> None:
-        """End a load that did not bring its bytes: its chunks are dropped from the primary tier.
+        """End a load whose copies failed: its chunks are dropped from the primary tier.
 
         The request, where it still lives, is computed: it is never told HIT again. Another load for it
         could fail as well, and so on for ever. A HIT for one of the chunks in the round under way does not
@@ -274,7 +272,7 @@ class Tiering:
 
     def _drop(self, chunks: Sequence[Chunk]) -> None:
         """Hide chunks for ever and take a pin from each."""
-        self.shared.announcements.removed([chunk.key for chunk in chunks if chunk.state is _READY])
+        self.shared.kv_events.removed([chunk.key for chunk in chunks if chunk.state is _READY])
         self.table.drop(chunks)
         self.table.unpin(chunks)
 
@@ -301,7 +299,7 @@ class Tiering:
         Returns:
             The reservation, empty where nothing is to be stored; None where no slot can be had now.
         """
-        if self.is_distrusted:
+        if self.is_disabled:
             self._counts["store_refused", "audit"] += len(keys)
             return None
         visible, free = self._visible, self.table.free
@@ -323,13 +321,13 @@ class Tiering:
 
     def commit(self, reservation: Reservation, now_s: float) -> None:
         """End a store that has copied its bytes: the chunks are there, and go to the other tiers."""
-        if self.is_distrusted:
+        if self.is_disabled:
             self.abort(reservation)
             return
         self._end_handle(self.reservations, reservation)
         ready = self.cascades.put_stored(reservation.chunks, now_s)
         self._counts["stored",] += len(ready)
-        self.shared.announcements.stored([chunk.key for chunk in ready])
+        self.shared.kv_events.stored([chunk.key for chunk in ready])
 
     def abort(self, reservation: Reservation) -> None:
         """End a store that did not copy its bytes, or whose bytes were reset away."""
@@ -358,11 +356,11 @@ class Tiering:
 
     def on_event(self, event: messages.Event, now_s: float) -> None:
         """Process an event."""
-        if isinstance(event, messages.Fetched):
+        if isinstance(event, messages.GetEnded):
             self._hold_hits()
-            self.cascades.put_into_earlier_tiers(self.promotions.fetched(event, now_s), now_s)
+            self.cascades.backfill(self.promotions.get_ended(event, now_s), now_s)
         elif isinstance(event, messages.PutEnded):
-            self.promotions.let_go(self.cascades.put_ended(event, now_s))
+            self.promotions.free_budget(self.cascades.put_ended(event, now_s))
             self._has_damage = self._has_damage or "audit" in event.reasons
         elif isinstance(event, messages.SlotsReady):
             self.table.add_slots(event.slots)
@@ -388,9 +386,9 @@ class Tiering:
         notices, self.shared.notices = self.shared.notices, []
         return notices
 
-    def take_changes(self) -> list[Change]:
+    def take_kv_events(self) -> list[KVEvent]:
         """Return and clear what has become available, or has left, since the last call."""
-        return self.shared.announcements.take()
+        return self.shared.kv_events.take()
 
     def take_counts(self) -> dict[Count, float]:
         """Return and clear the counts since the last call."""
@@ -410,12 +408,12 @@ class Tiering:
         self._round = object()
         self.promotions.reset()
         ready = [key for key, chunk in self._visible.items() if chunk.state is _READY]
-        self.shared.announcements.removed(ready)
+        self.shared.kv_events.removed(ready)
         self.shared.announce_reset()
         self.table.reset()
         self.shared.commands += [messages.Reset(tier, self.epoch) for tier in range(len(self._tiers))]
 
-    def distrust(self, tier: int | None, where: str) -> None:
+    def disable_after_audit(self, tier: int | None, where: str) -> None:
         """Use a tier no more: an audit has found a chunk damaged that came from it.
 
         What it gave is dropped, unless it was loaded before. As with ``fail_load``, a HIT in the round
@@ -428,11 +426,11 @@ class Tiering:
         """
         name = PRIMARY if tier is None else self._tiers[tier].name
         self._counts["audit_failed", name] += 1
-        self.is_distrusted = self.is_distrusted or tier is None
-        for index, gate in enumerate(self._tiers):
-            if tier in (None, index) and not gate.distrusted:
-                gate.distrusted = True
-                self.shared.announcements.clear(index)
+        self.is_disabled = self.is_disabled or tier is None
+        for index, status in enumerate(self._tiers):
+            if tier in (None, index) and not status.failed_audit:
+                status.failed_audit = True
+                self.shared.kv_events.clear(index)
         given = [chunk for chunk in self.table if chunk.state is _READY and tier in (None, chunk.origin)]
         self.table.pin(given)
         self._drop(given)
@@ -448,11 +446,11 @@ class Tiering:
     @property
     def is_reset(self) -> bool:
         """Whether every tier that is not down has been reset to the current epoch."""
-        return all(gate.down is not None or gate.epoch == self.epoch for gate in self._tiers)
+        return all(status.down is not None or status.epoch == self.epoch for status in self._tiers)
 
     def _tier_down(self, event: messages.TierDown) -> None:
-        gate = self._tiers[event.tier]
-        if gate.down is None:
-            self._counts["tier_down", gate.name] += 1
-        gate.down = event.reason
-        self.shared.announcements.clear(event.tier)
+        status = self._tiers[event.tier]
+        if status.down is None:
+            self._counts["tier_down", status.name] += 1
+        status.down = event.reason
+        self.shared.kv_events.clear(event.tier)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from enum import Enum
 
-from kvtier._core.messages import Fetch, Put
+from kvtier._core.messages import Get, Put
 from kvtier._forks import keep_fd_from_children
 from kvtier._isolation.send_queue import SendQueue
 from kvtier._isolation.wire import Frames, Hello, pack
@@ -50,7 +50,7 @@ class Link:
     """
 
     def __init__(self, memory_fd: int, hello: Hello, on_full: Callable[[], object]) -> None:
-        self.in_flight: dict[int, Put | Fetch] = {}
+        self.in_flight: dict[int, Put | Get] = {}
         self.epochs = tuple(hello.epochs)
         self.is_over = False
         self.state = ReadState.DRAINED

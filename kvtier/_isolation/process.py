@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from math import inf
 
 from kvtier._core.backoff import Backoff, RandomSource
-from kvtier._core.messages import Command, Event, Fetch, ProcessEnded, Put, Reset, TierDown
+from kvtier._core.messages import Command, Event, Get, ProcessEnded, Put, Reset, TierDown
 from kvtier._executor import CLOSE_S, NamedTier, failure_of
 from kvtier._identity import Identity
 from kvtier._isolation import settings, wire
 from kvtier._isolation.decoder import MessageDecoder
 from kvtier._isolation.heartbeat import Heartbeat, SupervisorTimes
 from kvtier._isolation.link import Link, ReadState
-from kvtier._isolation.wire import Hello, SlotChecksumsText, WireError
+from kvtier._isolation.wire import Hello, SlotChecksumsLayout, WireError
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier.errors import IsolationError, StateError
@@ -99,7 +99,7 @@ class ExecutorProcess:
         chance: RandomSource = random.random,
     ) -> None:
         region.fileno()  # raises where there is none
-        self._slot_checksums = None if slot_checksums is None else _checksums_text(slot_checksums)
+        self._slot_checksums = None if slot_checksums is None else _checksums_layout(slot_checksums)
         self._decoder = MessageDecoder(tiers, self._decide_first_start)
         self.events: deque[Event] = self._decoder.events
         self.activity = self._decoder.activity
@@ -156,7 +156,7 @@ class ExecutorProcess:
         missed = [Reset(tier, epoch) for tier, epoch in enumerate(before) if link.epochs[tier] != epoch]
         link.epochs = self._epochs
         for command in commands:
-            if isinstance(command, Put | Fetch):
+            if isinstance(command, Put | Get):
                 link.in_flight[command.id] = command
         if missed or commands:
             link.send_queue.add(wire.pack((*missed, *commands)))
@@ -239,7 +239,7 @@ class ExecutorProcess:
         finally:
             self._finish(link, end)
         if heartbeat.has_started and time.monotonic() - begun_s > 2 * self._times.longest_pause_s:
-            self._backoff.start_anew()
+            self._backoff.reset()
 
     def _hello(self) -> Hello:
         return Hello(
@@ -372,8 +372,8 @@ class ExecutorProcess:
             os.eventfd_read(self._wakeup)
 
 
-def _checksums_text(checksums: SlotChecksums) -> SlotChecksumsText:
-    return SlotChecksumsText(checksums.rate, checksums.areas, checksums.area_bytes, checksums.is_shared)
+def _checksums_layout(checksums: SlotChecksums) -> SlotChecksumsLayout:
+    return SlotChecksumsLayout(checksums.rate, checksums.areas, checksums.area_bytes, checksums.is_shared)
 
 
 def _after(epochs: tuple[int, ...], commands: Sequence[Command]) -> tuple[int, ...]:

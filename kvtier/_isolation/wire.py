@@ -50,7 +50,7 @@ class TierSettings(Struct, frozen=True):
     settings: dict[str, Any]
 
 
-class SlotChecksumsText(Struct, frozen=True):
+class SlotChecksumsLayout(Struct, frozen=True):
     """How to read the ``SlotChecksums`` in the region's metadata."""
 
     rate: Annotated[float, Meta(ge=0, le=1)]
@@ -68,7 +68,7 @@ class Hello(Struct, frozen=True, kw_only=True):
     slots: Number
     chunk_bytes: Number
     metadata_bytes: Number
-    slot_checksums: SlotChecksumsText | None
+    slot_checksums: SlotChecksumsLayout | None
     epochs: list[Number]
     cpus: list[Number]
     memory_limit_bytes: Number | None

@@ -18,10 +18,10 @@ from enum import IntFlag
 import crc32c
 
 from kvtier._core.chunks import Chunk
-from kvtier._core.messages import Command, Fetch
+from kvtier._core.messages import Command, Get
 from kvtier._memory.heap import HeapMemory
 from kvtier._memory.region import Region
-from kvtier._telemetry import evidence
+from kvtier._telemetry import damage_dump
 from kvtier.keys import OffloadKey
 
 _WORD_BYTES = 8
@@ -129,10 +129,10 @@ class SlotChecksums:
                 if words[place]:
                     words[place] &= _FAULTS
 
-    def forget_fetched(self, commands: Iterable[Command]) -> None:
-        """Clear the checksums of the slots of fetches. To be called before these are submitted."""
+    def forget_promoted(self, commands: Iterable[Command]) -> None:
+        """Clear the checksums of the slots of gets. To be called before these are submitted."""
         for command in commands:
-            if isinstance(command, Fetch):
+            if isinstance(command, Get):
                 self.forget(command.slots)
 
     def chosen(self, transfer_id: int, slots: Sequence[int]) -> list[int]:
@@ -147,7 +147,7 @@ class SlotChecksums:
         self._words[place] = (self._words[place] & _FAULTS) | _KNOWN | checksum
 
     def record_checksums(self, slots: Iterable[int]) -> None:
-        """Set the checksums of slots from their content, which a tier has brought and its seal has proven."""
+        """Set the checksums of slots from their content, which was promoted and whose seal is proven."""
         for slot in slots:
             for area in range(self.areas):
                 self.expect(slot, area, crc32c.crc32c(self.view(slot, area)))
@@ -178,7 +178,7 @@ class SlotChecksums:
         if expected is None or found == expected:
             return True
         facts = {"key": key.hex(), "slot": slot, "area": area, "expected": expected, "found": found}
-        evidence.keep("a chunk has changed in the primary tier", facts, slot=content)
+        damage_dump.write("a chunk has changed in the primary tier", facts, slot=content)
         return False
 
     def blame(self, slot: int, area: int, fault: Fault) -> None:

@@ -59,7 +59,7 @@ class TierActivity:
 
     Attributes:
         puts: its puts.
-        gets: its fetches.
+        gets: its gets.
         usage: how full it is, at most about a second old; None if unknown.
     """
 

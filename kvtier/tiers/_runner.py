@@ -16,8 +16,8 @@ from kvtier._core.backoff import RandomSource
 from kvtier._core.messages import (
     Answer,
     Event,
-    Fetch,
-    Fetched,
+    Get,
+    GetEnded,
     Put,
     PutEnded,
     Removed,
@@ -51,7 +51,7 @@ logger = logging.getLogger("kvtier.executor")
 
 Post = Callable[[Event], None]
 T = TypeVar("T")
-CommandT = TypeVar("CommandT", Put, Fetch)
+CommandT = TypeVar("CommandT", Put, Get)
 
 _USAGE_EVERY_S = 1.0
 _MOST_TOUCHED = 16_384
@@ -189,17 +189,17 @@ class TierRunner:
         finally:
             self._is_sending_touches = False
 
-    # --- puts and fetches ------------------------------------------------------------------------
+    # --- puts and gets ---------------------------------------------------------------------------
 
     async def put(self, command: Put, epoch: Epoch) -> None:
         """Run a put, when its turn comes."""
         failed = [False] * len(command.keys)
         await self._run("put", self.activity.puts, command, epoch, self._put, PutEnded, failed)
 
-    async def fetch(self, command: Fetch, epoch: Epoch) -> None:
-        """Run a fetch, when its turn comes."""
+    async def get(self, command: Get, epoch: Epoch) -> None:
+        """Run a get, when its turn comes."""
         failed = [Answer.MISSING] * len(command.keys)
-        await self._run("get", self.activity.gets, command, epoch, self._fetch, Fetched, failed)
+        await self._run("get", self.activity.gets, command, epoch, self._get, GetEnded, failed)
 
     async def _run(
         self,
@@ -221,7 +221,7 @@ class TierRunner:
                     progress.has_begun = True
                     results, outcome = await act(command, epoch, progress)
         except BaseException as error:
-            outcome = self._end_badly(verb, command.keys, error, progress)
+            outcome = self._failed_outcome(verb, command.keys, error, progress)
         finally:
             turns.submitted -= 1
             took = (progress.seconds, progress.health, progress.retry)
@@ -237,7 +237,7 @@ class TierRunner:
         outcome = await self._attempts("put", self._put_once, batch, epoch, progress)
         return [status == Status.OK for status in outcome.statuses], outcome
 
-    async def _fetch(self, command: Fetch, epoch: Epoch, progress: Progress) -> tuple[list[Answer], Outcome]:
+    async def _get(self, command: Get, epoch: Epoch, progress: Progress) -> tuple[list[Answer], Outcome]:
         self._require_usable(epoch)
         count = len(command.keys)
         found = [True] * count if command.located else await self._find(command.keys, epoch, progress)
@@ -249,7 +249,7 @@ class TierRunner:
         batch = Batch(command.keys[:run], command.slots[:run], self._memory)
         outcome = await self._attempts("get", self._get_once, batch, epoch, progress)
         answers[:run] = [
-            Answer.LANDED if status == Status.OK else Answer.MISSING for status in outcome.statuses
+            Answer.COPIED if status == Status.OK else Answer.MISSING for status in outcome.statuses
         ]
         await self._record_checksums(batch, outcome)
         return answers, outcome
@@ -265,7 +265,7 @@ class TierRunner:
         self._require_usable(epoch)
 
     async def _record_checksums(self, batch: Batch, outcome: Outcome) -> None:
-        """Choose some fetched chunks for audits, and record the checksums of their slots now."""
+        """Choose some promoted chunks for audits, and record the checksums of their slots now."""
         if self._slot_checksums is None or not self._slot_checksums.rate:
             return
         landed = [slot for slot, it in zip(batch.slots, outcome.statuses, strict=True) if it == Status.OK]
@@ -377,7 +377,7 @@ class TierRunner:
     async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
         return await in_thread(function, *arguments, limiter=self._threads)
 
-    def _end_badly(
+    def _failed_outcome(
         self, verb: str, keys: Sequence[OffloadKey], error: BaseException, progress: Progress
     ) -> Outcome:
         """Return the outcome of a command that was not begun, cut off by its deadline, or failed all over."""

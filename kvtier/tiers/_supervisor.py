@@ -52,7 +52,7 @@ class TierSupervisor:
         name: the tier's name.
         tier: the tier.
         again: makes a new object of it, for an ``open`` that follows a failed one; None to reuse the same.
-        tell: called with the reason when the tier goes down, and with None whenever it is up
+        on_change: called with the reason when the tier goes down, and with None whenever it is up
             in the current epoch.
         chance: the source of randomness.
         is_idle: returns whether no command of the tier is in flight.
@@ -69,7 +69,7 @@ class TierSupervisor:
         name: str,
         tier: AnyTier,
         again: Callable[[], AnyTier] | None,
-        tell: Callable[[str | None], None],
+        on_change: Callable[[str | None], None],
         chance: RandomSource,
         is_idle: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -79,7 +79,7 @@ class TierSupervisor:
         self.is_open = False
         self._name = name
         self._again = again
-        self._tell = tell
+        self._on_change = on_change
         self._deadline_s = tier.config.deadline_s
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, chance)
         self._log_limit = LogLimit(_LOG_EVERY_S)
@@ -153,7 +153,7 @@ class TierSupervisor:
     # --- steps -----------------------------------------------------------------------------------
 
     async def _bring_up(self, context: TierContext) -> None:
-        """Bring the tier to the latest epoch, restarting and opening it first where needed."""
+        """SlotUse the tier to the latest epoch, restarting and opening it first where needed."""
         if self._restart_reason is not None and self.is_open:
             await self._close_lost(self._restart_reason)
         self._restart_reason = None
@@ -208,14 +208,14 @@ class TierSupervisor:
         if not was_down or suffix is not None:
             logger.error("tier %s disabled, retrying: it %s%s", self._name, reason, suffix or "")
         if not was_down:
-            self._tell(reason)
+            self._on_change(reason)
 
     def _come_up(self) -> None:
-        self._backoff.start_anew()
+        self._backoff.reset()
         if self.down is not None:
             self.down = None
             logger.warning("tier %s is up again", self._name)
-        self._tell(None)
+        self._on_change(None)
 
     def _release_waiters(self) -> None:
         self._opened.set()

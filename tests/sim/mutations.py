@@ -53,8 +53,8 @@ MUTATIONS = (
         "kvtier._core.promotion:Promotions.give_up",
         (
             (
-                "self.landing.difference_update(transfer.chunks)",
-                "self.landing.difference_update(transfer.chunks);"
+                "self.promoting.difference_update(transfer.chunks)",
+                "self.promoting.difference_update(transfer.chunks);"
                 "self._shared.table.failed(transfer.chunks); transfer.chunks.clear()",
             ),
         ),
@@ -121,12 +121,12 @@ MUTATIONS = (
     ),
     Mutation(
         "answers_in_the_wrong_order",
-        "kvtier.tiers._runner:TierRunner._fetch",
+        "kvtier.tiers._runner:TierRunner._get",
         (("for status in outcome.statuses", "for status in reversed(outcome.statuses)"),),
     ),
     Mutation(
         "failed_get_lands",
-        "kvtier.tiers._runner:TierRunner._fetch",
+        "kvtier.tiers._runner:TierRunner._get",
         (("if status == Status.OK else", "if status != Status.ABSENT else"),),
     ),
     Mutation(
@@ -156,10 +156,10 @@ MUTATIONS = (
     ),
     Mutation(
         "budget_not_given_back",
-        "kvtier._core.promotion:Promotions.let_go",
+        "kvtier._core.promotion:Promotions.free_budget",
         (
             (
-                "self.landing.difference_update([chunk for chunk in chunks if not chunk.pins])",
+                "self.promoting.difference_update([chunk for chunk in chunks if not chunk.pins])",
                 "pass",
             ),
         ),
@@ -167,7 +167,7 @@ MUTATIONS = (
     Mutation(
         "backlog_not_given_back",
         "kvtier._core.cascade:Cascades.put_ended",
-        (("gate.backlog -= len(transfer.chunks)", "pass"),),
+        (("status.backlog -= len(transfer.chunks)", "pass"),),
     ),
     Mutation(
         "turn_not_given_back",
@@ -192,7 +192,7 @@ MUTATIONS = (
     Mutation(
         "tier_never_comes_back",
         "kvtier.tiers._supervisor:TierSupervisor._come_up",
-        (("self._tell(None)", "pass"),),
+        (("self._on_change(None)", "pass"),),
     ),
     Mutation(
         "second_attempt_after_a_reset",
@@ -211,7 +211,7 @@ MUTATIONS = (
     ),
     Mutation(
         "key_in_two_slots",
-        "kvtier._core.promotion:Promotions._land",
+        "kvtier._core.promotion:Promotions._complete",
         (("and chunk.key not in table.visible", ""),),
     ),
     Mutation(

@@ -20,7 +20,7 @@ from hypothesis.strategies import floats
 from pydantic import ByteSize
 
 from kvtier import _executor
-from kvtier._core.messages import Answer, Event, Fetched, Put, PutEnded, Removed, TierDown, TierUp, Touch
+from kvtier._core.messages import Answer, Event, GetEnded, Put, PutEnded, Removed, TierDown, TierUp, Touch
 from kvtier._executor import Executor, ExecutorThread, NamedTier, time_left
 from kvtier._memory.heap import HeapMemory
 from kvtier.errors import TierError
@@ -42,7 +42,7 @@ from tests.unit.isolation.conftest import (
 )
 from tests.unit.tiers.world import AnyTier, Scripted, ends_of, raises, world
 
-MISSING, LOCATED, LANDED = Answer.MISSING, Answer.LOCATED, Answer.LANDED
+MISSING, LOCATED, COPIED = Answer.MISSING, Answer.LOCATED, Answer.COPIED
 
 
 def dummy(**settings: object) -> DummyTier:
@@ -119,11 +119,11 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> AnyTier:
     ("present", "slots", "answers"),
     [
         ([], 4, [MISSING] * 4),
-        ([0, 1, 2, 3], 4, [LANDED] * 4),
-        ([0, 1, 2, 3], 2, [LANDED, LANDED, LOCATED, LOCATED]),
+        ([0, 1, 2, 3], 4, [COPIED] * 4),
+        ([0, 1, 2, 3], 2, [COPIED, COPIED, LOCATED, LOCATED]),
         ([0, 1, 2, 3], 0, [LOCATED] * 4),
-        ([0, 1, 3], 4, [LANDED, LANDED, MISSING, LOCATED]),
-        ([0, 1, 3], 1, [LANDED, LOCATED, MISSING, LOCATED]),
+        ([0, 1, 3], 4, [COPIED, COPIED, MISSING, LOCATED]),
+        ([0, 1, 3], 1, [COPIED, LOCATED, MISSING, LOCATED]),
         ([1, 2, 3], 4, [MISSING, LOCATED, LOCATED, LOCATED]),
     ],
 )
@@ -138,14 +138,14 @@ async def test_a_fetch_brings_the_run_from_the_front(
         assert list(event.answers) == answers
         assert event.reasons == {}
         for number, answer in enumerate(answers):
-            assert it.bytes_in(10 + number) == (content(number) if answer is LANDED else bytes(CHUNK_BYTES))
+            assert it.bytes_in(10 + number) == (content(number) if answer is COPIED else bytes(CHUNK_BYTES))
 
 
 async def test_what_a_located_fetch_does_not_find_any_more_is_missing(tier: AnyTier) -> None:
     async with world(tier) as it:
         await it.hold([1, 3])
         event = await it.ended(it.fetch([1, 2, 3], [7, 8, 9], located=True))
-        assert list(event.answers) == [LANDED, MISSING, LANDED]
+        assert list(event.answers) == [COPIED, MISSING, COPIED]
         assert (it.bytes_in(7), it.bytes_in(9)) == (content(1), content(3))
 
 
@@ -178,7 +178,7 @@ async def test_gets_do_not_wait_for_puts() -> None:
         await it.hold([1])
         tier.puts_open, tier.gets_open = anyio.Event(), tier.puts_open
         puts = [it.put([10 + number]) for number in range(12)]
-        assert list((await it.ended(it.fetch([1], [50]))).answers) == [LANDED]
+        assert list((await it.ended(it.fetch([1], [50]))).answers) == [COPIED]
         assert not any(it.of(put) for put in puts)
         tier.puts_open.set()
         for put in puts:
@@ -274,7 +274,7 @@ async def test_a_tier_that_has_lost_what_it_opened_is_opened_anew_when_nothing_i
         await tier.until_opened(2)
         assert tier.begun == ["open", "put", "close", "open"]
         await it.until(lambda: [kind for _, kind in it.conditions()] == [TierUp, TierDown, TierUp])
-        assert list((await it.ended(it.fetch([1], [11]))).answers) == [LANDED]
+        assert list((await it.ended(it.fetch([1], [11]))).answers) == [COPIED]
     assert it.bytes_in(11) == content(1)
 
 
@@ -498,7 +498,7 @@ async def test_a_chunk_that_is_not_what_was_put_is_missing_and_discarded(
     async with world(tier) as it:
         await it.hold([1, 2, 3])
         event = await it.ended(it.fetch([1, 2, 3], [10, 11, 12]))
-        assert (list(event.answers), event.reasons) == ([LANDED, MISSING, LANDED], {reason: 1})
+        assert (list(event.answers), event.reasons) == ([COPIED, MISSING, COPIED], {reason: 1})
         assert (it.bytes_in(10), it.bytes_in(12)) == (content(1), content(3))
         assert tier.known(keys([1, 2, 3])) == [Knowledge.PRESENT, Knowledge.ABSENT, Knowledge.PRESENT]
 
@@ -572,7 +572,7 @@ async def test_what_is_under_way_at_the_end_is_cancelled_and_answered_once() -> 
     for event in it.events:
         if isinstance(event, PutEnded):
             assert (list(event.kept), event.reasons) == ([False, False], {"cancelled": 2})
-        elif isinstance(event, Fetched):
+        elif isinstance(event, GetEnded):
             assert (list(event.answers), event.reasons) == ([MISSING], {"cancelled": 1})
 
 
@@ -637,7 +637,7 @@ def beside(request: pytest.FixtureRequest) -> str:
 def test_beside_its_owner_events_come_back_in_a_deque(launch: MakeHarness, beside: str) -> None:
     it = launch(dummy(), where=beside)
     it.hold([1, 2])
-    assert list(it.fetched([1, 2, 3], [10, 11, 12]).answers) == [LANDED, LANDED, MISSING]
+    assert list(it.fetched([1, 2, 3], [10, 11, 12]).answers) == [COPIED, COPIED, MISSING]
     assert it.bytes_in(11) == content(2)
 
 
@@ -672,7 +672,7 @@ def test_close_cancels_what_does_not_end_in_time(launch: MakeHarness) -> None:
     assert it.process.close(0.05)
     assert it.end_of(put).reasons == {"cancelled": 1}
     found = it.end_of(fetch)
-    assert isinstance(found, Fetched)
+    assert isinstance(found, GetEnded)
     assert list(found.answers) == [MISSING]
 
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from kvtier import Identity, KVCaches, PageRef, TieringConfig, open_manager, pack_key
-from kvtier._core.admission import Limits, TierGate
+from kvtier._core.admission import Limits, TierStatus
 from kvtier._core.tiering import Tiering
 from kvtier._device.base import TransferEngine
 from kvtier._device.cpu import CpuTransferEngine, copy_plan
@@ -120,7 +120,7 @@ class World:
     ) -> None:
         self.device = device or Device()
         self.names = names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
-        gates = [TierGate(name, tier.config.deadline_s) for name, tier in zip(names, tiers, strict=True)]
+        gates = [TierStatus(name, tier.config.deadline_s) for name, tier in zip(names, tiers, strict=True)]
         self.core = Tiering(LRU(), gates, limits or Limits())
         layout = SlotLayout.make(self.device.caches.page_bytes, self.device.blocks_per_chunk)
         self.region = Region.anonymous(slots, layout.chunk_bytes)
@@ -180,8 +180,8 @@ class World:
         assert self.manager.statistics().pinned_chunks == 0
         assert not self.core.reservations
         assert not self.core.pinned
-        assert not self.core.promotions.holders
-        assert not self.core.promotions.landing
+        assert not self.core.promotions.pending
+        assert not self.core.promotions.promoting
 
     def check(self) -> None:
         invariants.check(self.core)

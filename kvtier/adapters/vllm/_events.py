@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent, OffloadKey
 
-from kvtier._core.announcements import Change
+from kvtier._core.kv_events import KVEvent
 from kvtier.adapters.vllm._locations import Location
 
 _PRIMARY = Location(Medium.CPU, Locality.LOCAL)
@@ -41,7 +41,7 @@ class EventStream:
         if self._self_describing:
             self._loaded.update(keys)
 
-    def events(self, changes: Iterable[Change]) -> Iterator[OffloadingEvent]:
+    def events(self, changes: Iterable[KVEvent]) -> Iterator[OffloadingEvent]:
         """Yield the events of changes, in their order."""
         for change in changes:
             keys = self._to_be_told(change) if self._self_describing else change.keys
@@ -50,7 +50,7 @@ class EventStream:
         if self._loaded:
             yield from self._described()
 
-    def _to_be_told(self, change: Change) -> Sequence[OffloadKey]:
+    def _to_be_told(self, change: KVEvent) -> Sequence[OffloadKey]:
         if change.removed:
             return [key for key in change.keys if not self._forget(key, change.tier)]
         told = []

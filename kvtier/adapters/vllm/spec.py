@@ -102,7 +102,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         core = make_core(
             self._settings,
             windowed_groups=windowed,
-            track_changes=self.kv_events_config.enable_kv_cache_events,
+            track_kv_events=self.kv_events_config.enable_kv_cache_events,
         )
         tiers = make_tiers(self._settings)
         slot_checksums = self._slot_checksums(region)

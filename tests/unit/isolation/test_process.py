@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier._core.messages import Answer, Fetched, ProcessEnded, PutEnded, Reset, TierDown
+from kvtier._core.messages import Answer, GetEnded, ProcessEnded, PutEnded, Reset, TierDown
 from kvtier._isolation import link as links
 from kvtier._isolation import process as processes
 from kvtier._isolation.heartbeat import SupervisorTimes
@@ -42,7 +42,7 @@ from .conftest import (
     make_tier,
 )
 
-MISSING, LOCATED, LANDED = Answer.MISSING, Answer.LOCATED, Answer.LANDED
+MISSING, LOCATED, COPIED = Answer.MISSING, Answer.LOCATED, Answer.COPIED
 
 
 def test_activity_and_usage_reach_the_engine(launch: Launch) -> None:
@@ -151,14 +151,14 @@ def test_after_a_kill_each_command_ends_once_and_files_are_found_again(
     ends = [it.end_of(id_) for id_ in ids]
     assert [dict(end.reasons) for end in ends[:2]] == [{"process": 1}] * 2
     for end in ends:
-        if isinstance(end, Fetched) and list(end.answers) != [LANDED] * 3:
+        if isinstance(end, GetEnded) and list(end.answers) != [COPIED] * 3:
             assert (list(end.answers), sum(end.reasons.values())) == ([MISSING] * 3, 3)
     assert it.endings == ["killed"]
     it.until_up()
-    assert list(it.fetched([1, 2, 3], [50, 51, 52]).answers) == [LANDED] * 3
+    assert list(it.fetched([1, 2, 3], [50, 51, 52]).answers) == [COPIED] * 3
     assert [it.bytes_in(slot) for slot in (50, 51, 52)] == [content(1), content(2), content(3)]
     it.close()
-    ended = [event.id for event in it.heard if isinstance(event, PutEnded | Fetched)]
+    ended = [event.id for event in it.heard if isinstance(event, PutEnded | GetEnded)]
     assert sorted(ended) == list(range(1, it.submitted + 1))
 
 
@@ -174,7 +174,7 @@ def test_without_a_process_commands_fail_at_once_and_tiers_are_down(launch: Laun
     events = len(it.heard)
     put, fetch = it.put([2]), it.fetch([1], [10])
     it.take()
-    assert [event.id for event in it.heard[events:] if isinstance(event, PutEnded | Fetched)] == [put, fetch]
+    assert [event.id for event in it.heard[events:] if isinstance(event, PutEnded | GetEnded)] == [put, fetch]
     assert [dict(it.end_of(id_).reasons) for id_ in (put, fetch)] == [{"down": 1}] * 2
     (activity,) = it.process.activity
     it.until(lambda: (activity.puts.submitted, activity.usage) == (0, None), "that it does nothing")
@@ -307,8 +307,8 @@ def test_a_stopped_process_does_not_hold_up_its_owner(launch: Launch) -> None:
         os.kill(pid, signal.SIGCONT)
     for id_ in ids:
         end = it.end_of(id_)
-        assert isinstance(end, Fetched)
-        assert end.answers.count(LANDED) == 20
+        assert isinstance(end, GetEnded)
+        assert end.answers.count(COPIED) == 20
     assert it.endings == []
 
 

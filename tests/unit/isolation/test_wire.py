@@ -14,8 +14,8 @@ from pydantic import ByteSize
 from kvtier._core.messages import (
     Answer,
     Command,
-    Fetch,
-    Fetched,
+    Get,
+    GetEnded,
     Put,
     PutEnded,
     Removed,
@@ -42,7 +42,7 @@ health = st.sampled_from(TransferHealth)
 answers = st.lists(st.sampled_from(Answer), max_size=5)
 commands = st.one_of(
     st.builds(Put, numbers, numbers, keys, slots),
-    st.builds(Fetch, numbers, numbers, keys, slots, st.booleans()),
+    st.builds(Get, numbers, numbers, keys, slots, st.booleans()),
     st.builds(Touch, numbers, keys),
     st.builds(Reset, numbers, numbers),
 )
@@ -50,7 +50,7 @@ commands = st.one_of(
 
 ends = st.one_of(
     st.builds(PutEnded, numbers, st.lists(st.booleans(), max_size=5), counts, seconds, health, words),
-    st.builds(Fetched, numbers, answers, counts, seconds, health, words),
+    st.builds(GetEnded, numbers, answers, counts, seconds, health, words),
 )
 tier_events = st.one_of(
     st.builds(TierDown, numbers, st.text(max_size=50)),
@@ -119,9 +119,9 @@ class FakeLink:
     """What is in flight, without a process."""
 
     def __init__(self) -> None:
-        self.in_flight: dict[int, Put | Fetch] = {
+        self.in_flight: dict[int, Put | Get] = {
             1: Put(1, 0, NAMES, [0, 1]),
-            2: Fetch(2, 0, NAMES, [0], False),
+            2: Get(2, 0, NAMES, [0], False),
         }
 
 
@@ -150,8 +150,8 @@ def put_ended(id_: int = 1, kept: int = 2, **fields: Any) -> PutEnded:
         put_ended(retry="perhaps"),
         put_ended(seconds=float("nan")),
         put_ended(seconds=float("inf")),
-        Fetched(2, [Answer.LANDED]),
-        Fetched(2, [Answer.MISSING, Answer.LANDED]),  # into which slot?
+        GetEnded(2, [Answer.COPIED]),
+        GetEnded(2, [Answer.MISSING, Answer.COPIED]),  # into which slot?
         TierUp(1, 0),
         TierDown(1, "x"),
         Removed(1, []),

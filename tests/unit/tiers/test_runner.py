@@ -77,7 +77,7 @@ async def test_what_hangs_is_cut_off_at_its_deadline_and_the_next_goes_well(verb
         assert now_s() == pytest.approx(3.0, abs=0.02)
         assert (event.health, event.reasons) == (TransferHealth.LATE, {"timeout": 1})
         assert (await it.ended(it.put([1]))).kept == [True]
-        assert (await it.ended(it.fetch([1]))).answers == [Answer.LANDED]
+        assert (await it.ended(it.fetch([1]))).answers == [Answer.COPIED]
 
 
 async def test_slots_are_not_given_back_before_a_tier_that_can_not_be_stopped_has_ended() -> None:
@@ -149,7 +149,7 @@ async def test_what_may_be_over_a_moment_later_is_tried_once_more(verb: str, fau
             await it.ended(it.put([1, 2]))
             tier.calls.clear()
             event = await it.ended(it.fetch([1, 2]))
-            assert event.answers == [Answer.LANDED] * 2
+            assert event.answers == [Answer.COPIED] * 2
             assert bytes(it.memory.view(31)) == content(1)
         assert (event.retry, event.health, event.reasons) == ("helped", TransferHealth.GOOD, {})
         first_s, second_s = tier.of(verb)
@@ -161,7 +161,7 @@ async def test_a_question_that_lost_its_connection_is_asked_once_more() -> None:
     async with world(tier) as it:
         await it.ended(it.put([1]))
         event = await it.ended(it.fetch([1]))
-        assert (event.answers, event.retry) == ([Answer.LANDED], "helped")
+        assert (event.answers, event.retry) == ([Answer.COPIED], "helped")
     tier = Scripted(contains=[raises(ConnectionResetError())] * 2)
     async with world(tier) as it:
         event = await it.ended(it.fetch([1]))

@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any, NoReturn
 
 from kvtier import HeapMemory, Identity
-from kvtier._core.messages import Answer, Command, Event, Fetch, Fetched, Put, PutEnded
+from kvtier._core.messages import Answer, Command, Event, Get, GetEnded, Put, PutEnded
 from kvtier._executor import Executor, NamedTier
 from kvtier._reasons import TRANSFER
 from kvtier.keys import OffloadKey, pack_key
@@ -321,7 +321,7 @@ class Driver:
         self, numbers: Sequence[int], slots: Sequence[int], *, keep: bool = False
     ) -> asyncio.Future[Event]:
         """Look for chunks and get those at the front; unless ``keep``, the slots are in use again then."""
-        fetch = Fetch(next(self._ids), 0, keys(numbers), slots, located=False)
+        fetch = Get(next(self._ids), 0, keys(numbers), slots, located=False)
         return self._start(fetch, () if keep else slots)
 
     async def put(self, numbers: Sequence[int]) -> PutEnded:
@@ -333,23 +333,23 @@ class Driver:
         assert isinstance(event, PutEnded)
         return event
 
-    async def fetch(self, numbers: Sequence[int]) -> Fetched:
+    async def fetch(self, numbers: Sequence[int]) -> GetEnded:
         """Get chunks into the first slots."""
         event = await self.start_fetch(numbers, range(len(numbers)), keep=True)
-        assert isinstance(event, Fetched)
+        assert isinstance(event, GetEnded)
         return event
 
-    def check_landed(self, numbers: Sequence[int], fetched: Fetched) -> None:
+    def check_landed(self, numbers: Sequence[int], fetched: GetEnded) -> None:
         """Check the bytes of all that a fetch into the first slots has landed."""
         for slot, (number, answer) in enumerate(zip(numbers, fetched.answers, strict=True)):
             right = self.memory.view(slot) == self.rig.content(number)
-            expect(answer != Answer.LANDED or right, f"chunk {number} was given with wrong bytes")
+            expect(answer != Answer.COPIED or right, f"chunk {number} was given with wrong bytes")
 
     def ends_of(self, futures: Iterable[asyncio.Future[Event]]) -> list[int]:
         """Count, for each command that was started, the events that ended it."""
         wanted = {id(future): number for number, future in self._waiting.items()}
         numbers = [wanted[id(future)] for future in futures]
-        ids = [event.id for event in self.events if isinstance(event, PutEnded | Fetched)]
+        ids = [event.id for event in self.events if isinstance(event, PutEnded | GetEnded)]
         return [ids.count(number) for number in numbers]
 
     def check_reused(self, slots: Iterable[int], what: str) -> None:
@@ -358,7 +358,7 @@ class Driver:
         touched = [slot for slot in slots if self.memory.view(slot) != pattern]
         expect(not touched, f"{what} has written into slots {touched} after it had ended")
 
-    def _start(self, command: Put | Fetch, slots: Sequence[int]) -> asyncio.Future[Event]:
+    def _start(self, command: Put | Get, slots: Sequence[int]) -> asyncio.Future[Event]:
         future: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
         self._waiting[command.id] = future
         self._on_end[command.id] = list(slots)
@@ -368,7 +368,7 @@ class Driver:
 
     def _post(self, event: Event) -> None:
         self.events.append(event)
-        if isinstance(event, PutEnded | Fetched):
+        if isinstance(event, PutEnded | GetEnded):
             for slot in self._on_end[event.id]:
                 self.memory.view(slot)[:] = bytes([REUSED]) * self.rig.chunk_bytes
             if not self._waiting[event.id].done():
