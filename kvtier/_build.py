@@ -12,8 +12,8 @@ from kvtier import _plugins as plugins
 from kvtier._config import TieringConfig
 from kvtier._core.admission import Limits, TierStatus
 from kvtier._core.tiering import Tiering
-from kvtier._executor import AnyExecutor, Executor, ExecutorThread, NamedTier
-from kvtier._isolation.process import ExecutorProcess
+from kvtier._executor import Executor, ExecutorThread, NamedTier
+from kvtier._isolation.process import AnyExecutor, ExecutorProcess
 from kvtier._isolation.remote import RemoteExecutor
 from kvtier.errors import ConfigError, IsolationError
 from kvtier.policies._base import EvictionPolicy

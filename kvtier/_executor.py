@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import anyio
 import anyio.abc
@@ -150,30 +149,6 @@ class Executor:
         progress.set()
 
 
-class AnyExecutor(Protocol):
-    """An executor beside its owner: ``ExecutorThread``, or ``ExecutorProcess`` of ``kvtier._isolation``."""
-
-    @property
-    def events(self) -> deque[Event]:
-        """What has happened, to be taken from the left."""
-
-    @property
-    def activity(self) -> Sequence[TierActivity]:
-        """What each tier is doing, in the core's order; known from the start on."""
-
-    def start(self) -> None:
-        """Begin. The tiers are opened meanwhile."""
-
-    def submit(self, commands: Sequence[Command]) -> None:
-        """Hand commands over, without waiting for anything."""
-
-    def close(self, drain_s: float, close_s: float | None = None) -> bool:
-        """Drain for at most ``drain_s`` seconds, and close the tiers.
-
-        Returns within ``drain_s + close_s`` seconds, whatever hangs: whether all has ended.
-        """
-
-
 class ExecutorThread:
     """An executor on an event loop in a thread of its own, for an owner that can not wait.
 
@@ -295,7 +270,6 @@ def failure_of(command: Command, reason: str) -> Sequence[Event]:
 
 __all__ = [
     "CLOSE_S",
-    "AnyExecutor",
     "Executor",
     "ExecutorThread",
     "NamedTier",

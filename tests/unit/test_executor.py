@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import subprocess
 import sys
 import threading
@@ -32,6 +31,7 @@ from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
 from tests.unit.isolation.conftest import (
     CHUNK_BYTES,
+    CLOSE_S,
     IDENTITY,
     PATIENCE_S,
     SLOTS,
@@ -576,32 +576,6 @@ async def test_what_is_under_way_at_the_end_is_cancelled_and_answered_once() -> 
             assert (list(event.answers), event.reasons) == ([MISSING], {"cancelled": 1})
 
 
-@pytest.mark.parametrize("seed", range(12))
-async def test_every_command_has_one_event_whenever_it_is_closed(seed: int) -> None:
-    chance = random.Random(seed)
-    faults = {"failure_rate": 0.2, "corruption_rate": 0.2, "hang_rate": 0.05, "seed": seed}
-    tiers = [
-        dummy(
-            put_latency_s=0.002, get_latency_s=0.001, max_concurrency=3, complete_index=index == 0, **faults
-        )
-        for index in range(2)
-    ]
-    async with world(*tiers) as it:
-        for _ in range(chance.randrange(1, 60)):
-            tier, first = chance.randrange(2), chance.randrange(20)
-            if chance.random() < 0.1:
-                it.reset(tier=tier)
-            elif chance.random() < 0.5:
-                it.put(range(first, first + chance.randrange(1, 5)), tier)
-            else:
-                it.fetch(range(first, first + 4), range(30 + first, 30 + first + chance.randrange(5)), tier)
-            if chance.random() < 0.3:
-                await anyio.sleep(0.001 * chance.random())
-        submitted = it.submitted
-        await anyio.sleep(0.004 * chance.random())
-    assert sorted(event.id for event in ends_of(it.events)) == list(range(1, submitted + 1))
-
-
 # --- in a thread ---------------------------------------------------------------------------------
 
 
@@ -666,10 +640,11 @@ def test_close_lets_a_reset_end(launch: MakeHarness) -> None:
     assert tier.was_reset
 
 
-def test_close_cancels_what_does_not_end_in_time(launch: MakeHarness) -> None:
-    it = launch(dummy(hang_rate=1, deadline_s=600))
+def test_close_cancels_what_does_not_end_in_time(launch: MakeHarness, beside: str) -> None:
+    it = launch(dummy(hang_rate=1, deadline_s=600), where=beside)
     put, fetch = it.put([1]), it.fetch([1], [10])
-    assert it.process.close(0.05)
+    it.until(lambda: it.process.activity[0].puts.running, "the put")
+    assert it.process.close(0.05, CLOSE_S)
     assert it.end_of(put).reasons == {"cancelled": 1}
     found = it.end_of(fetch)
     assert isinstance(found, GetEnded)

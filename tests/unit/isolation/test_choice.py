@@ -17,9 +17,9 @@ import torch
 from kvtier import KVCaches, PageRef, TieringConfig, open_manager
 from kvtier._build import make_tiers, start_executor
 from kvtier._core.messages import Event, Get, GetEnded, Put, PutEnded
-from kvtier._executor import AnyExecutor, ExecutorThread, NamedTier
+from kvtier._executor import ExecutorThread, NamedTier
 from kvtier._isolation import link as links
-from kvtier._isolation.process import ExecutorProcess
+from kvtier._isolation.process import AnyExecutor, ExecutorProcess
 from kvtier._manager import TieringManager
 from kvtier._memory.region import Region
 from kvtier.errors import ConfigError, IsolationError

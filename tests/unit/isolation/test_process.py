@@ -409,15 +409,6 @@ def test_a_reset_during_a_start_is_not_missed(
 # --- shutdown ------------------------------------------------------------------------------------
 
 
-def test_close_cancels_what_hangs(launch: Launch) -> None:
-    it = launch(make_tier("dummy", hang_rate=1, deadline_s=600))
-    put = it.put([1])
-    it.until(lambda: it.process.activity[0].puts.running, "the put")
-    it.close(0.05)
-    assert it.end_of(put).reasons == {"cancelled": 1}
-    assert it.endings == []
-
-
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("how", ["stopped", "in an endless system call"])
 def test_a_shutdown_keeps_to_its_deadline_whatever_hangs(how: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,17 +22,6 @@ if TYPE_CHECKING:
 PAGE = mmap.PAGESIZE
 
 
-def test_processes_share_the_bytes_and_the_last_removes_the_file(holding: Holding, shm: Path) -> None:
-    with holding("e") as one, holding("e") as other:
-        assert (one.answer(), other.answer()) == ("open", "open")
-        assert one.tell("write 2 abcd") == "written"
-        assert other.tell("read 2") == "abcd"
-        assert one.tell("close") == "closed"
-        assert os.listdir(shm) == ["kvtier_e"]
-        assert other.tell("close") == "closed"
-        assert os.listdir(shm) == []
-
-
 @pytest.mark.parametrize("slots", [4, 9])
 @pytest.mark.parametrize("name", ["e", "f"])
 def test_kill_all_and_start_leaves_exactly_one(holding: Holding, shm: Path, name: str, slots: int) -> None:
