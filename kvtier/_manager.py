@@ -9,94 +9,34 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import anyio
 import anyio.to_thread
 
-from kvtier._core.admission import TierStatus
 from kvtier._core.messages import Event, SlotsReady, TierDown
 from kvtier._core.requests import Request
-from kvtier._core.states import BreakerState, ChunkState, Lookup
+from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering
-from kvtier._device.base import Blocks, Finished, TransferEngine
+from kvtier._device.base import TransferEngine
+from kvtier._device_copies import DeviceCopies
 from kvtier._driver import Driver
 from kvtier._executor import CLOSE_S, LAST_STEP_S, Executor, NamedTier, Post
 from kvtier._identity import Identity
 from kvtier._isolation.remote import RemoteExecutor
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums
+from kvtier._statistics import Statistics
 from kvtier._telemetry.dropped_puts import DroppedPuts
-from kvtier.errors import DeviceStuckError, StateError, TransferError
-from kvtier.keys import OffloadKey, group_index
+from kvtier.errors import DeviceStuckError, StateError
+from kvtier.keys import OffloadKey
 from kvtier.tiers._drain import until_done
 
 logger = logging.getLogger("kvtier.manager")
 
 _FIRST_SLOTS_S = 10.0
-
-LoadSlots = Callable[[Sequence[OffloadKey], Sequence[int], Sequence[int]], Awaitable[None]]
-"""Copies slots to the device: the keys, their slots, the blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class TierStatistics:
-    """The current state of one secondary tier.
-
-    Attributes:
-        name: the tier's name.
-        down: why the tier is not in use; None if it is.
-        backlog_chunks: chunks in puts that are queued or in flight.
-        overdue: transfers past their deadline that still run.
-        puts: state of the breaker for puts.
-        gets: state of the breaker for gets.
-        is_healthy: whether the last put and the last get ended in time; None before the first.
-    """
-
-    name: str
-    down: str | None
-    backlog_chunks: int
-    overdue: int
-    puts: BreakerState
-    gets: BreakerState
-    is_healthy: bool | None
-
-    @staticmethod
-    def of(gate: TierStatus) -> TierStatistics:
-        """Read the core's gate of the tier."""
-        return TierStatistics(
-            gate.name,
-            "audit" if gate.failed_audit else gate.down,
-            gate.backlog,
-            gate.overdue,
-            gate.puts.state,
-            gate.gets.state,
-            gate.is_healthy,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """The current state of a manager, and its counts since it was opened.
-
-    Attributes:
-        slots: usable slots of the primary tier.
-        free_slots: slots that hold no chunk.
-        ready_chunks: chunks in the primary tier that can be loaded.
-        pinned_chunks: chunks that cannot be evicted now.
-        counts: number of occurrences, keyed by event, then tier, then reason where there are such.
-        tiers: the secondary tiers, in lookup order.
-    """
-
-    slots: int
-    free_slots: int
-    ready_chunks: int
-    pinned_chunks: int
-    counts: Mapping[tuple[str, ...], float]
-    tiers: tuple[TierStatistics, ...]
 
 
 class Acquired:
@@ -106,11 +46,13 @@ class Acquired:
         keys: the leading keys that were found.
     """
 
-    def __init__(self, keys: Sequence[OffloadKey], slots: list[int], region: Region, load: LoadSlots) -> None:
+    def __init__(
+        self, keys: Sequence[OffloadKey], slots: list[int], region: Region, copies: DeviceCopies
+    ) -> None:
         self.keys = tuple(keys)
         self._given_slots: list[int] | None = slots
         self._region = region
-        self._load = load
+        self._copies = copies
 
     @property
     def views(self) -> tuple[memoryview, ...]:
@@ -132,7 +74,7 @@ class Acquired:
             TransferError: the device copy failed.
             ValueError: ``blocks`` does not fit ``keys``.
         """
-        await self._load(self.keys, self._slots, blocks)
+        await self._copies.load(self.keys, self._slots, blocks)
 
     def _give_back(self) -> None:
         """Forget the slots, which other chunks may take from now on."""
@@ -171,7 +113,6 @@ class TieringManager:
         self._region = region
         self._engine = engine
         self._blocks_per_chunk = blocks_per_chunk
-        self._groups = groups
         self._drain_s = drain_s
         self._close_s = close_s
         self._slot_checksums = slot_checksums
@@ -189,8 +130,7 @@ class TieringManager:
         self._closing = anyio.Event()
         self._is_open = False
         self._changed = anyio.Event()
-        self._copies: dict[int, asyncio.Future[Finished]] = {}
-        self._last_copy = 0
+        self._copies = DeviceCopies(engine, blocks_per_chunk, groups, self._notify)
         self._counts: dict[tuple[str, ...], float] = {}
 
     async def __aenter__(self) -> TieringManager:
@@ -205,7 +145,7 @@ class TieringManager:
             loop.call_soon_threadsafe(self._on_event, SlotsReady(range(0)))
 
         self._region.populate(slots_ready, on_end=slots_end)  # raises where the manager was closed before
-        self._engine.set_wakeup(lambda: loop.call_soon_threadsafe(self._collect_copies))
+        self._engine.set_wakeup(lambda: loop.call_soon_threadsafe(self._copies.collect))
         self._serving = asyncio.ensure_future(self._serve())
         self._is_open = True
         try:
@@ -239,7 +179,7 @@ class TieringManager:
         with self._request() as request:
             count = await self._find(keys, request)
             pinned = self._core.acquire(keys[:count], request)
-            acquired = Acquired(keys[:count], pinned.slots, self._region, self._load_slots)
+            acquired = Acquired(keys[:count], pinned.slots, self._region, self._copies)
             self._driver.settle()
             try:
                 yield acquired
@@ -262,7 +202,7 @@ class TieringManager:
                 the copy may even continue.
             ValueError: ``blocks`` does not fit ``keys``.
         """
-        self._require_fit(keys, blocks)
+        self._copies.require_fit(keys, blocks)
         async with self.acquire(keys) as acquired:
             if acquired.keys:
                 await acquired.load(blocks[: len(acquired.keys) * self._blocks_per_chunk])
@@ -286,7 +226,7 @@ class TieringManager:
             ValueError: ``blocks`` does not fit ``keys``.
         """
         self._require_open()
-        self._require_fit(keys, blocks)
+        self._copies.require_fit(keys, blocks)
         reservation = self._core.reserve(keys)
         if reservation is None or not reservation.keys:
             if reservation is not None:
@@ -298,7 +238,7 @@ class TieringManager:
         is_settled = False
         try:
             try:
-                await self._copy(self._engine.submit_store, reservation.keys, mine, reservation.slots)
+                await self._copies.store(reservation.keys, reservation.slots, mine)
             finally:
                 self._driver.inspect(reservation)
             self._driver.settle()  # a tier whose puts are overdue is given no more
@@ -327,23 +267,15 @@ class TieringManager:
 
     def statistics(self) -> Statistics:
         """Return the current state and the counts since the manager was opened."""
-        table = self._core.table
         for name, count in self._core.take_counts().items():
             self._counts[name] = self._counts.get(name, 0) + count
         if self._slot_checksums is not None:
             self._counts["audited",] = self._engine.audits.chunks
-        return Statistics(
-            slots=len(table.all),
-            free_slots=len(table.free),
-            ready_chunks=sum(chunk.state is ChunkState.READY for chunk in table.all),
-            pinned_chunks=sum(chunk.pins > 0 for chunk in table.all),
-            counts=dict(self._counts),
-            tiers=tuple(map(TierStatistics.of, self._core.shared.tiers)),
-        )
+        return Statistics.of(self._core, self._counts)
 
     async def drain(self) -> None:
         """Wait until every copy, put and get in flight has ended."""
-        while self._copies or not self._core.is_idle:
+        while self._copies.in_flight or not self._core.is_idle:
             await self._changed.wait()
 
     async def aclose(self) -> None:
@@ -417,54 +349,6 @@ class TieringManager:
         with anyio.move_on_after(wait_s):
             await self._changed.wait()
 
-    async def _copy(
-        self,
-        submit: Callable[[int, Blocks, Sequence[int]], None],
-        keys: Sequence[OffloadKey],
-        blocks: Sequence[int],
-        slots: Sequence[int],
-    ) -> None:
-        """Submit a device copy and wait for its true end, cancelled or not."""
-        copy = self._last_copy = self._last_copy + 1
-        submit(copy, *self._by_group(keys, blocks, slots))
-        self._copies[copy] = asyncio.get_running_loop().create_future()
-        try:
-            finished = await until_done(self._copies[copy])
-        finally:
-            del self._copies[copy]  # only now: what follows it at once is part of what drain() waits for
-            self._notify()
-        if finished.error is not None:
-            kind = DeviceStuckError if isinstance(finished.error, DeviceStuckError) else TransferError
-            raise kind(f"a copy of {len(keys)} chunks failed: {finished.error}") from finished.error
-
-    async def _load_slots(
-        self, keys: Sequence[OffloadKey], slots: Sequence[int], blocks: Sequence[int]
-    ) -> None:
-        """Copy pinned slots to the device."""
-        self._require_fit(keys, blocks)
-        submit = self._engine.submit_load
-        await self._copy(lambda copy, ids, slots: submit(copy, slots, ids), keys, blocks, slots)
-
-    def _by_group(
-        self, keys: Sequence[OffloadKey], blocks: Sequence[int], slots: Sequence[int]
-    ) -> tuple[Blocks, list[int]]:
-        """Order blocks and slots as the device layer wants them: group after group."""
-        width = self._blocks_per_chunk
-        order = sorted(range(len(keys)), key=lambda index: group_index(keys[index]))
-        sizes = [0] * self._groups
-        for key in keys:
-            sizes[group_index(key)] += width
-        ids = [block for index in order for block in blocks[index * width : (index + 1) * width]]
-        return Blocks.make(ids, sizes, [0] * self._groups), [slots[index] for index in order]
-
-    def _require_fit(self, keys: Sequence[OffloadKey], blocks: Sequence[int]) -> None:
-        if len(blocks) != len(keys) * self._blocks_per_chunk:
-            raise ValueError(
-                f"{len(keys)} keys need {len(keys) * self._blocks_per_chunk} blocks, not {len(blocks)}"
-            )
-        if groups := {group_index(key) for key in keys if group_index(key) >= self._groups}:
-            raise ValueError(f"there are {self._groups} groups; keys name group {min(groups)}")
-
     def _require_open(self) -> None:
         if not self._is_open:
             raise StateError("the manager is not open: use it inside of its async with block")
@@ -490,7 +374,7 @@ class TieringManager:
         await asyncio.wait((self._serving,), timeout=max(0.0, end_by_s - time.monotonic()))
         await anyio.to_thread.run_sync(self._engine.close)
         self._engine.set_wakeup(None)
-        self._collect_copies()
+        self._copies.collect()
         if self._serving.done():
             await anyio.to_thread.run_sync(self._region.close)
             self._serving.result()  # raises what it has ended with
@@ -503,10 +387,6 @@ class TieringManager:
     def _on_event(self, event: Event) -> None:
         self._driver.on_event(event)
         self._notify()
-
-    def _collect_copies(self) -> None:
-        for finished in self._engine.finished():
-            self._copies[finished.transfer_id].set_result(finished)
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, anyio.Event()

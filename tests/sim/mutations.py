@@ -101,8 +101,8 @@ MUTATIONS = (
     ),
     Mutation(
         "commit_before_the_copy_has_ended",
-        "kvtier._manager:TieringManager._copy",
-        (("await until_done(self._copies[copy])", "Finished(copy, 0, 0.0)"),),
+        "kvtier._device_copies:DeviceCopies._ended",
+        (("await until_done(self.in_flight[copy])", "Finished(copy, 0, 0.0)"),),
     ),
     Mutation(
         "deadline_ignored",
