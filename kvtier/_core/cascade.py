@@ -14,11 +14,15 @@ _READY = ChunkState.READY
 
 
 class Cascades:
-    """The puts into the secondary tiers. Each pins its chunks until it has ended."""
+    """The puts into the secondary tiers. Each pins its chunks until it has ended.
+
+    Attributes:
+        reused: chunks that were loaded from the primary tier since the last ``touch``.
+    """
 
     def __init__(self, shared: SharedState) -> None:
+        self.reused: dict[OffloadKey, None] = {}
         self._shared = shared
-        self._reused: dict[OffloadKey, None] = {}  # loaded from the primary tier since the last touch
 
     def put_stored(self, chunks: Sequence[Chunk], now_s: float) -> list[Chunk]:
         """End the copies of a store, put its chunks into every tier, and return those that are READY."""
@@ -57,20 +61,14 @@ class Cascades:
 
     def note_reuse(self, keys: Iterable[OffloadKey]) -> None:
         """Note chunks that were loaded from the primary tier, for the next ``touch``."""
-        if self._shared.tiers:
-            self._reused.update(dict.fromkeys(keys))
+        self.reused.update(dict.fromkeys(keys))
 
     def touch(self) -> None:
         """Send the tiers what was loaded from the primary tier, or they would take it for unused."""
-        if self._reused:
-            keys = list(self._reused)
-            self._reused.clear()
-            tiers = enumerate(self._shared.tiers)
-            self._shared.commands += [Touch(tier, keys) for tier, status in tiers if status.works]
-
-    def reset(self) -> None:
-        """Forget which chunks were reused."""
-        self._reused.clear()
+        keys = list(self.reused)
+        self.reused.clear()
+        tiers = enumerate(self._shared.tiers)
+        self._shared.commands += [Touch(tier, keys) for tier, status in tiers if status.works]
 
     def _admit(self, count: int, tiers: Iterable[int], now_s: float) -> list[tuple[int, int]]:
         """Return which of the tiers are given how many of the next ``count`` chunks."""

@@ -153,7 +153,8 @@ class Tiering:
                 self.promotions.promote_wanted(request, now_s)
         if self._tiers:
             self.promotions.evict_to_reserve()
-        self.cascades.touch()
+        if self.cascades.reused:
+            self.cascades.touch()
         if self.table.faults:
             self.shared.note_policy()
         if self._has_damage:
@@ -240,8 +241,9 @@ class Tiering:
         for chunk in chunks:
             self._counts["loaded", PRIMARY if chunk.origin is None else self._tiers[chunk.origin].name] += 1
             chunk.origin = None
-        origins = zip(keys, pinned.origins, strict=True)
-        self.cascades.note_reuse(key for key, origin in origins if origin is None)
+        if self._tiers:
+            origins = zip(keys, pinned.origins, strict=True)
+            self.cascades.note_reuse([key for key, origin in origins if origin is None])
         self.pinned.add(pinned)
         self.promotions.promoting.difference_update(chunks)
         if request is not None:
@@ -404,7 +406,7 @@ class Tiering:
         """
         self.epoch += 1
         self._asked.clear()
-        self.cascades.reset()
+        self.cascades.reused.clear()
         self._round = object()
         self.promotions.reset()
         ready = [key for key, chunk in self._visible.items() if chunk.state is _READY]

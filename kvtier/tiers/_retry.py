@@ -120,3 +120,12 @@ class Retries:
             statuses[index] = status
         lasting = {word: count for word, count in first.reasons.items() if word not in self._transient}
         return Outcome(statuses, Counter(lasting) + Counter(second.reasons))
+
+
+def health_of(outcome: Outcome) -> TransferHealth:
+    """Return the health that an outcome shows: bad where most chunks failed, or came with wrong bytes.
+
+    That a tier has no room, or does not have a chunk, is an answer as good as any.
+    """
+    bad = sum(status in (Status.FAILED, Status.CORRUPT) for status in outcome.statuses)
+    return TransferHealth.BAD if 2 * bad > len(outcome.statuses) else TransferHealth.GOOD

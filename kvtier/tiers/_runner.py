@@ -43,7 +43,7 @@ from kvtier.tiers._base import (
 )
 from kvtier.tiers._drain import in_thread
 from kvtier.tiers._faults import require_fault, words_of
-from kvtier.tiers._retry import Progress, Retries
+from kvtier.tiers._retry import Progress, Retries, health_of
 from kvtier.tiers._seal import Integrity, check, seal
 from kvtier.tiers._supervisor import AnyTier, Epoch, TierSupervisor
 
@@ -81,7 +81,7 @@ class TierRunner:
         self.name = named.name
         self.activity = TierActivity(config.max_concurrency)
         self.supervisor = TierSupervisor(
-            named.name, named.tier, named.again, self._post_condition, chance, self._is_idle
+            named.name, named.tier, named.recreate, self._post_condition, chance, self._is_idle
         )
         self._deadline_s = config.deadline_s
         self._retries = Retries(config.retry_share, named.tier.transient, chance)
@@ -343,9 +343,9 @@ class TierRunner:
         if failed and await self._retries.pause(progress, progress.seconds):
             self._require_usable(epoch)  # a put from before a reset must not be kept as if it came after
             second = await self._attempt(verb, act, batch.part(failed), progress)
-            progress.retry = "helped" if _health_of(second) is TransferHealth.GOOD else "failed"
+            progress.retry = "helped" if health_of(second) is TransferHealth.GOOD else "failed"
             outcome = self._complete(self._retries.joined(outcome, failed, second), len(batch))
-        progress.answered = _health_of(outcome)
+        progress.answered = health_of(outcome)
         return outcome
 
     async def _attempt(
@@ -423,15 +423,6 @@ def _in_integers(usage: Usage | None) -> Usage | None:
         None if nbytes is None else max(0, int(nbytes)) for nbytes in (usage.used_bytes, usage.capacity_bytes)
     )
     return Usage(used, capacity)
-
-
-def _health_of(outcome: Outcome) -> TransferHealth:
-    """Return the health that an outcome shows: bad where most chunks failed, or came with wrong bytes.
-
-    That a tier has no room, or does not have a chunk, is an answer as good as any.
-    """
-    bad = sum(status in (Status.FAILED, Status.CORRUPT) for status in outcome.statuses)
-    return TransferHealth.BAD if 2 * bad > len(outcome.statuses) else TransferHealth.GOOD
 
 
 def _seal_all(batch: Batch, digest: bytes) -> None:

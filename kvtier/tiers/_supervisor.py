@@ -51,7 +51,7 @@ class TierSupervisor:
     Args:
         name: the tier's name.
         tier: the tier.
-        again: makes a new object of it, for an ``open`` that follows a failed one; None to reuse the same.
+        recreate: makes a new object of it, for an ``open`` that follows a failed one; None to reuse the same.
         on_change: called with the reason when the tier goes down, and with None whenever it is up
             in the current epoch.
         chance: the source of randomness.
@@ -68,7 +68,7 @@ class TierSupervisor:
         self,
         name: str,
         tier: AnyTier,
-        again: Callable[[], AnyTier] | None,
+        recreate: Callable[[], AnyTier] | None,
         on_change: Callable[[str | None], None],
         chance: RandomSource,
         is_idle: Callable[[], bool] = lambda: True,
@@ -78,7 +78,7 @@ class TierSupervisor:
         self.down: str | None = None
         self.is_open = False
         self._name = name
-        self._again = again
+        self._recreate = recreate
         self._on_change = on_change
         self._deadline_s = tier.config.deadline_s
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, chance)
@@ -169,8 +169,8 @@ class TierSupervisor:
         self.epoch.settled.set()
 
     async def _open(self, context: TierContext) -> None:
-        if self._is_used_up and self._again is not None:
-            self.tier = self._again()
+        if self._is_used_up and self._recreate is not None:
+            self.tier = self._recreate()
         self._is_used_up = True
         await self.tier.open(context)
 

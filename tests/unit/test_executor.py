@@ -188,22 +188,6 @@ async def test_gets_do_not_wait_for_puts() -> None:
 # --- resets --------------------------------------------------------------------------------------
 
 
-async def test_a_put_before_a_reset_that_has_not_begun_is_refused() -> None:
-    tier = Gated(max_concurrency=1)
-    async with world(tier) as it:
-        running, queued = it.put([1]), it.put([2])
-        await tier.until(lambda: tier.begun == ["put"])
-        it.reset()
-        after = it.put([3])
-        await tier.until(lambda: "reset" in tier.begun)
-        tier.open_all()
-        assert (await it.ended(running)).kept == [False]
-        ended = await it.ended(queued)
-        assert (list(ended.kept), ended.reasons) == ([False], {"reset": 1})
-        assert list((await it.ended(after)).kept) == [True]
-        assert tier.known(keys([1, 2, 3])) == [Knowledge.ABSENT, Knowledge.ABSENT, Knowledge.PRESENT]
-
-
 class SlowMemory(HeapMemory):
     """Slots that cannot be looked at until the gate is open: so that sealing them takes its time."""
 
@@ -664,9 +648,9 @@ def test_after_the_end_commands_fail_at_once(launch: MakeHarness, beside: str) -
     put, fetch = it.put([1, 2]), it.fetch([1], [10])
     it.reset(1)
     it.take()
-    ends = [(event.id, dict(event.reasons)) for event in ends_of(it.heard)]
+    ends = [(event.id, dict(event.reasons)) for event in ends_of(it.received)]
     assert ends == [(put, {"down": 2}), (fetch, {"down": 1})]
-    assert {event.tier for event in it.heard if isinstance(event, TierDown)} == {0}
+    assert {event.tier for event in it.received if isinstance(event, TierDown)} == {0}
 
 
 def test_a_thread_that_dies_answers_what_it_has_and_what_comes() -> None:

@@ -158,7 +158,7 @@ def test_after_a_kill_each_command_ends_once_and_files_are_found_again(
     assert list(it.fetched([1, 2, 3], [50, 51, 52]).answers) == [COPIED] * 3
     assert [it.bytes_in(slot) for slot in (50, 51, 52)] == [content(1), content(2), content(3)]
     it.close()
-    ended = [event.id for event in it.heard if isinstance(event, PutEnded | GetEnded)]
+    ended = [event.id for event in it.received if isinstance(event, PutEnded | GetEnded)]
     assert sorted(ended) == list(range(1, it.submitted + 1))
 
 
@@ -169,12 +169,15 @@ def test_without_a_process_commands_fail_at_once_and_tiers_are_down(launch: Laun
     )
     it.hold([1])
     os.kill(it.pid(), signal.SIGKILL)
-    it.until(lambda: isinstance(it.heard[-1], TierDown), "the end")
-    assert [type(event) for event in it.heard[-2:]] == [ProcessEnded, TierDown]
-    events = len(it.heard)
+    it.until(lambda: isinstance(it.received[-1], TierDown), "the end")
+    assert [type(event) for event in it.received[-2:]] == [ProcessEnded, TierDown]
+    events = len(it.received)
     put, fetch = it.put([2]), it.fetch([1], [10])
     it.take()
-    assert [event.id for event in it.heard[events:] if isinstance(event, PutEnded | GetEnded)] == [put, fetch]
+    assert [event.id for event in it.received[events:] if isinstance(event, PutEnded | GetEnded)] == [
+        put,
+        fetch,
+    ]
     assert [dict(it.end_of(id_).reasons) for id_ in (put, fetch)] == [{"down": 1}] * 2
     (activity,) = it.process.activity
     it.until(lambda: (activity.puts.submitted, activity.usage) == (0, None), "that it does nothing")

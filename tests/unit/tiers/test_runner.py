@@ -303,22 +303,6 @@ async def test_a_tier_that_missed_a_reset_is_reset_before_it_is_used() -> None:
         assert (await it.ended(it.put([1]))).kept == [True]
 
 
-async def test_a_failed_reset_is_repeated_and_nothing_is_asked_of_the_tier_meanwhile() -> None:
-    tier = Scripted(reset=[raises(OSError("read only"))] * 2)
-    async with world(tier) as it:
-        assert (await it.ended(it.put([1]))).kept == [True]
-        it.reset()
-        with anyio.fail_after(0.001):
-            await it.executor.settled()
-        tier.calls.clear()
-        assert (await it.ended(it.fetch([1], located=True))).reasons == {"down": 1}
-        assert (await it.ended(it.put([2]))).reasons == {"down": 1}
-        await anyio.sleep(10.0)
-        assert [verb for verb, _ in tier.calls] == ["reset", "reset"]
-        assert [kind for _, kind in it.conditions()] == [TierUp, TierDown, TierUp]
-        assert (await it.ended(it.fetch([1]))).answers == [Answer.MISSING]
-
-
 async def test_a_reset_without_an_end_holds_up_nobody() -> None:
     tier = Scripted(DummyConfig(deadline_s=2.0), reset=[takes(30.0)])
     async with world(tier) as it:
