@@ -33,16 +33,16 @@ class TierStatistics:
     is_healthy: bool | None
 
     @staticmethod
-    def of(gate: TierStatus) -> TierStatistics:
-        """Read the core's gate of the tier."""
+    def of(status: TierStatus) -> TierStatistics:
+        """Read the core's status of the tier."""
         return TierStatistics(
-            gate.name,
-            "audit" if gate.failed_audit else gate.down,
-            gate.backlog,
-            gate.overdue,
-            gate.puts.state,
-            gate.gets.state,
-            gate.is_healthy,
+            status.name,
+            "audit" if status.failed_audit else status.down,
+            status.backlog,
+            status.overdue,
+            status.puts.state,
+            status.gets.state,
+            status.is_healthy,
         )
 
 

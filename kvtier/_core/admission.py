@@ -124,7 +124,7 @@ class TierStatus:
         backlog: chunks that its puts pin now.
         down: why it can not be used, or None.
         epoch: the last epoch that it was reset to.
-        distrusted: whether an audit has found a chunk of it damaged: it is not used any more.
+        failed_audit: whether an audit has found a chunk of it damaged; it is then disabled until a restart.
     """
 
     def __init__(

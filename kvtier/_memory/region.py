@@ -63,10 +63,8 @@ class Region:
         )
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._guard: Callable[[], object] | None = None
-        self._forget_memory: Callable[[], object] = lambda: None
         if file is not None:
-            self._forget_memory = keep_memory_from_children(self._address, len(self._map))
-            weakref.finalize(self._map, self._forget_memory)
+            keep_memory_from_children(self._map, self._address)
         self._populations: list[Population] = []
         # Also runs at interpreter exit, so that a forgotten region does not hold memory till the next start.
         self._release = weakref.finalize(self, _locked_file.release, file) if file else None
@@ -270,7 +268,6 @@ class Region:
         self._populations.clear()
         mapping, self._map = self._map, None
         if mapping is not None:
-            self._forget_memory()
             try:
                 mapping.close()
             except BufferError:  # the last of the views takes the mapping along

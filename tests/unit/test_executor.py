@@ -695,7 +695,6 @@ from kvtier._executor import Executor, ExecutorThread, NamedTier
 from kvtier._identity import Identity
 from kvtier.keys import pack_key
 from kvtier._memory.heap import HeapMemory
-from kvtier.tiers._seal import TRAILER_BYTES
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 
 begun = threading.Event()
