@@ -41,10 +41,9 @@ from kvtier.tiers._base import (
     TierContext,
     Usage,
 )
-from kvtier.tiers._drain import in_thread
 from kvtier.tiers._faults import require_fault, words_of
+from kvtier.tiers._integrity import IntegrityChecks
 from kvtier.tiers._retry import Progress, Retries, health_of
-from kvtier.tiers._seal import Integrity, check, seal
 from kvtier.tiers._supervisor import AnyTier, Epoch, TierSupervisor
 
 logger = logging.getLogger("kvtier.executor")
@@ -85,15 +84,12 @@ class TierRunner:
         )
         self._deadline_s = config.deadline_s
         self._retries = Retries(config.retry_share, named.tier.transient, chance)
-        self._chance = chance
         self._memory = memory
-        self._slot_checksums = slot_checksums
         self._post = post
-        self._threads = threads
         self._context = TierContext(
             named.name, identity, memory.chunk_bytes, self._note_removed, self._note_lost
         )
-        self._digest = identity.short_digest
+        self._integrity = IntegrityChecks(identity.short_digest, slot_checksums, threads, chance)
         self._reasons = reasons.TRANSFER.keys() | named.tier.reasons.keys()
         self._log_limit = LogLimit(_LOG_EVERY_S)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -229,10 +225,12 @@ class TierRunner:
 
     async def _put(self, command: Put, epoch: Epoch, progress: Progress) -> tuple[list[bool], Outcome]:
         self._require_usable(epoch)
-        await self._require_intact(command, epoch)
+        if not await self._integrity.are_slots_intact(command):
+            raise _NotBegunError("audit")
+        self._require_usable(epoch)  # that has taken a while
         batch = Batch(command.keys, command.slots, self._memory)
         if not self._tier.verifies:
-            await self._in_thread(_seal_all, batch, self._digest)
+            await self._integrity.seal(batch)
             self._require_usable(epoch)  # the tier would take what comes now for a put of the new epoch
         outcome = await self._attempts("put", self._put_once, batch, epoch, progress)
         return [status == Status.OK for status in outcome.statuses], outcome
@@ -251,27 +249,8 @@ class TierRunner:
         answers[:run] = [
             Answer.COPIED if status == Status.OK else Answer.MISSING for status in outcome.statuses
         ]
-        await self._record_checksums(batch, outcome)
+        await self._integrity.record_slots(batch, outcome.statuses)
         return answers, outcome
-
-    async def _require_intact(self, command: Put, epoch: Epoch) -> None:
-        """Refuse a put whose slots have changed since the store: its trailer would fit the damage."""
-        positions = [] if self._slot_checksums is None else self._slot_checksums.audited(command.slots)
-        if self._slot_checksums is None or not positions:
-            return
-        audited = [(command.keys[at], command.slots[at]) for at in positions]
-        if not await self._in_thread(self._slot_checksums.are_intact, audited):
-            raise _NotBegunError("audit")
-        self._require_usable(epoch)
-
-    async def _record_checksums(self, batch: Batch, outcome: Outcome) -> None:
-        """Choose some promoted chunks for audits, and record the checksums of their slots now."""
-        if self._slot_checksums is None or not self._slot_checksums.rate:
-            return
-        landed = [slot for slot, it in zip(batch.slots, outcome.statuses, strict=True) if it == Status.OK]
-        audited = [slot for slot in landed if self._chance() < self._slot_checksums.rate]
-        if audited:
-            await self._in_thread(self._slot_checksums.record_checksums, audited)
 
     async def _put_once(self, batch: Batch) -> Outcome:
         return self._complete(await self._tier.put(batch), len(batch))
@@ -280,21 +259,17 @@ class TierRunner:
         outcome = self._complete(await self._tier.get(batch), len(batch))
         if self._tier.verifies:
             return outcome
-        integrity = await self._in_thread(_check_all, batch, outcome.statuses, self._digest)
-        bad = [(key, found) for key, found in zip(batch.keys, integrity, strict=True) if found.is_corrupt]
-        if not bad:
+        corrupt = await self._integrity.corrupt(batch, outcome.statuses)
+        if not corrupt:
             return outcome
-        statuses = [
-            Status.CORRUPT if found.is_corrupt else status
-            for status, found in zip(outcome.statuses, integrity, strict=True)
-        ]
+        statuses = list(outcome.statuses)
         counts = Counter(outcome.reasons)
-        for key, found in bad:
+        for index, found in corrupt.items():
+            statuses[index] = Status.CORRUPT
             counts[found] += 1
-            self._log(
-                logging.ERROR, found, f"chunk {key.hex()} failed its integrity check ({found}): it is a miss"
-            )
-        await self._discard([key for key, _ in bad])
+            text = f"chunk {batch.keys[index].hex()} failed its integrity check ({found}): it is a miss"
+            self._log(logging.ERROR, found, text)
+        await self._discard([batch.keys[index] for index in corrupt])
         return Outcome(statuses, counts)
 
     async def _find(self, keys: Sequence[OffloadKey], epoch: Epoch, progress: Progress) -> list[bool]:
@@ -374,9 +349,6 @@ class TierRunner:
         except Exception as error:
             self._warn("discard", f"discard of {len(keys)} chunks failed: {self._words(error)}")
 
-    async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
-        return await in_thread(function, *arguments, limiter=self._threads)
-
     def _failed_outcome(
         self, verb: str, keys: Sequence[OffloadKey], error: BaseException, progress: Progress
     ) -> Outcome:
@@ -423,18 +395,6 @@ def _in_integers(usage: Usage | None) -> Usage | None:
         None if nbytes is None else max(0, int(nbytes)) for nbytes in (usage.used_bytes, usage.capacity_bytes)
     )
     return Usage(used, capacity)
-
-
-def _seal_all(batch: Batch, digest: bytes) -> None:
-    for index, (key, view) in enumerate(zip(batch.keys, batch.views, strict=True)):
-        batch.trailers[index] = seal(key, view, digest)
-
-
-def _check_all(batch: Batch, statuses: Sequence[Status], digest: bytes) -> list[Integrity]:
-    return [
-        check(trailer, key, view, digest) if status == Status.OK else Integrity.SOUND
-        for key, view, trailer, status in zip(batch.keys, batch.views, batch.trailers, statuses, strict=True)
-    ]
 
 
 def call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:

@@ -71,7 +71,7 @@ MUTATIONS = (
     ),
     Mutation(
         "checksum_not_verified",
-        "kvtier.tiers._runner:_check_all",
+        "kvtier.tiers._integrity:_check_all",
         (("check(trailer, key, view, digest) if status == Status.OK else", ""),),
     ),
     Mutation(
@@ -147,7 +147,7 @@ MUTATIONS = (
     Mutation(
         "damaged_chunk_not_discarded",
         "kvtier.tiers._runner:TierRunner._get_once",
-        (("await self._discard([key for key, _ in bad])", "pass"),),
+        (("await self._discard([batch.keys[index] for index in corrupt])", "pass"),),
     ),
     Mutation(
         "wakeup_lost",

@@ -141,14 +141,6 @@ async def test_a_fetch_brings_the_run_from_the_front(
             assert it.bytes_in(10 + number) == (content(number) if answer is COPIED else bytes(CHUNK_BYTES))
 
 
-async def test_what_a_located_fetch_does_not_find_any_more_is_missing(tier: AnyTier) -> None:
-    async with world(tier) as it:
-        await it.hold([1, 3])
-        event = await it.ended(it.fetch([1, 2, 3], [7, 8, 9], located=True))
-        assert list(event.answers) == [COPIED, MISSING, COPIED]
-        assert (it.bytes_in(7), it.bytes_in(9)) == (content(1), content(3))
-
-
 # --- touches -------------------------------------------------------------------------------------
 
 

@@ -365,23 +365,6 @@ async def test_the_slots_of_a_store_that_does_not_end_are_given_to_nobody() -> N
 # --- reset ---------------------------------------------------------------------------------------
 
 
-async def test_a_reset_during_a_load_lets_it_end_well() -> None:
-    gate = Gate()
-    gate.opened.set()
-    async with opened(dummy(), copy=gate, slots=4) as it:
-        keys = prompt(1, 4)
-        await it.store(keys)
-        gate.close()
-        load = asyncio.ensure_future(it.load(keys, 40))
-        await gate.begun()
-        await it.manager.reset()
-        assert await it.store(prompt(2, 4), 20) == 0  # the slots are still read
-        gate.opened.set()
-        assert await load == 4
-        await it.check_idle()
-        assert await it.store(prompt(2, 4), 20) == 4
-
-
 async def test_a_lookup_that_a_reset_overtakes_ends_at_once() -> None:
     silent = Silent(DummyConfig(deadline_s=60))
     async with opened(silent, slots=16, limits=Limits(request_deadline_s=60), drain_s=0) as it:

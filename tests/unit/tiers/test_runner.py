@@ -215,18 +215,6 @@ async def test_in_an_outage_second_attempts_are_few() -> None:
         assert {event.retry for event in events} == {"failed", "no_budget"}
 
 
-async def test_a_reset_between_two_attempts_keeps_the_second_from_being_made() -> None:
-    """The tier would keep the bytes of old weights as ones of the new."""
-    tier = Scripted(put=[raises(ConnectionResetError())])
-    async with world(tier) as it:
-        put = it.put([1])
-        await anyio.sleep(0.01)
-        it.reset()
-        event = await it.ended(put)
-        assert (event.kept, event.reasons) == ([False], {"reset": 1})
-        assert (await it.ended(it.fetch([1]))).answers == [Answer.MISSING]
-
-
 # --- what a transfer says of the tier --------------------------------------------------------------
 
 
