@@ -35,7 +35,7 @@ class Driver:
     Args:
         core: the state machine.
         executor: carries out its commands.
-        logger: where log of a tier's state, or of the eviction policy, are logged.
+        logger: where changes of a tier's state, or of the eviction policy, are logged.
         slot_checksums: what audited slots must hold; None where nothing is audited.
         has_damage: returns whether an audit ever failed; damage is looked for only then.
         clock: returns the time in seconds, monotonic. Default: ``time.monotonic``.

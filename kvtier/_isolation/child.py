@@ -123,7 +123,7 @@ class TierServer:
             if not data:
                 os._exit(0)  # the engine is gone: its slots may be another's at any moment
             for frame in self._frames.feed(data):
-                self._carry_out(wire.unpack_orders(frame), executor)
+                self._carry_out(wire.unpack(wire.ORDERS, frame), executor)
         except BlockingIOError:
             pass
         except Exception:
@@ -185,7 +185,7 @@ def main(arguments: list[str]) -> int:
     for fd in (sock.fileno(), memory_fd):
         os.set_inheritable(fd, False)  # not for processes that a tier starts
     keep_fd_from_children(sock.fileno())
-    hello = wire.unpack_hello(_first_frame(sock))
+    hello = wire.unpack(wire.HELLO, _first_frame(sock))
     sock.setblocking(False)
     server = TierServer(sock, hello)
     handler = _ForwardHandler(server.send_queue)

@@ -52,7 +52,7 @@ class MessageDecoder:
             WireError: a message is malformed or impossible.
         """
         is_alive = False
-        for report in wire.unpack_reports(frame):
+        for report in wire.unpack(wire.REPORTS, frame):
             if isinstance(report, PutEnded | GetEnded):
                 self._complete(report, link)
             elif isinstance(report, wire.Pong):

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePath
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.msgpack import Decoder
 from pydantic import BaseModel, SecretBytes, SecretStr
 
 from kvtier._core.messages import MAX_TEXT, Command, Number, Seconds, Text, TierEvent
 from kvtier.errors import KVTierError
 from kvtier.tiers._activity import TierActivity
+
+T = TypeVar("T")
 
 MAX_FRAME_BYTES = 256 * 2**20
 LENGTH_BYTES = 4
@@ -128,9 +131,9 @@ def _convert(value: object) -> object:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_convert)
-_orders = msgspec.msgpack.Decoder(list[Order])
-_reports = msgspec.msgpack.Decoder(list[Report])
-_hello = msgspec.msgpack.Decoder(Hello)
+ORDERS: Decoder[list[Order]] = Decoder(list[Order])
+REPORTS: Decoder[list[Report]] = Decoder(list[Report])
+HELLO = Decoder(Hello)
 
 
 def plain(value: object) -> Any:
@@ -161,22 +164,8 @@ def pack(messages: Iterable[Order | Report] | Hello) -> bytes:
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
 
-def unpack_orders(frame: bytes) -> list[Order]:
-    """Decode a frame of the engine. Raises WireError where it holds something else."""
-    return cast("list[Order]", _unpack(_orders, frame))
-
-
-def unpack_reports(frame: bytes) -> list[Report]:
-    """Decode a frame of the tier process. Raises WireError where it holds something else."""
-    return cast("list[Report]", _unpack(_reports, frame))
-
-
-def unpack_hello(frame: bytes) -> Hello:
-    """Decode the first frame. Raises WireError where it holds something else."""
-    return cast("Hello", _unpack(_hello, frame))
-
-
-def _unpack(decoder: msgspec.msgpack.Decoder[Any], frame: bytes) -> object:
+def unpack(decoder: Decoder[T], frame: bytes) -> T:
+    """Decode a frame with ``ORDERS``, ``REPORTS`` or ``HELLO``. Raises WireError where it is malformed."""
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

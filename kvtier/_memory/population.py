@@ -67,7 +67,7 @@ class Population:
         self._path = file.path if file else None
         self._fd = os.dup(file.fd) if file else None
         if self._fd is not None:
-            weakref.finalize(self, os.close, self._fd)
+            weakref.finalize(self, os.close, self._fd).atexit = False  # threads may still use it
         self._on_ready = on_ready
         self._on_end = on_end
         self._parts = parts or (Part(0, chunk_bytes, None),)

@@ -153,7 +153,7 @@ class TierSupervisor:
     # --- steps -----------------------------------------------------------------------------------
 
     async def _bring_up(self, context: TierContext) -> None:
-        """SlotUse the tier to the latest epoch, restarting and opening it first where needed."""
+        """Bring the tier to the latest epoch, restarting and opening it first where needed."""
         if self._restart_reason is not None and self.is_open:
             await self._close_lost(self._restart_reason)
         self._restart_reason = None

@@ -62,8 +62,8 @@ tier_events = st.one_of(
 @given(st.lists(commands, max_size=5), st.lists(ends | tier_events, max_size=5))
 def test_messages_survive_the_wire(orders: list[Command], reports: list[wire.Report]) -> None:
     sent, received = Frames().feed(wire.pack(orders) + wire.pack(reports))
-    assert wire.unpack_orders(sent) == orders
-    assert wire.unpack_reports(received) == reports
+    assert wire.unpack(wire.ORDERS, sent) == orders
+    assert wire.unpack(wire.REPORTS, received) == reports
 
 
 @given(st.lists(st.binary(max_size=20), max_size=5), st.lists(st.integers(1, 30), min_size=1))
@@ -81,9 +81,9 @@ def test_frames_are_found_however_the_stream_is_cut(bodies: list[bytes], steps: 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_decoded_or_refused(data: bytes) -> None:
-    for read in (wire.unpack_orders, wire.unpack_reports, wire.unpack_hello):
+    for decoder in (wire.ORDERS, wire.REPORTS, wire.HELLO):
         with suppress(WireError):
-            read(data)
+            wire.unpack(decoder, data)  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_any_bytes_are_decoded_or_refused(data: bytes) -> None:
 )
 def test_values_out_of_bounds_are_refused(report: object) -> None:
     with pytest.raises(WireError):
-        wire.unpack_reports(msgspec.msgpack.encode(report))
+        wire.unpack(wire.REPORTS, msgspec.msgpack.encode(report))
 
 
 def test_a_frame_that_would_fill_the_memory_is_refused_at_once() -> None:
@@ -170,7 +170,7 @@ def test_subclasses_of_numbers_and_text_are_sent_as_plain_ones() -> None:
 
     said = PutEnded(1, [True], {Word("full"): ByteSize(1)}, 0.5, TransferHealth.GOOD, "")
     (frame,) = Frames().feed(wire.pack([said, wire.Activity(0, 0, 0, 0, 0, ByteSize(5), ByteSize(7), True)]))
-    put, activity = wire.unpack_reports(frame)
+    put, activity = wire.unpack(wire.REPORTS, frame)
     assert isinstance(put, PutEnded)
     assert isinstance(activity, wire.Activity)
     assert (put.reasons, activity.used_bytes, activity.capacity_bytes) == ({"full": 1}, 5, 7)

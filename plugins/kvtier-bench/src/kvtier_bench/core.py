@@ -280,7 +280,7 @@ class _Subject:
             self._note(f"store 64, {when}: {call}", "us", spent_s / batches / BATCH * 1e6)
 
     def _secondary_hits(self) -> None:
-        """SlotUse back what was evicted long ago."""
+        """Bring back what was evicted long ago."""
         spent_s = 0.0
         prompts = 16
         for _ in range(prompts):
