@@ -20,7 +20,7 @@ from kvtier_testing.sim.__main__ import main
 from kvtier_testing.sim.backend import corrupt
 from kvtier_testing.sim.model import GARBAGE
 
-SEEDS = range(300)
+SEEDS = range(600)
 TRACE = """
 import hashlib, sys
 from kvtier_testing.sim import run

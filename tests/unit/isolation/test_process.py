@@ -299,7 +299,7 @@ def test_processes_that_a_tier_started_are_killed_too(launch: Launch, tmp_path: 
 
 def test_a_stopped_process_does_not_hold_up_its_owner(launch: Launch) -> None:
     """The socket is full long before: a send that waited would never return."""
-    it = launch(make_tier("dummy"))
+    it = launch(make_tier("dummy", deadline_s=PATIENCE_S))
     it.hold(range(20))
     pid = it.pid()
     os.kill(pid, signal.SIGSTOP)
