@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvtier._telemetry import damage_dump
+from kvtier._telemetry.log_limit import LogLimit
 
 
 @pytest.fixture
@@ -47,6 +48,7 @@ def test_there_are_not_too_many_files_and_none_is_too_long(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(damage_dump, "MOST_BYTES", 5_000)
+    monkeypatch.setattr(damage_dump, "_log_limit", LogLimit(60.0))  # other tests may have filled a folder
     for _ in range(damage_dump.MOST_FILES):
         damage_dump.write("it differs", {}, slot=bytes(6_000), device=bytes(6_000))
     files = list(folder.iterdir())
