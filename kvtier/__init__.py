@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from kvtier._build import open_manager
     from kvtier._config import TieringConfig
     from kvtier._device.base import KVCaches, PageMapping, PageRef
-    from kvtier._manager import Acquired, Statistics, TieringManager, TierStatistics
+    from kvtier._manager import Acquired, TieringManager
     from kvtier._memory.heap import HeapMemory
+    from kvtier._statistics import Statistics, TierStatistics
 
 __all__ = [
     "Acquired",
@@ -66,8 +67,8 @@ _LAZY = {
     "KVCaches": "kvtier._device.base",
     "PageMapping": "kvtier._device.base",
     "PageRef": "kvtier._device.base",
-    "Statistics": "kvtier._manager",
-    "TierStatistics": "kvtier._manager",
+    "Statistics": "kvtier._statistics",
+    "TierStatistics": "kvtier._statistics",
     "TieringConfig": "kvtier._config",
     "TieringManager": "kvtier._manager",
     "open_manager": "kvtier._build",

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 
 from kvtier import _plugins as plugins
 from kvtier._config import TieringConfig
-from kvtier._core.admission import Limits, TierGate
-from kvtier._core.breaker import BreakerRules
+from kvtier._core.admission import Limits, TierStatus
 from kvtier._core.tiering import Tiering
-from kvtier._executor import AnyExecutor, Executor, ExecutorThread, NamedTier
-from kvtier._isolation.process import ExecutorProcess
+from kvtier._executor import Executor, ExecutorThread, NamedTier
+from kvtier._isolation.process import AnyExecutor, ExecutorProcess
 from kvtier._isolation.remote import RemoteExecutor
 from kvtier.errors import ConfigError, IsolationError
 from kvtier.policies._base import EvictionPolicy
@@ -24,8 +23,6 @@ from kvtier.tiers._base import TierConfig
 
 logger = logging.getLogger("kvtier.executor")
 
-_LONGEST_PAUSES = 60
-_START_WAIT_S = 10.0  # a process starts within half a second, on a busy machine within some
 
 if TYPE_CHECKING:
     from kvtier._device.base import KVCaches
@@ -40,14 +37,13 @@ def make_core(
     config: TieringConfig,
     *,
     windowed_groups: frozenset[int] = frozenset(),
-    track_changes: bool = False,
+    track_kv_events: bool = False,
 ) -> Tiering:
     """Make the state machine that ``config`` describes. It has no slots yet."""
     name = config.eviction_policy
     policy = plugins.load(plugins.POLICIES, name, EvictionPolicy, "eviction_policy")
-    gates = [
-        make_gate(name, tier) for name, tier in zip(config.tier_names, config.secondary_tiers, strict=True)
-    ]
+    tiers = zip(config.tier_names, config.secondary_tiers, strict=True)
+    statuses = [make_tier_status(name, tier) for name, tier in tiers]
     limits = Limits(
         request_deadline_s=config.request_deadline_s,
         promotion_budget=config.promotion_budget,
@@ -55,18 +51,19 @@ def make_core(
         max_tracker_size=config.max_tracker_size,
     )
     made = plugins.make(plugins.POLICIES, name, policy)
-    return Tiering(made, gates, limits, windowed_groups=windowed_groups, track_changes=track_changes)
+    return Tiering(made, statuses, limits, windowed_groups=windowed_groups, track_kv_events=track_kv_events)
 
 
-def make_gate(name: str, tier: TierConfig) -> TierGate:
+def make_tier_status(name: str, tier: TierConfig) -> TierStatus:
     """Make what the core knows of a tier with these settings."""
-    rules = BreakerRules(
+    return TierStatus(
+        name,
+        tier.deadline_s,
+        width=puts_at_once(tier.max_concurrency),
         failures=tier.breaker_failures,
         pause_s=tier.breaker_pause_s,
-        longest_pause_s=_LONGEST_PAUSES * tier.breaker_pause_s,
+        chance=random.random,
     )
-    width = puts_at_once(tier.max_concurrency)
-    return TierGate(name, tier.deadline_s, width=width, rules=rules, chance=random.random)
 
 
 def make_tiers(config: TieringConfig) -> list[NamedTier]:
@@ -120,15 +117,13 @@ def _process_maker(
     slot_checksums: SlotChecksums | None,
 ) -> Callable[..., ExecutorProcess]:
     """Return what makes the tier process; it may be given ``notify``."""
-    limit = config.isolation_memory_limit
     return partial(
         ExecutorProcess,
         tiers,
         identity,
         region,
         slot_checksums=slot_checksums,
-        memory_limit_bytes=limit,
-        start_wait_s=_START_WAIT_S,
+        memory_limit_bytes=config.isolation_memory_limit,
     )
 
 
@@ -213,4 +208,4 @@ def _make_memory(config: TieringConfig, layout: SlotLayout) -> tuple[Region, Slo
         region = Region.anonymous(slots, layout.chunk_bytes)
         return region, SlotChecksums.private(region, rate, layout.area_bytes) if rate else None
     region = Region.unnamed(slots, layout.chunk_bytes, slot_checksums_bytes(slots, 1) if rate else 0)
-    return region, SlotChecksums(region, region.metadata, rate, 1, layout.area_bytes) if rate else None
+    return region, SlotChecksums.shared(region, rate, 1, layout.area_bytes) if rate else None

@@ -87,10 +87,10 @@ class Driver:
         commands = self._core.take_commands()
         if commands:
             if self._slot_checksums is not None:
-                self._slot_checksums.forget_fetched(commands)
+                self._slot_checksums.forget_promoted(commands)
             self._executor.submit(commands)
         if notices := self._core.take_notices():
-            self._log.tell(notices, self._clock())
+            self._log.write(notices, self._clock())
 
     # --- the ends of loads and stores ------------------------------------------------------------
 
@@ -107,11 +107,11 @@ class Driver:
             self._core.fail_load(pinned, request if failed else None)
         else:
             self._core.release(pinned)
-        self._distrust(damage)
+        self._disable(damage)
 
     def inspect(self, reservation: Reservation) -> None:
         """Handle damage that audits found in the slots of a store whose copies have ended."""
-        self._distrust(self._find_damage(reservation.chunks, [None] * len(reservation.chunks)))
+        self._disable(self._find_damage(reservation.chunks, [None] * len(reservation.chunks)))
 
     def commit(self, reservation: Reservation) -> None:
         """End a store whose copies succeeded, and start its puts into the tiers."""
@@ -123,9 +123,6 @@ class Driver:
             return []
         return self._slot_checksums.take_damage(chunks, origins)
 
-    def _distrust(self, damage: Iterable[Damage]) -> None:
+    def _disable(self, damage: Iterable[Damage]) -> None:
         for it in damage:
-            self._core.distrust(it.tier, str(it))
-
-
-__all__ = ["Driver"]
+            self._core.disable_after_audit(it.tier, str(it))

@@ -14,19 +14,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import anyio
 import anyio.abc
 
 from kvtier._core.backoff import RandomSource
-from kvtier._core.messages import Answer, Command, Event, Fetch, Fetched, Put, PutEnded, TierDown, Touch
+from kvtier._core.messages import Answer, Command, Event, Get, GetEnded, Put, PutEnded, TierDown, Touch
 from kvtier._identity import Identity
 from kvtier.tiers._activity import NamedTier, TierActivity
 from kvtier.tiers._base import SlotChecksums, SlotMemory
 from kvtier.tiers._drain import until_done
 from kvtier.tiers._runner import Post, TierRunner, call_soon
-from kvtier.tiers._supervisor import Epoch
 
 logger = logging.getLogger("kvtier.executor")
 
@@ -62,7 +60,7 @@ class Executor:
         close_s: seconds that the tiers have to close, all at once.
         chance: the source of chance, for pauses that differ from engine to engine.
         slot_checksums: what audited slots must hold; None where nothing is audited. The caller clears the
-            slots of a fetch before it submits that.
+            slots of a get before it submits that.
 
     Attributes:
         activity: what each tier is doing, in the core's order.
@@ -114,74 +112,41 @@ class Executor:
             left_s = self._close_s
         async with anyio.create_task_group() as tasks:
             for runner in self._runners:
-                tasks.start_soon(runner.close, left_s)
+                tasks.start_soon(runner.supervisor.close, left_s)
 
     def submit(self, commands: Iterable[Command]) -> None:
         """Start commands. Called on the loop."""
         assert self._tasks is not None
         for command in commands:
             runner = self._runners[command.tier]
-            if isinstance(command, Fetch):
+            if isinstance(command, Get):
                 runner.activity.gets.submitted += 1
-                self._tasks.start_soon(runner.fetch, command, runner.epoch)
+                self._tasks.start_soon(runner.get, command, runner.supervisor.epoch)
             elif isinstance(command, Put):
                 runner.activity.puts.submitted += 1
-                self._tasks.start_soon(runner.put, command, runner.epoch)
+                self._tasks.start_soon(runner.put, command, runner.supervisor.epoch)
             elif isinstance(command, Touch):
                 if runner.note_touched(command.keys):
                     self._tasks.start_soon(runner.send_touched)
             else:
-                runner.reset(command.epoch)
-
-    async def wait_until_up(self, tier: int) -> bool:
-        """Wait until a tier is open and reset, or has failed to; return whether it can be used."""
-        runner = self._runners[tier]
-        epoch: Epoch | None = None
-        while epoch is not runner.epoch:
-            epoch = runner.epoch
-            await epoch.settled.wait()
-        return runner.is_usable
+                runner.supervisor.request_reset(command.epoch)
 
     async def settled(self) -> None:
         """Wait until every tier is open, and through with the resets submitted so far, or given up."""
         for runner in self._runners:
-            await runner.epoch.settled.wait()
+            await runner.supervisor.epoch.settled.wait()
 
     async def drained(self) -> None:
-        """Wait until no put, no fetch and no reset is under way."""
+        """Wait until no put, no get and no reset is under way."""
         while any(tier.puts.submitted or tier.gets.submitted for tier in self.activity):
             await self._progress.wait()
         for runner in self._runners:
-            await runner.resets_ended()
+            await runner.supervisor.resets_ended()
 
     def _posted(self, event: Event) -> None:
         self._post(event)
         progress, self._progress = self._progress, anyio.Event()
         progress.set()
-
-
-class AnyExecutor(Protocol):
-    """An executor beside its owner: ``ExecutorThread``, or ``ExecutorProcess`` of ``kvtier._isolation``."""
-
-    @property
-    def events(self) -> deque[Event]:
-        """What has happened, to be taken from the left."""
-
-    @property
-    def activity(self) -> Sequence[TierActivity]:
-        """What each tier is doing, in the core's order; known from the start on."""
-
-    def start(self) -> None:
-        """Begin. The tiers are opened meanwhile."""
-
-    def submit(self, commands: Sequence[Command]) -> None:
-        """Hand commands over, without waiting for anything."""
-
-    def close(self, drain_s: float, close_s: float | None = None) -> bool:
-        """Drain for at most ``drain_s`` seconds, and close the tiers.
-
-        Returns within ``drain_s + close_s`` seconds, whatever hangs: whether all has ended.
-        """
 
 
 class ExecutorThread:
@@ -297,15 +262,14 @@ def failure_of(command: Command, reason: str) -> Sequence[Event]:
     if isinstance(command, Put):
         kept = (False,) * len(command.keys)
         return (PutEnded(command.id, kept, {reason: len(kept)}),)
-    if isinstance(command, Fetch):
+    if isinstance(command, Get):
         answers = (Answer.MISSING,) * len(command.keys)
-        return (Fetched(command.id, answers, {reason: len(answers)}),)
+        return (GetEnded(command.id, answers, {reason: len(answers)}),)
     return ()
 
 
 __all__ = [
     "CLOSE_S",
-    "AnyExecutor",
     "Executor",
     "ExecutorThread",
     "NamedTier",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -17,7 +18,7 @@ _DELETED = " (deleted)"
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _PROT_NONE = 0
 _alone: dict[int, str] = {}
-_detached: dict[int, int] = {}
+_detached: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()
 _mmap: Callable[..., object] = ctypes.CDLL(None, use_errno=True).mmap
 _mmap.argtypes = [  # type: ignore[attr-defined]
     ctypes.c_void_p,
@@ -39,20 +40,12 @@ def keep_fd_from_children(fd: int) -> None:
     _alone[fd] = _name(fd)
 
 
-def keep_memory_from_children(address: int, nbytes: int) -> Callable[[], None]:
+def keep_memory_from_children(mapping: mmap.mmap, address: int) -> None:
     """Replace a mapping by reserved, inaccessible addresses in children forked from now on.
 
     The child maps nothing else at these addresses, and may still unmap them.
-
-    Returns:
-        A function to call before this process removes the mapping.
     """
-    _detached[address] = nbytes
-
-    def forget() -> None:
-        _detached.pop(address, None)
-
-    return forget
+    _detached[mapping] = address
 
 
 def _name(fd: int) -> str:
@@ -69,8 +62,9 @@ def _detach_child() -> None:
             _replace_files({name for name in _alone.values() if name})
         _alone.clear()
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
-    for address, nbytes in _detached.items():
-        _mmap(address, nbytes, _PROT_NONE, flags, -1, 0)
+    for mapping, address in _detached.items():
+        with suppress(ValueError):  # it is closed
+            _mmap(address, len(mapping), _PROT_NONE, flags, -1, 0)
     _detached.clear()
 
 
@@ -83,5 +77,3 @@ def _replace_files(names: set[str]) -> None:
 
 
 os.register_at_fork(after_in_child=_detach_child)
-
-__all__ = ["keep_fd_from_children", "keep_memory_from_children"]

@@ -9,92 +9,34 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import anyio
 import anyio.to_thread
 
-from kvtier._core.admission import TierGate
 from kvtier._core.messages import Event, SlotsReady, TierDown
 from kvtier._core.requests import Request
-from kvtier._core.states import BreakerState, ChunkState, Lookup
+from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering
-from kvtier._core.transfers import Pinned
-from kvtier._device.base import Blocks, Finished, TransferEngine
+from kvtier._device.base import TransferEngine
+from kvtier._device_copies import DeviceCopies
 from kvtier._driver import Driver
 from kvtier._executor import CLOSE_S, LAST_STEP_S, Executor, NamedTier, Post
 from kvtier._identity import Identity
 from kvtier._isolation.remote import RemoteExecutor
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums
+from kvtier._statistics import Statistics
 from kvtier._telemetry.dropped_puts import DroppedPuts
-from kvtier.errors import DeviceStuckError, StateError, TransferError
-from kvtier.keys import OffloadKey, group_index
+from kvtier.errors import DeviceStuckError, StateError
+from kvtier.keys import OffloadKey
 from kvtier.tiers._drain import until_done
 
 logger = logging.getLogger("kvtier.manager")
 
 _FIRST_SLOTS_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class TierStatistics:
-    """The current state of one secondary tier.
-
-    Attributes:
-        name: the tier's name.
-        down: why the tier is not in use; None if it is.
-        backlog_chunks: chunks in puts that are queued or in flight.
-        overdue: transfers past their deadline that still run.
-        puts: state of the breaker for puts.
-        gets: state of the breaker for gets.
-        is_healthy: whether the last put and the last get ended in time; None before the first.
-    """
-
-    name: str
-    down: str | None
-    backlog_chunks: int
-    overdue: int
-    puts: BreakerState
-    gets: BreakerState
-    is_healthy: bool | None
-
-    @staticmethod
-    def of(gate: TierGate) -> TierStatistics:
-        """Read the core's gate of the tier."""
-        return TierStatistics(
-            gate.name,
-            "audit" if gate.distrusted else gate.down,
-            gate.backlog,
-            gate.overdue,
-            gate.puts.state,
-            gate.gets.state,
-            gate.is_healthy,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """The current state of a manager, and its counts since it was opened.
-
-    Attributes:
-        slots: usable slots of the primary tier.
-        free_slots: slots that hold no chunk.
-        ready_chunks: chunks in the primary tier that can be loaded.
-        pinned_chunks: chunks that cannot be evicted now.
-        counts: number of occurrences, keyed by event, then tier, then reason where there are such.
-        tiers: the secondary tiers, in lookup order.
-    """
-
-    slots: int
-    free_slots: int
-    ready_chunks: int
-    pinned_chunks: int
-    counts: Mapping[tuple[str, ...], float]
-    tiers: tuple[TierStatistics, ...]
 
 
 class Acquired:
@@ -104,10 +46,13 @@ class Acquired:
         keys: the leading keys that were found.
     """
 
-    def __init__(self, manager: TieringManager, keys: Sequence[OffloadKey], pinned: Pinned) -> None:
+    def __init__(
+        self, keys: Sequence[OffloadKey], slots: list[int], region: Region, copies: DeviceCopies
+    ) -> None:
         self.keys = tuple(keys)
-        self._manager = manager
-        self._pinned: Pinned | None = pinned
+        self._given_slots: list[int] | None = slots
+        self._region = region
+        self._copies = copies
 
     @property
     def views(self) -> tuple[memoryview, ...]:
@@ -116,7 +61,7 @@ class Acquired:
         Raises:
             StateError: the ``acquire`` block has ended.
         """
-        return tuple(self._manager.view(slot).toreadonly() for slot in self._slots)
+        return tuple(self._region.view(slot).toreadonly() for slot in self._slots)
 
     async def load(self, blocks: Sequence[int]) -> None:
         """Copy the chunks to the device.
@@ -129,17 +74,17 @@ class Acquired:
             TransferError: the device copy failed.
             ValueError: ``blocks`` does not fit ``keys``.
         """
-        await self._manager.copy_to_device(self.keys, self._slots, blocks)
+        await self._copies.load(self.keys, self._slots, blocks)
 
-    def give_back(self) -> None:
+    def _give_back(self) -> None:
         """Forget the slots, which other chunks may take from now on."""
-        self._pinned = None
+        self._given_slots = None
 
     @property
     def _slots(self) -> list[int]:
-        if self._pinned is None:
+        if self._given_slots is None:
             raise StateError("the chunks were given back: use them inside of the acquire block")
-        return self._pinned.slots
+        return self._given_slots
 
 
 class TieringManager:
@@ -168,7 +113,6 @@ class TieringManager:
         self._region = region
         self._engine = engine
         self._blocks_per_chunk = blocks_per_chunk
-        self._groups = groups
         self._drain_s = drain_s
         self._close_s = close_s
         self._slot_checksums = slot_checksums
@@ -186,8 +130,7 @@ class TieringManager:
         self._closing = anyio.Event()
         self._is_open = False
         self._changed = anyio.Event()
-        self._copies: dict[int, asyncio.Future[Finished]] = {}
-        self._last_copy = 0
+        self._copies = DeviceCopies(engine, blocks_per_chunk, groups, self._notify)
         self._counts: dict[tuple[str, ...], float] = {}
 
     async def __aenter__(self) -> TieringManager:
@@ -202,7 +145,7 @@ class TieringManager:
             loop.call_soon_threadsafe(self._on_event, SlotsReady(range(0)))
 
         self._region.populate(slots_ready, on_end=slots_end)  # raises where the manager was closed before
-        self._engine.set_wakeup(lambda: loop.call_soon_threadsafe(self._collect_copies))
+        self._engine.set_wakeup(lambda: loop.call_soon_threadsafe(self._copies.collect))
         self._serving = asyncio.ensure_future(self._serve())
         self._is_open = True
         try:
@@ -236,12 +179,12 @@ class TieringManager:
         with self._request() as request:
             count = await self._find(keys, request)
             pinned = self._core.acquire(keys[:count], request)
-            acquired = Acquired(self, keys[:count], pinned)
+            acquired = Acquired(keys[:count], pinned.slots, self._region, self._copies)
             self._driver.settle()
             try:
                 yield acquired
             finally:
-                acquired.give_back()
+                acquired._give_back()
                 self._driver.end_load(pinned)
 
     async def load(self, keys: Sequence[OffloadKey], blocks: Sequence[int]) -> int:
@@ -259,7 +202,7 @@ class TieringManager:
                 the copy may even continue.
             ValueError: ``blocks`` does not fit ``keys``.
         """
-        self._require_fit(keys, blocks)
+        self._copies.require_fit(keys, blocks)
         async with self.acquire(keys) as acquired:
             if acquired.keys:
                 await acquired.load(blocks[: len(acquired.keys) * self._blocks_per_chunk])
@@ -283,7 +226,7 @@ class TieringManager:
             ValueError: ``blocks`` does not fit ``keys``.
         """
         self._require_open()
-        self._require_fit(keys, blocks)
+        self._copies.require_fit(keys, blocks)
         reservation = self._core.reserve(keys)
         if reservation is None or not reservation.keys:
             if reservation is not None:
@@ -295,7 +238,7 @@ class TieringManager:
         is_settled = False
         try:
             try:
-                await self._copy(self._engine.submit_store, reservation.keys, mine, reservation.slots)
+                await self._copies.store(reservation.keys, reservation.slots, mine)
             finally:
                 self._driver.inspect(reservation)
             self._driver.settle()  # a tier whose puts are overdue is given no more
@@ -309,7 +252,7 @@ class TieringManager:
                 self._core.abort(reservation)
             self._driver.dispatch()
             self._notify()
-        return 0 if self._core.is_distrusted else len(reservation.keys)
+        return 0 if self._core.is_disabled else len(reservation.keys)
 
     async def reset(self) -> None:
         """Hide everything stored so far, permanently and in every tier. For new weights.
@@ -320,27 +263,19 @@ class TieringManager:
         self._require_open()
         self._driver.reset()
         self._notify()
-        await self._executor.settled()
+        await self._resets_ended()
 
     def statistics(self) -> Statistics:
         """Return the current state and the counts since the manager was opened."""
-        table = self._core.table
         for name, count in self._core.take_counts().items():
             self._counts[name] = self._counts.get(name, 0) + count
         if self._slot_checksums is not None:
             self._counts["audited",] = self._engine.audits.chunks
-        return Statistics(
-            slots=len(table.all),
-            free_slots=len(table.free),
-            ready_chunks=sum(chunk.state is ChunkState.READY for chunk in table.all),
-            pinned_chunks=sum(chunk.pins > 0 for chunk in table.all),
-            counts=dict(self._counts),
-            tiers=tuple(map(TierStatistics.of, self._core.shared.tiers)),
-        )
+        return Statistics.of(self._core, self._counts)
 
     async def drain(self) -> None:
         """Wait until every copy, put and get in flight has ended."""
-        while self._copies or not self._core.is_idle:
+        while self._copies.in_flight or not self._core.is_idle:
             await self._changed.wait()
 
     async def aclose(self) -> None:
@@ -362,7 +297,7 @@ class TieringManager:
         try:
             with anyio.move_on_after(self._drain_s):
                 await self.drain()
-                await self._executor.drained()  # resets as well
+                await self._resets_ended()
         finally:
             self._forget_tiers()
             self._closing.set()
@@ -370,19 +305,6 @@ class TieringManager:
                 await until_done(asyncio.ensure_future(self._close(end_by_s)))
             finally:
                 dropped.warn()
-
-    # --- for Acquired ----------------------------------------------------------------------------
-
-    def view(self, slot: int) -> memoryview:
-        """Return the bytes of a slot."""
-        return self._region.view(slot)
-
-    async def copy_to_device(
-        self, keys: Sequence[OffloadKey], slots: Sequence[int], blocks: Sequence[int]
-    ) -> None:
-        """Copy pinned slots to the device. See ``Acquired.load``."""
-        self._require_fit(keys, blocks)
-        await self._copy(self._submit_load, keys, blocks, slots)
 
     # --- inside ----------------------------------------------------------------------------------
 
@@ -417,54 +339,15 @@ class TieringManager:
             pending = pending or answer is not Lookup.HIT
         return len(keys), pending
 
+    async def _resets_ended(self) -> None:
+        while not self._core.is_reset:
+            await self._changed.wait()
+
     async def _next_change(self) -> None:
         deadline_s = self._core.next_deadline_s()
         wait_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
         with anyio.move_on_after(wait_s):
             await self._changed.wait()
-
-    async def _copy(
-        self,
-        submit: Callable[[int, Blocks, Sequence[int]], None],
-        keys: Sequence[OffloadKey],
-        blocks: Sequence[int],
-        slots: Sequence[int],
-    ) -> None:
-        """Submit a device copy and wait for its true end, cancelled or not."""
-        copy = self._last_copy = self._last_copy + 1
-        submit(copy, *self._by_group(keys, blocks, slots))
-        self._copies[copy] = asyncio.get_running_loop().create_future()
-        try:
-            finished = await until_done(self._copies[copy])
-        finally:
-            del self._copies[copy]  # only now: what follows it at once is part of what drain() waits for
-            self._notify()
-        if finished.error is not None:
-            kind = DeviceStuckError if isinstance(finished.error, DeviceStuckError) else TransferError
-            raise kind(f"a copy of {len(keys)} chunks failed: {finished.error}") from finished.error
-
-    def _submit_load(self, transfer_id: int, blocks: Blocks, slots: Sequence[int]) -> None:
-        self._engine.submit_load(transfer_id, slots, blocks)
-
-    def _by_group(
-        self, keys: Sequence[OffloadKey], blocks: Sequence[int], slots: Sequence[int]
-    ) -> tuple[Blocks, list[int]]:
-        """Order blocks and slots as the device layer wants them: group after group."""
-        width = self._blocks_per_chunk
-        order = sorted(range(len(keys)), key=lambda index: group_index(keys[index]))
-        sizes = [0] * self._groups
-        for key in keys:
-            sizes[group_index(key)] += width
-        ids = [block for index in order for block in blocks[index * width : (index + 1) * width]]
-        return Blocks.make(ids, sizes, [0] * self._groups), [slots[index] for index in order]
-
-    def _require_fit(self, keys: Sequence[OffloadKey], blocks: Sequence[int]) -> None:
-        if len(blocks) != len(keys) * self._blocks_per_chunk:
-            raise ValueError(
-                f"{len(keys)} keys need {len(keys) * self._blocks_per_chunk} blocks, not {len(blocks)}"
-            )
-        if groups := {group_index(key) for key in keys if group_index(key) >= self._groups}:
-            raise ValueError(f"there are {self._groups} groups; keys name group {min(groups)}")
 
     def _require_open(self) -> None:
         if not self._is_open:
@@ -491,7 +374,7 @@ class TieringManager:
         await asyncio.wait((self._serving,), timeout=max(0.0, end_by_s - time.monotonic()))
         await anyio.to_thread.run_sync(self._engine.close)
         self._engine.set_wakeup(None)
-        self._collect_copies()
+        self._copies.collect()
         if self._serving.done():
             await anyio.to_thread.run_sync(self._region.close)
             self._serving.result()  # raises what it has ended with
@@ -504,10 +387,6 @@ class TieringManager:
     def _on_event(self, event: Event) -> None:
         self._driver.on_event(event)
         self._notify()
-
-    def _collect_copies(self) -> None:
-        for finished in self._engine.finished():
-            self._copies[finished.transfer_id].set_result(finished)
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, anyio.Event()

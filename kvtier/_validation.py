@@ -104,18 +104,25 @@ def _without_logins(text: str) -> str:
     return _QUERY_IN_URL.sub(rf"\1{_HIDDEN}", _LOGIN_IN_URL.sub(f"{_HIDDEN}@", text))
 
 
-def _held(value: object) -> Iterator[str]:
-    """Every secret in what was validated."""
-    if isinstance(value, SecretStr | SecretBytes):
-        secret = value.get_secret_value()
-        text = secret.decode(errors="replace") if isinstance(secret, bytes) else secret
-        yield from [text] if text else []
-    elif isinstance(value, BaseModel):
-        yield from _held({**vars(value), **(value.model_extra or {})})
-    elif isinstance(value, Mapping):
-        yield from (secret for item in value.values() for secret in _held(item))
-    elif isinstance(value, list | tuple | set | frozenset):
-        yield from (secret for item in value for secret in _held(item))
+def _leaves(value: object) -> Iterator[object]:
+    """Every value in a model, a mapping or a list, however deeply nested."""
+    if isinstance(value, BaseModel):
+        value = {**vars(value), **(value.model_extra or {})}
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _held(settings: BaseModel) -> Iterator[str]:
+    """Every secret in validated settings."""
+    for leaf in _leaves(settings):
+        if isinstance(leaf, SecretStr | SecretBytes):
+            secret = leaf.get_secret_value()
+            yield secret.decode(errors="replace") if isinstance(secret, bytes) else secret
 
 
 def _problem(detail: ErrorDetails, model: type[BaseModel], where: str, secrets: list[str]) -> str:
@@ -195,7 +202,7 @@ def _secrets(model: type[BaseModel], raw: object) -> Iterator[str]:
     for name, field in _fields(model).items():
         inner = _inner_model(field.annotation)
         if _is_secret(field):
-            yield from _texts(raw.get(name))
+            yield from (str(leaf) for leaf in _leaves(raw.get(name)) if leaf is not None)
         elif inner is not None:
             for item in _items(raw.get(name)):
                 yield from _secrets(inner, item)
@@ -206,14 +213,3 @@ def _items(value: object) -> list[object]:
     if isinstance(value, Mapping):
         return [value, *value.values()]
     return list(value) if isinstance(value, list | tuple) else []
-
-
-def _texts(value: object) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        for item in value.values():
-            yield from _texts(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _texts(item)
-    elif value is not None and str(value):
-        yield str(value)

@@ -1,20 +1,33 @@
-"""Who may be put into which tier now, and what may be fetched now."""
+"""Admission and back-pressure: what may be put into which tier now, and what may be got from it.
+
+A dropped put costs a later hit. One that waits too long costs slots of the primary tier now, and one that
+slows down a get costs a request that waits now. So puts are dropped first.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from kvtier._core.backoff import RandomSource, no_jitter
-from kvtier._core.breaker import Breaker, BreakerRules
+from kvtier._core.breaker import Breaker
 from kvtier._core.messages import TransferHealth
-from kvtier._core.pressure import PutPressure
 from kvtier._core.states import BreakerState
 from kvtier.keys import OffloadKey
 
 _DRAIN_SHARE = 0.5  # of a deadline: what is queued should be through by then
 _SLOW_SHARE = 0.75
+
+_WEIGHT = 0.3  # of the last put in the running mean
+_SLOWED = 2.0  # times what it usually takes: then a get is held up
+_NOTICEABLE_S = 0.02  # ... by that much at least
+_LEAST_SHARE = 1 / 64
+_RECOVERY_BY_GET = 1 / 16
+_RECOVERY_BY_PUT = 1 / 32
+_DRIFT = 0.2
+_QUICKEST_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +37,7 @@ class Limits:
     Attributes:
         request_deadline_s: how long a request waits for pending answers.
         promotion_budget: slots that promotions may hold which no request has loaded yet.
-        landing_reserve: slots kept free, so that a fetch can bring chunks at once with the answer.
+        promotion_reserve: slots kept free, so that a get can copy chunks with its first answer.
         put_backlog: slots that puts may pin. A tier has an equal share of them, and what the others
             leave: a slow one starves neither them nor the stores.
         store_threshold: how often a chunk must be offered before it is stored; below 2, at once.
@@ -34,29 +47,84 @@ class Limits:
 
     request_deadline_s: float = 5.0
     promotion_budget: float = 0.25
-    landing_reserve: float = 1 / 32
+    promotion_reserve: float = 1 / 32
     put_backlog: float = 0.5
     store_threshold: int = 0
     max_tracker_size: int = 64_000
     max_announced: int = 250_000
 
 
-class TierGate:
+class PutPressure:
+    """Bounds the chunks that are being put into one tier.
+
+    Two things bound them. What is queued must be through within ``drain_s``, by the time that a chunk has
+    taken lately. And while puts make gets take longer than they usually do fewer of them are let in: half
+    as many at each get that was held up, a little more at each that was not.
+
+    Args:
+        drain_s: seconds within which all that is queued should be put.
+        width: puts that the tier works on at once.
+
+    Attributes:
+        share: which share of the bound is let in now, for the sake of the gets.
+    """
+
+    def __init__(self, drain_s: float, width: int) -> None:
+        self.share = 1.0
+        self._drain_s = drain_s
+        self._width = width
+        self._chunk_s: float | None = None
+        self._usual_s: dict[int, float] = {}  # of a get, by the number of its chunks, in powers of two
+        self._halved_s = -inf
+
+    def room(self, backlog: int) -> float:
+        """Return how many chunks more may be put at once while ``backlog`` of them are on their way.
+
+        One is let in whenever nothing is under way, or nobody would find out that the tier is fast again.
+        """
+        if self._chunk_s is None:
+            return inf
+        of_one_put = self._drain_s / self._chunk_s * self.share
+        return max(0.0, min(of_one_put, self._width * of_one_put - backlog), 0.0 if backlog else 1.0)
+
+    def put_ended(self, chunks: int, seconds: float) -> None:
+        """Update the rate by a put that was answered, or given up."""
+        chunk_s = max(seconds, _QUICKEST_S) / chunks
+        before_s = self._chunk_s
+        self._chunk_s = chunk_s if before_s is None else before_s + _WEIGHT * (chunk_s - before_s)
+        self.share = min(1.0, self.share + _RECOVERY_BY_PUT)
+
+    def get_ended(self, chunks: int, seconds: float, now_s: float, *, beside_puts: bool) -> None:
+        """Halve or restore the share by the time of a get, and whether puts were in flight."""
+        size = chunks.bit_length()
+        usual_s = self._usual_s.setdefault(size, seconds)
+        if seconds <= _SLOWED * usual_s or seconds - usual_s < _NOTICEABLE_S:
+            self.share = min(1.0, self.share + _RECOVERY_BY_GET)
+        elif beside_puts and now_s - seconds >= self._halved_s:  # it began after the last such step
+            self.share = max(_LEAST_SHARE, self.share / 2)
+            self._halved_s = now_s
+        if seconds < usual_s:
+            self._usual_s[size] = seconds
+        elif not beside_puts:
+            self._usual_s[size] = usual_s + _DRIFT * (seconds - usual_s)
+
+
+class TierStatus:
     """What the core knows of one tier's condition, and what follows for its puts and gets.
 
     Args:
         name: the tier's name.
         deadline_s: how long one of its transfers is waited for.
         width: puts that it works on at once.
-        rules: when its breakers open.
-        chance: the source of chance.
+        failures, pause_s, chance: of its breakers; see ``Breaker``.
 
     Attributes:
         puts: the breaker of its puts.
         gets: the breaker of its gets.
         backlog: chunks that its puts pin now.
         down: why it can not be used, or None.
-        distrusted: whether an audit has found a chunk of it damaged: it is not used any more.
+        epoch: the last epoch that it was reset to.
+        failed_audit: whether an audit has found a chunk of it damaged; it is then disabled until a restart.
     """
 
     def __init__(
@@ -65,16 +133,18 @@ class TierGate:
         deadline_s: float = 5.0,
         *,
         width: int = 4,
-        rules: BreakerRules | None = None,
+        failures: int = 5,
+        pause_s: float = 1.0,
         chance: RandomSource = no_jitter,
     ) -> None:
         self.name = name
         self.deadline_s = deadline_s
-        self.puts = Breaker(rules, chance)
-        self.gets = Breaker(rules, chance)
+        self.puts = Breaker(failures, pause_s, chance)
+        self.gets = Breaker(failures, pause_s, chance)
         self.backlog = 0
         self.down: str | None = None
-        self.distrusted = False
+        self.epoch = 0
+        self.failed_audit = False
         self._pressure = PutPressure(deadline_s * _DRAIN_SHARE, width)
 
     @property
@@ -83,22 +153,24 @@ class TierGate:
         return self.puts.overdue + self.gets.overdue
 
     @property
-    def unusable(self) -> str | None:
+    def disabled_reason(self) -> str | None:
         """The reason why it is given no work at all, or None."""
-        if self.distrusted:
+        if self.failed_audit:
             return "audit"
         return None if self.down is None else "down"
 
     @property
     def works(self) -> bool:
         """Whether nothing keeps it from being given work."""
-        return self.unusable is None and self.puts.is_closed and self.gets.is_closed
+        return self.disabled_reason is None and self.puts.is_closed and self.gets.is_closed
 
     @property
     def is_healthy(self) -> bool | None:
         """Whether its last real put and get were answered in time; None where there was none yet."""
         known = {self.puts.health, self.gets.health}
-        if self.unusable is not None or not known.isdisjoint((TransferHealth.BAD, TransferHealth.LATE)):
+        if self.disabled_reason is not None or not known.isdisjoint(
+            (TransferHealth.BAD, TransferHealth.LATE)
+        ):
             return False
         return True if TransferHealth.GOOD in known else None
 
@@ -108,7 +180,7 @@ class TierGate:
 
     def get_refusal(self, now_s: float) -> str | None:
         """Return the reason why no get is begun now, or None."""
-        return self.unusable or self.gets.refusal(now_s)
+        return self.disabled_reason or self.gets.refusal(now_s)
 
     def put_room(self, count: int, most_backlog: int, now_s: float) -> tuple[int, str]:
         """Return how many of ``count`` chunks are put now, and why not the others.
@@ -118,7 +190,7 @@ class TierGate:
             most_backlog: chunks that the tier's puts may pin.
             now_s: the owner's clock.
         """
-        refusal = self.unusable or self.puts.refusal(now_s)
+        refusal = self.disabled_reason or self.puts.refusal(now_s)
         if refusal is not None:
             return 0, refusal
         room = max(0, most_backlog - self.backlog)

@@ -36,6 +36,6 @@ class Backoff:
         self.pause_s = min(self._longest_s, 2 * self.pause_s) if self.pause_s else self._first_s
         return self.pause_s * (0.75 + self._chance() / 2)
 
-    def start_anew(self) -> None:
+    def reset(self) -> None:
         """Make the next pause the first one."""
         self.pause_s = 0.0

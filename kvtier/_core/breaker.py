@@ -7,7 +7,6 @@ when one has passed its deadline. After a pause one transfer is let through, and
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from math import inf
 
 from kvtier._core.backoff import Backoff, RandomSource, no_jitter
@@ -15,30 +14,19 @@ from kvtier._core.messages import TransferHealth
 from kvtier._core.states import BreakerState
 
 _CLOSED, _HALF_OPEN, _OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN
+_WINDOW = 20  # transfers that the failure rate is taken of, once half of them are known
+_MOST_FAILURES = 0.5  # of the window
+_LONGEST_PAUSES = 60  # times the first pause: what it grows to while probes fail
 _RELAPSE_PAUSES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class BreakerRules:
-    """When a breaker opens, and for how long.
-
-    Attributes:
-        failures: transfers in a row that fail until it opens.
-        window: the last transfers that a share is taken of.
-        share: the share of them that fails until it opens; not before half of the window is known.
-        pause_s: seconds until the first probe.
-        longest_pause_s: what the pause grows to while probes go on failing.
-    """
-
-    failures: int = 5
-    window: int = 20
-    share: float = 0.5
-    pause_s: float = 1.0
-    longest_pause_s: float = 60.0
 
 
 class Breaker:
     """Decides whether a tier is given transfers of one verb now.
+
+    Args:
+        failures: consecutive failures that open it.
+        pause_s: seconds until the first probe.
+        chance: the source of randomness.
 
     Attributes:
         state: see ``BreakerState``.
@@ -48,18 +36,17 @@ class Breaker:
         health: what the last transfer that said anything of the tier said.
     """
 
-    def __init__(self, rules: BreakerRules | None = None, chance: RandomSource = no_jitter) -> None:
-        rules = rules or BreakerRules()
+    def __init__(self, failures: int = 5, pause_s: float = 1.0, chance: RandomSource = no_jitter) -> None:
         self.state: BreakerState = _CLOSED
         self.overdue = 0
         self.health = TransferHealth.NONE
-        self._rules = rules
-        self._backoff = Backoff(rules.pause_s, rules.longest_pause_s, chance)
+        self._failures = failures
+        self._backoff = Backoff(pause_s, _LONGEST_PAUSES * pause_s, chance)
         self._until_s = -inf
         self._closed_s = -inf
         self.probe: int | None = None
         self._in_a_row = 0
-        self._recent: deque[bool] = deque(maxlen=rules.window)
+        self._recent: deque[bool] = deque(maxlen=_WINDOW)
 
     @property
     def is_closed(self) -> bool:
@@ -124,17 +111,17 @@ class Breaker:
         self._recent.append(failed)
         if health is TransferHealth.LATE:
             return self._trip("overdue", now_s)
-        if self._in_a_row >= self._rules.failures:
+        if self._in_a_row >= self._failures:
             return self._trip("failures", now_s)
         known = len(self._recent)
-        if failed and 2 * known >= self._rules.window and sum(self._recent) >= self._rules.share * known:
+        if failed and 2 * known >= _WINDOW and sum(self._recent) >= _MOST_FAILURES * known:
             return self._trip("failure_rate", now_s)
         return None
 
     def _trip(self, reason: str, now_s: float) -> str:
         relapse = now_s < self._closed_s + _RELAPSE_PAUSES * self._backoff.pause_s
         if self.state is _CLOSED and not relapse:
-            self._backoff.start_anew()
+            self._backoff.reset()
         self.state = _OPEN
         self._until_s = now_s + self._backoff.next_s()
         return reason

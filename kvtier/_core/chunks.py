@@ -41,7 +41,7 @@ class Chunk(Stateful):
 
 
 class ChunkTable:
-    """Owns the slots. Visible chunks are found by key; a landing one is seen only by its fetch.
+    """Owns the slots. Visible chunks are found by key; one that is being promoted is not visible.
 
     A chunk is a candidate for eviction, and known to the policy as one, exactly while it is READY
     and has no pins. The policy is a plug-in: what it chooses is checked here.
@@ -165,7 +165,7 @@ class ChunkTable:
         return ready
 
     def failed(self, chunks: Iterable[Chunk]) -> None:
-        """End copies that brought nothing: the chunks are never seen, the slots are free."""
+        """End copies that failed: the chunks are never seen, the slots are free."""
         visible = self.visible
         for chunk in chunks:
             if visible.get(chunk.key) is chunk:
@@ -174,7 +174,7 @@ class ChunkTable:
             self._drop_pin(chunk)
 
     def show(self, chunk: Chunk) -> None:
-        """Make a landed chunk visible under its key."""
+        """Make a promoted chunk visible under its key."""
         self.visible[chunk.key] = chunk
 
     def pin(self, chunks: Iterable[Chunk]) -> None:

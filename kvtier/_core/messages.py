@@ -32,8 +32,8 @@ class Put(Struct, array_like=True, frozen=True, gc=False, tag=1):
     slots: Sequence[Number]
 
 
-class Fetch(Struct, array_like=True, frozen=True, gc=False, tag=2):
-    """Find chunks in a tier and get the leading ones. Ends with ``Fetched``.
+class Get(Struct, array_like=True, frozen=True, gc=False, tag=2):
+    """Find chunks in a tier and get the leading ones. Ends with ``GetEnded``.
 
     The key at each index belongs to the slot at that index; there are at most as many slots as keys.
     What is got is the run of found keys from the front, as far as the slots reach. Where ``located``
@@ -61,7 +61,7 @@ class Reset(Struct, array_like=True, frozen=True, gc=False, tag=4):
     epoch: Number
 
 
-Command = Put | Fetch | Touch | Reset
+Command = Put | Get | Touch | Reset
 
 
 class TransferHealth(IntEnum):
@@ -94,22 +94,22 @@ class PutEnded(Struct, array_like=True, frozen=True, gc=False, tag=1):
 
 
 class Answer(IntEnum):
-    """What a fetch says of one key: whether it is in the tier, and whether its bytes have come.
+    """The result of a get for one key: whether the tier has it, and whether its bytes were copied.
 
     A tier's ``Knowledge`` and ``Status`` become this one: why a chunk is MISSING makes no difference to the
     core, and is counted.
     """
 
     MISSING = 0  # the tier does not have it, or could not give it
-    LOCATED = 1  # the tier has it; it was not brought
-    LANDED = 2  # its proven bytes are in its slot
+    LOCATED = 1  # the tier has it; it was not copied
+    COPIED = 2  # its proven bytes are in its slot
 
 
-class Fetched(Struct, array_like=True, frozen=True, gc=False, tag=2):
-    """A fetch has ended: its slots are no longer written. ``PutEnded`` has the other attributes.
+class GetEnded(Struct, array_like=True, frozen=True, gc=False, tag=2):
+    """A get has ended: its slots are no longer written. ``PutEnded`` has the other attributes.
 
     Attributes:
-        answers: one for each key. Only keys that were given a slot can be LANDED.
+        answers: one for each key. Only keys that were given a slot can be COPIED.
         reasons: why keys that the tier has were not given, counted.
     """
 
@@ -129,9 +129,10 @@ class TierDown(Struct, array_like=True, frozen=True, tag=3):
 
 
 class TierUp(Struct, array_like=True, frozen=True, tag=4):
-    """A tier that was down can be used again: it is open and every requested reset is done."""
+    """A tier can be used: it is open, and reset to ``epoch``."""
 
     tier: Number
+    epoch: Number
 
 
 class Removed(Struct, array_like=True, frozen=True, tag=5):
@@ -163,5 +164,5 @@ class ProcessEnded(Struct, frozen=True):
     reason: str
 
 
-TierEvent = PutEnded | Fetched | TierDown | TierUp | Removed
+TierEvent = PutEnded | GetEnded | TierDown | TierUp | Removed
 Event = TierEvent | SlotsReady | ProcessEnded

@@ -1,4 +1,4 @@
-"""Finds chunks in the tiers for requests that wait, and holds for them what was found."""
+"""Promotes chunks of the tiers for requests that wait, and holds for them what was found."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec.structs import replace
 
 from kvtier._core.chunks import Chunk
-from kvtier._core.messages import Answer, Fetch, Fetched
+from kvtier._core.messages import Answer, Get, GetEnded
 from kvtier._core.requests import Request
 from kvtier._core.shared import SharedState
 from kvtier._core.states import ChunkEvent, ChunkState
-from kvtier._core.transfers import Bring, Transfer
+from kvtier._core.transfers import SlotUse, Transfer
 from kvtier.keys import OffloadKey, group_index
 
 Keys = Sequence[OffloadKey]
@@ -22,40 +22,40 @@ _READY = ChunkState.READY
 
 
 class Promotions:
-    """The fetches under way, and the chunks they brought that nobody has loaded yet.
+    """The gets in flight, and the chunks that they promoted and that no request has loaded yet.
 
-    Requests share a fetch where they may be served from the same tiers. One that may not be served from
-    a tier never waits for it; what others had brought to the primary tier is there for all.
+    Requests share a get where they may be served from the same tiers. One that may not be served from
+    a tier never waits for it; what was promoted for others is there for all.
 
     Attributes:
-        landing: chunks being fetched, or fetched and held for a request. They count against the
+        promoting: chunks being promoted, or promoted and held for a request. They count against the
             promotion budget.
-        holders: requests for which something is pending, first come first.
+        pending: requests that wait for an answer, first come first.
         budget: slots that promotions may hold in all.
-        reserve: slots to keep free, for chunks that may land.
+        reserve: slots to keep free, for chunks that a get may find.
     """
 
     def __init__(self, shared: SharedState, windowed_groups: frozenset[int]) -> None:
-        self.landing: set[Chunk] = set()
-        self.holders: dict[Request, None] = {}
+        self.promoting: set[Chunk] = set()
+        self.pending: dict[Request, None] = {}
         self._shared = shared
         self._windowed = windowed_groups
-        self._fetching: defaultdict[frozenset[int] | None, dict[OffloadKey, Transfer]] = defaultdict(dict)
+        self._in_flight: defaultdict[frozenset[int] | None, dict[OffloadKey, Transfer]] = defaultdict(dict)
         self.resize(0)
 
     def resize(self, slots: int) -> None:
         """Compute the budget and the reserve for this number of slots."""
         limits = self._shared.limits
         self.budget = max(1, int(slots * limits.promotion_budget))
-        self.reserve = min(self.budget, int(slots * limits.landing_reserve)) if self._shared.tiers else 0
+        self.reserve = min(self.budget, int(slots * limits.promotion_reserve)) if self._shared.tiers else 0
 
     @property
     def _room(self) -> int:
-        return max(0, self.budget - len(self.landing))
+        return max(0, self.budget - len(self.promoting))
 
     def hold(self, request: Request) -> None:
         """Pin what a request was told is there, until it is served."""
-        self.holders[request] = None
+        self.pending[request] = None
         visible, held = self._shared.table.visible, request.held
         hits = [chunk for key in request.hits if (chunk := visible.get(key)) and chunk.state is _READY]
         added = [chunk for chunk in dict.fromkeys(hits) if chunk not in held]
@@ -65,14 +65,14 @@ class Promotions:
 
     def unhold(self, request: Request) -> None:
         """Unpin what is held for a request."""
-        self.holders.pop(request, None)
+        self.pending.pop(request, None)
         request.answers_stand = False
         if request.held:
             chunks, request.held = request.held, {}
             self._shared.table.unpin(chunks)
-            self.let_go(chunks)
+            self.free_budget(chunks)
 
-    def keep_asked(self, request: Request) -> None:
+    def unpin_unasked(self, request: Request) -> None:
         """Unpin what the request's last full scan did not ask for.
 
         It has that in its own cache by now, mostly because another request of the same prefix ran. The first
@@ -85,19 +85,19 @@ class Promotions:
         for chunk in gone:
             del request.held[chunk]
         self._shared.table.unpin(gone)
-        self.let_go(gone)
+        self.free_budget(gone)
 
-    def let_go(self, chunks: Iterable[Chunk]) -> None:
+    def free_budget(self, chunks: Iterable[Chunk]) -> None:
         """Remove from the promotion budget those chunks that nothing pins any more."""
-        self.landing.difference_update([chunk for chunk in chunks if not chunk.pins])
+        self.promoting.difference_update([chunk for chunk in chunks if not chunk.pins])
 
-    def fetch_wanted(self, request: Request, now_s: float) -> None:
-        """Start fetches for the keys that the request wants, as far as the budget goes.
+    def promote_wanted(self, request: Request, now_s: float) -> None:
+        """Start gets of the keys that the request wants, as far as the budget goes.
 
-        Nothing is evicted for a key while the location of an earlier one is unknown, and nothing is fetched
+        Nothing is evicted for a key while the location of an earlier one is unknown, and nothing is promoted
         behind a key that no tier has.
         """
-        fetching, visible = self._fetching[request.tiers], self._shared.table.visible
+        in_flight, visible = self._in_flight[request.tiers], self._shared.table.visible
         located = request.located
         known: list[OffloadKey] = []
         unknown: list[OffloadKey] = []
@@ -107,7 +107,7 @@ class Promotions:
             if key in visible:
                 request.answers_stand = False
                 continue
-            transfer = fetching.get(key)
+            transfer = in_flight.get(key)
             if transfer is not None:
                 transfer.waiters[request] = None
             elif key not in located:
@@ -117,58 +117,59 @@ class Promotions:
                 known.append(key)
             unsure = unsure or not (key in located or self._is_windowed(key))
         if known:
-            self._fetch_for(request, known, now_s)
+            self._get_for(request, known, now_s)
         if unknown:
-            self._ask_grouped(unknown, {request: None}, now_s, Bring.FREE if unsure_before else Bring.ALL)
+            slot_use = SlotUse.FREE if unsure_before else SlotUse.EVICT
+            self._ask_grouped(unknown, {request: None}, now_s, slot_use)
 
-    def fetched(self, event: Fetched, now_s: float) -> list[Chunk]:
-        """Process the end of a fetch, start those that follow, and return the chunks that it brought."""
+    def get_ended(self, event: GetEnded, now_s: float) -> list[Chunk]:
+        """Process the end of a get, start those that follow, and return the chunks that it promoted."""
         transfer, in_time = self._shared.end(event, now_s)
-        if self._shared.tiers[transfer.tier].distrusted:
+        if self._shared.tiers[transfer.tier].failed_audit:
             event = replace(event, answers=(Answer.MISSING,) * len(event.answers))
         self._stop_expecting(transfer)
         waiters = _waiting(transfer) if in_time else {}
         for request in waiters:
             request.answers_stand = False
-        landed = self._land(transfer, event.answers, waiters)
-        self._announce(transfer, event.answers)
+        copied = self._complete(transfer, event.answers, waiters)
+        self._shared.announce_end(transfer, [it is not Answer.MISSING for it in event.answers])
         self._count(transfer, event, now_s)
         if waiters:
             self._ask_next_tier(transfer, event, waiters, now_s)
-        return landed
+        return copied
 
-    def _ask_next_tier(self, transfer: Transfer, event: Fetched, waiters: Waiters, now_s: float) -> None:
-        """Ask the next tier for the keys that this one lacks; fetch located chunks that waiters can use."""
+    def _ask_next_tier(self, transfer: Transfer, event: GetEnded, waiters: Waiters, now_s: float) -> None:
+        """Ask the next tier for the keys that this one lacks; get located chunks that waiters can use."""
         missing = _select(transfer.keys, event.answers, Answer.MISSING)
         located = _select(transfer.keys, event.answers, Answer.LOCATED)
         for request in waiters:
             request.located.update(dict.fromkeys(located, transfer.tier))
         visible = self._shared.table.visible
         unseen = [key for key in missing if key not in visible]
-        self._ask(unseen, waiters, now_s, transfer.tier + 1, transfer.bring)
-        if transfer.bring is Bring.ALL:
-            run = [key for key in _run_after_landed(transfer.keys, event.answers) if key not in visible]
+        self._ask(unseen, waiters, now_s, transfer.tier + 1, transfer.slot_use)
+        if transfer.slot_use is SlotUse.EVICT:
+            run = [key for key in _run_after_copied(transfer.keys, event.answers) if key not in visible]
             run = self._of_use(run, waiters)
-            self._fetch_located(run, waiters, now_s)
-            first = next(iter(self.holders))  # of the waiters, who are all among them
-            if first in waiters and not any(holder.held for holder in self.holders if holder is not first):
+            self._get_located(run, waiters, now_s)
+            first = next(iter(self.pending))  # of the waiters, who are all among them
+            if first in waiters and not any(other.held for other in self.pending if other is not first):
                 self._trim_first(first, run)  # nobody can make way for it
 
     def give_up(self, transfer: Transfer, now_s: float) -> None:
-        """Stop waiting for an overdue fetch: its keys are looked for elsewhere. Its slots stay out of use."""
+        """Stop waiting for an overdue get: its keys are looked for elsewhere. Its slots stay out of use."""
         self._stop_expecting(transfer)
-        self.landing.difference_update(transfer.chunks)
+        self.promoting.difference_update(transfer.chunks)
         waiters = _waiting(transfer)
         if waiters:
             visible = self._shared.table.visible
             keys = [key for key in transfer.keys if key not in visible]
-            self._ask(keys, waiters, now_s, transfer.tier + 1, transfer.bring)
+            self._ask(keys, waiters, now_s, transfer.tier + 1, transfer.slot_use)
 
     def evict_to_reserve(self) -> None:
-        """Evict until slots are free for chunks that may be fetched.
+        """Evict until slots are free for chunks that a get may find.
 
-        Slots of running fetches count as free: unused ones are returned, so asking for chunks that no tier
-        has evicts nothing.
+        Slots of running gets count as free: unused ones are returned, so asking for chunks that no tier has
+        evicts nothing.
         """
         short = self.reserve - len(self._shared.table.free)
         if short > 0:
@@ -176,20 +177,20 @@ class Promotions:
             self._shared.evict(short - lent)
 
     def reset(self) -> None:
-        """Doom what is being fetched, and unpin what is held."""
+        """Doom what is being promoted, and unpin what is held."""
         for transfer in self._shared.transfers.values():
             if not transfer.is_put:
                 for chunk in transfer.chunks:
                     chunk.move(ChunkEvent.RESET)
                 for request in transfer.waiters:
-                    request.give_up(transfer.keys)
+                    request.mark_absent(transfer.keys)
                 transfer.waiters.clear()
-        self._fetching.clear()
-        waiting = [request for request in self.holders if request.is_waiting]
-        for request in list(self.holders):
+        self._in_flight.clear()
+        waiting = [request for request in self.pending if request.is_waiting]
+        for request in list(self.pending):
             self.unhold(request)
             request.located.clear()
-        self.holders.update(dict.fromkeys(waiting))  # their deadlines go on
+        self.pending.update(dict.fromkeys(waiting))  # their deadlines go on
 
     def _still_wanted(self, request: Request) -> Iterable[OffloadKey]:
         """Return the wanted keys, less those that turned out to be nowhere, or are behind such a key."""
@@ -219,28 +220,28 @@ class Promotions:
     def _is_windowed(self, key: OffloadKey) -> bool:
         return bool(self._windowed) and group_index(key) in self._windowed
 
-    def _ask_grouped(self, keys: Keys, waiters: Waiters, now_s: float, bring: Bring) -> None:
-        self._ask([key for key in keys if not self._is_windowed(key)], waiters, now_s, 0, bring)
-        self._ask([key for key in keys if self._is_windowed(key)], waiters, now_s, 0, Bring.NOTHING)
+    def _ask_grouped(self, keys: Keys, waiters: Waiters, now_s: float, slot_use: SlotUse) -> None:
+        self._ask([key for key in keys if not self._is_windowed(key)], waiters, now_s, 0, slot_use)
+        self._ask([key for key in keys if self._is_windowed(key)], waiters, now_s, 0, SlotUse.NONE)
 
-    def _ask(self, keys: Keys, waiters: Waiters, now_s: float, first_tier: int, bring: Bring) -> None:
+    def _ask(self, keys: Keys, waiters: Waiters, now_s: float, first_tier: int, slot_use: SlotUse) -> None:
         """Look for keys in the next tier that may be asked; where there is none they are absent."""
         if not keys:
             return
         shared, allowed = self._shared, _allowed(waiters)
         for tier in range(first_tier, len(shared.tiers)):
-            gate = shared.tiers[tier]
-            closed = gate.get_refusal(now_s) if allowed is None or tier in allowed else "filter"
+            status = shared.tiers[tier]
+            closed = status.get_refusal(now_s) if allowed is None or tier in allowed else "filter"
             if closed is None:
-                count = min(len(keys), self._room, len(shared.table.free)) if bring else 0
-                self._fetch(tier, keys, count, waiters, now_s).bring = bring
+                count = min(len(keys), self._room, len(shared.table.free)) if slot_use else 0
+                self._get(tier, keys, count, waiters, now_s).slot_use = slot_use
                 return
-            shared.counts["skipped", gate.name, closed] += len(keys)
+            shared.counts["skipped", status.name, closed] += len(keys)
         for request in waiters:
-            request.give_up(keys)
+            request.mark_absent(keys)
 
-    def _fetch_located(self, keys: Keys, waiters: Waiters, now_s: float) -> None:
-        """Fetch keys that are known to be in a tier; evict for them, within the budget."""
+    def _get_located(self, keys: Keys, waiters: Waiters, now_s: float) -> None:
+        """Get keys that are known to be in a tier; evict for them, within the budget."""
         if not keys:
             return
         shared, first = self._shared, next(iter(waiters))
@@ -250,26 +251,21 @@ class Promotions:
         by_tier: dict[int, list[OffloadKey]] = {}
         for key in keys[:room]:
             by_tier.setdefault(first.located[key], []).append(key)
-        while refused := self._refused(by_tier, now_s):
-            tier, reason = refused
-            found = by_tier.pop(tier)
-            shared.counts["skipped", shared.tiers[tier].name, reason] += len(found)
-            self._ask(found, waiters, now_s, tier + 1, Bring.NOTHING)
+        for tier in sorted(by_tier):  # a refusal makes a later tier be asked, which it may then refuse, too
+            if reason := shared.tiers[tier].get_refusal(now_s):
+                found = by_tier.pop(tier)
+                shared.counts["skipped", shared.tiers[tier].name, reason] += len(found)
+                self._ask(found, waiters, now_s, tier + 1, SlotUse.NONE)
         for tier, found in by_tier.items():
             if of_use := self._of_use(found, waiters):
-                self._fetch(tier, of_use, len(of_use), waiters, now_s, located=True)
+                self._get(tier, of_use, len(of_use), waiters, now_s, located=True)
 
-    def _refused(self, tiers: Iterable[int], now_s: float) -> tuple[int, str] | None:
-        """Return one of the tiers that may not be asked now, and why."""
-        reasons = ((tier, self._shared.tiers[tier].get_refusal(now_s)) for tier in tiers)
-        return next(((tier, reason) for tier, reason in reasons if reason), None)
-
-    def _fetch_for(self, request: Request, keys: Keys, now_s: float) -> None:
-        """Fetch located keys for a request in its turn. Whoever is first in line gets all it can."""
-        is_first = next(iter(self.holders), request) is request
+    def _get_for(self, request: Request, keys: Keys, now_s: float) -> None:
+        """Get located keys for a request in its turn. Whoever is first in line gets all it can."""
+        is_first = next(iter(self.pending), request) is request
         if is_first:
             self._free_for_first(request, len(keys))
-        self._fetch_located(keys, {request: None}, now_s)
+        self._get_located(keys, {request: None}, now_s)
         if is_first:
             self._trim_first(request, keys)
 
@@ -279,95 +275,86 @@ class Promotions:
         Their share of the budget, and where no slot is left their slots: whose turn comes last loses
         first. Only between two rounds, for what was answered HIT in a round is there to its end.
         """
-        table, landing = self._shared.table, self.landing
-        behind = [holder for holder in reversed(self.holders) if holder is not first]
+        table, promoting = self._shared.table, self.promoting
+        behind = [other for other in reversed(self.pending) if other is not first]
         if count > self._room:
-            held = dict.fromkeys(chunk for holder in behind for chunk in holder.held)
-            spare = [chunk for chunk in held if chunk in landing and chunk not in first.held]
-            landing.difference_update(spare[: count - self._room])
+            held = dict.fromkeys(chunk for other in behind for chunk in other.held)
+            spare = [chunk for chunk in held if chunk in promoting and chunk not in first.held]
+            promoting.difference_update(spare[: count - self._room])
         count = min(count, self._room) - len(table.free)
         if count <= table.evictable:
             return
-        for holder in behind:
-            table.unpin(holder.held)
+        for other in behind:
+            table.unpin(other.held)
         self._shared.evict(count)
-        for holder in behind:
-            holder.held = {chunk: when for chunk, when in holder.held.items() if chunk.state is _READY}
-            holder.answers_stand = False
-            table.pin(holder.held)
-        self.let_go(list(landing))
+        for other in behind:
+            other.held = {chunk: when for chunk, when in other.held.items() if chunk.state is _READY}
+            other.answers_stand = False
+            table.pin(other.held)
+        self.free_budget(list(promoting))
 
     def _trim_first(self, first: Request, keys: Keys) -> None:
         """Drop keys of the request first in line that cannot fit, to avoid a deadlock.
 
-        Fetches for other requests are awaited: their slots can be evicted once the chunks are there.
+        Gets for other requests are awaited: their slots can be evicted once the chunks are there.
         """
-        fetching = self._fetching[first.tiers]
-        left = [key for key in keys if key not in fetching]
+        in_flight = self._in_flight[first.tiers]
+        left = [key for key in keys if key not in in_flight]
         under_way = [transfer for transfer in self._shared.running if transfer.chunks and not transfer.is_put]
         if left and all(first in transfer.waiters for transfer in under_way):
-            first.give_up(left)
+            first.mark_absent(left)
             self._shared.counts["miss", self._shared.short_of("budget")] += len(left)
 
-    def _fetch(
+    def _get(
         self, tier: int, keys: Keys, count: int, waiters: Waiters, now_s: float, *, located: bool = False
     ) -> Transfer:
-        """Fetch keys from a tier, the first ``count`` of them into free slots."""
+        """Get keys from a tier, the first ``count`` of them into free slots."""
         chunks = self._shared.table.take(keys[:count], visible=False)
-        self.landing.update(chunks)
+        self.promoting.update(chunks)
         transfer = self._shared.begin(tier, keys, chunks, now_s, is_put=False)
         transfer.located = located
         transfer.waiters.update(waiters)
         transfer.allowed = _allowed(waiters)
-        self._fetching[transfer.allowed].update(dict.fromkeys(keys, transfer))
+        self._in_flight[transfer.allowed].update(dict.fromkeys(keys, transfer))
         slots = [chunk.slot for chunk in chunks]
-        self._shared.commands.append(Fetch(transfer.id, tier, keys, slots, located))
+        self._shared.commands.append(Get(transfer.id, tier, keys, slots, located))
         return transfer
 
     def _stop_expecting(self, transfer: Transfer) -> None:
-        fetching = self._fetching[transfer.allowed]
+        in_flight = self._in_flight[transfer.allowed]
         for key in transfer.keys:
-            if fetching.get(key) is transfer:
-                del fetching[key]
+            if in_flight.get(key) is transfer:
+                del in_flight[key]
 
-    def _land(self, transfer: Transfer, answers: Sequence[Answer], waiters: Waiters) -> list[Chunk]:
-        """Show the chunks that have landed, unless their key got here another way; free the others."""
+    def _complete(self, transfer: Transfer, answers: Sequence[Answer], waiters: Waiters) -> list[Chunk]:
+        """Make the copied chunks visible, unless their key got here another way; free the others."""
         table = self._shared.table
         good: list[Chunk] = []
         bad: list[Chunk] = []
         for chunk, answer in zip(transfer.chunks, answers, strict=False):
-            arrived = answer is Answer.LANDED and chunk.key not in table.visible
+            arrived = answer is Answer.COPIED and chunk.key not in table.visible
             (good if arrived else bad).append(chunk)
         table.failed(bad)
-        landed = table.filled(good, pins=len(waiters))
-        for chunk in landed:
+        copied = table.filled(good, pins=len(waiters))
+        for chunk in copied:
             chunk.origin = transfer.tier
             table.show(chunk)
         for request in waiters:
-            request.held.update(dict.fromkeys(landed, request.round))
-            self.holders[request] = None
-        self.let_go(transfer.chunks)
-        self._shared.announcements.stored([chunk.key for chunk in landed], found=True)
-        return landed
+            request.held.update(dict.fromkeys(copied, request.round))
+            self.pending[request] = None
+        self.free_budget(transfer.chunks)
+        self._shared.kv_events.stored([chunk.key for chunk in copied], found=True)
+        return copied
 
-    def _announce(self, transfer: Transfer, answers: Sequence[Answer]) -> None:
-        """Announce what the tier turned out to have, and not to have any more."""
-        if self._shared.announcements.enabled:
-            missing = _select(transfer.keys, answers, Answer.MISSING)
-            self._shared.announcements.removed(missing, transfer.tier)
-            absent = frozenset(missing)
-            there = [key for key in transfer.keys if key not in absent]
-            self._shared.announce_kept(transfer, there, found=True)
-
-    def _count(self, transfer: Transfer, event: Fetched, now_s: float) -> None:
-        gate = self._shared.tiers[transfer.tier]
-        gate.get_ended(event.answers.count(Answer.LANDED), event.health, event.seconds, now_s)
-        counts, name = self._shared.counts, gate.name
+    def _count(self, transfer: Transfer, event: GetEnded, now_s: float) -> None:
+        status = self._shared.tiers[transfer.tier]
+        status.get_ended(event.answers.count(Answer.COPIED), event.health, event.seconds, now_s)
+        counts, name = self._shared.counts, status.name
         missing = event.answers.count(Answer.MISSING)
         if not transfer.located:
             counts["asked", name] += len(event.answers)
             counts["found", name] += len(event.answers) - missing
-        counts["fetched", name] += event.answers.count(Answer.LANDED)
+        counts["fetched", name] += event.answers.count(Answer.COPIED)
         counts["get_seconds", name] += event.seconds
         counts["absent", name] += max(0, missing - sum(event.reasons.values()))
         for reason, count in event.reasons.items():
@@ -387,8 +374,8 @@ def _select(keys: Keys, answers: Sequence[Answer], wanted: Answer) -> list[Offlo
     return [key for key, answer in zip(keys, answers, strict=True) if answer is wanted]
 
 
-def _run_after_landed(keys: Keys, answers: Sequence[Answer]) -> list[OffloadKey]:
-    """Return the located keys that directly follow the landed ones at the front."""
+def _run_after_copied(keys: Keys, answers: Sequence[Answer]) -> list[OffloadKey]:
+    """Return the located keys that directly follow the copied ones at the front."""
     run: list[OffloadKey] = []
     for key, answer in zip(keys, answers, strict=True):
         if answer is Answer.LOCATED:

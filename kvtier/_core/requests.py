@@ -15,7 +15,7 @@ from kvtier.keys import OffloadKey
 class Request(Stateful):
     """One request of the engine, from its first lookup to its end.
 
-    What is learned about a key (absent, or located in a tier) holds for the scan under way, so that
+    What is known of a key (absent, or located in a tier) holds for the scan under way, so that
     a scan that is asked again each step gets the same answers and comes to an end.
 
     Attributes:
@@ -65,13 +65,13 @@ class Request(Stateful):
         self.hits.clear()
         self.wanted.clear()
 
-    def give_up(self, keys: Iterable[OffloadKey]) -> None:
+    def mark_absent(self, keys: Iterable[OffloadKey]) -> None:
         """Answer MISS for ``keys`` from now on."""
         self.absent.update(keys)
         self.answers_stand = False
 
     def forget_answers(self) -> None:
-        """Forget what the scan has learned."""
+        """Forget the answers of the scan."""
         self.hits.clear()
         self.wanted.clear()
         self.absent.clear()

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from kvtier._core.admission import Limits, TierGate
-from kvtier._core.announcements import Announcements
+from kvtier._core.admission import Limits, TierStatus
 from kvtier._core.chunks import Chunk, ChunkTable
-from kvtier._core.messages import Command, Fetched, PutEnded, TransferHealth
+from kvtier._core.kv_events import KVEventLog
+from kvtier._core.messages import Command, GetEnded, PutEnded, TransferHealth
 from kvtier._core.transfers import Transfer
 from kvtier._reasons import BREAKER_OPENED, POLICY_REPLACED
 from kvtier.errors import StateError
@@ -39,7 +39,7 @@ class SharedState:
     """The slots, tiers and transfers that all parts of the core work on, and its output until it is taken."""
 
     def __init__(
-        self, table: ChunkTable, tiers: Sequence[TierGate], limits: Limits, *, track_changes: bool
+        self, table: ChunkTable, tiers: Sequence[TierStatus], limits: Limits, *, track_kv_events: bool
     ) -> None:
         self.table = table
         self.tiers = list(tiers)
@@ -49,7 +49,7 @@ class SharedState:
         self.is_starting = True  # more slots are on their way
         self.commands: list[Command] = []
         self.notices: list[Notice] = []
-        self.announcements = Announcements(len(self.tiers), limits.max_announced, enabled=track_changes)
+        self.kv_events = KVEventLog(len(self.tiers), limits.max_announced, enabled=track_kv_events)
         self._earliest_s = inf  # no running transfer has an earlier deadline
         self._last_id = 0
 
@@ -69,35 +69,35 @@ class SharedState:
         self._earliest_s = min(self._earliest_s, deadline_s)
         return transfer
 
-    def end(self, event: PutEnded | Fetched, now_s: float) -> tuple[Transfer, bool]:
+    def end(self, event: PutEnded | GetEnded, now_s: float) -> tuple[Transfer, bool]:
         """Remove a transfer that has ended; return it, and whether it ended in time."""
         transfer = self.transfers.pop(event.id, None)
         if transfer is None:
             raise StateError(f"transfer {event.id} has ended already or never began")
         in_time = not transfer.is_overdue
-        gate = self.tiers[transfer.tier]
-        health = gate.judge(event.health, event.seconds, is_put=transfer.is_put)
-        change = gate.of(puts=transfer.is_put).end(transfer.id, health, now_s, in_time=in_time)
+        status = self.tiers[transfer.tier]
+        health = status.judge(event.health, event.seconds, is_put=transfer.is_put)
+        change = status.of(puts=transfer.is_put).end(transfer.id, health, now_s, in_time=in_time)
         self._note_change(transfer, change)
         if in_time and health is TransferHealth.LATE:  # the tier's clock has seen it first
-            self.counts["overdue", gate.name, transfer.verb] += 1
+            self.counts["overdue", status.name, transfer.verb] += 1
         if event.retry:
-            self.counts["retries", gate.name, transfer.verb, event.retry] += 1
+            self.counts["retries", status.name, transfer.verb, event.retry] += 1
         return transfer, in_time
 
     def _note_change(self, transfer: Transfer, change: str | None) -> None:
         """Count a breaker's change of state at the end of a transfer, and queue a notice for the log."""
         if change is None:
             return
-        gate, verb = self.tiers[transfer.tier], transfer.verb
+        status, verb = self.tiers[transfer.tier], transfer.verb
         if change == "closed":
-            self.counts["breaker_closed", gate.name, verb] += 1
+            self.counts["breaker_closed", status.name, verb] += 1
             text = f"a {verb} has gone well: it is given {verb}s again"
         else:
-            self.counts["breaker_opened", gate.name, verb, change] += 1
+            self.counts["breaker_opened", status.name, verb, change] += 1
             text = f"its {verb}s: {BREAKER_OPENED[change]}; it gets none for a while"
         if change != "probe":
-            self.notices.append(Notice(f"tier {gate.name}", text, change == "closed"))
+            self.notices.append(Notice(f"tier {status.name}", text, change == "closed"))
 
     @property
     def running(self) -> list[Transfer]:
@@ -111,9 +111,9 @@ class SharedState:
         late = [transfer for transfer in self.running if transfer.deadline_s <= now_s]
         for transfer in late:
             transfer.is_overdue = True
-            gate = self.tiers[transfer.tier]
-            self.counts["overdue", gate.name, transfer.verb] += 1
-            self._note_change(transfer, gate.of(puts=transfer.is_put).late(transfer.id, now_s))
+            status = self.tiers[transfer.tier]
+            self.counts["overdue", status.name, transfer.verb] += 1
+            self._note_change(transfer, status.of(puts=transfer.is_put).late(transfer.id, now_s))
         self._earliest_s = min((transfer.deadline_s for transfer in self.running), default=inf)
         return late
 
@@ -123,7 +123,7 @@ class SharedState:
             return []
         keys = self.table.evict(count)
         self.counts["evicted",] += len(keys)
-        self.announcements.removed(keys)
+        self.kv_events.removed(keys)
         return keys
 
     def note_policy(self) -> None:
@@ -134,25 +134,30 @@ class SharedState:
             self.notices.append(Notice(f"eviction policy {name}", text, is_good=False))
         self.table.faults.clear()
 
-    def announce_kept(self, transfer: Transfer, keys: Sequence[OffloadKey], *, found: bool) -> None:
-        """Announce what a transfer says that its tier has, unless that may not be so any more."""
-        if self.tiers[transfer.tier].unusable is None:
-            still = [key for key in keys if key not in transfer.left] if transfer.left else keys
-            self.announcements.stored(still, transfer.tier, found=found)
+    def announce_end(self, transfer: Transfer, present: Sequence[bool]) -> None:
+        """Announce which keys of an ended transfer its tier has; after a promotion also which it lacks."""
+        if not self.kv_events.enabled:
+            return
+        tier, keys = transfer.tier, list(zip(transfer.keys, present, strict=True))
+        if not transfer.is_put:
+            self.kv_events.removed([key for key, is_there in keys if not is_there], tier)
+        if self.tiers[tier].disabled_reason is None:
+            there = [key for key, is_there in keys if is_there and key not in transfer.left]
+            self.kv_events.stored(there, tier, found=not transfer.is_put)
 
     def announce_left(self, tier: int, keys: Sequence[OffloadKey]) -> None:
         """Announce that chunks have left a tier, whatever transfers under way will say of them."""
-        if not self.announcements.enabled:
+        if not self.kv_events.enabled:
             return
         gone = frozenset(keys)
         for transfer in self.transfers.values():
             if transfer.tier == tier:
                 transfer.left |= gone.intersection(transfer.keys)
-        self.announcements.removed(keys, tier)
+        self.kv_events.removed(keys, tier)
 
     def announce_reset(self) -> None:
         """Announce that every secondary tier is empty, whatever transfers under way will say."""
         for transfer in self.transfers.values():
             transfer.left = frozenset(transfer.keys)
         for tier in range(len(self.tiers)):
-            self.announcements.clear(tier)
+            self.kv_events.clear(tier)

@@ -4,20 +4,21 @@ It has one owner, which calls it from one thread and then takes the commands tha
 blocks and reads no clock: time is an argument, in seconds on the owner's clock.
 
 How a chunk is found: ``lookup`` answers each key from what is known and notes what is not. ``settle``,
-called when a round of questions is over, turns the notes into fetches. A fetch looks for its keys in
-one tier and, into slots it was given, brings the run of keys it finds from the front: question and
+called when a round of questions is over, turns the notes into gets. A get looks for its keys in one
+tier and copies the run of keys that it finds from the front into the slots that it was given: question and
 transfer cost a waiting request one delay, not two. Slots for keys that may turn out to be absent come
 only from free ones, so asking for what is not there evicts nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from kvtier._core import messages
-from kvtier._core.admission import Limits, ReuseTracker, TierGate
-from kvtier._core.announcements import Change
+from kvtier._core.admission import Limits, ReuseTracker, TierStatus
+from kvtier._core.cascade import Cascades
 from kvtier._core.chunks import Chunk, ChunkTable
+from kvtier._core.kv_events import KVEvent
 from kvtier._core.promotion import Promotions
 from kvtier._core.requests import Request
 from kvtier._core.shared import Count, Notice, SharedState
@@ -42,26 +43,27 @@ class Tiering:
         tiers: the secondary tiers, in the order in which they are asked.
         limits: the bounds to keep.
         windowed_groups: KV cache groups that are not looked up from the front of the prompt (sliding
-            windows); their chunks are located first and then fetched as they are asked for.
-        track_changes: whether to note what becomes available where, for ``take_changes``.
+            windows); their chunks are located first and then promoted as they are asked for.
+        track_kv_events: whether to note what becomes available where, for ``take_kv_events``.
 
     Attributes:
-        is_distrusted: whether nothing is stored and nothing found any more, as ``distrust`` says.
+        is_disabled: whether nothing is stored and nothing found any more, as ``disable_after_audit`` says.
     """
 
     def __init__(
         self,
         policy: EvictionPolicy,
-        tiers: Sequence[TierGate] = (),
+        tiers: Sequence[TierStatus] = (),
         limits: Limits | None = None,
         *,
         windowed_groups: frozenset[int] = frozenset(),
-        track_changes: bool = False,
+        track_kv_events: bool = False,
     ) -> None:
         limits = limits or Limits()
         self.table = ChunkTable(policy)
-        self.shared = SharedState(self.table, tiers, limits, track_changes=track_changes)
+        self.shared = SharedState(self.table, tiers, limits, track_kv_events=track_kv_events)
         self.promotions = Promotions(self.shared, windowed_groups)
+        self.cascades = Cascades(self.shared)
         self.epoch = 0
         self.reservations: set[Reservation] = set()
         self.pinned: set[Pinned] = set()
@@ -69,10 +71,9 @@ class Tiering:
         self._visible = self.table.visible
         self._counts = self.shared.counts
         self._asked: list[Request] = []
-        self._reused: dict[OffloadKey, None] = {}  # loaded from the primary tier since the last round
         self._round: object = object()
         self._has_damage = False
-        self.is_distrusted = False
+        self.is_disabled = False
         self._refusal: str | None = None
         self._tracker = ReuseTracker(limits.store_threshold, limits.max_tracker_size)
 
@@ -131,7 +132,7 @@ class Tiering:
         return _PENDING if chunk is not None or key in request.located else _RETRY
 
     def settle(self, now_s: float) -> None:
-        """End a round of questions: fetch what is wanted, keep the deadlines, keep the reserve free."""
+        """End a round of questions: promote what is wanted, keep the deadlines, keep the reserve free."""
         asked, self._asked = self._asked, []
         self._round = object()
         for transfer in self.shared.overdue(now_s):
@@ -144,28 +145,26 @@ class Tiering:
                 self._defer(request, now_s)
             elif request.state is not RequestState.EXPIRED:
                 self.served(request)
-        for request in list(self.promotions.holders):
+        for request in list(self.promotions.pending):
             if request.deadline_s is not None and request.deadline_s <= now_s:
                 self._expire(request)
         for request in asked:  # only now, when what each of them was told is there is pinned
             if request.is_waiting:
-                self.promotions.fetch_wanted(request, now_s)
+                self.promotions.promote_wanted(request, now_s)
         if self._tiers:
             self.promotions.evict_to_reserve()
-        if self._reused:
-            self._touch_tiers()
+        if self.cascades.reused:
+            self.cascades.touch()
         if self.table.faults:
             self.shared.note_policy()
         if self._has_damage:
             self._has_damage = False
-            self.distrust(None, "when it was about to be put into a tier")
+            self.disable_after_audit(None, "when it was about to be put into a tier")
 
     def next_deadline_s(self) -> float | None:
         """Return when ``settle`` has to be called at the latest, where anything is pending."""
         deadlines = [transfer.deadline_s for transfer in self.shared.running]
-        deadlines += [
-            holder.deadline_s for holder in self.promotions.holders if holder.deadline_s is not None
-        ]
+        deadlines += [other.deadline_s for other in self.promotions.pending if other.deadline_s is not None]
         return min(deadlines, default=None)
 
     def served(self, request: Request) -> None:
@@ -212,7 +211,7 @@ class Tiering:
         if request.deadline_s is None:
             request.deadline_s = now_s + self.shared.limits.request_deadline_s
         self.promotions.hold(request)
-        self.promotions.keep_asked(request)
+        self.promotions.unpin_unasked(request)
 
     def _hold_hits(self) -> None:
         """Pin what was answered HIT in this round, before something is evicted in its midst."""
@@ -243,10 +242,10 @@ class Tiering:
             self._counts["loaded", PRIMARY if chunk.origin is None else self._tiers[chunk.origin].name] += 1
             chunk.origin = None
         if self._tiers:
-            reused = [key for key, origin in zip(keys, pinned.origins, strict=True) if origin is None]
-            self._reused.update(dict.fromkeys(reused))
+            origins = zip(keys, pinned.origins, strict=True)
+            self.cascades.note_reuse([key for key, origin in origins if origin is None])
         self.pinned.add(pinned)
-        self.promotions.landing.difference_update(chunks)
+        self.promotions.promoting.difference_update(chunks)
         if request is not None:
             self.served(request)
             request.forget_answers()
@@ -258,7 +257,7 @@ class Tiering:
         self.table.unpin(pinned.chunks, used=True)
 
     def fail_load(self, pinned: Pinned, request: Request | None = None) -> None:
-        """End a load that did not bring its bytes: its chunks are dropped from the primary tier.
+        """End a load whose copies failed: its chunks are dropped from the primary tier.
 
         The request, where it still lives, is computed: it is never told HIT again. Another load for it
         could fail as well, and so on for ever. A HIT for one of the chunks in the round under way does not
@@ -275,7 +274,7 @@ class Tiering:
 
     def _drop(self, chunks: Sequence[Chunk]) -> None:
         """Hide chunks for ever and take a pin from each."""
-        self.shared.announcements.removed([chunk.key for chunk in chunks if chunk.state is _READY])
+        self.shared.kv_events.removed([chunk.key for chunk in chunks if chunk.state is _READY])
         self.table.drop(chunks)
         self.table.unpin(chunks)
 
@@ -302,7 +301,7 @@ class Tiering:
         Returns:
             The reservation, empty where nothing is to be stored; None where no slot can be had now.
         """
-        if self.is_distrusted:
+        if self.is_disabled:
             self._counts["store_refused", "audit"] += len(keys)
             return None
         visible, free = self._visible, self.table.free
@@ -324,19 +323,13 @@ class Tiering:
 
     def commit(self, reservation: Reservation, now_s: float) -> None:
         """End a store that has copied its bytes: the chunks are there, and go to the other tiers."""
-        if self.is_distrusted:
+        if self.is_disabled:
             self.abort(reservation)
             return
         self._end_handle(self.reservations, reservation)
-        chunks = reservation.chunks
-        takers = self._takers(len(chunks), range(len(self._tiers)), now_s)
-        ready = self.table.filled(chunks, pins=len(takers))
+        ready = self.cascades.put_stored(reservation.chunks, now_s)
         self._counts["stored",] += len(ready)
-        if self.shared.announcements.enabled:
-            self.shared.announcements.stored([chunk.key for chunk in ready])
-        for tier, count in takers:
-            self._cascade(tier, ready[:count], now_s)
-            self.table.unpin(ready[count:])
+        self.shared.kv_events.stored([chunk.key for chunk in ready])
 
     def abort(self, reservation: Reservation) -> None:
         """End a store that did not copy its bytes, or whose bytes were reset away."""
@@ -361,57 +354,16 @@ class Tiering:
         self.table.unpin(kept)
         return evicted
 
-    def _takers(self, count: int, tiers: Iterable[int], now_s: float) -> list[tuple[int, int]]:
-        """Return which of the tiers take how many of the next chunks."""
-        takers = []
-        gates = self._tiers
-        most = max(1, int(len(self.table.all) * self.shared.limits.put_backlog))
-        unused = most - sum(gate.backlog for gate in gates)
-        for index in tiers:
-            gate = gates[index]
-            share = max(1, most // len(gates))  # its own, whatever the others hold
-            room, reason = gate.put_room(count, max(share, unused + gate.backlog), now_s)
-            if room < count:
-                self._counts["put_dropped", gate.name, reason] += count - room
-            if room:
-                takers.append((index, room))
-        return takers
-
-    def _cascade(self, tier: int, chunks: list[Chunk], now_s: float) -> None:
-        if not chunks:
-            return
-        keys = [chunk.key for chunk in chunks]
-        transfer = self.shared.begin(tier, keys, chunks, now_s, is_put=True)
-        self._tiers[tier].backlog += len(chunks)
-        self.shared.commands.append(messages.Put(transfer.id, tier, keys, [chunk.slot for chunk in chunks]))
-
-    def _copy_to_earlier_tiers(self, chunks: Sequence[Chunk], now_s: float) -> None:
-        """Put what a tier gave into the tiers before it, which did not: the next time they may be asked."""
-        ready = [chunk for chunk in chunks if chunk.state is _READY and chunk.origin]
-        if not ready:
-            return
-        for tier, count in self._takers(len(ready), range(ready[0].origin or 0), now_s):
-            self._counts["lifted", self._tiers[tier].name] += count
-            self.table.pin(ready[:count])
-            self._cascade(tier, ready[:count], now_s)
-
-    def _touch_tiers(self) -> None:
-        """Send the tiers what was loaded from the primary tier, or they would take it for unused."""
-        keys = list(self._reused)
-        self._reused.clear()
-        self.shared.commands += [
-            messages.Touch(tier, keys) for tier, gate in enumerate(self._tiers) if gate.works
-        ]
-
     # --- what happened, what to do ----------------------------------------------------------------
 
     def on_event(self, event: messages.Event, now_s: float) -> None:
         """Process an event."""
-        if isinstance(event, messages.Fetched):
+        if isinstance(event, messages.GetEnded):
             self._hold_hits()
-            self._copy_to_earlier_tiers(self.promotions.fetched(event, now_s), now_s)
+            self.cascades.backfill(self.promotions.get_ended(event, now_s), now_s)
         elif isinstance(event, messages.PutEnded):
-            self._put_ended(event, now_s)
+            self.promotions.free_budget(self.cascades.put_ended(event, now_s))
+            self._has_damage = self._has_damage or "audit" in event.reasons
         elif isinstance(event, messages.SlotsReady):
             self.table.add_slots(event.slots)
             self.shared.is_starting = self.shared.is_starting and not event.is_last
@@ -420,6 +372,7 @@ class Tiering:
             self._tier_down(event)
         elif isinstance(event, messages.TierUp):
             self._tiers[event.tier].down = None
+            self._tiers[event.tier].epoch = event.epoch
         elif isinstance(event, messages.Removed):
             self.shared.announce_left(event.tier, event.keys)
         elif isinstance(event, messages.ProcessEnded):
@@ -435,9 +388,9 @@ class Tiering:
         notices, self.shared.notices = self.shared.notices, []
         return notices
 
-    def take_changes(self) -> list[Change]:
+    def take_kv_events(self) -> list[KVEvent]:
         """Return and clear what has become available, or has left, since the last call."""
-        return self.shared.announcements.take()
+        return self.shared.kv_events.take()
 
     def take_counts(self) -> dict[Count, float]:
         """Return and clear the counts since the last call."""
@@ -453,16 +406,16 @@ class Tiering:
         """
         self.epoch += 1
         self._asked.clear()
-        self._reused.clear()
+        self.cascades.reused.clear()
         self._round = object()
         self.promotions.reset()
         ready = [key for key, chunk in self._visible.items() if chunk.state is _READY]
-        self.shared.announcements.removed(ready)
+        self.shared.kv_events.removed(ready)
         self.shared.announce_reset()
         self.table.reset()
         self.shared.commands += [messages.Reset(tier, self.epoch) for tier in range(len(self._tiers))]
 
-    def distrust(self, tier: int | None, where: str) -> None:
+    def disable_after_audit(self, tier: int | None, where: str) -> None:
         """Use a tier no more: an audit has found a chunk damaged that came from it.
 
         What it gave is dropped, unless it was loaded before. As with ``fail_load``, a HIT in the round
@@ -475,11 +428,11 @@ class Tiering:
         """
         name = PRIMARY if tier is None else self._tiers[tier].name
         self._counts["audit_failed", name] += 1
-        self.is_distrusted = self.is_distrusted or tier is None
-        for index, gate in enumerate(self._tiers):
-            if tier in (None, index) and not gate.distrusted:
-                gate.distrusted = True
-                self.shared.announcements.clear(index)
+        self.is_disabled = self.is_disabled or tier is None
+        for index, status in enumerate(self._tiers):
+            if tier in (None, index) and not status.failed_audit:
+                status.failed_audit = True
+                self.shared.kv_events.clear(index)
         given = [chunk for chunk in self.table if chunk.state is _READY and tier in (None, chunk.origin)]
         self.table.pin(given)
         self._drop(given)
@@ -492,25 +445,14 @@ class Tiering:
         """Whether no tier has anything to do."""
         return not self.shared.transfers and not self.shared.commands
 
-    def _tier_down(self, event: messages.TierDown) -> None:
-        gate = self._tiers[event.tier]
-        if gate.down is None:
-            self._counts["tier_down", gate.name] += 1
-        gate.down = event.reason
-        self.shared.announcements.clear(event.tier)
+    @property
+    def is_reset(self) -> bool:
+        """Whether every tier that is not down has been reset to the current epoch."""
+        return all(status.down is not None or status.epoch == self.epoch for status in self._tiers)
 
-    def _put_ended(self, event: messages.PutEnded, now_s: float) -> None:
-        transfer, _ = self.shared.end(event, now_s)
-        gate = self._tiers[transfer.tier]
-        gate.backlog -= len(transfer.chunks)
-        gate.put_ended(len(transfer.chunks), event.health, event.seconds)
-        self._counts["put", gate.name] += sum(event.kept)
-        self._counts["put_seconds", gate.name] += event.seconds
-        for reason, count in event.reasons.items():
-            self._counts["put_failed", gate.name, reason] += count
-        self._has_damage = self._has_damage or "audit" in event.reasons
-        if self.shared.announcements.enabled:
-            kept = [key for key, ok in zip(transfer.keys, event.kept, strict=True) if ok]
-            self.shared.announce_kept(transfer, kept, found=False)
-        self.table.unpin(transfer.chunks)
-        self.promotions.let_go(transfer.chunks)
+    def _tier_down(self, event: messages.TierDown) -> None:
+        status = self._tiers[event.tier]
+        if status.down is None:
+            self._counts["tier_down", status.name] += 1
+        status.down = event.reason
+        self.shared.kv_events.clear(event.tier)

@@ -11,27 +11,27 @@ from kvtier._core.requests import Request
 from kvtier.keys import OffloadKey
 
 
-class Bring(IntEnum):
-    """How much of what a fetch finds is brought without being asked for once more."""
+class SlotUse(IntEnum):
+    """Which slots a get may use for what it finds."""
 
-    NOTHING = 0  # it only locates
-    FREE = 1  # what there are free slots for
-    ALL = 2  # that, and what is found next to it: it is wanted for certain, and worth evictions
+    NONE = 0  # none: it only locates
+    FREE = 1  # free ones
+    EVICT = 2  # free ones, and evictions for what is found next to that: it is wanted for certain
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A put or a fetch that a tier has been told to do.
+    """A put or a get that was submitted to a tier.
 
     Attributes:
-        chunks: the chunks whose slots it reads or writes; on a fetch those of the leading keys.
-        waiters: on a fetch, the requests that want its keys; an ordered set. They may all be served
+        chunks: the chunks whose slots it reads or writes; of a get those of the leading keys.
+        waiters: of a get, the requests that want its keys; an ordered set. They may all be served
             from the same tiers.
-        allowed: on a fetch, the tiers that its waiters may be served from; None for all of them.
+        allowed: of a get, the tiers that its waiters may be served from; None for all of them.
         deadline_s: when it is no longer waited for, on the owner's clock.
         is_overdue: whether that has passed: its answer is a miss; its slots stay in use until it ends.
-        bring: on a fetch, what of that which it finds is to be brought at once.
-        located: on a fetch, whether its keys were known to be in the tier.
+        slot_use: of a get, which slots it may use.
+        located: of a get, whether its keys were known to be in the tier.
         left: keys that have left the tier since it began, by a reset too, where anybody wants to know.
     """
 
@@ -41,7 +41,7 @@ class Transfer:
     chunks: list[Chunk]
     deadline_s: float
     is_put: bool
-    bring: Bring = Bring.NOTHING
+    slot_use: SlotUse = SlotUse.NONE
     allowed: frozenset[int] | None = None
     waiters: dict[Request, None] = field(default_factory=dict)
     is_overdue: bool = False

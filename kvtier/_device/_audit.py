@@ -17,7 +17,7 @@ from kvtier._device.base import Audits, Blocks
 from kvtier._device.plan import Addresses, CopyPlan, CopyPlanner
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.slot_checksums import Fault, SlotChecksums
-from kvtier._telemetry import evidence
+from kvtier._telemetry import damage_dump
 from kvtier.errors import AuditError, DamagedSlotError
 
 Check = Callable[[], None]
@@ -128,7 +128,7 @@ class Auditor:
             self._slot_checksums.blame(slot, self._area, fault)
             facts = {"slot": slot, "area": self._area, "expected": expected, "found": found}
             facts["of_device"] = crc32c.crc32c(read.data)
-            evidence.keep(text, facts, slot=held.tobytes(), device=read.tobytes())
+            damage_dump.write(text, facts, slot=held.tobytes(), device=read.tobytes())
             raise kind(f"{text} (slot {slot})")
 
 

@@ -24,17 +24,16 @@ from functools import partial
 from pathlib import Path
 
 import anyio
-import anyio.abc
 
-from kvtier._core.messages import MAX_TEXT, Command, Event, ProcessEnded, Reset, SlotsReady, TierDown, TierUp
-from kvtier._executor import Executor, TierActivity
+from kvtier._core.messages import MAX_TEXT, Command, Event, ProcessEnded, Reset, SlotsReady, TierDown
+from kvtier._executor import LAST_STEP_S, Executor, TierActivity
 from kvtier._forks import keep_fd_from_children
 from kvtier._identity import Identity
 from kvtier._isolation import settings, wire
 from kvtier._isolation.send_queue import SendQueue
 from kvtier._isolation.wire import Frames, Hello, Order, Report
 from kvtier._memory.region import Region
-from kvtier._memory.slot_checksums import SlotChecksums, slot_checksums_bytes
+from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier.tiers._runner import call_soon
 
 logger = logging.getLogger("kvtier.executor")
@@ -44,7 +43,6 @@ _MOST_FRAMES = 1000
 _PR_SET_PDEATHSIG = 1
 _OOM_SCORE = 500  # more than the engine's: where memory runs out the engine goes last
 _LAST_FLUSH_S = 1.0
-_LAST_STEP_S = 0.2  # of a shutdown, for what follows when tiers are closed
 _STACK_BYTES = 2**20
 _PTHREAD_ATTR_BYTES = 256  # more than any C library needs
 
@@ -98,25 +96,16 @@ class TierServer:
         identity = Identity(self._hello.model, json.loads(self._hello.manifest))
         # Resets of before this process, done or not: what is put after a reset is for its opener alone.
         resets = [Reset(tier, epoch) for tier, epoch in enumerate(self._hello.epochs) if epoch]
-        async with anyio.create_task_group() as tasks:
-            async with Executor(
-                tiers,
-                identity,
-                self.memory,
-                self._post,
-                slot_checksums=_slot_checksums(self._hello, self.memory),
-            ) as executor:
-                self._activity = executor.activity
-                executor.submit(resets)
-                for tier in range(len(tiers)):
-                    tasks.start_soon(self._report_up, executor, tier)
-                self._loop.add_reader(self._sock, self._receive, executor, tasks)
-                await self._leaving.wait()
-                with anyio.move_on_after(max(0.0, self._drain_by_s - time.monotonic())):
-                    await executor.drained()
-                executor.end_by_s = self._end_by_s - _LAST_STEP_S
-            self._loop.remove_reader(self._sock)
-            tasks.cancel_scope.cancel()
+        checksums = _slot_checksums(self._hello, self.memory)
+        async with Executor(tiers, identity, self.memory, self._post, slot_checksums=checksums) as executor:
+            self._activity = executor.activity
+            executor.submit(resets)
+            self._loop.add_reader(self._sock, self._receive, executor)
+            await self._leaving.wait()
+            with anyio.move_on_after(max(0.0, self._drain_by_s - time.monotonic())):
+                await executor.drained()
+            executor.end_by_s = self._end_by_s - LAST_STEP_S
+        self._loop.remove_reader(self._sock)
         self._flush()
 
     def flush_blocking(self) -> None:
@@ -128,26 +117,24 @@ class TierServer:
 
     # --- from the engine -------------------------------------------------------------------------
 
-    def _receive(self, executor: Executor, tasks: anyio.abc.TaskGroup) -> None:
+    def _receive(self, executor: Executor) -> None:
         try:
             data = self._sock.recv(_READ_BYTES)
             if not data:
                 os._exit(0)  # the engine is gone: its slots may be another's at any moment
             for frame in self._frames.feed(data):
-                self._carry_out(wire.unpack_orders(frame), executor, tasks)
+                self._carry_out(wire.unpack(wire.ORDERS, frame), executor)
         except BlockingIOError:
             pass
         except Exception:
             logger.exception("tier process exits: the engine sent an invalid message")
             os._exit(1)
 
-    def _carry_out(self, orders: list[Order], executor: Executor, tasks: anyio.abc.TaskGroup) -> None:
+    def _carry_out(self, orders: list[Order], executor: Executor) -> None:
         commands: list[Command] = []
         for order in orders:
             if isinstance(order, wire.Ping):
                 self._report(wire.Pong())
-            elif isinstance(order, wire.WhenSettled | wire.WhenDrained):
-                tasks.start_soon(self._report_when, order, executor)
             elif isinstance(order, wire.Shutdown):
                 self._drain_by_s = time.monotonic() + order.drain_s
                 self._end_by_s = self._drain_by_s + order.close_s
@@ -155,15 +142,6 @@ class TierServer:
             else:
                 commands.append(order)
         executor.submit(commands)
-
-    async def _report_when(self, order: wire.WhenSettled | wire.WhenDrained, executor: Executor) -> None:
-        await (executor.settled() if isinstance(order, wire.WhenSettled) else executor.drained())
-        self._report(wire.Reached(order.id))
-
-    async def _report_up(self, executor: Executor, tier: int) -> None:
-        """Report that a tier is open: to the engine it is down since the last process has ended."""
-        if await executor.wait_until_up(tier):
-            self._post(TierUp(tier))
 
     # --- to the engine ---------------------------------------------------------------------------
 
@@ -207,7 +185,7 @@ def main(arguments: list[str]) -> int:
     for fd in (sock.fileno(), memory_fd):
         os.set_inheritable(fd, False)  # not for processes that a tier starts
     keep_fd_from_children(sock.fileno())
-    hello = wire.unpack_hello(_first_frame(sock))
+    hello = wire.unpack(wire.HELLO, _first_frame(sock))
     sock.setblocking(False)
     server = TierServer(sock, hello)
     handler = _ForwardHandler(server.send_queue)
@@ -216,7 +194,7 @@ def main(arguments: list[str]) -> int:
     try:
         _limit_resources(hello)
         server.memory = Region.borrowed(memory_fd, hello.slots, hello.chunk_bytes, hello.metadata_bytes)
-        server.send_queue.add(wire.pack([wire.Reached(wire.STARTED)]))
+        server.send_queue.add(wire.pack([wire.Started()]))
         anyio.run(server.serve)
     except Exception:
         logger.exception("tier process exits after an error")
@@ -272,8 +250,7 @@ def _slot_checksums(hello: Hello, region: Region) -> SlotChecksums | None:
     text = hello.slot_checksums
     if text is None:
         return None
-    words = region.metadata[text.offset :][: slot_checksums_bytes(region.slots, text.areas)]
-    return SlotChecksums(region, words, text.rate, text.areas, text.area_bytes, is_shared=text.is_shared)
+    return SlotChecksums.shared(region, text.rate, text.areas, text.area_bytes, is_shared=text.is_shared)
 
 
 if __name__ == "__main__":

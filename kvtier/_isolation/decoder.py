@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from kvtier import _reasons as reasons
-from kvtier._core.messages import Answer, Event, Fetch, Fetched, Put, PutEnded, Removed, TierDown, TierUp
+from kvtier._core.messages import Answer, Event, Get, GetEnded, Put, PutEnded, Removed, TierDown, TierUp
 from kvtier._executor import NamedTier, TierActivity
 from kvtier._isolation import wire
 from kvtier._isolation.link import Link
@@ -27,13 +27,15 @@ class MessageDecoder:
 
     Args:
         tiers: the tiers, in the core's order.
+        on_started: called when a process has started.
 
     Attributes:
         events: what has happened.
         activity: the last activity of each tier.
     """
 
-    def __init__(self, tiers: Sequence[NamedTier]) -> None:
+    def __init__(self, tiers: Sequence[NamedTier], on_started: Callable[[], object]) -> None:
+        self._on_started = on_started
         self.events: deque[Event] = deque()
         self.activity = tuple(TierActivity(named.tier.config.max_concurrency) for named in tiers)
         self._reasons = [frozenset(reasons.TRANSFER).union(named.tier.reasons) for named in tiers]
@@ -50,14 +52,13 @@ class MessageDecoder:
             WireError: a message is malformed or impossible.
         """
         is_alive = False
-        for report in wire.unpack_reports(frame):
-            if isinstance(report, PutEnded | Fetched):
+        for report in wire.unpack(wire.REPORTS, frame):
+            if isinstance(report, PutEnded | GetEnded):
                 self._complete(report, link)
             elif isinstance(report, wire.Pong):
                 is_alive = True
-            elif isinstance(report, wire.Reached):
-                if (done := link.waiting.pop(report.id, None)) is not None:
-                    done()
+            elif isinstance(report, wire.Started):
+                self._on_started()
             elif isinstance(report, wire.LogLine):
                 _log(report)
             else:
@@ -71,7 +72,7 @@ class MessageDecoder:
             for turns in (activity.puts, activity.gets):
                 turns.submitted = turns.running = 0
 
-    def _complete(self, event: PutEnded | Fetched, link: Link) -> None:
+    def _complete(self, event: PutEnded | GetEnded, link: Link) -> None:
         command = link.in_flight.get(event.id)
         if command is None:
             raise WireError(f"transfer {event.id} is not in flight")
@@ -88,13 +89,13 @@ class MessageDecoder:
             self.events.append(report)
 
 
-def _require_answer(event: PutEnded | Fetched, command: Put | Fetch, known: frozenset[str]) -> None:
+def _require_answer(event: PutEnded | GetEnded, command: Put | Get, known: frozenset[str]) -> None:
     """Raise WireError unless an event can be the end of the command with its id."""
     if isinstance(event, PutEnded):
         answers = isinstance(command, Put) and len(event.kept) == len(command.keys)
     else:
-        landed = [index for index, answer in enumerate(event.answers) if answer is Answer.LANDED]
-        answers = isinstance(command, Fetch) and len(event.answers) == len(command.keys)
+        landed = [index for index, answer in enumerate(event.answers) if answer is Answer.COPIED]
+        answers = isinstance(command, Get) and len(event.answers) == len(command.keys)
         answers = answers and (not landed or landed[-1] < len(command.slots))
     if not answers:
         raise WireError(f"the answer to transfer {command.id} does not fit {type(command).__name__}")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from enum import Enum
 
-from kvtier._core.messages import Fetch, Put
+from kvtier._core.messages import Get, Put
 from kvtier._forks import keep_fd_from_children
 from kvtier._isolation.send_queue import SendQueue
 from kvtier._isolation.wire import Frames, Hello, pack
@@ -33,8 +33,8 @@ class ReadState(Enum):
 class Link:
     """A tier process and what is in flight there.
 
-    The executor's owner sends commands, its supervisor reads the answers and ends the process; each ``dict``
-    here is filled by the one and emptied by the other, an entry at a time.
+    The executor's owner sends commands, its supervisor reads the answers and ends the process; ``in_flight``
+    is filled by the one and emptied by the other, an entry at a time.
 
     Args:
         memory_fd: the file of the primary tier.
@@ -44,15 +44,13 @@ class Link:
     Attributes:
         pid: its process id, and that of its group.
         in_flight: commands that it has not answered, by id.
-        waiting: callbacks of ``WhenSettled`` and ``WhenDrained``, by id.
         epochs: for each tier the last reset that it was sent.
         is_over: whether it is gone and its commands are answered: nobody answers what is added now.
         state: what the last read of the socket found.
     """
 
     def __init__(self, memory_fd: int, hello: Hello, on_full: Callable[[], object]) -> None:
-        self.in_flight: dict[int, Put | Fetch] = {}
-        self.waiting: dict[int, Callable[[], object]] = {}
+        self.in_flight: dict[int, Put | Get] = {}
         self.epochs = tuple(hello.epochs)
         self.is_over = False
         self.state = ReadState.DRAINED

@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from math import inf
 
 from kvtier._core.backoff import Backoff, RandomSource
-from kvtier._core.messages import Command, Event, Fetch, ProcessEnded, Put, Reset, TierDown
-from kvtier._executor import CLOSE_S, NamedTier, failure_of
+from kvtier._core.messages import Command, Event, Get, ProcessEnded, Put, Reset, TierDown
+from kvtier._executor import CLOSE_S, ExecutorThread, NamedTier, failure_of
 from kvtier._identity import Identity
 from kvtier._isolation import settings, wire
 from kvtier._isolation.decoder import MessageDecoder
 from kvtier._isolation.heartbeat import Heartbeat, SupervisorTimes
 from kvtier._isolation.link import Link, ReadState
-from kvtier._isolation.wire import Hello, SlotChecksumsText, WireError
+from kvtier._isolation.wire import Hello, SlotChecksumsLayout, WireError
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier.errors import IsolationError, StateError
@@ -38,6 +38,7 @@ logger = logging.getLogger("kvtier.executor")
 
 _KILL_SHARE = 1 / 3  # of the seconds after the drain, to end a process that does not exit by itself
 _LAST_STEP_S = 0.2  # of these, for what follows
+_START_WAIT_S = 10.0  # a process starts within half a second, on a busy machine within some
 _WARN_S = 5.0
 _LOOK_S = 0.05
 _OWN_FAULTS = frozenset(
@@ -70,8 +71,8 @@ class ExecutorProcess:
         slot_checksums: those of audited slots, in the region's metadata; None where nothing is audited.
         memory_limit_bytes: limit of the process's own memory; None for none.
         times: how closely it is supervised.
-        start_wait_s: seconds that ``start`` waits to see whether a process can be started here at all; 0 to
-            retry for ever where none can.
+        start_wait_s: seconds that ``start`` waits to see whether a process can be started here at all; after
+            that, starting is retried for ever.
         notify: called, by any thread, when there are new events.
         chance: the source of chance, for pauses that differ from engine to engine.
 
@@ -81,7 +82,7 @@ class ExecutorProcess:
 
     Raises:
         ConfigError: a tier's settings cannot be sent to another process.
-        StateError: the region cannot be shared, or the slot checksums are not in it.
+        StateError: the region cannot be shared.
     """
 
     def __init__(
@@ -93,13 +94,13 @@ class ExecutorProcess:
         slot_checksums: SlotChecksums | None = None,
         memory_limit_bytes: int | None = None,
         times: SupervisorTimes | None = None,
-        start_wait_s: float = 0.0,
+        start_wait_s: float = _START_WAIT_S,
         notify: Callable[[], object] = lambda: None,
         chance: RandomSource = random.random,
     ) -> None:
         region.fileno()  # raises where there is none
-        self._slot_checksums = None if slot_checksums is None else _checksums_text(slot_checksums, region)
-        self._decoder = MessageDecoder(tiers)
+        self._slot_checksums = None if slot_checksums is None else _checksums_layout(slot_checksums)
+        self._decoder = MessageDecoder(tiers, self._decide_first_start)
         self.events: deque[Event] = self._decoder.events
         self.activity = self._decoder.activity
         self._settings = [settings.pack(named) for named in tiers]
@@ -112,15 +113,12 @@ class ExecutorProcess:
         self._notify = notify
         self._backoff = Backoff(self._times.first_pause_s, self._times.longest_pause_s, chance)
         self._epochs = (0,) * len(tiers)
-        self._early: list[Command] | None = []
         self._link: Link | None = None
-        self._last_wait = 0
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._close_wakeup = weakref.finalize(self, os.close, self._wakeup)
         self._close_wakeup.atexit = False  # the supervisor may wait for it still
         self._closing = False
         self._drain_by_s = self._leave_by_s = self._end_by_s = inf
-        self._has_begun = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtier-supervisor", daemon=True)
 
     @property
@@ -139,18 +137,17 @@ class ExecutorProcess:
                 here. Nothing of it is left.
         """
         self._thread.start()
-        self._has_begun.wait()
-        if failure := self._wait_for_first_start():
+        try:
+            failure = self._first_start.result(self._start_wait_s)
+        except TimeoutError:
+            self._decide_first_start()
+            failure = self._first_start.result()
+        if failure:
             self.close(0.0)
             raise IsolationError(f"no tier process can run here: {failure}; set isolation to 'thread'")
-        early, self._early = self._early or [], None
-        self.submit(early)
 
     def submit(self, commands: Sequence[Command]) -> None:
         """Start commands. Raises nothing: where there is no process they fail at once."""
-        if self._early is not None:
-            self._early += commands
-            return
         before, self._epochs = self._epochs, _after(self._epochs, commands)
         link = self._link  # only now: a process that is started from here on gets these resets with its start
         if link is None:
@@ -159,20 +156,12 @@ class ExecutorProcess:
         missed = [Reset(tier, epoch) for tier, epoch in enumerate(before) if link.epochs[tier] != epoch]
         link.epochs = self._epochs
         for command in commands:
-            if isinstance(command, Put | Fetch):
+            if isinstance(command, Put | Get):
                 link.in_flight[command.id] = command
         if missed or commands:
             link.send_queue.add(wire.pack((*missed, *commands)))
         if link.is_over:  # it has ended meanwhile, and the supervisor may have missed these
             self._fail_pending(link, "process")
-
-    def when_settled(self, done: Callable[[], object]) -> None:
-        """Have ``done`` called, by any thread, when each tier has done its resets, or is down."""
-        self._when(wire.WhenSettled, done)
-
-    def when_drained(self, done: Callable[[], object]) -> None:
-        """Have ``done`` called, by any thread, when no put, no fetch and no reset is in flight."""
-        self._when(wire.WhenDrained, done)
 
     def close(self, drain_s: float, close_s: float | None = None) -> bool:
         """Drain for at most ``drain_s`` seconds, close the tiers, end the process.
@@ -200,18 +189,6 @@ class ExecutorProcess:
         self._close_wakeup()
         return self._link is None
 
-    def _when(self, order: type[wire.WhenSettled | wire.WhenDrained], done: Callable[[], object]) -> None:
-        self.submit(())
-        link = self._link
-        if link is None:
-            done()
-            return
-        self._last_wait += 1
-        link.waiting[self._last_wait] = done
-        link.send_queue.add(wire.pack([order(self._last_wait)]))
-        if link.is_over:
-            self._fail_pending(link, "process")
-
     def _refuse(self, commands: Sequence[Command]) -> None:
         for command in commands:
             if self._closing:
@@ -229,25 +206,14 @@ class ExecutorProcess:
             return False
         return True
 
-    def _wait_for_first_start(self) -> str:
-        """Return why the first process has failed; "" where it works, or is not known to fail in time."""
-        try:
-            return self._first_start.result(self._start_wait_s)
-        except TimeoutError:
-            self._decide_first_start()
-        return self._first_start.result()
-
     # --- the supervisor --------------------------------------------------------------------------
 
     def _run(self) -> None:
-        if not self._start_wait_s:
-            self._decide_first_start()
         try:
             while not self._closing:
                 try:
                     self._run_process()
                 except Exception as error:  # of the owner's callbacks, or ours
-                    self._has_begun.set()
                     if self._decide_first_start(repr(error)):
                         self._closing = True
                     else:
@@ -256,7 +222,6 @@ class ExecutorProcess:
                     self._sleep(self._backoff.next_s())
         finally:
             self._closing = True
-            self._has_begun.set()
 
     def _run_process(self) -> None:
         """Start a process, supervise it until it has ended, and fail what is still in flight."""
@@ -264,11 +229,8 @@ class ExecutorProcess:
             link = Link(self._region.fileno(), self._hello(), lambda: os.eventfd_write(self._wakeup, 1))
         except (OSError, StateError) as error:
             self._report_end(_End("not_started", f"it cannot be started: {error}"))
-            self._has_begun.set()
             return
-        link.waiting[wire.STARTED] = self._decide_first_start
         self._link = link
-        self._has_begun.set()
         begun_s = time.monotonic()
         heartbeat = Heartbeat(self._times, lambda: link.send_queue.add(wire.pack([wire.Ping()])))
         end = _End("killed", "its supervisor failed")
@@ -277,7 +239,7 @@ class ExecutorProcess:
         finally:
             self._finish(link, end)
         if heartbeat.has_started and time.monotonic() - begun_s > 2 * self._times.longest_pause_s:
-            self._backoff.start_anew()
+            self._backoff.reset()
 
     def _hello(self) -> Hello:
         return Hello(
@@ -394,10 +356,6 @@ class ExecutorProcess:
             command = link.in_flight.pop(transfer, None)
             if command is not None:
                 self.events.extend(failure_of(command, reason))
-        for wait in list(link.waiting):
-            done = link.waiting.pop(wait, None)
-            if done is not None:
-                done()
         self._notify()
 
     def _sleep(self, pause_s: float) -> None:
@@ -414,14 +372,12 @@ class ExecutorProcess:
             os.eventfd_read(self._wakeup)
 
 
-def _checksums_text(slot_checksums: SlotChecksums, region: Region) -> SlotChecksumsText:
-    return SlotChecksumsText(
-        slot_checksums.offset_in(region),
-        slot_checksums.rate,
-        slot_checksums.areas,
-        slot_checksums.area_bytes,
-        slot_checksums.is_shared,
-    )
+AnyExecutor = ExecutorThread | ExecutorProcess
+"""An executor beside its owner."""
+
+
+def _checksums_layout(checksums: SlotChecksums) -> SlotChecksumsLayout:
+    return SlotChecksumsLayout(checksums.rate, checksums.areas, checksums.area_bytes, checksums.is_shared)
 
 
 def _after(epochs: tuple[int, ...], commands: Sequence[Command]) -> tuple[int, ...]:

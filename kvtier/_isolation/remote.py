@@ -50,20 +50,6 @@ class RemoteExecutor:
         """Start commands. Called on the loop."""
         self._process.submit(commands)
 
-    async def settled(self) -> None:
-        """Wait until every tier is open, and has done the resets submitted so far, or is given up."""
-        await self._wait(self._process.when_settled)
-
-    async def drained(self) -> None:
-        """Wait until no put, no fetch and no reset is in flight."""
-        await self._wait(self._process.when_drained)
-
-    async def _wait(self, ask: Callable[[Callable[[], object]], None]) -> None:
-        loop, done = asyncio.get_running_loop(), anyio.Event()
-        ask(lambda: call_soon(loop, done.set))
-        await done.wait()
-        self._take()  # what had happened before that
-
     def _wake(self) -> None:
         if self._loop is not None and not self._is_woken:
             self._is_woken = True

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePath
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.msgpack import Decoder
 from pydantic import BaseModel, SecretBytes, SecretStr
 
 from kvtier._core.messages import MAX_TEXT, Command, Number, Seconds, Text, TierEvent
 from kvtier.errors import KVTierError
 from kvtier.tiers._activity import TierActivity
 
+T = TypeVar("T")
+
 MAX_FRAME_BYTES = 256 * 2**20
 LENGTH_BYTES = 4
-STARTED = 0
-"""The id of the ``Reached`` that a process sends unasked: it runs, and has touched no tier so far."""
 
 
 class WireError(KVTierError):
@@ -35,18 +36,6 @@ class Ping(Struct, array_like=True, frozen=True, tag=5):
     """Answer with ``Pong``: the event loop runs."""
 
 
-class WhenSettled(Struct, array_like=True, frozen=True, tag=6):
-    """Answer with ``Reached`` when every tier has done the resets submitted so far."""
-
-    id: Number
-
-
-class WhenDrained(Struct, array_like=True, frozen=True, tag=7):
-    """Answer with ``Reached`` when no put, no fetch and no reset is in flight."""
-
-    id: Number
-
-
 class Shutdown(Struct, array_like=True, frozen=True, tag=8):
     """Drain for at most ``drain_s`` seconds, close the tiers within ``close_s`` more, and exit."""
 
@@ -54,7 +43,7 @@ class Shutdown(Struct, array_like=True, frozen=True, tag=8):
     close_s: Seconds
 
 
-Order = Command | Ping | WhenSettled | WhenDrained | Shutdown
+Order = Command | Ping | Shutdown
 
 
 class TierSettings(Struct, frozen=True):
@@ -64,10 +53,9 @@ class TierSettings(Struct, frozen=True):
     settings: dict[str, Any]
 
 
-class SlotChecksumsText(Struct, frozen=True):
-    """A ``SlotChecksums``: where its words are in the region's metadata, and how to read them."""
+class SlotChecksumsLayout(Struct, frozen=True):
+    """How to read the ``SlotChecksums`` in the region's metadata."""
 
-    offset: Number
     rate: Annotated[float, Meta(ge=0, le=1)]
     areas: Number
     area_bytes: Number
@@ -83,7 +71,7 @@ class Hello(Struct, frozen=True, kw_only=True):
     slots: Number
     chunk_bytes: Number
     metadata_bytes: Number
-    slot_checksums: SlotChecksumsText | None
+    slot_checksums: SlotChecksumsLayout | None
     epochs: list[Number]
     cpus: list[Number]
     memory_limit_bytes: Number | None
@@ -98,10 +86,8 @@ class Pong(Struct, array_like=True, frozen=True, tag=6):
     """The answer to ``Ping``."""
 
 
-class Reached(Struct, array_like=True, frozen=True, tag=7):
-    """The answer to ``WhenSettled`` and ``WhenDrained``; and ``STARTED``."""
-
-    id: Number
+class Started(Struct, array_like=True, frozen=True, tag=7):
+    """The process runs, and has touched no tier so far."""
 
 
 class Activity(Struct, array_like=True, frozen=True, tag=8):
@@ -125,7 +111,7 @@ class LogLine(Struct, array_like=True, frozen=True, tag=9):
     text: Text
 
 
-Report = TierEvent | Pong | Reached | Activity | LogLine
+Report = TierEvent | Pong | Started | Activity | LogLine
 
 
 def _convert(value: object) -> object:
@@ -145,9 +131,9 @@ def _convert(value: object) -> object:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_convert)
-_orders = msgspec.msgpack.Decoder(list[Order])
-_reports = msgspec.msgpack.Decoder(list[Report])
-_hello = msgspec.msgpack.Decoder(Hello)
+ORDERS: Decoder[list[Order]] = Decoder(list[Order])
+REPORTS: Decoder[list[Report]] = Decoder(list[Report])
+HELLO = Decoder(Hello)
 
 
 def plain(value: object) -> Any:
@@ -178,22 +164,8 @@ def pack(messages: Iterable[Order | Report] | Hello) -> bytes:
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
 
-def unpack_orders(frame: bytes) -> list[Order]:
-    """Decode a frame of the engine. Raises WireError where it holds something else."""
-    return cast("list[Order]", _unpack(_orders, frame))
-
-
-def unpack_reports(frame: bytes) -> list[Report]:
-    """Decode a frame of the tier process. Raises WireError where it holds something else."""
-    return cast("list[Report]", _unpack(_reports, frame))
-
-
-def unpack_hello(frame: bytes) -> Hello:
-    """Decode the first frame. Raises WireError where it holds something else."""
-    return cast("Hello", _unpack(_hello, frame))
-
-
-def _unpack(decoder: msgspec.msgpack.Decoder[Any], frame: bytes) -> object:
+def unpack(decoder: Decoder[T], frame: bytes) -> T:
+    """Decode a frame with ``ORDERS``, ``REPORTS`` or ``HELLO``. Raises WireError where it is malformed."""
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -9,14 +9,12 @@ from __future__ import annotations
 import fcntl
 import os
 import select
+import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 
-_FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 1.0
-_GRACE_S = 5.0  # for processes that still use the file; one that hangs in the kernel may use it for hours
+_GRACE_S = 5  # for processes that still use the file; one that hangs in the kernel may use it for hours
 
 
 def start(path: str, fd: int) -> int:
@@ -62,34 +60,29 @@ def main(path: str, device: int, inode: int, pid: int, given_back: int) -> None:
         poll.register(fd, select.POLLIN)
     while not poll.poll():
         pass
-    pause_s, force_at_s = _FIRST_PAUSE_S, time.monotonic() + _GRACE_S
-    while not _is_gone(path, device, inode, is_forced=time.monotonic() >= force_at_s):
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    with suppress(OSError):
+        _remove(path, (device, inode))
 
 
-def _is_gone(path: str, device: int, inode: int, *, is_forced: bool) -> bool:
-    """Remove the file, if it is not locked or ``is_forced``; return whether it is gone.
+def _remove(path: str, identity: tuple[int, int]) -> None:
+    """Remove the file when no process uses it any more, or after ``_GRACE_S`` seconds.
 
     Processes that have mapped a removed file keep its memory, and their end frees it.
     """
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return True
-    try:
-        if (os.fstat(fd).st_dev, os.fstat(fd).st_ino) != (device, inode):
-            return True  # another engine's by now
-        if not is_forced:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with suppress(OSError):
-            if os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False)):
-                os.unlink(path)
-        return True
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(fd)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if (os.fstat(fd).st_dev, os.fstat(fd).st_ino) != identity:
+        return  # another engine's by now
+    signal.signal(signal.SIGALRM, _give_up)
+    signal.alarm(_GRACE_S)
+    with suppress(TimeoutError):
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    signal.alarm(0)
+    if os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False)):
+        os.unlink(path)
+
+
+def _give_up(*_: object) -> None:
+    raise TimeoutError
 
 
 if __name__ == "__main__":

@@ -13,11 +13,9 @@ import re
 from pathlib import Path
 
 from kvtier import _native as native
-from kvtier._memory._locked_file import LockedFile
 
 _MADV_POPULATE_WRITE = 23
 _MOUNTS = Path("/proc/self/mountinfo")
-_SMAPS = Path("/proc/self/smaps")
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 _GRANTED = frozenset(("always", "within_size", "advise", "force", "madvise"))
 
@@ -70,25 +68,13 @@ def _huge_option(directory: Path, mounts: Path = _MOUNTS) -> str:
     return ""
 
 
-def huge_bytes(address: int, nbytes: int, smaps: Path = _SMAPS) -> int:
-    """Return how many bytes of a mapping of this process are in huge pages that one entry maps."""
-    counted = re.compile(r"(?:AnonHugePages|ShmemPmdMapped|FilePmdMapped): +(\d+) kB")
-    total, inside = 0, False
-    for line in smaps.read_text().splitlines():
-        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = address <= int(found[1], 16) < address + nbytes
-        elif inside and (found := counted.match(line)):
-            total += int(found[1]) * 1024
-    return total
-
-
-def back(address: int, nbytes: int, file: LockedFile | None, offset: int, *, huge: bool) -> int:
+def back(address: int, nbytes: int, fd: int | None, offset: int, *, huge: bool) -> int:
     """Get memory for a part of a mapping and map it. What it holds stays.
 
     Args:
         address: start of the part.
         nbytes: its length.
-        file: what is mapped there; None for anonymous memory.
+        fd: the file that is mapped there; None for anonymous memory.
         offset: the part's place in the file.
         huge: whether huge pages were asked for and are granted.
 
@@ -99,10 +85,10 @@ def back(address: int, nbytes: int, file: LockedFile | None, offset: int, *, hug
         code = native.populate(address, nbytes)
         if code not in (errno.EINVAL, errno.ENOSYS):
             return code
-    if file is not None:
+    if fd is not None:
         # Unlike a touch this fails without harm where there is no room, on every kernel, and takes nothing.
         try:
-            os.posix_fallocate(file.fd, offset, nbytes)
+            os.posix_fallocate(fd, offset, nbytes)
         except OSError as error:
             return error.errno or errno.EIO
     code = native.populate(address, nbytes)

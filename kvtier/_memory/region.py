@@ -6,53 +6,29 @@ Needs neither torch nor numpy: the scheduler's process uses it for views of slot
 from __future__ import annotations
 
 import ctypes
-import errno
 import hashlib
 import logging
 import mmap
 import os
 import re
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from kvtier._forks import keep_fd_from_children, keep_memory_from_children
-from kvtier._memory import _locked_file, guard, numa, pages
+from kvtier._memory import _locked_file, guard
 from kvtier._memory._locked_file import PREFIX, LockedFile, remove_stale_files
+from kvtier._memory.population import Part, Population
 from kvtier.errors import RegionError, StateError
 
 logger = logging.getLogger("kvtier.memory")
 
-PIECE_BYTES = 64 * 2**20
 SHARED_MEMORY = Path("/dev/shm")
-POPULATING = "kvtier-populate"
-"""Name of the threads that allocate memory for slots."""
-
 _JOIN_S = 10.0
 _MAX_NAME = 160
 _NOTE_BYTES = 256
-_CPUS_PER_THREAD = 4
-_MAX_THREADS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part of each slot that one worker uses more than others.
-
-    Attributes:
-        offset: where it begins in the slot.
-        nbytes: its length.
-        node: the NUMA node that the worker is at; None where that is not known or does not matter.
-    """
-
-    offset: int
-    nbytes: int
-    node: int | None
 
 
 class Region:
@@ -87,16 +63,9 @@ class Region:
         )
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._guard: Callable[[], object] | None = None
-        self._leftover: mmap.mmap | None = None  # of a closed region, until it is unmapped
-        self._forget_memory: Callable[[], object] = lambda: None
         if file is not None:
-            self._forget_memory = keep_memory_from_children(self._address, len(self._map))
-            weakref.finalize(self._map, self._forget_memory)
-        self._stopping = threading.Event()
-        self._populating: list[threading.Thread] = []
-        self._lock = threading.Lock()  # of the two below
-        self._running = 0  # threads that populate
-        self._is_closed = False
+            keep_memory_from_children(self._map, self._address)
+        self._populations: list[Population] = []
         # Also runs at interpreter exit, so that a forgotten region does not hold memory till the next start.
         self._release = weakref.finalize(self, _locked_file.release, file) if file else None
 
@@ -276,45 +245,32 @@ class Region:
                 closed before.
         """
         mapping = self._require_open()
-        ask_for_huge = partial(pages.ask_for_huge, mapping, self.path, shared=self._file is not None)
-        filling = _Filling(self, on_ready, on_end, parts, ask_for_huge)
-        for _ in range(threads or default_threads()):
-            thread = threading.Thread(target=self._populate, args=(filling,), name=POPULATING, daemon=True)
-            self._populating.append(thread)
-            with self._lock:
-                self._running += 1
-            thread.start()
+        population = Population(
+            self.slots, self.chunk_bytes, self._address, self._file, on_ready, on_end, parts
+        )
+        self._populations.append(population)
+        population.start(mapping, threads)
 
     def close(self, wait_s: float | None = None) -> None:
         """Give the region back; the last one who closes it removes the file. May be called again.
 
-        Memory that is still in use through views stays mapped until the last view is gone. A thread that
-        still populates a piece gives the region back when it has ended.
+        Memory that is still in use, through views or by a thread that populates it, stays mapped until that
+        ends.
 
         Args:
             wait_s: seconds to wait for such threads; default: some.
         """
-        self._stopping.set()
-        give_up_s = time.monotonic() + (_JOIN_S if wait_s is None else wait_s)
-        for thread in self._populating:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, give_up_s - time.monotonic()))
-        self._populating.clear()
-        if self._map is not None:
-            self._leftover, self._map = self._map, None
-        with self._lock:
-            self._is_closed = True
-            is_unused = not self._running
-        if is_unused:
-            self._give_back()
-
-    def _give_back(self) -> None:
-        leftover, self._leftover = self._leftover, None
-        if leftover is not None:
-            self._forget_memory()
+        until_s = time.monotonic() + (_JOIN_S if wait_s is None else wait_s)
+        for population in self._populations:
+            population.stop()
+        for population in self._populations:
+            population.join(until_s)
+        self._populations.clear()
+        mapping, self._map = self._map, None
+        if mapping is not None:
             try:
-                leftover.close()
-            except BufferError:  # views are out: the last of them takes the mapping along
+                mapping.close()
+            except BufferError:  # the last of the views takes the mapping along
                 logger.debug("views of the region are still in use at its end")
         if self._release is not None:
             self._release()
@@ -335,136 +291,6 @@ class Region:
             raise StateError("the region is closed")
         return mapping
 
-    def _populate(self, filling: _Filling) -> None:
-        try:
-            self._fill(filling)
-        finally:
-            with self._lock:
-                self._running -= 1
-                is_last_user = self._is_closed and not self._running
-            if is_last_user:
-                self._give_back()
-
-    def _fill(self, filling: _Filling) -> None:
-        filling.prepare()
-        while not self._stopping.is_set() and (piece := filling.take()) is not None:
-            code = self._back(piece, filling)
-            if self._stopping.is_set():
-                return
-            if code:
-                self._report_shortage(code, filling)
-            else:
-                filling.done(piece)
-
-    def _back(self, piece: range, filling: _Filling) -> int:
-        """Allocate memory for the slots of a piece, each part on its node; return 0 or the errno."""
-        for part in filling.parts:
-            with numa.preferring(part.node):
-                for start, end in self._ranges(piece, part):
-                    address = self._address + start
-                    code = pages.back(address, end - start, self._file, start, huge=filling.huge)
-                    if code:
-                        return code
-        return 0
-
-    def _ranges(self, piece: range, part: Part) -> Iterator[tuple[int, int]]:
-        """Yield where in the region the part is in each slot; slots that it fills are taken as one."""
-        size = self.chunk_bytes
-        if part.nbytes == size:
-            yield piece.start * size, piece.stop * size
-            return
-        for slot in piece:
-            start = slot * size + part.offset
-            end = start + part.nbytes
-            # A page that two parts share is taken for the first of them; a slot ends with a page.
-            yield start - start % mmap.PAGESIZE, end + -end % mmap.PAGESIZE
-
-    def _report_shortage(self, code: int, filling: _Filling) -> None:
-        ready, is_reported = filling.give_up()
-        if not is_reported:
-            logger.error(
-                "the primary tier lacks %d of %d bytes (%s) and continues with %d of %d slots: "
-                "set cpu_bytes_to_use to less",
-                self.nbytes - ready * self.chunk_bytes,
-                self.nbytes,
-                errno.errorcode.get(code, code),
-                ready,
-                self.slots,
-            )
-            filling.on_end()
-
-
-class _Filling:
-    """What the threads of one ``populate`` share.
-
-    Attributes:
-        parts: the parts of each slot, and where they are to be taken from.
-        on_end: to be called when no more slots will be ready.
-        huge: whether the memory comes in huge pages; known after ``prepare``.
-    """
-
-    def __init__(
-        self,
-        region: Region,
-        on_ready: Callable[[range], None],
-        on_end: Callable[[], None],
-        parts: Sequence[Part],
-        ask_for_huge: Callable[[], bool],
-    ) -> None:
-        self.parts = parts or (Part(0, region.chunk_bytes, None),)
-        self.on_end = on_end
-        self.huge = False
-        self._ask_for_huge: Callable[[], bool] | None = ask_for_huge
-        self._region = region
-        self._on_ready = on_ready
-        self._lock = threading.Lock()
-        self._start_s = time.monotonic()
-        self._next = 0
-        self._ready = 0
-        self._is_reported = False
-
-    def prepare(self) -> None:
-        """Ask for huge pages, once: it reads the system's settings, which a caller may not wait for."""
-        with self._lock:
-            ask, self._ask_for_huge = self._ask_for_huge, None
-            if ask is not None:
-                self.huge = ask()
-
-    def take(self) -> range | None:
-        """Return the slots to do next; None where there are none left."""
-        step = max(1, PIECE_BYTES // self._region.chunk_bytes)
-        with self._lock:
-            first, self._next = self._next, min(self._next + step, self._region.slots)
-            return range(first, self._next) if first < self._next else None
-
-    def done(self, piece: range) -> None:
-        """Report that slots can be used from now on."""
-        self._on_ready(piece)
-        with self._lock:
-            self._ready += len(piece)
-            is_last = self._ready == self._region.slots
-        if is_last:
-            self._log_ready()
-            self.on_end()
-
-    def give_up(self) -> tuple[int, bool]:
-        """Skip the rest; return how many slots are ready, and whether this was called before."""
-        with self._lock:
-            self._next = self._region.slots
-            is_reported, self._is_reported = self._is_reported, True
-            return self._ready, is_reported
-
-    def _log_ready(self) -> None:
-        region = self._region
-        huge = pages.huge_bytes(region.address, region.nbytes) if self.huge else 0
-        logger.info(
-            "the primary tier is ready: %d slots, %d bytes, %d of them in huge pages, after %.1f s",
-            region.slots,
-            region.nbytes,
-            huge,
-            time.monotonic() - self._start_s,
-        )
-
 
 def _note(contents: str) -> bytes:
     if len(contents) > _NOTE_BYTES:
@@ -483,11 +309,6 @@ def _allocate(file: LockedFile, offset: int, nbytes: int) -> None:
             ) from error
 
 
-def default_threads() -> int:
-    """Return the default number of threads of ``Region.populate``."""
-    return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // _CPUS_PER_THREAD))
-
-
 def _require_shape(slots: int, chunk_bytes: int) -> None:
     if slots < 1:
         raise RegionError(f"the primary tier has {slots} slots: set cpu_bytes_to_use to at least one chunk")
@@ -503,14 +324,3 @@ def _file_name(name: str) -> str:
     if safe == name and name:
         return PREFIX + name
     return f"{PREFIX}{safe}.{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"
-
-
-__all__ = [
-    "PIECE_BYTES",
-    "POPULATING",
-    "SHARED_MEMORY",
-    "Part",
-    "Region",
-    "default_threads",
-    "remove_stale_files",
-]

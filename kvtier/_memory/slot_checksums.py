@@ -11,7 +11,6 @@ differ in its last bits.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
@@ -19,11 +18,10 @@ from enum import IntFlag
 import crc32c
 
 from kvtier._core.chunks import Chunk
-from kvtier._core.messages import Command, Fetch
+from kvtier._core.messages import Command, Get
 from kvtier._memory.heap import HeapMemory
 from kvtier._memory.region import Region
-from kvtier._telemetry import evidence
-from kvtier.errors import StateError
+from kvtier._telemetry import damage_dump
 from kvtier.keys import OffloadKey
 
 _WORD_BYTES = 8
@@ -78,7 +76,7 @@ class SlotChecksums:
     One process at a time writes a word: the one that fills the slot, or the one that loads it.
 
     Args:
-        region: the slots.
+        memory: the slots.
         words: ``slot_checksums_bytes(slots, areas)`` bytes, zeros at first.
         rate: share of chunks that are audited, 0 to 1.
         areas: areas of a slot.
@@ -92,7 +90,7 @@ class SlotChecksums:
 
     def __init__(
         self,
-        region: Region | HeapMemory,
+        memory: Region | HeapMemory,
         words: memoryview,
         rate: float,
         areas: int,
@@ -104,28 +102,22 @@ class SlotChecksums:
         self.areas = areas
         self.area_bytes = area_bytes
         self.is_shared = is_shared
-        self._region = region
+        self._memory = memory
         self._words = words.cast("B").cast("Q")
 
     @staticmethod
-    def private(region: Region | HeapMemory, rate: float, area_bytes: int) -> SlotChecksums:
-        """Make checksums for this process alone, of slots with one area."""
-        return SlotChecksums(
-            region, memoryview(bytearray(slot_checksums_bytes(region.slots, 1))), rate, 1, area_bytes
-        )
+    def shared(
+        region: Region, rate: float, areas: int, area_bytes: int, *, is_shared: bool = False
+    ) -> SlotChecksums:
+        """Return the checksums that all processes of a region share, at the end of its metadata."""
+        words = region.metadata[-slot_checksums_bytes(region.slots, areas) :]
+        return SlotChecksums(region, words, rate, areas, area_bytes, is_shared=is_shared)
 
-    def offset_in(self, region: Region) -> int:
-        """Return where the words are in a region's metadata, in bytes.
-
-        Raises:
-            StateError: they are elsewhere.
-        """
-        words = self._words.cast("B")
-        address = ctypes.addressof(ctypes.c_char.from_buffer(words))
-        offset = address - region.address - region.nbytes
-        if not 0 <= offset <= len(region.metadata) - len(words):
-            raise StateError("the slot checksums are not shared with other processes")
-        return offset
+    @staticmethod
+    def private(memory: Region | HeapMemory, rate: float, area_bytes: int) -> SlotChecksums:
+        """Return checksums for this process alone, of slots with one area."""
+        words = memoryview(bytearray(slot_checksums_bytes(memory.slots, 1)))
+        return SlotChecksums(memory, words, rate, 1, area_bytes)
 
     # --- for those who fill a slot ---------------------------------------------------------------
 
@@ -137,10 +129,10 @@ class SlotChecksums:
                 if words[place]:
                     words[place] &= _FAULTS
 
-    def forget_fetched(self, commands: Iterable[Command]) -> None:
-        """Clear the checksums of the slots of fetches. To be called before these are submitted."""
+    def forget_promoted(self, commands: Iterable[Command]) -> None:
+        """Clear the checksums of the slots of gets. To be called before these are submitted."""
         for command in commands:
-            if isinstance(command, Fetch):
+            if isinstance(command, Get):
                 self.forget(command.slots)
 
     def chosen(self, transfer_id: int, slots: Sequence[int]) -> list[int]:
@@ -155,7 +147,7 @@ class SlotChecksums:
         self._words[place] = (self._words[place] & _FAULTS) | _KNOWN | checksum
 
     def record_checksums(self, slots: Iterable[int]) -> None:
-        """Set the checksums of slots from their content, which a tier has brought and its seal has proven."""
+        """Set the checksums of slots from their content, which was promoted and whose seal is proven."""
         for slot in slots:
             for area in range(self.areas):
                 self.expect(slot, area, crc32c.crc32c(self.view(slot, area)))
@@ -164,7 +156,7 @@ class SlotChecksums:
 
     def view(self, slot: int, area: int) -> memoryview:
         """Return the bytes of one area of a slot."""
-        return self._region.view(slot)[area * self.area_bytes :][: self.area_bytes]
+        return self._memory.view(slot)[area * self.area_bytes :][: self.area_bytes]
 
     def expected(self, slot: int, area: int) -> int | None:
         """Return the checksum of what an area must hold; None where it is not audited."""
@@ -186,7 +178,7 @@ class SlotChecksums:
         if expected is None or found == expected:
             return True
         facts = {"key": key.hex(), "slot": slot, "area": area, "expected": expected, "found": found}
-        evidence.keep("a chunk has changed in the primary tier", facts, slot=content)
+        damage_dump.write("a chunk has changed in the primary tier", facts, slot=content)
         return False
 
     def blame(self, slot: int, area: int, fault: Fault) -> None:

@@ -108,8 +108,8 @@ COUNTERS: Mapping[str, Metric] = {
         ("tier", "reason"),
         reasons.SKIPPED,
     ),
-    "lifted": Metric(
-        "kvtier_lifted_chunks", "Chunks promoted from a later tier and also put into this one.", ("tier",)
+    "backfilled": Metric(
+        "kvtier_backfilled_chunks", "Chunks promoted from a later tier and also put into this one.", ("tier",)
     ),
     "overdue": Metric(
         "kvtier_overdue_transfers", "Puts and gets that passed their deadline.", ("tier", "verb")

@@ -40,7 +40,7 @@ class DroppedPuts:
         failures.subtract(self._failed_before)
         for tier, in_flight in self._in_flight.items():
             reasons = {reason: count for (name, reason), count in failures.items() if name == tier and count}
-            if left[tier]:
+            if tier in left:
                 reasons[_UNANSWERED] = left[tier]
             if reasons:
                 self._logger.warning(
@@ -53,13 +53,8 @@ class DroppedPuts:
                     self._drain_s,
                 )
 
-    def _count_puts(self) -> Counter[str]:
-        tiers = self._core.shared.tiers
-        puts: Counter[str] = Counter()
-        for transfer in self._core.shared.transfers.values():
-            if transfer.is_put:
-                puts[tiers[transfer.tier].name] += len(transfer.chunks)
-        return puts
+    def _count_puts(self) -> dict[str, int]:
+        return {status.name: status.backlog for status in self._core.shared.tiers if status.backlog}
 
     def _count_failures(self) -> Counter[tuple[str, str]]:
         failures: Counter[tuple[str, str]] = Counter()

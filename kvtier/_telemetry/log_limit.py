@@ -49,7 +49,7 @@ class NoticeLog:
         self._logger = logger
         self._limit = LogLimit(_CHANGES_EVERY_S)
 
-    def tell(self, notices: Iterable[Notice], now_s: float) -> None:
+    def write(self, notices: Iterable[Notice], now_s: float) -> None:
         """Log notices."""
         for notice in notices:
             added = self._limit.allow(f"{notice.subject}: {notice.text}", now_s)

@@ -40,7 +40,7 @@ class ARC(EvictionPolicy):
             if key in pinned:
                 known = pinned.pop(key) is self._frequent
             elif key in ghosts_recent or key in ghosts_frequent:
-                self._welcome_back(key)
+                self._adapt_target(key)
                 known = True
             else:
                 known = False
@@ -48,7 +48,7 @@ class ARC(EvictionPolicy):
         self._recent.add(recent)
         self._frequent.add(frequent)
 
-    def _welcome_back(self, key: OffloadKey) -> None:
+    def _adapt_target(self, key: OffloadKey) -> None:
         """Shift the target: a ghost's return shows that its list should have had more room."""
         recent, frequent = self._ghosts_recent, self._ghosts_frequent
         if key in recent:

@@ -7,7 +7,6 @@ from kvtier._quantities import Size
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier._validation import conceal
 from kvtier.tiers._base import (
-    TRAILER_BYTES,
     Batch,
     Knowledge,
     Outcome,
@@ -20,6 +19,7 @@ from kvtier.tiers._base import (
 )
 from kvtier.tiers._drain import in_thread, until_done, wait_for_end
 from kvtier.tiers._faults import require_fault
+from kvtier.tiers._seal import TRAILER_BYTES
 
 __all__ = [
     "TRAILER_BYTES",

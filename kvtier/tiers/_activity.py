@@ -18,13 +18,13 @@ class NamedTier:
     Attributes:
         name: the name.
         tier: the tier, not opened yet.
-        again: makes another one like it, for the next attempt where opening it has failed; None where the
+        recreate: makes another one like it, for the next attempt where opening it has failed; None where the
             same object may be opened again.
     """
 
     name: str
     tier: AnyTier
-    again: Callable[[], AnyTier] | None = None
+    recreate: Callable[[], AnyTier] | None = None
 
 
 class ConcurrencyLimit:
@@ -59,7 +59,7 @@ class TierActivity:
 
     Attributes:
         puts: its puts.
-        gets: its fetches.
+        gets: its gets.
         usage: how full it is, at most about a second old; None if unknown.
     """
 

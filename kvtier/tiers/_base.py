@@ -23,7 +23,6 @@ from pydantic import Field
 from kvtier._identity import Identity
 from kvtier._quantities import Settings
 from kvtier.keys import OffloadKey
-from kvtier.tiers._seal import TRAILER_BYTES
 
 
 class Knowledge(IntEnum):
@@ -343,17 +342,3 @@ class SecondaryTier(ABC, Generic[ConfigT]):
 
     async def aclose(self) -> None:
         """Release everything. No other call is in flight, and none follows."""
-
-
-__all__ = [
-    "TRAILER_BYTES",
-    "Batch",
-    "Knowledge",
-    "Outcome",
-    "SecondaryTier",
-    "SlotMemory",
-    "Status",
-    "TierConfig",
-    "TierContext",
-    "Usage",
-]

@@ -80,6 +80,3 @@ async def in_thread(
     """
     call = partial(function, *arguments)
     return await until_done(anyio.to_thread.run_sync(call, limiter=limiter))
-
-
-__all__ = ["in_thread", "until_done", "wait_for_end"]

@@ -11,10 +11,8 @@ from kvtier._plugins import PluginInfo
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiers._base import SecondaryTier, TierConfig
 
-TierInfo = PluginInfo
 
-
-def installed() -> list[TierInfo]:
+def installed() -> list[PluginInfo]:
     """List the installed tiers by name, without importing any."""
     return plugins.installed(plugins.TIERS)
 

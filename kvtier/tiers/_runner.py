@@ -1,4 +1,4 @@
-"""One tier at work: its turns, its deadlines, its second attempts, and the guard around all it does."""
+"""Runs the commands of one tier, with a limit on concurrency, deadlines and retries around its calls."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvtier._core.backoff import RandomSource
 from kvtier._core.messages import (
     Answer,
     Event,
-    Fetch,
-    Fetched,
+    Get,
+    GetEnded,
     Put,
     PutEnded,
     Removed,
@@ -29,7 +29,7 @@ from kvtier._identity import Identity
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.errors import TierError
 from kvtier.keys import OffloadKey
-from kvtier.tiers._activity import NamedTier, TierActivity
+from kvtier.tiers._activity import ConcurrencyLimit, NamedTier, TierActivity
 from kvtier.tiers._base import (
     Batch,
     Knowledge,
@@ -41,48 +41,20 @@ from kvtier.tiers._base import (
     TierContext,
     Usage,
 )
-from kvtier.tiers._drain import in_thread
-from kvtier.tiers._faults import RetryBudget, require_fault, words_of
-from kvtier.tiers._seal import Integrity, check, seal
+from kvtier.tiers._faults import require_fault, words_of
+from kvtier.tiers._integrity import IntegrityChecks
+from kvtier.tiers._retry import Progress, Retries, health_of
 from kvtier.tiers._supervisor import AnyTier, Epoch, TierSupervisor
 
 logger = logging.getLogger("kvtier.executor")
 
 Post = Callable[[Event], None]
 T = TypeVar("T")
+CommandT = TypeVar("CommandT", Put, Get)
 
-_LOOK_EVERY_S = 1.0
-_TOUCHED_AT_ONCE = 16_384
-_RETRY_PAUSE_S = 0.05
-_LINES_EVERY_S = 10.0
-
-
-class _Effort:
-    """The progress of one command.
-
-    Args:
-        deadline_s: its deadline, on the event loop's clock.
-
-    Attributes:
-        limit: cancels the command at its deadline; once, so that it can wait for the end of a transfer.
-        has_begun: whether it has left the queue.
-        seconds: time spent in the tier, over all attempts.
-        answered: what the answers say about the tier's health.
-        retry: the result of the retry, or why there was none.
-    """
-
-    def __init__(self, deadline_s: float) -> None:
-        self.deadline_s = deadline_s
-        self.limit = asyncio.timeout_at(deadline_s)
-        self.has_begun = False
-        self.seconds = 0.0
-        self.answered = TransferHealth.NONE
-        self.retry = ""
-
-    @property
-    def health(self) -> TransferHealth:
-        """What it says of the tier."""
-        return TransferHealth.LATE if self.has_begun and self.limit.expired() else self.answered
+_USAGE_EVERY_S = 1.0
+_MOST_TOUCHED = 16_384
+_LOG_EVERY_S = 10.0
 
 
 class TierRunner:
@@ -107,23 +79,19 @@ class TierRunner:
         self.index = index
         self.name = named.name
         self.activity = TierActivity(config.max_concurrency)
-        self._supervisor = TierSupervisor(
-            named.name, named.tier, named.again, self._post_condition, chance, self._is_idle
+        self.supervisor = TierSupervisor(
+            named.name, named.tier, named.recreate, self._post_condition, chance, self._is_idle
         )
         self._deadline_s = config.deadline_s
-        self._budget = RetryBudget(config.retry_share)
-        self._chance = chance
+        self._retries = Retries(config.retry_share, named.tier.transient, chance)
         self._memory = memory
-        self._slot_checksums = slot_checksums
         self._post = post
-        self._threads = threads
         self._context = TierContext(
             named.name, identity, memory.chunk_bytes, self._note_removed, self._note_lost
         )
-        self._digest = identity.short_digest
+        self._integrity = IntegrityChecks(identity.short_digest, slot_checksums, threads, chance)
         self._reasons = reasons.TRANSFER.keys() | named.tier.reasons.keys()
-        self._transient = reasons.TRANSIENT | frozenset(named.tier.transient)
-        self._log_limit = LogLimit(_LINES_EVERY_S)
+        self._log_limit = LogLimit(_LOG_EVERY_S)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._removed: deque[OffloadKey] = deque()
         self._is_removing = False
@@ -135,46 +103,14 @@ class TierRunner:
     async def supervise(self) -> None:
         """Open the tier and keep it usable. Where it cannot be opened the engine goes on without it."""
         self._loop = asyncio.get_running_loop()
-        await self._supervisor.run(self._context)
-
-    async def close(self, close_s: float) -> None:
-        """Close the tier, where it is open, within ``close_s`` seconds."""
-        if not self._supervisor.is_open:
-            return
-        with anyio.move_on_after(close_s) as scope:
-            try:
-                await self._tier.aclose()
-            except BaseException as error:
-                require_fault(error)
-                # Without the traceback: it would repeat what the error says, be there a secret in it.
-                logger.error("tier %s: closing failed: %s", self.name, self._words(error))
-        if scope.cancelled_caught:
-            logger.error("tier %s: did not close within %g s; abandoned", self.name, close_s)
-
-    def reset(self, epoch: int) -> None:
-        """Start a new epoch: the tier is reset, and what was submitted before does not start any more."""
-        self._supervisor.request_reset(epoch)
-
-    @property
-    def epoch(self) -> Epoch:
-        """The epoch that commands submitted now belong to."""
-        return self._supervisor.epoch
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether the tier is open and not down."""
-        return self._supervisor.is_open and self._supervisor.down is None
-
-    async def resets_ended(self) -> None:
-        """Wait for the resets submitted so far, but not for ``open`` where there was none."""
-        await self._supervisor.resets_ended()
+        await self.supervisor.run(self._context)
 
     async def watch_usage(self) -> None:
         """Ask the tier now and then how full it is, until this task is cancelled."""
-        await self._supervisor.opened()
+        await self.supervisor.opened()
         while True:
-            self.activity.usage = self._usage() if self._supervisor.is_open else None
-            await anyio.sleep(_LOOK_EVERY_S)
+            self.activity.usage = self._usage() if self.supervisor.is_open else None
+            await anyio.sleep(_USAGE_EVERY_S)
 
     def _usage(self) -> Usage | None:
         """Return how full the tier is; None where it does not know, or fails to say."""
@@ -187,15 +123,16 @@ class TierRunner:
 
     @property
     def _tier(self) -> AnyTier:
-        return self._supervisor.tier
+        return self.supervisor.tier
 
     def _post_condition(self, down: str | None) -> None:
-        self._post(TierUp(self.index) if down is None else TierDown(self.index, down))
+        up = TierUp(self.index, self.supervisor.epoch.number)
+        self._post(up if down is None else TierDown(self.index, down))
 
     def _require_usable(self, epoch: Epoch) -> None:
-        if self._supervisor.down is not None:
+        if self.supervisor.down is not None:
             raise _NotBegunError("down")
-        if epoch is not self.epoch:
+        if epoch is not self.supervisor.epoch:
             raise _NotBegunError("reset")
 
     # --- what it has lost --------------------------------------------------------------------------
@@ -203,7 +140,7 @@ class TierRunner:
     def _note_lost(self, why: str) -> None:
         """Request that the tier is opened again. Any thread."""
         if self._loop is not None:
-            call_soon(self._loop, partial(self._supervisor.request_restart, why))
+            call_soon(self._loop, partial(self.supervisor.request_restart, why))
 
     def _is_idle(self) -> bool:
         """Return whether nothing of the tier is under way, which begins nothing while it is down."""
@@ -229,7 +166,7 @@ class TierRunner:
         """Note that chunks were used; return whether ``send_touched`` has to be started."""
         if type(self._tier).touch is SecondaryTier.touch:
             return False  # recency is nothing to this tier
-        if len(self._touched) < _TOUCHED_AT_ONCE:  # or it is too slow for all of them
+        if len(self._touched) < _MOST_TOUCHED:  # or it is too slow for all of them
             self._touched.update(dict.fromkeys(keys))
         start, self._is_sending_touches = not self._is_sending_touches, True
         return start
@@ -237,8 +174,8 @@ class TierRunner:
     async def send_touched(self) -> None:
         """Send the tier the chunks that were used, all that have gathered meanwhile at once."""
         try:
-            await self._supervisor.opened()
-            while self._touched and self._supervisor.down is None:
+            await self.supervisor.opened()
+            while self._touched and self.supervisor.down is None:
                 keys, self._touched = list(self._touched), {}
                 async with asyncio.timeout(self._deadline_s):
                     await self._tier.touch(keys)
@@ -248,94 +185,72 @@ class TierRunner:
         finally:
             self._is_sending_touches = False
 
-    # --- puts and fetches ------------------------------------------------------------------------
+    # --- puts and gets ---------------------------------------------------------------------------
 
     async def put(self, command: Put, epoch: Epoch) -> None:
         """Run a put, when its turn comes."""
-        effort = self._begin()
-        outcome = Outcome.all(Status.FAILED, len(command.keys), "cancelled")
-        try:
-            async with effort.limit:
-                await epoch.settled.wait()
-                async with self.activity.puts:
-                    effort.has_begun = True
-                    outcome = await self._put(command, epoch, effort)
-        except BaseException as error:
-            outcome = self._end_badly("put", command.keys, error, effort)
-        finally:
-            self.activity.puts.submitted -= 1
-            kept = [status == Status.OK for status in outcome.statuses]
-            self._post(
-                PutEnded(command.id, kept, outcome.reasons, effort.seconds, effort.health, effort.retry)
-            )
+        failed = [False] * len(command.keys)
+        await self._run("put", self.activity.puts, command, epoch, self._put, PutEnded, failed)
 
-    async def fetch(self, command: Fetch, epoch: Epoch) -> None:
-        """Run a fetch, when its turn comes."""
-        effort = self._begin()
-        answers: Sequence[Answer] = (Answer.MISSING,) * len(command.keys)
+    async def get(self, command: Get, epoch: Epoch) -> None:
+        """Run a get, when its turn comes."""
+        failed = [Answer.MISSING] * len(command.keys)
+        await self._run("get", self.activity.gets, command, epoch, self._get, GetEnded, failed)
+
+    async def _run(
+        self,
+        verb: str,
+        turns: ConcurrencyLimit,
+        command: CommandT,
+        epoch: Epoch,
+        act: Callable[[CommandT, Epoch, Progress], Awaitable[tuple[list[T], Outcome]]],
+        ended: Callable[..., Event],
+        results: list[T],
+    ) -> None:
+        """Run a command when its turn comes, and post its end; ``results`` are those of a failure."""
+        progress = self._retries.begin(self._now_s() + self._deadline_s)
         outcome = Outcome((), {"cancelled": len(command.keys)})
         try:
-            async with effort.limit:
+            async with progress.limit:
                 await epoch.settled.wait()
-                async with self.activity.gets:
-                    effort.has_begun = True
-                    answers, outcome = await self._fetch(command, epoch, effort)
+                async with turns:
+                    progress.has_begun = True
+                    results, outcome = await act(command, epoch, progress)
         except BaseException as error:
-            outcome = self._end_badly("get", command.keys, error, effort)
+            outcome = self._failed_outcome(verb, command.keys, error, progress)
         finally:
-            self.activity.gets.submitted -= 1
-            self._post(
-                Fetched(command.id, answers, outcome.reasons, effort.seconds, effort.health, effort.retry)
-            )
+            turns.submitted -= 1
+            took = (progress.seconds, progress.health, progress.retry)
+            self._post(ended(command.id, results, outcome.reasons, *took))
 
-    def _begin(self) -> _Effort:
-        self._budget.earn()
-        return _Effort(self._now_s() + self._deadline_s)
-
-    async def _put(self, command: Put, epoch: Epoch, effort: _Effort) -> Outcome:
+    async def _put(self, command: Put, epoch: Epoch, progress: Progress) -> tuple[list[bool], Outcome]:
         self._require_usable(epoch)
-        await self._require_intact(command, epoch)
+        if not await self._integrity.are_slots_intact(command):
+            raise _NotBegunError("audit")
+        self._require_usable(epoch)  # that has taken a while
         batch = Batch(command.keys, command.slots, self._memory)
         if not self._tier.verifies:
-            await self._in_thread(_seal_all, batch, self._digest)
+            await self._integrity.seal(batch)
             self._require_usable(epoch)  # the tier would take what comes now for a put of the new epoch
-        return await self._attempts("put", self._put_once, batch, epoch, effort)
+        outcome = await self._attempts("put", self._put_once, batch, epoch, progress)
+        return [status == Status.OK for status in outcome.statuses], outcome
 
-    async def _fetch(self, command: Fetch, epoch: Epoch, effort: _Effort) -> tuple[list[Answer], Outcome]:
+    async def _get(self, command: Get, epoch: Epoch, progress: Progress) -> tuple[list[Answer], Outcome]:
         self._require_usable(epoch)
         count = len(command.keys)
-        found = [True] * count if command.located else await self._find(command.keys, epoch, effort)
+        found = [True] * count if command.located else await self._find(command.keys, epoch, progress)
         answers = [Answer.LOCATED if there else Answer.MISSING for there in found]
         run = min(found.index(False) if False in found else count, len(command.slots))
         if not run:
             return answers, Outcome(())
         self._require_usable(epoch)
         batch = Batch(command.keys[:run], command.slots[:run], self._memory)
-        outcome = await self._attempts("get", self._get_once, batch, epoch, effort)
+        outcome = await self._attempts("get", self._get_once, batch, epoch, progress)
         answers[:run] = [
-            Answer.LANDED if status == Status.OK else Answer.MISSING for status in outcome.statuses
+            Answer.COPIED if status == Status.OK else Answer.MISSING for status in outcome.statuses
         ]
-        await self._record_checksums(batch, outcome)
+        await self._integrity.record_slots(batch, outcome.statuses)
         return answers, outcome
-
-    async def _require_intact(self, command: Put, epoch: Epoch) -> None:
-        """Refuse a put whose slots have changed since the store: its trailer would fit the damage."""
-        positions = [] if self._slot_checksums is None else self._slot_checksums.audited(command.slots)
-        if self._slot_checksums is None or not positions:
-            return
-        audited = [(command.keys[at], command.slots[at]) for at in positions]
-        if not await self._in_thread(self._slot_checksums.are_intact, audited):
-            raise _NotBegunError("audit")
-        self._require_usable(epoch)
-
-    async def _record_checksums(self, batch: Batch, outcome: Outcome) -> None:
-        """Choose some fetched chunks for audits, and record the checksums of their slots now."""
-        if self._slot_checksums is None or not self._slot_checksums.rate:
-            return
-        landed = [slot for slot, it in zip(batch.slots, outcome.statuses, strict=True) if it == Status.OK]
-        audited = [slot for slot in landed if self._chance() < self._slot_checksums.rate]
-        if audited:
-            await self._in_thread(self._slot_checksums.record_checksums, audited)
 
     async def _put_once(self, batch: Batch) -> Outcome:
         return self._complete(await self._tier.put(batch), len(batch))
@@ -344,50 +259,47 @@ class TierRunner:
         outcome = self._complete(await self._tier.get(batch), len(batch))
         if self._tier.verifies:
             return outcome
-        integrity = await self._in_thread(_check_all, batch, outcome.statuses, self._digest)
-        bad = [(key, found) for key, found in zip(batch.keys, integrity, strict=True) if found.is_corrupt]
-        if not bad:
+        corrupt = await self._integrity.corrupt(batch, outcome.statuses)
+        if not corrupt:
             return outcome
-        statuses = [
-            Status.CORRUPT if found.is_corrupt else status
-            for status, found in zip(outcome.statuses, integrity, strict=True)
-        ]
+        statuses = list(outcome.statuses)
         counts = Counter(outcome.reasons)
-        for key, found in bad:
+        for index, found in corrupt.items():
+            statuses[index] = Status.CORRUPT
             counts[found] += 1
-            self._log(
-                logging.ERROR, found, f"chunk {key.hex()} failed its integrity check ({found}): it is a miss"
-            )
-        await self._discard([key for key, _ in bad])
+            text = f"chunk {batch.keys[index].hex()} failed its integrity check ({found}): it is a miss"
+            self._log(logging.ERROR, found, text)
+        await self._discard([batch.keys[index] for index in corrupt])
         return Outcome(statuses, counts)
 
-    async def _find(self, keys: Sequence[OffloadKey], epoch: Epoch, effort: _Effort) -> list[bool]:
+    async def _find(self, keys: Sequence[OffloadKey], epoch: Epoch, progress: Progress) -> list[bool]:
         known = self._tier.known(keys)
         found = [knowledge == Knowledge.PRESENT for knowledge in known]
         unknown = [index for index, knowledge in enumerate(known) if knowledge == Knowledge.UNKNOWN]
         if len(found) != len(keys):
             raise TierError(f"known() answered {len(found)} of {len(keys)} keys")
         if unknown:
-            answers = await self._contains([keys[index] for index in unknown], epoch, effort)
+            answers = await self._contains([keys[index] for index in unknown], epoch, progress)
             for index, there in zip(unknown, answers, strict=True):
                 found[index] = bool(there)
         return found
 
-    async def _contains(self, keys: Sequence[OffloadKey], epoch: Epoch, effort: _Effort) -> Sequence[bool]:
+    async def _contains(self, keys: Sequence[OffloadKey], epoch: Epoch, progress: Progress) -> Sequence[bool]:
         begun_s = self._now_s()
         try:
             answers = await self._tier.contains(keys)
         except BaseException as error:
             require_fault(error)
-            if not self._is_transient(error) or not await self._may_repeat(effort, self._now_s() - begun_s):
+            took_s = self._now_s() - begun_s
+            if not self._retries.is_transient(error) or not await self._retries.pause(progress, took_s):
                 raise
             self._require_usable(epoch)
-            effort.retry = "failed"
+            progress.retry = "failed"
             answers = await self._tier.contains(keys)
-            effort.retry = "helped"
+            progress.retry = "helped"
         if len(answers) != len(keys):
             raise TierError(f"contains() answered {len(answers)} of {len(keys)} keys")
-        effort.answered = TransferHealth.GOOD
+        progress.answered = TransferHealth.GOOD
         return answers
 
     # --- attempts --------------------------------------------------------------------------------
@@ -398,21 +310,21 @@ class TierRunner:
         act: Callable[[Batch], Awaitable[Outcome]],
         batch: Batch,
         epoch: Epoch,
-        effort: _Effort,
+        progress: Progress,
     ) -> Outcome:
         """Run the call, and once more for the chunks that failed for a transient reason."""
-        outcome = await self._attempt(verb, act, batch, effort)
-        again = self._worth_repeating(outcome)
-        if again and await self._may_repeat(effort, effort.seconds):
+        outcome = await self._attempt(verb, act, batch, progress)
+        failed = self._retries.failed(outcome)
+        if failed and await self._retries.pause(progress, progress.seconds):
             self._require_usable(epoch)  # a put from before a reset must not be kept as if it came after
-            second = await self._attempt(verb, act, batch.part(again), effort)
-            effort.retry = "helped" if _health_of(second) is TransferHealth.GOOD else "failed"
-            outcome = self._joined(outcome, again, second)
-        effort.answered = _health_of(outcome)
+            second = await self._attempt(verb, act, batch.part(failed), progress)
+            progress.retry = "helped" if health_of(second) is TransferHealth.GOOD else "failed"
+            outcome = self._complete(self._retries.joined(outcome, failed, second), len(batch))
+        progress.answered = health_of(outcome)
         return outcome
 
     async def _attempt(
-        self, verb: str, act: Callable[[Batch], Awaitable[Outcome]], batch: Batch, effort: _Effort
+        self, verb: str, act: Callable[[Batch], Awaitable[Outcome]], batch: Batch, progress: Progress
     ) -> Outcome:
         begun_s = self._now_s()
         try:
@@ -420,38 +332,7 @@ class TierRunner:
         except BaseException as error:
             return self._failure(verb, batch.keys, error)
         finally:
-            effort.seconds += self._now_s() - begun_s
-
-    def _worth_repeating(self, outcome: Outcome) -> list[int]:
-        """Return which chunks have failed, where all of them have for reasons that pass."""
-        failed = [index for index, status in enumerate(outcome.statuses) if status == Status.FAILED]
-        passing = sum(count for word, count in outcome.reasons.items() if word in self._transient)
-        return failed if passing >= len(failed) else []
-
-    async def _may_repeat(self, effort: _Effort, took_s: float) -> bool:
-        """Pause before a second attempt, where there is time and budget for one."""
-        pause_s = _RETRY_PAUSE_S * (0.5 + self._chance())
-        if self._now_s() + pause_s + took_s >= effort.deadline_s:
-            effort.retry = "no_time"
-        elif not self._budget.take():
-            effort.retry = "no_budget"
-        else:
-            await anyio.sleep(pause_s)
-            return True
-        return False
-
-    def _joined(self, first: Outcome, indices: Sequence[int], second: Outcome) -> Outcome:
-        statuses = list(first.statuses)
-        for index, status in zip(indices, second.statuses, strict=True):
-            statuses[index] = status
-        counts = Counter(
-            {word: count for word, count in first.reasons.items() if word not in self._transient}
-        )
-        counts.update(second.reasons)
-        return self._complete(Outcome(statuses, counts), len(statuses))
-
-    def _is_transient(self, error: BaseException) -> bool:
-        return reasons.word_for(error) in self._transient
+            progress.seconds += self._now_s() - begun_s
 
     def _complete(self, outcome: Outcome, count: int) -> Outcome:
         """Check what the tier returned: the core relies on it, in the engine's thread."""
@@ -468,19 +349,16 @@ class TierRunner:
         except Exception as error:
             self._warn("discard", f"discard of {len(keys)} chunks failed: {self._words(error)}")
 
-    async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
-        return await in_thread(function, *arguments, limiter=self._threads)
-
-    def _end_badly(
-        self, verb: str, keys: Sequence[OffloadKey], error: BaseException, effort: _Effort
+    def _failed_outcome(
+        self, verb: str, keys: Sequence[OffloadKey], error: BaseException, progress: Progress
     ) -> Outcome:
         """Return the outcome of a command that was not begun, cut off by its deadline, or failed all over."""
         require_fault(error)
         if isinstance(error, _NotBegunError):
             return Outcome.all(Status.FAILED, len(keys), str(error))
-        if not effort.has_begun:
+        if not progress.has_begun:
             return Outcome.all(Status.FAILED, len(keys), "late")
-        effort.answered = TransferHealth.BAD
+        progress.answered = TransferHealth.BAD
         return self._failure(verb, keys, error)
 
     def _failure(self, verb: str, keys: Sequence[OffloadKey], error: BaseException) -> Outcome:
@@ -517,27 +395,6 @@ def _in_integers(usage: Usage | None) -> Usage | None:
         None if nbytes is None else max(0, int(nbytes)) for nbytes in (usage.used_bytes, usage.capacity_bytes)
     )
     return Usage(used, capacity)
-
-
-def _health_of(outcome: Outcome) -> TransferHealth:
-    """Return the health that an outcome shows: bad where most chunks failed, or came with wrong bytes.
-
-    That a tier has no room, or does not have a chunk, is an answer as good as any.
-    """
-    bad = sum(status in (Status.FAILED, Status.CORRUPT) for status in outcome.statuses)
-    return TransferHealth.BAD if 2 * bad > len(outcome.statuses) else TransferHealth.GOOD
-
-
-def _seal_all(batch: Batch, digest: bytes) -> None:
-    for index, (key, view) in enumerate(zip(batch.keys, batch.views, strict=True)):
-        batch.trailers[index] = seal(key, view, digest)
-
-
-def _check_all(batch: Batch, statuses: Sequence[Status], digest: bytes) -> list[Integrity]:
-    return [
-        check(trailer, key, view, digest) if status == Status.OK else Integrity.SOUND
-        for key, view, trailer, status in zip(batch.keys, batch.views, batch.trailers, statuses, strict=True)
-    ]
 
 
 def call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -34,7 +33,7 @@ class Epoch:
 
     Attributes:
         number: how many resets came before; 0 until the first.
-        settled: set once the tier is usable in this epoch, or is down.
+        settled: set once the tier is usable in this epoch or down, or the epoch is over.
     """
 
     def __init__(self, number: int) -> None:
@@ -52,8 +51,9 @@ class TierSupervisor:
     Args:
         name: the tier's name.
         tier: the tier.
-        again: makes a new object of it, for an ``open`` that follows a failed one; None to reuse the same.
-        tell: called with the reason when the tier goes down, and with None when it is up again.
+        recreate: makes a new object of it, for an ``open`` that follows a failed one; None to reuse the same.
+        on_change: called with the reason when the tier goes down, and with None whenever it is up
+            in the current epoch.
         chance: the source of randomness.
         is_idle: returns whether no command of the tier is in flight.
 
@@ -68,22 +68,23 @@ class TierSupervisor:
         self,
         name: str,
         tier: AnyTier,
-        again: Callable[[], AnyTier] | None,
-        tell: Callable[[str | None], None],
+        recreate: Callable[[], AnyTier] | None,
+        on_change: Callable[[str | None], None],
         chance: RandomSource,
         is_idle: Callable[[], bool] = lambda: True,
     ) -> None:
         self.tier = tier
-        self.epoch = self._first_epoch = Epoch(0)
+        self.epoch = Epoch(0)
         self.down: str | None = None
         self.is_open = False
         self._name = name
-        self._again = again
-        self._tell = tell
+        self._recreate = recreate
+        self._on_change = on_change
         self._deadline_s = tier.config.deadline_s
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, chance)
         self._log_limit = LogLimit(_LOG_EVERY_S)
-        self._pending: deque[Epoch] = deque()  # resets that the tier has not carried out, oldest first
+        self._opened = anyio.Event()  # or down
+        self._is_reset = True  # to the current epoch
         self._requested = anyio.Event()
         self._is_used_up = False
         self._is_idle = is_idle
@@ -107,19 +108,36 @@ class TierSupervisor:
 
     async def opened(self) -> None:
         """Wait until the tier has been opened once, or is down."""
-        await self._first_epoch.settled.wait()
+        await self._opened.wait()
 
     async def resets_ended(self) -> None:
         """Wait for the resets requested so far; not for ``open`` where there was none."""
-        if self.epoch is not self._first_epoch:
+        if self.epoch.number:
             await self.epoch.settled.wait()
+
+    async def close(self, limit_s: float) -> None:
+        """Close the tier, if it is open. Wait for at most ``limit_s`` seconds."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        with anyio.move_on_after(limit_s) as scope:
+            try:
+                await self.tier.aclose()
+            except BaseException as error:
+                require_fault(error)
+                # Without the traceback: it would repeat what the error says, be there a secret in it.
+                text = words_of(error, self.tier.config)
+                logger.error("tier %s: closing failed: %s", self._name, text)
+        if scope.cancelled_caught:
+            logger.error("tier %s: did not close within %g s; abandoned", self._name, limit_s)
 
     def request_reset(self, number: int) -> None:
         """Start epoch ``number``: the tier is reset before it is used again."""
+        self.epoch.settled.set()  # commands that wait for it are refused: it is over
         self.epoch = Epoch(number)
-        self._pending.append(self.epoch)
+        self._is_reset = False
         if self.down is not None:
-            self._release_waiters()
+            self.epoch.settled.set()
         self._wake_up()
 
     def request_restart(self, reason: str) -> None:
@@ -137,40 +155,32 @@ class TierSupervisor:
     async def _bring_up(self, context: TierContext) -> None:
         """Bring the tier to the latest epoch, restarting and opening it first where needed."""
         if self._restart_reason is not None and self.is_open:
-            await self._close(self._restart_reason)
+            await self._close_lost(self._restart_reason)
         self._restart_reason = None
         if not self.is_open:
             await self._step(self._open(context), "cannot be opened", "is not opened yet")
             self.is_open = True
-            self._first_epoch.settled.set()
-        while self._pending:
-            epoch = self._pending[0]
-            failure = f"cannot be reset to epoch {self._pending[-1].number}"
+            self._opened.set()
+        while not self._is_reset:
+            epoch = self.epoch
+            failure = f"cannot be reset to epoch {epoch.number}"
             await self._step(self.tier.reset(), failure, "is not reset yet")
-            epoch.settled.set()
-            if self._pending[0] is epoch:  # or it was dropped in favour of a later one, which is still due
-                self._pending.popleft()
+            self._is_reset = self.epoch is epoch  # or another reset was requested meanwhile
+        self.epoch.settled.set()
 
     async def _open(self, context: TierContext) -> None:
-        if self._is_used_up and self._again is not None:
-            self.tier = self._again()
+        if self._is_used_up and self._recreate is not None:
+            self.tier = self._recreate()
         self._is_used_up = True
         await self.tier.open(context)
 
-    async def _close(self, reason: str) -> None:
+    async def _close_lost(self, reason: str) -> None:
         """Close a tier that has lost its backend, once none of its commands is in flight."""
         self._go_down(f"is opened anew: {reason}")
         while not self._is_idle():  # noqa: ASYNC110 (short, and rare in the life of a tier)
             await anyio.sleep(_IDLE_POLL_S)
-        self.is_open = False
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                await self.tier.aclose()
-        except BaseException as error:
-            require_fault(error)
-            logger.warning("tier %s: closing failed: %s", self._name, words_of(error, self.tier.config))
-        if self.epoch is not self._first_epoch and not self._pending:
-            self._pending.append(self.epoch)  # a new opener must not see what a reset has hidden
+        await self.close(self._deadline_s)
+        self._is_reset = not self.epoch.number  # a new opener must not see what a reset has hidden
 
     async def _step(self, work: Awaitable[None], failure: str, slow: str) -> None:
         """Run one step of the tier; after its deadline nobody else waits for it.
@@ -198,31 +208,27 @@ class TierSupervisor:
         if not was_down or suffix is not None:
             logger.error("tier %s disabled, retrying: it %s%s", self._name, reason, suffix or "")
         if not was_down:
-            self._tell(reason)
+            self._on_change(reason)
 
     def _come_up(self) -> None:
-        self._backoff.start_anew()
+        self._backoff.reset()
         if self.down is not None:
             self.down = None
             logger.warning("tier %s is up again", self._name)
-            self._tell(None)
+        self._on_change(None)
 
     def _release_waiters(self) -> None:
-        """Let nobody wait for a tier that is down. One reset is enough for all that it has missed."""
-        self._first_epoch.settled.set()
-        for epoch in self._pending:
-            epoch.settled.set()
-        while len(self._pending) > 1:
-            self._pending.popleft()
+        self._opened.set()
+        self.epoch.settled.set()
 
     def _end(self) -> None:
         """Release all waiters at shutdown; log a reset that was not carried out."""
-        if self._pending:
+        if not self._is_reset:
             logger.error(
                 "tier %s: shut down before its reset to epoch %d ended: "
                 "the next engine may be served chunks from before it",
                 self._name,
-                self._pending[-1].number,
+                self.epoch.number,
             )
         self._release_waiters()
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import crc32c
+from msgspec.msgpack import Decoder
 
 from kvtier._identity import Identity
 from kvtier._isolation import wire
@@ -173,14 +174,14 @@ def _frames(pieces: list[bytes]) -> tuple[list[bytes], bool]:
     return found, False
 
 
-def _messages(unpack: Callable[[bytes], Any], data: bytes) -> None:
+def _messages(decoder: Decoder[Any], data: bytes) -> None:
     """A frame is refused, or it is understood, and the same once it is sent again."""
     try:
-        found = unpack(data)
+        found = wire.unpack(decoder, data)
     except wire.WireError:
         return
     again = wire.pack(found)[wire.LENGTH_BYTES :]
-    assert wire.pack(unpack(again))[wire.LENGTH_BYTES :] == again
+    assert wire.pack(wire.unpack(decoder, again))[wire.LENGTH_BYTES :] == again
 
 
 PARSERS: Mapping[str, Callable[[bytes], None]] = {
@@ -190,9 +191,9 @@ PARSERS: Mapping[str, Callable[[bytes], None]] = {
     "epoch": epoch,
     "ledger": quota_ledger,
     "frames": frames,
-    "orders": functools.partial(_messages, wire.unpack_orders),
-    "reports": functools.partial(_messages, wire.unpack_reports),
-    "hello": functools.partial(_messages, wire.unpack_hello),
+    "orders": functools.partial(_messages, wire.ORDERS),
+    "reports": functools.partial(_messages, wire.REPORTS),
+    "hello": functools.partial(_messages, wire.HELLO),
 }
 """By the name of their folder in the corpus."""
 

@@ -28,8 +28,7 @@ from vllm.v1.kv_offload.base import (
     TierMatcher,
 )
 
-from kvtier._core.admission import Limits, TierGate
-from kvtier._core.breaker import BreakerRules
+from kvtier._core.admission import Limits, TierStatus
 from kvtier._core.messages import SlotsReady
 from kvtier._core.tiering import Tiering
 from kvtier._executor import Executor, ExecutorThread, NamedTier
@@ -98,10 +97,10 @@ class World:
     ) -> None:
         names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
         gates = [
-            TierGate(name, tier.config.deadline_s, rules=BreakerRules(pause_s=tier.config.breaker_pause_s))
+            TierStatus(name, tier.config.deadline_s, pause_s=tier.config.breaker_pause_s)
             for name, tier in zip(names, tiers, strict=True)
         ]
-        self.core = Tiering(LRU(), gates, limits or Limits(), track_changes=True)
+        self.core = Tiering(LRU(), gates, limits or Limits(), track_kv_events=True)
         self.region = Region.anonymous(slots, CHUNK_BYTES)
         named = [NamedTier(name, tier) for name, tier in zip(names, tiers, strict=True)]
         self.thread = ExecutorThread(partial(Executor, named, Identity.make("model", {}), self.region))

@@ -50,7 +50,7 @@ def test_tiers_are_asked_in_their_order_and_what_the_second_gives_goes_to_the_fi
 
     expected = reference(*PROMPTS)
     assert from_both == (expected, {"first": PROMPT_CHUNKS, "second": PROMPT_CHUNKS})
-    assert metrics.value("kvtier_lifted_chunks", tier="first") == PROMPT_CHUNKS
+    assert metrics.value("kvtier_backfilled_chunks", tier="first") == PROMPT_CHUNKS
     assert metrics.value("kvtier_put_chunks", tier="first") == PROMPT_CHUNKS
     assert from_first == (expected, {"first": CHUNKS})
 

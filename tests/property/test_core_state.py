@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier._core.admission import Limits, TierGate
+from kvtier._core.admission import Limits, TierStatus
 from kvtier._core.messages import (
     Answer,
-    Fetch,
-    Fetched,
+    Get,
+    GetEnded,
     Put,
     PutEnded,
     Removed,
@@ -67,7 +67,7 @@ KEYS = sorted({key for prompt in PROMPTS for key in prompt})
 
 
 def _wishes(seed: int) -> list[Answer]:
-    return [Answer.LANDED] * 30 if seed < 10 else Random(seed).choices(list(Answer), k=30)
+    return [Answer.COPIED] * 30 if seed < 10 else Random(seed).choices(list(Answer), k=30)
 
 
 def _kept(seed: int) -> list[bool]:
@@ -94,7 +94,7 @@ limits = st.builds(
     Limits,
     request_deadline_s=st.just(REQUEST_DEADLINE_S),
     promotion_budget=st.sampled_from([0.1, 0.25, 1.0]),
-    landing_reserve=st.sampled_from([0.0, 0.1, 0.5]),
+    promotion_reserve=st.sampled_from([0.0, 0.1, 0.5]),
     put_backlog=st.sampled_from([0.25, 1.0]),
     store_threshold=st.sampled_from([0, 0, 2]),
     max_tracker_size=st.just(20),
@@ -129,7 +129,7 @@ class Job:
     ``is_written`` says that the tier has what was put, though the put has not ended.
     """
 
-    command: Put | Fetch
+    command: Put | Get
     begun_s: float
     epoch: int
     stored: frozenset[OffloadKey]
@@ -175,10 +175,10 @@ class CoreMachine(RuleBasedStateMachine):
         windowed: frozenset[int],
         kept: list[int],
     ) -> None:
-        gates = [TierGate(f"tier{index}", TIER_DEADLINE_S) for index in range(tiers)]
+        gates = [TierStatus(f"tier{index}", TIER_DEADLINE_S) for index in range(tiers)]
         self.windowed = windowed
         self.core = EfficiencyCheckedTiering(
-            policy(), gates, limits, windowed_groups=windowed, track_changes=True
+            policy(), gates, limits, windowed_groups=windowed, track_kv_events=True
         )
         for _ in range(tiers):  # another engine has been there before
             self.stored.append({key for prompt in PROMPTS for key in prompt[: kept.pop()]})
@@ -213,7 +213,7 @@ class CoreMachine(RuleBasedStateMachine):
         """
         for asker in self.askers:
             self._scan(asker)
-        fetches = [job for job in self.jobs if isinstance(job.command, Fetch)]
+        fetches = [job for job in self.jobs if isinstance(job.command, Get)]
         for job in fetches[:ends]:
             self._end_fetch(job, answers)
         if ends:
@@ -224,13 +224,13 @@ class CoreMachine(RuleBasedStateMachine):
                 self._acquire(asker, alone=False)
         self.settle(step_s)
 
-    @precondition(lambda self: self.askers and any(isinstance(job.command, Fetch) for job in self.jobs))
+    @precondition(lambda self: self.askers and any(isinstance(job.command, Get) for job in self.jobs))
     @rule(pick=picks, number=st.integers(0, 4), answers=wishes)
     def scan_in_the_midst_of_which_a_tier_answers(
         self, pick: int, number: int, answers: list[Answer]
     ) -> None:
         """What a tier has answered is taken in at the next question, whichever that is."""
-        fetches = [job for job in self.jobs if isinstance(job.command, Fetch)]
+        fetches = [job for job in self.jobs if isinstance(job.command, Get)]
         self._scan(_pick(self.askers, pick), {number: (_pick(fetches, pick), answers)})
 
     def _scan(self, asker: Asker, ends: Mapping[int, tuple[Job, list[Answer]]] = NOTHING_ENDS) -> None:
@@ -391,11 +391,11 @@ class CoreMachine(RuleBasedStateMachine):
         job = _pick([job for job in self.jobs if isinstance(job.command, Put)], pick)
         self._end_put(job, kept, health, took_s)
 
-    @precondition(lambda self: any(isinstance(job.command, Fetch) for job in self.jobs))
+    @precondition(lambda self: any(isinstance(job.command, Get) for job in self.jobs))
     @rule(pick=picks, answers=wishes, health=healths, took_s=tooks_s)
     def fetch_ends(self, pick: int, answers: list[Answer], health: TransferHealth, took_s: float) -> None:
         """The tier gives what it has, or less: any mix that the contract allows."""
-        job = _pick([job for job in self.jobs if isinstance(job.command, Fetch)], pick)
+        job = _pick([job for job in self.jobs if isinstance(job.command, Get)], pick)
         self._end_fetch(job, answers, health, took_s)
 
     @precondition(lambda self: self.stored)
@@ -408,7 +408,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(pick=picks)
     def tier_up(self, pick: int) -> None:
         down = [tier for tier, gate in enumerate(self.core.shared.tiers) if gate.down]
-        self.core.on_event(TierUp(_pick(down, pick)), self.now_s)
+        self.core.on_event(TierUp(_pick(down, pick), self.epoch), self.now_s)
 
     @precondition(lambda self: self.stored)
     @rule(pick=picks, gone=st.sets(st.sampled_from(KEYS), max_size=6), told=st.booleans())
@@ -464,18 +464,18 @@ class CoreMachine(RuleBasedStateMachine):
         health: TransferHealth = TransferHealth.GOOD,
         took_s: float = 0.001,
     ) -> None:
-        assert isinstance(job.command, Fetch)
+        assert isinstance(job.command, Get)
         self.jobs.remove(job)
         command, answers = job.command, []
         for index, key in enumerate(command.keys):
             answer = wishes[index] if key in job.stored else Answer.MISSING
             if index < len(command.slots):
-                landed = answer is Answer.LANDED
+                landed = answer is Answer.COPIED
                 self._end_writing(command.slots[index], job, (key, job.epoch) if landed else GARBAGE)
-            elif answer is Answer.LANDED:
+            elif answer is Answer.COPIED:
                 answer = Answer.LOCATED
             answers.append(answer)
-        event = Fetched(command.id, answers, {"error": 1}, took_s, health, "no_time")
+        event = GetEnded(command.id, answers, {"error": 1}, took_s, health, "no_time")
         self.core.on_event(event, self.now_s)
         self._take_commands()
 
@@ -503,7 +503,7 @@ class CoreMachine(RuleBasedStateMachine):
                 for slot in command.slots:
                     self._write(slot, job)
 
-    def _require_given_work(self, command: Put | Fetch) -> None:
+    def _require_given_work(self, command: Put | Get) -> None:
         """A tier that is down gets nothing, one that fails one transfer of a verb at a time."""
         gate = self.core.shared.tiers[command.tier]
         assert gate.down is None
@@ -513,7 +513,7 @@ class CoreMachine(RuleBasedStateMachine):
         if breaker.probe == command.id and isinstance(command, Put):
             assert len(command.keys) == 1
 
-    def _require_wanted(self, command: Fetch) -> None:
+    def _require_wanted(self, command: Get) -> None:
         """A tier is asked for a request only where that may be served from it."""
         transfer = self.core.shared.transfers[command.id]
         assert transfer.waiters
@@ -551,7 +551,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def keeps_the_budget(self) -> None:
-        assert len(self.core.promotions.landing) <= self.core.promotions.budget
+        assert len(self.core.promotions.promoting) <= self.core.promotions.budget
 
     @invariant()
     def puts_leave_slots_to_others(self) -> None:
@@ -570,7 +570,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def announces_what_is_there(self) -> None:
-        for change in self.core.take_changes():
+        for change in self.core.take_kv_events():
             believed = self.announced if change.tier is None else self.believed[change.tier]
             if change.removed:
                 assert believed.issuperset(change.keys), "what was not announced is not taken back"
@@ -606,13 +606,13 @@ class CoreMachine(RuleBasedStateMachine):
             if isinstance(job.command, Put):
                 self._end_put(job, [True] * 30)
             else:
-                self._end_fetch(job, [Answer.LANDED] * 30)
+                self._end_fetch(job, [Answer.COPIED] * 30)
         self.settle(0.0)
         table = self.core.table
         invariants.check(self.core)
         assert self.core.is_idle
         assert self.core.next_deadline_s() is None
-        assert not self.core.promotions.landing
+        assert not self.core.promotions.promoting
         assert sum(chunk.pins for chunk in table) == 0
         assert len(table.free) + len(table.visible) == len(table.all)
         assert len(table.policy) == len(table.visible)

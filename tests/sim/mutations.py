@@ -33,20 +33,19 @@ MUTATIONS = (
     Mutation(
         "epoch_not_checked",
         "kvtier.tiers._runner:TierRunner._require_usable",
-        (("if epoch is not self.epoch:", "if False:"),),
+        (("if epoch is not self.supervisor.epoch:", "if False:"),),
     ),
     Mutation(
         "put_does_not_wait_for_the_reset",
-        "kvtier.tiers._runner:TierRunner.put",
+        "kvtier.tiers._runner:TierRunner._run",
         (("await epoch.settled.wait()", "pass"),),
     ),
     Mutation(
         "failed_reset_is_not_repeated",
         "kvtier.tiers._supervisor:TierSupervisor._bring_up",
         (
-            ("    epoch = self._pending[0]", "    epoch = self._pending.popleft()"),
-            ("self._pending[-1].number", "epoch.number"),
-            ("if self._pending[0] is epoch:", "if False:"),
+            ("    epoch = self.epoch", "    epoch, self._is_reset = self.epoch, True"),
+            ("self._is_reset = self.epoch is epoch", "pass"),
         ),
     ),
     Mutation(
@@ -54,8 +53,8 @@ MUTATIONS = (
         "kvtier._core.promotion:Promotions.give_up",
         (
             (
-                "self.landing.difference_update(transfer.chunks)",
-                "self.landing.difference_update(transfer.chunks);"
+                "self.promoting.difference_update(transfer.chunks)",
+                "self.promoting.difference_update(transfer.chunks);"
                 "self._shared.table.failed(transfer.chunks); transfer.chunks.clear()",
             ),
         ),
@@ -72,7 +71,7 @@ MUTATIONS = (
     ),
     Mutation(
         "checksum_not_verified",
-        "kvtier.tiers._runner:_check_all",
+        "kvtier.tiers._integrity:_check_all",
         (("check(trailer, key, view, digest) if status == Status.OK else", ""),),
     ),
     Mutation(
@@ -102,8 +101,8 @@ MUTATIONS = (
     ),
     Mutation(
         "commit_before_the_copy_has_ended",
-        "kvtier._manager:TieringManager._copy",
-        (("await until_done(self._copies[copy])", "Finished(copy, 0, 0.0)"),),
+        "kvtier._device_copies:DeviceCopies._ended",
+        (("await until_done(self.in_flight[copy])", "Finished(copy, 0, 0.0)"),),
     ),
     Mutation(
         "deadline_ignored",
@@ -112,7 +111,7 @@ MUTATIONS = (
     ),
     Mutation(
         "tier_deadline_ignored",
-        "kvtier.tiers._runner:TierRunner._begin",
+        "kvtier.tiers._runner:TierRunner._run",
         (("self._now_s() + self._deadline_s", "self._now_s() + 1e9"),),
     ),
     Mutation(
@@ -122,12 +121,12 @@ MUTATIONS = (
     ),
     Mutation(
         "answers_in_the_wrong_order",
-        "kvtier.tiers._runner:TierRunner._fetch",
+        "kvtier.tiers._runner:TierRunner._get",
         (("for status in outcome.statuses", "for status in reversed(outcome.statuses)"),),
     ),
     Mutation(
         "failed_get_lands",
-        "kvtier.tiers._runner:TierRunner._fetch",
+        "kvtier.tiers._runner:TierRunner._get",
         (("if status == Status.OK else", "if status != Status.ABSENT else"),),
     ),
     Mutation(
@@ -148,7 +147,7 @@ MUTATIONS = (
     Mutation(
         "damaged_chunk_not_discarded",
         "kvtier.tiers._runner:TierRunner._get_once",
-        (("await self._discard([key for key, _ in bad])", "pass"),),
+        (("await self._discard([batch.keys[index] for index in corrupt])", "pass"),),
     ),
     Mutation(
         "wakeup_lost",
@@ -157,18 +156,18 @@ MUTATIONS = (
     ),
     Mutation(
         "budget_not_given_back",
-        "kvtier._core.promotion:Promotions.let_go",
+        "kvtier._core.promotion:Promotions.free_budget",
         (
             (
-                "self.landing.difference_update([chunk for chunk in chunks if not chunk.pins])",
+                "self.promoting.difference_update([chunk for chunk in chunks if not chunk.pins])",
                 "pass",
             ),
         ),
     ),
     Mutation(
         "backlog_not_given_back",
-        "kvtier._core.tiering:Tiering._put_ended",
-        (("gate.backlog -= len(transfer.chunks)", "pass"),),
+        "kvtier._core.cascade:Cascades.put_ended",
+        (("status.backlog -= len(transfer.chunks)", "pass"),),
     ),
     Mutation(
         "turn_not_given_back",
@@ -193,7 +192,7 @@ MUTATIONS = (
     Mutation(
         "tier_never_comes_back",
         "kvtier.tiers._supervisor:TierSupervisor._come_up",
-        (("self._tell(None)", "pass"),),
+        (("self._on_change(None)", "pass"),),
     ),
     Mutation(
         "second_attempt_after_a_reset",
@@ -212,7 +211,7 @@ MUTATIONS = (
     ),
     Mutation(
         "key_in_two_slots",
-        "kvtier._core.promotion:Promotions._land",
+        "kvtier._core.promotion:Promotions._complete",
         (("and chunk.key not in table.visible", ""),),
     ),
     Mutation(

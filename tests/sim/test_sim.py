@@ -20,7 +20,7 @@ from kvtier_testing.sim.__main__ import main
 from kvtier_testing.sim.backend import corrupt
 from kvtier_testing.sim.model import GARBAGE
 
-SEEDS = range(300)
+SEEDS = range(600)
 TRACE = """
 import hashlib, sys
 from kvtier_testing.sim import run
@@ -60,7 +60,7 @@ SHOWN = (
     *("answer lost", "bits rotted", "cancelled by nobody", "chunks damaged", "put arrived twice"),
     *(f"{verb} {how}" for verb in ("get", "put", "contains") for how in ("failed", "hung", "late")),
     *("open hung", "open failed", "reset hung", "touch failed"),
-    *("core loaded cpu", "core loaded", "core evicted", "core lifted", "core expired", "core tier_down"),
+    *("core loaded cpu", "core loaded", "core evicted", "core backfilled", "core expired", "core tier_down"),
     *("core miss deadline", "core miss budget", "core miss filter", "core miss load_failed"),
     *("core get_failed checksum", "core get_failed torn", "core get_failed foreign"),
     *("core put_failed full", "core overdue get", "core overdue put"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import subprocess
 import sys
 import threading
@@ -20,17 +19,19 @@ from hypothesis.strategies import floats
 from pydantic import ByteSize
 
 from kvtier import _executor
-from kvtier._core.messages import Answer, Event, Fetched, Put, PutEnded, Removed, TierDown, TierUp, Touch
+from kvtier._core.messages import Answer, Event, GetEnded, Put, PutEnded, Removed, TierDown, TierUp, Touch
 from kvtier._executor import Executor, ExecutorThread, NamedTier, time_left
 from kvtier._memory.heap import HeapMemory
 from kvtier.errors import TierError
 from kvtier.keys import OffloadKey
 from kvtier.tiers import _runner as runners
-from kvtier.tiers._base import TRAILER_BYTES, Batch, Knowledge, Outcome, Status, TierContext, Usage
+from kvtier.tiers._base import Batch, Knowledge, Outcome, Status, TierContext, Usage
+from kvtier.tiers._seal import TRAILER_BYTES
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
 from tests.unit.isolation.conftest import (
     CHUNK_BYTES,
+    CLOSE_S,
     IDENTITY,
     PATIENCE_S,
     SLOTS,
@@ -41,7 +42,7 @@ from tests.unit.isolation.conftest import (
 )
 from tests.unit.tiers.world import AnyTier, Scripted, ends_of, raises, world
 
-MISSING, LOCATED, LANDED = Answer.MISSING, Answer.LOCATED, Answer.LANDED
+MISSING, LOCATED, COPIED = Answer.MISSING, Answer.LOCATED, Answer.COPIED
 
 
 def dummy(**settings: object) -> DummyTier:
@@ -118,11 +119,11 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> AnyTier:
     ("present", "slots", "answers"),
     [
         ([], 4, [MISSING] * 4),
-        ([0, 1, 2, 3], 4, [LANDED] * 4),
-        ([0, 1, 2, 3], 2, [LANDED, LANDED, LOCATED, LOCATED]),
+        ([0, 1, 2, 3], 4, [COPIED] * 4),
+        ([0, 1, 2, 3], 2, [COPIED, COPIED, LOCATED, LOCATED]),
         ([0, 1, 2, 3], 0, [LOCATED] * 4),
-        ([0, 1, 3], 4, [LANDED, LANDED, MISSING, LOCATED]),
-        ([0, 1, 3], 1, [LANDED, LOCATED, MISSING, LOCATED]),
+        ([0, 1, 3], 4, [COPIED, COPIED, MISSING, LOCATED]),
+        ([0, 1, 3], 1, [COPIED, LOCATED, MISSING, LOCATED]),
         ([1, 2, 3], 4, [MISSING, LOCATED, LOCATED, LOCATED]),
     ],
 )
@@ -137,15 +138,7 @@ async def test_a_fetch_brings_the_run_from_the_front(
         assert list(event.answers) == answers
         assert event.reasons == {}
         for number, answer in enumerate(answers):
-            assert it.bytes_in(10 + number) == (content(number) if answer is LANDED else bytes(CHUNK_BYTES))
-
-
-async def test_what_a_located_fetch_does_not_find_any_more_is_missing(tier: AnyTier) -> None:
-    async with world(tier) as it:
-        await it.hold([1, 3])
-        event = await it.ended(it.fetch([1, 2, 3], [7, 8, 9], located=True))
-        assert list(event.answers) == [LANDED, MISSING, LANDED]
-        assert (it.bytes_in(7), it.bytes_in(9)) == (content(1), content(3))
+            assert it.bytes_in(10 + number) == (content(number) if answer is COPIED else bytes(CHUNK_BYTES))
 
 
 # --- touches -------------------------------------------------------------------------------------
@@ -177,7 +170,7 @@ async def test_gets_do_not_wait_for_puts() -> None:
         await it.hold([1])
         tier.puts_open, tier.gets_open = anyio.Event(), tier.puts_open
         puts = [it.put([10 + number]) for number in range(12)]
-        assert list((await it.ended(it.fetch([1], [50]))).answers) == [LANDED]
+        assert list((await it.ended(it.fetch([1], [50]))).answers) == [COPIED]
         assert not any(it.of(put) for put in puts)
         tier.puts_open.set()
         for put in puts:
@@ -185,22 +178,6 @@ async def test_gets_do_not_wait_for_puts() -> None:
 
 
 # --- resets --------------------------------------------------------------------------------------
-
-
-async def test_a_put_before_a_reset_that_has_not_begun_is_refused() -> None:
-    tier = Gated(max_concurrency=1)
-    async with world(tier) as it:
-        running, queued = it.put([1]), it.put([2])
-        await tier.until(lambda: tier.begun == ["put"])
-        it.reset()
-        after = it.put([3])
-        await tier.until(lambda: "reset" in tier.begun)
-        tier.open_all()
-        assert (await it.ended(running)).kept == [False]
-        ended = await it.ended(queued)
-        assert (list(ended.kept), ended.reasons) == ([False], {"reset": 1})
-        assert list((await it.ended(after)).kept) == [True]
-        assert tier.known(keys([1, 2, 3])) == [Knowledge.ABSENT, Knowledge.ABSENT, Knowledge.PRESENT]
 
 
 class SlowMemory(HeapMemory):
@@ -272,8 +249,8 @@ async def test_a_tier_that_has_lost_what_it_opened_is_opened_anew_when_nothing_i
         assert list((await it.ended(putting)).kept) == [True]
         await tier.until_opened(2)
         assert tier.begun == ["open", "put", "close", "open"]
-        await it.until(lambda: any(isinstance(event, TierUp) for event in it.events))
-        assert list((await it.ended(it.fetch([1], [11]))).answers) == [LANDED]
+        await it.until(lambda: [kind for _, kind in it.conditions()] == [TierUp, TierDown, TierUp])
+        assert list((await it.ended(it.fetch([1], [11]))).answers) == [COPIED]
     assert it.bytes_in(11) == content(1)
 
 
@@ -497,7 +474,7 @@ async def test_a_chunk_that_is_not_what_was_put_is_missing_and_discarded(
     async with world(tier) as it:
         await it.hold([1, 2, 3])
         event = await it.ended(it.fetch([1, 2, 3], [10, 11, 12]))
-        assert (list(event.answers), event.reasons) == ([LANDED, MISSING, LANDED], {reason: 1})
+        assert (list(event.answers), event.reasons) == ([COPIED, MISSING, COPIED], {reason: 1})
         assert (it.bytes_in(10), it.bytes_in(12)) == (content(1), content(3))
         assert tier.known(keys([1, 2, 3])) == [Knowledge.PRESENT, Knowledge.ABSENT, Knowledge.PRESENT]
 
@@ -509,7 +486,7 @@ async def test_a_chunk_that_is_not_what_was_put_is_missing_and_discarded(
 async def test_how_full_a_tier_is_is_asked_again_after_any_failure(
     error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runners, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(runners, "_USAGE_EVERY_S", 0.01)
     answers = iter([Usage(1, 9), error, "odd", Usage(2, 9)])
     last: Any = None
 
@@ -566,39 +543,13 @@ async def test_what_is_under_way_at_the_end_is_cancelled_and_answered_once() -> 
         ids = [it.put([number, number + 1]) for number in range(0, 20, 2)]
         ids += [it.fetch([60 + number], [30 + number], located=True) for number in range(10)]
         await tier.until(lambda: tier.running == {"put": 1, "get": 2})
-        assert it.events == []
+        assert ends_of(it.events) == []
     assert sorted(event.id for event in ends_of(it.events)) == ids
     for event in it.events:
         if isinstance(event, PutEnded):
             assert (list(event.kept), event.reasons) == ([False, False], {"cancelled": 2})
-        elif isinstance(event, Fetched):
+        elif isinstance(event, GetEnded):
             assert (list(event.answers), event.reasons) == ([MISSING], {"cancelled": 1})
-
-
-@pytest.mark.parametrize("seed", range(12))
-async def test_every_command_has_one_event_whenever_it_is_closed(seed: int) -> None:
-    chance = random.Random(seed)
-    faults = {"failure_rate": 0.2, "corruption_rate": 0.2, "hang_rate": 0.05, "seed": seed}
-    tiers = [
-        dummy(
-            put_latency_s=0.002, get_latency_s=0.001, max_concurrency=3, complete_index=index == 0, **faults
-        )
-        for index in range(2)
-    ]
-    async with world(*tiers) as it:
-        for _ in range(chance.randrange(1, 60)):
-            tier, first = chance.randrange(2), chance.randrange(20)
-            if chance.random() < 0.1:
-                it.reset(tier=tier)
-            elif chance.random() < 0.5:
-                it.put(range(first, first + chance.randrange(1, 5)), tier)
-            else:
-                it.fetch(range(first, first + 4), range(30 + first, 30 + first + chance.randrange(5)), tier)
-            if chance.random() < 0.3:
-                await anyio.sleep(0.001 * chance.random())
-        submitted = it.submitted
-        await anyio.sleep(0.004 * chance.random())
-    assert sorted(event.id for event in ends_of(it.events)) == list(range(1, submitted + 1))
 
 
 # --- in a thread ---------------------------------------------------------------------------------
@@ -636,12 +587,12 @@ def beside(request: pytest.FixtureRequest) -> str:
 def test_beside_its_owner_events_come_back_in_a_deque(launch: MakeHarness, beside: str) -> None:
     it = launch(dummy(), where=beside)
     it.hold([1, 2])
-    assert list(it.fetched([1, 2, 3], [10, 11, 12]).answers) == [LANDED, LANDED, MISSING]
+    assert list(it.fetched([1, 2, 3], [10, 11, 12]).answers) == [COPIED, COPIED, MISSING]
     assert it.bytes_in(11) == content(2)
 
 
-def test_commands_submitted_before_the_start_are_run(beside: str) -> None:
-    it = Harness(dummy(), where=beside)
+def test_commands_submitted_before_the_start_are_run() -> None:
+    it = Harness(dummy(), where="thread")
     early = it.put([1])
     it.process.start()
     assert [it.kept(early), it.kept(it.put([2]))] == [[True], [True]]
@@ -665,13 +616,14 @@ def test_close_lets_a_reset_end(launch: MakeHarness) -> None:
     assert tier.was_reset
 
 
-def test_close_cancels_what_does_not_end_in_time(launch: MakeHarness) -> None:
-    it = launch(dummy(hang_rate=1, deadline_s=600))
+def test_close_cancels_what_does_not_end_in_time(launch: MakeHarness, beside: str) -> None:
+    it = launch(dummy(hang_rate=1, deadline_s=600), where=beside)
     put, fetch = it.put([1]), it.fetch([1], [10])
-    assert it.process.close(0.05)
+    it.until(lambda: it.process.activity[0].puts.running, "the put")
+    assert it.process.close(0.05, CLOSE_S)
     assert it.end_of(put).reasons == {"cancelled": 1}
     found = it.end_of(fetch)
-    assert isinstance(found, Fetched)
+    assert isinstance(found, GetEnded)
     assert list(found.answers) == [MISSING]
 
 
@@ -688,9 +640,9 @@ def test_after_the_end_commands_fail_at_once(launch: MakeHarness, beside: str) -
     put, fetch = it.put([1, 2]), it.fetch([1], [10])
     it.reset(1)
     it.take()
-    ends = [(event.id, dict(event.reasons)) for event in ends_of(it.heard)]
+    ends = [(event.id, dict(event.reasons)) for event in ends_of(it.received)]
     assert ends == [(put, {"down": 2}), (fetch, {"down": 1})]
-    assert {event.tier for event in it.heard if isinstance(event, TierDown)} == {0}
+    assert {event.tier for event in it.received if isinstance(event, TierDown)} == {0}
 
 
 def test_a_thread_that_dies_answers_what_it_has_and_what_comes() -> None:
@@ -752,7 +704,8 @@ thread.start()
 thread.submit([Put(1, 0, [pack_key(b"k")], [1])])
 begun.wait()
 begin = time.monotonic()
-print(thread.close(0.1), time.monotonic() - begin < 40, len(thread.events), flush=True)
+names = [type(event).__name__ for event in thread.events]
+print(thread.close(0.1), time.monotonic() - begin < 40, *names, flush=True)
 """
 
 
@@ -760,7 +713,7 @@ def test_a_tier_that_hangs_for_good_holds_up_neither_close_nor_the_process() -> 
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", HANGING], capture_output=True, text=True, timeout=60
     )
-    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["put", "False", "True", "0"], "")
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["put", "False", "True", "TierUp"], "")
 
 
 @given(drain_s=floats(0, 100), passed_s=floats(0, 100))

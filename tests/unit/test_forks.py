@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier._memory.region import remove_stale_files
+from kvtier._memory._locked_file import remove_stale_files
 
 PATIENCE_S = 60.0
 

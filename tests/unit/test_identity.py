@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import enum
-import hashlib
-import json
 import re
 from collections import OrderedDict
 from pathlib import Path, PurePosixPath
@@ -15,7 +13,6 @@ from hypothesis import strategies as st
 
 from kvtier._identity import (
     ABSENT,
-    FORMAT_VERSION,
     Difference,
     Identity,
     canonical,
@@ -96,41 +93,7 @@ def test_spelling_of_the_caller_does_not_matter():
     assert one.manifest == two.manifest
 
 
-def test_manifest_holds_everything_and_the_digest_is_its_hash():
-    identity = Identity.make("org/model", {"block_size": 16})
-    assert json.loads(identity.manifest) == {
-        "block_size": 16,
-        "model": "org/model",
-        "kvtier_format": FORMAT_VERSION,
-    }
-    assert identity.digest == hashlib.sha256(identity.manifest.encode()).digest()
-    assert identity.short_digest == identity.digest[:16]
-
-
 BASE = {"block_size": 16, "dtype": "bfloat16", "groups": [{"heads": 2}], "namespace": ""}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"block_size": 32},
-        {"dtype": "float16"},
-        {"groups": [{"heads": 4}]},
-        {"namespace": "a"},
-        {"revision": None},
-        {"block_size": "16"},
-    ],
-)
-def test_any_change_makes_another_cache(change):
-    assert Identity.make("m", BASE).digest != Identity.make("m", {**BASE, **change}).digest
-
-
-def test_models_of_one_short_name_are_told_apart():
-    one, two = Identity.make("org/model", BASE), Identity.make("other/model", BASE)
-    assert one.digest != two.digest
-    assert one.namespace != two.namespace
-    assert one.namespace.startswith("model_")
-    assert two.namespace.startswith("model_")
 
 
 def test_a_field_cannot_pretend_to_be_the_model():

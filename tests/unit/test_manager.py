@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from kvtier import Identity, KVCaches, PageRef, TieringConfig, open_manager, pack_key
-from kvtier._core.admission import Limits, TierGate
+from kvtier._core.admission import Limits, TierStatus
 from kvtier._core.tiering import Tiering
 from kvtier._device._engine import StreamEngine
 from kvtier._device.base import TransferEngine
@@ -121,7 +121,7 @@ class World:
     ) -> None:
         self.device = device or Device()
         self.names = names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
-        gates = [TierGate(name, tier.config.deadline_s) for name, tier in zip(names, tiers, strict=True)]
+        gates = [TierStatus(name, tier.config.deadline_s) for name, tier in zip(names, tiers, strict=True)]
         self.core = Tiering(LRU(), gates, limits or Limits())
         layout = SlotLayout.make(self.device.caches.page_bytes, self.device.blocks_per_chunk)
         self.region = Region.anonymous(slots, layout.chunk_bytes)
@@ -181,8 +181,8 @@ class World:
         assert self.manager.statistics().pinned_chunks == 0
         assert not self.core.reservations
         assert not self.core.pinned
-        assert not self.core.promotions.holders
-        assert not self.core.promotions.landing
+        assert not self.core.promotions.pending
+        assert not self.core.promotions.promoting
 
     def check(self) -> None:
         invariants.check(self.core)
@@ -364,23 +364,6 @@ async def test_the_slots_of_a_store_that_does_not_end_are_given_to_nobody() -> N
 
 
 # --- reset ---------------------------------------------------------------------------------------
-
-
-async def test_a_reset_during_a_load_lets_it_end_well() -> None:
-    gate = Gate()
-    gate.opened.set()
-    async with opened(dummy(), copy=gate, slots=4) as it:
-        keys = prompt(1, 4)
-        await it.store(keys)
-        gate.close()
-        load = asyncio.ensure_future(it.load(keys, 40))
-        await gate.begun()
-        await it.manager.reset()
-        assert await it.store(prompt(2, 4), 20) == 0  # the slots are still read
-        gate.opened.set()
-        assert await load == 4
-        await it.check_idle()
-        assert await it.store(prompt(2, 4), 20) == 4
 
 
 async def test_a_lookup_that_a_reset_overtakes_ends_at_once() -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent, OffloadKey, TierFilter
 
-from kvtier._core.announcements import Change
+from kvtier._core.kv_events import KVEvent
 from kvtier.tiers._base import SecondaryTier
 
 
@@ -73,7 +73,7 @@ class EventStream:
         if self._self_describing:
             self._loaded.update(keys)
 
-    def events(self, changes: Iterable[Change]) -> Iterator[OffloadingEvent]:
+    def events(self, changes: Iterable[KVEvent]) -> Iterator[OffloadingEvent]:
         """Yield the events of changes, in their order."""
         for change in changes:
             keys = self._publishable(change) if self._self_describing else change.keys
@@ -82,7 +82,7 @@ class EventStream:
         if self._loaded:
             yield from self._now_describable()
 
-    def _publishable(self, change: Change) -> Sequence[OffloadKey]:
+    def _publishable(self, change: KVEvent) -> Sequence[OffloadKey]:
         if change.removed:
             return [key for key in change.keys if not self._withdraw(key, change.tier)]
         keys = []

@@ -31,7 +31,7 @@ from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering
 from kvtier._core.transfers import Pinned, Reservation
 from kvtier._driver import Driver
-from kvtier._executor import AnyExecutor
+from kvtier._isolation.process import AnyExecutor
 from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier._memory.worker_status import StatusTable
 from kvtier._telemetry.dropped_puts import DroppedPuts
@@ -249,7 +249,7 @@ class KVTierManager(OffloadingManager):
         self._driver.settle()
         if self._flushing:
             self._count_down()
-        if self._core.is_distrusted:
+        if self._core.is_disabled:
             self._stop_copying("audit", "a chunk was damaged")
         elif self._workers.have_lost_device:
             self._stop_copying("device_lost", "a worker's device is lost")
@@ -296,7 +296,7 @@ class KVTierManager(OffloadingManager):
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """See vLLM."""
-        return self._stream.events(self._core.take_changes())
+        return self._stream.events(self._core.take_kv_events())
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """See vLLM. Asked in each step; None where nothing has changed."""

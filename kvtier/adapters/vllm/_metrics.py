@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
-from kvtier._core.admission import TierGate
+from kvtier._core.admission import TierStatus
 from kvtier._core.breaker import Breaker
 from kvtier._core.shared import Count
 from kvtier._core.states import BreakerState
@@ -94,10 +94,10 @@ class GaugeReader:
         return values
 
 
-def _read_tier(gate: TierGate, activity: TierActivity, slots: int) -> dict[Gauge, float | None]:
+def _read_tier(gate: TierStatus, activity: TierActivity, slots: int) -> dict[Gauge, float | None]:
     tier, puts, gets, usage = gate.name, activity.puts, activity.gets, activity.usage
     return {
-        ("kvtier_tier_up", (tier,)): float(gate.unusable is None),
+        ("kvtier_tier_up", (tier,)): float(gate.disabled_reason is None),
         ("kvtier_tier_healthy", (tier,)): gate.is_healthy,
         ("kvtier_breaker_state", (tier, "put")): _state_of(gate.puts),
         ("kvtier_breaker_state", (tier, "get")): _state_of(gate.gets),

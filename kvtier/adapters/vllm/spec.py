@@ -32,10 +32,12 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvtier._build import make_core, make_tiers, slots_for, start_executor
 from kvtier._config import TieringConfig
 from kvtier._core.messages import Event, SlotsReady
-from kvtier._executor import AnyExecutor, NamedTier, time_left
+from kvtier._executor import NamedTier, time_left
 from kvtier._identity import Identity
+from kvtier._isolation.process import AnyExecutor
 from kvtier._memory import numa
-from kvtier._memory.region import Part, Region
+from kvtier._memory.population import Part
+from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums, slot_checksums_bytes
 from kvtier._memory.worker_status import StatusField, StatusTable, WorkerStatus, status_table_bytes
 from kvtier.adapters.vllm import _metrics as metrics
@@ -101,7 +103,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         core = make_core(
             self._settings,
             windowed_groups=windowed,
-            track_changes=self.kv_events_config.enable_kv_cache_events,
+            track_kv_events=self.kv_events_config.enable_kv_cache_events,
         )
         tiers = make_tiers(self._settings)
         slot_checksums = self._slot_checksums(region)
@@ -164,9 +166,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
         if not self._settings.audit_rate:
             return None
         workers, shape = self.config.parallel.world_size, self._shape
-        return SlotChecksums(
+        return SlotChecksums.shared(
             region,
-            region.metadata[status_table_bytes(region.slots, workers) :],
             self._settings.audit_rate,
             shape.areas,
             shape.area_bytes,

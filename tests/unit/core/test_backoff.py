@@ -11,7 +11,7 @@ from kvtier._core.backoff import Backoff
 def test_pauses_double_up_to_the_longest_and_begin_anew() -> None:
     backoff = Backoff(1.0, 5.0)
     assert [backoff.next_s() for _ in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
-    backoff.start_anew()
+    backoff.reset()
     assert backoff.next_s() == 1.0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier._core.breaker import Breaker, BreakerRules
+from kvtier._core.breaker import Breaker
 from kvtier._core.messages import TransferHealth
 from kvtier._core.states import BreakerState
 
@@ -17,8 +17,8 @@ class Driven(Breaker):
 
     __slots__ = ("last",)
 
-    def __init__(self, rules: BreakerRules | None = None) -> None:
-        super().__init__(rules)
+    def __init__(self, failures: int = 5, pause_s: float = 1.0) -> None:
+        super().__init__(failures, pause_s)
         self.last = 0
 
     def ends(self, *healths: TransferHealth, now_s: float = 0.0) -> list[str | None]:
@@ -31,9 +31,9 @@ class Driven(Breaker):
         return changes
 
 
-def opened(now_s: float = 0.0, rules: BreakerRules | None = None) -> Driven:
-    breaker = Driven(rules)
-    assert breaker.ends(*[BAD] * 5, now_s=now_s)[-1] == "failures"
+def opened(pause_s: float = 1.0) -> Driven:
+    breaker = Driven(pause_s=pause_s)
+    assert breaker.ends(*[BAD] * 5)[-1] == "failures"
     return breaker
 
 
@@ -46,10 +46,10 @@ def test_it_opens_when_so_many_in_a_row_have_failed() -> None:
 
 
 def test_it_opens_at_a_share_of_failures_once_enough_is_known() -> None:
-    breaker = Driven(BreakerRules(window=8, share=0.5))
-    assert breaker.ends(BAD, BAD, BAD, GOOD) == [None] * 4, "the last of them has not failed"
+    breaker = Driven(failures=10)
+    assert breaker.ends(*[BAD] * 9, GOOD) == [None] * 10, "the last of them has not failed"
     assert breaker.ends(BAD) == ["failure_rate"]
-    breaker = Driven(BreakerRules(window=8, share=0.5))
+    breaker = Driven()
     assert breaker.ends(*[GOOD, GOOD, BAD] * 20) == [None] * 60
 
 
@@ -63,7 +63,7 @@ def test_it_opens_at_once_when_one_is_overdue_and_gets_no_probe_while_that_has_n
 
 
 def test_after_a_pause_one_probe_is_let_through_and_closes_it() -> None:
-    breaker = opened(rules=BreakerRules(pause_s=2.0))
+    breaker = opened(pause_s=2.0)
     assert breaker.refusal(1.9) == "breaker_open"
     assert breaker.refusal(2.0) is None
     breaker.begin(77)
@@ -74,14 +74,14 @@ def test_after_a_pause_one_probe_is_let_through_and_closes_it() -> None:
 
 
 def test_pauses_grow_while_probes_fail_and_not_beyond_the_longest() -> None:
-    breaker = opened(rules=BreakerRules(pause_s=1.0, longest_pause_s=6.0))
+    breaker = opened()
     now_s, pauses = 0.0, []
-    for _ in range(5):
+    for _ in range(8):
         pause_s = next(step / 4 for step in range(1000) if breaker.refusal(now_s + step / 4) is None)
         now_s += pause_s
         pauses.append(pause_s)
         assert breaker.ends(BAD, now_s=now_s) == ["probe"]
-    assert pauses == [1.0, 2.0, 4.0, 6.0, 6.0]
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
 
 
 def test_a_relapse_soon_after_a_recovery_goes_on_with_longer_pauses() -> None:

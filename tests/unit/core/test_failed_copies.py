@@ -27,7 +27,7 @@ def test_chunks_of_a_failed_store_are_never_seen() -> None:
     core.fail_store(reserve(core, KEYS))
     invariants.check(core)
     assert core.take_commands() == []
-    assert core.take_changes() == []
+    assert core.take_kv_events() == []
     assert len(core.table.free) == 8
     assert core.take_counts() == {("dropped", "store"): 4}
 

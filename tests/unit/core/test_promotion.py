@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier._core.messages import Answer, Fetched, Put, PutEnded
+from kvtier._core.messages import Answer, GetEnded, Put, PutEnded
 from kvtier._core.requests import Request
 from kvtier._core.states import RequestState
 from kvtier.errors import StateError
 from kvtier_testing import invariants
 from tests.unit.core.world import (
+    COPIED,
     HIT,
-    LANDED,
     LOCATED,
     MISS,
     MISSING,
@@ -33,7 +33,7 @@ def test_question_and_transfer_are_one_delay() -> None:
     core.settle(0.0)
     (fetch,) = fetches(core)
     assert (fetch.tier, list(fetch.keys), len(fetch.slots), fetch.located) == (0, prompt, 4, False)
-    assert answer(core, fetch, [LANDED] * 4) == []
+    assert answer(core, fetch, [COPIED] * 4) == []
     assert ask(core, request, prompt) == [HIT] * 4
     pinned = core.acquire(prompt, request)
     assert pinned.slots == list(fetch.slots)
@@ -48,9 +48,9 @@ def test_what_is_located_next_to_what_landed_is_fetched_at_once() -> None:
     store(core, keys("old", 6))
     (fetch,) = step(core, request, prompt)
     assert len(fetch.slots) == 2, "free slots only, until it is known to be there"
-    (rest,) = answer(core, fetch, [LANDED] * 2 + [LOCATED] * 4)
+    (rest,) = answer(core, fetch, [COPIED] * 2 + [LOCATED] * 4)
     assert (list(rest.keys), len(rest.slots), rest.located) == (prompt[2:], 4, True)
-    answer(core, rest, [LANDED] * 4)
+    answer(core, rest, [COPIED] * 4)
     assert ask(core, request, prompt) == [HIT] * 6
 
 
@@ -64,7 +64,7 @@ def test_the_next_tier_closes_a_gap_or_does_not(second: Answer, expected: list[i
     ]
     assert (first.tier, list(first.keys), first.located) == (0, prompt[:1], True)
     assert (gap.tier, list(gap.keys), gap.located) == (1, prompt[1:2], False)
-    answer(core, first, [LANDED])
+    answer(core, first, [COPIED])
     begun = answer(core, gap, [second])
     begun += step(core, request, prompt)
     assert sorted(prompt.index(key) for fetch in begun for key in fetch.keys) == expected
@@ -79,9 +79,9 @@ def test_a_suffix_behind_another_request_s_fetch_evicts_nothing_until_that_is_th
     assert list(suffix.keys) == prompt[2:]
     assert answer(core, suffix, [LOCATED] * 2) == []
     assert step(core, two, prompt) == []
-    (landing,) = answer(core, prefix, [LOCATED] * 2)
+    (promoting,) = answer(core, prefix, [LOCATED] * 2)
     assert [list(fetch.keys) for fetch in step(core, two, prompt)] == [prompt[2:]]
-    answer(core, landing, [LANDED] * 2)
+    answer(core, promoting, [COPIED] * 2)
     assert ask(core, two, prompt) == [HIT, HIT, PENDING, PENDING]
 
 
@@ -110,7 +110,7 @@ def test_the_first_request_makes_do_with_what_fits_the_budget() -> None:
     assert len(fetch.slots) == 4
     (waits,) = step(core, second, other)
     assert waits.slots == []
-    assert answer(core, fetch, [LANDED] * 4 + [LOCATED] * 4) == []
+    assert answer(core, fetch, [COPIED] * 4 + [LOCATED] * 4) == []
     assert answer(core, waits, [LOCATED] * 8) == []
     assert ask(core, first, long) == [HIT] * 4 + [MISS]
     assert core.take_counts()["miss", "budget"] == 4
@@ -128,10 +128,10 @@ def test_the_budget_that_others_fill_makes_way_for_the_first_in_line() -> None:
     store(core, keys("old", 16))
     (waits,) = step(core, first, mine)
     (sooner,) = step(core, second, other)
-    (landing,) = answer(core, sooner, [LOCATED] * 4)
+    (promoting,) = answer(core, sooner, [LOCATED] * 4)
     assert answer(core, waits, [LOCATED] * 4) == []
     assert step(core, first, mine) == [], "what is on its way is waited for"
-    answer(core, landing, [LANDED] * 4)
+    answer(core, promoting, [COPIED] * 4)
     (turn,) = step(core, first, mine)
     assert (list(turn.keys), len(turn.slots)) == (mine, 4)
     assert ask(core, second, other) == [HIT] * 4, "there are other slots"
@@ -171,7 +171,7 @@ def test_what_is_held_stays_held_when_a_tier_answers_in_the_midst_of_a_repeated_
     store(core, there)
     (fetch,) = step(core, request, [*there, *wanted])
     assert core.repeat_answer(there[0], request) is RETRY
-    answer(core, fetch, [LANDED] * 2)
+    answer(core, fetch, [COPIED] * 2)
     assert core.repeat_answer(there[1], request) is None
     assert ask(core, request, [there[1], *wanted]) == [HIT] * 3
     core.settle(1.0)
@@ -193,7 +193,7 @@ def test_a_scan_whose_answers_stand_is_two_questions() -> None:
         core.settle(now_s)
         assert fetches(core) == []
         assert (request.is_waiting, request.deadline_s) == (True, 5.0)
-    answer(core, fetch, [LANDED] * 4)
+    answer(core, fetch, [COPIED] * 4)
     assert core.repeat_answer(prompt[0], request) is None
     assert ask(core, request, prompt) == [HIT] * 4
 
@@ -217,7 +217,7 @@ def test_windowed_groups_are_located_before_they_are_fetched() -> None:
     by_prefix, located = fetches(core)
     assert (list(by_prefix.keys), len(by_prefix.slots)) == (prefix, 2)
     assert (sorted(located.keys), located.slots) == (sorted(window), [])
-    answer(core, by_prefix, [LANDED] * 2)
+    answer(core, by_prefix, [COPIED] * 2)
     assert answer(core, located, [LOCATED] * 6) == []
     # The engine needs the last two only; they are fetched as they are asked for.
     assert [core.lookup(key, request) for key in window[:3:-1]] == [PENDING] * 2
@@ -243,18 +243,18 @@ def test_a_request_that_has_moved_on_is_given_nothing_to_hold() -> None:
     ask(core, request, prompt)
     core.release(core.acquire(prompt[:2], request))
     core.settle(0.0)
-    answer(core, fetch, [LANDED] * 2)
+    answer(core, fetch, [COPIED] * 2)
     assert not request.held
-    assert len(core.promotions.landing) == 0
+    assert len(core.promotions.promoting) == 0
     assert ask(core, Request(), prompt) == [HIT] * 4
 
 
 def test_a_transfer_and_a_request_end_once() -> None:
     core, request = make(), Request("r")
     (fetch,) = step(core, request, keys("a", 1))
-    answer(core, fetch, [LANDED])
+    answer(core, fetch, [COPIED])
     with pytest.raises(StateError, match=f"transfer {fetch.id} has ended"):
-        answer(core, fetch, [LANDED])
+        answer(core, fetch, [COPIED])
     core.close(request)
     with pytest.raises(StateError, match="request r is CLOSED"):
         core.close(request)
@@ -287,7 +287,7 @@ def test_requests_with_different_filters_do_not_wait_for_each_others_tiers() -> 
     assert ask(core, first, prompt) == [RETRY] * 2
     core.settle(0.0)
     assert fetches(core) == [], "and the other one still waits for its own"
-    answer(core, slow, [LANDED] * 2)
+    answer(core, slow, [COPIED] * 2)
     assert ask(core, first, prompt) == [HIT] * 2
     assert ask(core, second, prompt) == [HIT] * 2, "in the primary tier it is there for all"
 
@@ -325,17 +325,17 @@ def test_what_a_later_tier_brings_is_put_into_the_earlier_ones() -> None:
     for _ in range(2):
         step(core, request, prompt)
     first = next(iter(core.shared.transfers.values()))
-    core.on_event(Fetched(first.id, [LANDED, MISSING]), 0.0)
+    core.on_event(GetEnded(first.id, [COPIED, MISSING]), 0.0)
     (second,) = fetches(core)
-    core.on_event(Fetched(second.id, [MISSING]), 0.0)
+    core.on_event(GetEnded(second.id, [MISSING]), 0.0)
     (third,) = fetches(core)
     assert (third.tier, list(third.keys)) == (2, prompt[1:])
-    core.on_event(Fetched(third.id, [LANDED]), 0.0)
+    core.on_event(GetEnded(third.id, [COPIED]), 0.0)
     invariants.check(core)
     puts = core.take_commands()
     assert all(isinstance(put, Put) for put in puts)
     assert [(put.tier, list(put.keys)) for put in puts] == [(0, prompt[1:]), (1, prompt[1:])]  # type: ignore[union-attr]
-    assert core.take_counts()["lifted", "t1"] == 1
+    assert core.take_counts()["backfilled", "t1"] == 1
     for put in puts:
         core.on_event(PutEnded(put.id, [True]), 0.0)  # type: ignore[union-attr]
         invariants.check(core)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from kvtier._core.admission import Limits
-from kvtier._core.announcements import Announcements, Change
+from kvtier._core.kv_events import KVEvent, KVEventLog
 from kvtier._core.messages import PutEnded, SlotsReady, Touch
 from kvtier._core.requests import Request
 from kvtier._core.tiering import Tiering
 from kvtier.errors import StateError
 from kvtier.policies._lru import LRU
 from kvtier_testing import invariants
-from tests.unit.core.world import LANDED, LOCATED, MISSING, answer, keys, make, puts, reserve, step, store
+from tests.unit.core.world import COPIED, LOCATED, MISSING, answer, keys, make, puts, reserve, step, store
 
 # --- stores --------------------------------------------------------------------------------------
 
@@ -27,7 +27,7 @@ def test_a_store_ends_once(end: str) -> None:
 
 
 def test_room_that_is_short_because_memory_still_comes_has_a_reason_of_its_own() -> None:
-    core = Tiering(LRU(), [], Limits(landing_reserve=0.0))
+    core = Tiering(LRU(), [], Limits(promotion_reserve=0.0))
     assert core.reserve(keys("a", 3)) is None
     core.on_event(SlotsReady(range(2), is_last=False), 0.0)
     reserve(core, keys("a", 3))
@@ -106,16 +106,16 @@ def test_tiers_learn_once_a_round_what_was_loaded_without_them() -> None:
 def test_what_a_fetch_finds_is_announced_as_found_and_what_it_misses_is_removed() -> None:
     core, prompt = make(), keys("a", 3)
     (command,) = step(core, Request(), prompt)
-    (again,) = answer(core, command, [LANDED, LOCATED, MISSING])  # for what was located
-    assert core.take_changes() == [
-        Change((prompt[0],), None, removed=False, found=True),
-        Change(tuple(prompt[:2]), 0, removed=False, found=True),
+    (again,) = answer(core, command, [COPIED, LOCATED, MISSING])  # for what was located
+    assert core.take_kv_events() == [
+        KVEvent((prompt[0],), None, removed=False, found=True),
+        KVEvent(tuple(prompt[:2]), 0, removed=False, found=True),
     ]
     answer(core, again, [MISSING])
-    assert Change((prompt[1],), 0, removed=True) in core.take_changes()
+    assert KVEvent((prompt[1],), 0, removed=True) in core.take_kv_events()
 
 
 def test_nothing_is_announced_where_nobody_wants_to_know() -> None:
-    announcements = Announcements(1, 3, enabled=False)
+    announcements = KVEventLog(1, 3, enabled=False)
     announcements.stored(keys("a", 2), 0)
     assert announcements.take() == []

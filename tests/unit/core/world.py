@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier._core.admission import Limits, TierGate
+from kvtier._core.admission import Limits, TierStatus
 from kvtier._core.messages import (
     Answer,
     Command,
-    Fetch,
-    Fetched,
+    Get,
+    GetEnded,
     Put,
     PutEnded,
     Reset,
@@ -26,7 +26,7 @@ from kvtier.policies._lru import LRU
 from kvtier_testing import invariants
 
 HIT, MISS, PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.PENDING, Lookup.RETRY
-LANDED, LOCATED, MISSING = Answer.LANDED, Answer.LOCATED, Answer.MISSING
+COPIED, LOCATED, MISSING = Answer.COPIED, Answer.LOCATED, Answer.MISSING
 NONE, GOOD, BAD, LATE = TransferHealth.NONE, TransferHealth.GOOD, TransferHealth.BAD, TransferHealth.LATE
 
 
@@ -37,7 +37,7 @@ def keys(name: str, count: int = 1, group: int = 0) -> list[OffloadKey]:
 
 def make(
     slots: int = 16,
-    tiers: int | Sequence[TierGate] = 1,
+    tiers: int | Sequence[TierStatus] = 1,
     policy: EvictionPolicy | None = None,
     *,
     reserve: float = 0.0,
@@ -46,10 +46,10 @@ def make(
     **limits: float,
 ) -> Tiering:
     """Return a core whose slots are ready."""
-    gates = [TierGate(f"t{index}", 3.0) for index in range(tiers)] if isinstance(tiers, int) else tiers
-    given = Limits(landing_reserve=reserve, promotion_budget=budget, **limits)  # type: ignore[arg-type]
+    statuses = [TierStatus(f"t{index}", 3.0) for index in range(tiers)] if isinstance(tiers, int) else tiers
+    given = Limits(promotion_reserve=reserve, promotion_budget=budget, **limits)  # type: ignore[arg-type]
     core = Tiering(
-        LRU() if policy is None else policy, gates, given, windowed_groups=windowed, track_changes=True
+        LRU() if policy is None else policy, statuses, given, windowed_groups=windowed, track_kv_events=True
     )
     core.on_event(SlotsReady(range(slots)), 0.0)
     return core
@@ -115,14 +115,14 @@ def taken(core: Tiering) -> list[Command]:
     return core.take_commands()
 
 
-def fetches(core: Tiering) -> list[Fetch]:
+def fetches(core: Tiering) -> list[Get]:
     """Take the core's commands; return the fetches among them."""
     commands = taken(core)
     assert not any(isinstance(command, Reset) for command in commands)
-    return [command for command in commands if isinstance(command, Fetch)]
+    return [command for command in commands if isinstance(command, Get)]
 
 
-def step(core: Tiering, request: Request, chunks: Sequence[OffloadKey], now_s: float = 0.0) -> list[Fetch]:
+def step(core: Tiering, request: Request, chunks: Sequence[OffloadKey], now_s: float = 0.0) -> list[Get]:
     """Ask one round of questions; return the fetches that came of it."""
     ask(core, request, chunks)
     core.settle(now_s)
@@ -131,16 +131,16 @@ def step(core: Tiering, request: Request, chunks: Sequence[OffloadKey], now_s: f
 
 def answer(
     core: Tiering,
-    fetch: Fetch,
+    fetch: Get,
     answers: Sequence[Answer],
     now_s: float = 0.0,
     *,
     health: TransferHealth = NONE,
     seconds: float = 0.0,
     **reasons: int,
-) -> list[Fetch]:
+) -> list[Get]:
     """End a fetch; return the fetches that follow."""
-    core.on_event(Fetched(fetch.id, answers, reasons, seconds, health), now_s)
+    core.on_event(GetEnded(fetch.id, answers, reasons, seconds, health), now_s)
     return fetches(core)
 
 

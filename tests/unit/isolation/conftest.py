@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvtier._core.messages import Event, Fetch, Fetched, ProcessEnded, Put, PutEnded, Reset, TierUp
+from kvtier._core.messages import Event, Get, GetEnded, ProcessEnded, Put, PutEnded, Reset, TierUp
 from kvtier._executor import Executor, ExecutorThread, NamedTier
 from kvtier._identity import Identity
 from kvtier._isolation.heartbeat import SupervisorTimes
@@ -174,7 +174,7 @@ class Harness:
             if where == "process"
             else ExecutorThread(partial(Executor, named, IDENTITY, self.region))
         )
-        self.heard: list[Event] = []
+        self.received: list[Event] = []
         self.submitted = 0
 
     def put(self, numbers: Sequence[int], slots: Sequence[int] | None = None, tier: int = 0) -> int:
@@ -188,7 +188,7 @@ class Harness:
 
     def fetch(self, numbers: Sequence[int], slots: Sequence[int], tier: int = 0) -> int:
         self.submitted += 1
-        self.process.submit([Fetch(self.submitted, tier, keys(numbers), list(slots), False)])
+        self.process.submit([Get(self.submitted, tier, keys(numbers), list(slots), False)])
         return self.submitted
 
     def reset(self, epoch: int, tier: int = 0) -> None:
@@ -196,7 +196,7 @@ class Harness:
 
     def take(self) -> None:
         while self.process.events:
-            self.heard.append(self.process.events.popleft())
+            self.received.append(self.process.events.popleft())
 
     def until(self, holds: Callable[[], object], what: str = "") -> None:
         end_s = time.monotonic() + PATIENCE_S
@@ -204,18 +204,18 @@ class Harness:
             self.take()
             if holds():
                 return
-            assert time.monotonic() < end_s, (what, self.heard[-20:])
+            assert time.monotonic() < end_s, (what, self.received[-20:])
             time.sleep(0.002)
 
-    def end_of(self, id_: int) -> PutEnded | Fetched:
+    def end_of(self, id_: int) -> PutEnded | GetEnded:
         """Wait for the end of a command, and see that it is the only one."""
         self.until(lambda: self.ends_of(id_), f"the end of {id_}")
         (end,) = self.ends_of(id_)
         return end
 
-    def fetched(self, numbers: Sequence[int], slots: Sequence[int], tier: int = 0) -> Fetched:
+    def fetched(self, numbers: Sequence[int], slots: Sequence[int], tier: int = 0) -> GetEnded:
         end = self.end_of(self.fetch(numbers, slots, tier))
-        assert isinstance(end, Fetched)
+        assert isinstance(end, GetEnded)
         return end
 
     def hold(self, numbers: Sequence[int], tier: int = 0) -> None:
@@ -228,13 +228,15 @@ class Harness:
         assert isinstance(end, PutEnded)
         return list(end.kept)
 
-    def ends_of(self, id_: int) -> list[PutEnded | Fetched]:
-        return [event for event in self.heard if isinstance(event, PutEnded | Fetched) and event.id == id_]
+    def ends_of(self, id_: int) -> list[PutEnded | GetEnded]:
+        return [
+            event for event in self.received if isinstance(event, PutEnded | GetEnded) and event.id == id_
+        ]
 
     @property
     def endings(self) -> list[str]:
         """How processes have ended."""
-        return [event.reason for event in self.heard if isinstance(event, ProcessEnded)]
+        return [event.reason for event in self.received if isinstance(event, ProcessEnded)]
 
     def until_up(self) -> None:
         """Wait until every tier can be used again, after an end that was heard of or will be."""
@@ -242,8 +244,8 @@ class Harness:
         self.until(lambda: self._last_ups() == set(range(self.tiers)), "the tiers")
 
     def _last_ups(self) -> set[int]:
-        last = max(index for index, event in enumerate(self.heard) if isinstance(event, ProcessEnded))
-        return {event.tier for event in self.heard[last:] if isinstance(event, TierUp)}
+        last = max(index for index, event in enumerate(self.received) if isinstance(event, ProcessEnded))
+        return {event.tier for event in self.received[last:] if isinstance(event, TierUp)}
 
     def pid(self) -> int:
         """Wait for a process and return its id."""

@@ -16,10 +16,10 @@ import torch
 
 from kvtier import KVCaches, PageRef, TieringConfig, open_manager
 from kvtier._build import make_tiers, start_executor
-from kvtier._core.messages import Event, Fetch, Fetched, Put, PutEnded
-from kvtier._executor import AnyExecutor, ExecutorThread, NamedTier
+from kvtier._core.messages import Event, Get, GetEnded, Put, PutEnded
+from kvtier._executor import ExecutorThread, NamedTier
 from kvtier._isolation import link as links
-from kvtier._isolation.process import ExecutorProcess
+from kvtier._isolation.process import AnyExecutor, ExecutorProcess
 from kvtier._manager import TieringManager
 from kvtier._memory.region import Region
 from kvtier.errors import ConfigError, IsolationError
@@ -56,17 +56,17 @@ def works(executor: AnyExecutor) -> bool:
     """Whether a chunk is put and got."""
     executor.submit([Put(1, 0, [key(1)], [0])])
     put = ended(executor)
-    executor.submit([Fetch(2, 0, [key(1)], [1], False)])
+    executor.submit([Get(2, 0, [key(1)], [1], False)])
     got = ended(executor)
-    return isinstance(put, PutEnded) and isinstance(got, Fetched) and put.kept[0] and not got.reasons
+    return isinstance(put, PutEnded) and isinstance(got, GetEnded) and put.kept[0] and not got.reasons
 
 
-def ended(executor: AnyExecutor) -> PutEnded | Fetched:
+def ended(executor: AnyExecutor) -> PutEnded | GetEnded:
     end_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < end_s:
         while executor.events:
             event: Event = executor.events.popleft()
-            if isinstance(event, PutEnded | Fetched):
+            if isinstance(event, PutEnded | GetEnded):
                 return event
         time.sleep(0.001)
     raise AssertionError("no end")

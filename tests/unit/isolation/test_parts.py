@@ -71,8 +71,8 @@ def test_settings_of_every_kind_are_made_again(install_distribution: Any) -> Non
     again = settings.unpack(spelled)
     assert (again.name, again.tier.config) == ("near", tier.config)
     assert type(again.tier) is type(tier)
-    assert again.again is not None
-    assert again.again() is not again.tier
+    assert again.recreate is not None
+    assert again.recreate() is not again.tier
     password = again.tier.config.model_dump()["password"]
     assert isinstance(password, SecretStr)
 

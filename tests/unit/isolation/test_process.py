@@ -18,12 +18,13 @@ from pathlib import Path
 
 import pytest
 
-from kvtier._core.messages import Answer, Fetched, ProcessEnded, PutEnded, Reset, TierDown
+from kvtier._core.messages import Answer, GetEnded, ProcessEnded, PutEnded, Reset, TierDown
 from kvtier._isolation import link as links
 from kvtier._isolation import process as processes
 from kvtier._isolation.heartbeat import SupervisorTimes
 from kvtier._isolation.link import Link
-from kvtier.tiers._base import TRAILER_BYTES, Usage
+from kvtier.tiers._base import Usage
+from kvtier.tiers._seal import TRAILER_BYTES
 
 from .conftest import (
     CHUNK_BYTES,
@@ -41,7 +42,7 @@ from .conftest import (
     make_tier,
 )
 
-MISSING, LOCATED, LANDED = Answer.MISSING, Answer.LOCATED, Answer.LANDED
+MISSING, LOCATED, COPIED = Answer.MISSING, Answer.LOCATED, Answer.COPIED
 
 
 def test_activity_and_usage_reach_the_engine(launch: Launch) -> None:
@@ -150,14 +151,14 @@ def test_after_a_kill_each_command_ends_once_and_files_are_found_again(
     ends = [it.end_of(id_) for id_ in ids]
     assert [dict(end.reasons) for end in ends[:2]] == [{"process": 1}] * 2
     for end in ends:
-        if isinstance(end, Fetched) and list(end.answers) != [LANDED] * 3:
+        if isinstance(end, GetEnded) and list(end.answers) != [COPIED] * 3:
             assert (list(end.answers), sum(end.reasons.values())) == ([MISSING] * 3, 3)
     assert it.endings == ["killed"]
     it.until_up()
-    assert list(it.fetched([1, 2, 3], [50, 51, 52]).answers) == [LANDED] * 3
+    assert list(it.fetched([1, 2, 3], [50, 51, 52]).answers) == [COPIED] * 3
     assert [it.bytes_in(slot) for slot in (50, 51, 52)] == [content(1), content(2), content(3)]
     it.close()
-    ended = [event.id for event in it.heard if isinstance(event, PutEnded | Fetched)]
+    ended = [event.id for event in it.received if isinstance(event, PutEnded | GetEnded)]
     assert sorted(ended) == list(range(1, it.submitted + 1))
 
 
@@ -168,12 +169,15 @@ def test_without_a_process_commands_fail_at_once_and_tiers_are_down(launch: Laun
     )
     it.hold([1])
     os.kill(it.pid(), signal.SIGKILL)
-    it.until(lambda: isinstance(it.heard[-1], TierDown), "the end")
-    assert [type(event) for event in it.heard[-2:]] == [ProcessEnded, TierDown]
-    events = len(it.heard)
+    it.until(lambda: isinstance(it.received[-1], TierDown), "the end")
+    assert [type(event) for event in it.received[-2:]] == [ProcessEnded, TierDown]
+    events = len(it.received)
     put, fetch = it.put([2]), it.fetch([1], [10])
     it.take()
-    assert [event.id for event in it.heard[events:] if isinstance(event, PutEnded | Fetched)] == [put, fetch]
+    assert [event.id for event in it.received[events:] if isinstance(event, PutEnded | GetEnded)] == [
+        put,
+        fetch,
+    ]
     assert [dict(it.end_of(id_).reasons) for id_ in (put, fetch)] == [{"down": 1}] * 2
     (activity,) = it.process.activity
     it.until(lambda: (activity.puts.submitted, activity.usage) == (0, None), "that it does nothing")
@@ -295,7 +299,7 @@ def test_processes_that_a_tier_started_are_killed_too(launch: Launch, tmp_path: 
 
 def test_a_stopped_process_does_not_hold_up_its_owner(launch: Launch) -> None:
     """The socket is full long before: a send that waited would never return."""
-    it = launch(make_tier("dummy"))
+    it = launch(make_tier("dummy", deadline_s=PATIENCE_S))
     it.hold(range(20))
     pid = it.pid()
     os.kill(pid, signal.SIGSTOP)
@@ -306,8 +310,8 @@ def test_a_stopped_process_does_not_hold_up_its_owner(launch: Launch) -> None:
         os.kill(pid, signal.SIGCONT)
     for id_ in ids:
         end = it.end_of(id_)
-        assert isinstance(end, Fetched)
-        assert end.answers.count(LANDED) == 20
+        assert isinstance(end, GetEnded)
+        assert end.answers.count(COPIED) == 20
     assert it.endings == []
 
 
@@ -324,8 +328,8 @@ def test_a_process_that_hangs_at_its_start_is_killed(
     times = SupervisorTimes(
         heartbeat_s=0.1, start_timeout_s=2.0, first_pause_s=600, longest_pause_s=600
     )  # there is no second one
-    it = launch(make_tier("dummy"), times=times)
-    put, pid = it.put([1]), it.pid()
+    it = launch(make_tier("dummy"), times=times, start_wait_s=0)
+    pid, put = it.pid(), it.put([1])
     assert it.end_of(put).reasons == {"process": 1}
     assert it.endings == ["not_started"]
     assert not is_alive(pid)
@@ -333,7 +337,7 @@ def test_a_process_that_hangs_at_its_start_is_killed(
 
 def test_starting_is_retried_and_the_engine_goes_on(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    it = launch(make_tier("dummy"), times=SWIFT)
+    it = launch(make_tier("dummy"), start_wait_s=0)
     assert it.end_of(it.put([1])).reasons == {"down": 1}
     it.until(lambda: "not_started" in it.endings, "a word about it")
     monkeypatch.undo()
@@ -352,7 +356,7 @@ def test_a_process_that_sends_garbage_is_killed(
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(links, "_PROGRAM", "acme_babbles")
-    it = launch(make_tier("dummy"))
+    it = launch(make_tier("dummy"), start_wait_s=0)
     pid = it.pid()
     it.until(lambda: "garbled" in it.endings, "its end")
     it.until(lambda: not is_alive(pid), "its death")
@@ -405,27 +409,7 @@ def test_a_reset_during_a_start_is_not_missed(
     assert list(it.fetched([1], [10]).answers) == [MISSING]
 
 
-def test_waiting_ends_when_the_process_dies(launch: Launch) -> None:
-    it = launch(make_tier("dummy", put_latency_s=600, deadline_s=600))
-    it.put([1])
-    told: list[str] = []
-    it.process.when_settled(lambda: told.append("settled"))
-    it.until(lambda: told == ["settled"], "that it is settled")
-    it.process.when_drained(lambda: told.append("drained"))
-    os.kill(it.pid(), signal.SIGKILL)
-    it.until(lambda: told == ["settled", "drained"], "that there is nothing to wait for")
-
-
 # --- shutdown ------------------------------------------------------------------------------------
-
-
-def test_close_cancels_what_hangs(launch: Launch) -> None:
-    it = launch(make_tier("dummy", hang_rate=1, deadline_s=600))
-    put = it.put([1])
-    it.until(lambda: it.process.activity[0].puts.running, "the put")
-    it.close(0.05)
-    assert it.end_of(put).reasons == {"cancelled": 1}
-    assert it.endings == []
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")

@@ -14,8 +14,8 @@ from pydantic import ByteSize
 from kvtier._core.messages import (
     Answer,
     Command,
-    Fetch,
-    Fetched,
+    Get,
+    GetEnded,
     Put,
     PutEnded,
     Removed,
@@ -42,7 +42,7 @@ health = st.sampled_from(TransferHealth)
 answers = st.lists(st.sampled_from(Answer), max_size=5)
 commands = st.one_of(
     st.builds(Put, numbers, numbers, keys, slots),
-    st.builds(Fetch, numbers, numbers, keys, slots, st.booleans()),
+    st.builds(Get, numbers, numbers, keys, slots, st.booleans()),
     st.builds(Touch, numbers, keys),
     st.builds(Reset, numbers, numbers),
 )
@@ -50,11 +50,11 @@ commands = st.one_of(
 
 ends = st.one_of(
     st.builds(PutEnded, numbers, st.lists(st.booleans(), max_size=5), counts, seconds, health, words),
-    st.builds(Fetched, numbers, answers, counts, seconds, health, words),
+    st.builds(GetEnded, numbers, answers, counts, seconds, health, words),
 )
 tier_events = st.one_of(
     st.builds(TierDown, numbers, st.text(max_size=50)),
-    st.builds(TierUp, numbers),
+    st.builds(TierUp, numbers, numbers),
     st.builds(Removed, numbers, keys),
 )
 
@@ -62,8 +62,8 @@ tier_events = st.one_of(
 @given(st.lists(commands, max_size=5), st.lists(ends | tier_events, max_size=5))
 def test_messages_survive_the_wire(orders: list[Command], reports: list[wire.Report]) -> None:
     sent, received = Frames().feed(wire.pack(orders) + wire.pack(reports))
-    assert wire.unpack_orders(sent) == orders
-    assert wire.unpack_reports(received) == reports
+    assert wire.unpack(wire.ORDERS, sent) == orders
+    assert wire.unpack(wire.REPORTS, received) == reports
 
 
 @given(st.lists(st.binary(max_size=20), max_size=5), st.lists(st.integers(1, 30), min_size=1))
@@ -79,11 +79,11 @@ def test_frames_are_found_however_the_stream_is_cut(bodies: list[bytes], steps: 
     assert found == bodies
 
 
-@given(st.binary(max_size=200))
-def test_any_bytes_are_decoded_or_refused(data: bytes) -> None:
-    for read in (wire.unpack_orders, wire.unpack_reports, wire.unpack_hello):
-        with suppress(WireError):
-            read(data)
+@pytest.mark.parametrize("decoder", [wire.ORDERS, wire.REPORTS, wire.HELLO])
+@given(data=st.binary(max_size=200))
+def test_any_bytes_are_decoded_or_refused(decoder: Any, data: bytes) -> None:
+    with suppress(WireError):
+        wire.unpack(decoder, data)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_any_bytes_are_decoded_or_refused(data: bytes) -> None:
 )
 def test_values_out_of_bounds_are_refused(report: object) -> None:
     with pytest.raises(WireError):
-        wire.unpack_reports(msgspec.msgpack.encode(report))
+        wire.unpack(wire.REPORTS, msgspec.msgpack.encode(report))
 
 
 def test_a_frame_that_would_fill_the_memory_is_refused_at_once() -> None:
@@ -119,16 +119,15 @@ class FakeLink:
     """What is in flight, without a process."""
 
     def __init__(self) -> None:
-        self.in_flight: dict[int, Put | Fetch] = {
+        self.in_flight: dict[int, Put | Get] = {
             1: Put(1, 0, NAMES, [0, 1]),
-            2: Fetch(2, 0, NAMES, [0], False),
+            2: Get(2, 0, NAMES, [0], False),
         }
-        self.waiting: dict[int, Any] = {}
 
 
 @pytest.fixture
 def decoder() -> MessageDecoder:
-    return MessageDecoder([NamedTier("dummy", DummyTier(DummyConfig()))])
+    return MessageDecoder([NamedTier("dummy", DummyTier(DummyConfig()))], lambda: None)
 
 
 def decode(decoder: MessageDecoder, link: FakeLink, *reports: wire.Report) -> bool:
@@ -151,9 +150,9 @@ def put_ended(id_: int = 1, kept: int = 2, **fields: Any) -> PutEnded:
         put_ended(retry="perhaps"),
         put_ended(seconds=float("nan")),
         put_ended(seconds=float("inf")),
-        Fetched(2, [Answer.LANDED]),
-        Fetched(2, [Answer.MISSING, Answer.LANDED]),  # into which slot?
-        TierUp(1),
+        GetEnded(2, [Answer.COPIED]),
+        GetEnded(2, [Answer.MISSING, Answer.COPIED]),  # into which slot?
+        TierUp(1, 0),
         TierDown(1, "x"),
         Removed(1, []),
         wire.Activity(1, 0, 0, 0, 0, None, None, False),
@@ -171,7 +170,7 @@ def test_subclasses_of_numbers_and_text_are_sent_as_plain_ones() -> None:
 
     said = PutEnded(1, [True], {Word("full"): ByteSize(1)}, 0.5, TransferHealth.GOOD, "")
     (frame,) = Frames().feed(wire.pack([said, wire.Activity(0, 0, 0, 0, 0, ByteSize(5), ByteSize(7), True)]))
-    put, activity = wire.unpack_reports(frame)
+    put, activity = wire.unpack(wire.REPORTS, frame)
     assert isinstance(put, PutEnded)
     assert isinstance(activity, wire.Activity)
     assert (put.reasons, activity.used_bytes, activity.capacity_bytes) == ({"full": 1}, 5, 7)
@@ -189,6 +188,6 @@ def test_a_command_ends_once(decoder: MessageDecoder) -> None:
 def test_the_last_messages_of_a_dead_process_do_not_change_tiers(
     decoder: MessageDecoder,
 ) -> None:
-    (frame,) = Frames().feed(wire.pack([TierUp(0), TierDown(0, "x"), put_ended()]))
+    (frame,) = Frames().feed(wire.pack([TierUp(0, 0), TierDown(0, "x"), put_ended()]))
     decoder.decode(frame, FakeLink(), is_last=True)  # type: ignore[arg-type]
     assert [type(event) for event in decoder.events] == [PutEnded]

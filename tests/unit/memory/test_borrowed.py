@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from kvtier._memory.region import Region
-from kvtier._memory.slot_checksums import SlotChecksums, slot_checksums_bytes
 from kvtier.errors import RegionError, StateError
 
 PAGE = 4096
@@ -39,16 +38,6 @@ def test_a_region_that_is_smaller_is_refused() -> None:
 def test_an_anonymous_region_can_not_be_handed_over() -> None:
     with pytest.raises(StateError, match="anonymous"):
         Region.anonymous(1, PAGE).fileno()
-
-
-def test_what_audited_slots_must_hold_is_found_in_the_board_or_refused() -> None:
-    beside = 128 + slot_checksums_bytes(4, 2)
-    with Region.unnamed(4, PAGE, metadata_bytes=beside) as region:
-        shared = SlotChecksums(region, region.metadata[128:], 0.5, 2, PAGE // 2)
-        assert shared.offset_in(region) == 128
-        with pytest.raises(StateError, match="not shared"):
-            SlotChecksums.private(region, 0.5, PAGE).offset_in(region)
-        del shared
 
 
 HOLDER = """

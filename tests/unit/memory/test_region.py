@@ -19,7 +19,8 @@ import pytest
 from kvtier import _native as native
 from kvtier._memory import _locked_file, pages
 from kvtier._memory import region as regions
-from kvtier._memory.region import PIECE_BYTES, Region
+from kvtier._memory.population import PIECE_BYTES
+from kvtier._memory.region import Region
 from kvtier.errors import RegionError, StateError
 
 if TYPE_CHECKING:

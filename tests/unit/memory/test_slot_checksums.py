@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtier._core.chunks import Chunk
-from kvtier._core.messages import Fetch, Put, Touch
+from kvtier._core.messages import Get, Put, Touch
 from kvtier._memory.heap import HeapMemory
 from kvtier._memory.slot_checksums import Damage, Fault, SlotChecksums, slot_checksums_bytes
 from kvtier.keys import pack_key
@@ -56,8 +56,8 @@ def test_what_an_area_must_hold_is_known_until_it_is_filled_again() -> None:
 def test_slots_that_a_fetch_is_lent_are_forgotten_and_no_others() -> None:
     slot_checksums = make()
     slot_checksums.record_checksums(range(SLOTS))
-    slot_checksums.forget_fetched(
-        [Put(1, 0, [KEY], [1]), Fetch(2, 0, [KEY, KEY], [2, 3], False), Touch(0, [KEY])]
+    slot_checksums.forget_promoted(
+        [Put(1, 0, [KEY], [1]), Get(2, 0, [KEY, KEY], [2, 3], False), Touch(0, [KEY])]
     )
     assert slot_checksums.audited(range(SLOTS)) == [0, 1, 4, 5, 6, 7]
 

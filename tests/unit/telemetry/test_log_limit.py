@@ -21,10 +21,10 @@ def test_the_first_line_is_let_through_and_the_next_after_a_while_with_the_numbe
 
 def test_a_tier_that_comes_and_goes_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("kvtier.test_log_limit")
-    changes = NoticeLog(logger)
+    log = NoticeLog(logger)
     with caplog.at_level(logging.INFO, logger.name):
         for second in range(60):
-            changes.tell([Notice("tier s3", "bad", False), Notice("tier s3", "good", True)], float(second))
+            log.write([Notice("tier s3", "bad", False), Notice("tier s3", "good", True)], float(second))
     lines = [(record.levelname, record.message) for record in caplog.records]
     assert lines[:2] == [("WARNING", "tier s3: bad"), ("INFO", "tier s3: good")]
     assert len(lines) == 4

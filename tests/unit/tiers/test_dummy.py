@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from kvtier._identity import Identity
+from kvtier._memory.heap import HeapMemory
 from kvtier.keys import pack_key
-from kvtier.tiers._base import TRAILER_BYTES, Batch, Knowledge, Outcome, Status, TierContext
-from kvtier.tiers._seal import Integrity, check, seal
+from kvtier.tiers._base import Batch, Knowledge, Outcome, Status, TierContext
+from kvtier.tiers._seal import TRAILER_BYTES, Integrity, check, seal
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 
 CHUNK_BYTES = 1024
@@ -14,18 +15,12 @@ CONTEXT = TierContext("dummy", Identity.make("model", {}), CHUNK_BYTES)
 DIGEST = CONTEXT.identity.short_digest
 
 
-class Slots:
-    """Slots of CHUNK_BYTES each, filled with their own number."""
-
-    address = 0
-    chunk_bytes = CHUNK_BYTES
-
-    def __init__(self, count: int = len(KEYS)) -> None:
-        self.slots = count
-        self.bytes = bytearray().join(bytes([slot]) * CHUNK_BYTES for slot in range(count))
-
-    def view(self, slot: int) -> memoryview:
-        return memoryview(self.bytes)[slot * CHUNK_BYTES : (slot + 1) * CHUNK_BYTES]
+def slots() -> HeapMemory:
+    """Return slots that are filled with their own number."""
+    memory = HeapMemory(len(KEYS), CHUNK_BYTES)
+    for slot in range(len(KEYS)):
+        memory.view(slot)[:] = bytes([slot]) * CHUNK_BYTES
+    return memory
 
 
 def make_tier(**settings: object) -> DummyTier:
@@ -33,14 +28,14 @@ def make_tier(**settings: object) -> DummyTier:
 
 
 def to_put(numbers: range | list[int]) -> Batch:
-    slots = Slots()
-    trailers = [seal(KEYS[number], slots.view(number), DIGEST) for number in numbers]
-    return Batch([KEYS[number] for number in numbers], list(numbers), slots, trailers)
+    memory = slots()
+    trailers = [seal(KEYS[number], memory.view(number), DIGEST) for number in numbers]
+    return Batch([KEYS[number] for number in numbers], list(numbers), memory, trailers)
 
 
 def to_get(numbers: range | list[int]) -> Batch:
     """A batch whose slots, in another order than those of the put, hold other bytes."""
-    return Batch([KEYS[number] for number in numbers], [19 - number for number in numbers], Slots())
+    return Batch([KEYS[number] for number in numbers], [19 - number for number in numbers], slots())
 
 
 def present(tier: DummyTier) -> list[int]:
@@ -60,7 +55,7 @@ ROOM = CHUNK_BYTES + TRAILER_BYTES
 async def test_chunk_larger_than_the_tier_is_refused_and_drives_nothing_out():
     tier = make_tier(capacity_bytes=ROOM - 1)
     assert await tier.put(to_put([0])) == Outcome([Status.REFUSED], {"full": 1})
-    unsealed = Batch([KEYS[1]], [1], Slots())
+    unsealed = Batch([KEYS[1]], [1], slots())
     assert (await tier.put(unsealed)).statuses == [Status.OK]
     assert (await tier.put(to_put([0]))).statuses == [Status.REFUSED]
     assert present(tier) == [1]

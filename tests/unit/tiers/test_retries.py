@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tiers._faults import RetryBudget
+from kvtier.tiers._retry import RetryBudget
 
 
 @given(share=st.floats(0, 1), wanted=st.lists(st.booleans(), max_size=300))

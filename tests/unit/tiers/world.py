@@ -10,7 +10,7 @@ from typing import Any
 
 import anyio
 
-from kvtier._core.messages import Command, Event, Fetch, Fetched, Put, PutEnded, Reset, TierDown, TierUp
+from kvtier._core.messages import Command, Event, Get, GetEnded, Put, PutEnded, Reset, TierDown, TierUp
 from kvtier._executor import Executor, NamedTier
 from kvtier._memory.heap import HeapMemory
 from kvtier.keys import OffloadKey
@@ -19,13 +19,13 @@ from kvtier.tiers.dummy import DummyConfig, DummyTier
 from tests.unit.isolation.conftest import CHUNK_BYTES, IDENTITY, PATIENCE_S, SLOTS, content, keys
 
 AnyTier = SecondaryTier[Any]
-Ended = PutEnded | Fetched
+Ended = PutEnded | GetEnded
 Act = Callable[[], Any]
 
 
 def ends_of(events: Iterable[Event]) -> list[Ended]:
     """Return the ends of puts and fetches among some events."""
-    return [event for event in events if isinstance(event, PutEnded | Fetched)]
+    return [event for event in events if isinstance(event, PutEnded | GetEnded)]
 
 
 def now_s() -> float:
@@ -73,9 +73,9 @@ class World:
         tier: int = 0,
         located: bool = False,
     ) -> int:
-        """Fetch chunks; chunk ``n`` into slot ``30 + n`` unless other slots are named."""
+        """Get chunks; chunk ``n`` into slot ``30 + n`` unless other slots are named."""
         slots = [30 + number for number in numbers] if slots is None else list(slots)
-        return self.submit(Fetch, tier, keys(numbers), slots, located)
+        return self.submit(Get, tier, keys(numbers), slots, located)
 
     def reset(self, epoch: int = 1, tier: int = 0) -> None:
         self.executor.submit([Reset(tier, epoch)])

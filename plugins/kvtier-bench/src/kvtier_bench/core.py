@@ -23,7 +23,7 @@ from typing import Any
 
 from kvtier import Identity, TieringConfig
 from kvtier._build import make_core, make_tiers
-from kvtier._core.messages import Answer, Command, Event, Fetch, Fetched, Put, PutEnded, SlotsReady
+from kvtier._core.messages import Answer, Command, Event, Get, GetEnded, Put, PutEnded, SlotsReady
 from kvtier._core.requests import Request
 from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering
@@ -74,16 +74,16 @@ class MemoryTier:
             if isinstance(command, Put):
                 self._stored.update(command.keys)
                 self.events.append(PutEnded(command.id, (True,) * len(command.keys)))
-            elif isinstance(command, Fetch):
-                self.events.append(Fetched(command.id, self._answers(command)))
+            elif isinstance(command, Get):
+                self.events.append(GetEnded(command.id, self._answers(command)))
 
-    def _answers(self, fetch: Fetch) -> list[Answer]:
+    def _answers(self, fetch: Get) -> list[Answer]:
         stored, slots = self._stored, len(fetch.slots)
         answers = [Answer.LOCATED if key in stored else Answer.MISSING for key in fetch.keys]
         for index in range(slots):
             if answers[index] is Answer.MISSING:
                 break
-            answers[index] = Answer.LANDED
+            answers[index] = Answer.COPIED
         return answers
 
 

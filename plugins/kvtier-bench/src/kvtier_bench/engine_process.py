@@ -223,10 +223,10 @@ class Engine:
 
 def _wait_for_slots() -> None:
     """Wait for the memory of the primary tier: what a benchmark offers before it is there is not stored."""
-    from kvtier._memory.region import POPULATING
+    from kvtier._memory.population import THREAD_NAME
 
     for thread in threading.enumerate():
-        if thread.name == POPULATING:
+        if thread.name == THREAD_NAME:
             thread.join(_SETTLE_S)
             if thread.is_alive():
                 raise TimeoutError(f"the primary tier has no memory within {_SETTLE_S:g} s")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
-from kvtier._core.messages import Answer, Command, Event, Fetch, Fetched
+from kvtier._core.messages import Answer, Command, Event, Get, GetEnded
 from kvtier._core.requests import Request
 from kvtier._core.tiering import Tiering
 from kvtier._core.transfers import Pinned, Reservation, Transfer
@@ -30,11 +30,11 @@ class EfficiencyCheckedTiering(Tiering):
 
     def on_event(self, event: Event, now_s: float) -> None:
         """Take in an event, and note whom it tells that a tier does not have a chunk."""
-        transfer = self.shared.transfers.get(event.id) if isinstance(event, Fetched) else None
-        if isinstance(event, Fetched) and transfer is not None:
+        transfer = self.shared.transfers.get(event.id) if isinstance(event, GetEnded) else None
+        if isinstance(event, GetEnded) and transfer is not None:
             if not transfer.is_overdue:
                 self._tell(transfer, _answered(transfer, event, Answer.MISSING))
-            self._found(_answered(transfer, event, Answer.LANDED))
+            self._found(_answered(transfer, event, Answer.COPIED))
         super().on_event(event, now_s)
 
     def settle(self, now_s: float) -> None:
@@ -51,7 +51,7 @@ class EfficiencyCheckedTiering(Tiering):
         """Take what is to be done, none of it in vain."""
         commands = super().take_commands()
         for command in commands:
-            if isinstance(command, Fetch):
+            if isinstance(command, Get):
                 self._require_of_use(command, self.shared.transfers[command.id])
         return commands
 
@@ -115,7 +115,7 @@ class EfficiencyCheckedTiering(Tiering):
                 for key in missing:
                     told.setdefault(key, set()).add(transfer.tier)
 
-    def _require_of_use(self, command: Fetch, transfer: Transfer) -> None:
+    def _require_of_use(self, command: Get, transfer: Transfer) -> None:
         for key in command.keys:
             knowing = [it for it in transfer.waiters if command.tier in self._told.get(it, {}).get(key, ())]
             assert not knowing or len(knowing) < len(transfer.waiters), (
@@ -140,7 +140,7 @@ class EfficiencyCheckedTiering(Tiering):
 
         So too where what was there, but not seen by a scan that was repeated, has left at its end.
         """
-        first = next(iter(self.promotions.holders), None)
+        first = next(iter(self.promotions.pending), None)
         if first is None or first not in asked or not first.is_waiting:
             return
         changed = was_there | self.table.visible.keys() | first.absent
@@ -149,7 +149,7 @@ class EfficiencyCheckedTiering(Tiering):
         assert news or fetches, f"request {first.name} waits for {len(first.wanted)} chunks, and for nothing"
 
 
-def _answered(transfer: Transfer, event: Fetched, wanted: Answer) -> list[OffloadKey]:
+def _answered(transfer: Transfer, event: GetEnded, wanted: Answer) -> list[OffloadKey]:
     return [key for key, answer in zip(transfer.keys, event.answers, strict=True) if answer is wanted]
 
 

@@ -244,7 +244,7 @@ class CheckedTiering(EfficiencyCheckedTiering):
 
     def _follow_announcements(self) -> None:
         """Take in what is announced. For the primary tier that must be exactly what can be had."""
-        for change in self.take_changes():
+        for change in self.take_kv_events():
             announced = self._announced_in_primary if change.tier is None else self.announced[change.tier]
             if change.removed:
                 announced.difference_update(change.keys)
@@ -277,8 +277,8 @@ class CheckedTiering(EfficiencyCheckedTiering):
                 f"the eviction policy did what it must not, and was replaced: {self.table.faults}"
             )
         promotions, limits = self.promotions, self.shared.limits
-        if len(promotions.landing) > promotions.budget:
-            self.world.fail(f"promotions hold {len(promotions.landing)} slots of {promotions.budget}")
+        if len(promotions.promoting) > promotions.budget:
+            self.world.fail(f"promotions hold {len(promotions.promoting)} slots of {promotions.budget}")
         most = max(1, int(len(self.table.all) * limits.put_backlog))
         for gate in self.shared.tiers:
             if gate.backlog > most:
@@ -290,8 +290,8 @@ class CheckedTiering(EfficiencyCheckedTiering):
         require(
             self.is_idle, f"after the last fault there are {self.shared.transfers} {self.shared.commands}"
         )
-        require(not self.promotions.landing, f"the budget is not given back: {self.promotions.landing}")
-        require(not self.promotions.holders, f"held for {[it.name for it in self.promotions.holders]}")
+        require(not self.promotions.promoting, f"the budget is not given back: {self.promotions.promoting}")
+        require(not self.promotions.pending, f"held for {[it.name for it in self.promotions.pending]}")
         pinned = [chunk for chunk in table if chunk.pins]
         require(not pinned, f"pinned by nobody: {pinned}")
         require(len(table.free) + len(table.visible) == len(table.all), "a slot is lost")

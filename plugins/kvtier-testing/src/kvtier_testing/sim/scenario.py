@@ -123,7 +123,7 @@ def _limits(chance: Random) -> Limits:
     return Limits(
         request_deadline_s=chance.choice((0.1, 0.5, 2.0)),
         promotion_budget=chance.choice((0.1, 0.25, 1.0)),
-        landing_reserve=chance.choice((0.0, 1 / 8, 0.5)),
+        promotion_reserve=chance.choice((0.0, 1 / 8, 0.5)),
         put_backlog=chance.choice((0.25, 0.5, 1.0)),
         store_threshold=chance.choice((0, 0, 0, 0, 0, 0, 2)),
         max_tracker_size=chance.choice((4, 100)),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from kvtier._build import make_gate
+from kvtier._build import make_tier_status
 from kvtier._executor import Executor, NamedTier
 from kvtier.keys import OffloadKey
 from kvtier.policies import ARC, LRU, EvictionPolicy
@@ -252,14 +252,14 @@ class _Run:
 
     def _core(self) -> CheckedTiering:
         scenario = self._scenario
-        gates = [make_gate(f"tier{index}", tier.config) for index, tier in enumerate(scenario.tiers)]
+        gates = [make_tier_status(f"tier{index}", tier.config) for index, tier in enumerate(scenario.tiers)]
         make = self._given.policy or _POLICIES[scenario.policy]
         return CheckedTiering(
             make(),
             gates,
             scenario.limits,
             windowed_groups=frozenset({1}) if scenario.windowed else frozenset(),
-            track_changes=True,
+            track_kv_events=True,
         )
 
     def _copies(self, memory: SimMemory) -> Copies:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 
 from kvtier import HeapMemory
-from kvtier._core.messages import Answer, Command, Event, Fetch, Fetched, Put, PutEnded
+from kvtier._core.messages import Answer, Command, Event, Get, GetEnded, Put, PutEnded
 from kvtier._executor import Executor, NamedTier
 from kvtier_testing.tiers.rig import REUSED, TierRig, check_reused, expect, keys
 
@@ -40,7 +40,7 @@ class Driver:
         self, numbers: Sequence[int], slots: Sequence[int], *, keep: bool = False
     ) -> asyncio.Future[Event]:
         """Look for chunks and get those at the front; unless ``keep``, the slots are in use again then."""
-        fetch = Fetch(next(self._ids), 0, keys(numbers), slots, located=False)
+        fetch = Get(next(self._ids), 0, keys(numbers), slots, located=False)
         return self._start(fetch, () if keep else slots)
 
     async def put(self, numbers: Sequence[int]) -> PutEnded:
@@ -52,30 +52,30 @@ class Driver:
         assert isinstance(event, PutEnded)
         return event
 
-    async def fetch(self, numbers: Sequence[int]) -> Fetched:
+    async def fetch(self, numbers: Sequence[int]) -> GetEnded:
         """Get chunks into the first slots."""
         event = await self.start_fetch(numbers, range(len(numbers)), keep=True)
-        assert isinstance(event, Fetched)
+        assert isinstance(event, GetEnded)
         return event
 
-    def check_landed(self, numbers: Sequence[int], fetched: Fetched) -> None:
+    def check_copied(self, numbers: Sequence[int], fetched: GetEnded) -> None:
         """Check the bytes of all that a fetch into the first slots has landed."""
         for slot, (number, answer) in enumerate(zip(numbers, fetched.answers, strict=True)):
             right = self.memory.view(slot) == self.rig.content(number)
-            expect(answer != Answer.LANDED or right, f"chunk {number} was given with wrong bytes")
+            expect(answer != Answer.COPIED or right, f"chunk {number} was given with wrong bytes")
 
     def ends_of(self, futures: Iterable[asyncio.Future[Event]]) -> list[int]:
         """Count, for each command that was started, the events that ended it."""
         wanted = {id(future): number for number, future in self._waiting.items()}
         numbers = [wanted[id(future)] for future in futures]
-        ids = [event.id for event in self.events if isinstance(event, PutEnded | Fetched)]
+        ids = [event.id for event in self.events if isinstance(event, PutEnded | GetEnded)]
         return [ids.count(number) for number in numbers]
 
     def check_reused(self, slots: Iterable[int], what: str) -> None:
         """Check that nothing was written into slots that are in use again."""
         check_reused(self.memory, slots, what)
 
-    def _start(self, command: Put | Fetch, slots: Sequence[int]) -> asyncio.Future[Event]:
+    def _start(self, command: Put | Get, slots: Sequence[int]) -> asyncio.Future[Event]:
         future: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
         self._waiting[command.id] = future
         self._on_end[command.id] = list(slots)
@@ -85,7 +85,7 @@ class Driver:
 
     def _post(self, event: Event) -> None:
         self.events.append(event)
-        if isinstance(event, PutEnded | Fetched):
+        if isinstance(event, PutEnded | GetEnded):
             for slot in self._on_end[event.id]:
                 self.memory.view(slot)[:] = bytes([REUSED]) * self.rig.chunk_bytes
             if not self._waiting[event.id].done():

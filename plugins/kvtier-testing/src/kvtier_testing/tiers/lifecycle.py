@@ -58,20 +58,20 @@ class LifecycleTests(TierSetup):
             await driver.put(range(4))
             await aside(self.damage, tier, place, key(2), damage)
             fetched = await driver.fetch(range(4))
-            expected = [Answer.LANDED, Answer.LANDED, Answer.MISSING, Answer.LANDED]
+            expected = [Answer.COPIED, Answer.COPIED, Answer.MISSING, Answer.COPIED]
             answers = [Answer(answer) for answer in fetched.answers]
             # The run of chunks that are got ends where the tier knows already that one is no good.
             expect(
-                answers[:3] == expected[:3] and answers[3] in (Answer.LANDED, Answer.LOCATED),
+                answers[:3] == expected[:3] and answers[3] in (Answer.COPIED, Answer.LOCATED),
                 f"with a damaged third chunk ({damage.value}) a fetch answered {[a.name for a in answers]}",
             )
-            driver.check_landed(range(4), fetched)
+            driver.check_copied(range(4), fetched)
             put = await driver.put(range(4))
             expect(all(put.kept), f"after it was damaged ({damage.value}): {dict(put.reasons)}")
             fetched = await driver.fetch(range(4))
-            driver.check_landed(range(4), fetched)
+            driver.check_copied(range(4), fetched)
             names = [Answer(answer).name for answer in fetched.answers]
-            expect(set(names) == {"LANDED"}, f"a chunk that was damaged and put again: {names}")
+            expect(set(names) == {"COPIED"}, f"a chunk that was damaged and put again: {names}")
 
     @pytest.mark.parametrize("after_s", [0.0, 0.001, 0.005, 0.02])
     async def test_closing_under_load_leaves_whole_chunks_or_none(self, place: Path, after_s: float) -> None:

@@ -28,7 +28,7 @@ _numbers = count(1)
 _log_limit = LogLimit(_LOG_EVERY_S)
 
 
-def keep(what: str, facts: Mapping[str, object], **contents: bytes | memoryview) -> None:
+def write(what: str, facts: Mapping[str, object], **contents: bytes | memoryview) -> None:
     """Write facts and bytes to files, all or none of them, and log where, or why not.
 
     Args:
@@ -75,7 +75,7 @@ def _write_all(folder: Path, name: str, parts: Mapping[str, bytes | memoryview])
     """Write one file for each part; where one of them fails leave none."""
     try:
         for kind, content in parts.items():
-            _write(folder / f"{name}.{kind}", content)
+            _write_file(folder / f"{name}.{kind}", content)
     except BaseException:
         for kind in parts:
             with suppress(OSError):
@@ -83,6 +83,6 @@ def _write_all(folder: Path, name: str, parts: Mapping[str, bytes | memoryview])
         raise
 
 
-def _write(path: Path, content: bytes | memoryview) -> None:
+def _write_file(path: Path, content: bytes | memoryview) -> None:
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)

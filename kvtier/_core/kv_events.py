@@ -15,14 +15,14 @@ from kvtier.keys import OffloadKey
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class KVEvent:
     """Chunks that have become available somewhere, or ceased to be.
 
     Attributes:
         keys: the chunks.
         tier: index of the secondary tier; None for the primary one.
         removed: whether they are gone.
-        found: whether a fetch has found them, which some other engine, or an earlier one, had stored.
+        found: whether a get has found them, which some other engine, or an earlier one, had stored.
     """
 
     keys: Sequence[OffloadKey]
@@ -31,7 +31,7 @@ class Change:
     found: bool = False
 
 
-class Announcements:
+class KVEventLog:
     """The changes on their way out.
 
     Args:
@@ -43,7 +43,7 @@ class Announcements:
     def __init__(self, tiers: int, limit: int, *, enabled: bool) -> None:
         self.enabled = enabled
         self._limit = limit
-        self._changes: list[Change] = []
+        self._changes: list[KVEvent] = []
         self._announced: list[OrderedDict[OffloadKey, None]] = [OrderedDict() for _ in range(tiers)]
 
     def stored(self, keys: Sequence[OffloadKey], tier: int | None = None, *, found: bool = False) -> None:
@@ -61,7 +61,7 @@ class Announcements:
         gone, self._announced[tier] = list(self._announced[tier]), OrderedDict()
         self._note(gone, tier, removed=True)
 
-    def take(self) -> list[Change]:
+    def take(self) -> list[KVEvent]:
         """Return and clear the changes since the last call, in their order."""
         changes, self._changes = self._changes, []
         return changes
@@ -70,7 +70,7 @@ class Announcements:
         self, keys: Sequence[OffloadKey], tier: int | None, *, removed: bool, found: bool = False
     ) -> None:
         if keys:
-            self._changes.append(Change(tuple(keys), tier, removed, found))
+            self._changes.append(KVEvent(tuple(keys), tier, removed, found))
 
     def _enter(self, tier: int, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """Remember chunks that were not announced before, as many as there may be; return them."""

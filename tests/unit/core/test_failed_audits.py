@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier._core.admission import TierGate
-from kvtier._core.messages import Fetch, Reset, TierUp
+from kvtier._core.admission import TierStatus
+from kvtier._core.messages import Get, Reset, TierUp
 from kvtier._core.requests import Request
 from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering
@@ -13,9 +13,9 @@ from kvtier.keys import OffloadKey
 from kvtier.policies._arc import ARC
 from kvtier_testing import invariants
 from tests.unit.core.world import (
+    COPIED,
     GOOD,
     HIT,
-    LANDED,
     MISS,
     MISSING,
     RETRY,
@@ -33,11 +33,11 @@ KEYS, OTHERS = keys("k", 4), keys("o", 2)
 
 
 def make() -> Tiering:
-    gates = [TierGate("near"), TierGate("far")]
-    return core_of(8, gates, ARC(), budget=1.0, put_backlog=1.0)
+    statuses = [TierStatus("near"), TierStatus("far")]
+    return core_of(8, statuses, ARC(), budget=1.0, put_backlog=1.0)
 
 
-def fetch(core: Tiering, request: Request, keys: Sequence[OffloadKey], tier: int) -> Fetch:
+def fetch(core: Tiering, request: Request, keys: Sequence[OffloadKey], tier: int) -> Get:
     """Have a request ask until the given tier is asked for its keys."""
     begun = step(core, request, keys)
     for _ in range(tier):
@@ -47,8 +47,8 @@ def fetch(core: Tiering, request: Request, keys: Sequence[OffloadKey], tier: int
     return command
 
 
-def bring(core: Tiering, request: Request, keys: Sequence[OffloadKey], tier: int = 0) -> None:
-    answer(core, fetch(core, request, keys, tier), [LANDED] * len(keys), health=GOOD)
+def promote(core: Tiering, request: Request, keys: Sequence[OffloadKey], tier: int = 0) -> None:
+    answer(core, fetch(core, request, keys, tier), [COPIED] * len(keys), health=GOOD)
 
 
 def outcome(core: Tiering, request: Request, keys: Sequence[OffloadKey]) -> list[Lookup]:
@@ -68,24 +68,24 @@ def outcome(core: Tiering, request: Request, keys: Sequence[OffloadKey]) -> list
 def test_what_a_tier_gave_is_dropped_and_what_others_gave_stays() -> None:
     core, request = make(), Request()
     store(core, OTHERS)
-    bring(core, request, KEYS[:2], tier=1)
-    bring(core, Request(), KEYS[2:], tier=0)
-    core.take_changes()
-    core.distrust(1, "somewhere")
+    promote(core, request, KEYS[:2], tier=1)
+    promote(core, Request(), KEYS[2:], tier=0)
+    core.take_kv_events()
+    core.disable_after_audit(1, "somewhere")
     invariants.check(core)
 
     assert outcome(core, request, KEYS[:2]) == [MISS] * 2
     assert ask_all(core, Request(), [*OTHERS, *KEYS[2:]]) == [HIT] * 4
-    assert not core.is_distrusted
-    changes = [change for change in core.take_changes() if change.removed]
+    assert not core.is_disabled
+    changes = [change for change in core.take_kv_events() if change.removed]
     assert [set(change.keys) for change in changes if change.tier is None] == [set(KEYS[:2])]
     assert {key for change in changes if change.tier == 1 for key in change.keys} >= {*OTHERS, *KEYS[:2]}
 
 
 def test_it_gets_no_work_any_more_and_says_why_even_when_it_comes_up() -> None:
     core = make()
-    core.distrust(0, "somewhere")
-    core.on_event(TierUp(0), 0.0)
+    core.disable_after_audit(0, "somewhere")
+    core.on_event(TierUp(0, 0), 0.0)
     store(core, OTHERS)
     outcome(core, Request(), KEYS)
     core.settle(1000.0)
@@ -104,7 +104,7 @@ def test_it_gets_no_work_any_more_and_says_why_even_when_it_comes_up() -> None:
 
 def test_it_is_reset_all_the_same() -> None:
     core = make()
-    core.distrust(0, "somewhere")
+    core.disable_after_audit(0, "somewhere")
     core.reset()
     assert core.take_commands() == [Reset(0, 1), Reset(1, 1)]
 
@@ -112,26 +112,26 @@ def test_it_is_reset_all_the_same() -> None:
 def test_what_it_is_about_to_bring_does_not_land() -> None:
     core, request = make(), Request()
     command = fetch(core, request, KEYS, 0)
-    core.distrust(0, "somewhere")
-    (other,) = answer(core, command, [LANDED] * 4, health=GOOD)
+    core.disable_after_audit(0, "somewhere")
+    (other,) = answer(core, command, [COPIED] * 4, health=GOOD)
     assert other.tier == 1  # the next one is asked
 
 
 def test_where_the_primary_tier_is_damaged_nothing_is_there_and_nothing_comes() -> None:
     core, waiting, served = make(), Request(), Request()
     store(core, OTHERS)
-    bring(core, served, KEYS[:1], tier=0)
+    promote(core, served, KEYS[:1], tier=0)
     assert outcome(core, served, KEYS[:1]) == [HIT]
     command = fetch(core, waiting, KEYS[2:], 0)
     under_way = reserve(core, keys("stored meanwhile"))
     loaded = core.acquire(OTHERS)
-    core.distrust(None, "somewhere")
+    core.disable_after_audit(None, "somewhere")
 
-    answer(core, command, [LANDED] * 2, health=GOOD)
+    answer(core, command, [COPIED] * 2, health=GOOD)
     core.commit(under_way, 0.0)
     core.release(loaded)
     invariants.check(core)
-    assert core.is_distrusted
+    assert core.is_disabled
     assert outcome(core, waiting, KEYS[2:]) == [MISS] * 2
     assert outcome(core, Request(), [*under_way.keys, *OTHERS]) == [MISS] * 3
     assert core.reserve(KEYS) is None

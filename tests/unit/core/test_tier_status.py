@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier._core.admission import TierGate
-from kvtier._core.messages import Answer, Command, Fetch, Fetched, Put, PutEnded, TierDown, TransferHealth
+from kvtier._core.admission import TierStatus
+from kvtier._core.messages import Answer, Command, Get, GetEnded, Put, PutEnded, TierDown, TransferHealth
 from kvtier._core.requests import Request
 from kvtier._core.states import BreakerState
 from kvtier.keys import OffloadKey
@@ -17,8 +17,8 @@ class World:
     """A core and its clock, whose stores have keys of their own."""
 
     def __init__(self, tiers: int = 1, slots: int = 256, put_backlog: float = 1.0) -> None:
-        self.gates = [TierGate(f"t{index}", deadline_s=4.0) for index in range(tiers)]
-        self.core = world.make(slots, self.gates, budget=0.25, put_backlog=put_backlog)
+        self.statuses = [TierStatus(f"t{index}", deadline_s=4.0) for index in range(tiers)]
+        self.core = world.make(slots, self.statuses, budget=0.25, put_backlog=put_backlog)
         self.now_s = 0.0
         self.stores = 0
 
@@ -40,20 +40,20 @@ class World:
             (put,) = self.store()
             self.end(put, health)
 
-    def ask(self, wanted: Sequence[OffloadKey], request: Request | None = None) -> list[Fetch]:
+    def ask(self, wanted: Sequence[OffloadKey], request: Request | None = None) -> list[Get]:
         return world.step(self.core, request or Request(), wanted, self.now_s)
 
-    def fetched(self, fetch: Fetch, health: TransferHealth, answer: Answer, seconds: float = 0.1) -> None:
-        landed = answer if len(fetch.slots) == len(fetch.keys) else Answer.LOCATED
-        event = Fetched(fetch.id, [landed] * len(fetch.keys), {}, seconds, health)
+    def get_ended(self, fetch: Get, health: TransferHealth, answer: Answer, seconds: float = 0.1) -> None:
+        copied = answer if len(fetch.slots) == len(fetch.keys) else Answer.LOCATED
+        event = GetEnded(fetch.id, [copied] * len(fetch.keys), {}, seconds, health)
         self.core.on_event(event, self.now_s)
 
     def gets_fail(self) -> None:
         """Ask the first tier until it is asked no more."""
-        while self.gates[0].gets.is_closed:
+        while self.statuses[0].gets.is_closed:
             self.stores += 1
             fetch, *_ = self.ask(keys(f"lost{self.stores}"))
-            self.fetched(fetch, BAD, Answer.MISSING)
+            self.get_ended(fetch, BAD, Answer.MISSING)
             self.take()
 
     def notices(self) -> list[tuple[str, bool]]:
@@ -63,7 +63,7 @@ class World:
 def test_puts_that_fail_close_the_tier_to_puts_alone_until_one_goes_well() -> None:
     it = World()
     it.puts_end(*[BAD] * 5)
-    assert it.gates[0].puts.state is BreakerState.OPEN
+    assert it.statuses[0].puts.state is BreakerState.OPEN
     assert it.store(3) == []
     assert len(it.ask(keys("x"))) == 1, "gets go on"
     it.now_s = 1.0
@@ -82,16 +82,16 @@ def test_gets_that_fail_close_the_tier_to_gets_alone_until_one_goes_well() -> No
     it = World(tiers=2)
     for number in range(5):
         fetch, *_ = it.ask(keys(f"a{number}"))
-        it.fetched(fetch, BAD, Answer.MISSING)
-        (second,) = (command for command in it.take() if isinstance(command, Fetch))
-        it.fetched(second, GOOD, Answer.MISSING)
-    assert it.gates[0].gets.state is BreakerState.OPEN
+        it.get_ended(fetch, BAD, Answer.MISSING)
+        (second,) = (command for command in it.take() if isinstance(command, Get))
+        it.get_ended(second, GOOD, Answer.MISSING)
+    assert it.statuses[0].gets.state is BreakerState.OPEN
     assert [fetch.tier for fetch in it.ask(keys("b"))] == [1], "the next tier is asked at once"
     assert [put.tier for put in it.store()] == [0, 1], "puts go on"
     it.now_s = 1.0
     probe, *_ = it.ask(keys("c"))
     assert probe.tier == 0
-    it.fetched(probe, GOOD, Answer.LANDED)
+    it.get_ended(probe, GOOD, Answer.COPIED)
     assert [fetch.tier for fetch in it.ask(keys("d"))] == [0]
     counts = it.core.take_counts()
     assert counts["skipped", "t0", "breaker_open"] == 1
@@ -107,8 +107,8 @@ def test_what_was_located_in_a_tier_whose_gets_fail_now_is_looked_for_in_the_nex
     (fetch,) = it.ask(wanted, request)
     it.gets_fail()
     it.core.take_counts()
-    it.core.on_event(Fetched(fetch.id, [Answer.LOCATED] * 2), 0.0)
-    found = [command for command in it.take() if isinstance(command, Fetch)]
+    it.core.on_event(GetEnded(fetch.id, [Answer.LOCATED] * 2), 0.0)
+    found = [command for command in it.take() if isinstance(command, Get)]
     assert [(one.tier, list(one.keys), one.located) for one in found] == [(1, wanted, False)]
     assert it.core.take_counts()["skipped", "t0", "breaker_open"] == 2
 
@@ -117,15 +117,15 @@ def test_gets_that_are_nearly_too_late_count_as_failures_and_slow_puts_do_not() 
     it = World()
     for number in range(5):
         (fetch,) = it.ask(keys(f"a{number}"))
-        it.fetched(fetch, GOOD, Answer.LANDED, seconds=3.1)
-    assert it.gates[0].gets.state is BreakerState.OPEN
+        it.get_ended(fetch, GOOD, Answer.COPIED, seconds=3.1)
+    assert it.statuses[0].gets.state is BreakerState.OPEN
     it = World()
     for number in range(50):
         (fetch,) = it.ask(keys(f"a{number}"))
-        it.fetched(fetch, GOOD, Answer.LANDED, seconds=2.9)
+        it.get_ended(fetch, GOOD, Answer.COPIED, seconds=2.9)
         (put,) = it.store()
         it.end(put, GOOD, seconds=3.9)
-    assert it.gates[0].works
+    assert it.statuses[0].works
 
 
 def test_a_tier_that_says_it_was_late_before_the_core_sees_it_is_late_all_the_same() -> None:
@@ -133,7 +133,7 @@ def test_a_tier_that_says_it_was_late_before_the_core_sees_it_is_late_all_the_sa
     it = World()
     (put,) = it.store()
     it.end(put, LATE)
-    assert it.gates[0].puts.state is BreakerState.OPEN
+    assert it.statuses[0].puts.state is BreakerState.OPEN
     counts = it.core.take_counts()
     assert counts["breaker_opened", "t0", "put", "overdue"] == 1
     assert counts["overdue", "t0", "put"] == 1
@@ -141,21 +141,21 @@ def test_a_tier_that_says_it_was_late_before_the_core_sees_it_is_late_all_the_sa
 
 def test_health_is_that_of_the_last_real_put_and_get() -> None:
     it = World()
-    (gate,) = it.gates
-    assert gate.is_healthy is None
+    (status,) = it.statuses
+    assert status.is_healthy is None
     it.puts_end(GOOD)
-    assert gate.is_healthy is True
+    assert status.is_healthy is True
     (fetch,) = it.ask(keys("a"))
-    it.fetched(fetch, BAD, Answer.MISSING)
-    assert gate.is_healthy is False
+    it.get_ended(fetch, BAD, Answer.MISSING)
+    assert status.is_healthy is False
     (fetch,) = it.ask(keys("b"))
-    it.fetched(fetch, TransferHealth.NONE, Answer.MISSING)
-    assert gate.is_healthy is False, "the index alone says nothing"
+    it.get_ended(fetch, TransferHealth.NONE, Answer.MISSING)
+    assert status.is_healthy is False, "the index alone says nothing"
     (fetch,) = it.ask(keys("c"))
-    it.fetched(fetch, GOOD, Answer.LANDED)
-    assert gate.is_healthy is True
+    it.get_ended(fetch, GOOD, Answer.COPIED)
+    assert status.is_healthy is True
     it.core.on_event(TierDown(0, "gone"), 0.0)
-    assert gate.is_healthy is False
+    assert status.is_healthy is False
 
 
 def test_each_change_is_told_once_and_probes_that_fail_are_not() -> None:

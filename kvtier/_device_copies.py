@@ -1,0 +1,93 @@
+"""Copies between the device and slots, to be awaited on an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from kvtier._device.base import Blocks, Finished, TransferEngine
+from kvtier.errors import DeviceStuckError, TransferError
+from kvtier.keys import OffloadKey, group_index
+from kvtier.tiers._drain import until_done
+
+
+class DeviceCopies:
+    """The copies of one transfer engine.
+
+    Args:
+        engine: makes the copies. Its wake-up has to call ``collect`` on the loop.
+        blocks_per_chunk: blocks of each chunk.
+        groups: number of KV cache groups.
+        on_end: called when a copy has ended.
+
+    Attributes:
+        in_flight: the copies that have not ended, by id.
+    """
+
+    def __init__(
+        self, engine: TransferEngine, blocks_per_chunk: int, groups: int, on_end: Callable[[], object]
+    ) -> None:
+        self.in_flight: dict[int, asyncio.Future[Finished]] = {}
+        self._engine = engine
+        self._blocks_per_chunk = blocks_per_chunk
+        self._groups = groups
+        self._on_end = on_end
+        self._last_id = 0
+
+    async def store(self, keys: Sequence[OffloadKey], slots: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy blocks of the device to slots. Raises as ``load`` does."""
+        ids, slots = self._by_group(keys, slots, blocks)
+        self._last_id += 1
+        self._engine.submit_store(self._last_id, ids, slots)
+        await self._ended(self._last_id, len(keys))
+
+    async def load(self, keys: Sequence[OffloadKey], slots: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy slots to blocks of the device.
+
+        Raises:
+            TransferError: the device copy failed.
+            ValueError: ``blocks`` does not fit ``keys``.
+        """
+        self.require_fit(keys, blocks)
+        ids, slots = self._by_group(keys, slots, blocks)
+        self._last_id += 1
+        self._engine.submit_load(self._last_id, slots, ids)
+        await self._ended(self._last_id, len(keys))
+
+    def require_fit(self, keys: Sequence[OffloadKey], blocks: Sequence[int]) -> None:
+        """Raise ValueError unless there are as many blocks as keys need, and all groups exist."""
+        if len(blocks) != len(keys) * self._blocks_per_chunk:
+            raise ValueError(
+                f"{len(keys)} keys need {len(keys) * self._blocks_per_chunk} blocks, not {len(blocks)}"
+            )
+        if groups := {group_index(key) for key in keys if group_index(key) >= self._groups}:
+            raise ValueError(f"there are {self._groups} groups; keys name group {min(groups)}")
+
+    def collect(self) -> None:
+        """Take in which copies have ended."""
+        for finished in self._engine.finished():
+            self.in_flight[finished.transfer_id].set_result(finished)
+
+    async def _ended(self, copy: int, chunks: int) -> None:
+        """Wait for the true end of a copy, cancelled or not."""
+        self.in_flight[copy] = asyncio.get_running_loop().create_future()
+        try:
+            finished = await until_done(self.in_flight[copy])
+        finally:
+            del self.in_flight[copy]  # only now: what follows it at once is part of what drain() waits for
+            self._on_end()
+        if finished.error is not None:
+            kind = DeviceStuckError if isinstance(finished.error, DeviceStuckError) else TransferError
+            raise kind(f"a copy of {chunks} chunks failed: {finished.error}") from finished.error
+
+    def _by_group(
+        self, keys: Sequence[OffloadKey], slots: Sequence[int], blocks: Sequence[int]
+    ) -> tuple[Blocks, list[int]]:
+        """Order blocks and slots as the device layer wants them: group after group."""
+        width = self._blocks_per_chunk
+        order = sorted(range(len(keys)), key=lambda index: group_index(keys[index]))
+        sizes = [0] * self._groups
+        for key in keys:
+            sizes[group_index(key)] += width
+        ids = [block for index in order for block in blocks[index * width : (index + 1) * width]]
+        return Blocks.make(ids, sizes, [0] * self._groups), [slots[index] for index in order]

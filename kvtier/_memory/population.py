@@ -1,0 +1,177 @@
+"""Allocates the memory of a region's slots, in threads, in pieces from slot 0 on."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvtier._memory import numa, pages
+from kvtier._memory._locked_file import LockedFile
+
+logger = logging.getLogger("kvtier.memory")
+
+PIECE_BYTES = 64 * 2**20
+THREAD_NAME = "kvtier-populate"
+
+_CPUS_PER_THREAD = 4
+_MAX_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of each slot that one worker uses more than others.
+
+    Attributes:
+        offset: where it begins in the slot.
+        nbytes: its length.
+        node: the NUMA node that the worker is at; None where that is not known or does not matter.
+    """
+
+    offset: int
+    nbytes: int
+    node: int | None
+
+
+class Population:
+    """The threads that allocate memory for the slots of one region.
+
+    The threads keep the memory mapped, so they may end after the region was closed.
+
+    Args:
+        slots, chunk_bytes: the region's shape.
+        address: address of slot 0.
+        file: the region's file; None for anonymous memory.
+        on_ready, on_end, parts: see ``Region.populate``.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        chunk_bytes: int,
+        address: int,
+        file: LockedFile | None,
+        on_ready: Callable[[range], None],
+        on_end: Callable[[], None],
+        parts: Sequence[Part],
+    ) -> None:
+        self._slots = slots
+        self._chunk_bytes = chunk_bytes
+        self._address = address
+        self._path = file.path if file else None
+        self._fd = os.dup(file.fd) if file else None
+        if self._fd is not None:
+            weakref.finalize(self, os.close, self._fd).atexit = False  # threads may still use it
+        self._on_ready = on_ready
+        self._on_end = on_end
+        self._parts = parts or (Part(0, chunk_bytes, None),)
+        self._start_s = time.monotonic()
+        self._stopping = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()  # of what follows
+        self._has_huge_pages: bool | None = None  # None until they were asked for
+        self._next = 0
+        self._ready = 0
+        self._failed = False
+
+    def start(self, mapping: mmap.mmap, threads: int | None) -> None:
+        """Start the threads; by default one for each four CPUs, four at most."""
+        default = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // _CPUS_PER_THREAD))
+        for _ in range(threads or default):
+            arguments = (mapping, memoryview(mapping))  # a view keeps the memory mapped
+            thread = threading.Thread(target=self._run, args=arguments, name=THREAD_NAME, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def stop(self) -> None:
+        """Have the threads end with the pieces that they work on."""
+        self._stopping.set()
+
+    def join(self, until_s: float) -> None:
+        """Wait for the end of the threads, the calling one excepted, until a time of ``time.monotonic``."""
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until_s - time.monotonic()))
+
+    def _run(self, mapping: mmap.mmap, _view: memoryview) -> None:
+        with self._lock:
+            if self._has_huge_pages is None:  # here, because it reads the system's settings
+                self._has_huge_pages = pages.ask_for_huge(mapping, self._path, shared=self._fd is not None)
+        while not self._stopping.is_set() and (piece := self._take()) is not None:
+            code = self._back(piece)
+            if self._stopping.is_set():
+                return
+            if code:
+                self._fail(code)
+            else:
+                self._complete(piece)
+
+    def _take(self) -> range | None:
+        """Return the slots to do next; None where there are none left."""
+        step = max(1, PIECE_BYTES // self._chunk_bytes)
+        with self._lock:
+            first, self._next = self._next, min(self._next + step, self._slots)
+            return range(first, self._next) if first < self._next else None
+
+    def _back(self, piece: range) -> int:
+        """Allocate memory for the slots of a piece, each part on its node; return 0 or the errno."""
+        for part in self._parts:
+            with numa.preferring(part.node):
+                for start, end in self._ranges(piece, part):
+                    huge = bool(self._has_huge_pages)
+                    code = pages.back(self._address + start, end - start, self._fd, start, huge=huge)
+                    if code:
+                        return code
+        return 0
+
+    def _ranges(self, piece: range, part: Part) -> Iterator[tuple[int, int]]:
+        """Yield where in the region the part is in each slot; slots that it fills are taken as one."""
+        size = self._chunk_bytes
+        if part.nbytes == size:
+            yield piece.start * size, piece.stop * size
+            return
+        for slot in piece:
+            start = slot * size + part.offset
+            end = start + part.nbytes
+            # A page that two parts share is taken for the first of them; a slot ends with a page.
+            yield start - start % mmap.PAGESIZE, end + -end % mmap.PAGESIZE
+
+    def _complete(self, piece: range) -> None:
+        self._on_ready(piece)
+        with self._lock:
+            self._ready += len(piece)
+            is_last = self._ready == self._slots
+        if is_last:
+            logger.info(
+                "the primary tier is ready: %d slots, %d bytes, %s huge pages, after %.1f s",
+                self._slots,
+                self._slots * self._chunk_bytes,
+                "with" if self._has_huge_pages else "without",
+                time.monotonic() - self._start_s,
+            )
+            self._on_end()
+
+    def _fail(self, code: int) -> None:
+        """Skip the slots that are left, and log the shortage once."""
+        with self._lock:
+            self._next = self._slots
+            was_failed, self._failed = self._failed, True
+            ready = self._ready
+        if was_failed:
+            return
+        logger.error(
+            "the primary tier lacks %d of %d bytes (%s) and continues with %d of %d slots: "
+            "set cpu_bytes_to_use to less",
+            (self._slots - ready) * self._chunk_bytes,
+            self._slots * self._chunk_bytes,
+            errno.errorcode.get(code, code),
+            ready,
+            self._slots,
+        )
+        self._on_end()

@@ -1,0 +1,131 @@
+"""Second attempts of commands that failed for a transient reason, within a budget and a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import anyio
+
+from kvtier import _reasons as reasons
+from kvtier._core.backoff import RandomSource
+from kvtier._core.messages import TransferHealth
+from kvtier.tiers._base import Outcome, Status
+
+_MOST_RETRIES = 10.0
+_ONE_RETRY = 1.0 - 1e-9  # ten tenths
+_PAUSE_S = 0.05
+
+
+class Progress:
+    """The progress of one command.
+
+    Args:
+        deadline_s: its deadline, on the event loop's clock.
+
+    Attributes:
+        limit: cancels the command at its deadline; once, so that it can wait for the end of a transfer.
+        has_begun: whether it has left the queue.
+        seconds: time spent in the tier, over all attempts.
+        answered: what the answers say about the tier's health.
+        retry: the result of the retry, or why there was none.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self.limit = asyncio.timeout_at(deadline_s)
+        self.has_begun = False
+        self.seconds = 0.0
+        self.answered = TransferHealth.NONE
+        self.retry = ""
+
+    @property
+    def health(self) -> TransferHealth:
+        """What it says of the tier."""
+        return TransferHealth.LATE if self.has_begun and self.limit.expired() else self.answered
+
+
+class RetryBudget:
+    """Bounds second attempts to a share of the first ones, so that they never multiply an outage.
+
+    Each first attempt earns ``share`` of a second one. What is not used is kept, up to ten, so that a
+    short fault after a long quiet time is ridden out; a lasting one uses that up and gets the share.
+
+    Args:
+        share: second attempts for each first one; 0 for none at all.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._left = 1.0 if share else 0.0
+
+    def earn(self) -> None:
+        """Note a first attempt."""
+        self._left = min(_MOST_RETRIES, self._left + self._share)
+
+    def take(self) -> bool:
+        """Take a second attempt, where there is one left."""
+        if self._left < _ONE_RETRY:
+            return False
+        self._left = max(0.0, self._left - 1.0)
+        return True
+
+
+class Retries:
+    """Decides which commands of one tier get a second attempt.
+
+    Args:
+        share: second attempts for each first one.
+        transient: the tier's own reasons that are worth a retry.
+        chance: the source of randomness, for the pauses.
+    """
+
+    def __init__(self, share: float, transient: Iterable[str], chance: RandomSource) -> None:
+        self._budget = RetryBudget(share)
+        self._transient = reasons.TRANSIENT.union(transient)
+        self._chance = chance
+
+    def begin(self, deadline_s: float) -> Progress:
+        """Return the progress of a command that has been submitted."""
+        self._budget.earn()
+        return Progress(deadline_s)
+
+    def is_transient(self, error: BaseException) -> bool:
+        """Return whether an error may be over a moment later."""
+        return reasons.word_for(error) in self._transient
+
+    def failed(self, outcome: Outcome) -> list[int]:
+        """Return which chunks have failed, if all of them have for transient reasons."""
+        failed = [index for index, status in enumerate(outcome.statuses) if status == Status.FAILED]
+        transient = sum(count for word, count in outcome.reasons.items() if word in self._transient)
+        return failed if transient >= len(failed) else []
+
+    async def pause(self, progress: Progress, took_s: float) -> bool:
+        """Pause before a second attempt; return whether there is time and budget for one."""
+        pause_s = _PAUSE_S * (0.5 + self._chance())
+        if asyncio.get_running_loop().time() + pause_s + took_s >= progress.deadline_s:
+            progress.retry = "no_time"
+        elif not self._budget.take():
+            progress.retry = "no_budget"
+        else:
+            await anyio.sleep(pause_s)
+            return True
+        return False
+
+    def joined(self, first: Outcome, indices: Sequence[int], second: Outcome) -> Outcome:
+        """Return the outcome of both attempts; the second was made for the chunks at ``indices``."""
+        statuses = list(first.statuses)
+        for index, status in zip(indices, second.statuses, strict=True):
+            statuses[index] = status
+        lasting = {word: count for word, count in first.reasons.items() if word not in self._transient}
+        return Outcome(statuses, Counter(lasting) + Counter(second.reasons))
+
+
+def health_of(outcome: Outcome) -> TransferHealth:
+    """Return the health that an outcome shows: bad where most chunks failed, or came with wrong bytes.
+
+    That a tier has no room, or does not have a chunk, is an answer as good as any.
+    """
+    bad = sum(status in (Status.FAILED, Status.CORRUPT) for status in outcome.statuses)
+    return TransferHealth.BAD if 2 * bad > len(outcome.statuses) else TransferHealth.GOOD
