@@ -157,7 +157,7 @@ def generations(session: nox.Session) -> None:
     """Do the versions of one KV format read each other's chunks? Each in an environment of its own."""
     install_engine_tests(session, VLLM)
     here = f"{session.bin}/python"
-    next_one = {"python": here, "environment": overlay_next_engine(session)}
+    next_one: dict[str, object] = {"python": here, "environment": overlay_next_engine(session)}
     engines: list[dict[str, object]] = [{"python": here}, next_one]
     engines += [{"python": str(older_engine(session, version))} for version in OF_THE_SAME_FORMAT]
     env = {**CPU_ENGINE_ENV, "KVTIER_VLLMS": json.dumps(engines)}

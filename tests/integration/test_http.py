@@ -223,12 +223,14 @@ class FirstRun:
         answers: to the prompt, when nothing was there and when the primary tier had it; in pieces.
         metrics: the metrics after all.
         alerts: name, tier and state of the alerts then, when each panel of the dashboard that can has data.
+        top: what ``kvtier top`` made of the metrics.
     """
 
     root: Path
     answers: tuple[list[Tokens], list[Tokens]]
     metrics: Metrics
     alerts: set[tuple[str, str, str]]
+    top: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +258,16 @@ def first_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> FirstRun
         metrics = server.until(lambda metrics: _put(metrics) == STORED and _has_settled(metrics))
         server.until(lambda metrics: UNHEALTHY in prometheus.alerts() and not _lacking(prometheus, metrics))
         alerts = prometheus.alerts()
-    return FirstRun(root, (cold, again), metrics, alerts)
+        top = _top(server)
+    return FirstRun(root, (cold, again), metrics, alerts, top)
+
+
+def _top(server: Server) -> dict[str, Any]:
+    command = [sys.executable, "-m", "kvtier", "top", "--once", "--json", "--interval", "0.2", server.address]
+    (engine,) = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)[
+        "engines"
+    ]
+    return dict(engine)
 
 
 def _joined(pieces: Sequence[Tokens]) -> Tokens:
@@ -370,6 +381,20 @@ def test_prometheus_has_data_for_the_dashboard_and_alerts_of_the_tier_that_hangs
         (name, "pending") for name in may_be_seen
     }
     assert not [tier for _, tier, _ in first_run.alerts if tier not in ("full", "stuck")]
+
+
+def test_top_shows_every_tier_of_a_real_engine(first_run: FirstRun) -> None:
+    view = first_run.top
+    tiers = {tier["tier"]: tier for tier in view["tiers"]}
+    assert (view["error"], set(tiers)) == (None, {"cpu", "fs", "full", "stuck"})
+    assert tiers["fs"]["used_bytes"] >= STORED * CHUNK_BYTES
+    assert tiers["fs"]["capacity_bytes"] == ROOMY_BYTES
+    assert {name: tier["breaker_put"] for name, tier in tiers.items() if name != "stuck"} == {
+        "cpu": None,
+        "fs": "closed",
+        "full": "closed",
+    }
+    assert tiers["fs"]["read_per_written"] == 0.0
 
 
 @pytest.mark.full
