@@ -92,7 +92,11 @@ class Usage:
 
 
 class SlotMemory(Protocol):
-    """The primary tier's memory: page-aligned slots of equal length."""
+    """The primary tier's memory: page-aligned slots of equal length.
+
+    Attributes:
+        slots: number of slots, those included that have no memory yet and are in no batch.
+    """
 
     slots: int
 
