@@ -16,7 +16,7 @@ from functools import partial
 import anyio
 import anyio.to_thread
 
-from kvtier._core.messages import Event, SlotsReady, TierDown
+from kvtier._core.messages import Event, SlotsReady, TierDown, TierUp
 from kvtier._core.requests import Request
 from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering
@@ -341,6 +341,7 @@ class TieringManager:
 
     async def _resets_ended(self) -> None:
         while not self._core.is_reset:
+            self._executor.submit(())  # a tier process that has just started may have missed them
             await self._changed.wait()
 
     async def _next_change(self) -> None:
@@ -385,6 +386,8 @@ class TieringManager:
             )
 
     def _on_event(self, event: Event) -> None:
+        if isinstance(event, TierUp) and self._closing.is_set():
+            return  # it was on its way: nothing more is asked of the tier
         self._driver.on_event(event)
         self._notify()
 

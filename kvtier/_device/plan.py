@@ -128,10 +128,12 @@ class _Group:
         slots_join = layout.chunk_bytes == layout.worker_bytes and len(layout.page_bytes) == 1
         joined_blocks = layout.blocks_per_chunk * (piece_slots if slots_join else 1)
         dense = [ref for ref in used if _is_dense(caches, ref, layout)]
+        shared = [ref for ref in dense if _is_shared(ref)]
+        own = [ref for ref in dense if ref not in shared]
         others = [ref for ref in used if ref not in dense]
         self._pages = [
             _Pages(caches, refs, layout, address, blocks)
-            for refs, blocks in ((dense, joined_blocks), (others, 1))
+            for refs, blocks in ((own, joined_blocks), (shared, joined_blocks), (others, 1))
             if refs
         ]
 
@@ -180,6 +182,7 @@ class _Pages:
         self._chunk_bytes = layout.chunk_bytes
         self._blocks_per_chunk = layout.blocks_per_chunk
         self._joined_blocks = joined_blocks
+        self._is_shared = any(map(_is_shared, refs))
         mappings = [ref.mapping for ref in refs]
         self._writers = of_pieces(1 if mapping is None else mapping.writers for mapping in mappings)
         self._writer = of_pieces(0 if mapping is None else mapping.writer for mapping in mappings)
@@ -187,7 +190,8 @@ class _Pages:
     def pairs(self, ids: _Integers, places: _Integers, to_write: bool) -> _Pairs:
         """Return the addresses and sizes of the pages of blocks; to write, of this worker's own ones."""
         lengths = np.ones_like(ids)
-        if self._joined_blocks > 1 and len(ids):
+        takes_turns = to_write and self._is_shared  # with others: neighbours are not one writer's
+        if self._joined_blocks > 1 and len(ids) and not takes_turns:
             starts = self._run_starts(ids, places)
             lengths = np.diff(starts, append=len(ids))
             ids, places = ids[starts], places[starts]
@@ -199,7 +203,7 @@ class _Pages:
         host += (chunk * self._chunk_bytes)[blocks]
         host += self._host_base[pieces]
         sizes = self._sizes[pieces] * lengths[blocks]
-        if to_write and self._writers.max() > 1:
+        if takes_turns:
             own = places[blocks] % self._writers[pieces] == self._writer[pieces]
             device, host, sizes = device[own], host[own], sizes[own]
         return device.ravel().view(np.uint64), host.ravel().view(np.uint64), sizes.ravel().view(np.uint64)
@@ -234,8 +238,12 @@ def _pieces(ref: PageRef) -> _Integers:
 def _is_dense(caches: KVCaches, ref: PageRef, layout: SlotLayout) -> bool:
     """Return whether blocks that follow each other have adjacent bytes, in the tensor and in a slot."""
     whole = ref.page_bytes == layout.page_bytes[ref.tensor] == caches.tensors[ref.tensor].stride(0)
-    is_shared = ref.mapping is not None and ref.mapping.writers > 1
-    return whole and not is_shared and len(_pieces(ref)) == 1
+    return whole and len(_pieces(ref)) == 1
+
+
+def _is_shared(ref: PageRef) -> bool:
+    """Return whether several workers have the page, and take turns to write it."""
+    return ref.mapping is not None and ref.mapping.writers > 1
 
 
 def _require_within(numbers: _Integers, count: int, what: str) -> None:

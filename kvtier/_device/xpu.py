@@ -101,6 +101,8 @@ class XpuStream:
 
     def copy(self, plan: CopyPlan) -> None:
         """Enqueue the copies; the calling thread makes the host's part. See ``Stream.copy``."""
+        for buffer in self._buffers:
+            buffer.arriving = None  # of a copy that raised: its slots may be another chunk's by now
         with self._api.stream(self._stream):
             for number, part in enumerate(_parts(plan, self._buffer_bytes)):
                 buffer = self._buffers[number % 2]

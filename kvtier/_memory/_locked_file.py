@@ -183,26 +183,45 @@ def _create(path: Path, nbytes: int, note: bytes) -> int | None:
     """Make the file, lock it, then name it; None where somebody else was first."""
     if not _has_room(path, nbytes + len(note)):
         return None
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fd, source = _new_file(path)
     keep = False
     try:
         os.ftruncate(fd, nbytes)
         if note:
             os.pwrite(fd, note, nbytes)
-        keep = _try_lock(fd, fcntl.LOCK_SH) and _link(temporary, path)
+        keep = _try_lock(fd, fcntl.LOCK_SH) and _link(source, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        if source.parent == path.parent:
+            source.unlink(missing_ok=True)
         if not keep:
             os.close(fd)
     return fd if keep else None
 
 
+def _new_file(path: Path) -> tuple[int, Path]:
+    """Open a new file without a name, or with one of its own; return it and what to link it from.
+
+    One that had another name before is "(deleted)" in the lists of mappings that operators look at.
+    """
+    with suppress(OSError):  # not every file system has unnamed files
+        fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        source = Path(f"/proc/self/fd/{fd}")
+        if source.exists():
+            return fd, source
+        os.close(fd)
+    source = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    return os.open(source, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600), source
+
+
 def _link(source: Path, path: Path) -> bool:
+    # With a directory descriptor, os.link follows the link in /proc to the file itself.
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.link(source, path)
+        os.link(source, path, src_dir_fd=directory, follow_symlinks=True)
     except (FileExistsError, FileNotFoundError):  # somebody was first, or swept the temporary name
         return False
+    finally:
+        os.close(directory)
     return True
 
 

@@ -73,10 +73,11 @@ def _remove(path: str, identity: tuple[int, int]) -> None:
     if (os.fstat(fd).st_dev, os.fstat(fd).st_ino) != identity:
         return  # another engine's by now
     signal.signal(signal.SIGALRM, _give_up)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})  # the engine's thread may have blocked it
     signal.alarm(_GRACE_S)
     with suppress(TimeoutError):
         fcntl.flock(fd, fcntl.LOCK_EX)
-    signal.alarm(0)
+        signal.alarm(0)
     if os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False)):
         os.unlink(path)
 

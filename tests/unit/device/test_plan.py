@@ -41,6 +41,16 @@ def test_neighbouring_chunks_of_one_tensor_are_joined() -> None:
     assert (plan.src - HOST).tolist() == [3 * 4096 + 1024, 6 * 4096]
 
 
+def test_shared_pages_are_joined_in_loads_and_written_in_turns() -> None:
+    latent = PageMapping(1024, (Run(0, 0, 1024),), writers=2, writer=1)
+    caches = KVCaches((torch.zeros((64, 1024), dtype=torch.int8),), ((PageRef(0, 1024, latent),),))
+    plans = CopyPlanner(caches, SlotLayout.make((1024,), 4), HOST, 32)
+    assert plans.load([3, 4, 6], blocks(range(10, 22))).sizes.tolist() == [8 * 1024, 4 * 1024]
+    store = plans.store(blocks(range(10, 18)), [3, 4])
+    assert (store.dst - HOST).tolist() == [3 * 4096 + (2 * turn + 1) * 1024 for turn in range(4)]
+    assert store.sizes.tolist() == [1024] * 4
+
+
 def test_no_copy_crosses_a_piece() -> None:
     plan = planner((1024,), 4, piece_slots=3).store(blocks(range(10, 37), first=3), range(1, 9))
     assert (plan.dst - HOST).tolist() == [4096 + 3 * 1024, 3 * 4096, 6 * 4096]

@@ -71,6 +71,34 @@ def test_a_buffer_is_filled_again_only_when_the_device_is_through_with_it(
     assert memory[:5].numpy().tobytes() == slots[:2560].tobytes()
 
 
+def test_a_store_that_fails_writes_nothing_into_its_slots_later(
+    played_torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slots are another chunk's by then."""
+    memory = torch.ones((8, 512), dtype=torch.int8)
+    slots = np.zeros((8, 512), dtype=np.uint8)
+    stream = XpuStream(
+        played_torch, played_torch.Stream(), DeviceBytes([memory]), is_store=True, buffer_bytes=512
+    )
+
+    def store(page: int) -> None:
+        sizes = np.full(1, 512, dtype=np.uint64)
+        source = np.array([memory.data_ptr() + page * 512], dtype=np.uint64)
+        stream.copy(CopyPlan(source, np.array([slots[page].ctypes.data], dtype=np.uint64), sizes, 512))
+
+    def fail(_: Any) -> None:
+        raise RuntimeError("the device has failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(played_torch.Event, "synchronize", fail)
+        with pytest.raises(RuntimeError):
+            store(0)
+    slots[0] = 77
+    store(1)
+    assert set(slots[0].tolist()) == {77}
+    assert set(slots[1].tolist()) == {1}
+
+
 @pytest.mark.parametrize(("start", "size"), [(-1, 1), (48, 1), (40, 9)])
 def test_ranges_that_are_not_in_the_tensors_are_refused(start: int, size: int) -> None:
     tensor = torch.zeros((3, 16), dtype=torch.int8)
