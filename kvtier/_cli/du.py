@@ -40,7 +40,7 @@ class Usage:
         root: the directory.
         bytes: what it takes in all.
         ledger_bytes: what the engines that share it believe that it takes; None where they have not counted.
-        leased_bytes: what they are writing now; None where nobody keeps a ledger.
+        leased_bytes: what they have leased to write; None where nobody keeps a ledger.
         writers: engines that have it open; None as well.
         total_bytes: of its file system.
         free_bytes: of its file system, for unprivileged users.
@@ -103,7 +103,7 @@ def _show(usage: Usage) -> None:
     if usage.writers is not None:
         counted = "not counted yet" if usage.ledger_bytes is None else str(Bytes(usage.ledger_bytes))
         print_line(
-            f"ledger: {counted}; {usage.writers} engines, writing {Bytes(usage.leased_bytes or 0)} now"
+            f"ledger: {counted}; {usage.writers} engines, which have leased {Bytes(usage.leased_bytes or 0)}"
         )
     if usage.unreadable:
         print_line(

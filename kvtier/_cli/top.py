@@ -7,11 +7,14 @@ import json
 import re
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from http.client import HTTPException
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Final
+from urllib.parse import urlsplit
 
 import typer
 from rich.console import Group
@@ -23,9 +26,9 @@ from kvtier._cli import report
 from kvtier._cli.report import Bytes, JsonFlag
 
 _TIMEOUT_S: Final = 5.0
-_MOST_BYTES: Final = 64 * 2**20
 _REASONS: Final = 6
 _SAMPLE: Final = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)")
+_HOST_PORT: Final = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):[0-9]+")
 _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _BREAKER: Final = {0: "closed", 1: "half open", 2: "open"}
 _PRIMARY: Final = "cpu"
@@ -53,14 +56,18 @@ class Snapshot:
     at: float
     samples: Samples
 
-    def by(self, label: str, name: str, **labels: str) -> dict[str, float]:
-        """Return the sums of a metric by the values of a label, over the samples that have ``labels``."""
-        sums: dict[str, float] = {}
-        for found, its, value in self.samples:
-            if found == name and labels.items() <= its.items():
-                key = its.get(label, "")
-                sums[key] = sums.get(key, 0.0) + value
-        return sums
+    def by(
+        self, label: str, name: str, join: Callable[[list[float]], float] = sum, **labels: str
+    ) -> dict[str, float]:
+        """Return a metric by the values of a label, joined over the samples that have ``labels``.
+
+        There are several where several engines answer on one port.
+        """
+        found: dict[str, list[float]] = {}
+        for sample, its, value in self.samples:
+            if sample == name and labels.items() <= its.items():
+                found.setdefault(its.get(label, ""), []).append(value)
+        return {key: join(values) for key, values in found.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +145,7 @@ def command(
     """
     earlier: dict[str, Snapshot] = {}
     views = [_view(source, earlier) for source in sources]
-    if once and earlier and any(_is_url(source) for source in sources):
+    if once and earlier and any(map(_is_url, sources)):
         time.sleep(interval)
         views = [_view(source, earlier) for source in sources]
     if once or not any(map(_is_url, sources)):
@@ -178,15 +185,15 @@ def _print(views: Sequence[EngineView], as_json: bool) -> None:
 
 
 def _is_url(source: str) -> bool:
-    return not Path(source).exists()
+    return "://" in source or _HOST_PORT.fullmatch(source) is not None
 
 
 def _view(source: str, earlier: dict[str, Snapshot]) -> EngineView:
     """Return the view of one engine, and keep its snapshot for the next."""
     try:
         now = Snapshot(time.monotonic(), parse(_read(source)))
-    except (OSError, ValueError) as error:
-        return EngineView(source, error=f"cannot be read: {error}")
+    except (OSError, ValueError, OverflowError, HTTPException) as error:
+        return EngineView(source, error=f"cannot be read: {str(error) or type(error).__name__}")
     if not any(name.startswith("kvtier_") for name, _, _ in now.samples):
         return EngineView(source, error="has no metrics of kvtier: is KVTierOffloadingSpec configured?")
     before = earlier.get(source) if _is_url(source) else None
@@ -200,22 +207,22 @@ def _read(source: str) -> str:
     url = source if "://" in source else f"http://{source}"
     if not url.startswith(("http://", "https://")):
         raise ValueError("neither a file nor a URL of http or https")
-    if url.count("/") == 2:
-        url += "/metrics"
+    if urlsplit(url).path in ("", "/"):
+        url = f"{url.rstrip('/')}/metrics"
     with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
-        return str(response.read(_MOST_BYTES), "utf-8")
+        return str(response.read(), "utf-8")
 
 
 def parse(text: str) -> Samples:
-    """Return the samples of a page in Prometheus' text format. Lines that are none are left out."""
+    """Return the finite samples of a page in Prometheus' text format. Lines that are none are left out."""
     samples = []
     for line in text.splitlines():
         if (found := _SAMPLE.match(line)) is not None:
             labels = {name: re.sub(r"\\(.)", r"\1", value) for name, value in _LABEL.findall(found[2] or "")}
-            try:
-                samples.append((found[1], labels, float(found[3])))
-            except ValueError:
-                continue
+            with suppress(ValueError):
+                value = float(found[3])
+                if isfinite(value):
+                    samples.append((found[1], labels, value))
     return samples
 
 
@@ -229,7 +236,7 @@ def view_of(source: str, now: Snapshot, before: Snapshot | None = None) -> Engin
     """
     loaded, misses = _grown("tier", _LOADED, now, before), _grown("reason", _MISSES, now, before)
     chunks = sum(loaded.values()) + sum(misses.values())
-    tiers = {*now.by("tier", _UP), *now.by("tier", _CAPACITY), *loaded}
+    tiers = {*now.by("tier", _UP), *now.by("tier", _USED), *now.by("tier", _CAPACITY), *loaded}
     by_frequency = sorted(misses.items(), key=lambda item: -item[1])
     return EngineView(
         source,
@@ -253,8 +260,8 @@ def _grown(label: str, name: str, now: Snapshot, before: Snapshot | None) -> dic
 
 
 def _tier(tier: str, now: Snapshot, before: Snapshot | None, hit_share: float | None) -> TierView:
-    def gauge(name: str, **labels: str) -> float | None:
-        return now.by("tier", name, **labels).get(tier)
+    def gauge(name: str, join: Callable[[list[float]], float] = sum, **labels: str) -> float | None:
+        return now.by("tier", name, join, **labels).get(tier)
 
     def rate(name: str) -> float | None:
         if before is None or tier not in now.by("tier", name):
@@ -262,11 +269,12 @@ def _tier(tier: str, now: Snapshot, before: Snapshot | None, hit_share: float | 
         return _grown("tier", name, now, before)[tier] / (now.at - before.at)
 
     def breaker(verb: str) -> str | None:
-        state = gauge(_BREAKER_STATE, verb=verb)
+        state = gauge(_BREAKER_STATE, max, verb=verb)
         return None if state is None else _BREAKER.get(int(state))
 
-    up, written = gauge(_UP), gauge(_WRITTEN)
-    used, capacity = gauge(_USED), gauge(_CAPACITY)
+    up, written = gauge(_UP, min), gauge(_WRITTEN)
+    of_all = sum if tier == _PRIMARY else max  # engines share a root, and each has a primary tier
+    used, capacity = gauge(_USED, of_all), gauge(_CAPACITY, of_all)
     return TierView(
         tier,
         is_up=None if up is None else up > 0,

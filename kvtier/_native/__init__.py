@@ -75,7 +75,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     if wish == "0":
         return None, "KVTIER_NATIVE=0 is set in the environment"
     if not path.exists():
-        return None, f"{path} does not exist: kvtier was installed without a wheel for this platform"
+        return None, f"{path} does not exist"
     try:
         library = ctypes.CDLL(str(path))
         wrong = _why_unfit(library)

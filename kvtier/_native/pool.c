@@ -47,11 +47,13 @@ struct pool {
     pthread_t threads[];
 };
 
-static void append(struct queue *queue, struct task *task)
+static void add(struct queue *queue, struct task *task, bool is_first)
 {
-    task->following = NULL;
-    *queue->last = task;
-    queue->last = &task->following;
+    struct task **place = is_first ? &queue->first : queue->last;
+    task->following = *place;
+    *place = task;
+    if (task->following == NULL)
+        queue->last = &task->following;
 }
 
 static void remove_first(struct queue *queue)
@@ -65,7 +67,7 @@ static void remove_first(struct queue *queue)
 static void complete(struct pool *pool, struct task *task)
 {
     bool is_first = pool->ended.first == NULL;
-    append(&pool->ended, task);
+    add(&pool->ended, task, false);
     if (!is_first)
         return;
     uint64_t one = 1;
@@ -243,7 +245,8 @@ struct pool *kvt_pool_open(size_t readers, size_t writers)
 int kvt_pool_fd(const struct pool *pool) { return pool->event_fd; }
 
 /* Have the pool's threads do the first `end` chunks of a call, at least one, `part` of them at a time: without
- * waiting. kvt_pool_ended tells of the end by the token; the call stays until then. Returns 0 or ENOMEM. */
+ * waiting. `reading`: 0 a write, 1 a read, 2 a read that goes before the others. kvt_pool_ended tells of the end
+ * by the token; the call stays until then. Returns 0 or ENOMEM. */
 int kvt_pool_submit(struct pool *pool, work_on work, const struct call *call, size_t end, size_t part, int reading,
                     uint64_t token)
 {
@@ -252,7 +255,7 @@ int kvt_pool_submit(struct pool *pool, work_on work, const struct call *call, si
         return ENOMEM;
     *task = (struct task){.work = work, .call = call, .end = end, .part = part, .token = token};
     pthread_mutex_lock(&pool->lock);
-    append(reading ? &pool->reads : &pool->writes, task);
+    add(reading ? &pool->reads : &pool->writes, task, reading == 2);
     pthread_cond_t *next = next_to_wake(pool);
     pthread_mutex_unlock(&pool->lock);
     if (next != NULL)

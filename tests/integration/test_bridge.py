@@ -29,7 +29,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier._core.admission import Limits, TierStatus
-from kvtier._core.messages import SlotsReady
+from kvtier._core.messages import PutEnded, SlotsReady
 from kvtier._core.tiering import Tiering
 from kvtier._executor import Executor, ExecutorThread, NamedTier
 from kvtier._identity import Identity
@@ -230,7 +230,7 @@ def test_what_ended_while_the_engine_slept_is_not_overdue(make: Make) -> None:
     it = make(dummy(), slots=16, clock=clock)
     it.store(prompt(1, 2), it.request("a"))
     end = time.monotonic() + 20
-    while not it.thread.events:
+    while not any(isinstance(event, PutEnded) for event in it.thread.events):
         assert time.monotonic() < end
         time.sleep(0.001)
     clock.now += 3600

@@ -33,7 +33,8 @@ class Puts:
         config: the tier's settings.
         quota: what may be written.
         pool: writes.
-        workers: threads that may block on the ledger and on the quarantine.
+        workers: threads that may block on the quarantine.
+        ledger_worker: a thread that may block on the ledger.
         quarantine: takes what is in the place of a chunk and is none.
         maintenance: makes room.
     """
@@ -44,6 +45,7 @@ class Puts:
         quota: Quota,
         pool: NativePool,
         workers: Workers,
+        ledger_worker: Workers,
         quarantine: Quarantine,
         maintenance: Maintenance,
     ) -> None:
@@ -51,6 +53,7 @@ class Puts:
         self._quota = quota
         self._pool = pool
         self._workers = workers
+        self._ledger_worker = ledger_worker
         self._quarantine = quarantine
         self._maintenance = maintenance
         self._loop = asyncio.get_running_loop()
@@ -103,7 +106,7 @@ class Puts:
         missing = chunks_with(call.results, {Result.ABSENT})
         if not missing:
             return
-        reserving = self._workers.call(partial(self._reserve, len(missing)))
+        reserving = self._ledger_worker.call(partial(self._reserve, len(missing)))
         cancelled = await wait_for_end(reserving)
         granted, reason = reserving.result()
         if cancelled is not None:
@@ -145,4 +148,4 @@ class Puts:
     def _flush_soon(self) -> None:
         self._flush_is_due = False
         if self._quota.has_news:
-            self._workers.submit(self._quota.flush)
+            self._ledger_worker.submit(self._quota.flush)

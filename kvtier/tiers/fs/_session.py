@@ -39,7 +39,7 @@ class Session:
 
     Attributes:
         closing: set when the tier closes.
-        workers: threads that may block on the ledger, on the quarantine and on discards.
+        workers: threads that may block on the quarantine and on discards.
         epoch: the epoch that is read and written; None after a reset that failed, and after closing.
         namespace: the identity's place below the root. This and what follows is set by ``open``.
         quota: what may be written.
@@ -62,9 +62,13 @@ class Session:
         self.closing = StopFlag()
         self.workers = Workers(f"{context.name}-io", _THREADS)
         self.epoch: Epoch | None = None
-        self._all_workers: tuple[Workers, ...] = (self.workers,)
+        self._ledger_worker = Workers(
+            f"{context.name}-ledger", 1
+        )  # where a lock that others hold is waited for
+        self._all_workers: tuple[Workers, ...] = (self.workers, self._ledger_worker)
         self._resources = ExitStack()  # closed in a thread: that blocks
-        self._is_working = False
+        self._has_pool = self._is_working = False
+        self._closed: asyncio.Future[None] | None = None
 
     async def open(self) -> None:
         """Open the root, and wait a moment for its count: what a small one holds is known at once.
@@ -82,6 +86,8 @@ class Session:
     async def close(self) -> None:
         """Wait until all threads have ended, and close what is open. See ``FsTier.aclose``."""
         if self.closing:
+            if self._closed is not None:
+                await asyncio.wait((self._closed,))
             return
         self.closing.set()
         if self.epoch is not None:
@@ -90,15 +96,16 @@ class Session:
         try:
             if self._is_working:
                 self.maintenance.stop()
+            if self._has_pool:
                 await self.pool.drain()
         finally:
             for workers in self._all_workers:
                 workers.close()
             closer = Workers(f"{self._config.type}-close", 1)  # the waiting blocks: a thread of its own
-            closed = closer.call(self._close)
+            self._closed = closer.call(self._close)
             closer.close()
-            await asyncio.wait((closed,))
-            closed.result()
+            await asyncio.wait((self._closed,))
+            self._closed.result()
 
     def _open_root(self) -> None:
         namespace, self.epoch = Namespace.open(self._config, self._context)
@@ -126,13 +133,22 @@ class Session:
             raise TierError(
                 f"tier {context.name}: {error.strerror} (n_threads={config.n_threads})"
             ) from error
+        self._has_pool = True
         self._resources.callback(self.pool.close)
         assert self.epoch is not None
         self.maintenance = Maintenance(
             config, self.namespace, self.quota, self.closing, context.removed, context.lost, self.epoch
         )
         self._all_workers += self.maintenance.workers
-        self.puts = Puts(config, self.quota, self.pool, self.workers, self.quarantine, self.maintenance)
+        self.puts = Puts(
+            config,
+            self.quota,
+            self.pool,
+            self.workers,
+            self._ledger_worker,
+            self.quarantine,
+            self.maintenance,
+        )
         self._is_working = True
 
     def _close(self) -> None:

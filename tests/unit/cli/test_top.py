@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -111,6 +112,35 @@ def test_several_engines_and_one_that_does_not_answer(kvtier, serve):
     assert "127.0.0.1:9: cannot be read: " in said.out
     assert "has no metrics of kvtier: is KVTierOffloadingSpec configured?" in said.out
     assert "file:///etc/passwd: cannot be read: neither a file nor a URL" in said.out
+
+
+def test_ranks_on_one_port_are_joined_by_what_each_metric_means():
+    page = "".join(
+        f'kvtier_breaker_state{{engine="{rank}",tier="fs",verb="get"}} 2\n'
+        f'kvtier_tier_up{{engine="{rank}",tier="fs"}} {rank}\n'
+        f'kvtier_tier_used_bytes{{engine="{rank}",tier="fs"}} 1000\n'
+        f'kvtier_tier_used_bytes{{engine="{rank}",tier="cpu"}} {10 + rank}\n'
+        for rank in (0, 1)
+    )
+    cpu, fs = view_of("engine", Snapshot(0.0, parse(page + 'kvtier_tier_up{tier="x"} NaN\n'))).tiers
+    assert (fs.breaker_get, fs.is_up, fs.used_bytes, cpu.used_bytes) == ("open", False, 1000, 21)
+
+
+def test_what_cannot_be_read_is_said_and_ends_with_status_1(kvtier, tmp_path):
+    def greet(server: socket.socket) -> None:
+        with server.accept()[0] as connection:
+            connection.send(b"SSH-2.0-x\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        greeting = threading.Thread(target=greet, args=(other,))
+        greeting.start()
+        said = kvtier("top", f"127.0.0.1:{other.getsockname()[1]}", "localhost:99999", "--once")
+        greeting.join()
+    assert said.status == 1
+    assert said.out.count("cannot be read: ") == 2
+    said = kvtier("top", tmp_path / "missing")  # ends: a file is read once
+    assert said.status == 1
+    assert "missing: cannot be read: " in said.out
 
 
 def test_labels_do_not_command_the_terminal(kvtier, tmp_path):

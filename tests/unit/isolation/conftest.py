@@ -131,8 +131,9 @@ def reckless(install_distribution: Any) -> None:
 
 
 def make_tier(type_: str, **settings: object) -> SecondaryTier[Any]:
-    """Make an installed tier."""
-    tier: SecondaryTier[Any] = registry.load(type_)(registry.validate({"type": type_, **settings}))
+    """Make an installed tier, whose deadlines a busy machine keeps."""
+    given = {"type": type_, "deadline_s": PATIENCE_S, **settings}
+    tier: SecondaryTier[Any] = registry.load(type_)(registry.validate(given))
     return tier
 
 

@@ -19,6 +19,10 @@ from kvtier.errors import TierError
 from kvtier.tiers.fs._files.call import Failures, FileCall, Place, StopFlag
 
 _LISTED_AT_ONCE: Final = 1024
+_BUILD_IT: Final = (
+    "install a kvtier wheel for this platform, or install a C compiler and build the library with "
+    "'python -m kvtier._native.build'"
+)
 
 
 def require_library() -> ctypes.CDLL:
@@ -28,11 +32,9 @@ def require_library() -> ctypes.CDLL:
         TierError: it is not loaded; the message says why, and what to do.
     """
     if native.library is None:
-        raise TierError(
-            f"the file tier needs kvtier's native library, which is not loaded ({native.missing_because}): "
-            "install a kvtier wheel for this platform, or install a C compiler and build the library with "
-            "'python -m kvtier._native.build'"
-        )
+        remedy = "unset KVTIER_NATIVE" if "KVTIER_NATIVE" in os.environ else _BUILD_IT
+        why = f"which is not loaded ({native.missing_because})"
+        raise TierError(f"the file tier needs kvtier's native library, {why}: {remedy}")
     return native.library
 
 

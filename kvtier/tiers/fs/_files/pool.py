@@ -19,6 +19,9 @@ from kvtier.tiers.fs._files.index import Index
 _PART_BYTES: Final = 256 * 1024
 """What a thread takes at once: a part costs a lock and a wake-up, microseconds."""
 
+_QUEUES: Final = {Verb.PUT: 0, Verb.GET: 1, Verb.CONTAINS: 2}
+"""See ``kvt_pool_submit``. A look-up takes microseconds, and who waits for it may then get or put."""
+
 _LOOKUPS_A_PART: Final = 64
 _ENDED_AT_ONCE: Final = 64
 
@@ -95,8 +98,8 @@ class NativePool:
         token, task = next(self._tokens), _Task(call)
         part = _LOOKUPS_A_PART if verb is Verb.CONTAINS else max(1, _PART_BYTES // call.place.chunk_bytes)
         self._begun[token] = task
-        submit, reading = self._holding.kvt_pool_submit, verb is not Verb.PUT
-        if submit(self._address, self._work[verb], call.address, len(call), part, reading, token):
+        submit, queue = self._holding.kvt_pool_submit, _QUEUES[verb]
+        if submit(self._address, self._work[verb], call.address, len(call), part, queue, token):
             del self._begun[token]
             raise MemoryError("no memory for a task of the native pool")
         await task.end()

@@ -37,8 +37,12 @@ class Workers:
         self._threads = [
             threading.Thread(target=self._serve, name=f"{name}-{i}", daemon=True) for i in range(threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:  # a limit on threads: those that run end again
+            self.close()
+            raise
 
     def submit(self, job: Callable[[], object]) -> None:
         """Submit a function. It must not raise."""

@@ -182,7 +182,8 @@ class Quota:
             room = max(0, min(below_limit, above_free))
             granted = min(chunks, room // self._file_bytes)
             change.reserve = granted * self._file_bytes
-            change.ahead = min(_AHEAD_BYTES, (room - change.reserve) // _AHEAD_SHARE)
+            if granted == chunks:
+                change.ahead = min(_AHEAD_BYTES, (room - change.reserve) // _AHEAD_SHARE)
             self._refused = wanted - change.reserve
             reason = Result.MAX_BYTES if accounts.is_exact else Result.COUNTING
         return granted, Result.MIN_FREE if above_free < below_limit else reason

@@ -95,6 +95,19 @@ def test_every_chunk_is_done_once_and_the_end_is_told_with_the_sum(make_pool):
     assert sorted(pool.begun) == [("a", 0, 3), ("a", 3, 6), ("a", 6, 9), ("a", 9, 10)]
 
 
+def test_a_look_up_goes_before_reads_that_came_earlier(make_pool):
+    pool, gate = make_pool(1, 1), threading.Event()
+    pool.submit("hold", reading=0, gate=gate)
+    pool.submit("hold", reading=1, gate=gate)
+    pool.wait_begun(2)
+    for _ in range(4):
+        pool.submit("get", reading=1, gate=Moment())
+    pool.submit("look up", reading=2)
+    gate.set()
+    pool.ended(7)
+    assert "look up" in pool.names()[2:4]  # the other thread may have begun a get at the same time
+
+
 def test_reads_go_before_writes_that_came_earlier(make_pool):
     pool, gate, writing = make_pool(1, 2), threading.Event(), threading.Event()
     for _ in range(2):  # all three threads are busy: with two writes, and then with a read

@@ -155,6 +155,18 @@ def test_where_there_is_plenty_of_room_most_puts_ask_nobody():
     assert 0 < asked < 20
 
 
+def test_who_is_refused_leases_nothing_ahead():
+    """Else others would take it to be writing, and evict for it again and again."""
+    disk = Disk(free=10**9)
+    space = disk.space(max_bytes=100 * FILE + 99)
+    space.count(lambda: 99 * FILE)
+    assert space.reserve(2)[0] == 1
+    assert disk.ledger.accounts.leased == FILE
+    space.settle(1, FILE)
+    assert space.reserve(1)[0] == 0
+    assert not space.has_puts_under_way
+
+
 def test_a_folder_that_vanishes_while_a_writer_takes_a_new_name_fails_one_change_alone(tmp_path, monkeypatch):
     root_fd = os.open(tmp_path, os.O_RDONLY)
     shared = ledger.SharedLedger(root_fd, Disk().look)
