@@ -248,6 +248,10 @@ async def test_a_scan_removes_no_more_than_it_can_name(world, monkeypatch):
 async def put_batches(world, tier, first, count, batch, outcomes):
     for start in range(first, first + count, batch):
         outcomes.append(await world.put(tier, range(start, start + batch)))
+        if start - first < 8:  # a burst may be over within one tick of the clock that file times are of
+            for number in range(start, start + batch):
+                with suppress(FileNotFoundError):
+                    os.utime(world.file(number), (1e9, 1e9))
 
 
 @pytest.mark.parametrize(("engines", "puts_at_once"), [(1, 1), (1, 4), (3, 2)])
