@@ -56,9 +56,9 @@ def program() -> Path:
 
 
 def free_port() -> int:
-    """Return a port that is free, below the ephemeral ones, and was not returned before."""
+    """Return a port that is free, above those of Mooncake's clients, below the ephemeral ones, and new."""
     while True:
-        port = random.SystemRandom().randrange(12_000, 30_000)
+        port = random.SystemRandom().randrange(18_000, 30_000)
         with closing(socket.socket()) as one, suppress(OSError):
             one.bind(("127.0.0.1", port))
             if port not in _given:

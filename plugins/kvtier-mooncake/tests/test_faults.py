@@ -98,6 +98,13 @@ async def test_no_master_at_the_start_is_said_with_the_setting() -> None:
         await tier.open(TierContext("pool", IDENTITY, 4096))
 
 
+async def test_no_metadata_server_at_the_start_is_said_with_the_setting(pool: Pool) -> None:
+    url = f"http://127.0.0.1:{free_port()}/metadata"
+    tier = MooncakeTier(MooncakeConfig(master=pool.address, metadata_server=url))
+    with pytest.raises(TierError, match=r"the metadata server at http.* or correct metadata_server"):
+        await tier.open(TierContext("pool", IDENTITY, 4096))
+
+
 async def test_a_pool_that_nobody_contributes_to_is_said_with_the_setting(tmp_path: Path) -> None:
     with Pool(tmp_path, 0) as pool:
         with pytest.raises(TierError, match=r"no client of the master contributes memory.*segment_bytes"):
@@ -109,7 +116,7 @@ async def test_a_pool_that_nobody_contributes_to_is_said_with_the_setting(tmp_pa
 
 
 async def test_a_killed_client_takes_its_chunks_along_and_the_pool_is_used_again(tmp_path: Path) -> None:
-    with Pool(tmp_path, 128 << 20, "--client_ttl", "2") as pool:
+    with Pool(tmp_path, 128 << 20, "--client_ttl", "5") as pool:
         async with opened(pool, segment_bytes=0) as it:
             await put(it, range(8))
             await in_thread(pool.kill_client)
@@ -155,6 +162,14 @@ async def test_what_is_put_by_one_is_got_by_another_and_no_chunk_of_another_cach
 def test_a_master_that_is_no_address_is_refused(master: str) -> None:
     with pytest.raises(ValueError, match="is not host:port"):
         MooncakeConfig(master=master)
+
+
+@pytest.mark.parametrize(
+    "server", ["", "nonsense", "P2P", "http://host/metadata", "ftp://host:1", "etcd://:2379"]
+)
+def test_a_metadata_server_that_is_none_is_refused(server: str) -> None:
+    with pytest.raises(ValueError, match="is neither P2PHANDSHAKE nor a URL with a port"):
+        MooncakeConfig(metadata_server=server)
 
 
 def test_the_readme_lists_every_setting() -> None:

@@ -141,12 +141,12 @@ class Quota:
 
     @property
     def has_news(self) -> bool:
-        """Whether puts have ended that the ledger has not been told of."""
+        """Whether the lease in the ledger differs from what puts need, or bytes are not reported yet."""
         return self._unreported > 0 or self._reserved != self._leased
 
     @property
     def has_puts_under_way(self) -> bool:
-        """Whether some writer may be writing a chunk now, as of the last read of the ledger."""
+        """Whether some writer has leased bytes for chunks, as of the last read of the ledger."""
         return self._known.leased > 0
 
     def reserve_ahead(self, chunks: int) -> bool:

@@ -83,7 +83,7 @@ class Store:
         context: what the tier was opened with.
 
     Raises:
-        TierError: the client library is missing, or the master cannot be reached.
+        TierError: the client library is missing, or the master or the metadata server cannot be reached.
     """
 
     def __init__(self, config: MooncakeConfig, context: TierContext) -> None:
@@ -99,6 +99,7 @@ class Store:
         self._record_config.replica_num = config.replicas
         self._record_config.with_hard_pin = True  # or the pool would evict what names the epoch
         self._client: Any = module.MooncakeDistributedStore()
+        self._require_metadata_server()
         code = self._client.setup(*setup_arguments(config, self._own_address()))
         if code:
             self.close()
@@ -212,6 +213,19 @@ class Store:
             raise self._error(
                 f"Mooncake's client cannot be imported ({error}); install kvtier-mooncake[cuda] or "
                 "kvtier-mooncake[cpu], and the system's libibverbs, libnuma and libcurl"
+            ) from None
+
+    def _require_metadata_server(self) -> None:
+        """Raise TierError unless it can be reached: else the client tries for minutes, and blocks Python."""
+        address = self._config.metadata_address
+        if address is None:
+            return
+        try:
+            socket.create_connection(address, _CONNECT_S).close()
+        except OSError as error:
+            raise self._error(
+                f"the metadata server at {self._config.metadata_server} cannot be reached ({error}); start "
+                "it, or correct metadata_server"
             ) from None
 
     def _own_address(self) -> str:

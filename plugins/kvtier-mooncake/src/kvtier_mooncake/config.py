@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Final
+from urllib.parse import urlsplit
+
 from pydantic import Field, field_validator
 
 from kvtier.tiers import Size, TierConfig
@@ -9,6 +12,7 @@ from kvtier.tiers import Size, TierConfig
 _DEFAULT_PORT = 50051
 P2P = "P2PHANDSHAKE"
 """The metadata "server" that stands for none: clients ask each other."""
+_METADATA_SERVERS: Final = ("http", "https", "etcd", "redis")
 
 
 class MooncakeConfig(TierConfig):
@@ -58,6 +62,22 @@ class MooncakeConfig(TierConfig):
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ValueError(f"{value!r} is not host:port, such as 10.0.0.1:{_DEFAULT_PORT}")
         return value
+
+    @field_validator("metadata_server")
+    @classmethod
+    def _is_metadata_server(cls, value: str) -> str:
+        url = urlsplit(value)
+        if value != P2P and not (url.scheme in _METADATA_SERVERS and url.hostname and url.port):
+            raise ValueError(
+                f"{value!r} is neither {P2P} nor a URL with a port, such as http://10.0.0.1:8080/metadata"
+            )
+        return value
+
+    @property
+    def metadata_address(self) -> tuple[str, int] | None:
+        """Host and port of the metadata server; None where there is none."""
+        url = urlsplit(self.metadata_server)
+        return (url.hostname, url.port) if url.hostname and url.port else None
 
     @property
     def master_address(self) -> tuple[str, int]:
