@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from kvtier._build import open_manager
     from kvtier._config import TieringConfig
     from kvtier._device.base import KVCaches, PageMapping, PageRef
-    from kvtier._manager import Acquired, TieringManager
+    from kvtier._manager.manager import Acquired, TieringManager
+    from kvtier._manager.statistics import Statistics, TierStatistics
     from kvtier._memory.heap import HeapMemory
-    from kvtier._statistics import Statistics, TierStatistics
 
 __all__ = [
     "Acquired",
@@ -62,15 +62,15 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Acquired": "kvtier._manager",
+    "Acquired": "kvtier._manager.manager",
     "HeapMemory": "kvtier._memory.heap",
     "KVCaches": "kvtier._device.base",
     "PageMapping": "kvtier._device.base",
     "PageRef": "kvtier._device.base",
-    "Statistics": "kvtier._statistics",
-    "TierStatistics": "kvtier._statistics",
+    "Statistics": "kvtier._manager.statistics",
+    "TierStatistics": "kvtier._manager.statistics",
     "TieringConfig": "kvtier._config",
-    "TieringManager": "kvtier._manager",
+    "TieringManager": "kvtier._manager.manager",
     "open_manager": "kvtier._build",
 }
 

@@ -12,7 +12,7 @@ from kvtier import _plugins as plugins
 from kvtier._config import TieringConfig
 from kvtier._core.admission import Limits, TierStatus
 from kvtier._core.tiering import Tiering
-from kvtier._executor import Executor, ExecutorThread, NamedTier
+from kvtier._execution.executor import Executor, ExecutorThread, NamedTier
 from kvtier._isolation.process import AnyExecutor, ExecutorProcess
 from kvtier._isolation.remote import RemoteExecutor
 from kvtier.errors import ConfigError, IsolationError
@@ -27,7 +27,7 @@ logger = logging.getLogger("kvtier.executor")
 if TYPE_CHECKING:
     from kvtier._device.base import KVCaches
     from kvtier._identity import Identity
-    from kvtier._manager import TieringManager
+    from kvtier._manager.manager import TieringManager
     from kvtier._memory.layout import SlotLayout
     from kvtier._memory.region import Region
     from kvtier._memory.slot_checksums import SlotChecksums
@@ -169,7 +169,7 @@ def open_manager(
             ``canonical_layout`` is set and ``kv_caches`` has no page mappings.
     """
     from kvtier._device.auto import open_transfer_engine
-    from kvtier._manager import TieringManager
+    from kvtier._manager.manager import TieringManager
     from kvtier._memory.layout import SlotLayout
 
     refs = [ref for group in kv_caches.groups for ref in group]

@@ -13,9 +13,9 @@ from typing import Annotated, Literal
 from pydantic import Field, SerializeAsAny, StrictBool, field_validator, model_validator
 
 from kvtier import _plugins as plugins
-from kvtier import _validation as validation
 from kvtier._core.tiering import PRIMARY
-from kvtier._quantities import Settings, Size
+from kvtier._settings import validation
+from kvtier._settings.quantities import Settings, Size
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.tiers import _registry as registry
 from kvtier.tiers._base import TierConfig

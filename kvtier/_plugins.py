@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 from importlib_metadata import EntryPoint, entry_points
 from pydantic import BaseModel
 
-from kvtier._validation import did_you_mean, hide
+from kvtier._settings.validation import did_you_mean, hide
 from kvtier.errors import ConfigError, KVTierError, TierError
 
 BaseT = TypeVar("BaseT")

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ByteSize, TypeAdapter
 
 from kvtier._config import TieringConfig
-from kvtier._quantities import SIZE_PATTERN
+from kvtier._settings.quantities import SIZE_PATTERN
 from kvtier.errors import KVTierError
 from kvtier.tiers import _registry as registry
 from kvtier.tiers._base import TierConfig

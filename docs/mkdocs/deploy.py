@@ -14,7 +14,7 @@ import kubernetes_validate
 import yaml
 
 from kvtier._config import TieringConfig
-from kvtier._quantities import size
+from kvtier._settings.quantities import size
 
 DEPLOY = Path(__file__).resolve().parents[1] / "assets" / "deploy"
 KUBERNETES = ("1.30", "1.33")

@@ -26,10 +26,10 @@ from kvtier import _reasons as reasons
 from kvtier._cli import report
 from kvtier._config import TieringConfig
 from kvtier._core.tiering import PRIMARY
-from kvtier._executor import NamedTier
+from kvtier._execution.executor import NamedTier
 from kvtier._identity import Identity
 from kvtier._memory.heap import HeapMemory
-from kvtier._validation import did_you_mean
+from kvtier._settings.validation import did_you_mean
 from kvtier.errors import ConfigError, TierError
 from kvtier.keys import pack_key
 from kvtier.tiers._base import Batch, Knowledge, Outcome, SecondaryTier, Status, TierConfig, TierContext

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import typer
 
-from kvtier._cli import compare, doctor, du, extensions, gc, ls, new_tier, run, stat, tiers, top, verify
+from kvtier._cli import doctor, extensions, new_tier, run, tiers, top
+from kvtier._cli.root import compare, du, gc, ls, stat, verify
 
 app = typer.Typer(
     name="kvtier",

@@ -117,4 +117,4 @@ def _backend_of(kv_caches: KVCaches) -> str:
 
 
 def _module(name: str) -> Any:
-    return import_module(f"kvtier._device.{name}")
+    return import_module(f"kvtier._device.backends.{name}")

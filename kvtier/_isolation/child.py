@@ -26,7 +26,7 @@ from pathlib import Path
 import anyio
 
 from kvtier._core.messages import MAX_TEXT, Command, Event, ProcessEnded, Reset, SlotsReady, TierDown
-from kvtier._executor import LAST_STEP_S, Executor, TierActivity
+from kvtier._execution.executor import LAST_STEP_S, Executor, TierActivity
 from kvtier._forks import keep_fd_from_children
 from kvtier._identity import Identity
 from kvtier._isolation import settings, wire

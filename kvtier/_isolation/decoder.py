@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from kvtier import _reasons as reasons
 from kvtier._core.messages import Answer, Event, Get, GetEnded, Put, PutEnded, Removed, TierDown, TierUp
-from kvtier._executor import NamedTier, TierActivity
+from kvtier._execution.executor import NamedTier, TierActivity
 from kvtier._isolation import wire
 from kvtier._isolation.link import Link
 from kvtier._isolation.wire import WireError

@@ -23,7 +23,7 @@ from math import inf
 
 from kvtier._core.backoff import Backoff, RandomSource
 from kvtier._core.messages import Command, Event, Get, ProcessEnded, Put, Reset, TierDown
-from kvtier._executor import CLOSE_S, ExecutorThread, NamedTier, failure_of
+from kvtier._execution.executor import CLOSE_S, ExecutorThread, NamedTier, failure_of
 from kvtier._identity import Identity
 from kvtier._isolation import settings, wire
 from kvtier._isolation.decoder import MessageDecoder

@@ -10,7 +10,7 @@ import anyio
 import anyio.to_thread
 
 from kvtier._core.messages import Command
-from kvtier._executor import CLOSE_S, Post, TierActivity
+from kvtier._execution.executor import CLOSE_S, Post, TierActivity
 from kvtier._isolation.process import ExecutorProcess
 from kvtier.tiers._drain import until_done
 from kvtier.tiers._runner import call_soon

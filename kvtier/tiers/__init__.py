@@ -3,9 +3,9 @@
 The file tier is in ``kvtier.tiers.fs``; ``kvtier.tiers.dummy`` keeps chunks in a dictionary.
 """
 
-from kvtier._quantities import Size
+from kvtier._settings.quantities import Size
+from kvtier._settings.validation import conceal
 from kvtier._telemetry.log_limit import LogLimit
-from kvtier._validation import conceal
 from kvtier.tiers._base import (
     Batch,
     Knowledge,

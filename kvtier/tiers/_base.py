@@ -21,7 +21,7 @@ from typing import ClassVar, Generic, Literal, Protocol, TypeVar
 from pydantic import Field
 
 from kvtier._identity import Identity
-from kvtier._quantities import Settings
+from kvtier._settings.quantities import Settings
 from kvtier.keys import OffloadKey
 
 

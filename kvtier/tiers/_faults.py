@@ -6,7 +6,7 @@ import asyncio
 
 from pydantic import BaseModel
 
-from kvtier._validation import hide
+from kvtier._settings.validation import hide
 from kvtier.errors import KVTierError
 
 

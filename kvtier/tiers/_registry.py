@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvtier import _plugins as plugins
-from kvtier import _validation as validation
 from kvtier._plugins import PluginInfo
+from kvtier._settings import validation
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiers._base import SecondaryTier, TierConfig
 

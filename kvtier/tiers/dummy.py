@@ -14,7 +14,7 @@ from types import MappingProxyType
 import anyio
 from pydantic import Field
 
-from kvtier._quantities import Size
+from kvtier._settings.quantities import Size
 from kvtier.keys import OffloadKey
 from kvtier.tiers._base import (
     Batch,

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import pytest
 from _pytest.mark import ParameterSet
 
-from kvtier_bench.engines import MODELS, environment
+from kvtier_bench.engine.compared import MODELS, environment
 from tests.integration.harness import OUTPUT_TOKENS, Engine, Launcher, Tokens, vllm_release
 
 ENVIRONMENT = {

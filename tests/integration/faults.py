@@ -45,7 +45,7 @@ class Faults:
 
     def install(self) -> None:
         """Have every engine for the CPU that is made from now on in this process ask for faults."""
-        from kvtier._device import cpu
+        from kvtier._device.backends import cpu
 
         for name in ("copy_batch", "copy_each"):
             setattr(cpu, name, partial(self._copy, getattr(cpu, name)))

@@ -18,7 +18,7 @@ import socket
 import sys
 import traceback
 
-from kvtier_bench.engine_process import Engine, die_with_parent, serve
+from kvtier_bench.engine.process import Engine, die_with_parent, serve
 
 STACKS = signal.SIGUSR2
 """Has a child write its threads' stacks to its log."""

@@ -26,7 +26,7 @@ from typing import Any
 
 from kvtier.keys import OffloadKey
 from kvtier.tiers.fs._root import ChunkFile, Root
-from kvtier_bench.engines import (
+from kvtier_bench.engine.compared import (
     BLOCK_TOKENS,
     Channel,
     EngineError,

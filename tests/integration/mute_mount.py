@@ -10,7 +10,7 @@ import struct
 import subprocess
 import sys
 
-from kvtier_bench.engine_process import die_with_parent
+from kvtier_bench.engine.process import die_with_parent
 
 _INIT = 26
 _REQUEST_BYTES = 1 << 17

@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.base import (
 from kvtier._core.admission import Limits, TierStatus
 from kvtier._core.messages import PutEnded, SlotsReady
 from kvtier._core.tiering import Tiering
-from kvtier._executor import Executor, ExecutorThread, NamedTier
+from kvtier._execution.executor import Executor, ExecutorThread, NamedTier
 from kvtier._identity import Identity
 from kvtier._memory.region import Region
 from kvtier._memory.worker_status import StatusField, StatusTable, status_table_bytes
@@ -194,7 +194,7 @@ def slots_of(spec: object) -> list[int]:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
-    monkeypatch.setattr("kvtier._executor.CLOSE_S", PATIENCE_S)  # a machine may be busy at its end
+    monkeypatch.setattr("kvtier._execution.executor.CLOSE_S", PATIENCE_S)  # a machine may be busy at its end
     made: list[World] = []
 
     def make(*tiers: AnyTier, **settings: Any) -> World:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier_bench.engines import EngineError
+from kvtier_bench.engine.compared import EngineError
 from tests.integration.conftest import Ask
 from tests.integration.harness import (
     PATIENCE_S,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier_bench.engines import BLOCK_TOKENS
+from kvtier_bench.engine.compared import BLOCK_TOKENS
 from tests.integration.conftest import Ask
 from tests.integration.harness import PROMPT_CHUNKS, Launcher, chunk_files, prompt
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvtier.keys import content_hash
-from kvtier_bench.engines import BLOCK_TOKENS
+from kvtier_bench.engine.compared import BLOCK_TOKENS
 from tests.integration.conftest import in_full
 from tests.integration.harness import (
     PATIENCE_S,

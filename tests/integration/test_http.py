@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier._telemetry.catalogue import BYTES, COUNTERS, GAUGES, Metric
 from kvtier.tiers.fs import FsTier
-from kvtier_bench.engines import BLOCK_TOKENS, VOCABULARY
+from kvtier_bench.engine.compared import BLOCK_TOKENS, VOCABULARY
 from tests.integration.conftest import ENVIRONMENT, Ask
 from tests.integration.harness import (
     OUTPUT_TOKENS,

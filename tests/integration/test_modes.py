@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtier_bench.engines import BLOCK_TOKENS
+from kvtier_bench.engine.compared import BLOCK_TOKENS
 from tests.integration.conftest import Ask, in_full
 from tests.integration.harness import Launcher, prompt
 from tests.integration.test_models import OTHERS

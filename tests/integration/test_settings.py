@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtier_bench.engines import EngineError
+from kvtier_bench.engine.compared import EngineError
 from tests.integration.conftest import Ask, in_full
 from tests.integration.harness import PROMPT_CHUNKS, Launcher, prompt
 

@@ -35,8 +35,8 @@ from vllm.v1.kv_offload.config import (
 )
 
 from kvtier._device._engine import StreamEngine
+from kvtier._device.backends.cpu import CpuRuntime
 from kvtier._device.base import Blocks
-from kvtier._device.cpu import CpuRuntime
 from kvtier._memory.region import Region
 from kvtier.adapters.vllm._compat import EngineContext
 from kvtier.adapters.vllm._parallel import SlotShape, slot_layout, slot_shape

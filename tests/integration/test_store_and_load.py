@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvtier._telemetry.catalogue import BYTES, COUNTERS, GAUGES
-from kvtier_bench.engines import EngineError
+from kvtier_bench.engine.compared import EngineError
 from tests.integration.conftest import Ask, from_vllm
 from tests.integration.harness import PROMPT_CHUNKS, Launcher, namespaces, prompt
 

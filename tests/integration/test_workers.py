@@ -11,8 +11,8 @@ import torch
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from kvtier._device._engine import StreamEngine
+from kvtier._device.backends.cpu import CpuRuntime, copy_batch
 from kvtier._device.base import KVCaches, PageRef
-from kvtier._device.cpu import CpuRuntime, copy_batch
 from kvtier._device.plan import CopyPlan
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvtier_bench.engine_process import sampling
+from kvtier_bench.engine.process import sampling
 
 _NUMBERS = itertools.count()
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtier._cli import gc
+from kvtier._cli.root import gc
 from kvtier._identity import Identity
 from kvtier._memory.heap import HeapMemory
-from kvtier._quantities import MOST_SECONDS
+from kvtier._settings.quantities import MOST_SECONDS
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.tiers._base import Batch, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier

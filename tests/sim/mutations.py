@@ -101,7 +101,7 @@ MUTATIONS = (
     ),
     Mutation(
         "commit_before_the_copy_has_ended",
-        "kvtier._device_copies:DeviceCopies._ended",
+        "kvtier._manager.device_copies:DeviceCopies._ended",
         (("await until_done(self.in_flight[copy])", "Finished(copy, 0, 0.0)"),),
     ),
     Mutation(
@@ -151,7 +151,7 @@ MUTATIONS = (
     ),
     Mutation(
         "wakeup_lost",
-        "kvtier._executor:ExecutorThread._serve",
+        "kvtier._execution.executor:ExecutorThread._serve",
         (("self._woken = False", "pass"),),
     ),
     Mutation(

@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kvtier_bench.engines import EngineError
+from kvtier_bench.engine.compared import EngineError
 from tests.integration.conftest import ENVIRONMENT, LLAMA, VLLM_LINE
 from tests.integration.harness import Engine, Launcher
 from tests.soak import engine_soak

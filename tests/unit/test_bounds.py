@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from kvtier._config import TieringConfig
-from kvtier._quantities import MOST_BYTES, MOST_SECONDS, duration, size
+from kvtier._settings.quantities import MOST_BYTES, MOST_SECONDS, duration, size
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.tiers import _registry as registry
 from kvtier.tiers._base import TierConfig
@@ -127,7 +127,7 @@ class Third(TierConfig):
     ],
 )
 def test_an_author_of_a_tier_need_not_think_of_it(name: str, value: float, words: str) -> None:
-    from kvtier import _validation as validation
+    from kvtier._settings import validation
 
     with pytest.raises(ConfigError, match=f"tier.{name}.*{words}"):
         validation.build(Third, {"type": "third", name: value}, "tier")

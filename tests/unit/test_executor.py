@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis.strategies import floats
 from pydantic import ByteSize
 
-from kvtier import _executor
 from kvtier._core.messages import Answer, Event, GetEnded, Put, PutEnded, Removed, TierDown, TierUp, Touch
-from kvtier._executor import Executor, ExecutorThread, NamedTier, time_left
+from kvtier._execution import executor as _executor
+from kvtier._execution.executor import Executor, ExecutorThread, NamedTier, time_left
 from kvtier._memory.heap import HeapMemory
 from kvtier.errors import TierError
 from kvtier.keys import OffloadKey
@@ -102,7 +102,7 @@ class Gated(DummyTier):
 @pytest.fixture(autouse=True)
 def _patience_with_threads_that_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that stands still for seconds is no tier that hangs."""
-    monkeypatch.setattr("kvtier._executor.CLOSE_S", PATIENCE_S)
+    monkeypatch.setattr("kvtier._execution.executor.CLOSE_S", PATIENCE_S)
 
 
 # --- fetching ------------------------------------------------------------------------------------
@@ -683,7 +683,7 @@ import threading, time
 import anyio
 from functools import partial
 from kvtier._core.messages import Put
-from kvtier._executor import Executor, ExecutorThread, NamedTier
+from kvtier._execution.executor import Executor, ExecutorThread, NamedTier
 from kvtier._identity import Identity
 from kvtier.keys import pack_key
 from kvtier._memory.heap import HeapMemory

@@ -23,7 +23,7 @@ PARENT = """
 import asyncio, os, signal, sys, time
 from pathlib import Path
 
-from kvtier._executor import NamedTier
+from kvtier._execution.executor import NamedTier
 from kvtier._identity import Identity
 from kvtier._isolation.process import ExecutorProcess
 from kvtier._memory.region import Region

@@ -23,11 +23,11 @@ from kvtier import Identity, KVCaches, PageRef, TieringConfig, open_manager, pac
 from kvtier._core.admission import Limits, TierStatus
 from kvtier._core.tiering import Tiering
 from kvtier._device._engine import StreamEngine
+from kvtier._device.backends.cpu import CpuRuntime, copy_batch
 from kvtier._device.base import TransferEngine
-from kvtier._device.cpu import CpuRuntime, copy_batch
 from kvtier._device.plan import CopyPlan
-from kvtier._executor import NamedTier
-from kvtier._manager import TieringManager
+from kvtier._execution.executor import NamedTier
+from kvtier._manager.manager import TieringManager
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums

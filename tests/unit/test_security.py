@@ -19,13 +19,13 @@ from pydantic import SecretStr, field_validator
 from kvtier import Identity, KVCaches, PageRef, TieringConfig, open_manager, pack_key
 from kvtier._cli import doctor
 from kvtier._memory.region import Region
-from kvtier._validation import hide
+from kvtier._settings.validation import hide
 from kvtier.errors import ConfigError, TierError
 from kvtier.keys import OffloadKey
 from kvtier.tiers import _registry as registry
 from kvtier.tiers._base import Batch, Knowledge, Outcome, Status
 from kvtier.tiers.dummy import DummyConfig
-from kvtier_bench import tier as tier_bench
+from kvtier_bench.storage import tier as tier_bench
 from tests.unit.tiers.world import Scripted
 
 PROJECT = Path(__file__).parents[2]

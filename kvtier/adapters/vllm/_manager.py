@@ -30,7 +30,7 @@ from kvtier._core.shared import Count
 from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering
 from kvtier._core.transfers import Pinned, Reservation
-from kvtier._driver import Driver
+from kvtier._execution.driver import Driver
 from kvtier._isolation.process import AnyExecutor
 from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier._memory.worker_status import StatusTable

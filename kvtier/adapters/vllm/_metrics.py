@@ -17,7 +17,7 @@ from kvtier._core.breaker import Breaker
 from kvtier._core.shared import Count
 from kvtier._core.states import BreakerState
 from kvtier._core.tiering import PRIMARY, Tiering
-from kvtier._executor import TierActivity
+from kvtier._execution.executor import TierActivity
 from kvtier._memory.worker_status import StatusField, StatusTable
 from kvtier._telemetry.catalogue import BYTES, COUNTERS, GAUGES
 

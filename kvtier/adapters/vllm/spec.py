@@ -32,7 +32,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvtier._build import make_core, make_tiers, slots_for, start_executor
 from kvtier._config import TieringConfig
 from kvtier._core.messages import Event, SlotsReady
-from kvtier._executor import NamedTier, time_left
+from kvtier._execution.executor import NamedTier, time_left
 from kvtier._identity import Identity
 from kvtier._isolation.process import AnyExecutor
 from kvtier._memory import numa

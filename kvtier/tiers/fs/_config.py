@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from kvtier._quantities import Size
+from kvtier._settings.quantities import Size
 from kvtier.tiers._base import TierConfig
 from kvtier.tiers.fs._files.chunk_files import require_library
 

@@ -17,13 +17,15 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from kvtier.tiers import TierConfig
-from kvtier_bench import commands, core, disk, figures, throughput
-from kvtier_bench import tier as tier_bench
-from kvtier_bench.bare import BareClient
-from kvtier_bench.core import Case, Cost
+from kvtier_bench import commands, figures
 from kvtier_bench.machine import Machine
-from kvtier_bench.throughput import Throughput
-from kvtier_bench.tier import Latency
+from kvtier_bench.managers import core
+from kvtier_bench.managers.core import Case, Cost
+from kvtier_bench.storage import disk, throughput
+from kvtier_bench.storage import tier as tier_bench
+from kvtier_bench.storage.bare import BareClient
+from kvtier_bench.storage.throughput import Throughput
+from kvtier_bench.storage.tier import Latency
 
 SIZE = 4096
 Run = Callable[..., Result]

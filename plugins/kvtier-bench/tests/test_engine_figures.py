@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier_bench import convoy, overhead
-from kvtier_bench.engines import FS, NATIVE_FS, PLAIN, Sample
+from kvtier_bench.engine import convoy, overhead
+from kvtier_bench.engine.compared import FS, NATIVE_FS, PLAIN, Sample
 
 
 def sample(wall_s: float, cpu_s: float = 1.0) -> Sample:

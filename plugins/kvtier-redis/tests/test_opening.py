@@ -15,7 +15,7 @@ import redis_servers
 from redis_servers import README, Server, TlsServer, opened
 
 from kvtier import _schema as schema
-from kvtier import _validation as validation
+from kvtier._settings import validation
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiers import Status, TierContext
 from kvtier.tiers import _registry as registry

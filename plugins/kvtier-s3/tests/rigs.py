@@ -12,7 +12,7 @@ import obstore
 from proxy import Proxy
 
 from kvtier import Identity
-from kvtier import _validation as validation
+from kvtier._settings import validation
 from kvtier.tiers._base import ignore_removed
 from kvtier_s3 import S3Tier
 from kvtier_testing.tiers import TierRig

@@ -16,7 +16,7 @@ import pytest
 from proxy import Faults, Proxy
 from rigs import GENEROUS
 
-from kvtier import _validation as validation
+from kvtier._settings import validation
 from kvtier.keys import OffloadKey
 from kvtier.tiers import SecondaryTier
 from kvtier_s3 import S3Config, S3Tier

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtier._cli import compare, du, gc, ls, stat, verify
+from kvtier._cli.root import compare, du, gc, ls, stat, verify
 
 PAGE = Path(__file__).parents[3] / "docs" / "tiers" / "fs.md"
 

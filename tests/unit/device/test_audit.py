@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtier._device._engine import StreamEngine
+from kvtier._device.backends.cpu import CpuRuntime, HostStream, copy_batch
 from kvtier._device.base import Attempt, Audits, Blocks, CopyQueue, Finished, PageMapping, Run
-from kvtier._device.cpu import CpuRuntime, HostStream, copy_batch
 from kvtier._device.plan import CopyPlan
 from kvtier._memory.slot_checksums import Fault, SlotChecksums, slot_checksums_bytes
 from kvtier.errors import AuditError, DamagedSlotError

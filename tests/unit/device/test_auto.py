@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier._device import cuda, rocm
 from kvtier._device.auto import open_transfer_engine
+from kvtier._device.backends import cuda, rocm
 from kvtier._device.base import KVCaches, PageRef
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
@@ -98,7 +98,7 @@ def test_the_backend_is_that_of_the_tensors(
     def open_runtime(tensors: object, batched_copy: object) -> None:
         raise OpenedError(name)
 
-    module = import_module(f"kvtier._device.{name}")
+    module = import_module(f"kvtier._device.backends.{name}")
     monkeypatch.setattr(module, "missing", lambda: None)
     monkeypatch.setattr(module, "open_runtime", open_runtime)
     monkeypatch.setattr(torch.version, "hip", hip)

@@ -11,8 +11,8 @@ from kvtier import _native as native
 from kvtier._device._engine import StreamEngine
 from kvtier._device._queues import LOST_AFTER
 from kvtier._device.auto import open_transfer_engine
+from kvtier._device.backends.cpu import CpuRuntime, copy_batch
 from kvtier._device.base import Attempt, Blocks
-from kvtier._device.cpu import CpuRuntime, copy_batch
 from kvtier._device.plan import CopyPlan
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region

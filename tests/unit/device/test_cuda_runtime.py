@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvtier import _native as native
-from kvtier._device._cuda_runtime import (
+from kvtier._device.backends._cuda_runtime import (
     CopyMethod,
     RuntimeLibrary,
     TorchRuntime,
@@ -22,8 +22,8 @@ from kvtier._device._cuda_runtime import (
     find_library,
     require_exact,
 )
+from kvtier._device.backends.cuda import Cudart
 from kvtier._device.base import CopyQueue
-from kvtier._device.cuda import Cudart
 from kvtier._device.plan import CopyPlan
 from kvtier.errors import ConfigError, DeviceLostError, TransferError
 from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory

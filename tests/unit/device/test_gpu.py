@@ -9,12 +9,12 @@ from functools import partial
 import pytest
 import torch
 
-from kvtier._device import cuda, rocm
-from kvtier._device._cuda_runtime import CopyMethod, RuntimeLibrary, TorchRuntime, TorchStream
 from kvtier._device._engine import StreamEngine
 from kvtier._device.auto import open_transfer_engine
+from kvtier._device.backends import cuda, rocm
+from kvtier._device.backends._cuda_runtime import CopyMethod, RuntimeLibrary, TorchRuntime, TorchStream
+from kvtier._device.backends.xpu import XpuRuntime, XpuStream
 from kvtier._device.base import Blocks
-from kvtier._device.xpu import XpuRuntime, XpuStream
 from kvtier.errors import TransferError
 from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory, Rig, Shape, rig
 from tests.unit.device.conftest import engine_on, gate_copies, wait_until

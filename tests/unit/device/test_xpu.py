@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvtier._device._engine import StreamEngine
+from kvtier._device.backends.xpu import DeviceBytes, XpuRuntime, XpuStream
 from kvtier._device.base import DEADLINE_S
 from kvtier._device.plan import CopyPlan
-from kvtier._device.xpu import DeviceBytes, XpuRuntime, XpuStream
 from kvtier.errors import TransferError
 from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory
 from tests.unit.device.conftest import gate_copies

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvtier._core.messages import Event, Get, GetEnded, ProcessEnded, Put, PutEnded, Reset, TierUp
-from kvtier._executor import Executor, ExecutorThread, NamedTier
+from kvtier._execution.executor import Executor, ExecutorThread, NamedTier
 from kvtier._identity import Identity
 from kvtier._isolation.heartbeat import SupervisorTimes
 from kvtier._isolation.process import ExecutorProcess

@@ -17,10 +17,10 @@ import torch
 from kvtier import KVCaches, PageRef, TieringConfig, open_manager
 from kvtier._build import make_tiers, start_executor
 from kvtier._core.messages import Event, Get, GetEnded, Put, PutEnded
-from kvtier._executor import ExecutorThread, NamedTier
+from kvtier._execution.executor import ExecutorThread, NamedTier
 from kvtier._isolation import link as links
 from kvtier._isolation.process import AnyExecutor, ExecutorProcess
-from kvtier._manager import TieringManager
+from kvtier._manager.manager import TieringManager
 from kvtier._memory.region import Region
 from kvtier.errors import ConfigError, IsolationError
 from kvtier.tiers.dummy import DummyConfig, DummyTier
@@ -35,7 +35,9 @@ Begin = Callable[..., AnyExecutor]
 @pytest.fixture
 def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
     """Start executors, with these settings, over a tier in memory; they are closed with the test."""
-    monkeypatch.setattr("kvtier._executor.CLOSE_S", PATIENCE_S)  # a machine may stand still for seconds
+    monkeypatch.setattr(
+        "kvtier._execution.executor.CLOSE_S", PATIENCE_S
+    )  # a machine may stand still for seconds
     region, made = Region.unnamed(SLOTS, CHUNK_BYTES), []
 
     def start(*tiers: NamedTier, tier: str = "dummy", **settings: Any) -> AnyExecutor:

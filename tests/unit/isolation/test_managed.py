@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kvtier import KVCaches, PageRef, TieringConfig, open_manager, pack_key
-from kvtier._manager import TieringManager
+from kvtier._manager.manager import TieringManager
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey
 

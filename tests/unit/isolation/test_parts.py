@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from kvtier._executor import NamedTier
+from kvtier._execution.executor import NamedTier
 from kvtier._isolation import settings
 from kvtier._isolation.heartbeat import Heartbeat, SupervisorTimes
 from kvtier._isolation.send_queue import SendQueue

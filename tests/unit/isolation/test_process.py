@@ -446,7 +446,7 @@ def test_close_does_not_wait_for_a_restart(launch: Launch) -> None:
 
 ENGINE = """
 import os, signal, sys, time
-from kvtier._executor import NamedTier
+from kvtier._execution.executor import NamedTier
 from kvtier._identity import Identity
 from kvtier._isolation.process import ExecutorProcess
 from kvtier._memory.region import Region

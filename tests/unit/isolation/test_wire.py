@@ -25,7 +25,7 @@ from kvtier._core.messages import (
     Touch,
     TransferHealth,
 )
-from kvtier._executor import NamedTier
+from kvtier._execution.executor import NamedTier
 from kvtier._isolation import wire
 from kvtier._isolation.decoder import MessageDecoder
 from kvtier._isolation.wire import Frames, WireError

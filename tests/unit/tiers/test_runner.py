@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from kvtier._core.messages import Answer, TierDown, TierUp, Touch, TransferHealth
-from kvtier._executor import NamedTier
+from kvtier._execution.executor import NamedTier
 from kvtier.errors import TierError
 from kvtier.tiers._base import Outcome, Status
 from kvtier.tiers._drain import until_done

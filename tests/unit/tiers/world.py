@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 
 from kvtier._core.messages import Command, Event, Get, GetEnded, Put, PutEnded, Reset, TierDown, TierUp
-from kvtier._executor import Executor, NamedTier
+from kvtier._execution.executor import Executor, NamedTier
 from kvtier._memory.heap import HeapMemory
 from kvtier.keys import OffloadKey
 from kvtier.tiers._base import Batch, Knowledge, SecondaryTier, TierContext, Usage

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from kvtier._cli.report import JsonFlag
-from kvtier_bench import engines, figures
+from kvtier_bench import figures
+from kvtier_bench.engine import compared as engines
 
 bench = typer.Typer(
     help="Benchmarks of kvtier. Compare ratios within one run; absolute times depend on the machine.",
@@ -36,13 +37,13 @@ RoundsOption = Annotated[int, typer.Option(min=1, help="Number of repetitions.")
 
 def demo(as_json: JsonFlag = False) -> None:
     """Run vLLM with kvtier, restart it on the same files, and compare every token."""
-    raise typer.Exit(_lazy("demo").main(as_json))
+    raise typer.Exit(_lazy("engine.demo").main(as_json))
 
 
 @bench.command()
 def core(as_json: JsonFlag = False) -> None:
     """Time per chunk that the scheduler's thread spends in kvtier, beside vLLM's own tiering."""
-    figures.report(_lazy("core").run(), as_json)
+    figures.report(_lazy("managers.core").run(), as_json)
 
 
 @bench.command()
@@ -57,7 +58,7 @@ def fs(
     as_json: JsonFlag = False,
 ) -> None:
     """Throughput of the fs tier, as a share of the file system's limit."""
-    measure = _lazy("fs")
+    measure = _lazy("storage.fs")
     figures.report(measure.run(root, chunk_bytes or measure.SIZES, mib, rounds), as_json)
 
 
@@ -70,7 +71,7 @@ def tier(
     as_json: JsonFlag = False,
 ) -> None:
     """Throughput, latency and CPU time of any tier, beside the client library it uses."""
-    measure = _lazy("tier")
+    measure = _lazy("storage.tier")
     figures.report(measure.run(config, chunk_bytes or measure.SIZES, mib, rounds), as_json)
 
 
@@ -101,7 +102,7 @@ def overhead(
     as_json: JsonFlag = False,
 ) -> None:
     """Throughput lost to kvtier when no prompt is reused; real engines."""
-    measure = _lazy("overhead")
+    measure = _lazy("engine.overhead")
     figures.report(measure.run(root, measure.Work(model.value, rounds, prompts), control=control), as_json)
 
 
@@ -114,7 +115,7 @@ def convoy(
     as_json: JsonFlag = False,
 ) -> None:
     """Many concurrent requests whose prefixes are in files, with a small primary tier; real engines."""
-    measure = _lazy("convoy")
+    measure = _lazy("engine.convoy")
     figures.report(measure.run(root, measure.Work(model.value, rounds, requests)), as_json)
 
 

@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-from kvtier_bench.bare import BareClient
+from kvtier_bench.storage.bare import BareClient
 from kvtier_mooncake._store import library, own_address, setup_arguments
 from kvtier_mooncake.config import MooncakeConfig
 

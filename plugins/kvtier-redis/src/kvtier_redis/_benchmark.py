@@ -9,7 +9,7 @@ from typing import Any
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.cluster import ClusterNode, RedisCluster
 
-from kvtier_bench.bare import BareClient
+from kvtier_bench.storage.bare import BareClient
 from kvtier_redis._client import ClientFactory
 from kvtier_redis._control import discover
 from kvtier_redis.config import RedisConfig

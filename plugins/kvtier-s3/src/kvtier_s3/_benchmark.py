@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import obstore
 
 from kvtier.tiers import in_thread
-from kvtier_bench.bare import BareClient
+from kvtier_bench.storage.bare import BareClient
 from kvtier_s3._store import make_store
 from kvtier_s3.config import S3Config
 

@@ -7,7 +7,7 @@ import asyncio
 import anyio
 import pytest
 
-from kvtier._executor import Executor
+from kvtier._execution.executor import Executor
 from kvtier._memory.heap import HeapMemory
 from kvtier.errors import StateError
 from kvtier.tiers._activity import NamedTier

@@ -10,7 +10,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from kvtier._cli.verify import verify
+from kvtier._cli.root.verify import verify
 from kvtier.tiers._base import Status
 from kvtier.tiers.fs._files.call import StopFlag
 from kvtier.tiers.fs._files.chunk_files import tree_bytes

@@ -16,8 +16,8 @@ from kvtier._core.messages import SlotsReady
 from kvtier._core.requests import Request
 from kvtier._core.states import Lookup
 from kvtier._core.transfers import Pinned, Reservation
-from kvtier._driver import Driver
-from kvtier._executor import CLOSE_S, Executor, ExecutorThread, Post
+from kvtier._execution.driver import Driver
+from kvtier._execution.executor import CLOSE_S, Executor, ExecutorThread, Post
 from kvtier.keys import OffloadKey, group_index
 from kvtier_testing.sim.device import Copies
 from kvtier_testing.sim.faults import FaultyTier

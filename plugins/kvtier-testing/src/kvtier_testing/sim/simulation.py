@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 from kvtier._build import make_tier_status
-from kvtier._executor import Executor, NamedTier
+from kvtier._execution.executor import Executor, NamedTier
 from kvtier.keys import OffloadKey
 from kvtier.policies import ARC, LRU, EvictionPolicy
 from kvtier.tiers import SecondaryTier

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from kvtier import TieringManager
 from kvtier._device.base import Blocks, Finished, TransferEngine
-from kvtier._executor import NamedTier
+from kvtier._execution.executor import NamedTier
 from kvtier._memory.region import Region
 from kvtier.errors import StateError, TransferError
 from kvtier.keys import OffloadKey

@@ -8,7 +8,7 @@ from itertools import count
 
 from kvtier import HeapMemory
 from kvtier._core.messages import Answer, Command, Event, Get, GetEnded, Put, PutEnded
-from kvtier._executor import Executor, NamedTier
+from kvtier._execution.executor import Executor, NamedTier
 from kvtier_testing.tiers.rig import REUSED, TierRig, check_reused, expect, keys
 
 

@@ -19,7 +19,7 @@ import hypothesis
 import pytest
 
 from kvtier import Identity
-from kvtier import _validation as validation
+from kvtier._settings import validation
 from kvtier.keys import OffloadKey
 from kvtier.tiers import SecondaryTier
 from kvtier_testing.limits import LimitedSuite

@@ -17,7 +17,7 @@ from typing import Annotated, Final
 import typer
 
 from kvtier._cli.report import JsonFlag, finish, print_line, progress, table
-from kvtier._cli.roots import NamespaceOption, RootArgument, require_root
+from kvtier._cli.root.roots import NamespaceOption, RootArgument, require_root
 from kvtier.tiers._seal import Integrity
 from kvtier.tiers.fs._checking import FileCheck, FileChecker
 from kvtier.tiers.fs._files.call import Result

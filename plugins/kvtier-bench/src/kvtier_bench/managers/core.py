@@ -28,8 +28,8 @@ from kvtier._core.requests import Request
 from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering
 from kvtier._core.transfers import Pinned, Reservation
-from kvtier._driver import Driver
-from kvtier._executor import Executor, ExecutorThread, TierActivity
+from kvtier._execution.driver import Driver
+from kvtier._execution.executor import Executor, ExecutorThread, TierActivity
 from kvtier._memory.region import Region
 from kvtier.keys import OffloadKey
 from kvtier_bench.machine import Machine, files_below, open_folder
@@ -177,7 +177,7 @@ def _vllm_bench() -> Any:
     if importlib.util.find_spec("vllm") is None:
         return None
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    return importlib.import_module("kvtier_bench.vllm_managers")
+    return importlib.import_module("kvtier_bench.managers.vllm")
 
 
 def _measure_case(case: Case, beside: Any) -> list[Cost]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from kvtier_bench.engines import (
+from kvtier_bench.engine.compared import (
     BLOCK_TOKENS,
     PLAIN,
     Engine,

@@ -17,7 +17,7 @@ from pydantic import BaseModel, SecretBytes, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from kvtier._quantities import SIZE_NEEDED
+from kvtier._settings.quantities import SIZE_NEEDED
 from kvtier.errors import ConfigError
 
 ModelT = TypeVar("ModelT", bound=BaseModel)

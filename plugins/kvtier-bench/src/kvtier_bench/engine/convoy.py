@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from kvtier_bench.engines import (
+from kvtier_bench.engine.compared import (
     BLOCK_TOKENS,
     FS,
     NATIVE_FS,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvtier._device._cuda_runtime import RuntimeLibrary, TorchRuntime, find_library
+from kvtier._device.backends._cuda_runtime import RuntimeLibrary, TorchRuntime, find_library
 from kvtier._device.base import BatchedCopy
 from kvtier._device.plan import CopyPlan
 

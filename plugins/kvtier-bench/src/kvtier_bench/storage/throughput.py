@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from kvtier_bench.busy import BusyProcess
-from kvtier_bench.movers import Contestant
+from kvtier_bench.storage.busy import BusyProcess
+from kvtier_bench.storage.movers import Contestant
 
 ALONE_S: Final = 0.25  # for which the computing process is measured by itself
 _WARM_UP_BYTES: Final = 2**25

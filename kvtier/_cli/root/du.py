@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier._cli.report import Bytes, JsonFlag, finish, print_line, progress, table
-from kvtier._cli.roots import RootArgument, require_root
+from kvtier._cli.root.roots import RootArgument, require_root
 from kvtier.tiers.fs._files.call import Failures, StopFlag
 from kvtier.tiers.fs._files.chunk_files import tree_bytes
 from kvtier.tiers.fs._quota import ledger

@@ -1,6 +1,6 @@
 """The process of one engine of a benchmark: reads orders from a socket, its standard input, and answers.
 
-Orders and answers are JSON, one a line. Run by ``kvtier_bench.engines``.
+Orders and answers are JSON, one a line. Run by ``kvtier_bench.engine.compared``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HEAVY = (
     "vllm.model_executor.models.llama",
     "vllm.v1.kv_offload.base",
     "kvtier._config",
-    "kvtier._executor",
+    "kvtier._execution.executor",
 )
 _MANAGER_CALLS = (
     "on_new_request",

@@ -21,14 +21,14 @@ from kvtier._core.requests import Request
 from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering
 from kvtier._device.base import TransferEngine
-from kvtier._device_copies import DeviceCopies
-from kvtier._driver import Driver
-from kvtier._executor import CLOSE_S, LAST_STEP_S, Executor, NamedTier, Post
+from kvtier._execution.driver import Driver
+from kvtier._execution.executor import CLOSE_S, LAST_STEP_S, Executor, NamedTier, Post
 from kvtier._identity import Identity
 from kvtier._isolation.remote import RemoteExecutor
+from kvtier._manager.device_copies import DeviceCopies
+from kvtier._manager.statistics import Statistics
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums
-from kvtier._statistics import Statistics
 from kvtier._telemetry.dropped_puts import DroppedPuts
 from kvtier.errors import DeviceStuckError, StateError
 from kvtier.keys import OffloadKey

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier._cli.report import Bytes, JsonFlag, ago, finish, print_line, progress, table, yes_no
-from kvtier._cli.roots import RootArgument
+from kvtier._cli.root.roots import RootArgument
 from kvtier.tiers.fs._root import Namespace, Root, Tick, UnknownEntry
 
 

@@ -16,13 +16,13 @@ from typing import Final
 
 from kvtier.tiers.fs import FsConfig
 from kvtier.tiers.fs._layout import BLOCK_BYTES
-from kvtier_bench import disk
-from kvtier_bench.busy import BusyProcess
-from kvtier_bench.disk import RawLimit, raw_limit
 from kvtier_bench.machine import Machine, open_folder, require_room
-from kvtier_bench.movers import BATCHES_IN_FLIGHT, SIZES, Contestant
-from kvtier_bench.throughput import Throughput, compare
-from kvtier_bench.tier import opened
+from kvtier_bench.storage import disk
+from kvtier_bench.storage.busy import BusyProcess
+from kvtier_bench.storage.disk import RawLimit, raw_limit
+from kvtier_bench.storage.movers import BATCHES_IN_FLIGHT, SIZES, Contestant
+from kvtier_bench.storage.throughput import Throughput, compare
+from kvtier_bench.storage.tier import opened
 
 BATCH_CHUNKS: Final = 64
 KVTIER: Final = "kvtier"
@@ -77,7 +77,9 @@ async def _measure_size(
         kvtier, _ = await stack.enter_async_context(opened(config, size, BATCH_CHUNKS))
         subjects: dict[str, Contestant] = {KVTIER: kvtier}
         with suppress(ImportError):
-            vllm = importlib.import_module("kvtier_bench.vllm_files").VllmFiles(root / VLLM, kvtier.memory)
+            vllm = importlib.import_module("kvtier_bench.storage.vllm_files").VllmFiles(
+                root / VLLM, kvtier.memory
+            )
             stack.callback(vllm.close)
             subjects[VLLM] = vllm
         return await compare(subjects, limit, engine, size, nbytes, rounds)

@@ -17,8 +17,8 @@ from typing import Annotated, Final, TypeVar
 import typer
 
 from kvtier._cli.report import Bytes, JsonFlag, finish, print_line, progress
-from kvtier._cli.roots import NamespaceOption, RootArgument, require_root
-from kvtier._quantities import duration, size
+from kvtier._cli.root.roots import NamespaceOption, RootArgument, require_root
+from kvtier._settings.quantities import duration, size
 from kvtier.errors import TierError
 from kvtier.tiers.fs._files.call import Failures, StopFlag
 from kvtier.tiers.fs._files.chunk_files import tree_bytes

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvtier._device._cuda_runtime import RuntimeLibrary, TorchRuntime, find_library
+from kvtier._device.backends._cuda_runtime import RuntimeLibrary, TorchRuntime, find_library
 from kvtier._device.base import BatchedCopy
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvtier._cli.report import JsonFlag, finish, print_line, table
-from kvtier._cli.roots import RootArgument
+from kvtier._cli.root.roots import RootArgument
 from kvtier._identity import ABSENT, Difference, differences
 from kvtier.errors import TierError
 from kvtier.tiers.fs._root import Root

@@ -15,7 +15,16 @@ from statistics import median
 from rich.console import Console
 
 from kvtier_bench import figures
-from kvtier_bench.engines import BLOCK_TOKENS, FS, PLAIN, Engine, connectors, make_prompt, open_engines, say
+from kvtier_bench.engine.compared import (
+    BLOCK_TOKENS,
+    FS,
+    PLAIN,
+    Engine,
+    connectors,
+    make_prompt,
+    open_engines,
+    say,
+)
 from kvtier_bench.machine import Machine, open_folder
 
 MODEL = "medium"

@@ -24,7 +24,7 @@ from rich.markup import escape
 from kvtier.errors import KVTierError
 from kvtier_bench.machine import files_below
 
-SERVER = "kvtier_bench.engine_process"
+SERVER = "kvtier_bench.engine.process"
 BLOCK_TOKENS = 32
 VOCABULARY = 1024
 DTYPE = "float32"  # with bfloat16, batches of another shape may round to another token
@@ -110,7 +110,7 @@ def connectors(primary_bytes: int, folder: Path, *, native: bool = False) -> dic
         found[NATIVE_FS] = {
             **sizes,
             "spec_name": "NativeTieringSpec",
-            "spec_module_path": "kvtier_bench.vllm_tiering",
+            "spec_module_path": "kvtier_bench.managers.vllm_tiering",
             "secondary_tiers": [{"type": "fs", "root_dir": str(folder / "native")}],
         }
     return found
@@ -165,7 +165,7 @@ def spread_of_median(values: Sequence[float]) -> tuple[float, float]:
 
 
 class Channel:
-    """Orders to the process of an engine, which ``kvtier_bench.engine_process`` lists, and its answers.
+    """Orders to the process of an engine, which ``kvtier_bench.engine.process`` lists, and its answers.
 
     Args:
         channel: connected to the process.

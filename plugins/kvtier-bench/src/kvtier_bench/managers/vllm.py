@@ -58,7 +58,7 @@ def open_vllm(policy: str, tier: str, slots: int, chunk_bytes: int, folder: Path
 
 
 class ManagerDriver:
-    """Calls a manager as vLLM's scheduler does. See ``kvtier_bench.core.Driver``."""
+    """Calls a manager as vLLM's scheduler does. See ``kvtier_bench.managers.core.Driver``."""
 
     hit: object = LookupResult.HIT
     miss: object = LookupResult.MISS

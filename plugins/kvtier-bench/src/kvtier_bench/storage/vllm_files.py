@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.tiering.fs.thread_pool import DualQueueThreadPool
 
 from kvtier import HeapMemory
 from kvtier.keys import OffloadKey
-from kvtier_bench.movers import BatchMover
+from kvtier_bench.storage.movers import BatchMover
 
 THREADS: Final = 16
 """Of each kind: vLLM's default."""

@@ -24,12 +24,12 @@ from kvtier.keys import OffloadKey
 from kvtier.tiers import SecondaryTier, TierConfig, TierContext
 from kvtier.tiers import _registry as registry
 from kvtier.tiers._faults import words_of
-from kvtier_bench.bare import BareClient
-from kvtier_bench.busy import BusyProcess
-from kvtier_bench.disk import fill
 from kvtier_bench.machine import Machine
-from kvtier_bench.movers import BATCHES_IN_FLIGHT, SIZES, BatchMover, TierMover
-from kvtier_bench.throughput import Throughput, compare
+from kvtier_bench.storage.bare import BareClient
+from kvtier_bench.storage.busy import BusyProcess
+from kvtier_bench.storage.disk import fill
+from kvtier_bench.storage.movers import BATCHES_IN_FLIGHT, SIZES, BatchMover, TierMover
+from kvtier_bench.storage.throughput import Throughput, compare
 
 BENCHMARKS: Final = Group("kvtier.benchmarks", "bare client", KVTierError)
 GOAL: Final = 0.9  # of what the bare client does

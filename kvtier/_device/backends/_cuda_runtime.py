@@ -1,6 +1,6 @@
 """CUDA as the transfer engine uses it: streams and events of torch, and CUDA's runtime library.
 
-AMD's HIP has the same calls under other names, and torch the same classes for both: ``kvtier._device.rocm``.
+AMD's HIP has the same calls under other names, and torch the same classes for both: the backend ``rocm``.
 
 The calls are those of the CUDA Runtime API reference: "Memory Management" for ``cudaMemcpyAsync`` and
 ``cudaHostRegister``, "Stream Management" for the capture mode, and "API synchronization behavior" for what is

@@ -1,0 +1,1 @@
+"""Measurements of TieringManager beside vLLM's own managers of offloading."""
