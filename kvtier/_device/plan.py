@@ -37,6 +37,18 @@ class CopyPlan:
     nbytes: int
 
 
+def split(plan: CopyPlan, most: int) -> CopyPlan:
+    """Return the plan with each copy in pieces of at most ``most`` bytes."""
+    pieces = -(-plan.sizes.view(np.int64) // most)
+    if not len(pieces) or int(pieces.max()) == 1:
+        return plan
+    copy = np.repeat(np.arange(len(pieces)), pieces)
+    first = np.repeat(np.cumsum(pieces) - pieces, pieces)
+    done = ((np.arange(len(copy)) - first) * most).view(np.uint64)
+    sizes = np.minimum(plan.sizes[copy] - done, np.uint64(most))
+    return CopyPlan(plan.src[copy] + done, plan.dst[copy] + done, sizes, plan.nbytes)
+
+
 class CopyPlanner:
     """Makes the copy plans of one worker.
 

@@ -10,12 +10,13 @@ asynchronous when. Importing this module touches no device.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import logging
 import re
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -41,6 +42,16 @@ _PROBE_COPIES, _PROBE_BYTES = 64, 4096
 CopyMethod = Callable[[CopyPlan, Any], None]
 """Gives the copies of a plan, at least one, to a stream of torch's. Raises where one is refused: those before
 it are in flight then."""
+
+
+class PageKernel(Protocol):
+    """Copies many small pages to the device in one kernel."""
+
+    def suits(self, plan: CopyPlan) -> bool:
+        """Return whether to make these copies with it; their host memory is pinned."""
+
+    def copy(self, plan: CopyPlan, stream: Any) -> None:
+        """Give the copies of a plan to a stream of torch's."""
 
 
 def find_library(name: str, maps: Path = Path("/proc/self/maps")) -> str:
@@ -98,6 +109,12 @@ class RuntimeLibrary:
     def host_register(self, address: int, nbytes: int) -> None:
         """Pin host memory, for all devices. Pages that are not backed yet are allocated."""
         self.call("HostRegister", address, nbytes, _REGISTER_PORTABLE)
+
+    def device_address(self, address: int) -> int:
+        """Return the address that kernels use for this address of pinned host memory."""
+        found = ctypes.c_void_p()
+        self.call("HostGetDevicePointer", ctypes.byref(found), ctypes.c_void_p(address), 0)
+        return found.value or 0
 
     def host_unregister(self, address: int) -> None:
         """Undo ``host_register``."""
@@ -193,6 +210,16 @@ def _first_exact(device: torch.device, methods: Mapping[str, CopyMethod]) -> Cop
     return None
 
 
+def _open_kernel(device: torch.device) -> PageKernel | None:
+    """Return the kernel for small pages, compiled and tried, or None: without Triton or a compiler, say."""
+    try:
+        kernel: PageKernel = importlib.import_module("kvtier._device.backends._page_kernel")
+    except ImportError as error:
+        logger.info("copy kernel not used: %s", error)
+        return None
+    return kernel if _first_exact(device, {"kernel": kernel.copy}) is not None else None
+
+
 def _new_event() -> Any:
     return torch.cuda.Event(enable_timing=True, blocking=True)
 
@@ -203,14 +230,14 @@ class TorchStream:
     Args:
         runtime: the GPU.
         queue: whose plans it is given.
-        batched: makes one call for all copies of a plan; used where all their host memory is pinned.
+        plain: copy one by one.
     """
 
-    def __init__(self, runtime: TorchRuntime, queue: CopyQueue, batched: CopyMethod | None) -> None:
+    def __init__(self, runtime: TorchRuntime, queue: CopyQueue, *, plain: bool = False) -> None:
         priority = _EXPEDITED_PRIORITY if queue is CopyQueue.EXPEDITED else 0
         self._stream = torch.cuda.Stream(runtime.device, priority=priority)
         self._runtime = runtime
-        self._batched = batched
+        self._plain = plain
         self._is_store = queue is CopyQueue.STORE
 
     def wait(self, event: Any) -> None:
@@ -220,13 +247,19 @@ class TorchStream:
         return self._stream.record_event(_new_event())
 
     def copy(self, plan: CopyPlan) -> None:
-        method: CopyMethod = self._runtime.library.copy
+        self._method(plan)(plan, self._stream)
+
+    def _method(self, plan: CopyPlan) -> CopyMethod:
+        """Return how to make these copies. Stores are not urgent: they never take from computing."""
+        one_by_one: CopyMethod = self._runtime.library.copy
         host = plan.dst if self._is_store else plan.src
-        if self._batched is not None and len(host) > 1:
-            start, end = self._runtime.pinned
-            if int(host.min()) >= start and int((host + plan.sizes).max()) <= end:
-                method = self._batched
-        method(plan, self._stream)
+        start, end = self._runtime.pinned
+        if self._plain or len(host) < 2 or int(host.min()) < start or int((host + plan.sizes).max()) > end:
+            return one_by_one
+        kernel = None if self._is_store else self._runtime.kernel
+        if kernel is not None and kernel.suits(plan):
+            return kernel.copy
+        return self._runtime.batched or one_by_one
 
 
 class TorchRuntime(Runtime):
@@ -236,18 +269,24 @@ class TorchRuntime(Runtime):
         device: the GPU, with its index.
         library: the runtime library that torch uses.
         batched: makes many copies in one call; None where there is no such way.
+        kernel: copies many small pages to the device; None where it cannot.
 
     Attributes:
         pinned: start and end of the host memory that is pinned. One thread changes it.
     """
 
     def __init__(
-        self, device: torch.device, library: RuntimeLibrary, batched: CopyMethod | None = None
+        self,
+        device: torch.device,
+        library: RuntimeLibrary,
+        batched: CopyMethod | None = None,
+        kernel: PageKernel | None = None,
     ) -> None:
         self.device = device
         self.library = library
+        self.batched = batched
+        self.kernel = kernel
         self.pinned = (0, 0)
-        self._batched = batched
 
     @classmethod
     def open(
@@ -266,7 +305,8 @@ class TorchRuntime(Runtime):
             methods: other ways, by name, the best first.
         """
         own = {} if batched_copy is None else {"the engine's": engine_method(batched_copy)}
-        return cls(device, library, _first_exact(device, {**own, **(methods or {})}))
+        batched = _first_exact(device, {**own, **(methods or {})})
+        return cls(device, library, batched, _open_kernel(device))
 
     def attach(self) -> None:
         torch.cuda.set_device(self.device)
@@ -284,11 +324,13 @@ class TorchRuntime(Runtime):
         return numa.node_of_pci(address)
 
     def open_stream(self, queue: CopyQueue, *, plain: bool = False) -> TorchStream:
-        return TorchStream(self, queue, None if plain else self._batched)
+        return TorchStream(self, queue, plain=plain)
 
     def host_register(self, address: int, nbytes: int) -> None:
         """Pin the next piece of the slots: each begins where the last one ends."""
         self.library.host_register(address, nbytes)
+        if self.kernel is not None and self.library.device_address(address) != address:
+            self.kernel = None  # it is given host addresses
         self.pinned = (self.pinned[0] or address, address + nbytes)
 
     def host_unregister(self, address: int) -> None:

@@ -34,7 +34,7 @@ _Thread_local int last_error, capture_mode;
 void *registered, *unregistered, *used_stream;
 size_t registered_bytes;
 unsigned flags;
-int fails, calls, version = 12090, failed_index_given;
+int fails, calls, version = 12090, failed_index_given, device_offset;
 
 static int end(int code) { calls++; if (code) last_error = code; return code; }
 const char *cudaGetErrorString(int code) { return code == 2 ? "out of memory" : "invalid argument"; }
@@ -77,6 +77,11 @@ int cudaHostRegister(void *ptr, size_t size, unsigned given)
 {
     registered = ptr, registered_bytes = size, flags = given;
     return end(fails ? 2 : 0);
+}
+int cudaHostGetDevicePointer(void **found, void *address, unsigned given)
+{
+    *found = (char *)address + device_offset;
+    return end(given ? 1 : 0);
 }
 int cudaHostUnregister(void *ptr) { unregistered = ptr; return end(fails ? 1 : 0); }
 int cudaThreadExchangeStreamCaptureMode(int *mode)
@@ -129,7 +134,7 @@ def prefix(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def stub(prefix: str, stub_paths: dict[str, Path]) -> Iterator[Stub]:
     it = Stub(stub_paths[prefix], prefix)
-    defaults = {"fails": 0, "calls": 0, "version": 12090, "failed_index_given": 0}
+    defaults = {"fails": 0, "calls": 0, "version": 12090, "failed_index_given": 0, "device_offset": 0}
     for name, value in defaults.items():
         it.variable(name).value = value
     yield it

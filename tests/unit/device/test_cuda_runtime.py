@@ -241,3 +241,35 @@ def test_only_pinned_slots_are_copied_in_one_call(stub_paths: Any, as_torch_cuda
     runtime.host_unregister(slots.ctypes.data)
     stream.copy(plan)
     assert used == [plan] * is_batched
+
+
+class KernelForMany:
+    """Notes what it is given, and suits where there are many copies."""
+
+    def __init__(self) -> None:
+        self.copied: list[CopyPlan] = []
+
+    def suits(self, plan: CopyPlan) -> bool:
+        return len(plan.sizes) > 2
+
+    def copy(self, plan: CopyPlan, stream: Any) -> None:
+        self.copied.append(plan)
+
+
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_the_kernel_copies_loads_that_suit_it(stub: Any, as_torch_cuda: Any, is_mapped: bool) -> None:
+    kernel = KernelForMany()
+    runtime = TorchRuntime(torch.device("cpu"), RuntimeLibrary(str(stub.path), stub.prefix), kernel=kernel)
+    slots = np.zeros(2 * CHUNK_BYTES, dtype=np.uint8)
+    stub.variable("device_offset").value = 0 if is_mapped else 4096
+    runtime.host_register(slots.ctypes.data, slots.nbytes)
+    target = np.zeros_like(slots)
+    few = make_plan(slots, target)
+    many = CopyPlan(np.tile(few.src, 2), np.tile(few.dst, 2), np.tile(few.sizes, 2), 2 * few.nbytes)
+    for plan in (few, many):
+        for queue in (CopyQueue.LOAD, CopyQueue.EXPEDITED):
+            runtime.open_stream(queue).copy(plan)
+        store = CopyPlan(plan.dst, plan.src, plan.sizes, plan.nbytes)
+        runtime.open_stream(CopyQueue.STORE).copy(store)
+    runtime.open_stream(CopyQueue.LOAD, plain=True).copy(many)
+    assert kernel.copied == ([many] * 2 if is_mapped else [])

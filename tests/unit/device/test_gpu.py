@@ -5,16 +5,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from kvtier._device._engine import StreamEngine
 from kvtier._device.auto import open_transfer_engine
 from kvtier._device.backends import cuda, rocm
-from kvtier._device.backends._cuda_runtime import CopyMethod, RuntimeLibrary, TorchRuntime, TorchStream
+from kvtier._device.backends._cuda_runtime import (
+    CopyMethod,
+    PageKernel,
+    RuntimeLibrary,
+    TorchRuntime,
+    TorchStream,
+)
 from kvtier._device.backends.xpu import XpuRuntime, XpuStream
 from kvtier._device.base import Blocks
+from kvtier._device.plan import CopyPlan
 from kvtier.errors import TransferError
 from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory, Rig, Shape, rig
 from tests.unit.device.conftest import engine_on, gate_copies, wait_until
@@ -37,7 +46,7 @@ class Watched(TorchRuntime):
         before_pinning: called in the pinning thread before each piece, with the number of those before.
     """
 
-    def __init__(self, *, batched: bool = False) -> None:
+    def __init__(self, *, batched: bool = False, kernel: PageKernel | None = None) -> None:
         torch.cuda.init()
         device = torch.device("cuda", torch.cuda.current_device())
         method: CopyMethod | None = None
@@ -46,7 +55,7 @@ class Watched(TorchRuntime):
             method = cudart.copy_batch
         else:
             library = rocm.open_library()
-        super().__init__(device, library, method if batched else None)
+        super().__init__(device, library, method if batched else None, kernel)
         self.before_pinning: Callable[[int], object] = lambda count: None
         self._count = 0
 
@@ -54,6 +63,20 @@ class Watched(TorchRuntime):
         self.before_pinning(self._count)
         super().host_register(address, nbytes)
         self._count += 1
+
+
+class KernelWhereItCan:
+    """The kernel for pages of any size and number, if they are aligned."""
+
+    def suits(self, plan: CopyPlan) -> bool:
+        return not int(np.bitwise_or.reduce(plan.src | plan.dst | plan.sizes)) % 16
+
+    def copy(self, plan: CopyPlan, stream: Any) -> None:
+        _page_kernel().copy(plan, stream)
+
+
+def _page_kernel() -> Any:
+    return pytest.importorskip("kvtier._device.backends._page_kernel", exc_type=ImportError)
 
 
 def no_memory(count: int) -> None:
@@ -76,11 +99,13 @@ class OnGpu(DeviceConformance):
 class TestPinned(OnGpu):
     """Each way to copy."""
 
-    @pytest.fixture(params=[False, True], ids=["each", "batch"])
+    @pytest.fixture(params=["each", "batch", "kernel"])
     def runtime(self, request: pytest.FixtureRequest) -> Watched:
-        if request.param and torch.version.hip is not None:
+        if request.param == "batch" and torch.version.hip is not None:
             pytest.skip("HIP has no call for many copies")
-        return Watched(batched=request.param)
+        if request.param == "kernel":
+            return Watched(kernel=KernelWhereItCan())
+        return Watched(batched=request.param == "batch")
 
     @pytest.fixture(params=[1, 5])
     def engine_factory(self, request: pytest.FixtureRequest, runtime: Watched) -> EngineFactory:
@@ -148,6 +173,26 @@ def test_a_pinned_part_and_a_pageable_one_work_side_by_side() -> None:
         it.store(1, Blocks.make(range(SLOTS), (SLOTS,), (0,)), range(SLOTS))
         it.check()
         assert [is_pinned(it, slot) for slot in (0, 9, 10, 23)] == [True, True, False, False]
+
+
+@of_torch_cuda
+@pytest.mark.parametrize("page_bytes", [16, 4096, 8192 + 48, 40960])
+def test_small_pages_are_loaded_by_the_kernel(page_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = _page_kernel()
+    copy, loads = kernel.copy, list[CopyPlan]()
+
+    def noted(plan: CopyPlan, stream: Any) -> None:
+        loads.append(plan)
+        copy(plan, stream)
+
+    monkeypatch.setattr(kernel, "copy", noted)
+    with gpu_rig(engine_on(Watched(kernel=kernel), pinned=True), Shape((page_bytes,))) as it:
+        blocks = Blocks.make(range(SLOTS), (SLOTS,), (0,))
+        it.store(1, blocks, range(SLOTS))
+        assert not loads
+        it.load(2, range(SLOTS)[::-1], blocks)
+        it.check()
+        assert len(loads) == 1
 
 
 @pytest.fixture

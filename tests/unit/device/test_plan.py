@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtier._device.base import Blocks, KVCaches, PageMapping, PageRef, Run
-from kvtier._device.plan import CopyPlanner
+from kvtier._device.plan import CopyPlan, CopyPlanner, split
 from kvtier._memory.layout import SlotLayout
 
 HOST = 1 << 40
@@ -161,3 +163,21 @@ def test_blocks_fill_chunks_that_they_end_with(
 ) -> None:
     sizes, firsts = zip(*groups, strict=True)
     assert Blocks.make(range(sum(sizes)), sizes, firsts).fill(slots, per_chunk) is answer
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 2**40), st.integers(1, 300)), max_size=8),
+    st.integers(1, 100),
+)
+def test_a_split_plan_copies_the_same_bytes(copies: list[tuple[int, int, int]], most: int) -> None:
+    src, dst, sizes = np.array(copies, dtype=np.uint64).reshape(-1, 3).T.copy()
+    plan = CopyPlan(src, dst, sizes, int(sizes.sum()))
+    pieces = split(plan, most)
+
+    def moved(plan: CopyPlan) -> list[tuple[int, int]]:
+        rows = zip(plan.src.tolist(), plan.dst.tolist(), plan.sizes.tolist(), strict=True)
+        return [(source + at, target + at) for source, target, size in rows for at in range(size)]
+
+    assert moved(pieces) == moved(plan)
+    assert pieces.nbytes == plan.nbytes
+    assert all(0 < size <= most for size in pieces.sizes.tolist())
