@@ -172,12 +172,17 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session
-def device(session: nox.Session) -> None:
-    """Does it work on this machine's GPU, NVIDIA's, AMD's or Intel's? Skips where there is none.
+def gpu(session: nox.Session) -> None:
+    """Does it work on this machine's GPU, and how fast? Skips where there is none; ``-- --json FILE``.
 
+    Where nox runs beside a torch that finds the GPU, that is used, and nothing is installed. Else
     ``TORCH_INDEX_URL`` names another index for torch, for another ROCm, say.
     """
-    kind = gpu()
+    finds_gpu = "import torch; assert torch.accelerator.is_available(), 'torch finds no GPU'"
+    if subprocess.run([sys.executable, "-c", finds_gpu], capture_output=True).returncode == 0:
+        session.run(sys.executable, "-m", "tests.gpu", *session.posargs, external=True)
+        return
+    kind = gpu_kind()
     if kind is None:
         session.skip(
             "no GPU: nvidia-smi finds none, there is no /dev/kfd (AMD's driver), and no Intel GPU under "
@@ -189,9 +194,8 @@ def device(session: nox.Session) -> None:
         session.install("torch>=2.9", "--index-url", index)  # which versions it has is up to that index
     install_kvtier(session, "torch", groups=["tests"])
     session.install("transformers")
-    found = f"import torch; assert torch.accelerator.is_available(), 'torch finds no GPU: {kind}'"
-    session.run("python", "-c", found)  # else all tests would be skipped, and nothing shown
-    session.run("python", "-m", "pytest", "-m", "device", *(session.posargs or DEVICE_TESTS))
+    session.run("python", "-c", finds_gpu)  # else all tests would be skipped, and nothing shown
+    session.run("python", "-m", "tests.gpu", *session.posargs)
 
 
 @nox.session
@@ -393,7 +397,7 @@ def run_pytest(
     session.run(*pytest, *(session.posargs or chosen), env=env)
 
 
-def gpu() -> str | None:
+def gpu_kind() -> str | None:
     """Return which backend this machine's GPU needs, as far as can be told without torch."""
     if has_nvidia_gpu():
         return "cuda"
@@ -411,7 +415,6 @@ def has_nvidia_gpu() -> bool:
     )
 
 
-DEVICE_TESTS = ("tests/unit/device", "tests/integration/test_transformers_example.py")
 NATIVE_TESTS = (
     "tests/unit/test_native.py",
     *(f"tests/unit/tiers/fs/test_fs_{name}.py" for name in ("pool", "tier", "index", "evict", "integrity")),

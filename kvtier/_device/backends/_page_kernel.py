@@ -23,7 +23,7 @@ _WORDS = (
 )  # of 8 bytes, that a program copies at once: 16 bytes for each thread, four times
 
 _FEWEST_COPIES = 16  # below, starting a kernel takes longer than the copies
-_LARGEST_MEAN = 48 * 1024  # above, the copy engine is as fast, and takes nothing from computing
+_LARGEST_MEAN = 32 * 1024  # above, the copy engine is as fast, and takes nothing from computing
 _ALIGNMENT = 16
 
 

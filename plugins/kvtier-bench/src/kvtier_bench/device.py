@@ -1,7 +1,7 @@
 """What device copies cost: GB/s against one pinned copy, host time a submission, and the loss of computing.
 
-Whatever is compared is measured in the same round, in turns. Pages are scattered, on the device and in the
-slots, so that none are neighbours: what a plan saves by joining them comes on top.
+Whatever is compared is measured in the same round, in turns. As in an engine, a block has a page in each
+layer's tensor. Blocks are scattered on the device, so that no pages can be joined: that comes on top.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvtier import KVCaches, PageRef
@@ -23,10 +24,18 @@ from kvtier._device.plan import CopyPlanner
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
 
+_Integers = npt.NDArray[np.int64]
+
 KIB = 2**10
-PAGE_BYTES = (16 * KIB, 64 * KIB, 256 * KIB, 2048 * KIB, 8192 * KIB)
-SUBMISSIONS = (1, 16, 256, 4096)
+PAGE_BYTES = (8 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 2048 * KIB)
+LAYERS, BLOCKS_PER_CHUNK = 16, 4
+SUBMISSIONS = (16, 256, 4096)
 """Pages of one; more than fit into the memory that is used are left out."""
+
+PRODUCTS = {"prefill": 2, "decode": 20}
+"""Products of a step: of two square matrices, and of one with few rows and a square one."""
+
+STEPS = 20
 
 PLANNED_PAGES = (64, 256, 1024, 4096, 8192)
 PLANNED_TENSORS = 32
@@ -80,7 +89,7 @@ class CopySpeed:
     Attributes:
         page_kib: KiB of a page.
         pages: pages of a submission.
-        way: store, load, or both at once, half of the pages each (of one page, one each).
+        way: store, load, or both at once, half of the blocks each (of one block, one each).
         gb_s: from the submission to the end, median.
         limit_gb_s: one pinned copy in each way, of as many bytes in all.
         percent: of the limit; median of the rounds' ratios.
@@ -98,14 +107,19 @@ class CopySpeed:
 
 @dataclass(frozen=True)
 class ComputeLoss:
-    """Matrix products a second that are missing while copies go both ways all the time.
+    """Steps a second that are missing while copies go one way all the time; each is launched after the last.
 
     Attributes:
         page_kib: KiB of a page.
+        way: of the copies.
+        work: products as in a prefill, which computing bounds, or with few rows as in a decode step, which
+            the device's memory bounds.
         percent: median of the rounds' losses.
     """
 
     page_kib: int
+    way: str
+    work: str
     percent: float
 
 
@@ -151,9 +165,10 @@ def _copies(name: str, device: torch.device, total: int) -> list[Figure]:
     for page_bytes in PAGE_BYTES:
         with _opened(name, device, page_bytes, total) as bench:
             pinned.append(bench.pinned_percent)
-            counts = [count for count in SUBMISSIONS if count <= bench.pages]
-            speeds += [bench.speed(count, way) for count in counts for way in ("store", "load", "both")]
-            losses.append(bench.compute_loss())
+            counts = [count for count in SUBMISSIONS if count <= bench.blocks * LAYERS]
+            ways = ("store", "load", "both")
+            speeds += [bench.speed(count // LAYERS, way) for count in counts for way in ways]
+            losses += [bench.compute_loss(way, work) for way in ways[:2] for work in PRODUCTS]
     machine = Machine(name, description(name), total // KIB // KIB, min(pinned))
     return [machine, *speeds, *losses]
 
@@ -195,10 +210,15 @@ def _describe_page_by_page(
 
 
 class _Bench:
-    """Pages of one length on the device and in slots, and what moves them.
+    """Blocks on the device and slots for as many, with pages of one length, and what moves them.
+
+    Args:
+        engine: copies between the blocks and the slots.
+        memory: the blocks' pages, of shape (layers, blocks, bytes).
+        region: the slots.
 
     Attributes:
-        pages: how many there are on either side.
+        blocks: how many there are.
         pinned_percent: share of the slots that is pinned.
     """
 
@@ -207,15 +227,17 @@ class _Bench:
         self._memory = memory
         self._region = region
         self._device = memory.device
-        self.pages, self._page_bytes = memory.shape
-        self._orders = [np.random.default_rng(seed).permutation(self.pages) for seed in (1, 2)]
+        _, self.blocks, self._page_bytes = memory.shape
+        random = np.random.default_rng(1)
+        self._order = random.permutation(self.blocks)
+        self._slots = random.permutation(region.slots)
         self._last = 0
         self._host = torch.ones(memory.numel(), dtype=torch.int8, pin_memory=self._device.type != "cpu")
         self._streams = [] if self._device.type == "cpu" else [torch.Stream(self._device) for _ in range(2)]
         self.pinned_percent = self._await_pinning()
 
     def speed(self, count: int, way: str) -> CopySpeed:
-        """Measure submissions of so many pages."""
+        """Measure submissions of so many blocks."""
         host: list[float] = []
         measures: list[tuple[list[float], Callable[[], float]]] = [
             ([], lambda: self._through_engine(count, way, host)),
@@ -226,12 +248,12 @@ class _Bench:
                 times, measure = measures[(number + turn) % 2]
                 times.append(measure())
         ours, limits = (times[1:] for times, _ in measures)
-        nbytes = sum(len(blocks) for _, (blocks, _) in self._shares(count, way)) * self._page_bytes
+        nbytes = sum(self._nbytes(blocks) for _, blocks, _ in self._shares(count, way))
         ratios = [limit / own for own, limit in zip(ours, limits, strict=True)]
         gb_s, limit_gb_s = (nbytes / median(times) / 1e9 for times in (ours, limits))
         return CopySpeed(
             self._page_bytes // KIB,
-            count,
+            count * LAYERS,
             way,
             gb_s,
             limit_gb_s,
@@ -239,23 +261,46 @@ class _Bench:
             median(host[1:]) * 1e6,
         )
 
-    def compute_loss(self) -> ComputeLoss:
-        """Measure matrix products alone and beside copies, in turns."""
-        size = 512 if self._device.type == "cpu" else 8192
-        matrix = torch.rand((size, size), device=self._device)
+    def compute_loss(self, way: str, work: str) -> ComputeLoss:
+        """Measure products of matrices alone and beside copies, in turns."""
+        is_host = self._device.type == "cpu"
+        width, kind = (512, torch.float32) if is_host else (8192, torch.bfloat16)
+        square = torch.rand((width, width), device=self._device, dtype=kind)
+        matrix = square[: width if work == "prefill" else 64]
         product = torch.empty_like(matrix)
 
-        def compute() -> None:
-            for _ in range(20):
-                torch.mm(matrix, matrix, out=product)
+        def multiply() -> None:
+            for _ in range(PRODUCTS[work]):
+                torch.mm(matrix, square, out=product)
 
+        step = self._launcher(multiply)
         losses = []
         for _ in range(ROUNDS + 1):
-            alone = self._timed_on_device(compute)
-            with self._copying():
-                beside = self._timed_on_device(compute, only_current=True)
+            alone = self._steps(step)
+            with self._copying(way):
+                beside = self._steps(step)
             losses.append(100 * (1 - alone / beside))
-        return ComputeLoss(self._page_bytes // KIB, median(losses[1:]))
+        return ComputeLoss(self._page_bytes // KIB, way, work, median(losses[1:]))
+
+    def _launcher(self, work: Callable[[], object]) -> Callable[[], object]:
+        """Return what does this work: as one graph where the device has them, as engines do."""
+        work()
+        if self._device.type != "cuda":
+            return work
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        return graph.replay
+
+    def _steps(self, step: Callable[[], object]) -> float:
+        """Return the seconds that some steps take, each launched when the one before has ended."""
+        begun = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+            if self._streams:
+                torch.accelerator.current_stream().record_event().synchronize()
+        return time.perf_counter() - begun
 
     def _through_engine(self, count: int, way: str, host: list[float]) -> float:
         self._synchronize()
@@ -271,31 +316,32 @@ class _Bench:
 
     def _submit(self, count: int, way: str) -> list[int]:
         ids = []
-        for is_store, (ids_of_blocks, slots) in self._shares(count, way):
+        for is_store, numbers, slots in self._shares(count, way):
             self._last += 1
             ids.append(self._last)
-            blocks = Blocks.make(ids_of_blocks, (len(ids_of_blocks),), (0,))
+            blocks = Blocks.make(numbers, (len(numbers),), (0,))
             if is_store:
                 self._engine.submit_store(self._last, blocks, slots.tolist())
             else:
                 self._engine.submit_load(self._last, slots.tolist(), blocks)
         return ids
 
-    def _shares(
-        self, count: int, way: str
-    ) -> Iterator[tuple[bool, tuple[np.ndarray[tuple[int], np.dtype[np.int64]], ...]]]:
+    def _shares(self, count: int, way: str) -> Iterator[tuple[bool, _Integers, _Integers]]:
         """Yield for each way whether it is a store, its blocks and its slots; the two ways share none."""
-        if way != "both":
-            yield way == "store", tuple(order[:count] for order in self._orders)
-        else:
-            half = max(1, count // 2)
-            yield True, tuple(order[:half] for order in self._orders)
-            yield False, tuple(order[half : 2 * half] for order in self._orders)
+        ways = ("store", "load") if way == "both" else (way,)
+        share = max(1, count // len(ways))
+        slots = -(-share // BLOCKS_PER_CHUNK)
+        for number, one in enumerate(ways):
+            first, last = number * share, (number + 1) * share
+            yield one == "store", self._order[first:last], self._slots[number * slots : (number + 1) * slots]
+
+    def _nbytes(self, blocks: _Integers) -> int:
+        return len(blocks) * LAYERS * self._page_bytes
 
     def _in_one_piece(self, count: int, way: str) -> None:
         flat, start = self._memory.view(-1), 0
-        for number, (is_store, (blocks, _)) in enumerate(self._shares(count, way)):
-            end = start + len(blocks) * self._page_bytes
+        for number, (is_store, blocks, _) in enumerate(self._shares(count, way)):
+            end = start + self._nbytes(blocks)
             there, here = self._host[start:end], flat[start:end]
             target, source = (there, here) if is_store else (here, there)
             with self._streams[number] if self._streams else nullcontext():
@@ -303,13 +349,13 @@ class _Bench:
             start = end
 
     @contextmanager
-    def _copying(self) -> Iterator[None]:
-        """Have copies go both ways, all pages again and again, from a thread beside."""
+    def _copying(self, way: str) -> Iterator[None]:
+        """Have copies go one way, all blocks again and again, from a thread beside."""
         stopping = threading.Event()
 
         def copy() -> None:
             while not stopping.is_set():
-                self._engine.wait(self._submit(self.pages, "both"))
+                self._engine.wait(self._submit(self.blocks, way))
 
         thread = threading.Thread(target=copy)
         thread.start()
@@ -321,15 +367,8 @@ class _Bench:
             self._engine.drain()
             self._engine.finished()
 
-    def _timed_on_device(self, work: Callable[[], object], *, only_current: bool = False) -> float:
-        """Time work until its end; ``only_current``: as it ends on the current stream, whatever others do."""
-        if only_current and self._streams:
-            start, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
-            start.record()
-            work()
-            end.record()
-            end.synchronize()
-            return float(start.elapsed_time(end)) / 1000
+    def _timed_on_device(self, work: Callable[[], object]) -> float:
+        """Return the seconds until the end of what this enqueues."""
         self._synchronize()
         begun = time.perf_counter()
         work()
@@ -354,11 +393,12 @@ class _Bench:
 
 @contextmanager
 def _opened(name: str, device: torch.device, page_bytes: int, total: int) -> Iterator[_Bench]:
-    count = max(2, total // page_bytes)
-    memory = torch.ones((count, page_bytes), dtype=torch.int8, device=device)
-    caches = KVCaches((memory,), ((PageRef(0, page_bytes),),))
-    layout = SlotLayout.make(caches.page_bytes, 1)
-    with Region.anonymous(count, layout.chunk_bytes) as region:
+    blocks = max(2, total // page_bytes // LAYERS)
+    memory = torch.ones((LAYERS, blocks, page_bytes), dtype=torch.int8, device=device)
+    caches = KVCaches(memory.unbind(), (tuple(PageRef(layer, page_bytes) for layer in range(LAYERS)),))
+    layout = SlotLayout.make(caches.page_bytes, BLOCKS_PER_CHUNK)
+    slots = 2 * -(-blocks // 2 // BLOCKS_PER_CHUNK)  # enough for each half
+    with Region.anonymous(max(2, slots), layout.chunk_bytes) as region:
         engine = open_transfer_engine(caches, layout, region, name)
         try:
             yield _Bench(engine, memory, region)
