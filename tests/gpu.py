@@ -1,8 +1,8 @@
 """Everything that needs a GPU, in order of value: ``nox -s gpu``, or ``python -m tests.gpu`` beside torch.
 
-Nothing is downloaded: it runs in an environment that has torch for the GPU and kvtier with kvtier-testing and
-kvtier-bench from this tree. What else is missing there is skipped by name. Writes one JSON document, from which
-``--docs`` makes the tables of docs/devices.md.
+Nothing is downloaded: it runs in an environment that has torch for the GPU, and kvtier, kvtier-testing and
+kvtier-bench from this tree. What else is missing there is skipped by name. Writes one JSON document, from
+which ``--docs`` makes the tables of docs/devices.md.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ def tables(found: dict[str, Any]) -> str:
     lines = [f"{device}; a virtual machine with {cores} processor cores.", "", *_table("what", "outcome")]
     for name in ("conformance", "transformers", "sanitizer", "engine"):
         outcome = found[name].get("result") or {name: value for name, value in found[name].items() if value}
-        lines.append(f"| {name} | {', '.join(f'{value} {word}' for word, value in outcome.items())} |")
+        lines.append(
+            f"| {name} | {', '.join(f'{value} {word}' for word, value in outcome.items() if value)} |"
+        )
     lines += ["", *_table("page", "pages", *(f"{way}, GB/s (of the limit)" for way in WAYS), "host, µs")]
     for kib, pages in dict.fromkeys((it["page_kib"], it["pages"]) for it in copies["CopySpeed"]):
         of_size = [it for it in copies["CopySpeed"] if (it["page_kib"], it["pages"]) == (kib, pages)]
