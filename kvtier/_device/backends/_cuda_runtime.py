@@ -38,7 +38,7 @@ link and hardware errors, and kernels that went wrong. HIP gives them the same n
 
 _GROUP = 64
 """Copies of one batched call. The driver lets no other thread launch work until a call returns: with one call
-for 4,096 pages of 16 KiB, a decode step of 1 ms took 36 ms on an H100, with these 1.1 ms. Nor are they slower."""
+for 4,096 pages of 16 KiB, a decode step of 1 ms took 36 ms on an H100, with these 1.1 ms."""
 
 _EXPEDITED_PRIORITY = -1  # torch's streams of higher priority
 _PROBE_COPIES, _PROBE_BYTES = 64, 4096
